@@ -1,0 +1,57 @@
+# A fresh machine needs Python 3.11 or newer with venv, git and make. Everything else goes into .venv.
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+ARTEFACTS ?= artefacts
+# Notebooks are left as they are: the formatter would write "# pragma taas", where the documents say "#pragma taas".
+SHAPED := --extend-exclude '*.ipynb' .
+
+.PHONY: help demo test quick check format clean
+
+help:
+	@echo "make demo    train MNIST in eight ranks: runs examples/mnist_ddp.ipynb and shows what its cells print"
+	@echo "make test    every test"
+	@echo "make quick   the tests that take seconds"
+	@echo "make check   format, lint, types, quick tests"
+	@echo "make format  put the code into shape"
+	@echo "make clean   remove .venv, artefacts and caches"
+
+demo: .venv/demo
+	$(BIN)/python examples/run_notebook.py examples/mnist_ddp.ipynb --out $(ARTEFACTS)
+
+test: .venv/test
+	$(BIN)/python -m pytest $(TESTS)
+
+quick: .venv/test
+	$(BIN)/python -m pytest -m "not slow and not browser and not ray" $(TESTS)
+
+check: .venv/test
+	$(BIN)/ruff format --check $(SHAPED)
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -m "not slow and not browser and not ray"
+
+format: .venv/test
+	$(BIN)/ruff format $(SHAPED)
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf .venv $(ARTEFACTS) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+
+# An existing .venv is used as it is; what it lacks is installed into it.
+.venv/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "$(PYTHON) is too old or not there: taas needs Python 3.11 or newer; try make PYTHON=python3.12 demo"; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(PIP) install --quiet --constraint constraints.txt --upgrade pip
+	@touch $@
+
+.venv/demo: .venv/python pyproject.toml constraints.txt
+	@echo "Installing what the demo needs into .venv (PyTorch is about 5 GB, once)"
+	$(PIP) install --quiet --constraint constraints.txt --editable ".[examples]"
+	@touch $@
+
+.venv/test: .venv/python pyproject.toml constraints.txt
+	@echo "Installing what the tests need into .venv (PyTorch is about 5 GB, once)"
+	$(PIP) install --quiet --constraint constraints.txt --editable ".[examples,gallery]" --group dev
+	@touch $@ .venv/demo

@@ -1,0 +1,123 @@
+"""What goes into and out of a replica: nested tensors, their division, their description."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from taas.adopt.replica_autograd import Slices
+
+SAMPLED_ELEMENTS = 4096
+SAMPLED_ROWS = 64
+PLAIN = (bool, int, float, complex, str, bytes, type(None))
+
+
+def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
+    """``value`` with ``change(tensor)`` for each tensor in its tuples, lists and dicts.
+
+    Anything else is passed on as it is, as ``nn.DataParallel`` does.
+    """
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(map_tensors(part, change) for part in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)([map_tensors(part, change) for part in value])
+    if isinstance(value, dict):
+        return type(value)([(key, map_tensors(part, change)) for key, part in value.items()])
+    return value
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    """The tensors and other things in ``value``, in the order of ``map_tensors``."""
+    if isinstance(value, (list, tuple)):
+        for part in value:
+            yield from leaves(part)
+    elif isinstance(value, dict):
+        for part in value.values():
+            yield from leaves(part)
+    else:
+        yield value
+
+
+def tensors(value: Any) -> list[Tensor]:
+    """The tensors in ``value``, in the order of ``map_tensors``."""
+    return [leaf for leaf in leaves(value) if isinstance(leaf, Tensor)]
+
+
+def ungatherable(output: Any) -> Any:
+    """The first thing in a module's output that cannot be gathered, or ``None``."""
+    return next((leaf for leaf in leaves(output) if leaf is not None and not isinstance(leaf, Tensor)), None)
+
+
+def divide(batch: Any, ranks: int, dim: int) -> tuple[list[Slices | None], int]:
+    """How each tensor of the batch is divided, and how many ranks get a part.
+
+    As ``nn.DataParallel`` divides: by ``torch.chunk``, each tensor on its own, and no more replicas than the
+    tensor with the fewest chunks has. Scalars go to every replica. Without any tensor every replica gets
+    the same; without any argument one replica runs.
+    """
+    sizes = [_chunks(t.shape[dim], ranks) if t.dim() else None for t in tensors(batch)]
+    counts = [len(chunks) for chunks in sizes if chunks is not None]
+    replicas = min(counts) if counts else (ranks if any(True for _ in leaves(batch)) else 1)
+    padding = (0,) * (ranks - replicas)
+    return [None if c is None else Slices((*c[:replicas], *padding), dim) for c in sizes], replicas
+
+
+def _chunks(length: int, ranks: int) -> tuple[int, ...]:
+    step = max(1, -(-length // ranks))
+    return tuple(min(step, length - start) for start in range(0, length, step)) or (0,)
+
+
+def describe(batch: Any) -> str:
+    """Shapes of the batch's tensors, for a message."""
+    return ", ".join("x".join(map(str, t.shape)) or "scalar" for t in tensors(batch)) or "no tensor"
+
+
+def sample(tensor: Tensor) -> Tensor:
+    """Bytes of some elements spread over the tensor, as a flat ``uint8`` tensor on its device."""
+    values = tensor.detach()
+    if not values.is_contiguous() and values.dim():
+        values = values[:: max(1, values.shape[0] // SAMPLED_ROWS)]
+    flat = values.reshape(-1)
+    return flat[:: max(1, flat.numel() // SAMPLED_ELEMENTS)].contiguous().view(torch.uint8)
+
+
+class Checksum:
+    """A number that differs, as good as surely, where two ranks' tensors differ.
+
+    On a GPU reading it waits for the copy of a few kilobytes that was queued when it was made.
+    """
+
+    def __init__(self, batch: Any) -> None:
+        parts = tensors(batch)
+        plain = [leaf for leaf in leaves(batch) if isinstance(leaf, PLAIN)]
+        self._value = zlib.crc32(repr(([(tuple(t.shape), t.dtype) for t in parts], plain)).encode())
+        self._coming: list[Tensor] = []
+        for part in parts:
+            if part.is_cuda:
+                self._coming.append(_to_host(sample(part)))
+            elif part.layout == torch.strided:  # now: the module may change its input in place
+                self._value = zlib.crc32(sample(part).numpy().data, self._value)
+        self._copied: torch.cuda.Event | None = None
+        if self._coming:
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    def read(self) -> int:
+        """The checksum."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        for content in self._coming:
+            self._value = zlib.crc32(content.numpy().data, self._value)
+        self._coming.clear()
+        return self._value
+
+
+def _to_host(content: Tensor) -> Tensor:
+    host = torch.empty(content.shape, dtype=content.dtype, device="cpu", pin_memory=True)
+    return host.copy_(content, non_blocking=True)

@@ -1,0 +1,293 @@
+"""``nn.DataParallel`` in a run of several ranks: one process a GPU, with DataParallel's own meaning.
+
+Natively it copies the module to every GPU, gives each copy a slice of the batch, and gathers the outputs.
+Here the copies are the ranks. Every rank runs the whole program and loads the whole batch; inside the
+wrapped module it computes its slice only; outputs are gathered, so the loss is that of the whole batch on
+every rank, and gradients are summed once on the way back (``replica_autograd``). Parameters, buffers and
+random states are rank 0's from the wrap on; buffers stay replica 0's, as DataParallel keeps them.
+
+The class is changed in place: ``isinstance(model, nn.DataParallel)``, subclasses and instances that came
+with the notebook's names all hold.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import sys
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from taas.adopt import batch, replica_random
+from taas.adopt.membership import Membership
+from taas.adopt.replica_group import ReplicaGroup
+from taas.adopt.replica_pass import CHECKED_AT_ONCE, Evidence, ReplicaPass
+from taas.errors import CannotAdopt
+
+ADVICE = (
+    "nn.DataParallel runs as {size} ranks: each computes 1/{size} of every batch, but loads the whole batch. "
+    "DistributedDataParallel with a DistributedSampler, or a loader registered with taas.register(), is faster."
+)
+OVERRIDABLE = ("replicate", "scatter", "parallel_apply", "gather")
+
+
+class Replicas:
+    """This rank's side of every DataParallel of the program."""
+
+    def __init__(self, membership: Membership) -> None:
+        self.membership = membership
+        self.random = replica_random.ReplicaRandom(membership.rank)
+        self.passes = 0
+        self._group: ReplicaGroup | None = None
+        self._numbers: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+        self._homes: weakref.WeakKeyDictionary[nn.Module, torch.device] = weakref.WeakKeyDictionary()
+        self._evidence: Evidence | None = None
+        self._inside = threading.local()
+
+    @property
+    def group(self) -> ReplicaGroup:
+        """The ranks; connected when the program first needs them."""
+        if self._group is None:
+            self._group = ReplicaGroup(self.membership)
+        return self._group
+
+    @property
+    def cuda(self) -> bool:
+        """Whether ranks compute on GPUs."""
+        return not self.membership.rehearsed and torch.cuda.is_available()
+
+    def take_in(self, module: nn.Module) -> int:
+        """Make a module that is to be divided the same on every rank; returns its number in the program.
+
+        Raises:
+            CannotAdopt: something in it can only be divided within one process.
+        """
+        self._settle(module)
+        if module not in self._numbers:
+            _refuse_what_cannot_be_divided(module)
+            self.membership.tell(ADVICE.format(size=self.membership.world_size))
+            self._numbers[module] = len(self._numbers)
+            self.group.take_from_rank_0([*module.parameters(), *module.buffers()])
+            replica_random.restore(self.group.object_from_rank_0(replica_random.states(self.cuda)))
+        return self._numbers[module]
+
+    def _settle(self, module: nn.Module) -> None:
+        """Move the module to this rank's GPU, and remember where the program had put it.
+
+        ``model.to("cuda:0")`` is what programs say; one process a GPU means each on its own.
+        """
+        device = _device_of(module)
+        if self.cuda and device.type == "cuda" and device.index != torch.cuda.current_device():
+            module.to(torch.device("cuda", torch.cuda.current_device()))
+            self._homes[module] = device
+
+    def forward(
+        self,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        dim: int,
+        home: torch.device | None,
+    ) -> Any:
+        """The module's output for the whole batch, of which this rank computes its slice.
+
+        Args:
+            module: the wrapped module.
+            args: the whole batch.
+            kwargs: the same, by name.
+            dim: the batch dimension.
+            home: where the outputs belong; where the program had put the module, if not given.
+
+        Raises:
+            RanksDisagree: the ranks have different batches or parameters.
+            CannotAdopt: the output cannot be gathered.
+        """
+        number = self.take_in(module)
+        self.passes += 1
+        device = _device_of(module)
+        one = ReplicaPass(self.group, module, device, dim, (self.passes, number))
+        evidence = one.examine(args, kwargs)
+        with self._as_replica(), self.random.stream(self.cuda):
+            one.compute(args, kwargs)
+        output = one.collect(self._due(evidence, device))
+        home = home or self._homes.get(module, device)
+        return output if home == device else batch.map_tensors(output, lambda tensor: tensor.to(home))
+
+    def _due(self, evidence: Evidence, device: torch.device) -> Evidence:
+        """The checksums to compare now: on a GPU, after the first passes, those of the pass before.
+
+        They are there by then; this pass's would have to be waited for.
+        """
+        due = evidence if device.type == "cpu" or self.passes <= CHECKED_AT_ONCE else self._evidence
+        self._evidence = evidence
+        return due or evidence
+
+    @contextlib.contextmanager
+    def _as_replica(self) -> Iterator[None]:
+        self._inside.depth = getattr(self._inside, "depth", 0) + 1
+        try:
+            yield
+        finally:
+            self._inside.depth -= 1
+
+    @property
+    def inside(self) -> bool:
+        """Whether this thread computes a replica's pass right now."""
+        return getattr(self._inside, "depth", 0) > 0
+
+    def close(self) -> None:
+        """Leave the group, if there is one."""
+        if self._group is not None:
+            closer = threading.Thread(target=self._group.close, name="taas-close-replicas", daemon=True)
+            closer.start()
+            closer.join(5.0)
+            self._group = None
+
+
+_replicas: Replicas | None = None
+
+
+def install(membership: Membership) -> None:
+    """Change ``nn.DataParallel`` and ``data_parallel`` in this process; ``world_size`` must be above 1."""
+    global _replicas
+    replicas = _replicas = Replicas(membership)
+    _change_class(nn.DataParallel, replicas)
+    _change_function(replicas)
+    _avoid_reentrant_checkpoints(replicas)
+
+
+def close() -> None:
+    """Leave the replicas' group, if the program made one."""
+    if _replicas is not None:
+        _replicas.close()
+
+
+def _change_class(cls: Any, replicas: Replicas) -> None:
+    native_init, native_forward = cls.__init__, cls.forward
+
+    def init(
+        self: Any,
+        module: nn.Module,
+        device_ids: Sequence[int | torch.device] | None = None,
+        output_device: int | torch.device | None = None,
+        dim: int = 0,
+    ) -> None:
+        if not replicas.membership.active:
+            native_init(self, module, device_ids, output_device, dim)
+            return
+        _refuse_overrides(type(self))
+        nn.Module.__init__(self)
+        self.module, self.dim = module, dim
+        self.device_ids = (
+            list(range(replicas.membership.local_world_size)) if device_ids is None else list(device_ids)
+        )
+        self.output_device = output_device if output_device is not None else (self.device_ids or [0])[0]
+        self._taas_home = _home(output_device, replicas)
+        # One device is no parallelism: natively the module just runs there.
+        self._taas_whole = device_ids is not None and len(device_ids) == 1
+        if not self._taas_whole:
+            replicas.take_in(module)
+
+    def forward(self: Any, *inputs: Any, **kwargs: Any) -> Any:
+        if not replicas.membership.active:
+            return native_forward(self, *inputs, **kwargs)
+        if getattr(self, "_taas_whole", False):
+            return self.module(*inputs, **kwargs)
+        _refuse_overrides(type(self))
+        # An instance that the notebook made without a GPU has no ``dim``.
+        return replicas.forward(
+            self.module, inputs, kwargs, getattr(self, "dim", 0), getattr(self, "_taas_home", None)
+        )
+
+    forward._torchdynamo_disable = True  # type: ignore[attr-defined]  # its collectives are no graph's business
+    cls.__init__, cls.forward, cls.__taas_unwrap__ = init, forward, True
+
+
+def _change_function(replicas: Replicas) -> None:
+    module: Any = sys.modules["torch.nn.parallel.data_parallel"]  # the package's attribute is the function
+    native = module.data_parallel
+
+    def data_parallel(
+        module: nn.Module,
+        inputs: Any,
+        device_ids: Sequence[int | torch.device] | None = None,
+        output_device: int | torch.device | None = None,
+        dim: int = 0,
+        module_kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if not replicas.membership.active:
+            return native(module, inputs, device_ids, output_device, dim, module_kwargs)
+        args = inputs if isinstance(inputs, tuple) else () if inputs is None else (inputs,)
+        if device_ids is not None and len(device_ids) == 1:
+            return module(*args, **(module_kwargs or {}))
+        return replicas.forward(module, args, module_kwargs or {}, dim, _home(output_device, replicas))
+
+    data_parallel._torchdynamo_disable = True  # type: ignore[attr-defined]
+    module.data_parallel = data_parallel
+    nn.parallel.data_parallel = data_parallel
+
+
+def _avoid_reentrant_checkpoints(replicas: Replicas) -> None:
+    """Recompute activations without reentering autograd.
+
+    A reentrant checkpoint runs part of the module again in the backward pass, outside of the replica, on the
+    module's own parameters: their gradients would be this rank's share alone.
+    """
+    module: Any = sys.modules["torch.utils.checkpoint"]
+    native = module.CheckpointFunction.apply
+
+    def apply(function: Any, preserve_rng_state: bool, *args: Any) -> Any:
+        if not replicas.inside:
+            return native(function, preserve_rng_state, *args)
+        return module.checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state)
+
+    module.CheckpointFunction.apply = staticmethod(apply)
+
+
+def _refuse_overrides(cls: type) -> None:
+    own = [name for name in OVERRIDABLE if getattr(cls, name) is not getattr(nn.DataParallel, name)]
+    if own:
+        raise CannotAdopt(
+            f"{cls.__name__} changes {', '.join(own)} of nn.DataParallel, which ranks would not follow. Use "
+            "nn.DataParallel itself or DistributedDataParallel, or run the cell in one process (#!TYPE without "
+            "--gpus), which sees all GPUs of the machine."
+        )
+
+
+def _refuse_what_cannot_be_divided(module: nn.Module) -> None:
+    if isinstance(module, torch.jit.ScriptModule):
+        raise CannotAdopt(
+            "nn.DataParallel over ranks cannot divide a scripted module. Wrap the module before torch.jit.script, "
+            "or use DistributedDataParallel."
+        )
+    sparse = [name for name, part in module.named_modules() if getattr(part, "sparse", False) is True]
+    if sparse:
+        raise CannotAdopt(
+            f"nn.DataParallel over ranks cannot add up the sparse gradients of {', '.join(sparse)}. Make it with "
+            "sparse=False, or wrap the model in DistributedDataParallel."
+        )
+    lazy = [
+        name for name, p in module.named_parameters() if isinstance(p, nn.parameter.UninitializedParameter)
+    ]
+    if lazy:
+        raise CannotAdopt(
+            f"Parameter {lazy[0]!r} has no shape yet: run the lazy module once before nn.DataParallel wraps it."
+        )
+
+
+def _device_of(module: nn.Module) -> torch.device:
+    first = next((tensor for tensor in itertools.chain(module.parameters(), module.buffers())), None)
+    return first.device if first is not None else torch.device("cpu")
+
+
+def _home(output_device: int | torch.device | None, replicas: Replicas) -> torch.device | None:
+    if output_device is None or not replicas.cuda:
+        return None
+    return (
+        torch.device("cuda", output_device) if isinstance(output_device, int) else torch.device(output_device)
+    )

@@ -1,0 +1,178 @@
+"""One rendezvous for every program: the run's own.
+
+Programs bring their own meeting point: ``MASTER_PORT = "12355"``, ``tcp://localhost:23456``, a shared file.
+Two runs on one machine would meet there, and a port that was free a moment ago is a race. In a rank all of
+them lead to the run's store instead, which was bound by the agent and announced before the rank existed.
+
+The seam is torch's table of rendezvous handlers. Whoever calls ``init_process_group``, by whatever name it
+was imported, and ``init_device_mesh`` and RPC as well, pass through it; a store passed in by the program
+does not, and is left alone. Each group gets keys of its own, counted per size, so that a group may be
+destroyed and made again, and groups of fewer ranks don't disturb the count of the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+from urllib.parse import parse_qs, urlparse
+
+import torch.distributed as dist
+from torch.distributed import Store
+from torch.distributed.constants import default_pg_timeout
+from torch.utils.data.distributed import DistributedSampler
+
+from taas.adopt.membership import Membership
+from taas.errors import CannotAdopt
+
+Meeting = tuple[Store, int, int]
+Handler = Callable[..., Iterator[Meeting]]
+
+SCHEMES = ("env", "tcp", "file")
+DESTROY_SECONDS = 10.0
+PART_SECONDS = 2.0
+
+
+class Rendezvous:
+    """Answers every rendezvous of this rank with the run's store.
+
+    Attributes:
+        span: how many ranks of each VM take part; all of them, except inside an adopted ``mp.spawn`` of
+            fewer processes.
+        translated: whether the last group was asked for in the numbers of one VM, in a run of several.
+    """
+
+    def __init__(self, membership: Membership) -> None:
+        self.membership = membership
+        self.span = membership.local_world_size
+        self.translated = False
+        self._calls: Counter[int] = Counter()
+        self._last = "", 0
+
+    def meet(self, url: str) -> Meeting:
+        """The store, rank and world size for one process group.
+
+        Raises:
+            CannotAdopt: the program wants more processes than the run has ranks, or two ranks ask for the
+                same place.
+        """
+        me = self.membership
+        rank, size = self._placed(*self._asked(url))
+        if size > me.world_size or not 0 <= rank < size:
+            raise CannotAdopt(
+                f"init_process_group was asked for rank {rank} of {size}, but this run has {me.world_size} "
+                f"rank(s). Leave rank and world_size out, or start the cell with --gpus {max(size, rank + 1)}."
+            )
+        self._calls[size] += 1
+        name = f"group/{size}/{self._calls[size]}"
+        if size == 1 < me.world_size:
+            name += f"/of-rank-{me.rank}"
+            me.tell(
+                f"init_process_group(world_size=1) in a run of {me.world_size} ranks: each rank trains alone. "
+                "Leave rank and world_size out to train together."
+            )
+        store = me.store(name)
+        if store.add(f"claimed/{rank}", 1) > 1:
+            raise CannotAdopt(
+                f"Two ranks of this run called init_process_group as rank {rank} of {size}. Leave rank and "
+                "world_size out, or take them from os.environ['RANK'] and os.environ['WORLD_SIZE']."
+            )
+        self._last = name, size
+        return store, rank, size
+
+    def part(self, seconds: float = PART_SECONDS) -> None:
+        """Wait a moment for the other ranks of the last group to be done with it as well.
+
+        A rank that leaves right after ``init_process_group`` returned cuts off those that are still connecting.
+        """
+        name, size = self._last
+        if not name or not dist.is_initialized():
+            return
+        with contextlib.suppress(dist.DistError):  # the store is gone, and so is whoever could be waited for
+            store = self.membership.store(name)
+            if store.add("parting", 1) == size:
+                store.set("parted", "")
+            self.membership.wait_for(name, "parted", seconds)
+
+    def _asked(self, url: str) -> tuple[int, int]:
+        """Rank and world size as the program gave them: in its call, else in the environment."""
+        me, query = self.membership, parse_qs(urlparse(url).query)
+        rank = query.get("rank", [os.environ.get("RANK", str(me.rank))])[0]
+        size = query.get("world_size", [os.environ.get("WORLD_SIZE", str(me.world_size))])[0]
+        return int(rank), int(size)
+
+    def _placed(self, rank: int, size: int) -> tuple[int, int]:
+        """The place in the run of a program that counts one machine only.
+
+        With ``nprocs=torch.cuda.device_count()`` on two VMs, ranks 0 to 7 exist twice. Numbered through, the
+        program trains on both.
+        """
+        me = self.membership
+        self.translated = me.nodes > 1 and (rank, size) == (me.local_rank, self.span)
+        if not self.translated:
+            return rank, size
+        me.tell(
+            f"The program numbers the ranks of one machine (0 to {size - 1}); on {me.nodes} VMs its process "
+            f"group, and its DistributedSampler, have {size * me.nodes} ranks."
+        )
+        return me.node * self.span + me.local_rank, size * me.nodes
+
+
+def install(membership: Membership) -> Rendezvous:
+    """Lead every rendezvous of this process to the run's store."""
+    rendezvous = Rendezvous(membership)
+    # The package's attribute of that name is the function.
+    handlers: dict[str, Handler] = sys.modules["torch.distributed.rendezvous"]._rendezvous_handlers
+    for scheme in SCHEMES:
+        handlers[scheme] = _handler(rendezvous, handlers[scheme])
+    if membership.nodes > 1:
+        _number_samplers_through(rendezvous)
+    return rendezvous
+
+
+def _handler(rendezvous: Rendezvous, native: Handler) -> Handler:
+    def handler(url: str, timeout: timedelta = default_pg_timeout, **kwargs: Any) -> Iterator[Meeting]:
+        if not rendezvous.membership.active:
+            yield from native(url, timeout=timeout, **kwargs)
+            return
+        yield rendezvous.meet(url)
+        raise RuntimeError(
+            "Unable to perform rerendezvous in a taas run: destroy the group and make it again"
+        )
+
+    return handler
+
+
+def _number_samplers_through(rendezvous: Rendezvous) -> None:
+    """Let samplers follow a group that was numbered through, or both VMs would train on the same half."""
+    native = DistributedSampler.__init__
+
+    def init(
+        self: Any, dataset: Any, num_replicas: Any = None, rank: Any = None, *args: Any, **kwargs: Any
+    ) -> None:
+        me = rendezvous.membership
+        numbered_through = rendezvous.translated and me.active and dist.is_initialized()
+        if numbered_through and (num_replicas, rank) == (rendezvous.span, me.local_rank):
+            num_replicas, rank = dist.get_world_size(), dist.get_rank()
+        native(self, dataset, num_replicas, rank, *args, **kwargs)
+
+    DistributedSampler.__init__ = init  # type: ignore[method-assign]
+
+
+def close_default_group() -> bool:
+    """Destroy a process group that the program left open; ``False`` if that takes longer than it may.
+
+    gloo's threads abort a process that exits with a group alive. NCCL may wait in its destructor for work
+    that will never end, hence the thread and the limit.
+    """
+    if not dist.is_initialized():
+        return True
+    closer = threading.Thread(target=dist.destroy_process_group, name="taas-close-group", daemon=True)
+    closer.start()
+    closer.join(DESTROY_SECONDS)
+    return not closer.is_alive()

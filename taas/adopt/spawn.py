@@ -1,0 +1,211 @@
+"""``mp.spawn`` in ranks that are there already.
+
+A program written for one process per GPU starts these processes itself. In a rank that would give N times N
+of them. Here the ranks are the processes: each runs ``fn(local_rank, *args)`` and then waits, as the parent
+does, until all have run it.
+
+What is different from real children, and cannot be hidden: ``args`` are not copied, so ``fn`` may change
+them; a queue or a manager among them belongs to each rank alone; and a spawn that doesn't train (a pool that
+prepares data) looks like one that does. ``multiprocessing.Process``, ``Pool`` and DataLoader workers are
+never touched, and a launcher started as a command of its own (``!torchrun``) is not seen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.multiprocessing import ProcessContext, ProcessRaisedException
+
+from taas.adopt.membership import Membership
+from taas.adopt.rendezvous import Rendezvous, close_default_group
+from taas.errors import CannotAdopt
+
+spawn_module = sys.modules["torch.multiprocessing.spawn"]  # the package's attribute is the function
+
+LATE_SECONDS = 60.0
+GRACE_SECONDS = 5.0
+ENDED = "all-ended"
+TORCHRUN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+class AdoptedProcesses(ProcessContext):
+    """What ``start_processes(join=False)`` gives: processes that have already ended, all well."""
+
+    def __init__(self) -> None:
+        super().__init__([], [])
+
+    def pids(self) -> list[int]:
+        """The one process that ran the function here: this rank."""
+        return [os.getpid()]
+
+
+class Adopter:
+    """Runs a function that a program wants in N new processes, in the ranks of the run."""
+
+    def __init__(self, membership: Membership, rendezvous: Rendezvous) -> None:
+        self.membership = membership
+        self.rendezvous = rendezvous
+        self._spawns = 0
+        self._inside = ""
+
+    def run(self, what: str, processes: int, body: Callable[[int], object]) -> None:
+        """Call ``body(local_rank)`` in the first ``processes`` ranks of each VM; return when all have ended.
+
+        Args:
+            what: the launcher's name, for messages.
+            processes: how many the program asked for, on one machine.
+            body: the program's function, with all but its first argument.
+
+        Raises:
+            CannotAdopt: more processes than ranks on a VM, or one launcher inside another.
+            ProcessRaisedException: another rank's ``body`` failed (its own error is the one to read).
+        """
+        self._refuse(what, processes)
+        self._spawns += 1
+        prefix, had_group = f"spawn/{self._spawns}", dist.is_initialized()
+        if self.membership.local_rank < processes:
+            store = self.membership.store(prefix)
+            try:
+                with self._as_process_of(what, processes):
+                    body(self.membership.local_rank)
+            except BaseException as error:
+                store.set(ENDED, f"{self.membership.rank} {type(error).__name__}: {error}"[:2000])
+                raise
+            store.set(f"ended/{self.membership.rank}", "")
+            if store.add("count", 1) == processes * self.membership.nodes:
+                store.set(ENDED, "")
+        self._wait_for_all(what, prefix, processes)
+        if not had_group:  # a group made in a process goes with it
+            close_default_group()
+
+    def _refuse(self, what: str, processes: int) -> None:
+        me = self.membership
+        if self._inside:
+            raise CannotAdopt(
+                f"{what} was called inside {self._inside}, which already runs in the ranks of this cell. "
+                "Call one of them only."
+            )
+        if processes > me.local_world_size:
+            where = f" on each of its {me.nodes} VMs" if me.nodes > 1 else ""
+            raise CannotAdopt(
+                f"{what} asks for {processes} processes on a machine, but this run has "
+                f"{me.local_world_size} rank(s){where}, one per GPU. Ask for torch.cuda.device_count() "
+                f"processes, or start the cell with --gpus {processes}."
+            )
+        if processes < me.local_world_size:
+            me.tell(
+                f"{what} asks for {processes} process(es); this run has {me.local_world_size} ranks"
+                f"{' per VM' if me.nodes > 1 else ''}, and the others stay idle meanwhile."
+            )
+
+    @contextlib.contextmanager
+    def _as_process_of(self, what: str, processes: int) -> Iterator[None]:
+        """Be one of ``processes`` per VM: the environment and the process group have that size."""
+        me = self.membership
+        place = {
+            "RANK": str(me.node * processes + me.local_rank),
+            "WORLD_SIZE": str(me.nodes * processes),
+            "LOCAL_WORLD_SIZE": str(processes),
+        }
+        before = {name: os.environ.get(name) for name in place}
+        self._inside, self.rendezvous.span = what, processes
+        os.environ.update(place)
+        try:
+            yield
+        except SystemExit as leaving:  # a child may end so, and the parent goes on
+            if leaving.code not in (None, 0):
+                raise
+        finally:
+            self._inside, self.rendezvous.span = "", me.local_world_size
+            _restore(before)
+
+    def _wait_for_all(self, what: str, prefix: str, processes: int) -> None:
+        me, store = self.membership, self.membership.store(prefix)
+        if not me.wait_for(prefix, ENDED, LATE_SECONDS):
+            ranks = (rank for rank in range(me.world_size) if rank % me.local_world_size < processes)
+            late = [rank for rank in ranks if not store.check([f"ended/{rank}"])]
+            me.tell(f"{what}: this rank has ended its part and waits for rank(s) {late}.")
+            me.wait_for(prefix, ENDED)
+        failure = store.get(ENDED).decode()
+        if failure:
+            # The rank that failed is about to end the run with its own traceback, which says more than this
+            # error. It is raised for a program that caught that one.
+            threading.Event().wait(GRACE_SECONDS)
+            rank, _, text = failure.partition(" ")
+            raise ProcessRaisedException(f"rank {rank} failed in {what}: {text}", int(rank), os.getpid())
+
+
+def install(membership: Membership, rendezvous: Rendezvous) -> Adopter:
+    """Adopt ``spawn`` and ``start_processes`` of ``torch.multiprocessing`` in this process."""
+    adopter = Adopter(membership, rendezvous)
+    native = spawn_module.start_processes
+
+    def start_processes(
+        fn: Callable[..., object],
+        args: Sequence[Any] = (),
+        nprocs: int = 1,
+        join: bool = True,
+        daemon: bool = False,
+        start_method: str = "spawn",
+    ) -> ProcessContext | None:
+        if not membership.active:
+            return native(fn, args, nprocs, join, daemon, start_method)  # type: ignore[no-any-return]
+        if membership.world_size == 1 and nprocs > 1 and not membership.rehearsed:
+            with _without_torchrun_variables():
+                return native(fn, args, nprocs, join, daemon, start_method)  # type: ignore[no-any-return]
+        _refuse_shared_memory(args)
+        adopter.run("mp.spawn", nprocs, lambda index: fn(index, *args))
+        return None if join else AdoptedProcesses()
+
+    def spawn(
+        fn: Callable[..., object],
+        args: Sequence[Any] = (),
+        nprocs: int = 1,
+        join: bool = True,
+        daemon: bool = False,
+        start_method: str = "spawn",
+    ) -> ProcessContext | None:
+        return start_processes(fn, args, nprocs, join, daemon, start_method)
+
+    for module in (spawn_module, mp):
+        module.start_processes = start_processes  # type: ignore[attr-defined]
+        module.spawn = spawn  # type: ignore[attr-defined]
+    return adopter
+
+
+def _refuse_shared_memory(args: Sequence[Any]) -> None:
+    """Refuse Hogwild training: its processes would each train a model of their own here."""
+    for index, arg in enumerate(args):
+        if isinstance(arg, torch.nn.Module) and any(p.is_shared() for p in arg.parameters() if not p.is_cuda):
+            raise CannotAdopt(
+                f"mp.spawn was given a model in shared memory (args[{index}], {type(arg).__name__}): its "
+                "processes would train it together, which ranks cannot. Drop share_memory() and wrap the "
+                "model in DistributedDataParallel."
+            )
+
+
+@contextlib.contextmanager
+def _without_torchrun_variables() -> Iterator[None]:
+    """Start children that are no ranks of this run, and must not take themselves for one."""
+    names = [*TORCHRUN_VARIABLES, *(name for name in os.environ if name.startswith("TORCHELASTIC_"))]
+    before = {name: os.environ.pop(name, None) for name in names}
+    try:
+        yield
+    finally:
+        _restore(before)
+
+
+def _restore(environment: dict[str, str | None]) -> None:
+    for name, value in environment.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value

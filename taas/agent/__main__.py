@@ -1,0 +1,6 @@
+"""``python -m taas.agent``: started by an engine, told what it needs on standard input."""
+
+from taas.agent.loop import main
+
+if __name__ == "__main__":
+    main()

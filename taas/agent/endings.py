@@ -1,0 +1,147 @@
+"""How processes end: a ladder of signals, then a sweep of what is left of the tree.
+
+An agent is a child subreaper (prctl(2), PR_SET_CHILD_SUBREAPER): whatever a rank started stays below the agent,
+also when it made a session of its own and its parent is gone. So a descendant of the agent that is neither the
+forkserver nor below it is an orphan of a rank, and nothing else is ever signalled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import time
+from collections.abc import Iterable
+
+import psutil
+
+from taas import _linux
+
+_PR_SET_CHILD_SUBREAPER = 36
+LADDER = ((0.0, signal.SIGINT), (0.8, signal.SIGTERM), (1.4, signal.SIGKILL))
+"""Seconds after the first step, and the signal sent then."""
+_SWEEP_SECONDS = 2.0
+_SWEEPS = 10
+
+
+def become_subreaper() -> None:
+    """Adopt the orphans of all descendants from now on."""
+    _linux.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+class Ladder:
+    """Which signal is due when, for one run."""
+
+    def __init__(self) -> None:
+        self._began: float | None = None
+        self._next = 0
+
+    @property
+    def begun(self) -> bool:
+        """Whether a signal was due already."""
+        return self._began is not None
+
+    def begin(self, *, at_once: bool) -> None:
+        """Start on the first rung, or on the last."""
+        if self._began is None:
+            self._began = time.monotonic()
+        if at_once:
+            self._began, self._next = time.monotonic() - LADDER[-1][0], max(self._next, len(LADDER) - 1)
+
+    def due(self) -> signal.Signals | None:
+        """Return the signal to send now, once."""
+        if self._began is None or self._next == len(LADDER):
+            return None
+        after, number = LADDER[self._next]
+        if time.monotonic() < self._began + after:
+            return None
+        self._next += 1
+        return number
+
+    def wait(self) -> float | None:
+        """Return the seconds until the next signal is due; None if there is none."""
+        if self._began is None or self._next == len(LADDER):
+            return None
+        return max(0.0, self._began + LADDER[self._next][0] - time.monotonic())
+
+
+def send(process: psutil.Process, number: signal.Signals) -> None:
+    """Signal a recorded process; SIGKILL goes to the whole session that it leads.
+
+    psutil compares the process's start time first: a pid that was given to somebody else is left alone.
+    """
+    with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+        if number == signal.SIGKILL and process.is_running():
+            os.killpg(process.pid, number)
+        else:
+            process.send_signal(number)
+
+
+def kill_tree(roots: Iterable[psutil.Process]) -> None:
+    """SIGKILL processes and all their descendants, and wait until they are dead, two seconds at most.
+
+    multiprocessing's resource tracker is left to itself: it removes named semaphores that the dead left
+    behind, and ends when nobody holds its pipe.
+    """
+    doomed = list(roots)
+    for root in list(doomed):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            doomed += root.children(recursive=True)
+    handles = {}
+    for process in doomed:
+        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+            if not _tracks_resources(process):
+                handles[os.pidfd_open(process.pid)] = process.pid
+                process.kill()
+    _await_death(handles)
+
+
+def _tracks_resources(process: psutil.Process) -> bool:
+    try:
+        return any("multiprocessing.resource_tracker" in argument for argument in process.cmdline())
+    except psutil.ZombieProcess:  # dying: some of its threads may be there still
+        return False
+
+
+def _await_death(handles: dict[int, int]) -> None:
+    """Wait for processes, given by pidfd and pid, to die; bury those that are this process's children."""
+    poll = select.poll()
+    for handle in handles:
+        poll.register(handle, select.POLLIN)
+    left = set(handles)
+    deadline = time.monotonic() + _SWEEP_SECONDS
+    while left and time.monotonic() < deadline:
+        for handle, _ in poll.poll(_SWEEP_SECONDS * 1000):
+            poll.unregister(handle)
+            left.discard(handle)
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(handles[handle], os.WNOHANG)
+    for handle in handles:
+        os.close(handle)
+
+
+def sweep_orphans(own: Iterable[int]) -> None:
+    """End this process's adopted orphans: its children but those in ``own``.
+
+    Again until there are none: while a tree is being killed, what is left of it is handed on to this process.
+    """
+    kept = set(own)
+    for _ in range(_SWEEPS):
+        orphans = [
+            child for child in psutil.Process().children() if child.pid not in kept and not _ended(child)
+        ]
+        if not orphans:
+            return
+        kill_tree(orphans)
+
+
+def _ended(child: psutil.Process) -> bool:
+    """Whether nothing is left to end: it was buried here, or is a resource tracker at its last work."""
+    try:
+        if child.status() == psutil.STATUS_ZOMBIE:
+            buried, _ = os.waitpid(child.pid, os.WNOHANG)
+            return bool(buried == child.pid)
+        return _tracks_resources(child)
+    except (psutil.NoSuchProcess, ChildProcessError):
+        return True

@@ -1,0 +1,102 @@
+"""The process that ranks are forked from: libraries imported, nothing else done.
+
+Importing torch is safe before a fork; using it is not. One parallel region hangs every child, one CUDA call
+poisons it. So the forkserver imports and waits.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from multiprocessing import forkserver as _mp
+from multiprocessing import resource_tracker
+from pathlib import Path
+
+from taas.devices import visible_gpus
+
+PRELOAD = (
+    "torch",
+    "torch.distributed.elastic.multiprocessing",
+    "torch.utils.data",
+    "torch._dynamo",  # every optimizer asks for it at its first use, and it takes longer than torch
+    "numpy.random",
+    "multiprocessing.popen_fork",
+    "multiprocessing.queues",
+    "taas.rank.entry",
+    "taas.rank.shell",
+    "taas.capture",
+    "taas.adopt",
+    "taas.rehearsal.stages",
+    "IPython.core.application",
+    "IPython.core.completer",
+    "IPython.core.completerlib",
+    "IPython.core.crashhandler",
+    "IPython.core.logger",
+    "IPython.core.magics",
+    "IPython.core.oinspect",
+    "IPython.utils.generics",
+    "IPython.utils.wildcard",
+)
+_LAST = "taas.rank.preloaded"
+_REHEARSED = "taas.rehearsal.ahead"
+_READ_AT_IMPORT = (
+    "BLIS_", "CUDA_", "GOMP_", "KMP_", "LD_", "LC_", "LANG", "MALLOC_", "MKL_", "NPY_", "NUMEXPR_", "OMP_",
+    "OPENBLAS_", "PYTHON", "PYTORCH_", "TORCH_", "VECLIB_",
+)  # fmt: skip
+
+
+def _read_at_import(environ: dict[str, str]) -> dict[str, str]:
+    """The variables that libraries read when they are imported: too late to set them in a rank."""
+    return {name: value for name, value in environ.items() if name.startswith(_READ_AT_IMPORT)}
+
+
+def _installed() -> tuple[tuple[str, int], ...]:
+    """Change times of the folders that packages are installed into: pip renames folders in them."""
+    folders = [Path(entry) for entry in sys.path if "site-packages" in entry or "dist-packages" in entry]
+    return tuple((str(folder), folder.stat().st_mtime_ns) for folder in folders if folder.is_dir())
+
+
+class Forkserver:
+    """multiprocessing's one forkserver of this process, started again when it went or is out of date."""
+
+    def __init__(self) -> None:
+        self._server = _mp._forkserver
+        self._made_for = self._fitting(dict(os.environ), rehearsed=not visible_gpus())
+
+    @property
+    def pid(self) -> int | None:
+        """Process id, if it was started."""
+        pid: int | None = self._server._forkserver_pid  # type: ignore[attr-defined]
+        return pid
+
+    def own_pids(self) -> set[int]:
+        """Process ids of the forkserver and of multiprocessing's resource tracker."""
+        tracker: int | None = resource_tracker._resource_tracker._pid  # type: ignore[attr-defined]
+        return {pid for pid in (self.pid, tracker) if pid is not None}
+
+    def start(self) -> None:
+        """Start it, if it does not run."""
+        _, _, rehearsed = self._made_for
+        ahead = (_REHEARSED,) if rehearsed else ()
+        self._server.set_forkserver_preload([*PRELOAD, *ahead, _LAST])
+        self._server.ensure_running()
+
+    def fit(self, environ: dict[str, str], *, rehearsed: bool) -> None:
+        """Make sure that it runs with the notebook's environment, today's packages, and GPUs or none.
+
+        A restart costs the import of torch, some seconds; it happens only after such a change.
+        """
+        wanted = self._fitting(environ, rehearsed=rehearsed)
+        if wanted != self._made_for:
+            for name in self._made_for[0].keys() - wanted[0].keys():
+                os.environ.pop(name, None)
+            os.environ.update(wanted[0])
+            self._server._stop()  # type: ignore[attr-defined]
+            self._made_for = wanted
+        self.start()
+
+    @staticmethod
+    def _fitting(
+        environ: dict[str, str], *, rehearsed: bool
+    ) -> tuple[dict[str, str], tuple[tuple[str, int], ...], bool]:
+        return _read_at_import(environ), _installed(), rehearsed

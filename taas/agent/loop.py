@@ -1,0 +1,317 @@
+"""An agent's life: one loop over its supervisor, its ranks, their files and the clock."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+import zmq
+
+from taas import messages
+from taas.agent.endings import become_subreaper, kill_tree, sweep_orphans
+from taas.agent.forkserver import Forkserver
+from taas.delivery.config import read_line
+from taas.engines import AgentConfig
+from taas.messages import (
+    AgentTrouble,
+    AgentUp,
+    EndRanks,
+    LookAtRanks,
+    Printed,
+    RankEnded,
+    RankReport,
+    RanksSeen,
+    RunOver,
+    Seen,
+    StartRanks,
+    StoreUp,
+    VmDone,
+)
+
+WINDOW = 4 << 20
+"""Bytes of output on their way to the cell, per VM, before the agent waits for an acknowledgement."""
+_READ = 1 << 18
+
+
+class _Watched:
+    """Which ranks' output of the run is wanted, and how much more may be on its way."""
+
+    def __init__(self, ranks: tuple[int, ...] | None) -> None:
+        self.ranks = ranks
+        self.window = WINDOW
+
+    def wants(self, rank: int) -> bool:
+        return self.ranks is None or rank in self.ranks
+
+    @property
+    def nobody(self) -> bool:
+        return self.ranks == ()
+
+
+class Agent:
+    """The processes of one VM. It serves one run at a time."""
+
+    def __init__(self, config: AgentConfig) -> None:
+        from taas.agent.inotify import Inotify
+
+        self._context = zmq.Context()
+        self._socket = connect(self._context, config)
+        self._poller = zmq.Poller()
+        self._actions: dict[Any, Callable[[], None]] = {}
+        self._read = messages.Reader(messages.AgentHears)
+        self._forkserver = Forkserver()
+        self._inotify = Inotify()
+        self._group: Any = None
+        self._looks: list[Any] = []
+        self._watched = _Watched(())
+        self._answer = -1
+        self._done_sent = False
+        self._supervisor_gone = False
+        self._scratch = Path(config.scratch)
+        self._parent = os.getppid()
+
+    # ------------------------------------------------------------ the loop
+
+    def run(self) -> None:
+        """Serve until the supervisor is gone, then end all that was started here."""
+        self._forkserver.start()  # it imports torch while this process does
+        from taas.agent.ranks import Listener
+
+        self._listener = Listener()
+        self._on(self._socket, self._hear_supervisor)
+        self._on(sys.stdin.fileno(), self._lose_supervisor)
+        self._on(self._listener.fileno(), self._accept)
+        self._on(self._inotify.fileno(), self._files_grew)
+        self._say(AgentUp(pid=os.getpid(), forkserver=self._forkserver.pid or 0))
+        try:
+            while not self._supervisor_gone:
+                for source, _ in self._poller.poll(self._pause_ms()):
+                    action = self._actions.get(source)
+                    if action is not None:  # an earlier action of this round may have removed it
+                        action()
+                self._look_after_group()
+        finally:
+            self._end_all()
+
+    def _pause_ms(self) -> int | None:
+        waits = [look.wait() for look in self._looks]
+        if self._group is not None:
+            waits.append(self._group.wait())
+        wait = min((wait for wait in waits if wait is not None), default=None)
+        return None if wait is None else int(wait * 1000) + 1
+
+    def _on(self, source: Any, action: Callable[[], None]) -> None:
+        self._actions[source] = action
+        self._poller.register(source, zmq.POLLIN)
+
+    def _off(self, source: Any) -> None:
+        if self._actions.pop(source, None) is not None:
+            self._poller.unregister(source)
+
+    def _say(self, message: messages.Message) -> None:
+        self._socket.send(messages.pack(message))
+
+    def _lose_supervisor(self) -> None:
+        self._supervisor_gone = not os.read(sys.stdin.fileno(), 4096)
+
+    def _end_all(self) -> None:
+        kill_tree(psutil.Process().children())
+        self._listener.close()
+        self._socket.close(linger=0)
+        self._context.term()
+        shutil.rmtree(self._scratch, ignore_errors=True)
+        if os.getppid() != self._parent:  # the supervisor was killed: nobody else removes its folder
+            shutil.rmtree(self._scratch.parent, ignore_errors=True)
+
+    def _end_ranks(self) -> None:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            kill_tree(psutil.Process(self._forkserver.pid).children())
+
+    # ------------------------------------------------------------ what the supervisor says
+
+    def _hear_supervisor(self) -> None:
+        while True:
+            try:
+                message = self._read(self._socket.recv(zmq.NOBLOCK))
+            except zmq.Again:
+                return
+            if isinstance(message, StartRanks):
+                self._start(message)
+            elif self._group is None or message.run != self._group.run:
+                continue  # said before it knew that the run is over
+            elif isinstance(message, EndRanks):
+                self._group.ladder.begin(at_once=message.at_once)
+            elif isinstance(message, Seen):
+                self._watched.window += message.size
+                self._send_output()
+            elif isinstance(message, LookAtRanks):
+                self._look(message)
+            elif isinstance(message, RunOver):
+                self._forget_run()
+
+    def _start(self, message: StartRanks) -> None:
+        from taas.agent.ranks import RankGroup
+
+        try:
+            self._forkserver.fit(message.order.environ, rehearsed=bool(message.order.rehearsed))
+            self._group = RankGroup(message, self._listener)
+            if message.store is None:
+                self._say(StoreUp(run=message.run, store=self._group.store))
+            self._group.start()
+        except Exception as error:  # the run is lost, whatever it was; the supervisor says so in the cell
+            self._end_ranks()
+            self._say(
+                AgentTrouble(run=message.run, vm=message.vm, message=f"{type(error).__name__}: {error}")
+            )
+            if self._group is not None:
+                self._group.close()
+                self._group = None
+            return
+        self._done_sent = False
+        self._watched = _Watched(message.watched)
+        for rank in self._group.ranks:
+            self._on(rank.sentinel, partial(self._rank_gone, rank))
+            if self._watched.wants(rank.number):
+                self._inotify.add(Path(message.order.log_dir) / str(rank.number))
+
+    def _look(self, wanted: LookAtRanks) -> None:
+        from taas.agent.stacks import Look
+
+        self._looks.append(Look(self._group.ranks, self._group.folder, wanted))
+        self._step_looks()
+
+    def _step_looks(self) -> None:
+        for look in list(self._looks):
+            seen = look.result()
+            if seen is not None:
+                self._looks.remove(look)
+                self._say(RanksSeen(run=self._group.run, vm=self._group.vm, look=look.number, ranks=seen))
+
+    def _forget_run(self) -> None:
+        self._looks.clear()
+        self._group.close()
+        self._group = None
+        if self._answer >= 0:
+            os.close(self._answer)
+            self._answer = -1
+
+    # ------------------------------------------------------------ what ranks say and print
+
+    def _accept(self) -> None:
+        pid, connection = self._listener.accept()
+        rank = self._group.connected(pid, connection) if self._group is not None else None
+        if rank is None:
+            connection.close()  # a stranger
+        else:
+            self._on(connection.fileno(), partial(self._hear_rank, rank, connection.fileno()))
+
+    def _hear_rank(self, rank: Any, source: int) -> None:
+        said = self._group.hear(rank)
+        if rank.connection is None:
+            self._off(source)
+        if isinstance(said, RankEnded) and said.answer is not None:
+            said = self._hold_answer(rank, said)
+        if said is not None:
+            self._send_output()
+            self._say(RankReport(run=self._group.run, vm=self._group.vm, said=said))
+
+    def _hold_answer(self, rank: Any, said: RankEnded) -> RankEnded:
+        """Open rank 0's answer here, so that the rank may go."""
+        assert said.answer is not None
+        self._answer = said.answer.open()
+        self._group.dismiss(rank)
+        return msgspec.structs.replace(
+            said, answer=messages.Memory(os.getpid(), self._answer, said.answer.nbytes)
+        )
+
+    def _files_grew(self) -> None:
+        self._inotify.changed()
+        self._send_output()
+
+    def _send_output(self) -> bool:
+        """Send what the window allows; returns whether nothing is left."""
+        group = self._group
+        if group is None or self._watched.nobody:
+            return True
+        for rank in group.ranks:
+            while self._watched.wants(rank.number):
+                if self._watched.window <= 0:
+                    return False
+                items = rank.tail.read(_READ)
+                if not items:
+                    break
+                size = sum(len(item.text) + len(item.body) for item in items)
+                self._watched.window -= size
+                self._say(
+                    Printed(run=group.run, vm=group.vm, rank=rank.number, size=size, items=tuple(items))
+                )
+        return True
+
+    # ------------------------------------------------------------ how ranks end
+
+    def _rank_gone(self, rank: Any) -> None:
+        self._off(rank.sentinel)
+        while rank.connection is not None and rank.connection.poll(0):
+            self._hear_rank(rank, rank.connection.fileno())
+        rank.gone = True
+        if rank.connection is not None:
+            self._off(rank.connection.fileno())
+        if rank.ended is None:
+            self._send_output()
+            ended = self._group.explain(rank.post_mortem(self._forkserver_alive))
+            rank.ended = ended
+            self._say(RankReport(run=self._group.run, vm=self._group.vm, said=ended))
+
+    def _forkserver_alive(self, patience: float) -> bool:
+        """Whether the forkserver is there, and still is some seconds later."""
+        try:
+            handle = os.pidfd_open(self._forkserver.pid or 0)
+        except OSError:
+            return False
+        try:
+            return not select.select([handle], [], [], patience)[0]
+        finally:
+            os.close(handle)
+
+    def _look_after_group(self) -> None:
+        group = self._group
+        if group is None:
+            return
+        group.step_ladder()
+        self._step_looks()
+        if group.gone and not self._done_sent:
+            sweep_orphans(self._forkserver.own_pids())
+            if self._send_output():
+                self._done_sent = True
+                self._say(VmDone(run=group.run, vm=group.vm))
+
+
+def connect(context: zmq.Context[Any], config: AgentConfig) -> zmq.Socket[Any]:
+    """Connect a DEALER to the supervisor, authenticated and encrypted by CURVE."""
+    socket: zmq.Socket[Any] = context.socket(zmq.DEALER)
+    socket.curve_serverkey = config.server_key.encode()
+    socket.curve_publickey = config.public_key.encode()
+    socket.curve_secretkey = config.secret_key.encode()
+    socket.set(zmq.MAXMSGSIZE, messages.WIRE_LIMIT)
+    socket.set_hwm(0)  # credits bound what is on its way
+    socket.connect(config.endpoint)
+    return socket
+
+
+def main() -> None:
+    """Read the configuration from standard input, and serve."""
+    become_subreaper()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    line = read_line(sys.stdin.fileno())
+    if line:  # else the engine changed its mind
+        Agent(msgspec.json.decode(line, type=AgentConfig)).run()

@@ -1,0 +1,159 @@
+"""Looking at ranks from outside: vital signs from /proc, stacks from what faulthandler writes when asked."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import psutil
+
+from taas.agent.ranks import Rank
+from taas.agent.tails import STDERR, STDOUT
+from taas.messages import LookAtRanks
+from taas.rank.stacks import SIGNAL, STACKS, Preface
+from taas.rank.streams import EVENTS
+from taas.stacks import Frame, RankSeen, fold
+
+_CHECK_SECONDS = 0.05
+_GIVE_UP_SECONDS = 2.0
+_THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+)", re.MULTILINE)
+_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
+_RUNNING_CELL = re.compile(r"<ipython-input-(\d+)-")
+
+
+class _Asked:
+    """A rank that was asked for its stacks, and what it has written since."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._start = path.stat().st_size
+        self._size = -1
+        with path.open("rb") as file:
+            self._preface = msgspec.json.decode(file.readline(), type=Preface)
+
+    def answered(self) -> bool:
+        """Whether the main thread's frames are there and nothing has come since the last call."""
+        size = self._path.stat().st_size
+        grew, self._size = size != self._size, size
+        return not grew and self.frames() is not None
+
+    def frames(self) -> tuple[Frame, ...] | None:
+        """Return the main thread's frames, innermost first."""
+        with self._path.open("rb") as file:
+            file.seek(self._start)
+            return main_frames(file.read().decode(errors="replace"), self._preface)
+
+
+def main_frames(dump: str, preface: Preface) -> tuple[Frame, ...] | None:
+    """Find the main thread in what faulthandler wrote; None if it is not there."""
+    starts = list(_THREAD.finditer(dump))
+    for number, start in enumerate(starts):
+        if int(start[1], 16) == preface.main_thread:
+            end = starts[number + 1].start() if number + 1 < len(starts) else len(dump)
+            found = _FRAME.findall(dump, start.end(), end)
+            return tuple(
+                Frame(file, int(line), function, _cell(file, preface)) for file, line, function in found
+            )
+    return None
+
+
+def _cell(file: str, preface: Preface) -> int | None:
+    running = _RUNNING_CELL.match(file)
+    return int(running[1]) if running else preface.cells.get(file)
+
+
+def _catches(pid: int) -> bool:
+    """Whether a process has a handler for the signal: it would be ended by it otherwise."""
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("SigCgt:"):
+                return bool(int(line.split()[1], 16) >> (SIGNAL - 1) & 1)
+    return False
+
+
+def last_words(folder: Path, cell: str, execution_count: int) -> str:
+    """Return where a rank stood when a fatal signal such as SIGABRT ended it, and what C++ said of it.
+
+    Args:
+        folder: the rank's output files.
+        cell: text of the run's cell.
+        execution_count: its ``In[n]``.
+    """
+    words = ""
+    with contextlib.suppress(OSError, msgspec.MsgspecError):  # it died before it had got that far
+        with (folder / STACKS).open("rb") as file:
+            preface = msgspec.json.decode(file.readline(), type=Preface)
+            _, fatal, dump = file.read().decode(errors="replace").rpartition("Fatal Python error")
+        frames = main_frames(dump, preface) if fatal else None
+        if frames:
+            [place] = fold(
+                [RankSeen(0, 0, "gone", 0.0, 0, frames)], cell=cell, execution_count=execution_count
+            )
+            words = f" in {place.where}"
+        said = re.findall(r"what\(\):\s*(.+)", (folder / STDERR).read_text(errors="replace"))
+        if said:
+            words += f" ({said[-1].strip()[:200]})"
+    return words
+
+
+class Look:
+    """One look at the ranks of a run."""
+
+    def __init__(self, ranks: Sequence[Rank], folder: Path, wanted: LookAtRanks) -> None:
+        self.number = wanted.look
+        self._ranks, self._folder = ranks, folder
+        self._asked: dict[int, _Asked] = {}
+        now = time.monotonic()
+        self._next, self._deadline = now, now + _GIVE_UP_SECONDS
+        if wanted.stacks:
+            for rank in ranks:
+                self._ask(rank)
+
+    def _ask(self, rank: Rank) -> None:
+        if rank.gone or not _catches(rank.pid) or _status(rank) in (psutil.STATUS_STOPPED, "gone"):
+            return
+        with contextlib.suppress(OSError, msgspec.MsgspecError):  # it is not that far yet
+            asked = _Asked(self._folder / str(rank.number) / STACKS)
+            os.kill(rank.pid, SIGNAL)  # its agent has not buried it: the id is still its own
+            self._asked[rank.number] = asked
+
+    def wait(self) -> float:
+        """Return the seconds until :meth:`result` is worth another call."""
+        return max(0.0, self._next - time.monotonic())
+
+    def result(self) -> tuple[RankSeen, ...] | None:
+        """Return what was seen; None as long as answers are on their way."""
+        if self.wait() > 0:
+            return None
+        self._next = time.monotonic() + _CHECK_SECONDS
+        late = time.monotonic() >= self._deadline
+        answered = [asked.answered() for asked in self._asked.values()]  # each notes its size
+        if not late and not all(answered):
+            return None
+        return tuple(self._seen(rank) for rank in self._ranks)
+
+    def _seen(self, rank: Rank) -> RankSeen:
+        asked = self._asked.get(rank.number)
+        cpu = 0.0
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if not rank.gone:
+                times = psutil.Process(rank.pid).cpu_times()
+                cpu = times.user + times.system
+        written = 0
+        for name in (EVENTS, STDOUT, STDERR):
+            with contextlib.suppress(FileNotFoundError):
+                written += (self._folder / str(rank.number) / name).stat().st_size
+        frames = asked.frames() if asked is not None else None
+        return RankSeen(rank.number, rank.pid, _status(rank), cpu, written, frames)
+
+
+def _status(rank: Rank) -> str:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        if not rank.gone:
+            return str(psutil.Process(rank.pid).status())
+    return "gone"

@@ -1,0 +1,100 @@
+"""Reading what ranks write, in order, at the pace of the reader (rank/streams.py describes the files)."""
+
+from __future__ import annotations
+
+import codecs
+import os
+from pathlib import Path
+
+from taas.messages import Output
+from taas.rank.streams import EVENTS, KINDS, RECORD
+
+STDOUT, STDERR = "stdout", "stderr"
+_CHUNK = 1 << 18
+
+
+class _Growing:
+    """A file that grows, read from where the last read ended."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._fd = -1
+        self.offset = 0
+
+    def _open(self) -> bool:
+        if self._fd < 0 and self._path.exists():
+            self._fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+        return self._fd >= 0
+
+    def size(self) -> int:
+        return os.fstat(self._fd).st_size if self._open() else 0
+
+    def peek(self, count: int, ahead: int = 0) -> bytes:
+        """Return up to ``count`` bytes, leaving them unread."""
+        return os.pread(self._fd, count, self.offset + ahead) if self._open() else b""
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+class RankTail:
+    """The output of one rank as one sequence of :class:`~taas.messages.Output`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._events = _Growing(folder / EVENTS)
+        self._raw = _Growing(folder / STDOUT), _Growing(folder / STDERR)
+        self._decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in range(4)]
+        self._found: list[Output] = []
+
+    def read(self, limit: int) -> list[Output]:
+        """Return what was written since the last call, about ``limit`` bytes at most.
+
+        The raw files' sizes are taken before the events are read: what a rank printed before it wrote to them
+        is then among the events already.
+        """
+        sizes = self._raw[0].size(), self._raw[1].size()
+        self._found = []
+        taken = 0
+        while taken < limit:
+            head = self._events.peek(RECORD.size)
+            if len(head) < RECORD.size:
+                taken += self._take_raw(sizes, limit - taken)
+                break
+            kind, length, stdout, stderr = RECORD.unpack(head)
+            body = self._events.peek(length, RECORD.size)
+            if len(body) < length:
+                break  # being written just now
+            taken += self._take_raw((stdout, stderr), 1 << 62)
+            self._events.offset += RECORD.size + length
+            taken += RECORD.size + length
+            if kind < 2:
+                self._add_text(KINDS[kind], self._decoders[kind].decode(body))
+            else:
+                self._found.append(Output(kind=KINDS[kind], body=body))
+        return self._found
+
+    def _take_raw(self, sizes: tuple[int, int], limit: int) -> int:
+        taken = 0
+        for index, (file, size) in enumerate(zip(self._raw, sizes, strict=True)):
+            while file.offset < size and taken < limit:
+                data = file.peek(min(_CHUNK, size - file.offset))
+                if not data:
+                    break
+                file.offset += len(data)
+                taken += len(data)
+                self._add_text(KINDS[index], self._decoders[2 + index].decode(data))
+        return taken
+
+    def _add_text(self, kind: str, text: str) -> None:
+        last = self._found[-1] if self._found else None
+        if last is not None and last.kind == kind and len(last.text) < _CHUNK:
+            self._found[-1] = Output(kind=kind, text=last.text + text)
+        elif text:
+            self._found.append(Output(kind=kind, text=text))
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in (self._events, *self._raw):
+            file.close()

@@ -1,0 +1,234 @@
+"""Rank 0's answer into a notebook: objects changed in place, names rebound."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from taas.capture.contents import Kinds
+from taas.capture.memory import Block, Piece, SentMemory, read_at, view_of
+from taas.capture.payload import Patch, ReturnedMemory, check_versions, peek, read_pickle, read_preface
+from taas.capture.pickling import MissingModule, Unpickler
+from taas.capture.quiet import no_collection
+from taas.capture.surroundings import Surroundings
+from taas.capture.tensors import join_devices
+
+__all__ = ["NOTHING", "Applied", "OwnMemory", "apply_answer"]
+
+
+class _Nothing:
+    """There was no value, or it could not travel."""
+
+    def __repr__(self) -> str:
+        return "<nothing>"
+
+    def __bool__(self) -> bool:
+        return False
+
+    def __reduce__(self) -> str:
+        return "NOTHING"
+
+
+NOTHING = _Nothing()
+
+
+@dataclass
+class Applied:
+    """What an answer did.
+
+    Attributes:
+        rebound: names that are new or have a new object.
+        deleted: names that the cell deleted.
+        changed: how many objects were changed in place.
+        lost: what could not be brought back, a line each.
+        value: the last expression's value, or :data:`NOTHING`.
+    """
+
+    rebound: list[str] = field(default_factory=list)
+    deleted: list[str] = field(default_factory=list)
+    changed: int = 0
+    lost: list[str] = field(default_factory=list)
+    value: Any = NOTHING
+
+
+class OwnMemory:
+    """The notebook's own memory, which a payload was written from."""
+
+    def __init__(self, sent: SentMemory) -> None:
+        self._sent = sent
+        self._storages: dict[Piece, Any] = {}
+
+    def _owner(self, piece: Piece) -> tuple[Block, int]:
+        base = self._sent.address(piece.region)
+        for block in self._sent.members(piece.region):
+            start = piece.start - (block.address - base)
+            if start >= 0 and start + piece.nbytes <= block.nbytes:
+                return block, start
+        raise LookupError(f"{piece} is no memory of the notebook")
+
+    def storage(self, *where: int) -> Any:
+        """Return the notebook's storage, or one over a part of the notebook's memory."""
+        from taas.capture.tensors import storage_over
+
+        piece = Piece(*where)
+        block, start = self._owner(piece)
+        if hasattr(block.owner, "untyped") and start == 0 and piece.nbytes == block.nbytes:
+            return block.owner
+        known = self._storages.get(piece)
+        if known is None:
+            known = self._storages[piece] = storage_over(self.buffer(*where))
+        return known
+
+    def buffer(self, *where: int) -> memoryview:
+        """Return writable memory, which keeps its owner alive."""
+        piece = Piece(*where)
+        block, start = self._owner(piece)
+        return _bytes_of_owner(block)[start : start + piece.nbytes]
+
+    def patch(self, patch: Patch, fd: int) -> str | None:
+        """Write changed bytes into the notebook's memory; return why not, or None."""
+        base = self._sent.address(patch.region)
+        members = self._sent.members(patch.region)
+        first = members[0]
+        if first.device != "cpu":
+            _patch_device(first, patch, fd)
+            return None
+        for block in members:
+            if block.locate() != block.address:
+                return "memory of the notebook was replaced while the run went on"
+        read_at(fd, view_of(base + patch.start, patch.nbytes), patch.offset)
+        for block in members:
+            _note_change(block)
+        return None
+
+
+def _bytes_of_owner(block: Block) -> memoryview:
+    """Return a view of a block's memory that keeps its owner alive."""
+    import numpy as np
+
+    return np.asarray(_Exporter(block)).data
+
+
+class _Exporter:
+    """Memory with an owner, in the form NumPy takes: it holds this object, which holds the owner."""
+
+    def __init__(self, block: Block) -> None:
+        self._owner = block.owner
+        self.__array_interface__ = {
+            "data": (block.address, False),
+            "shape": (block.nbytes,),
+            "typestr": "|u1",
+            "version": 3,
+        }
+
+
+def _patch_device(block: Block, patch: Patch, fd: int) -> None:
+    import torch
+
+    data = bytearray(patch.nbytes)
+    read_at(fd, memoryview(data), patch.offset)
+    whole = torch.empty(0, dtype=torch.uint8, device=block.owner.device).set_(block.owner)
+    whole[patch.start : patch.start + patch.nbytes].copy_(torch.frombuffer(data, dtype=torch.uint8))
+    _note_change(block)
+
+
+def _note_change(block: Block) -> None:
+    """Tell autograd that tensors changed in place, as an operation would have."""
+    if block.tensors:
+        import torch
+
+        for tensor in block.tensors:
+            torch.autograd.graph.increment_version(tensor)
+
+
+class _Memory:
+    """Memory for an answer's unpickler: what is known is the notebook's, the rest is new."""
+
+    def __init__(self, known: OwnMemory, new: ReturnedMemory) -> None:
+        self._known, self._new = known, new
+
+    def storage(self, *where: int) -> Any:
+        return self._new.storage(*where) if len(where) == 1 else self._known.storage(*where)
+
+    def buffer(self, *where: int) -> memoryview:
+        return self._new.buffer(*where) if len(where) == 1 else self._known.buffer(*where)
+
+
+def _new_memory(fd: int) -> ReturnedMemory:
+    """Return the memory of an answer; CUDA storages stay on CUDA where the notebook has it."""
+    if all(region.device == "cpu" for region in peek(fd).regions):
+        return ReturnedMemory(fd, None)
+    import torch
+
+    if not torch.cuda.is_available():
+        return ReturnedMemory(fd, None)
+    devices = torch.cuda.device_count()
+    return ReturnedMemory(fd, lambda name: name if int(name.partition(":")[2] or 0) < devices else "cuda:0")
+
+
+def apply_answer(
+    fd: int, namespace: dict[str, Any], objects: Callable[[], list[Any]], known: OwnMemory
+) -> Applied:
+    """Load an answer and do what it says.
+
+    Everything is loaded before anything is changed.
+
+    Args:
+        fd: the answer.
+        namespace: where names are rebound.
+        objects: gives the objects that travelled, by number.
+        known: the memory that travelled.
+    """
+    with no_collection():
+        return _apply(fd, namespace, objects, known)
+
+
+def _apply(fd: int, namespace: dict[str, Any], objects: Callable[[], list[Any]], known: OwnMemory) -> Applied:
+    header = peek(fd)
+    check_versions(header)
+    preface = read_preface(fd)
+    seeds = objects() if header.stream else []
+    applied = Applied(lost=list(preface["lost"]))
+    new = _new_memory(fd)
+    unpickler = Unpickler(read_pickle(fd), seeds, len(seeds), _Memory(known, new), new.buffers())
+    names = dict(unpickler.load() for _ in header.names)
+    if preface["value"]:
+        applied.value = unpickler.load()
+    contents = [unpickler.load() for _ in range(preface["contents"])]
+    for patch in header.patches:
+        why = known.patch(patch, fd)
+        if why is not None:
+            applied.lost.append(why)
+    _put_contents(contents, seeds, applied)
+    if any(region.device != "cpu" for region in header.regions):
+        join_devices([*seeds, *names.values()])
+    for name, value in names.items():
+        if isinstance(value, MissingModule):
+            applied.lost.append(f"{name}: {value.reason}")
+            continue
+        namespace[name] = value
+        applied.rebound.append(name)
+    for name in preface["deleted"]:
+        namespace.pop(name, None)
+        applied.deleted.append(name)
+    if preface["surroundings"] is not None:
+        Surroundings.apply(preface["surroundings"])
+    applied.changed += len({patch.region for patch in header.patches})
+    return applied
+
+
+def _put_contents(contents: list[tuple[int, Any]], seeds: list[Any], applied: Applied) -> None:
+    kinds = Kinds(lambda _: None)
+    for number, message in contents:
+        value = seeds[number]
+        kind = kinds.of(type(value))
+        assert kind is not None, type(value)
+        try:
+            kind.put(value, message)
+        except Exception as error:  # a user's __setstate__ may raise anything
+            applied.lost.append(
+                f"a {type(value).__qualname__} of the notebook refused its new contents: {error}"
+            )
+        else:
+            applied.changed += 1

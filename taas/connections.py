@@ -1,0 +1,121 @@
+"""How other kernels and terminals find a supervisor: one file each, 0600, in Jupyter's runtime folder.
+
+The file holds a CURVE key pair that the supervisor lets in as a client: who can read the file may stop the runs,
+nobody else gets a word in. Kernels' connection files work the same way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+
+from taas import messages
+from taas.errors import EngineError
+from taas.messages import Message
+from taas.places import runtime_folder
+from taas.records import ProcessMark, RunRecord
+
+__all__ = ["Connection", "Visit", "all_connections", "connection_of", "write_connection"]
+
+_ANSWER_SECONDS = 10.0
+
+
+class Connection(msgspec.Struct, frozen=True, kw_only=True):
+    """What a client needs to talk to a supervisor."""
+
+    endpoint: str
+    server_key: str
+    public_key: str
+    secret_key: str
+    supervisor: ProcessMark
+    kernel: ProcessMark
+
+
+def _folder() -> Path:
+    return runtime_folder("supervisors")
+
+
+def write_connection(connection: Connection) -> Path:
+    """Write a supervisor's connection file; it removes the file when it ends."""
+    path = _folder() / f"{connection.supervisor.pid}.json"
+    path.unlink(missing_ok=True)  # left by one that was killed and had the same id
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    with os.fdopen(fd, "wb") as file:
+        file.write(msgspec.json.encode(connection))
+    return path
+
+
+def all_connections() -> list[Connection]:
+    """Return the supervisors that are there; files of those that were killed are removed."""
+    found = []
+    for path in _folder().glob("*.json"):
+        with contextlib.suppress(OSError, msgspec.MsgspecError):  # it ends just now
+            connection = msgspec.json.decode(path.read_bytes(), type=Connection)
+            if connection.supervisor.lives:
+                found.append(connection)
+            else:
+                path.unlink(missing_ok=True)
+    return found
+
+
+def connection_of(record: RunRecord) -> Connection:
+    """Return the way to the supervisor of a run that goes on.
+
+    Raises:
+        EngineError: it has gone.
+    """
+    for connection in all_connections():
+        if connection.supervisor == record.supervisor:
+            return connection
+    raise EngineError(
+        f"the supervisor of run {record.name} (process {record.supervisor.pid}) cannot be found: it has just ended, or "
+        "was started with another JUPYTER_RUNTIME_DIR. `%taas status` shows what goes on."
+    )
+
+
+class Visit:
+    """A short talk with a supervisor. A context manager."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.curve_serverkey = connection.server_key.encode()
+        self._socket.curve_publickey = connection.public_key.encode()
+        self._socket.curve_secretkey = connection.secret_key.encode()
+        self._socket.set(zmq.MAXMSGSIZE, messages.WIRE_LIMIT)
+        self._socket.connect(connection.endpoint)
+        self._read = messages.Reader(messages.ClientHears)
+
+    def __enter__(self) -> Visit:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._socket.close(linger=2000)
+        self._context.term()
+
+    def say(self, message: Message) -> None:
+        """Send a message."""
+        self._socket.send(messages.pack(message))
+
+    def ask(self, message: Message, kind: type[Any]) -> Any:
+        """Send a message and return the answer of a kind.
+
+        Raises:
+            EngineError: there was none.
+        """
+        self.say(message)
+        deadline = time.monotonic() + _ANSWER_SECONDS
+        while (left := deadline - time.monotonic()) > 0:
+            if self._socket.poll(int(left * 1000) + 1):
+                answer = self._read(self._socket.recv())
+                if isinstance(answer, kind):
+                    return answer
+        raise EngineError(
+            f"the supervisor did not answer within {_ANSWER_SECONDS:.0f} s. `taas doctor` looks for the cause."
+        )

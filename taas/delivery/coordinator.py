@@ -1,0 +1,409 @@
+"""The coordinator process: one per run, owner of the ledger and of the slabs' memory.
+
+``python -m taas.delivery.coordinator`` reads its DeliveryConfig as one JSON line from stdin, then commands,
+one JSON line each (``{"type": "finish"}``), and writes reports (``reports.py``) as JSON lines to stdout. The
+end of stdin ends it. It imports no torch and unpickles nothing of the user's.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import select
+import time
+from typing import Any
+
+import msgspec
+import zmq
+
+from taas.delivery.config import DeliveryConfig, read_line
+from taas.delivery.ledger import Ledger
+from taas.delivery.messages import (
+    Announced,
+    Beat,
+    Begin,
+    Close,
+    Decoder,
+    FinalStates,
+    FinishPlans,
+    HostHello,
+    Lacking,
+    Made,
+    Planned,
+    PlannerHello,
+    Progress,
+    Quit,
+    RankHello,
+    RunFailed,
+    ToCoordinator,
+    WorkerHello,
+    WorkerLost,
+    encode,
+)
+from taas.delivery.reports import (
+    Failed,
+    Final,
+    HostLost,
+    LoaderProgress,
+    Note,
+    Prebuffered,
+    ProgressReport,
+    Report,
+    Serving,
+)
+from taas.delivery.slab import SlabFile
+from taas.delivery.transport import ControlServer, FdServer, new_context
+
+__all__ = ["Coordinator", "main"]
+
+_TICK = 0.25
+_SILENT = 6.0
+"""Seconds without a beat after which a host's leases are given out again."""
+_GONE = 20.0
+"""Seconds without a beat after which a host counts as lost."""
+_ALONE = 30.0
+"""Seconds that ranks may be without any data worker before the run fails."""
+
+
+class _Watch:
+    """pidfds of processes on this host: an end is seen within milliseconds, however it came."""
+
+    def __init__(self, poller: zmq.Poller) -> None:
+        self._poller = poller
+        self._names: dict[int, str] = {}
+
+    def add(self, name: str, pid: int) -> None:
+        """Watch a process; one that is gone already is not watched, its host will say so."""
+        try:
+            fd = os.pidfd_open(pid)
+        except OSError:
+            return
+        self._names[fd] = name
+        self._poller.register(fd, zmq.POLLIN)
+
+    def ended(self, fd: Any) -> str | None:
+        """Return whose end this descriptor tells, None if it is no pidfd."""
+        name = self._names.pop(fd, None)
+        if name is not None:
+            self._poller.unregister(fd)
+            os.close(fd)
+        return name
+
+    def close(self) -> None:
+        """Stop watching."""
+        for fd in list(self._names):
+            self.ended(fd)
+
+
+class Coordinator:
+    """Turns messages into ledger events and the ledger's outbox into messages."""
+
+    def __init__(self, config: DeliveryConfig, report: Any) -> None:
+        self.config = config
+        self._report = report
+        self._context = new_context()
+        self._server = ControlServer(self._context, config.host, config.keys)
+        shared = config.shared
+        self._slabs = [SlabFile(config.slab, f"slab-{r}") for r in range(config.ranks)] if shared else []
+        self._fds = FdServer(config.keys, [slab.fd for slab in self._slabs]) if shared else None
+        self.ledger = Ledger(
+            config.ranks,
+            config.slab,
+            shared=shared,
+            uneven=config.uneven,
+            units=config.units,
+            prebuffer=config.prebuffer,
+            reserve=lambda rank, upto: self._slabs[rank].reserve(upto),
+        )
+        self._poller = zmq.Poller()
+        self._poller.register(self._server.router, zmq.POLLIN)
+        self._poller.register(self._server.zap, zmq.POLLIN)
+        if self._fds is not None:
+            self._poller.register(self._fds.fileno(), zmq.POLLIN)
+        self._watch = _Watch(self._poller)
+        self._decode = Decoder(ToCoordinator)
+        self._beats: dict[str, float] = {}
+        self._stopped: dict[str, set[str]] = {}
+        self._silent: set[str] = set()
+        self._dead: dict[str, float] = {}
+        self._since_worker = time.monotonic()
+        self._failed = False
+        self._prebuffered = False
+        self._finishing = False
+        self._reported: list[Any] = []
+        self._delivered_before: dict[int, tuple[float, int]] = {}
+        self._next_tick = 0.0
+        self._report(Serving(self._server.endpoint, self._fds.name if self._fds else "", os.getpid()))
+
+    # ── the loop ──────────────────────────────────────────────────────────────────────────────────
+
+    def serve(self, commands: int) -> None:
+        """Serve until ``commands`` (a descriptor) is at its end, or the run's last report is out."""
+        self._poller.register(commands, zmq.POLLIN)
+        unread = b""
+        try:
+            while True:
+                ready = self._poller.poll(int(_TICK * 1000))
+                for source, _ in ready:
+                    if source == commands:
+                        data = os.read(commands, 65536)
+                        if not data:
+                            return
+                        *lines, unread = (unread + data).split(b"\n")
+                        for line in lines:
+                            self._command(line)
+                    else:
+                        self._handle(source)
+                now = time.monotonic()
+                if now >= self._next_tick:
+                    self._tick(now)
+                self._flush(now)
+                if self._finishing and self._reported:
+                    return
+        finally:
+            self._close()
+
+    def _handle(self, source: Any) -> None:
+        if source is self._server.router:
+            for peer, data in self._server.receive(1000):
+                try:
+                    message = self._decode(data)
+                except msgspec.DecodeError:
+                    continue
+                self._on_message(peer, message)
+        elif source is self._server.zap:
+            self._server.answer_zap()
+        elif self._fds is not None and source == self._fds.fileno():
+            self._fds.answer()
+        else:
+            name = self._watch.ended(source)
+            if name is not None:
+                self._on_end(name, "ended")
+
+    def _flush(self, now: float) -> None:
+        self.ledger.pump(now)
+        outbox = self.ledger.outbox
+        for peer, message in outbox:
+            self._server.send(peer, encode(message))
+        outbox.clear()
+
+    def _command(self, line: bytes) -> None:
+        if not line.strip():
+            return
+        command = msgspec.json.decode(line)
+        if command.get("type") == "finish" and not self._finishing:
+            self._finishing = True
+            begun = [
+                (book.index, *book.last_begun)
+                for book in self.ledger.book.loaders
+                if book.last_begun is not None
+            ]
+            self._progress(time.monotonic())
+            if not self._server.send("p", encode(FinishPlans(begun))):
+                self._final(b"")
+
+    # ── messages ──────────────────────────────────────────────────────────────────────────────────
+
+    def _on_message(self, peer: str, message: Any) -> None:
+        kind = type(message)
+        ledger = self.ledger
+        if kind is Made:
+            ledger.made(peer, message.results)
+        elif kind is Progress:
+            rank = int(peer[1:])
+            for plan, consumed in message.consumed:
+                ledger.book.consume(rank, plan, consumed)
+            ledger.released(message.released)
+            ledger.progressed(rank, message.waited)
+        elif kind is Planned:
+            ledger.book.planned(message)
+        elif kind is Announced:
+            ledger.announced(peer, message)
+        elif kind is Begin:
+            ledger.book.begin(int(peer[1:]), message)
+        elif kind is Close:
+            ledger.book.close(int(peer[1:]), message)
+        elif kind is Lacking:
+            ledger.lacking(message.asked, message.lacking)
+        elif kind is Beat:
+            self._on_beat(peer, message)
+        else:
+            self._on_arrival(peer, message)
+
+    def _on_arrival(self, peer: str, message: Any) -> None:
+        """Somebody joins, or says a last word."""
+        if isinstance(message, PlannerHello):
+            if self.config.shared:
+                self._watch.add(peer, message.pid)
+            self._on_planner(message)
+        elif isinstance(message, RankHello):
+            self.ledger.rank_joined(message)
+        elif isinstance(message, WorkerHello):
+            host = "h" + peer[1:].split(".")[0]
+            self.ledger.worker_joined(peer, host, message.shared)
+            if self.config.shared:
+                self._watch.add(peer, message.pid)
+        elif isinstance(message, HostHello):
+            self._beats[peer] = time.monotonic()
+            if message.error:
+                self._fail(f"a data VM cannot load the registered loaders:\n{message.error}")
+            elif self.config.shared:
+                self._watch.add(peer, message.pid)
+        elif isinstance(message, WorkerLost):
+            self._dead.pop(message.worker, None)
+            self.ledger.worker_lost(message.worker, message.attempt, message.cause)
+        elif isinstance(message, FinalStates):
+            self._final(message.states)
+
+    def _on_planner(self, message: PlannerHello) -> None:
+        if message.loaders and not message.loaders[0].name:
+            self._fail(f"the planner cannot load the registered loaders:\n{message.loaders[0].error}")
+            return
+        self.ledger.book.hello(message.loaders)
+        for rank in range(self.config.ranks):
+            self.ledger.welcome(rank)
+        n = self.config.ranks
+        for book in self.ledger.book.loaders:
+            if book.facts.note:
+                self._report(Note(book.facts.note))
+            units = self.config.units.get(book.facts.name, self.config.units.get("*"))
+            if units is not None and units % n:
+                self._report(
+                    Note(
+                        f"'{book.facts.name}': {units} units over {n} ranks are {units // n} steps a rank; "
+                        f"{units % n} units are left over"
+                    )
+                )
+
+    def _on_beat(self, host: str, message: Beat) -> None:
+        self._beats[host] = time.monotonic()
+        self._stopped[host] = set(message.stopped)
+        self._silent.discard(host)
+        self._suspect()
+
+    def _suspect(self) -> None:
+        stopped = set().union(*self._stopped.values()) if self._stopped else set()
+        silent = {w.name for w in self.ledger.workers.values() if w.host in self._silent}
+        self.ledger.suspect(stopped | silent)
+
+    def _on_end(self, name: str, cause: str) -> None:
+        """A process on this host ended, for certain."""
+        if name.startswith("w"):
+            self._dead[name] = time.monotonic()  # its keeper is about to say what it was on
+        elif name == "p" and not self._finishing:
+            self._fail("the process that iterates the registered loaders' samplers died")
+        elif name.startswith("h"):
+            self._host_lost(name, cause)
+
+    def _host_lost(self, host: str, cause: str) -> None:
+        if self._beats.pop(host, None) is None:
+            return
+        self._stopped.pop(host, None)
+        self._silent.discard(host)
+        if not self._finishing:
+            self._report(HostLost(int(host[1:]), cause))
+        if not self.config.shared:
+            for worker in [w.name for w in self.ledger.workers.values() if w.host == host]:
+                self.ledger.worker_lost(worker, -1, "its data VM is gone")
+
+    # ── time ──────────────────────────────────────────────────────────────────────────────────────
+
+    def _tick(self, now: float) -> None:
+        self._next_tick = now + _TICK
+        for host, beat in list(self._beats.items()):
+            if now - beat > _GONE and not self.config.shared:
+                self._host_lost(host, f"silent for {_GONE:.0f} s")
+            elif now - beat > _SILENT and host not in self._silent:
+                self._silent.add(host)
+                self._suspect()
+        for worker, since in list(self._dead.items()):
+            if now - since > _TICK or "h" + worker[1:].split(".")[0] not in self._beats:
+                del self._dead[worker]
+                self.ledger.worker_lost(worker, -1, "its data VM is gone, too")
+        self.ledger.overdue(now)
+        if self.ledger.workers:
+            self._since_worker = now
+        elif now - self._since_worker > _ALONE and any(rank.joined for rank in self.ledger.ranks):
+            self._fail(f"no data worker has been there for {_ALONE:.0f} s: all data VMs are gone")
+        if not self._prebuffered and self._is_prebuffered():
+            self._prebuffered = True
+            self._report(Prebuffered())
+        self._progress(now)
+
+    def _is_prebuffered(self) -> bool:
+        books = self.ledger.book.loaders
+        return bool(books) and all(
+            book.facts.error
+            or book.prepared >= min(self.ledger.book.prebuffer_rows * self.config.ranks, book.planned or 1)
+            or any(plan.ended and not plan.rows for plan in book.plans.values())
+            for book in books
+        )
+
+    def _progress(self, now: float) -> None:
+        loaders = []
+        for book in self.ledger.book.loaders:
+            since, before = self._delivered_before.get(book.index, (now, book.delivered))
+            rate = (book.delivered - before) / (now - since) if now > since else 0.0
+            if now - since > 2.0 or book.index not in self._delivered_before:
+                self._delivered_before[book.index] = (now, book.delivered)
+            loaders.append(
+                LoaderProgress(
+                    book.facts.name,
+                    book.prepared,
+                    book.delivered,
+                    book.planned,
+                    None if book.rows_allowed is None else book.rows_allowed * self.config.ranks,
+                    round(rate, 3),
+                )
+            )
+        waited = [round(rank.waited, 4) for rank in self.ledger.ranks]
+        report = ProgressReport(loaders, waited, len(self.ledger.workers))
+        if report != getattr(self, "_last_progress", None):
+            self._last_progress = report
+            self._report(report)
+
+    def _fail(self, reason: str) -> None:
+        if self._failed:
+            return
+        self._failed = True
+        self._report(Failed(reason))
+        for rank in range(self.config.ranks):
+            self._server.send(f"r{rank}", encode(RunFailed(reason)))
+        self.ledger.fail(reason)
+
+    def _final(self, states: bytes) -> None:
+        self._reported.append(states)
+        self._report(Final(states))
+
+    def _close(self) -> None:
+        quit_now = encode(Quit())
+        for peer in ("p", *self._beats, *self.ledger.workers):
+            self._server.send(peer, quit_now)
+        self._watch.close()
+        self._server.close()
+        if self._fds is not None:
+            self._fds.close()
+        for slab in self._slabs:
+            slab.close()
+        self._context.term()
+
+
+def main(config: DeliveryConfig, commands: int, reports: int) -> None:
+    """Run one delivery; ``commands`` and ``reports`` are descriptors of JSON lines."""
+    gc.collect()
+    gc.freeze()  # collections look at tickets only, and stay short
+    encoder = msgspec.json.Encoder()
+
+    def report(message: Report) -> None:
+        line = memoryview(encoder.encode(message) + b"\n")
+        while line:
+            _, writable, _ = select.select([], [reports], [])
+            if writable:
+                line = line[os.write(reports, line) :]
+
+    Coordinator(config, report).serve(commands)
+
+
+if __name__ == "__main__":
+    first = read_line(0)
+    main(msgspec.json.decode(first, type=DeliveryConfig), 0, 1)

@@ -1,0 +1,339 @@
+"""Elements as bytes: a small pickle, and one region of raw memory for its tensors and arrays.
+
+A worker's ``default_collate`` stacks tensors straight into the region, so that the batch is where it has to
+be when it is ready. Whatever is not there yet (a user's own collate, numpy arrays) is copied in once. The
+region is a slot of a rank's slab or a buffer of its own that travels as one frame; both decode alike.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import math
+import operator
+import pickle
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import torch
+from torch.utils.data._utils import collate as torch_collate
+
+__all__ = ["Region", "decode", "encode", "install_collate", "pack_failure", "stacking_into"]
+
+_ALIGN = 64
+_DTYPES = [
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16,
+    torch.int8, torch.uint8, torch.bool, torch.complex64, torch.complex128, torch.uint16, torch.uint32,
+    torch.uint64,
+]  # fmt: skip
+_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
+_SIZES = [dtype.itemsize for dtype in _DTYPES]
+
+
+class Region:
+    """Memory that one element is made in: a bump allocator over a writable buffer.
+
+    ``needed`` grows past ``capacity`` when something did not fit; the element then needs a larger region.
+    """
+
+    def __init__(self, buffer: memoryview, *, slot: bool = False, address: int = 0) -> None:
+        self.buffer, self.capacity, self.slot = buffer, buffer.nbytes, slot
+        self.used = 0
+        self.needed = 0
+        self.address = address or (
+            ctypes.addressof(ctypes.c_char.from_buffer(buffer)) if self.capacity else 0
+        )
+
+    @classmethod
+    def of_size(cls, nbytes: int) -> Region:
+        """Return a region of its own, not zeroed."""
+        return cls(np.empty(nbytes, np.uint8).data)
+
+    def is_held(self) -> bool:
+        """Whether somebody still has a tensor that was stacked here (a collate function that caches).
+
+        Each such tensor's storage holds a reference to ``buffer``; so do this object and the call.
+        """
+        return sys.getrefcount(self.buffer) > 2
+
+    def take(self, nbytes: int) -> int | None:
+        """Return the offset of fresh bytes, or None if they do not fit."""
+        offset = -(-self.used // _ALIGN) * _ALIGN
+        self.needed = max(self.needed, -(-self.needed // _ALIGN) * _ALIGN + nbytes)
+        if offset + nbytes > self.capacity:
+            return None
+        self.used = offset + nbytes
+        return offset
+
+    def tensor(self, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+        """Return a contiguous tensor over bytes taken before."""
+        return torch.frombuffer(self.buffer, dtype=dtype, count=_count(shape), offset=offset).view(shape)
+
+
+_count = math.prod
+
+
+# ── collate ───────────────────────────────────────────────────────────────────────────────────────────
+
+_current: Region | None = None
+_dtype_of = operator.attrgetter("dtype")
+_needs_grad = operator.attrgetter("requires_grad")
+
+
+def _stack(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
+    """``default_collate``'s rule for tensors, into the region. Without one: plain stack, never shared memory."""
+    first = batch[0]
+    if (
+        _current is not None
+        and set(map(type, batch)) == {torch.Tensor}
+        and first.layout is torch.strided
+        and not first.is_nested
+        and first.dtype in _CODES
+        and len(set(map(_dtype_of, batch))) == 1
+        and not any(map(_needs_grad, batch))
+    ):
+        shape = (len(batch), *first.shape)
+        offset = _current.take(first.dtype.itemsize * _count(shape))
+        if offset is not None and _count(shape):
+            return torch.stack(batch, 0, out=_current.tensor(offset, first.dtype, shape))
+    if first.is_nested or first.layout is not torch.strided:
+        plain: torch.Tensor = torch_collate.collate_tensor_fn(batch, collate_fn_map=collate_fn_map)
+        return plain
+    return torch.stack(batch, 0)
+
+
+def install_collate() -> None:
+    """Let ``default_collate`` stack into the current region, also inside a user's own collate."""
+    torch_collate.default_collate_fn_map[torch.Tensor] = _stack
+
+
+@contextmanager
+def stacking_into(region: Region | None) -> Iterator[None]:
+    """Inside, ``default_collate`` uses ``region``."""
+    global _current
+    _current = region
+    try:
+        yield
+    finally:
+        _current = None
+
+
+# ── encode ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class _Full(Exception):
+    """Something did not fit into the region."""
+
+
+class _Encoder(pickle.Pickler):
+    """Pickles an element; tensors and arrays become references into the region."""
+
+    def __init__(self, file: io.BytesIO, region: Region, buffers: list[tuple[int, int]]) -> None:
+        super().__init__(file, protocol=5, buffer_callback=self._out_of_band)
+        self._region, self._buffers = region, buffers
+        self._full = False
+
+    def reducer_override(self, obj: Any) -> Any:
+        kind = type(obj)
+        if kind is torch.Tensor:
+            return self._tensor(obj)
+        if kind is np.ndarray and obj.dtype.kind in "biufcmM" and obj.dtype.isnative:
+            return self._array(obj)
+        if isinstance(obj, type) and obj.__module__ == "__main__":
+            return _notebook_class, (obj.__qualname__, cloudpickle.dumps(obj))
+        return NotImplemented
+
+    def _tensor(self, tensor: torch.Tensor) -> Any:
+        code = _CODES.get(tensor.dtype)
+        if (
+            code is None
+            or tensor.layout is not torch.strided
+            or not tensor.is_cpu
+            or tensor.requires_grad
+            or tensor.is_neg()
+            or tensor.is_conj()
+            or tensor.is_nested
+        ):
+            return NotImplemented
+        shape, region = tuple(tensor.shape), self._region
+        nbytes = _SIZES[code] * _count(shape)
+        if not tensor.is_contiguous():
+            return self._strided(tensor, code, shape, nbytes)
+        if not nbytes:
+            return _tensor, (0, code, shape)
+        source = tensor.data_ptr()
+        offset = source - region.address
+        if not 0 <= offset < region.capacity:
+            offset = self._take(nbytes)
+            ctypes.memmove(region.address + offset, source, nbytes)
+        return _tensor, (offset, code, shape)
+
+    def _strided(self, tensor: torch.Tensor, code: int, shape: tuple[int, ...], nbytes: int) -> Any:
+        """Keep the strides of what is dense in another order (channels last); make the rest contiguous."""
+        order = _dense_order(tensor)
+        offset = self._take(nbytes)
+        source = tensor if order is None else tensor.permute(order)
+        self._region.tensor(offset, tensor.dtype, tuple(source.shape)).copy_(source)
+        return _tensor, (offset, code, shape) if order is None else (offset, code, shape, tensor.stride())
+
+    def _array(self, array: np.ndarray[Any, Any]) -> Any:
+        fortran = array.flags.f_contiguous and not array.flags.c_contiguous
+        offset = 0
+        if array.nbytes:
+            offset = self._take(array.nbytes)
+            target = np.frombuffer(self._region.buffer, array.dtype, array.size, offset)
+            target.reshape(array.shape, order="F" if fortran else "C")[...] = array
+        return _array, (offset, array.dtype.str, array.shape, fortran)
+
+    def _out_of_band(self, buffer: pickle.PickleBuffer) -> bool:
+        raw = buffer.raw()
+        offset = self._take(raw.nbytes)
+        self._region.buffer[offset : offset + raw.nbytes] = raw
+        self._buffers.append((offset, raw.nbytes))
+        return False
+
+    def _take(self, nbytes: int) -> int:
+        offset = self._region.take(nbytes)
+        if offset is None:
+            raise _Full
+        return offset
+
+
+def _dense_order(tensor: torch.Tensor) -> list[int] | None:
+    """Return the dimensions from slowest to fastest if the tensor has no holes or overlaps (channels last)."""
+    order = sorted(range(tensor.dim()), key=lambda d: tensor.stride(d), reverse=True)
+    expected = 1
+    for d in reversed(order):
+        if tensor.size(d) != 1 and tensor.stride(d) != expected:
+            return None
+        expected *= tensor.size(d)
+    return order
+
+
+def encode(element: Any, region: Region) -> tuple[bytes, list[tuple[int, int]]] | None:
+    """Return the pickle and the table of out-of-band buffers; None if the region is too small.
+
+    What ``pickle`` cannot do is left to cloudpickle, with its arrays in band.
+    """
+    file, buffers = io.BytesIO(), []  # type: tuple[io.BytesIO, list[tuple[int, int]]]
+    used, needed = region.used, region.needed
+    encoder = _Encoder(file, region, buffers)
+    try:
+        encoder.dump(element)
+    except _Full:
+        _measure(element, region)
+        return None
+    except (pickle.PicklingError, AttributeError, TypeError):
+        region.used, region.needed = used, needed
+        return cloudpickle.dumps(element), []
+    finally:
+        encoder.clear_memo()  # it is in a cycle with its callback, and would hold the element until a collection
+    return file.getvalue(), buffers
+
+
+def _nothing() -> None:
+    """Stands for what ``_measure`` has counted."""
+
+
+def _measure(element: Any, region: Region) -> None:
+    """Find out how large a region this element takes: the tensors it holds, wherever they are."""
+    total = 0
+
+    class Meter(pickle.Pickler):
+        def reducer_override(self, obj: Any) -> Any:
+            nonlocal total
+            if type(obj) is np.ndarray or (type(obj) is torch.Tensor and obj.layout is torch.strided):
+                total += obj.nbytes + 2 * _ALIGN
+                return _nothing, ()
+            if isinstance(obj, type) and obj.__module__ == "__main__":
+                return _nothing, ()
+            return NotImplemented
+
+    def count(buffer: pickle.PickleBuffer) -> bool:
+        nonlocal total
+        total += buffer.raw().nbytes + 2 * _ALIGN
+        return False
+
+    Meter(io.BytesIO(), protocol=5, buffer_callback=count).dump(element)
+    region.needed = max(region.needed, total)
+
+
+# ── decode ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _tensor(*_: Any) -> Any:
+    raise AssertionError("resolved by _Decoder.find_class")
+
+
+def _array(*_: Any) -> Any:
+    raise AssertionError("resolved by _Decoder.find_class")
+
+
+_classes: dict[str, Any] = {}
+
+
+def _notebook_class(qualname: str, pickled: bytes) -> Any:
+    """Return the notebook's class as this rank knows it, so that ``isinstance`` holds; else bring it along."""
+    found: Any = sys.modules.get("__main__")
+    for part in qualname.split("."):
+        found = getattr(found, part, None)
+    if isinstance(found, type):
+        return found
+    if qualname not in _classes:
+        _classes[qualname] = cloudpickle.loads(pickled)
+    return _classes[qualname]
+
+
+class _Decoder(pickle.Unpickler):
+    def __init__(self, stream: Any, exporter: Any, buffers: Any) -> None:
+        super().__init__(io.BytesIO(stream), buffers=buffers)
+        self._exporter = exporter
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == __name__:
+            if name == "_tensor":
+                return self._tensor
+            if name == "_array":
+                return self._array
+        return super().find_class(module, name)
+
+    def _tensor(self, offset: int, code: int, shape: tuple[int, ...], strides: Any = None) -> torch.Tensor:
+        count = _count(shape)
+        if not count:
+            return torch.empty(shape, dtype=_DTYPES[code])
+        flat = torch.frombuffer(self._exporter, dtype=_DTYPES[code], count=count, offset=offset)
+        return flat.view(shape) if strides is None else flat.as_strided(shape, strides)
+
+    def _array(self, offset: int, dtype: str, shape: tuple[int, ...], fortran: bool) -> Any:
+        count = _count(shape)
+        if not count:
+            return np.empty(shape, np.dtype(dtype))
+        flat = np.frombuffer(self._exporter, np.dtype(dtype), count, offset)
+        return flat.reshape(shape, order="F" if fortran else "C")
+
+
+def decode(stream: Any, exporter: Any, buffers: list[tuple[int, int]]) -> Any:
+    """Rebuild an element over ``exporter``'s memory. The caller has authenticated ``stream``.
+
+    Tensors and arrays alias that memory, may be written to, and keep ``exporter`` alive, also as views.
+    """
+    view = memoryview(exporter).cast("B") if buffers else None
+    decoder = _Decoder(stream, exporter, [view[o : o + n] for o, n in buffers] if view is not None else ())
+    try:
+        return decoder.load()
+    finally:
+        decoder.memo.clear()  # it refers to the decoder itself, and would hold the element until a collection
+
+
+def pack_failure(error: BaseException, text: str) -> bytes:
+    """Pack an exception; one that cannot be pickled, or not rebuilt, travels as its text alone."""
+    try:
+        packed: bytes = cloudpickle.dumps((error, text))
+        pickle.loads(packed)
+    except Exception:
+        packed = pickle.dumps((None, text))
+    return packed

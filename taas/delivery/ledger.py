@@ -1,0 +1,597 @@
+"""Who makes element i, and where its bytes go: leases, deaths, credits. Pure; no I/O.
+
+An attempt is one lease of one element to one worker. It counts as work ahead until its rank has consumed the
+element; what a rank holds on to afterwards never keeps it from getting more. Its slot of the rank's slab,
+where rank and worker share memory, is taken until the rank says that nobody uses the memory any more, or until
+it is certain that the rank will never see it. An element may have several attempts; its rank takes the first that
+arrives. So a slot is never given to a second writer while a first one may still write.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from taas.delivery.messages import (
+    Announced,
+    Cancel,
+    Doomed,
+    Feed,
+    Lease,
+    RankAddress,
+    RankHello,
+    Result,
+    RunFailed,
+    Ticket,
+    Welcome,
+    Which,
+)
+from taas.delivery.plan import Plan, Uneven, Work, unpack_place
+from taas.delivery.planbook import LoaderBook, PlanBook, rank_peer
+from taas.delivery.slots import SlotTable, slot_size
+
+__all__ = ["LeaseRules", "Ledger"]
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseRules:
+    """Numbers the ledger goes by.
+
+    Attributes:
+        window: seconds of work leased to a worker ahead of what it is on.
+        leases: most attempts leased to one worker.
+        ahead: most elements under way or held for one rank and loader.
+        begin: bytes to begin working ahead with, before it shows that more is of use.
+        deaths: an element that killed so many workers is given up.
+        patience: seconds after which a lease that is also twenty times as old as usual is given out again.
+    """
+
+    window: float = 0.03
+    leases: int = 128
+    ahead: int = 1024
+    begin: int = 4 << 20
+    deaths: int = 3
+    patience: float = 60.0
+
+
+@dataclass(slots=True)
+class _Attempt:
+    ident: int
+    work: Work
+    worker: str
+    charge: int
+    offset: int
+    capacity: int
+    since: float
+    expected: float
+    made: bool = False
+    orphan: bool = False
+    hedged: bool = False
+    charged: bool = True
+
+
+@dataclass(slots=True)
+class _Worker:
+    name: str
+    host: str
+    shared: bool
+    attempts: set[int] = field(default_factory=set)
+    backlog: int = 0
+    backlog_seconds: float = 0.0
+    suspect: bool = False
+
+
+@dataclass(slots=True)
+class _Usage:
+    nbytes: int = 0
+    count: int = 0
+
+
+@dataclass(slots=True)
+class _Rank:
+    slots: SlotTable
+    shared: bool
+    joined: bool = False
+    usage: dict[int, _Usage] = field(default_factory=lambda: defaultdict(_Usage))
+    mail: list[object] = field(default_factory=list)
+    waited: float = 0.0
+    targets: dict[int, int] = field(default_factory=dict)
+    """Elements under way or held, per loader, that have been enough so far."""
+    blocked: set[int] = field(default_factory=set)
+    """Loaders whose target kept an idle worker from working ahead for this rank."""
+
+
+class _Pace:
+    """Bytes and seconds of one loader's elements, as seen lately."""
+
+    __slots__ = ("_count", "_previous", "_recent", "seconds", "size")
+
+    def __init__(self) -> None:
+        self.size = 0
+        self.seconds = 0.0
+        self._count = self._recent = self._previous = 0
+
+    def see(self, nbytes: int, seconds: float) -> None:
+        self._recent = max(self._recent, nbytes)
+        self._count += 1
+        if self._count % 256 == 0:
+            self._previous, self._recent = self._recent, 0
+        self.size = slot_size(max(self._recent, self._previous, nbytes))
+        self.seconds = seconds if self._count == 1 else 0.9 * self.seconds + 0.1 * seconds
+
+
+class Ledger:
+    """Leases, credits and recovery for all loaders of a run. ``outbox`` holds ``(peer, message)``."""
+
+    def __init__(
+        self,
+        ranks: int,
+        slab: int,
+        *,
+        shared: bool = True,
+        uneven: Uneven = "drop",
+        units: dict[str, int] | None = None,
+        prebuffer: int | None = None,
+        reserve: Callable[[int, int], int] | None = None,
+        rules: LeaseRules | None = None,
+    ) -> None:
+        self.book = PlanBook(ranks, uneven, units or {}, 2 * ranks if prebuffer is None else prebuffer)
+        self.outbox = self.book.outbox
+        self.rules = rules or LeaseRules()
+        self.slab = slab
+        self.ranks = [
+            _Rank(
+                SlotTable(
+                    slab if shared else 0,
+                    None if reserve is None else (lambda upto, rank=r: reserve(rank, upto)),  # type: ignore[misc]
+                ),
+                shared,
+            )
+            for r in range(ranks)
+        ]
+        self.workers: dict[str, _Worker] = {}
+        self.attempts: dict[int, _Attempt] = {}
+        self._addresses: dict[int, RankAddress] = {}
+        self._paces: dict[int, _Pace] = defaultdict(_Pace)
+        self._retries: list[tuple[int, int, int, Work]] = []
+        self._owners: dict[tuple[int, int], str] = {}
+        self._fed: dict[tuple[int, int], tuple[str, int]] = {}
+        self._sent: dict[tuple[int, int], int] = defaultdict(int)
+        self._idents = 0
+        self._turn = 0
+        self._failure = ""
+
+    # ── ranks ─────────────────────────────────────────────────────────────────────────────────────
+
+    def rank_joined(self, message: RankHello) -> None:
+        """A rank takes elements from now on."""
+        rank = self.ranks[message.rank]
+        rank.joined = True
+        if rank.shared and not message.shared:
+            self._leave_slab(message.rank)
+        self._addresses[message.rank] = RankAddress(message.rank, message.address, message.key)
+        for name in self.workers:
+            self.outbox.append((name, self._addresses[message.rank]))
+        if self._failure:
+            self.outbox.append((rank_peer(message.rank), RunFailed(self._failure)))
+        self.welcome(message.rank)
+
+    def welcome(self, rank: int) -> None:
+        """Tell a rank the loaders, once both are there."""
+        if self.ranks[rank].joined and self.book.loaders:
+            facts = [book.facts for book in self.book.loaders]
+            self.outbox.append((rank_peer(rank), Welcome(facts, self.slab)))
+            for message in self.ranks[rank].mail:
+                self.outbox.append((rank_peer(rank), message))
+            self.ranks[rank].mail.clear()
+
+    def _leave_slab(self, rank: int) -> None:
+        """The rank cannot map its slab: what lies there is made again and sent on the socket."""
+        self.ranks[rank].shared = False
+        lost = [a.ident for a in self.attempts.values() if a.work.rank == rank and a.capacity]
+        self._retry(self._give_up(lost))
+
+    def progressed(self, rank: int, waited: float) -> None:
+        """A rank has waited so long in all. If workers were held back from working ahead for it: no longer."""
+        state = self.ranks[rank]
+        if waited - state.waited > 0.0005:
+            for loader in state.blocked:
+                state.targets[loader] = min(2 * state.targets[loader], self.rules.ahead)
+        state.waited = waited
+        state.blocked.clear()
+
+    def released(self, idents: Iterable[int]) -> None:
+        """Nobody in the rank holds these attempts' memory any more."""
+        for ident in idents:
+            attempt = self._drop_attempt(ident)
+            if attempt is not None:
+                self._count_prepared(attempt)
+
+    def lacking(self, asked: list[int], lacking: list[int]) -> None:
+        """A rank says which attempts of a dead worker never arrived."""
+        for ident in asked:
+            attempt = self.attempts.get(ident)
+            if attempt is not None:
+                attempt.orphan = False
+        self._retry(self._give_up(lacking))
+
+    def _give_up(self, idents: list[int]) -> list[Work]:
+        works = []
+        for ident in idents:
+            attempt = self._drop_attempt(ident)
+            if attempt is not None:
+                works.append(attempt.work)
+        return works
+
+    def _drop_attempt(self, ident: int) -> _Attempt | None:
+        attempt = self.attempts.pop(ident, None)
+        if attempt is None:
+            return None
+        rank = self.ranks[attempt.work.rank]
+        self._uncharge(attempt)
+        if attempt.capacity:
+            rank.slots.give(attempt.offset, attempt.capacity)
+        attempt.work.attempts.discard(ident)
+        worker = self.workers.get(attempt.worker)
+        if worker is not None:
+            self._settle(worker, attempt)
+            worker.attempts.discard(ident)
+        return attempt
+
+    def _uncharge(self, attempt: _Attempt) -> None:
+        """Stop counting an attempt as work ahead: it was consumed, or will never be."""
+        if attempt.charged:
+            attempt.charged = False
+            usage = self.ranks[attempt.work.rank].usage[attempt.work.loader]
+            usage.nbytes -= attempt.charge
+            usage.count -= 1
+
+    def _settle(self, worker: _Worker, attempt: _Attempt) -> None:
+        if not attempt.made:
+            attempt.made = True
+            worker.backlog -= 1
+            worker.backlog_seconds = 0.0 if worker.backlog <= 0 else worker.backlog_seconds - attempt.expected
+
+    def _seconds(self, work: Work) -> float:
+        return self._paces[work.loader].seconds
+
+    # ── workers ───────────────────────────────────────────────────────────────────────────────────
+
+    def worker_joined(self, name: str, host: str, shared: bool) -> None:
+        """A worker takes tickets from now on."""
+        self.workers[name] = _Worker(name, host, shared)
+        for address in self._addresses.values():
+            self.outbox.append((name, address))
+
+    def made(self, name: str, results: Iterable[Result]) -> None:
+        """A worker is through with these attempts."""
+        worker = self.workers.get(name)
+        for result in results:
+            if result.sent:
+                self._paces[result.loader].see(result.nbytes, result.seconds)
+            attempt = self.attempts.get(result.attempt)
+            if attempt is None:
+                continue  # its rank was quicker to consume and release it than this message
+            if not result.sent:
+                self._drop_attempt(result.attempt)
+                continue
+            if worker is not None:
+                self._settle(worker, attempt)
+            attempt.made = True
+            attempt.capacity = 0 if result.spoilt else attempt.capacity
+            work = attempt.work
+            if not attempt.capacity and attempt.charged:
+                self.ranks[work.rank].usage[work.loader].nbytes += result.nbytes - attempt.charge
+                attempt.charge = result.nbytes
+            self._count_prepared(attempt)
+
+    def _count_prepared(self, attempt: _Attempt) -> None:
+        work = attempt.work
+        if not work.prepared:
+            work.prepared = True
+            self.book.loaders[work.loader].prepared += 1
+            if work.stream >= 0 and work.plan in self.book.plans:
+                self._sent[work.plan, work.stream] += 1
+
+    def worker_lost(self, name: str, current: int, cause: str) -> None:
+        """A worker is dead, for certain. ``current`` is the attempt it was on, -1 for none."""
+        worker = self.workers.pop(name, None)
+        if worker is None:
+            return
+        self._blame(current, cause)
+        self._disown_streams(name)
+        questions: dict[int, list[int]] = defaultdict(list)
+        lost: list[int] = []
+        again: list[Work] = []
+        for ident in worker.attempts:
+            attempt = self.attempts[ident]
+            attempt.orphan = True
+            if self.ranks[attempt.work.rank].joined:
+                questions[attempt.work.rank].append(ident)
+            else:
+                lost.append(ident)
+            if not attempt.made:
+                again.append(attempt.work)
+        self._retry(self._give_up(lost) + again)
+        for rank, idents in questions.items():
+            self.outbox.append((rank_peer(rank), Which(idents)))
+
+    def _blame(self, current: int, cause: str) -> None:
+        attempt = self.attempts.get(current)
+        if attempt is None or attempt.made or attempt.work.over:
+            return
+        work = attempt.work
+        work.deaths += 1
+        if work.deaths >= self.rules.deaths:
+            work.over = True
+            self._count_prepared(attempt)
+            doomed = Doomed(work.plan, work.seq, work.index, cause)
+            if self.ranks[work.rank].joined:
+                self.outbox.append((rank_peer(work.rank), doomed))
+            else:
+                self.ranks[work.rank].mail.append(doomed)
+
+    def suspect(self, names: set[str]) -> None:
+        """These workers are stopped: what they have not made is leased again; they may still wake up."""
+        for worker in self.workers.values():
+            was, worker.suspect = worker.suspect, worker.name in names
+            if worker.suspect and not was:
+                self._disown_streams(worker.name)
+                self._hedge([self.attempts[i] for i in worker.attempts])
+
+    def overdue(self, now: float) -> None:
+        """Lease again what has been out for far longer than usual."""
+        late = [
+            attempt
+            for attempt in self.attempts.values()
+            if not attempt.made
+            and attempt.work.stream < 0
+            and now - attempt.since > max(self.rules.patience, 20 * self._seconds(attempt.work))
+        ]
+        self._hedge(late)
+
+    def _hedge(self, attempts: list[_Attempt]) -> None:
+        again = [a for a in attempts if not a.made and not a.hedged]
+        for attempt in again:
+            attempt.hedged = True
+        self._retry([a.work for a in again])
+
+    def _retry(self, works: list[Work]) -> None:
+        for work in works:
+            if work.over or work.queued:
+                continue
+            others = [self.attempts[i] for i in work.attempts if i in self.attempts]
+            if any(not (a.orphan or a.hedged) for a in others):
+                continue
+            work.queued = True
+            heapq.heappush(self._retries, (work.step, work.seq, work.plan, work))
+
+    def announced(self, name: str, message: Announced) -> None:
+        """A stream's owner holds more elements; one that owns it no longer is not believed."""
+        plan = self.book.plans.get(message.plan)
+        if plan is not None and self._owners.get((plan.loader, message.stream)) == name:
+            self.book.announced(message.plan, message.stream, message.made, message.ended)
+
+    def fail(self, reason: str) -> None:
+        """No element will come any more: whoever joins later hears it, too."""
+        self._failure = reason
+
+    # ── leasing ───────────────────────────────────────────────────────────────────────────────────
+
+    def pump(self, now: float) -> None:
+        """Do all that has become possible: draw, feed streams, cancel, lease."""
+        for work in self.book.newly_consumed:
+            for ident in work.attempts:
+                self._uncharge(self.attempts[ident])
+        self.book.newly_consumed.clear()
+        self.book.refill()
+        self._cancel()
+        self._feed_streams()
+        leases: dict[str, list[Ticket]] = defaultdict(list)
+        self._lease_retries(leases, now)
+        self._lease_planned(leases, now)
+        for name, tickets in leases.items():
+            self.outbox.append((name, Lease(tickets)))
+
+    def _cancel(self) -> None:
+        for plan, rank, works in self.book.newly_cancelled:
+            names = {self.attempts[i].worker for w in works for i in w.attempts if not self.attempts[i].made}
+            for name in names & self.workers.keys():
+                self.outbox.append((name, Cancel(plan.ident, rank)))
+            if plan.closed:
+                for name in {
+                    n for (p, _), (n, _) in self._fed.items() if p == plan.ident
+                } & self.workers.keys():
+                    self.outbox.append((name, Cancel(plan.ident, -1)))
+                for table in (self._fed, self._sent):
+                    for key in [key for key in table if key[0] == plan.ident]:
+                        del table[key]
+        self.book.newly_cancelled.clear()
+
+    def _lease_retries(self, leases: dict[str, list[Ticket]], now: float) -> None:
+        blocked = []
+        while self._retries:
+            entry = heapq.heappop(self._retries)
+            work = entry[3]
+            work.queued = not work.over
+            if work.over:
+                continue
+            worker = self._worker_for(work)
+            if worker is None:
+                blocked.append(entry)
+                if work.stream < 0:
+                    break
+                continue
+            work.queued = False
+            self._lease(work, worker, leases, now)
+        for entry in blocked:
+            heapq.heappush(self._retries, entry)
+
+    def _lease_planned(self, leases: dict[str, list[Ticket]], now: float) -> None:
+        books = [book for book in self.book.loaders if book.plans]
+        idle = 0
+        while books and idle < len(books):
+            self._turn += 1
+            idle = 0 if self._lease_one(books[self._turn % len(books)], leases, now) else idle + 1
+
+    def _lease_one(self, book: LoaderBook, leases: dict[str, list[Ticket]], now: float) -> bool:
+        for plan, rank in self.book.heads(book):
+            if not self._room(rank, book):
+                continue
+            worker = self._worker_for(plan.ranks[rank].queue[0])
+            if worker is None:
+                return False
+            self._lease(plan.take(rank), worker, leases, now)
+            return True
+        return False
+
+    def _worker_for(self, work: Work) -> _Worker | None:
+        """The least busy worker that may take this work now."""
+        if work.stream >= 0:
+            owner = self.workers.get(self._owners.get((work.loader, work.stream), ""))
+            return owner if owner is not None and owner.backlog < self.rules.leases else None
+        best = None
+        for worker in self.workers.values():
+            if worker.suspect or worker.backlog >= self.rules.leases:
+                continue
+            if worker.backlog and worker.backlog_seconds >= self.rules.window:
+                continue
+            if worker.backlog and not self._paces[work.loader].size:
+                continue
+            if best is None or (worker.backlog_seconds, worker.backlog) < (
+                best.backlog_seconds,
+                best.backlog,
+            ):
+                best = worker
+        return best
+
+    def _room(self, rank: int, book: LoaderBook) -> bool:
+        usage = self.ranks[rank].usage[book.index]
+        size = self._paces[book.index].size
+        if usage.count < 2:
+            return True
+        if not size:
+            return usage.count < -(-len(self.workers) // len(self.ranks))
+        if usage.count >= self._target(rank, book.index, size):
+            self.ranks[rank].blocked.add(book.index)
+            return False
+        return usage.nbytes + size <= self._share(rank, book)
+
+    def _target(self, rank: int, loader: int, size: int) -> int:
+        """How many elements ahead: few, which stay in the caches, until ``progressed`` finds them too few."""
+        targets = self.ranks[rank].targets
+        if loader not in targets:
+            least = max(3 * len(self.workers) // len(self.ranks) + 2, self.book.prebuffer_rows)
+            targets[loader] = max(least, min(256, self.rules.begin // size))
+        return min(targets[loader], self.rules.ahead)
+
+    def _share(self, rank: int, book: LoaderBook) -> int:
+        """The rank's slab, divided among the loaders it iterates just now (all of them, before it does)."""
+        active = 0
+        for other in self.book.loaders:
+            views = [plan.ranks[rank] for plan in other.plans.values()]
+            active += other is book or any(view.begun and not view.closed for view in views)
+        return self.slab // max(1, active)
+
+    def _lease(self, work: Work, worker: _Worker, leases: dict[str, list[Ticket]], now: float) -> None:
+        rank = self.ranks[work.rank]
+        size = self._paces[work.loader].size
+        offset: int | None = None
+        if size and rank.shared and worker.shared:
+            offset = rank.slots.take(size)
+        self._idents += 1
+        ident = self._idents
+        capacity = 0 if offset is None else size
+        expected = self._seconds(work)
+        self.attempts[ident] = _Attempt(ident, work, worker.name, size, offset or 0, capacity, now, expected)
+        work.attempts.add(ident)
+        worker.attempts.add(ident)
+        worker.backlog += 1
+        worker.backlog_seconds += expected
+        usage = rank.usage[work.loader]
+        usage.nbytes += size
+        usage.count += 1
+        leases[worker.name].append(
+            Ticket(
+                ident,
+                work.plan,
+                work.loader,
+                work.seq,
+                work.rank,
+                work.seed,
+                work.index,
+                offset or 0,
+                capacity,
+            )
+        )
+
+    # ── streams of iterable datasets ──────────────────────────────────────────────────────────────
+
+    def _disown_streams(self, name: str) -> None:
+        for key in [key for key, owner in self._owners.items() if owner == name]:
+            del self._owners[key]
+        for place in [place for place, (owner, _) in self._fed.items() if owner == name]:
+            del self._fed[place]
+
+    def _feed_streams(self) -> None:
+        for book in self.book.loaders:
+            if not book.facts.streams or not self.workers:
+                continue
+            for plan in list(book.plans.values()):
+                if (
+                    plan.ident in book.base_seeds
+                    and not plan.closed
+                    and (not plan.ended or self._unsent(plan))
+                ):
+                    for stream in range(book.facts.streams):
+                        self._feed(book, plan, stream)
+
+    def _unsent(self, plan: Plan) -> bool:
+        return any(view.queue or view.unconsumed for view in plan.ranks)
+
+    def _feed(self, book: LoaderBook, plan: Plan, stream: int) -> None:
+        name = self._owner(book, stream)
+        if name is None:
+            return
+        rows = self.book.prebuffer_rows if not plan.begun else max(2, self.book.prebuffer_rows)
+        left = book.rows_left(but=plan)
+        if left is not None:
+            rows = min(rows, max(0, left - plan.rows) + 1)
+        lookahead = max(2, -(-rows * self.book.n // book.facts.streams) + 1)
+        upto = self._sent[plan.ident, stream] + lookahead
+        known, fed = self._fed.get((plan.ident, stream), ("", 0))
+        if known == name and fed >= upto:
+            return
+        self._fed[plan.ident, stream] = (name, upto)
+        base = book.base_seeds[plan.ident]
+        floor = self._floor(plan, stream)
+        message = Feed(
+            plan.ident, book.index, plan.iteration, stream, base, floor, max(upto, floor + lookahead)
+        )
+        self.outbox.append((name, message))
+
+    def _floor(self, plan: Plan, stream: int) -> int:
+        """The lowest position of a stream that may still be asked of its owner."""
+        waiting = [
+            unpack_place(work.index)[1]
+            for view in plan.ranks
+            for work in (*view.unconsumed, *view.queue)
+            if work.stream == stream
+        ]
+        return min(waiting, default=self.book.loaders[plan.loader].orders[plan.ident].floor())
+
+    def _owner(self, book: LoaderBook, stream: int) -> str | None:
+        name = self._owners.get((book.index, stream))
+        if name is not None:
+            return name
+        load: dict[str, int] = {w.name: 0 for w in self.workers.values() if not w.suspect}
+        for owner in self._owners.values():
+            if owner in load:
+                load[owner] += 1
+        if not load:
+            return None
+        name = min(load, key=lambda n: load[n])
+        self._owners[book.index, stream] = name
+        return name

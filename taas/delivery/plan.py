@@ -1,0 +1,235 @@
+"""What element i is: the order of one iteration, fixed before anybody makes it. Pure; no I/O.
+
+A plan is one iteration of one loader. Its indices arrive in the order of the user's sampler and leave as
+rows of one element a rank: element ``seq`` is step ``seq // ranks`` of rank ``seq % ranks``. Only whole rows
+leave, so that all ranks have the same number of steps; what becomes of the last, incomplete row is the
+run's ``uneven`` rule.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Literal
+
+__all__ = ["Plan", "StreamOrder", "Uneven", "Work", "element_seed", "pack_place", "unpack_place"]
+
+Uneven = Literal["drop", "pad", "raise"]
+
+_MASK = (1 << 64) - 1
+
+
+def element_seed(base_seed: int, iteration: int, seq: int) -> int:
+    """Return the seed of one element: a splitmix64 finaliser, so neighbours share nothing.
+
+    It depends on the plan alone: not on how many workers there are, nor on which attempt it is.
+    """
+    z = (base_seed + (iteration << 40) + (seq + 1) * 0x9E3779B97F4A7C15) & _MASK
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+    return (z ^ (z >> 31)) & 0x7FFF_FFFF_FFFF_FFFF
+
+
+_place = struct.Struct("<qq")
+
+
+def pack_place(stream: int, position: int) -> bytes:
+    """Return the index of an iterable dataset's element: which stream, and where in it."""
+    return _place.pack(stream, position)
+
+
+def unpack_place(index: bytes) -> tuple[int, int]:
+    """Undo ``pack_place``."""
+    stream, position = _place.unpack(index)
+    return stream, position
+
+
+@dataclass(slots=True, eq=False)
+class Work:
+    """One planned element that its rank has not consumed yet."""
+
+    plan: int
+    loader: int
+    seq: int
+    rank: int
+    step: int
+    seed: int
+    index: bytes
+    stream: int = -1
+    attempts: set[int] = field(default_factory=set)
+    deaths: int = 0
+    over: bool = False
+    """Consumed, or nobody wants it any more."""
+    prepared: bool = False
+    """Some worker has made it."""
+    queued: bool = False
+    """Waits to be leased again."""
+
+
+@dataclass(slots=True)
+class RankView:
+    """How far one rank is in one plan."""
+
+    begun: bool = False
+    closed: bool = False
+    consumed: int = 0
+    told_end: bool = False
+    queue: deque[Work] = field(default_factory=deque)
+    """Planned, leased to nobody yet, in order of steps."""
+    unconsumed: deque[Work] = field(default_factory=deque)
+    """Leased or made, in order of steps."""
+
+
+class Plan:
+    """One iteration of one loader, and where each rank stands in it.
+
+    Attributes:
+        drawn: indices received from the sampler.
+        rows: rows that have left, that is, steps planned for every rank.
+        ended: the sampler has no more.
+        steps: steps of this plan once that is known, else None.
+        failure: packed exception of the user's sampler, raised after ``steps``.
+        refusal: why ``uneven raise`` refuses this iteration, or "".
+    """
+
+    def __init__(
+        self, ident: int, loader: int, iteration: int, epoch: int | None, ranks: int, uneven: Uneven
+    ) -> None:
+        self.ident, self.loader, self.iteration, self.epoch = ident, loader, iteration, epoch
+        self.ranks = [RankView() for _ in range(ranks)]
+        self.uneven = uneven
+        self.drawn = self.rows = 0
+        self.asked = False
+        self.ended = False
+        self.steps: int | None = None
+        self.failure = b""
+        self.refusal = ""
+        self._row: list[tuple[bytes, int, int]] = []
+        self._first: list[tuple[bytes, int, int]] = []
+
+    @property
+    def begun(self) -> bool:
+        """Whether a rank has asked for this iteration."""
+        return any(view.begun for view in self.ranks)
+
+    @property
+    def closed(self) -> bool:
+        """Whether no rank will ask for more of it."""
+        return all(view.closed for view in self.ranks)
+
+    def extend(self, indices: list[bytes], base_seed: int, streams: list[int] | None = None) -> None:
+        """Append the sampler's next indices; complete rows become work."""
+        n = len(self.ranks)
+        for at, index in enumerate(indices):
+            entry = (
+                index,
+                element_seed(base_seed, self.iteration, self.drawn),
+                streams[at] if streams else -1,
+            )
+            self.drawn += 1
+            if len(self._first) < n:
+                self._first.append(entry)
+            self._row.append(entry)
+            if len(self._row) == n:
+                self._release_row()
+
+    def end(self, failure: bytes = b"") -> None:
+        """Close the plan: the sampler is at its end, or raised ``failure``."""
+        self.ended, self.failure = True, failure
+        if self._row and not failure and self.uneven == "pad":
+            at = 0
+            while len(self._row) < len(self.ranks):
+                self._row.append(self._first[at % len(self._first)])
+                at += 1
+            self._release_row()
+        elif self._row and not failure and self.uneven == "raise":
+            self.refusal = (
+                f"this iteration has {self.drawn} elements, which {len(self.ranks)} ranks cannot share "
+                f"evenly. Use --uneven drop (leaves out the last {len(self._row)}) or --uneven pad "
+                "(repeats the first ones), or choose a batch size that divides"
+            )
+        self._row.clear()
+        self.steps = self.rows
+
+    def _release_row(self) -> None:
+        n = len(self.ranks)
+        for rank, (index, seed, stream) in enumerate(self._row):
+            seq = self.rows * n + rank
+            if not self.ranks[rank].closed:
+                self.ranks[rank].queue.append(
+                    Work(self.ident, self.loader, seq, rank, self.rows, seed, index, stream)
+                )
+        self.rows += 1
+        self._row.clear()
+
+    def consume(self, rank: int, consumed: int) -> list[Work]:
+        """Move a rank's watermark; return the work that lies below it now."""
+        view = self.ranks[rank]
+        view.consumed = max(view.consumed, consumed)
+        below = []
+        for works in (view.unconsumed, view.queue):
+            while works and works[0].step < view.consumed:
+                below.append(works.popleft())
+                below[-1].over = True
+        return below
+
+    def close(self, rank: int) -> list[Work]:
+        """The rank wants no more; return the work that is under way for it."""
+        view = self.ranks[rank]
+        view.begun = view.closed = True
+        under_way = list(view.unconsumed)
+        for work in (*view.queue, *under_way):
+            work.over = True
+        view.queue.clear()
+        view.unconsumed.clear()
+        return under_way
+
+    def take(self, rank: int) -> Work:
+        """Remove and return the rank's next work; it counts as under way from now on."""
+        view = self.ranks[rank]
+        work = view.queue.popleft()
+        view.unconsumed.append(work)
+        return work
+
+
+class StreamOrder:
+    """The order of a DataLoader with workers over an IterableDataset, from what each stream announces.
+
+    torch gives workers their turns in a circle and leaves out those at their end: round j yields the j-th
+    element of every stream that has one.
+    """
+
+    def __init__(self, streams: int) -> None:
+        self._made = [0] * streams
+        self._ended: list[int | None] = [None] * streams
+        self._round = self._stream = 0
+
+    def announce(self, stream: int, made: int, ended: bool) -> None:
+        """``stream`` holds its positions below ``made``; if ``ended``, there are no more."""
+        self._made[stream] = max(self._made[stream], made)
+        if ended:
+            self._ended[stream] = made
+
+    def floor(self) -> int:
+        """Positions below this one have left in every stream."""
+        return self._round
+
+    def advance(self) -> tuple[list[tuple[int, int]], bool]:
+        """Return the (stream, position) pairs whose place is now settled, and whether all have ended."""
+        settled: list[tuple[int, int]] = []
+        while True:
+            if self._stream == len(self._made):
+                self._stream = 0
+                self._round += 1
+            ends = [end for end in self._ended if end is not None]
+            if len(ends) == len(self._made) and self._round >= max(ends):
+                return settled, True
+            end = self._ended[self._stream]
+            if end is not None and self._round >= end:
+                self._stream += 1
+            elif self._round < self._made[self._stream]:
+                settled.append((self._stream, self._round))
+                self._stream += 1
+            else:
+                return settled, False

@@ -1,0 +1,150 @@
+"""The planner process: the user's samplers, iterated outside of everything that must not stop.
+
+``python -m taas.delivery.planner`` reads its PlannerConfig as JSON from stdin; an agent with torch already
+imported calls ``main`` in a forked child instead. A sampler may be slow, raise, or crash: the coordinator
+goes on, and the failure reaches the ranks at its place in the order.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+import time
+import traceback
+from typing import Any
+
+import msgspec
+import torch
+import zmq
+
+from taas.delivery.config import PlannerConfig, read_line
+from taas.delivery.encoding import pack_failure
+from taas.delivery.messages import (
+    Decoder,
+    Draw,
+    DropPlan,
+    FinalStates,
+    FinishPlans,
+    LoaderFacts,
+    OpenPlan,
+    Planned,
+    PlannerHello,
+    Quit,
+    ToPlanner,
+    encode,
+)
+from taas.delivery.payload import load_payload
+from taas.delivery.sampling import LoaderPlans, RngStates
+from taas.delivery.transport import connect_control, new_context
+
+__all__ = ["Planner", "main"]
+
+_SLICE = 0.02
+"""Seconds after which a slow sampler's indices are sent, even if more were asked for."""
+
+
+class Planner:
+    """Answers the coordinator; one plan is one iteration of one loader."""
+
+    def __init__(self, loaders: list[LoaderPlans | LoaderFacts]) -> None:
+        self._loaders = loaders
+        self._plans: dict[int, LoaderPlans] = {}
+        self._broken: dict[int, bytes] = {}
+
+    def facts(self) -> list[LoaderFacts]:
+        """Return what only the unpickled loaders tell."""
+        return [plans if isinstance(plans, LoaderFacts) else plans.facts for plans in self._loaders]
+
+    def answer(self, message: Any) -> Any:
+        """Return the reply to a message, or None."""
+        if isinstance(message, OpenPlan):
+            return self._open(message)
+        if isinstance(message, Draw):
+            return self._draw(message)
+        if isinstance(message, DropPlan):
+            dropped = self._plans.pop(message.plan, None)
+            if dropped is not None:
+                dropped.drop(message.plan)
+            self._broken.pop(message.plan, None)
+            return None
+        assert isinstance(message, FinishPlans)
+        states = {}
+        for index, iteration, epoch in message.begun:
+            plans = self._loaders[index]
+            if isinstance(plans, LoaderPlans):
+                states[plans.name] = plans.final_states(iteration, epoch)
+        return FinalStates(pickle.dumps(states))
+
+    def _open(self, message: OpenPlan) -> Planned | None:
+        plans = self._loaders[message.loader]
+        assert isinstance(plans, LoaderPlans)
+        self._plans[message.plan] = plans
+        try:
+            base_seed = plans.open(message.plan, message.iteration, message.epoch)
+        except Exception as error:
+            self._broken[message.plan] = pack_failure(error, traceback.format_exc())
+            return Planned(message.plan, 0, [], True, self._broken[message.plan])
+        return Planned(message.plan, base_seed, [], False) if plans.parts.streams else None
+
+    def _draw(self, message: Draw) -> Planned:
+        if message.plan in self._broken:
+            return Planned(message.plan, 0, [], True, self._broken[message.plan])
+        plans = self._plans[message.plan]
+        until = time.monotonic() + _SLICE
+        try:
+            indices, ended, base_seed = plans.draw(message.plan, message.count, until, time.monotonic)
+        except Exception as error:
+            self._broken[message.plan] = pack_failure(error, traceback.format_exc())
+            return Planned(message.plan, 0, [], True, self._broken[message.plan])
+        return Planned(message.plan, base_seed, [pickle.dumps(i, 5) for i in indices], ended)
+
+
+def _load(config: PlannerConfig) -> Planner:
+    payload = load_payload(config.payload)
+    loaders: list[LoaderPlans | LoaderFacts] = []
+    for name, parts in payload["loaders"]:
+        try:
+            loaders.append(LoaderPlans(name, parts, RngStates.of_notebook(payload["rngs"]), config.ranks))
+        except Exception as error:
+            reason = f"the sampler of '{name}' cannot be planned ahead: {type(error).__name__}: {error}"
+            loaders.append(LoaderFacts(name, error=reason))
+    return Planner(loaders)
+
+
+def main(config: PlannerConfig, lifeline: int | None = None) -> None:
+    """Serve until told to quit, or until ``lifeline``, a pipe nobody writes to, is at its end."""
+    torch.set_num_threads(1)
+    if config.cwd:
+        os.chdir(config.cwd)
+    sys.path[:0] = [path for path in config.sys_path if path not in sys.path]
+    context = new_context()
+    control = connect_control(context, config.endpoint, config.keys, "p")
+    decode = Decoder(ToPlanner)
+    try:
+        planner = _load(config)
+        hello = PlannerHello(os.getpid(), planner.facts())
+    except Exception:
+        planner = Planner([])
+        hello = PlannerHello(os.getpid(), [LoaderFacts("", error=traceback.format_exc())])
+    control.send(encode(hello))
+    poller = zmq.Poller()
+    poller.register(control, zmq.POLLIN)
+    if lifeline is not None:
+        poller.register(lifeline, zmq.POLLIN)
+    while True:
+        if any(ready == lifeline for ready, _ in poller.poll()):
+            break
+        message = decode(control.recv())
+        if isinstance(message, Quit):
+            break
+        reply = planner.answer(message)
+        if reply is not None:
+            control.send(encode(reply))
+    control.close()
+    context.term()
+
+
+if __name__ == "__main__":
+    first = read_line(0)
+    main(msgspec.json.decode(first, type=PlannerConfig), sys.stdin.fileno())

@@ -1,0 +1,289 @@
+"""A data worker: takes tickets, makes elements, writes them where the rank will read them."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from typing import Any
+
+import msgspec
+import zmq
+
+from taas.delivery.config import WorkerConfig
+from taas.delivery.encoding import Region, encode, stacking_into
+from taas.delivery.making import Failure, MapMaker, Rngs, Stream, fresh_copy
+from taas.delivery.messages import (
+    Announced,
+    Arrival,
+    Cancel,
+    Decoder,
+    Feed,
+    Lease,
+    Made,
+    RankAddress,
+    Result,
+    Ticket,
+    ToWorker,
+    WorkerHello,
+)
+from taas.delivery.messages import encode as encode_message
+from taas.delivery.parts import LoaderParts
+from taas.delivery.plan import unpack_place
+from taas.delivery.slab import Slab
+from taas.delivery.slots import slot_size
+from taas.delivery.transport import connect_control, connect_data, fetch_fds, new_context, seal
+
+__all__ = ["Worker"]
+
+_FLUSH = 0.002
+"""Seconds for which results may wait to travel together."""
+
+
+class Worker:
+    """One process. ``current`` is memory its keeper sees: the attempt this worker is on, -1 for none."""
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        name: str,
+        number: int,
+        loaders: list[tuple[str, LoaderParts]],
+        current: Any,
+    ) -> None:
+        self._config, self._name, self._current = config, name, current
+        self._loaders = loaders
+        count = config.vms * config.processes
+        self._makers = [MapMaker(title, parts, number, count) for title, parts in loaders]
+        self._streams: dict[tuple[int, int], Stream] = {}
+        self._datasets: dict[tuple[int, int], Any] = {}
+        self._rngs = Rngs()
+        self._todo: deque[Ticket] = deque()
+        self._results: list[Result] = []
+        self._flushed = 0.0
+        self._sizes: dict[int, int] = {}
+        self._plain_stack: set[int] = set()
+        self._context = new_context()
+        self._control = connect_control(self._context, config.endpoint, config.keys, name)
+        self._data: dict[int, zmq.Socket[bytes]] = {}
+        self._outgoing: dict[int, tuple[list[Arrival], list[bytes]]] = {}
+        self._unsent: dict[int, list[list[Any]]] = {}
+        self._decode = Decoder(ToWorker)
+        self._encode_header = msgspec.msgpack.Encoder().encode
+        self._slabs = self._map_slabs()
+
+    def _map_slabs(self) -> list[Slab]:
+        if not self._config.slabs:
+            return []
+        try:
+            fds = fetch_fds(self._config.keys, self._config.slabs, self._config.ranks)
+        except OSError:
+            return []  # another network namespace: frames on the socket do
+        slabs = [Slab(fd) for fd in fds]
+        for fd in fds:
+            os.close(fd)
+        return slabs
+
+    # ── the loop ──────────────────────────────────────────────────────────────────────────────────
+
+    def run(self) -> None:
+        """Work until told to quit."""
+        hello = WorkerHello(os.getpid(), bool(self._slabs))
+        self._control.send(encode_message(hello))
+        while self._listen():
+            if self._todo:
+                self._serve(self._todo.popleft())
+            else:
+                self._feed_one()
+
+    def _listen(self) -> bool:
+        """Take what has come; wait for it if there is nothing to do. False: quit."""
+        idle = not self._todo and not any(stream.hungry for stream in self._streams.values())
+        if idle or time.perf_counter() - self._flushed > _FLUSH:
+            self._flush()
+        if idle:
+            self._control.poll()
+        while True:
+            try:
+                data = self._control.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return True
+            message = self._decode(data)
+            if isinstance(message, Lease):
+                self._todo.extend(message.tickets)
+            elif isinstance(message, RankAddress):
+                self._connect(message)
+            elif isinstance(message, Feed):
+                self._fed(message)
+            elif isinstance(message, Cancel):
+                self._cancel(message)
+            else:
+                return False
+
+    def _flush(self) -> None:
+        self._flushed = time.perf_counter()
+        for rank, (arrivals, streams) in self._outgoing.items():
+            self._post(rank, arrivals, b"".join(streams), None)
+        self._outgoing.clear()
+        if self._results:
+            self._control.send(encode_message(Made(self._results)))
+            self._results = []
+
+    def _connect(self, message: RankAddress) -> None:
+        old = self._data.get(message.rank)
+        if old is not None:
+            old.close(0)
+        data = connect_data(self._context, message.address, message.key, self._config.keys)
+        self._data[message.rank] = data
+        for frames in self._unsent.pop(message.rank, []):
+            data.send_multipart(frames, copy=False)
+
+    def _cancel(self, message: Cancel) -> None:
+        kept: deque[Ticket] = deque()
+        for ticket in self._todo:
+            if ticket.plan == message.plan and message.rank in (ticket.rank, -1):
+                self._results.append(Result(ticket.attempt, ticket.loader, 0, 0.0, False))
+            else:
+                kept.append(ticket)
+        self._todo = kept
+        if message.rank == -1:
+            for key in [key for key in self._streams if key[0] == message.plan]:
+                del self._streams[key]
+
+    # ── elements ──────────────────────────────────────────────────────────────────────────────────
+
+    def _serve(self, ticket: Ticket) -> None:
+        self._current[0] = ticket.attempt
+        began = time.perf_counter()
+        region = self._region(ticket)
+        stacked = ticket.loader not in self._plain_stack
+        with stacking_into(region if stacked else None):
+            element = self._make(ticket)
+        failed = isinstance(element, Failure)
+        if failed:
+            stream: bytes = element.packed
+            buffers: list[tuple[int, int]] = []
+            region.used = 0
+        else:
+            region, stream, buffers = self._encode(element, region)
+        del element
+        in_slot = bool(ticket.capacity) and region.capacity == ticket.capacity and region.slot
+        spoilt = bool(in_slot and region.is_held())
+        if spoilt:
+            self._plain_stack.add(ticket.loader)
+        self._send(ticket, region, stream, buffers, failed, bool(in_slot))
+        seconds = time.perf_counter() - began
+        self._results.append(
+            Result(ticket.attempt, ticket.loader, region.used + len(stream), seconds, True, spoilt)
+        )
+        self._current[0] = -1
+
+    def _region(self, ticket: Ticket) -> Region:
+        if ticket.capacity and self._slabs:
+            slab = self._slabs[ticket.rank]
+            slab.fault_in(ticket.offset, ticket.capacity)
+            view = memoryview(slab.map)[ticket.offset : ticket.offset + ticket.capacity]
+            return Region(view, slot=True, address=slab.address + ticket.offset)
+        return Region.of_size(self._sizes.get(ticket.loader, 0))
+
+    def _encode(self, element: Any, region: Region) -> tuple[Region, bytes, list[tuple[int, int]]]:
+        encoded = encode(element, region)
+        while encoded is None:
+            region = Region.of_size(slot_size(max(region.needed, 2 * region.capacity)))
+            encoded = encode(element, region)
+        return region, *encoded
+
+    def _make(self, ticket: Ticket) -> Any:
+        if not self._loaders[ticket.loader][1].streams:
+            return self._makers[ticket.loader].make(ticket.index, ticket.seed, self._rngs)
+        number, position = unpack_place(ticket.index)
+        stream = self._streams[ticket.plan, number]
+        if position < stream.made and position not in stream.held:
+            self._replay(ticket.plan, stream, position)
+            stream = self._streams[ticket.plan, number]
+        return stream.take(position, self._rngs)
+
+    def _send(
+        self,
+        ticket: Ticket,
+        region: Region,
+        stream: bytes,
+        buffers: list[tuple[int, int]],
+        failed: bool,
+        in_slot: bool,
+    ) -> None:
+        if not in_slot:
+            self._sizes[ticket.loader] = max(self._sizes.get(ticket.loader, 0), slot_size(region.used))
+        offset = ticket.offset if in_slot else -1
+        attempt, plan, seq = ticket.attempt, ticket.plan, ticket.seq
+        arrival = Arrival(
+            attempt, plan, seq, offset, ticket.capacity, region.used, failed, buffers, len(stream)
+        )
+        if not in_slot and region.used:
+            self._post(ticket.rank, [arrival], stream, region.buffer[: region.used])
+            return
+        arrivals, streams = self._outgoing.setdefault(ticket.rank, ([], []))
+        arrivals.append(arrival)
+        streams.append(stream)
+
+    def _post(self, rank: int, arrivals: list[Arrival], streams: bytes, memory: Any) -> None:
+        header = self._encode_header(arrivals)
+        frames: list[Any] = [seal(self._config.keys.mac, header, streams) + header, streams]
+        if memory is not None:
+            frames.append(memory)
+        data = self._data.get(rank)
+        if data is None:
+            self._unsent.setdefault(rank, []).append(frames)
+        else:
+            data.send_multipart(frames, copy=len(frames) == 2)
+
+    # ── streams of iterable datasets ──────────────────────────────────────────────────────────────
+
+    def _fed(self, message: Feed) -> None:
+        key = (message.plan, message.stream)
+        stream = self._streams.get(key)
+        if stream is None:
+            stream = self._streams[key] = self._new_stream(message)
+            stream.floor = message.floor
+        stream.upto = message.upto
+        if stream.ended:
+            self._announce(key, stream)
+
+    def _new_stream(self, message: Feed) -> Stream:
+        title, parts = self._loaders[message.loader]
+        dataset = self._dataset(message.loader, message.stream)
+        return Stream(title, parts, dataset, message.iteration, message.stream, message.base_seed)
+
+    def _dataset(self, loader: int, stream: int) -> Any:
+        """The dataset as torch would have it: the notebook's own, a worker's that persists, or a fresh one."""
+        parts = self._loaders[loader][1]
+        if parts.num_workers == 0:
+            return parts.dataset
+        if not parts.persistent_workers:
+            return fresh_copy(parts.dataset)
+        if (loader, stream) not in self._datasets:
+            self._datasets[loader, stream] = fresh_copy(parts.dataset)
+        return self._datasets[loader, stream]
+
+    def _replay(self, plan: int, old: Stream, position: int) -> None:
+        """Begin a stream again: an element that was made and given away is asked for once more."""
+        dataset = fresh_copy(old._dataset)
+        stream = Stream(old.name, old._parts, dataset, old.iteration, old.stream, old.base_seed)
+        stream.floor, stream.upto = position, old.upto
+        self._streams[plan, old.stream] = stream
+
+    def _feed_one(self) -> None:
+        for key, stream in self._streams.items():
+            if stream.hungry:
+                stream.step(self._rngs)
+                self._announce(key, stream)
+                return
+
+    def _announce(self, key: tuple[int, int], stream: Stream) -> None:
+        self._flush()
+        self._control.send(encode_message(Announced(*key, stream.made, stream.ended)))
+
+
+def run_worker(config: WorkerConfig, name: str, number: int, loaders: Any, current: Any) -> None:
+    """Entry of a forked worker."""
+    Worker(config, name, number, loaders, current).run()

@@ -1,0 +1,95 @@
+"""The embedded engine: every VM is an agent on this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from taas.engines import AgentConfig
+
+_END_SECONDS = 5.0
+
+
+class LocalMachine:
+    """An agent of this machine, held by its standard input: it ends when that is closed."""
+
+    host = "127.0.0.1"
+
+    def __init__(self, config: AgentConfig) -> None:
+        scratch = Path(config.scratch)
+        scratch.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with (scratch / "agent.log").open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "taas.agent"],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, "TMPDIR": config.scratch},
+                start_new_session=True,
+            )
+        self.pid = self._process.pid
+        self._pidfd = os.pidfd_open(self.pid)
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it is gone already: the pidfd says so
+            self._process.stdin.write(msgspec.json.encode(config) + b"\n")
+            self._process.stdin.flush()
+
+    def fileno(self) -> int:
+        """Return the agent's pidfd."""
+        return self._pidfd
+
+    def how_it_ended(self) -> str:
+        """Return the signal or the status the agent ended with."""
+        code = self._process.wait()
+        return f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+
+    def ask_to_end(self) -> None:
+        """Close the agent's standard input."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+
+    def end(self) -> None:
+        """Ask the agent to end and wait for it; kill it when it does not."""
+        if self._pidfd < 0:
+            return
+        self.ask_to_end()
+        poll = select.poll()
+        poll.register(self._pidfd, select.POLLIN)
+        if not poll.poll(_END_SECONDS * 1000):
+            self._process.kill()
+        self._process.wait()
+        os.close(self._pidfd)
+        self._pidfd = -1
+
+
+class LocalEngine:
+    """Agents on this machine; they stay warm for the next run."""
+
+    keeps_warm = True
+
+    def __init__(self) -> None:
+        self._machines: list[LocalMachine] = []
+
+    def start(self, instance: str | None, configs: Sequence[AgentConfig]) -> Sequence[LocalMachine]:
+        """Start agents."""
+        del instance  # this machine is whatever it is
+        started = [LocalMachine(config) for config in configs]
+        self._machines += started
+        return started
+
+    def close(self) -> None:
+        """End all agents."""
+        for machine in self._machines:
+            machine.ask_to_end()  # all at once, then wait for each
+        for machine in self._machines:
+            machine.end()
+        self._machines.clear()

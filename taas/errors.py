@@ -1,0 +1,154 @@
+"""Everything taas raises, in one tree.
+
+::
+
+    TaasError
+    ├── HeaderError               the cell's header or a %taas line is wrong; nothing was started
+    │   └── ConfigError           taas.toml is wrong
+    ├── CaptureError              a name the cell needs cannot travel; nothing was started
+    ├── EngineError               the machines asked for cannot be had
+    │   └── NotEnoughDevices      fewer GPUs than ranks
+    ├── VersionMismatch           Python, torch or cloudpickle differ between machines
+    ├── RunFailed                 a run ended without success
+    │   ├── CellFailed            the cell raised, or a rank died, in a rank
+    │   └── RunLost               a process of taas itself was killed (agent, supervisor, VM)
+    ├── CannotRehearse            (RuntimeError) this needs a real GPU
+    ├── CannotAdopt               (RuntimeError) this launcher or wrapper cannot use the ranks that are there
+    │   └── RanksDisagree         ranks that had to do the same did different things
+    ├── StorageDenied             (PermissionError) only rank 0 writes the project
+    └── DeliveryError             a registered DataLoader cannot be delivered
+        ├── RegistrationError     taas.register() refused the loader
+        └── UnitsExhausted        --units elements were taken
+
+Each message has the fact, the cause and the next step. Each pickles round trip.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = [
+    "CannotAdopt",
+    "CannotRehearse",
+    "CaptureError",
+    "CellFailed",
+    "ConfigError",
+    "DeliveryError",
+    "EngineError",
+    "HeaderError",
+    "NotEnoughDevices",
+    "RanksDisagree",
+    "RegistrationError",
+    "RunFailed",
+    "RunLost",
+    "StorageDenied",
+    "TaasError",
+    "UnitsExhausted",
+    "VersionMismatch",
+]
+
+
+def _rebuild(cls: type[TaasError], args: tuple[Any, ...], state: dict[str, Any]) -> TaasError:
+    error = cls.__new__(cls, *args)
+    error.args = args
+    error.__dict__.update(state)
+    return error
+
+
+class TaasError(Exception):
+    """Root of all errors of taas."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.args, self.__dict__)
+
+
+class HeaderError(TaasError):
+    """The header of a cell, or the line of a magic, is wrong; nothing was started."""
+
+
+class ConfigError(HeaderError):
+    """``taas.toml`` is wrong; the message names file, key and what is allowed."""
+
+
+class CaptureError(TaasError):
+    """A name that the cell surely needs cannot travel; nothing was started."""
+
+
+class EngineError(TaasError):
+    """The engine cannot give the machines the run asks for."""
+
+
+class NotEnoughDevices(EngineError):
+    """Fewer GPUs than the run has ranks."""
+
+
+class VersionMismatch(TaasError):
+    """Python, torch or cloudpickle differ between the notebook and a VM."""
+
+
+class RunFailed(TaasError):
+    """A run ended without success.
+
+    Attributes:
+        run: name of the run.
+    """
+
+    run: str = ""
+
+
+class CellFailed(RunFailed):
+    """The cell raised in a rank, or a rank died.
+
+    IPython shows the rank's own traceback, on the cell's lines, in place of this process's.
+
+    Attributes:
+        rank: global rank that failed first.
+        vm: name of the VM it ran on.
+        etype: name of the exception's class in the rank (``"SIGKILL"`` for a signal).
+        traceback_lines: the rank's traceback, formatted as IPython formats it.
+        others: how many other ranks failed after it.
+    """
+
+    rank: int = -1
+    vm: str = ""
+    etype: str = ""
+    traceback_lines: tuple[str, ...] = ()
+    others: int = 0
+
+    def _render_traceback_(self) -> list[str]:
+        return [*self.traceback_lines, f"{type(self).__name__}: {self}"]
+
+
+class RunLost(RunFailed):
+    """A process of taas itself was killed: an agent, its forkserver, the supervisor, or a whole VM."""
+
+    def _render_traceback_(self) -> list[str]:
+        return [f"{type(self).__name__}: {self}"]
+
+
+class CannotRehearse(TaasError, RuntimeError):
+    """What was called needs a real GPU; the message names it."""
+
+
+class CannotAdopt(TaasError, RuntimeError):
+    """A launcher or wrapper cannot use the ranks that are already there."""
+
+
+class RanksDisagree(CannotAdopt):
+    """Ranks that had to do the same thing did different things."""
+
+
+class StorageDenied(TaasError, PermissionError):
+    """Only rank 0 writes the project; the message names path, rank and rule."""
+
+
+class DeliveryError(TaasError):
+    """A registered DataLoader cannot be delivered."""
+
+
+class RegistrationError(DeliveryError):
+    """``taas.register`` refused the loader; the message names what cannot travel."""
+
+
+class UnitsExhausted(DeliveryError):
+    """The run's ``--units`` were taken; the message names the option to change."""

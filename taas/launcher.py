@@ -1,0 +1,279 @@
+"""The kernel's side of a run: submit, show what comes, interrupt, take the results."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from taas import attach, errors
+from taas.background import RunHandle
+from taas.capture import NOTHING, Capture, capture, check_syntax
+from taas.catalog import load_catalog
+from taas.cell_output import CellOutput, say
+from taas.dataloader_registry import Registration, apply_final, delivering, pack_registered, registered
+from taas.devices import visible_gpus
+from taas.endings import finish
+from taas.errors import HeaderError, NotEnoughDevices, TaasError
+from taas.header import RunSpec
+from taas.live_view import LiveView
+from taas.messages import (
+    Accepted,
+    AnswerTaken,
+    DeliveryOrder,
+    Interrupt,
+    Memory,
+    Message,
+    Printed,
+    Refused,
+    RunEnded,
+    Seen,
+    Submit,
+)
+from taas.records import read_record
+from taas.supervised import Supervised, supervised
+
+DATA_WORKERS = 2
+"""Data workers on a data VM of this machine: a c1.4 has four processors, which all of them share here."""
+_LOOK_ROUND_MS = 50
+_GIVE_UP = 4
+"""So many interrupts end a run whose supervisor does not answer: it is killed, and its agents end all ranks."""
+
+
+def launch(spec: RunSpec, cell: str, shell: Any) -> RunHandle | None:
+    """Run a cell in ranks and bring the results into the shell's namespace; or start it in the background.
+
+    Args:
+        spec: the header, parsed.
+        cell: text of the whole cell; its header lines are comments.
+        shell: the notebook's IPython shell.
+
+    Returns:
+        For ``--background``, a handle of the run, which goes on.
+
+    Raises:
+        SyntaxError: the cell does not compile; nothing was started.
+        CaptureError: a name that the cell needs cannot travel; nothing was started.
+        NotEnoughDevices: fewer GPUs than ranks; nothing was started.
+        CellFailed: a rank failed.
+        RunLost: a process of taas was killed.
+        KeyboardInterrupt: the cell was interrupted; no rank is left.
+    """
+    check_syntax(cell, shell)
+    gpus = visible_gpus()
+    check_devices(spec, len(gpus))
+    project = Path.cwd()
+    loaders = registered(shell.user_ns) if spec.data_vms else []
+    with (
+        delivering(loaders),
+        capture(cell, shell.user_ns, shell, project=project, returned=spec.returned) as captured,
+        packed_loaders(loaders, captured.names) as delivery,
+    ):
+        say(*captured.notices)
+        submit = Submit(
+            cell=cell,
+            execution_count=cell_number(shell),
+            project=str(project),
+            environ=dict(os.environ),
+            payload=Memory(os.getpid(), captured.fd, captured.nbytes),
+            spec=spec,
+            gpus=gpus if spec.gpus_per_rank else (),
+            device=device_in_words(spec, len(gpus)),
+            colors=shell.colors,
+            waiting=not spec.background,
+            delivery=delivery,
+        )
+        with interrupts_counted() as interrupts:
+            if spec.background:
+                return start_background(supervised(), submit, captured, interrupts)
+            ended = Foreground(supervised(), shell, interrupts).follow(submit, captured)
+        apply_final(ended.loaders, loaders)
+    finish(ended)
+    return None
+
+
+@contextmanager
+def packed_loaders(loaders: list[Registration], used: tuple[str, ...]) -> Iterator[DeliveryOrder | None]:
+    """Pack the registered loaders that the cell names; the others are said, and not run.
+
+    Raises:
+        HeaderError: it names none of them.
+    """
+    mine = [loader for loader in loaders if loader.variable in used]
+    say(
+        *(
+            f"{loader.name} is registered, and this cell does not use it: not run"
+            for loader in loaders
+            if loader not in mine
+        )
+    )
+    if loaders and not mine:
+        raise HeaderError(
+            "--cpus, and the cell uses no registered DataLoader: allowed is with one; leave --cpus out"
+        )
+    if not mine:
+        yield None
+        return
+    fd = os.memfd_create("taas-loaders")
+    try:
+        with os.fdopen(fd, "wb", closefd=False) as file:
+            nbytes = pack_registered(mine, file.write)
+        yield DeliveryOrder(
+            Memory(os.getpid(), fd, nbytes), DATA_WORKERS, load_catalog(Path.cwd()).delivery.encrypt
+        )
+    finally:
+        os.close(fd)
+
+
+def cell_number(shell: Any) -> int:
+    """Return the ``In[n]`` of the running cell: some releases of IPython count up before a cell runs, some after."""
+    return max(len(shell.history_manager.input_hist_parsed) - 1, 1)
+
+
+def check_options(spec: RunSpec) -> None:
+    """Refuse options that are understood but not built yet: an option that does nothing would be a lie.
+
+    Raises:
+        HeaderError: one of them is given.
+    """
+    asked = {
+        "--backend": spec.backend is not None,
+        "--keep": spec.keep,
+        "--max-restarts": spec.max_restarts > 0,
+        "--post-mortem": spec.post_mortem,
+    }
+    for option in (name for name, given in asked.items() if given):
+        raise HeaderError(
+            f"{option} is not built yet in this release: allowed are the other options; leave it out"
+        )
+
+
+def check_devices(spec: RunSpec, present: int) -> None:
+    """Refuse a run that needs more GPUs than there are, before anything starts; none at all means a rehearsal."""
+    needed = spec.world_size * spec.gpus_per_rank
+    if present and needed > present and not spec.rehearse:
+        raise NotEnoughDevices(
+            f"{needed} GPUs asked for, and this machine has {present}. Ask for {present} or fewer (--gpus auto), "
+            "rehearse on CPU ranks (--rehearse), or take an engine with more machines (%taas engine ray ADDRESS)."
+        )
+
+
+def device_in_words(spec: RunSpec, present: int) -> str:
+    """Say what the ranks of a run work on."""
+    if not spec.gpus_per_rank:
+        return "CPU"
+    if not present or spec.rehearse:
+        return f"rehearsed on CPU ({'as --rehearse asks' if present else 'no GPU here'})"
+    count = spec.world_size * spec.gpus_per_rank
+    return f"{count} GPU{'s' if count > 1 else ''}"
+
+
+def start_background(
+    supervisor: Supervised, submit: Submit, captured: Capture, interrupts: list[int]
+) -> RunHandle:
+    """Submit a run that goes on by itself.
+
+    Raises:
+        KeyboardInterrupt: the supervisor did not answer before the person at the keyboard lost patience.
+    """
+    supervisor.say(submit)
+    while True:
+        for message in supervisor.hear(_LOOK_ROUND_MS):
+            if isinstance(message, Refused):
+                raise getattr(errors, message.error, TaasError)(message.message)
+            if isinstance(message, Accepted):
+                handle = RunHandle(message.run, Path(message.folder))
+                attach.keep_capture(handle.id, captured)
+                return handle
+        if interrupts:
+            raise KeyboardInterrupt
+
+
+class Foreground:
+    """A run whose cell waits for it."""
+
+    def __init__(self, supervisor: Supervised, shell: Any, interrupts: list[int]) -> None:
+        self._supervisor, self._shell, self._interrupts = supervisor, shell, interrupts
+        self._relayed = 0
+        self._run = ""
+        self._output = CellOutput(shell)
+        self._view: LiveView | None = None
+
+    def follow(self, submit: Submit, captured: Capture) -> RunEnded:
+        """Submit the run, show its output, apply its answer; returns how it ended."""
+        self._supervisor.say(submit)
+        while True:
+            for message in self._supervisor.hear(_LOOK_ROUND_MS):
+                if self._view is not None:
+                    self._view.note(message)
+                if isinstance(message, RunEnded):
+                    if message.answer is not None:
+                        self._apply(message.answer, captured)
+                        self._supervisor.say(AnswerTaken(run=self._run))
+                    self._end_view(message)
+                    say(*message.notices)
+                    return message
+                self._take(message)
+            if self._view is not None:
+                self._view.refresh()
+            self._relay_interrupts()
+
+    def _end_view(self, ended: RunEnded) -> None:
+        if self._view is not None:
+            self._view.refresh(final=True)
+
+    def _take(self, message: Message) -> None:
+        match message:
+            case Accepted():
+                self._run = message.run
+                record = read_record(Path(message.folder))
+                if record is not None:
+                    self._view = LiveView(record, self._shell)
+            case Refused():
+                raise getattr(errors, message.error, TaasError)(message.message)
+            case Printed():
+                self._output.show(message.rank, message.items)
+                self._supervisor.say(Seen(run=message.run, vm=message.vm, size=message.size))
+            case _:
+                pass  # the live view's
+
+    def _relay_interrupts(self) -> None:
+        while self._run and self._relayed < len(self._interrupts):
+            self._relayed += 1
+            self._supervisor.say(Interrupt(run=self._run))
+        if len(self._interrupts) >= _GIVE_UP:
+            self._supervisor.kill()
+            raise KeyboardInterrupt
+
+    def _apply(self, answer: Memory, captured: Capture) -> None:
+        fd = answer.open()
+        try:
+            applied = captured.apply(fd)
+        finally:
+            os.close(fd)
+        if applied.value is not NOTHING:
+            self._shell.displayhook.update_user_ns(applied.value)  # Out[n] and _
+        say(*applied.lost)
+
+
+@contextmanager
+def interrupts_counted() -> Iterator[list[int]]:
+    """Collect SIGINTs instead of having each raise in the middle of something.
+
+    The second one would otherwise raise inside the clean-up of the first. In a thread other than the main one
+    no signal arrives, and nothing is changed.
+    """
+    arrived: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield arrived
+        return
+    handler: Callable[..., None] = lambda number, frame: arrived.append(number)  # noqa: E731
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        yield arrived
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,487 @@
+"""What crosses a process boundary: structs, their framing, and the keys that guard them.
+
+Everything on a taas wire is a :mod:`msgspec` struct in MessagePack, decoded into the one union that the
+receiver expects; nothing here is ever a pickle. Values (the cell's names, rank 0's answer) travel beside the
+messages as :class:`Memory`.
+
+Between kernel, supervisor and agents the wire is zmq with CURVE: each peer has a key pair of its own and the
+supervisor knows the allowed public keys and the role of each before a peer connects
+(https://rfc.zeromq.org/spec/26/, https://rfc.zeromq.org/spec/27/).
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import msgspec
+
+from taas.delivery.config import RankConfig
+from taas.header import RunSpec
+from taas.stacks import Place, RankSeen, Trouble
+
+WIRE_LIMIT = 64 << 20
+"""Largest message accepted from a peer, in bytes."""
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Base of all messages: immutable, tagged with their class's name."""
+
+
+class Memory(msgspec.Struct, frozen=True):
+    """A memory file of another process on this host.
+
+    Attributes:
+        pid: the process that holds it open.
+        fd: its number there.
+        nbytes: its size in bytes.
+    """
+
+    pid: int
+    fd: int
+    nbytes: int
+
+    def open(self) -> int:
+        """Return a descriptor of one's own for the same memory.
+
+        Raises:
+            OSError: the process is gone, or the file there belongs to somebody else.
+        """
+        fd = os.open(f"/proc/{self.pid}/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
+        status = os.fstat(fd)
+        if status.st_uid != os.getuid() or status.st_size != self.nbytes:
+            os.close(fd)
+            raise OSError(f"/proc/{self.pid}/fd/{self.fd} is not the memory that was announced")
+        return fd
+
+
+class Endpoint(msgspec.Struct, frozen=True):
+    """Where a TCPStore listens."""
+
+    host: str
+    port: int
+
+
+# ---------------------------------------------------------------- what a rank says, and hears
+
+
+class Output(Message, frozen=True):
+    """Consecutive output of one rank.
+
+    Attributes:
+        kind: ``stdout``, ``stderr``, ``display``, ``update``, ``clear`` or ``result``.
+        text: for the two streams.
+        body: for the others, the arguments of IPython's publisher, in MessagePack.
+    """
+
+    kind: str
+    text: str = ""
+    body: bytes = b""
+
+
+class RankUp(Message, frozen=True):
+    """A rank has connected to its agent."""
+
+    rank: int
+    pid: int
+
+
+class CellStarted(Message, frozen=True):
+    """A rank begins to run the cell."""
+
+    rank: int
+
+
+class RankEnded(Message, frozen=True):
+    """How a cell ended in one rank.
+
+    Attributes:
+        rank: global rank.
+        outcome: ``done``, ``raised``, ``exited`` (``sys.exit(n)``, n ≠ 0), ``interrupted``, or, said by the
+            agent, ``died`` (by a signal, or without a word), ``orphaned`` (with its forkserver) and ``ended`` (by a
+            signal of the agent's).
+        at: wall-clock time in seconds since the epoch.
+        etype: class name of the exception, or the signal's name.
+        message: the exception's text, or what is known.
+        traceback: formatted lines.
+        answer: rank 0's names, where the cell is done.
+        notices: lines for the user.
+    """
+
+    rank: int
+    outcome: str
+    at: float
+    etype: str = ""
+    message: str = ""
+    traceback: tuple[str, ...] = ()
+    answer: Memory | None = None
+    notices: tuple[str, ...] = ()
+
+
+RankSays = RankUp | CellStarted | RankEnded
+
+
+class Dismissed(Message, frozen=True):
+    """The agent has all it needs from the rank, which may exit."""
+
+
+RankHears = Dismissed
+
+
+class RankOrder(Message, frozen=True):
+    """Everything the ranks of one run on one VM are told at their start; the same for all of them.
+
+    Attributes:
+        run: name of the run.
+        vm: name of the VM.
+        cell: text of the cell.
+        execution_count: the notebook's ``In[n]``.
+        project: absolute path of the project.
+        environ: the notebook's environment.
+        payload: the captured names.
+        first_rank, world_size, local_world_size, group_rank, group_world_size: as torchrun's.
+        store: the run's TCPStore.
+        gpus: the run's GPUs on this VM, as CUDA_VISIBLE_DEVICES names them; empty where it is rehearsed.
+        rehearsed: how many GPUs to pretend, or 0.
+        restart_count: how often the run was started again.
+        control: name of the agent's socket in the abstract namespace.
+        log_dir: folder of the ranks' output files.
+        scratch: folder of the run for what ranks other than 0 write in the project's place.
+        spec: the header.
+        colors: name of the notebook's colour theme, for tracebacks.
+        delivery: how a rank reaches the run's data workers; its rank is filled in there.
+        rank_names: variables that the agent sets in each rank, over the notebook's.
+    """
+
+    run: str
+    vm: str
+    cell: str
+    execution_count: int
+    project: str
+    environ: dict[str, str]
+    payload: Memory
+    first_rank: int
+    world_size: int
+    local_world_size: int
+    group_rank: int
+    group_world_size: int
+    store: Endpoint
+    gpus: tuple[str, ...]
+    rehearsed: int
+    control: str
+    log_dir: str
+    scratch: str
+    spec: RunSpec
+    colors: str
+    delivery: RankConfig | None = None
+    rank_names: tuple[str, ...] = ()
+    restart_count: int = 0
+
+
+# ---------------------------------------------------------------- supervisor and agent
+
+
+class AgentUp(Message, frozen=True):
+    """An agent is ready to start ranks."""
+
+    pid: int
+    forkserver: int
+
+
+class StoreUp(Message, frozen=True):
+    """The agent of rank 0 opened the run's TCPStore."""
+
+    run: str
+    store: Endpoint
+
+
+class Printed(Message, frozen=True):
+    """Output of one rank on its way to the cell.
+
+    Attributes:
+        size: bytes to acknowledge with :class:`Seen`.
+    """
+
+    run: str
+    vm: int
+    rank: int
+    size: int
+    items: tuple[Output, ...]
+
+
+class RankReport(Message, frozen=True):
+    """Something a rank said, or its agent says of it."""
+
+    run: str
+    vm: int
+    said: RankSays
+
+
+class VmDone(Message, frozen=True):
+    """No process of the run is left on this VM, and all its output was sent."""
+
+    run: str
+    vm: int
+    notices: tuple[str, ...] = ()
+
+
+class AgentTrouble(Message, frozen=True):
+    """An agent could not do what it was told; nothing of the run is left there."""
+
+    run: str
+    vm: int
+    message: str
+
+
+class RanksSeen(Message, frozen=True):
+    """An agent's look at its ranks.
+
+    Attributes:
+        look: the number of the question.
+    """
+
+    run: str
+    vm: int
+    look: int
+    ranks: tuple[RankSeen, ...]
+
+
+AgentSays = AgentUp | StoreUp | Printed | RankReport | VmDone | AgentTrouble | RanksSeen
+
+
+class StartRanks(Message, frozen=True):
+    """Start the ranks of one VM.
+
+    Attributes:
+        vm: number of the VM in the run.
+        store: None for the agent that has to open it (the one of rank 0).
+        watched: the ranks whose output is wanted; None for all.
+    """
+
+    run: str
+    vm: int
+    order: RankOrder
+    store: Endpoint | None
+    watched: tuple[int, ...] | None
+
+
+class EndRanks(Message, frozen=True):
+    """End all ranks of the run: SIGINT, SIGTERM, SIGKILL.
+
+    Attributes:
+        at_once: go straight to SIGKILL.
+    """
+
+    run: str
+    at_once: bool = False
+
+
+class Seen(Message, frozen=True):
+    """``size`` more bytes of a VM's output were shown: so many more may be sent."""
+
+    run: str
+    vm: int
+    size: int
+
+
+class LookAtRanks(Message, frozen=True):
+    """Look at all ranks of the run; the answer is :class:`RanksSeen`.
+
+    Attributes:
+        look: a number, for the answer.
+        stacks: ask the ranks for their stacks, too.
+    """
+
+    run: str
+    look: int
+    stacks: bool
+
+
+class RunOver(Message, frozen=True):
+    """The supervisor has what it needs of the run: the agent may forget it."""
+
+    run: str
+
+
+AgentHears = StartRanks | EndRanks | Seen | LookAtRanks | RunOver
+
+
+# ---------------------------------------------------------------- client (a kernel, a terminal) and supervisor
+
+
+class DeliveryOrder(msgspec.Struct, frozen=True):
+    """The registered loaders that data workers run for a run.
+
+    Attributes:
+        payload: the loaders, packed by ``dataloader_registry.pack_registered``.
+        processes: data workers on each data VM.
+        encrypt: CURVE also for elements, where they cross hosts.
+    """
+
+    payload: Memory
+    processes: int
+    encrypt: bool
+
+
+class Submit(Message, frozen=True):
+    """Start a run.
+
+    Attributes:
+        gpus: GPUs that the notebook's machine has, as CUDA_VISIBLE_DEVICES names them; none: rehearse.
+        device: what the ranks run on, in words.
+        waiting: a foreground run: the client waits, and the run ends with it.
+        delivery: registered loaders that data workers run.
+    """
+
+    cell: str
+    execution_count: int
+    project: str
+    environ: dict[str, str]
+    payload: Memory
+    spec: RunSpec
+    gpus: tuple[str, ...]
+    device: str
+    colors: str
+    waiting: bool
+    delivery: DeliveryOrder | None = None
+
+
+class Interrupt(Message, frozen=True):
+    """Stop a run as a person at the keyboard does; a second time is final."""
+
+    run: str
+
+
+class AnswerTaken(Message, frozen=True):
+    """The client has opened the answer."""
+
+    run: str
+
+
+class AskStacks(Message, frozen=True):
+    """Where does each rank of the run stand? The answer is :class:`Stacks`."""
+
+    run: str
+
+
+class Release(Message, frozen=True):
+    """Give back the VMs that no run uses; the answer is :class:`Released`."""
+
+
+ClientSays = Submit | Interrupt | Seen | AnswerTaken | AskStacks | Release
+
+
+class Accepted(Message, frozen=True):
+    """The run exists.
+
+    Attributes:
+        folder: where its record and its output are kept.
+    """
+
+    run: str
+    folder: str
+
+
+class Refused(Message, frozen=True):
+    """The supervisor will not or can not do what it was asked.
+
+    Attributes:
+        error: name of a class of :mod:`taas.errors`.
+    """
+
+    error: str
+    message: str
+
+
+class StateChanged(Message, frozen=True):
+    """A run went on: ``acquiring``, ``starting``, ``running``, ``ending``."""
+
+    run: str
+    state: str
+    detail: str = ""
+
+
+class Troubled(Message, frozen=True):
+    """Something is wrong with a run that goes on; None: no longer."""
+
+    run: str
+    trouble: Trouble | None
+
+
+class Stacks(Message, frozen=True):
+    """Where the ranks of a run stand."""
+
+    run: str
+    places: tuple[Place, ...]
+
+
+class Released(Message, frozen=True):
+    """So many VMs were given back."""
+
+    count: int
+
+
+class Delivered(msgspec.Struct, frozen=True, kw_only=True):
+    """How far the registered loaders of a run are, all together.
+
+    Attributes:
+        prepared, delivered, planned: elements.
+        rate: elements a second.
+        waited: seconds that the ranks have waited, on average.
+    """
+
+    prepared: int
+    delivered: int
+    planned: int
+    rate: float
+    waited: float
+
+
+class Progressed(Message, frozen=True):
+    """How far the delivery of a run's registered loaders is."""
+
+    run: str
+    delivered: Delivered
+
+
+class RunEnded(Message, frozen=True):
+    """The end of a run, after all its output.
+
+    Attributes:
+        outcome: ``done``, ``failed``, ``interrupted`` or ``lost``.
+        first: what the first failing rank said.
+        vm: where that was.
+        others: how many ranks failed after it.
+        message: for ``lost``: what was; for ``failed``: who had ended before.
+        answer: rank 0's names.
+        loaders: where the delivery left the registered loaders' generators (``dataloader_registry.apply_final``).
+        notices: lines for the user.
+    """
+
+    run: str
+    outcome: str
+    first: RankEnded | None = None
+    vm: str = ""
+    others: int = 0
+    message: str = ""
+    answer: Memory | None = None
+    loaders: bytes = b""
+    notices: tuple[str, ...] = ()
+
+
+ClientHears = (
+    Accepted | Refused | StateChanged | Progressed | Troubled | Printed | Stacks | Released | RunEnded
+)
+
+pack = msgspec.msgpack.Encoder().encode
+
+
+class Reader:
+    """Decodes the messages one side expects; anything else is a :class:`msgspec.ValidationError`."""
+
+    def __init__(self, kinds: Any) -> None:
+        self._decoder = msgspec.msgpack.Decoder(kinds)
+
+    def __call__(self, data: bytes | memoryview) -> Any:
+        """Decode one message."""
+        return self._decoder.decode(data)

@@ -1,0 +1,1 @@
+"""The processes that run a cell: one torch.distributed rank each."""

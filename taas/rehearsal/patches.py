@@ -1,0 +1,64 @@
+"""How torch's entry points are replaced: in place, under their own names, each in one line of a table."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch.distributed  # noqa: F401 - _DISTRIBUTED lists its modules
+
+Arguments = dict[str, Any]
+
+
+def replace(owner: Any, name: str, new: Any) -> None:
+    """Put ``new`` in the place of ``owner.name``; pickles go on finding it by the name of what it replaces."""
+    old = getattr(owner, name, None)
+    if inspect.isfunction(new) and callable(old):
+        functools.update_wrapper(new, old)
+        new.__name__ = name
+        if inspect.ismodule(owner):
+            new.__module__, new.__qualname__ = owner.__name__, name
+        else:
+            new.__module__, new.__qualname__ = owner.__module__, f"{owner.__qualname__}.{name}"
+    setattr(owner, name, new)
+
+
+def replace_all(owner: Any, table: Mapping[str, Any]) -> None:
+    """Replace every name of a table, also one that this version of torch does not have."""
+    for name, new in table.items():
+        replace(owner, name, new)
+
+
+def rewriting(original: Callable[..., Any], rewrite: Callable[[Arguments], None]) -> Callable[..., Any]:
+    """Call ``original`` with arguments that ``rewrite`` has changed; it gets those the caller gave, by name."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def rewritten(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        rewrite(bound.arguments)
+        return original(*bound.args, **bound.kwargs)
+
+    return rewritten
+
+
+def rewrite_calls(owner: Any, name: str, rewrite: Callable[[Arguments], None]) -> None:
+    """Replace a function or method by one that rewrites its arguments."""
+    replace_everywhere(owner, name, rewriting(getattr(owner, name), rewrite))
+
+
+def replace_everywhere(owner: Any, name: str, new: Any) -> None:
+    """Replace a function also in the modules of torch.distributed that took it by ``from … import``."""
+    old = getattr(owner, name)
+    setattr(owner, name, new)
+    if inspect.ismodule(owner):
+        for module in _DISTRIBUTED:
+            if vars(module).get(name) is old:
+                setattr(module, name, new)
+
+
+# at import, so before the fork: looking through sys.modules in a fork copies the pages of all modules
+_DISTRIBUTED = [module for path, module in sys.modules.items() if path.startswith("torch.distributed")]

@@ -1,0 +1,154 @@
+"""Where the project begins and ends.
+
+The rule holds for the project's directory tree as the kernel sees it: links are resolved, and other
+places where the same directories are mounted count too. Beneath the project stay writable: the run's
+``--shared`` directories, what the rank itself needs (its scratch, its output files), and places that
+are nobody's project files even when the project is a home directory or ``/``: caches, temporary and
+device directories.
+"""
+
+# Plain strings: a Path folds "..", which the kernel follows, and these run on every call of a rank.
+# ruff: noqa: PTH111, PTH118, PTH121
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+
+from taas import _linux
+
+__all__ = ["Boundary", "draw", "join", "resolve_beneath"]
+
+_SYSTEM = ("/tmp", "/var/tmp", "/dev", "/proc", "/sys", "/run")  # noqa: S108 named, never written
+_CACHES = (
+    "XDG_CACHE_HOME",
+    "XDG_RUNTIME_DIR",
+    "HF_HOME",
+    "TORCH_HOME",
+    "TORCH_EXTENSIONS_DIR",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "TRITON_CACHE_DIR",
+    "CUDA_CACHE_PATH",
+    "NUMBA_CACHE_DIR",
+    "IPYTHONDIR",
+    "TMPDIR",
+)
+_HOME_CACHES = (".cache", ".triton", ".nv", ".ipython")
+
+
+class Boundary(msgspec.Struct, frozen=True):
+    """The project of one run, resolved.
+
+    Attributes:
+        project: its real path.
+        aliases: other real paths where the same files, or a part of them, are mounted, each with the
+            place in the project that it shows ("." is the project itself).
+        open: real paths beneath the project that stay writable; none lies beneath another.
+    """
+
+    project: str
+    aliases: tuple[tuple[str, str], ...]
+    open: tuple[str, ...]
+
+    @property
+    def closed(self) -> tuple[str, ...]:
+        """Every path that must not be written."""
+        return (self.project, *(path for path, _ in self.aliases))
+
+    def relative(self, real: str) -> str | None:
+        """Place of a resolved path in the project ("." is the project), None where the rule does not hold."""
+        for root, place in ((self.project, "."), *self.aliases):
+            inside = resolve_beneath(real, root)
+            if inside is not None:
+                inside = os.path.normpath(os.path.join(place, inside))
+                original = join(self.project, inside)
+                return (
+                    None if any(resolve_beneath(original, free) is not None for free in self.open) else inside
+                )
+        return None
+
+
+def join(root: str, inside: str) -> str:
+    """The absolute path of a place in the project."""
+    return root if inside == "." else os.path.join(root, inside)
+
+
+def resolve_beneath(path: str, root: str) -> str | None:
+    """``path`` relative to ``root`` ("." for itself), None when it lies elsewhere; both resolved."""
+    if path == root:
+        return "."
+    prefix = root if root.endswith("/") else root + "/"
+    return path[len(prefix) :] if path.startswith(prefix) else None
+
+
+def draw(project: str, shared: Iterable[str], writable: Iterable[str]) -> Boundary:
+    """Resolve a project's boundary; shared directories that are not there yet are made.
+
+    Args:
+        project: the notebook's directory.
+        shared: directories where every rank may write, relative to the project or absolute.
+        writable: absolute paths that the rank's own work needs.
+
+    Raises:
+        OSError: the project is not there, or a shared directory cannot be made.
+    """
+    root = os.path.realpath(project, strict=True)
+    shared = tuple(shared)
+    for path in shared:
+        Path(root, path).mkdir(parents=True, exist_ok=True)
+    wanted = [*(os.path.join(root, path) for path in shared), *writable, *_nobodys(root)]
+    inside: list[str] = []
+    for real in sorted({os.path.realpath(path) for path in wanted if os.path.lexists(path)}, key=len):
+        beneath = resolve_beneath(real, root)
+        if beneath is None or any(resolve_beneath(real, other) is not None for other in inside):
+            continue
+        # A writable place that is the project itself would undo the rule; only --shared . may ask for that.
+        if beneath != "." or any(os.path.realpath(os.path.join(root, path)) == root for path in shared):
+            inside.append(real)
+    return Boundary(root, tuple(_aliases(root)), tuple(inside))
+
+
+def _nobodys(root: str) -> list[str]:
+    """Caches, temporary and device directories: never project files, even beneath the project."""
+    home = os.path.realpath(os.path.expanduser("~"))
+    if resolve_beneath(home, root) is not None:
+        # Made now, because the first library that wants it could not make it later.
+        with contextlib.suppress(OSError):
+            Path(home, ".cache").mkdir(mode=0o700, exist_ok=True)
+    named = [os.environ[name] for name in _CACHES if os.environ.get(name)]
+    return [*_SYSTEM, *named, *(f"{home}/{name}" for name in _HOME_CACHES)]
+
+
+def _aliases(root: str) -> list[tuple[str, str]]:
+    """Other paths of the same directories: a filesystem may be mounted, or bound, in several places."""
+    table = _linux.mounts()
+    holders = [entry for entry in table if resolve_beneath(root, entry.point) is not None]
+    if not holders:
+        return []
+    holder = max(reversed(holders), key=lambda entry: len(entry.point))
+    inside = join(holder.root, resolve_beneath(root, holder.point) or ".")
+    found: dict[str, str] = {}
+    for entry in table:
+        if entry.device != holder.device or entry.point == holder.point:
+            continue
+        above, below = resolve_beneath(inside, entry.root), resolve_beneath(entry.root, inside)
+        if above is not None:
+            path, place = join(entry.point, above), "."
+        elif below is not None:
+            path, place = entry.point, below  # a part of the project, mounted elsewhere
+        else:
+            continue
+        if resolve_beneath(path, root) is None and _same(path, join(root, place)):
+            found[path] = place
+    return sorted(found.items())
+
+
+def _same(one: str, other: str) -> bool:
+    try:
+        return os.path.samefile(one, other)
+    except OSError:
+        return False

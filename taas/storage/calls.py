@@ -1,0 +1,188 @@
+"""Put a ``Diversion`` in the place of the functions Python programs call.
+
+``os`` and ``open`` are replaced where they are defined, and in every module that took them by name before;
+``posix`` and ``_io`` keep the real ones. A call that was missed is no hole: it meets the wall.
+"""
+
+from __future__ import annotations
+
+import _io
+import builtins
+import contextlib
+import io
+import itertools
+import os
+import sys
+from collections.abc import Callable
+from types import FunctionType, ModuleType
+from typing import Any
+
+from taas.storage import audit_wall
+from taas.storage.diversion import Diversion
+
+__all__ = ["install", "survey"]
+
+_WRITERS = (
+    *("open", "access", "mkdir", "mkfifo", "mknod", "symlink", "link", "unlink", "remove", "rmdir", "rename"),
+    *("replace", "truncate", "chmod", "chown", "lchown", "utime", "setxattr", "removexattr"),
+)
+_READERS = (
+    *("stat", "lstat", "readlink", "statvfs", "getxattr", "listxattr", "listdir", "scandir", "chdir"),
+    *("getcwd", "getcwdb"),
+)
+# Standard modules that bound the real functions as defaults or class attributes when they were imported.
+_BOUND_EARLY = ("tempfile", "shutil", "pathlib", "glob", "zipfile", "tarfile")
+_REAL = {"posix", "_io", "os", "io", "builtins"}
+
+
+class _Survey:
+    """Where modules hold real functions: known before the fork, applied in each rank.
+
+    A rank that looked through all modules again would touch, and so copy, the pages of each of them.
+    """
+
+    def __init__(self) -> None:
+        self.modules = 0
+        self.names: list[tuple[str, str, str]] = []  # module, its name for it, name of the real function
+        self.defaults: list[tuple[FunctionType, tuple[str, ...]]] = []  # "" keeps the default that is there
+        self.statics: list[tuple[type, str, str]] = []  # class, attribute, name of the real function
+
+
+_surveyed = _Survey()
+
+
+def survey() -> None:
+    """Note which modules hold real functions by name: done once before forking, it costs a rank nothing."""
+    originals = _originals()
+    count = len(sys.modules)
+    for name in list(itertools.islice(reversed(sys.modules), max(0, count - _surveyed.modules))):
+        module = sys.modules[name]
+        if not isinstance(module, ModuleType) or _is_real(name):
+            continue
+        held = list(vars(module).items())
+        _surveyed.names += [
+            (name, key, originals[id(value)]) for key, value in held if id(value) in originals
+        ]
+        if name in _BOUND_EARLY:
+            _survey_bound(module, originals)
+    _surveyed.modules = count
+
+
+def _originals() -> dict[int, str]:
+    """Identity of each real function -> the name it is replaced under."""
+    found = {id(getattr(os, name)): name for name in (*_WRITERS, *_READERS) if hasattr(os, name)}
+    return {**found, id(builtins.open): "builtins.open"}
+
+
+def _survey_bound(module: ModuleType, originals: dict[int, str]) -> None:
+    """Note real functions that a module holds as default arguments or static methods."""
+    for value in list(vars(module).values()):
+        members = list(vars(value).items()) if isinstance(value, type) else [("", value)]
+        for key, member in members:
+            if (
+                isinstance(member, FunctionType)
+                and member.__defaults__
+                and member.__module__ == module.__name__
+            ):
+                names = tuple(originals.get(id(default), "") for default in member.__defaults__)
+                if any(names):
+                    _surveyed.defaults.append((member, names))
+            elif isinstance(value, type) and isinstance(member, staticmethod):
+                name = originals.get(id(member.__func__), "")
+                if name:
+                    _surveyed.statics.append((value, key, name))
+
+
+def _is_real(module: str) -> bool:
+    return module in _REAL or module.startswith("taas.storage.")
+
+
+def install(diversion: Diversion, *, audited: bool) -> None:
+    """Divert this process's calls, for good.
+
+    Args:
+        diversion: what the calls mean from now on.
+        audited: whether the audit wall stands; it must let through what is diverted.
+    """
+    survey()
+    readers = _READERS if diversion.denial.mode == "discard" else ()
+    replacements: dict[str, Callable[..., Any]] = {
+        name: getattr(diversion, name) for name in (*_WRITERS, *readers) if hasattr(os, name)
+    }
+    replacements["builtins.open"] = _opener(diversion, audited)
+    for supported in (
+        os.supports_dir_fd,
+        os.supports_fd,
+        os.supports_follow_symlinks,
+        os.supports_effective_ids,
+    ):
+        supported |= {new for name, new in replacements.items() if getattr(os, name, None) in supported}
+    for module, key, name in _surveyed.names:
+        if name in replacements and module in sys.modules:
+            setattr(sys.modules[module], key, replacements[name])
+    for function, names in _surveyed.defaults:
+        kept = function.__defaults__ or ()
+        function.__defaults__ = tuple(
+            replacements.get(name, default) for name, default in zip(names, kept, strict=True)
+        )
+    for owner, key, name in _surveyed.statics:
+        if name in replacements:
+            setattr(owner, key, staticmethod(replacements[name]))
+    for name, new in replacements.items():
+        if name != "builtins.open":
+            setattr(os, name, new)
+    builtins.open = io.open = replacements["builtins.open"]
+    if "torch" in sys.modules:
+        _divert_torch(sys.modules["torch"], diversion)
+
+
+def _opener(diversion: Diversion, audited: bool) -> Callable[..., Any]:
+    """``open``: Python's own, which gets its descriptor from the diversion and keeps the name it was given."""
+
+    def divert(path: Any, flags: int) -> int:
+        return diversion.open(path, flags, 0o666)
+
+    def open(  # noqa: A001 stands for the built-in, so it bears its name
+        file: Any,
+        mode: str = "r",
+        buffering: int = -1,
+        encoding: str | None = None,
+        errors: str | None = None,
+        newline: str | None = None,
+        closefd: bool = True,
+        opener: Callable[[str, int], int] | None = None,
+    ) -> Any:
+        if opener is None and not isinstance(file, int):
+            opener = divert
+        with audit_wall.lifted() if audited else contextlib.nullcontext():
+            return _io.open(file, mode, buffering, encoding, errors, newline, closefd, opener)
+
+    return open
+
+
+def _divert_torch(torch: Any, diversion: Diversion) -> None:
+    """The files that torch's C++ opens by name itself."""
+    real_writer = torch._C.PyTorchFileWriter
+
+    class PyTorchFileWriter(real_writer):  # type: ignore[misc, valid-type]
+        """The C++ writer, on the rank's own file."""
+
+        def __init__(self, file: Any, *args: Any, **options: Any) -> None:
+            super().__init__(diversion.target(file) if isinstance(file, str) else file, *args, **options)
+
+    torch._C.PyTorchFileWriter = PyTorchFileWriter
+    jit_save, map_storage, map_tensor = torch.jit.save, torch.UntypedStorage.from_file, torch.from_file
+
+    def save(m: Any, f: Any, *args: Any, **options: Any) -> None:
+        jit_save(m, diversion.target(f) if isinstance(f, str | os.PathLike) else f, *args, **options)
+
+    def mapped(real: Callable[..., Any]) -> Callable[..., Any]:
+        def from_file(filename: Any, shared: bool | None = False, *args: Any, **options: Any) -> Any:
+            path = diversion.writable(filename) if shared else diversion.source(filename)
+            return real(path, shared, *args, **options)
+
+        return from_file
+
+    torch.jit.save = save
+    torch.UntypedStorage.from_file = staticmethod(mapped(map_storage))
+    torch.from_file = mapped(map_tensor)

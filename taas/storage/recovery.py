@@ -1,0 +1,105 @@
+"""Kept writes: brought into the project, listed, and told about before they are removed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from pathlib import Path
+
+from taas.errors import HeaderError
+from taas.storage.settlement import Manifest, human_size, ranks_of, read_manifest, write_manifest
+
+__all__ = ["kept_runs", "recover", "retention"]
+
+_NOTICE_NS = 24 * 3600 * 10**9
+
+
+def kept_runs(kept_root: Path) -> list[Manifest]:
+    """Runs with kept writes, oldest first."""
+    folders = kept_root.iterdir() if kept_root.is_dir() else ()
+    found = [manifest for folder in folders if (manifest := read_manifest(folder))]
+    return sorted(found, key=lambda manifest: manifest.made_ns)
+
+
+def recover(run: str, kept_root: Path, project: Path, overwrite: bool = False) -> list[Path]:
+    """Bring a run's kept writes into the project and empty its kept folder.
+
+    Where several ranks kept different versions of one path, the lowest rank's gets the path and the others
+    stand beside it as ``<path>.rank<k>``. Interrupted, it can be called again.
+
+    Returns:
+        The project paths written.
+
+    Raises:
+        HeaderError: no such run, or a path exists in the project and ``overwrite`` is False; then nothing
+            was written.
+    """
+    manifests = {manifest.run: manifest for manifest in kept_runs(kept_root)}
+    if run not in manifests:
+        others = f"Runs that kept writes: {', '.join(manifests)}." if manifests else "No run has kept writes."
+        raise HeaderError(f"%taas recover {run}: that run has no kept writes. {others}")
+    folder = kept_root / run
+    moves: list[tuple[Path, Path]] = []
+    for file in manifests[run].files:
+        for number, rank in enumerate(file.ranks):
+            target = project / (file.path if number == 0 else f"{file.path}.rank{rank}")
+            moves.append((folder / f"rank{rank}" / file.path, target))
+    moves = [(source, target) for source, target in moves if os.path.lexists(source)]
+    taken = [str(target.relative_to(project)) for _, target in moves if os.path.lexists(target)]
+    if taken and not overwrite:
+        raise HeaderError(
+            f"%taas recover {run}: {', '.join(taken[:3])}{' …' if len(taken) > 3 else ''} "
+            f"exists in the project; nothing was written. Move it away, or add --overwrite."
+        )
+    for source, target in moves:
+        _bring(source, target)
+    shutil.rmtree(folder)
+    return [target for _, target in moves]
+
+
+def _bring(source: Path, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_name(f".{target.name[:200]}.recovering")
+    try:
+        shutil.copy2(source, partial, follow_symlinks=False)
+        partial.replace(target)
+    finally:
+        partial.unlink(missing_ok=True)
+    source.unlink()
+
+
+def retention(kept_root: Path, limit_bytes: int, now_ns: int | None = None) -> list[str]:
+    """Keep the kept writes of all runs within a limit; nothing goes unannounced.
+
+    Above the limit the oldest runs are announced; a run announced at least a day ago, and still in the way,
+    is removed. The newest run is never removed.
+
+    Returns:
+        Lines for the user: what will be removed, what was.
+    """
+    now = time.time_ns() if now_ns is None else now_ns
+    manifests = kept_runs(kept_root)
+    excess = sum(manifest.size for manifest in manifests) - limit_bytes
+    said = []
+    for manifest in manifests[:-1]:
+        if excess <= 0:
+            break
+        excess -= manifest.size
+        what = f"{human_size(manifest.size)} of run {manifest.run}, {_described(manifest)}"
+        if not manifest.announced_ns:
+            manifest.announced_ns = now
+            write_manifest(kept_root / manifest.run, manifest)
+            said.append(
+                f"kept writes exceed {human_size(limit_bytes)}: {what} will be removed after a day; "
+                f"%taas recover {manifest.run} saves them, kept_limit in taas.toml's [storage] raises the limit"
+            )
+        elif now - manifest.announced_ns >= _NOTICE_NS:
+            shutil.rmtree(kept_root / manifest.run)
+            said.append(f"kept writes removed, as announced: {what}")
+    return said
+
+
+def _described(manifest: Manifest) -> str:
+    ranks = ranks_of({rank for file in manifest.files for rank in file.ranks})
+    return f"{len(manifest.files)} file{'s' if len(manifest.files) > 1 else ''} from {ranks}"

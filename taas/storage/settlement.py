@@ -1,0 +1,275 @@
+"""The end of a run: what the ranks diverted is sorted, and nothing that only they wrote is lost.
+
+A path that the project shows as written since the run began was rank 0's too: the other ranks' versions
+are replicas and go. Any other path is kept, with a manifest, until ``recover`` or retention. The file
+system's own clock decides (``ctime``, which no program can set back), so rank 0 runs unobserved and
+unslowed, and files that C code wrote count. In doubt, a write is kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import filecmp
+import itertools
+import os
+import re
+import shutil
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import msgspec
+
+from taas.storage.overlay import MARK
+
+__all__ = [
+    "KeptFile",
+    "Manifest",
+    "Settlement",
+    "human_size",
+    "ranks_of",
+    "read_manifest",
+    "settle",
+    "write_manifest",
+]
+
+_SHOWN = 3
+_MANIFEST = "kept.json"
+
+
+class KeptFile(msgspec.Struct, frozen=True):
+    """A file that only ranks other than 0 wrote.
+
+    Attributes:
+        path: relative to the project.
+        ranks: who wrote it, each version that differs once; the first rank's is the one ``recover`` puts there.
+        size: bytes of all versions together.
+    """
+
+    path: str
+    ranks: tuple[int, ...]
+    size: int
+
+
+class Manifest(msgspec.Struct):
+    """What one run left in the kept folder; lies beside it as ``kept.json``."""
+
+    run: str
+    project: str
+    made_ns: int
+    files: list[KeptFile]
+    announced_ns: int = 0
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files."""
+        return sum(file.size for file in self.files)
+
+
+class Settlement(msgspec.Struct, frozen=True):
+    """What became of the writes of all ranks but 0.
+
+    Attributes:
+        run: name to ``recover`` by.
+        dropped: paths rank 0 wrote too -> the ranks whose versions went.
+        kept: what only other ranks wrote.
+        unremoved: paths that other ranks removed and rank 0 did not -> those ranks; they are still there.
+        stuck: files that could not be moved to the kept folder, where they lie, and why.
+    """
+
+    run: str
+    dropped: dict[str, tuple[int, ...]]
+    kept: tuple[KeptFile, ...]
+    unremoved: dict[str, tuple[int, ...]]
+    stuck: tuple[str, ...] = ()
+
+    def lines(self) -> list[str]:
+        """What the cell says about it; nothing when no other rank wrote."""
+        said = []
+        if self.dropped:
+            counts = [f"{path} ×{len(ranks)}" for path, ranks in self.dropped.items()]
+            it = "it" if len(counts) == 1 else "them"
+            said.append(f"rank writes: {_some(counts)} dropped (rank 0 wrote {it})")
+        if self.kept:
+            ranks = ranks_of({rank for file in self.kept for rank in file.ranks})
+            size = human_size(sum(file.size for file in self.kept))
+            files = "1 file" if len(self.kept) == 1 else f"{len(self.kept)} files"
+            named = _some([file.path for file in self.kept])
+            said.append(
+                f"kept: {named} ({files}, {size}) from {ranks}, which rank 0 did not write: "
+                f"%taas recover {self.run} brings them into the project"
+            )
+        if self.unremoved:
+            ranks = ranks_of({rank for removers in self.unremoved.values() for rank in removers})
+            said.append(
+                f"rank writes: {_some(list(self.unremoved))} removed by {ranks} but not by rank 0: still there"
+            )
+        said += [
+            f"rank writes: not moved to the kept folder, take it from there yourself: {text}"
+            for text in self.stuck
+        ]
+        return said
+
+
+def settle(run_scratch: Path, project: Path, *, run: str, since_ns: int, kept_root: Path) -> Settlement:
+    """Sort what the ranks of an ended run diverted, and empty their scratch.
+
+    Args:
+        run_scratch: the folder with the ranks' scratch folders (``scratch_of``).
+        project: the notebook's directory.
+        run: name of the run; the kept files go to ``kept_root/<run>``, or ``<run>-2`` where an earlier run of
+            the same name left some.
+        since_ns: when the run began, ``time.time_ns()`` of before its first rank was started.
+        kept_root: where kept writes of all runs are.
+
+    Returns:
+        What became of each write. A file that cannot be moved stays where it is, and is named.
+    """
+    scratches = dict(sorted(_scratches(run_scratch)))
+    writers: dict[str, list[int]] = {}
+    for rank, scratch in scratches.items():
+        for path in _files(scratch / "tree"):
+            writers.setdefault(path, []).append(rank)
+    dropped = {
+        path: tuple(ranks) for path, ranks in writers.items() if _written_since(project / path, since_ns)
+    }
+    only_others = {path: ranks for path, ranks in sorted(writers.items()) if path not in dropped}
+    run = _free_name(kept_root, run)
+    kept, stuck = _keep(only_others, scratches, kept_root / run)
+    if kept:
+        write_manifest(kept_root / run, Manifest(run, str(project), time.time_ns(), kept))
+    unremoved = _unremoved(scratches, project, set(writers))
+    for scratch in scratches.values():
+        if not any(f"{scratch}/" in text for text in stuck):
+            shutil.rmtree(scratch, ignore_errors=True)
+    with contextlib.suppress(OSError):  # other things may lie there
+        run_scratch.rmdir()
+    return Settlement(run, dropped, tuple(kept), unremoved, tuple(stuck))
+
+
+def _free_name(kept_root: Path, run: str) -> str:
+    names = (run if number == 1 else f"{run}-{number}" for number in itertools.count(1))
+    return next(name for name in names if not (kept_root / name).exists())
+
+
+def _scratches(run_scratch: Path) -> Iterator[tuple[int, Path]]:
+    for folder in run_scratch.glob("rank*"):
+        name = re.fullmatch(r"rank(\d+)", folder.name)
+        if name and folder.is_dir():
+            yield int(name[1]), folder
+
+
+def _files(tree: Path) -> list[str]:
+    found = (path for path in tree.rglob("*") if path.is_symlink() or path.is_file())
+    return sorted(str(path.relative_to(tree)) for path in found)
+
+
+def _written_since(path: Path, since_ns: int) -> bool:
+    try:
+        return path.lstat().st_ctime_ns >= since_ns
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+
+
+def _keep(
+    writers: dict[str, list[int]], scratches: dict[int, Path], folder: Path
+) -> tuple[list[KeptFile], list[str]]:
+    kept, stuck = [], []
+    for path, ranks in writers.items():
+        moved: list[int] = []
+        size = 0
+        for rank in ranks:
+            source = scratches[rank] / "tree" / path
+            if any(_same(source, folder / f"rank{other}" / path) for other in moved):
+                continue
+            try:
+                size += source.lstat().st_size
+                _move(source, folder / f"rank{rank}" / path)
+                moved.append(rank)
+            except OSError as error:
+                stuck.append(f"{source} ({error.strerror or error})")
+        if moved:
+            kept.append(KeptFile(path, tuple(moved), size))
+    return kept, stuck
+
+
+def _same(one: Path, other: Path) -> bool:
+    if one.is_symlink() or other.is_symlink():
+        return one.is_symlink() and other.is_symlink() and one.readlink() == other.readlink()
+    return filecmp.cmp(one, other, shallow=False)
+
+
+def _move(source: Path, target: Path) -> None:
+    """Move a file, complete or not at all."""
+    target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    try:
+        source.rename(target)
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        partial = target.with_name(f".{target.name[:200]}.partial")
+        try:
+            shutil.copy2(source, partial, follow_symlinks=False)
+            partial.rename(target)
+        finally:
+            partial.unlink(missing_ok=True)
+        source.unlink()
+
+
+def _unremoved(scratches: dict[int, Path], project: Path, written: set[str]) -> dict[str, tuple[int, ...]]:
+    removers: dict[str, list[int]] = {}
+    for rank, scratch in scratches.items():
+        for mark in (scratch / "gone").rglob(MARK):
+            place = str(mark.parent.relative_to(scratch / "gone"))
+            live = project / place
+            # Written again by the same rank, or anew by rank 0: then its removal is of no interest.
+            if (
+                place not in written
+                and os.path.lexists(live)
+                and live.lstat().st_ctime_ns <= mark.lstat().st_ctime_ns
+            ):
+                removers.setdefault(place, []).append(rank)
+    return {place: tuple(ranks) for place, ranks in sorted(removers.items())}
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write a kept folder's manifest, complete or not at all."""
+    partial = folder / f".{_MANIFEST}"
+    partial.write_bytes(msgspec.json.encode(manifest))
+    partial.rename(folder / _MANIFEST)
+
+
+def read_manifest(folder: Path) -> Manifest | None:
+    """A kept folder's manifest; None where there is none that can be read."""
+    try:
+        return msgspec.json.decode((folder / _MANIFEST).read_bytes(), type=Manifest)
+    except (OSError, msgspec.DecodeError):
+        return None
+
+
+def _some(names: list[str]) -> str:
+    rest = len(names) - _SHOWN
+    return ", ".join(names[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def ranks_of(ranks: Iterable[int]) -> str:
+    """Ranks for people: "rank 3", "ranks 1-3, 7", with a dash as typeset."""
+    spans: list[list[int]] = []
+    for rank in sorted(ranks):
+        if spans and rank == spans[-1][1] + 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    text = ", ".join(str(first) if first == last else f"{first}–{last}" for first, last in spans)
+    return f"rank {text}" if text.isdigit() else f"ranks {text}"
+
+
+def human_size(count: int) -> str:
+    """Bytes for people, in powers of 1000 as disks are sold."""
+    size = float(count)
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "bytes" or size >= 10 else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"

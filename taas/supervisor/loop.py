@@ -1,0 +1,336 @@
+"""A supervisor's life: one loop over its clients, its agents, its kernel and the clock."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+from zmq.auth.thread import ThreadAuthenticator
+
+from taas import messages
+from taas.agent.endings import become_subreaper, sweep_orphans
+from taas.connections import Connection, write_connection
+from taas.engines.local import LocalEngine
+from taas.errors import EngineError, NotEnoughDevices
+from taas.messages import (
+    Accepted,
+    AgentUp,
+    AnswerTaken,
+    AskStacks,
+    Interrupt,
+    Message,
+    Printed,
+    Refused,
+    Release,
+    Released,
+    Seen,
+    Stacks,
+    Submit,
+)
+from taas.places import crash_report
+from taas.records import ProcessMark, read_records
+from taas.retention import make_room
+from taas.supervised import SupervisorConfig, SupervisorUp
+from taas.supervisor.books import Book
+from taas.supervisor.rank_writes import settle_leftovers
+from taas.supervisor.runs import Run
+from taas.supervisor.vms import Pool, Vm
+
+
+class Supervisor:
+    """All runs of one kernel."""
+
+    def __init__(self, config: SupervisorConfig, scratch: Path) -> None:
+        self._config, self._scratch = config, scratch
+        self._kernel = os.pidfd_open(config.kernel)
+        self._kernel_mark = ProcessMark.of(config.kernel)
+        self._context = zmq.Context()
+        visitor, visitor_secret = zmq.curve_keypair()
+        self._clients = {config.client_key, visitor.decode()}
+        self._allowed = set(self._clients)
+        self._auth = ThreadAuthenticator(self._context)
+        self._auth.start()
+        self._auth.configure_curve_callback("*", self)
+        public, secret = zmq.curve_keypair()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.curve_server = True
+        self._socket.curve_publickey, self._socket.curve_secretkey = public, secret
+        self._socket.set(zmq.MAXMSGSIZE, messages.WIRE_LIMIT)
+        self._socket.set_hwm(0)  # credits bound what is on its way
+        port = self._socket.bind_to_random_port("tcp://127.0.0.1")
+        self.up = SupervisorUp(os.getpid(), f"tcp://127.0.0.1:{port}", public.decode())
+        self._connection_file = write_connection(
+            Connection(
+                endpoint=self.up.endpoint,
+                server_key=self.up.server_key,
+                public_key=visitor.decode(),
+                secret_key=visitor_secret.decode(),
+                supervisor=ProcessMark.of(os.getpid()),
+                kernel=self._kernel_mark,
+            )
+        )
+        self._routes: dict[str, bytes] = {}
+        self._engine = LocalEngine()
+        self._pool = Pool(self._engine, (self.up.endpoint, self.up.server_key), scratch, self._send)
+        self._runs: dict[str, Run] = {}
+        self._books: dict[str, Book] = {}
+        self._kernel_gone = False
+        self._poller = zmq.Poller()
+        self._actions: dict[Any, Callable[[], None]] = {}
+        self._read_client = messages.Reader(messages.ClientSays)
+        self._read_agent = messages.Reader(messages.AgentSays)
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """Decide, for zmq's authenticator, whether a public key may connect."""
+        del domain
+        name = zmq.utils.z85.encode(key).decode() if len(key) == 32 else key.decode()
+        return name in self._allowed
+
+    # ------------------------------------------------------------ the loop
+
+    def run(self) -> None:
+        """Serve until the kernel is gone and no run is left."""
+        self._on(self._socket, self._hear)
+        self._on(self._kernel, self._lose_kernel)
+        settle_leftovers()
+        threading.Thread(target=make_room, name="taas-retention", daemon=True).start()
+        self._start_vms(None, 1)  # whoever starts a supervisor is about to submit a run
+        try:
+            while not self._kernel_gone or self._runs:
+                for source, _ in self._poller.poll(self._pause_ms()):
+                    action = self._actions.get(source)
+                    if action is not None:  # an earlier action of this round may have removed it
+                        action()
+                for run in self._runs.values():
+                    run.hangs.step()
+                self._conclude_runs()
+        finally:
+            self._connection_file.unlink(missing_ok=True)
+            self._engine.close()
+            sweep_orphans(())
+            self._socket.close(linger=1000)
+            self._auth.stop()
+            self._context.term()
+
+    def _pause_ms(self) -> int | None:
+        waits = [wait for run in self._runs.values() if (wait := run.hangs.wait()) is not None]
+        return int(min(waits) * 1000) + 1 if waits else None
+
+    def _on(self, source: Any, action: Callable[[], None]) -> None:
+        self._actions[source] = action
+        self._poller.register(source, zmq.POLLIN)
+
+    def _off(self, source: Any) -> None:
+        del self._actions[source]
+        self._poller.unregister(source)
+
+    def _send(self, key: str, message: Message) -> None:
+        route = self._routes.get(key)
+        if route is not None:
+            self._socket.send_multipart([route, messages.pack(message)])
+
+    def _reply(self, route: bytes, message: Message) -> None:
+        self._socket.send_multipart([route, messages.pack(message)])
+
+    def _hear(self) -> None:
+        for _ in range(64):  # then look at the other sources
+            try:
+                route, frame = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            key = str(frame.get("User-Id"))
+            self._routes[key] = route.bytes
+            if key in self._clients:
+                self._hear_client(key, route.bytes, self._read_client(frame.buffer))
+            else:
+                self._hear_agent(key, self._read_agent(frame.buffer))
+
+    def _lose_kernel(self) -> None:
+        self._kernel_gone = True
+        self._off(self._kernel)
+        for run in self._runs.values():
+            if run.submit.waiting:
+                run.interrupt()
+
+    # ------------------------------------------------------------ clients
+
+    def _hear_client(self, key: str, route: bytes, message: Message) -> None:
+        """Do what the kernel, or a visitor who could read the connection file, asks for."""
+        run = self._runs.get(getattr(message, "run", ""))
+        if isinstance(message, Submit):
+            self._submit(key, message)
+        elif isinstance(message, Release):
+            self._reply(route, Released(count=self._release_idle()))
+        elif isinstance(message, AskStacks) and run is None:
+            self._reply(route, Stacks(run=message.run, places=()))
+        elif run is None:
+            return  # it ended meanwhile
+        elif isinstance(message, AskStacks):
+            run.hangs.ask(partial(self._reply, route))
+        elif isinstance(message, Interrupt):
+            run.interrupt()
+        elif isinstance(message, Seen):
+            run.vms[message.vm].send(message)
+        elif isinstance(message, AnswerTaken):
+            self._forget(run)
+
+    def _submit(self, key: str, submit: Submit) -> None:
+        spec = submit.spec
+        gpus = () if spec.rehearse else submit.gpus
+        book: Book | None = None
+        try:
+            if spec.name in self._runs:
+                raise EngineError(f"a run called {spec.name} is going on: give this one another --name")
+            gpus = self._not_elsewhere(gpus)
+            book = Book(submit, self._kernel_mark)
+            name = book.record.name
+            vms = self._pool.lease(
+                name, spec.instance, spec.vms, gpus, spec.ranks_per_vm * spec.gpus_per_rank
+            )
+        except (EngineError, OSError) as error:
+            if book is not None:
+                book.discard()
+            kind = type(error).__name__ if isinstance(error, EngineError) else "EngineError"
+            self._send(key, Refused(error=kind, message=str(error)))
+            return
+        self._watch_vms()
+        book.begin(tuple(gpu for vm in vms for gpu in vm.gpus))
+
+        def tell(message: Message) -> None:
+            book.note(message)
+            if submit.waiting:
+                self._send(key, message)
+
+        folder = str(book.record.folder)
+        self._send(key, Accepted(run=name, folder=folder))
+        run = Run(name, book.submit, vms, folder, tell)
+        self._runs[name], self._books[name] = run, book
+        if run.data is not None:
+            self._on(run.data.fileno(), partial(self._hear_data, run))
+        run.vm_up()
+
+    def _hear_data(self, run: Run) -> None:
+        assert run.data is not None
+        source = run.data.fileno()
+        run.data.step()
+        if run.data.over:
+            self._off(source)
+
+    def _end_data(self, run: Run) -> None:
+        """End the data side of a run whose ranks have ended, before its client hears of the end."""
+        if run.data is not None:
+            if not run.data.over:
+                self._off(run.data.fileno())
+            run.data.close()
+
+    def _not_elsewhere(self, gpus: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the GPUs that no run of another kernel has."""
+        if not gpus:
+            return gpus
+        mine = os.getpid()
+        others = [record for record in read_records() if record.live and record.supervisor.pid != mine]
+        taken = {gpu for record in others for gpu in record.gpus}
+        free = tuple(gpu for gpu in gpus if gpu not in taken)
+        if taken and not free:
+            names = ", ".join(record.name for record in others)
+            raise NotEnoughDevices(
+                f"runs of other notebooks have all {len(gpus)} GPUs ({names}). `%taas status` shows them; wait for "
+                "one, or `%taas stop` it."
+            )
+        return free
+
+    def _conclude_runs(self) -> None:
+        for run in list(self._runs.values()):
+            if run.state != "over" and run.finished:
+                self._end_data(run)
+                answered = run.conclude()
+                if not answered or self._kernel_gone or not run.submit.waiting:
+                    self._forget(run)
+
+    def _forget(self, run: Run) -> None:
+        run.forget()
+        self._pool.release([vm for vm in run.vms if not vm.gone])
+        self._books.pop(run.name).close()
+        del self._runs[run.name]
+
+    def _release_idle(self) -> int:
+        """Give back the VMs that no run uses."""
+        idle = [vm for vm in self._pool.vms if vm.run is None]
+        for vm in idle:
+            self._off(vm.machine.fileno())
+            self._allowed.discard(vm.key)
+            self._pool.give_back(vm)
+        return len(idle)
+
+    # ------------------------------------------------------------ agents
+
+    def _start_vms(self, instance: str | None, count: int) -> None:
+        self._pool.start(instance, count)
+        self._watch_vms()
+
+    def _watch_vms(self) -> None:
+        for vm in self._pool.vms:
+            if vm.machine.fileno() not in self._actions:
+                self._on(vm.machine.fileno(), partial(self._lose_vm, vm))
+        self._allowed |= self._pool.keys
+
+    def _hear_agent(self, key: str, message: Message) -> None:
+        vm = next((vm for vm in self._pool.vms if vm.key == key), None)
+        if vm is None:
+            return  # struck already: its last words came late
+        run = self._runs.get(vm.run or "")
+        if isinstance(message, AgentUp):
+            vm.up = True
+            if run is not None:
+                run.vm_up()
+        elif run is None or message.run != run.name:  # type: ignore[attr-defined]
+            return
+        elif isinstance(message, Printed):
+            self._send(self._config.client_key, message)
+        else:
+            run.hear(message)  # type: ignore[arg-type]
+
+    def _lose_vm(self, vm: Vm) -> None:
+        self._off(vm.machine.fileno())
+        self._allowed.discard(vm.key)
+        how = self._pool.lose(vm)
+        makers = [pid for run in self._runs.values() if run.data is not None for pid in run.data.pids()]
+        sweep_orphans([*makers, *(other.machine.pid for other in self._pool.vms)])
+        run = self._runs.get(vm.run or "")
+        if run is not None:
+            run.vm_lost(vm, how)
+
+
+def main() -> None:
+    """Leave the kernel's process tree, read the configuration from standard input, and serve."""
+    if os.fork():
+        os._exit(0)  # an orphan is nobody's child: a kernel ends its children when it is shut down
+    os.setsid()
+    become_subreaper()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    config = msgspec.json.decode(sys.stdin.readline(), type=SupervisorConfig)
+    scratch = Path(tempfile.mkdtemp(prefix="taas-"))
+    try:
+        supervisor = Supervisor(config, scratch)
+        sys.stdout.write(msgspec.json.encode(supervisor.up).decode() + "\n")
+        sys.stdout.flush()
+        with contextlib.suppress(OSError):
+            os.dup2(os.open(scratch / "supervisor.log", os.O_WRONLY | os.O_CREAT, 0o600), 1)
+            os.dup2(1, 2)
+        supervisor.run()
+    except Exception:  # the agents end all ranks; the notebook says where to look
+        crash_report(os.getpid()).write_text(traceback.format_exc())
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)

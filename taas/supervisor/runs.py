@@ -1,0 +1,276 @@
+"""One run, from its submission to its end: what is told to whom, and who was to blame."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+from taas.messages import (
+    AgentTrouble,
+    CellStarted,
+    Endpoint,
+    EndRanks,
+    Memory,
+    Message,
+    Progressed,
+    RankEnded,
+    RankOrder,
+    RankReport,
+    RanksSeen,
+    RunEnded,
+    RunOver,
+    StartRanks,
+    StateChanged,
+    StoreUp,
+    Submit,
+    VmDone,
+)
+from taas.stacks import ranks_in_words
+from taas.supervisor.books import shown_ranks
+from taas.supervisor.data_side import DataSide
+from taas.supervisor.hangs import HangWatch
+from taas.supervisor.rank_writes import make_scratch, settle_scratch
+from taas.supervisor.vms import Vm
+
+_DEATH_IS_THE_CAUSE_SECONDS = 2.0
+"""A rank that was killed is to blame for errors others had up to this long before its agent saw it."""
+FAILED = ("raised", "exited", "died")
+
+
+def watched_ranks(submit: Submit) -> tuple[int, ...] | None:
+    """The ranks whose output goes to the client; None for all. A background run's is read from its folder."""
+    return shown_ranks(submit.spec) if submit.waiting else ()
+
+
+class Run:
+    """A run's state machine: ``acquiring`` → ``starting`` → ``running`` → ``ending`` → ``over``.
+
+    It starts when all its VMs are up, and is over when all of them are done or lost.
+    """
+
+    def __init__(
+        self, name: str, submit: Submit, vms: list[Vm], log_dir: str, tell_client: Callable[[Message], None]
+    ) -> None:
+        self.name, self.submit, self.vms = name, submit, vms
+        self.state = "acquiring"
+        self.answer: Memory | None = None
+        self.interrupted = False
+        self._log_dir, self._tell_client = log_dir, tell_client
+        self._scratch = make_scratch(name, submit.project)
+        self._ended: dict[int, RankEnded] = {}
+        self._started = 0
+        self._told: set[int] = set()
+        self._done: set[int] = set()
+        self._lost: str | None = None
+        self._trouble: str | None = None
+        self._notices: list[str] = []
+        self.hangs = HangWatch(self, tell_client)
+        self.data = self._start_data() if submit.delivery is not None else None
+
+    def _start_data(self) -> DataSide:
+        return DataSide(
+            self.submit,
+            self.data_changed,
+            lambda delivered: self._tell_client(Progressed(run=self.name, delivered=delivered)),
+        )
+
+    # ------------------------------------------------------------ going on
+
+    def vm_up(self) -> None:
+        """Start as soon as all VMs are up, and enough elements are prepared."""
+        prepared = self.data is None or self.data.ready
+        if self.state == "acquiring" and prepared and all(vm.up for vm in self.vms):
+            self._enter("starting")
+            self._start_ranks(0, None)
+
+    def data_changed(self) -> None:
+        """The data side said something."""
+        assert self.data is not None
+        if self.data.failed and self.state == "acquiring":
+            self._trouble = f"nothing can be delivered: {self.data.failed}"
+            self.end()
+        self.vm_up()
+
+    def _enter(self, state: str) -> None:
+        self.state = state
+        self._tell_client(StateChanged(run=self.name, state=state))
+
+    def _start_ranks(self, number: int, store: Endpoint | None) -> None:
+        vm = self.vms[number]
+        order = self._order(number, store or Endpoint(vm.machine.host, 0))
+        self._told.add(number)
+        vm.send(
+            StartRanks(run=self.name, vm=number, order=order, store=store, watched=watched_ranks(self.submit))
+        )
+
+    def _order(self, number: int, store: Endpoint) -> RankOrder:
+        submit, spec, vm = self.submit, self.submit.spec, self.vms[number]
+        width = spec.ranks_per_vm
+        return RankOrder(
+            run=self.name,
+            vm=self.vm_name(number),
+            cell=submit.cell,
+            execution_count=submit.execution_count,
+            project=submit.project,
+            environ=submit.environ,
+            payload=submit.payload,
+            first_rank=number * width,
+            world_size=spec.world_size,
+            local_world_size=width,
+            group_rank=number,
+            group_world_size=spec.vms,
+            store=store,
+            gpus=vm.gpus,
+            rehearsed=0 if vm.gpus else width * spec.gpus_per_rank,
+            control="",
+            log_dir=self._log_dir,
+            scratch=str(self._scratch),
+            spec=spec,
+            colors=submit.colors,
+            delivery=None if self.data is None else self.data.rank_config(),
+        )
+
+    # ------------------------------------------------------------ what agents say
+
+    def hear(self, message: StoreUp | RankReport | VmDone | AgentTrouble | RanksSeen) -> None:
+        """Take in what an agent of this run says."""
+        match message:
+            case RanksSeen():
+                self.hangs.take(message)
+            case StoreUp() if self.state == "starting":
+                for number in range(1, len(self.vms)):
+                    self._start_ranks(number, message.store)
+            case RankReport(said=CellStarted()):
+                self._started += 1
+                if self._started == self.submit.spec.world_size and self.state == "starting":
+                    self._enter("running")
+            case RankReport(said=RankEnded() as ended):
+                self._rank_ended(ended)
+            case VmDone():
+                self._done.add(message.vm)
+                self.hangs.lose_vm(message.vm)
+                self._notices += message.notices
+                if self.data is not None and len(self._done) == len(self.vms):
+                    self.data.ask_for_final()
+            case AgentTrouble():
+                self._trouble = message.message
+                self._done.add(message.vm)
+                self.end()
+
+    def _rank_ended(self, ended: RankEnded) -> None:
+        self._ended[ended.rank] = ended
+        self.answer = ended.answer or self.answer
+        self._notices += ended.notices
+        if ended.outcome != "done":
+            self.end()
+
+    def vm_lost(self, vm: Vm, how: str) -> None:
+        """An agent of this run is gone."""
+        number = self.vms.index(vm)
+        if number not in self._done:
+            self._lost = (
+                self._lost or f"the agent of {self.vm_name(number)} was {how}; it took its ranks with it"
+            )
+            self._done.add(number)
+            self.hangs.lose_vm(number)
+            self.end()
+
+    def busy_vms(self) -> list[tuple[int, Vm]]:
+        """Return the VMs that have ranks, with their numbers."""
+        return [(n, vm) for n, vm in enumerate(self.vms) if n in self._told and n not in self._done]
+
+    def ended_ranks(self) -> set[int]:
+        """Return the ranks that have ended the cell."""
+        return set(self._ended)
+
+    # ------------------------------------------------------------ ending
+
+    def end(self, *, at_once: bool = False) -> None:
+        """End all ranks: they get SIGINT, SIGTERM, SIGKILL. VMs that were not told to start are done."""
+        if self.state == "ending" and not at_once:
+            return
+        self._enter("ending")
+        for number, vm in enumerate(self.vms):
+            if number not in self._told:
+                self._done.add(number)
+            elif number not in self._done:
+                vm.send(EndRanks(run=self.name, at_once=at_once))
+
+    def interrupt(self) -> None:
+        """Stop as a person at the keyboard does; a second time is final."""
+        self.end(at_once=self.interrupted)
+        self.interrupted = True
+
+    @property
+    def finished(self) -> bool:
+        """Whether every VM is done or lost, and the data side has said its last."""
+        settled = self.data is None or self.data.over or self.state == "ending"
+        return settled and len(self._done) == len(self.vms)
+
+    def conclude(self) -> bool:
+        """Tell the client how it ended; returns whether it has an answer to take, which its agent holds."""
+        self.state = "over"
+        verdict = self._verdict()
+        if self.data is not None:
+            self._notices += self.data.notes
+            verdict = msgspec.structs.replace(verdict, loaders=self.data.final)
+        notices = (*self._notices, *settle_scratch(self._scratch))
+        self._tell_client(msgspec.structs.replace(verdict, notices=notices))
+        return verdict.answer is not None
+
+    def forget(self) -> None:
+        """Tell the agents that nobody needs what they hold for this run."""
+        for vm in self.vms:
+            vm.send(RunOver(run=self.name))
+
+    def _verdict(self) -> RunEnded:
+        undone = [ended for ended in self._ended.values() if ended.outcome != "done"]
+        failed = [ended for ended in undone if ended.outcome in FAILED]
+        orphaned = [ended for ended in self._ended.values() if ended.outcome == "orphaned"]
+        if self.interrupted:
+            return RunEnded(run=self.name, outcome="interrupted")
+        if self._lost or self._trouble or orphaned:
+            message = self._lost or self._trouble or self._forkserver_lost(orphaned[0])
+            return RunEnded(run=self.name, outcome="lost", message=message)
+        if undone:
+            first = blame(failed or undone)
+            others = max(0, len(failed) - 1)
+            return RunEnded(
+                run=self.name,
+                outcome="failed",
+                first=first,
+                vm=self._vm_of(first.rank),
+                others=others,
+                message=self._left_before(first),
+            )
+        return RunEnded(run=self.name, outcome="done", answer=self.answer)
+
+    def _left_before(self, first: RankEnded) -> str:
+        """Name the ranks that had ended well when the first one failed: its collective may have missed them."""
+        left = [
+            ended.rank for ended in self._ended.values() if ended.outcome == "done" and ended.at < first.at
+        ]
+        return f"{ranks_in_words(left)} had ended the cell before." if left else ""
+
+    def _forkserver_lost(self, orphan: RankEnded) -> str:
+        return f"the forkserver of {self._vm_of(orphan.rank)} was killed; its ranks went with it"
+
+    def vm_name(self, number: int) -> str:
+        """What messages call a VM of this run, such as ``g2.8-0``."""
+        return f"{self.submit.spec.instance or 'vm'}-{number}"
+
+    def _vm_of(self, rank: int) -> str:
+        return self.vm_name(rank // self.submit.spec.ranks_per_vm)
+
+
+def blame(failed: list[RankEnded]) -> RankEnded:
+    """Return what failed first, among ranks that may have failed because of each other.
+
+    The earliest wins, but for a rank that died: its peers' collectives fail at once, while its own death is
+    stamped when its agent sees it.
+    """
+    earliest = min(failed, key=lambda ended: ended.at)
+    deaths = [ended for ended in failed if ended.outcome == "died"]
+    causes = [ended for ended in deaths if ended.at <= earliest.at + _DEATH_IS_THE_CAUSE_SECONDS]
+    return min(causes, key=lambda ended: ended.at) if causes else earliest

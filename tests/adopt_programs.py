@@ -1,0 +1,355 @@
+"""Programs written for ``nn.DataParallel``, run once over ranks and once against a reference in one process.
+
+Each takes ``parallel(module, dim=0)``, which wraps a module, and returns numbers. ``Reference`` computes what
+``nn.DataParallel`` on N GPUs computes, slice after slice: batch norm by slice, buffers of the first.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812  # its usual name
+from torch.utils.checkpoint import checkpoint
+
+Parallel = Callable[..., nn.Module]
+PROGRAMS: dict[str, Callable[[Parallel], Any]] = {}
+Pair = collections.namedtuple("Pair", ["logits", "hidden"])
+
+
+class Reference(nn.Module):
+    """``nn.DataParallel`` on ``slices`` GPUs, computed one slice after another."""
+
+    def __init__(self, module: nn.Module, slices: int, dim: int = 0) -> None:
+        super().__init__()
+        self.module, self.slices, self.dim = module, slices, dim
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        parts = self._scatter((args, kwargs))
+        before = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
+        outputs = []
+        for index, (own_args, own_kwargs) in enumerate(parts):
+            buffers = {} if index == 0 else {name: buffer.clone() for name, buffer in before.items()}
+            outputs.append(torch.func.functional_call(self.module, buffers, own_args, own_kwargs))
+        return self._gather(outputs)
+
+    def _scatter(self, value: Any) -> list[Any]:
+        if isinstance(value, Tensor):
+            return [part.clone() for part in value.chunk(self.slices, self.dim)]
+        if isinstance(value, (tuple, list)) and value:
+            return [type(value)(parts) for parts in zip(*map(self._scatter, value), strict=False)]
+        if isinstance(value, dict) and value:
+            return [dict(parts) for parts in zip(*map(self._scatter, list(value.items())), strict=False)]
+        return [value] * self.slices
+
+    def _gather(self, outputs: list[Any]) -> Any:
+        first = outputs[0]
+        if isinstance(first, Tensor):
+            return (
+                torch.cat([o.reshape(1) for o in outputs])
+                if not first.dim()
+                else torch.cat(outputs, self.dim)
+            )
+        if first is None:
+            return None
+        if isinstance(first, dict):
+            return {key: self._gather([output[key] for output in outputs]) for key in first}
+        gathered = [self._gather(list(parts)) for parts in zip(*outputs, strict=True)]
+        return type(first)(*gathered) if hasattr(first, "_fields") else type(first)(gathered)
+
+
+def program(function: Callable[[Parallel], Any]) -> Callable[[Parallel], Any]:
+    PROGRAMS[function.__name__] = function
+    return function
+
+
+def mlp(*extra: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 16), *extra, nn.Tanh(), nn.Linear(16, 3))
+
+
+def batch(rows: int, step: int = 0) -> tuple[Tensor, Tensor]:
+    source = torch.Generator("cpu").manual_seed(step)
+    x = torch.randn(rows, 6, generator=source, device="cpu")
+    y = torch.randint(3, (rows,), generator=source, device="cpu")
+    return x.to(torch.get_default_device()), y.to(torch.get_default_device())
+
+
+def train(
+    model: nn.Module, parameters: Any, rows: int, loss_of: Callable[..., Tensor], steps: int = 4
+) -> Any:
+    """Train, and return the losses, the parameters and the buffers."""
+    optimizer = torch.optim.SGD(parameters, lr=0.3, momentum=0.9)
+    losses = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss = loss_of(model, *batch(rows, step))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return losses, [p.detach() for p in model.parameters()], [b.detach().double() for b in model.buffers()]
+
+
+def cross_entropy(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(model(x), y)
+
+
+def simple(rows: int, make: Callable[[], nn.Module], loss_of: Callable[..., Tensor] = cross_entropy) -> Any:
+    def run(parallel: Parallel) -> Any:
+        torch.manual_seed(3)
+        model = parallel(make())
+        return train(model, model.parameters(), rows, loss_of)
+
+    return run
+
+
+class Inner(nn.Module):
+    """A model whose forward is given as a function of (its layers, its arguments)."""
+
+    def __init__(self, forward: Callable[..., Any], **layers: nn.Module) -> None:
+        super().__init__()
+        self.function = forward
+        for name, layer in layers.items():
+            setattr(self, name, layer)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(self, *args, **kwargs)
+
+
+def two_layers(forward: Callable[..., Any]) -> nn.Module:
+    return Inner(forward, a=nn.Linear(6, 16), b=nn.Linear(16, 3))
+
+
+PROGRAMS["even_batch"] = simple(12, mlp)
+PROGRAMS["uneven_batch"] = simple(7, mlp)
+PROGRAMS["fewer_samples_than_ranks"] = simple(1, mlp)
+PROGRAMS["batch_norm"] = simple(12, lambda: mlp(nn.BatchNorm1d(16)))
+PROGRAMS["batch_norm_uneven"] = simple(11, lambda: mlp(nn.BatchNorm1d(16)))
+PROGRAMS["inplace_on_input"] = simple(7, lambda: nn.Sequential(nn.ReLU(inplace=True), *mlp()))
+
+
+def _by_keyword(model, x, y):
+    return F.cross_entropy(model(x=x, scale=2.0), y)
+
+
+PROGRAMS["keywords"] = simple(
+    7, lambda: two_layers(lambda m, x, scale: m.b(torch.tanh(m.a(x))) * scale), _by_keyword
+)
+
+
+def _of_tuple(model, x, y):
+    logits, hidden, nothing = model(x)
+    assert nothing is None
+    return F.cross_entropy(logits, y) + hidden.pow(2).mean()
+
+
+def _of_dict(model, x, y):
+    out = model({"x": x, "name": "batch"})
+    return F.cross_entropy(out["logits"], y) + out["hidden"][0].pow(2).mean()
+
+
+def _of_pair(model, x, y):
+    out = model(x)
+    assert type(out) is Pair
+    return F.cross_entropy(out.logits, y) + out.hidden.abs().mean()
+
+
+PROGRAMS["tuple_output"] = simple(7, lambda: two_layers(lambda m, x: (m.b(m.a(x)), m.a(x), None)), _of_tuple)
+PROGRAMS["tuple_output_few"] = simple(
+    1, lambda: two_layers(lambda m, x: (m.b(m.a(x)), m.a(x), None)), _of_tuple
+)
+PROGRAMS["dict_output"] = simple(
+    7, lambda: two_layers(lambda m, d: {"logits": m.b(m.a(d["x"])), "hidden": [m.a(d["x"])]}), _of_dict
+)
+PROGRAMS["namedtuple_output"] = simple(
+    7, lambda: two_layers(lambda m, x: Pair(m.b(m.a(x)), m.a(x))), _of_pair
+)
+
+
+def _loss_inside(rows):
+    make = lambda: two_layers(lambda m, x, y: F.cross_entropy(m.b(torch.tanh(m.a(x))), y))  # noqa: E731
+    return simple(rows, make, lambda model, x, y: model(x, y).mean())
+
+
+PROGRAMS["loss_inside"] = _loss_inside(12)
+PROGRAMS["loss_inside_few"] = _loss_inside(2)
+
+
+def _with_penalty(model, x, y):
+    return cross_entropy(model, x, y) + 0.1 * sum(p.pow(2).sum() for p in model.parameters())
+
+
+def _twice(model, x, y):
+    return F.cross_entropy(model(x), y) + F.cross_entropy(model(-x), y)
+
+
+PROGRAMS["penalty_on_parameters"] = simple(7, mlp, _with_penalty)
+PROGRAMS["two_forwards_one_backward"] = simple(7, mlp, _twice)
+PROGRAMS["chained_forwards"] = simple(
+    7,
+    lambda: Inner(lambda m, x: torch.tanh(m.a(x)), a=nn.Linear(6, 6)),
+    lambda m, x, y: m(m(x)).pow(2).mean(),
+)
+PROGRAMS["unused_parameters"] = simple(
+    7, lambda: Inner(lambda m, x: m.a(x), a=nn.Linear(6, 3), b=nn.Linear(6, 3))
+)
+
+
+def _tied():
+    net = Inner(lambda m, x: m.b(torch.tanh(m.a(x)))[:, :3], a=nn.Linear(6, 6), b=nn.Linear(6, 6))
+    net.b.weight = net.a.weight
+    return net
+
+
+PROGRAMS["tied_weights"] = simple(7, _tied)
+
+
+def _frozen():
+    net = mlp()
+    net[0].requires_grad_(False)
+    return net
+
+
+PROGRAMS["frozen_layer"] = simple(7, _frozen)
+
+
+def _checkpointed(reentrant):
+    def forward(m, x):
+        x = m.a(x)
+        return m.b(
+            checkpoint(torch.tanh, x, use_reentrant=reentrant) + checkpoint(m.c, x, use_reentrant=reentrant)
+        )
+
+    return lambda: Inner(forward, a=nn.Linear(6, 16), b=nn.Linear(16, 3), c=nn.Linear(16, 16))
+
+
+PROGRAMS["checkpoint"] = simple(7, _checkpointed(False))
+PROGRAMS["checkpoint_reentrant"] = simple(7, _checkpointed(True))
+PROGRAMS["conv_batch_norm"] = simple(
+    10,
+    lambda: Inner(
+        lambda m, x: m.c(m.b(m.a(x.reshape(-1, 1, 6))).relu().flatten(1)),
+        a=nn.Conv1d(1, 4, 3, padding=1),
+        b=nn.BatchNorm1d(4),
+        c=nn.Linear(24, 3),
+    ),
+)
+
+
+@program
+def lstm_along_dim_1(parallel):
+    torch.manual_seed(1)
+    model = parallel(Inner(lambda m, x: m.a(x)[0], a=nn.LSTM(6, 5, num_layers=2)), dim=1)
+    return train(model, model.parameters(), 20, lambda m, x, y: m(x.reshape(4, 5, 6)).pow(2).mean())
+
+
+@program
+def accumulated_gradients(parallel):
+    torch.manual_seed(1)
+    model = parallel(mlp())
+    for step in range(3):
+        cross_entropy(model, *batch(7, step)).backward()
+    return [p.grad for p in model.parameters()]
+
+
+@program
+def gradient_of_input(parallel):
+    torch.manual_seed(1)
+    model, (x, y) = parallel(mlp()), batch(7)
+    x.requires_grad_()
+    F.cross_entropy(model(x * 2), y).backward()
+    return [x.grad, *(p.grad for p in model.parameters())]
+
+
+def _gradient_penalty(parallel, rows):
+    torch.manual_seed(1)
+    model = parallel(two_layers(lambda m, x: m.b(torch.tanh(m.a(x)))))
+    x = batch(rows)[0].requires_grad_()
+    score = model(x).pow(2).sum()
+    (grad,) = torch.autograd.grad(score, x, create_graph=True)
+    (score + (grad.norm(dim=1) - 1).pow(2).mean()).backward()
+    return [grad.detach(), x.grad, *(p.grad for p in model.parameters())]
+
+
+PROGRAMS["gradient_penalty"] = functools.partial(_gradient_penalty, rows=7)
+PROGRAMS["gradient_penalty_few"] = functools.partial(_gradient_penalty, rows=1)
+
+
+def _hessian_vector(parallel, rows):
+    torch.manual_seed(1)
+    model = parallel(mlp())
+    parameters = list(model.parameters())
+    grads = torch.autograd.grad(cross_entropy(model, *batch(rows)), parameters, create_graph=True)
+    return list(torch.autograd.grad(sum(g.pow(2).sum() for g in grads), parameters))
+
+
+PROGRAMS["second_order_in_parameters"] = functools.partial(_hessian_vector, rows=7)
+PROGRAMS["second_order_in_parameters_few"] = functools.partial(_hessian_vector, rows=1)
+
+
+@program
+def evaluation(parallel):
+    torch.manual_seed(1)
+    model = parallel(mlp(nn.BatchNorm1d(16)))
+    losses = train(model, model.parameters(), 9, cross_entropy)
+    model.eval()
+    with torch.no_grad():
+        logits = [model(batch(rows, 9)[0]) for rows in (7, 1)]
+    assert not any(out.requires_grad for out in logits)
+    return losses, logits, [out.argmax(1) for out in logits]
+
+
+@program
+def integer_and_boolean_outputs(parallel):
+    torch.manual_seed(1)
+    model = parallel(two_layers(lambda m, x: (m.b(m.a(x)).argmax(1), m.a(x) > 0, m.a(x).to(torch.bfloat16))))
+    return [out.detach().double() for out in model(batch(7)[0])]
+
+
+@program
+def features_of_a_larger_model(parallel):
+    torch.manual_seed(1)
+    features = parallel(nn.Sequential(nn.Linear(6, 16), nn.Tanh()))
+    model = nn.Sequential(nn.Linear(6, 6), features, nn.Linear(16, 3))
+    return train(model, model.parameters(), 7, cross_entropy)
+
+
+@program
+def two_models(parallel):
+    torch.manual_seed(1)
+    first, second = parallel(nn.Linear(6, 6)), parallel(nn.Linear(6, 3))
+    parameters = [*first.parameters(), *second.parameters()]
+    optimizer = torch.optim.Adam(parameters, lr=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        x, y = batch(7, step)
+        (F.cross_entropy(second(first(x)), y) + F.cross_entropy(second(x), y)).backward()
+        optimizer.step()
+    return [p.detach() for p in parameters]
+
+
+@program
+def clipping_and_adam(parallel):
+    torch.manual_seed(1)
+    model = parallel(mlp())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    norms = []
+    for step in range(4):
+        optimizer.zero_grad()
+        cross_entropy(model, *batch(7, step)).backward()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.1))
+        optimizer.step()
+    return norms, [p.detach() for p in model.parameters()]
+
+
+@program
+def complex_parameters(parallel):
+    torch.manual_seed(1)
+    model = parallel(
+        Inner(lambda m, x: m.a(x.to(torch.complex64)).abs(), a=nn.Linear(6, 3, dtype=torch.complex64))
+    )
+    model(batch(7)[0]).sum().backward()
+    return [torch.view_as_real(p.grad) for p in model.parameters()]

@@ -1,0 +1,109 @@
+"""Shared rules of the suite: a clean environment, and nothing left behind."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from hypothesis import settings
+from notebook_harness import Notebook
+
+from taas import _linux
+
+settings.register_profile("taas", deadline=None)  # a loaded machine is slow, not wrong
+settings.load_profile("taas")
+_PR_SET_CHILD_SUBREAPER, _CLONE_NEWNS = 36, 0x20000
+_MS_REC, _MS_PRIVATE = 1 << 14, 1 << 18
+
+
+def pytest_configure() -> None:
+    """See what tests leave behind: adopt orphans and, as root, take a /dev/shm that nobody else writes."""
+    _linux.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    if os.geteuid() == 0:
+        _linux.unshare(_CLONE_NEWNS)
+        libc = ctypes.CDLL(None, use_errno=True)
+        for source, target, kind, flags in (
+            (None, b"/", None, _MS_REC | _MS_PRIVATE),
+            (b"shm", b"/dev/shm", b"tmpfs", 0),
+        ):
+            if libc.mount(source, target, kind, flags, None) != 0:
+                raise OSError(ctypes.get_errno(), "mount", target)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def clean_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """No variable of the person who runs the suite reaches a test; runtime files go to folders of its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in list(os.environ):
+            if name.startswith(("TAAS_", "MASTER_", "TORCHELASTIC_", "JPY_")) or name in {
+                "RANK",
+                "LOCAL_RANK",
+                "WORLD_SIZE",
+                "OMP_NUM_THREADS",
+            }:
+                patch.delenv(name)
+        for name in ("JUPYTER_RUNTIME_DIR", "JUPYTER_DATA_DIR", "IPYTHONDIR", "XDG_CONFIG_HOME", "TMPDIR"):
+            patch.setenv(name, str(tmp_path_factory.mktemp(name.lower())))
+        patch.setattr(tempfile, "tempdir", None)
+        yield
+
+
+def alive_below() -> set[int]:
+    """Process ids below this one, but those of multiprocessing's resource tracker."""
+    found = set()
+    for child in psutil.Process().children(recursive=True):
+        try:
+            if child.status() != psutil.STATUS_ZOMBIE and "resource_tracker" not in " ".join(child.cmdline()):
+                found.add(child.pid)
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+def _left(before: set[int]) -> list[str]:
+    processes = [psutil.Process(pid) for pid in alive_below() - before if psutil.pid_exists(pid)]
+    _, alive = psutil.wait_procs(processes, 10)
+    return [" ".join(process.cmdline()) for process in alive]
+
+
+def _shared_memory() -> set[str]:
+    if os.geteuid() != 0:
+        return set()  # other programs' files come and go there
+    return {entry.name for entry in Path("/dev/shm").iterdir()}
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A test leaves no process, no thread, no /dev/shm file and no temporary folder of taas.
+
+    What a notebook shared by several tests holds is looked at when that notebook is closed.
+    """
+    shared = "notebook" in request.fixturenames
+    processes, threads, memory = alive_below(), set(threading.enumerate()), _shared_memory()
+    yield
+    late = [thread for thread in threading.enumerate() if thread not in threads and not thread.daemon]
+    assert not late, f"threads left: {late}"
+    if not shared:
+        assert not _left(processes), "processes left"
+        assert not _shared_memory() - memory, "/dev/shm files left"
+
+
+@pytest.fixture(scope="module")
+def notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
+    """A notebook with taas loaded, for the tests of one module."""
+    before, memory = alive_below(), _shared_memory()
+    book = Notebook(tmp_path_factory.mktemp("project"))
+    try:
+        book.good("%load_ext taas")
+        yield book
+    finally:
+        book.close()
+    assert not _left(before), "the notebook left processes"
+    assert not _shared_memory() - memory, "the notebook left /dev/shm files"
+    assert not list(Path(tempfile.gettempdir()).glob("taas-*")), "the notebook left a folder"

@@ -1,0 +1,149 @@
+"""A whole delivery with real processes on this machine, without the supervisor: for tests and benchmarks."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import select
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import cloudpickle
+
+from taas import dataloader_registry
+from taas.dataloader_registry import Registration
+from taas.delivery import loader as rank_side
+from taas.delivery.config import DeliveryConfig, new_keys
+from taas.delivery.reports import Failed, Final, Prebuffered, Report
+from taas.delivery.service import Service, spawn_forked
+
+
+class _Pickler(cloudpickle.Pickler):
+    """What the capture does for registered loaders."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        reduced = dataloader_registry.reduce_registered(obj)
+        return super().reducer_override(obj) if reduced is None else reduced
+
+
+class Rank:
+    """A forked rank that runs ``body(rank, loaders)``."""
+
+    def __init__(self, config: Any, packed: bytes, body: Callable[..., Any]) -> None:
+        self._reader, writer = os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            os.close(self._reader)
+            try:
+                rank_side.connect(config)
+                outcome = (True, body(config.rank, pickle.loads(packed)))
+            except BaseException as error:
+                outcome = (False, (error, traceback.format_exc()))
+            try:
+                data = cloudpickle.dumps(outcome)
+            except Exception:
+                data = cloudpickle.dumps((False, (RuntimeError(outcome[1][1]), outcome[1][1])))
+            rank_side.disconnect()
+            with os.fdopen(writer, "wb") as file:
+                file.write(data)
+            os._exit(0)
+        os.close(writer)
+
+    def result(self, deadline: float) -> tuple[bool, Any]:
+        data = b""
+        while True:
+            left = deadline - time.monotonic()
+            if left <= 0 or not select.select([self._reader], [], [], left)[0]:
+                os.kill(self.pid, 9)
+                self._end()
+                raise TimeoutError("a rank did not end")
+            piece = os.read(self._reader, 1 << 20)
+            if not piece:
+                break
+            data += piece
+        self._end()
+        return pickle.loads(data)
+
+    def _end(self) -> None:
+        os.close(self._reader)
+        os.waitpid(self.pid, 0)
+
+
+class DeliveryRun:
+    """``with DeliveryRun({"train": loader}, ranks=2) as run: run.ranks(body)``."""
+
+    def __init__(
+        self,
+        loaders: dict[str, Any],
+        ranks: int = 1,
+        vms: int = 1,
+        processes: int = 1,
+        slab: int = 16 << 20,
+        encrypt: bool = True,
+        wait: bool = True,
+        **config: Any,
+    ) -> None:
+        self.registrations = [Registration(name, loader) for name, loader in loaders.items()]
+        self._loaders, self.n = loaders, ranks
+        self._payload = os.memfd_create("payload")
+        dataloader_registry.pack_registered(self.registrations, self._write)
+        self.config = DeliveryConfig(new_keys(), ranks, slab, hosts=vms, **config)
+        self._encrypt = encrypt
+        self.payload = f"/proc/{os.getpid()}/fd/{self._payload}"
+        self.reports: list[Report] = []
+        self.service = Service.start(
+            self.config, self.payload, processes=processes, spawn=spawn_forked, encrypt=encrypt
+        )
+        if wait:
+            self.wait_for((Prebuffered, Failed))
+
+    def _write(self, data: Any) -> None:
+        view = memoryview(data).cast("B") if len(data) else memoryview(b"")
+        while view:
+            view = view[os.write(self._payload, view) :]
+
+    def wait_for(self, kinds: Any) -> Report:
+        while True:
+            report = self.service.read()
+            assert report is not None, "the coordinator ended"
+            self.reports.append(report)
+            if isinstance(report, kinds):
+                return report
+
+    def start_ranks(self, body: Callable[..., Any]) -> list[Rank]:
+        file = io.BytesIO()
+        with dataloader_registry.delivering(self.registrations):
+            _Pickler(file).dump(self._loaders)
+        return [
+            Rank(self.service.rank_config(rank, encrypt=self._encrypt), file.getvalue(), body)
+            for rank in range(self.n)
+        ]
+
+    def results(self, ranks: list[Rank], timeout: float = 60) -> list[Any]:
+        deadline = time.monotonic() + timeout
+        outcomes = [rank.result(deadline) for rank in ranks]
+        for good, value in outcomes:
+            if not good:
+                error, text = value
+                error.add_note(text)
+                raise error
+        return [value for _, value in outcomes]
+
+    def ranks(self, body: Callable[..., Any], timeout: float = 60) -> list[Any]:
+        return self.results(self.start_ranks(body), timeout)
+
+    def finish(self) -> Final:
+        for report in self.service.finish():
+            self.reports.append(report)
+        assert isinstance(self.reports[-1], Final)
+        return self.reports[-1]
+
+    def __enter__(self) -> DeliveryRun:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.service.close()
+        os.close(self._payload)

@@ -1,0 +1,181 @@
+"""A real notebook kernel, driven as a front end drives it."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+from jupyter_client.manager import KernelManager
+
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+
+
+@dataclass
+class Ran:
+    """What a cell printed, displayed and raised."""
+
+    status: str = ""
+    stdout: str = ""
+    stderr: str = ""
+    displays: list[dict[str, Any]] = field(default_factory=list)
+    updates: list[dict[str, Any]] = field(default_factory=list)
+    result: dict[str, Any] | None = None
+    ename: str = ""
+    evalue: str = ""
+    traceback: str = ""
+
+    @property
+    def own(self) -> str:
+        """Standard output without taas' own lines."""
+        return "".join(line for line in self.stdout.splitlines(True) if not line.startswith("taas: "))
+
+    def take(self, message: dict[str, Any]) -> None:
+        """Add one message of the kernel."""
+        content = message["content"]
+        match message["msg_type"]:
+            case "stream":
+                setattr(self, content["name"], getattr(self, content["name"]) + content["text"])
+            case "display_data":
+                self.displays.append(content)
+            case "update_display_data":
+                self.updates.append(content)
+            case "execute_result":
+                self.result = content["data"]
+            case "error":
+                self.ename, self.evalue = content["ename"], content["evalue"]
+                self.traceback = _COLOURS.sub("", "\n".join(content["traceback"]))
+
+
+@dataclass(frozen=True)
+class Processes:
+    """The processes that taas has on this machine for one notebook, as the process table shows them."""
+
+    supervisor: list[psutil.Process]
+    agents: list[psutil.Process]
+    forkservers: list[psutil.Process]
+    ranks: list[psutil.Process]
+    others: list[psutil.Process]
+
+
+class Notebook:
+    """A kernel in a project folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._manager = KernelManager(kernel_name="python3")
+        self._manager.start_kernel(cwd=str(folder), env=dict(os.environ))
+        self._client = self._manager.blocking_client()
+        self._client.start_channels()
+        self._client.wait_for_ready(timeout=60)
+        self.pid: int = self._manager.provisioner.process.pid  # type: ignore[union-attr]
+        self._pending = ""
+        self._ran = Ran()
+
+    def run(self, code: str, seconds: float = 120) -> Ran:
+        """Execute a cell and wait for its end."""
+        self.start(code)
+        return self.end(seconds)
+
+    def start(self, code: str) -> None:
+        """Execute a cell."""
+        self._ran = Ran()
+        self._pending = self._client.execute(code)
+
+    def end(self, seconds: float = 120) -> Ran:
+        """Wait for the end of the cell that was started."""
+        deadline = time.monotonic() + seconds
+        while not self._next(deadline):
+            pass
+        reply = self._client.get_shell_msg(timeout=30)
+        while reply["parent_header"].get("msg_id") != self._pending:
+            reply = self._client.get_shell_msg(timeout=30)
+        self._ran.status = reply["content"]["status"]
+        return self._ran
+
+    def wait_for(self, text: str, seconds: float = 60) -> Ran:
+        """Wait until the running cell has printed a text."""
+        deadline = time.monotonic() + seconds
+        while text not in self._ran.stdout + self._ran.stderr:
+            ended = self._next(deadline)
+            assert not ended, f"the cell ended without printing {text!r}: {self._ran}"
+        return self._ran
+
+    def _next(self, deadline: float) -> bool:
+        message = self._client.get_iopub_msg(timeout=max(0.1, deadline - time.monotonic()))
+        if message["parent_header"].get("msg_id") != self._pending:
+            return False
+        self._ran.take(message)
+        return message["msg_type"] == "status" and message["content"]["execution_state"] == "idle"
+
+    def good(self, code: str, seconds: float = 120) -> Ran:
+        """Execute a cell that has to succeed."""
+        ran = self.run(code, seconds)
+        assert ran.status == "ok", ran.traceback or ran
+        return ran
+
+    def value(self, expression: str) -> str:
+        """Return what printing an expression prints."""
+        return self.good(f"print({expression})").own.rstrip("\n")
+
+    def interrupt(self) -> None:
+        """Press the interrupt button."""
+        self._manager.interrupt_kernel()
+
+    def kill(self) -> None:
+        """SIGKILL the kernel."""
+        os.kill(self.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        """Shut the kernel down."""
+        self._client.stop_channels()
+        self._manager.shutdown_kernel(now=True)
+        self._manager.cleanup_resources()
+
+    def processes(self) -> Processes:
+        """Return what taas runs for this notebook: descendants of this process, which adopts orphans."""
+        found: dict[str, list[psutil.Process]] = {name: [] for name in Processes.__dataclass_fields__}
+        table = [
+            row for child in psutil.Process().children(recursive=True) if (row := _row(child)) is not None
+        ]
+        agents = {process.pid for process, command, _ in table if command.endswith("-m taas.agent")}
+        forkservers = {
+            process.pid
+            for process, command, parent in table
+            if parent in agents and "multiprocessing.forkserver" in command
+        }
+        for process, command, parent in table:
+            if process.pid == self.pid or "resource_tracker" in command:
+                continue
+            if command.endswith("-m taas.supervisor"):
+                found["supervisor"].append(process)
+            elif process.pid in agents:
+                found["agents"].append(process)
+            elif process.pid in forkservers:
+                found["forkservers"].append(process)
+            elif parent in forkservers:
+                found["ranks"].append(process)
+            else:
+                found["others"].append(process)
+        return Processes(**found)
+
+
+def _row(process: psutil.Process) -> tuple[psutil.Process, str, int] | None:
+    """A process with its command and parent; None for one that has ended."""
+    try:
+        row = process, " ".join(process.cmdline()), process.ppid()
+        return None if process.status() == psutil.STATUS_ZOMBIE else row
+    except psutil.NoSuchProcess:
+        return None
+
+
+def gone(processes: list[psutil.Process], seconds: float = 10) -> bool:
+    """Wait until processes are gone; returns whether they are."""
+    left = [process for process in processes if process.is_running()]
+    _, alive = psutil.wait_procs(left, seconds)
+    return not alive

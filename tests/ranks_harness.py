@@ -1,0 +1,218 @@
+"""Real ranks for tests: forked from a warm server, with torchrun's environment and a store in the test.
+
+``run_ranks(function, world)`` does what the agent and the rank's entry do around a cell, and no more. The
+functions live at the top level of the test modules, and return something picklable.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import importlib
+import multiprocessing
+import multiprocessing.forkserver
+import os
+import sys
+import time
+import traceback
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import TCPStore
+
+DEADLINE = 60.0
+GRACE = 3.0  # after the first failure, as the agent would
+PRELOAD = ["torch", "torch._dynamo", "pytest", "ranks_harness", "taas.adopt", "taas.rehearsal"]
+
+
+@dataclass
+class Outcome:
+    """How one rank ended.
+
+    Attributes:
+        value: what the function returned.
+        error: name of the exception's class, ``"killed"`` for a rank ended with the others, or ``""``.
+        text: the exception's text.
+        trace: its traceback.
+        notices: what the user was told.
+        exit_code: of the process.
+    """
+
+    value: Any = None
+    error: str = ""
+    text: str = ""
+    trace: str = ""
+    notices: list[str] = field(default_factory=list)
+    exit_code: int | None = None
+
+
+@pytest.fixture(scope="module")
+def warm() -> Iterator[None]:
+    """A forkserver with torch loaded, for the tests of one module."""
+    server = multiprocessing.forkserver._forkserver
+    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOAD)
+    with _without_main():
+        multiprocessing.forkserver.ensure_running()
+    yield
+    server._stop()
+    multiprocessing.forkserver.set_forkserver_preload([])
+
+
+def run_ranks(
+    function: Callable[..., Any],
+    world: int,
+    *args: Any,
+    vms: int = 1,
+    rehearsed: bool = True,
+    fails: bool = False,
+    imports: tuple[str, ...] = (),
+) -> list[Any]:
+    """Run ``function(*args)`` in ``world`` ranks on ``vms`` pretended VMs; returns what each returned.
+
+    With ``fails=True`` the outcomes are returned instead, and failures are expected. ``imports`` are modules that
+    a rank has imported when taas is installed in it, as the forkserver's preload may do.
+    """
+    outcomes = launch(function, world, *args, vms=vms, rehearsed=rehearsed, imports=imports)
+    if fails:
+        return outcomes
+    broken = [f"rank {r}: {o.error} {o.trace}" for r, o in enumerate(outcomes) if o.error or o.exit_code]
+    assert not broken, "\n".join(broken)
+    return [outcome.value for outcome in outcomes]
+
+
+def launch(
+    function: Callable[..., Any],
+    world: int,
+    *args: Any,
+    vms: int = 1,
+    rehearsed: bool = True,
+    imports: tuple[str, ...] = (),
+) -> list[Outcome]:
+    """As ``run_ranks``, but returns how each rank ended."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    context = multiprocessing.get_context("forkserver")
+    pipes, processes = [], []
+    for rank in range(world):
+        mine, its = context.Pipe(duplex=False)
+        environment = _torchrun(rank, world, world // vms, store.port)
+        process = context.Process(
+            target=_rank, args=(its, environment, rehearsed, imports, str(Path.cwd()), function, args)
+        )
+        with _without_main():
+            process.start()
+        its.close()
+        pipes.append(mine)
+        processes.append(process)
+    outcomes = _collect(pipes)
+    for process, outcome, pipe in zip(processes, outcomes, pipes, strict=True):
+        if outcome.error == "killed":
+            process.kill()
+        process.join(GRACE)
+        if process.exitcode is None:
+            process.kill()
+            process.join()
+            outcome.error = outcome.error or "did not exit"
+        outcome.exit_code = process.exitcode
+        pipe.close()
+        process.close()
+    return outcomes
+
+
+def _collect(pipes: list[Connection]) -> list[Outcome]:
+    outcomes = [Outcome(error="killed") for _ in pipes]
+    open_pipes, until = set(pipes), time.monotonic() + DEADLINE
+    while open_pipes and time.monotonic() < until:
+        for pipe in wait(open_pipes, until - time.monotonic()):
+            index = pipes.index(pipe)
+            try:
+                outcomes[index] = pipe.recv()
+            except EOFError:
+                outcomes[index] = Outcome(error="died")
+            open_pipes.discard(pipe)
+            if outcomes[index].error:
+                until = min(until, time.monotonic() + GRACE)
+    return outcomes
+
+
+def _torchrun(rank: int, world: int, local: int, port: int) -> dict[str, str]:
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_RANK": str(rank % local),
+        "LOCAL_WORLD_SIZE": str(local),
+        "GROUP_RANK": str(rank // local),
+        "GROUP_WORLD_SIZE": str(world // local),
+        "ROLE_RANK": str(rank),
+        "ROLE_WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": "test",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+
+
+def _rank(
+    pipe: Connection,
+    environment: dict[str, str],
+    rehearsed: bool,
+    imports: tuple[str, ...],
+    cwd: str,
+    function: Callable[..., Any],
+    args: Any,
+) -> None:
+    faulthandler.dump_traceback_later(DEADLINE - 5, file=sys.stderr)
+    os.environ.update(environment)
+    os.chdir(cwd)
+    torch.set_num_threads(1)
+    for name in imports:
+        importlib.import_module(name)
+    local = int(environment["LOCAL_WORLD_SIZE"])
+    outcome = Outcome()
+    if rehearsed:
+        from taas import rehearsal
+
+        rehearsal.install(device_count=local, local_rank=int(environment["LOCAL_RANK"]))
+    from taas import adopt
+
+    adopt.install(
+        int(environment["RANK"]),
+        int(environment["WORLD_SIZE"]),
+        int(environment["LOCAL_RANK"]),
+        local,
+        environment["MASTER_ADDR"],
+        int(environment["MASTER_PORT"]),
+        rehearsed,
+        notice=outcome.notices.append,
+    )
+    try:
+        outcome.value = function(*args)
+    except BaseException as error:
+        outcome.error, outcome.text, outcome.trace = type(error).__name__, str(error), traceback.format_exc()
+    if not outcome.error:
+        adopt.finish()
+    faulthandler.cancel_dump_traceback_later()
+    try:
+        pipe.send(outcome)
+    except Exception as error:  # a value that doesn't pickle is the test's mistake; say it there
+        pipe.send(Outcome(error=type(error).__name__, text=str(error), trace=traceback.format_exc()))
+    pipe.close()
+
+
+@contextlib.contextmanager
+def _without_main() -> Iterator[None]:
+    """Start children that don't import pytest's own main module again."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main

@@ -1,0 +1,703 @@
+"""Programs for one rehearsed rank that is cuda:0 of one. Each states, and asserts, what a GPU program relies on."""
+# ruff: noqa: N812 - F is what programs call it
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from taas.errors import CannotRehearse
+from taas.rehearsal import RehearsalWarning
+
+CPU = torch.device("cpu")
+
+
+def machine_has_the_devices_of_the_run():
+    """CUDA is available, with as many devices as the run has; the current one is the local rank's."""
+    assert torch.cuda.is_available() is True
+    assert torch.cuda.device_count() == 1
+    assert torch.cuda.current_device() == 0
+    assert torch.cuda.is_initialized()
+    assert torch.accelerator.is_available()
+    assert torch.accelerator.current_accelerator() == torch.device("cuda")
+    assert torch.accelerator.device_count() == 1
+    assert torch.get_device_module("cuda") is torch.cuda is torch.get_device_module()
+    assert torch.device(0) == torch.device("cuda:0")
+
+
+def every_name_of_torch_cuda_is_accounted_for():
+    """Each public name of torch.cuda is rehearsed, refused or needs no GPU; a new torch's new names fail here."""
+    from taas.rehearsal import cuda_module, memory_figures, random_streams, refused, streams, tensors
+
+    legacy = {f"{name}{kind}" for name in tensors.LEGACY_TYPES for kind in ("Tensor", "Storage")}
+    accounted = {
+        *cuda_module.CUDA,
+        *cuda_module.BY_ITSELF,
+        *random_streams.FACE,
+        *streams.CUDA,
+        *memory_figures.face("torch.cuda"),
+        *refused.TORCH_CUDA,
+        *legacy,
+    }
+    assert set(torch.cuda.__all__) - accounted == set()
+    assert set(refused.TORCH_CUDA) & {*cuda_module.CUDA, *streams.CUDA, *random_streams.FACE} == set()
+
+
+def tensors_stay_honest():
+    """A tensor sent to CUDA says it is on the CPU, so branches to custom kernels are not taken."""
+    for x in (
+        torch.ones(2).cuda(),
+        torch.ones(2).to("cuda"),
+        torch.ones(2).to(0),
+        torch.ones(2).to(device="cuda:0", dtype=torch.float16),
+        torch.ones(2).to(torch.device("cuda"), non_blocking=True),
+        torch.ones(2, device="cuda"),
+        torch.empty(2, pin_memory=True),
+    ):
+        assert x.device == CPU
+        assert x.is_cuda is False
+        assert x.get_device() == -1
+
+
+def every_factory_takes_a_device():
+    """Each function of torch that makes a tensor takes CUDA in every form."""
+    for device in ("cuda", "cuda:0", torch.device("cuda"), torch.device("cuda", 0), 0):
+        made = [
+            torch.zeros(2, device=device),
+            torch.ones(2, device=device),
+            torch.empty(2, device=device),
+            torch.full((2,), 1.0, device=device),
+            torch.rand(2, device=device),
+            torch.randn(2, device=device),
+            torch.randint(3, (2,), device=device),
+            torch.randperm(2, device=device),
+            torch.arange(2, device=device),
+            torch.linspace(0, 1, 2, device=device),
+            torch.eye(2, device=device),
+            torch.tensor([1.0, 2.0], device=device),
+            torch.as_tensor([1.0, 2.0], device=device),
+            torch.asarray([1.0, 2.0], device=device),
+            torch.hann_window(2, device=device),
+            torch.fft.fftfreq(2, device=device),
+            torch.tril_indices(2, 2, device=device),
+            torch.sparse_coo_tensor([[0]], [1.0], (2,), device=device),
+            torch.nested.nested_tensor([torch.ones(2)], device=device),
+            torch.zeros_like(torch.ones(2), device=device),
+            torch.randn_like(torch.ones(2), device=device),
+            torch.ones(2).new_zeros(2, device=device),
+            torch.ones(2).new_tensor([1.0], device=device),
+            torch.normal(0.0, 1.0, (2,), device=device),
+        ]
+        assert {x.device for x in made} == {CPU}
+
+
+def wrong_ordinals_raise_what_cuda_raises():
+    """A device that is not there is an error in rehearsal as on the machine, and says which are there."""
+    calls = [
+        lambda: torch.ones(1).cuda(1),
+        lambda: torch.ones(1).to("cuda:7"),
+        lambda: torch.ones(1).to(3),
+        lambda: torch.zeros(1, device="cuda:1"),
+        lambda: nn.Linear(1, 1).to("cuda:5"),
+        lambda: nn.Linear(1, 1).cuda(5),
+        lambda: torch.cuda.set_device(4),
+        lambda: torch.cuda.synchronize(4),
+        lambda: torch.Generator(device="cuda:2"),
+        lambda: torch.cuda.device(2).__enter__(),
+    ]
+    for call in calls:
+        with pytest.raises(RuntimeError, match="invalid device ordinal"):
+            call()
+    with pytest.raises(AssertionError, match="Invalid device id"):
+        torch.cuda.get_device_properties(1)
+    with pytest.raises(ValueError, match="Expected a cuda device"):
+        torch.cuda.set_device("cpu")
+    torch.cuda.set_device(-1)
+    assert torch.cuda.current_device() == 0
+
+
+def default_device_can_be_cuda():
+    """The default device reaches every factory, and is reported as CUDA."""
+    with torch.device("cuda"):
+        assert torch.zeros(2).device == CPU
+        assert nn.Linear(2, 2).weight.device == CPU
+    torch.set_default_device("cuda")
+    try:
+        assert torch.randn(2).device == CPU
+        assert torch.get_default_device() == torch.device("cuda", 0)
+        assert torch.zeros(2, device=torch.get_default_device()).device == CPU
+    finally:
+        torch.set_default_device("cpu")
+        assert torch.get_default_device() == CPU
+        torch.set_default_device(None)
+    with pytest.raises(RuntimeError, match="invalid device ordinal"), torch.device("cuda:6"):
+        torch.zeros(2)
+
+
+def default_tensor_type_can_be_cuda():
+    """The old way to say so works too."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            torch.set_default_tensor_type("torch.cuda.DoubleTensor")
+            assert torch.zeros(2).dtype is torch.float64
+            torch.set_default_tensor_type(torch.cuda.HalfTensor)
+            assert torch.zeros(2).dtype is torch.float16
+        finally:
+            torch.set_default_tensor_type(torch.FloatTensor)
+
+
+def legacy_tensor_types_make_cpu_tensors():
+    """torch.cuda.FloatTensor makes tensors, and recognises none as its own."""
+    x = torch.cuda.FloatTensor([1, 2])
+    assert (x.device, x.dtype) == (CPU, torch.float32)
+    assert not isinstance(x, torch.cuda.FloatTensor)
+    assert torch.ones(2).type(torch.cuda.LongTensor).dtype is torch.int64
+    assert torch.ones(2).type("torch.cuda.HalfTensor").dtype is torch.float16
+    assert torch.ones(2).type() == "torch.FloatTensor"
+    assert torch.cuda.ByteTensor(3).shape == (3,)
+    assert len(torch.cuda.FloatStorage(3)) == 3
+
+
+def modules_move():
+    """A module goes to CUDA and back, its parameters stay the same objects."""
+    net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    weight = net[0].weight
+    for move in (
+        lambda: net.cuda(),
+        lambda: net.cuda(0),
+        lambda: net.to("cuda"),
+        lambda: net.to(0),
+        lambda: net.to(torch.device("cuda", 0), torch.float32),
+        lambda: net.to(device="cuda", non_blocking=True),
+        lambda: net.cpu(),
+    ):
+        assert move() is net
+        assert net[0].weight is weight
+        assert weight.device == CPU
+    assert nn.Linear(2, 2, device="cuda").weight.device == CPU
+    with torch.device("meta"):
+        empty = nn.Linear(2, 2)
+    assert empty.to_empty(device="cuda").weight.device == CPU
+    packed = nn.utils.rnn.pack_sequence([torch.ones(3, 1), torch.ones(2, 1)])
+    assert packed.cuda().data.device == CPU
+    assert packed.to("cuda:0").data.device == CPU
+
+
+def what_comes_from_the_gpu_is_a_copy():
+    """x.cpu() copies as it does from a GPU: the best model kept that way is not the last one."""
+    net = nn.Linear(2, 2).cuda()
+    best = {name: value.cpu() for name, value in net.state_dict().items()}
+    also = {name: value.to("cpu") for name, value in net.state_dict().items()}
+    before = copy.deepcopy(best)
+    with torch.no_grad():
+        net.weight.add_(1)
+    assert torch.equal(best["weight"], before["weight"])
+    assert torch.equal(also["weight"], before["weight"])
+    assert not torch.equal(net.weight, before["weight"])
+    batch = torch.ones(2)
+    assert batch.cuda() is batch
+    assert batch.to("cpu", torch.float32, False, False) is batch
+    assert batch.to(net.weight) is batch
+    assert batch.to(net.weight.device) is batch
+
+
+def seeds_of_cuda_are_its_own():
+    """Seeding CUDA leaves the CPU's stream alone; what is drawn on a device repeats with its seed."""
+    torch.manual_seed(3)
+    expected = torch.rand(4)
+    torch.manual_seed(3)
+    torch.cuda.manual_seed(99)
+    torch.cuda.manual_seed_all(7)
+    first = torch.randn(3, device="cuda")
+    torch.cuda.seed()
+    assert torch.equal(expected, torch.rand(4))
+    torch.cuda.manual_seed(7)
+    assert torch.equal(first, torch.randn(3, device="cuda"))
+    assert torch.cuda.initial_seed() == 7
+    torch.manual_seed(11)
+    assert torch.cuda.initial_seed() == 11
+    with torch.device("cuda"):
+        torch.manual_seed(5)
+        a = torch.rand(2)
+        torch.cuda.manual_seed(5)
+        assert torch.equal(a, torch.rand(2))
+
+
+def random_states_go_round():
+    """CUDA's random states are saved and restored; one that a GPU saved sets the seed."""
+    state, states = torch.cuda.get_rng_state(), torch.cuda.get_rng_state_all()
+    first = torch.rand(3, device="cuda")
+    torch.cuda.set_rng_state(state)
+    assert torch.equal(first, torch.rand(3, device="cuda"))
+    torch.cuda.set_rng_state_all(states)
+    assert torch.equal(first, torch.rand(3, device="cuda"))
+    torch.cuda.set_rng_state(torch.tensor([5, 0]).view(torch.uint8))
+    assert torch.cuda.initial_seed() == 5
+    with torch.random.fork_rng(devices=[0]):
+        inside = torch.rand(3, device="cuda")
+    assert torch.equal(inside, torch.rand(3, device="cuda"))
+    assert len(torch.cuda.default_generators) == 1
+
+
+def generators_take_cuda():
+    """A generator for CUDA is a CPU generator, and is a torch.Generator."""
+    g = torch.Generator(device="cuda").manual_seed(4)
+    assert isinstance(g, torch.Generator)
+    assert isinstance(torch.default_generator, torch.Generator)
+    a = torch.randn(3, generator=g, device="cuda")
+    assert torch.equal(a, torch.randn(3, generator=torch.Generator("cuda").manual_seed(4), device="cuda"))
+    assert torch.Generator().device == CPU
+
+
+def streams_and_events():
+    """Streams nest and restore; events take time only when asked, as CUDA has it."""
+    stream, before = torch.cuda.Stream(), torch.cuda.current_stream()
+    assert before == torch.cuda.default_stream()
+    with torch.cuda.stream(stream):
+        assert torch.cuda.current_stream() is stream
+        with torch.cuda.stream(torch.cuda.Stream(priority=-1)):
+            assert torch.cuda.current_stream() is not stream
+        assert torch.cuda.current_stream() is stream
+    assert torch.cuda.current_stream() is before
+    with torch.cuda.stream(None):
+        assert torch.cuda.current_stream() is before
+    stream.wait_stream(before)
+    before.wait_event(stream.record_event())
+    torch.ones(1).record_stream(stream)
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    with pytest.raises(RuntimeError, match="must be recorded"):
+        start.elapsed_time(end)
+    end.record(stream)
+    torch.cuda.synchronize()
+    assert start.elapsed_time(end) >= 0
+    assert end.query() and stream.query()
+    with pytest.raises(RuntimeError, match="enable_timing"):
+        start.elapsed_time(torch.cuda.Event())
+    with torch.Stream(device="cuda") as s:
+        assert torch.accelerator.current_stream() is s
+
+
+def device_contexts():
+    """torch.cuda.device changes the current device inside."""
+    with torch.cuda.device(0), torch.cuda.device("cuda:0"), torch.cuda.device(None):
+        assert torch.cuda.current_device() == 0
+    with torch.cuda.device_of(torch.ones(1)):
+        pass
+    with torch.accelerator.device_index(0):
+        pass
+
+
+def autocast_computes_in_its_dtype():
+    """autocast("cuda") casts what it casts on a GPU, its flags say so, and it nests."""
+    net, x = nn.Linear(4, 4).cuda(), torch.ones(2, 4, device="cuda")
+    with torch.autocast("cuda"):
+        assert net(x).dtype is torch.float16
+        assert torch.is_autocast_enabled()
+        assert torch.is_autocast_enabled("cuda")
+        with torch.autocast("cuda", enabled=False):
+            assert net(x).dtype is torch.float32
+        assert net(x).dtype is torch.float16
+        assert F.cross_entropy(net(x), torch.tensor([0, 1])).dtype is torch.float32
+    assert net(x).dtype is torch.float32
+    with torch.amp.autocast(device_type="cuda", dtype=torch.bfloat16):
+        assert net(x).dtype is torch.bfloat16
+        assert torch.get_autocast_dtype("cuda") is torch.bfloat16
+    assert not torch.is_autocast_enabled() and not torch.is_autocast_enabled("cpu")
+
+    @torch.autocast("cuda", dtype=torch.bfloat16)
+    def forward(n):
+        return net(x) if n == 0 else forward(n - 1)
+
+    assert forward(2).dtype is torch.bfloat16
+    with pytest.raises(KeyError), torch.autocast("cuda"):
+        raise KeyError
+    assert not torch.is_autocast_enabled("cpu")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        with torch.cuda.amp.autocast():
+            assert net(x).dtype is torch.float16
+
+
+def recurrent_networks_under_autocast():
+    """LSTM, GRU and RNN train under fp16 autocast; the LSTM answers in fp16 as on a GPU."""
+    x = torch.randn(3, 2, 4, device="cuda")
+    for kind in (nn.LSTM, nn.GRU, nn.RNN):
+        net = kind(4, 5, num_layers=2, bidirectional=True).cuda()
+        with torch.autocast("cuda", dtype=torch.float16):
+            out, _ = net(x)
+        out.float().sum().backward()
+        assert all(p.grad is not None and p.grad.isfinite().all() for p in net.parameters())
+    with torch.autocast("cuda", dtype=torch.float16):
+        net = nn.LSTM(4, 5)
+        assert net(x)[0].dtype is torch.float16
+        packed = nn.utils.rnn.pack_sequence([torch.randn(3, 4), torch.randn(2, 4)])
+        assert net(packed)[0].data.dtype is torch.float16
+    reference = net(x)[0]
+    assert torch.allclose(reference, net(x)[0])
+
+
+def grad_scaler_scales():
+    """GradScaler scales, unscales, skips steps with infinities and saves its state."""
+    net = nn.Linear(4, 1).cuda()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cuda", init_scale=8.0)
+    assert scaler.is_enabled()
+    for factor in (1.0, float("inf")):
+        before = net.weight.detach().clone()
+        optimizer.zero_grad(set_to_none=True)
+        with torch.autocast("cuda"):
+            loss = net(torch.ones(2, 4, device="cuda")).sum() * factor
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        assert torch.equal(before, net.weight) == (factor != 1.0)
+    assert scaler.get_scale() == 4.0
+    torch.amp.GradScaler().load_state_dict(scaler.state_dict())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        assert torch.cuda.amp.GradScaler().is_enabled()
+
+
+def custom_autograd_functions_cast():
+    """custom_fwd casts the tensors of its device."""
+
+    class Square(torch.autograd.Function):
+        @staticmethod
+        @torch.amp.custom_fwd(device_type="cuda", cast_inputs=torch.float32)
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x * x
+
+        @staticmethod
+        @torch.amp.custom_bwd(device_type="cuda")
+        def backward(ctx, grad):
+            return 2 * grad * ctx.saved_tensors[0]
+
+    x = torch.ones(3, dtype=torch.float16, requires_grad=True)
+    with torch.autocast("cuda"):
+        y = Square.apply(x)
+    assert y.dtype is torch.float32
+    y.sum().backward()
+    assert x.grad.tolist() == [2.0] * 3
+
+
+def checkpoints_load_onto_any_device():
+    """map_location in every form: string, device, number, dict, callable; and none for a file saved on a GPU."""
+    file = io.BytesIO()
+    torch.save({"w": torch.arange(3.0)}, file)
+    on_gpu = io.BytesIO(_as_if_saved_on_cuda(file.getvalue()))
+    forms = [
+        "cuda",
+        "cuda:0",
+        torch.device("cuda", 0),
+        torch.device(0),
+        {"cuda:0": "cuda:0"},
+        {"cpu": "cuda:0"},
+        {"cuda:0": "cpu"},
+        lambda storage, location: storage.cuda(0),
+        lambda storage, location: storage,
+        None,
+        "cpu",
+    ]
+    for source in (file, on_gpu):
+        for form in forms:
+            for weights_only in (True, False):
+                source.seek(0)
+                loaded = torch.load(source, map_location=form, weights_only=weights_only)
+                assert loaded["w"].tolist() == [0.0, 1.0, 2.0], form
+                assert loaded["w"].device == CPU
+    on_gpu.seek(0)
+    with pytest.raises(RuntimeError, match="CUDA device 3"):
+        torch.load(on_gpu, map_location="cuda:3")
+
+
+def _as_if_saved_on_cuda(data: bytes) -> bytes:
+    import zipfile
+
+    out = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(data)) as old, zipfile.ZipFile(out, "w", zipfile.ZIP_STORED) as new:
+        for name in old.namelist():
+            content = old.read(name)
+            if name.endswith("data.pkl"):
+                assert b"X\x03\x00\x00\x00cpu" in content
+                content = content.replace(b"X\x03\x00\x00\x00cpu", b"X\x06\x00\x00\x00cuda:0")
+            new.writestr(name, content)
+    return out.getvalue()
+
+
+def storages_move():
+    """Storages go to CUDA as well."""
+    x = torch.arange(3.0)
+    assert x.untyped_storage().cuda().device == CPU
+    assert x.untyped_storage().to(device="cuda").device == CPU
+    assert torch.UntypedStorage(4, device="cuda").device == CPU
+
+
+def pinned_loaders_work():
+    """pin_memory=True runs its thread; a batch's own pin_memory method is called, as on a GPU."""
+    data = torch.utils.data.TensorDataset(torch.arange(8.0))
+    for workers in (0, 1):
+        loader = torch.utils.data.DataLoader(data, batch_size=4, pin_memory=True, num_workers=workers)
+        assert [batch.cuda(non_blocking=True).tolist() for (batch,) in loader] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    loader = torch.utils.data.DataLoader([1, 2], collate_fn=_Pinnable, pin_memory=True)
+    assert all(batch.pinned for batch in loader)
+    assert torch.ones(2).pin_memory().is_pinned() is False
+
+
+class _Pinnable:
+    def __init__(self, items):
+        self.items, self.pinned = items, False
+
+    def pin_memory(self):
+        self.pinned = True
+        return self
+
+
+class _SeesCuda(torch.utils.data.Dataset):
+    """A dataset of this module, whose items say what their process sees."""
+
+    def __init__(self):
+        self.offset = torch.ones(1, device="cuda")
+
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        here = [float(torch.cuda.is_available()), torch.cuda.device_count(), torch.cuda.current_device()]
+        return torch.tensor(here, device="cuda") + self.offset.cuda() - 1
+
+
+def loader_workers_are_rehearsed():
+    """Workers are rehearsed as their rank is, however they are started."""
+    for context in ("fork", "spawn", "forkserver"):
+        loader = torch.utils.data.DataLoader(_SeesCuda(), num_workers=1, multiprocessing_context=context)
+        assert [item[0].tolist() for item in loader] == [[1.0, 1.0, 0.0]] * 2, context
+
+
+def memory_figures_are_neutral():
+    """Memory figures are 0, with one warning for each name, and none for what only resets."""
+    names = ["memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"]
+    for name in names:
+        with pytest.warns(RehearsalWarning, match=f"torch.cuda.{name}: memory figures"):
+            assert getattr(torch.cuda, name)() == 0
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert getattr(torch.cuda, name)(0) == 0
+    with pytest.warns(RehearsalWarning):
+        assert torch.cuda.memory_stats()["allocated_bytes.all.peak"] == 0
+    with pytest.warns(RehearsalWarning):
+        assert "not rehearsed" in torch.cuda.memory_summary()
+    with pytest.warns(RehearsalWarning):
+        free, total = torch.cuda.mem_get_info()
+    assert free == total == torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    torch.cuda.set_per_process_memory_fraction(0.5)
+
+
+def what_needs_a_gpu_is_refused_by_name():
+    """CUDA graphs, kernels, sensors and snapshots raise CannotRehearse with the name of what was called."""
+    from torch.utils import cpp_extension
+
+    calls = {
+        "torch.cuda.CUDAGraph": lambda: torch.cuda.CUDAGraph(),
+        "torch.cuda.graph": lambda: torch.cuda.graph(None),
+        "torch.cuda.make_graphed_callables": lambda: torch.cuda.make_graphed_callables(nn.Linear(1, 1), ()),
+        "torch.cuda.utilization": lambda: torch.cuda.utilization(),
+        "torch.cuda.temperature": lambda: torch.cuda.temperature(),
+        "torch.cuda.power_draw": lambda: torch.cuda.power_draw(),
+        "torch.cuda.memory_snapshot": lambda: torch.cuda.memory_snapshot(),
+        "torch.cuda.memory._record_memory_history": lambda: torch.cuda.memory._record_memory_history(),
+        "torch.cuda.cudart": lambda: torch.cuda.cudart(),
+        "torch.cuda.jiterator._create_jit_fn": lambda: torch.cuda.jiterator._create_jit_fn("x"),
+        "load('k') with CUDA": lambda: cpp_extension.load("k", ["k.cu"]),
+        "load_inline('k') with CUDA": lambda: cpp_extension.load_inline("k", "", cuda_sources="x"),
+    }
+    for name, call in calls.items():
+        with pytest.raises(CannotRehearse) as caught:
+            call()
+        assert name in str(caught.value)
+        assert "GPU" in str(caught.value)
+    assert not isinstance(3, torch.cuda.CUDAGraph)
+
+
+def libraries_without_a_gpu_are_refused_by_name():
+    """Triton kernels, cupy and NVML say so too; libraries that can do without them go on."""
+    import triton
+
+    @triton.jit
+    def kernel(x):
+        pass
+
+    with pytest.raises(CannotRehearse, match="the Triton kernel kernel"):
+        kernel[(1,)](torch.ones(1))
+    with pytest.raises(CannotRehearse, match="cupy"):
+        import cupy
+    with pytest.raises(ImportError):
+        import cupy  # noqa: F401
+    from torch.utils import _triton
+
+    assert _triton.has_triton() is False
+
+
+def compiled_models_run_eagerly():
+    """torch.compile gives objects of the shape that programs expect, without capturing a graph."""
+    net = nn.Linear(2, 2).cuda()
+    compiled = torch.compile(net, mode="max-autotune", fullgraph=True)
+    x = torch.ones(1, 2, device="cuda")
+    assert torch.equal(net(x), compiled(x))
+    assert list(compiled.state_dict()) == ["_orig_mod.weight", "_orig_mod.bias"]
+    assert compiled._orig_mod is net
+    compiled(x).sum().backward()
+    assert net.weight.grad is not None
+
+    @torch.compile(dynamic=True)
+    def twice(v):
+        return 2 * v
+
+    assert twice(x).tolist() == [[2.0, 2.0]]
+    assert twice.__name__ == "twice"
+    net.compile()
+    assert net(x).shape == (1, 2)
+
+
+def torchscript_compiles():
+    """Scripted functions that make tensors on CUDA run."""
+
+    @torch.jit.script
+    def make(x: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(3, device=x.device) + torch.ones(3, device=torch.device("cuda")) + x.to(x.device)
+
+    assert make(torch.ones(3)).tolist() == [2.0] * 3
+    assert make(torch.ones(3)).device == CPU
+
+    class Net(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + torch.arange(3, dtype=x.dtype, device=x.device)
+
+    assert torch.jit.script(Net()).cuda()(torch.zeros(3)).tolist() == [0.0, 1.0, 2.0]
+
+
+def fx_traces():
+    """FX traces functions that make tensors, and what it generates runs."""
+
+    def f(x):
+        return x + torch.ones(3, device="cuda") + torch.zeros_like(x)
+
+    class Net(nn.Module):
+        def forward(self, x):
+            return x + torch.full_like(x, 2.0)
+
+    assert torch.fx.symbolic_trace(f)(torch.zeros(3)).tolist() == [1.0] * 3
+    traced = torch.fx.symbolic_trace(Net())
+    assert "torch.full_like" in traced.code
+    assert pickle.loads(pickle.dumps(traced))(torch.zeros(2)).tolist() == [2.0] * 2
+
+
+def patched_functions_pickle_by_name():
+    """A function of torch that the rank saw patched is torch's own where the pickle is read."""
+    import cloudpickle
+
+    for thing in (
+        torch.zeros,
+        torch.randn,
+        torch.Tensor.cuda,
+        torch.load,
+        torch.cuda.set_device,
+        torch.compile,
+    ):
+        assert cloudpickle.loads(cloudpickle.dumps(thing)) is thing
+        assert len(cloudpickle.dumps(thing)) < 120, thing
+    assert pickle.loads(pickle.dumps(torch.device("cuda:0"))) == torch.device("cuda:0")
+    builtin = torch._C._VariableFunctions.ones
+    assert pickle.loads(pickle.dumps(builtin))(2, device="cuda").device == CPU
+
+
+def comm_copies_between_devices():
+    """torch.cuda.comm copies, sums and joins."""
+    import torch.cuda.comm as comm
+
+    x = torch.arange(4.0)
+    (a,) = comm.broadcast(x, [0])
+    assert a.tolist() == x.tolist() and a is not x
+    assert [piece.tolist() for piece in comm.scatter(x, [0])] == [x.tolist()]
+    assert [p.tolist() for p in comm.scatter(x, [0, 0], chunk_sizes=[1, 3])] == [[0.0], [1.0, 2.0, 3.0]]
+    assert comm.gather([x, x]).shape == (8,)
+    assert comm.reduce_add([x, x]).tolist() == [0.0, 2.0, 4.0, 6.0]
+    assert comm.reduce_add_coalesced([[x], [x]])[0].tolist() == [0.0, 2.0, 4.0, 6.0]
+    assert comm.broadcast_coalesced([x], [0])[0][0].tolist() == x.tolist()
+
+
+def optimizers_step():
+    """Optimizers of every kind step, with fused and foreach."""
+    for make in (
+        lambda p: torch.optim.AdamW(p, lr=0.1),
+        lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
+        lambda p: torch.optim.Adam(p, lr=0.1, foreach=True),
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+        lambda p: torch.optim.RMSprop(p, lr=0.1),
+        lambda p: torch.optim.LBFGS(p, lr=0.1),
+    ):
+        net = nn.Linear(2, 1).cuda()
+        optimizer = make(net.parameters())
+
+        def closure(net=net, optimizer=optimizer):
+            optimizer.zero_grad()
+            loss = net(torch.ones(2, 2, device="cuda")).square().sum()
+            loss.backward()
+            return loss
+
+        first = float(closure())
+        for _ in range(3):
+            optimizer.step(closure)
+        assert float(closure()) < first
+
+
+def attention_backends_can_be_chosen():
+    """A program that asks for a GPU's attention kernel gets one the CPU has."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    q = torch.randn(1, 2, 4, 8, device="cuda")
+    for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION):
+        with sdpa_kernel(backend):
+            assert F.scaled_dot_product_attention(q, q, q).shape == q.shape
+
+
+def profilers_run():
+    """torch.profiler with CUDA activities, NVTX ranges and the CUDA profiler's switches do no harm."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+        with torch.profiler.profile(activities=activities) as profile:
+            torch.ones(2, device="cuda").sum()
+        assert "aten::sum" in profile.key_averages().table()
+    torch.cuda.nvtx.range_push("step")
+    torch.cuda.nvtx.range_pop()
+    with torch.cuda.nvtx.range("step"):
+        torch.cuda.nvtx.mark("here")
+    torch.cuda.profiler.start()
+    torch.cuda.profiler.stop()
+    with torch.autograd.profiler.emit_nvtx():
+        torch.ones(2).sum()
+
+
+def backend_switches_can_be_set():
+    """The usual switches of torch.backends are accepted."""
+    torch.backends.cudnn.benchmark = True
+    torch.backends.cudnn.deterministic = True
+    torch.backends.cuda.matmul.allow_tf32 = True
+    torch.backends.cudnn.allow_tf32 = True
+    torch.set_float32_matmul_precision("high")
+    assert torch.backends.cudnn.is_available()
+    assert torch.backends.cuda.is_built()

@@ -1,0 +1,341 @@
+"""Programs for two rehearsed ranks. The first makes the process group that the others use."""
+# ruff: noqa: N812, N817 - F, DDP and FSDP are what programs call them
+
+from __future__ import annotations
+
+import copy
+import functools
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+CPU = torch.device("cpu")
+
+
+def nccl_groups_are_made_of_gloo():
+    """init_process_group("nccl", device_id=…) makes a group that works, and says honestly which."""
+    torch.cuda.set_device(RANK)
+    dist.init_process_group("nccl", device_id=torch.device("cuda", RANK))
+    assert dist.is_nccl_available()
+    assert dist.get_backend() == "gloo"
+    x = torch.full((2,), float(RANK), device="cuda")
+    dist.all_reduce(x)
+    assert x.tolist() == [1.0, 1.0]
+    dist.barrier(device_ids=[RANK])
+    assert torch.cuda.current_device() == RANK
+
+
+def the_current_device_is_the_local_rank():
+    """Each rank's device is its own from the start; the other's exists, a third does not."""
+    assert torch.cuda.device_count() == WORLD
+    torch.ones(1).cuda(1 - RANK)
+    with torch.cuda.device(1 - RANK):
+        assert torch.cuda.current_device() == 1 - RANK
+    assert torch.cuda.current_device() == RANK
+    with pytest.raises(
+        RuntimeError, match="invalid device ordinal\ncuda:2 was asked for; this run has cuda:0 to cuda:1"
+    ):
+        torch.ones(1).cuda(2)
+    with pytest.raises(RuntimeError, match="invalid device ordinal"):
+        dist.barrier(device_ids=[2])
+
+
+def groups_of_every_form():
+    """New groups take NCCL in every form; groups can be split."""
+    for backend in ("nccl", "cpu:gloo,cuda:nccl", "cuda:nccl", None, dist.Backend.NCCL):
+        group = dist.new_group([0, 1], backend=backend)
+        x = torch.ones(1, device="cuda")
+        dist.all_reduce(x, group=group)
+        assert x.item() == WORLD
+        dist.destroy_process_group(group)
+    half = dist.split_group(split_ranks=[[0], [1]])
+    assert dist.get_world_size(half) == 1
+    assert dist.get_process_group_ranks(half) == [RANK]
+
+
+def collectives_of_nccl_programs_work():
+    """What programs for NCCL call, with the dtypes and reductions they use."""
+    ours = torch.arange(4.0, device="cuda") + RANK
+    for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.uint8):
+        x = torch.ones(3, device="cuda", dtype=dtype)
+        dist.all_reduce(x)
+        assert x.tolist() == [2] * 3
+        many = [torch.empty_like(x) for _ in range(WORLD)]
+        dist.all_gather(many, x)
+        dist.broadcast(x, 0)
+    flag = torch.tensor([RANK == 0], device="cuda")
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+    assert flag.item() is True
+    mean = ours.clone()
+    dist.all_reduce(mean, op=dist.ReduceOp.AVG)
+    assert mean.tolist() == [0.5, 1.5, 2.5, 3.5]
+    whole = torch.empty(8, device="cuda")
+    dist.all_gather_into_tensor(whole, ours)
+    assert whole.tolist() == [0, 1, 2, 3, 1, 2, 3, 4]
+    part = torch.empty(4, device="cuda")
+    for op, expected in ((dist.ReduceOp.SUM, 2.0), (dist.ReduceOp.AVG, 1.0)):
+        dist.reduce_scatter_tensor(part, whole, op=op)
+        assert torch.equal(part, whole[RANK * 4 : RANK * 4 + 4] * expected)
+    dist.reduce_scatter(part, list(whole.chunk(2)), op=dist.ReduceOp.AVG)
+    dist.reduce(mean, 0, op=dist.ReduceOp.AVG)
+    swapped = torch.empty(4, device="cuda")
+    dist.all_to_all_single(swapped, ours)
+    assert swapped.tolist() == ([0, 1, 1, 2] if RANK == 0 else [2, 3, 3, 4])
+    pieces = [torch.empty(2) for _ in range(2)]
+    dist.all_to_all(pieces, list(ours.chunk(2)))
+    objects = [None] * WORLD
+    dist.all_gather_object(objects, {"rank": RANK})
+    assert objects == [{"rank": 0}, {"rank": 1}]
+    if RANK == 0:
+        dist.send(ours, 1)
+    else:
+        dist.recv(part, 0)
+        assert part.tolist() == [0, 1, 2, 3]
+    ops = [dist.P2POp(dist.isend, ours, 1 - RANK), dist.P2POp(dist.irecv, part, 1 - RANK)]
+    for work in dist.batch_isend_irecv(ops):
+        work.wait()
+    assert part.tolist() == [1 - RANK + i for i in range(4)]
+    dist.all_reduce(ours, async_op=True).wait()
+
+
+def gradients_flow_through_collectives():
+    """torch.distributed.nn differentiates through all_reduce and all_gather."""
+    import torch.distributed.nn.functional as dnn
+
+    x = torch.ones(2, device="cuda", requires_grad=True)
+    dnn.all_reduce(x * (RANK + 1)).sum().backward()
+    assert x.grad.tolist() == [2.0 * (RANK + 1)] * 2
+    y = torch.ones(2, requires_grad=True)
+    sum(part.sum() for part in dnn.all_gather(y)).backward()
+    assert y.grad is not None
+
+
+def _net(norm=nn.BatchNorm2d):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 4, 3), norm(4), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 2))
+
+
+def ddp_takes_device_ids():
+    """DDP with device_ids and output_device trains; several device_ids are refused as torch refuses them."""
+    net = _net().cuda(RANK)
+    ddp = DDP(net, device_ids=[RANK], output_device=RANK, find_unused_parameters=True)
+    with torch.autocast("cuda"):
+        loss = ddp(torch.randn(2, 3, 8, 8, device="cuda")).sum()
+    loss.backward()
+    gradients = [torch.zeros_like(net[0].weight.grad) for _ in range(WORLD)]
+    dist.all_gather(gradients, net[0].weight.grad)
+    assert torch.equal(*gradients)
+    assert DDP(_net().cuda(), device_ids=[torch.device("cuda", RANK)]).module is not None
+    with pytest.raises(ValueError, match="single element"):
+        DDP(_net(), device_ids=[0, 1])
+    with pytest.raises(RuntimeError, match="invalid device ordinal"):
+        DDP(_net(), device_ids=[5])
+
+
+def sync_batch_norm_is_batch_norm_over_all_ranks():
+    """SyncBatchNorm's output, gradients and running statistics are those of batch norm on the whole batch."""
+    for sizes in ([4, 4], [5, 2], [6, 0]):
+        torch.manual_seed(1)
+        whole = torch.randn(sum(sizes), 3, 4, 4, dtype=torch.float64)
+        plain, synced = (
+            nn.BatchNorm2d(3).double(),
+            nn.SyncBatchNorm.convert_sync_batchnorm(nn.BatchNorm2d(3).double()),
+        )
+        with torch.no_grad():
+            for norm in (plain, synced):
+                norm.weight.copy_(torch.tensor([0.5, 2.0, -1.0]))
+                norm.bias.copy_(torch.tensor([0.1, 0.0, -0.3]))
+        mine = whole.split(sizes)[RANK].clone().cuda().requires_grad_()
+        reference = whole.clone().requires_grad_()
+        plain(reference).pow(3).sum().backward()
+        out = synced.cuda()(mine)
+        out.pow(3).sum().backward()
+        assert torch.allclose(out, _normalised(plain, whole, sizes), atol=1e-9)
+        if sizes[RANK]:
+            assert torch.allclose(mine.grad, reference.grad.split(sizes)[RANK], atol=1e-9)
+        for ours, theirs in ((synced.weight, plain.weight), (synced.bias, plain.bias)):
+            gradient = (
+                torch.zeros_like(ours) if ours.grad is None else ours.grad
+            )  # a rank without samples has none
+            dist.all_reduce(gradient)
+            assert torch.allclose(gradient, theirs.grad, atol=1e-9)
+        assert torch.allclose(synced.running_mean, plain.running_mean)
+        assert torch.allclose(synced.running_var, plain.running_var)
+        assert synced.num_batches_tracked == 1
+
+
+def _normalised(norm, whole, sizes):
+    return F.batch_norm(whole, None, None, norm.weight, norm.bias, True).split(sizes)[RANK].detach()
+
+
+def sync_batch_norm_trains_in_ddp():
+    """A converted model trains in DDP, also under autocast; without a group's help in eval."""
+    net = nn.SyncBatchNorm.convert_sync_batchnorm(_net()).cuda()
+    ddp = DDP(net, device_ids=[RANK])
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        with torch.autocast("cuda", dtype=dtype, enabled=dtype is not torch.float32):
+            loss = ddp(torch.randn(2, 3, 8, 8, device="cuda")).float().sum()
+        loss.backward()
+    ddp.eval()
+    ddp(torch.randn(1, 3, 8, 8))
+
+
+def zero_shards_the_optimizer():
+    """ZeroRedundancyOptimizer steps on every rank."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    ddp = DDP(_net().cuda(), device_ids=[RANK])
+    optimizer = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, lr=0.1)
+    before = ddp.module[0].weight.detach().clone()
+    ddp(torch.randn(2, 3, 8, 8, device="cuda")).sum().backward()
+    optimizer.step()
+    optimizer.consolidate_state_dict(to=0)
+    assert not torch.equal(before, ddp.module[0].weight)
+
+
+def fsdp1_shards():
+    """FSDP1 trains with device_id in every form, mixed precision and a full state dict at the end."""
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+    from torch.distributed.fsdp import MixedPrecision, ShardingStrategy, StateDictType
+    from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
+
+    policy = functools.partial(size_based_auto_wrap_policy, min_num_params=50)
+    half = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    for keywords in (
+        {"device_id": torch.cuda.current_device()},
+        {"device_id": torch.device("cuda", RANK), "auto_wrap_policy": policy},
+        {"use_orig_params": True, "mixed_precision": half},
+        {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP},
+    ):
+        net = FSDP(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1)).cuda(), **keywords)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+        net(torch.ones(2, 8, device="cuda")).sum().backward()
+        net.clip_grad_norm_(1.0)
+        optimizer.step()
+        with FSDP.state_dict_type(net, StateDictType.FULL_STATE_DICT):
+            assert net.state_dict()["0.weight"].shape == (8, 8)
+
+
+def fsdp2_shards_and_saves():
+    """fully_shard trains on its default mesh; its sharded state is saved and loaded by every rank."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1)).cuda()
+    alone = copy.deepcopy(net)
+    for layer in net:
+        fully_shard(layer)
+    fully_shard(net)
+    for model in (net, alone):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        for _ in range(3):
+            model(torch.ones(2, 8, device="cuda")).sum().backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert torch.allclose(net[0].weight.full_tensor(), alone[0].weight, atol=1e-6)
+    folder = [tempfile.mkdtemp() if RANK == 0 else None]
+    dist.broadcast_object_list(folder, 0)
+    state = get_model_state_dict(net)
+    dcp.save({"model": state}, checkpoint_id=folder[0])
+    with torch.no_grad():
+        net[0].weight.zero_()
+    dcp.load({"model": state}, checkpoint_id=folder[0])
+    set_model_state_dict(net, state)
+    assert torch.allclose(net[0].weight.full_tensor(), alone[0].weight, atol=1e-6)
+    half = nn.Linear(8, 8, device="cuda")
+    fully_shard(half, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
+    half(torch.ones(2, 8, device="cuda")).float().sum().backward()
+
+
+def meshes_and_dtensors():
+    """Meshes of CUDA devices are meshes of CPUs; DTensors and tensor parallelism work on them."""
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cuda", (WORLD,), mesh_dim_names=("dp",))
+    assert mesh.device_type == "cpu"
+    assert DeviceMesh("cuda", [0, 1]).size() == 2
+    torch.manual_seed(0)
+    whole = torch.randn(4, 4, device="cuda")
+    spread = distribute_tensor(whole, mesh, [Shard(0)])
+    assert torch.equal(spread.redistribute(placements=[Replicate()]).to_local(), whole)
+    assert torch.allclose((spread @ spread.T).full_tensor(), whole @ whole.T, atol=1e-6)
+    net = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4)).cuda()
+    x = torch.ones(2, 4, device="cuda")
+    expected = net(x)
+    parallelize_module(net, mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    assert torch.allclose(net(x), expected, atol=1e-6)
+    assert init_device_mesh("cuda", (2, 1), mesh_dim_names=("a", "b"))["a"].size() == 2
+
+
+def checkpoints_are_loaded_by_all_ranks():
+    """The tutorial's form: rank 0 saves, all ranks load with map_location={"cuda:0": "cuda:RANK"}."""
+    path = [str(Path(tempfile.mkdtemp()) / "ckpt.pt") if RANK == 0 else None]
+    dist.broadcast_object_list(path, 0)
+    net = DDP(_net().cuda(RANK), device_ids=[RANK])
+    if RANK == 0:
+        torch.save(net.state_dict(), path[0])
+    dist.barrier()
+    state = torch.load(path[0], map_location={"cuda:0": f"cuda:{RANK}"}, weights_only=True)
+    net.load_state_dict(state)
+    dist.barrier()
+
+
+def data_parallel_in_one_process():
+    """nn.DataParallel over both devices slices, gathers and adds up gradients as on GPUs."""
+    net = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 1)).cuda()
+    alone = copy.deepcopy(net)
+    parallel = nn.DataParallel(net)
+    assert parallel.device_ids == [0, 1]
+    x = torch.randn(5, 3, device="cuda")
+    y = parallel(x)
+    assert torch.allclose(y, alone(x))
+    y.sum().backward()
+    alone(x).sum().backward()
+    assert torch.allclose(net[0].weight.grad, alone[0].weight.grad, atol=1e-6)
+    seen = []
+
+    class Sees(nn.Module):
+        def forward(self, batch):
+            seen.append(len(batch))
+            return batch
+
+    nn.DataParallel(Sees())(x)
+    assert sorted(seen) == [2, 3]
+    replicas = nn.parallel.replicate(net, [0, 1])
+    inputs = nn.parallel.scatter(x, [0, 1])
+    assert torch.allclose(nn.parallel.gather(nn.parallel.parallel_apply(replicas, inputs), 0), alone(x))
+
+
+def groups_can_be_made_again():
+    """A group may be destroyed and made again, with the backend torch would choose itself."""
+    folder = [tempfile.mkdtemp() if RANK == 0 else None]
+    dist.broadcast_object_list(folder, 0)
+    for number, (backend, keywords) in enumerate(
+        [
+            ("nccl", {}),
+            ("cpu:gloo,cuda:nccl", {}),
+            (None, {}),
+            (None, {"device_id": torch.device("cuda", RANK)}),
+            ("NCCL", {"pg_options": dist.ProcessGroupNCCL.Options()}),
+        ]
+    ):
+        dist.destroy_process_group()
+        dist.init_process_group(
+            backend, init_method=f"file://{folder[0]}/{number}", rank=RANK, world_size=WORLD, **keywords
+        )
+        x = torch.ones(1, device="cuda")
+        dist.all_reduce(x)
+        assert x.item() == WORLD

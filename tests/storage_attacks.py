@@ -1,0 +1,823 @@
+"""Every way we know to write a project from a rank that may not: the table, and the process that runs it.
+
+``python tests/storage_attacks.py MECHANISM MODE UID`` forks one process per attack, each on a project of its
+own, raises the wall in it, attacks, and prints one JSON object: attack -> [outcome, what changed in the project].
+"""
+
+# The point is to make each of these calls.
+# ruff: noqa: PTH101, PTH103, PTH104, PTH105, PTH106, PTH108, PTH110, PTH115, PTH123, PTH208, PTH211, SIM115
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import functools
+import json
+import mmap
+import multiprocessing
+import os
+import shutil
+import signal
+import sqlite3
+import stat
+import struct
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import h5py
+import numpy as np
+import torch
+import torch.utils.data
+
+from taas import rank_storage
+from taas.errors import StorageDenied
+
+libc = ctypes.CDLL(None, use_errno=True)
+DENIED = {errno.EROFS, errno.EACCES, errno.EPERM, errno.EXDEV, errno.EBADF, errno.EBUSY, errno.EINVAL}
+
+
+@dataclass
+class Scene:
+    """One project, and what the process holds from before the wall."""
+
+    base: Path
+    project: Path
+    outside: Path
+    file_fd: int = -1
+    read_fd: int = -1
+    dir_fd: int = -1
+
+
+@dataclass(frozen=True)
+class Attack:
+    """One way to write.
+
+    Attributes:
+        run: the attempt; returns when it was diverted, raises when it was denied.
+        discard: what becomes of it under ``--rank-writes discard``; under ``deny`` every attack is denied.
+        passes: the mechanisms it gets past, as their documented limits say.
+        kernel: needs a wall of the kernel: it attacks the wall itself, or would harm this machine without.
+    """
+
+    name: str
+    run: Callable[[Scene], None]
+    discard: str = "diverted"
+    passes: frozenset[str] = field(default_factory=frozenset)
+    kernel: bool = False
+
+
+ATTACKS: list[Attack] = []
+
+
+def attack(discard="diverted", passes=(), kernel=False):
+    def register(function):
+        ATTACKS.append(Attack(function.__name__, function, discard, frozenset(passes), kernel))
+        return function
+
+    return register
+
+
+def denied_by(code):
+    raise OSError(code, os.strerror(code))
+
+
+def check(result):
+    if result < 0:
+        denied_by(ctypes.get_errno())
+    return result
+
+
+def shell(scene, command):
+    done = subprocess.run(["/bin/sh", "-c", command], cwd=scene.project, capture_output=True, text=True)
+    if done.returncode:
+        raise OSError(errno.EROFS, done.stderr)
+
+
+# opening --------------------------------------------------------------------------------------------
+
+
+@attack()
+def open_for_writing(s):
+    with open(s.project / "file", "w") as f:
+        f.write("new")
+    assert open(s.project / "file").read() == "new"
+
+
+@attack()
+def open_for_appending(s):
+    with open(s.project / "file", "a") as f:
+        f.write("+")
+    assert open(s.project / "file").read() == "content+"
+
+
+@attack()
+def open_for_update(s):
+    with open(s.project / "file", "r+") as f:
+        f.write("C")
+    assert open(s.project / "file").read() == "Content"
+
+
+@attack()
+def open_exclusively(s):
+    open(s.project / "made", "x").close()
+    assert (s.project / "made").exists()
+
+
+@attack()
+def open_truncating(s):
+    os.close(os.open(s.project / "file", os.O_WRONLY | os.O_TRUNC))
+    assert (s.project / "file").stat().st_size == 0
+
+
+@attack()
+def open_creating(s):
+    os.close(os.open(s.project / "made", os.O_WRONLY | os.O_CREAT, 0o600))
+    assert "made" in os.listdir(s.project)
+
+
+@attack()
+def open_without_a_name(s):
+    fd = os.open(s.project, os.O_TMPFILE | os.O_RDWR, 0o600)
+    os.write(fd, b"x")
+
+
+@attack()
+def path_write_text(s):
+    (s.project / "file").write_text("new")
+    assert (s.project / "file").read_text() == "new"
+
+
+@attack()
+def path_touch(s):
+    (s.project / "file").touch()
+    (s.project / "made").touch()
+
+
+@attack()
+def relative_after_chdir(s):
+    os.chdir(s.project)
+    Path("made").write_text("x")
+    assert os.path.exists("made")
+
+
+@attack()
+def dotdot_route(s):
+    open(f"{s.outside}/../project/directory/../file", "w").close()
+
+
+@attack()
+def link_route(s):
+    os.symlink(s.project, s.outside / "way")
+    open(s.outside / "way" / "file", "w").close()
+
+
+@attack()
+def link_to_file_route(s):
+    os.symlink(s.project / "file", s.outside / "way")
+    open(s.outside / "way", "a").close()
+    os.truncate(s.outside / "way", 0)
+
+
+@attack()
+def proc_cwd_route(s):
+    os.chdir(s.project)
+    open("/proc/self/cwd/file", "w").close()
+
+
+@attack()
+def proc_root_route(s):
+    open(f"/proc/self/root{s.project}/file", "w").close()
+
+
+@attack()
+def proc_fd_route(s):
+    open(f"/proc/self/fd/{s.read_fd}", "w").close()
+
+
+@attack()
+def proc_dirfd_route(s):
+    open(f"/proc/self/fd/{s.dir_fd}/file", "w").close()
+
+
+# names ----------------------------------------------------------------------------------------------
+
+
+@attack()
+def make_directory(s):
+    os.makedirs(s.project / "a" / "b")
+    assert (s.project / "a" / "b").is_dir()
+
+
+@attack()
+def remove_directory(s):
+    os.rmdir(s.project / "empty")
+    assert not (s.project / "empty").exists()
+
+
+@attack()
+def remove_file(s):
+    os.unlink(s.project / "file")
+    assert "file" not in os.listdir(s.project)
+
+
+@attack()
+def rename_within(s):
+    os.rename(s.project / "file", s.project / "other")
+    assert (s.project / "other").read_text() == "content"
+    assert not (s.project / "file").exists()
+
+
+@attack()
+def rename_over(s):
+    os.replace(s.project / "file", s.project / "directory" / "inner")
+    assert (s.project / "directory" / "inner").read_text() == "content"
+
+
+@attack()
+def rename_out(s):
+    os.rename(s.project / "file", s.outside / "taken")
+    assert (s.outside / "taken").read_text() == "content"
+
+
+@attack()
+def rename_in(s):
+    (s.outside / "new").write_text("new")
+    os.rename(s.outside / "new", s.project / "file")
+    assert (s.project / "file").read_text() == "new"
+
+
+@attack()
+def rename_a_directory(s):
+    os.rename(s.project / "directory", s.project / "moved")
+    assert (s.project / "moved" / "inner").read_text() == "inner"
+
+
+@attack(discard="denied")
+def rename_the_project(s):
+    os.rename(s.project, s.outside / "taken")
+
+
+@attack()
+def hard_link(s):
+    os.link(s.project / "file", s.project / "second")
+    (s.project / "second").write_text("new")
+    assert (s.project / "file").read_text() == "content"
+
+
+@attack()
+def hard_link_out_and_write(s):
+    os.link(s.project / "file", s.outside / "second")
+    (s.outside / "second").write_text("new")
+
+
+@attack()
+def soft_link(s):
+    os.symlink("file", s.project / "latest")
+    assert (s.project / "latest").read_text() == "content"
+    assert os.readlink(s.project / "latest") == "file"
+
+
+@attack()
+def make_fifo(s):
+    os.mkfifo(s.project / "fifo")
+
+
+@attack()
+def make_node(s):
+    os.mknod(s.project / "node", stat.S_IFREG | 0o600)
+
+
+# content and metadata -------------------------------------------------------------------------------
+
+
+@attack()
+def truncate(s):
+    os.truncate(s.project / "file", 3)
+    assert (s.project / "file").read_text() == "con"
+
+
+@attack()
+def truncate_by_descriptor(s):
+    fd = os.open(s.project / "file", os.O_RDWR)
+    os.ftruncate(fd, 1)
+
+
+@attack()
+def allocate(s):
+    fd = os.open(s.project / "file", os.O_RDWR)
+    os.posix_fallocate(fd, 0, 1 << 16)
+
+
+@attack()
+def change_mode(s):
+    os.chmod(s.project / "file", 0o600)
+
+
+@attack(discard="denied", passes={"landlock"})
+def change_mode_by_descriptor(s):
+    os.fchmod(s.read_fd, 0o600)
+
+
+@attack()
+def change_owner(s):
+    os.chown(s.project / "file", os.getuid(), os.getgid())
+
+
+@attack()
+def change_times(s):
+    os.utime(s.project / "file", (1, 1))
+
+
+@attack()
+def set_attribute(s):
+    os.setxattr(s.project / "file", "user.taas", b"x")
+
+
+@attack()
+def remove_attribute(s):
+    os.removexattr(s.project / "directory" / "inner", "user.mine")
+
+
+@attack()
+def send_file(s):
+    source = os.open(s.project / "directory" / "inner", os.O_RDONLY)
+    target = os.open(s.project / "file", os.O_WRONLY)
+    os.sendfile(target, source, 0, 5)
+
+
+# from before the wall -------------------------------------------------------------------------------
+
+
+@attack(discard="denied")
+def write_to_old_descriptor(s):
+    os.write(s.file_fd, b"x")
+
+
+@attack(discard="denied")
+def map_old_descriptor(s):
+    with mmap.mmap(s.file_fd, 7) as mapped:
+        mapped[:1] = b"X"
+
+
+@attack()
+def create_at_old_dirfd(s):
+    os.close(os.open("made", os.O_WRONLY | os.O_CREAT, 0o600, dir_fd=s.dir_fd))
+
+
+@attack()
+def remove_at_old_dirfd(s):
+    os.unlink("file", dir_fd=s.dir_fd)
+
+
+@attack(discard="denied", passes={"audit"})
+def create_at_old_dirfd_in_c(s):
+    check(libc.openat(s.dir_fd, b"made", os.O_WRONLY | os.O_CREAT, 0o600))
+
+
+@attack()
+def create_in_old_working_directory(s):
+    Path("made").write_text("x")
+
+
+@attack(discard="denied", passes={"audit"})
+def create_in_old_working_directory_in_c(s):
+    check(libc.open(b"made", os.O_WRONLY | os.O_CREAT, 0o600))
+
+
+# libraries ------------------------------------------------------------------------------------------
+
+
+@attack()
+def copy_a_tree(s):
+    shutil.copytree(s.project / "directory", s.project / "copy")
+    assert (s.project / "copy" / "inner").read_text() == "inner"
+
+
+@attack()
+def remove_a_tree(s):
+    shutil.rmtree(s.project / "directory")
+    assert not (s.project / "directory").exists()
+
+
+@attack()
+def move_a_tree_out(s):
+    shutil.move(s.project / "directory", s.outside / "taken")
+    assert (s.outside / "taken" / "inner").read_text() == "inner"
+    assert not (s.project / "directory").exists()
+
+
+@attack()
+def move_a_tree_in(s):
+    (s.outside / "tree").mkdir()
+    (s.outside / "tree" / "leaf").write_text("leaf")
+    shutil.move(s.outside / "tree", s.project / "tree")
+    assert (s.project / "tree" / "leaf").read_text() == "leaf"
+
+
+@attack()
+def temporary_file(s):
+    with tempfile.NamedTemporaryFile(dir=s.project) as f:
+        f.write(b"x")
+        assert os.path.exists(f.name)
+    assert not os.path.exists(f.name)
+
+
+@attack()
+def temporary_directory(s):
+    with tempfile.TemporaryDirectory(dir=s.project) as name:
+        Path(name, "leaf").write_text("x")
+
+
+@attack()
+def numpy_save(s):
+    np.save(s.project / "array.npy", np.arange(4))
+    assert np.load(s.project / "array.npy").sum() == 6
+
+
+@attack()
+def numpy_savez(s):
+    np.savez(s.project / "arrays.npz", a=np.arange(4))
+    assert np.load(s.project / "arrays.npz")["a"].sum() == 6
+
+
+@attack()
+def numpy_tofile(s):
+    np.arange(4).tofile(s.project / "raw")
+
+
+@attack()
+def numpy_memmap_existing(s):
+    mapped = np.memmap(s.project / "file", mode="r+", dtype=np.uint8)
+    mapped[0] = 0
+    mapped.flush()
+    assert np.fromfile(s.project / "file", dtype=np.uint8)[0] == 0
+
+
+@attack()
+def numpy_memmap_new(s):
+    np.memmap(s.project / "made", mode="w+", dtype=np.uint8, shape=(9,))[:] = 1
+
+
+@attack()
+def torch_save(s):
+    torch.save({"w": torch.ones(3)}, s.project / "model.pt")
+    assert torch.load(s.project / "model.pt")["w"].sum() == 3
+    assert torch.load(s.project / "model.pt", mmap=True)["w"].sum() == 3
+
+
+@attack()
+def torch_save_legacy(s):
+    torch.save(torch.ones(3), s.project / "file", _use_new_zipfile_serialization=False)
+
+
+class Double(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + x
+
+
+@functools.cache
+def scripted():
+    return torch.jit.script(Double())
+
+
+@attack()
+def torch_jit_save(s):
+    torch.jit.save(scripted(), s.project / "model.ts")
+
+
+@attack()
+def torch_shared_file(s):
+    torch.from_file(str(s.project / "file"), shared=True, size=7, dtype=torch.uint8)[0] = 0
+
+
+@attack(discard="denied", passes={"audit"})
+def hdf5(s):
+    with h5py.File(s.project / "data.h5", "w") as f:
+        f["a"] = [1, 2]
+
+
+@attack(discard="denied")
+def sqlite_insert(s):
+    with sqlite3.connect(s.project / "data.db") as db:
+        db.execute("insert into t values (2)")
+
+
+@attack(discard="denied")
+def sqlite_create(s):
+    with sqlite3.connect(s.project / "made.db") as db:
+        db.execute("create table t (a)")
+
+
+# other processes ------------------------------------------------------------------------------------
+
+
+@attack(discard="denied", passes={"audit"})
+def shell_redirect(s):
+    shell(s, "echo x >file")
+
+
+@attack(discard="denied", passes={"audit"})
+def shell_create(s):
+    shell(s, f"echo x >{s.project}/made")
+
+
+@attack(discard="denied", passes={"audit"})
+def shell_remove(s):
+    shell(s, "rm -rf file directory")
+
+
+@attack(discard="denied", passes={"audit"})
+def shell_rename(s):
+    shell(s, "mv file other")
+
+
+@attack(discard="denied", passes={"audit", "landlock"})
+def shell_change_mode(s):
+    shell(s, "chmod 600 file")
+
+
+@attack(discard="denied", passes={"audit", "landlock"})
+def shell_change_times(s):
+    shell(s, "touch -m -d 2001-01-01 file")
+
+
+@attack(discard="denied", passes={"audit"})
+def shell_hard_link_out(s):
+    shell(s, f"ln file {s.outside}/second && echo x >{s.outside}/second")
+
+
+@attack(discard="denied", passes={"audit"})
+def os_system(s):
+    if os.system(f"dd if=/dev/zero of={s.project}/file count=1 2>/dev/null"):
+        denied_by(errno.EROFS)
+
+
+class Writer(torch.utils.data.Dataset):
+    def __init__(self, folder):
+        self.folder = folder
+
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        (self.folder / f"cache{index}").write_text("x")
+        return index
+
+
+@attack()
+def dataloader_worker(s):
+    loader = torch.utils.data.DataLoader(
+        Writer(s.project), num_workers=1, multiprocessing_context="fork", batch_size=None
+    )
+    assert list(loader) == [0, 1]
+    assert (s.project / "cache1").read_text() == "x", "the rank sees what its worker diverted"
+
+
+@attack(discard="denied", passes={"audit"})
+def forked_child_in_c(s):
+    def write():
+        sys.exit(libc.creat(os.fsencode(s.project / "file"), 0o600) < 0)
+
+    child = multiprocessing.get_context("fork").Process(target=write)
+    child.start()
+    child.join()
+    if child.exitcode:
+        denied_by(errno.EROFS)
+
+
+# C code ---------------------------------------------------------------------------------------------
+
+
+@attack(discard="denied", passes={"audit"})
+def c_creat(s):
+    check(libc.creat(os.fsencode(s.project / "file"), 0o600))
+
+
+@attack(discard="denied", passes={"audit"})
+def c_rename_exchange(s):
+    at = -100
+    one, other = os.fsencode(s.project / "file"), os.fsencode(s.project / "directory" / "inner")
+    check(libc.renameat2(at, one, at, other, 2))
+
+
+@attack(discard="denied", passes={"audit"})
+def c_unlink(s):
+    check(libc.unlink(os.fsencode(s.project / "file")))
+
+
+@attack(discard="denied", passes={"audit"})
+def c_link_out(s):
+    second = os.fsencode(s.outside / "second")
+    check(libc.link(os.fsencode(s.project / "file"), second))
+
+
+@attack(discard="denied", passes={"audit", "landlock"})
+def c_chmod(s):
+    check(libc.chmod(os.fsencode(s.project / "file"), 0o600))
+
+
+@attack(discard="denied", passes={"audit"})
+def c_io_uring(s):
+    check(uring_open(os.fsencode(s.project / "made"), os.O_WRONLY | os.O_CREAT))
+
+
+def uring_open(path, flags):
+    """openat(2) as an io_uring request (io_uring(7)); returns its result with errno set."""
+    params = ctypes.create_string_buffer(120)
+    ring = libc.syscall(425, 1, params)
+    if ring < 0:
+        denied_by(errno.EPERM)  # the kernel offers no io_uring here: nothing to get round
+    words = struct.unpack("30I", params)
+    sq, cq = words[10:17], words[20:26]
+    shared = mmap.mmap(ring, max(sq[6] + words[0] * 4, cq[5] + words[1] * 16), offset=0)
+    entries = mmap.mmap(ring, words[0] * 64, offset=0x10000000)
+    name = ctypes.create_string_buffer(path)
+    entries[:64] = struct.pack(
+        "<BBHiQQIIQ", 18, 0, 0, -100, 0, ctypes.addressof(name), 0o600, flags, 0
+    ).ljust(64, b"\0")
+    shared[sq[6] : sq[6] + 4] = struct.pack("I", 0)
+    shared[sq[1] : sq[1] + 4] = struct.pack("I", 1)
+    check(libc.syscall(426, ring, 1, 1, 1, None, 0))
+    result = struct.unpack_from("<i", shared, cq[5] + 8)[0]
+    ctypes.set_errno(max(-result, 0))
+    return result
+
+
+# the wall itself ------------------------------------------------------------------------------------
+
+
+@attack(discard="denied", kernel=True)
+def remount_writable(s):
+    check(libc.mount(None, os.fsencode(s.project), None, ctypes.c_ulong(0x20 | 0x1000), None))
+    check(libc.creat(os.fsencode(s.project / "file"), 0o600))
+
+
+@attack(discard="denied", kernel=True)
+def unmount(s):
+    check(libc.umount2(os.fsencode(s.project), 2))
+    check(libc.creat(os.fsencode(s.project / "file"), 0o600))
+
+
+@attack(discard="denied", kernel=True)
+def bind_elsewhere(s):
+    check(libc.mount(os.fsencode(s.project), os.fsencode(s.outside), None, ctypes.c_ulong(0x1000), None))
+    check(libc.creat(os.fsencode(s.outside / "file"), 0o600))
+
+
+@attack(discard="denied", kernel=True)
+def new_user_namespace_and_remount(s):
+    libc.unshare(0x10000000 | 0x20000)
+    libc.mount(None, os.fsencode(s.project), None, ctypes.c_ulong(0x20 | 0x1000), None)
+    libc.umount2(os.fsencode(s.project), 2)
+    check(libc.creat(os.fsencode(s.project / "file"), 0o600))
+
+
+@attack(discard="denied", kernel=True)
+def enter_parent_namespace(s):
+    fd = check(libc.open(f"/proc/{os.getppid()}/ns/mnt".encode(), os.O_RDONLY))
+    check(libc.setns(fd, 0))
+    check(libc.creat(os.fsencode(s.project / "file"), 0o600))
+
+
+@attack(discard="denied", kernel=True)
+def parent_root_route_in_c(s):
+    check(libc.creat(os.fsencode(f"/proc/{os.getppid()}/root{s.project}/file"), 0o600))
+
+
+@attack(discard="denied", kernel=True)
+def open_by_handle(s):
+    handle = ctypes.create_string_buffer(8 + 128)
+    struct.pack_into("I", handle, 0, 128)
+    mount_id = ctypes.c_int()
+    check(libc.name_to_handle_at(-100, os.fsencode(s.project / "file"), handle, ctypes.byref(mount_id), 0))
+    outside = check(libc.open(os.fsencode(s.outside), os.O_RDONLY))
+    fd = check(libc.open_by_handle_at(outside, handle, os.O_WRONLY))
+    check(libc.write(fd, b"x", 1))
+
+
+# running it -----------------------------------------------------------------------------------------
+
+
+def make_scene(uid):
+    base = Path(tempfile.mkdtemp(prefix="taas-attack-", dir="/tmp"))  # any user reaches it
+    base.chmod(0o755)
+    project = base / "project"
+    (project / "directory").mkdir(parents=True)
+    (project / "empty").mkdir()
+    (project / "file").write_text("content")
+    (project / "directory" / "inner").write_text("inner")
+    os.setxattr(project / "directory" / "inner", "user.mine", b"1")
+    with sqlite3.connect(project / "data.db") as db:
+        db.execute("create table t (a)")
+    db.close()
+    (base / "outside").mkdir()
+    (base / "scratch").mkdir()
+    if uid != os.getuid():
+        for path in [base, *base.rglob("*")]:
+            os.chown(path, uid, uid, follow_symlinks=False)
+    return Scene(base, project, base / "outside")
+
+
+def snapshot(root):
+    """Bytes and metadata of a tree; reading changes none of it."""
+    found = {}
+    for path in [root, *sorted(root.rglob("*"))]:
+        status = path.lstat()
+        content = path.read_bytes() if stat.S_ISREG(status.st_mode) else b""
+        attributes = {name: os.getxattr(path, name) for name in os.listxattr(path)}
+        fields = (
+            "st_mode",
+            "st_uid",
+            "st_gid",
+            "st_size",
+            "st_ino",
+            "st_nlink",
+            "st_mtime_ns",
+            "st_ctime_ns",
+        )
+        found[str(path.relative_to(root))] = (
+            content,
+            attributes,
+            *(getattr(status, name) for name in fields),
+        )
+    return found
+
+
+def attempt(chosen, scene, mechanism, mode, uid):
+    """In the forked process: become the user, hold the project open, raise the wall, attack."""
+    if uid != os.getuid():
+        os.setgroups([])
+        os.setgid(uid)
+        os.setuid(uid)
+        libc.prctl(4, 1, 0, 0, 0)  # dumpable, as any process of an ordinary user
+    os.chdir(scene.project)
+    scene.file_fd = os.open("file", os.O_RDWR)
+    scene.read_fd = os.open("file", os.O_RDONLY)
+    scene.dir_fd = os.open(".", os.O_RDONLY)
+    policy = rank_storage.Policy(
+        project=str(scene.project), rank=1, mode=mode, scratch=str(scene.base / "scratch")
+    )
+    guard = rank_storage.guard(policy, (mechanism,))
+    try:
+        chosen.run(scene)
+    except StorageDenied:
+        return "denied"
+    except OSError as error:
+        if isinstance(error, FileNotFoundError) or (error.errno is not None and error.errno not in DENIED):
+            return traceback.format_exc()
+        return "denied"
+    except (sqlite3.OperationalError, RuntimeError, AssertionError) as error:
+        explained = guard.explain(error)
+        return "denied" if explained or "readonly" in str(error) else traceback.format_exc()
+    return "diverted"
+
+
+def run_one(chosen, mechanism, mode, uid):
+    scene = make_scene(uid)
+    before = snapshot(scene.project)
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(read)
+        os.setsid()
+        signal.alarm(30)
+        try:
+            outcome = attempt(chosen, scene, mechanism, mode, uid)
+        except BaseException:
+            outcome = traceback.format_exc()
+        os.write(write, outcome.encode()[:4000])
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read, "rb") as pipe:
+        outcome = pipe.read().decode()
+    _, status = os.waitpid(pid, 0)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)  # what it left when the alarm ended it
+    if not outcome:
+        outcome = f"ended with status {status}"
+    after = snapshot(scene.project) if scene.project.exists() else {}
+    changed = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
+    shutil.rmtree(scene.base)
+    return outcome, changed
+
+
+def main(mechanism, mode, uid):
+    torch.set_num_threads(1)
+    np.random.seed(0)  # imported lazily
+    # The user may not be able to read this Python's files: what these import is there before the fork.
+    for warm in (torch_save, torch_jit_save, numpy_savez, dataloader_worker):
+        scene = make_scene(os.getuid())
+        warm(scene)
+        shutil.rmtree(scene.base)
+    chosen = [one for one in ATTACKS if not (one.kernel and mechanism == "audit")]
+    print(json.dumps({one.name: run_one(one, mechanism, mode, int(uid)) for one in chosen}))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

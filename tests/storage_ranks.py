@@ -1,0 +1,79 @@
+"""Ranks for the storage tests: real processes behind real walls, forked from the test."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from taas import rank_storage
+from taas.rank_storage import Guard, Policy
+
+
+class Run:
+    """One run's folders: a project, the ranks' scratch, and where kept writes go."""
+
+    def __init__(self, base: Path) -> None:
+        self.base = base
+        self.project = base / "project"
+        self.scratch = base / "scratch"
+        self.kept = base / "kept"
+        self.project.mkdir()
+
+    def policy(self, rank: int, **options: Any) -> Policy:
+        scratch = rank_storage.scratch_of(self.scratch, rank)
+        scratch.mkdir(parents=True, exist_ok=True)
+        return Policy(
+            **{"project": str(self.project), "rank": rank, "vm": "vm-0", "scratch": str(scratch), **options}
+        )
+
+    def rank(
+        self, body: Callable[[Guard], Any], rank: int = 1, mechanism: str | None = None, **options: Any
+    ) -> Any:
+        """Run ``body`` in one rank and return what it returns; what it raises fails the test."""
+        policy = self.policy(rank, **options)
+        mechanisms = rank_storage.MECHANISMS if mechanism is None else (mechanism,)
+
+        def guarded() -> Any:
+            guard = rank_storage.guard(policy, mechanisms)
+            os.chdir(policy.project)
+            return body(guard)
+
+        return join(fork(guarded))
+
+
+def fork(body: Callable[[], Any]) -> tuple[int, int]:
+    """Start a process that runs ``body``; give what this returns to ``join``."""
+    read, write = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter(
+            "ignore", DeprecationWarning
+        )  # this process may have threads; the child execs nothing
+        pid = os.fork()
+    if pid == 0:
+        os.close(read)
+        signal.alarm(60)
+        try:
+            said = {"returned": body()}
+        except BaseException:
+            said = {"raised": traceback.format_exc()}
+        os.write(write, json.dumps(said).encode())
+        os._exit(0)
+    os.close(write)
+    return pid, read
+
+
+def join(started: tuple[int, int]) -> Any:
+    """What the process returned."""
+    pid, read = started
+    with os.fdopen(read, "rb") as pipe:
+        text = pipe.read()
+    _, status = os.waitpid(pid, 0)
+    said = json.loads(text) if text else {"raised": f"ended with status {status}"}
+    assert "raised" not in said, said["raised"]
+    return said["returned"]

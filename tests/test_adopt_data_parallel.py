@@ -1,0 +1,346 @@
+"""``nn.DataParallel`` over ranks has DataParallel's own meaning."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from adopt_programs import PROGRAMS, Inner, Reference, batch, mlp, two_layers
+from ranks_harness import launch, run_ranks, warm  # noqa: F401
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812  # its usual name
+from torch.utils.data import DataLoader, TensorDataset
+
+pytestmark = pytest.mark.usefixtures("warm")
+CLOSE = {"rtol": 1e-5, "atol": 1e-6}
+
+
+def _flat(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    return [tensor for part in value for tensor in _flat(part)]
+
+
+def _run_programs(names: list[str]) -> dict[str, Any]:
+    results = {}
+    for name in names:
+        try:
+            results[name] = [tensor.numpy() for tensor in _flat(PROGRAMS[name](nn.DataParallel))]
+        except Exception as error:  # the others may wait for this rank now: no program after it counts
+            raise RuntimeError(f"program {name}") from error
+    return results
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """The reference adds up in the order of a rank, which has one thread."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def everywhere(request, warm):  # noqa: F811
+    """The results of all programs, from each of the ranks."""
+    return run_ranks(_run_programs, request.param, list(PROGRAMS))
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_program_gives_what_data_parallel_gives(everywhere, name):
+    """Numbers as computed slice after slice in one process, and bitwise the same on every rank."""
+    results = [rank[name] for rank in everywhere]
+    expected = _flat(PROGRAMS[name](lambda module, dim=0: Reference(module, len(everywhere), dim)))
+    for mine, reference in zip(results[0], expected, strict=True):
+        torch.testing.assert_close(torch.from_numpy(mine), reference.detach(), **CLOSE)
+    for other in results[1:]:
+        for mine, theirs in zip(results[0], other, strict=True):
+            assert np.array_equal(mine, theirs)
+
+
+def _identity():
+    model = mlp()
+    wrapped = nn.DataParallel(model, device_ids=[0, 1], output_device=0)
+    restored = pickle.loads(pickle.dumps(nn.DataParallel(mlp())))
+    twin = copy.deepcopy(wrapped)
+    x = batch(4)[0]
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+    return (
+        isinstance(wrapped, nn.DataParallel) and type(wrapped) is nn.parallel.DataParallel,
+        wrapped.module is model,
+        sorted(wrapped.state_dict()) == sorted("module." + name for name in model.state_dict()),
+        all(a is b for a, b in zip(optimizer.param_groups[0]["params"], model.parameters(), strict=True)),
+        nn.DataParallel.__taas_unwrap__,
+        torch.equal(twin(x), wrapped(x)),
+        restored(x).shape == (4, 3),
+        wrapped.device_ids == [0, 1] and wrapped.dim == 0,
+    )
+
+
+def test_class_and_attributes_are_those_programs_expect():
+    """isinstance, ``module``, ``state_dict`` keys, deepcopy, pickle; parameters are the model's own objects."""
+    assert run_ranks(_identity, 2) == [(True,) * 8] * 2
+
+
+def _work():
+    rows, grads = [], []
+
+    def forward(m, x):
+        rows.append(len(x))
+        hidden = m.a(x)
+        hidden.register_hook(lambda grad: grads.append(len(grad)))
+        return m.b(hidden)
+
+    model = nn.DataParallel(two_layers(forward))
+    for count in (12, 7, 1):
+        model(batch(count)[0]).sum().backward()
+    return rows, grads
+
+
+def test_each_rank_computes_its_share_only():
+    """Forward and backward of a rank see its slice: a third of the batch, and nothing where none is left."""
+    assert run_ranks(_work, 3) == [([4, 3, 1], [4, 3, 1]), ([4, 3], [4, 3]), ([4, 1], [4, 1])]
+
+
+def _differs_at_the_wrap():
+    rank = int(os.environ["RANK"])
+    torch.manual_seed(rank)
+    random.seed(rank)
+    np.random.seed(rank)
+    model = mlp(nn.BatchNorm1d(16))
+    model[1].running_mean.add_(rank)
+    model = nn.DataParallel(model)
+    drawn = torch.rand(1).item(), random.random(), float(np.random.rand())
+    return drawn, [t.tolist() for t in model.state_dict().values()]
+
+
+def test_everything_is_rank_0s_at_the_wrap():
+    """Parameters, buffers and the random streams of torch, Python and NumPy."""
+    first, second = run_ranks(_differs_at_the_wrap, 2)
+    assert first == second
+
+
+def _shuffle_with_dropout():
+    torch.manual_seed(0)
+    model = nn.DataParallel(nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.5), nn.Linear(16, 3)))
+    masks = Inner(lambda m, x: F.dropout(torch.ones_like(x), 0.5), a=nn.Linear(1, 1))
+    loader = DataLoader(TensorDataset(*batch(10)), batch_size=3, shuffle=True)
+    losses = []
+    for _ in range(3):
+        for x, y in loader:
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            losses.append(loss.item())
+    mask = nn.DataParallel(masks)(torch.ones(2, 64))
+    return losses, torch.rand(1).item(), mask[0].tolist(), mask[1].tolist()
+
+
+def test_dropout_leaves_the_shuffling_stream_alone():
+    """Slices of different size draw differently; the batches stay the same, and replicas' masks differ."""
+    results = run_ranks(_shuffle_with_dropout, 2)
+    again = run_ranks(_shuffle_with_dropout, 2)
+    assert results[0] == results[1] == again[0]
+    assert results[0][2] != results[0][3]
+
+
+def _different_batches(late):
+    torch.manual_seed(0)
+    model, rank = nn.DataParallel(mlp()), int(os.environ["RANK"])
+    for step in range(4):
+        odd = rank == 2 and step == late
+        model(batch(6, 100 if odd else step)[0])
+
+
+@pytest.mark.parametrize("late", [0, 3])
+def test_ranks_with_different_batches_are_named(late):
+    """Every rank gets the error; it names the odd rank and both ways out."""
+    for outcome in run_ranks(_different_batches, 3, late, fails=True):
+        assert outcome.error == "RanksDisagree", outcome.trace
+        assert f"Rank(s) 2 and rank 0 drew different batches at forward pass {late + 1}" in outcome.text
+        assert "torch.manual_seed(0)" in outcome.text
+        assert "DistributedSampler" in outcome.text
+
+
+def _different_parameters():
+    model, rank = nn.DataParallel(mlp()), int(os.environ["RANK"])
+    with torch.no_grad():
+        model.module[2].bias.add_(rank)
+    for step in range(8):
+        model(batch(6, step)[0])
+
+
+def test_parameters_that_drift_apart_are_named():
+    """A parameter that one rank changed by itself is found within as many passes as there are parameters."""
+    for outcome in run_ranks(_different_parameters, 2, fails=True):
+        assert outcome.error == "RanksDisagree", outcome.trace
+        assert "'2.bias'" in outcome.text
+
+
+def _different_modes():
+    model = nn.DataParallel(mlp())
+    model.train(int(os.environ["RANK"]) == 0)
+    model(batch(6)[0])
+
+
+def test_ranks_at_different_places_are_told_so():
+    """One trains, one evaluates: their numbers would not fit together."""
+    for outcome in run_ranks(_different_modes, 2, fails=True):
+        assert outcome.error == "RanksDisagree", outcome.trace
+        assert "evaluating" in outcome.text
+
+
+def _one_replica_fails():
+    def forward(m, x):
+        if float(x[0, 0]) == 5.0:
+            raise ValueError("sample 5 is ill")
+        return m.a(x)
+
+    model, caught = nn.DataParallel(Inner(forward, a=nn.Linear(1, 1))), []
+    for start in (0.0, 3.0, 6.0):
+        try:
+            model(torch.arange(start, start + 4).reshape(4, 1))
+        except ValueError as error:
+            caught.append(str(error))
+    return caught
+
+
+def test_exception_in_one_replica_reaches_all_ranks():
+    """A program that skips such a batch does so on every rank, and goes on."""
+    first, second = run_ranks(_one_replica_fails, 2)
+    assert first == ["sample 5 is ill"] or second == ["sample 5 is ill"]
+    assert len(first) == len(second) == 1
+    assert all("sample 5 is ill" in text for text in first + second)
+
+
+class _Balanced(nn.DataParallel):
+    def scatter(self, inputs, kwargs, device_ids):
+        return super().scatter(inputs, kwargs, device_ids)
+
+
+def _subclass():
+    _Balanced(mlp())
+
+
+def _sparse():
+    nn.DataParallel(nn.Sequential(nn.Embedding(4, 2, sparse=True)))
+
+
+def _strange_output():
+    nn.DataParallel(Inner(lambda m, x: {"loss": 1.5}, a=nn.Linear(1, 1)))(torch.ones(4, 1))
+
+
+def _foreign_parameter():
+    weight = torch.ones(1, requires_grad=True)
+    nn.DataParallel(Inner(lambda m, x: x * weight))(torch.ones(4, 1))
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        (_subclass, "_Balanced changes scatter"),
+        (_sparse, "sparse=False"),
+        (_strange_output, "returned a float"),
+        (_foreign_parameter, "not its own"),
+    ],
+)
+def test_what_ranks_cannot_divide_is_refused_by_name(case, words):
+    """Before the first step, with what to do instead."""
+    for outcome in run_ranks(case, 2, fails=True):
+        assert outcome.error == "CannotAdopt", outcome.trace
+        assert words in outcome.text
+
+
+def _whole_on_one_device():
+    rows: list[int] = []
+    model = nn.DataParallel(
+        Inner(lambda m, x: rows.append(len(x)) or m.a(x), a=nn.Linear(6, 1)), device_ids=[0]
+    )
+    model(batch(int(os.environ["RANK"]) + 3)[0])
+    return rows
+
+
+def test_one_device_is_no_parallelism():
+    """``device_ids=[0]`` means the module itself, as natively; each rank has its own batch."""
+    assert run_ranks(_whole_on_one_device, 2) == [[3], [4]]
+
+
+def _function():
+    torch.manual_seed(2)
+    module = mlp()
+    out = nn.parallel.data_parallel(module, batch(7)[0], device_ids=[0, 1])
+    out.sum().backward()
+    return out.detach().numpy(), module[0].weight.grad.numpy()
+
+
+def test_functional_form_is_adopted():
+    """``nn.parallel.data_parallel`` divides as the class does."""
+    torch.manual_seed(2)
+    module = mlp()
+    out = module(batch(7)[0])
+    out.sum().backward()
+    for mine, grad in run_ranks(_function, 2):
+        torch.testing.assert_close(torch.from_numpy(mine), out.detach(), **CLOSE)
+        torch.testing.assert_close(torch.from_numpy(grad), module[0].weight.grad, **CLOSE)
+
+
+def _wrap_twice():
+    for _ in range(2):
+        nn.DataParallel(mlp())(batch(4)[0])
+    return torch.distributed.is_initialized()
+
+
+def test_user_is_told_once_that_there_is_a_faster_way():
+    """One line, on rank 0, and no process group is made for the program."""
+    first, second = launch(_wrap_twice, 2)
+    assert len(first.notices) == 1
+    assert "DistributedSampler" in first.notices[0]
+    assert "taas.register()" in first.notices[0]
+    assert (first.value, second.value, second.notices) == (False, False, [])
+
+
+def _where_from():
+    return nn.DataParallel.__init__.__module__, nn.DataParallel.forward.__module__
+
+
+def test_one_rank_keeps_the_native_class():
+    """A run of one rank sees all GPUs itself; DataParallel is torch's."""
+    assert run_ranks(_where_from, 1, rehearsed=False) == [("torch.nn.parallel.data_parallel",) * 2]
+
+
+def _curve(parallel):
+    torch.manual_seed(0)
+    model = parallel(
+        nn.Sequential(
+            nn.Conv2d(1, 4, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(36, 10), nn.LogSoftmax(1)
+        )
+    )
+    source = torch.Generator().manual_seed(1)
+    images, labels = torch.rand(256, 1, 8, 8, generator=source), torch.randint(10, (256,), generator=source)
+    loader = DataLoader(TensorDataset(images, labels), batch_size=32, shuffle=True)
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), []
+    while len(losses) < 50:
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss = F.nll_loss(model(x), y)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    return losses[:50]
+
+
+def _ranks_curve():
+    return _curve(nn.DataParallel)
+
+
+@pytest.mark.slow
+def test_loss_curve_of_eight_ranks_is_that_of_one_process():
+    """50 steps of a small CNN without batch norm and dropout: the plain program's losses."""
+    plain = _curve(lambda module: module)
+    for losses in run_ranks(_ranks_curve, 8):
+        assert losses == pytest.approx(plain, rel=1e-4)

@@ -1,0 +1,109 @@
+"""Adoption on real GPUs; the machine needs one.
+
+Last run in November 2026 on one H200 (driver 580, CUDA 13.0, torch 2.11, Python 3.12): all passed.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from adopt_programs import PROGRAMS, Reference, mlp
+from ranks_harness import run_ranks, warm  # noqa: F401
+from test_adopt_data_parallel import _flat
+from torch import nn
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.usefixtures("warm"),
+    pytest.mark.skipif(not os.path.exists("/dev/nvidiactl"), reason="no CUDA device on this machine"),  # noqa: PTH110
+]
+
+
+def _run_on_gpu(names):
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.set_default_device("cuda")
+    results = {}
+    for name in names:
+        results[name] = [t.detach().cpu().numpy() for t in _flat(PROGRAMS[name](nn.DataParallel))]
+    return results
+
+
+def _reference_on_gpu(names, slices):
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.set_default_device("cuda")
+    wrap = lambda module, dim=0: Reference(module, slices, dim)  # noqa: E731
+    return {name: [t.detach().cpu().numpy() for t in _flat(PROGRAMS[name](wrap))] for name in names}
+
+
+@pytest.mark.slow
+def test_programs_on_two_ranks_of_one_gpu():
+    """The same programs as on the CPU: gloo carries what NCCL refuses on a shared GPU."""
+    names = list(PROGRAMS)
+    first, second = run_ranks(_run_on_gpu, 2, names, rehearsed=False)
+    (expected,) = run_ranks(_reference_on_gpu, 1, names, 2, rehearsed=False)
+    for name in names:
+        for mine, theirs, reference in zip(first[name], second[name], expected[name], strict=True):
+            assert (mine == theirs).all(), name
+            torch.testing.assert_close(
+                torch.from_numpy(mine), torch.from_numpy(reference), rtol=1e-4, atol=1e-5
+            )
+
+
+def _nccl_of_one():
+    from pathlib import Path
+
+    from taas.adopt.membership import Membership
+    from taas.adopt.replica_group import ReplicaGroup
+
+    port = int(os.environ["MASTER_PORT"])
+    group = ReplicaGroup(Membership(0, 1, 0, 1, "127.0.0.1", port, False, lambda text: None, Path.cwd()))
+    values = torch.arange(6.0, device="cuda").reshape(2, 3)
+    gathered, (total,) = group.gather(values > 2, [2], 0), group.sum([values])
+    group.take_from_rank_0([values])
+    kind = type(group._backend(values.device)).__name__
+    group.close()
+    return kind, gathered.tolist(), total.tolist(), values.tolist()
+
+
+def test_group_speaks_nccl_where_each_rank_has_a_gpu():
+    """One rank is enough to see that every collective is one NCCL has."""
+    rows = [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
+    expected = ("ProcessGroupNCCL", [[False] * 3, [True] * 3], rows, rows)
+    assert run_ranks(_nccl_of_one, 1, rehearsed=False) == [expected]
+
+
+def _dropout_and_noise():
+    torch.manual_seed(0)
+    model = nn.DataParallel(mlp(nn.Dropout(0.5))).cuda()
+    losses = []
+    for _ in range(12):  # past the passes whose checksums are read at once
+        x = torch.randn(7, 6, device="cuda")  # drawn on the GPU, and so must be the same on every rank
+        loss = model(x).pow(2).mean()
+        loss.backward()
+        losses.append(loss.item())
+    return losses
+
+
+def test_noise_drawn_on_the_gpu_stays_the_same_on_all_ranks():
+    """Dropout inside the replicas, of uneven slices, doesn't move the GPU's stream outside."""
+    first, second = run_ranks(_dropout_and_noise, 2, rehearsed=False)
+    assert first == second
+
+
+def _late_disagreement():
+    torch.manual_seed(0)
+    model = nn.DataParallel(mlp()).cuda()
+    for step in range(14):
+        x = torch.full((4, 6), float(step), device="cuda")
+        model(x + (int(os.environ["RANK"]) if step == 11 else 0)).sum().backward()
+
+
+def test_late_disagreement_is_found_one_pass_later():
+    """After the first passes checksums are read when they are there; the message names the pass they are of."""
+    for outcome in run_ranks(_late_disagreement, 2, rehearsed=False, fails=True):
+        assert outcome.error == "RanksDisagree", outcome.trace
+        assert "at forward pass 12 " in outcome.text

@@ -1,0 +1,198 @@
+"""Whatever meeting point a program brings, the run's own holds."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks_harness import launch, run_ranks, warm  # noqa: F401
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.data import DistributedSampler
+
+pytestmark = pytest.mark.usefixtures("warm")
+
+
+def _sum_of_ranks() -> tuple[int, int, float]:
+    total = torch.tensor([float(dist.get_rank() + 1)])
+    dist.all_reduce(total)
+    return dist.get_rank(), dist.get_world_size(), total.item()
+
+
+def _init_and_sum(**how):
+    dist.init_process_group("gloo", timeout=timedelta(seconds=20), **how)
+    result = _sum_of_ranks()
+    dist.destroy_process_group()
+    return result
+
+
+def _by_environment():
+    os.environ["MASTER_ADDR"] = "localhost"
+    os.environ["MASTER_PORT"] = "12355"
+    return _init_and_sum()
+
+
+def _by_url(url):
+    return _init_and_sum(
+        init_method=url, rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"])
+    )
+
+
+def _three_times():
+    return [_by_environment(), _by_url("tcp://127.0.0.1:12355"), _by_environment()]
+
+
+def _by_old_name(init):
+    init("gloo", timeout=timedelta(seconds=20))
+    return _sum_of_ranks()
+
+
+def _mesh():
+    mesh = init_device_mesh("cpu", (2,))
+    return mesh.size(), mesh.get_rank()
+
+
+def _first_two_then_all():
+    rank, results = int(os.environ["RANK"]), []
+    if rank < 2:
+        results.append(_init_and_sum(rank=rank, world_size=2))
+    results.append(_init_and_sum())
+    return results
+
+
+def _alone():
+    return _init_and_sum(init_method="tcp://127.0.0.1:29500", rank=0, world_size=1)
+
+
+def _too_many():
+    _init_and_sum(rank=int(os.environ["RANK"]), world_size=4)
+
+
+def _same_rank_twice():
+    _init_and_sum(rank=0, world_size=2)
+
+
+def _leave_open():
+    dist.init_process_group("gloo")
+    return _sum_of_ranks()
+
+
+def _own_store():
+    rank = int(os.environ["RANK"])
+    store = dist.FileStore(str(Path("store").absolute()), 2)
+    return _init_and_sum(store=store, rank=rank, world_size=2)
+
+
+def _one_machine_program():
+    local, here = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    dist.init_process_group("gloo", init_method="tcp://localhost:23456", rank=local, world_size=here)
+    sampler = DistributedSampler(range(8), num_replicas=here, rank=local, shuffle=False)
+    return *_sum_of_ranks(), list(sampler)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_fixed_port_in_the_program_is_ignored(world):
+    """A program that sets MASTER_PORT itself joins its run, also with one rank."""
+    total = world * (world + 1) / 2
+    assert [(rank, world, total) for rank in range(world)] == run_ranks(_by_environment, world)
+
+
+@pytest.mark.parametrize("scheme", ["tcp://localhost:12355", "file://"])
+def test_urls_lead_to_the_run(scheme, tmp_path):
+    """``init_method`` as tcp or file, with rank and world size, meets at the run's store."""
+    url = scheme + (str(tmp_path / "meet") if scheme == "file://" else "")
+    assert run_ranks(_by_url, 2, url) == [(0, 2, 3.0), (1, 2, 3.0)]
+    assert not (tmp_path / "meet").exists()
+
+
+def test_group_is_made_again_after_destroy():
+    """Three groups one after another, the port unchanged."""
+    assert run_ranks(_three_times, 2) == [[(0, 2, 3.0)] * 3, [(1, 2, 3.0)] * 3]
+
+
+def test_function_imported_before_is_adopted_too():
+    """``from torch.distributed import init_process_group``, whenever that was."""
+    assert run_ranks(_by_old_name, 2, dist.init_process_group) == [(0, 2, 3.0), (1, 2, 3.0)]
+
+
+def test_device_mesh_meets_in_the_run():
+    """``init_device_mesh`` makes its group by itself."""
+    assert run_ranks(_mesh, 2, rehearsed=False) == [(2, 0), (2, 1)]
+
+
+def test_two_runs_at_once_do_not_meet():
+    """Two runs of the same program with the same port, side by side."""
+    results: dict[int, list] = {}
+    threads = [
+        threading.Thread(target=lambda w=w: results.update({w: run_ranks(_three_times, w)})) for w in (2, 3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {(2, 3.0)} == {one[1:] for rank in results[2] for one in rank}
+    assert {(3, 6.0)} == {one[1:] for rank in results[3] for one in rank}
+
+
+def test_group_of_fewer_ranks_does_not_disturb_the_next():
+    """The first two of three ranks form a group of two; then all three meet."""
+    two, three = [(r, 2, 3.0) for r in range(2)], [(r, 3, 6.0) for r in range(3)]
+    assert [[two[0], three[0]], [two[1], three[1]], [three[2]]] == run_ranks(_first_two_then_all, 3)
+
+
+def test_world_of_one_trains_alone_and_says_so():
+    """``world_size=1`` in each of two ranks: two groups of one, and a word to the user."""
+    outcomes = launch(_alone, 2)
+    assert [o.value for o in outcomes] == [(0, 1, 1.0)] * 2
+    assert "each rank trains alone" in outcomes[0].notices[0]
+    assert outcomes[1].notices == []
+
+
+def test_more_processes_than_ranks_are_refused():
+    """A world larger than the run would wait for ever; the message says which option to change."""
+    outcome = run_ranks(_too_many, 2, fails=True)[0]
+    assert outcome.error == "CannotAdopt"
+    assert "--gpus 4" in outcome.text
+
+
+def test_two_ranks_with_one_number_are_refused():
+    """A program that calls itself rank 0 in every rank is told so instead of hanging."""
+    errors = [o for o in run_ranks(_same_rank_twice, 2, fails=True) if o.error == "CannotAdopt"]
+    assert len(errors) == 1
+    assert "rank 0 of 2" in errors[0].text
+
+
+def test_forgotten_group_is_destroyed():
+    """A group left open neither hangs nor aborts the process."""
+    assert [o.exit_code for o in launch(_leave_open, 2)] == [0, 0]
+
+
+def test_store_of_the_program_is_left_alone(tmp_path, monkeypatch):
+    """A program that passes a store gets that store."""
+    monkeypatch.chdir(tmp_path)
+    assert run_ranks(_own_store, 2) == [(0, 2, 3.0), (1, 2, 3.0)]
+
+
+def test_program_for_one_machine_trains_on_two():
+    """Local ranks given as ranks are numbered through, group and sampler alike."""
+    outcomes = launch(_one_machine_program, 4, vms=2)
+    assert [(r, 4, 10.0, [r, r + 4]) for r in range(4)] == [o.value for o in outcomes]
+    assert "numbers the ranks of one machine" in outcomes[0].notices[0]
+
+
+def _cost_of_install():
+    from taas.adopt import install
+
+    start = time.perf_counter()
+    install(0, 2, 0, 2, "127.0.0.1", int(os.environ["MASTER_PORT"]), True)
+    return time.perf_counter() - start, threading.active_count()
+
+
+def test_install_starts_nothing():
+    """No thread and no connection before the program asks for one."""
+    assert run_ranks(_cost_of_install, 1)[0][1] == 1

@@ -1,0 +1,261 @@
+"""Launchers run their function in the ranks that are there."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from ranks_harness import launch, run_ranks, warm  # noqa: F401
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+pytestmark = pytest.mark.usefixtures("warm")
+SEEN: list = []
+
+
+def _note(index, *args):
+    SEEN.append((index, os.getpid(), args))
+
+
+def _spawn_noting(processes, function=_note):
+    SEEN.clear()
+    result = mp.spawn(function, args=("a", 2), nprocs=processes, join=True)
+    return result, SEEN, os.getpid()
+
+
+def _join_false():
+    context = mp.start_processes(_note, args=(1,), nprocs=2, join=False, start_method="fork")
+    return (
+        context.join(),
+        context.join(timeout=1.0),
+        isinstance(context, mp.ProcessContext),
+        context.pids() == [os.getpid()],
+    )
+
+
+def _rank_1_last(index):
+    if index == 1:
+        time.sleep(0.3)  # the other rank must wait for this one, however long it takes
+        Path("written").write_text("done")
+
+
+def _wait_for_the_slowest():
+    mp.spawn(_rank_1_last, nprocs=2)
+    return Path("written").read_text()
+
+
+def _train_in_group(index, world):
+    os.environ["MASTER_ADDR"] = "localhost"
+    os.environ["MASTER_PORT"] = "12355"
+    dist.init_process_group("nccl", rank=index, world_size=world, timeout=timedelta(seconds=20))
+    total = torch.ones(1).cuda(index)
+    dist.all_reduce(total)
+    SEEN.append((dist.get_rank(), dist.get_world_size(), total.item()))
+
+
+def _twice_without_destroy(processes):
+    SEEN.clear()
+    for _ in range(2):
+        mp.spawn(_train_in_group, args=(processes,), nprocs=processes)
+    return SEEN, dist.is_initialized(), os.environ["WORLD_SIZE"]
+
+
+def _by_environment(index):
+    dist.init_process_group("gloo", timeout=timedelta(seconds=20))
+    SEEN.append((index, dist.get_rank(), dist.get_world_size()))
+
+
+def _partial_by_environment():
+    SEEN.clear()
+    mp.spawn(_by_environment, nprocs=2)
+    return SEEN
+
+
+def _fail_on_1(index):
+    if index == 1:
+        raise ValueError("rank 1 is ill")
+
+
+def _leave(index):
+    raise SystemExit(0)
+
+
+def _nested(index):
+    mp.spawn(_note, nprocs=1)
+
+
+def _hogwild():
+    model = nn.Linear(2, 2)
+    model.share_memory()
+    mp.spawn(_note, args=(model,), nprocs=2)
+
+
+def _square(x):
+    return os.getpid(), x * x
+
+
+def _ordinary_processes():
+    """A process, a pool and a loader with workers, which taas has no business with."""
+    queue = multiprocessing.get_context("fork").SimpleQueue()
+    process = multiprocessing.get_context("fork").Process(target=lambda: queue.put(os.getpid()))
+    process.start()
+    child = queue.get()
+    process.join()
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        squares = pool.map(_square, range(4))
+    loader = DataLoader(
+        TensorDataset(torch.arange(6)), batch_size=2, num_workers=2, multiprocessing_context="fork"
+    )
+    batches = [batch[0].tolist() for batch in loader]
+    mine = os.getpid()
+    return child != mine, all(pid != mine for pid, _ in squares), [s for _, s in squares], batches
+
+
+def _setup(rank, world_size):
+    os.environ["MASTER_ADDR"] = "localhost"
+    os.environ["MASTER_PORT"] = "12355"
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", rank=rank, world_size=world_size)
+
+
+def _seed_four(rank, world_size, epochs, losses):
+    """The shape of the fourth seed: set-up function, loader function, DDP with device_ids."""
+    _setup(rank, world_size)
+    torch.manual_seed(0)
+    inputs = torch.randn(64, 4)
+    data = TensorDataset(inputs, inputs.sum(1, keepdim=True))
+    loader = DataLoader(data, batch_size=8, pin_memory=True, shuffle=False, sampler=DistributedSampler(data))
+    model = DistributedDataParallel(nn.Linear(4, 1).to(rank), device_ids=[rank])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for epoch in range(epochs):
+        loader.sampler.set_epoch(epoch)
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss = nn.functional.mse_loss(model(x.to(rank)), y.to(rank))
+            loss.backward()
+            optimizer.step()
+        losses.append(loss.item())
+    dist.destroy_process_group()
+
+
+def _run_seed_four():
+    losses: list[float] = []
+    mp.spawn(_seed_four, args=(torch.cuda.device_count(), 4, losses), nprocs=torch.cuda.device_count())
+    return losses
+
+
+def _elastic():
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    config = LaunchConfig(
+        min_nodes=1, max_nodes=1, nproc_per_node=2, rdzv_endpoint="localhost:0", rdzv_backend="c10d"
+    )
+    elastic_launch(config, _note)(0)
+
+
+def test_function_runs_once_in_each_rank():
+    """``mp.spawn`` gives None and starts nothing; each rank is the process of its number."""
+    results = run_ranks(_spawn_noting, 3, 3)
+    assert [(None, [(rank, pid, ("a", 2))], pid) for rank, (_, _, pid) in enumerate(results)] == results
+
+
+def test_one_rank_is_the_one_process():
+    """With one rank, ``nprocs=1`` runs in it."""
+    ((_, seen, pid),) = run_ranks(_spawn_noting, 1, 1)
+    assert [(0, pid, ("a", 2))] == seen
+
+
+def test_fewer_processes_use_the_first_ranks():
+    """Two processes in three ranks: the third waits, and the user is told."""
+    outcomes = launch(_spawn_noting, 3, 2)
+    assert [len(o.value[1]) for o in outcomes] == [1, 1, 0]
+    assert "others stay idle" in outcomes[0].notices[0]
+
+
+def test_more_processes_are_refused():
+    """The message names both numbers and the option."""
+    outcome = run_ranks(_spawn_noting, 2, 8, fails=True)[0]
+    assert outcome.error == "CannotAdopt"
+    assert "8 processes" in outcome.text
+    assert "--gpus 8" in outcome.text
+
+
+def test_context_without_join():
+    """``join=False`` returns a ProcessContext whose ``join`` is true at once."""
+    assert run_ranks(_join_false, 2) == [(True, True, True, True)] * 2
+
+
+def test_returns_when_all_have_ended(tmp_path, monkeypatch):
+    """The code after ``mp.spawn`` finds what the slowest rank wrote."""
+    monkeypatch.chdir(tmp_path)
+    assert run_ranks(_wait_for_the_slowest, 2) == ["done", "done"]
+
+
+@pytest.mark.parametrize("processes", [2, 3])
+def test_group_is_gone_when_the_function_returns(processes):
+    """A function that never destroys its group can be spawned again, by fewer ranks too."""
+    results = run_ranks(_twice_without_destroy, 3, processes)
+    seen = [[(rank, processes, float(processes))] * 2 for rank in range(processes)] + [[]] * (3 - processes)
+    assert [(one, False, "3") for one in seen] == results
+
+
+def test_environment_has_the_size_of_the_spawn():
+    """``env://`` in two of three ranks is a group of two."""
+    assert run_ranks(_partial_by_environment, 3) == [[(0, 0, 2)], [(1, 1, 2)], []]
+
+
+def test_failing_rank_speaks_first():
+    """The error is the function's own; the other rank reports it only after the run should have ended."""
+    first, second = run_ranks(_spawn_noting, 2, 2, _fail_on_1_with_args, fails=True)
+    assert (second.error, second.text) == ("ValueError", "rank 1 is ill")
+    assert first.error == "killed"
+
+
+def _fail_on_1_with_args(index, *args):
+    _fail_on_1(index)
+
+
+def _leave_with_args(index, *args):
+    _leave(index)
+
+
+def test_exit_in_the_function_ends_the_function():
+    """``sys.exit(0)`` in a spawned process doesn't end the program."""
+    assert [result for result, _, _ in run_ranks(_spawn_noting, 2, 2, _leave_with_args)] == [None, None]
+
+
+def _spawn_nested():
+    mp.spawn(_nested, nprocs=2)
+
+
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [(_spawn_nested, "inside mp.spawn"), (_hogwild, "shared memory"), (_elastic, "torchrun")],
+)
+def test_what_cannot_be_adopted_is_refused_by_name(program, words):
+    """Launchers within launchers, Hogwild, torchrun from Python."""
+    for outcome in run_ranks(program, 2, fails=True):
+        assert outcome.error == "CannotAdopt", outcome.trace
+        assert words in outcome.text
+
+
+def test_ordinary_processes_are_untouched():
+    """multiprocessing.Process, Pool and DataLoader workers are real processes."""
+    assert run_ranks(_ordinary_processes, 2) == [(True, True, [0, 1, 4, 9], [[0, 1], [2, 3], [4, 5]])] * 2
+
+
+@pytest.mark.parametrize("vms", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_program_in_the_shape_of_the_fourth_seed(vms):
+    """Own rendezvous, ``model.to(rank)``, DDP, a sampler, mp.spawn: it trains, on two VMs as well."""
+    world = 2 * vms
+    every = run_ranks(_run_seed_four, world, vms=vms)
+    assert world == len(every)
+    assert all(losses[-1] < losses[0] / 2 for losses in every)

@@ -1,0 +1,296 @@
+"""What cannot travel, or cannot come back, and what the user is told."""
+
+from __future__ import annotations
+
+import os
+import struct
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+import pytest
+from capture_processes import Program, ProgramError, elsewhere, start_forkserver
+
+from taas.capture import Arrival, Capture, arrive, capture, check_syntax, check_versions, payload, peek
+from taas.capture.rebinding import rebind_answer
+from taas.errors import CaptureError, VersionMismatch
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forkserver() -> None:
+    """The processes' common ancestor is no process that a test leaves behind."""
+    start_forkserver()
+
+
+class Round:
+    """Capture and arrival in one process, for what needs no second one."""
+
+    def __init__(self, setup: str, cell: str, **options: Any) -> None:
+        self.notebook: dict[str, Any] = types.ModuleType("__main__").__dict__
+        self.rank: dict[str, Any] = types.ModuleType("__main__").__dict__
+        exec(setup, self.notebook)
+        self.captured: Capture = capture(cell, self.notebook, None, project=Path.cwd(), **options)
+        self.arrival: Arrival = arrive(self.captured.fd, self.rank, device=None)
+
+    def run(self, cell: str) -> Any:
+        exec(cell, self.rank)
+        answer = self.arrival.pack_answer(self.rank)
+        try:
+            return self.captured.apply(answer)
+        finally:
+            os.close(answer)
+
+    def close(self) -> None:
+        self.arrival.close()
+        self.captured.close()
+
+
+@pytest.fixture
+def rounds() -> Iterator[Any]:
+    """Make rounds that are closed at the end."""
+    made: list[Round] = []
+
+    def make(setup: str, cell: str, **options: Any) -> Round:
+        made.append(Round(setup, cell, **options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def _refused(setup: str, cell: str) -> str:
+    namespace: dict[str, Any] = types.ModuleType("__main__").__dict__
+    exec(setup, namespace)
+    with pytest.raises(CaptureError) as error:
+        capture(cell, namespace, None, project=Path.cwd())
+    if hasattr(namespace.get("f"), "close"):
+        namespace["f"].close()
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("setup", "cell", "parts"),
+    [
+        (
+            "import threading\nclass T: pass\ntrainer = T(); trainer.inner = {'conn': [1, threading.Lock()]}",
+            "trainer.inner",
+            ("the cell needs 'trainer'", "trainer.inner['conn'][1] is a _thread.lock", "Nothing was started"),
+        ),
+        ("g = (i for i in ())", "next(g)", ("'g' is a generator", "make it inside the cell, or a list of it before")),
+        ("import sqlite3\ndb = sqlite3.connect(':memory:')", "db.commit()", ("sqlite3.Connection", "connect inside the cell")),
+        ("f = open('/dev/null')", "f.read()", ("TextIOWrapper", "open it inside the cell")),
+        ("import threading\nd = {'k': threading.Lock()}\ndef f(x=d): return x", "f()", ("f.__defaults__[0]['k']",)),
+        ("import threading\ndef m():\n    l = [threading.Lock()]\n    return lambda: l\nf = m()", "f()", ("f closure variable l[0]",)),
+        ("class S:\n    __slots__ = 'a'\ns = S(); s.a = (i for i in ())", "s.a", ("s.a is a generator",)),
+    ],
+)  # fmt: skip
+def test_a_surely_needed_name_that_cannot_travel(setup: str, cell: str, parts: tuple[str, ...]) -> None:
+    """The variable, the path inside it, its type, and what to do."""
+    message = _refused(setup, cell)
+    for part in parts:
+        assert part in message
+
+
+def test_a_maybe_needed_name_stays_behind_with_its_reason(rounds: Any) -> None:
+    """The rank knows why, for a later NameError."""
+    one = rounds("g = (i for i in ())\nn = 1", "if n > 3: next(g)")
+    assert "g" not in one.rank
+    assert "generator" in one.arrival.left_behind["g"]
+    assert one.captured.names == ("n",)
+
+
+def test_other_names_travel_whole_after_a_failure(rounds: Any) -> None:
+    """What a failed name had already written is taken back."""
+    one = rounds(
+        "import threading\nshared = [1]\nbad = [shared, {'x': 2}, threading.Lock()]\ngood = [shared, {'y': 3}]",
+        "shared, good\nif shared: bad",
+    )
+    assert one.rank["good"] == [[1], {"y": 3}]
+    assert one.rank["good"][0] is one.rank["shared"]
+    one.run("good[1]['y'] = 4; shared.append(2)")
+    assert one.notebook["good"] == [[1, 2], {"y": 4}]
+
+
+def test_what_cannot_come_back_is_listed_and_the_rest_comes(rounds: Any) -> None:
+    """One line each: the name, the path, the type."""
+    one = rounds("import threading\nkeep = [1]", "keep, threading")
+    applied = one.run("keep.append(2); lock = threading.Lock(); deep = {'a': [lock]}; fine = 3")
+    assert one.notebook["keep"] == [1, 2]
+    assert one.notebook["fine"] == 3
+    assert "lock" not in one.notebook
+    assert len(applied.lost) == 2
+    assert any("deep['a'][0] is a _thread.lock" in line for line in applied.lost)
+
+
+@pytest.mark.parametrize(
+    ("returned", "a", "b", "new"),
+    [(None, [1, 2], [1, 2], True), (("a",), [1, 2], [1], False), ((), [1], [1], False)],
+)
+def test_return_narrows_what_comes_back(
+    rounds: Any, returned: tuple[str, ...] | None, a: list[int], b: list[int], new: bool
+) -> None:
+    """Everything, some names with what is in them, nothing."""
+    setup = "import torch\na = [1]; b = [1]; t = torch.zeros(2); holder = {'t': t}"
+    one = rounds(setup, "a, b, t, holder", returned=returned)
+    one.run("a.append(2); b.append(2); t += 1; c = 3")
+    assert (a, b, new) == (one.notebook["a"], one.notebook["b"], "c" in one.notebook)
+    assert float(returned is None) == one.notebook["t"][0].item()
+
+
+def test_return_reaches_memory_inside_objects(rounds: Any) -> None:
+    """A returned container brings the tensors in it."""
+    one = rounds(
+        "import torch\nt = torch.zeros(2); h = {'t': t}; u = torch.zeros(2)", "h, t, u", returned=("h",)
+    )
+    one.run("t += 1; u += 1")
+    assert [one.notebook["t"].tolist(), one.notebook["u"].tolist()] == [[1.0, 1.0], [0.0, 0.0]]
+
+
+def test_a_small_view_of_a_giant_storage_is_cheap(rounds: Any) -> None:
+    """Only what is used is written, and offsets stay."""
+    one = rounds("import torch\nv = torch.arange(64 << 20, dtype=torch.uint8)[1000:1004]", "v")
+    status = os.fstat(one.captured.fd)
+    assert status.st_blocks * 512 < 1 << 20 < one.captured.nbytes
+    assert one.rank["v"].storage_offset() == 1000
+    one.run("v += 1")
+    assert one.notebook["v"].tolist() == [233, 234, 235, 236]
+
+
+def test_a_large_name_is_announced(rounds: Any) -> None:
+    """With its size."""
+    one = rounds("import torch\nbig = torch.empty(300 << 20, dtype=torch.uint8); small = 1", "big, small")
+    assert one.captured.notices == [
+        "big is 0.29 GB; it is written to shared memory once for all ranks of a machine."
+    ]
+    assert one.captured.nbytes < (300 << 20) + (1 << 20)
+
+
+def test_memory_is_checked_before_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The message says how much is needed, how much is free, and for what."""
+    free = psutil.virtual_memory()._replace(available=1 << 20)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: free)
+    message = _refused("import torch\nx = torch.empty(40 << 20, dtype=torch.uint8)", "x")
+    assert "0.04 GB of shared memory and 0.00 GB is free (x 0.04 GB)" in message
+
+
+def test_ranks_share_memory_and_write_privately(rounds: Any) -> None:
+    """A rank's write is not seen by the notebook or by another rank, until it comes back."""
+    one = rounds("import torch\nt = torch.zeros(1 << 20)", "t")
+    other: dict[str, Any] = types.ModuleType("__main__").__dict__
+    second = arrive(one.captured.fd, other, device=None)
+    one.rank["t"][5] = 1
+    assert (other["t"][5].item(), one.notebook["t"][5].item()) == (0, 0)
+    second.close()
+    one.run("")
+    assert one.notebook["t"][5].item() == 1
+
+
+def test_nobody_can_change_a_payload(rounds: Any) -> None:
+    """The memfd is sealed."""
+    one = rounds("x = [1]", "x")
+    with pytest.raises(PermissionError):
+        os.pwrite(one.captured.fd, b"x", 0)
+    with pytest.raises(PermissionError):
+        os.ftruncate(one.captured.fd, 0)
+
+
+def test_what_did_not_change_is_not_sent(rounds: Any) -> None:
+    """An answer to a cell that only reads is small and changes nothing."""
+    one = rounds("import torch\nt = torch.ones(4 << 20); rows = [{'i': i} for i in range(1000)]", "t, rows")
+    answer = one.arrival.pack_answer(one.rank)
+    header = peek(answer)
+    assert (header.patches, header.names) == ((), ())
+    assert os.fstat(answer).st_size < 20_000
+    os.close(answer)
+
+
+def test_one_changed_page_is_sent_alone(rounds: Any) -> None:
+    """Changes of memory are found by the page."""
+    one = rounds("import torch\nt = torch.ones(64 << 20, dtype=torch.uint8)", "t")
+    one.rank["t"][33 << 20] = 7
+    answer = one.arrival.pack_answer(one.rank)
+    assert os.fstat(answer).st_size < 1 << 20
+    assert one.captured.apply(answer).changed == 1
+    os.close(answer)
+    assert one.notebook["t"][33 << 20].item() == 7
+
+
+@pytest.mark.parametrize(
+    ("change", "part"),
+    [
+        ({"python": "2.7.1"}, "the notebook runs Python 2.7.1"),
+        ({"versions": {"cloudpickle": "0.1.0"}}, "the notebook has cloudpickle 0.1.0"),
+        ({"versions": {"torch": "1.0.0"}}, 'pip install "torch==1.0.0"'),
+    ],
+)
+def test_versions_are_compared_before_anything_is_unpickled(
+    rounds: Any, change: dict[str, Any], part: str
+) -> None:
+    """What differs, and what to install."""
+    header = msgspec.structs.replace(peek(rounds("x = 1", "x").captured.fd), **change)
+    with pytest.raises(VersionMismatch, match=part.replace("(", r"\(")):
+        check_versions(header)
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"something else entirely", payload._MAGIC + struct.pack("<Q", 1 << 40)]
+)
+def test_other_files_are_refused(tmp_path: Path, data: bytes) -> None:
+    """Nothing but such a file is read."""
+    path = tmp_path / "file"
+    path.write_bytes(data)
+    with path.open("rb") as file, pytest.raises(VersionMismatch):
+        peek(file.fileno())
+
+
+def test_a_module_that_changed_on_disk_is_named(tmp_path: Path) -> None:
+    """Ranks import today's file; an object of a class that is gone says so."""
+    (tmp_path / "gone.py").write_text("class Old: pass\n")
+    program = Program("", ("import gone\no = gone.Old()\nopen('gone.py', 'w').write('x = 123456')",), "o")
+    with pytest.raises(ProgramError) as error:
+        elsewhere(program, tmp_path)
+    assert error.value.kind == "CaptureError"
+    assert "'o' cannot be rebuilt in the ranks" in error.value.message
+
+
+def test_ranks_see_todays_file_of_a_project_module(tmp_path: Path) -> None:
+    """The notebook goes on with what it imported."""
+    (tmp_path / "todays.py").write_text("value = 'old'\n")
+    program = Program(
+        "",
+        ("import todays\nopen('todays.py', 'w').write('value = \"today\"\\n')",),
+        "v = todays.value",
+        "todays.value",
+    )
+    outcome = elsewhere(program, tmp_path)
+    assert (outcome.names["v"], outcome.probe) == ("'today'", "'old'")
+
+
+def test_syntax_errors_belong_to_the_notebook() -> None:
+    """Before anything starts, with the cell's line; magics and top-level await are fine."""
+    check_syntax("#!g2.8\n%time x = 1\nawait x\n!ls", None)
+    with pytest.raises(SyntaxError) as error:
+        check_syntax("#!g2.8\n#pragma taas\nx = (", None)
+    assert error.value.lineno == 3
+
+
+def test_another_notebook_gets_names_that_changed(rounds: Any) -> None:
+    """There is nothing to change in place there: what the cell changed, and what holds it, is bound anew."""
+    one = rounds(
+        "import torch\nclass Net: pass\nnet = Net(); net.w = torch.ones(2); log = []; lr = 1",
+        "net, log, lr, Net",
+    )
+    exec("net.w += lr; log.append(net); fresh = Net()", one.rank)
+    answer = one.arrival.pack_answer(one.rank)
+    other: dict[str, Any] = {"lr": 5}
+    applied = rebind_answer(one.captured.fd, answer, other)
+    os.close(answer)
+    assert other["net"].w.tolist() == [2.0, 2.0]
+    assert other["log"][0] is other["net"]
+    assert type(other["fresh"]) is type(other["net"])
+    assert other["lr"] == 5
+    assert {"net", "log", "fresh"} <= set(applied.rebound)

@@ -1,0 +1,256 @@
+"""Which names a cell needs: never too few, and not what it binds itself."""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from taas.capture.names import Needs, needs_of
+
+NOTEBOOK = "model opt loader batch x y z cfg old res path n Net a b data f unused lr k self i words"
+
+
+def needs(cell: str, **defined: Any) -> Needs:
+    namespace: dict[str, Any] = dict.fromkeys(NOTEBOOK.split(), 0)
+    namespace.update(defined)
+    return needs_of(cell, namespace)
+
+
+@pytest.mark.parametrize(
+    ("cell", "sure", "maybe"),
+    [
+        ("model = Net()\nfor batch in loader:\n    x = batch\n    res = model(x)\n", "Net loader", ""),
+        ("def train():\n    return model(x)\nmodel = Net()\nx = 1\ntrain()", "Net", ""),
+        ("def train():\n    return model(x)\ntrain()\nmodel = 1", "", "model x"),
+        ("def f():\n    return old(x)\ny = 1\n", "", ""),
+        ("@cfg\ndef f():\n    return x\n", "cfg", "x"),
+        ("def g(q=x) -> y: pass", "x", "y"),
+        ("%timeit f(n)\n!ls {path} $data\nprint(f'{cfg.x:{lr}}')", "f n cfg lr", "path data"),
+        ("%time z = f(n)\nz", "f n", ""),
+        ("files = !ls $path", "", "path"),
+        ("#!g2.8\n#pragma taas\n%%time\nz = f(n)\nz", "f n", ""),
+        ("%%timeit\nz = f(n)\nz", "f n", ""),
+        ("%%capture out\nx = f(n)", "f n", ""),
+        ("%%bash\necho $x", "", ""),
+        ("%%html\n<p>x</p>", "", ""),
+        ("res = [i for i in data if i > k]\nimport a\nwith f as b: b", "data f", "k"),
+        ("[y for x in data for y in x]", "data", ""),
+        ("{x: (z := y) for x in data}\nz", "data", "y z"),
+        ("if n: model = 1\nmodel", "n", "model"),
+        ("if n: model = 1\nelse: model = 2\nmodel", "n", ""),
+        ("if n: raise SystemExit\nelse: model = 2\nmodel", "n", ""),
+        ("if n: raise SystemExit\nmodel", "n", "model"),
+        ("if __name__ == '__main__':\n    model = 1\nmodel", "", ""),
+        ("x += 1\ny: int = k\n(z := 3)\nz", "x k", ""),
+        ("x: int\nx", "x", ""),
+        ("a and b", "a", "b"),
+        ("a if b else x", "b", "a x"),
+        ("a < b < x", "a b", "x"),
+        ("await f(n)", "f n", ""),
+        ("async with a as b:\n    async for x in b: y", "a y", ""),
+        ("class A(Net):\n    lr = lr\n    k = 1\n    j = k\n    def g(self): return cfg", "Net", "lr k"),
+        ("class A(Net):\n    def g(self): return cfg\nA()", "Net", "cfg"),
+        ("class A(Net):\n    def g(self): return cfg\ncfg = 1\nA()", "Net", ""),
+        ("try:\n    a = 1\nexcept E:\n    b\nf = lambda: x + y", "", "b"),
+        ("try:\n    import a\nexcept ImportError:\n    a = None\na", "", ""),
+        ("try:\n    a = 1\nfinally:\n    b\na", "b", ""),
+        ("try:\n    x\nexcept Exception as n:\n    n\nn", "x", "n"),
+        ("f = lambda: x + y\nx = 1\nf()", "", "y"),
+        ("(lambda: x)()", "", "x"),
+        ("for i in range(3): pass\ni", "", "i"),
+        ("while True:\n    x = 1\n    y\n    break", "y", ""),
+        ("while n:\n    y", "n", "y"),
+        ("for i in loader:\n    if i: continue\n    y", "loader", "y"),
+        ("match x:\n    case [y, *z] if a: b\n    case cfg.K: y\n    case Net(k=k): k", "x", "a b cfg y Net"),
+        ("del x\nx = 1", "x", ""),
+        ("x = 1\ndel x", "", "x"),
+        ("x = 1\ndel x\nx", "", "x"),
+        ("from math import *\nx", "", "x"),
+        ("import a.b, f as n\na, n", "", ""),
+        ("with torch.no_grad(): x = 1\nx", "", ""),
+        ("with suppress(E): x = 1\nx", "", "x"),
+        ("eval('x + y')\nglobals()['z']", "", "x y z"),
+        ("data.query('a > @k')", "data", "a k"),
+        ("print(In, Out, _, exit, get_ipython, __name__)", "", ""),
+        ("global x\nx = 1\nx", "", ""),
+        ("x, (y, *z) = n\nx, y, z", "n", ""),
+        ("x.attr = y\nz[k] = 1", "x y z k", ""),
+        ("assert x, y", "x", "y"),
+        ("def f():\n    global x\n    x = 1\nf()\nx", "", "x"),
+        ("def outer():\n    def inner(): return x\n    return inner\nouter()()", "", "x"),
+        ("def f():\n    !ls $path\nf()", "", "path"),
+        ("unused.x", "unused", ""),
+        ("[eval('x') for i in data]", "data", "x"),
+        ("(lambda: eval('x'))()", "", "x"),
+        ("class A:\n    k = eval('x')", "", "x"),
+        ("def f(): return eval('x')\nf()", "", "x"),
+    ],
+)  # fmt: skip
+def test_names_of_a_cell(cell: str, sure: str, maybe: str) -> None:
+    """Sure: read before bound, whatever happens. Maybe: in a branch, a function, a text."""
+    found = needs(cell)
+    assert (set(sure.split()), set(maybe.split())) == (found.sure, found.maybe)
+
+
+def test_functions_of_earlier_cells_are_looked_through() -> None:
+    """What they use is needed, but not where the cell binds it before it uses them."""
+    namespace: dict[str, Any] = {"model": 1, "opt": 2, "lr": 3, "deep": 4}
+    exec("def inner(): return deep\ndef train(): return model, opt, inner()", namespace)
+    found = needs_of("model = 5\ntrain()", namespace)
+    assert {"train"} == found.sure
+    assert {"opt", "inner", "deep"} == found.maybe
+    assert {"model"} == found.settled
+    assert {"model", "opt", "inner", "deep"} == needs_of("train()\nmodel = 5", namespace).maybe
+
+
+def test_methods_of_earlier_classes_are_looked_through() -> None:
+    """An instance brings what its class's methods, properties and bases use."""
+    namespace: dict[str, Any] = {"__name__": "__main__", "k": 1, "m": 2, "p": 3}
+    exec(
+        "class A:\n    def f(self): return k\n"
+        "class B(A):\n    @property\n    def g(self): return m\n    @classmethod\n    def h(cls): return p\n"
+        "b = B()\ninside = {'x': [b]}",
+        namespace,
+    )
+    assert {"k", "m", "p"} == needs_of("b", namespace).maybe
+    assert {"k", "m", "p"} == needs_of("inside", namespace).maybe
+    assert {"k"} == needs_of("A()", namespace).maybe
+
+
+def test_a_wrong_cell_is_a_syntax_error() -> None:
+    """It is found here, with the cell's own line."""
+    with pytest.raises(SyntaxError) as error:
+        needs("#!g2.8\n\nx = 1\ny = (")
+    assert error.value.lineno == 4
+
+
+# ---------------------------------------------------------------- never too few
+
+NAMES = "abcdef"
+name = st.sampled_from(NAMES)
+
+
+@st.composite
+def expressions(draw: st.DrawFn, depth: int = 2) -> str:
+    if not depth:
+        return draw(st.one_of(name, st.integers(0, 2).map(str)))
+    inner = expressions(depth=depth - 1)
+    x, y, n = draw(inner), draw(inner), draw(name)
+    return draw(
+        st.sampled_from(
+            [
+                x,
+                n,
+                f"({x} + {y})",
+                f"({x} and {y})",
+                f"({x} if {y} else {n})",
+                f"({n} := {x})",
+                f"[{n} for {n} in range({x})]",
+                f"sum({y} for {n} in range(2) if {x})",
+                f"(lambda {n}: {y})({x})",
+                f"(lambda: {y})()",
+                f"f'{{{x}}}'",
+                f"{{{x}: {y}}}",
+                f"({x} < {y} < {n})",
+                f"call({n})",
+                f"eval('{n}')",
+            ]
+        )
+    )
+
+
+def _indented(lines: list[str]) -> str:
+    return "".join(f"    {line}\n" for text in lines for line in text.splitlines()) or "    pass\n"
+
+
+@st.composite
+def statements(draw: st.DrawFn, depth: int = 2, in_function: bool = False) -> str:
+    x, y, n, m = draw(expressions()), draw(expressions()), draw(name), draw(name)
+    simple = [
+        f"{n} = {x}",
+        f"{n} += {x}",
+        f"{n}: int = {x}",
+        x,
+        f"{n} = {m} = {y}",
+        f"assert {x} or True, {y}",
+    ]
+    if not in_function:
+        simple += [
+            f"del {n}",
+            f"import math as {n}",
+            f"{n} = lambda: {y}",
+            f"{n}()",
+            f"for {n} in (1, 2): {y}",
+        ]
+    if not depth or draw(st.booleans()):
+        return draw(st.sampled_from(simple))
+    block = _indented(draw(st.lists(statements(depth=depth - 1, in_function=in_function), max_size=3)))
+    other = _indented(draw(st.lists(statements(depth=depth - 1, in_function=in_function), max_size=2)))
+    body = _indented(draw(st.lists(statements(depth=depth - 1, in_function=True), max_size=3)))
+    return draw(
+        st.sampled_from(
+            [
+                f"if {x}:\n{block}else:\n{other}",
+                f"for {n} in range({x}):\n{block}",
+                f"for {n} in (1, 2):\n{block}    if {y}: break\nelse:\n{other}",
+                f"while {x}:\n{block}    break\n",
+                f"try:\n{block}except Exception as {n}:\n{other}",
+                f"try:\n{block}    raise KeyError\nexcept KeyError:\n{other}finally:\n    {n}\n",
+                f"try:\n{block}    1 / 0\nexcept ZeroDivisionError:\n    pass\n",
+                f"with suppress(Exception):\n{block}    {x}\n    {n} = 1\n",
+                f"def {n}({m}={x}):\n{body}    return {y}\n",
+                f"def {n}():\n    global {m}\n{body}    {m} = 1\n    return {y}\n{n}()\n",
+                f"@call\ndef {n}():\n{body}    return {y}\n",
+                f"class {n}:\n{body}    {m} = {m}\n    def __init__(self):\n        {y}\n{n}()\n",
+                f"class {n}:\n    def go(self):\n        return {y}\n    k = go(1)\n",
+                f"match {x}:\n    case 0:\n    {block.replace(chr(10), chr(10) + '    ').rstrip(' ')}    case {n}:\n        {y}\n",
+            ]
+        )
+    )
+
+
+def _call(value: Any) -> Any:
+    return value() if callable(value) else value
+
+
+def _outcome(code: Any, namespace: dict[str, Any], behind: dict[str, Any]) -> tuple[str, str]:
+    """Run a program; returns its failure and the values of all names, those left behind included."""
+    try:
+        exec(code, namespace)
+    except RecursionError:
+        return "recursion", ""
+    except Exception as error:
+        failure = f"{type(error).__name__}: {error}"
+    else:
+        failure = ""
+    left = {key: value for key, value in (behind | namespace).items() if key in NAMES}
+    return failure, repr({k: type(v).__name__ if " at 0x" in repr(v) else v for k, v in sorted(left.items())})
+
+
+@settings(max_examples=60, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.lists(statements(), min_size=1, max_size=4))
+def test_a_cell_runs_the_same_with_the_names_it_needs(lines: list[str]) -> None:
+    """Whatever a program does, it does with only the names that the analysis found."""
+    cell = "\n".join(lines)
+    try:
+        code = compile(cell, "<cell>", "exec")
+    except SyntaxError:
+        return
+    full: dict[str, Any] = {
+        "__name__": "__main__",
+        "__builtins__": builtins,
+        "call": _call,
+        "suppress": contextlib.suppress,
+    }
+    full |= {n: value for value, n in enumerate(NAMES)}
+    found = needs_of(cell, full)
+    keep = found.sure | found.maybe | {"call", "suppress", "__name__", "__builtins__"}
+    restricted = {key: value for key, value in full.items() if key in keep}
+    behind = {key: value for key, value in full.items() if key not in keep}
+    expected, actual = _outcome(code, full, {}), _outcome(code, restricted, behind)
+    assert expected == actual, cell

@@ -1,0 +1,126 @@
+"""Instance types and ``taas.toml``."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from taas.catalog import BUILT_IN_TYPES, Catalog, InstanceType, load_catalog
+from taas.errors import ConfigError, HeaderError
+
+
+@pytest.fixture(autouse=True)
+def own_configuration_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test reads the configuration of the person who runs it."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    (tmp_path / "config" / "taas").mkdir(parents=True)
+    (tmp_path / "project").mkdir()
+    monkeypatch.chdir(tmp_path / "project")
+
+
+def config(tmp_path: Path, project: str = "", user: str = "") -> Catalog:
+    (tmp_path / "project" / "taas.toml").write_text(project)
+    (tmp_path / "config" / "taas" / "taas.toml").write_text(user)
+    return load_catalog()
+
+
+def test_built_in_types() -> None:
+    """The types are DataSphere's."""
+    sizes = {name: (kind.vcpus, kind.gpus, kind.gpu_model) for name, kind in BUILT_IN_TYPES.items()}
+    assert sizes == {
+        "c1.4": (4, 0, ""), "c1.8": (8, 0, ""), "c1.32": (32, 0, ""), "c1.80": (80, 0, ""),
+        "g1.1": (8, 1, "V100"), "g1.2": (16, 2, "V100"), "g1.4": (32, 4, "V100"),
+        "g2.1": (28, 1, "A100"), "g2.2": (56, 2, "A100"), "g2.4": (112, 4, "A100"), "g2.8": (224, 8, "A100"),
+    }  # fmt: skip
+
+
+def test_without_files_the_defaults_hold() -> None:
+    """No file is needed."""
+    assert load_catalog() == Catalog()
+
+
+def test_types_of_ones_own(tmp_path: Path) -> None:
+    """A file adds types and redefines built-in ones."""
+    catalog = config(
+        tmp_path,
+        '[instances."x1.2"]\nvcpus = 16\ngpus = 2\ngpu_model = "L40S"\nvms = [1, 3]\n[instances."g2.8"]\nvcpus=9\n',
+    )
+    assert catalog.find("x1.2") == InstanceType(name="x1.2", vcpus=16, gpus=2, gpu_model="L40S", vms=(1, 3))
+    assert catalog.find("g2.8") == InstanceType(name="g2.8", vcpus=9)
+    assert catalog.find("c1.4") == BUILT_IN_TYPES["c1.4"]
+
+
+def test_project_wins_over_user_key_by_key(tmp_path: Path) -> None:
+    """The user's file holds where the project's says nothing."""
+    catalog = config(
+        tmp_path,
+        project='[run]\nmax_restarts = 1\n[storage]\nkept_limit = "1.5 GB"\n',
+        user='[run]\nmax_restarts = 2\nhang_timeout = 20\n[engine]\ndefault = "ray"\naddress = "head:6379"\n'
+        '[delivery]\nbuffer = "2GiB"\nencrypt = false\n',
+    )
+    assert (catalog.run.max_restarts, catalog.run.hang_timeout) == (1, 20.0)
+    assert (catalog.engine.default, catalog.engine.address) == ("ray", "head:6379")
+    assert (catalog.storage.kept_limit, catalog.storage.shared) == (1_500_000_000, ())
+    assert (catalog.delivery.buffer, catalog.delivery.encrypt) == (2 * 2**30, False)
+
+
+REFUSED = {
+    "[instance]\n": "write instances",
+    "run = 3\n": "write [run]",
+    "[run]\nhang_timout = 3\n": "write hang_timeout",
+    "[run]\nhang_timeout = -3\n": "above 0",
+    "[run]\nhang_timeout = nan\n": "above 0",
+    '[run]\nhang_timeout = "3"\n': "hang_timeout",
+    '[run]\noutput = "some"\n': "output",
+    '[engine]\ndefault = "slurm"\n': "default",
+    "[storage]\nshared = 'ckpt'\n": "shared",
+    "[storage]\nkept_limit = '2 parsecs'\n": "is not a size",
+    "[storage]\nkept_limit = true\n": "kept_limit",
+    "[instances.g3.8]\nvcpus = 3\n": "quotes",
+    '[instances."big"]\nvcpus = 3\n': "called like g2.8",
+    '[instances."g3.8"]\ngpus = 3\n': "vcpus",
+    '[instances."g3.8"]\nvcpus = 3\ngpu = 3\n': "write gpus",
+    '[instances."g3.8"]\nvcpus = 3\nname = "x"\n': "name",
+    '[instances."g3.8"]\nvcpus = 0\n': "at least 1",
+    '[instances."g3.8"]\nvcpus = 8\nvms = []\n': "vms",
+    "[run\n": "line 1",
+    "\udcff": "utf-8",
+}
+
+
+@pytest.mark.parametrize("text", REFUSED)
+def test_wrong_file_is_refused_by_name(text: str, tmp_path: Path) -> None:
+    """The one-line error names the file, the key, and the nearest key or what is allowed."""
+    path = tmp_path / "project" / "taas.toml"
+    path.write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(ConfigError) as refused:
+        load_catalog()
+    message = str(refused.value)
+    assert message.startswith(str(path))
+    assert REFUSED[text] in message
+    assert len(message.splitlines()) == 1
+
+
+def test_unreadable_file_is_refused(tmp_path: Path) -> None:
+    """A file that cannot be read is an error, never silently no file."""
+    (tmp_path / "project" / "taas.toml").symlink_to("/proc/self/mem")
+    with pytest.raises(ConfigError, match="correct the file or remove it"):
+        load_catalog()
+
+
+def test_unknown_type_names_the_nearest() -> None:
+    """The types there are, and what to type."""
+    with pytest.raises(HeaderError, match=r"c1\.4, .*g2\.8; type #!g2\.4"):
+        Catalog().find("g2.44")
+
+
+def test_importing_the_header_is_cheap() -> None:
+    """The header's modules bring neither torch nor zmq nor ray, nor what reads taas.toml before there is a file to read."""
+    heavy = {"torch", "zmq", "ray", "msgspec", "numpy", "IPython", "tomllib"}
+    code = f"import sys, taas.header; print(sorted({heavy!r} & set(sys.modules)))"
+    root = Path(__file__).parents[1]
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=root)
+    assert done.stdout.strip() == "[]"

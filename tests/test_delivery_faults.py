@@ -1,0 +1,484 @@
+"""Exactly once, in order, whatever dies, freezes, fills up, hoards or lags; and user errors at their place."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+import pytest
+import torch
+import zmq
+from delivery_run import DeliveryRun
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from taas.delivery.reports import HostLost, ProgressReport
+from taas.errors import DeliveryError, RanksDisagree, UnitsExhausted
+
+FIRST = 20
+
+
+class Slow(Dataset):
+    """Ten milliseconds an element; tells through a file who made element ``FIRST``."""
+
+    def __init__(self, length: int = 120, seconds: float = 0.01, shape: tuple[int, ...] = (64,)) -> None:
+        self.length, self.seconds, self.shape = length, seconds, shape
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(self.seconds)
+        return torch.full(self.shape, float(index)), torch.rand(1)
+
+
+def values(loader: Any) -> list[Any]:
+    return [(x[:, 0].tolist(), r.tolist()) for x, r in loader]
+
+
+def everything(_rank: int, loaders: dict[str, Any]) -> Any:
+    return values(loaders["d"])
+
+
+def workers_of(run: DeliveryRun) -> list[psutil.Process]:
+    """All data workers: the keepers' children."""
+    found = []
+    for keeper in run.service.children[1:]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found += psutil.Process(keeper.pid).children()
+    return found
+
+
+def undisturbed(loader: DataLoader, ranks: int) -> Any:
+    with DeliveryRun({"d": loader}, ranks=ranks) as run:
+        return run.ranks(everything)
+
+
+def wait_for_delivery(run: DeliveryRun, count: int) -> None:
+    while True:
+        report = run.wait_for(ProgressReport)
+        assert isinstance(report, ProgressReport)
+        if report.loaders and report.loaders[0].delivered >= count:
+            return
+
+
+def slow_loader() -> DataLoader:
+    return DataLoader(Slow(), batch_size=1, generator=torch.Generator().manual_seed(3), shuffle=True)
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["shared memory", "tcp"])
+def test_a_killed_worker_loses_and_doubles_nothing(shared: bool) -> None:
+    """Workers SIGKILLed half-way: every element once, in order, bit-identical to an undisturbed run."""
+    with DeliveryRun({"d": slow_loader()}, ranks=2, processes=3, shared=shared) as run:
+        ranks = run.start_ranks(everything)
+        for count in (20, 50, 80):
+            wait_for_delivery(run, count)
+            workers_of(run)[0].kill()
+        disturbed = run.results(ranks)
+    assert disturbed == undisturbed(slow_loader(), 2)
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["shared memory", "tcp"])
+def test_a_killed_data_vm_loses_and_doubles_nothing(shared: bool) -> None:
+    """A keeper SIGKILLed, its workers with it: the other data VM goes on; the loss is reported."""
+    with DeliveryRun({"d": slow_loader()}, ranks=2, vms=2, processes=2, shared=shared) as run:
+        ranks = run.start_ranks(everything)
+        wait_for_delivery(run, 30)
+        os.kill(run.service.children[1].pid, signal.SIGKILL)
+        if shared:
+            assert run.wait_for(HostLost).vm == 0
+        disturbed = run.results(ranks)
+    assert disturbed == undisturbed(slow_loader(), 2)
+
+
+@pytest.mark.slow
+def test_a_frozen_worker_holds_nobody_up() -> None:
+    """A worker SIGSTOPped for 20 s: its elements are made elsewhere; when it wakes, nothing comes twice."""
+    with DeliveryRun({"d": slow_loader()}, ranks=2, processes=3) as run:
+        ranks = run.start_ranks(
+            lambda r, loaders: (everything(r, loaders), time.sleep(21), values(loaders["d"]))
+        )
+        wait_for_delivery(run, 30)
+        frozen = workers_of(run)[0]
+        frozen.suspend()
+        began = time.monotonic()
+        wait_for_delivery(run, 118)
+        assert time.monotonic() - began < 15, "the frozen worker held the ranks up"
+        while time.monotonic() - began < 20:
+            run.service.read()
+        frozen.resume()
+        results = run.results(ranks)
+        assert frozen.is_running()
+    assert [first for first, _, _ in results] == undisturbed(slow_loader(), 2)
+    order = [x[0] for row in zip(*[second for _, _, second in results], strict=True) for x, _ in row]
+    assert sorted(float(i) for i in range(120)) == sorted(order)
+
+
+def test_a_poisonous_index_ends_with_its_name() -> None:
+    """An index that kills every worker is given up after three, and named; the elements before it arrive."""
+
+    class Poisonous(Slow):
+        def __getitem__(self, index: int) -> Any:
+            if index == 17:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return super().__getitem__(index)
+
+    def body(_rank: int, loaders: dict[str, Any]) -> Any:
+        got = []
+        try:
+            for x, _ in loaders["d"]:
+                got.append(int(x[0, 0]))
+        except DeliveryError as error:
+            return got, str(error)
+        return got, ""
+
+    with DeliveryRun({"d": DataLoader(Poisonous(40), batch_size=1)}, processes=2) as run:
+        [(got, message)] = run.ranks(body)
+    assert got == list(range(17))
+    assert "index [17]" in message
+    assert "SIGKILL" in message
+
+
+def test_a_slab_that_cannot_be_reserved_falls_back_to_frames() -> None:
+    """Where memory for a slab cannot be reserved, elements travel as frames; nothing dies of SIGBUS."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    loader = DataLoader(Slow(40, 0.0, (1 << 16,)), batch_size=1)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))  # no file, no memfd may grow
+    try:
+        with DeliveryRun({"d": loader}, slab=64 << 20) as run:
+            [got] = run.ranks(everything)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [x[0] for x, _ in got] == [float(i) for i in range(40)]
+
+
+_SMALL_SHM = """
+import sys
+sys.path[:0] = {paths!r}
+import torch
+from delivery_run import DeliveryRun
+from torch.utils.data import DataLoader
+
+loader = DataLoader(torch.arange(40.0).view(40, 1).expand(40, 1 << 20), batch_size=1)
+with DeliveryRun({{"d": loader}}, slab=128 << 20, processes=2) as run:
+    [got] = run.ranks(lambda rank, loaders: [int(x[0, 0]) for x in list(loaders["d"])])
+assert got == list(range(40)), got
+print("whole")
+"""
+
+
+def test_a_small_dev_shm_does_not_matter(tmp_path: Path) -> None:
+    """With 64 MB of /dev/shm, a rank that holds 160 MB of batches gets them all."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        _SMALL_SHM.format(paths=[str(Path(__file__).parent), str(Path(__file__).parent.parent)])
+    )
+    mount = "mount -t tmpfs -o size=64m tmpfs /dev/shm"
+    tried = subprocess.run(["unshare", "-m", "sh", "-c", mount], capture_output=True, text=True, check=False)
+    if tried.returncode:
+        pytest.skip(f"no mount namespace here: {tried.stderr.strip()}")
+    command = ["unshare", "-m", "sh", "-c", f'{mount} && exec "$0" "$1"', sys.executable, str(program)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert done.stdout.strip() == "whole", done.stderr
+
+
+def test_a_rank_that_leaves_its_loop_harms_nobody() -> None:
+    """One rank breaks out, the other goes on to the end; the next iteration is whole in both."""
+
+    def body(rank: int, loaders: dict[str, Any]) -> Any:
+        first = []
+        for x, _ in loaders["d"]:
+            first.append(int(x[0, 0]))
+            if rank == 0 and len(first) == 5:
+                break
+        return first, [int(x[0, 0]) for x, _ in loaders["d"]]
+
+    with DeliveryRun({"d": DataLoader(Slow(60, 0.001), batch_size=1)}, ranks=2, processes=2) as run:
+        results = run.ranks(body)
+    assert [r[0] for r in results] == [[0, 2, 4, 6, 8], list(range(1, 60, 2))]
+    assert [r[1] for r in results] == [list(range(0, 60, 2)), list(range(1, 60, 2))]
+
+
+def test_a_slow_rank_starves_nobody() -> None:
+    """A rank that takes nothing for a while does not keep the other from its whole epoch."""
+    reader, writer = os.pipe()
+
+    def body(rank: int, loaders: dict[str, Any]) -> Any:
+        if rank == 0:
+            os.read(reader, 1)  # begins when the other has ended its epoch
+        got = [int(x[0, 0]) for x, _ in loaders["d"]]
+        if rank == 1:
+            os.write(writer, b"!")
+        return got
+
+    loader = DataLoader(Slow(200, 0.0, (1 << 14,)), batch_size=1)
+    with DeliveryRun({"d": loader}, ranks=2, slab=1 << 20) as run:
+        results = run.ranks(body)
+    os.close(reader), os.close(writer)
+    assert results == [list(range(0, 200, 2)), list(range(1, 200, 2))]
+
+
+def test_hoarded_and_changed_batches_are_never_overwritten() -> None:
+    """A rank that keeps every batch gets copies once its slab is half held; changes in place stay its own."""
+
+    def body(_rank: int, loaders: dict[str, Any]) -> Any:
+        kept = []
+        for x, _ in loaders["d"]:
+            x += 1000
+            kept.append(x)
+        return [(int(x.min()), int(x.max())) for x in kept]
+
+    loader = DataLoader(Slow(64, 0.0, (1 << 16,)), batch_size=1)  # 256 KiB each, 16 MiB in all
+    with DeliveryRun({"d": loader}, slab=4 << 20, processes=2) as run:
+        [got] = run.ranks(body)
+    assert got == [(1000 + i, 1000 + i) for i in range(64)]
+
+
+def test_batches_held_in_cycles_never_stop_the_delivery() -> None:
+    """A rank that keeps all batches of two loaders, in cycles that no collector frees, gets every element."""
+
+    def body(_rank: int, loaders: dict[str, Any]) -> Any:
+        gc.disable()
+        got: dict[str, list[int]] = {"a": [], "b": []}
+        for pair in zip(loaders["a"], loaders["b"], strict=True):
+            for name, (x, _) in zip(got, pair, strict=True):
+                got[name].append(int(x[0, 0]))
+            circle: list[Any] = [pair]
+            circle.append(circle)
+        return got
+
+    sizes = {"a": (1 << 10,), "b": (1 << 16,)}
+    loaders = {name: DataLoader(Slow(150, 0.0, shape), batch_size=1) for name, shape in sizes.items()}
+    with DeliveryRun(loaders, slab=4 << 20, processes=2) as run:
+        [got] = run.ranks(body)
+    assert got == {"a": list(range(150)), "b": list(range(150))}
+
+
+def test_a_view_keeps_its_batch() -> None:
+    """Views, NumPy arrays and what autograd saved keep the memory of a batch, whatever else was dropped."""
+
+    def body(_rank: int, loaders: dict[str, Any]) -> Any:
+        views, losses = [], []
+        for x, _ in loaders["d"]:
+            views.append(x[0, 5:7] if len(views) % 2 else x.numpy()[0, 5:7])
+            weight = torch.ones_like(x, requires_grad=True)
+            losses.append(((weight * x).sum(), weight, int(x[0, 0])))
+            del x
+        for loss, weight, value in losses:
+            loss.backward()
+            assert weight.grad is not None
+            assert weight.grad.unique().tolist() == [float(value)]
+        return [float(v[0]) for v in views]
+
+    loader = DataLoader(Slow(60, 0.0, (1 << 12,)), batch_size=1)
+    with DeliveryRun({"d": loader}, slab=1 << 20, processes=2) as run:
+        [got] = run.ranks(body)
+    assert got == [float(i) for i in range(60)]
+
+
+def test_a_collate_function_that_keeps_its_batch_is_safe() -> None:
+    """A collate function that caches what default_collate made does not find it overwritten later."""
+
+    class Keeping:
+        def __init__(self) -> None:
+            self.before: Any = None
+
+        def __call__(self, samples: list[Any]) -> Any:
+            batch = torch.utils.data.default_collate([x for x, _ in samples])
+            before, self.before = self.before, batch
+            return batch, torch.zeros(1) if before is None else before[:, 0].clone()
+
+    loader = DataLoader(Slow(40, 0.0), batch_size=1, collate_fn=Keeping())
+    with DeliveryRun({"d": loader}) as run:
+        [got] = run.ranks(lambda r, loaders: [(int(x[0, 0]), int(b[0])) for x, b in loaders["d"]])
+    assert got == [(i, max(0, i - 1)) for i in range(40)]
+
+
+@pytest.mark.parametrize("place", ["getitem", "collate", "init", "sampler"])
+def test_user_errors_are_raised_at_their_place(place: str) -> None:
+    """What user code raises comes out of the loop where it belongs, as its own type, with where it happened."""
+
+    class Faulty(Slow):
+        def __getitem__(self, index: int) -> Any:
+            if place == "getitem" and index == 9:
+                raise KeyError("no such image")
+            return super().__getitem__(index)
+
+    def collate(samples: list[Any]) -> Any:
+        if place == "collate" and samples[0][0][0] == 9:
+            raise KeyError("no such image")
+        return torch.utils.data.default_collate(samples)
+
+    def init(_worker: int) -> None:
+        if place == "init":
+            raise KeyError("no such image")
+
+    class Order(torch.utils.data.Sampler):
+        def __iter__(self) -> Any:
+            for index in range(30):
+                if place == "sampler" and index == 9:
+                    raise KeyError("no such image")
+                yield index
+
+        def __len__(self) -> int:
+            return 30
+
+    def body(_rank: int, loaders: dict[str, Any]) -> Any:
+        got = []
+        try:
+            for x, _ in loaders["d"]:
+                got.append(int(x[0, 0]))
+        except KeyError as error:
+            return got, str(error.__cause__)
+        return got, None
+
+    loader = DataLoader(
+        Faulty(30, 0.0), batch_size=1, sampler=Order(), collate_fn=collate, worker_init_fn=init, num_workers=0
+    )
+    with DeliveryRun({"d": loader}, processes=2) as run:
+        [(got, cause)] = run.ranks(body)
+    assert got == ([] if place == "init" else list(range(9)))
+    assert cause is not None
+    assert "no such image" in cause
+    assert "test_delivery_faults.py" in cause
+
+
+def test_units_end_the_iteration_then_the_next_one() -> None:
+    """--units K gives K // N steps a rank over all epochs; the current loop ends, the next iter() raises."""
+
+    def body(_rank: int, loaders: dict[str, Any]) -> Any:
+        steps = [len(values(loaders["d"])) for _ in range(3)]
+        try:
+            iter(loaders["d"])
+        except UnitsExhausted as error:
+            return steps, str(error)
+        return steps, ""
+
+    loader = DataLoader(Slow(20, 0.0), batch_size=1)
+    with DeliveryRun({"d": loader}, ranks=2, units={"*": 51}) as run:
+        results = run.ranks(body)
+        notes = [r.text for r in run.reports if hasattr(r, "text")]
+    for steps, message in results:
+        assert steps == [10, 10, 5]
+        assert "--units d=NUMBER" in message
+    assert any("51 units over 2 ranks are 25 steps a rank; 1 units are left over" in note for note in notes)
+
+
+def test_an_infinite_loader_ends_with_its_units() -> None:
+    """A stream without end is taken for as long as the units say."""
+
+    class Endless(IterableDataset):
+        def __iter__(self) -> Any:
+            number = 0
+            while True:
+                yield torch.tensor([number])
+                number += 1
+
+    def body(_rank: int, loaders: dict[str, Any]) -> Any:
+        return [x.tolist() for x in loaders["d"]], len(loaders["d"])
+
+    with DeliveryRun({"d": DataLoader(Endless(), batch_size=None)}, ranks=2, units={"d": 20}) as run:
+        results = run.ranks(body)
+    assert results == [([[i] for i in range(r, 20, 2)], 10) for r in (0, 1)]
+
+
+def test_ranks_that_disagree_about_the_epoch_are_told() -> None:
+    """set_epoch with different numbers in different ranks is an error, not a silent mixture."""
+
+    def body(rank: int, loaders: dict[str, Any]) -> Any:
+        loaders["d"].sampler.set_epoch(rank)
+        try:
+            return len(values(loaders["d"]))
+        except RanksDisagree as error:
+            return str(error)
+
+    sampler = torch.utils.data.DistributedSampler(Slow(40, 0.0), num_replicas=2, rank=0)
+    with DeliveryRun({"d": DataLoader(Slow(40, 0.0), batch_size=1, sampler=sampler)}, ranks=2) as run:
+        results = run.ranks(body)
+    assert sorted(isinstance(result, str) for result in results) == [False, True]
+
+
+def test_a_stream_survives_its_owner() -> None:
+    """The worker that owns an IterableDataset's stream dies: another one replays it; nothing lost or doubled."""
+
+    class Numbers(IterableDataset):
+        def __iter__(self) -> Any:
+            for number in range(80):
+                time.sleep(0.01)
+                yield torch.full((4,), float(number)), torch.rand(1)
+
+    loader = DataLoader(Numbers(), batch_size=2)
+    with DeliveryRun({"d": loader}, ranks=2, processes=3) as run:
+        ranks = run.start_ranks(everything)
+        for count in (8, 20):
+            wait_for_delivery(run, count)
+            for worker in workers_of(run):
+                worker.kill()
+        disturbed = run.results(ranks)
+    assert disturbed == undisturbed(DataLoader(Numbers(), batch_size=2), 2)
+
+
+def test_memory_stays_within_the_slab() -> None:
+    """A hundred times the buffer goes through it: shared memory never grows beyond the stated bound."""
+    slab = 2 << 20
+    loader = DataLoader(Slow(200, 0.0, (1 << 18,)), batch_size=1)  # 1 MiB each
+
+    def body(_rank: int, loaders: dict[str, Any]) -> int:
+        return sum(1 for _ in loaders["d"])
+
+    with DeliveryRun({"d": loader}, slab=slab, processes=2) as run:
+        assert run.ranks(body) == [200]
+        coordinator = run.service.coordinator.pid
+        held = [
+            fd.stat().st_blocks * 512
+            for fd in Path(f"/proc/{coordinator}/fd").iterdir()
+            if "taas-slab" in str(fd.readlink())
+        ]
+    assert len(held) == 1
+    assert held[0] <= slab
+
+
+def test_generators_come_back_where_the_last_iteration_leaves_them() -> None:
+    """After the run the loader's own generator goes on as if the notebook had iterated."""
+    from taas.dataloader_registry import apply_final
+
+    def loader() -> DataLoader:
+        return DataLoader(torch.arange(10), shuffle=True, generator=torch.Generator().manual_seed(8))
+
+    mine, reference = loader(), loader()
+    with DeliveryRun({"d": mine}) as run:
+        run.ranks(lambda r, loaders: [list(loaders["d"]) for _ in range(2)])
+        final = run.finish()
+    apply_final(final.states, run.registrations)
+    for _ in range(2):
+        list(reference)
+    assert [x.tolist() for x in reference] == [x.tolist() for x in mine]
+
+
+def test_strangers_get_nothing() -> None:
+    """Who has not the run's keys gets no answer, no slab, and nothing of theirs is unpickled."""
+    from taas.delivery.config import new_keys
+    from taas.delivery.messages import WorkerHello, encode
+    from taas.delivery.transport import connect_control, fetch_fds, new_context
+
+    with DeliveryRun({"d": DataLoader(Slow(10, 0.0))}) as run:
+        context = new_context()
+        strange = new_keys()
+        keys = msgspec.structs.replace(strange, server_public=run.config.keys.server_public)
+        half_right = connect_control(context, run.service.endpoint, keys, "w9.9")
+        half_right.send(encode(WorkerHello(1, False)))
+        assert not half_right.poll(500, zmq.POLLIN)
+        half_right.close(0)
+        context.term()
+        with pytest.raises(OSError, match="got 0 of 1 slabs"):
+            fetch_fds(strange, run.service.slabs, 1)
+        assert run.ranks(lambda r, loaders: len(list(loaders["d"]))) == [10]

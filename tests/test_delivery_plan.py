@@ -1,0 +1,341 @@
+"""The plan and the ledger, which hold no socket: order, exactly once and credit under any interleaving."""
+
+from __future__ import annotations
+
+import pickle
+import random
+from collections import Counter, deque
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from taas.delivery.ledger import LeaseRules, Ledger
+from taas.delivery.messages import (
+    Begin,
+    Cancel,
+    Close,
+    Draw,
+    Ended,
+    Lease,
+    LoaderFacts,
+    Opened,
+    OpenPlan,
+    Planned,
+    RankHello,
+    Result,
+    Which,
+)
+from taas.delivery.plan import Plan, StreamOrder, element_seed
+from taas.delivery.slots import SlotTable, slot_size
+
+
+@given(length=st.integers(0, 40), ranks=st.integers(1, 9), uneven=st.sampled_from(["drop", "pad", "raise"]))
+def test_rows_are_whole_and_in_order(length: int, ranks: int, uneven: Any) -> None:
+    """Element seq is step seq // N of rank seq % N; the last row is dropped, or filled up from the first."""
+    plan = Plan(1, 0, 0, None, ranks, uneven)
+    plan.extend([str(i).encode() for i in range(length)], 7)
+    plan.end()
+    queues = [[int(work.index) for work in view.queue] for view in plan.ranks]
+    merged = [i for row in zip(*queues, strict=True) for i in row]
+    whole = length // ranks * ranks
+    rest = length - whole
+    if uneven == "pad" and rest:
+        padding = [i % length for i in range(ranks - rest)]
+        assert merged == [*range(length), *padding]
+    else:
+        assert merged == list(range(whole))
+    assert plan.steps == len(queues[0])
+    assert bool(plan.refusal) == (uneven == "raise" and rest > 0)
+
+
+def test_element_seeds_differ_and_depend_on_the_plan_alone() -> None:
+    """A hundred thousand neighbours have as many seeds; the same element always has the same."""
+    seeds = {element_seed(b, i, s) for b in range(10) for i in range(10) for s in range(1000)}
+    assert len(seeds) == 100_000
+    assert element_seed(3, 1, 4) == element_seed(3, 1, 4)
+    assert all(0 <= seed < 1 << 63 for seed in seeds)
+
+
+@given(lengths=st.lists(st.integers(0, 9), min_size=1, max_size=5), seed=st.integers(0, 999))
+def test_streams_take_turns_whatever_arrives_first(lengths: list[int], seed: int) -> None:
+    """Round j holds the j-th element of each stream that has one, in the order of streams."""
+    rng = random.Random(seed)
+    order, made, got, over = StreamOrder(len(lengths)), [0] * len(lengths), [], False
+    while not over:
+        stream = rng.randrange(len(lengths))
+        made[stream] = min(made[stream] + rng.randrange(3), lengths[stream])
+        order.announce(stream, made[stream], made[stream] == lengths[stream] and rng.random() < 0.8)
+        settled, over = order.advance()
+        got += settled
+    assert got == [(s, j) for j in range(max(lengths)) for s in range(len(lengths)) if j < lengths[s]]
+
+
+@given(
+    steps=st.lists(st.one_of(st.integers(1, 30_000), st.just(-1)), max_size=60),
+    reserved=st.one_of(st.none(), st.integers(0, 60_000)),
+)
+def test_slots_never_overlap_and_merge_again(steps: list[int], reserved: int | None) -> None:
+    """Taken extents are disjoint and reserved; when all are given back, the table is one piece again."""
+    table = SlotTable(1 << 16, None if reserved is None else lambda upto: min(upto, reserved))
+    taken: list[tuple[int, int]] = []
+    for step in steps:
+        if step < 0 and taken:
+            table.give(*taken.pop(len(taken) // 2))
+        elif step > 0:
+            offset = table.take(step)
+            if offset is not None:
+                assert all(offset + step <= o or o + n <= offset for o, n in taken)
+                assert reserved is None or offset + step <= reserved
+                taken.append((offset, step))
+    for place in taken:
+        table.give(*place)
+    assert table.free == table.size
+    assert table.size == 0 or table.take(table.size) == 0 or reserved is not None
+
+
+@given(st.integers(1, 1 << 30))
+def test_slot_sizes_are_few_and_close(nbytes: int) -> None:
+    """A slot is at most an eighth, or a page, larger than what it holds, and a slot of itself."""
+    size = slot_size(nbytes)
+    assert nbytes <= size <= max(nbytes * 9 // 8 + 1, nbytes + 4096)
+    assert slot_size(size) == size
+    assert size % 4096 == 0
+
+
+class World:
+    """A ledger among simulated planner, workers and ranks, whose messages cross in a random order."""
+
+    def __init__(
+        self, rng: random.Random, lengths: list[int], ranks: int, workers: int, **config: Any
+    ) -> None:
+        self.rng, self.lengths, self.n = rng, lengths, ranks
+        self.ledger = Ledger(ranks, 1 << 16, rules=LeaseRules(window=0.01), **config)
+        self.facts = [LoaderFacts(f"l{i}", length) for i, length in enumerate(lengths)]
+        self.drawn: dict[int, tuple[int, int]] = {}
+        self.todo: dict[str, deque[Any]] = {}
+        self.pipes: dict[tuple[str, int], deque[Any]] = {}
+        self.results: dict[str, list[Result]] = {}
+        self.here: list[dict[int, tuple[int, int, Any]]] = [{} for _ in range(ranks)]
+        self.writing: dict[tuple[int, int], int] = {}
+        self.names = 0
+        self.deaths = 0
+        self.disowned: list[set[int]] = [set() for _ in range(ranks)]
+        self.plans: list[dict[tuple[int, int], int]] = [{} for _ in range(ranks)]
+        self.ends: list[dict[int, int]] = [{} for _ in range(ranks)]
+        self.now = 0.0
+        self.ledger.book.hello(self.facts)
+        for rank in range(ranks):
+            self.ledger.rank_joined(RankHello(rank, 1, "", b"", True))
+        for _ in range(workers):
+            self.hire()
+        self.pump()
+
+    def hire(self) -> None:
+        name = f"w0.{self.names}"
+        self.names += 1
+        self.todo[name] = deque()
+        self.results[name] = []
+        self.ledger.worker_joined(name, "h0", self.rng.random() < 0.8)
+        self.pump()
+
+    def pump(self) -> None:
+        self.now += 0.001
+        while True:
+            self.ledger.pump(self.now)
+            if not self.ledger.outbox:
+                return
+            messages = list(self.ledger.outbox)
+            self.ledger.outbox.clear()
+            for peer, message in messages:
+                self.route(peer, message)
+
+    def route(self, peer: str, message: Any) -> None:
+        if isinstance(message, OpenPlan):
+            self.drawn[message.plan] = (message.loader, 0)
+        elif isinstance(message, Draw):
+            loader, at = self.drawn[message.plan]
+            upto = min(at + message.count, self.lengths[loader])
+            self.drawn[message.plan] = (loader, upto)
+            indices = [pickle.dumps(i) for i in range(at, upto)]
+            self.ledger.book.planned(Planned(message.plan, 5, indices, upto == self.lengths[loader]))
+        elif isinstance(message, Lease):
+            for ticket in message.tickets:
+                self.begin_writing(ticket)
+                self.todo[peer].append(ticket)
+        elif isinstance(message, Cancel) and peer in self.todo:
+            kept = deque(t for t in self.todo[peer] if (t.plan, t.rank) != (message.plan, message.rank))
+            self.results[peer] += [
+                Result(t.attempt, t.loader, 0, 0.0, False) for t in self.todo[peer] if t not in kept
+            ]
+            self.todo[peer] = kept
+        elif isinstance(message, Opened):
+            self.plans[int(peer[1:])][message.loader, message.iteration] = message.plan
+        elif isinstance(message, Ended):
+            self.ends[int(peer[1:])][message.plan] = message.steps
+        elif isinstance(message, Which):
+            self.answer(int(peer[1:]), message)
+
+    def begin_writing(self, ticket: Any) -> None:
+        """No two attempts that are alive share a byte of a slab."""
+        if ticket.capacity:
+            for (rank, offset), end in self.writing.items():
+                if rank == ticket.rank:
+                    assert ticket.offset >= end or ticket.offset + ticket.capacity <= offset
+            self.writing[ticket.rank, ticket.offset] = ticket.offset + ticket.capacity
+
+    def free(self, rank: int, ticket: Any) -> None:
+        self.writing.pop((rank, ticket.offset), None) if ticket.capacity else None
+
+    def work(self) -> None:
+        """Some worker makes one element; its bytes and its report leave on different ways."""
+        busy = [name for name, todo in self.todo.items() if todo]
+        if not busy:
+            return
+        name = self.rng.choice(busy)
+        ticket = self.todo[name].popleft()
+        self.pipes.setdefault((name, ticket.rank), deque()).append(ticket)
+        self.results[name].append(
+            Result(ticket.attempt, ticket.loader, self.rng.randrange(1, 6000), 0.001, True)
+        )
+        if self.rng.random() < 0.5:
+            self.report(name)
+
+    def report(self, name: str) -> None:
+        results, self.results[name] = self.results[name], []
+        self.ledger.made(name, results)
+        self.pump()
+
+    def arrive(self, rank: int) -> None:
+        for (_, to), pipe in list(self.pipes.items()):
+            if to == rank:
+                while pipe:
+                    ticket = pipe.popleft()
+                    if ticket.attempt not in self.disowned[rank]:
+                        self.here[rank][ticket.attempt] = (ticket.plan, ticket.seq, ticket)
+
+    def answer(self, rank: int, which: Which) -> None:
+        self.arrive(rank)
+        lacking = [a for a in which.attempts if a not in self.here[rank]]
+        self.disowned[rank].update(lacking)
+        self.ledger.lacking(which.attempts, lacking)
+
+    def kill(self) -> None:
+        """A worker dies: what it had not made is gone; of what it sent, any tail may be lost."""
+        name = self.rng.choice(list(self.todo))
+        todo = self.todo.pop(name)
+        self.results.pop(name)
+        lost = list(todo)
+        for (of, _), pipe in self.pipes.items():
+            if of == name:
+                for _ in range(self.rng.randrange(len(pipe) + 1)):
+                    lost.append(pipe.pop())
+        for ticket in lost:
+            self.free(ticket.rank, ticket)
+        self.deaths += 1
+        self.ledger.worker_lost(name, -1, "SIGKILL")
+        self.hire()
+
+    def take(self, rank: int, plan: int, step: int) -> int | None:
+        """The rank asks for its element; all attempts at it, and older ones, are given back."""
+        self.arrive(rank)
+        seq = step * self.n + rank
+        found = None
+        for attempt, (p, s, ticket) in list(self.here[rank].items()):
+            if p == plan and s == seq:
+                found = pickle.loads(ticket.index)
+            if p == plan and s <= seq:
+                del self.here[rank][attempt]
+                self.free(rank, ticket)
+                self.ledger.released([attempt])
+        return found
+
+
+def iterate(world: World, epochs: int, kills: int, budget: int = 200_000) -> list[list[list[int]]]:
+    """Run every rank through ``epochs`` iterations of every loader; return what each got."""
+    got: list[list[list[int]]] = [[[] for _ in range(epochs * len(world.lengths))] for _ in range(world.n)]
+    at = [0] * world.n
+    begun = [False] * world.n
+    while any(a < epochs * len(world.lengths) for a in at):
+        budget -= 1
+        assert budget, "the ledger is stuck"
+        for _ in range(world.rng.randrange(4)):
+            world.work()
+        if kills and world.rng.random() < 0.02:
+            kills -= 1
+            world.kill()
+        for name in list(world.results):
+            if world.results[name] and world.rng.random() < 0.3:
+                world.report(name)
+        rank = world.rng.randrange(world.n)
+        if at[rank] == epochs * len(world.lengths):
+            continue
+        loader, iteration = at[rank] % len(world.lengths), at[rank] // len(world.lengths)
+        if not begun[rank]:
+            world.ledger.book.begin(rank, Begin(loader, iteration, None))
+            begun[rank] = True
+            world.pump()
+        plan = world.plans[rank][loader, iteration]
+        mine = got[rank][at[rank]]
+        world.ledger.book.consume(rank, plan, len(mine))
+        element = world.take(rank, plan, len(mine))
+        if element is not None:
+            mine.append(element)
+        elif world.ends[rank].get(plan) == len(mine):
+            world.ledger.book.close(rank, Close(plan, len(mine)))
+            at[rank] += 1
+            begun[rank] = False
+        world.pump()
+    return got
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    lengths=st.lists(st.integers(0, 60), min_size=1, max_size=3),
+    ranks=st.integers(1, 4),
+    workers=st.integers(1, 4),
+    kills=st.integers(0, 6),
+    seed=st.integers(0, 10_000),
+)
+def test_exactly_once_in_order_under_any_interleaving(
+    lengths: list[int], ranks: int, workers: int, kills: int, seed: int
+) -> None:
+    """Whatever crosses and whoever dies: each rank gets its elements once, in order, no byte written twice."""
+    world = World(random.Random(seed), lengths, ranks, workers)
+    got = iterate(world, 2, kills)
+    for at in range(2 * len(lengths)):
+        merged = [i for row in zip(*(mine[at] for mine in got), strict=True) for i in row]
+        assert merged == list(range(lengths[at % len(lengths)] // ranks * ranks))
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 1000))
+def test_all_credit_comes_back(seed: int) -> None:
+    """When every element was released and every plan closed, no slot and no byte is charged to anybody."""
+    world = World(random.Random(seed), [40, 23], 3, 3)
+    iterate(world, 2, 4)
+    for _ in range(1000):
+        world.work()
+    for name in list(world.results):
+        world.report(name)
+    for rank in range(3):
+        world.arrive(rank)
+        kept = list(world.here[rank])
+        world.ledger.released(kept)
+    left = Counter(a.work.loader for a in world.ledger.attempts.values())
+    assert left == Counter()
+    for state in world.ledger.ranks:
+        assert state.slots.free == state.slots.size
+        assert all((u.nbytes, u.count) == (0, 0) for u in state.usage.values())
+
+
+@pytest.mark.parametrize("prebuffer", [2, 4, 8])
+def test_a_loader_nobody_iterates_takes_only_its_first_elements(prebuffer: int) -> None:
+    """Before a rank begins, no more than ``prebuffer`` elements are leased of a loader."""
+    world = World(random.Random(1), [1000], 2, 2, prebuffer=prebuffer)
+    for _ in range(200):
+        world.work()
+        for name in list(world.results):
+            world.report(name)
+    assert world.ledger.book.loaders[0].prepared == prebuffer

@@ -1,0 +1,103 @@
+"""What the documents say is there."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from taas.catalog import BUILT_IN_TYPES, load_catalog
+from taas.header import find_header
+from taas.options import ON, OPTIONS
+from taas.verbs import VERBS
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+CELL_OPTION = re.compile(r"(?<![\w-])--([a-z][a-z-]+)")
+OF_OTHER_PROGRAMS = {"local", "constraint", "help", "rank", "follow", "strict", "nproc"}
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_links_lead_somewhere(path: Path) -> None:
+    """Each link of a document to a file of the project leads to one; headings that are linked to exist."""
+    for target in LINK.findall(path.read_text()):
+        if target.startswith(("http://", "https://", "mailto:")):
+            continue
+        name, _, heading = target.partition("#")
+        file = (path.parent / name).resolve() if name else path
+        assert file.exists(), f"{path.name} links to {target}"
+        assert ROOT in file.parents, f"{path.name} links out of the project: {target}"
+        if heading:
+            assert heading in slugs(file), f"{path.name} links to {target}"
+
+
+def slugs(document: Path) -> set[str]:
+    """The anchors that GitHub gives the headings of a document."""
+    titles = re.findall(r"^#+ (.+)$", document.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_options_in_documents_exist(path: Path) -> None:
+    """Each option that a document names is an option of the header or of a verb."""
+    named = set(CELL_OPTION.findall(path.read_text())) - OF_OTHER_PROGRAMS
+    assert named <= {*OPTIONS, ON.name, *(name for verb in VERBS.values() for name in verb.options)}
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_verbs_in_documents_exist(path: Path) -> None:
+    """Each ``%taas VERB`` that a document names is a verb."""
+    named = set(re.findall(r"`%taas ([a-z]+)", path.read_text()))
+    assert named <= set(VERBS)
+
+
+def test_cells_of_the_readme_have_right_headers() -> None:
+    """The README's cells begin with headers that are found as such."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    headed = [header for header in map(find_header, blocks) if header is not None]
+    assert headed
+    assert [header.problem for header in headed] == [None] * len(headed)
+    assert {header.instance for header in headed} <= {None, *BUILT_IN_TYPES}
+
+
+def test_make_knows_the_targets_that_documents_name() -> None:
+    """``make NAME`` in a document, and in CI, is a target of the Makefile."""
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for path in [*DOCUMENTS, ROOT / ".ci" / "run"]:
+        named = set(re.findall(r"(?:^|`)make ([a-z]+)", path.read_text(), re.MULTILINE))
+        assert named <= targets, path.name
+    assert (ROOT / ".ci" / "run").stat().st_mode & 0o111, ".ci/run is executable"
+    assert subprocess.run(["bash", "-n", ROOT / ".ci" / "run"]).returncode == 0
+
+
+def test_documented_configuration_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The example of ``taas.toml`` in the catalog's docstring, read as it stands, gives what its comments say."""
+    import taas.catalog
+
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    (example,) = re.findall(r"::\n\n((?:    .*\n|\n)+)", taas.catalog.__doc__ or "")
+    (tmp_path / "taas.toml").write_text("\n".join(line[4:] for line in example.splitlines()))
+    catalog = load_catalog(tmp_path)
+    assert catalog.find("x1.2").vms == (1, 2, 3)
+    assert (catalog.engine.address, catalog.storage.shared) == ("ray-head:6379", ("checkpoints",))
+
+
+def test_constraints_meet_what_the_package_asks_for() -> None:
+    """Each dependency, of the package, its extras and the dev group, has its tested version in constraints.txt."""
+    from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name
+
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pinned = dict(line.split("==") for line in lines if line and not line.startswith("#"))
+    tested = {canonicalize_name(name): version for name, version in pinned.items()}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    extras = project["project"]["optional-dependencies"].values()
+    groups = [project["project"]["dependencies"], project["dependency-groups"]["dev"], *extras]
+    for requirement in map(Requirement, (line for group in groups for line in group)):
+        version = tested.get(canonicalize_name(requirement.name))
+        assert version is not None, f"{requirement.name} is not in constraints.txt"
+        assert requirement.specifier.contains(version), f"{requirement} and {version}"

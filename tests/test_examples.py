@@ -1,0 +1,110 @@
+"""The demo's notebook, its data, and what runs it."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+from IPython.core.inputtransformer2 import TransformerManager
+
+from taas.catalog import Catalog
+from taas.header import RunSpec, find_header, parse_header
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+NOTEBOOKS = sorted(EXAMPLES.rglob("*.ipynb"))
+
+
+def run(*arguments: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """A program of the examples, in this Python."""
+    command = [sys.executable, *map(str, arguments)]
+    environment = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent)}
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=170)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebooks_in_git_are_clean(path: Path) -> None:
+    """Valid, without outputs or counts, and every cell is IPython that compiles."""
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            assert (cell.outputs, cell.execution_count) == ([], None)
+            ast.parse(TransformerManager().transform_cell(cell.source))
+
+
+def headers(path: Path) -> list[RunSpec]:
+    """What the headers of a notebook ask for."""
+    sources = [cell.source for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
+    found = [header for header in map(find_header, sources) if header is not None]
+    return [
+        parse_header(header, expand=str, catalog=Catalog(), visible_gpus=0, registered=["loader"])
+        for header in found
+    ]
+
+
+def test_demo_asks_for_eight_ranks_twice() -> None:
+    """DataParallel and DDP, each on one g2.8 with 8 ranks."""
+    assert headers(EXAMPLES / "mnist_ddp.ipynb") == [RunSpec(instance="g2.8", ranks_per_vm=8)] * 2
+
+
+@pytest.mark.slow
+def test_offline_digits_are_read_by_torchvision(tmp_path: Path) -> None:
+    """What offline_mnist.py writes, torchvision's MNIST takes for its own, without a network."""
+    datasets = pytest.importorskip("torchvision.datasets")
+    pytest.importorskip("sklearn")
+    done = run(EXAMPLES / "offline_mnist.py", "data", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "handwritten digits" in done.stdout
+    train = datasets.MNIST(tmp_path / "data", train=True, download=True)
+    test = datasets.MNIST(tmp_path / "data", train=False, download=True)
+    assert (train.data.shape, test.data.shape) == ((1440, 28, 28), (357, 28, 28))
+    assert (train.data.min(), train.data.max()) == (0, 255)
+    assert train.targets.bincount().min() > 100
+    assert not train.data[:, :4].any(), "MNIST leaves a frame of four pixels"
+
+
+@pytest.mark.slow
+def test_offline_digits_leave_mnist_alone(tmp_path: Path) -> None:
+    """Files that are there are not written over, so that a real MNIST survives a lost network."""
+    pytest.importorskip("sklearn")
+    raw = tmp_path / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    (raw / "train-images-idx3-ubyte").write_bytes(b"the real one")
+    assert run(EXAMPLES / "offline_mnist.py", tmp_path, cwd=tmp_path).returncode == 0
+    assert (raw / "train-images-idx3-ubyte").read_bytes() == b"the real one"
+    assert len(list(raw.iterdir())) == 4
+
+
+def notebook(path: Path, *sources: str) -> Path:
+    """A small notebook on disk."""
+    cells = [nbformat.v4.new_code_cell(source) for source in sources]
+    kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
+    nbformat.write(nbformat.v4.new_notebook(cells=cells, metadata=kernel), path)
+    return path
+
+
+def test_runner_prints_and_keeps_outputs(tmp_path: Path) -> None:
+    """What cells print is printed, and is in the executed copy; the notebook runs in its own folder."""
+    (tmp_path / "here").mkdir()
+    path = notebook(tmp_path / "here" / "n.ipynb", "import os\nprint(os.getcwd())", "6 * 7")
+    done = run(EXAMPLES / "run_notebook.py", path, "--out", "out", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert str(tmp_path / "here") in done.stdout
+    assert "42" in done.stdout
+    executed = nbformat.read(tmp_path / "out" / "n.ipynb", as_version=4)
+    assert executed.cells[1].outputs[0].data["text/plain"] == "42"
+
+
+def test_runner_fails_with_the_notebook(tmp_path: Path) -> None:
+    """A failing cell ends the run with status 1, its traceback is shown, and the copy is written all the same."""
+    path = notebook(tmp_path / "n.ipynb", "print('before')\n1 / 0", "print('never')")
+    done = run(EXAMPLES / "run_notebook.py", path, "--out", tmp_path / "out", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "ZeroDivisionError" in done.stdout
+    assert "never" not in done.stdout
+    assert nbformat.read(tmp_path / "out" / "n.ipynb", as_version=4).cells[0].outputs[0].text == "before\n"

@@ -1,0 +1,199 @@
+"""Whatever breaks in a run: the cell says what, nothing is left of it, and the next cell runs."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+
+import psutil
+import pytest
+from notebook_harness import Notebook, gone
+
+WAIT = """
+import os, sys, time
+print("ready", flush=True)
+"""
+
+
+@pytest.fixture(autouse=True)
+def next_cell_runs(notebook: Notebook) -> Iterator[None]:
+    """After each fault no rank is left, and a run in the same notebook succeeds."""
+    yield
+    found = notebook.processes()
+    assert not found.ranks
+    assert gone(found.others, 5)  # a resource tracker may be at its last work
+    ran = notebook.good("#pragma taas --gpus 2\nimport os\nprint('world', os.environ['WORLD_SIZE'])")
+    assert ran.own == "world 2\n"
+
+
+def test_an_exception_in_one_rank_is_shown_on_the_cells_lines(notebook: Notebook) -> None:
+    """The first failing rank's traceback is the cell's; ranks that hang in a collective are ended."""
+    ran = notebook.run(
+        "#pragma taas --gpus 3\n"
+        "import torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "if dist.get_rank() == 1:\n"
+        "    raise ValueError('bad batch')\n"
+        "dist.all_reduce(torch.ones(1))\n"
+    )
+    assert ran.status == "error"
+    assert ran.ename == "CellFailed"
+    assert "rank 1 on vm-0 raised ValueError: bad batch" in ran.evalue
+    assert "line 5" in ran.traceback
+    assert "raise ValueError('bad batch')" in ran.traceback
+
+
+def test_an_exception_of_an_earlier_cells_function_shows_its_lines(notebook: Notebook) -> None:
+    """A traceback through a function of an earlier cell names that cell and its line."""
+    notebook.good("def divide(a, b):\n    return a / b")
+    ran = notebook.run("#pragma taas --gpus 2\ndivide(1, 0)")
+    assert ran.ename == "CellFailed"
+    assert "ZeroDivisionError" in ran.traceback
+    assert "return a / b" in ran.traceback
+
+
+def test_exceptions_of_all_ranks_are_one_error(notebook: Notebook) -> None:
+    """Further failures are folded into a count."""
+    ran = notebook.run("#pragma taas --gpus 3\nraise KeyError('all')")
+    assert "raised KeyError: 'all'" in ran.evalue
+    assert ran.traceback.count("KeyError                  ") == 1
+
+
+def test_sys_exit_with_a_status_fails(notebook: Notebook) -> None:
+    """``sys.exit(3)`` in a rank fails the cell and says the status."""
+    ran = notebook.run("#pragma taas --gpus 2\nimport sys\nsys.exit(3)")
+    assert ran.ename == "CellFailed"
+    assert "called sys.exit(3)" in ran.evalue
+
+
+@pytest.mark.parametrize("leave", ["import sys; sys.exit(0)", "exit()", "import sys; sys.exit()"])
+def test_leaving_without_a_status_succeeds(notebook: Notebook, leave: str) -> None:
+    """``sys.exit(0)`` and ``exit()`` are success."""
+    ran = notebook.good(f"#pragma taas --gpus 2\nleft_at = 7\n{leave}")
+    assert ran.stderr == ""
+    assert notebook.value("left_at") == "7"
+
+
+def test_os_exit_is_a_rank_that_left_without_a_word(notebook: Notebook) -> None:
+    """A rank that vanishes with status 0 fails the cell."""
+    ran = notebook.run("#pragma taas --gpus 2\nimport os\nif os.environ['RANK'] == '1': os._exit(0)\n")
+    assert ran.ename == "CellFailed"
+    assert "rank 1 on vm-0 left with status 0 before the cell ended" in ran.evalue
+
+
+def test_sigkill_of_a_rank_is_named(notebook: Notebook) -> None:
+    """A killed rank is to blame, not the ranks whose collective broke."""
+    ran = notebook.run(
+        "#pragma taas --gpus 3\n"
+        "import os, signal, torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "dist.barrier()\n"
+        "if dist.get_rank() == 2: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "dist.all_reduce(torch.ones(1))\n"
+    )
+    assert ran.ename == "CellFailed"
+    assert "rank 2 on vm-0 killed by SIGKILL: out of memory?" in ran.evalue
+
+
+def test_sigkill_of_the_forkserver(notebook: Notebook) -> None:
+    """The run is lost, and says why."""
+    notebook.start("#pragma taas --gpus 2" + WAIT + "time.sleep(600)")
+    notebook.wait_for("ready")
+    [forkserver] = notebook.processes().forkservers
+    ranks = notebook.processes().ranks
+    os.kill(forkserver.pid, signal.SIGKILL)
+    ran = notebook.end()
+    assert ran.ename == "RunLost"
+    assert "the forkserver of vm-0 was killed" in ran.evalue
+    assert gone(ranks)
+
+
+def test_sigkill_of_the_agent(notebook: Notebook) -> None:
+    """The ranks go with their agent, in whatever they are; children with a session of their own go too."""
+    notebook.start(
+        "#pragma taas --gpus 2"
+        + WAIT.replace(
+            "print", "import subprocess; subprocess.Popen(['sleep', '600'], start_new_session=True)\nprint"
+        )
+        + "time.sleep(600)"
+    )
+    notebook.wait_for("ready")
+    found = notebook.processes()
+    [agent] = found.agents
+    os.kill(agent.pid, signal.SIGKILL)
+    ran = notebook.end()
+    assert ran.ename == "RunLost"
+    assert "the agent of vm-0 was killed by SIGKILL" in ran.evalue
+    assert gone(found.ranks + found.others + found.forkservers)
+
+
+def test_sigkill_of_the_supervisor(notebook: Notebook) -> None:
+    """Its agents end all ranks; the cell says so; the next cell starts a new supervisor."""
+    notebook.start("#pragma taas --gpus 2" + WAIT + "time.sleep(600)")
+    notebook.wait_for("ready")
+    found = notebook.processes()
+    [supervisor] = found.supervisor
+    os.kill(supervisor.pid, signal.SIGKILL)
+    ran = notebook.end()
+    assert ran.ename == "RunLost"
+    assert "the supervisor was killed (by somebody" in ran.evalue
+    assert gone(found.ranks + found.agents + found.forkservers)
+
+
+BUSY = {
+    "collective": "import torch, torch.distributed as dist\ndist.init_process_group('gloo')\n"
+    "print('ready', flush=True)\nif dist.get_rank(): time.sleep(600)\ndist.all_reduce(torch.ones(1))",
+    "sleep": "print('ready', flush=True)\ntime.sleep(600)",
+    "python loop": "print('ready', flush=True)\nwhile True: pass",
+    "C loop": "print('ready', flush=True)\nsum(range(10**13))",
+    "C code that holds the GIL": "import ctypes\nprint('ready', flush=True)\nctypes.PyDLL(None).sleep(600)",
+    "deaf to SIGTERM": "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+    "signal.signal(signal.SIGINT, signal.SIG_IGN)\nprint('ready', flush=True)\nwhile True: time.sleep(1)",
+    "await": "import asyncio\nprint('ready', flush=True)\nawait asyncio.sleep(600)",
+}
+
+
+@pytest.mark.parametrize("what", BUSY)
+def test_interrupt(notebook: Notebook, what: str) -> None:
+    """The interrupt button ends the ranks, whatever they are in, and raises KeyboardInterrupt."""
+    notebook.start(f"#pragma taas --gpus 2\nimport time\n{BUSY[what]}")
+    notebook.wait_for("ready")
+    ranks = notebook.processes().ranks
+    notebook.interrupt()
+    ran = notebook.end(seconds=30)
+    assert ran.ename == "KeyboardInterrupt"
+    assert gone(ranks, 0)
+
+
+def test_interrupt_twice_is_one_interrupt(notebook: Notebook) -> None:
+    """An impatient second press ends the ranks at once and leaves the kernel usable."""
+    notebook.start("#pragma taas --gpus 2\nimport time\n" + BUSY["deaf to SIGTERM"])
+    notebook.wait_for("ready")
+    notebook.interrupt()
+    notebook.interrupt()
+    assert notebook.end(seconds=30).ename == "KeyboardInterrupt"
+
+
+def test_a_keyboard_interrupt_of_the_cells_own_is_a_failure(notebook: Notebook) -> None:
+    """Nobody pressed a key: the run failed."""
+    ran = notebook.run("#pragma taas --gpus 1\nraise KeyboardInterrupt('mine')")
+    assert ran.ename == "CellFailed"
+    assert "KeyboardInterrupt" in ran.evalue
+
+
+def test_a_forgotten_process_group_is_closed(notebook: Notebook) -> None:
+    """A cell need not destroy its process group; nothing is printed about it."""
+    ran = notebook.good(
+        "#pragma taas --gpus 2\nimport torch.distributed as dist\ndist.init_process_group('gloo')\ndist.barrier()"
+    )
+    assert ran.stderr == ""
+
+
+def test_children_of_a_cell_end_with_it(notebook: Notebook) -> None:
+    """A child with a session of its own, whose parent has gone, does not outlive the run."""
+    notebook.good(
+        "#pragma taas --gpus 1\nimport subprocess\n"
+        "child = subprocess.Popen(['sleep', '600'], start_new_session=True).pid"
+    )
+    assert not psutil.pid_exists(int(notebook.value("child")))

@@ -1,0 +1,575 @@
+"""Cells on real GPUs, in a notebook that has used CUDA itself before its first run.
+
+Whether there is a GPU is read from the device files: asking CUDA here would poison every fork of this process.
+One GPU is enough; two NCCL ranks cannot share it, so what several ranks compute is in test_adopt_gpu.py.
+
+Last whole run: 2026-11-20, one NVIDIA H200 (torch 2.11.0+cu130, Python 3.12). 21 of the 32 tests there were then
+passed, with all 4 of test_adopt_gpu.py. Of the other 11, one found a fault (a second run of a cell could not step
+an optimizer whose state had come back to the CPU) and 10 expected another spelling of what was printed. All 11
+were changed since, the live line is looked at in test_a_rank_has_its_device_from_the_start, and
+test_a_gpu_in_use_is_refused_and_its_run_attached is new: these 13 have yet to pass on a GPU. A later run stopped at
+a deadlock in how ranks took over CUDA's random state, which has been removed, but not run there again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from notebook_harness import Notebook, Ran, gone
+
+from taas.devices import visible_gpus
+
+GPUS = visible_gpus()
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not GPUS, reason="no CUDA device on this machine, or CUDA_VISIBLE_DEVICES hides it"),
+]
+GIB = 1 << 30
+SLACK = 128 << 20
+"""Bytes that the driver may keep or give back beside what a process asked for."""
+
+
+@pytest.fixture(scope="module")
+def notebook(notebook: Notebook) -> Notebook:
+    """The module's notebook, whose kernel holds a CUDA context and tensors from the start."""
+    notebook.good(
+        "import random, torch\n"
+        "from torch import nn\n"
+        "torch.set_num_threads(1)\n"
+        "resident = torch.ones(3, device='cuda')\n"
+        "torch.cuda.synchronize()\n"
+    )
+    assert notebook.value("torch.cuda.is_initialized()") == "True"
+    return notebook
+
+
+@pytest.fixture
+def fresh(tmp_path: Path) -> Iterator[Notebook]:
+    """A notebook that has not touched CUDA, in which nothing of taas has been started."""
+    book = Notebook(tmp_path)
+    try:
+        book.good("%load_ext taas")
+        yield book
+    finally:
+        book.close()
+
+
+def holds_gpu(process: psutil.Process) -> bool:
+    """Whether a process has a GPU's device file open, as every CUDA context has."""
+    names = []
+    for link in Path(f"/proc/{process.pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            names.append(str(link.readlink()))
+    return any(re.fullmatch(r"/dev/nvidia\d+", name) for name in names)
+
+
+def live_line(ran: Ran) -> str:
+    """The line above the cell's output that says what the run works on, as it stands in the end."""
+    lines: str = (ran.displays + ran.updates)[-1]["data"]["text/plain"]
+    return lines
+
+
+def below() -> set[int]:
+    """Process ids below this one."""
+    return {process.pid for process in psutil.Process().children(recursive=True)}
+
+
+# ---------------------------------------------------------------- devices
+
+
+def test_taas_leaves_cuda_to_the_ranks(fresh: Notebook) -> None:
+    """The rank computes on the GPU; kernel, supervisor, agent and forkserver never open it."""
+    fresh.start(
+        "#pragma taas --gpus 1\nimport torch\n"
+        "on_gpu = torch.ones(2, device='cuda')\n"
+        "print('ready', flush=True)\n"
+        "while True: pass\n"
+    )
+    fresh.wait_for("ready")
+    found = fresh.processes()
+    [rank] = found.ranks
+    others = [psutil.Process(fresh.pid), *found.supervisor, *found.agents, *found.forkservers]
+    assert len(others) >= 4
+    assert holds_gpu(rank)
+    assert not [process for process in others if holds_gpu(process)]
+    fresh.interrupt()
+    assert fresh.end().ename == "KeyboardInterrupt"
+
+
+def test_a_new_cuda_tensor_stays_on_cuda_in_a_kernel_that_has_not_used_it(fresh: Notebook) -> None:
+    """The machine has CUDA, so the tensor is where it would be had the cell run here."""
+    fresh.good("#pragma taas --gpus 1\nimport torch\nmade = torch.arange(3, device='cuda')")
+    assert fresh.value("made.device, made.tolist()") == "cuda:0 [0, 1, 2]"
+
+
+def test_a_rank_has_its_device_from_the_start(notebook: Notebook) -> None:
+    """Visible are the run's GPUs, one a rank; the current device is the rank's; CUDA is not used before the cell."""
+    ran = notebook.good(
+        f"#pragma taas --gpus {len(GPUS)}\n"
+        "import os, torch\n"
+        "print(os.environ['CUDA_VISIBLE_DEVICES'])\n"
+        "print(torch.cuda.device_count() == int(os.environ['LOCAL_WORLD_SIZE']))\n"
+        "print(torch.cuda.current_device() == int(os.environ['LOCAL_RANK']))\n"
+        "print(torch.ones(1).cuda().device, torch.cuda.is_available())\n"
+    )
+    assert ran.own.splitlines() == [",".join(GPUS), "True", "True", "cuda:0 True"]
+    assert f"{len(GPUS)} GPU" in live_line(ran)
+
+
+def test_auto_takes_every_gpu(notebook: Notebook) -> None:
+    """``--gpus auto`` is one rank for each GPU of the machine, and no rehearsal."""
+    ran = notebook.good("#pragma taas --gpus auto\nimport os\nprint(os.environ['WORLD_SIZE'])")
+    assert ran.stdout == f"{len(GPUS)}\n"
+
+
+def test_an_instance_type_of_one_gpu(notebook: Notebook) -> None:
+    """``#!g2.1`` alone is one process that sees one GPU."""
+    ran = notebook.good("#!g2.1\nimport torch\nprint(torch.cuda.device_count(), resident.sum().item())")
+    assert ran.own == "1 3.0\n"
+
+
+@pytest.mark.parametrize(
+    ("header", "asked"),
+    [
+        (f"#pragma taas --gpus {len(GPUS) + 1}", len(GPUS) + 1),
+        ("#!g2.8\n#pragma taas --gpus 32", 32),
+        ("#!g2.8\n#pragma taas --gpus 16", 16),
+        pytest.param("#!g2.8", 8, marks=pytest.mark.skipif(len(GPUS) >= 8, reason="this machine has 8 GPUs")),
+    ],
+)
+def test_too_few_gpus_are_refused_before_anything_starts(fresh: Notebook, header: str, asked: int) -> None:
+    """The cell says how many there are and what to type; NCCL never gets to say "Duplicate GPU detected"."""
+    if asked <= len(GPUS):
+        pytest.skip(f"this machine has {len(GPUS)} GPUs")
+    before = below()
+    ran = fresh.run(f"{header}\nimport torch.distributed as dist\ndist.init_process_group('nccl')")
+    assert ran.ename == "NotEnoughDevices"
+    assert f"{asked} GPUs asked for, and this machine has {len(GPUS)}." in ran.evalue
+    assert "--rehearse" in ran.evalue
+    assert "Duplicate GPU" not in ran.traceback + ran.stderr
+    assert below() == before
+
+
+REHEARSED = """#pragma taas --gpus 4 --rehearse
+import os, torch, torch.distributed as dist
+dist.init_process_group("nccl")
+total = torch.ones(1, device="cuda") * (dist.get_rank() + 1)
+dist.all_reduce(total)
+resident.mul_(2)
+print(repr(os.environ["CUDA_VISIBLE_DEVICES"]), dist.get_backend(), total.item())
+print(torch.cuda.device_count(), total.device, resident.device)
+"""
+
+
+def test_rehearse_runs_cpu_ranks_and_hides_the_gpus(notebook: Notebook) -> None:
+    """``--rehearse`` runs more ranks than there are GPUs; a captured CUDA tensor is one of the CPU there."""
+    notebook.good("resident = torch.ones(3, device='cuda'); before = resident")
+    notebook.start(REHEARSED + "print('ready', flush=True)\nimport time\ntime.sleep(600)")
+    notebook.wait_for("ready")
+    ranks = notebook.processes().ranks
+    assert len(ranks) == 4
+    assert not [rank for rank in ranks if holds_gpu(rank)]
+    notebook.interrupt()
+    assert notebook.end().ename == "KeyboardInterrupt"
+    ran = notebook.good(REHEARSED)
+    assert ran.own.splitlines() == ["'' gloo 10.0", "4 cpu cpu"]
+    assert "rehearsed on CPU (as --rehearse asks)" in live_line(ran)
+    assert notebook.value("resident is before, resident.is_cuda, resident.tolist()") == (
+        "True True [2.0, 2.0, 2.0]"
+    )
+
+
+def test_a_notebook_that_hides_its_gpus_rehearses(fresh: Notebook) -> None:
+    """``CUDA_VISIBLE_DEVICES`` set empty in the notebook is a machine without GPUs."""
+    fresh.good("import os\nos.environ['CUDA_VISIBLE_DEVICES'] = ''")
+    ran = fresh.good("#pragma taas --gpus 2\nimport torch\nprint(torch.ones(1, device='cuda').device)")
+    assert "rehearsed on CPU (no GPU here)" in live_line(ran)
+    assert ran.own == "cpu\n"
+
+
+# ---------------------------------------------------------------- NCCL
+
+
+def test_nccl_of_one_rank(notebook: Notebook) -> None:
+    """A real NCCL group on the GPU, left open by the cell; the result is a CUDA tensor in the notebook."""
+    ran = notebook.good(
+        "#pragma taas --gpus 1\n"
+        "import os, torch.distributed as dist\n"
+        "dist.init_process_group('nccl')\n"
+        "total = torch.arange(4.0, device='cuda')\n"
+        "dist.all_reduce(total)\n"
+        "gathered = [torch.empty_like(total)]\n"
+        "dist.all_gather(gathered, total)\n"
+        "dist.barrier(device_ids=[int(os.environ['LOCAL_RANK'])])\n"
+        "print(dist.get_backend(), dist.get_world_size())\n"
+    )
+    assert ran.own == "nccl 1\n"
+    assert ran.stderr == ""
+    assert notebook.value("total.device, total.tolist()") == "cuda:0 [0.0, 1.0, 2.0, 3.0]"
+    assert notebook.value("gathered[0].tolist()") == "[0.0, 1.0, 2.0, 3.0]"
+
+
+def test_nccl_bound_to_the_device_and_gloo_beside_it(notebook: Notebook) -> None:
+    """``device_id=`` binds the group eagerly; ``cpu:gloo,cuda:nccl`` serves tensors of both kinds."""
+    ran = notebook.good(
+        "#pragma taas --gpus 1\n"
+        "import torch.distributed as dist\n"
+        "dist.init_process_group('cpu:gloo,cuda:nccl', device_id=torch.device('cuda', 0))\n"
+        "host, device = torch.ones(2), torch.ones(2, device='cuda')\n"
+        "dist.all_reduce(host)\n"
+        "dist.all_reduce(device)\n"
+        "print(host.device, device.device)\n"
+        "dist.destroy_process_group()\n"
+    )
+    assert ran.own == "cpu cuda:0\n"
+    assert ran.stderr == ""
+
+
+# ---------------------------------------------------------------- names
+
+
+def test_captured_cuda_tensors_change_in_place(notebook: Notebook) -> None:
+    """They arrive on the rank's GPU and come back into the notebook's own memory, aliases included."""
+    notebook.good(
+        "x = torch.arange(6.0, device='cuda')\n"
+        "tail, host = x[2:], torch.zeros(2)\n"
+        "pinned = torch.zeros(4).pin_memory()\n"
+        "objects, memory = (x, tail, host, pinned), x.data_ptr()\n"
+    )
+    ran = notebook.good(
+        "#pragma taas --gpus 1\n"
+        "print(x.device, tail.device, host.device, tail.data_ptr() - x.data_ptr())\n"
+        "tail += 10\n"
+        "host += 1\n"
+        "pinned += 2\n"
+        "new = x * 2\n"
+        "new_tail = new[1:]\n"
+        "host_copy = x.cpu()\n"
+    )
+    assert ran.own == "cuda:0 cuda:0 cpu 8\n"
+    assert notebook.value("all(a is b for a, b in zip(objects, (x, tail, host, pinned)))") == "True"
+    assert notebook.value("x.data_ptr() == memory, x.tolist()") == ("True [0.0, 1.0, 12.0, 13.0, 14.0, 15.0]")
+    assert notebook.value("host.tolist(), pinned.tolist(), pinned.is_pinned()") == (
+        "[1.0, 1.0] [2.0, 2.0, 2.0, 2.0] True"
+    )
+    assert notebook.value("new.is_cuda, new_tail.data_ptr() - new.data_ptr(), host_copy.is_cuda") == (
+        "True 4 False"
+    )
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_a_model_and_its_optimizer_stay_where_the_notebook_had_them(notebook: Notebook, device: str) -> None:
+    """Trained on the GPU, wherever it lay before: same objects, same device, new values; training goes on here and there."""
+    notebook.good(
+        f"torch.manual_seed(0)\nmodel = nn.Linear(8, 1).to({device!r})\n"
+        "weight, old = model.weight, model.weight.detach().clone()\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)\n"
+        f"batch = torch.randn(16, 8).to({device!r})\n"
+    )
+    for _ in range(2):
+        notebook.good(
+            "#pragma taas --gpus 1\n"
+            "model.cuda()\n"
+            "for _ in range(3):\n"
+            "    optimizer.zero_grad()\n"
+            "    model(batch.cuda()).square().mean().backward()\n"
+            "    optimizer.step()\n"
+        )
+    assert notebook.value("model.weight is weight, weight.device.type, weight.grad.device.type") == (
+        f"True {device} {device}"
+    )
+    assert notebook.value("torch.equal(weight, old)") == "False"
+    assert notebook.value("optimizer.param_groups[0]['params'][0] is weight") == "True"
+    assert notebook.value("bool(optimizer.state[weight]['momentum_buffer'].any())") == "True"
+    notebook.good("model(batch).square().mean().backward()\noptimizer.step()")
+
+
+def test_random_draws_on_the_gpu_go_on(notebook: Notebook) -> None:
+    """The rank draws on CUDA what the notebook would have drawn, and the notebook goes on after it."""
+    notebook.good(
+        "torch.cuda.manual_seed(7)\nexpected = [torch.rand(2, device='cuda').tolist() for _ in range(3)]\n"
+        "torch.cuda.manual_seed(7)\ndrawn = [torch.rand(2, device='cuda').tolist()]\n"
+    )
+    notebook.good("#pragma taas --gpus 1\ndrawn.append(torch.rand(2, device='cuda').tolist())")
+    notebook.good("drawn.append(torch.rand(2, device='cuda').tolist())")
+    assert notebook.value("drawn == expected") == "True"
+
+
+def test_a_gigabyte_on_the_gpu_travels(notebook: Notebook) -> None:
+    """Large CUDA tensors arrive whole and come back whole."""
+    length = 1 << 28
+    notebook.good(f"large = torch.arange({length}, dtype=torch.int32, device='cuda')")
+    ran = notebook.good("#pragma taas --gpus 1\nprint(large.is_cuda, large.sum().item())\nlarge += 1")
+    assert ran.own == f"True {length * (length - 1) // 2}\n"
+    assert notebook.value("large.is_cuda, large.sum().item()") == f"True {length * (length + 1) // 2}"
+    notebook.good("del large\ntorch.cuda.empty_cache()")
+
+
+# ---------------------------------------------------------------- training
+
+LOADED = """#pragma taas --gpus 1
+total, pinned = torch.zeros((), device="cuda"), []
+for samples, targets in loader:
+    pinned.append(samples.is_pinned() and targets.is_pinned())
+    total += samples.to("cuda", non_blocking=True).sum() + targets.to("cuda", non_blocking=True).sum()
+print(len(pinned), all(pinned), total.item())
+"""
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_pinning_loader_of_the_notebook(notebook: Notebook, workers: int) -> None:
+    """``pin_memory=True`` pins, with worker processes too, for a dataset class of the notebook."""
+    notebook.good(
+        "from torch.utils.data import DataLoader, Dataset\n"
+        "class Squares(Dataset):\n"
+        "    def __len__(self): return 30\n"
+        "    def __getitem__(self, index): return torch.full((3,), float(index)), index ** 2\n"
+        f"loader = DataLoader(Squares(), batch_size=4, num_workers={workers}, pin_memory=True)\n"
+    )
+    ran = notebook.good(LOADED)
+    assert ran.own == f"8 True {float(sum(3 * i + i * i for i in range(30)))}\n"
+    assert ran.stderr == ""
+
+
+DIGITS = """
+import os
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+torch.manual_seed(0)
+shapes = torch.randn(10, 1, 28, 28)
+labels = torch.arange(2000) % 10
+images = shapes[labels] + torch.randn(2000, 1, 28, 28)
+data = TensorDataset(images, labels)
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(1, 16, 3), nn.BatchNorm2d(16)
+        self.drop, self.out = nn.Dropout(0.25), nn.Linear(16 * 13 * 13, 10)
+
+    def forward(self, x):
+        x = nn.functional.max_pool2d(self.norm(self.conv(x)).relu(), 2)
+        return self.out(self.drop(x.flatten(1)))
+
+model, losses = Net(), []
+first_weight = model.conv.weight
+"""
+
+TRAINED = """#pragma taas --gpus 1
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+dist.init_process_group("nccl")
+device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+net = DistributedDataParallel(model.to(device), device_ids=[device.index])
+loader = DataLoader(data, 64, sampler=DistributedSampler(data), num_workers=2, pin_memory=True)
+adam, scaler = torch.optim.Adam(net.parameters(), 1e-3), torch.amp.GradScaler("cuda")
+for epoch in range(2):
+    loader.sampler.set_epoch(epoch)
+    for image, label in loader:
+        adam.zero_grad()
+        with torch.autocast("cuda", torch.float16):
+            loss = nn.functional.cross_entropy(
+                net(image.to(device, non_blocking=True)), label.to(device, non_blocking=True)
+            )
+        scaler.scale(loss).backward()
+        scaler.step(adam)
+        scaler.update()
+        losses.append(loss.item())
+    print(f"epoch {epoch}: {losses[-1]:.3f}")
+torch.save(model.state_dict(), "digits.pt")
+"""
+
+
+@pytest.mark.slow
+def test_a_training_cell_returns_the_trained_model(notebook: Notebook) -> None:
+    """DDP on NCCL with mixed precision: the loss falls, and the notebook's own model is the trained one."""
+    notebook.good(DIGITS)
+    ran = notebook.good(TRAINED)
+    assert ran.own.startswith("epoch 0: ")
+    assert ran.stderr == ""
+    assert notebook.value("len(losses), losses[-1] < losses[0] / 4") == "64 True"
+    assert notebook.value("type(model) is Net, model.conv.weight is first_weight, first_weight.is_cuda") == (
+        "True True False"
+    )
+    assert notebook.value("type(net) is Net, net is model") == "True True"
+    notebook.good(
+        "model.eval()\nwith torch.no_grad():\n"
+        "    accuracy = (model(images).argmax(1) == labels).float().mean().item()"
+    )
+    assert float(notebook.value("accuracy")) > 0.95
+    saved = "all(torch.equal(v.cpu(), model.state_dict()[k]) for k, v in torch.load('digits.pt').items())"
+    assert notebook.value(saved) == "True"
+    notebook.good("nn.functional.cross_entropy(model(images[:64]), labels[:64]).backward()\nadam.step()")
+    notebook.good(TRAINED)
+    assert notebook.value("len(losses), losses[64] < losses[0] / 4") == "128 True"
+
+
+@pytest.mark.slow
+def test_data_parallel_of_one_rank_is_torchs_own(notebook: Notebook) -> None:
+    """A DataParallel program on the GPU trains and comes back without its wrapper."""
+    notebook.good(DIGITS)
+    ran = notebook.good(
+        "#pragma taas --gpus auto\n"
+        "wrapped = nn.DataParallel(model).cuda()\n"
+        "sgd = torch.optim.SGD(wrapped.parameters(), 0.01)\n"
+        "for image, label in DataLoader(data, 100):\n"
+        "    loss = nn.functional.cross_entropy(wrapped(image.cuda()), label.cuda())\n"
+        "    sgd.zero_grad()\n"
+        "    loss.backward()\n"
+        "    sgd.step()\n"
+        "    losses.append(loss.item())\n"
+    )
+    assert ran.stderr == ""
+    assert notebook.value("losses[-1] < losses[0] / 2, type(wrapped) is Net, wrapped is model") == (
+        "True True True"
+    )
+
+
+@pytest.mark.slow
+def test_a_compiled_model_trains_and_leaves_no_compiler_behind(notebook: Notebook) -> None:
+    """``torch.compile`` works in a rank; its worker processes end with it."""
+    notebook.good("torch.manual_seed(0)\nplain, batch = nn.Linear(4, 4).cuda(), torch.randn(8, 4).cuda()")
+    notebook.good(
+        "#pragma taas --gpus 1\n"
+        "fast = torch.compile(lambda t: plain(t).sin().square().sum())\n"
+        "fast(batch).backward()\n"
+        "value = fast(batch).item()\n",
+        seconds=170,
+    )
+    expected = "torch.allclose(torch.tensor(value), plain(batch).sin().square().sum().cpu(), rtol=1e-4)"
+    assert notebook.value(expected) == "True"
+    assert notebook.value("plain.weight.grad.is_cuda") == "True"
+    assert not notebook.processes().others
+
+
+# ---------------------------------------------------------------- background
+
+
+def test_a_gpu_in_use_is_refused_and_its_run_attached(notebook: Notebook) -> None:
+    """A second run on the same GPUs is refused in words; what the first one made there comes with ``attach``."""
+    notebook.good("x = torch.zeros(2, device='cuda')\nkept = x")
+    os.mkfifo(notebook.folder / "go")
+    notebook.good(
+        "#pragma taas --gpus auto --background --name first\nimport os\n"
+        "if os.environ['RANK'] == '0': open('go').read()\nx += 1\nmade = x * 2"
+    )
+    ran = notebook.run("#pragma taas --gpus 1\npass")
+    assert ran.ename == "NotEnoughDevices"
+    assert f"GPUs needed: 1; free of this machine's {len(GPUS)}: 0" in ran.evalue
+    (notebook.folder / "go").write_text("")
+    (notebook.folder / "go").unlink()
+    notebook.good("%taas attach first")
+    assert notebook.value("kept.tolist(), kept is x, made.device, made.tolist()") == (
+        "[1.0, 1.0] True cuda:0 [2.0, 2.0]"
+    )
+
+
+# ---------------------------------------------------------------- faults
+
+HOG = """#pragma taas --gpus 1
+import os, signal, time
+hog = torch.ones(GIB // 4, device="cuda")
+print("free", torch.cuda.mem_get_info()[0], flush=True)
+""".replace("GIB", str(4 * GIB))
+GO = 'open("go").read()\n'
+"""Waits until the test writes to this pipe."""
+
+FAULTS = {
+    "error": ("raise ValueError('mine')", "CellFailed"),
+    "SIGKILL": ("os.kill(os.getpid(), signal.SIGKILL)", "CellFailed"),
+    "interrupt in Python": ("print('ready', flush=True)\ntime.sleep(600)", "KeyboardInterrupt"),
+    "interrupt in kernels": (
+        "square = hog[:1 << 24].reshape(4096, 4096) / 4096\nprint('ready', flush=True)\n"
+        "while True: square = square @ square",
+        "KeyboardInterrupt",
+    ),
+    "interrupt in synchronize": (
+        "print('ready', flush=True)\n"
+        "while True:\n    torch.cuda._sleep(1 << 28)\n    torch.cuda.synchronize()",
+        "KeyboardInterrupt",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_gpu_memory_is_free_after_a_fault(notebook: Notebook, fault: str) -> None:
+    """However a rank ends, its memory is the notebook's to use again, and the next cell runs."""
+    what, ename = FAULTS[fault]
+    notebook.good("torch.cuda.empty_cache()")
+    before = int(notebook.value("torch.cuda.mem_get_info()[0]"))
+    os.mkfifo(notebook.folder / "go")
+    notebook.start(HOG + GO + what)
+    notebook.wait_for("free ")
+    ranks = notebook.processes().ranks
+    assert len(ranks) == 1
+    (notebook.folder / "go").write_text("")
+    (notebook.folder / "go").unlink()
+    if ename == "KeyboardInterrupt":
+        notebook.wait_for("ready")
+        notebook.interrupt()
+    ran = notebook.end(seconds=60)
+    assert ran.ename == ename, ran
+    assert gone(ranks)
+    taken = before - int(re.search(r"free (\d+)", ran.stdout)[1])  # type: ignore[index]
+    assert taken > 4 * GIB
+    assert int(notebook.value("torch.cuda.mem_get_info()[0]")) > before - SLACK
+    ran = notebook.good("#pragma taas --gpus 1\nprint(torch.ones(2, device='cuda').sum().item())")
+    assert ran.own == "2.0\n"
+
+
+def test_out_of_memory_is_shown_on_the_cells_line(notebook: Notebook) -> None:
+    """CUDA's own message, the line that asked, and a kernel that is as it was."""
+    ran = notebook.run(
+        "#pragma taas --gpus 1\nsmall = torch.ones(3, device='cuda')\n"
+        "vast = torch.empty(1 << 45, dtype=torch.uint8, device='cuda')\n"
+    )
+    assert ran.ename == "CellFailed"
+    assert "raised OutOfMemoryError: CUDA out of memory" in ran.evalue
+    assert "line 3" in ran.traceback
+    assert "vast = torch.empty(1 << 45" in ran.traceback
+    assert notebook.value("'vast' in dir(), resident.is_cuda") == "False True"
+
+
+def test_a_device_side_assert_is_shown_on_the_cells_line(notebook: Notebook) -> None:
+    """It breaks the rank's CUDA context and no other; what the GPU printed is in the cell."""
+    ran = notebook.run(
+        "#pragma taas --gpus 1\n"
+        "table = torch.zeros(4, device='cuda')\n"
+        "index = torch.tensor([9], device='cuda')\n"
+        "print(table[index].sum().item())\n"
+    )
+    assert ran.ename == "CellFailed"
+    assert "device-side assert triggered" in ran.evalue
+    assert "line 4" in ran.traceback
+    assert "index out of bounds" in ran.stdout + ran.stderr
+    assert notebook.value("(resident + 1).sum().item() > 0") == "True"
+    ran = notebook.good("#pragma taas --gpus 1\nprint(torch.ones(2, device='cuda').sum().item())")
+    assert ran.own == "2.0\n"
+
+
+def test_what_lives_on_the_gpu_and_cannot_travel_is_named(notebook: Notebook) -> None:
+    """A stream belongs to one process: the run stops before it starts, and says which name it is."""
+    notebook.good("stream = torch.cuda.Stream()")
+    ran = notebook.run("#pragma taas --gpus 1\nwith torch.cuda.stream(stream): pass")
+    assert ran.ename == "CaptureError"
+    assert "stream" in ran.evalue
+
+
+def test_the_killed_kernel_gives_its_ranks_gpu_memory_back(fresh: Notebook, notebook: Notebook) -> None:
+    """SIGKILL of the kernel ends the rank on the GPU, seen from another notebook."""
+    notebook.good("torch.cuda.empty_cache()")
+    before = int(notebook.value("torch.cuda.mem_get_info()[0]"))
+    fresh.start(HOG.replace("import os", "import torch, os") + "print('ready', flush=True)\ntime.sleep(600)")
+    fresh.wait_for("ready")
+    ranks = fresh.processes().ranks
+    assert len(ranks) == 1
+    assert int(notebook.value("torch.cuda.mem_get_info()[0]")) < before - 4 * GIB
+    os.kill(fresh.pid, signal.SIGKILL)
+    assert gone(ranks)
+    assert int(notebook.value("torch.cuda.mem_get_info()[0]")) > before - SLACK

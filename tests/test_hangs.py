@@ -1,0 +1,211 @@
+"""Runs that make no progress: the cell says which rank is the odd one, and goes on until its user decides."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+from notebook_harness import Notebook, Ran
+
+from taas.agent.stacks import main_frames
+from taas.rank.stacks import Preface
+from taas.stacks import Frame, RankSeen, fold, ranks_in_words
+
+HEADER = "#pragma taas --gpus 3 --hang-timeout 2\n"
+GROUP = (
+    "import os, time, torch, torch.distributed as dist\n"
+    "dist.init_process_group('gloo')\n"
+    "rank = dist.get_rank()\n"
+    "print('ready', flush=True)\n"
+)
+
+
+def wait_for_trouble(notebook: Notebook, seconds: float = 150) -> dict[str, str]:
+    """Wait until the running cell's live view says that something is wrong; returns the view."""
+    deadline = time.monotonic() + seconds
+    while True:
+        for update in reversed(notebook._ran.updates):
+            if "The run goes on" in update["data"]["text/plain"]:
+                data: dict[str, str] = update["data"]
+                return data
+        assert not notebook._next(deadline), f"the cell ended: {notebook._ran}"
+
+
+def interrupt(notebook: Notebook) -> Ran:
+    """End the hanging run."""
+    notebook.interrupt()
+    ran = notebook.end(30)
+    assert ran.ename == "KeyboardInterrupt"
+    return ran
+
+
+def test_a_rank_that_skips_a_collective_is_named(notebook: Notebook) -> None:
+    """Ranks that wait in a collective are folded; the one that has gone on to sleep is the odd one."""
+    notebook.start(
+        HEADER + GROUP + "if rank == 1:\n    time.sleep(600)\nelse:\n    dist.all_reduce(torch.ones(1))\n"
+    )
+    view = wait_for_trouble(notebook)
+    text = view["text/plain"]
+    assert "no rank has made progress for 2 s" in text
+    assert "ranks 0, 2: all_reduce, cell line 9" in text
+    assert "rank 1: cell line 7: time.sleep(600)   <- differs" in text
+    assert "<details>" in view["text/html"]
+    interrupt(notebook)
+
+
+def test_a_rank_that_never_comes_is_named(notebook: Notebook) -> None:
+    """A rank has ended the cell, and the others wait for it to make the group: that cannot end."""
+    notebook.start(
+        HEADER
+        + "import os, torch.distributed as dist\n"
+        + "if os.environ['RANK'] != '2':\n    dist.init_process_group('gloo')\n"
+    )
+    text = wait_for_trouble(notebook)["text/plain"]
+    assert "rank 2 ended the cell, and ranks 0–1 wait in a collective that cannot end" in text
+    assert "ranks 0–1: init_process_group, cell line 4" in text
+    interrupt(notebook)
+
+
+def test_a_rank_that_swallowed_its_error_and_left_is_named(notebook: Notebook) -> None:
+    """With gloo the others' collective fails when a rank leaves: the error says who had left."""
+    ran = notebook.run(
+        HEADER
+        + GROUP
+        + "try:\n"
+        + "    if rank == 2: raise ValueError('swallowed')\n"
+        + "    dist.all_reduce(torch.ones(1))\n"
+        + "except ValueError:\n    pass\n"
+    )
+    assert ran.ename == "CellFailed"
+    assert "rank 2 had ended the cell before" in ran.evalue
+
+
+def test_a_stopped_rank_is_named(notebook: Notebook) -> None:
+    """SIGSTOP is seen from outside, and how to go on is said; after SIGCONT the run ends well."""
+    notebook.start(HEADER + GROUP + "time.sleep(1)\nfor _ in range(3): dist.all_reduce(torch.ones(1))\n")
+    notebook.wait_for("ready")
+    ranks = sorted(notebook.processes().ranks, key=lambda process: process.pid)
+    os.kill(ranks[-1].pid, signal.SIGSTOP)
+    text = wait_for_trouble(notebook)["text/plain"]
+    assert "stopped: somebody sent SIGSTOP" in text
+    assert f"kill -CONT {ranks[-1].pid}" in text
+    os.kill(ranks[-1].pid, signal.SIGCONT)
+    ran = notebook.end(60)
+    assert ran.status == "ok", ran
+    assert "SIGSTOP" not in ran.updates[-1]["data"]["text/plain"]
+
+
+def test_collectives_of_different_shapes_are_explained(notebook: Notebook) -> None:
+    """Mismatched shapes fail in a rank, by an exception or an abort in C++, or hang: the collective is named."""
+    notebook.start(
+        HEADER + GROUP + "x = torch.ones(4 if rank == 1 else 400_000)\ndist.all_reduce(x)\ndist.barrier()\n"
+    )
+    deadline = time.monotonic() + 150
+    ended = False
+    while not ended and not any("The run goes on" in u["data"]["text/plain"] for u in notebook._ran.updates):
+        ended = notebook._next(deadline)
+    if ended:
+        notebook._client.get_shell_msg(timeout=30)
+        assert notebook._ran.ename == "CellFailed", notebook._ran
+        assert "line 7" in notebook._ran.traceback or "line 8" in notebook._ran.traceback, notebook._ran
+    else:
+        assert "all_reduce" in notebook._ran.updates[-1]["data"]["text/plain"]
+        interrupt(notebook)
+
+
+def test_a_rank_that_computes_or_prints_is_not_hung(notebook: Notebook) -> None:
+    """Processor time or output is progress, however long the collective takes that waits for it."""
+    ran = notebook.good(
+        "#pragma taas --gpus 2 --hang-timeout 1\n" + GROUP + "if rank == 0:\n"
+        "    end = time.monotonic() + 4\n"
+        "    while time.monotonic() < end: sum(range(1000))\n"
+        "dist.barrier()\n"
+        "if rank == 1:\n"
+        "    for i in range(20):\n"
+        "        print(i, flush=True); time.sleep(0.2)\n"
+        "dist.barrier()\n"
+    )
+    assert not any("The run goes on" in update["data"]["text/plain"] for update in ran.updates)
+
+
+@pytest.mark.parametrize("code", ["sum(range(10**13))", "time.sleep(600)"])
+def test_stacks_are_shown_also_while_c_code_holds_the_gil(notebook: Notebook, code: str) -> None:
+    """``taas stacks`` from a terminal shows the lines of the cell."""
+    from test_background import terminal
+
+    notebook.start(
+        f"#pragma taas --gpus 2 --name deep\nimport time\ndef f():\n    print('ready', flush=True)\n    {code}\nf()"
+    )
+    notebook.wait_for("ready")
+    done = terminal("stacks", "deep")
+    assert done.returncode == 0, done.stderr
+    assert f"ranks 0–1: cell line 5: {code}" in done.stdout
+    assert "cell line 6: f()" in done.stdout
+    interrupt(notebook)
+
+
+# ---------------------------------------------------------------- folding
+
+
+def seen(rank: int, *frames: Frame, status: str = "sleeping") -> RankSeen:
+    return RankSeen(rank, 100 + rank, status, 1.0, 0, frames or None)
+
+
+CELL = "#pragma taas\n" + "\n".join(f"step_{n}()" for n in range(2, 30))
+REDUCE = (
+    Frame("/x/torch/distributed/distributed_c10d.py", 100, "all_reduce"),
+    Frame("/x/torch/distributed/c10d_logger.py", 83, "wrapper"),
+    Frame("<ipython-input-4-abc>", 20, "<module>", 4),
+)
+
+
+def test_ranks_at_one_place_are_folded_and_the_odd_one_is_marked() -> None:
+    """Seven ranks in a collective, one elsewhere: two lines."""
+    elsewhere = Frame("<ipython-input-4-abc>", 12, "<module>", 4)
+    places = fold([*(seen(n, *REDUCE) for n in range(7)), seen(7, elsewhere)], cell=CELL, execution_count=4)
+    assert [str(place) for place in places] == [
+        "ranks 0–6: all_reduce, cell line 20",
+        "rank 7: cell line 12: step_12()   <- differs",
+    ]
+
+
+def test_of_two_the_one_outside_the_collective_is_odd() -> None:
+    """With as many ranks on both sides, those that wait for the others are the rest."""
+    elsewhere = Frame("<ipython-input-4-abc>", 12, "<module>", 4)
+    places = fold([seen(0, elsewhere), seen(1, *REDUCE)], cell=CELL, execution_count=4)
+    assert [place.odd for place in places] == [True, False]
+
+
+def test_ended_and_stopped_ranks_have_a_place() -> None:
+    """What has no frames is said in words."""
+    places = fold([seen(0, *REDUCE), seen(1, status="stopped")], cell=CELL, execution_count=4, ended=[2])
+    assert "kill -CONT 101" in str(places[1])
+    assert "rank 2: ended the cell" in str(places[2])
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [([3], "rank 3"), ([0, 1, 2], "ranks 0–2"), ([5, 0, 2, 1], "ranks 0–2, 5"), ([1, 3], "ranks 1, 3")],
+)
+def test_ranks_in_words(ranks: list[int], words: str) -> None:
+    """Neighbours are a range."""
+    assert ranks_in_words(ranks) == words
+
+
+def test_the_main_thread_is_found_in_a_dump() -> None:
+    """Other threads' frames are not taken for it."""
+    dump = (
+        'Thread 0x00000000000000ff (most recent call first):\n  File "/t.py", line 1 in other\n\n'
+        'Current thread 0x00000000000000aa (most recent call first):\n  File "<ipython-input-3-x>", line 7 in f\n'
+        '  File "/tmp/ipykernel_1/5.py", line 2 in g\n'
+    )
+    preface = Preface(0xAA, {"/tmp/ipykernel_1/5.py": 2})
+    expected: Any = (
+        Frame("<ipython-input-3-x>", 7, "f", 3),
+        Frame("/tmp/ipykernel_1/5.py", 2, "g", 2),
+    )
+    assert main_frames(dump, preface) == expected
+    assert main_frames(dump, Preface(1, {})) is None

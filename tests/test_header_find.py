@@ -1,0 +1,135 @@
+"""Which cells carry a header, and which only look as if they did."""
+
+from __future__ import annotations
+
+import timeit
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from taas.header import HeaderText, find_header
+
+HEADERS = {
+    "#!g2.8\n#pragma taas --gpus 8\nprint()": ("g2.8", "--gpus 8"),
+    "#!g2.8\nprint()": ("g2.8", None),
+    "#pragma taas --gpus auto\nprint()": (None, "--gpus auto"),
+    "\n\n# why\n#!g2.8\n\n# and\n#pragma taas --gpus 8\nprint()": ("g2.8", "--gpus 8"),
+    "#!/usr/bin/env python3\n# -*- coding: utf-8 -*-\n#!g2.8\n#pragma taas --gpus 8": ("g2.8", "--gpus 8"),
+    "#!g2.8\r\n#pragma taas --gpus 8\r\nprint()": ("g2.8", "--gpus 8"),
+    "#!g2.8\r#pragma taas --gpus 8\rprint()": ("g2.8", "--gpus 8"),
+    "#!g2.8  # eight A100\n#pragma\ttaas\t--gpus 8": ("g2.8", "--gpus 8"),
+    "#! g2.8\n#pragma taas": ("g2.8", ""),
+    "#!g2.8\n# pragma taas --gpus 8\nprint()": ("g2.8", "--gpus 8"),
+    "#!g2.8\n# pragma taas {settings}\nprint()": ("g2.8", "{settings}"),
+    "#!g2.8\n# pragma taas\nprint()": ("g2.8", ""),
+    "#!{kind}\n#pragma taas --gpus {n}": ("{kind}", "--gpus {n}"),
+    "#!$kind\nprint()": ("$kind", None),
+    "#!g2.$n\nprint()": ("g2.$n", None),
+    "#!g28\n#pragma taas --gpus 8": ("g28", "--gpus 8"),
+    "# g2.8\n#pragma taas --gpus 8": ("g2.8", "--gpus 8"),
+    "#!G2.8\nprint()": ("G2.8", None),
+    "# v1.2\n#pragma taas --gpus 8\n# g2.8\n#!odd\nprint()": (None, "--gpus 8"),
+    "#!g2.8\n#pragma taas --gpus 8\n'''\n#pragma taas\n'''": ("g2.8", "--gpus 8"),
+}
+
+ORDINARY = [
+    "",
+    "x = 1",
+    "#!/bin/bash\nls",
+    "#!/usr/bin/env python3.11\nprint()",
+    "#!python3.11\nprint()",
+    "#!fast\nprint()",
+    "# g2.8 is quick\nprint()",
+    "def f():  # pragma: no cover\n    pass",
+    "# pragma taas is what starts the ranks\nprint()",
+    "# the header is #pragma taas --gpus 8\nprint()",
+    "##!g2.8\n##pragma taas --gpus 8\nprint()",
+    "# #!g2.8\n# #pragma taas --gpus 8\nprint()",
+    "text = '''\n#!g2.8\n#pragma taas --gpus 8\n'''",
+    'text = """\n#pragma taas --gpus 8\n"""',
+    "text = '#pragma taas --gpus 8'",
+    r"text = 'it\'s #pragma taas --gpus 8'",
+    "%%writefile cell.py\n#!g2.8\n#pragma taas --gpus 8\n",
+    "\n%%bash\n#!g2.8\n",
+    "#pragma omp parallel\nprint()",
+    "#pragma task --parallel\nprint()",
+    "print()  #!g2.8",
+]
+
+PROBLEMS = {
+    "x = 1\n#pragma taas --gpus 8": "line 2",
+    "x = 1\n#!g2.8\ny = 2": "line 2",
+    "x = 1  #pragma taas --gpus 8": "line 1",
+    "'''doc'''\n#!g2.8\n#pragma taas --gpus 8": "line 2",
+    "!echo don't\n%time f()\n#pragma taas --gpus 8": "line 3",
+    "def f(:\n#pragma taas --gpus 8": "line 2",
+    "x = 1\n# pragma taas --gpus 8": "line 2",
+    "#!g2.8\n#pragma taas --gpus 8\nx = 1\n#pragma taas --gpus 16": "leave it out",
+    "#!g2.8\n#pragma taas --gpus 8\n#pragma taas --cpus 1": "type all options on one",
+    "#!g2.8\n#!g2.4\n": "a second instance type",
+    "#pragma taas --gpus 8\n#!g2.8\n": "stands below #pragma taas",
+    "#!g2.8 --gpus 8\n": "type #pragma taas --gpus 8",
+    "#!g2.8 #pragma taas --gpus 8\n": "line of its own",
+    "#  pragma  tass --gpus 8\n": "type #pragma taas --gpus 8",
+    "#!g2.8\n#pragma tass --gpus 8\n": "type #pragma taas --gpus 8",
+    "#!g2.8\n#pragma tas\n": "type #pragma taas",
+    "#Pragma Taas --gpus 8\n": "type #pragma taas --gpus 8",
+    "#PRAGMA TAAS --gpus 8\n": "type #pragma taas --gpus 8",
+    "#pragma: taas --gpus 8\n": "type #pragma taas --gpus 8",
+    "#pragmataas --gpus 8\n": "type #pragma taas --gpus 8",
+    "#pragma taas--gpus 8\n": "type #pragma taas --gpus 8",
+    "#!pragma taas --gpus 8\n": "type #pragma taas --gpus 8",
+    "#pragma --gpus 8\n": "type #pragma taas --gpus 8",
+    "# pragma taas \u2013gpus 8\n": "type #pragma taas \u2013gpus 8",
+    "x = 1\n# pragma taas\n": "line 2",
+}
+
+
+@pytest.mark.parametrize("cell", HEADERS)
+def test_header_is_found(cell: str) -> None:
+    """Blank lines and comments may stand above both lines; carriage returns, tabs and comments do no harm."""
+    instance, options = HEADERS[cell]
+    assert find_header(cell) == HeaderText(instance=instance, options=options)
+
+
+@pytest.mark.parametrize("cell", ORDINARY)
+def test_ordinary_cell_has_no_header(cell: str) -> None:
+    """Shebangs, other pragmas, strings, cell magics and headers commented out are none of our business."""
+    assert find_header(cell) is None
+
+
+@pytest.mark.parametrize("cell", PROBLEMS)
+def test_near_miss_is_told(cell: str) -> None:
+    """What was surely meant as a header is never silently a comment: its problem says what to type."""
+    found = find_header(cell)
+    assert found is not None
+    assert found.problem is not None
+    assert PROBLEMS[cell] in found.problem
+    assert len(found.problem.splitlines()) == 1
+
+
+LINES = st.sampled_from(
+    [*(line for cell in (*HEADERS, *ORDINARY, *PROBLEMS) for line in cell.split("\n")), "'''", '"""', "\\"]
+)
+
+
+@given(st.lists(LINES | st.text(), max_size=8).map("\n".join))
+def test_any_cell_is_either_ordinary_or_headed(cell: str) -> None:
+    """Whatever stands in a cell, looking at it raises nothing and says at most one line."""
+    found = find_header(cell)
+    assert found is None or found.problem is None or len(found.problem.splitlines()) == 1
+
+
+@given(st.lists(LINES | st.text(), max_size=8).map("\n".join))
+def test_top_header_survives_any_body(body: str) -> None:
+    """A right header stays the header over any body; only a second one in the body is a problem."""
+    found = find_header("#!g2.8\n#pragma taas --gpus 8\npass\n" + body)
+    assert found is not None
+    assert (found.instance, found.options) == ("g2.8", "--gpus 8")
+
+
+def test_looking_is_cheap() -> None:
+    """An ordinary cell of 200 lines costs far less than it takes to type a key."""
+    cell = "for epoch in range(3):  # comment\n    train(model, 'text', epoch)\n" * 100
+    assert min(timeit.repeat(lambda: find_header(cell), number=100, repeat=5)) / 100 < 1e-3

@@ -1,0 +1,153 @@
+"""A cell with a header: refused before anything starts, or run in ranks as the contract says."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from notebook_harness import Notebook
+
+TORCHRUN = [
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "GROUP_WORLD_SIZE",
+    "ROLE_RANK",
+    "ROLE_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "TORCHELASTIC_RUN_ID",
+    "TORCHELASTIC_RESTART_COUNT",
+    "TORCHELASTIC_USE_AGENT_STORE",
+    "OMP_NUM_THREADS",
+]
+
+
+@pytest.mark.parametrize(
+    ("header", "word"),
+    [
+        ("#!g9.9\n#pragma taas --gpus 8", "g9.9"),
+        ("#!g2.8\n#pragma taas --gpus 12", "--gpus 12"),
+        ("#pragma taas --gpu 2", "--gpus"),
+        ("#pragma taas --gpus 2 --cpus 2", "--cpus"),
+        ("#pragma taas --gpus 2 --keep", "--keep"),
+        ("x = 1\n#pragma taas --gpus 2", "below code"),
+        ("#pragma taas --gpus '2", "quot"),
+        ("#pragma tass --gpus 2", "#pragma taas"),
+        ("%%time\n#pragma taas --gpus 2", "below code"),
+    ],
+)
+def test_a_wrong_header_is_one_line(notebook: Notebook, header: str, word: str) -> None:
+    """It says what is wrong, without a traceback, and the body does not run, here or anywhere."""
+    ran = notebook.run(header + "\nprint('the body ran')")
+    assert ran.status == "error"
+    assert ran.stderr.startswith("UsageError: ")
+    assert word in ran.stderr
+    assert ran.stderr.count("\n") == 1
+    assert ran.traceback == ""
+    assert "the body ran" not in ran.stdout
+
+
+def test_syntax_errors_belong_to_the_notebook(notebook: Notebook) -> None:
+    """A cell that does not compile starts nothing."""
+    ran = notebook.run("#pragma taas --gpus 2\nfor\n")
+    assert ran.ename == "SyntaxError"
+
+
+def test_a_needed_name_that_cannot_travel_stops_the_run(notebook: Notebook) -> None:
+    """The message names the variable, the path inside it, and its type."""
+    notebook.good("import threading\nclass Job: pass\njob = Job(); job.parts = {'lock': threading.Lock()}")
+    ran = notebook.run("#pragma taas --gpus 2\nprint('the body ran', job)")
+    assert ran.ename == "CaptureError"
+    assert "job.parts['lock']" in ran.evalue
+    assert "the body ran" not in ran.stdout
+
+
+def test_the_environment_of_a_rank_is_torchruns(notebook: Notebook) -> None:
+    """Every variable that torchrun sets is set, with torchrun's meaning."""
+    body = f"import json, os\nprint(json.dumps({{name: os.environ.get(name) for name in {TORCHRUN!r}}}))"
+    found = json.loads(notebook.good("#pragma taas --gpus 2\n" + body).own)
+    assert None not in found.values()
+    assert (found["RANK"], found["WORLD_SIZE"], found["LOCAL_WORLD_SIZE"]) == ("0", "2", "2")
+    assert found["OMP_NUM_THREADS"] == "1"
+
+
+def test_several_vms_are_several_agents(notebook: Notebook) -> None:
+    """16 GPUs of g2.8 are two VMs: ranks know their VM, and all meet in one group."""
+    ran = notebook.good(
+        "#!g2.8\n#pragma taas --gpus 16\nimport os, torch, torch.distributed as dist\n"
+        "dist.init_process_group('nccl')\ntotal = torch.ones(1, device='cuda')\ndist.all_reduce(total)\n"
+        "places = [None] * 16\n"
+        "dist.all_gather_object(places, (int(os.environ['GROUP_RANK']), int(os.environ['LOCAL_RANK']), torch.cuda.device_count()))\n"
+        "print(total.item(), sorted(places) == [(vm, local, 8) for vm in range(2) for local in range(8)])",
+        seconds=170,
+    )
+    assert ran.own == "16.0 True\n"
+    assert len(notebook.processes().agents) == 2
+
+
+def test_an_instance_type_alone_is_one_process_with_all_its_gpus(notebook: Notebook) -> None:
+    """``#!g2.4`` without a pragma runs one process that sees four GPUs."""
+    body = "import os, torch\nprint(os.environ['WORLD_SIZE'], torch.cuda.device_count())"
+    assert notebook.good("#!g2.4\n" + body).own == "1 4\n"
+
+
+def test_a_cpu_type_has_no_gpu(notebook: Notebook) -> None:
+    """``#!c1.4`` runs one process, in which CUDA is what it is here."""
+    ran = notebook.good("#!c1.4\nimport torch\nprint(torch.cuda.is_available())")
+    assert ran.own == "False\n"
+
+
+def test_variables_in_the_header(notebook: Notebook) -> None:
+    """``{name}`` and ``$name`` are filled in on the header lines, and not in the body."""
+    notebook.good("count = 2")
+    ran = notebook.good("#pragma taas --gpus {count}\nimport os\nprint('{count}', os.environ['WORLD_SIZE'])")
+    assert ran.own == "{count} 2\n"
+
+
+def test_the_cell_magic_is_the_same_thing(notebook: Notebook) -> None:
+    """``%%taas --on g2.2 --gpus 2``."""
+    ran = notebook.good("%%taas --on g2.2 --gpus 2\nimport os\nprint(os.environ['WORLD_SIZE'])")
+    assert ran.own == "2\n"
+
+
+def test_names_come_back_in_place(notebook: Notebook) -> None:
+    """After the run the notebook is as if rank 0 had run the cell here."""
+    notebook.good(
+        "import torch\nfrom torch import nn\nnet = nn.Linear(2, 1)\nopt = torch.optim.SGD(net.parameters(), lr=.1)\n"
+        "losses = []; alias = losses; before = net.weight.clone(); where = id(net.weight)\n"
+        "def step():\n    opt.zero_grad(); loss = net(torch.ones(4, 2)).square().mean()\n"
+        "    loss.backward(); opt.step(); losses.append(loss.item())"
+    )
+    notebook.good("#pragma taas --gpus 2\nfor _ in range(3): step()\nbest = min(losses)")
+    assert notebook.value("len(alias), best == alias[-1], id(net.weight) == where") == "3 True True"
+    assert notebook.value("bool((net.weight != before).any())") == "True"
+
+
+def test_return_narrows_what_comes_back(notebook: Notebook) -> None:
+    """``--return a`` brings ``a`` and nothing else."""
+    notebook.good("a = b = 0")
+    notebook.good("#pragma taas --gpus 1 --return a\na = 1; b = 1")
+    assert notebook.value("a, b") == "1 0"
+
+
+def test_importing_activates_and_unloading_undoes_it(notebook: Notebook) -> None:
+    """A plain import activates the header, twice is harmless, and ``%unload_ext`` leaves an ordinary comment."""
+    notebook.good("import taas\n%reload_ext taas")
+    notebook.good("%unload_ext taas")
+    assert (
+        notebook.good("#pragma taas --gpus 2\nimport os\nprint(os.environ.get('WORLD_SIZE'))").own == "None\n"
+    )
+    notebook.good("%load_ext taas")
+    assert notebook.good("#pragma taas --gpus 2\nimport os\nprint(os.environ.get('WORLD_SIZE'))").own == "2\n"
+
+
+def test_importing_is_light() -> None:
+    """``import taas`` brings neither torch nor zmq nor ray."""
+    code = "import sys, taas; print([m for m in ('torch', 'zmq', 'ray', 'numpy') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"

@@ -1,0 +1,162 @@
+"""What rank 0 prints and displays appears in the launching cell: whole, in order, whatever it is."""
+
+from __future__ import annotations
+
+import pytest
+from notebook_harness import Notebook
+
+HEAD = "#pragma taas --gpus 1\n"
+
+
+def printed(notebook: Notebook, body: str, header: str = HEAD) -> str:
+    """Rank 0's standard output."""
+    return notebook.good(header + body).own
+
+
+def test_output_without_a_newline(notebook: Notebook) -> None:
+    """The last line need not end."""
+    assert printed(notebook, "print('no end', end='')") == "no end"
+
+
+def test_an_unfinished_line_appears_while_the_cell_runs(notebook: Notebook) -> None:
+    """What is printed without a newline does not wait for one."""
+    notebook.start(HEAD + "import time\nprint('half', end='')\ntime.sleep(600)")
+    notebook.wait_for("half")
+    notebook.interrupt()
+    assert notebook.end().ename == "KeyboardInterrupt"
+
+
+def test_ten_megabytes_in_one_line(notebook: Notebook) -> None:
+    """A line has no limit."""
+    text = printed(notebook, "print('x' * 10_000_000)")
+    assert text == "x" * 10_000_000 + "\n"
+
+
+def test_bytes_that_are_not_utf8(notebook: Notebook) -> None:
+    """They are shown as replacement characters; what stands around them is whole."""
+    text = printed(
+        notebook, "import sys\nsys.stdout.buffer.write(b'a\\xff\\xfeb\\xc3\\xa9\\n')\nsys.stdout.flush()"
+    )
+    assert text == "a\ufffd\ufffdb\u00e9\n"
+
+
+def test_a_character_split_between_writes(notebook: Notebook) -> None:
+    """The bytes of one character may come in two writes."""
+    body = "import sys\nfor b in '\u00e9\\n'.encode():\n    sys.stdout.buffer.write(bytes([b])); sys.stdout.flush()"
+    assert printed(notebook, body) == "\u00e9\n"
+
+
+def test_c_code_and_python_in_order(notebook: Notebook) -> None:
+    """C's printf, a child's output and Python's print stand in the order they were made."""
+    text = printed(
+        notebook,
+        "import ctypes, subprocess\n"
+        "print('python 1')\nctypes.CDLL(None).printf(b'C 2\\n')\nprint('python 3')\n"
+        "subprocess.run(['echo', 'child 4'])\nprint('python 5')",
+    )
+    assert text == "python 1\nC 2\npython 3\nchild 4\npython 5\n"
+
+
+def test_output_after_a_fork(notebook: Notebook) -> None:
+    """A forked child's lines appear once, the parent's once."""
+    text = printed(
+        notebook,
+        "import os\nprint('before', end=' ')\nif os.fork() == 0:\n    print('child')\n    os._exit(0)\n"
+        "os.wait()\nprint('parent')",
+    )
+    assert sorted(text.split()) == ["before", "child", "parent"]
+
+
+def test_stderr_is_stderr(notebook: Notebook) -> None:
+    """Standard error stays standard error, C's too."""
+    ran = notebook.good(
+        HEAD + "import os, sys\nprint('python', file=sys.stderr)\nos.write(2, b'C\\n')\nprint('out')"
+    )
+    assert ran.stderr == "python\nC\n"
+    assert ran.own == "out\n"
+
+
+def test_lines_in_their_thousands(notebook: Notebook) -> None:
+    """All lines arrive, in order."""
+    text = printed(notebook, "for i in range(20_000): print('line', i)")
+    assert text == "".join(f"line {i}\n" for i in range(20_000))
+
+
+@pytest.mark.slow
+def test_a_hundred_thousand_lines(notebook: Notebook) -> None:
+    """All lines arrive, in order, while another rank is quiet."""
+    text = printed(notebook, "for i in range(100_000): print('line', i)", "#pragma taas --gpus 2\n")
+    assert text == "".join(f"line {i}\n" for i in range(100_000))
+
+
+def test_the_last_expression_is_the_cells_result(notebook: Notebook) -> None:
+    """It is shown as a result, and ``_`` and ``Out`` hold its value."""
+    ran = notebook.good(HEAD + "[1, 2, 3]")
+    assert ran.result is not None
+    assert ran.result["text/plain"] == "[1, 2, 3]"
+    assert notebook.value("_") == "[1, 2, 3]"
+
+
+def test_display_and_its_updates(notebook: Notebook) -> None:
+    """Rich output arrives with all its forms; an update changes the display it belongs to."""
+    ran = notebook.good(
+        HEAD + "from IPython.display import HTML\n"
+        "handle = display(HTML('<b>first</b>'), display_id='mine')\nprint('between')\nhandle.update(HTML('<b>second</b>'))"
+    )
+    assert [content["data"]["text/html"] for content in ran.displays if "text/html" in content["data"]].count(
+        "<b>first</b>"
+    ) == 1
+    [update] = [content for content in ran.updates if content["transient"] == {"display_id": "mine"}]
+    assert update["data"]["text/html"] == "<b>second</b>"
+
+
+def test_a_figure(notebook: Notebook) -> None:
+    """A matplotlib figure of rank 0 appears as a picture."""
+    pytest.importorskip("matplotlib")
+    ran = notebook.good(
+        HEAD + "import matplotlib.pyplot as plt\nplt.plot([1, 2, 3])\nplt.show()", seconds=170
+    )
+    [figure] = [content["data"] for content in ran.displays if "image/png" in content["data"]]
+    assert figure["image/png"].startswith("iVBOR")
+
+
+def test_tqdm(notebook: Notebook) -> None:
+    """A progress bar redraws its own line."""
+    pytest.importorskip("tqdm")
+    ran = notebook.good(HEAD + "from tqdm import tqdm\nfor _ in tqdm(range(100)): pass")
+    assert "100/100" in ran.stderr
+    assert ran.stderr.count("\n") <= 1
+
+
+def test_other_ranks_are_tagged(notebook: Notebook) -> None:
+    """``--output all`` shows every rank, each line with its rank."""
+    text = printed(
+        notebook, "import os\nprint('I am', os.environ['RANK'])", "#pragma taas --gpus 3 --output all\n"
+    )
+    assert sorted(text.splitlines()) == ["I am 0", "[rank 1] I am 1", "[rank 2] I am 2"]
+
+
+def test_output_of_nobody(notebook: Notebook) -> None:
+    """``--output none`` shows nothing."""
+    assert printed(notebook, "print('loud')", "#pragma taas --gpus 2 --output none\n") == ""
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ("%%time\nprint('timed')", "timed"),
+        ("!echo shell", "shell"),
+        ("files = !echo captured\nprint(files)", "['captured']"),
+        ("%env TAAS_PROBE=1\n%env TAAS_PROBE", "env: TAAS_PROBE=1"),
+        (
+            "import asyncio\nasync def f():\n    await asyncio.sleep(0)\n    return 'awaited'\nprint(await f())",
+            "awaited",
+        ),
+        ("print(__name__, __import__('sys').argv)", "__main__ ['<cell>']"),
+        ("if __name__ == '__main__':\n    print('guarded')", "guarded"),
+        ("print(len.__doc__[:6]); len?", "Return"),
+    ],
+)
+def test_a_body_may_be_all_that_a_cell_may_be(notebook: Notebook, body: str, expected: str) -> None:
+    """Magics, shell commands, top-level await and the main guard work in a rank."""
+    assert expected in printed(notebook, body)

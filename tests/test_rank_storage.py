@@ -1,0 +1,502 @@
+"""The write rule as a rank meets it: what it may write, what it sees, what it is told."""
+
+# Which function a rank calls is what is tested.
+# ruff: noqa: PTH100, PTH102, PTH103, PTH104, PTH107, PTH110, PTH116, PTH118, PTH123, PTH207, PTH208, PTH109
+
+from __future__ import annotations
+
+import errno
+import glob
+import os
+import shutil
+import signal
+import sqlite3
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from storage_ranks import Run, fork, join
+
+from taas import _linux, rank_storage
+from taas.errors import StorageDenied
+
+needs_root = pytest.mark.skipif(os.getuid() != 0, reason="mounts file systems, which needs root")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return Run(tmp_path)
+
+
+@pytest.fixture(params=rank_storage.MECHANISMS)
+def wall(request: pytest.FixtureRequest) -> str:
+    lines = rank_storage.doctor(only=request.param)
+    if not lines[0].startswith(f"write rule: {request.param}"):
+        pytest.skip(" ".join(lines))
+    return request.param
+
+
+def test_rank_0_is_left_alone(run: Run):
+    """Rank 0 writes the project; nothing of the process is changed."""
+
+    def body(guard):
+        Path("model.pt").write_text("weights")
+        return [guard.mechanism, os.open is __import__("posix").open]
+
+    assert run.rank(body, rank=0) == ["none (rank 0)", True]
+    assert (run.project / "model.pt").read_text() == "weights"
+
+
+def test_a_rank_reads_its_own_writes_back(run: Run, wall: str):
+    """Every way of looking sees what the rank wrote; the project stays as it was."""
+    (run.project / "data").mkdir()
+    (run.project / "data" / "a.txt").write_text("a")
+
+    def body(guard):
+        Path("data/b.txt").write_text("b")
+        os.makedirs("data/deep/er")
+        Path("data/deep/er/c.txt").write_text("c")
+        walked = sorted(os.path.join(top, name) for top, _, names in os.walk("data") for name in names)
+        entries = {entry.name: entry.is_dir() for entry in os.scandir("data")}
+        globbed = sorted(str(path) for path in Path().rglob("*.txt"))
+        assert Path("data/b.txt").exists() and os.access("data/b.txt", os.W_OK)
+        assert os.stat("data/b.txt").st_size == 1
+        assert sorted(glob.glob("data/**/*.txt", recursive=True)) == walked
+        return [walked, sorted(os.listdir("data")), entries, globbed == walked]
+
+    walked, listed, entries, same = run.rank(body, mechanism=wall)
+    assert walked == ["data/a.txt", "data/b.txt", "data/deep/er/c.txt"]
+    assert listed == ["a.txt", "b.txt", "deep"]
+    assert entries == {"a.txt": False, "b.txt": False, "deep": True}
+    assert same
+    assert sorted(path.name for path in run.project.rglob("*")) == ["a.txt", "data"]
+
+
+def test_reads_are_live(run: Run, wall: str):
+    """Two hundred times: absent, saved by rank 0, replaced by rename; every rank loads the new one."""
+    rounds, ranks = 200, 2
+    to_rank = [os.pipe() for _ in range(ranks)]
+    to_test = [os.pipe() for _ in range(ranks)]
+
+    def rank(number):
+        policy = run.policy(number + 1)
+
+        def body():
+            rank_storage.guard(policy, (wall,))
+            os.chdir(policy.project)
+            seen = []
+            for _ in range(rounds):
+                absent = os.path.exists("ckpt.pt")
+                os.write(to_test[number][1], b".")
+                os.read(to_rank[number][0], 1)
+                first = int(torch.load("ckpt.pt"))
+                os.write(to_test[number][1], b".")
+                os.read(to_rank[number][0], 1)
+                seen.append([absent, first, int(torch.load("ckpt.pt"))])
+                os.write(to_test[number][1], b".")
+                os.read(to_rank[number][0], 1)
+            return seen
+
+        return fork(body)
+
+    def barrier():
+        for pipe in to_test:
+            assert os.read(pipe[0], 1) == b"."
+
+    def release():
+        for pipe in to_rank:
+            os.write(pipe[1], b".")
+
+    started = [rank(number) for number in range(ranks)]
+    for number in range(rounds):
+        barrier()
+        torch.save(torch.tensor(number), run.project / "ckpt.pt")
+        release()
+        barrier()
+        torch.save(torch.tensor(-number), run.project / "ckpt.tmp")
+        (run.project / "ckpt.tmp").rename(run.project / "ckpt.pt")
+        release()
+        barrier()
+        (run.project / "ckpt.pt").unlink()
+        release()
+    for one in started:
+        assert join(one) == [[False, number, -number] for number in range(rounds)]
+    for pipe in (*to_rank, *to_test):
+        os.close(pipe[0])
+        os.close(pipe[1])
+
+
+def test_the_newer_of_two_versions_is_seen(run: Run):
+    """What rank 0 saved after this rank's own save is loaded; while it is still writing, the rank's own is."""
+
+    told, go = os.pipe(), os.pipe()
+    policy = run.policy(1)
+
+    def body():
+        rank_storage.guard(policy)
+        os.chdir(policy.project)
+        Path("best.pt").write_text("mine")
+        seen = [Path("best.pt").read_text()]
+        for _ in range(2):
+            os.write(told[1], b".")
+            os.read(go[0], 1)
+            seen.append(Path("best.pt").read_text())
+        return seen
+
+    started = fork(body)
+    os.read(told[0], 1)
+    with open(run.project / "best.pt", "w") as file:
+        file.write("rank 0, ")
+        file.flush()
+        os.write(go[1], b".")
+        os.read(told[0], 1)
+        file.write("whole")
+    os.write(go[1], b".")
+    assert join(started) == ["mine", "mine", "rank 0, whole"]
+    for pipe in (told, go):
+        os.close(pipe[0])
+        os.close(pipe[1])
+
+
+def test_a_removed_file_comes_back_when_rank_0_saves_it_again(run: Run):
+    """Removing hides what was there, not what rank 0 writes later."""
+    (run.project / "ckpt.pt").write_text("old")
+    told, go = os.pipe(), os.pipe()
+    policy = run.policy(1)
+
+    def body():
+        rank_storage.guard(policy)
+        os.chdir(policy.project)
+        os.remove("ckpt.pt")
+        seen = [os.path.exists("ckpt.pt"), os.listdir()]
+        os.write(told[1], b".")
+        os.read(go[0], 1)
+        return [*seen, Path("ckpt.pt").read_text(), os.listdir()]
+
+    started = fork(body)
+    os.read(told[0], 1)
+    (run.project / "ckpt.pt").write_text("new")
+    os.write(go[1], b".")
+    assert join(started) == [False, [], "new", ["ckpt.pt"]]
+    for pipe in (told, go):
+        os.close(pipe[0])
+        os.close(pipe[1])
+
+
+def test_updating_a_file_copies_it_first(run: Run):
+    """Appending and updating keep what rank 0's file holds, in the rank's own copy."""
+    (run.project / "log").write_text("start\n")
+
+    def body(guard):
+        with open("log", "a") as log:
+            log.write("rank 1\n")
+        return Path("log").read_text()
+
+    assert run.rank(body) == "start\nrank 1\n"
+    assert (run.project / "log").read_text() == "start\n"
+
+
+def test_a_rank_reports_what_it_diverted(run: Run):
+    """The report names the rank's own files, none of the live ones around them."""
+    (run.project / "data").mkdir()
+    (run.project / "data" / "live").write_text("live")
+
+    def body(guard):
+        Path("data/mine").write_text("mine!")
+        return [[file.path, file.size] for file in guard.report().diverted]
+
+    assert run.rank(body) == [["data/mine", 5]]
+
+
+def test_file_errors_are_those_of_a_file_system(run: Run):
+    """A diverted call fails as the same call fails on a disk."""
+    (run.project / "full").mkdir()
+    (run.project / "full" / "leaf").touch()
+
+    def body(guard):
+        def code(call, *args):
+            try:
+                call(*args)
+            except OSError as error:
+                return type(error).__name__
+            return "none"
+
+        os.mkdir("mine")
+        return [
+            code(open, "absent/file", "w"),
+            code(open, "full", "w"),
+            code(open, "full/leaf/x", "w"),
+            code(open, "absent"),
+            code(open, "full/leaf", "x"),
+            code(os.mkdir, "full"),
+            code(os.mkdir, "mine"),
+            code(os.rmdir, "full"),
+            code(os.rmdir, "full/leaf"),
+            code(os.remove, "absent"),
+            code(os.remove, "full"),
+            code(os.rename, "absent", "x"),
+            code(os.rename, "full/leaf", "mine"),
+            code(os.listdir, "absent"),
+            code(os.rename, "full", "full"),
+        ]
+
+    assert run.rank(body) == [
+        "FileNotFoundError",
+        "IsADirectoryError",
+        "NotADirectoryError",
+        "FileNotFoundError",
+        "FileExistsError",
+        "FileExistsError",
+        "FileExistsError",
+        "OSError",
+        "NotADirectoryError",
+        "FileNotFoundError",
+        "IsADirectoryError",
+        "FileNotFoundError",
+        "IsADirectoryError",
+        "FileNotFoundError",
+        "none",
+    ]
+
+
+def test_a_directory_is_removed_and_made_anew(run: Run):
+    """After rmtree and makedirs the old content is gone from this rank's view."""
+    (run.project / "out").mkdir()
+    (run.project / "out" / "old").touch()
+
+    def body(guard):
+        shutil.rmtree("out")
+        gone = os.path.exists("out")
+        os.makedirs("out")
+        Path("out/new").touch()
+        return [gone, os.listdir("out"), os.path.exists("out/old")]
+
+    assert run.rank(body) == [False, ["new"], False]
+    assert (run.project / "out" / "old").exists()
+
+
+def test_own_directories_are_walked_into(run: Run):
+    """chdir, getcwd and relative paths work in a directory that only this rank has."""
+
+    def body(guard):
+        os.makedirs("runs/1")
+        os.chdir("runs/1")
+        Path("log").write_text("x")
+        return [os.getcwd(), os.path.abspath("log"), os.path.exists("../1/log"), Path.cwd().name]
+
+    where = str(run.project / "runs" / "1")
+    assert run.rank(body) == [where, where + "/log", True, "1"]
+
+
+def test_deny_names_path_rank_and_rule(run: Run):
+    """Under deny every write is StorageDenied, also torch's; what needs no write goes on."""
+    (run.project / "out").mkdir()
+
+    def body(guard):
+        os.makedirs("out", exist_ok=True)
+        said = []
+        for call in (
+            lambda: Path("x").write_text("x"),
+            lambda: torch.save(1, "model.pt"),
+            lambda: os.mkdir("made"),
+        ):
+            try:
+                call()
+            except StorageDenied as error:
+                said.append(str(error))
+        return said
+
+    said = run.rank(body, rank=3, mode="deny")
+    assert len(said) == 3
+    for path, text in zip(("x", "model.pt", "made"), said, strict=True):
+        assert f"rank 3 may not write {run.project / path}" in text
+        assert "--rank-writes deny" in text and "--shared" in text
+
+
+def test_c_code_at_the_wall_is_explained(run: Run):
+    """The rank's error report can say why a library written in C could not write."""
+
+    def body(guard):
+        try:
+            with sqlite3.connect("new.db") as database:
+                database.execute("create table t (a)")
+        except sqlite3.OperationalError as error:
+            first = guard.explain(error)
+        rust = RuntimeError("I/O error: Read-only file system (os error 30)")
+        return [first, guard.explain(rust), guard.explain(ValueError("no such key"))]
+
+    sqlite, rust, other = run.rank(body, rank=2)
+    assert "rank 2 may not write" in sqlite
+    assert "rank 2 may not write" in rust
+    assert other is None
+
+
+def test_shared_directories_are_written_by_all(run: Run, wall: str):
+    """--shared is written in the project itself, is made if absent, and may lie deep."""
+
+    def body(guard):
+        Path("ckpt/deep/shard1").write_text("x")
+        Path("ckpt/outside").write_text("y")
+        return [report.path for report in guard.report().diverted]
+
+    assert run.rank(body, mechanism=wall, shared=("ckpt/deep",)) == ["ckpt/outside"]
+    assert [str(path.relative_to(run.project)) for path in run.project.rglob("*") if path.is_file()] == [
+        "ckpt/deep/shard1"
+    ]
+
+
+def test_a_home_directory_as_project_keeps_its_caches(run: Run, wall: str, monkeypatch: pytest.MonkeyPatch):
+    """Where the project is all of a home, caches and the rank's own files beneath it stay writable."""
+    monkeypatch.setenv("HOME", str(run.project))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    scratch = run.project / ".local" / "rank1"
+    scratch.mkdir(parents=True)
+    logs = run.project / "logs"
+    logs.mkdir()
+
+    def body(guard):
+        Path("~/.cache/hub").expanduser().mkdir()
+        (logs / "events").write_text("x")
+        Path("model.pt").write_text("x")
+        return Path("model.pt").read_text()
+
+    assert run.rank(body, mechanism=wall, scratch=str(scratch), writable=(str(logs),)) == "x"
+    assert (run.project / ".cache" / "hub").is_dir()
+    assert (logs / "events").exists()
+    assert not (run.project / "model.pt").exists()
+
+
+def test_outside_the_project_nothing_is_restricted(run: Run, wall: str):
+    """Files beside the project, temporary files and children work as ever."""
+    beside = run.base / "beside"
+    beside.mkdir()
+
+    def body(guard):
+        (beside / "file").write_text("x")
+        os.rename(beside / "file", beside / "moved")
+        with tempfile.NamedTemporaryFile() as file:
+            file.write(b"x")
+        return os.system(f"cp {beside}/moved {beside}/copied")
+
+    assert run.rank(body, mechanism=wall) == 0
+    assert sorted(path.name for path in beside.iterdir()) == ["copied", "moved"]
+
+
+def test_names_with_quotes_blanks_and_newlines(tmp_path: Path, wall: str):
+    """A project may have any name a file system allows."""
+    base = tmp_path / 'it\'s "odd"\n dir\\040ä'
+    base.mkdir()
+    run = Run(base)
+
+    def body(guard):
+        Path("ä\n'b").write_text("x")
+        return [os.system("touch direct 2>/dev/null") != 0, Path("ä\n'b").read_text()]
+
+    held, text = run.rank(body, mechanism=wall)
+    assert text == "x"
+    assert held or wall == "audit"
+
+
+@needs_root
+def test_other_mounts_of_the_project_are_walls_too(run: Run):
+    """File systems mounted in the project, and other places where it is mounted, are read-only as well."""
+    (run.project / "disk").mkdir()
+    (run.project / "part").mkdir()
+    alias, part = run.base / "alias", run.base / "part"
+    alias.mkdir()
+    part.mkdir()
+    policy = run.policy(1)
+
+    def body():
+        _linux.unshare(_linux.CLONE_NEWNS)  # the test's own mounts, for this process alone
+        _linux.mount(None, "/", _linux.MS_REC | _linux.MS_PRIVATE)
+        assert os.system(f"mount -t tmpfs none {run.project}/disk") == 0
+        _linux.mount(str(run.project), str(alias), _linux.MS_BIND)
+        _linux.mount(str(run.project / "part"), str(part), _linux.MS_BIND)
+        rank_storage.guard(policy, ("mount",))
+        held = [
+            os.system(f"touch {place}/x 2>/dev/null") != 0 for place in (run.project / "disk", alias, part)
+        ]
+        (part / "own").write_text("x")
+        return [*held, (run.project / "part" / "own").read_text()]
+
+    assert join(fork(body)) == [True, True, True, "x"]
+    assert not (run.project / "part" / "own").exists()
+
+
+@needs_root
+def test_kernels_before_5_12_remount_one_by_one(run: Run, monkeypatch: pytest.MonkeyPatch):
+    """Without mount_setattr(2) each mount is made read-only by itself and keeps its flags."""
+
+    def refuse(target: str) -> None:
+        raise OSError(errno.ENOSYS, "mount_setattr: the kernel is older than 5.12")
+
+    monkeypatch.setattr(_linux, "mount_readonly", refuse)
+    (run.project / "disk").mkdir()
+    policy = run.policy(1)
+
+    def body():
+        _linux.unshare(_linux.CLONE_NEWNS)
+        _linux.mount(None, "/", _linux.MS_REC | _linux.MS_PRIVATE)
+        assert os.system(f"mount -t tmpfs -o nosuid,nodev none {run.project}/disk") == 0
+        rank_storage.guard(policy, ("mount",))
+        held = [
+            os.system(f"touch {place}/x 2>/dev/null") != 0 for place in (run.project, run.project / "disk")
+        ]
+        *_, disk = (entry for entry in _linux.mounts() if entry.point == str(run.project / "disk"))
+        return [*held, sorted(disk.options & {"ro", "nosuid", "nodev"})]
+
+    assert join(fork(body)) == [True, True, ["nodev", "nosuid", "ro"]]
+
+
+def test_a_refused_mechanism_gives_way_to_the_next(run: Run):
+    """Where namespaces are refused, Landlock stands, and the guard says why."""
+    policy = run.policy(1)
+    uid, gid = os.geteuid(), os.getegid()
+
+    def body():
+        _linux.unshare(_linux.CLONE_NEWUSER)
+        _linux.map_own_ids(uid, gid)
+        Path("/proc/sys/user/max_user_namespaces").write_text("0")
+        _linux.drop_capabilities(None)
+        guard = rank_storage.guard(policy)
+        return [guard.mechanism, guard.why_not]
+
+    mechanism, why_not = join(fork(body))
+    assert mechanism == "landlock"
+    assert len(why_not) == 1
+    assert "max_user_namespaces" in why_not[0]
+
+
+def test_no_wall_at_all_is_an_error(run: Run):
+    """A rank that cannot be held does not run."""
+
+    def body():
+        try:
+            rank_storage.guard(run.policy(1), ())
+        except StorageDenied as error:
+            return str(error)
+        return "it ran"
+
+    assert "cannot be kept from writing" in join(fork(body))
+
+
+def test_the_ties_to_the_agent_hold(run: Run, wall: str):
+    """The parent-death signal survives the change of credentials."""
+    policy = run.policy(1)
+
+    def body():
+        _linux.set_parent_death_signal(signal.SIGKILL)
+        rank_storage.guard(policy, (wall,))
+        return _linux.parent_death_signal()
+
+    assert join(fork(body)) == signal.SIGKILL
+
+
+def test_doctor_says_what_this_machine_gives():
+    """The first line names the wall; a weaker one comes with its limits."""
+    lines = rank_storage.doctor()
+    assert lines[0].startswith("write rule: ")
+    weakest = rank_storage.doctor(only="audit")
+    assert any("limit:" in line for line in weakest)

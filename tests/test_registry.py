@@ -1,0 +1,175 @@
+"""taas.register: what it takes, what it refuses and how it says so, and what travels where."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from taas import dataloader_registry as registry
+from taas.dataloader_registry import Registration, delivering, pack_registered, reduce_registered
+from taas.delivery.loader import DeliveredLoader
+from taas.delivery.payload import load_payload
+from taas.errors import DeliveryError, RegistrationError
+
+
+class Plain(Dataset):
+    def __init__(self, **extra: Any) -> None:
+        self.tensor = torch.arange(12.0).view(4, 3)
+        self.row = self.tensor[1]
+        self.__dict__.update(extra)
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Any:
+        return self.tensor[index]
+
+
+@pytest.fixture(autouse=True)
+def nothing_registered() -> Any:
+    """Each test begins and ends with an empty registry."""
+    yield
+    for entry in registry.registered():
+        registry.unregister(entry.loader)
+
+
+def test_register_names_the_variable_and_unregister_undoes() -> None:
+    """A loader goes by the variable that holds it, or by the name it was given."""
+    train, valid = DataLoader(Plain()), DataLoader(Plain())
+    assert registry.register(train) is train
+    registry.register(valid, name="validation")
+    entries = registry.registered({"train": train, "valid": valid})
+    assert [(e.name, e.variable) for e in entries] == [("train", "train"), ("validation", "valid")]
+    registry.unregister(train)
+    assert [entry.name for entry in registry.registered({})] == ["validation"]
+
+
+def test_registering_twice_is_an_error() -> None:
+    """The second time says what to do instead."""
+    loader = DataLoader(Plain())
+    registry.register(loader, name="train")
+    with pytest.raises(RegistrationError, match="train is registered already"):
+        registry.register(loader)
+    with pytest.raises(RegistrationError, match="another loader is registered as 'train'"):
+        registry.register(DataLoader(Plain()), name="train")
+
+
+def test_what_is_not_registered_cannot_be_unregistered() -> None:
+    """Also after the variable was assigned anew."""
+    with pytest.raises(RegistrationError, match="not registered"):
+        registry.unregister(DataLoader(Plain()))
+
+
+@pytest.mark.parametrize("thing", [Plain(), 3, None, iter([1]), (i for i in range(3))], ids=repr)
+def test_what_cannot_be_iterated_anew_is_refused(thing: Any) -> None:
+    """Datasets, numbers, iterators and generators are no loaders."""
+    with pytest.raises(RegistrationError):
+        registry.register(thing)
+
+
+@pytest.mark.parametrize(
+    ("extra", "path", "what"),
+    [
+        ({"lock": threading.Lock()}, "train.dataset.lock", "_thread.lock"),
+        ({"inner": {"db": [threading.Lock()]}}, "train.dataset.inner['db'][0]", "_thread.lock"),
+        ({"file": open(os.devnull)}, "train.dataset.file", "an open file (/dev/null)"),  # noqa: SIM115, PTH123
+    ],
+    ids=["lock", "nested", "file"],
+)
+def test_what_cannot_travel_is_named_by_its_path(extra: dict[str, Any], path: str, what: str) -> None:
+    """The message has the attribute path, the type, and what to do."""
+    with pytest.raises(RegistrationError) as caught:
+        registry.register(DataLoader(Plain(**extra)), name="train")
+    assert path in str(caught.value)
+    assert what in str(caught.value)
+    assert "__getitem__" in str(caught.value)
+
+
+@pytest.mark.gpu
+def test_a_cuda_tensor_in_the_dataset_is_refused() -> None:
+    """Data workers have no GPU."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device here")
+    with pytest.raises(RegistrationError, match=r"train\.dataset\.extra.*cuda:0.*no GPU"):
+        registry.register(DataLoader(Plain(extra=torch.zeros(1, device="cuda"))), name="train")
+
+
+def test_lambdas_and_notebook_classes_travel() -> None:
+    """cloudpickle takes them by value: nothing to refuse."""
+    registry.register(DataLoader(Plain(f=lambda x: x + 1), collate_fn=lambda samples: samples[0]))
+
+
+def test_the_payload_keeps_shared_memory_shared(tmp_path: Path) -> None:
+    """A tensor and its view still share memory on the data side; nothing of the notebook's is copied twice."""
+    path = tmp_path / "payload"
+    loader = DataLoader(Plain(), batch_size=2)
+    with path.open("wb") as file:
+        pack_registered([Registration("train", loader)], file.write)
+    [(name, parts)] = load_payload(str(path))["loaders"]
+    assert name == "train"
+    parts.dataset.tensor[1, 0] = 77
+    assert parts.dataset.row[0] == 77
+    assert loader.dataset.tensor[1, 0] == 3
+
+
+class _Pickler(cloudpickle.Pickler):
+    def reducer_override(self, obj: Any) -> Any:
+        reduced = reduce_registered(obj)
+        return super().reducer_override(obj) if reduced is None else reduced
+
+
+def test_a_registered_loader_reaches_the_ranks_as_its_delivered_self() -> None:
+    """Only while a cell with data workers is captured; its dataset stays the object the other names hold."""
+    dataset = Plain()
+    loader = DataLoader(dataset, batch_size=2, shuffle=True)
+    assert reduce_registered(loader) is None
+    with delivering([Registration("train", loader)]):
+        file = io.BytesIO()
+        _Pickler(file).dump((loader, dataset))
+    delivered, same = cloudpickle.loads(file.getvalue())
+    assert isinstance(delivered, DeliveredLoader)
+    assert isinstance(delivered, DataLoader)
+    assert delivered.dataset is same
+    assert delivered.batch_size == 2
+    with pytest.raises(DeliveryError, match="--cpus"):
+        iter(delivered)
+
+
+def test_wrappers_that_would_shard_again_find_it_done() -> None:
+    """accelerate passes it through; its sampler is distributed already, and yields no indices here."""
+    from accelerate import Accelerator
+
+    loader = DataLoader(Plain(), batch_size=2)
+    with delivering([Registration("train", loader)]):
+        file = io.BytesIO()
+        _Pickler(file).dump(loader)
+    delivered = cloudpickle.loads(file.getvalue())
+    assert Accelerator(cpu=True).prepare(delivered) is delivered
+    assert isinstance(delivered.sampler, torch.utils.data.DistributedSampler)
+    with pytest.raises(DeliveryError, match="drawn where its data workers are"):
+        next(iter(delivered.sampler))
+
+
+def test_importing_the_registry_imports_no_torch() -> None:
+    """It is part of ``import taas``."""
+    program = (
+        "import sys, taas.dataloader_registry as r; r.registered(); "
+        "sys.exit('torch' in sys.modules or 'zmq' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def test_the_coordinator_imports_no_torch() -> None:
+    """It has to be there at once, and holds nothing of the user's."""
+    program = "import sys, taas.delivery.coordinator, taas.delivery.service; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

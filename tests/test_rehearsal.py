@@ -1,0 +1,35 @@
+"""What programs written for GPUs do in rehearsed ranks.
+
+The programs stand in ``rehearsal_programs.py`` (one rank) and ``rehearsal_programs_ranks.py`` (two ranks).
+"""
+
+from __future__ import annotations
+
+import pytest
+import rehearsal_ranks
+
+ONE, TWO = "rehearsal_programs", "rehearsal_programs_ranks"
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The verdicts of all programs for one rank."""
+    return rehearsal_ranks.run(ONE, tmp_path_factory.mktemp("rehearsal"))
+
+
+@pytest.fixture(scope="module")
+def together(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The verdicts of all programs for two ranks."""
+    return rehearsal_ranks.run(TWO, tmp_path_factory.mktemp("rehearsal"), ranks=2)
+
+
+@pytest.mark.parametrize("program", rehearsal_ranks.programs(ONE))
+def test_one_rank(program: str, alone: dict[str, str]) -> None:
+    """A program of one GPU finds what it relies on."""
+    assert alone[program] == rehearsal_ranks.OK, alone[program]
+
+
+@pytest.mark.parametrize("program", rehearsal_ranks.programs(TWO))
+def test_two_ranks(program: str, together: dict[str, str]) -> None:
+    """A program of several GPUs finds what it relies on."""
+    assert together[program] == rehearsal_ranks.OK, together[program]

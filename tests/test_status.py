@@ -1,0 +1,191 @@
+"""Views of runs: the same facts as HTML and as text, calm while all is well, longer when something is wrong."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from notebook_harness import Notebook
+
+from taas import status
+from taas.messages import RankEnded
+from taas.records import Delivered, ProcessMark, RunRecord, find_run, new_folder, read_records, write_record
+from taas.retention import make_room
+from taas.stacks import Place, Trouble
+
+Make = Callable[..., RunRecord]
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
+    """Return a maker of runs, in a runtime folder of the test's own."""
+    monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path))
+    me = ProcessMark.of(os.getpid())
+
+    def made(name: str | None = None, **facts: object) -> RunRecord:
+        name, mark = new_folder(name)
+        record = RunRecord(
+            name=name,
+            id=mark,
+            cell="#!g2.8\n#pragma taas --gpus 8\n# a comment\nmodel = train()\n",
+            execution_count=7,
+            project="/project",
+            user="me",
+            supervisor=me,
+            kernel=me,
+            background=True,
+            world_size=8,
+            vms=1,
+            instance="g2.8",
+            output=(0,),
+            device="8 GPUs",
+            submitted=1000.0,
+        )
+        for fact, value in facts.items():
+            setattr(record, fact, value)
+        write_record(record)
+        return record
+
+    return made
+
+
+def test_the_line_of_a_run_that_is_well(make: Make) -> None:
+    """State, ranks, elapsed time and device; whole seconds while it goes on."""
+    record = make(state="running")
+    assert status.line(record, 1075.4).text == "▸ r1 running · 8 ranks on g2.8 · 1 min 15 s · 8 GPUs"
+    assert "<b>▸ r1 running</b>" in status.line(record, 1075.4).html
+
+
+def test_the_line_shows_delivery(make: Make) -> None:
+    """What registered loaders have delivered, and what the ranks have waited."""
+    record = make(
+        state="running",
+        delivered=Delivered(prepared=64, delivered=1500, planned=20480, rate=120, waited=0.25),
+    )
+    assert "1,500 of 20,480 units, 64 ready, 120/s, waited 0.2 s" in status.line(record, 1010).text
+
+
+def test_the_line_grows_when_something_is_wrong(make: Make) -> None:
+    """The trouble, the places, and what to do; as text and as HTML, with what the user wrote escaped."""
+    places = (
+        Place((0, 1), "all_reduce, cell line 4"),
+        Place((2,), "cell line 3: x<y", True, ("cell line 3: x<y",)),
+    )
+    view = status.line(make(state="running", trouble=Trouble("no progress", places)), 1010)
+    assert view.text.splitlines()[1:] == [
+        "! no progress",
+        "  ranks 0–1: all_reduce, cell line 4",
+        "  rank 2: cell line 3: x<y   <- differs",
+        "      cell line 3: x<y",
+        "The run goes on. To end it: interrupt the cell, or %taas stop r1.",
+    ]
+    assert "x&lt;y" in view.html
+    assert "x<y" not in view.html
+
+
+def test_the_table_shows_live_runs_and_the_last_that_ended(make: Make) -> None:
+    """Older ended runs are the history's."""
+    for number in range(3):
+        make(state="over", outcome="done", submitted=1000.0 + number, ended=1005.0 + number)
+    make("now", state="running", submitted=1100.0)
+    view = status.status(read_records(), 1110.0)
+    lines = view.text.splitlines()
+    assert [line.split()[0] for line in lines] == ["run", "now", "r3"]
+    assert "In[7] model = train()" in lines[1]
+    assert view.html.count("<tr>") == 3
+    assert "delivered" not in lines[0]  # a column that nobody needs
+
+
+def test_the_history_says_why(make: Make) -> None:
+    """A failed run's first line of error is there."""
+    first = RankEnded(rank=3, outcome="raised", at=1.0, etype="ValueError", message="bad\nbatch")
+    make(state="over", outcome="failed", ended=1004.0, first=first, vm="g2.8-0")
+    assert "rank 3 on g2.8-0: ValueError: bad" in status.history(read_records()).text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(0.04, "0.0 s"), (9.96, "10.0 s"), (59.9, "59 s"), (61, "1 min 01 s"), (3600 * 25 + 120, "25 h 02 min")],
+)
+def test_spans(seconds: float, words: str) -> None:
+    """Lengths of time are read, not computed."""
+    assert status.span(seconds) == words
+
+
+def test_runs_are_found_by_name_the_live_one_first(make: Make) -> None:
+    """A name may be used again; the run that goes on is meant, else the newest."""
+    make("a", state="over", outcome="done", submitted=3.0)
+    live = make("a", state="running", submitted=1.0)
+    newest = make("b", state="over", outcome="done", submitted=4.0)
+    records = read_records()
+    assert find_run("a", records, live=False, kernel=0).id == live.id
+    assert find_run(None, records, live=True, kernel=0).id == live.id
+    assert find_run(f"b-{newest.id}", records, live=False, kernel=0).id == newest.id
+    with pytest.raises(Exception, match=r"did you mean b\?"):
+        find_run("bb", records, live=False, kernel=0)
+    with pytest.raises(Exception, match="run b is over"):
+        find_run("b", records, live=True, kernel=0)
+
+
+def test_a_run_whose_supervisor_is_gone_was_lost(make: Make) -> None:
+    """Nobody could write that down; it is found by who is missing."""
+    make(state="running", supervisor=ProcessMark(os.getpid(), 1.0))
+    [record] = read_records()
+    assert (record.state, record.outcome) == ("over", "lost")
+    assert "supervisor was killed" in record.message
+
+
+def test_old_runs_are_announced_before_they_are_removed(make: Make) -> None:
+    """First the history tells, a day later the oldest make room; the newest stays."""
+    for number in range(4):
+        make(state="over", outcome="done", submitted=float(number))
+    assert make_room(runs=2, now=5000.0) == []
+    told = status.history(read_records()).text
+    assert "2 old runs (r1, r2) will be removed after" in told
+    assert make_room(runs=2, now=5000.0 + 3600) == []
+    removed = make_room(runs=2, now=5000.0 + 24 * 3600)
+    assert [record.name for record in removed] == ["r1", "r2"]
+    assert [record.name for record in read_records()] == ["r3", "r4"]
+    assert make_room(runs=0, nbytes=0, now=1e9) == []  # r3 is announced first, r4 stays
+    assert [record.name for record in make_room(runs=0, nbytes=0, now=2e9)] == ["r3"]
+
+
+def test_the_live_view_is_one_display_that_is_updated(notebook: Notebook) -> None:
+    """A calm run shows one line; its last state is what the notebook keeps."""
+    ran = notebook.good("#pragma taas --gpus 2 --name calm\nimport time\nprint('x')\ntime.sleep(1)")
+    assert ran.stdout == "x\n"
+    assert ran.stderr == ""
+    [shown] = ran.displays
+    identity = shown["transient"]["display_id"]
+    assert {update["transient"]["display_id"] for update in ran.updates} == {identity}
+    texts = [shown["data"]["text/plain"], *(update["data"]["text/plain"] for update in ran.updates)]
+    assert any("calm running" in text for text in texts)
+    assert texts[-1].startswith("✓ calm done · 2 ranks")
+    assert "rehearsed on CPU (no GPU here)" in texts[-1]
+    assert len(texts) == len(set(texts))
+
+
+def test_the_finished_notebook_reads_well(tmp_path: Path) -> None:
+    """On disk, and converted by nbconvert, a run is one line of HTML and its output."""
+    import nbformat
+    from nbclient import NotebookClient
+    from nbconvert import HTMLExporter, MarkdownExporter
+
+    book = nbformat.v4.new_notebook(
+        cells=[
+            nbformat.v4.new_code_cell("%load_ext taas"),
+            nbformat.v4.new_code_cell("#pragma taas --gpus 2 --name page\nprint('trained')"),
+            nbformat.v4.new_code_cell("%taas"),
+        ]
+    )
+    NotebookClient(book, timeout=120, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    outputs = book.cells[1].outputs
+    assert [output.output_type for output in outputs] == ["display_data", "stream"]
+    assert outputs[0].data["text/plain"].startswith("✓ page done")
+    page, _ = HTMLExporter().from_notebook_node(book)
+    assert "<b>✓ page done</b>" in page
+    text, _ = MarkdownExporter().from_notebook_node(book)
+    assert "page done" in text
+    assert "<table>" in book.cells[2].outputs[0].data["text/html"]
