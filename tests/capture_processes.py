@@ -12,25 +12,31 @@ import multiprocessing
 import multiprocessing.forkserver
 import os
 import sys
-import tempfile
 import traceback
 import types
-from collections.abc import Mapping, Sequence
-from contextlib import redirect_stderr, redirect_stdout
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
 DEADLINE = 60
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(
-    ["capture_processes", "torch", "torch._dynamo", "numpy", "IPython.core.interactiveshell", "taas.capture"]
-)
+_PRELOAD = [
+    "capture_processes", "torch", "torch._dynamo", "numpy", "IPython.core.interactiveshell", "taas.capture",
+]  # fmt: skip
 
 
-def start_forkserver() -> None:
-    """Start the forkserver, which lives as long as this process."""
+@contextmanager
+def forkserver() -> Iterator[None]:
+    """Run the processes' common ancestor."""
+    multiprocessing.forkserver.set_forkserver_preload(_PRELOAD)
     multiprocessing.forkserver.ensure_running()
+    try:
+        yield
+    finally:
+        multiprocessing.forkserver._forkserver._stop()
+        multiprocessing.forkserver.set_forkserver_preload([])
 
 
 class Program(NamedTuple):
@@ -53,7 +59,6 @@ def new_shell() -> Any:
 
     main = types.ModuleType("__main__")
     sys.modules["__main__"] = main
-    os.environ["IPYTHONDIR"] = tempfile.mkdtemp(prefix="taas-test-ipython-")
     config = Config()
     config.HistoryManager.enabled = False
     shell = InteractiveShell.instance(config=config, user_module=main, user_ns=main.__dict__)

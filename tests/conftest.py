@@ -78,6 +78,10 @@ def _shared_memory() -> set[str]:
     return {entry.name for entry in Path("/dev/shm").iterdir()}
 
 
+def _folders() -> set[Path]:
+    return set(Path(tempfile.gettempdir()).glob("taas-*"))
+
+
 @pytest.fixture(autouse=True)
 def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     """A test leaves no process, no thread, no /dev/shm file and no temporary folder of taas.
@@ -97,7 +101,7 @@ def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture(scope="module")
 def notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
     """A notebook with taas loaded, for the tests of one module."""
-    before, memory = alive_below(), _shared_memory()
+    before, memory, folders = alive_below(), _shared_memory(), _folders()
     book = Notebook(tmp_path_factory.mktemp("project"))
     try:
         book.good("%load_ext taas")
@@ -106,4 +110,4 @@ def notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
         book.close()
     assert not _left(before), "the notebook left processes"
     assert not _shared_memory() - memory, "the notebook left /dev/shm files"
-    assert not list(Path(tempfile.gettempdir()).glob("taas-*")), "the notebook left a folder"
+    assert not _folders() - folders, "the notebook left a folder"

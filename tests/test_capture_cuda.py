@@ -7,11 +7,12 @@ was rewritten after that run (surroundings.py) and has not been run on a GPU sin
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from capture_processes import Program, elsewhere, here, start_forkserver
+from capture_processes import Program, elsewhere, forkserver, here
 
 pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():
@@ -50,9 +51,10 @@ PROGRAMS = [
 
 
 @pytest.fixture(scope="module", autouse=True)
-def forkserver() -> None:
-    """The processes' common ancestor is no process that a test leaves behind."""
-    start_forkserver()
+def common_ancestor() -> Iterator[None]:
+    """What all programs of this module are forked from is no process that one test leaves behind."""
+    with forkserver():
+        yield
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import psutil
 import pytest
-from capture_processes import Program, ProgramError, elsewhere, start_forkserver
+from capture_processes import Program, ProgramError, elsewhere, forkserver
 
 from taas.capture import Arrival, Capture, arrive, capture, check_syntax, check_versions, payload, peek
 from taas.capture.rebinding import rebind_answer
@@ -20,9 +20,10 @@ from taas.errors import CaptureError, VersionMismatch
 
 
 @pytest.fixture(scope="module", autouse=True)
-def forkserver() -> None:
-    """The processes' common ancestor is no process that a test leaves behind."""
-    start_forkserver()
+def common_ancestor() -> Iterator[None]:
+    """What all programs of this module are forked from is no process that one test leaves behind."""
+    with forkserver():
+        yield
 
 
 class Round:

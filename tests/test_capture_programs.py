@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from capture_processes import Program, elsewhere, here, start_forkserver
+from capture_processes import Program, elsewhere, forkserver, here
 
 P = Program
 NET = """
@@ -125,9 +126,10 @@ PROGRAMS = [
 
 
 @pytest.fixture(scope="module", autouse=True)
-def forkserver() -> None:
-    """The processes' common ancestor is no process that a test leaves behind."""
-    start_forkserver()
+def common_ancestor() -> Iterator[None]:
+    """What all programs of this module are forked from is no process that one test leaves behind."""
+    with forkserver():
+        yield
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)
