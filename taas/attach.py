@@ -18,9 +18,9 @@ from taas.cell_output import CellOutput, Screen, say
 from taas.endings import finish
 from taas.live_view import LiveView
 from taas.messages import Output, RunEnded
-from taas.records import ANSWER, PAYLOAD, RunRecord, read_record
+from taas.records import ANSWER, PAYLOAD, RunRecord, output_folder, read_record
 
-__all__ = ["attach", "follow", "keep_capture", "read_output"]
+__all__ = ["RunOutput", "attach", "follow", "keep_capture", "read_output"]
 
 _LOOK_SECONDS = 0.25
 _BY_REFERENCE = (types.ModuleType, types.FunctionType, type)  # imported and defined, not worth a mention
@@ -35,15 +35,62 @@ def keep_capture(run_id: str, captured: Capture) -> None:
     _kept[run_id] = captured
 
 
-def read_output(folder: Path, ranks: Iterable[int]) -> Iterator[tuple[int, list[Output]]]:
+class RunOutput:
+    """What ranks of one run have written, over all its starts, each item once."""
+
+    def __init__(self, folder: Path, ranks: Iterable[int]) -> None:
+        self._folder, self._ranks = folder, tuple(ranks)
+        self._watch = Inotify()
+        self._tails: dict[int, RankTail] = {}
+        self._open(0)
+
+    def _open(self, restarts: int) -> None:
+        self.close_tails()
+        self._restarts = restarts
+        self._output = output_folder(self._folder, restarts)
+        self._tails = {rank: RankTail(self._output / str(rank)) for rank in self._ranks}
+        self._waiting = set(self._tails)
+
+    def read(self, restarts: int) -> Iterator[tuple[int, list[Output]]]:
+        """Read what was written since the last call; the run has been started again so many times."""
+        while True:
+            for rank in sorted(self._waiting):
+                if (self._output / str(rank)).is_dir():
+                    self._watch.add(self._output / str(rank))
+                    self._waiting.discard(rank)
+            for rank, tail in self._tails.items():
+                while items := tail.read(_CHUNK):
+                    yield rank, items
+            if self._restarts >= restarts:
+                return
+            self._open(self._restarts + 1)
+
+    def wait(self, seconds: float) -> bool:
+        """Wait until something is written; returns whether it was."""
+        grew = bool(select.select([self._watch.fileno()], [], [], seconds)[0])
+        if grew:
+            self._watch.changed()
+        return grew
+
+    def close_tails(self) -> None:
+        """Close the ranks' files."""
+        for tail in self._tails.values():
+            tail.close()
+
+    def close(self) -> None:
+        """Close everything."""
+        self._watch.close()
+        self.close_tails()
+
+
+def read_output(record: RunRecord, ranks: Iterable[int]) -> Iterator[tuple[int, list[Output]]]:
     """Read what ranks have written until now, a rank after the other."""
     for rank in ranks:
-        tail = RankTail(folder / str(rank))
+        output = RunOutput(record.folder, (rank,))
         try:
-            while items := tail.read(_CHUNK):
-                yield rank, items
+            yield from output.read(record.restarts)
         finally:
-            tail.close()
+            output.close()
 
 
 def follow(
@@ -66,34 +113,25 @@ def follow(
     Raises:
         KeyboardInterrupt: the person at the keyboard has seen enough; the run goes on.
     """
-    folder = record.folder
-    tails = {rank: RankTail(folder / str(rank)) for rank in ranks}
-    watch = Inotify()
-    waiting = set(tails)
+
+    def show() -> None:
+        for rank, items in output.read(record.restarts):
+            screen.show(rank, items)
+
+    output = RunOutput(record.folder, ranks)
     try:
         while True:
-            now = read_record(folder)
+            now = read_record(record.folder)
             record = now if now is not None else record
-            for rank in sorted(waiting):
-                if (folder / str(rank)).is_dir():
-                    watch.add(folder / str(rank))
-                    waiting.discard(rank)
-            for rank, tail in tails.items():  # after the record was read: if that is over, this is all
-                while items := tail.read(_CHUNK):
-                    screen.show(rank, items)
+            show()  # after the record was read: if that is over, this is all
             look(record)
             if now is None or not record.live:
                 return record
             until = time.monotonic() + _LOOK_SECONDS
-            while (left := until - time.monotonic()) > 0 and select.select([watch.fileno()], [], [], left)[0]:
-                watch.changed()
-                for rank, tail in tails.items():
-                    while items := tail.read(_CHUNK):
-                        screen.show(rank, items)
+            while (left := until - time.monotonic()) > 0 and output.wait(left):
+                show()
     finally:
-        watch.close()
-        for tail in tails.values():
-            tail.close()
+        output.close()
 
 
 def attach(record: RunRecord, shell: Any) -> None:

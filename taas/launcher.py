@@ -32,6 +32,7 @@ from taas.messages import (
     Refused,
     RunEnded,
     Seen,
+    StartedAgain,
     Submit,
 )
 from taas.records import read_record
@@ -143,7 +144,6 @@ def check_options(spec: RunSpec) -> None:
     asked = {
         "--backend": spec.backend is not None,
         "--keep": spec.keep,
-        "--max-restarts": spec.max_restarts > 0,
         "--post-mortem": spec.post_mortem,
     }
     for option in (name for name, given in asked.items() if given):
@@ -198,13 +198,14 @@ class Foreground:
 
     def __init__(self, supervisor: Supervised, shell: Any, interrupts: list[int]) -> None:
         self._supervisor, self._shell, self._interrupts = supervisor, shell, interrupts
-        self._relayed = 0
+        self._relayed = self._restarts = 0
         self._run = ""
         self._output = CellOutput(shell)
         self._view: LiveView | None = None
 
     def follow(self, submit: Submit, captured: Capture) -> RunEnded:
         """Submit the run, show its output, apply its answer; returns how it ended."""
+        self._restarts = submit.spec.max_restarts
         self._supervisor.say(submit)
         while True:
             for message in self._supervisor.hear(_LOOK_ROUND_MS):
@@ -238,6 +239,8 @@ class Foreground:
             case Printed():
                 self._output.show(message.rank, message.items)
                 self._supervisor.say(Seen(run=message.run, vm=message.vm, size=message.size))
+            case StartedAgain():
+                say(f"{message.why}; started again ({message.restarts} of {self._restarts} restarts used)")
             case _:
                 pass  # the live view's
 

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from taas.cell_output import say
-from taas.messages import Message, Progressed, RunEnded, StateChanged, Troubled
+from taas.messages import Message, Progressed, RunEnded, StartedAgain, StateChanged, Troubled
 from taas.records import RunRecord
 from taas.status import line
 
@@ -40,6 +40,8 @@ class LiveView:
         match message:
             case StateChanged():
                 self.record.state = message.state
+            case StartedAgain():
+                self.record.restarts = message.restarts
             case Progressed():
                 self.record.delivered = message.delivered
             case Troubled():

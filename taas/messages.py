@@ -408,6 +408,20 @@ class Troubled(Message, frozen=True):
     trouble: Trouble | None
 
 
+class StartedAgain(Message, frozen=True):
+    """A run lost a rank or a VM, and starts again.
+
+    Attributes:
+        run: its name.
+        restarts: how often it was started again, this time included.
+        why: what was lost.
+    """
+
+    run: str
+    restarts: int
+    why: str
+
+
 class Stacks(Message, frozen=True):
     """Where the ranks of a run stand."""
 
@@ -470,7 +484,16 @@ class RunEnded(Message, frozen=True):
 
 
 ClientHears = (
-    Accepted | Refused | StateChanged | Progressed | Troubled | Printed | Stacks | Released | RunEnded
+    Accepted
+    | Refused
+    | StateChanged
+    | StartedAgain
+    | Progressed
+    | Troubled
+    | Printed
+    | Stacks
+    | Released
+    | RunEnded
 )
 
 pack = msgspec.msgpack.Encoder().encode

@@ -90,6 +90,7 @@ class RunRecord(msgspec.Struct, kw_only=True):
         submitted, began, ended: seconds since the epoch, 0 before; ``began``: all ranks are in the cell.
         outcome: once over: ``done``, ``failed``, ``interrupted`` or ``lost``.
         message: what is to be said about the outcome.
+        restarts: how often it was started again.
         first, vm, others: of a failed run, as in :class:`~taas.messages.RunEnded`.
         notices: lines for the user.
         trouble: what is wrong while it goes on.
@@ -118,6 +119,7 @@ class RunRecord(msgspec.Struct, kw_only=True):
     ended: float = 0.0
     outcome: str = ""
     message: str = ""
+    restarts: int = 0
     first: RankEnded | None = None
     vm: str = ""
     others: int = 0
@@ -139,6 +141,11 @@ class RunRecord(msgspec.Struct, kw_only=True):
     def live(self) -> bool:
         """Whether it goes on."""
         return self.state != "over"
+
+
+def output_folder(folder: Path, restarts: int) -> Path:
+    """Return where the ranks of a run write, below the run's folder, after so many restarts."""
+    return folder / f"restart-{restarts}" if restarts else folder
 
 
 def runs_root() -> Path:

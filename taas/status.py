@@ -105,6 +105,8 @@ def line(record: RunRecord, now: float | None = None) -> Shown:
     now = time.time() if now is None else now
     state, elapsed = _state(record), _elapsed(record, now)
     parts = [_ranks(record), elapsed, record.device]
+    if record.restarts:
+        parts.append(f"started again {'once' if record.restarts == 1 else f'{record.restarts} times'}")
     if delivery := _delivery(record):
         parts.append(delivery)
     mark = _MARKS.get(record.outcome or "live", "")

@@ -64,7 +64,7 @@ def _logs(desk: Desk, line: Line) -> None:
         except KeyboardInterrupt:
             say(f"no longer followed; {record.name} goes on")
         return
-    for rank, items in read_output(record.folder, ranks):
+    for rank, items in read_output(record, ranks):
         screen.show(rank, items)
 
 

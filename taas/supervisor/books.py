@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from taas.header import RunSpec
-from taas.messages import Memory, Message, Progressed, RunEnded, StateChanged, Submit, Troubled
+from taas.messages import Memory, Message, Progressed, RunEnded, StartedAgain, StateChanged, Submit, Troubled
 from taas.records import ANSWER, PAYLOAD, ProcessMark, RunRecord, new_folder, write_record
 
 _RESERVE_BYTES = 64 << 10
@@ -85,6 +85,8 @@ class Book:
                 record.state = message.state
                 if message.state == "running":
                     record.began = time.time()
+            case StartedAgain():
+                record.restarts = message.restarts
             case Progressed():
                 record.delivered = message.delivered
             case Troubled():

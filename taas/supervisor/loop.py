@@ -37,6 +37,7 @@ from taas.messages import (
     Released,
     Seen,
     Stacks,
+    StartedAgain,
     Submit,
 )
 from taas.places import crash_report
@@ -213,13 +214,27 @@ class Supervisor:
             if submit.waiting:
                 self._send(key, message)
 
-        folder = str(book.record.folder)
-        self._send(key, Accepted(run=name, folder=folder))
-        run = Run(name, book.submit, vms, folder, tell)
-        self._runs[name], self._books[name] = run, book
+        folder = book.record.folder
+        self._send(key, Accepted(run=name, folder=str(folder)))
+        self._books[name] = book
+        self._begin(Run(name, book.submit, vms, folder, tell))
+
+    def _begin(self, run: Run) -> None:
+        self._runs[run.name] = run
         if run.data is not None:
             self._on(run.data.fileno(), partial(self._hear_data, run))
         run.vm_up()
+
+    def _restart(self, run: Run, why: str) -> bool:
+        """Start a run again, with new VMs in place of those it lost; returns whether they could be had."""
+        try:
+            new = self._pool.replace([vm for vm in run.vms if vm.gone])
+        except EngineError:
+            return False
+        self._watch_vms()
+        run.tell(StartedAgain(run=run.name, restarts=run.restarts + 1, why=why))
+        self._begin(run.again([new.get(vm, vm) for vm in run.vms]))
+        return True
 
     def _hear_data(self, run: Run) -> None:
         assert run.data is not None
@@ -255,6 +270,8 @@ class Supervisor:
         for run in list(self._runs.values()):
             if run.state != "over" and run.finished:
                 self._end_data(run)
+                if run.loss and self._restart(run, run.loss):
+                    continue
                 answered = run.conclude()
                 if not answered or self._kernel_gone or not run.submit.waiting:
                     self._forget(run)

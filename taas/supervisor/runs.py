@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 
@@ -26,6 +27,7 @@ from taas.messages import (
     Submit,
     VmDone,
 )
+from taas.records import output_folder
 from taas.stacks import ranks_in_words
 from taas.supervisor.books import shown_ranks
 from taas.supervisor.data_side import DataSide
@@ -46,17 +48,25 @@ def watched_ranks(submit: Submit) -> tuple[int, ...] | None:
 class Run:
     """A run's state machine: ``acquiring`` → ``starting`` → ``running`` → ``ending`` → ``over``.
 
-    It starts when all its VMs are up, and is over when all of them are done or lost.
+    It starts when all its VMs are up, and is over when all of them are done or lost. A run that is started again
+    after a loss is a new one of the same name.
     """
 
     def __init__(
-        self, name: str, submit: Submit, vms: list[Vm], log_dir: str, tell_client: Callable[[Message], None]
+        self,
+        name: str,
+        submit: Submit,
+        vms: list[Vm],
+        folder: Path,
+        tell_client: Callable[[Message], None],
+        *,
+        restarts: int = 0,
     ) -> None:
-        self.name, self.submit, self.vms = name, submit, vms
+        self.name, self.submit, self.vms, self.restarts = name, submit, vms, restarts
         self.state = "acquiring"
         self.answer: Memory | None = None
         self.interrupted = False
-        self._log_dir, self._tell_client = log_dir, tell_client
+        self._folder, self.tell = folder, tell_client
         self._scratch = make_scratch(name, submit.project)
         self._ended: dict[int, RankEnded] = {}
         self._started = 0
@@ -72,7 +82,7 @@ class Run:
         return DataSide(
             self.submit,
             self.data_changed,
-            lambda delivered: self._tell_client(Progressed(run=self.name, delivered=delivered)),
+            lambda delivered: self.tell(Progressed(run=self.name, delivered=delivered)),
         )
 
     # ------------------------------------------------------------ going on
@@ -94,7 +104,7 @@ class Run:
 
     def _enter(self, state: str) -> None:
         self.state = state
-        self._tell_client(StateChanged(run=self.name, state=state))
+        self.tell(StateChanged(run=self.name, state=state))
 
     def _start_ranks(self, number: int, store: Endpoint | None) -> None:
         vm = self.vms[number]
@@ -124,11 +134,12 @@ class Run:
             gpus=vm.gpus,
             rehearsed=0 if vm.gpus else width * spec.gpus_per_rank,
             control="",
-            log_dir=self._log_dir,
+            log_dir=str(output_folder(self._folder, self.restarts)),
             scratch=str(self._scratch),
             spec=spec,
             colors=submit.colors,
             delivery=None if self.data is None else self.data.rank_config(),
+            restart_count=self.restarts,
         )
 
     # ------------------------------------------------------------ what agents say
@@ -208,6 +219,26 @@ class Run:
         settled = self.data is None or self.data.over or self.state == "ending"
         return settled and len(self._done) == len(self.vms)
 
+    @property
+    def loss(self) -> str:
+        """What was lost, of a finished run that may be started again; else empty."""
+        verdict = self._verdict()
+        if self._trouble or self.restarts >= self.submit.spec.max_restarts:
+            return ""
+        if verdict.outcome == "lost":
+            return verdict.message
+        first = verdict.first
+        died = verdict.outcome == "failed" and first is not None and first.outcome == "died"
+        return f"rank {first.rank} on {verdict.vm} {first.message}" if died and first is not None else ""
+
+    def again(self, vms: list[Vm]) -> Run:
+        """Give this name to a new start on these VMs; what ranks other than 0 wrote until now is kept."""
+        self.forget()
+        notices = [*self._notices, *settle_scratch(self._scratch)]
+        new = Run(self.name, self.submit, vms, self._folder, self.tell, restarts=self.restarts + 1)
+        new._notices = notices
+        return new
+
     def conclude(self) -> bool:
         """Tell the client how it ended; returns whether it has an answer to take, which its agent holds."""
         self.state = "over"
@@ -216,7 +247,7 @@ class Run:
             self._notices += self.data.notes
             verdict = msgspec.structs.replace(verdict, loaders=self.data.final)
         notices = (*self._notices, *settle_scratch(self._scratch))
-        self._tell_client(msgspec.structs.replace(verdict, notices=notices))
+        self.tell(msgspec.structs.replace(verdict, notices=notices))
         return verdict.answer is not None
 
     def forget(self) -> None:

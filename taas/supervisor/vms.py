@@ -96,6 +96,15 @@ class Pool:
             )
         return [tuple(free[i * gpus_per_vm : (i + 1) * gpus_per_vm]) for i in range(count)]
 
+    def replace(self, lost: list[Vm]) -> dict[Vm, Vm]:
+        """Give a run new VMs for those it lost, with the GPUs those had."""
+        found: dict[Vm, Vm] = {}
+        for vm in lost:
+            [new] = self.start(vm.instance, 1)
+            new.run, new.gpus = vm.run, vm.gpus
+            found[vm] = new
+        return found
+
     def release(self, vms: list[Vm]) -> None:
         """Take VMs back from a run."""
         for vm in vms:

@@ -1,0 +1,97 @@
+"""``--max-restarts``: a run that lost a rank or a VM starts again, and its own checkpoint is how it goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+from notebook_harness import Notebook, gone
+
+HEAD = "#pragma taas --gpus 2 --max-restarts 1"
+TRAIN = """
+import os, torch, torch.distributed as dist
+from pathlib import Path
+dist.init_process_group()
+restart = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+step = torch.load("{ckpt}") if Path("{ckpt}").exists() else 0
+print(f"start {{restart}} of {{os.environ['TORCHELASTIC_MAX_RESTARTS']}} from step {{step}}", flush=True)
+while step < 6:
+    one = torch.ones(1)
+    dist.all_reduce(one)
+    step += int(one.item()) // 2
+    if dist.get_rank() == 0:
+        torch.save(step, "{ckpt}")
+    dist.barrier()
+    if step == 3 and restart == 0:
+        {loss}
+dist.destroy_process_group()
+"""
+KILL_RANK_1 = "dist.get_rank() == 1 and os.kill(os.getpid(), 9); dist.barrier()"
+
+
+def test_a_lost_rank_is_started_again(notebook: Notebook) -> None:
+    """The second start goes on from the first one's checkpoint; the cell says why there was one."""
+    ran = notebook.good(HEAD + TRAIN.format(ckpt="rank.pt", loss=KILL_RANK_1))
+    assert "rank 1 on vm-0 killed by SIGKILL" in ran.stdout
+    assert "started again (1 of 1 restarts used)" in ran.stdout
+    assert ran.stdout.index("start 0 of 1 from step 0") < ran.stdout.index("start 1 of 1 from step 3")
+    assert notebook.value("step, restart") == "6 1"
+
+
+def test_a_lost_vm_is_replaced(notebook: Notebook) -> None:
+    """The agent is killed: a new one takes its place, and the other VM's agent stays."""
+    wait = "print('ready', flush=True); import time; time.sleep(600)"
+    head = "#!x1.1\n" + HEAD
+    notebook.folder.joinpath("taas.toml").write_text('[instances."x1.1"]\nvcpus = 1\ngpus = 1\n')
+    notebook.start(head + TRAIN.format(ckpt="vm.pt", loss=wait))
+    notebook.wait_for("ready")
+    before = notebook.processes().agents
+    assert len(before) == 2
+    lost = max(before, key=lambda process: process.pid)
+    os.kill(lost.pid, signal.SIGKILL)
+    ran = notebook.end()
+    assert ran.status == "ok", ran.traceback
+    assert "started again (1 of 1 restarts used)" in ran.stdout
+    assert "start 1 of 1 from step 3" in ran.stdout
+    after = {process.pid for process in notebook.processes().agents}
+    assert len(after) == 2
+    assert after & {process.pid for process in before} == {p.pid for p in before} - {lost.pid}
+    notebook.folder.joinpath("taas.toml").unlink()
+
+
+def test_used_up_restarts_are_the_end(notebook: Notebook) -> None:
+    """The last loss is the error, and the next cell runs."""
+    ran = notebook.run(
+        HEAD + "\nimport os\nprint('here', flush=True)\nif os.environ['RANK'] == '1': os.kill(os.getpid(), 9)"
+    )
+    assert ran.stdout.count("started again") == 1
+    assert ran.ename == "CellFailed"
+    assert "rank 1 on vm-0 killed by SIGKILL" in ran.evalue
+    assert notebook.good("#pragma taas --gpus 2\nprint('fine')").own == "fine\n"
+
+
+def test_an_exception_is_no_loss(notebook: Notebook) -> None:
+    """A mistake in the cell would come again: it is shown at once."""
+    ran = notebook.run(HEAD + "\n1 / 0")
+    assert ran.ename == "CellFailed"
+    assert "started again" not in ran.stdout
+
+
+def test_an_interrupt_is_no_loss(notebook: Notebook) -> None:
+    """Whoever stops a run wants it to end."""
+    notebook.start(HEAD + "\nimport time\nprint('ready', flush=True)\ntime.sleep(600)")
+    notebook.wait_for("ready")
+    notebook.interrupt()
+    ran = notebook.end()
+    assert ran.ename == "KeyboardInterrupt"
+    assert gone(notebook.processes().ranks, 5)
+
+
+def test_attach_and_logs_show_all_starts(notebook: Notebook) -> None:
+    """What the first start printed is not lost with it."""
+    notebook.good(HEAD + " --background --name twice" + TRAIN.format(ckpt="twice.pt", loss=KILL_RANK_1))
+    ran = notebook.good("%taas attach twice")
+    assert ran.stdout.index("start 0 of 1 from step 0") < ran.stdout.index("start 1 of 1 from step 3")
+    assert notebook.value("step") == "6"
+    logs = notebook.good("%taas logs twice --rank 1").stdout
+    assert logs.index("start 0 of 1 from step 0") < logs.index("start 1 of 1 from step 3")
