@@ -142,7 +142,6 @@ def check_options(spec: RunSpec) -> None:
         HeaderError: one of them is given.
     """
     asked = {
-        "--backend": spec.backend is not None,
         "--keep": spec.keep,
         "--post-mortem": spec.post_mortem,
     }

@@ -4,6 +4,7 @@
 cell has ended. Nothing here starts a process, opens a connection or imports a library until the program
 needs it.
 
+* ``backend``: the header may choose another one than the program.
 * ``rendezvous``: whatever meeting point a program brings, the run's own holds.
 * ``spawn``, ``notebook_launchers``: launchers run their function in the ranks instead of new processes.
 * ``data_parallel``: ``nn.DataParallel`` splits the batch over the ranks.
@@ -18,6 +19,7 @@ from pathlib import Path
 
 from taas.adopt.membership import Membership
 
+from . import backend as chosen_backend
 from . import data_parallel, downloads, notebook_launchers, rendezvous, spawn
 
 __all__ = ["finish", "install"]
@@ -41,6 +43,7 @@ def install(
     *,
     notice: Callable[[str], None] = _to_stderr,
     project: Path | None = None,
+    backend: str | None = None,
 ) -> None:
     """Make this process a rank in which programs written for other launchers run.
 
@@ -54,6 +57,7 @@ def install(
         rehearsed: whether ``taas.rehearsal`` stands in for the GPUs; it is installed first.
         notice: shows the user one line; called in rank 0 only, each text once.
         project: the directory tree that only rank 0 writes; the working directory if not given.
+        backend: the torch.distributed backend to use, whatever the program asks for.
     """
     membership = Membership(
         rank=rank,
@@ -66,6 +70,8 @@ def install(
         notice=notice,
         project=project or Path.cwd(),
     )
+    if backend is not None:
+        chosen_backend.install(backend)
     global _meeting
     _meeting = rendezvous.install(membership)
     adopter = spawn.install(membership, _meeting)

@@ -143,6 +143,7 @@ def _prepare(order: RankOrder, rank: int, local_rank: int, outlet: Outlet) -> _P
         rehearsed=bool(order.rehearsed),
         notice=lambda text: print(f"taas: {text}"),  # noqa: T201  the cell shows it
         project=Path(order.project),
+        backend=order.spec.backend,
     )
     if order.delivery is not None:
         from taas.delivery import loader
