@@ -22,7 +22,18 @@ ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class PrintingClient(NotebookClient):
-    """An nbclient that passes outputs on to the terminal as they come."""
+    """An nbclient that passes outputs on to the terminal as they come; a line that is updated, as it is at last."""
+
+    updated = ""
+
+    def process_message(self, msg: dict[str, Any], cell: Any, cell_index: int) -> Any:
+        """Keep the newest text of what is updated in place, and print it when the cell is over."""
+        if msg["msg_type"] == "update_display_data":
+            self.updated = msg["content"]["data"].get("text/plain", "")
+        elif msg["msg_type"] == "status" and msg["content"]["execution_state"] == "idle" and self.updated:
+            print(self.updated, flush=True)
+            self.updated = ""
+        return super().process_message(msg, cell, cell_index)
 
     def output(self, outs: list[Any], msg: dict[str, Any], display_id: str, cell_index: int) -> Any:
         """Print one output message, then keep it in the notebook."""
