@@ -68,7 +68,7 @@ def alive_below() -> set[int]:
 
 def _left(before: set[int]) -> list[str]:
     processes = [psutil.Process(pid) for pid in alive_below() - before if psutil.pid_exists(pid)]
-    _, alive = psutil.wait_procs(processes, 10)
+    _, alive = psutil.wait_procs(processes, 30)
     return [" ".join(process.cmdline()) for process in alive]
 
 

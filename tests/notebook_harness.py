@@ -72,7 +72,7 @@ class Notebook:
         self._manager.start_kernel(cwd=str(folder), env=dict(os.environ))
         self._client = self._manager.blocking_client()
         self._client.start_channels()
-        self._client.wait_for_ready(timeout=60)
+        self._client.wait_for_ready(timeout=120)
         self.pid: int = self._manager.provisioner.process.pid  # type: ignore[union-attr]
         self._pending = ""
         self._ran = Ran()
@@ -98,7 +98,7 @@ class Notebook:
         self._ran.status = reply["content"]["status"]
         return self._ran
 
-    def wait_for(self, text: str, seconds: float = 60) -> Ran:
+    def wait_for(self, text: str, seconds: float = 120) -> Ran:
         """Wait until the running cell has printed a text."""
         deadline = time.monotonic() + seconds
         while text not in self._ran.stdout + self._ran.stderr:
@@ -174,7 +174,7 @@ def _row(process: psutil.Process) -> tuple[psutil.Process, str, int] | None:
         return None
 
 
-def gone(processes: list[psutil.Process], seconds: float = 10) -> bool:
+def gone(processes: list[psutil.Process], seconds: float = 30) -> bool:
     """Wait until processes are gone; returns whether they are."""
     left = [process for process in processes if process.is_running()]
     _, alive = psutil.wait_procs(left, seconds)

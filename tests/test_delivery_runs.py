@@ -78,5 +78,5 @@ def test_an_interrupt_ends_the_data_workers(registered: Notebook) -> None:
     registered.wait_for("ready")
     assert registered.processes().others
     registered.interrupt()
-    assert registered.end(30).ename == "KeyboardInterrupt"
+    assert registered.end().ename == "KeyboardInterrupt"
     assert not registered.processes().others

@@ -37,7 +37,7 @@ def wait_for_trouble(notebook: Notebook, seconds: float = 150) -> dict[str, str]
 def interrupt(notebook: Notebook) -> Ran:
     """End the hanging run."""
     notebook.interrupt()
-    ran = notebook.end(30)
+    ran = notebook.end()
     assert ran.ename == "KeyboardInterrupt"
     return ran
 
@@ -93,7 +93,7 @@ def test_a_stopped_rank_is_named(notebook: Notebook) -> None:
     assert "stopped: somebody sent SIGSTOP" in text
     assert f"kill -CONT {ranks[-1].pid}" in text
     os.kill(ranks[-1].pid, signal.SIGCONT)
-    ran = notebook.end(60)
+    ran = notebook.end()
     assert ran.status == "ok", ran
     assert "SIGSTOP" not in ran.updates[-1]["data"]["text/plain"]
 

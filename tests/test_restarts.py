@@ -84,7 +84,7 @@ def test_an_interrupt_is_no_loss(notebook: Notebook) -> None:
     notebook.interrupt()
     ran = notebook.end()
     assert ran.ename == "KeyboardInterrupt"
-    assert gone(notebook.processes().ranks, 5)
+    assert gone(notebook.processes().ranks)
 
 
 def test_attach_and_logs_show_all_starts(notebook: Notebook) -> None:
