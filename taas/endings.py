@@ -32,7 +32,7 @@ def cell_failed(ended: RunEnded) -> CellFailed:
     )
     left = f" {ended.message}" if ended.message else ""
     error = CellFailed(
-        f"rank {first.rank} on {ended.vm} {fact}.{left}{others} All ranks were ended; no names came back."
+        f"rank {first.rank} on {ended.vm} {fact.removesuffix('.')}.{left}{others} All ranks were ended; no names came back."
     )
     error.run, error.rank, error.vm, error.others = ended.run, first.rank, ended.vm, ended.others
     error.etype, error.traceback_lines = first.etype, first.traceback
