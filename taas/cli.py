@@ -25,6 +25,13 @@ class TerminalDesk:
         """Print the view's text."""
         sys.stdout.write(_here(what.text) + "\n")
 
+    def show_status(self) -> None:
+        """Print which runs go on now."""
+        from taas.records import read_records
+        from taas.status import status
+
+        self.show(status(read_records()))
+
     def screen(self, plain: int | None) -> Screen:
         """Return standard output and error."""
         return TerminalOutput(plain)

@@ -45,6 +45,17 @@ class NotebookDesk:
         else:
             sys.stdout.write(f"{what}\n")
 
+    def show_status(self) -> None:
+        """Show a table that is updated, where there is a front end to do so."""
+        from taas.live_table import LiveTable
+        from taas.records import read_records
+        from taas.status import status
+
+        if hasattr(self._shell, "kernel"):
+            LiveTable(self._shell.display_pub)
+        else:
+            self.show(status(read_records()))
+
     def screen(self, plain: int | None) -> Screen:
         """Return this cell."""
         from taas.cell_output import CellOutput

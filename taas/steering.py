@@ -25,7 +25,7 @@ def _named(desk: Desk, line: Line, *, live: bool) -> RunRecord:
 
 
 def _status(desk: Desk, line: Line) -> None:
-    desk.show(status.status(read_records()))
+    desk.show_status()
 
 
 def _history(desk: Desk, line: Line) -> None:

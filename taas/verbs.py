@@ -34,6 +34,9 @@ class Desk(Protocol):
     def show(self, what: Shown) -> None:
         """Show a view."""
 
+    def show_status(self) -> None:
+        """Show which runs go on, for as long as they do where that can be shown in place."""
+
     def screen(self, plain: int | None) -> Screen:
         """Return where ranks' output is shown; lines of the rank ``plain`` carry no number."""
 

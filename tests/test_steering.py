@@ -20,6 +20,25 @@ def completions(notebook: Notebook, text: str) -> list[str]:
     return matches
 
 
+def test_the_status_table_is_live(notebook: Notebook) -> None:
+    """It changes in the cell that asked when the run does, after that cell has ended."""
+    notebook.good(
+        "#pragma taas --gpus 1 --background --name watched\nimport time\nfrom pathlib import Path\n"
+        "while not Path('go').exists(): time.sleep(0.05)"
+    )
+    shown = notebook.good("%taas status").displays[-1]["data"]
+    assert "watched" in shown["text/plain"]
+    notebook.folder.joinpath("go").touch()
+    while True:
+        message = notebook._client.get_iopub_msg(timeout=60)
+        if (
+            message["msg_type"] == "update_display_data"
+            and "done" in message["content"]["data"]["text/plain"]
+        ):
+            break
+    notebook.good("%taas attach watched")
+
+
 def test_the_verbs_are_these() -> None:
     """The contract's list."""
     assert list(VERBS) == [
