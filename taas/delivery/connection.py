@@ -86,6 +86,7 @@ class Connection:
         self._disowned: set[int] = set()
         self._freed: deque[tuple[int, int]] = deque()
         self._released: list[int] = []
+        self._spoilt: list[int] = []
         self._consumed: dict[int, int] = {}
         self._held = 0
         self._flushed = self._drained = 0.0
@@ -272,6 +273,8 @@ class Connection:
         if attempt in self._disowned or (arrival.offset >= 0 and self._slab is None):
             return
         self._here.add(attempt)
+        if arrival.spoilt:
+            self._spoilt.append(attempt)
         known = self._ready.setdefault(plan, {})
         late = arrival.seq // self.config.ranks < self._next.get(plan, 0)
         if plan in self._closed:
@@ -321,9 +324,9 @@ class Connection:
             self._released.append(attempt)
         if self._released or self._consumed:
             self._here.difference_update(self._released)
-            progress = Progress(list(self._consumed.items()), self._released, self.waited)
+            progress = Progress(list(self._consumed.items()), self._released, self.waited, self._spoilt)
             self._control.send(encode(progress))
-            self._released = []
+            self._released, self._spoilt = [], []
             self._consumed = {}
 
 

@@ -213,6 +213,7 @@ class Coordinator:
             rank = int(peer[1:])
             for plan, consumed in message.consumed:
                 ledger.book.consume(rank, plan, consumed)
+            ledger.spoilt(message.spoilt)
             ledger.released(message.released)
             ledger.progressed(rank, message.waited)
         elif kind is Planned:

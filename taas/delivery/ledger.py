@@ -209,6 +209,13 @@ class Ledger:
             if attempt is not None:
                 self._count_prepared(attempt)
 
+    def spoilt(self, idents: Iterable[int]) -> None:
+        """User code in a data worker holds on to these attempts' slots: nobody is given them again."""
+        for ident in idents:
+            attempt = self.attempts.get(ident)
+            if attempt is not None:
+                attempt.capacity = 0
+
     def lacking(self, asked: list[int], lacking: list[int]) -> None:
         """A rank says which attempts of a dead worker never arrived."""
         for ident in asked:
@@ -280,7 +287,6 @@ class Ledger:
             if worker is not None:
                 self._settle(worker, attempt)
             attempt.made = True
-            attempt.capacity = 0 if result.spoilt else attempt.capacity
             work = attempt.work
             if not attempt.capacity and attempt.charged:
                 self.ranks[work.rank].usage[work.loader].nbytes += result.nbytes - attempt.charge

@@ -201,7 +201,6 @@ class Result(msgspec.Struct, array_like=True, frozen=True):
         nbytes: bytes of memory it takes.
         seconds: what it took to make.
         sent: False if it was cancelled.
-        spoilt: the user's code still holds memory of the slot: it must never be given to anyone again.
     """
 
     attempt: int
@@ -209,7 +208,6 @@ class Result(msgspec.Struct, array_like=True, frozen=True):
     nbytes: int
     seconds: float
     sent: bool
-    spoilt: bool = False
 
 
 class Made(_Message, frozen=True):
@@ -275,11 +273,20 @@ class Forget(_Message, frozen=True):
 
 
 class Progress(_Message, frozen=True):
-    """Steps consumed per plan, attempts whose memory is free again, seconds spent waiting in all."""
+    """What a rank has done with its elements.
+
+    Attributes:
+        consumed: steps consumed per plan.
+        released: attempts whose memory is free again.
+        waited: seconds spent waiting in all.
+        spoilt: attempts whose slot the data worker's user code still holds: nobody may be given it again. The
+            rank says so, since only its own word is sure to come before its release.
+    """
 
     consumed: list[tuple[int, int]]
     released: list[int]
     waited: float
+    spoilt: list[int] = []
 
 
 class Close(_Message, frozen=True):
@@ -330,6 +337,7 @@ class Arrival(msgspec.Struct, array_like=True, frozen=True):
         failed: the pickle is a packed exception.
         buffers: extents of protocol-5 buffers in the memory.
         pickled: bytes of its pickle.
+        spoilt: the data worker's user code still holds memory of the slot.
     """
 
     attempt: int
@@ -341,6 +349,7 @@ class Arrival(msgspec.Struct, array_like=True, frozen=True):
     failed: bool
     buffers: list[tuple[int, int]]
     pickled: int
+    spoilt: bool = False
 
 
 FromPlanner = PlannerHello | Planned | FinalStates

@@ -171,11 +171,9 @@ class Worker:
         spoilt = bool(in_slot and region.is_held())
         if spoilt:
             self._plain_stack.add(ticket.loader)
-        self._send(ticket, region, stream, buffers, failed, bool(in_slot))
+        self._send(ticket, region, stream, buffers, failed, bool(in_slot), spoilt)
         seconds = time.perf_counter() - began
-        self._results.append(
-            Result(ticket.attempt, ticket.loader, region.used + len(stream), seconds, True, spoilt)
-        )
+        self._results.append(Result(ticket.attempt, ticket.loader, region.used + len(stream), seconds, True))
         self._current[0] = -1
 
     def _region(self, ticket: Ticket) -> Region:
@@ -211,13 +209,14 @@ class Worker:
         buffers: list[tuple[int, int]],
         failed: bool,
         in_slot: bool,
+        spoilt: bool,
     ) -> None:
         if not in_slot:
             self._sizes[ticket.loader] = max(self._sizes.get(ticket.loader, 0), slot_size(region.used))
         offset = ticket.offset if in_slot else -1
         attempt, plan, seq = ticket.attempt, ticket.plan, ticket.seq
         arrival = Arrival(
-            attempt, plan, seq, offset, ticket.capacity, region.used, failed, buffers, len(stream)
+            attempt, plan, seq, offset, ticket.capacity, region.used, failed, buffers, len(stream), spoilt
         )
         if not in_slot and region.used:
             self._post(ticket.rank, [arrival], stream, region.buffer[: region.used])
