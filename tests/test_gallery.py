@@ -13,7 +13,12 @@ from notebook_harness import Notebook
 
 GALLERY = Path(__file__).resolve().parents[1] / "examples" / "gallery"
 NOTEBOOKS = sorted(path.stem for path in GALLERY.glob("*.ipynb"))
-PACKAGES = {"lightning_ddp": "lightning", "accelerate_ddp": "accelerate", "fastai_distributed": "fastai"}
+PACKAGES = {
+    "lightning_ddp": "lightning",
+    "accelerate_ddp": "accelerate",
+    "fastai_distributed": "fastai",
+    "hf_trainer": "transformers",
+}
 PRELUDE = """
 import os, torch, torch.distributed, taas.rehearsal
 taas.rehearsal.install(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
