@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -197,6 +198,8 @@ def test_a_day_at_the_notebook(person: Person) -> None:
     sync_api.expect(page.locator(".jp-RenderedHTMLCommon table td", has_text="night").first).to_be_visible(
         timeout=_PATIENCE
     )
+    row = page.locator(".jp-RenderedHTMLCommon table tr", has_text="night").first
+    sync_api.expect(row.locator("td").nth(1)).to_have_text(re.compile("running|done"), timeout=_PATIENCE)
     person.photograph("status")
     page.keyboard.press("Escape")
     page.keyboard.press("0")
