@@ -15,10 +15,11 @@ from taas.agent.tails import RankTail
 from taas.capture import NOTHING, Applied, Capture
 from taas.capture.rebinding import rebind_answer
 from taas.cell_output import CellOutput, Screen, say
+from taas.dataloader_registry import Registration, apply_final
 from taas.endings import finish
 from taas.live_view import LiveView
 from taas.messages import Output, RunEnded
-from taas.records import ANSWER, PAYLOAD, RunRecord, output_folder, read_record
+from taas.records import ANSWER, LOADERS, PAYLOAD, RunRecord, output_folder, read_record
 
 __all__ = ["RunOutput", "attach", "follow", "keep_capture", "read_output"]
 
@@ -27,12 +28,14 @@ _BY_REFERENCE = (types.ModuleType, types.FunctionType, type)  # imported and def
 _CHUNK = 1 << 18
 _kept: dict[str, Capture] = {}
 """What background runs of this kernel were given, by run id: their answers change these objects in place."""
+_loaders: dict[str, list[Registration]] = {}
+"""The registered loaders that background runs of this kernel iterate, by run id."""
 _brought: set[str] = set()
 
 
-def keep_capture(run_id: str, captured: Capture) -> None:
+def keep_capture(run_id: str, captured: Capture, loaders: list[Registration]) -> None:
     """Remember what a background run was given, for :func:`attach`."""
-    _kept[run_id] = captured
+    _kept[run_id], _loaders[run_id] = captured, loaders
 
 
 class RunOutput:
@@ -160,6 +163,7 @@ def attach(record: RunRecord, shell: Any) -> None:
         return
     view.refresh(final=True)
     say(*record.notices)
+    _move_generators(record)
     if record.outcome == "done":
         _bring_names(record, shell)
         return
@@ -207,6 +211,13 @@ def _bring_names(record: RunRecord, shell: Any) -> None:
     )
     said = "; ".join(part for part in (names and f"names here now: {names}", in_place) if part)
     say(said or "no name was new or changed")
+
+
+def _move_generators(record: RunRecord) -> None:
+    """Set registered loaders' generators to where the run left them; another kernel has none of them."""
+    loaders, states = _loaders.pop(record.id, []), record.folder / LOADERS
+    if loaders and states.exists():
+        apply_final(states.read_bytes(), loaders)
 
 
 def _rebind(record: RunRecord, answer: int, namespace: dict[str, Any]) -> Applied:

@@ -47,6 +47,7 @@ from taas.wording import nearest, shown
 
 __all__ = [
     "BUILT_IN_TYPES",
+    "DATA_VM",
     "Catalog",
     "DeliveryConfig",
     "EngineConfig",
@@ -119,6 +120,10 @@ BUILT_IN_TYPES: Mapping[str, InstanceType] = {
         *map(_g2, (1, 2, 4, 8)),
     )
 }
+
+
+DATA_VM = "c1.4"
+"""The type of the VMs that ``--cpus`` asks for."""
 
 
 @dataclass(frozen=True, kw_only=True)

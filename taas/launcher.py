@@ -13,7 +13,7 @@ from typing import Any
 from taas import attach, errors
 from taas.background import RunHandle
 from taas.capture import NOTHING, Capture, capture, check_syntax
-from taas.catalog import load_catalog
+from taas.catalog import DATA_VM, load_catalog
 from taas.cell_output import CellOutput, say
 from taas.dataloader_registry import Registration, apply_final, delivering, pack_registered, registered
 from taas.devices import visible_gpus
@@ -38,8 +38,6 @@ from taas.messages import (
 from taas.records import read_record
 from taas.supervised import Supervised, supervised
 
-DATA_WORKERS = 2
-"""Data workers on a data VM of this machine: a c1.4 has four processors, which all of them share here."""
 _LOOK_ROUND_MS = 50
 _GIVE_UP = 4
 """So many interrupts end a run whose supervisor does not answer: it is killed, and its agents end all ranks."""
@@ -72,7 +70,7 @@ def launch(spec: RunSpec, cell: str, shell: Any) -> RunHandle | None:
     with (
         delivering(loaders),
         capture(cell, shell.user_ns, shell, project=project, returned=spec.returned) as captured,
-        packed_loaders(loaders, captured.names) as delivery,
+        packed_loaders(loaders, captured.names, spec.data_vms) as delivery,
     ):
         say(*captured.notices)
         submit = Submit(
@@ -90,7 +88,7 @@ def launch(spec: RunSpec, cell: str, shell: Any) -> RunHandle | None:
         )
         with interrupts_counted() as interrupts:
             if spec.background:
-                return start_background(supervised(), submit, captured, interrupts)
+                return start_background(supervised(), submit, captured, loaders, interrupts)
             ended = Foreground(supervised(), shell, interrupts).follow(submit, captured)
         apply_final(ended.loaders, loaders)
     finish(ended)
@@ -98,7 +96,9 @@ def launch(spec: RunSpec, cell: str, shell: Any) -> RunHandle | None:
 
 
 @contextmanager
-def packed_loaders(loaders: list[Registration], used: tuple[str, ...]) -> Iterator[DeliveryOrder | None]:
+def packed_loaders(
+    loaders: list[Registration], used: tuple[str, ...], data_vms: int
+) -> Iterator[DeliveryOrder | None]:
     """Pack the registered loaders that the cell names; the others are said, and not run.
 
     Raises:
@@ -123,11 +123,24 @@ def packed_loaders(loaders: list[Registration], used: tuple[str, ...]) -> Iterat
     try:
         with os.fdopen(fd, "wb", closefd=False) as file:
             nbytes = pack_registered(mine, file.write)
+        catalog = load_catalog(Path.cwd())
         yield DeliveryOrder(
-            Memory(os.getpid(), fd, nbytes), DATA_WORKERS, load_catalog(Path.cwd()).delivery.encrypt
+            Memory(os.getpid(), fd, nbytes),
+            data_workers(catalog.find(DATA_VM).vcpus, data_vms),
+            catalog.delivery.encrypt,
+            catalog.delivery.buffer,
         )
     finally:
         os.close(fd)
+
+
+def data_workers(vcpus: int, data_vms: int) -> int:
+    """Return the data workers on each data VM of this machine, which share its processors.
+
+    One for each processor that such a VM has, but over all VMs no more than two a processor of this machine
+    (reads that wait need more than one), and at least two each.
+    """
+    return min(vcpus, max(2, 2 * len(os.sched_getaffinity(0)) // data_vms))
 
 
 def cell_number(shell: Any) -> int:
@@ -172,7 +185,11 @@ def device_in_words(spec: RunSpec, present: int) -> str:
 
 
 def start_background(
-    supervisor: Supervised, submit: Submit, captured: Capture, interrupts: list[int]
+    supervisor: Supervised,
+    submit: Submit,
+    captured: Capture,
+    loaders: list[Registration],
+    interrupts: list[int],
 ) -> RunHandle:
     """Submit a run that goes on by itself.
 
@@ -186,7 +203,7 @@ def start_background(
                 raise getattr(errors, message.error, TaasError)(message.message)
             if isinstance(message, Accepted):
                 handle = RunHandle(message.run, Path(message.folder))
-                attach.keep_capture(handle.id, captured)
+                attach.keep_capture(handle.id, captured, loaders)
                 return handle
         if interrupts:
             raise KeyboardInterrupt

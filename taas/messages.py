@@ -246,7 +246,20 @@ class RanksSeen(Message, frozen=True):
     ranks: tuple[RankSeen, ...]
 
 
-AgentSays = AgentUp | StoreUp | Printed | RankReport | VmDone | AgentTrouble | RanksSeen
+class MakerEnded(Message, frozen=True):
+    """A process of the data side ended on an agent's VM: it was told to, or died.
+
+    Attributes:
+        number: as in :class:`StartMaker`.
+        how: in words.
+    """
+
+    run: str
+    number: int
+    how: str
+
+
+AgentSays = AgentUp | StoreUp | Printed | RankReport | VmDone | AgentTrouble | RanksSeen | MakerEnded
 
 
 class StartRanks(Message, frozen=True):
@@ -303,7 +316,34 @@ class RunOver(Message, frozen=True):
     run: str
 
 
-AgentHears = StartRanks | EndRanks | Seen | LookAtRanks | RunOver
+class StartMaker(Message, frozen=True):
+    """Start a process of the data side: a planner, or a keeper with its data workers.
+
+    Attributes:
+        number: of the process in the run.
+        role: ``planner`` or ``keeper``.
+        config: its :class:`~taas.delivery.config.PlannerConfig` or ``WorkerConfig``, in JSON.
+        environ: the notebook's environment.
+        rehearsed: as the run's ranks on this VM will be; None where it gets none.
+        log: file that takes what user code prints there.
+    """
+
+    run: str
+    number: int
+    role: str
+    config: bytes
+    environ: dict[str, str]
+    rehearsed: bool | None
+    log: str
+
+
+class EndMakers(Message, frozen=True):
+    """End all makers of the run; each is reported by :class:`MakerEnded`."""
+
+    run: str
+
+
+AgentHears = StartRanks | EndRanks | Seen | LookAtRanks | RunOver | StartMaker | EndMakers
 
 
 # ---------------------------------------------------------------- client (a kernel, a terminal) and supervisor
@@ -316,11 +356,13 @@ class DeliveryOrder(msgspec.Struct, frozen=True):
         payload: the loaders, packed by ``dataloader_registry.pack_registered``.
         processes: data workers on each data VM.
         encrypt: CURVE also for elements, where they cross hosts.
+        buffer: bytes of elements under way and ready, over all ranks; None for a share of the memory there is.
     """
 
     payload: Memory
     processes: int
     encrypt: bool
+    buffer: int | None = None
 
 
 class Submit(Message, frozen=True):
@@ -439,12 +481,14 @@ class Delivered(msgspec.Struct, frozen=True, kw_only=True):
     """How far the registered loaders of a run are, all together.
 
     Attributes:
-        prepared, delivered, planned: elements.
-        rate: elements a second.
+        ready: elements that are prepared and wait for their rank.
+        delivered: elements that ranks have consumed.
+        planned: elements that there will be: of all iterations begun, or as ``--units`` says.
+        rate: delivered elements a second.
         waited: seconds that the ranks have waited, on average.
     """
 
-    prepared: int
+    ready: int
     delivered: int
     planned: int
     rate: float

@@ -33,6 +33,7 @@ from taas.wording import nearest, shown
 
 __all__ = [
     "ANSWER",
+    "LOADERS",
     "PAYLOAD",
     "Delivered",
     "ProcessMark",
@@ -45,7 +46,7 @@ __all__ = [
     "write_record",
 ]
 
-ANSWER, PAYLOAD, _RECORD = "answer", "payload", "record.json"
+ANSWER, PAYLOAD, LOADERS, _RECORD = "answer", "payload", "loaders", "record.json"
 _MADE_NAME = re.compile(r"r(\d+)-[0-9a-f]{6}")
 
 

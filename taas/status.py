@@ -74,7 +74,8 @@ def _delivery(record: RunRecord) -> str:
     d = record.delivered
     if d is None:
         return ""
-    return f"{d.delivered:,} of {d.planned:,} units, {d.prepared:,} ready, {d.rate:.0f}/s, waited {d.waited:.1f} s"
+    ready = f"{d.ready:,} ready, " if record.live else ""  # then they are of an iteration that nobody began
+    return f"{d.delivered:,} of {d.planned:,} units, {ready}{d.rate:.0f}/s, waited {d.waited:.1f} s"
 
 
 def _headline(record: RunRecord) -> str:

@@ -60,6 +60,7 @@ class Processes:
     agents: list[psutil.Process]
     forkservers: list[psutil.Process]
     ranks: list[psutil.Process]
+    makers: list[psutil.Process]
     others: list[psutil.Process]
 
 
@@ -158,6 +159,8 @@ class Notebook:
                 found["agents"].append(process)
             elif process.pid in forkservers:
                 found["forkservers"].append(process)
+            elif process.name() in ("taas-planner", "taas-keeper"):
+                found["makers" if parent in forkservers else "others"].append(process)
             elif parent in forkservers:
                 found["ranks"].append(process)
             else:

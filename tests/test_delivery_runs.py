@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
-from notebook_harness import Notebook
+from notebook_harness import Notebook, gone
+
+from taas.records import read_records
 
 SETUP = """
 import taas, torch
@@ -70,13 +74,80 @@ def test_a_loader_that_the_cell_does_not_use_is_not_run(registered: Notebook) ->
     assert "the body ran" not in ran.stdout
 
 
+def test_a_background_run_moves_the_generators_when_it_is_attached(registered: Notebook) -> None:
+    """As after a foreground run, the loader goes on where the ranks left it."""
+    registered.good("%load_ext taas")
+    registered.good(HEAD + " --name behind --background" + EPOCHS)
+    registered.good("%taas attach behind")
+    registered.good(ONE_BY_ONE)
+    assert registered.value("seen == [epoch[0::2] for epoch in expected]") == "True"
+    same = "torch.equal(loader.generator.get_state(), reference.generator.get_state())"
+    assert registered.value(same) == "True"
+
+
+def test_the_live_line_and_the_environment(registered: Notebook) -> None:
+    """The cell's line says how the delivery is; a dataset sees the notebook's environment, and may print."""
+    registered.good(
+        "import os\nos.environ['WHERE_DATA_IS'] = 'bucket'\n"
+        "class Reading(Dataset):\n    def __len__(self): return 30\n"
+        "    def __getitem__(self, i):\n        print('reading', i)\n        return os.environ['WHERE_DATA_IS']\n"
+        "reading = DataLoader(Reading(), batch_size=3); taas.register(reading);"
+    )
+    ran = registered.good(HEAD + " --name reader\nplaces = {place for batch in reading for place in batch}")
+    assert registered.value("places") == "{'bucket'}"
+    last = (ran.displays + ran.updates)[-1]["data"]["text/plain"]
+    assert re.search(r"10 of 10 units, \d+/s, waited \d+\.\d s", last), last
+    [record] = [record for record in read_records() if record.name.startswith("reader")]
+    assert "reading 29" in (record.folder / "data.log").read_text()
+
+
+def test_a_killed_data_vm_is_replaced(registered: Notebook) -> None:
+    """The only data VM's agent is SIGKILLed: another takes its place; nothing is lost, doubled or reordered."""
+    registered.good(
+        "import time\nclass Slow(Dataset):\n    def __len__(self): return 200\n"
+        "    def __getitem__(self, i):\n        time.sleep(0.03)\n        return i\n"
+        "slow = DataLoader(Slow(), batch_size=2); taas.register(slow);"
+    )
+    registered.start(
+        HEAD
+        + "\ngot = []\nfor batch in slow:\n    got.append(batch.tolist())\n    print('got', len(got), flush=True)"
+    )
+    registered.wait_for("got 5\n")
+    [keeper] = [maker for maker in registered.processes().makers if maker.name() == "taas-keeper"]
+    agents = {agent.pid for agent in registered.processes().agents}
+    [agent] = [parent for parent in keeper.parents() if parent.pid in agents]
+    workers = keeper.children()
+    agent.kill()
+    ran = registered.end()
+    assert ran.status == "ok", ran.traceback
+    assert gone([keeper, *workers])
+    assert "data VM 0 was lost" in ran.stdout
+    assert registered.value("got == [[i, i + 1] for i in range(0, 200, 4)]") == "True"
+
+
+def test_a_run_that_is_started_again_gets_its_plan_from_the_start(registered: Notebook) -> None:
+    """A rank dies in its third step: with ``--max-restarts`` all ranks get the epoch again, in the same order."""
+    ran = registered.good(
+        HEAD + " --max-restarts 1\nimport os, signal\nseen = []\n"
+        "first = (os.environ['RANK'], os.environ['TORCHELASTIC_RESTART_COUNT']) == ('1', '0')\n"
+        "for (batch,) in loader:\n    seen.append(batch.tolist())\n"
+        "    if first and len(seen) == 3: os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    assert "SIGKILL" in ran.stdout
+    registered.good(ONE_BY_ONE)
+    assert registered.value("seen == expected[0][0::2]") == "True"
+
+
 def test_an_interrupt_ends_the_data_workers(registered: Notebook) -> None:
     """No data worker, planner or coordinator outlives the run."""
     registered.start(
         HEAD + "\nimport time\nfor batch in loader:\n    print('ready', flush=True)\n    time.sleep(600)"
     )
     registered.wait_for("ready")
-    assert registered.processes().others
+    before = registered.processes()
+    assert {maker.name() for maker in before.makers} == {"taas-planner", "taas-keeper"}
+    assert before.others
     registered.interrupt()
     assert registered.end().ename == "KeyboardInterrupt"
-    assert not registered.processes().others
+    after = registered.processes()
+    assert not after.others + after.makers

@@ -62,7 +62,7 @@ def test_the_line_shows_delivery(make: Make) -> None:
     """What registered loaders have delivered, and what the ranks have waited."""
     record = make(
         state="running",
-        delivered=Delivered(prepared=64, delivered=1500, planned=20480, rate=120, waited=0.25),
+        delivered=Delivered(ready=64, delivered=1500, planned=20480, rate=120, waited=0.25),
     )
     assert "1,500 of 20,480 units, 64 ready, 120/s, waited 0.2 s" in status.line(record, 1010).text
 

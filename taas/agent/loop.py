@@ -20,19 +20,23 @@ import zmq
 from taas import messages
 from taas.agent.endings import become_subreaper, kill_tree, sweep_orphans
 from taas.agent.forkserver import Forkserver
+from taas.agent.makers import Makers
 from taas.delivery.config import read_line
 from taas.engines import AgentConfig
 from taas.messages import (
     AgentTrouble,
     AgentUp,
+    EndMakers,
     EndRanks,
     LookAtRanks,
+    MakerEnded,
     Printed,
     RankEnded,
     RankReport,
     RanksSeen,
     RunOver,
     Seen,
+    StartMaker,
     StartRanks,
     StoreUp,
     VmDone,
@@ -69,9 +73,12 @@ class Agent:
         self._poller = zmq.Poller()
         self._actions: dict[Any, Callable[[], None]] = {}
         self._read = messages.Reader(messages.AgentHears)
-        self._forkserver = Forkserver()
+        self._forkserver = Forkserver(data=config.data)
         self._inotify = Inotify()
         self._group: Any = None
+        self._makers = Makers("")
+        self._listener: Any = None
+        self._data = config.data
         self._looks: list[Any] = []
         self._watched = _Watched(())
         self._answer = -1
@@ -85,12 +92,13 @@ class Agent:
     def run(self) -> None:
         """Serve until the supervisor is gone, then end all that was started here."""
         self._forkserver.start()  # it imports torch while this process does
-        from taas.agent.ranks import Listener
-
-        self._listener = Listener()
         self._on(self._socket, self._hear_supervisor)
         self._on(sys.stdin.fileno(), self._lose_supervisor)
-        self._on(self._listener.fileno(), self._accept)
+        if not self._data:
+            from taas.agent.ranks import Listener
+
+            self._listener = Listener()
+            self._on(self._listener.fileno(), self._accept)
         self._on(self._inotify.fileno(), self._files_grew)
         self._say(AgentUp(pid=os.getpid(), forkserver=self._forkserver.pid or 0))
         try:
@@ -126,7 +134,8 @@ class Agent:
 
     def _end_all(self) -> None:
         kill_tree(psutil.Process().children())
-        self._listener.close()
+        if self._listener is not None:
+            self._listener.close()
         self._socket.close(linger=0)
         self._context.term()
         shutil.rmtree(self._scratch, ignore_errors=True)
@@ -147,6 +156,11 @@ class Agent:
                 return
             if isinstance(message, StartRanks):
                 self._start(message)
+            elif isinstance(message, StartMaker):
+                self._start_maker(message)
+            elif isinstance(message, EndMakers):
+                if message.run == self._makers.run:
+                    self._makers.end()
             elif self._group is None or message.run != self._group.run:
                 continue  # said before it knew that the run is over
             elif isinstance(message, EndRanks):
@@ -183,6 +197,24 @@ class Agent:
             self._on(rank.sentinel, partial(self._rank_gone, rank))
             if self._watched.wants(rank.number):
                 self._inotify.add(Path(message.order.log_dir) / str(rank.number))
+
+    def _start_maker(self, message: StartMaker) -> None:
+        try:
+            self._forkserver.fit(message.environ, rehearsed=message.rehearsed)
+            if self._makers.run != message.run:
+                self._makers = Makers(message.run)
+            source = self._makers.start(message)
+        except Exception as error:  # the supervisor says so in the cell
+            self._say(
+                MakerEnded(run=message.run, number=message.number, how=f"{type(error).__name__}: {error}")
+            )
+            return
+        self._on(source, partial(self._maker_gone, self._makers, message, source))
+
+    def _maker_gone(self, makers: Makers, order: StartMaker, source: int) -> None:
+        self._off(source)
+        how = makers.how_it_ended(order.number)
+        self._say(MakerEnded(run=order.run, number=order.number, how=how))
 
     def _look(self, wanted: LookAtRanks) -> None:
         from taas.agent.stacks import Look

@@ -351,10 +351,11 @@ class Coordinator:
                 LoaderProgress(
                     book.facts.name,
                     book.prepared,
+                    book.ready,
                     book.delivered,
-                    book.planned,
+                    book.planned_for_begun,
                     None if book.rows_allowed is None else book.rows_allowed * self.config.ranks,
-                    round(rate, 3),
+                    rate=round(rate, 3),
                 )
             )
         waited = [round(rank.waited, 4) for rank in self.ledger.ranks]

@@ -1,8 +1,7 @@
 """A data VM's keeper: holds the registered loaders once, forks the workers, says how they end.
 
-``python -m taas.delivery.keeper`` reads its WorkerConfig as one JSON line from stdin and ends with stdin; an
-agent with torch already imported calls ``main`` in a forked child instead. Workers share the dataset's pages
-with the keeper, so a VM has one copy of it.
+The data VM's agent calls ``main`` in a process forked from its forkserver, where torch is imported already.
+Workers share the dataset's pages with the keeper, so a VM has one copy of it.
 """
 
 from __future__ import annotations
@@ -21,11 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 import zmq
 
-from taas.delivery.config import WorkerConfig, read_line
+from taas.delivery.config import WorkerConfig
 from taas.delivery.encoding import install_collate
 from taas.delivery.messages import Beat, Decoder, HostHello, Quit, ToWorker, WorkerLost, encode
 from taas.delivery.parts import LoaderParts
@@ -119,6 +117,7 @@ class Keeper:
             _libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
             if os.getppid() != parent:
                 os._exit(0)
+            Path("/proc/self/comm").write_text("taas-worker")
             worker = self._config.vm * self._config.processes + number
             run_worker(self._config, name, worker, self._loaders, current)
             status = 0
@@ -195,8 +194,3 @@ def _report_failure(config: WorkerConfig, text: str) -> None:
     control.send(encode(HostHello(os.getpid(), 0, text)))
     control.close()
     context.term()
-
-
-if __name__ == "__main__":
-    first = read_line(0)
-    main(msgspec.json.decode(first, type=WorkerConfig), sys.stdin.fileno())

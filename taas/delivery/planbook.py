@@ -51,6 +51,20 @@ class LoaderBook:
     prepared: int = 0
     delivered: int = 0
 
+    @property
+    def ready(self) -> int:
+        """Elements made that no rank has consumed."""
+        return sum(
+            work.prepared for plan in self.plans.values() for view in plan.ranks for work in view.unconsumed
+        )
+
+    @property
+    def planned_for_begun(self) -> int:
+        """Elements planned, without iterations that are only prepared for."""
+        return self.planned - sum(
+            plan.rows * len(plan.ranks) for plan in self.plans.values() if not plan.begun
+        )
+
     def rows_left(self, but: Plan | None = None) -> int | None:
         """Rows that ``--units`` leaves for a plan, given all other open plans; None without a limit."""
         if self.rows_allowed is None:

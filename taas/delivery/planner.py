@@ -1,8 +1,7 @@
 """The planner process: the user's samplers, iterated outside of everything that must not stop.
 
-``python -m taas.delivery.planner`` reads its PlannerConfig as JSON from stdin; an agent with torch already
-imported calls ``main`` in a forked child instead. A sampler may be slow, raise, or crash: the coordinator
-goes on, and the failure reaches the ranks at its place in the order.
+An agent calls ``main`` in a process forked from its forkserver, where torch is imported already. A sampler may be
+slow, raise, or crash: the coordinator goes on, and the failure reaches the ranks at its place in the order.
 """
 
 from __future__ import annotations
@@ -14,11 +13,10 @@ import time
 import traceback
 from typing import Any
 
-import msgspec
 import torch
 import zmq
 
-from taas.delivery.config import PlannerConfig, read_line
+from taas.delivery.config import PlannerConfig
 from taas.delivery.encoding import pack_failure
 from taas.delivery.messages import (
     Decoder,
@@ -143,8 +141,3 @@ def main(config: PlannerConfig, lifeline: int | None = None) -> None:
             control.send(encode(reply))
     control.close()
     context.term()
-
-
-if __name__ == "__main__":
-    first = read_line(0)
-    main(msgspec.json.decode(first, type=PlannerConfig), sys.stdin.fileno())

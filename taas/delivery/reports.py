@@ -40,10 +40,20 @@ class Note(_Report, frozen=True):
 
 
 class LoaderProgress(msgspec.Struct, frozen=True):
-    """Elements of one loader: made, consumed by ranks, planned so far; allowed by units; a second."""
+    """Elements of one loader.
+
+    Attributes:
+        prepared: made so far.
+        ready: made, and not consumed yet.
+        delivered: consumed by ranks.
+        planned: drawn from the sampler, of the iterations that ranks have begun.
+        units: allowed by ``--units``.
+        rate: delivered a second.
+    """
 
     name: str
     prepared: int
+    ready: int
     delivered: int
     planned: int
     units: int | None

@@ -1,7 +1,6 @@
-"""Starting and ending a delivery: for the supervisor, and, with real processes on this machine, for tests.
+"""Starting and ending a delivery: with an agent's processes for the supervisor, with forked ones for tests.
 
-A supervisor calls ``Service.start`` with its own way of starting processes on VMs; whatever that is, the
-order is: coordinator, planner and data workers, and once ``prebuffered`` came, the ranks with their
+The order is always: coordinator, planner and data workers, and once ``Prebuffered`` came, the ranks with their
 RankConfig. ``finish`` asks for the final states when the ranks have ended.
 """
 
@@ -26,7 +25,7 @@ from taas.delivery.config import DeliveryConfig, Keys, PlannerConfig, RankConfig
 from taas.delivery.reports import Final, Report, Serving
 from taas.errors import DeliveryError
 
-__all__ = ["ChildProcess", "ForkedProcess", "Service", "default_slab", "spawn_forked", "spawn_here"]
+__all__ = ["ChildProcess", "ForkedProcess", "Service", "default_slab", "spawn_forked"]
 
 
 class ChildProcess:
@@ -67,11 +66,6 @@ class ChildProcess:
         if self.process.stdout is not None:
             self.process.stdout.close()
         return self.process.returncode
-
-
-def spawn_here(role: str, config: PlannerConfig | WorkerConfig) -> ChildProcess:
-    """Start a planner or a data VM's keeper on this machine."""
-    return ChildProcess(f"taas.delivery.{'planner' if role == 'planner' else 'keeper'}", config)
 
 
 class ForkedProcess:
@@ -154,7 +148,7 @@ class Service:
         payload: str,
         *,
         processes: int,
-        spawn: Callable[[str, Any], Any] = spawn_here,
+        spawn: Callable[[str, Any], Any],
         encrypt: bool = True,
         sys_path: list[str] | None = None,
         cwd: str = "",

@@ -15,6 +15,7 @@ class AgentConfig(msgspec.Struct, frozen=True):
         endpoint: the supervisor's zmq address.
         server_key, public_key, secret_key: CURVE keys in Z85.
         scratch: a folder that the agent may fill; it goes with the agent.
+        data: a data VM: data workers run there, and no ranks.
     """
 
     endpoint: str
@@ -22,6 +23,7 @@ class AgentConfig(msgspec.Struct, frozen=True):
     public_key: str
     secret_key: str
     scratch: str
+    data: bool = False
 
 
 class Machine(Protocol):

@@ -12,7 +12,7 @@ import msgspec
 
 from taas.header import RunSpec
 from taas.messages import Memory, Message, Progressed, RunEnded, StartedAgain, StateChanged, Submit, Troubled
-from taas.records import ANSWER, PAYLOAD, ProcessMark, RunRecord, new_folder, write_record
+from taas.records import ANSWER, LOADERS, PAYLOAD, ProcessMark, RunRecord, new_folder, write_record
 
 _RESERVE_BYTES = 64 << 10
 
@@ -94,6 +94,9 @@ class Book:
             case RunEnded():
                 if record.background and message.answer is not None:
                     message = self._keep_answer(message, message.answer)
+                if record.background and message.loaders:
+                    with contextlib.suppress(OSError):  # the disk is full: the generators stay where they are
+                        (record.folder / LOADERS).write_bytes(message.loaders)
                 record.state, record.ended, record.trouble = "over", time.time(), None
                 record.outcome, record.message, record.notices = (
                     message.outcome,

@@ -1,4 +1,9 @@
-"""The data side of a run: its coordinator, planner and data workers, from before the ranks until after them."""
+"""The data side of a run: its coordinator, planner and data workers, from before the ranks until after them.
+
+The coordinator is a child of the supervisor. The makers, which need torch and the user's datasets, are started by
+agents: the planner by that of the run's first VM, which the run cannot do without anyway, and a keeper with its
+data workers by the agent of each data VM. A data VM that is lost is replaced.
+"""
 
 from __future__ import annotations
 
@@ -6,38 +11,53 @@ from collections.abc import Callable
 
 import msgspec
 
-from taas.delivery.config import DeliveryConfig, PlannerConfig, RankConfig, new_keys
-from taas.delivery.reports import Failed, Final, Note, Prebuffered, ProgressReport, Report, Serving
-from taas.delivery.service import ChildProcess, Service, default_slab, spawn_here
-from taas.messages import Delivered, Submit
+from taas.delivery.config import DeliveryConfig, PlannerConfig, RankConfig, WorkerConfig, new_keys
+from taas.delivery.reports import Failed, Final, HostLost, Note, Prebuffered, ProgressReport, Report, Serving
+from taas.delivery.service import ChildProcess, Service, default_slab
+from taas.messages import Delivered, EndMakers, MakerEnded, StartMaker, Submit
+from taas.supervisor.vms import Vm
+
+_REPLACEMENTS = 3
+"""So many lost data VMs are replaced for each that was asked for; then the data kills them."""
+_PLANNER = -1
 
 
 class DataSide:
     """What the supervisor has of a delivery. ``step`` is to be called when ``fileno`` is readable.
 
     Attributes:
+        vms: the data VMs, by their number in the delivery.
         ready: enough is prepared: the ranks may start.
         over: nothing more will be reported.
         failed: why nothing is delivered any more, or "".
+        closed: its processes are being ended.
         final: the generators' states, for the notebook.
         notes: lines for the user, in order.
     """
 
     def __init__(
-        self, submit: Submit, changed: Callable[[], None], progressed: Callable[[Delivered], None]
+        self,
+        run: str,
+        submit: Submit,
+        vms: list[Vm],
+        first: Vm,
+        log: str,
+        changed: Callable[[], None],
+        progressed: Callable[[Delivered], None],
     ) -> None:
         assert submit.delivery is not None
         spec = submit.spec
         units = (
             spec.units if isinstance(spec.units, dict) else {} if spec.units is None else {"*": spec.units}
         )
-        self._submit, self._order = submit, submit.delivery
+        self._run, self._submit, self._order, self._log = run, submit, submit.delivery, log
         self._changed, self._progressed = changed, progressed
         self._payload = f"/proc/{submit.delivery.payload.pid}/fd/{submit.delivery.payload.fd}"
+        share = default_slab(spec.world_size)
         config = DeliveryConfig(
             new_keys(),
             spec.world_size,
-            default_slab(spec.world_size),
+            share if self._order.buffer is None else slab_of(self._order.buffer, spec.world_size),
             uneven=spec.uneven,
             units=units,
             prebuffer=spec.prebuffer,
@@ -45,7 +65,11 @@ class DataSide:
         )
         self._coordinator = ChildProcess("taas.delivery.coordinator", config, reports=True)
         self._service = Service(config, self._coordinator, "", "")
-        self.ready = self.over = False
+        self._first = first
+        self.vms = dict(enumerate(vms))
+        self._started: dict[int, Vm] = {}
+        self._to_replace = _REPLACEMENTS * len(vms)
+        self.ready = self.over = self.closed = False
         self.failed = ""
         self.final = b""
         self.notes: list[str] = []
@@ -57,11 +81,13 @@ class DataSide:
 
     def pids(self) -> list[int]:
         """Return the processes that are the supervisor's own children."""
-        return [self._coordinator.pid, *(child.pid for child in self._service.children)]
+        return [self._coordinator.pid]
 
     def rank_config(self) -> RankConfig:
         """Return what every rank is told; each fills in its own rank."""
         return self._service.rank_config(0, encrypt=self._order.encrypt)
+
+    # ------------------------------------------------------------ the coordinator
 
     def step(self) -> None:
         """Take in the coordinator's next report."""
@@ -76,48 +102,109 @@ class DataSide:
                     "" if self.final else "the coordinator of the data workers ended"
                 )
             case Serving():
-                self._start_makers(report)
+                self._service.endpoint, self._service.slabs = report.endpoint, report.slabs
+                self.start_makers()
             case Prebuffered():
                 self.ready = True
             case Failed():
                 self.failed = report.reason
             case Note():
                 self.notes.append(report.text)
+            case HostLost():
+                self.notes.append(
+                    f"data VM {report.vm} was lost ({report.cause}); what it had not delivered was made elsewhere"
+                )
             case ProgressReport():
                 self._progressed(_all_together(report))
             case Final():
                 self.final, self.over = report.states, True
 
-    def _start_makers(self, serving: Serving) -> None:
-        service, submit = self._service, self._submit
-        service.endpoint, service.slabs = serving.endpoint, serving.slabs
-        keys = service.config.keys.for_peers()
-        path = [submit.project]
-        planner = PlannerConfig(
-            keys, serving.endpoint, self._payload, service.config.ranks, path, submit.project
-        )
-        service.children.append(spawn_here("planner", planner))
-        for vm in range(submit.spec.data_vms):
-            worker = service.worker_config(
-                self._payload, vm, self._order.processes, self._order.encrypt, path, submit.project
-            )
-            service.children.append(spawn_here("keeper", worker))
-
     def ask_for_final(self) -> None:
         """The ranks have ended: ask where the generators are now."""
         self._coordinator.send(msgspec.json.encode({"type": "finish"}))
 
+    # ------------------------------------------------------------ makers
+
+    def start_makers(self) -> None:
+        """Start makers on all VMs that are up and have none; call it when one came up."""
+        if not self._service.endpoint or self.closed:
+            return
+        for number, vm in ((_PLANNER, self._first), *self.vms.items()):
+            if vm.up and not vm.gone and number not in self._started:
+                self._started[number] = vm
+                vm.send(self._maker(number))
+
+    def _maker(self, number: int) -> StartMaker:
+        submit, service = self._submit, self._service
+        path = [submit.project]
+        planner = number == _PLANNER
+        config: PlannerConfig | WorkerConfig
+        if planner:
+            keys = service.config.keys.for_peers()
+            config = PlannerConfig(
+                keys, service.endpoint, self._payload, service.config.ranks, path, submit.project
+            )
+        else:
+            config = service.worker_config(
+                self._payload, number, self._order.processes, self._order.encrypt, path, submit.project
+            )
+        return StartMaker(
+            run=self._run,
+            number=number,
+            role="planner" if planner else "keeper",
+            config=msgspec.json.encode(config),
+            environ=submit.environ,
+            rehearsed=bool(submit.spec.gpus_per_rank and not self._first.gpus) if planner else None,
+            log=self._log,
+        )
+
+    def maker_ended(self, message: MakerEnded) -> None:
+        """A maker is gone. The coordinator sees that itself, but for one that never got as far as to report."""
+        self._started.pop(message.number, None)
+        if not self.closed and not self.ready:
+            who = "planner" if message.number == _PLANNER else f"keeper of data VM {message.number}"
+            self.failed = self.failed or f"the {who} {message.how}; what it printed is in {self._log}"
+        self._changed()
+
+    def lose(self, vm: Vm, another: Callable[[], Vm | None]) -> None:
+        """A data VM is lost: another one, which ``another`` leases, takes its place under a new number."""
+        [number] = [number for number, mine in self.vms.items() if mine is vm]
+        del self.vms[number]
+        self._started.pop(number, None)
+        if not self.closed and self._to_replace > 0:
+            self._to_replace -= 1
+            replacement = another()
+            if replacement is not None:
+                self.vms[max([number, *self.vms]) + 1] = replacement
+                self.start_makers()
+        self._changed()
+
+    # ------------------------------------------------------------ its end
+
     def close(self) -> None:
-        """End all its processes."""
+        """End all its processes; agents say when theirs are gone."""
+        self.closed = True
         self._service.close()
+        for vm in {id(vm): vm for vm in self._started.values()}.values():
+            vm.send(EndMakers(run=self._run))
+
+    @property
+    def gone(self) -> bool:
+        """Whether it was closed, and no process of it is left."""
+        return self.closed and all(vm.gone for vm in self._started.values())
+
+
+def slab_of(buffer: int, ranks: int) -> int:
+    """Return a rank's share of the buffer that ``[delivery] buffer`` asks for, in bytes; at least 4 MiB."""
+    return max(4 << 20, buffer // ranks // (1 << 20) * (1 << 20))
 
 
 def _all_together(report: ProgressReport) -> Delivered:
     loaders = report.loaders
     return Delivered(
-        prepared=sum(loader.prepared for loader in loaders),
+        ready=sum(loader.ready for loader in loaders),
         delivered=sum(loader.delivered for loader in loaders),
-        planned=sum(loader.planned for loader in loaders),
+        planned=sum(loader.planned if loader.units is None else loader.units for loader in loaders),
         rate=sum(loader.rate for loader in loaders),
         waited=sum(report.waited) / max(1, len(report.waited)),
     )

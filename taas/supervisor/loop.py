@@ -21,6 +21,7 @@ from zmq.auth.thread import ThreadAuthenticator
 
 from taas import messages
 from taas.agent.endings import become_subreaper, sweep_orphans
+from taas.catalog import DATA_VM
 from taas.connections import Connection, write_connection
 from taas.engines.local import LocalEngine
 from taas.errors import EngineError, NotEnoughDevices
@@ -30,6 +31,7 @@ from taas.messages import (
     AnswerTaken,
     AskStacks,
     Interrupt,
+    MakerEnded,
     Message,
     Printed,
     Refused,
@@ -45,6 +47,7 @@ from taas.records import ProcessMark, read_records
 from taas.retention import make_room
 from taas.supervised import SupervisorConfig, SupervisorUp
 from taas.supervisor.books import Book
+from taas.supervisor.data_side import DataSide
 from taas.supervisor.rank_writes import settle_leftovers
 from taas.supervisor.runs import Run
 from taas.supervisor.vms import Pool, Vm
@@ -84,7 +87,9 @@ class Supervisor:
         )
         self._routes: dict[str, bytes] = {}
         self._engine = LocalEngine()
-        self._pool = Pool(self._engine, (self.up.endpoint, self.up.server_key), scratch, self._send)
+        address = (self.up.endpoint, self.up.server_key)
+        self._pool = Pool(self._engine, address, scratch, self._send)
+        self._data_pool = Pool(self._engine, address, scratch, self._send, data=True)
         self._runs: dict[str, Run] = {}
         self._books: dict[str, Book] = {}
         self._kernel_gone = False
@@ -200,6 +205,7 @@ class Supervisor:
             vms = self._pool.lease(
                 name, spec.instance, spec.vms, gpus, spec.ranks_per_vm * spec.gpus_per_rank
             )
+            data_vms = self._lease_data(name, spec.data_vms) if submit.delivery is not None else []
         except (EngineError, OSError) as error:
             if book is not None:
                 book.discard()
@@ -217,7 +223,7 @@ class Supervisor:
         folder = book.record.folder
         self._send(key, Accepted(run=name, folder=str(folder)))
         self._books[name] = book
-        self._begin(Run(name, book.submit, vms, folder, tell))
+        self._begin(Run(name, book.submit, vms, data_vms, folder, tell))
 
     def _begin(self, run: Run) -> None:
         self._runs[run.name] = run
@@ -229,12 +235,26 @@ class Supervisor:
         """Start a run again, with new VMs in place of those it lost; returns whether they could be had."""
         try:
             new = self._pool.replace([vm for vm in run.vms if vm.gone])
+            data_vms = self._lease_data(run.name, run.submit.spec.data_vms) if run.data is not None else []
         except EngineError:
             return False
         self._watch_vms()
         run.tell(StartedAgain(run=run.name, restarts=run.restarts + 1, why=why))
-        self._begin(run.again([new.get(vm, vm) for vm in run.vms]))
+        self._begin(run.again([new.get(vm, vm) for vm in run.vms], data_vms))
         return True
+
+    def _lease_data(self, run: str, count: int) -> list[Vm]:
+        """Return so many data VMs of a run: those that it has, and others."""
+        own = [vm for vm in self._data_pool.vms if vm.run == run]
+        return [*own, *self._data_pool.lease(run, DATA_VM, count - len(own), (), 0)]
+
+    def _replace_data_vm(self, run: Run) -> Vm | None:
+        try:
+            [vm] = self._data_pool.lease(run.name, DATA_VM, 1, (), 0)
+        except (EngineError, OSError):
+            return None
+        self._watch_vms()
+        return vm
 
     def _hear_data(self, run: Run) -> None:
         assert run.data is not None
@@ -243,12 +263,12 @@ class Supervisor:
         if run.data.over:
             self._off(source)
 
-    def _end_data(self, run: Run) -> None:
+    def _end_data(self, data: DataSide) -> None:
         """End the data side of a run whose ranks have ended, before its client hears of the end."""
-        if run.data is not None:
-            if not run.data.over:
-                self._off(run.data.fileno())
-            run.data.close()
+        if not data.closed:
+            if not data.over:
+                self._off(data.fileno())
+            data.close()
 
     def _not_elsewhere(self, gpus: tuple[str, ...]) -> tuple[str, ...]:
         """Return the GPUs that no run of another kernel has."""
@@ -268,8 +288,9 @@ class Supervisor:
 
     def _conclude_runs(self) -> None:
         for run in list(self._runs.values()):
+            if run.data is not None and run.settled:
+                self._end_data(run.data)
             if run.state != "over" and run.finished:
-                self._end_data(run)
                 if run.loss and self._restart(run, run.loss):
                     continue
                 answered = run.conclude()
@@ -279,16 +300,17 @@ class Supervisor:
     def _forget(self, run: Run) -> None:
         run.forget()
         self._pool.release([vm for vm in run.vms if not vm.gone])
+        self._data_pool.release([vm for vm in self._data_pool.vms if vm.run == run.name])
         self._books.pop(run.name).close()
         del self._runs[run.name]
 
     def _release_idle(self) -> int:
         """Give back the VMs that no run uses."""
-        idle = [vm for vm in self._pool.vms if vm.run is None]
-        for vm in idle:
+        idle = [(pool, vm) for pool in (self._pool, self._data_pool) for vm in pool.vms if vm.run is None]
+        for pool, vm in idle:
             self._off(vm.machine.fileno())
             self._allowed.discard(vm.key)
-            self._pool.give_back(vm)
+            pool.give_back(vm)
         return len(idle)
 
     # ------------------------------------------------------------ agents
@@ -297,14 +319,17 @@ class Supervisor:
         self._pool.start(instance, count)
         self._watch_vms()
 
+    def _vms(self) -> list[Vm]:
+        return [*self._pool.vms, *self._data_pool.vms]
+
     def _watch_vms(self) -> None:
-        for vm in self._pool.vms:
+        for vm in self._vms():
             if vm.machine.fileno() not in self._actions:
                 self._on(vm.machine.fileno(), partial(self._lose_vm, vm))
-        self._allowed |= self._pool.keys
+        self._allowed |= self._pool.keys | self._data_pool.keys
 
     def _hear_agent(self, key: str, message: Message) -> None:
-        vm = next((vm for vm in self._pool.vms if vm.key == key), None)
+        vm = next((vm for vm in self._vms() if vm.key == key), None)
         if vm is None:
             return  # struck already: its last words came late
         run = self._runs.get(vm.run or "")
@@ -314,6 +339,9 @@ class Supervisor:
                 run.vm_up()
         elif run is None or message.run != run.name:  # type: ignore[attr-defined]
             return
+        elif isinstance(message, MakerEnded):
+            if run.data is not None:
+                run.data.maker_ended(message)
         elif isinstance(message, Printed):
             self._send(self._config.client_key, message)
         else:
@@ -322,12 +350,16 @@ class Supervisor:
     def _lose_vm(self, vm: Vm) -> None:
         self._off(vm.machine.fileno())
         self._allowed.discard(vm.key)
-        how = self._pool.lose(vm)
+        how = (self._pool if vm in self._pool.vms else self._data_pool).lose(vm)
         makers = [pid for run in self._runs.values() if run.data is not None for pid in run.data.pids()]
-        sweep_orphans([*makers, *(other.machine.pid for other in self._pool.vms)])
+        sweep_orphans([*makers, *(other.machine.pid for other in self._vms())])
         run = self._runs.get(vm.run or "")
-        if run is not None:
+        if run is None:
+            return
+        if vm in run.vms:
             run.vm_lost(vm, how)
+        elif run.data is not None:
+            run.data.lose(vm, partial(self._replace_data_vm, run))
 
 
 def main() -> None:

@@ -57,6 +57,7 @@ class Run:
         name: str,
         submit: Submit,
         vms: list[Vm],
+        data_vms: list[Vm],
         folder: Path,
         tell_client: Callable[[Message], None],
         *,
@@ -76,11 +77,15 @@ class Run:
         self._trouble: str | None = None
         self._notices: list[str] = []
         self.hangs = HangWatch(self, tell_client)
-        self.data = self._start_data() if submit.delivery is not None else None
+        self.data = self._start_data(data_vms) if submit.delivery is not None else None
 
-    def _start_data(self) -> DataSide:
+    def _start_data(self, vms: list[Vm]) -> DataSide:
         return DataSide(
+            self.name,
             self.submit,
+            vms,
+            self.vms[0],
+            f"{output_folder(self._folder, self.restarts)}/data.log",
             self.data_changed,
             lambda delivered: self.tell(Progressed(run=self.name, delivered=delivered)),
         )
@@ -89,6 +94,8 @@ class Run:
 
     def vm_up(self) -> None:
         """Start as soon as all VMs are up, and enough elements are prepared."""
+        if self.data is not None:
+            self.data.start_makers()
         prepared = self.data is None or self.data.ready
         if self.state == "acquiring" and prepared and all(vm.up for vm in self.vms):
             self._enter("starting")
@@ -214,10 +221,15 @@ class Run:
         self.interrupted = True
 
     @property
-    def finished(self) -> bool:
+    def settled(self) -> bool:
         """Whether every VM is done or lost, and the data side has said its last."""
-        settled = self.data is None or self.data.over or self.state == "ending"
-        return settled and len(self._done) == len(self.vms)
+        said = self.data is None or self.data.over or self.state == "ending"
+        return said and len(self._done) == len(self.vms)
+
+    @property
+    def finished(self) -> bool:
+        """Whether it is settled, and no process of its data side is left."""
+        return self.settled and (self.data is None or self.data.gone)
 
     @property
     def loss(self) -> str:
@@ -231,11 +243,11 @@ class Run:
         died = verdict.outcome == "failed" and first is not None and first.outcome == "died"
         return f"rank {first.rank} on {verdict.vm} {first.message}" if died and first is not None else ""
 
-    def again(self, vms: list[Vm]) -> Run:
+    def again(self, vms: list[Vm], data_vms: list[Vm]) -> Run:
         """Give this name to a new start on these VMs; what ranks other than 0 wrote until now is kept."""
         self.forget()
         notices = [*self._notices, *settle_scratch(self._scratch)]
-        new = Run(self.name, self.submit, vms, self._folder, self.tell, restarts=self.restarts + 1)
+        new = Run(self.name, self.submit, vms, data_vms, self._folder, self.tell, restarts=self.restarts + 1)
         new._notices = notices
         return new
 

@@ -32,12 +32,18 @@ class Vm:
 
 
 class Pool:
-    """All VMs of this supervisor."""
+    """All VMs of this supervisor for ranks, or all of its data VMs."""
 
     def __init__(
-        self, engine: Engine, address: tuple[str, str], scratch: Path, send: Callable[[str, Message], None]
+        self,
+        engine: Engine,
+        address: tuple[str, str],
+        scratch: Path,
+        send: Callable[[str, Message], None],
+        *,
+        data: bool = False,
     ) -> None:
-        self._engine, self._scratch, self._send = engine, scratch, send
+        self._engine, self._scratch, self._send, self._data = engine, scratch, send, data
         self._endpoint, self._server_key = address
         self._count = 0
         self.vms: list[Vm] = []
@@ -56,7 +62,8 @@ class Pool:
                 server_key=self._server_key,
                 public_key=public.decode(),
                 secret_key=secret.decode(),
-                scratch=str(self._scratch / f"agent-{self._count + number}"),
+                scratch=str(self._scratch / f"{'data' if self._data else 'agent'}-{self._count + number}"),
+                data=self._data,
             )
             for number, (public, secret) in enumerate(pairs)
         ]

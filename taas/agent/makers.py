@@ -1,0 +1,90 @@
+"""The data side's processes on a VM: planner and keepers, forked from the agent's forkserver.
+
+A maker begins with torch imported, so a run waits for its data workers no longer than they need to make the first
+elements. It is tied to its agent and its forkserver as a rank is (rank/lifeline.py), with the session that its
+data workers share.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+
+from taas.agent.endings import kill_tree
+from taas.delivery.config import PlannerConfig, WorkerConfig
+from taas.messages import StartMaker
+
+__all__ = ["Makers"]
+
+
+class Makers:
+    """All makers of one run on this VM."""
+
+    def __init__(self, run: str) -> None:
+        self.run = run
+        self._processes: dict[int, Any] = {}
+
+    def start(self, order: StartMaker) -> int:
+        """Fork a maker; returns the descriptor that becomes readable when it ends."""
+        process = multiprocessing.get_context("forkserver").Process(
+            target=_be_maker, args=(order.role, order.config, order.environ, order.log)
+        )
+        process.start()
+        self._processes[order.number] = process
+        return int(process.sentinel)
+
+    def how_it_ended(self, number: int) -> str:
+        """Bury a maker whose descriptor became readable, and say how it ended."""
+        process = self._processes.pop(number)
+        process.join()
+        code = process.exitcode
+        process.close()
+        return f"killed by signal {-code}" if code < 0 else f"ended with status {code}"
+
+    def end(self) -> None:
+        """SIGKILL them with all their data workers: what was to be said was said to the coordinator."""
+        trees = []
+        for process in self._processes.values():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                trees.append(psutil.Process(process.pid))
+        kill_tree(trees)
+
+
+def _be_maker(role: str, config: bytes, environ: dict[str, str], log: str) -> None:
+    """Run a planner or a keeper, in a process forked from the forkserver."""
+    from taas.rank.lifeline import tie_to_agent
+
+    tie_to_agent()
+    Path("/proc/self/comm").write_text(f"taas-{role}")
+    os.environ.clear()
+    os.environ.update(environ | {"OMP_NUM_THREADS": "1"})
+    _write_to(log)
+    from threadpoolctl import threadpool_limits
+
+    threadpool_limits(1)  # the variable alone is read at import, which was before the fork
+    if role == "planner":
+        from taas.delivery import planner
+
+        planner.main(msgspec.json.decode(config, type=PlannerConfig))
+    else:
+        from taas.delivery import keeper
+
+        keeper.main(msgspec.json.decode(config, type=WorkerConfig))
+
+
+def _write_to(log: str) -> None:
+    """Let what user code prints there go to the run's folder; where it cannot, it goes to the agent's log."""
+    try:
+        Path(log).parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    except OSError:
+        return
+    os.dup2(fd, 1)
+    os.dup2(fd, 2)
+    os.close(fd)
