@@ -249,6 +249,22 @@ def test_a_slow_rank_starves_nobody() -> None:
     assert results == [list(range(0, 200, 2)), list(range(1, 200, 2))]
 
 
+def test_a_rank_ten_times_slower_gets_its_own() -> None:
+    """A rank that takes ten times as long for a step: both get each of their elements once, in order."""
+
+    def body(rank: int, loaders: dict[str, Any]) -> Any:
+        got = []
+        for x, _ in loaders["d"]:
+            time.sleep(0.02 if rank == 0 else 0.002)
+            got.append(int(x[0, 0]))
+        return got
+
+    loader = DataLoader(Slow(160, 0.001, (1 << 12,)), batch_size=1)
+    with DeliveryRun({"d": loader}, ranks=2, processes=2, slab=1 << 20) as run:
+        results = run.ranks(body)
+    assert results == [list(range(0, 160, 2)), list(range(1, 160, 2))]
+
+
 def test_hoarded_and_changed_batches_are_never_overwritten() -> None:
     """A rank that keeps every batch gets copies once its slab is half held; changes in place stay its own."""
 
@@ -466,6 +482,36 @@ def test_memory_stays_within_the_slab() -> None:
         ]
     assert len(held) == 1
     assert held[0] <= slab
+
+
+def written_by(pid: int) -> int:
+    """Bytes of memory that are this process's alone because it, or who forked it, has written to them."""
+    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+        if line.startswith("Private_Dirty:"):
+            return int(line.split()[1]) << 10
+    raise AssertionError("no Private_Dirty in smaps_rollup")
+
+
+def test_workers_share_the_dataset_of_their_vm() -> None:
+    """A dataset of 128 MiB, read whole by each of four workers of a VM: none of them has a copy of its own."""
+
+    class Big(Dataset):
+        def __init__(self) -> None:
+            self.data = torch.ones(128 << 18)
+
+        def __len__(self) -> int:
+            return 64
+
+        def __getitem__(self, index: int) -> Any:
+            return self.data.view(64, -1).sum(1).mean()  # every page, in every element
+
+    with DeliveryRun({"d": DataLoader(Big(), batch_size=1)}, processes=4) as run:
+        before = {worker.pid: written_by(worker.pid) for worker in workers_of(run)}
+        [got] = run.ranks(lambda r, loaders: [float(x) for x in loaders["d"]])
+        own = [written_by(worker.pid) - before[worker.pid] for worker in workers_of(run)]
+    assert got == [float(1 << 19)] * 64
+    assert len(own) == 4
+    assert max(own) < 64 << 20, own
 
 
 def test_generators_come_back_where_the_last_iteration_leaves_them() -> None:
