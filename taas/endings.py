@@ -5,19 +5,26 @@ from __future__ import annotations
 from taas.errors import CellFailed, RunLost
 from taas.messages import RunEnded
 
-__all__ = ["cell_failed", "finish"]
+__all__ = ["cell_failed", "finish", "interrupted"]
 
 
 def finish(ended: RunEnded) -> None:
     """Raise what the run's end deserves."""
     if ended.outcome == "interrupted":
-        raise KeyboardInterrupt
+        raise interrupted(f"{ended.run} was interrupted: all its ranks were ended; no names came back")
     if ended.outcome == "lost":
         error = RunLost(f"{ended.message}. Nothing came back; the next cell starts anew.")
         error.run = ended.run
         raise error
     if ended.outcome == "failed":
         raise cell_failed(ended)
+
+
+def interrupted(fact: str) -> KeyboardInterrupt:
+    """Build a KeyboardInterrupt that IPython shows as one line: where this process stood says nothing."""
+    error = KeyboardInterrupt(fact)
+    vars(error)["_render_traceback_"] = lambda: [f"KeyboardInterrupt: {fact}"]
+    return error
 
 
 def cell_failed(ended: RunEnded) -> CellFailed:

@@ -62,6 +62,13 @@ class TaasError(Exception):
         return _rebuild, (type(self), self.args, self.__dict__)
 
 
+class _NoLine:
+    """An error that no line of the cell raised: IPython shows its message alone, without frames of taas."""
+
+    def _render_traceback_(self) -> list[str]:
+        return [f"{type(self).__name__}: {self}"]
+
+
 class HeaderError(TaasError):
     """The header of a cell, or the line of a magic, is wrong; nothing was started."""
 
@@ -70,11 +77,11 @@ class ConfigError(HeaderError):
     """``taas.toml`` is wrong; the message names file, key and what is allowed."""
 
 
-class CaptureError(TaasError):
+class CaptureError(_NoLine, TaasError):
     """A name that the cell surely needs cannot travel; nothing was started."""
 
 
-class EngineError(TaasError):
+class EngineError(_NoLine, TaasError):
     """The engine cannot give the machines the run asks for."""
 
 
@@ -82,7 +89,7 @@ class NotEnoughDevices(EngineError):
     """Fewer GPUs than the run has ranks."""
 
 
-class VersionMismatch(TaasError):
+class VersionMismatch(_NoLine, TaasError):
     """Python, torch or cloudpickle differ between the notebook and a VM."""
 
 
@@ -119,11 +126,8 @@ class CellFailed(RunFailed):
         return [*self.traceback_lines, f"{type(self).__name__}: {self}"]
 
 
-class RunLost(RunFailed):
+class RunLost(_NoLine, RunFailed):
     """A process of taas itself was killed: an agent, its forkserver, the supervisor, or a whole VM."""
-
-    def _render_traceback_(self) -> list[str]:
-        return [f"{type(self).__name__}: {self}"]
 
 
 class CannotRehearse(TaasError, RuntimeError):

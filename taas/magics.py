@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from IPython.core.error import UsageError
+from IPython.core.getipython import get_ipython
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 
 from taas.catalog import load_catalog
@@ -22,13 +24,31 @@ if TYPE_CHECKING:
     from taas.records import RunRecord
     from taas.status import Shown
 
+_MAGIC_LINE = re.compile(r"%%taas(?!\w)")
+
 
 def headed_cell(lines: list[str]) -> list[str]:
-    """Turn a cell with a header into a call of :meth:`TaasMagics.run_headed`; IPython's last cleanup step."""
+    """Turn a cell with a header into a call of :meth:`TaasMagics.run_cell`; IPython's last cleanup step.
+
+    Raises:
+        SyntaxError: the cell does not compile. IPython shows one that is raised here as that of any cell;
+            raised later, it would come below frames of IPython and taas.
+    """
+    from taas.capture import check_syntax
+
     cell = "".join(lines)
-    if find_header(cell) is None:
+    header = find_header(cell)
+    if header is None:
+        if lines and _MAGIC_LINE.match(lines[0]):
+            check_syntax("\n" + "".join(lines[1:]), get_ipython())
         return lines
+    if header.problem is None:
+        check_syntax(cell, get_ipython())
     return [f"get_ipython().run_cell_magic('taas', '', {cell!r})\n"]
+
+
+# IPython asks transformers without side effects whether a cell that is being typed is complete.
+headed_cell.has_side_effects = True  # type: ignore[attr-defined]
 
 
 class NotebookDesk:

@@ -141,6 +141,31 @@ def test_sigkill_of_the_supervisor(notebook: Notebook) -> None:
     assert gone(found.ranks + found.agents + found.forkservers)
 
 
+def test_a_group_of_exceptions_is_shown(notebook: Notebook) -> None:
+    """As Python writes it, from the cell's lines on, in the place of a traceback."""
+    body = "raise ExceptionGroup('both', [ValueError('a'), TypeError('b')])"
+    ran = notebook.run(f"#pragma taas --gpus 2\n{body}")
+    assert ran.stderr == ""
+    for part in (body, "ValueError: a", "TypeError: b", "line 2"):
+        assert part in ran.traceback
+    assert "interactiveshell.py" not in ran.traceback
+
+
+def test_an_interrupt_does_not_spoil_a_traceback(notebook: Notebook) -> None:
+    """Ranks that fail together interrupt each other: the first one's error is shown, and nothing else."""
+    ran = notebook.run(
+        "#pragma taas --gpus 1\nimport os, signal\n"
+        "class Late(Exception):\n"
+        "    def _render_traceback_(self):\n"
+        "        os.kill(os.getpid(), signal.SIGINT)\n"
+        "        return ['its own traceback']\n"
+        "raise Late('late')\n"
+    )
+    assert ran.stderr == ""
+    assert ran.traceback.startswith("its own traceback")
+    assert "raised Late: late" in ran.evalue
+
+
 BUSY = {
     "collective": "import torch, torch.distributed as dist\ndist.init_process_group('gloo')\n"
     "print('ready', flush=True)\nif dist.get_rank(): time.sleep(600)\ndist.all_reduce(torch.ones(1))",
@@ -163,6 +188,7 @@ def test_interrupt(notebook: Notebook, what: str) -> None:
     notebook.interrupt()
     ran = notebook.end(seconds=30)
     assert ran.ename == "KeyboardInterrupt"
+    assert ran.traceback == f"KeyboardInterrupt: {ran.evalue}"
     assert gone(ranks, 0)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -39,12 +40,13 @@ def _leading_blank(text: str) -> int:
     return next((count for count, line in enumerate(text.splitlines()) if line.strip()), 0)
 
 
-def check_syntax(cell: str, shell: InteractiveShell | None) -> None:
+def check_syntax(cell: str, shell: InteractiveShell | None, number: int = 0) -> None:
     """Compile a cell as IPython would, so that a typing error shows before anything starts.
 
     Args:
         cell: the cell as typed.
-        shell: whose compiler flags (``from __future__`` of earlier cells) count, and whose numbering.
+        shell: whose compiler flags (``from __future__`` of earlier cells) count.
+        number: its ``In[n]``; 0 for the shell's count.
 
     Raises:
         SyntaxError: as IPython raises it for an ordinary cell, with the cell's lines.
@@ -56,5 +58,7 @@ def check_syntax(cell: str, shell: InteractiveShell | None) -> None:
     if shell is None:
         compile(source, "<cell>", "exec", flags, dont_inherit=True)
         return
-    name = shell.compile.cache(source, shell.execution_count, raw_code=cell)
-    compile(source, name, "exec", flags | shell.compile.flags, dont_inherit=True)
+    name = shell.compile.cache(source, number or shell.execution_count, raw_code=cell)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SyntaxWarning)  # rank 0 shows them
+        compile(source, name, "exec", flags | shell.compile.flags, dont_inherit=True)

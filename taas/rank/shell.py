@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import builtins
+import signal
 import sys
+import threading
+import traceback
 import types
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from IPython.core.displayhook import DisplayHook
@@ -85,6 +90,19 @@ class RankShell(InteractiveShell):
     def atexit_operations(self) -> None:
         """Leave the names as they are: clearing them, a full garbage collection, takes longer than the start."""
 
+    def showtraceback(self, exc_tuple: Any = None, *args: Any, **options: Any) -> None:
+        """Note the traceback of an error of the cell.
+
+        An interrupt that comes while it is made is that of a run which another rank's error ends already.
+        """
+        with _interrupts_ignored():
+            etype, error, tb = self._get_exc_info(exc_tuple)
+            if _holds_group(error):  # IPython has no form for these, and prints Python's
+                lines = "".join(traceback.format_exception(etype, error, tb and (tb.tb_next or tb)))
+                self._showtraceback(etype, error, lines.splitlines())
+            else:
+                super().showtraceback(exc_tuple, *args, **options)
+
     def _showtraceback(self, etype: Any, evalue: Any, stb: list[str]) -> None:
         self.last_traceback = tuple(stb)
 
@@ -92,6 +110,25 @@ class RankShell(InteractiveShell):
         """Run a cell as the notebook would, without storing history."""
         result: ExecutionResult = self.run_cell(_magic_on_top(cell), store_history=False, silent=False)
         return result
+
+
+@contextmanager
+def _interrupts_ignored() -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _holds_group(error: BaseException | None) -> bool:
+    """Tell whether an exception, or one that it came from, is a group."""
+    while error is not None and not isinstance(error, BaseExceptionGroup):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def _magic_on_top(cell: str) -> str:
