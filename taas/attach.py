@@ -203,6 +203,8 @@ def _bring_names(record: RunRecord, shell: Any) -> None:
     _brought.add(record.id)
     if applied.value is not NOTHING:
         shell.displayhook.update_user_ns(applied.value)
+    if captured is not None:
+        shell.compile._filename_map.update(applied.cells)
     say(*applied.lost)
     made = [name for name in applied.rebound if not isinstance(shell.user_ns.get(name), _BY_REFERENCE)]
     names = ", ".join(made[:12]) + (" …" if len(made) > 12 else "")

@@ -62,7 +62,7 @@ def launch(spec: RunSpec, cell: str, shell: Any) -> RunHandle | None:
         RunLost: a process of taas was killed.
         KeyboardInterrupt: the cell was interrupted; no rank is left.
     """
-    check_syntax(cell, shell)
+    check_syntax(cell, shell, cell_number(shell))
     gpus = visible_gpus()
     check_devices(spec, len(gpus))
     project = Path.cwd()
@@ -276,6 +276,7 @@ class Foreground:
             os.close(fd)
         if applied.value is not NOTHING:
             self._shell.displayhook.update_user_ns(applied.value)  # Out[n] and _
+        self._shell.compile._filename_map.update(applied.cells)  # tracebacks through functions that came
         say(*applied.lost)
 
 

@@ -53,9 +53,27 @@ def test_a_wrong_header_is_one_line(notebook: Notebook, header: str, word: str) 
 
 
 def test_syntax_errors_belong_to_the_notebook(notebook: Notebook) -> None:
-    """A cell that does not compile starts nothing."""
-    ran = notebook.run("#pragma taas --gpus 2\nfor\n")
-    assert ran.ename == "SyntaxError"
+    """A cell that does not compile starts nothing, and is shown as IPython shows any such cell."""
+    before = int(notebook.value("len(In)")) - 1
+    for count, header in enumerate(("#pragma taas --gpus 2", "%%taas --gpus 2"), before + 1):
+        ran = notebook.run(f"{header}\nfor\n")
+        assert ran.ename == "SyntaxError"
+        assert ran.traceback.splitlines()[0].strip() == f"Cell In[{count}], line 2"
+        assert "taas/" not in ran.traceback
+
+
+def test_a_cell_that_is_being_typed_is_complete_when_python_says_so(notebook: Notebook) -> None:
+    """In a terminal a header does not end a cell, nor a loop without a body."""
+    check = "print(get_ipython().input_transformer_manager.check_complete({!r}))"
+    for cell in ("#pragma taas --gpus 2\nfor i in range(3):\n", "#pragma taas --gpus 2\nif 1:\n    x = ("):
+        assert notebook.good(check.format(cell)).own.startswith("('incomplete'")
+
+
+def test_a_function_of_a_taas_cell_knows_its_cell(notebook: Notebook) -> None:
+    """An error in it, raised here later, names the cell and line where it was written."""
+    count = int(notebook.value("len(In)"))
+    notebook.good("#pragma taas --gpus 1\n\ndef halve(n):\n    return 1 / n\n")
+    assert f"Cell In[{count}], line 4, in halve(n)" in notebook.run("halve(0)").traceback
 
 
 def test_a_needed_name_that_cannot_travel_stops_the_run(notebook: Notebook) -> None:
@@ -64,6 +82,7 @@ def test_a_needed_name_that_cannot_travel_stops_the_run(notebook: Notebook) -> N
     ran = notebook.run("#pragma taas --gpus 2\nprint('the body ran', job)")
     assert ran.ename == "CaptureError"
     assert "job.parts['lock']" in ran.evalue
+    assert ran.traceback == f"CaptureError: {ran.evalue}"
     assert "the body ran" not in ran.stdout
 
 
@@ -151,3 +170,10 @@ def test_importing_is_light() -> None:
     code = "import sys, taas; print([m for m in ('torch', 'zmq', 'ray', 'numpy') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+def test_a_name_to_return_that_is_not_there_is_said(notebook: Notebook) -> None:
+    """A typing error in ``--return`` does not lose a result without a word."""
+    ran = notebook.good("#pragma taas --gpus 1 --return resullt,made\nresult = made = 1")
+    assert ran.stdout == "taas: resullt: --return asks for it, and the cell made no such name\n"
+    assert notebook.value("made") == "1"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -43,6 +44,7 @@ class Applied:
         changed: how many objects were changed in place.
         lost: what could not be brought back, a line each.
         value: the last expression's value, or :data:`NOTHING`.
+        cells: file names of the cells whose functions came, with their numbers ``In[n]``.
     """
 
     rebound: list[str] = field(default_factory=list)
@@ -50,6 +52,7 @@ class Applied:
     changed: int = 0
     lost: list[str] = field(default_factory=list)
     value: Any = NOTHING
+    cells: dict[str, int] = field(default_factory=dict)
 
 
 class OwnMemory:
@@ -214,6 +217,9 @@ def _apply(fd: int, namespace: dict[str, Any], objects: Callable[[], list[Any]],
         applied.deleted.append(name)
     if preface["surroundings"] is not None:
         Surroundings.apply(preface["surroundings"])
+    for file, (size, lines) in preface["sources"].items():
+        linecache.cache.setdefault(file, (size, None, lines, file))
+    applied.cells = preface["cells"]
     applied.changed += len({patch.region for patch in header.patches})
     return applied
 

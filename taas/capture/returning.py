@@ -50,6 +50,7 @@ class Arrival:
         self._memory = memory
         self._returned: list[str] | None = preface["returned"]
         self._cells: dict[str, int] = preface["cells"]
+        self._cell_numbers: dict[str, int] = {}
         self._before: dict[int, tuple[Kind, Any]] = {}
         self._numbers: dict[int, int] | None = None
         self._unreadable: dict[int, str] = {}
@@ -83,6 +84,7 @@ class Arrival:
     def dress(self, shell: InteractiveShell) -> None:
         """Tell a rank's shell the numbers of earlier cells, for tracebacks (``Cell In[3], line 2``)."""
         shell.compile._filename_map.update(self._cells)
+        self._cell_numbers = shell.compile._filename_map
 
     def mark(self) -> None:
         """Take the state that changes are found against; call it again right before the cell runs."""
@@ -154,7 +156,10 @@ class _Answer:
         for number, message in messages:
             contents += self._dump((number, message), number, message)
         patches = tuple(self._patches())
+        sources = self._pickler.sources()
         preface = {
+            "sources": sources,
+            "cells": {file: n for file, n in arrival._cell_numbers.items() if file in sources},
             "lost": self._lost,
             "value": has_value,
             "contents": contents,
@@ -192,9 +197,13 @@ class _Answer:
 
     def _rebound(self) -> dict[str, Any]:
         before = self._arrival._names_before
+        visible = self._visible()
+        for name in self._arrival._returned or ():
+            if name not in visible and name not in self._arrival.names:
+                self._lost.append(f"{name}: --return asks for it, and the cell made no such name")
         return {
             name: value
-            for name, value in self._visible().items()
+            for name, value in visible.items()
             if (name not in before or before[name] is not value or id(value) in self._replaced)
             and (self._returned is None or name in self._returned)
         }
