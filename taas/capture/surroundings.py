@@ -2,7 +2,8 @@
 
 Both ways: changed variables of the environment, ``sys.path``, the working directory, the random number
 generators of ``random``, NumPy and torch, and torch's process-wide settings (default dtype and device,
-gradient mode, determinism, matmul precision). Variables that describe a rank, as torchrun's, never travel.
+gradient mode, determinism, matmul precision, cuDNN's flags). To the ranks alone: how the notebook logs, warns
+and prints (:mod:`reporting`). Variables that describe a rank, as torchrun's, never travel.
 A rank starts in the project whatever the notebook's working directory is (contract); where the cell
 changes it, the notebook's changes too.
 """
@@ -17,6 +18,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from taas.capture import reporting
 from taas.capture.memory import view_of
 
 __all__ = ["Surroundings", "extend_path"]
@@ -49,7 +51,19 @@ _TORCH_SETTINGS: tuple[tuple[str, Callable[[Any], Any], Callable[[Any, Any], Any
         lambda t: t.is_anomaly_enabled(),
         lambda t, v: t.autograd.set_detect_anomaly(v),
     ),
+    (
+        "cudnn flags",
+        lambda t: (t._C._get_cudnn_benchmark(), t._C._get_cudnn_deterministic(), t._C._get_cudnn_enabled()),
+        lambda t, v: _set_cudnn(t._C, *v),
+    ),
 )
+
+
+def _set_cudnn(bindings: Any, benchmark: bool, deterministic: bool, enabled: bool) -> None:
+    """Set its flags; by torch's bindings, since ``torch.backends.cudnn.set_flags`` resets others."""
+    bindings._set_cudnn_benchmark(benchmark)
+    bindings._set_cudnn_deterministic(deterministic)
+    bindings._set_cudnn_enabled(enabled)
 
 
 def _mine(name: str) -> bool:
@@ -182,6 +196,7 @@ class Surroundings:
             "path": [entry for entry in here.path if entry],
             "generators": here.generators,
             "settings": here.settings,
+            "reporting": reporting.of_notebook(),
         }
 
     @staticmethod
@@ -201,6 +216,7 @@ class Surroundings:
             device: the rank's CUDA device, or None.
         """
         _set_torch_settings(state["settings"])
+        reporting.enter(state["reporting"])
         generators = state["generators"]
         if "numpy" in sys.modules:  # it loads its random part at the first use, seeded from the system
             numpy = importlib.import_module("numpy.random")
