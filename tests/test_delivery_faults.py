@@ -21,7 +21,7 @@ import zmq
 from delivery_run import PATIENCE, DeliveryRun
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from taas.delivery.ledger import LeaseRules
+from taas.delivery.attempts import LeaseRules
 from taas.delivery.reports import HostLost, ProgressReport
 from taas.errors import DeliveryError, RanksDisagree, UnitsExhausted
 

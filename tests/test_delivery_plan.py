@@ -11,7 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from taas.delivery.ledger import LeaseRules, Ledger
+from taas.delivery.attempts import LeaseRules
+from taas.delivery.ledger import Ledger
 from taas.delivery.messages import (
     Begin,
     Cancel,

@@ -40,19 +40,19 @@ from taas.delivery.messages import (
     WorkerLost,
     encode,
 )
+from taas.delivery.progress import ProgressMeter
 from taas.delivery.reports import (
     Failed,
     Final,
     HostLost,
-    LoaderProgress,
     Note,
     Prebuffered,
-    ProgressReport,
     Report,
     Serving,
 )
 from taas.delivery.slab import SlabFile
 from taas.delivery.transport import ControlServer, FdServer, new_context
+from taas.delivery.watch import Watch
 
 __all__ = ["Coordinator", "main"]
 
@@ -63,36 +63,6 @@ _GONE = 20.0
 """Seconds without a beat after which a host counts as lost."""
 _ALONE = 30.0
 """Seconds that ranks may be without any data worker before the run fails."""
-
-
-class _Watch:
-    """pidfds of processes on this host: an end is seen within milliseconds, however it came."""
-
-    def __init__(self, poller: zmq.Poller) -> None:
-        self._poller = poller
-        self._names: dict[int, str] = {}
-
-    def add(self, name: str, pid: int) -> None:
-        """Watch a process; one that is gone already is not watched, its host will say so."""
-        try:
-            fd = os.pidfd_open(pid)
-        except OSError:
-            return
-        self._names[fd] = name
-        self._poller.register(fd, zmq.POLLIN)
-
-    def ended(self, fd: Any) -> str | None:
-        """Return whose end this descriptor tells, None if it is no pidfd."""
-        name = self._names.pop(fd, None)
-        if name is not None:
-            self._poller.unregister(fd)
-            os.close(fd)
-        return name
-
-    def close(self) -> None:
-        """Stop watching."""
-        for fd in list(self._names):
-            self.ended(fd)
 
 
 class Coordinator:
@@ -120,7 +90,7 @@ class Coordinator:
         self._poller.register(self._server.zap, zmq.POLLIN)
         if self._fds is not None:
             self._poller.register(self._fds.fileno(), zmq.POLLIN)
-        self._watch = _Watch(self._poller)
+        self._watch = Watch(self._poller)
         self._decode = Decoder(ToCoordinator)
         self._beats: dict[str, float] = {}
         self._stopped: dict[str, set[str]] = {}
@@ -131,7 +101,7 @@ class Coordinator:
         self._prebuffered = False
         self._finishing = False
         self._reported: list[Any] = []
-        self._delivered_before: dict[int, tuple[float, int]] = {}
+        self._meter = ProgressMeter(self.ledger)
         self._next_tick = 0.0
         self._report(Serving(self._server.endpoint, self._fds.name if self._fds else "", os.getpid()))
 
@@ -198,7 +168,7 @@ class Coordinator:
                 for book in self.ledger.book.loaders
                 if book.last_begun is not None
             ]
-            self._progress(time.monotonic())
+            self._tell_progress(time.monotonic())
             if not self._server.send("p", encode(FinishPlans(begun))):
                 self._final(b"")
 
@@ -329,7 +299,7 @@ class Coordinator:
         if not self._prebuffered and self._is_prebuffered():
             self._prebuffered = True
             self._report(Prebuffered())
-        self._progress(now)
+        self._tell_progress(now)
 
     def _is_prebuffered(self) -> bool:
         books = self.ledger.book.loaders
@@ -340,28 +310,9 @@ class Coordinator:
             for book in books
         )
 
-    def _progress(self, now: float) -> None:
-        loaders = []
-        for book in self.ledger.book.loaders:
-            since, before = self._delivered_before.get(book.index, (now, book.delivered))
-            rate = (book.delivered - before) / (now - since) if now > since else 0.0
-            if now - since > 2.0 or book.index not in self._delivered_before:
-                self._delivered_before[book.index] = (now, book.delivered)
-            loaders.append(
-                LoaderProgress(
-                    book.facts.name,
-                    book.prepared,
-                    book.ready,
-                    book.delivered,
-                    book.planned_for_begun,
-                    None if book.rows_allowed is None else book.rows_allowed * self.config.ranks,
-                    rate=round(rate, 3),
-                )
-            )
-        waited = [round(rank.waited, 4) for rank in self.ledger.ranks]
-        report = ProgressReport(loaders, waited, len(self.ledger.workers))
-        if report != getattr(self, "_last_progress", None):
-            self._last_progress = report
+    def _tell_progress(self, now: float) -> None:
+        report = self._meter.read(now)
+        if report is not None:
             self._report(report)
 
     def _fail(self, reason: str) -> None:

@@ -12,13 +12,13 @@ from __future__ import annotations
 import heapq
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 
+from taas.delivery.attempts import Attempt, LeaseRules, Pace, RankState, WorkerState
+from taas.delivery.feeding import StreamFeeder
 from taas.delivery.messages import (
     Announced,
     Cancel,
     Doomed,
-    Feed,
     Lease,
     RankAddress,
     RankHello,
@@ -28,98 +28,11 @@ from taas.delivery.messages import (
     Welcome,
     Which,
 )
-from taas.delivery.plan import Plan, Uneven, Work, unpack_place
+from taas.delivery.plan import Uneven, Work
 from taas.delivery.planbook import LoaderBook, PlanBook, rank_peer
-from taas.delivery.slots import SlotTable, slot_size
+from taas.delivery.slots import SlotTable
 
-__all__ = ["LeaseRules", "Ledger"]
-
-
-@dataclass(frozen=True, slots=True)
-class LeaseRules:
-    """Numbers the ledger goes by.
-
-    Attributes:
-        window: seconds of work leased to a worker ahead of what it is on.
-        leases: most attempts leased to one worker.
-        ahead: most elements under way or held for one rank and loader.
-        begin: bytes to begin working ahead with, before it shows that more is of use.
-        deaths: an element that killed so many workers is given up.
-        patience: seconds after which a lease that is also twenty times as old as usual is given out again.
-    """
-
-    window: float = 0.03
-    leases: int = 128
-    ahead: int = 1024
-    begin: int = 4 << 20
-    deaths: int = 3
-    patience: float = 60.0
-
-
-@dataclass(slots=True)
-class _Attempt:
-    ident: int
-    work: Work
-    worker: str
-    charge: int
-    offset: int
-    capacity: int
-    since: float
-    expected: float
-    made: bool = False
-    orphan: bool = False
-    hedged: bool = False
-    charged: bool = True
-
-
-@dataclass(slots=True)
-class _Worker:
-    name: str
-    host: str
-    shared: bool
-    attempts: set[int] = field(default_factory=set)
-    backlog: int = 0
-    backlog_seconds: float = 0.0
-    suspect: bool = False
-
-
-@dataclass(slots=True)
-class _Usage:
-    nbytes: int = 0
-    count: int = 0
-
-
-@dataclass(slots=True)
-class _Rank:
-    slots: SlotTable
-    shared: bool
-    joined: bool = False
-    usage: dict[int, _Usage] = field(default_factory=lambda: defaultdict(_Usage))
-    mail: list[object] = field(default_factory=list)
-    waited: float = 0.0
-    targets: dict[int, int] = field(default_factory=dict)
-    """Elements under way or held, per loader, that have been enough so far."""
-    blocked: set[int] = field(default_factory=set)
-    """Loaders whose target kept an idle worker from working ahead for this rank."""
-
-
-class _Pace:
-    """Bytes and seconds of one loader's elements, as seen lately."""
-
-    __slots__ = ("_count", "_previous", "_recent", "seconds", "size")
-
-    def __init__(self) -> None:
-        self.size = 0
-        self.seconds = 0.0
-        self._count = self._recent = self._previous = 0
-
-    def see(self, nbytes: int, seconds: float) -> None:
-        self._recent = max(self._recent, nbytes)
-        self._count += 1
-        if self._count % 256 == 0:
-            self._previous, self._recent = self._recent, 0
-        self.size = slot_size(max(self._recent, self._previous, nbytes))
-        self.seconds = seconds if self._count == 1 else 0.9 * self.seconds + 0.1 * seconds
+__all__ = ["Ledger"]
 
 
 class Ledger:
@@ -142,7 +55,7 @@ class Ledger:
         self.rules = rules or LeaseRules()
         self.slab = slab
         self.ranks = [
-            _Rank(
+            RankState(
                 SlotTable(
                     slab if shared else 0,
                     None if reserve is None else (lambda upto, rank=r: reserve(rank, upto)),  # type: ignore[misc]
@@ -151,14 +64,12 @@ class Ledger:
             )
             for r in range(ranks)
         ]
-        self.workers: dict[str, _Worker] = {}
-        self.attempts: dict[int, _Attempt] = {}
+        self.workers: dict[str, WorkerState] = {}
+        self.attempts: dict[int, Attempt] = {}
         self._addresses: dict[int, RankAddress] = {}
-        self._paces: dict[int, _Pace] = defaultdict(_Pace)
+        self._paces: dict[int, Pace] = defaultdict(Pace)
         self._retries: list[tuple[int, int, int, Work]] = []
-        self._owners: dict[tuple[int, int], str] = {}
-        self._fed: dict[tuple[int, int], tuple[str, int]] = {}
-        self._sent: dict[tuple[int, int], int] = defaultdict(int)
+        self._streams = StreamFeeder(self.book, self.workers)
         self._idents = 0
         self._turn = 0
         self._failure = ""
@@ -232,7 +143,7 @@ class Ledger:
                 works.append(attempt.work)
         return works
 
-    def _drop_attempt(self, ident: int) -> _Attempt | None:
+    def _drop_attempt(self, ident: int) -> Attempt | None:
         attempt = self.attempts.pop(ident, None)
         if attempt is None:
             return None
@@ -247,7 +158,7 @@ class Ledger:
             worker.attempts.discard(ident)
         return attempt
 
-    def _uncharge(self, attempt: _Attempt) -> None:
+    def _uncharge(self, attempt: Attempt) -> None:
         """Stop counting an attempt as work ahead: it was consumed, or will never be."""
         if attempt.charged:
             attempt.charged = False
@@ -255,7 +166,7 @@ class Ledger:
             usage.nbytes -= attempt.charge
             usage.count -= 1
 
-    def _settle(self, worker: _Worker, attempt: _Attempt) -> None:
+    def _settle(self, worker: WorkerState, attempt: Attempt) -> None:
         if not attempt.made:
             attempt.made = True
             worker.backlog -= 1
@@ -268,7 +179,7 @@ class Ledger:
 
     def worker_joined(self, name: str, host: str, shared: bool) -> None:
         """A worker takes tickets from now on."""
-        self.workers[name] = _Worker(name, host, shared)
+        self.workers[name] = WorkerState(name, host, shared)
         for address in self._addresses.values():
             self.outbox.append((name, address))
 
@@ -293,13 +204,12 @@ class Ledger:
                 attempt.charge = result.nbytes
             self._count_prepared(attempt)
 
-    def _count_prepared(self, attempt: _Attempt) -> None:
+    def _count_prepared(self, attempt: Attempt) -> None:
         work = attempt.work
         if not work.prepared:
             work.prepared = True
             self.book.loaders[work.loader].prepared += 1
-            if work.stream >= 0 and work.plan in self.book.plans:
-                self._sent[work.plan, work.stream] += 1
+            self._streams.sent(work)
 
     def worker_lost(self, name: str, current: int, cause: str) -> None:
         """A worker is dead, for certain. ``current`` is the attempt it was on, -1 for none."""
@@ -307,7 +217,7 @@ class Ledger:
         if worker is None:
             return
         self._blame(current, cause)
-        self._disown_streams(name)
+        self._streams.disown(name)
         questions: dict[int, list[int]] = defaultdict(list)
         lost: list[int] = []
         again: list[Work] = []
@@ -344,7 +254,7 @@ class Ledger:
         for worker in self.workers.values():
             was, worker.suspect = worker.suspect, worker.name in names
             if worker.suspect and not was:
-                self._disown_streams(worker.name)
+                self._streams.disown(worker.name)
                 self._hedge([self.attempts[i] for i in worker.attempts])
 
     def overdue(self, now: float) -> None:
@@ -358,7 +268,7 @@ class Ledger:
         ]
         self._hedge(late)
 
-    def _hedge(self, attempts: list[_Attempt]) -> None:
+    def _hedge(self, attempts: list[Attempt]) -> None:
         again = [a for a in attempts if not a.made and not a.hedged]
         for attempt in again:
             attempt.hedged = True
@@ -377,7 +287,7 @@ class Ledger:
     def announced(self, name: str, message: Announced) -> None:
         """A stream's owner holds more elements; one that owns it no longer is not believed."""
         plan = self.book.plans.get(message.plan)
-        if plan is not None and self._owners.get((plan.loader, message.stream)) == name:
+        if plan is not None and self._streams.owner(plan.loader, message.stream) == name:
             self.book.announced(message.plan, message.stream, message.made, message.ended)
 
     def fail(self, reason: str) -> None:
@@ -394,7 +304,7 @@ class Ledger:
         self.book.newly_consumed.clear()
         self.book.refill()
         self._cancel()
-        self._feed_streams()
+        self._streams.feed()
         leases: dict[str, list[Ticket]] = defaultdict(list)
         self._lease_retries(leases, now)
         self._lease_planned(leases, now)
@@ -407,13 +317,9 @@ class Ledger:
             for name in names & self.workers.keys():
                 self.outbox.append((name, Cancel(plan.ident, rank)))
             if plan.closed:
-                for name in {
-                    n for (p, _), (n, _) in self._fed.items() if p == plan.ident
-                } & self.workers.keys():
+                for name in self._streams.owners_of(plan.ident) & self.workers.keys():
                     self.outbox.append((name, Cancel(plan.ident, -1)))
-                for table in (self._fed, self._sent):
-                    for key in [key for key in table if key[0] == plan.ident]:
-                        del table[key]
+                self._streams.forget(plan.ident)
         self.book.newly_cancelled.clear()
 
     def _lease_retries(self, leases: dict[str, list[Ticket]], now: float) -> None:
@@ -453,10 +359,10 @@ class Ledger:
             return True
         return False
 
-    def _worker_for(self, work: Work) -> _Worker | None:
+    def _worker_for(self, work: Work) -> WorkerState | None:
         """The least busy worker that may take this work now."""
         if work.stream >= 0:
-            owner = self.workers.get(self._owners.get((work.loader, work.stream), ""))
+            owner = self.workers.get(self._streams.owner(work.loader, work.stream))
             return owner if owner is not None and owner.backlog < self.rules.leases else None
         best = None
         for worker in self.workers.values():
@@ -501,7 +407,7 @@ class Ledger:
             active += other is book or any(view.begun and not view.closed for view in views)
         return self.slab // max(1, active)
 
-    def _lease(self, work: Work, worker: _Worker, leases: dict[str, list[Ticket]], now: float) -> None:
+    def _lease(self, work: Work, worker: WorkerState, leases: dict[str, list[Ticket]], now: float) -> None:
         rank = self.ranks[work.rank]
         size = self._paces[work.loader].size
         offset: int | None = None
@@ -511,7 +417,7 @@ class Ledger:
         ident = self._idents
         capacity = 0 if offset is None else size
         expected = self._seconds(work)
-        self.attempts[ident] = _Attempt(ident, work, worker.name, size, offset or 0, capacity, now, expected)
+        self.attempts[ident] = Attempt(ident, work, worker.name, size, offset or 0, capacity, now, expected)
         work.attempts.add(ident)
         worker.attempts.add(ident)
         worker.backlog += 1
@@ -532,72 +438,3 @@ class Ledger:
                 capacity,
             )
         )
-
-    # ── streams of iterable datasets ──────────────────────────────────────────────────────────────
-
-    def _disown_streams(self, name: str) -> None:
-        for key in [key for key, owner in self._owners.items() if owner == name]:
-            del self._owners[key]
-        for place in [place for place, (owner, _) in self._fed.items() if owner == name]:
-            del self._fed[place]
-
-    def _feed_streams(self) -> None:
-        for book in self.book.loaders:
-            if not book.facts.streams or not self.workers:
-                continue
-            for plan in list(book.plans.values()):
-                if (
-                    plan.ident in book.base_seeds
-                    and not plan.closed
-                    and (not plan.ended or self._unsent(plan))
-                ):
-                    for stream in range(book.facts.streams):
-                        self._feed(book, plan, stream)
-
-    def _unsent(self, plan: Plan) -> bool:
-        return any(view.queue or view.unconsumed for view in plan.ranks)
-
-    def _feed(self, book: LoaderBook, plan: Plan, stream: int) -> None:
-        name = self._owner(book, stream)
-        if name is None:
-            return
-        rows = self.book.prebuffer_rows if not plan.begun else max(2, self.book.prebuffer_rows)
-        left = book.rows_left(but=plan)
-        if left is not None:
-            rows = min(rows, max(0, left - plan.rows) + 1)
-        lookahead = max(2, -(-rows * self.book.n // book.facts.streams) + 1)
-        upto = self._sent[plan.ident, stream] + lookahead
-        known, fed = self._fed.get((plan.ident, stream), ("", 0))
-        if known == name and fed >= upto:
-            return
-        self._fed[plan.ident, stream] = (name, upto)
-        base = book.base_seeds[plan.ident]
-        floor = self._floor(plan, stream)
-        message = Feed(
-            plan.ident, book.index, plan.iteration, stream, base, floor, max(upto, floor + lookahead)
-        )
-        self.outbox.append((name, message))
-
-    def _floor(self, plan: Plan, stream: int) -> int:
-        """The lowest position of a stream that may still be asked of its owner."""
-        waiting = [
-            unpack_place(work.index)[1]
-            for view in plan.ranks
-            for work in (*view.unconsumed, *view.queue)
-            if work.stream == stream
-        ]
-        return min(waiting, default=self.book.loaders[plan.loader].orders[plan.ident].floor())
-
-    def _owner(self, book: LoaderBook, stream: int) -> str | None:
-        name = self._owners.get((book.index, stream))
-        if name is not None:
-            return name
-        load: dict[str, int] = {w.name: 0 for w in self.workers.values() if not w.suspect}
-        for owner in self._owners.values():
-            if owner in load:
-                load[owner] += 1
-        if not load:
-            return None
-        name = min(load, key=lambda n: load[n])
-        self._owners[book.index, stream] = name
-        return name

@@ -1,0 +1,111 @@
+"""Streams of iterable datasets: each has one owner among the workers, who makes it in its order, ahead of the ranks."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+
+from taas.delivery.attempts import WorkerState
+from taas.delivery.messages import Feed
+from taas.delivery.plan import Plan, Work, unpack_place
+from taas.delivery.planbook import LoaderBook, PlanBook
+
+__all__ = ["StreamFeeder"]
+
+
+class StreamFeeder:
+    """Who owns which stream, and how far each was told to make it."""
+
+    def __init__(self, book: PlanBook, workers: Mapping[str, WorkerState]) -> None:
+        self._book, self._workers = book, workers
+        self._owners: dict[tuple[int, int], str] = {}
+        self._fed: dict[tuple[int, int], tuple[str, int]] = {}
+        self._sent: dict[tuple[int, int], int] = defaultdict(int)
+
+    def disown(self, name: str) -> None:
+        """A worker is dead or stopped: its streams get other owners."""
+        for key in [key for key, owner in self._owners.items() if owner == name]:
+            del self._owners[key]
+        for place in [place for place, (owner, _) in self._fed.items() if owner == name]:
+            del self._fed[place]
+
+    def feed(self) -> None:
+        """Tell owners how far ahead of the ranks to make their streams."""
+        for book in self._book.loaders:
+            if not book.facts.streams or not self._workers:
+                continue
+            for plan in list(book.plans.values()):
+                if (
+                    plan.ident in book.base_seeds
+                    and not plan.closed
+                    and (not plan.ended or self._unsent(plan))
+                ):
+                    for stream in range(book.facts.streams):
+                        self._feed(book, plan, stream)
+
+    def owner(self, loader: int, stream: int) -> str:
+        """Return the name of a stream's owner, or ""."""
+        return self._owners.get((loader, stream), "")
+
+    def sent(self, work: Work) -> None:
+        """An element of a stream was made for its rank."""
+        if work.stream >= 0 and work.plan in self._book.plans:
+            self._sent[work.plan, work.stream] += 1
+
+    def owners_of(self, plan: int) -> set[str]:
+        """Return who makes streams of a plan."""
+        return {name for (fed, _), (name, _) in self._fed.items() if fed == plan}
+
+    def forget(self, plan: int) -> None:
+        """A plan is closed."""
+        for table in (self._fed, self._sent):
+            for key in [key for key in table if key[0] == plan]:
+                del table[key]
+
+    def _unsent(self, plan: Plan) -> bool:
+        return any(view.queue or view.unconsumed for view in plan.ranks)
+
+    def _feed(self, book: LoaderBook, plan: Plan, stream: int) -> None:
+        name = self._owner(book, stream)
+        if name is None:
+            return
+        rows = self._book.prebuffer_rows if not plan.begun else max(2, self._book.prebuffer_rows)
+        left = book.rows_left(but=plan)
+        if left is not None:
+            rows = min(rows, max(0, left - plan.rows) + 1)
+        lookahead = max(2, -(-rows * self._book.n // book.facts.streams) + 1)
+        upto = self._sent[plan.ident, stream] + lookahead
+        known, fed = self._fed.get((plan.ident, stream), ("", 0))
+        if known == name and fed >= upto:
+            return
+        self._fed[plan.ident, stream] = (name, upto)
+        base = book.base_seeds[plan.ident]
+        floor = self._floor(plan, stream)
+        message = Feed(
+            plan.ident, book.index, plan.iteration, stream, base, floor, max(upto, floor + lookahead)
+        )
+        self._book.outbox.append((name, message))
+
+    def _floor(self, plan: Plan, stream: int) -> int:
+        """The lowest position of a stream that may still be asked of its owner."""
+        waiting = [
+            unpack_place(work.index)[1]
+            for view in plan.ranks
+            for work in (*view.unconsumed, *view.queue)
+            if work.stream == stream
+        ]
+        return min(waiting, default=self._book.loaders[plan.loader].orders[plan.ident].floor())
+
+    def _owner(self, book: LoaderBook, stream: int) -> str | None:
+        name = self._owners.get((book.index, stream))
+        if name is not None:
+            return name
+        load: dict[str, int] = {w.name: 0 for w in self._workers.values() if not w.suspect}
+        for owner in self._owners.values():
+            if owner in load:
+                load[owner] += 1
+        if not load:
+            return None
+        name = min(load, key=lambda n: load[n])
+        self._owners[book.index, stream] = name
+        return name
