@@ -101,8 +101,9 @@ def test_the_live_line_and_the_environment(registered: Notebook) -> None:
     assert "reading 29" in (record.folder / "data.log").read_text()
 
 
-def test_a_killed_data_vm_is_replaced(registered: Notebook) -> None:
-    """The only data VM's agent is SIGKILLed: another takes its place; nothing is lost, doubled or reordered."""
+@pytest.mark.parametrize("who", ["agent", "keeper"])
+def test_a_killed_data_vm_is_replaced(registered: Notebook, who: str) -> None:
+    """The only data VM's agent, or keeper, is SIGKILLed: nothing is lost, doubled or reordered."""
     registered.good(
         "import time\nclass Slow(Dataset):\n    def __len__(self): return 200\n"
         "    def __getitem__(self, i):\n        time.sleep(0.03)\n        return i\n"
@@ -117,7 +118,7 @@ def test_a_killed_data_vm_is_replaced(registered: Notebook) -> None:
     agents = {agent.pid for agent in registered.processes().agents}
     [agent] = [parent for parent in keeper.parents() if parent.pid in agents]
     workers = keeper.children()
-    agent.kill()
+    (agent if who == "agent" else keeper).kill()
     ran = registered.end()
     assert ran.status == "ok", ran.traceback
     assert gone([keeper, *workers])

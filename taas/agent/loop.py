@@ -214,6 +214,8 @@ class Agent:
     def _maker_gone(self, makers: Makers, order: StartMaker, source: int) -> None:
         self._off(source)
         how = makers.how_it_ended(order.number)
+        if self._data:
+            sweep_orphans(self._forkserver.own_pids())  # a keeper's data workers, now this process's children
         self._say(MakerEnded(run=order.run, number=order.number, how=how))
 
     def _look(self, wanted: LookAtRanks) -> None:

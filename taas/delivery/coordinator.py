@@ -1,8 +1,8 @@
 """The coordinator process: one per run, owner of the ledger and of the slabs' memory.
 
-``python -m taas.delivery.coordinator`` reads its DeliveryConfig as one JSON line from stdin, then commands,
-one JSON line each (``{"type": "finish"}``), and writes reports (``reports.py``) as JSON lines to stdout. The
-end of stdin ends it. It imports no torch and unpickles nothing of the user's.
+``python -m taas.delivery.coordinator`` reads its DeliveryConfig as one JSON line from stdin, then commands, one
+JSON line each (``{"type": "finish"}``, ``{"type": "fail", "reason": …}``), and writes reports (``reports.py``)
+as JSON lines to stdout. The end of stdin ends it. It imports no torch and unpickles nothing of the user's.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ _SILENT = 6.0
 """Seconds without a beat after which a host's leases are given out again."""
 _GONE = 20.0
 """Seconds without a beat after which a host counts as lost."""
-_ALONE = 30.0
-"""Seconds that ranks may be without any data worker before the run fails."""
+_ALONE = 300.0
+"""Seconds that ranks may be without any data worker before the run fails; another VM may be on its way."""
 
 
 class Coordinator:
@@ -161,6 +161,8 @@ class Coordinator:
         if not line.strip():
             return
         command = msgspec.json.decode(line)
+        if command.get("type") == "fail":
+            self._fail(command["reason"])
         if command.get("type") == "finish" and not self._finishing:
             self._finishing = True
             begun = [

@@ -18,7 +18,7 @@ from taas.messages import Delivered, EndMakers, MakerEnded, StartMaker, Submit
 from taas.supervisor.vms import Vm
 
 _REPLACEMENTS = 3
-"""So many lost data VMs are replaced for each that was asked for; then the data kills them."""
+"""So many lost data VMs or keepers are replaced for each that was asked for; then it is the data that kills them."""
 _PLANNER = -1
 
 
@@ -68,7 +68,9 @@ class DataSide:
         self._first = first
         self.vms = dict(enumerate(vms))
         self._started: dict[int, Vm] = {}
+        self._numbers = len(vms)
         self._to_replace = _REPLACEMENTS * len(vms)
+        self._finishing = False
         self.ready = self.over = self.closed = False
         self.failed = ""
         self.final = b""
@@ -121,6 +123,7 @@ class DataSide:
 
     def ask_for_final(self) -> None:
         """The ranks have ended: ask where the generators are now."""
+        self._finishing = True
         self._coordinator.send(msgspec.json.encode({"type": "finish"}))
 
     # ------------------------------------------------------------ makers
@@ -159,25 +162,37 @@ class DataSide:
         )
 
     def maker_ended(self, message: MakerEnded) -> None:
-        """A maker is gone. The coordinator sees that itself, but for one that never got as far as to report."""
-        self._started.pop(message.number, None)
-        if not self.closed and not self.ready:
-            who = "planner" if message.number == _PLANNER else f"keeper of data VM {message.number}"
-            self.failed = self.failed or f"the {who} {message.how}; what it printed is in {self._log}"
+        """A maker is gone. A keeper is started anew; a planner's end is the run's, as the coordinator sees, too."""
+        vm = self._started.pop(message.number, None)
+        if vm is not None and not (self.closed or self._finishing or self.failed):
+            if message.number == _PLANNER:
+                said = f"the planner {message.how}; what it printed is in {self._log}"
+                self.failed = "" if self.ready else said
+            else:
+                self.vms.pop(message.number, None)
+                self._replace(message.how, lambda: vm)
         self._changed()
 
-    def lose(self, vm: Vm, another: Callable[[], Vm | None]) -> None:
-        """A data VM is lost: another one, which ``another`` leases, takes its place under a new number."""
-        [number] = [number for number, mine in self.vms.items() if mine is vm]
-        del self.vms[number]
-        self._started.pop(number, None)
-        if not self.closed and self._to_replace > 0:
-            self._to_replace -= 1
-            replacement = another()
-            if replacement is not None:
-                self.vms[max([number, *self.vms]) + 1] = replacement
-                self.start_makers()
+    def lose(self, vm: Vm, how: str, another: Callable[[], Vm | None]) -> None:
+        """A data VM is lost, ``how`` in words: one that ``another`` leases takes its place."""
+        for number in [number for number, mine in self.vms.items() if mine is vm]:
+            del self.vms[number]
+            self._started.pop(number, None)
+            if not (self.closed or self._finishing or self.failed):
+                self._replace(how, another)
         self._changed()
+
+    def _replace(self, how: str, another: Callable[[], Vm | None]) -> None:
+        """Start a keeper in place of one that is gone, under a new number, as long as that makes sense."""
+        vm = another() if self._to_replace > 0 else None
+        self._to_replace -= 1
+        if vm is not None:
+            self.vms[self._numbers] = vm
+            self._numbers += 1
+            self.start_makers()
+        elif not self.vms:
+            reason = f"all data VMs were lost, the last one {how}; what they printed is in {self._log}"
+            self._coordinator.send(msgspec.json.encode({"type": "fail", "reason": reason}))
 
     # ------------------------------------------------------------ its end
 

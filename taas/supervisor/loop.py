@@ -359,7 +359,7 @@ class Supervisor:
         if vm in run.vms:
             run.vm_lost(vm, how)
         elif run.data is not None:
-            run.data.lose(vm, partial(self._replace_data_vm, run))
+            run.data.lose(vm, how, partial(self._replace_data_vm, run))
 
 
 def main() -> None:
