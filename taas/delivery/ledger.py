@@ -364,19 +364,17 @@ class Ledger:
         if work.stream >= 0:
             owner = self.workers.get(self._streams.owner(work.loader, work.stream))
             return owner if owner is not None and owner.backlog < self.rules.leases else None
-        best = None
+        rules, sized = self.rules, self._paces[work.loader].size
+        best, least = None, rules.window
         for worker in self.workers.values():
-            if worker.suspect or worker.backlog >= self.rules.leases:
+            if worker.suspect or worker.backlog >= rules.leases:
                 continue
-            if worker.backlog and worker.backlog_seconds >= self.rules.window:
-                continue
-            if worker.backlog and not self._paces[work.loader].size:
-                continue
-            if best is None or (worker.backlog_seconds, worker.backlog) < (
-                best.backlog_seconds,
-                best.backlog,
-            ):
-                best = worker
+            if not worker.backlog:
+                return worker
+            if sized and worker.backlog_seconds <= least:
+                if worker.backlog_seconds == least and (best is None or worker.backlog >= best.backlog):
+                    continue
+                best, least = worker, worker.backlog_seconds
         return best
 
     def _room(self, rank: int, book: LoaderBook) -> bool:
