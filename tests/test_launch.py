@@ -177,3 +177,22 @@ def test_a_name_to_return_that_is_not_there_is_said(notebook: Notebook) -> None:
     ran = notebook.good("#pragma taas --gpus 1 --return resullt,made\nresult = made = 1")
     assert ran.stdout == "taas: resullt: --return asks for it, and the cell made no such name\n"
     assert notebook.value("made") == "1"
+
+
+def test_typed_tuples_and_slotted_classes_travel(notebook: Notebook) -> None:
+    """Classes that Python makes in its own way are the same class there and back."""
+    notebook.good(
+        "from dataclasses import dataclass\nfrom typing import NamedTuple\n"
+        "class Step(NamedTuple):\n    reward: float\n    done: bool = False\n"
+        "@dataclass(slots=True)\nclass Buffer:\n    steps: list\n"
+        "buffer = Buffer([Step(1.0)])"
+    )
+    notebook.good(
+        "#pragma taas --gpus 1\nassert isinstance(buffer.steps[0], Step)\n"
+        "class Pair(NamedTuple):\n    a: int\n"
+        "buffer.steps.append(Step(2.0, True)); pair = Pair(3)"
+    )
+    assert notebook.value("buffer.steps == [Step(1.0), Step(2.0, True)], type(buffer.steps[1]) is Step") == (
+        "True True"
+    )
+    assert notebook.value("pair, Pair(a=4)") == "Pair(a=3) Pair(a=4)"

@@ -17,6 +17,7 @@ import dis
 import functools
 import sys
 import types
+import typing
 import weakref
 from typing import Any
 
@@ -154,9 +155,13 @@ def reduce_class(cls: type) -> Any:
 
 
 def _with_slots(cls: type, reduced: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Have the class made with its slots; cloudpickle sets ``__slots__`` afterwards, when that does nothing."""
+    """Have the class made with its slots; cloudpickle sets ``__slots__`` afterwards, when that does nothing.
+
+    ``typing.NamedTuple`` makes them itself, and refuses to be told.
+    """
     maker, arguments, (attributes, slots), *_ = reduced
-    if "__slots__" in cls.__dict__ and maker is _cloudpickle._make_skeleton_class:
+    told = typing.NamedTuple not in cls.__dict__.get("__orig_bases__", ())
+    if told and "__slots__" in cls.__dict__ and maker is _cloudpickle._make_skeleton_class:
         constructor, name, bases, keywords, *rest = arguments
         arguments = (constructor, name, bases, {**keywords, "__slots__": cls.__dict__["__slots__"]}, *rest)
         attributes = {
