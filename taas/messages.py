@@ -79,11 +79,8 @@ class Output(Message, frozen=True):
     body: bytes = b""
 
 
-class RankUp(Message, frozen=True):
-    """A rank has connected to its agent."""
-
-    rank: int
-    pid: int
+class RankReady(Message, frozen=True):
+    """A spare process has done all that a rank does before its order, and waits for it."""
 
 
 class CellStarted(Message, frozen=True):
@@ -118,14 +115,43 @@ class RankEnded(Message, frozen=True):
     notices: tuple[str, ...] = ()
 
 
-RankSays = RankUp | CellStarted | RankEnded
+class PagesCopied(Message, frozen=True):
+    """The pages that a rank copied, address and length in bytes each: the next spares copy them ahead."""
+
+    pages: tuple[tuple[int, int], ...]
+
+
+RankSays = RankReady | PagesCopied | CellStarted | RankEnded
 
 
 class Dismissed(Message, frozen=True):
     """The agent has all it needs from the rank, which may exit."""
 
 
-RankHears = Dismissed
+class Preparation(msgspec.Struct, frozen=True):
+    """What ranks of different runs have in common, so that a process can prepare for it before there is an order.
+
+    Attributes:
+        environ: the notebook's environment.
+        project: absolute path of the project.
+        colors: name of the notebook's colour theme, for tracebacks.
+    """
+
+    environ: dict[str, str]
+    project: str
+    colors: str
+
+
+class SpareStart(Message, frozen=True):
+    """Prepare, then wait for an order.
+
+    Attributes:
+        preparation: what for.
+        pages: memory to copy ahead (rank/copied_pages.py).
+    """
+
+    preparation: Preparation
+    pages: tuple[tuple[int, int], ...]
 
 
 class RankOrder(Message, frozen=True):
@@ -150,7 +176,6 @@ class RankOrder(Message, frozen=True):
         spec: the header.
         colors: name of the notebook's colour theme, for tracebacks.
         delivery: how a rank reaches the run's data workers; its rank is filled in there.
-        rank_names: variables that the agent sets in each rank, over the notebook's.
     """
 
     run: str
@@ -174,8 +199,36 @@ class RankOrder(Message, frozen=True):
     spec: RunSpec
     colors: str
     delivery: RankConfig | None = None
-    rank_names: tuple[str, ...] = ()
     restart_count: int = 0
+
+    @property
+    def preparation(self) -> Preparation:
+        """What a process has to have done before it can become one of these ranks."""
+        return Preparation(environ=self.environ, project=self.project, colors=self.colors)
+
+
+class RankStart(Message, frozen=True):
+    """Be this rank.
+
+    Attributes:
+        order: what all ranks of the run on this VM are told.
+        local_rank: which of them this one is.
+        environ: variables of this rank, over the notebook's.
+        surveyed: whether to say at the end which pages it copied.
+    """
+
+    order: RankOrder
+    local_rank: int
+    environ: dict[str, str]
+    surveyed: bool = False
+
+    @property
+    def rank(self) -> int:
+        """Global rank."""
+        return self.order.first_rank + self.local_rank
+
+
+RankHears = RankStart | Dismissed
 
 
 # ---------------------------------------------------------------- supervisor and agent

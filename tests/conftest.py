@@ -15,6 +15,7 @@ from hypothesis import settings
 from notebook_harness import Notebook
 
 from taas import _linux
+from taas.rank import process_names
 
 settings.register_profile("taas", deadline=None)  # a loaded machine is slow, not wrong
 settings.load_profile("taas")
@@ -66,8 +67,17 @@ def alive_below() -> set[int]:
     return found
 
 
+def _spare_of(process: psutil.Process, before: set[int]) -> bool:
+    """Whether it is a spare that the agent of a notebook shared by several tests has made meanwhile."""
+    try:
+        return process.name() in (process_names.SPARE, process_names.FORKSERVER) and process.ppid() in before
+    except psutil.NoSuchProcess:
+        return False
+
+
 def _left(before: set[int]) -> list[str]:
     processes = [psutil.Process(pid) for pid in alive_below() - before if psutil.pid_exists(pid)]
+    processes = [process for process in processes if not _spare_of(process, before)]
     _, alive = psutil.wait_procs(processes, 30)
     return [" ".join(process.cmdline()) for process in alive]
 

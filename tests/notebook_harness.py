@@ -13,6 +13,9 @@ from typing import Any
 import psutil
 from jupyter_client.manager import KernelManager
 
+from taas.rank import process_names
+
+_NOT_A_RANK_YET = (process_names.SPARE, process_names.FORKSERVER)
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -61,6 +64,7 @@ class Processes:
     forkservers: list[psutil.Process]
     ranks: list[psutil.Process]
     makers: list[psutil.Process]
+    spares: list[psutil.Process]
     others: list[psutil.Process]
 
 
@@ -144,13 +148,13 @@ class Notebook:
         table = [
             row for child in psutil.Process().children(recursive=True) if (row := _row(child)) is not None
         ]
-        agents = {process.pid for process, command, _ in table if command.endswith("-m taas.agent")}
+        agents = {process.pid for process, command, *_ in table if command.endswith("-m taas.agent")}
         forkservers = {
             process.pid
-            for process, command, parent in table
+            for process, command, parent, _ in table
             if parent in agents and "multiprocessing.forkserver" in command
         }
-        for process, command, parent in table:
+        for process, command, parent, name in table:
             if process.pid == self.pid or "resource_tracker" in command:
                 continue
             if command.endswith("-m taas.supervisor"):
@@ -161,6 +165,8 @@ class Notebook:
                 found["forkservers"].append(process)
             elif process.name() in ("taas-planner", "taas-keeper"):
                 found["makers" if parent in forkservers else "others"].append(process)
+            elif parent in forkservers and name in _NOT_A_RANK_YET:
+                found["spares"].append(process)
             elif parent in forkservers:
                 found["ranks"].append(process)
             else:
@@ -168,10 +174,10 @@ class Notebook:
         return Processes(**found)
 
 
-def _row(process: psutil.Process) -> tuple[psutil.Process, str, int] | None:
-    """A process with its command and parent; None for one that has ended."""
+def _row(process: psutil.Process) -> tuple[psutil.Process, str, int, str] | None:
+    """A process with its command, parent and name; None for one that has ended."""
     try:
-        row = process, " ".join(process.cmdline()), process.ppid()
+        row = process, " ".join(process.cmdline()), process.ppid(), process.name()
         return None if process.status() == psutil.STATUS_ZOMBIE else row
     except psutil.NoSuchProcess:
         return None

@@ -23,6 +23,8 @@ PRELOAD = (
     "multiprocessing.popen_fork",
     "multiprocessing.queues",
     "taas.rank.entry",
+    "taas.rank.before_order",
+    "taas.rank.copied_pages",
     "taas.rank.shell",
     "taas.capture",
     "taas.adopt",
@@ -95,20 +97,25 @@ class Forkserver:
         self._server.set_forkserver_preload(preload)
         self._server.ensure_running()
 
-    def fit(self, environ: dict[str, str], *, rehearsed: bool | None) -> None:
+    def fit(self, environ: dict[str, str], *, rehearsed: bool | None) -> bool:
         """Make sure that it runs with the notebook's environment, today's packages, and GPUs or none.
 
         A restart costs the import of torch, some seconds; it happens only after such a change. None for
         ``rehearsed`` leaves that as it is.
+
+        Returns:
+            Whether it was ended for that, and with it all that was forked from it.
         """
         wanted = self._fitting(environ, rehearsed=self._made_for[2] if rehearsed is None else rehearsed)
-        if wanted != self._made_for:
+        changed = wanted != self._made_for
+        if changed:
             for name in self._made_for[0].keys() - wanted[0].keys():
                 os.environ.pop(name, None)
             os.environ.update(wanted[0])
             self._server._stop()  # type: ignore[attr-defined]
             self._made_for = wanted
         self.start()
+        return changed
 
     @staticmethod
     def _fitting(

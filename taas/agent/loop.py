@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing.util
 import os
 import select
 import shutil
@@ -30,6 +31,7 @@ from taas.messages import (
     EndRanks,
     LookAtRanks,
     MakerEnded,
+    PagesCopied,
     Printed,
     RankEnded,
     RankReport,
@@ -78,6 +80,7 @@ class Agent:
         self._group: Any = None
         self._makers = Makers("")
         self._listener: Any = None
+        self._spares: Any = None  # a VM that makes elements has neither
         self._data = config.data
         self._looks: list[Any] = []
         self._watched = _Watched(())
@@ -96,8 +99,10 @@ class Agent:
         self._on(sys.stdin.fileno(), self._lose_supervisor)
         if not self._data:
             from taas.agent.ranks import Listener
+            from taas.agent.spares import Spares
 
             self._listener = Listener()
+            self._spares = Spares(self._listener.name, self._watch_spare, self._unwatch)
             self._on(self._listener.fileno(), self._accept)
         self._on(self._inotify.fileno(), self._files_grew)
         self._say(AgentUp(pid=os.getpid(), forkserver=self._forkserver.pid or 0))
@@ -108,6 +113,8 @@ class Agent:
                     if action is not None:  # an earlier action of this round may have removed it
                         action()
                 self._look_after_group()
+                if self._group is None and self._spares is not None:
+                    self._spares.step()
         finally:
             self._end_all()
 
@@ -115,6 +122,8 @@ class Agent:
         waits = [look.wait() for look in self._looks]
         if self._group is not None:
             waits.append(self._group.wait())
+        elif self._spares is not None:
+            waits.append(self._spares.wait())
         wait = min((wait for wait in waits if wait is not None), default=None)
         return None if wait is None else int(wait * 1000) + 1
 
@@ -134,6 +143,7 @@ class Agent:
 
     def _end_all(self) -> None:
         kill_tree(psutil.Process().children())
+        sweep_orphans(())  # spares whose forkserver went first
         if self._listener is not None:
             self._listener.close()
         self._socket.close(linger=0)
@@ -177,13 +187,16 @@ class Agent:
         from taas.agent.ranks import RankGroup
 
         try:
-            self._forkserver.fit(message.order.environ, rehearsed=bool(message.order.rehearsed))
+            if self._forkserver.fit(message.order.environ, rehearsed=bool(message.order.rehearsed)):
+                self._spares.forget()
             self._group = RankGroup(message, self._listener)
             if message.store is None:
                 self._say(StoreUp(run=message.run, store=self._group.store))
-            self._group.start()
+            spares = self._spares.take(self._group.preparation, self._group.size)
+            self._group.start(spares, survey=self._spares.survey)
         except Exception as error:  # the run is lost, whatever it was; the supervisor says so in the cell
             self._end_ranks()
+            self._spares.end()
             self._say(
                 AgentTrouble(run=message.run, vm=message.vm, message=f"{type(error).__name__}: {error}")
             )
@@ -194,13 +207,17 @@ class Agent:
         self._done_sent = False
         self._watched = _Watched(message.watched)
         for rank in self._group.ranks:
-            self._on(rank.sentinel, partial(self._rank_gone, rank))
+            self._on(rank.process.sentinel, partial(self._rank_gone, rank))
+            if rank.process.connection is not None:  # it was a spare
+                self._on_connection(rank)
             if self._watched.wants(rank.number):
                 self._inotify.add(Path(message.order.log_dir) / str(rank.number))
 
     def _start_maker(self, message: StartMaker) -> None:
         try:
-            self._forkserver.fit(message.environ, rehearsed=message.rehearsed)
+            changed = self._forkserver.fit(message.environ, rehearsed=message.rehearsed)
+            if changed and self._spares is not None:
+                self._spares.forget()
             if self._makers.run != message.run:
                 self._makers = Makers(message.run)
             source = self._makers.start(message)
@@ -233,8 +250,12 @@ class Agent:
 
     def _forget_run(self) -> None:
         self._looks.clear()
-        self._group.close()
-        self._group = None
+        group, self._group = self._group, None
+        group.close()
+        if self._forkserver_alive(0.0):
+            self._spares.want(group.preparation, group.size)
+        else:
+            self._spares.forget()
         if self._answer >= 0:
             os.close(self._answer)
             self._answer = -1
@@ -244,20 +265,49 @@ class Agent:
     def _accept(self) -> None:
         pid, connection = self._listener.accept()
         rank = self._group.connected(pid, connection) if self._group is not None else None
-        if rank is None:
-            connection.close()  # a stranger
+        spare = self._spares.find(pid)
+        if rank is not None:
+            self._on_connection(rank)
+        elif spare is not None:
+            spare.connect(connection)
+            self._on(connection.fileno(), partial(self._hear_spare, spare, connection.fileno()))
         else:
-            self._on(connection.fileno(), partial(self._hear_rank, rank, connection.fileno()))
+            connection.close()  # a stranger
+
+    def _on_connection(self, rank: Any) -> None:
+        source = rank.process.connection.fileno()
+        self._on(source, partial(self._hear_rank, rank, source))
 
     def _hear_rank(self, rank: Any, source: int) -> None:
         said = self._group.hear(rank)
-        if rank.connection is None:
+        if rank.process.connection is None:
             self._off(source)
+        if isinstance(said, PagesCopied):
+            self._spares.learn(said.pages)
+            return
         if isinstance(said, RankEnded) and said.answer is not None:
             said = self._hold_answer(rank, said)
         if said is not None:
             self._send_output()
             self._say(RankReport(run=self._group.run, vm=self._group.vm, said=said))
+
+    def _watch_spare(self, spare: Any) -> None:
+        self._on(spare.sentinel, partial(self._lose_spare, spare))
+
+    def _lose_spare(self, spare: Any) -> None:
+        self._spares.lose(spare)
+        if not self._forkserver_alive(0.0):
+            sweep_orphans(self._forkserver.own_pids())
+
+    def _unwatch(self, process: Any) -> None:
+        self._off(process.sentinel)
+        if process.connection is not None:
+            self._off(process.connection.fileno())
+
+    def _hear_spare(self, spare: Any, source: int) -> None:
+        if spare.hear() is None:  # it closed its end: it is about to be gone
+            self._off(source)
+            self._lose_spare(spare)
 
     def _hold_answer(self, rank: Any, said: RankEnded) -> RankEnded:
         """Open rank 0's answer here, so that the rank may go."""
@@ -294,12 +344,11 @@ class Agent:
     # ------------------------------------------------------------ how ranks end
 
     def _rank_gone(self, rank: Any) -> None:
-        self._off(rank.sentinel)
-        while rank.connection is not None and rank.connection.poll(0):
-            self._hear_rank(rank, rank.connection.fileno())
+        connection = rank.process.connection
+        while rank.process.connection is not None and connection.poll(0):
+            self._hear_rank(rank, connection.fileno())
+        self._unwatch(rank.process)
         rank.gone = True
-        if rank.connection is not None:
-            self._off(rank.connection.fileno())
         if rank.ended is None:
             self._send_output()
             ended = self._group.explain(rank.post_mortem(self._forkserver_alive))
@@ -349,3 +398,6 @@ def main() -> None:
     line = read_line(sys.stdin.fileno())
     if line:  # else the engine changed its mind
         Agent(msgspec.json.decode(line, type=AgentConfig)).run()
+        finalizers: Any = multiprocessing.util
+        finalizers._run_finalizers()  # names of semaphores
+        os._exit(0)  # Python would take torch apart first, for seconds on a busy machine

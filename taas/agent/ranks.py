@@ -6,68 +6,40 @@ each process's sentinel is watched, and what the rank itself said last.
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import os
 import signal
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import msgspec
-import psutil
 from torch.distributed import TCPStore
-from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, start_processes
 
 from taas import messages
-from taas.agent.endings import Ladder, kill_tree, send
-from taas.agent.tails import STDERR, STDOUT, RankTail
+from taas.agent.endings import Ladder
+from taas.agent.processes import RankProcess, start_ranks
+from taas.agent.tails import RankTail
 from taas.devices import visible_gpus
-from taas.messages import Endpoint, Memory, RankEnded, RankOrder, RankUp, StartRanks
-from taas.rank import entry
+from taas.messages import (
+    Endpoint,
+    Memory,
+    Preparation,
+    RankEnded,
+    RankOrder,
+    RankReady,
+    RankStart,
+    StartRanks,
+)
 
 _FORKSERVER_SECONDS = 0.3
 EXIT_SECONDS = 15.0
 """How long a rank may take to leave after its cell has ended."""
 _LOOPBACK = "127.0.0.1"
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-_read_rank = messages.Reader(messages.RankSays)
-logging.getLogger("torch.distributed.elastic").setLevel(
-    logging.CRITICAL
-)  # the agent says what happened itself
-
-
-class _RunLogs(LogsSpecs):
-    """One folder a rank, named by its global rank."""
-
-    def __init__(self, folder: Path, ranks: range) -> None:
-        super().__init__()
-        self._folder, self._ranks = folder, ranks
-
-    @property
-    def root_log_dir(self) -> str:
-        """Return the folder of all ranks."""
-        return str(self._folder)
-
-    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Make the folders and name the files in them."""
-        folders = {local: self._folder / str(rank) for local, rank in enumerate(self._ranks)}
-        for local, folder in folders.items():
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            envs[local]["TORCHELASTIC_ERROR_FILE"] = str(folder / "error.json")
-        return LogsDest(
-            {local: str(folder / STDOUT) for local, folder in folders.items()},
-            {local: str(folder / STDERR) for local, folder in folders.items()},
-            {},
-            {},
-            {local: str(folder / "error.json") for local, folder in folders.items()},
-        )
 
 
 class Listener:
@@ -97,31 +69,29 @@ class Listener:
 class Rank:
     """One rank, as its agent knows it."""
 
-    def __init__(self, number: int, process: Any, folder: Path) -> None:
-        self.number = number
-        self.pid: int = process.pid
-        self.sentinel: int = process.sentinel
-        self._process = process
-        self._recorded: psutil.Process | None = None
-        with contextlib.suppress(psutil.NoSuchProcess):  # gone already: its sentinel says so
-            self._recorded = psutil.Process(self.pid)
+    def __init__(self, number: int, process: RankProcess, folder: Path) -> None:
+        self.number, self.process = number, process
         self.tail = RankTail(folder)
-        self.connection: Connection | None = None
         self.ended: RankEnded | None = None
         self.ended_at = 0.0
         self.gone = False
         self.signalled: signal.Signals | None = None
 
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self.process.pid
+
     def send(self, number: signal.Signals) -> None:
         """Signal the rank, if it is still there."""
-        if self._recorded is not None and not self.gone:
+        if not self.gone:
             self.signalled = number
-            send(self._recorded, number)
+            self.process.send(number)
 
     def kill_tree(self) -> None:
         """SIGKILL the rank and all its descendants."""
-        if self._recorded is not None and not self.gone:
-            kill_tree([self._recorded])
+        if not self.gone:
+            self.process.kill_tree()
 
     def post_mortem(self, forkserver_lives: Callable[[float], bool]) -> RankEnded:
         """Say how a rank ended that did not say so itself.
@@ -130,7 +100,7 @@ class Rank:
             forkserver_lives: tells it, after some seconds of patience. A forkserver that is killed closes the
                 ranks' sentinels a moment before it is dead; multiprocessing makes a status of 255 of that.
         """
-        code = self._process.exitcode
+        code = self.process.exitcode
         at = time.time()
         if code is not None and code < 0:
             name = signal.Signals(-code).name
@@ -174,48 +144,61 @@ class RankGroup:
         self.store = start.store or Endpoint(order.store.host, self._store.port)  # type: ignore[union-attr]
         self._order = msgspec.structs.replace(order, store=self.store)
         self.ranks: list[Rank] = []
-        self._context: Any = None
+        self._control = listener.name
 
-    def start(self) -> None:
-        """Fork the ranks."""
+    @property
+    def preparation(self) -> Preparation:
+        """What a process has to have done before it can become one of these ranks."""
+        return self._order.preparation
+
+    @property
+    def size(self) -> int:
+        """How many ranks the run has on this VM."""
+        return self._order.local_world_size
+
+    def start(self, spares: list[RankProcess], *, survey: bool) -> None:
+        """Give the ranks' orders to spare processes, and fork those that are missing.
+
+        Args:
+            spares: prepared for this group.
+            survey: whether the first rank says which pages it copied.
+        """
         order = self._order
         numbers = range(order.first_rank, order.first_rank + order.local_world_size)
-        envs = {local: rank_environ(order, local) for local in range(order.local_world_size)}
-        names = (*envs[0], "TORCHELASTIC_ERROR_FILE")
-        encoded = messages.pack(msgspec.structs.replace(order, rank_names=names))
-        folder = Path(order.log_dir)
-        with _handlers_kept():
-            self._context = start_processes(
-                "rank",
-                entry.main,
-                {local: (encoded, local) for local in envs},
-                envs,
-                _RunLogs(folder, numbers),
-                start_method="forkserver",
+        folders = [self.folder / str(number) for number in numbers]
+        for folder in folders:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        orders = [
+            messages.pack(
+                RankStart(
+                    order=order,
+                    local_rank=local,
+                    environ=rank_environ(order, local),
+                    surveyed=survey and local == 0,
+                )
             )
-        processes = self._context._pc.processes  # elastic has no public way to their sentinels
+            for local in range(order.local_world_size)
+        ]
+        for process, encoded in zip(spares, orders, strict=False):
+            process.give(encoded)
+        processes = spares + start_ranks(self._control, orders[len(spares) :])
         self.ranks = [
-            Rank(n, process, folder / str(n)) for n, process in zip(numbers, processes, strict=True)
+            Rank(number, process, folder)
+            for number, process, folder in zip(numbers, processes, folders, strict=True)
         ]
 
     def connected(self, pid: int, connection: Connection) -> Rank | None:
         """Give a new connection to its rank; None for a stranger's."""
         for rank in self.ranks:
-            if rank.pid == pid and rank.connection is None:
-                rank.connection = connection
+            if rank.pid == pid and rank.process.connection is None:
+                rank.process.connect(connection)
                 return rank
         return None
 
     def hear(self, rank: Rank) -> messages.RankSays | None:
         """Read one message of a rank; None when it closed its end."""
-        assert rank.connection is not None
-        try:
-            said: messages.RankSays = _read_rank(rank.connection.recv_bytes())
-        except (EOFError, ConnectionResetError):
-            rank.connection.close()
-            rank.connection = None
-            return None
-        if isinstance(said, RankUp):
+        said = rank.process.hear()
+        if said is None or isinstance(said, RankReady):
             return None
         if isinstance(said, RankEnded):
             rank.ended, rank.ended_at = said, time.monotonic()
@@ -232,9 +215,7 @@ class RankGroup:
 
     def dismiss(self, rank: Rank) -> None:
         """Tell a rank that all it holds was taken."""
-        if rank.connection is not None:
-            with contextlib.suppress(BrokenPipeError):  # it was killed meanwhile: its sentinel says so
-                rank.connection.send_bytes(messages.pack(messages.Dismissed()))
+        rank.process.tell(messages.pack(messages.Dismissed()))
 
     def step_ladder(self) -> bool:
         """Send the signals that are due; returns whether the last one is behind us."""
@@ -267,13 +248,9 @@ class RankGroup:
 
     def close(self) -> None:
         """Give back what the group held; all ranks are gone."""
-        if self._context is not None:
-            self._context.close()
         for rank in self.ranks:
             rank.tail.close()
-            if rank.connection is not None:
-                rank.connection.close()
-                rank.connection = None
+            rank.process.disconnect()
         os.close(self._payload)
         self._store = None
 
@@ -314,6 +291,7 @@ def rank_environ(order: RankOrder, local_rank: int) -> dict[str, str]:
         "TORCHELASTIC_RESTART_COUNT": order.restart_count,
         "TORCHELASTIC_MAX_RESTARTS": order.spec.max_restarts,
         "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_ERROR_FILE": Path(order.log_dir) / str(rank) / "error.json",
     }
     if order.gpus:
         environ["CUDA_VISIBLE_DEVICES"] = ",".join(order.gpus)
@@ -324,17 +302,3 @@ def rank_environ(order: RankOrder, local_rank: int) -> dict[str, str]:
     if order.local_world_size > 1 and "OMP_NUM_THREADS" not in order.environ:
         environ["OMP_NUM_THREADS"] = 1
     return {name: str(value) for name, value in environ.items()}
-
-
-@contextmanager
-def _handlers_kept() -> Iterator[None]:
-    """Elastic installs raising signal handlers in the main thread: put ours back."""
-    kept = {
-        number: signal.getsignal(number)
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-    }
-    try:
-        yield
-    finally:
-        for number, handler in kept.items():
-            signal.signal(number, handler)

@@ -13,10 +13,9 @@ import msgspec
 import psutil
 
 from taas.agent.ranks import Rank
-from taas.agent.tails import STDERR, STDOUT
 from taas.messages import LookAtRanks
 from taas.rank.stacks import SIGNAL, STACKS, Preface
-from taas.rank.streams import EVENTS
+from taas.rank.streams import EVENTS, STDERR, STDOUT
 from taas.stacks import Frame, RankSeen, fold
 
 _CHECK_SECONDS = 0.05

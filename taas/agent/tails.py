@@ -7,9 +7,8 @@ import os
 from pathlib import Path
 
 from taas.messages import Output
-from taas.rank.streams import EVENTS, KINDS, RECORD
+from taas.rank.streams import EVENTS, KINDS, RECORD, STDERR, STDOUT
 
-STDOUT, STDERR = "stdout", "stderr"
 _CHUNK = 1 << 18
 
 

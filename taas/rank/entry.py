@@ -7,12 +7,8 @@ process has one thread, the rehearsal before a library but torch is imported, th
 from __future__ import annotations
 
 import atexit
-import io
-import multiprocessing.context
 import os
-import signal
 import sys
-import tempfile
 import time
 import traceback
 import warnings
@@ -24,28 +20,43 @@ from typing import Any, NoReturn
 import msgspec
 
 from taas import adopt, messages
-from taas.messages import CellStarted, Memory, RankEnded, RankOrder, RankUp
+from taas.messages import CellStarted, Memory, PagesCopied, RankEnded, RankOrder, RankStart, SpareStart
+from taas.rank import copied_pages, process_names
+from taas.rank.before_order import Readied, make_ready, wait_for_order
 from taas.rank.lifeline import tie_to_agent
 from taas.rank.stacks import answer_requests
 from taas.rank.streams import Outlet
 from taas.rank_storage import Guard, Policy, guard, scratch_of
 
-_read_order = messages.Reader(RankOrder)
+_read_ahead = messages.Reader(SpareStart)
+_read_start = messages.Reader(messages.RankHears)
 _read_dismissal = messages.Reader(messages.RankHears)
 
 
-def main(encoded: bytes, local_rank: int) -> NoReturn:
-    """Run one rank; called by elastic's ``start_processes`` in a process forked from the forkserver."""
+def main(control: str, prepared: bytes, ordered: bytes) -> NoReturn:
+    """Run one rank; called by elastic's ``start_processes`` in a process forked from the forkserver.
+
+    Args:
+        control: name of the agent's socket in the abstract namespace.
+        prepared: for a spare, the :class:`~taas.messages.SpareStart`; else empty.
+        ordered: the :class:`~taas.messages.RankStart`; empty for a spare, which waits for it.
+    """
     tie_to_agent()
-    order: RankOrder = _read_order(encoded)
-    rank = order.first_rank + local_rank
-    agent: Connection = Client("\0" + order.control, "AF_UNIX")
-    agent.send_bytes(messages.pack(RankUp(rank=rank, pid=os.getpid())))
-    outlet = Outlet(Path(order.log_dir) / str(rank))
-    outlet.install()
+    process_names.call(process_names.OWN if ordered else process_names.SPARE)
+    agent: Connection = Client("\0" + control, "AF_UNIX")
+    outlet = Outlet()
+    readied = None
+    if not ordered:
+        ahead: SpareStart = _read_ahead(prepared)
+        readied = make_ready(ahead.preparation, outlet)
+        copied_pages.copy_ahead(ahead.pages)
+        ordered = _wait_for_order(agent)
+    start: RankStart = _read_start(ordered)
+    order = start.order
+    outlet.open(Path(order.log_dir) / str(start.rank))
     status = 1
     try:
-        ended = _run(order, rank, local_rank, agent, outlet)
+        ended = _run(start, readied, agent, outlet)
         outlet.flush()
         agent.send_bytes(messages.pack(_with_losses(ended, outlet)))
         status = 0 if ended.outcome == "done" else 1
@@ -55,6 +66,8 @@ def main(encoded: bytes, local_rank: int) -> NoReturn:
             _read_dismissal(agent.recv_bytes())
         _run_exit_functions()
         outlet.flush()
+        if start.surveyed:
+            agent.send_bytes(messages.pack(PagesCopied(pages=copied_pages.copied())))
     except KeyboardInterrupt:  # a second interrupt, or one in the middle of leaving
         status = 130
     except EOFError:
@@ -62,6 +75,13 @@ def main(encoded: bytes, local_rank: int) -> NoReturn:
     finally:
         # Threads of the cell must not hold the rank, nor half-destroyed process groups abort it.
         os._exit(status)
+
+
+def _wait_for_order(agent: Connection) -> bytes:
+    try:
+        return wait_for_order(agent)
+    except (EOFError, KeyboardInterrupt):  # nobody has a use for it
+        os._exit(0)
 
 
 @dataclass(frozen=True)
@@ -83,11 +103,12 @@ class _End:
     at: float = 0.0
 
 
-def _run(order: RankOrder, rank: int, local_rank: int, agent: Connection, outlet: Outlet) -> RankEnded:
+def _run(start: RankStart, readied: Readied | None, agent: Connection, outlet: Outlet) -> RankEnded:
     """Prepare the process, run the cell, and say how it ended."""
+    order, rank = start.order, start.rank
     answer: Memory | None = None
     try:
-        prepared = _prepare(order, rank, local_rank, outlet)
+        prepared = _prepare(start, readied or make_ready(order.preparation, outlet))
     except KeyboardInterrupt as error:
         end = _End("interrupted", error, (), time.time())
     except BaseException as error:
@@ -121,15 +142,14 @@ def _with_losses(ended: RankEnded, outlet: Outlet) -> RankEnded:
     return msgspec.structs.replace(ended, notices=(*ended.notices, said))
 
 
-def _prepare(order: RankOrder, rank: int, local_rank: int, outlet: Outlet) -> _Prepared:
+def _prepare(start: RankStart, readied: Readied) -> _Prepared:
     """Make this process what the contract says a rank is."""
     from taas import capture
-    from taas.rank.shell import make_main, make_shell
 
-    _forget_forkserver()
+    order, rank, local_rank = start.order, start.rank, start.local_rank
     payload = order.payload.open()
     capture.check_versions(capture.peek(payload))
-    _enter_environment(order)
+    os.environ.update(start.environ)
     wall = _enter_storage(order, rank)
     _enter_project(order, local_rank)
     device = _enter_device(order, local_rank)
@@ -149,27 +169,15 @@ def _prepare(order: RankOrder, rank: int, local_rank: int, outlet: Outlet) -> _P
         from taas.delivery import loader
 
         loader.connect(msgspec.structs.replace(order.delivery, rank=rank))
-    main_module = make_main()
-    arrival = capture.arrive(payload, main_module.__dict__, device=device, answers=False)
+    arrival = capture.arrive(payload, readied.main.__dict__, device=device, answers=False)
     os.close(payload)
-    shell = make_shell(main_module, outlet, execution_count=order.execution_count, colors=order.colors)
+    shell = readied.shell
+    shell.execution_count = order.execution_count
     arrival.dress(shell)
     answer_requests(Path(order.log_dir) / str(rank), shell.compile._filename_map)
     if rank == 0:
         arrival.mark()
     return _Prepared(arrival, shell, wall)
-
-
-def _forget_forkserver() -> None:
-    """Drop what the forkserver's machinery left in this process that a fresh Python would not have."""
-    tempfile.tempdir = None
-    default: Any = multiprocessing.context._default_context
-    default._actual_context = None  # the cell may call set_start_method, as a script may
-    default._default_context = multiprocessing.get_context(
-        "fork"
-    )  # also where Python's default is forkserver
-    sys.stdin = io.TextIOWrapper(io.BytesIO())
-    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _enter_storage(order: RankOrder, rank: int) -> Guard:
@@ -187,14 +195,6 @@ def _enter_storage(order: RankOrder, rank: int) -> Guard:
             writable=(order.log_dir,),
         )
     )
-
-
-def _enter_environment(order: RankOrder) -> None:
-    """Give the rank the notebook's environment, and over it what torchrun sets."""
-    rank_environ = {name: value for name, value in os.environ.items() if name in order.rank_names}
-    os.environ.clear()
-    os.environ.update(order.environ)
-    os.environ.update(rank_environ)
 
 
 def _enter_project(order: RankOrder, local_rank: int) -> None:

@@ -150,8 +150,8 @@ def make_main() -> types.ModuleType:
     return main
 
 
-def make_shell(main: types.ModuleType, outlet: Outlet, *, execution_count: int, colors: str) -> RankShell:
-    """Build the shell on a namespace that is already filled."""
+def make_shell(main: types.ModuleType, outlet: Outlet, *, colors: str) -> RankShell:
+    """Build the shell on a module."""
     config = Config()
     config.HistoryManager.enabled = False
     config.InteractiveShell.colors = colors
@@ -159,7 +159,6 @@ def make_shell(main: types.ModuleType, outlet: Outlet, *, execution_count: int, 
     shell: RankShell = RankShell.instance(
         config=config, user_module=main, user_ns=main.__dict__, outlet=outlet
     )
-    shell.execution_count = execution_count
     for prompt in ("ps1", "ps2", "ps3"):  # Lightning takes a process that has them for a notebook
         if hasattr(sys, prompt):
             delattr(sys, prompt)

@@ -25,7 +25,7 @@ from taas.messages import pack
 
 RECORD = struct.Struct("<BIQQ")
 KINDS = ("stdout", "stderr", "display", "update", "clear", "result")
-EVENTS = "events"
+EVENTS, STDOUT, STDERR = "events", "stdout", "stderr"
 _LINE_LIMIT = 1 << 16
 _PARTIAL_LINE_SECONDS = 0.02
 
@@ -152,17 +152,24 @@ class _Bytes(io.RawIOBase):
 
 
 class Outlet:
-    """All ways out of a rank: the two streams, and IPython's display messages."""
+    """All ways out of a rank: the two streams, and IPython's display messages; open once the rank has its folder."""
 
-    def __init__(self, folder: Path) -> None:
+    events: EventFile
+    streams: tuple[RankStream, RankStream]
+
+    def __init__(self) -> None:
+        self._libc = ctypes.CDLL(None)
+
+    def open(self, folder: Path) -> None:
+        """Write to a folder from now on, what C code and child processes write to descriptors 1 and 2 included."""
+        for number, name in ((1, STDOUT), (2, STDERR)):
+            fd = os.open(folder / name, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+            os.dup2(fd, number)
+            os.close(fd)
+            # C's printf by lines, as a terminal has it, rather than by 4 KiB
+            self._libc.setvbuf(ctypes.c_void_p.in_dll(self._libc, name), None, 1, 0)
         self.events = EventFile(folder)
         self.streams = RankStream(self.events, 0), RankStream(self.events, 1)
-        self._libc = ctypes.CDLL(None)
-        for name in ("stdout", "stderr"):  # C's printf by lines, as a terminal has it, rather than by 4 KiB
-            self._libc.setvbuf(ctypes.c_void_p.in_dll(self._libc, name), None, 1, 0)
-
-    def install(self) -> None:
-        """Put the streams in place of this process's."""
         sys.stdout, sys.stderr = self.streams
         sys.__stdout__, sys.__stderr__ = self.streams  # type: ignore[misc,assignment]
 

@@ -1,0 +1,144 @@
+"""Processes forked ahead: the next run uses them, cannot tell them from fresh ones, and nothing of them is left."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from notebook_harness import Notebook, gone
+
+from taas.rank import process_names
+
+STATE = """
+import json, os, random, signal, sys, threading, tempfile
+import numpy, torch
+state = {
+    "environ": {k: v for k, v in os.environ.items() if k not in
+                ("MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "EXTRA")},
+    "cwd": os.getcwd(), "path": sys.path, "argv": sys.argv, "umask": os.umask(0o22),
+    "random": random.random(), "numpy": numpy.random.rand(), "torch": torch.rand(1).item(),
+    "sigint": str(signal.getsignal(signal.SIGINT)), "threads": threading.active_count(),
+    "name": __name__, "temporary": tempfile.gettempdir(), "leads": os.getsid(0) == os.getpid(),
+    "comm": open("/proc/self/comm").read(), "stdin": sys.stdin.read(), "count": get_ipython().execution_count > 0,
+    "names": sorted(k for k in globals() if k not in ("state",)), "modules": "settings" in sys.modules,
+    "open": sorted(os.path.basename(os.readlink(f"/proc/self/fd/{n}")) for n in (0, 1, 2)),
+}
+state["umask"] = [state["umask"], os.umask(state["umask"])][0]
+open(f"{folder}/{os.environ['RANK']}", "w").write(json.dumps([os.getpid(), state]))
+"""
+
+
+@pytest.fixture
+def folder(notebook: Notebook, tmp_path: Path) -> Path:
+    """A folder outside the project, which the notebook and its ranks know as ``folder``."""
+    notebook.good(f"folder = {str(tmp_path)!r}")
+    return tmp_path
+
+
+def run_and_wait(notebook: Notebook, body: str = "pass", ranks: int = 2) -> set[int]:
+    """Run a cell, and wait until as many spares are ready; returns their process ids."""
+    notebook.good(f"#pragma taas --gpus {ranks} --return none\n{body}")
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        spares = [spare for spare in notebook.processes().spares if spare.name() == process_names.SPARE]
+        if len(spares) >= ranks and all(spare.status() == psutil.STATUS_SLEEPING for spare in spares):
+            return {spare.pid for spare in spares}
+        time.sleep(0.05)
+    raise AssertionError(f"no spares: {notebook.processes()}")
+
+
+def states(folder: Path) -> tuple[set[int], list[object]]:
+    """What ranks 0 and 1 wrote: their process ids and what they found."""
+    import json
+
+    both = [json.loads((folder / str(rank)).read_text()) for rank in (0, 1)]
+    return {pid for pid, _ in both}, [state for _, state in both]
+
+
+def test_the_next_run_uses_them_and_finds_what_fresh_ranks_find(notebook: Notebook, folder: Path) -> None:
+    """Environment, paths, signals, names, random numbers and descriptors are those of a rank forked for its run."""
+    seeds = "import random, numpy, torch\nrandom.seed(3); numpy.random.seed(4); torch.manual_seed(5);"
+    spares = run_and_wait(notebook)
+    notebook.good(seeds)
+    notebook.good("#pragma taas --gpus 2 --return none\n" + STATE)
+    pids, of_spares = states(folder)
+    assert pids == spares
+    run_and_wait(notebook)
+    notebook.good(seeds + "\nimport os; os.environ['EXTRA'] = '1'")  # another environment: none of these fits
+    notebook.good("#pragma taas --gpus 2 --return none\n" + STATE)
+    fresh, of_fresh = states(folder)
+    assert not fresh & spares
+    assert of_spares == of_fresh
+    notebook.good("del os.environ['EXTRA']")
+
+
+def test_a_changed_environment_ends_them(notebook: Notebook) -> None:
+    """What was prepared with the old variables is not used, nor left; the ranks have the new ones."""
+    spares = run_and_wait(notebook)
+    ran = notebook.good(
+        "import os; os.environ['COLOUR'] = 'red'\nget_ipython().run_cell('''#pragma taas --gpus 2\n"
+        "import os; print(os.environ['COLOUR'])''')"
+    )
+    assert "red" in ran.own
+    assert gone([psutil.Process(pid) for pid in spares if psutil.pid_exists(pid)])
+    notebook.good("del os.environ['COLOUR']")
+
+
+def test_they_see_todays_modules(notebook: Notebook, folder: Path) -> None:
+    """A module that was edited while they waited is imported as it is now."""
+    module = notebook.folder / "settings.py"
+    module.write_text("value = 1\n")
+    use = "import settings, os\nopen(f\"{folder}/{os.environ['RANK']}\", 'w').write(f'[{os.getpid()}, {settings.value}]')"
+    spares = run_and_wait(notebook, use)
+    module.write_text("value = 22222\n")
+    notebook.good("#pragma taas --gpus 2 --return none\n" + use)
+    assert states(folder) == (spares, [22222, 22222])
+
+
+def test_a_run_with_more_ranks_forks_the_rest(notebook: Notebook, folder: Path) -> None:
+    """Spares are used as far as they go."""
+    spares = run_and_wait(notebook)
+    notebook.good(
+        "#pragma taas --gpus 3 --return none\nimport os\n"
+        "open(f\"{folder}/{os.environ['RANK']}\", 'w').write(str(os.getpid()))"
+    )
+    pids = {int((folder / str(rank)).read_text()) for rank in range(3)}
+    assert spares < pids
+
+
+def test_one_that_is_killed_harms_nothing(notebook: Notebook) -> None:
+    """The next run forks a process in its place."""
+    killed = psutil.Process(min(run_and_wait(notebook)))
+    killed.kill()
+    assert gone([killed])
+    assert notebook.good("#pragma taas --gpus 2\nprint('fine')").own == "fine\n"
+
+
+@pytest.mark.parametrize("victim", ["forkservers", "agents", "supervisor"])
+def test_they_die_with_whom_they_belong_to(notebook: Notebook, victim: str) -> None:
+    """SIGKILL of the forkserver, the agent or the supervisor leaves none, and the next cell runs."""
+    spares = [psutil.Process(pid) for pid in run_and_wait(notebook)]
+    getattr(notebook.processes(), victim)[0].kill()
+    assert gone(spares)
+    assert notebook.good("#pragma taas --gpus 2\nprint('next')").own == "next\n"
+
+
+def test_release_ends_them(notebook: Notebook) -> None:
+    """``%taas release`` gives back what waits."""
+    spares = [psutil.Process(pid) for pid in run_and_wait(notebook)]
+    notebook.good("%taas release")
+    assert gone(spares)
+
+
+def test_views_do_not_count_them(notebook: Notebook) -> None:
+    """Spares are no ranks of any run: stacks and status know only those that run."""
+    run_and_wait(notebook, ranks=3)
+    notebook.start("#pragma taas --gpus 2\nimport time\nprint('ready', flush=True)\ntime.sleep(600)")
+    notebook.wait_for("ready")
+    found = notebook.processes()
+    assert len(found.ranks) == 2
+    assert len(found.spares) == 1
+    notebook.interrupt()
+    assert notebook.end().ename == "KeyboardInterrupt"
