@@ -170,6 +170,17 @@ def remount_readonly(entry: Mount) -> None:
     mount(None, entry.point, MS_REMOUNT | MS_BIND | MS_RDONLY | kept)
 
 
+# files ---------------------------------------------------------------------------------------------
+
+_RENAME_EXCHANGE = 2
+
+
+def exchange(directory: int, one: bytes, other: bytes) -> None:
+    """Let two names of an open directory change places, in one step (renameat2(2))."""
+    result = _libc.renameat2(directory, one, directory, other, _RENAME_EXCHANGE)
+    _check(result, "renameat2", f"{os.fsdecode(one)}, {os.fsdecode(other)}")
+
+
 # privileges ----------------------------------------------------------------------------------------
 
 

@@ -12,6 +12,7 @@ notebooks mean the same here; ``taas.toml`` adds types and sets defaults::
     [engine]
     default = "local"            # or "ray"
     address = "ray-head:6379"
+    wait = 600.0                 # seconds that a run waits for VMs; 0: it fails at once
 
     [storage]
     shared = ["checkpoints"]     # directories where every rank may write
@@ -128,10 +129,15 @@ DATA_VM = "c1.4"
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """``[engine]``: where VMs come from."""
+    """``[engine]``: where VMs come from, and how many seconds they are waited for."""
 
     default: Literal["local", "ray"] = "local"
     address: str | None = None
+    wait: float = 600.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.wait < float("inf"):
+            raise ValueError("wait is a number of seconds of at least 0")
 
 
 _KEPT_LIMIT = Size(2 * 2**30)

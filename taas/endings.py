@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from taas import errors
 from taas.errors import CellFailed, RunLost
 from taas.messages import RunEnded
 
@@ -13,6 +14,8 @@ def finish(ended: RunEnded) -> None:
     if ended.outcome == "interrupted":
         raise interrupted(f"{ended.run} was interrupted: all its ranks were ended; no names came back")
     if ended.outcome == "lost":
+        if ended.error != RunLost.__name__:  # it never began
+            raise getattr(errors, ended.error)(ended.message)
         error = RunLost(f"{ended.message}. Nothing came back; the next cell starts anew.")
         error.run = ended.run
         raise error

@@ -18,6 +18,7 @@ from taas.cell_output import CellOutput, say
 from taas.dataloader_registry import Registration, apply_final, delivering, pack_registered, registered
 from taas.devices import visible_gpus
 from taas.endings import finish
+from taas.engine_choice import check_installed, chosen
 from taas.errors import HeaderError, NotEnoughDevices, TaasError
 from taas.header import RunSpec
 from taas.live_view import LiveView
@@ -63,9 +64,12 @@ def launch(spec: RunSpec, cell: str, shell: Any) -> RunHandle | None:
         KeyboardInterrupt: the cell was interrupted; no rank is left.
     """
     check_syntax(cell, shell, cell_number(shell))
-    gpus = visible_gpus()
-    check_devices(spec, len(gpus))
     project = Path.cwd()
+    engine = chosen(project)
+    check_installed(engine)
+    local = engine.kind == "local"
+    gpus = visible_gpus() if local else ()
+    check_devices(spec, len(gpus))
     loaders = registered(shell.user_ns) if spec.data_vms else []
     with (
         delivering(loaders),
@@ -81,15 +85,17 @@ def launch(spec: RunSpec, cell: str, shell: Any) -> RunHandle | None:
             payload=Memory(os.getpid(), captured.fd, captured.nbytes),
             spec=spec,
             gpus=gpus if spec.gpus_per_rank else (),
-            device=device_in_words(spec, len(gpus)),
+            device=device_in_words(spec, len(gpus)) if local else f"by {engine.kind.capitalize()}",
             colors=shell.colors,
             waiting=not spec.background,
             delivery=delivery,
+            changed=changed_variables(),
+            engine=engine,
         )
         with interrupts_counted() as interrupts:
             if spec.background:
-                return start_background(supervised(), submit, captured, loaders, interrupts)
-            ended = Foreground(supervised(), shell, interrupts).follow(submit, captured)
+                return start_background(supervised(warm=local), submit, captured, loaders, interrupts)
+            ended = Foreground(supervised(warm=local), shell, interrupts).follow(submit, captured)
         apply_final(ended.loaders, loaders)
     finish(ended)
     return None
@@ -143,6 +149,17 @@ def data_workers(vcpus: int, data_vms: int) -> int:
     return min(vcpus, max(2, 2 * len(os.sched_getaffinity(0)) // data_vms))
 
 
+def changed_variables() -> tuple[str, ...]:
+    """Return the names of environment variables that this process has set, changed or removed since it began."""
+    inherited = {}
+    for entry in Path("/proc/self/environ").read_bytes().split(b"\0"):
+        name, equals, value = entry.partition(b"=")
+        if equals:
+            inherited[os.fsdecode(name)] = os.fsdecode(value)
+    names = inherited.keys() | os.environ.keys()
+    return tuple(sorted(name for name in names if inherited.get(name) != os.environ.get(name)))
+
+
 def cell_number(shell: Any) -> int:
     """Return the ``In[n]`` of the running cell: some releases of IPython count up before a cell runs, some after."""
     return max(len(shell.history_manager.input_hist_parsed) - 1, 1)
@@ -158,6 +175,10 @@ def check_options(spec: RunSpec) -> None:
         "--keep": spec.keep,
         "--post-mortem": spec.post_mortem,
     }
+    if spec.data_vms and chosen(Path.cwd()).kind != "local":
+        raise HeaderError(
+            "--cpus with the Ray engine is not built yet: allowed is the local engine; type %taas engine local"
+        )
     for option in (name for name, given in asked.items() if given):
         raise HeaderError(
             f"{option} is not built yet in this release: allowed are the other options; leave it out"

@@ -39,7 +39,10 @@ class LiveView:
         """Take in what the supervisor said."""
         match message:
             case StateChanged():
-                self.record.state = message.state
+                self.record.state, self.record.waiting = message.state, message.detail
+                self.record.device = message.device or self.record.device
+                if message.detail and not self._updates:
+                    say(*line(self.record).text.splitlines())
             case StartedAgain():
                 self.record.restarts = message.restarts
             case Progressed():

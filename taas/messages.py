@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from taas.delivery.config import RankConfig
+from taas.engines import EngineChoice
 from taas.header import RunSpec
 from taas.stacks import Place, RankSeen, Trouble
 
@@ -29,10 +30,11 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Memory(msgspec.Struct, frozen=True):
-    """A memory file of another process on this host.
+    """A memory file of another process.
 
     Attributes:
-        pid: the process that holds it open.
+        pid: the process of this host that holds it open; 0: it is on another host, and the peer that named it
+            hands out its pieces (:mod:`taas.pieces`).
         fd: its number there.
         nbytes: its size in bytes.
     """
@@ -40,6 +42,11 @@ class Memory(msgspec.Struct, frozen=True):
     pid: int
     fd: int
     nbytes: int
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether it is on another host."""
+        return self.pid == 0
 
     def open(self) -> int:
         """Return a descriptor of one's own for the same memory.
@@ -133,7 +140,7 @@ class Preparation(msgspec.Struct, frozen=True):
 
     Attributes:
         environ: the notebook's environment.
-        project: absolute path of the project.
+        project: absolute path of the project, or of this VM's copy of it.
         colors: name of the notebook's colour theme, for tracebacks.
     """
 
@@ -152,6 +159,18 @@ class SpareStart(Message, frozen=True):
 
     preparation: Preparation
     pages: tuple[tuple[int, int], ...]
+
+
+class ProjectFiles(msgspec.Struct, frozen=True):
+    """A file in the project that proves to who reads it that he sees the notebook's disk.
+
+    Attributes:
+        path: where it is; empty where there is none.
+        token: what is in it.
+    """
+
+    path: str
+    token: bytes
 
 
 class RankOrder(Message, frozen=True):
@@ -176,6 +195,10 @@ class RankOrder(Message, frozen=True):
         spec: the header.
         colors: name of the notebook's colour theme, for tracebacks.
         delivery: how a rank reaches the run's data workers; its rank is filled in there.
+        host: this VM's own address, as the run's other VMs reach it.
+        changed: variables of ``environ`` that the notebook set itself; the others it inherited on its machine.
+        files: on a VM elsewhere, how it finds out whether it sees the project.
+        replica: the copy of the project that is to stand in its place in the ranks; empty: the project itself is there.
     """
 
     run: str
@@ -200,11 +223,15 @@ class RankOrder(Message, frozen=True):
     colors: str
     delivery: RankConfig | None = None
     restart_count: int = 0
+    host: str = "127.0.0.1"
+    changed: tuple[str, ...] = ()
+    files: ProjectFiles | None = None
+    replica: str = ""
 
     @property
     def preparation(self) -> Preparation:
         """What a process has to have done before it can become one of these ranks."""
-        return Preparation(environ=self.environ, project=self.project, colors=self.colors)
+        return Preparation(environ=self.environ, project=self.replica or self.project, colors=self.colors)
 
 
 class RankStart(Message, frozen=True):
@@ -232,6 +259,92 @@ RankHears = RankStart | Dismissed
 
 
 # ---------------------------------------------------------------- supervisor and agent
+
+
+class WantPiece(Message, frozen=True):
+    """Send a piece of a memory file that you named; the answer is :class:`Piece`."""
+
+    run: str
+    vm: int
+    fd: int
+    offset: int
+    size: int
+
+
+class Piece(Message, frozen=True):
+    """Some bytes of a memory file."""
+
+    run: str
+    vm: int
+    fd: int
+    offset: int
+    data: bytes
+
+
+class Wrote(Message, frozen=True):
+    """Bytes that a rank wrote to one of its output files on another host.
+
+    Attributes:
+        file: name of the file in the rank's folder.
+    """
+
+    run: str
+    vm: int
+    rank: int
+    file: str
+    offset: int
+    data: bytes
+
+
+class WroteTaken(Message, frozen=True):
+    """``size`` bytes of :class:`Wrote` were taken: so many more may be sent."""
+
+    run: str
+    vm: int
+    size: int
+
+
+class WantProject(Message, frozen=True):
+    """This VM does not see the project: pack it. The answer is :class:`ProjectPacked`."""
+
+    run: str
+    vm: int
+
+
+class ProjectPacked(Message, frozen=True):
+    """The project's files that travel (:mod:`taas.travel.parcel`), whose pieces may be asked for."""
+
+    run: str
+    parcel: Memory
+
+
+class FileChange(Message, frozen=True):
+    """A change to files on a VM, for the notebook's disk (:mod:`taas.travel.changes`).
+
+    Attributes:
+        rank: 0: it is a change of the project; else of what this rank has in its scratch.
+    """
+
+    run: str
+    vm: int
+    rank: int
+    change: bytes
+
+
+class FileChangeTaken(Message, frozen=True):
+    """``size`` bytes of :class:`FileChange` were taken, and are on the disk."""
+
+    run: str
+    vm: int
+    size: int
+
+
+class Beat(Message, frozen=True):
+    """Nothing: that it cannot be sent tells its sender that the peer is out of reach."""
+
+
+class Leave(Message, frozen=True):
+    """End all that was started, and yourself: the VM is given back."""
 
 
 class AgentUp(Message, frozen=True):
@@ -312,7 +425,21 @@ class MakerEnded(Message, frozen=True):
     how: str
 
 
-AgentSays = AgentUp | StoreUp | Printed | RankReport | VmDone | AgentTrouble | RanksSeen | MakerEnded
+AgentSays = (
+    AgentUp
+    | StoreUp
+    | Printed
+    | RankReport
+    | VmDone
+    | AgentTrouble
+    | RanksSeen
+    | MakerEnded
+    | WantPiece
+    | Piece
+    | Wrote
+    | WantProject
+    | FileChange
+)
 
 
 class StartRanks(Message, frozen=True):
@@ -396,7 +523,22 @@ class EndMakers(Message, frozen=True):
     run: str
 
 
-AgentHears = StartRanks | EndRanks | Seen | LookAtRanks | RunOver | StartMaker | EndMakers
+AgentHears = (
+    StartRanks
+    | EndRanks
+    | Seen
+    | LookAtRanks
+    | RunOver
+    | StartMaker
+    | EndMakers
+    | WantPiece
+    | Piece
+    | WroteTaken
+    | Beat
+    | Leave
+    | ProjectPacked
+    | FileChangeTaken
+)
 
 
 # ---------------------------------------------------------------- client (a kernel, a terminal) and supervisor
@@ -426,6 +568,8 @@ class Submit(Message, frozen=True):
         device: what the ranks run on, in words.
         waiting: a foreground run: the client waits, and the run ends with it.
         delivery: registered loaders that data workers run.
+        changed: variables of ``environ`` that the notebook set itself.
+        engine: where the VMs come from.
     """
 
     cell: str
@@ -439,6 +583,8 @@ class Submit(Message, frozen=True):
     colors: str
     waiting: bool
     delivery: DeliveryOrder | None = None
+    changed: tuple[str, ...] = ()
+    engine: EngineChoice = EngineChoice()
 
 
 class Interrupt(Message, frozen=True):
@@ -489,11 +635,17 @@ class Refused(Message, frozen=True):
 
 
 class StateChanged(Message, frozen=True):
-    """A run went on: ``acquiring``, ``starting``, ``running``, ``ending``."""
+    """A run went on: ``acquiring``, ``starting``, ``running``, ``ending``.
+
+    Attributes:
+        detail: what it waits for, if it does.
+        device: what the ranks run on, in words, where that is known only now.
+    """
 
     run: str
     state: str
     detail: str = ""
+    device: str = ""
 
 
 class Troubled(Message, frozen=True):
@@ -567,6 +719,7 @@ class RunEnded(Message, frozen=True):
         answer: rank 0's names.
         loaders: where the delivery left the registered loaders' generators (``dataloader_registry.apply_final``).
         notices: lines for the user.
+        error: for ``lost``: the class of :mod:`taas.errors` to raise.
     """
 
     run: str
@@ -578,6 +731,7 @@ class RunEnded(Message, frozen=True):
     answer: Memory | None = None
     loaders: bytes = b""
     notices: tuple[str, ...] = ()
+    error: str = "RunLost"
 
 
 ClientHears = (

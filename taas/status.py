@@ -116,6 +116,9 @@ def line(record: RunRecord, now: float | None = None) -> Shown:
     quiet = html.escape(" · ".join(["", *parts]))
     shown = f'<div><b>{html.escape(head)}</b><span style="opacity:.75">{quiet}</span></div>'
     trouble = record.trouble
+    if record.live and record.waiting:
+        waits = f"waiting for {record.waiting}. Interrupt the cell, or %taas stop {record.name}, to give up."
+        return Shown(f"{text}\n  {waits}", f"{shown}<div>{html.escape(waits)}</div>")
     if trouble is None or not record.live:
         return Shown(text, shown)
     advice = f"The run goes on. To end it: interrupt the cell, or %taas stop {record.name}."

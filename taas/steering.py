@@ -114,18 +114,19 @@ def _recover(desk: Desk, line: Line) -> None:
 
 
 def _engine(desk: Desk, line: Line) -> None:
-    from taas.catalog import load_catalog
+    from taas import engine_choice
 
-    if not line.words or line.words[0] == "local":
-        say(f"engine: {line.words[0] if line.words else load_catalog(Path.cwd()).engine.default}")
-        return
-    if line.words[0] != "ray":
+    if not line.words:
+        choice = engine_choice.chosen(Path.cwd())
+    elif desk.kernel == 0:
+        engine_choice.read_choice(list(line.words), "taas engine", 0.0)
         raise HeaderError(
-            f"%taas engine {shown(line.words[0])}: allowed is local, or ray and its address; type local"
+            "taas engine in a terminal changes nothing: allowed is %taas engine in a notebook; or write [engine] "
+            f'default = "{line.words[0]}" into taas.toml'
         )
-    raise HeaderError(
-        "%taas engine ray: this version of taas has the local engine only; type %taas engine local"
-    )
+    else:
+        choice = engine_choice.choose(list(line.words))
+    say(f"engine: {' '.join(word for word in (choice.kind, choice.address) if word)}")
 
 
 def _release(desk: Desk, line: Line) -> None:

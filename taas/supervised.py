@@ -27,10 +27,12 @@ class SupervisorConfig(msgspec.Struct, frozen=True):
     Attributes:
         kernel: process id of the kernel it serves.
         client_key: the kernel's public CURVE key in Z85.
+        warm: a VM of this machine is about to be asked for.
     """
 
     kernel: int
     client_key: str
+    warm: bool = True
 
 
 class SupervisorUp(msgspec.Struct, frozen=True):
@@ -44,9 +46,9 @@ class SupervisorUp(msgspec.Struct, frozen=True):
 class Supervised:
     """The wire to one supervisor."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, warm: bool) -> None:
         public, secret = zmq.curve_keypair()
-        self._up = _start(SupervisorConfig(os.getpid(), public.decode()))
+        self._up = _start(SupervisorConfig(os.getpid(), public.decode(), warm))
         self.pid = self._up.pid
         self._pidfd = os.pidfd_open(self.pid)
         self._context = zmq.Context()
@@ -141,11 +143,15 @@ def _start(config: SupervisorConfig) -> SupervisorUp:
 _current: Supervised | None = None
 
 
-def supervised() -> Supervised:
-    """Return this kernel's supervisor, starting one if there is none."""
+def supervised(*, warm: bool = True) -> Supervised:
+    """Return this kernel's supervisor, starting one if there is none.
+
+    Args:
+        warm: a new one starts an agent on this machine at once.
+    """
     global _current
     if _current is None or not _current.alive:
         if _current is not None:
             _current.close()
-        _current = Supervised()
+        _current = Supervised(warm=warm)
     return _current

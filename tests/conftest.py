@@ -13,6 +13,7 @@ import psutil
 import pytest
 from hypothesis import settings
 from notebook_harness import Notebook
+from ray_cluster import RayCluster, why_not
 
 from taas import _linux
 from taas.rank import process_names
@@ -96,9 +97,9 @@ def _folders() -> set[Path]:
 def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     """A test leaves no process, no thread, no /dev/shm file and no temporary folder of taas.
 
-    What a notebook shared by several tests holds is looked at when that notebook is closed.
+    What a notebook or a cluster shared by several tests holds is looked at when that is closed.
     """
-    shared = "notebook" in request.fixturenames
+    shared = not {"notebook", "cluster"}.isdisjoint(request.fixturenames)
     processes, threads, memory = alive_below(), set(threading.enumerate()), _shared_memory()
     yield
     late = [thread for thread in threading.enumerate() if thread not in threads and not thread.daemon]
@@ -121,3 +122,17 @@ def notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
     assert not _left(before), "the notebook left processes"
     assert not _shared_memory() - memory, "the notebook left /dev/shm files"
     assert not _folders() - folders, "the notebook left a folder"
+
+
+@pytest.fixture(scope="module")
+def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
+    """Ray nodes with addresses and files of their own, which offer what the module's ``NODES`` says."""
+    missing = why_not()
+    if missing:
+        pytest.skip(f"no Ray nodes on this machine: {missing}")
+    before, memory = alive_below(), _shared_memory()
+    with RayCluster(request.module.NODES, hidden=[tmp_path_factory.getbasetemp()]) as nodes:
+        yield nodes
+    assert not _left(before), "the cluster left processes"
+    assert not _shared_memory() - memory, "the cluster left /dev/shm files"
+    assert not nodes.folder.exists(), "the cluster left its folder"

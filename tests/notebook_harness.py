@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -69,12 +70,20 @@ class Processes:
 
 
 class Notebook:
-    """A kernel in a project folder."""
+    """A kernel in a project folder.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        folder: the project.
+        manager: what starts the kernel, where it is not simply a process of this machine.
+        environ: variables for the kernel, besides this process's.
+    """
+
+    def __init__(
+        self, folder: Path, manager: KernelManager | None = None, environ: Mapping[str, str] | None = None
+    ) -> None:
         self.folder = folder
-        self._manager = KernelManager(kernel_name="python3")
-        self._manager.start_kernel(cwd=str(folder), env=dict(os.environ))
+        self._manager = manager or KernelManager(kernel_name="python3")
+        self._manager.start_kernel(cwd=str(folder), env={**os.environ, **(environ or {})})
         self._client = self._manager.blocking_client()
         self._client.start_channels()
         self._client.wait_for_ready(timeout=120)

@@ -18,7 +18,23 @@ ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 CELL_OPTION = re.compile(r"(?<![\w-])--([a-z][a-z-]+)")
-OF_OTHER_PROGRAMS = {"local", "constraint", "help", "rank", "follow", "strict", "nproc"}
+OF_RAY = {
+    "address",
+    "autoscaling-config",
+    "block",
+    "head",
+    "min-nodes",
+    "num-cpus",
+    "num-gpus",
+    "port",
+    "resources",
+}
+OF_SLURM = {"cpus-per-task", "gpus-per-node", "nodes", "ntasks", "ntasks-per-node"}
+OF_OTHER_PROGRAMS = (
+    OF_RAY
+    | OF_SLURM
+    | {"ip", "no-browser", "shm-size", "local", "constraint", "help", "rank", "follow", "strict", "nproc"}
+)
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)

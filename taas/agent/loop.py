@@ -9,6 +9,7 @@ import select
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -22,17 +23,27 @@ from taas import messages
 from taas.agent.endings import become_subreaper, kill_tree, sweep_orphans
 from taas.agent.forkserver import Forkserver
 from taas.agent.makers import Makers
+from taas.agent.mirror import Mirror
+from taas.agent.project_copy import ProjectCopy
+from taas.agent.remote import SupervisorLink, localized, run_root
 from taas.delivery.config import read_line
 from taas.engines import AgentConfig
+from taas.heartbeat import set_heartbeat
 from taas.messages import (
     AgentTrouble,
     AgentUp,
+    Beat,
     EndMakers,
     EndRanks,
+    FileChangeTaken,
+    Leave,
     LookAtRanks,
     MakerEnded,
+    Memory,
     PagesCopied,
+    Piece,
     Printed,
+    ProjectPacked,
     RankEnded,
     RankReport,
     RanksSeen,
@@ -42,11 +53,15 @@ from taas.messages import (
     StartRanks,
     StoreUp,
     VmDone,
+    WantPiece,
+    WroteTaken,
 )
+from taas.pieces import Fetch, piece_of
 
 WINDOW = 4 << 20
 """Bytes of output on their way to the cell, per VM, before the agent waits for an acknowledgement."""
 _READ = 1 << 18
+_CONNECT_SECONDS = 60.0
 
 
 class _Watched:
@@ -71,7 +86,7 @@ class Agent:
         from taas.agent.inotify import Inotify
 
         self._context = zmq.Context()
-        self._socket = connect(self._context, config)
+        self._socket = make_socket(self._context, config)
         self._poller = zmq.Poller()
         self._actions: dict[Any, Callable[[], None]] = {}
         self._read = messages.Reader(messages.AgentHears)
@@ -87,8 +102,16 @@ class Agent:
         self._answer = -1
         self._done_sent = False
         self._supervisor_gone = False
+        self._config = config
         self._scratch = Path(config.scratch)
         self._parent = os.getppid()
+        self._pending: StartRanks | None = None
+        self._fetch: Fetch | None = None
+        self._mirror: Mirror | None = None
+        self._copy: ProjectCopy | None = None
+        self._link = SupervisorLink(self._socket) if config.remote else None
+        self._connect_until = time.monotonic() + _CONNECT_SECONDS
+        self._socket.connect(config.endpoint)
 
     # ------------------------------------------------------------ the loop
 
@@ -97,6 +120,8 @@ class Agent:
         self._forkserver.start()  # it imports torch while this process does
         self._on(self._socket, self._hear_supervisor)
         self._on(sys.stdin.fileno(), self._lose_supervisor)
+        if self._link is not None:
+            self._on(self._link.source, self._look_at_link)
         if not self._data:
             from taas.agent.ranks import Listener
             from taas.agent.spares import Spares
@@ -115,13 +140,17 @@ class Agent:
                 self._look_after_group()
                 if self._group is None and self._spares is not None:
                     self._spares.step()
+                self._look_at_link()
         finally:
             self._end_all()
 
     def _pause_ms(self) -> int | None:
-        waits = [look.wait() for look in self._looks]
+        waits: list[float | None] = [look.wait() for look in self._looks]
+        if self._link is not None and not self._link.made:
+            waits.append(max(0.0, self._connect_until - time.monotonic()))
         if self._group is not None:
             waits.append(self._group.wait())
+            waits.append(self._copy.wait() if self._copy is not None else None)
         elif self._spares is not None:
             waits.append(self._spares.wait())
         wait = min((wait for wait in waits if wait is not None), default=None)
@@ -141,15 +170,34 @@ class Agent:
     def _lose_supervisor(self) -> None:
         self._supervisor_gone = not os.read(sys.stdin.fileno(), 4096)
 
+    def _look_at_link(self) -> None:
+        """End with the connection to a supervisor elsewhere: it gives this VM up then, too."""
+        if self._link is None or self._supervisor_gone:
+            return
+        if self._link.broken():
+            self._supervisor_gone = True
+            sys.stderr.write("the connection to the notebook's machine broke\n")
+        elif not self._link.made and time.monotonic() > self._connect_until:
+            self._supervisor_gone = True
+            sys.stderr.write(
+                f"the notebook's machine could not be reached at {self._config.endpoint} within "
+                f"{_CONNECT_SECONDS:.0f} s: a firewall between them?\n"
+            )
+
     def _end_all(self) -> None:
         kill_tree(psutil.Process().children())
         sweep_orphans(())  # spares whose forkserver went first
+        self._drop_copy()
         if self._listener is not None:
             self._listener.close()
+        if self._link is not None:
+            self._link.close()
         self._socket.close(linger=0)
         self._context.term()
         shutil.rmtree(self._scratch, ignore_errors=True)
-        if os.getppid() != self._parent:  # the supervisor was killed: nobody else removes its folder
+        if (
+            os.getppid() != self._parent and not self._config.remote
+        ):  # the supervisor was killed: nobody else removes its folder
             shutil.rmtree(self._scratch.parent, ignore_errors=True)
 
     def _end_ranks(self) -> None:
@@ -165,12 +213,22 @@ class Agent:
             except zmq.Again:
                 return
             if isinstance(message, StartRanks):
-                self._start(message)
+                self._take_order(message)
+            elif isinstance(message, Leave):
+                self._supervisor_gone = True
+            elif isinstance(message, Beat):
+                continue  # zmq's own thread answers to what it stands for
             elif isinstance(message, StartMaker):
                 self._start_maker(message)
             elif isinstance(message, EndMakers):
                 if message.run == self._makers.run:
                     self._makers.end()
+            elif isinstance(message, Piece):
+                self._take_piece(message)
+            elif self._pending is not None and isinstance(message, EndRanks):
+                self._drop_order(self._pending)
+            elif isinstance(message, ProjectPacked):
+                self._take_project(message)
             elif self._group is None or message.run != self._group.run:
                 continue  # said before it knew that the run is over
             elif isinstance(message, EndRanks):
@@ -180,8 +238,78 @@ class Agent:
                 self._send_output()
             elif isinstance(message, LookAtRanks):
                 self._look(message)
+            elif isinstance(message, WantPiece):
+                if message.fd == self._answer:  # nothing else may be asked for
+                    self._say(piece_of(message, self._answer))
+            elif isinstance(message, WroteTaken):
+                if self._mirror is not None:
+                    self._mirror.acknowledge(message.size)
+            elif isinstance(message, FileChangeTaken):
+                if self._copy is not None:
+                    self._copy.acknowledge(message.size)
             elif isinstance(message, RunOver):
                 self._forget_run()
+
+    def _take_order(self, message: StartRanks) -> None:
+        """Start ranks, once their names are on this host."""
+        if not message.order.payload.elsewhere:
+            self._start(message)
+            return
+        order = localized(message.order, self._config)
+        self._pending = msgspec.structs.replace(message, order=order)
+        self._fetch = Fetch(message.run, message.vm, order.payload, self._say)
+        if order.files is not None:
+            root = run_root(self._config, order)
+            self._copy = ProjectCopy(message.run, message.vm, order, root, self._say)
+        self._start_pending()
+
+    def _take_project(self, packed: ProjectPacked) -> None:
+        if self._copy is not None and self._pending is not None and packed.run == self._pending.run:
+            self._take(partial(self._copy.take_packed, packed), "the project")
+
+    def _take_piece(self, piece: Piece) -> None:
+        if self._fetch is not None and self._fetch.wants(piece):
+            self._take(partial(self._fetch.take, piece), "the cell's names")
+        elif self._copy is not None and self._copy.wants(piece):
+            self._take(partial(self._copy.take, piece), "the project")
+
+    def _take(self, take: Callable[[], None], what: str) -> None:
+        """Take some of what the ranks need, and start them with the last of it."""
+        if self._pending is None:
+            return
+        try:
+            take()
+        except (OSError, msgspec.DecodeError) as error:
+            self._drop_order(self._pending, f"{what} could not be taken: {error}")
+            return
+        self._start_pending()
+
+    def _start_pending(self) -> None:
+        """Start the ranks of an order once all that they need is on this host."""
+        start, fetch, copy = self._pending, self._fetch, self._copy
+        if start is None or fetch is None or not fetch.complete or (copy is not None and not copy.ready):
+            return
+        self._pending = self._fetch = None
+        order = start.order if copy is None else copy.order()
+        order = msgspec.structs.replace(order, payload=fetch.memory)
+        self._start(msgspec.structs.replace(start, order=order))
+        os.close(fetch.fd)  # the group has opened it
+
+    def _drop_order(self, start: StartRanks, trouble: str = "") -> None:
+        """Forget an order whose ranks were not started."""
+        if self._fetch is not None:
+            os.close(self._fetch.fd)
+        self._drop_copy()
+        self._pending = self._fetch = None
+        if trouble:
+            self._say(AgentTrouble(run=start.run, vm=start.vm, message=trouble))
+        else:
+            self._say(VmDone(run=start.run, vm=start.vm))
+
+    def _drop_copy(self) -> None:
+        if self._copy is not None:
+            self._copy.close()
+            self._copy = None
 
     def _start(self, message: StartRanks) -> None:
         from taas.agent.ranks import RankGroup
@@ -200,18 +328,23 @@ class Agent:
             self._say(
                 AgentTrouble(run=message.run, vm=message.vm, message=f"{type(error).__name__}: {error}")
             )
+            self._drop_copy()
             if self._group is not None:
                 self._group.close()
                 self._group = None
             return
         self._done_sent = False
         self._watched = _Watched(message.watched)
+        folder = Path(message.order.log_dir)
+        if self._config.remote:
+            folders = {rank.number: folder / str(rank.number) for rank in self._group.ranks}
+            self._mirror = Mirror(message.run, message.vm, folders, self._say)
         for rank in self._group.ranks:
             self._on(rank.process.sentinel, partial(self._rank_gone, rank))
             if rank.process.connection is not None:  # it was a spare
                 self._on_connection(rank)
-            if self._watched.wants(rank.number):
-                self._inotify.add(Path(message.order.log_dir) / str(rank.number))
+            if self._watched.wants(rank.number) or self._mirror is not None:
+                self._inotify.add(folder / str(rank.number))
 
     def _start_maker(self, message: StartMaker) -> None:
         try:
@@ -250,9 +383,10 @@ class Agent:
 
     def _forget_run(self) -> None:
         self._looks.clear()
-        group, self._group = self._group, None
+        self._drop_copy()
+        group, self._group, self._mirror = self._group, None, None
         group.close()
-        if self._forkserver_alive(0.0):
+        if self._forkserver_alive(0.0) and not self._config.remote:  # a VM elsewhere is given back
             self._spares.want(group.preparation, group.size)
         else:
             self._spares.forget()
@@ -314,9 +448,8 @@ class Agent:
         assert said.answer is not None
         self._answer = said.answer.open()
         self._group.dismiss(rank)
-        return msgspec.structs.replace(
-            said, answer=messages.Memory(os.getpid(), self._answer, said.answer.nbytes)
-        )
+        holder = 0 if self._config.remote else os.getpid()
+        return msgspec.structs.replace(said, answer=Memory(holder, self._answer, said.answer.nbytes))
 
     def _files_grew(self) -> None:
         self._inotify.changed()
@@ -372,32 +505,44 @@ class Agent:
             return
         group.step_ladder()
         self._step_looks()
+        mirrored = self._mirror is None or self._mirror.step()
         if group.gone and not self._done_sent:
             sweep_orphans(self._forkserver.own_pids())
-            if self._send_output():
+            files_sent = self._copy is None or self._copy.step(last=True)
+            if self._send_output() and mirrored and files_sent:
                 self._done_sent = True
-                self._say(VmDone(run=group.run, vm=group.vm))
+                notices = () if self._copy is None else tuple(self._copy.notices)
+                self._say(VmDone(run=group.run, vm=group.vm, notices=notices))
+        elif self._copy is not None:
+            self._copy.step(last=False)
 
 
-def connect(context: zmq.Context[Any], config: AgentConfig) -> zmq.Socket[Any]:
-    """Connect a DEALER to the supervisor, authenticated and encrypted by CURVE."""
+def make_socket(context: zmq.Context[Any], config: AgentConfig) -> zmq.Socket[Any]:
+    """Return a DEALER for the supervisor, authenticated and encrypted by CURVE."""
     socket: zmq.Socket[Any] = context.socket(zmq.DEALER)
     socket.curve_serverkey = config.server_key.encode()
     socket.curve_publickey = config.public_key.encode()
     socket.curve_secretkey = config.secret_key.encode()
     socket.set(zmq.MAXMSGSIZE, messages.WIRE_LIMIT)
     socket.set_hwm(0)  # credits bound what is on its way
-    socket.connect(config.endpoint)
+    if config.remote:
+        set_heartbeat(socket)
     return socket
 
 
 def main() -> None:
     """Read the configuration from standard input, and serve."""
-    become_subreaper()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     line = read_line(sys.stdin.fileno())
-    if line:  # else the engine changed its mind
-        Agent(msgspec.json.decode(line, type=AgentConfig)).run()
-        finalizers: Any = multiprocessing.util
-        finalizers._run_finalizers()  # names of semaphores
-        os._exit(0)  # Python would take torch apart first, for seconds on a busy machine
+    if not line:  # the engine changed its mind
+        return
+    config = msgspec.json.decode(line, type=AgentConfig)
+    if config.remote:
+        if os.fork():
+            os._exit(0)  # nobody's child: its starter ends it by its standard input, and not by a signal
+        os.setsid()
+    become_subreaper()
+    Agent(config).run()
+    finalizers: Any = multiprocessing.util
+    finalizers._run_finalizers()  # names of semaphores
+    os._exit(0)  # Python would take torch apart first, for seconds on a busy machine

@@ -22,6 +22,7 @@ from torch.distributed import TCPStore
 from taas import messages
 from taas.agent.endings import Ladder
 from taas.agent.processes import RankProcess, start_ranks
+from taas.agent.remote import interface_of
 from taas.agent.tails import RankTail
 from taas.devices import visible_gpus
 from taas.messages import (
@@ -298,7 +299,11 @@ def rank_environ(order: RankOrder, local_rank: int) -> dict[str, str]:
     elif visible_gpus():  # a rehearsal, or a CPU type, on a machine that has some
         environ["CUDA_VISIBLE_DEVICES"] = ""
     if order.store.host == _LOOPBACK:  # nothing of the run can be reached from another machine
-        environ |= {name: "lo" for name in _INTERFACES if name not in order.environ}
+        interface: str | None = "lo"
+    else:
+        interface = interface_of(order.host)
+    if interface is not None:
+        environ |= {name: interface for name in _INTERFACES if name not in order.environ}
     if order.local_world_size > 1 and "OMP_NUM_THREADS" not in order.environ:
         environ["OMP_NUM_THREADS"] = 1
     return {name: str(value) for name, value in environ.items()}

@@ -8,14 +8,47 @@ from typing import Protocol
 import msgspec
 
 
+class EngineChoice(msgspec.Struct, frozen=True):
+    """Which engine gives a run its VMs.
+
+    Attributes:
+        kind: ``local`` or ``ray``.
+        address: where the Ray cluster is; empty: the one that this machine is part of.
+        wait: seconds that VMs may be waited for.
+    """
+
+    kind: str = "local"
+    address: str = ""
+    wait: float = 600.0
+
+
+class Demand(msgspec.Struct, frozen=True):
+    """What each VM of a run has to have.
+
+    Attributes:
+        instance: its type; None: any machine.
+        gpus: GPUs on it; 0 for none.
+        rehearse: CPU ranks in place of GPUs, in any case.
+        wait: seconds that it may be waited for.
+    """
+
+    instance: str | None = None
+    gpus: int = 0
+    rehearse: bool = False
+    wait: float = 600.0
+
+
 class AgentConfig(msgspec.Struct, frozen=True):
     """What an engine writes to an agent's standard input, as one line of JSON.
 
     Attributes:
-        endpoint: the supervisor's zmq address.
+        endpoint: the supervisor's zmq address; an engine with VMs elsewhere fills it in.
         server_key, public_key, secret_key: CURVE keys in Z85.
         scratch: a folder that the agent may fill; it goes with the agent.
         data: a data VM: data workers run there, and no ranks.
+        remote: the supervisor may be on another host: nothing is read through /proc, the wire beats, and the
+            agent leaves its starter's process tree.
+        environ: of a remote VM, the environment that programs have there.
     """
 
     endpoint: str
@@ -24,18 +57,29 @@ class AgentConfig(msgspec.Struct, frozen=True):
     secret_key: str
     scratch: str
     data: bool = False
+    remote: bool = False
+    environ: dict[str, str] = {}
 
 
 class Machine(Protocol):
     """One VM, from the moment it is asked for until it is given back.
 
     Attributes:
-        host: the address under which other VMs reach it.
+        host: the address under which other VMs reach it; known when its agent is up.
         pid: its agent's process id, where it is a process of this machine; else 0.
+        gpus: the GPUs that the engine gave it, as CUDA_VISIBLE_DEVICES names them; None: the supervisor shares
+            out this machine's.
+        place: where it is, for messages; empty for this machine.
+        waiting: what it waits for, in words.
+        error: the class of :mod:`taas.errors` that tells best why it ended, or could not be had.
     """
 
     host: str
     pid: int
+    gpus: tuple[str, ...] | None
+    place: str
+    waiting: str
+    error: str
 
     def fileno(self) -> int:
         """Return a descriptor that becomes readable when the VM's agent is gone."""
@@ -52,16 +96,27 @@ class Engine(Protocol):
 
     Attributes:
         keeps_warm: whether a VM may stay for the next run of the same kernel.
+        remote: whether VMs are, or may be, other hosts.
     """
 
     keeps_warm: bool
+    remote: bool
 
-    def start(self, instance: str | None, configs: Sequence[AgentConfig]) -> Sequence[Machine]:
+    def start(self, demand: Demand, configs: Sequence[AgentConfig]) -> Sequence[Machine]:
         """Start one agent for each configuration, on a VM each; they report to the supervisor when they are up.
 
         Raises:
             EngineError: they cannot be had.
         """
+
+    def fileno(self) -> int:
+        """Return a descriptor that becomes readable when :meth:`step` has something to do; -1: it never has."""
+
+    def step(self) -> None:
+        """Take in what became of the machines that were asked for."""
+
+    def pids(self) -> list[int]:
+        """Return the supervisor's own children that the engine needs."""
 
     def close(self) -> None:
         """Give everything back."""

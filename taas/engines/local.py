@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from taas.engines import AgentConfig
+from taas.engines import AgentConfig, Demand
 
 _END_SECONDS = 5.0
 
@@ -22,6 +22,9 @@ class LocalMachine:
     """An agent of this machine, held by its standard input: it ends when that is closed."""
 
     host = "127.0.0.1"
+    gpus: tuple[str, ...] | None = None
+    place = waiting = ""
+    error = "RunLost"
 
     def __init__(self, config: AgentConfig) -> None:
         scratch = Path(config.scratch)
@@ -41,6 +44,11 @@ class LocalMachine:
         with contextlib.suppress(BrokenPipeError):  # it is gone already: the pidfd says so
             self._process.stdin.write(msgspec.json.encode(config) + b"\n")
             self._process.stdin.flush()
+
+    @property
+    def ended(self) -> bool:
+        """Whether it was given back."""
+        return self._pidfd < 0
 
     def fileno(self) -> int:
         """Return the agent's pidfd."""
@@ -75,16 +83,28 @@ class LocalEngine:
     """Agents on this machine; they stay warm for the next run."""
 
     keeps_warm = True
+    remote = False
 
     def __init__(self) -> None:
         self._machines: list[LocalMachine] = []
 
-    def start(self, instance: str | None, configs: Sequence[AgentConfig]) -> Sequence[LocalMachine]:
+    def start(self, demand: Demand, configs: Sequence[AgentConfig]) -> Sequence[LocalMachine]:
         """Start agents."""
-        del instance  # this machine is whatever it is
+        del demand  # this machine is whatever it is
         started = [LocalMachine(config) for config in configs]
         self._machines += started
         return started
+
+    def fileno(self) -> int:
+        """Return -1: what becomes of the agents is told by their pidfds."""
+        return -1
+
+    def step(self) -> None:
+        """Do nothing."""
+
+    def pids(self) -> list[int]:
+        """Return the agents' process ids."""
+        return [machine.pid for machine in self._machines if not machine.ended]
 
     def close(self) -> None:
         """End all agents."""

@@ -150,6 +150,7 @@ def _prepare(start: RankStart, readied: Readied) -> _Prepared:
     payload = order.payload.open()
     capture.check_versions(capture.peek(payload))
     os.environ.update(start.environ)
+    order = _enter_replica(order, rank)
     wall = _enter_storage(order, rank)
     _enter_project(order, local_rank)
     device = _enter_device(order, local_rank)
@@ -178,6 +179,23 @@ def _prepare(start: RankStart, readied: Readied) -> _Prepared:
     if rank == 0:
         arrival.mark()
     return _Prepared(arrival, shell, wall)
+
+
+def _enter_replica(order: RankOrder, rank: int) -> RankOrder:
+    """Let a copy of the project stand in its place, where this VM does not see the notebook's disk."""
+    if not order.replica:
+        return order
+    from taas.travel import replica
+
+    try:
+        replica.enter(order.replica, order.project)
+    except OSError as error:
+        if rank == 0:
+            print(  # noqa: T201  the cell shows it
+                f"taas: absolute paths of the project do not hold on VM {order.vm}, relative ones do: {error}"
+            )
+        return msgspec.structs.replace(order, project=order.replica)
+    return order
 
 
 def _enter_storage(order: RankOrder, rank: int) -> Guard:

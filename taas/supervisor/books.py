@@ -82,7 +82,8 @@ class Book:
         record = self.record
         match message:
             case StateChanged():
-                record.state = message.state
+                record.state, record.waiting = message.state, message.detail
+                record.device = message.device or record.device
                 if message.state == "running":
                     record.began = time.time()
             case StartedAgain():

@@ -61,7 +61,8 @@ class HangWatch:
         self._run, self._tell = run, tell
         self._timeout = run.submit.spec.hang_timeout
         self._period = min(max(self._timeout / 8, _SHORTEST), _LONGEST)
-        self._spins = bool(run.submit.gpus) and not run.submit.spec.rehearse
+        elsewhere = run.submit.engine.kind != "local"
+        self._spins = (elsewhere or bool(run.submit.gpus)) and not run.submit.spec.rehearse
         self._next = time.monotonic() + self._period
         self._count = 0
         self._asked: dict[int, _Asked] = {}

@@ -9,6 +9,7 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from functools import partial
@@ -23,14 +24,18 @@ from taas import messages
 from taas.agent.endings import become_subreaper, sweep_orphans
 from taas.catalog import DATA_VM
 from taas.connections import Connection, write_connection
+from taas.engines import Demand, EngineChoice
 from taas.engines.local import LocalEngine
 from taas.errors import EngineError, NotEnoughDevices
+from taas.heartbeat import BEAT_SECONDS, LAST_WORD_SECONDS, set_heartbeat
 from taas.messages import (
     Accepted,
     AgentUp,
     AnswerTaken,
     AskStacks,
+    Beat,
     Interrupt,
+    Leave,
     MakerEnded,
     Message,
     Printed,
@@ -86,10 +91,14 @@ class Supervisor:
             )
         )
         self._routes: dict[str, bytes] = {}
-        self._engine = LocalEngine()
+        self._endpoints: dict[str, str] = {}
+        self._socket.set(zmq.ROUTER_MANDATORY, 1)  # a remote agent out of reach is heard of by sending
+        self._unreachable: dict[str, float] = {}
+        self._next_beat = 0.0
         address = (self.up.endpoint, self.up.server_key)
-        self._pool = Pool(self._engine, address, scratch, self._send)
-        self._data_pool = Pool(self._engine, address, scratch, self._send, data=True)
+        self._local = Pool(LocalEngine(), address, scratch, self._send)
+        self._data_pool = Pool(self._local.engine, address, scratch, self._send, data=True)
+        self._pools = {"local": self._local, "data": self._data_pool}
         self._runs: dict[str, Run] = {}
         self._books: dict[str, Book] = {}
         self._kernel_gone = False
@@ -112,7 +121,9 @@ class Supervisor:
         self._on(self._kernel, self._lose_kernel)
         settle_leftovers()
         threading.Thread(target=make_room, name="taas-retention", daemon=True).start()
-        self._start_vms(None, 1)  # whoever starts a supervisor is about to submit a run
+        if self._config.warm:  # whoever starts a supervisor is about to submit a run
+            self._local.start(Demand(), 1)
+            self._watch_vms()
         try:
             while not self._kernel_gone or self._runs:
                 for source, _ in self._poller.poll(self._pause_ms()):
@@ -121,10 +132,15 @@ class Supervisor:
                         action()
                 for run in self._runs.values():
                     run.hangs.step()
+                self._beat()
                 self._conclude_runs()
         finally:
             self._connection_file.unlink(missing_ok=True)
-            self._engine.close()
+            for vm in self._vms():
+                if vm.remote:
+                    vm.send(Leave())
+            for pool in self._pools.values():
+                pool.engine.close()
             sweep_orphans(())
             self._socket.close(linger=1000)
             self._auth.stop()
@@ -132,7 +148,12 @@ class Supervisor:
 
     def _pause_ms(self) -> int | None:
         waits = [wait for run in self._runs.values() if (wait := run.hangs.wait()) is not None]
+        if any(vm.remote for vm in self._vms()):
+            waits.append(max(0.0, self._next_beat - time.monotonic()))
         return int(min(waits) * 1000) + 1 if waits else None
+
+    def _vms(self) -> list[Vm]:
+        return [vm for pool in self._pools.values() for vm in pool.vms]
 
     def _on(self, source: Any, action: Callable[[], None]) -> None:
         self._actions[source] = action
@@ -144,11 +165,18 @@ class Supervisor:
 
     def _send(self, key: str, message: Message) -> None:
         route = self._routes.get(key)
-        if route is not None:
-            self._socket.send_multipart([route, messages.pack(message)])
+        if route is not None and not self._reply(route, message):
+            self._unreachable.setdefault(key, time.monotonic())
 
-    def _reply(self, route: bytes, message: Message) -> None:
-        self._socket.send_multipart([route, messages.pack(message)])
+    def _reply(self, route: bytes, message: Message) -> bool:
+        """Send a message; returns whether there is a way to the peer."""
+        try:
+            self._socket.send_multipart([route, messages.pack(message)])
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            return False
+        return True
 
     def _hear(self) -> None:
         for _ in range(64):  # then look at the other sources
@@ -162,6 +190,9 @@ class Supervisor:
                 self._hear_client(key, route.bytes, self._read_client(frame.buffer))
             else:
                 self._hear_agent(key, self._read_agent(frame.buffer))
+
+    def _answer(self, route: bytes, message: Message) -> None:
+        self._reply(route, message)  # who asked may have left
 
     def _lose_kernel(self) -> None:
         self._kernel_gone = True
@@ -184,7 +215,7 @@ class Supervisor:
         elif run is None:
             return  # it ended meanwhile
         elif isinstance(message, AskStacks):
-            run.hangs.ask(partial(self._reply, route))
+            run.hangs.ask(partial(self._answer, route))
         elif isinstance(message, Interrupt):
             run.interrupt()
         elif isinstance(message, Seen):
@@ -202,9 +233,9 @@ class Supervisor:
             gpus = self._not_elsewhere(gpus)
             book = Book(submit, self._kernel_mark)
             name = book.record.name
-            vms = self._pool.lease(
-                name, spec.instance, spec.vms, gpus, spec.ranks_per_vm * spec.gpus_per_rank
-            )
+            per_vm = spec.ranks_per_vm * spec.gpus_per_rank
+            demand = Demand(spec.instance, per_vm, spec.rehearse, submit.engine.wait)
+            vms = self._pool_of(submit.engine).lease(name, demand, spec.vms, gpus)
             data_vms = self._lease_data(name, spec.data_vms) if submit.delivery is not None else []
         except (EngineError, OSError) as error:
             if book is not None:
@@ -234,7 +265,7 @@ class Supervisor:
     def _restart(self, run: Run, why: str) -> bool:
         """Start a run again, with new VMs in place of those it lost; returns whether they could be had."""
         try:
-            new = self._pool.replace([vm for vm in run.vms if vm.gone])
+            new = self._pool_of(run.submit.engine).replace([vm for vm in run.vms if vm.gone])
             data_vms = self._lease_data(run.name, run.submit.spec.data_vms) if run.data is not None else []
         except EngineError:
             return False
@@ -246,11 +277,11 @@ class Supervisor:
     def _lease_data(self, run: str, count: int) -> list[Vm]:
         """Return so many data VMs of a run: those that it has, and others."""
         own = [vm for vm in self._data_pool.vms if vm.run == run]
-        return [*own, *self._data_pool.lease(run, DATA_VM, count - len(own), (), 0)]
+        return [*own, *self._data_pool.lease(run, Demand(DATA_VM), count - len(own), ())]
 
     def _replace_data_vm(self, run: Run) -> Vm | None:
         try:
-            [vm] = self._data_pool.lease(run.name, DATA_VM, 1, (), 0)
+            [vm] = self._data_pool.lease(run.name, Demand(DATA_VM), 1, ())
         except (EngineError, OSError):
             return None
         self._watch_vms()
@@ -299,34 +330,80 @@ class Supervisor:
 
     def _forget(self, run: Run) -> None:
         run.forget()
-        self._pool.release([vm for vm in run.vms if not vm.gone])
-        self._data_pool.release([vm for vm in self._data_pool.vms if vm.run == run.name])
+        for pool in self._pools.values():
+            mine = [vm for vm in pool.vms if vm.run == run.name]
+            pool.release(mine)
+            if not pool.engine.keeps_warm:
+                for vm in mine:
+                    self._give_back(pool, vm)
         self._books.pop(run.name).close()
         del self._runs[run.name]
 
+    def _give_back(self, pool: Pool, vm: Vm) -> None:
+        self._off(vm.machine.fileno())
+        self._allowed.discard(vm.key)
+        pool.give_back(vm)
+
     def _release_idle(self) -> int:
         """Give back the VMs that no run uses."""
-        idle = [(pool, vm) for pool in (self._pool, self._data_pool) for vm in pool.vms if vm.run is None]
+        idle = [(pool, vm) for pool in self._pools.values() for vm in pool.vms if vm.run is None]
         for pool, vm in idle:
-            self._off(vm.machine.fileno())
-            self._allowed.discard(vm.key)
-            pool.give_back(vm)
+            self._give_back(pool, vm)
         return len(idle)
 
+    # ------------------------------------------------------------ engines
+
+    def _pool_of(self, choice: EngineChoice) -> Pool:
+        """Return the VMs of an engine, which is started when it is first asked for."""
+        if choice.kind == "local":
+            return self._local
+        name = f"{choice.kind} {choice.address}"
+        if name not in self._pools:
+            from taas.engines.ray import RayEngine
+
+            engine = RayEngine(choice.address, self._listen, self._scratch / "ray.log")
+            self._pools[name] = Pool(engine, ("", self.up.server_key), self._scratch, self._send)
+        return self._pools[name]
+
+    def _listen(self, host: str) -> str:
+        """Listen on an address that other machines reach; peers that connect there have to show signs of life."""
+        if host not in self._endpoints:
+            set_heartbeat(self._socket)
+            port = self._socket.bind_to_random_port(f"tcp://{host}")
+            self._endpoints[host] = f"tcp://{host}:{port}"
+        return self._endpoints[host]
+
+    def _hear_engine(self, pool: Pool, source: int) -> None:
+        pool.engine.step()
+        if pool.engine.fileno() != source:
+            self._off(source)
+        for run in self._runs.values():
+            run.look_at_machines()
+
+    def _beat(self) -> None:
+        """Find out which remote agents are out of reach."""
+        if time.monotonic() < self._next_beat:
+            return
+        self._next_beat = time.monotonic() + BEAT_SECONDS
+        for vm in self._vms():
+            if vm.remote and vm.up:
+                vm.send(Beat())
+        for vm in self._vms():
+            since = self._unreachable.get(vm.key)
+            if since is not None and time.monotonic() > since + LAST_WORD_SECONDS:
+                self._lose_vm(vm, f"lost: {vm.machine.place} does not answer any more")
+
     # ------------------------------------------------------------ agents
-
-    def _start_vms(self, instance: str | None, count: int) -> None:
-        self._pool.start(instance, count)
-        self._watch_vms()
-
-    def _vms(self) -> list[Vm]:
-        return [*self._pool.vms, *self._data_pool.vms]
 
     def _watch_vms(self) -> None:
         for vm in self._vms():
             if vm.machine.fileno() not in self._actions:
                 self._on(vm.machine.fileno(), partial(self._lose_vm, vm))
-        self._allowed |= self._pool.keys | self._data_pool.keys
+            self._allowed.add(vm.key)
+        for pool in self._pools.values():
+            source = pool.engine.fileno()
+            if source >= 0 and source not in self._actions:
+                self._on(source, partial(self._hear_engine, pool, source))
 
     def _hear_agent(self, key: str, message: Message) -> None:
         vm = next((vm for vm in self._vms() if vm.key == key), None)
@@ -345,14 +422,14 @@ class Supervisor:
         elif isinstance(message, Printed):
             self._send(self._config.client_key, message)
         else:
-            run.hear(message)  # type: ignore[arg-type]
+            run.hear(message)
 
-    def _lose_vm(self, vm: Vm) -> None:
+    def _lose_vm(self, vm: Vm, how: str = "") -> None:
         self._off(vm.machine.fileno())
         self._allowed.discard(vm.key)
-        how = (self._pool if vm in self._pool.vms else self._data_pool).lose(vm)
+        how = next(pool for pool in self._pools.values() if vm in pool.vms).lose(vm, how)
         makers = [pid for run in self._runs.values() if run.data is not None for pid in run.data.pids()]
-        sweep_orphans([*makers, *(other.machine.pid for other in self._vms())])
+        sweep_orphans([*makers, *(pid for pool in self._pools.values() for pid in pool.engine.pids())])
         run = self._runs.get(vm.run or "")
         if run is None:
             return

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
+from taas.errors import RunLost
 from taas.messages import (
     AgentTrouble,
     CellStarted,
     Endpoint,
     EndRanks,
+    FileChange,
     Memory,
     Message,
+    Piece,
     Progressed,
     RankEnded,
     RankOrder,
@@ -26,17 +30,24 @@ from taas.messages import (
     StoreUp,
     Submit,
     VmDone,
+    WantPiece,
+    WantProject,
+    Wrote,
 )
+from taas.pieces import piece_of
 from taas.records import output_folder
 from taas.stacks import ranks_in_words
 from taas.supervisor.books import shown_ranks
+from taas.supervisor.carriage import Carriage
 from taas.supervisor.data_side import DataSide
 from taas.supervisor.hangs import HangWatch
+from taas.supervisor.homecoming import Homecoming
 from taas.supervisor.rank_writes import make_scratch, settle_scratch
 from taas.supervisor.vms import Vm
 
 _DEATH_IS_THE_CAUSE_SECONDS = 2.0
 """A rank that was killed is to blame for errors others had up to this long before its agent saw it."""
+_LOOPBACK = "127.0.0.1"
 FAILED = ("raised", "exited", "died")
 
 
@@ -76,6 +87,22 @@ class Run:
         self._lost: str | None = None
         self._trouble: str | None = None
         self._notices: list[str] = []
+        self._error = RunLost.__name__
+        self._waiting = ""
+        self._carriage = Carriage(
+            name,
+            submit.spec.world_size,
+            submit.payload,
+            str(output_folder(folder, restarts)),
+            lambda number, said: vms[number].send(said),
+        )
+        self._homecoming = Homecoming(
+            name,
+            submit.project,
+            self._scratch,
+            submit.spec.ranks_per_vm,
+            lambda number, said: vms[number].send(said),
+        )
         self.hangs = HangWatch(self, tell_client)
         self.data = self._start_data(data_vms) if submit.delivery is not None else None
 
@@ -98,8 +125,27 @@ class Run:
             self.data.start_makers()
         prepared = self.data is None or self.data.ready
         if self.state == "acquiring" and prepared and all(vm.up for vm in self.vms):
-            self._enter("starting")
+            self._enter("starting", device=self._device())
             self._start_ranks(0, None)
+
+    def look_at_machines(self) -> None:
+        """Say what the VMs that are not there yet wait for, if that has changed."""
+        if self.state == "acquiring":
+            waiting = next((vm.machine.waiting for vm in self.vms if not vm.up), "")
+            if waiting != self._waiting:
+                self._waiting = waiting
+                self.tell(StateChanged(run=self.name, state=self.state, detail=waiting))
+
+    def _device(self) -> str:
+        """Say what the ranks run on, where only the engine knew; else nothing."""
+        spec = self.submit.spec
+        given = [vm.machine.gpus for vm in self.vms]
+        if given[0] is None or not spec.gpus_per_rank:
+            return ""
+        count = sum(len(gpus or ()) for gpus in given)
+        if not count:
+            return f"rehearsed on CPU ({'as --rehearse asks' if spec.rehearse else 'no GPU there'})"
+        return f"{count} GPU{'s' if count > 1 else ''}"
 
     def data_changed(self) -> None:
         """The data side said something."""
@@ -109,13 +155,14 @@ class Run:
             self.end()
         self.vm_up()
 
-    def _enter(self, state: str) -> None:
+    def _enter(self, state: str, device: str = "") -> None:
         self.state = state
-        self.tell(StateChanged(run=self.name, state=state))
+        self.tell(StateChanged(run=self.name, state=state, device=device))
 
     def _start_ranks(self, number: int, store: Endpoint | None) -> None:
         vm = self.vms[number]
-        order = self._order(number, store or Endpoint(vm.machine.host, 0))
+        alone = len(self.vms) == 1  # its store need not be reached from anywhere else
+        order = self._order(number, store or Endpoint(_LOOPBACK if alone else vm.machine.host, 0))
         self._told.add(number)
         vm.send(
             StartRanks(run=self.name, vm=number, order=order, store=store, watched=watched_ranks(self.submit))
@@ -124,6 +171,7 @@ class Run:
     def _order(self, number: int, store: Endpoint) -> RankOrder:
         submit, spec, vm = self.submit, self.submit.spec, self.vms[number]
         width = spec.ranks_per_vm
+        gpus = vm.gpus if vm.machine.gpus is None else vm.machine.gpus
         return RankOrder(
             run=self.name,
             vm=self.vm_name(number),
@@ -131,15 +179,15 @@ class Run:
             execution_count=submit.execution_count,
             project=submit.project,
             environ=submit.environ,
-            payload=submit.payload,
+            payload=self._carriage.payload_for(remote=vm.remote),
             first_rank=number * width,
             world_size=spec.world_size,
             local_world_size=width,
             group_rank=number,
             group_world_size=spec.vms,
             store=store,
-            gpus=vm.gpus,
-            rehearsed=0 if vm.gpus else width * spec.gpus_per_rank,
+            gpus=gpus,
+            rehearsed=0 if gpus else width * spec.gpus_per_rank,
             control="",
             log_dir=str(output_folder(self._folder, self.restarts)),
             scratch=str(self._scratch),
@@ -147,13 +195,18 @@ class Run:
             colors=submit.colors,
             delivery=None if self.data is None else self.data.rank_config(),
             restart_count=self.restarts,
+            host=vm.machine.host,
+            changed=submit.changed,
+            files=self._homecoming.files() if vm.remote else None,
         )
 
     # ------------------------------------------------------------ what agents say
 
-    def hear(self, message: StoreUp | RankReport | VmDone | AgentTrouble | RanksSeen) -> None:
+    def hear(self, message: Any) -> None:
         """Take in what an agent of this run says."""
         match message:
+            case WantPiece() | Piece() | Wrote() | WantProject() | FileChange():
+                self._carry(message)
             case RanksSeen():
                 self.hangs.take(message)
             case StoreUp() if self.state == "starting":
@@ -162,6 +215,7 @@ class Run:
             case RankReport(said=CellStarted()):
                 self._started += 1
                 if self._started == self.submit.spec.world_size and self.state == "starting":
+                    self._homecoming.all_started()
                     self._enter("running")
             case RankReport(said=RankEnded() as ended):
                 self._rank_ended(ended)
@@ -176,9 +230,26 @@ class Run:
                 self._done.add(message.vm)
                 self.end()
 
+    def _carry(self, message: WantPiece | Piece | Wrote | WantProject | FileChange) -> None:
+        files = isinstance(message, WantProject | FileChange)
+        try:
+            if isinstance(message, WantPiece) and message.fd == self._homecoming.parcel_fd:
+                self.vms[message.vm].send(piece_of(message, message.fd))
+            elif isinstance(message, WantProject | FileChange):
+                self._homecoming.hear(message)
+            else:
+                self._carriage.hear(message)
+        except (OSError, msgspec.DecodeError) as error:
+            what = "project could not travel" if files else "names that the run made could not be taken"
+            self._trouble = f"the {what}: {error}"
+            self.end()
+
     def _rank_ended(self, ended: RankEnded) -> None:
         self._ended[ended.rank] = ended
-        self.answer = ended.answer or self.answer
+        if ended.answer is not None and ended.answer.elsewhere:
+            self._carriage.fetch(ended.rank // self.submit.spec.ranks_per_vm, ended.answer)
+        else:
+            self.answer = ended.answer or self.answer
         self._notices += ended.notices
         if ended.outcome != "done":
             self.end()
@@ -186,11 +257,16 @@ class Run:
     def vm_lost(self, vm: Vm, how: str) -> None:
         """An agent of this run is gone."""
         number = self.vms.index(vm)
-        if number not in self._done:
-            self._lost = (
-                self._lost or f"the agent of {self.vm_name(number)} was {how}; it took its ranks with it"
-            )
+        if number not in self._done or number == self._carriage.fetching_from:
+            if self._lost is None:
+                self._error = vm.machine.error
+                self._lost = (
+                    f"the agent of {self.vm_name(number)} was {how}; it took its ranks with it"
+                    if number in self._told
+                    else how
+                )
             self._done.add(number)
+            self._homecoming.lose(number)
             self.hangs.lose_vm(number)
             self.end()
 
@@ -224,7 +300,8 @@ class Run:
     def settled(self) -> bool:
         """Whether every VM is done or lost, and the data side has said its last."""
         said = self.data is None or self.data.over or self.state == "ending"
-        return said and len(self._done) == len(self.vms)
+        fetching = self._carriage.fetching_from >= 0 and self.state != "ending"
+        return said and not fetching and len(self._done) == len(self.vms)
 
     @property
     def finished(self) -> bool:
@@ -235,7 +312,8 @@ class Run:
     def loss(self) -> str:
         """What was lost, of a finished run that may be started again; else empty."""
         verdict = self._verdict()
-        if self._trouble or self.restarts >= self.submit.spec.max_restarts:
+        never_began = self._error != RunLost.__name__
+        if self._trouble or never_began or self.restarts >= self.submit.spec.max_restarts:
             return ""
         if verdict.outcome == "lost":
             return verdict.message
@@ -246,19 +324,25 @@ class Run:
     def again(self, vms: list[Vm], data_vms: list[Vm]) -> Run:
         """Give this name to a new start on these VMs; what ranks other than 0 wrote until now is kept."""
         self.forget()
-        notices = [*self._notices, *settle_scratch(self._scratch)]
+        files = self._homecoming.notices(well=True)
+        self._homecoming.close()
+        notices = [*self._notices, *files, *self._carriage.notices, *settle_scratch(self._scratch)]
         new = Run(self.name, self.submit, vms, data_vms, self._folder, self.tell, restarts=self.restarts + 1)
         new._notices = notices
+        new._homecoming.take_along(self._homecoming.written)
         return new
 
     def conclude(self) -> bool:
         """Tell the client how it ended; returns whether it has an answer to take, which its agent holds."""
         self.state = "over"
+        self.answer = self._carriage.answer or self.answer
         verdict = self._verdict()
         if self.data is not None:
             self._notices += self.data.notes
             verdict = msgspec.structs.replace(verdict, loaders=self.data.final)
-        notices = (*self._notices, *settle_scratch(self._scratch))
+        files = self._homecoming.notices(well=verdict.outcome != "failed")
+        self._homecoming.close()
+        notices = (*self._notices, *files, *self._carriage.notices, *settle_scratch(self._scratch))
         self.tell(msgspec.structs.replace(verdict, notices=notices))
         return verdict.answer is not None
 
@@ -266,6 +350,7 @@ class Run:
         """Tell the agents that nobody needs what they hold for this run."""
         for vm in self.vms:
             vm.send(RunOver(run=self.name))
+        self._carriage.close()
 
     def _verdict(self) -> RunEnded:
         undone = [ended for ended in self._ended.values() if ended.outcome != "done"]
@@ -275,7 +360,7 @@ class Run:
             return RunEnded(run=self.name, outcome="interrupted")
         if self._lost or self._trouble or orphaned:
             message = self._lost or self._trouble or self._forkserver_lost(orphaned[0])
-            return RunEnded(run=self.name, outcome="lost", message=message)
+            return RunEnded(run=self.name, outcome="lost", message=message, error=self._error)
         if undone:
             first = blame(failed or undone)
             others = max(0, len(failed) - 1)
@@ -301,7 +386,9 @@ class Run:
 
     def vm_name(self, number: int) -> str:
         """What messages call a VM of this run, such as ``g2.8-0``."""
-        return f"{self.submit.spec.instance or 'vm'}-{number}"
+        name = f"{self.submit.spec.instance or 'vm'}-{number}"
+        place = self.vms[number].machine.place
+        return f"{name} ({place})" if place else name
 
     def _vm_of(self, rank: int) -> str:
         return self.vm_name(rank // self.submit.spec.ranks_per_vm)

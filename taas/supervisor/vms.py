@@ -7,18 +7,24 @@ from pathlib import Path
 
 import zmq
 
-from taas.engines import AgentConfig, Engine, Machine
+from taas.engines import AgentConfig, Demand, Engine, Machine
 from taas.errors import NotEnoughDevices
-from taas.messages import Message
+from taas.messages import Leave, Message
 
 
 class Vm:
     """A VM as the supervisor knows it."""
 
     def __init__(
-        self, machine: Machine, key: str, instance: str | None, send: Callable[[str, Message], None]
+        self,
+        machine: Machine,
+        key: str,
+        demand: Demand,
+        send: Callable[[str, Message], None],
+        *,
+        remote: bool,
     ) -> None:
-        self.machine, self.key, self.instance = machine, key, instance
+        self.machine, self.key, self.demand, self.remote = machine, key, demand, remote
         self.up = False
         self.gone = False
         self.run: str | None = None
@@ -30,9 +36,15 @@ class Vm:
         if not self.gone:
             self._send(self.key, message)
 
+    def end(self) -> None:
+        """Give it back; its agent is told by both ways there are."""
+        if self.remote:
+            self._send(self.key, Leave())
+        self.machine.end()
+
 
 class Pool:
-    """All VMs of this supervisor for ranks, or all of its data VMs."""
+    """All VMs that this supervisor has of one engine for ranks, or for data workers."""
 
     def __init__(
         self,
@@ -43,17 +55,12 @@ class Pool:
         *,
         data: bool = False,
     ) -> None:
-        self._engine, self._scratch, self._send, self._data = engine, scratch, send, data
+        self.engine, self._scratch, self._send, self._data = engine, scratch, send, data
         self._endpoint, self._server_key = address
         self._count = 0
         self.vms: list[Vm] = []
 
-    @property
-    def keys(self) -> set[str]:
-        """Public keys of all agents that may connect."""
-        return {vm.key for vm in self.vms}
-
-    def start(self, instance: str | None, count: int) -> list[Vm]:
+    def start(self, demand: Demand, count: int) -> list[Vm]:
         """Ask the engine for VMs; they are up when their agents say so."""
         pairs = [zmq.curve_keypair() for _ in range(count)]
         configs = [
@@ -68,25 +75,30 @@ class Pool:
             for number, (public, secret) in enumerate(pairs)
         ]
         self._count += count
-        machines = self._engine.start(instance, configs)
+        machines = self.engine.start(demand, configs)
         started = [
-            Vm(machine, config.public_key, instance, self._send)
+            Vm(machine, config.public_key, demand, self._send, remote=self.engine.remote)
             for machine, config in zip(machines, configs, strict=True)
         ]
         self.vms += started
         return started
 
-    def lease(
-        self, run: str, instance: str | None, count: int, gpus: tuple[str, ...], gpus_per_vm: int
-    ) -> list[Vm]:
+    def lease(self, run: str, demand: Demand, count: int, gpus: tuple[str, ...]) -> list[Vm]:
         """Give VMs to a run: idle ones first, then new ones.
+
+        Args:
+            run: its name.
+            demand: what each VM has to have.
+            count: how many.
+            gpus: this machine's GPUs that are free, for an engine that does not know of GPUs itself.
 
         Raises:
             NotEnoughDevices: other runs have the GPUs.
         """
-        shares = self._share_gpus(count, gpus, gpus_per_vm)
+        shares = self._share_gpus(count, gpus, demand.gpus)
         leased = [vm for vm in self.vms if vm.run is None and not vm.gone][:count]
-        leased += self.start(instance, count - len(leased))
+        if count > len(leased):
+            leased += self.start(demand, count - len(leased))
         for vm, share in zip(leased, shares, strict=True):
             vm.run, vm.gpus = run, share
         return leased
@@ -107,7 +119,7 @@ class Pool:
         """Give a run new VMs for those it lost, with the GPUs those had."""
         found: dict[Vm, Vm] = {}
         for vm in lost:
-            [new] = self.start(vm.instance, 1)
+            [new] = self.start(vm.demand, 1)
             new.run, new.gpus = vm.run, vm.gpus
             found[vm] = new
         return found
@@ -116,19 +128,17 @@ class Pool:
         """Take VMs back from a run."""
         for vm in vms:
             vm.run, vm.gpus = None, ()
-            if not self._engine.keeps_warm:
-                vm.machine.end()
 
     def give_back(self, vm: Vm) -> None:
         """Give an idle VM back to the engine."""
+        vm.end()
         vm.gone = True
         self.vms.remove(vm)
-        vm.machine.end()
 
-    def lose(self, vm: Vm) -> str:
-        """Strike a VM whose agent is gone; returns how it ended."""
+    def lose(self, vm: Vm, how: str) -> str:
+        """Strike a VM whose agent is gone, or out of reach, as ``how`` says; returns how it ended."""
         vm.gone = True
         self.vms.remove(vm)
-        how = vm.machine.how_it_ended()
-        vm.machine.end()
+        how = how or vm.machine.how_it_ended()
+        vm.end()
         return how

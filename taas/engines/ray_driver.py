@@ -1,0 +1,218 @@
+"""``python -m taas.engines.ray_driver [ADDRESS]``: the supervisor's Ray driver, a process of its own.
+
+Ray ends a driver whose node or head is lost, and blocks one whose cluster does not answer. Neither may happen to
+the supervisor, so it has a child for it. The child ends with its standard input; Ray then takes back all it held:
+nothing here is detached. The only module that imports ray.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import time
+from typing import Any
+
+import msgspec
+import ray
+from ray.exceptions import RayActorError, RayError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from taas.engines import AgentConfig, ray_vm, ray_wire
+from taas.engines.ray_needs import bundle, differing_versions, what_is_missing
+from taas.engines.ray_wire import Acquire, Connected, Gone, Got, Release, Unreachable, Waiting
+
+_LOOK_SECONDS = 1.0
+_PARTING_SECONDS = 8.0
+
+
+def _nodes() -> list[dict[str, float]]:
+    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
+
+
+# ---------------------------------------------------------------- one VM
+
+
+class _Vm:
+    """A VM that the supervisor asked for."""
+
+    def __init__(self, number: int, config: AgentConfig) -> None:
+        self.number, self.config = number, config
+        self.actor: Any = None
+        self.serves = False
+        self.released = False
+        self.gone = threading.Event()
+
+    def release(self) -> None:
+        """Have its agent end, and take the node from it when it does not."""
+        self.released = True
+        if self.actor is not None and self.serves:
+            with contextlib.suppress(RayError):
+                self.actor.end.remote()
+            timer = threading.Timer(_PARTING_SECONDS, self.kill)
+            timer.daemon = True
+            timer.start()
+        else:
+            self.kill()
+
+    def kill(self) -> None:
+        """End its actor; the agent reads end-of-file then."""
+        if self.actor is not None and not self.gone.is_set():
+            with contextlib.suppress(Exception):  # its node, or the cluster, is gone
+                ray.kill(self.actor)
+
+
+class Group:
+    """The VMs of one run: a placement group, and an actor in each of its bundles."""
+
+    def __init__(self, ask: Acquire, report: Any) -> None:
+        self._demand, self._report = ask.demand, report
+        self.vms = [_Vm(number, config) for number, config in zip(ask.machines, ask.configs, strict=True)]
+        self._placement: PlacementGroup | None = None
+        self._left = len(self.vms)
+        self._lock = threading.Lock()
+
+    def run(self) -> None:
+        """Get the VMs, and serve until all of them are gone; a thread's."""
+        try:
+            wanted = bundle(self._demand, _nodes())
+            self._placement = placement_group([wanted] * len(self.vms), strategy="STRICT_SPREAD")
+            why_not = self._wait(wanted)
+        except Exception as error:
+            why_not = f"{type(error).__name__}: {error}"
+        if why_not is not None:
+            for vm in self.vms:
+                self._gone(vm, why_not, "EngineError")
+            return
+        assert self._placement is not None
+        for place, vm in enumerate(self.vms):
+            strategy = PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=place)
+            threading.Thread(target=self._serve, args=(vm, strategy, wanted), daemon=True).start()
+
+    def _wait(self, wanted: dict[str, float]) -> str | None:
+        """Wait for the placement group; returns why it will not come."""
+        assert self._placement is not None
+        deadline = time.monotonic() + self._demand.wait
+        said = ""
+        while not self._placement.wait(_LOOK_SECONDS):
+            if all(vm.released for vm in self.vms):
+                return "given back"
+            missing = what_is_missing(wanted, len(self.vms), _nodes(), ray.available_resources())
+            if time.monotonic() > deadline:
+                return (
+                    f"the Ray cluster did not give what the run asks for within {self._demand.wait:g} s "
+                    f"([engine] wait in taas.toml): {missing}"
+                )
+            if missing != said:
+                said = missing
+                for vm in self.vms:
+                    self._report(Waiting(vm.number, missing))
+        return None
+
+    def _serve(self, vm: _Vm, strategy: Any, wanted: dict[str, float]) -> None:
+        how, error = "lost", "RunLost"
+        try:
+            others = {name: amount for name, amount in wanted.items() if name not in ("GPU", "CPU")}
+            vm.actor = (
+                ray.remote(ray_vm.VmActor)
+                .options(
+                    num_cpus=wanted.get("CPU", 0),
+                    num_gpus=wanted.get("GPU", 0),
+                    resources=others,
+                    max_concurrency=4,
+                    scheduling_strategy=strategy,
+                )
+                .remote()
+            )
+            seen = ray.get(vm.actor.look.remote())
+            differing = differing_versions(seen["versions"], ray_vm.versions())
+            host = seen["host"]
+            if differing:
+                how, error = f"{differing} (node {host})", "VersionMismatch"
+            elif not vm.released:
+                vm.serves = True
+                self._report(Got(vm.number, host, tuple(seen["gpus"])))
+                log = ray.get(vm.actor.serve.remote(msgspec.json.encode(vm.config)))
+                how = f"ended by itself; its log says: {log}" if log else "ended"
+        except RayActorError as lost:
+            how = f"lost: {_first_sentence(lost)}"
+        except Exception as broken:
+            how = f"lost: {type(broken).__name__}: {broken}"
+        self._gone(vm, how, error)
+
+    def _gone(self, vm: _Vm, how: str, error: str) -> None:
+        vm.kill()
+        with self._lock:
+            self._left -= 1
+            last = self._left == 0
+        if last and self._placement is not None:
+            with contextlib.suppress(Exception):
+                remove_placement_group(self._placement)
+        self._report(Gone(vm.number, how, error))
+        vm.gone.set()
+
+
+def _first_sentence(lost: BaseException) -> str:
+    """Return what Ray says, in one line."""
+    lines = [line.strip() for line in str(lost).splitlines() if line.strip()]
+    return lines[0] if lines else type(lost).__name__
+
+
+# ---------------------------------------------------------------- the driver
+
+
+class Driver:
+    """Serves one supervisor."""
+
+    def __init__(self, out: int) -> None:
+        self._out = out
+        self._lock = threading.Lock()
+        self._vms: dict[int, _Vm] = {}
+
+    def report(self, line: ray_wire.Reports) -> None:
+        """Tell the supervisor something; it may be gone."""
+        with self._lock, contextlib.suppress(OSError):
+            data = memoryview(ray_wire.encode(line) + b"\n")
+            while data:
+                data = data[os.write(self._out, data) :]
+
+    def serve(self) -> None:
+        """Do what standard input says, until its end; then give all VMs back."""
+        read = ray_wire.decoder(ray_wire.Asks)
+        for line in sys.stdin.buffer:
+            ask = read.decode(line)
+            if isinstance(ask, Acquire):
+                group = Group(ask, self.report)
+                self._vms |= {vm.number: vm for vm in group.vms}
+                threading.Thread(target=group.run, daemon=True).start()
+            elif isinstance(ask, Release) and ask.machine in self._vms:
+                self._vms.pop(ask.machine).release()
+        for vm in self._vms.values():
+            vm.release()
+        deadline = time.monotonic() + _PARTING_SECONDS
+        for vm in self._vms.values():
+            vm.gone.wait(max(0.0, deadline - time.monotonic()))
+
+
+def main() -> None:
+    """Become a driver of the cluster, and serve."""
+    out = os.dup(1)
+    os.dup2(2, 1)  # Ray prints
+    address = sys.argv[1] if len(sys.argv) > 1 else "auto"
+    driver = Driver(out)
+    try:
+        ray.cloudpickle.register_pickle_by_value(ray_vm)
+        ray.init(address=address, namespace="taas", log_to_driver=False)
+        driver.report(Connected(ray.util.get_node_ip_address()))
+    except Exception as error:
+        driver.report(Unreachable(_first_sentence(error)))
+        return
+    driver.serve()
+    ray.shutdown()
+    os._exit(0)  # threads that wait for lost nodes must not hold it
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""A VM of a Ray cluster: the actor that holds its resources and keeps its agent.
+
+The class travels to the node by value (``ray_driver`` sees to that), so that a node without taas can say so.
+Beside Ray it needs the standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+COMPARED = ("jupyter-taas", "torch", "cloudpickle", "numpy", "msgspec", "pyzmq")
+"""Distributions whose versions a VM tells."""
+_TAIL_BYTES = 2000
+_RAYS_OWN = ("RAY_", "OMP_NUM_THREADS", "PYTHONBREAKPOINT")
+
+
+def versions() -> dict[str, str]:
+    """Return the versions here: of Python, and of what is compared; empty for what is not installed."""
+    found = {"python": platform.python_version()}
+    for name in COMPARED:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = ""
+    return found
+
+
+class VmActor:
+    """One VM. Its agent ends when the actor does: it reads end-of-file then."""
+
+    def __init__(self) -> None:
+        self._lifeline = os.pipe()
+
+    def look(self) -> dict[str, Any]:
+        """Return what the VM has: its address, its versions, its GPUs as CUDA_VISIBLE_DEVICES names them."""
+        from ray.util import get_node_ip_address
+
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        real = any(path.name[6:].isdigit() for path in Path("/dev").glob("nvidia*"))
+        gpus = [gpu for gpu in visible.split(",") if gpu and real]  # a node may claim more than it has
+        return {"host": get_node_ip_address(), "versions": versions(), "gpus": gpus}
+
+    def serve(self, line: bytes) -> str:
+        """Run the agent until it ends; returns the end of what it wrote to its log.
+
+        Args:
+            line: its configuration, without its scratch and its environment.
+        """
+        scratch = tempfile.mkdtemp(prefix="taas-")
+        environ = {name: value for name, value in os.environ.items() if not name.startswith(_RAYS_OWN)}
+        own = {name: value for name, value in environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+        config = {**json.loads(line), "scratch": scratch, "environ": own}
+        alive, signs_of_life = os.pipe()
+        with tempfile.TemporaryFile() as log:
+            starter = subprocess.Popen(
+                [sys.executable, "-m", "taas.agent"],
+                stdin=self._lifeline[0],
+                stdout=log,
+                stderr=log,
+                cwd=scratch,
+                env={**environ, "TMPDIR": scratch},
+                pass_fds=(signs_of_life,),
+                start_new_session=True,
+            )
+            os.close(signs_of_life)
+            with contextlib.suppress(OSError):  # it was given back meanwhile
+                os.write(self._lifeline[1], json.dumps(config).encode() + b"\n")
+            starter.wait()  # the agent goes on as nobody's child: Ray kills an actor's children, all at once
+            os.read(alive, 1)
+            os.close(alive)
+            shutil.rmtree(scratch, ignore_errors=True)
+            log.seek(max(0, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            return log.read().decode(errors="replace").strip()
+
+    def end(self) -> None:
+        """Have the agent end what it started, and itself; ``serve`` returns then. Once."""
+        os.close(self._lifeline[1])

@@ -1,0 +1,149 @@
+"""A run's project files between the notebook's disk and VMs that do not see it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from taas.messages import (
+    FileChange,
+    FileChangeTaken,
+    Memory,
+    Message,
+    ProjectFiles,
+    ProjectPacked,
+    WantProject,
+)
+from taas.rank_storage import scratch_of
+from taas.storage.settlement import human_size
+from taas.travel import parcel
+from taas.travel.applier import Applier
+from taas.travel.changes import decode_all
+from taas.travel.same_disk import Token
+
+__all__ = ["Homecoming"]
+
+_NAMED = 3
+
+
+class Homecoming:
+    """What goes to the VMs of one run, and what comes back.
+
+    Args:
+        run: its name.
+        project: the notebook's directory.
+        scratch: the run's folder for what ranks other than 0 write in the project's place.
+        ranks_per_vm: ranks on each VM.
+        send: sends a message to a VM, by its number.
+    """
+
+    def __init__(
+        self, run: str, project: str, scratch: Path, ranks_per_vm: int, send: Callable[[int, Message], None]
+    ) -> None:
+        self._run, self._project, self._scratch, self._width = run, project, scratch, ranks_per_vm
+        self._send = send
+        self._token: Token | None = None
+        self._parcel: parcel.Parcel | None = None
+        self._appliers: dict[int, Applier] = {}
+        self._along: frozenset[bytes] = frozenset()
+
+    @property
+    def parcel_fd(self) -> int:
+        """The packed project, which VMs may ask for; -1 while there is none."""
+        return -1 if self._parcel is None else self._parcel.fd
+
+    @property
+    def written(self) -> frozenset[bytes]:
+        """Files of the project that rank 0 wrote: a run that starts again goes on from them."""
+        return self._along.union(*(applier.written for key, applier in self._appliers.items() if key < 0))
+
+    def take_along(self, written: frozenset[bytes]) -> None:
+        """Let these files travel whatever their size."""
+        self._along = written
+
+    def files(self) -> ProjectFiles:
+        """What a VM is told, to find out whether it sees the project's disk."""
+        if self._token is None:
+            self._token = Token(self._project)
+        return ProjectFiles(path=self._token.path or "", token=self._token.content)
+
+    def all_started(self) -> None:
+        """No VM looks for the disk any more."""
+        if self._token is not None:
+            self._token.remove()
+
+    def hear(self, message: WantProject | FileChange) -> None:
+        """Take in what an agent asks for or brings.
+
+        Raises:
+            OSError: the project cannot be packed, or not be written at all.
+        """
+        match message:
+            case WantProject():
+                if self._parcel is None:
+                    self._parcel = parcel.pack(self._project, always=self._along)
+                memory = Memory(0, self._parcel.fd, self._parcel.nbytes)
+                self._send(message.vm, ProjectPacked(run=self._run, parcel=memory))
+            case FileChange():
+                applier = self._applier(message)
+                if applier is not None:
+                    for change in decode_all([message.change]):
+                        applier.take(change)
+                size = len(message.change)
+                self._send(message.vm, FileChangeTaken(run=self._run, vm=message.vm, size=size))
+
+    def _applier(self, change: FileChange) -> Applier | None:
+        """Who applies a change; None where this VM may not say such a thing."""
+        rank = change.rank
+        if rank != 0 and rank // self._width != change.vm:
+            return None
+        key = -1 - change.vm if rank == 0 else rank
+        if key not in self._appliers:
+            if rank == 0:
+                found = {} if self._parcel is None else self._parcel.found
+                self._appliers[key] = Applier(self._project, found, self._run)
+            else:
+                folder = scratch_of(self._scratch, rank)
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                self._appliers[key] = Applier(str(folder), {}, self._run)
+        return self._appliers[key]
+
+    def lose(self, vm: int) -> None:
+        """A VM is gone: what it was sending does not count."""
+        for key in [key for key in self._appliers if key in (-1 - vm,) or key // self._width == vm]:
+            self._appliers[key].give_up()
+
+    def notices(self, *, well: bool) -> list[str]:
+        """Lines for the user.
+
+        Args:
+            well: the run succeeded.
+        """
+        said = [notice for _, applier in sorted(self._appliers.items()) for notice in applier.notices]
+        if not well and self._parcel is not None and (self._parcel.left_out or not self._parcel.whole):
+            said.append(_left_out(self._parcel))
+        return said
+
+    def close(self) -> None:
+        """Give back what it holds."""
+        self.all_started()
+        for applier in self._appliers.values():
+            applier.close()
+        if self._parcel is not None:
+            os.close(self._parcel.fd)
+            self._parcel = None
+
+
+def _left_out(packed: parcel.Parcel) -> str:
+    """What did not travel: a run that failed may have missed it."""
+    named = [f"{file.path} ({human_size(file.size)})" for file in packed.left_out[:_NAMED]]
+    more = len(packed.left_out) - len(named)
+    if more:
+        named.append(f"{more} more")
+    if not packed.whole:
+        named.append(f"all beyond the first {parcel.ENTRIES:,} files")
+    return (
+        f"not on the VMs, which do not see this disk: {', '.join(named)}. Modules travel, and other files up to "
+        f"{human_size(parcel.LARGE)}; put data on a disk that the VMs see, or let the cell download it"
+    )

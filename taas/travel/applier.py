@@ -1,0 +1,369 @@
+"""Changes made to a project: each file whole or not at all, durable, and over nobody's work.
+
+What stands at a path is known from when the project was packed, or from this run's last change. Where something
+else stands there now, the notebook's user changed it meanwhile: it stays, and the run's version is put beside
+it and named. Also between that look and the change nothing can slip through: names change places in one step,
+and what came out is looked at again.
+
+A process that is killed leaves no half-written file under any name of the project's: contents are written to
+files without a name, which vanish with it, or, where the file system has none, to names of taas' own.
+"""
+
+# Paths are bytes, relative to open directories.
+# ruff: noqa: PTH119, PTH120, PTH122
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import os
+from collections.abc import Callable, Iterator, Mapping
+
+from taas import _linux
+from taas.travel.changes import Change, DirectoryMade, FileAbandoned, FilePiece, LinkMade, Removed
+from taas.travel.own_files import new_name, sweep
+from taas.travel.tree import Seen, look, open_directory
+
+__all__ = ["Applier"]
+
+_COMPARED = 1 << 20
+_FLUSHED = 32 << 20
+NameIt = Callable[[], bytes]
+"""Gives something new a name of taas' own in the folder where it is to stand, and returns that name."""
+
+
+class Applier:
+    """Makes one run's changes to a project.
+
+    Args:
+        root: the project.
+        found: what stood there when it was packed, by path.
+        run: name of the run, for names beside the user's.
+        durable: a change is on the disk when :meth:`take` returns.
+
+    Attributes:
+        notices: what the user is to be told, a line each.
+        written: files that were put into the project.
+    """
+
+    def __init__(self, root: str, found: Mapping[bytes, Seen], run: str, durable: bool = True) -> None:
+        self._root = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._expected: dict[bytes, Seen | None] = dict(found)
+        self._run, self._durable = os.fsencode(run), durable
+        self._beside: dict[bytes, bytes] = {}
+        self._swept: set[bytes] = set()
+        self._coming: dict[bytes, _Coming] = {}
+        self.notices: list[str] = []
+        self.written: set[bytes] = set()
+
+    def take(self, change: Change) -> None:
+        """Make a change; what is in its way is said in :attr:`notices`."""
+        coming = self._coming.get(change.path)
+        if coming is not None and not (isinstance(change, FilePiece) and coming.continues(change)):
+            self._give_up(change.path)
+        path = self._place(change.path)
+        try:
+            match change:
+                case FilePiece():
+                    self._take_piece(path, change)
+                case DirectoryMade():
+                    self._make_directory(path, change)
+                case LinkMade():
+                    self._make_link(path, change)
+                case Removed():
+                    self._remove(path)
+                case FileAbandoned():
+                    pass
+        except OSError as error:
+            self._give_up(change.path)
+            self.notices.append(f"{_shown(change.path)} did not come back: {error.strerror or error}")
+
+    def give_up(self) -> None:
+        """Drop what has not come as a whole: its sender is gone."""
+        for path in list(self._coming):
+            self._give_up(path)
+
+    def close(self) -> None:
+        """End, and drop what has not come as a whole."""
+        self.give_up()
+        if self._root >= 0:
+            os.close(self._root)
+            self._root = -1
+
+    def _place(self, path: bytes) -> bytes:
+        """Where a path's changes go: beside it, once it or a folder above it was found changed."""
+        for taken, other in self._beside.items():
+            if path == taken or path.startswith(taken + b"/"):
+                return other + path[len(taken) :]
+        return path
+
+    # ------------------------------------------------------------ files
+
+    def _take_piece(self, path: bytes, piece: FilePiece) -> None:
+        if piece.path not in self._coming:
+            if piece.offset:
+                return  # the rest of a file that was given up
+            folder = self._folder(path)
+            try:
+                self._coming[piece.path] = _Coming(piece, folder)
+            except BaseException:
+                os.close(folder)
+                raise
+        coming = self._coming[piece.path]
+        coming.write(piece.data, durable=self._durable)
+        if coming.whole:
+            if self._durable:
+                os.fsync(coming.fd)
+            self._put(path, coming.folder, coming.name_it, coming.seen(), coming)
+            self._give_up(piece.path)
+
+    def _give_up(self, path: bytes) -> None:
+        coming = self._coming.pop(path, None)
+        if coming is not None:
+            coming.close()
+
+    def _make_link(self, path: bytes, link: LinkMade) -> None:
+        folder = self._folder(path)
+        try:
+
+            def name_it() -> bytes:
+                name = new_name("link")
+                os.symlink(link.target, name, dir_fd=folder)
+                return name
+
+            self._put(path, folder, name_it, Seen("link", 0o777, (0, link.target)), None)
+        finally:
+            os.close(folder)
+
+    def _put(self, path: bytes, folder: int, name_it: NameIt, new: Seen, coming: _Coming | None) -> None:
+        """Put something new at a path, unless that is somebody else's by now."""
+        name = os.path.basename(path)
+        stands = look(folder, name)
+        if stands is not None and _same(folder, name, stands, new, coming):
+            self._expected[path] = stands
+            return
+        own = name_it()
+        try:
+            if stands is None:
+                ended = self._put_anew(path, folder, own)
+            elif stands == self._expected.get(path) and stands.kind != "directory":
+                ended = self._put_over(path, folder, own, stands)
+            else:
+                ended = self._put_beside(path, folder, own)
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(own, dir_fd=folder)
+        self._expected[ended] = look(folder, os.path.basename(ended))
+        self.written.add(ended)
+        if self._durable:
+            os.fsync(folder)
+
+    def _put_anew(self, path: bytes, folder: int, own: bytes) -> bytes:
+        """Put it where nothing stands; returns where it is now."""
+        try:
+            _link(folder, own, os.path.basename(path))
+        except FileExistsError:  # the user has just made one
+            return self._put_beside(path, folder, own)
+        return path
+
+    def _put_over(self, path: bytes, folder: int, own: bytes, stands: Seen) -> bytes:
+        """Put it where something stands that may go; returns where it is now."""
+        name = os.path.basename(path)
+        try:
+            _linux.exchange(folder, own, name)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOSYS):
+                raise
+            os.rename(own, name, src_dir_fd=folder, dst_dir_fd=folder)  # a file system without it: NFS
+        else:
+            if not _is(look(folder, own), stands):  # the user changed it in between: back with it
+                _linux.exchange(folder, own, name)
+                return self._put_beside(path, folder, own)
+        return path
+
+    def _put_beside(self, path: bytes, folder: int, own: bytes) -> bytes:
+        """Put it beside somebody's work; returns where it is now."""
+        for beside in self._names_beside(path):
+            with contextlib.suppress(FileExistsError):
+                _link(folder, own, os.path.basename(beside))
+                break
+        self._say_beside(path, beside)
+        return beside
+
+    def _names_beside(self, path: bytes) -> Iterator[bytes]:
+        stem, suffix = os.path.splitext(path)
+        numbered = (b"%s.%s-%d%s" % (stem, self._run, number, suffix) for number in itertools.count(2))
+        return itertools.chain([b"%s.%s%s" % (stem, self._run, suffix)], numbered)
+
+    def _say_beside(self, path: bytes, beside: bytes) -> None:
+        self._beside[path] = beside
+        self.notices.append(
+            f"{_shown(path)} was changed here while the run wrote it, too: yours is as you left it, "
+            f"rank 0's is {_shown(beside)}"
+        )
+
+    # ------------------------------------------------------------ directories, and what goes
+
+    def _folder(self, path: bytes) -> int:
+        """Open the folder of a path; it is made where the user has removed it."""
+        parent = os.path.dirname(path)
+        folder = open_directory(self._root, parent, make=True)
+        if parent not in self._swept:
+            self._swept.add(parent)
+            sweep(folder)
+        return folder
+
+    def _make_directory(self, path: bytes, made: DirectoryMade) -> None:
+        folder, name = self._folder(path), os.path.basename(path)
+        try:
+            try:
+                os.mkdir(name, dir_fd=folder)
+                os.chmod(name, made.mode | 0o700, dir_fd=folder)
+            except FileExistsError:
+                stands = look(folder, name)
+                if stands is not None and stands.kind != "directory":
+                    beside = next(
+                        name
+                        for name in self._names_beside(path)
+                        if look(folder, os.path.basename(name)) is None
+                    )
+                    os.mkdir(os.path.basename(beside), dir_fd=folder)
+                    self._say_beside(path, beside)
+                    return
+            self._expected[path] = look(folder, name)
+            if self._durable:
+                os.fsync(folder)
+        finally:
+            os.close(folder)
+
+    def _remove(self, path: bytes) -> None:
+        try:
+            folder = open_directory(self._root, os.path.dirname(path))
+        except OSError:
+            return  # it went with its folder
+        try:
+            self._remove_from(folder, path)
+            if self._durable:
+                os.fsync(folder)
+        finally:
+            os.close(folder)
+
+    def _remove_from(self, folder: int, path: bytes) -> None:
+        name, expected = os.path.basename(path), self._expected.pop(path, None)
+        stands = look(folder, name)
+        if stands is None or expected is None:
+            return
+        if stands.kind == "directory":
+            with contextlib.suppress(OSError):  # the user has put something there: it stays
+                os.rmdir(name, dir_fd=folder)
+        elif stands == expected:
+            self._take_away(folder, name, stands)
+        else:
+            self.notices.append(
+                f"{_shown(path)} was changed here while the run removed it: it is as you left it"
+            )
+
+    def _take_away(self, folder: int, name: bytes, stands: Seen) -> None:
+        """Remove a file, but not one that somebody has just put in its place."""
+        own = new_name("gone")
+        os.rename(name, own, src_dir_fd=folder, dst_dir_fd=folder)
+        if not _is(look(folder, own), stands):
+            _link(folder, own, name)
+        os.unlink(own, dir_fd=folder)
+
+
+class _Coming:
+    """A file whose pieces are coming, without a name yet.
+
+    Attributes:
+        fd: the file.
+        folder: where it is to stand, open.
+    """
+
+    def __init__(self, first: FilePiece, folder: int) -> None:
+        self._path, self._size, self._mode, self._got = first.path, first.size, first.mode, 0
+        self._dirty = 0
+        self._name: bytes | None = None
+        self.folder = folder
+        try:
+            self.fd = os.open(b".", os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600, dir_fd=folder)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL):
+                raise
+            self._name = new_name("part")
+            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+            self.fd = os.open(self._name, flags, 0o600, dir_fd=folder)
+
+    def continues(self, piece: FilePiece) -> bool:
+        """Whether a piece is this file's next."""
+        return (piece.path, piece.size, piece.offset) == (self._path, self._size, self._got)
+
+    def write(self, data: bytes, *, durable: bool) -> None:
+        """Add a piece."""
+        left = memoryview(data)
+        while left:
+            written = os.write(self.fd, left)
+            left, self._got = left[written:], self._got + written
+            self._dirty += written
+        if durable and self._dirty >= _FLUSHED:  # bit by bit: at the end it would take long
+            os.fdatasync(self.fd)
+            self._dirty = 0
+        if self.whole:
+            os.fchmod(self.fd, self._mode)
+
+    @property
+    def whole(self) -> bool:
+        """Whether all of it is here."""
+        return self._got >= self._size
+
+    def seen(self) -> Seen:
+        """What it would be seen as."""
+        return Seen.of(os.fstat(self.fd))
+
+    def name_it(self) -> bytes:
+        """Give it a name of taas' own."""
+        if self._name is None:
+            self._name = new_name("part")
+            os.link(f"/proc/self/fd/{self.fd}", self._name, dst_dir_fd=self.folder, follow_symlinks=True)
+        return self._name
+
+    def close(self) -> None:
+        """Forget it; without a name in the project it is gone."""
+        os.close(self.fd)
+        if self._name is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(self._name, dir_fd=self.folder)
+        os.close(self.folder)
+
+
+def _link(folder: int, name: bytes, other: bytes) -> None:
+    """Give a file of an open directory a second name; FileExistsError where something has it."""
+    os.link(name, other, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=False)
+
+
+def _is(one: Seen | None, other: Seen) -> bool:
+    """Whether what was renamed is what was seen before: a name's change changes ``ctime``, too."""
+    if one is None or (one.kind, one.mode) != (other.kind, other.mode):
+        return False
+    return one.identity[:3] == other.identity[:3] if one.kind == "file" else one.identity == other.identity
+
+
+def _same(folder: int, name: bytes, stands: Seen, new: Seen, coming: _Coming | None) -> bool:
+    """Whether what stands at a name is just what is to stand there."""
+    if (stands.kind, stands.mode, stands.size) != (new.kind, new.mode, new.size):
+        return False
+    if coming is None:
+        return stands.identity[1:] == new.identity[1:]
+    fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+    try:
+        return all(
+            os.pread(fd, _COMPARED, offset) == os.pread(coming.fd, _COMPARED, offset)
+            for offset in range(0, new.size, _COMPARED)
+        )
+    finally:
+        os.close(fd)
+
+
+def _shown(path: bytes) -> str:
+    return os.fsdecode(path).encode("utf-8", "backslashreplace").decode()

@@ -1,0 +1,106 @@
+"""Which engine a cell takes, and what is asked of a cluster: without Ray, and without a cluster."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from taas import engine_choice
+from taas.engines import Demand, EngineChoice
+from taas.engines.ray_needs import bundle, differing_versions, what_is_missing
+from taas.errors import EngineError, HeaderError
+
+
+@pytest.fixture(autouse=True)
+def own_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty project, and nothing said before."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(engine_choice, "_said", [])
+    return tmp_path
+
+
+def test_typed_wins_over_variable_over_file(own_project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``%taas engine`` wins over TAAS_ENGINE, that over ``taas.toml``, that over the local engine."""
+    assert engine_choice.chosen(own_project).kind == "local"
+    (own_project / "taas.toml").write_text('[engine]\ndefault = "ray"\naddress = "head:6379"\nwait = 5\n')
+    assert engine_choice.chosen(own_project) == EngineChoice("ray", "head:6379", 5.0)
+    monkeypatch.setenv("TAAS_ENGINE", "ray other:6380")
+    assert engine_choice.chosen(own_project).address == "other:6380"
+    assert engine_choice.choose(["local"]).kind == "local"
+    assert engine_choice.chosen(own_project).kind == "local"
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["slurm"], "allowed is local, or ray"),
+        (["ray", "head"], "type ray head:6379"),
+        (["ray", "ray://head:10001"], "make it a node"),
+        (["ray", "head:6379", "more"], "allowed is local, or ray"),
+    ],
+)
+def test_wrong_engines(words: list[str], says: str) -> None:
+    """What is typed wrong is answered with what to type."""
+    with pytest.raises(HeaderError, match=says):
+        engine_choice.choose(words)
+
+
+def test_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without Ray its engine says how to install it; a kernel and the local engine never import it."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(EngineError, match=r"pip install 'jupyter-taas\[ray\]'"):
+        engine_choice.choose(["ray"])
+    code = (
+        "import sys; sys.modules['ray'] = None\n"
+        "import taas, taas.magics, taas.launcher, taas.supervisor.loop, taas.agent.loop, taas.engines.ray"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_bundles() -> None:
+    """A VM asks for its type and its GPUs; for no GPUs where it is rehearsed."""
+    kind = Demand("g2.8", 8)
+    assert bundle(kind, [{"CPU": 4}]) == {"GPU": 8, "g2.8": 1}, "an autoscaler may bring it"
+    assert bundle(kind, [{"CPU": 4}, {"GPU": 8, "g2.8": 1}]) == {"GPU": 8, "g2.8": 1}
+    assert bundle(kind, [{"GPU": 8}, {"g2.8": 1}]) == {"g2.8": 1}, "no node of the type has a GPU"
+    assert bundle(Demand("g2.8", 8, rehearse=True), [{"GPU": 8, "g2.8": 1}]) == {"g2.8": 1}
+    assert bundle(Demand("c1.4", 0), [{"c1.4": 1}]) == {"c1.4": 1}
+    assert bundle(Demand(None, 4), [{"GPU": 8}]) == {"GPU": 4}
+    assert bundle(Demand(None, 4), [{"CPU": 8}]) == {"CPU": 1}
+
+
+def test_what_is_missing() -> None:
+    """What is asked for, what there is, and whether somebody else has it or nobody."""
+    node = {"CPU": 4.0, "GPU": 8.0, "g2.8": 1.0, "memory": 1e9, "node:10.0.0.1": 1.0}
+    wanted = {"GPU": 8.0, "g2.8": 1.0}
+    busy = what_is_missing(wanted, 1, [node], {"GPU": 0.0, "g2.8": 1.0})
+    assert busy == (
+        "1 node with GPU 8, g2.8 1; the cluster has 1 node with CPU 4, GPU 8, g2.8 1 in all, of GPU 0 free: "
+        "other runs or jobs have the rest"
+    )
+    short = what_is_missing(wanted, 2, [node], {"GPU": 8.0, "g2.8": 1.0})
+    assert short.startswith("2 nodes with GPU 8, g2.8 1; the cluster has 1 node with")
+    assert "1 like that: an autoscaler has to make it" in short
+    assert """--resources='{"g2.8": 1}'""" in short
+
+
+def test_versions_that_differ() -> None:
+    """Versions that matter are compared, and the difference is named with what to install."""
+    here = {
+        "python": "3.11.7",
+        "torch": "2.9.1+cu126",
+        "cloudpickle": "3.1.2",
+        "jupyter-taas": "0.1.0",
+        "numpy": "2.4",
+    }
+    assert differing_versions({**here, "python": "3.11.9", "torch": "2.9.1", "numpy": "2.1"}, here) == ""
+    assert "Python" not in differing_versions({**here, "torch": "2.9.0"}, here)
+    assert 'pip install "torch==2.9.1"' in differing_versions({**here, "torch": "2.9.0"}, here)
+    assert (
+        differing_versions({**here, "python": "3.12.1"}, here)
+        == "the notebook has python 3.11.7, the VM 3.12.1"
+    )
+    assert "the VM not" in differing_versions({**here, "jupyter-taas": ""}, here)
