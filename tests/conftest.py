@@ -6,6 +6,7 @@ import ctypes
 import os
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -89,6 +90,14 @@ def _shared_memory() -> set[str]:
     return {entry.name for entry in Path("/dev/shm").iterdir()}
 
 
+def _memory_left(before: set[str]) -> set[str]:
+    """What has come to /dev/shm and stays: a semaphore has a name until the process it is for has opened it."""
+    deadline = time.monotonic() + 30
+    while (left := _shared_memory() - before) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return left
+
+
 def _folders() -> set[Path]:
     return set(Path(tempfile.gettempdir()).glob("taas-*"))
 
@@ -106,7 +115,7 @@ def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     assert not late, f"threads left: {late}"
     if not shared:
         assert not _left(processes), "processes left"
-        assert not _shared_memory() - memory, "/dev/shm files left"
+        assert not _memory_left(memory), "/dev/shm files left"
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +129,7 @@ def notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
     finally:
         book.close()
     assert not _left(before), "the notebook left processes"
-    assert not _shared_memory() - memory, "the notebook left /dev/shm files"
+    assert not _memory_left(memory), "the notebook left /dev/shm files"
     assert not _folders() - folders, "the notebook left a folder"
 
 
@@ -134,5 +143,5 @@ def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     with RayCluster(request.module.NODES, hidden=[tmp_path_factory.getbasetemp()]) as nodes:
         yield nodes
     assert not _left(before), "the cluster left processes"
-    assert not _shared_memory() - memory, "the cluster left /dev/shm files"
+    assert not _memory_left(memory), "the cluster left /dev/shm files"
     assert not nodes.folder.exists(), "the cluster left its folder"
