@@ -3,8 +3,6 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 ARTEFACTS ?= artefacts
-# Notebooks are left as they are: the formatter would write "# pragma taas", where the documents say "#pragma taas".
-SHAPED := --extend-exclude '*.ipynb' .
 
 .PHONY: help demo test quick check format clean
 
@@ -26,13 +24,13 @@ quick: .venv/test
 	$(BIN)/python -m pytest -m "not slow and not browser and not ray" $(TESTS)
 
 check: .venv/test
-	$(BIN)/ruff format --check $(SHAPED)
+	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -m "not slow and not browser and not ray"
 
 format: .venv/test
-	$(BIN)/ruff format $(SHAPED)
+	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
 clean:

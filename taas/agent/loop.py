@@ -9,7 +9,6 @@ import select
 import shutil
 import signal
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -22,10 +21,10 @@ import zmq
 from taas import messages
 from taas.agent.endings import become_subreaper, kill_tree, sweep_orphans
 from taas.agent.forkserver import Forkserver
+from taas.agent.intake import Intake
 from taas.agent.makers import Makers
 from taas.agent.mirror import Mirror
-from taas.agent.project_copy import ProjectCopy
-from taas.agent.remote import SupervisorLink, localized, run_root
+from taas.agent.remote import SupervisorLink
 from taas.delivery.config import read_line
 from taas.engines import AgentConfig
 from taas.heartbeat import set_heartbeat
@@ -41,9 +40,7 @@ from taas.messages import (
     MakerEnded,
     Memory,
     PagesCopied,
-    Piece,
     Printed,
-    ProjectPacked,
     RankEnded,
     RankReport,
     RanksSeen,
@@ -56,12 +53,11 @@ from taas.messages import (
     WantPiece,
     WroteTaken,
 )
-from taas.pieces import Fetch, piece_of
+from taas.pieces import piece_of
 
 WINDOW = 4 << 20
 """Bytes of output on their way to the cell, per VM, before the agent waits for an acknowledgement."""
 _READ = 1 << 18
-_CONNECT_SECONDS = 60.0
 
 
 class _Watched:
@@ -96,7 +92,6 @@ class Agent:
         self._makers = Makers("")
         self._listener: Any = None
         self._spares: Any = None  # a VM that makes elements has neither
-        self._data = config.data
         self._looks: list[Any] = []
         self._watched = _Watched(())
         self._answer = -1
@@ -105,12 +100,9 @@ class Agent:
         self._config = config
         self._scratch = Path(config.scratch)
         self._parent = os.getppid()
-        self._pending: StartRanks | None = None
-        self._fetch: Fetch | None = None
         self._mirror: Mirror | None = None
-        self._copy: ProjectCopy | None = None
-        self._link = SupervisorLink(self._socket) if config.remote else None
-        self._connect_until = time.monotonic() + _CONNECT_SECONDS
+        self._intake = Intake(config, self._start, self._say)
+        self._link = SupervisorLink(self._socket, config.endpoint) if config.remote else None
         self._socket.connect(config.endpoint)
 
     # ------------------------------------------------------------ the loop
@@ -122,7 +114,7 @@ class Agent:
         self._on(sys.stdin.fileno(), self._lose_supervisor)
         if self._link is not None:
             self._on(self._link.source, self._look_at_link)
-        if not self._data:
+        if not self._config.data:
             from taas.agent.ranks import Listener
             from taas.agent.spares import Spares
 
@@ -146,11 +138,10 @@ class Agent:
 
     def _pause_ms(self) -> int | None:
         waits: list[float | None] = [look.wait() for look in self._looks]
-        if self._link is not None and not self._link.made:
-            waits.append(max(0.0, self._connect_until - time.monotonic()))
+        waits.append(None if self._link is None else self._link.wait())
         if self._group is not None:
             waits.append(self._group.wait())
-            waits.append(self._copy.wait() if self._copy is not None else None)
+            waits.append(None if self._intake.copy is None else self._intake.copy.wait())
         elif self._spares is not None:
             waits.append(self._spares.wait())
         wait = min((wait for wait in waits if wait is not None), default=None)
@@ -172,22 +163,15 @@ class Agent:
 
     def _look_at_link(self) -> None:
         """End with the connection to a supervisor elsewhere: it gives this VM up then, too."""
-        if self._link is None or self._supervisor_gone:
-            return
-        if self._link.broken():
+        why = "" if self._link is None or self._supervisor_gone else self._link.gone()
+        if why:
             self._supervisor_gone = True
-            sys.stderr.write("the connection to the notebook's machine broke\n")
-        elif not self._link.made and time.monotonic() > self._connect_until:
-            self._supervisor_gone = True
-            sys.stderr.write(
-                f"the notebook's machine could not be reached at {self._config.endpoint} within "
-                f"{_CONNECT_SECONDS:.0f} s: a firewall between them?\n"
-            )
+            sys.stderr.write(f"{why}\n")
 
     def _end_all(self) -> None:
         kill_tree(psutil.Process().children())
         sweep_orphans(())  # spares whose forkserver went first
-        self._drop_copy()
+        self._intake.forget()
         if self._listener is not None:
             self._listener.close()
         if self._link is not None:
@@ -195,9 +179,8 @@ class Agent:
         self._socket.close(linger=0)
         self._context.term()
         shutil.rmtree(self._scratch, ignore_errors=True)
-        if (
-            os.getppid() != self._parent and not self._config.remote
-        ):  # the supervisor was killed: nobody else removes its folder
+        orphaned = os.getppid() != self._parent and not self._config.remote
+        if orphaned:  # the supervisor was killed: nobody else removes its folder
             shutil.rmtree(self._scratch.parent, ignore_errors=True)
 
     def _end_ranks(self) -> None:
@@ -213,7 +196,9 @@ class Agent:
             except zmq.Again:
                 return
             if isinstance(message, StartRanks):
-                self._take_order(message)
+                self._intake.order(message)
+            elif self._intake.hear(message):
+                continue
             elif isinstance(message, Leave):
                 self._supervisor_gone = True
             elif isinstance(message, Beat):
@@ -223,12 +208,6 @@ class Agent:
             elif isinstance(message, EndMakers):
                 if message.run == self._makers.run:
                     self._makers.end()
-            elif isinstance(message, Piece):
-                self._take_piece(message)
-            elif self._pending is not None and isinstance(message, EndRanks):
-                self._drop_order(self._pending)
-            elif isinstance(message, ProjectPacked):
-                self._take_project(message)
             elif self._group is None or message.run != self._group.run:
                 continue  # said before it knew that the run is over
             elif isinstance(message, EndRanks):
@@ -245,71 +224,10 @@ class Agent:
                 if self._mirror is not None:
                     self._mirror.acknowledge(message.size)
             elif isinstance(message, FileChangeTaken):
-                if self._copy is not None:
-                    self._copy.acknowledge(message.size)
+                if self._intake.copy is not None:
+                    self._intake.copy.acknowledge(message.size)
             elif isinstance(message, RunOver):
                 self._forget_run()
-
-    def _take_order(self, message: StartRanks) -> None:
-        """Start ranks, once their names are on this host."""
-        if not message.order.payload.elsewhere:
-            self._start(message)
-            return
-        order = localized(message.order, self._config)
-        self._pending = msgspec.structs.replace(message, order=order)
-        self._fetch = Fetch(message.run, message.vm, order.payload, self._say)
-        if order.files is not None:
-            root = run_root(self._config, order)
-            self._copy = ProjectCopy(message.run, message.vm, order, root, self._say)
-        self._start_pending()
-
-    def _take_project(self, packed: ProjectPacked) -> None:
-        if self._copy is not None and self._pending is not None and packed.run == self._pending.run:
-            self._take(partial(self._copy.take_packed, packed), "the project")
-
-    def _take_piece(self, piece: Piece) -> None:
-        if self._fetch is not None and self._fetch.wants(piece):
-            self._take(partial(self._fetch.take, piece), "the cell's names")
-        elif self._copy is not None and self._copy.wants(piece):
-            self._take(partial(self._copy.take, piece), "the project")
-
-    def _take(self, take: Callable[[], None], what: str) -> None:
-        """Take some of what the ranks need, and start them with the last of it."""
-        if self._pending is None:
-            return
-        try:
-            take()
-        except (OSError, msgspec.DecodeError) as error:
-            self._drop_order(self._pending, f"{what} could not be taken: {error}")
-            return
-        self._start_pending()
-
-    def _start_pending(self) -> None:
-        """Start the ranks of an order once all that they need is on this host."""
-        start, fetch, copy = self._pending, self._fetch, self._copy
-        if start is None or fetch is None or not fetch.complete or (copy is not None and not copy.ready):
-            return
-        self._pending = self._fetch = None
-        order = start.order if copy is None else copy.order()
-        order = msgspec.structs.replace(order, payload=fetch.memory)
-        self._start(msgspec.structs.replace(start, order=order))
-        os.close(fetch.fd)  # the group has opened it
-
-    def _drop_order(self, start: StartRanks, trouble: str = "") -> None:
-        """Forget an order whose ranks were not started."""
-        if self._fetch is not None:
-            os.close(self._fetch.fd)
-        self._drop_copy()
-        self._pending = self._fetch = None
-        if trouble:
-            self._say(AgentTrouble(run=start.run, vm=start.vm, message=trouble))
-        else:
-            self._say(VmDone(run=start.run, vm=start.vm))
-
-    def _drop_copy(self) -> None:
-        if self._copy is not None:
-            self._copy.close()
-            self._copy = None
 
     def _start(self, message: StartRanks) -> None:
         from taas.agent.ranks import RankGroup
@@ -328,7 +246,7 @@ class Agent:
             self._say(
                 AgentTrouble(run=message.run, vm=message.vm, message=f"{type(error).__name__}: {error}")
             )
-            self._drop_copy()
+            self._intake.forget()
             if self._group is not None:
                 self._group.close()
                 self._group = None
@@ -364,7 +282,7 @@ class Agent:
     def _maker_gone(self, makers: Makers, order: StartMaker, source: int) -> None:
         self._off(source)
         how = makers.how_it_ended(order.number)
-        if self._data:
+        if self._config.data:
             sweep_orphans(self._forkserver.own_pids())  # a keeper's data workers, now this process's children
         self._say(MakerEnded(run=order.run, number=order.number, how=how))
 
@@ -383,7 +301,7 @@ class Agent:
 
     def _forget_run(self) -> None:
         self._looks.clear()
-        self._drop_copy()
+        self._intake.forget()
         group, self._group, self._mirror = self._group, None, None
         group.close()
         if self._forkserver_alive(0.0) and not self._config.remote:  # a VM elsewhere is given back
@@ -500,7 +418,7 @@ class Agent:
             os.close(handle)
 
     def _look_after_group(self) -> None:
-        group = self._group
+        group, copy = self._group, self._intake.copy
         if group is None:
             return
         group.step_ladder()
@@ -508,13 +426,13 @@ class Agent:
         mirrored = self._mirror is None or self._mirror.step()
         if group.gone and not self._done_sent:
             sweep_orphans(self._forkserver.own_pids())
-            files_sent = self._copy is None or self._copy.step(last=True)
+            files_sent = copy is None or copy.step(last=True)
             if self._send_output() and mirrored and files_sent:
                 self._done_sent = True
-                notices = () if self._copy is None else tuple(self._copy.notices)
+                notices = () if copy is None else tuple(copy.notices)
                 self._say(VmDone(run=group.run, vm=group.vm, notices=notices))
-        elif self._copy is not None:
-            self._copy.step(last=False)
+        elif copy is not None:
+            copy.step(last=False)
 
 
 def make_socket(context: zmq.Context[Any], config: AgentConfig) -> zmq.Socket[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,9 @@ from taas.engines import AgentConfig
 from taas.messages import RankOrder
 
 __all__ = ["SupervisorLink", "interface_of", "localized", "run_root"]
+
+
+_CONNECT_SECONDS = 60.0
 
 
 def run_root(config: AgentConfig, order: RankOrder) -> Path:
@@ -53,31 +57,45 @@ class SupervisorLink:
     """Tells when the connection to a supervisor elsewhere is gone, or was never made.
 
     A connection that broke is not taken up again: messages were lost with it.
+
+    Args:
+        socket: not connected yet.
+        endpoint: what it will be connected to.
     """
 
-    def __init__(self, socket: zmq.Socket[Any]) -> None:
+    def __init__(self, socket: zmq.Socket[Any], endpoint: str) -> None:
         self._monitor = socket.get_monitor_socket(
             zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
         )
-        self._socket = socket
-        self.made = False
+        self._socket, self._endpoint = socket, endpoint
+        self._made = False
+        self._until = time.monotonic() + _CONNECT_SECONDS
 
     @property
     def source(self) -> zmq.Socket[Any]:
         """What becomes readable when there is something to hear."""
         return self._monitor
 
-    def broken(self) -> bool:
-        """Read what happened; returns whether the connection is gone for good."""
+    def wait(self) -> float | None:
+        """Seconds until a connection that was not made is given up; None once it was made."""
+        return None if self._made else max(0.0, self._until - time.monotonic())
+
+    def gone(self) -> str:
+        """Read what happened; returns why the supervisor is gone for good, or nothing."""
         from zmq.utils.monitor import recv_monitor_message
 
         while self._monitor.poll(0):
             event = recv_monitor_message(self._monitor)["event"]
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self.made = True
-            elif self.made or event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-                return True
-        return False
+                self._made = True
+            elif self._made or event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                return "the connection to the notebook's machine broke"
+        if not self._made and time.monotonic() > self._until:
+            return (
+                f"the notebook's machine could not be reached at {self._endpoint} within "
+                f"{_CONNECT_SECONDS:.0f} s: a firewall between them?"
+            )
+        return ""
 
     def close(self) -> None:
         """Stop listening."""

@@ -14,6 +14,7 @@ import os
 
 from taas import _linux
 from taas.storage.boundary import Boundary, resolve_beneath
+from taas.storage.own_mounts import own_mounts
 
 __all__ = ["raise_wall"]
 
@@ -40,26 +41,13 @@ def raise_wall(boundary: Boundary) -> str:
         OSError: refused here; the text says by what. The process may then be in a namespace of its own,
             which restricts nothing.
     """
-    signal = _linux.parent_death_signal()
-    as_root = _linux.has_capability(_linux.CAP_SYS_ADMIN)
-    uid, gid = os.geteuid(), os.getegid()
-    if as_root:
-        _linux.unshare(_linux.CLONE_NEWNS)
-    else:
-        _linux.unshare(_linux.CLONE_NEWUSER | _linux.CLONE_NEWNS)
-        _linux.map_own_ids(uid, gid)
-    try:
+    with own_mounts(_WAYS_ROUND) as as_root:
         _mount_readonly(boundary)
-    finally:
-        _linux.drop_capabilities(_WAYS_ROUND if as_root else None)
-    if _linux.parent_death_signal() != signal:
-        _linux.set_parent_death_signal(signal)  # the kernel clears it when credentials change
     _verify(boundary)
     return "as root" if as_root else "through a user namespace"
 
 
 def _mount_readonly(boundary: Boundary) -> None:
-    _linux.mount(None, "/", _linux.MS_REC | _linux.MS_PRIVATE)
     with contextlib.ExitStack() as stack:
         # Held from before the bind, these descriptors still lead to the writable mounts.
         before = {path: os.open(path, os.O_PATH | os.O_CLOEXEC) for path in boundary.open}

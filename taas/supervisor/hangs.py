@@ -47,7 +47,7 @@ class Watched(Protocol):
 class _Asked:
     """A look on its way."""
 
-    def __init__(self, number: int, vms: Iterable[int], reply: Callable[[Message], None] | None) -> None:
+    def __init__(self, number: int, vms: Iterable[int], reply: Callable[[Message], object] | None) -> None:
         self.number, self.reply = number, reply
         self.missing = set(vms)
         self.ranks: dict[int, RankSeen] = {}
@@ -90,11 +90,11 @@ class HangWatch:
                 del self._asked[asked.number]
             self._look(stacks=self._suspicious, reply=None)
 
-    def ask(self, reply: Callable[[Message], None]) -> None:
+    def ask(self, reply: Callable[[Message], object]) -> None:
         """Have somebody told where the ranks stand."""
         self._look(stacks=True, reply=reply)
 
-    def _look(self, *, stacks: bool, reply: Callable[[Message], None] | None) -> None:
+    def _look(self, *, stacks: bool, reply: Callable[[Message], object] | None) -> None:
         self._count += 1
         self._next = time.monotonic() + self._period
         vms = self._run.busy_vms()

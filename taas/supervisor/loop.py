@@ -169,7 +169,7 @@ class Supervisor:
             self._unreachable.setdefault(key, time.monotonic())
 
     def _reply(self, route: bytes, message: Message) -> bool:
-        """Send a message; returns whether there is a way to the peer."""
+        """Send a message; returns whether there is a way to the peer, who may have left."""
         try:
             self._socket.send_multipart([route, messages.pack(message)])
         except zmq.ZMQError as error:
@@ -190,9 +190,6 @@ class Supervisor:
                 self._hear_client(key, route.bytes, self._read_client(frame.buffer))
             else:
                 self._hear_agent(key, self._read_agent(frame.buffer))
-
-    def _answer(self, route: bytes, message: Message) -> None:
-        self._reply(route, message)  # who asked may have left
 
     def _lose_kernel(self) -> None:
         self._kernel_gone = True
@@ -215,7 +212,7 @@ class Supervisor:
         elif run is None:
             return  # it ended meanwhile
         elif isinstance(message, AskStacks):
-            run.hangs.ask(partial(self._answer, route))
+            run.hangs.ask(partial(self._reply, route))
         elif isinstance(message, Interrupt):
             run.interrupt()
         elif isinstance(message, Seen):

@@ -89,22 +89,14 @@ class Run:
         self._notices: list[str] = []
         self._error = RunLost.__name__
         self._waiting = ""
-        self._carriage = Carriage(
-            name,
-            submit.spec.world_size,
-            submit.payload,
-            str(output_folder(folder, restarts)),
-            lambda number, said: vms[number].send(said),
-        )
-        self._homecoming = Homecoming(
-            name,
-            submit.project,
-            self._scratch,
-            submit.spec.ranks_per_vm,
-            lambda number, said: vms[number].send(said),
-        )
+        spec, output = submit.spec, str(output_folder(folder, restarts))
+        self._carriage = Carriage(name, spec.world_size, submit.payload, output, self._tell_vm)
+        self._homecoming = Homecoming(name, submit.project, self._scratch, spec.ranks_per_vm, self._tell_vm)
         self.hangs = HangWatch(self, tell_client)
         self.data = self._start_data(data_vms) if submit.delivery is not None else None
+
+    def _tell_vm(self, number: int, said: Message) -> None:
+        self.vms[number].send(said)
 
     def _start_data(self, vms: list[Vm]) -> DataSide:
         return DataSide(
@@ -324,9 +316,7 @@ class Run:
     def again(self, vms: list[Vm], data_vms: list[Vm]) -> Run:
         """Give this name to a new start on these VMs; what ranks other than 0 wrote until now is kept."""
         self.forget()
-        files = self._homecoming.notices(well=True)
-        self._homecoming.close()
-        notices = [*self._notices, *files, *self._carriage.notices, *settle_scratch(self._scratch)]
+        notices = self._settle(well=True)
         new = Run(self.name, self.submit, vms, data_vms, self._folder, self.tell, restarts=self.restarts + 1)
         new._notices = notices
         new._homecoming.take_along(self._homecoming.written)
@@ -340,11 +330,15 @@ class Run:
         if self.data is not None:
             self._notices += self.data.notes
             verdict = msgspec.structs.replace(verdict, loaders=self.data.final)
-        files = self._homecoming.notices(well=verdict.outcome != "failed")
-        self._homecoming.close()
-        notices = (*self._notices, *files, *self._carriage.notices, *settle_scratch(self._scratch))
+        notices = tuple(self._settle(well=verdict.outcome != "failed"))
         self.tell(msgspec.structs.replace(verdict, notices=notices))
         return verdict.answer is not None
+
+    def _settle(self, *, well: bool) -> list[str]:
+        """Bring what was written to where it belongs, now that no rank is left; returns the lines for the user."""
+        files = self._homecoming.notices(well=well)
+        self._homecoming.close()
+        return [*self._notices, *files, *self._carriage.notices, *settle_scratch(self._scratch)]
 
     def forget(self) -> None:
         """Tell the agents that nobody needs what they hold for this run."""

@@ -23,6 +23,7 @@ from pathlib import Path
 
 from taas import _linux
 from taas.storage.boundary import resolve_beneath
+from taas.storage.own_mounts import own_mounts
 
 __all__ = ["Room", "enter", "kept_places", "make_places"]
 
@@ -124,25 +125,11 @@ def enter(replica: str, project: str) -> None:
         OSError: refused here; the text says by what. Nothing has changed then, but that the process may be in
             a namespace of its own.
     """
-    signal = _linux.parent_death_signal()
-    as_root = _linux.has_capability(_linux.CAP_SYS_ADMIN)
-    uid, gid = os.geteuid(), os.getegid()
-    if as_root:
-        _linux.unshare(_linux.CLONE_NEWNS)
-    else:
-        _linux.unshare(_linux.CLONE_NEWUSER | _linux.CLONE_NEWNS)
-        _linux.map_own_ids(uid, gid)
-    try:
+    with own_mounts(()):  # root keeps its capabilities: the wall comes after this
         _mount(replica, project)
-    finally:
-        if not as_root:
-            _linux.drop_capabilities(None)
-        if _linux.parent_death_signal() != signal:
-            _linux.set_parent_death_signal(signal)  # the kernel clears it when credentials change
 
 
 def _mount(replica: str, project: str) -> None:
-    _linux.mount(None, "/", _linux.MS_REC | _linux.MS_PRIVATE)
     with contextlib.ExitStack() as stack:
         # Held from before the mount, these descriptors still lead to what it hides.
         places = make_places(replica, project)
