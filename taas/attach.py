@@ -18,7 +18,8 @@ from taas.cell_output import CellOutput, Screen, say
 from taas.dataloader_registry import Registration, apply_final
 from taas.endings import finish
 from taas.live_view import LiveView
-from taas.messages import Output, RunEnded
+from taas.messages.clients import RunEnded
+from taas.messages.ranks import Output
 from taas.records import ANSWER, LOADERS, PAYLOAD, RunRecord, output_folder, read_record
 
 __all__ = ["RunOutput", "attach", "follow", "keep_capture", "read_output"]

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from taas.messages import Output
+from taas.messages.ranks import Output
 
 __all__ = ["CellOutput", "Screen", "TerminalOutput", "say"]
 

@@ -15,9 +15,9 @@ from typing import Any
 import msgspec
 import zmq
 
-from taas import messages
 from taas.errors import EngineError
-from taas.messages import Message
+from taas.messages.clients import ClientHears
+from taas.messages.wire import WIRE_LIMIT, Message, Reader, pack
 from taas.places import runtime_folder
 from taas.records import ProcessMark, RunRecord
 
@@ -88,9 +88,9 @@ class Visit:
         self._socket.curve_serverkey = connection.server_key.encode()
         self._socket.curve_publickey = connection.public_key.encode()
         self._socket.curve_secretkey = connection.secret_key.encode()
-        self._socket.set(zmq.MAXMSGSIZE, messages.WIRE_LIMIT)
+        self._socket.set(zmq.MAXMSGSIZE, WIRE_LIMIT)
         self._socket.connect(connection.endpoint)
-        self._read = messages.Reader(messages.ClientHears)
+        self._read = Reader(ClientHears)
 
     def __enter__(self) -> Visit:
         return self
@@ -101,7 +101,7 @@ class Visit:
 
     def say(self, message: Message) -> None:
         """Send a message."""
-        self._socket.send(messages.pack(message))
+        self._socket.send(pack(message))
 
     def ask(self, message: Message, kind: type[Any]) -> Any:
         """Send a message and return the answer of a kind.

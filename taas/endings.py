@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from taas import errors
 from taas.errors import CellFailed, RunLost
-from taas.messages import RunEnded
+from taas.messages.clients import RunEnded
 
 __all__ = ["cell_failed", "finish", "interrupted"]
 

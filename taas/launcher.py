@@ -22,20 +22,18 @@ from taas.engine_choice import check_installed, chosen
 from taas.errors import HeaderError, NotEnoughDevices, TaasError
 from taas.header import RunSpec
 from taas.live_view import LiveView
-from taas.messages import (
+from taas.messages.agents import Printed, Seen
+from taas.messages.clients import (
     Accepted,
     AnswerTaken,
     DeliveryOrder,
     Interrupt,
-    Memory,
-    Message,
-    Printed,
     Refused,
     RunEnded,
-    Seen,
     StartedAgain,
     Submit,
 )
+from taas.messages.wire import Memory, Message
 from taas.records import read_record
 from taas.supervised import Supervised, supervised
 

@@ -6,7 +6,8 @@ import time
 from typing import Any
 
 from taas.cell_output import say
-from taas.messages import Message, Progressed, RunEnded, StartedAgain, StateChanged, Troubled
+from taas.messages.clients import Progressed, RunEnded, StartedAgain, StateChanged, Troubled
+from taas.messages.wire import Message
 from taas.records import RunRecord
 from taas.status import line
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-from taas.messages import Memory, Message, Piece, WantPiece
+from taas.messages.hosts import Piece, WantPiece
+from taas.messages.wire import Memory, Message
 
 __all__ = ["Fetch", "piece_of"]
 

@@ -26,7 +26,8 @@ import msgspec
 import psutil
 
 from taas.errors import HeaderError
-from taas.messages import Delivered, RankEnded
+from taas.messages.clients import Delivered
+from taas.messages.ranks import RankEnded
 from taas.places import runtime_folder
 from taas.stacks import Trouble
 from taas.wording import nearest, shown
@@ -93,7 +94,7 @@ class RunRecord(msgspec.Struct, kw_only=True):
         outcome: once over: ``done``, ``failed``, ``interrupted`` or ``lost``.
         message: what is to be said about the outcome.
         restarts: how often it was started again.
-        first, vm, others: of a failed run, as in :class:`~taas.messages.RunEnded`.
+        first, vm, others: of a failed run, as in :class:`~taas.messages.clients.RunEnded`.
         notices: lines for the user.
         trouble: what is wrong while it goes on.
         delivered: how far its registered loaders are.

@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from taas import connections, messages, status
+from taas import connections, status
 from taas.cell_output import say
 from taas.errors import EngineError, HeaderError
-from taas.messages import AskStacks, Interrupt, Release
+from taas.messages.clients import AskStacks, Interrupt, Release, Released, Stacks
 from taas.records import RunRecord, find_run, read_record, read_records
 from taas.status import Shown
 from taas.verbs import Desk, Line
@@ -90,7 +90,7 @@ def _stop(desk: Desk, line: Line) -> None:
 def _stacks(desk: Desk, line: Line) -> None:
     record = _named(desk, line, live=True)
     with connections.Visit(connections.connection_of(record)) as visit:
-        answer = visit.ask(AskStacks(run=record.name), messages.Stacks)
+        answer = visit.ask(AskStacks(run=record.name), Stacks)
     desk.show(status.stacks(answer.places) if answer.places else Shown(f"{record.name} has no rank now", ""))
 
 
@@ -134,7 +134,7 @@ def _release(desk: Desk, line: Line) -> None:
     count = 0
     for connection in mine:
         with connections.Visit(connection) as visit:
-            count += visit.ask(Release(), messages.Released).count
+            count += visit.ask(Release(), Released).count
     say(f"{count} idle VM{'s' if count != 1 else ''} given back; the next run starts new ones")
 
 

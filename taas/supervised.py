@@ -13,9 +13,9 @@ from typing import Any
 import msgspec
 import zmq
 
-from taas import messages
 from taas.errors import EngineError, RunLost
-from taas.messages import Message
+from taas.messages.clients import ClientHears
+from taas.messages.wire import WIRE_LIMIT, Message, Reader, pack
 from taas.places import crash_report
 
 _START_SECONDS = 60.0
@@ -56,16 +56,16 @@ class Supervised:
         self._socket.curve_serverkey = self._up.server_key.encode()
         self._socket.curve_publickey, self._socket.curve_secretkey = public, secret
         self._socket.set_hwm(0)  # credits bound what is on its way
-        self._socket.set(zmq.MAXMSGSIZE, messages.WIRE_LIMIT)
+        self._socket.set(zmq.MAXMSGSIZE, WIRE_LIMIT)
         self._socket.connect(self._up.endpoint)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._pidfd, zmq.POLLIN)
-        self._read = messages.Reader(messages.ClientHears)
+        self._read = Reader(ClientHears)
 
     def say(self, message: Message) -> None:
         """Send a message."""
-        self._socket.send(messages.pack(message))
+        self._socket.send(pack(message))
 
     def hear(self, timeout_ms: int) -> list[Any]:
         """Return the messages there are, or those that come within the time.

@@ -13,6 +13,7 @@ import psutil
 import pytest
 from notebook_harness import Notebook, gone
 
+from taas.messages.wire import pack
 from taas.records import find_run, read_record, read_records, runs_root
 
 GATED = """
@@ -217,9 +218,8 @@ def test_a_stray_client_gets_nothing(book: Notebook) -> None:
     """Without the key of the connection file a client is not heard; with a wrong one neither."""
     import zmq
 
-    from taas import messages
     from taas.connections import all_connections
-    from taas.messages import Release
+    from taas.messages.clients import Release
 
     book.good("#pragma taas --gpus 1\npass")
     [connection] = all_connections()
@@ -231,7 +231,7 @@ def test_a_stray_client_gets_nothing(book: Notebook) -> None:
             socket.curve_serverkey = connection.server_key.encode()
             socket.curve_publickey, socket.curve_secretkey = public, secret
         socket.connect(connection.endpoint)
-        socket.send(messages.pack(Release()))
+        socket.send(pack(Release()))
         assert not socket.poll(500)
         socket.close(linger=0)
     context.term()

@@ -14,9 +14,9 @@ import pytest
 import zmq
 from notebook_harness import Notebook
 
-from taas import messages
 from taas.header import RunSpec
-from taas.messages import Interrupt, Memory, Submit
+from taas.messages.clients import Interrupt, Submit
+from taas.messages.wire import Memory, pack
 
 WAITING = (
     "#pragma taas --gpus 2\nimport time, torch.distributed as dist\ndist.init_process_group('gloo')\ndist.barrier()\n"
@@ -95,7 +95,7 @@ def test_a_stray_client_gets_nothing(running: psutil.Process, tmp_path: Path, ki
     context = zmq.Context()
     try:
         client = stranger(kind, zmq.curve_keypair()[0], f"tcp://{address}:{port}", context)
-        for message in (messages.pack(submit), messages.pack(Interrupt(run="r1")), payload):
+        for message in (pack(submit), pack(Interrupt(run="r1")), payload):
             client.send(message)
         assert client.poll(1500) == 0
         client.close()

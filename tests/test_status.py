@@ -10,7 +10,7 @@ import pytest
 from notebook_harness import Notebook
 
 from taas import status
-from taas.messages import RankEnded
+from taas.messages.ranks import RankEnded
 from taas.records import Delivered, ProcessMark, RunRecord, find_run, new_folder, read_records, write_record
 from taas.retention import make_room
 from taas.stacks import Place, Trouble

@@ -11,7 +11,9 @@ import msgspec
 from taas.agent.project_copy import ProjectCopy
 from taas.agent.remote import localized, run_root
 from taas.engines import AgentConfig
-from taas.messages import AgentTrouble, EndRanks, Message, Piece, ProjectPacked, StartRanks, VmDone
+from taas.messages.agents import AgentTrouble, EndRanks, StartRanks, VmDone
+from taas.messages.hosts import Piece, ProjectPacked
+from taas.messages.wire import Message
 from taas.pieces import Fetch
 
 __all__ = ["Intake"]

@@ -18,7 +18,6 @@ import msgspec
 import psutil
 import zmq
 
-from taas import messages
 from taas.agent.endings import become_subreaper, kill_tree, sweep_orphans
 from taas.agent.forkserver import Forkserver
 from taas.agent.intake import Intake
@@ -28,20 +27,16 @@ from taas.agent.remote import SupervisorLink
 from taas.delivery.config import read_line
 from taas.engines import AgentConfig
 from taas.heartbeat import set_heartbeat
-from taas.messages import (
+from taas.messages.agents import (
+    AgentHears,
     AgentTrouble,
     AgentUp,
-    Beat,
     EndMakers,
     EndRanks,
-    FileChangeTaken,
     Leave,
     LookAtRanks,
     MakerEnded,
-    Memory,
-    PagesCopied,
     Printed,
-    RankEnded,
     RankReport,
     RanksSeen,
     RunOver,
@@ -50,9 +45,10 @@ from taas.messages import (
     StartRanks,
     StoreUp,
     VmDone,
-    WantPiece,
-    WroteTaken,
 )
+from taas.messages.hosts import Beat, FileChangeTaken, WantPiece, WroteTaken
+from taas.messages.ranks import PagesCopied, RankEnded
+from taas.messages.wire import WIRE_LIMIT, Memory, Message, Reader, pack
 from taas.pieces import piece_of
 
 WINDOW = 4 << 20
@@ -85,7 +81,7 @@ class Agent:
         self._socket = make_socket(self._context, config)
         self._poller = zmq.Poller()
         self._actions: dict[Any, Callable[[], None]] = {}
-        self._read = messages.Reader(messages.AgentHears)
+        self._read = Reader(AgentHears)
         self._forkserver = Forkserver(data=config.data)
         self._inotify = Inotify()
         self._group: Any = None
@@ -155,8 +151,8 @@ class Agent:
         if self._actions.pop(source, None) is not None:
             self._poller.unregister(source)
 
-    def _say(self, message: messages.Message) -> None:
-        self._socket.send(messages.pack(message))
+    def _say(self, message: Message) -> None:
+        self._socket.send(pack(message))
 
     def _lose_supervisor(self) -> None:
         self._supervisor_gone = not os.read(sys.stdin.fileno(), 4096)
@@ -441,7 +437,7 @@ def make_socket(context: zmq.Context[Any], config: AgentConfig) -> zmq.Socket[An
     socket.curve_serverkey = config.server_key.encode()
     socket.curve_publickey = config.public_key.encode()
     socket.curve_secretkey = config.secret_key.encode()
-    socket.set(zmq.MAXMSGSIZE, messages.WIRE_LIMIT)
+    socket.set(zmq.MAXMSGSIZE, WIRE_LIMIT)
     socket.set_hwm(0)  # credits bound what is on its way
     if config.remote:
         set_heartbeat(socket)

@@ -18,7 +18,7 @@ import psutil
 
 from taas.agent.endings import kill_tree
 from taas.delivery.config import PlannerConfig, WorkerConfig
-from taas.messages import StartMaker
+from taas.messages.agents import StartMaker
 
 __all__ = ["Makers"]
 

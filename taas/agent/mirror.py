@@ -6,7 +6,8 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from taas.messages import Message, Wrote
+from taas.messages.hosts import Wrote
+from taas.messages.wire import Message
 from taas.rank.streams import EVENTS, STDERR, STDOUT
 
 __all__ = ["Mirror"]

@@ -14,12 +14,12 @@ from typing import Any
 import psutil
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, start_processes
 
-from taas import messages
 from taas.agent.endings import kill_tree, send
-from taas.messages import RankReady, SpareStart
+from taas.messages.ranks import RankReady, RankSays, SpareStart
+from taas.messages.wire import Reader, pack
 from taas.rank import entry
 
-_read_rank = messages.Reader(messages.RankSays)
+_read_rank = Reader(RankSays)
 logging.getLogger("torch.distributed.elastic").setLevel(
     logging.CRITICAL
 )  # the agent says what happened itself
@@ -75,11 +75,11 @@ class RankProcess:
             with contextlib.suppress(BrokenPipeError):  # it was killed meanwhile: its sentinel says so
                 self.connection.send_bytes(message)
 
-    def hear(self) -> messages.RankSays | None:
+    def hear(self) -> RankSays | None:
         """Read one message of it; None when it closed its end."""
         assert self.connection is not None
         try:
-            said: messages.RankSays = _read_rank(self.connection.recv_bytes())
+            said: RankSays = _read_rank(self.connection.recv_bytes())
         except (EOFError, ConnectionResetError):
             self.disconnect()
             return None
@@ -123,7 +123,7 @@ def start_ranks(control: str, orders: Sequence[bytes]) -> list[RankProcess]:
 
     Args:
         control: name of the agent's socket in the abstract namespace.
-        orders: each a :class:`~taas.messages.RankStart`.
+        orders: each a :class:`~taas.messages.ranks.RankStart`.
     """
     return _start({local: (control, b"", order) for local, order in enumerate(orders)})
 
@@ -135,7 +135,7 @@ def start_spare(control: str, ahead: SpareStart) -> RankProcess:
         control: name of the agent's socket in the abstract namespace.
         ahead: what it does before.
     """
-    [process] = _start({0: (control, messages.pack(ahead), b"")})
+    [process] = _start({0: (control, pack(ahead), b"")})
     return process
 
 

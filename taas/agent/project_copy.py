@@ -9,7 +9,9 @@ from time import monotonic
 
 import msgspec
 
-from taas.messages import FileChange, Message, Piece, ProjectPacked, RankOrder, WantProject
+from taas.messages.hosts import FileChange, Piece, ProjectPacked, WantProject
+from taas.messages.ranks import RankOrder
+from taas.messages.wire import Message
 from taas.pieces import Fetch
 from taas.rank_storage import scratch_of
 from taas.travel import parcel, replica

@@ -19,22 +19,14 @@ from pathlib import Path
 import msgspec
 from torch.distributed import TCPStore
 
-from taas import messages
 from taas.agent.endings import Ladder
 from taas.agent.processes import RankProcess, start_ranks
 from taas.agent.remote import interface_of
 from taas.agent.tails import RankTail
 from taas.devices import visible_gpus
-from taas.messages import (
-    Endpoint,
-    Memory,
-    Preparation,
-    RankEnded,
-    RankOrder,
-    RankReady,
-    RankStart,
-    StartRanks,
-)
+from taas.messages.agents import StartRanks
+from taas.messages.ranks import Dismissed, Preparation, RankEnded, RankOrder, RankReady, RankSays, RankStart
+from taas.messages.wire import Endpoint, Memory, pack
 
 _FORKSERVER_SECONDS = 0.3
 EXIT_SECONDS = 15.0
@@ -170,7 +162,7 @@ class RankGroup:
         for folder in folders:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         orders = [
-            messages.pack(
+            pack(
                 RankStart(
                     order=order,
                     local_rank=local,
@@ -196,7 +188,7 @@ class RankGroup:
                 return rank
         return None
 
-    def hear(self, rank: Rank) -> messages.RankSays | None:
+    def hear(self, rank: Rank) -> RankSays | None:
         """Read one message of a rank; None when it closed its end."""
         said = rank.process.hear()
         if said is None or isinstance(said, RankReady):
@@ -216,7 +208,7 @@ class RankGroup:
 
     def dismiss(self, rank: Rank) -> None:
         """Tell a rank that all it holds was taken."""
-        rank.process.tell(messages.pack(messages.Dismissed()))
+        rank.process.tell(pack(Dismissed()))
 
     def step_ladder(self) -> bool:
         """Send the signals that are due; returns whether the last one is behind us."""

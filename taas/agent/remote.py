@@ -11,7 +11,7 @@ import psutil
 import zmq
 
 from taas.engines import AgentConfig
-from taas.messages import RankOrder
+from taas.messages.ranks import RankOrder
 
 __all__ = ["SupervisorLink", "interface_of", "localized", "run_root"]
 

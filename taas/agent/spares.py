@@ -19,7 +19,7 @@ from collections.abc import Callable
 import psutil
 
 from taas.agent.processes import RankProcess, start_spare
-from taas.messages import Preparation, SpareStart
+from taas.messages.ranks import Preparation, SpareStart
 from taas.rank.copied_pages import Pages
 
 MOST = max(8, os.cpu_count() or 1)

@@ -13,7 +13,7 @@ import msgspec
 import psutil
 
 from taas.agent.ranks import Rank
-from taas.messages import LookAtRanks
+from taas.messages.agents import LookAtRanks
 from taas.rank.stacks import SIGNAL, STACKS, Preface
 from taas.rank.streams import EVENTS, STDERR, STDOUT
 from taas.stacks import Frame, RankSeen, fold

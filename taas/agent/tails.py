@@ -6,7 +6,7 @@ import codecs
 import os
 from pathlib import Path
 
-from taas.messages import Output
+from taas.messages.ranks import Output
 from taas.rank.streams import EVENTS, KINDS, RECORD, STDERR, STDOUT
 
 _CHUNK = 1 << 18
@@ -39,7 +39,7 @@ class _Growing:
 
 
 class RankTail:
-    """The output of one rank as one sequence of :class:`~taas.messages.Output`."""
+    """The output of one rank as one sequence of :class:`~taas.messages.ranks.Output`."""
 
     def __init__(self, folder: Path) -> None:
         self._events = _Growing(folder / EVENTS)

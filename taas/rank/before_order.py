@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-from taas import messages
-from taas.messages import Preparation, RankReady
+from taas.messages.ranks import Preparation, RankReady
+from taas.messages.wire import pack
 from taas.rank import process_names
 from taas.rank.streams import Outlet
 
@@ -55,7 +55,7 @@ def wait_for_order(agent: Connection) -> bytes:
     Raises:
         EOFError: the agent has no use for it.
     """
-    agent.send_bytes(messages.pack(RankReady()))
+    agent.send_bytes(pack(RankReady()))
     order = agent.recv_bytes()
     process_names.call(process_names.OWN)
     return order

@@ -19,8 +19,17 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from taas import adopt, messages
-from taas.messages import CellStarted, Memory, PagesCopied, RankEnded, RankOrder, RankStart, SpareStart
+from taas import adopt
+from taas.messages.ranks import (
+    CellStarted,
+    PagesCopied,
+    RankEnded,
+    RankHears,
+    RankOrder,
+    RankStart,
+    SpareStart,
+)
+from taas.messages.wire import Memory, Reader, pack
 from taas.rank import copied_pages, process_names
 from taas.rank.before_order import Readied, make_ready, wait_for_order
 from taas.rank.lifeline import tie_to_agent
@@ -28,9 +37,9 @@ from taas.rank.stacks import answer_requests
 from taas.rank.streams import Outlet
 from taas.rank_storage import Guard, Policy, guard, scratch_of
 
-_read_ahead = messages.Reader(SpareStart)
-_read_start = messages.Reader(messages.RankHears)
-_read_dismissal = messages.Reader(messages.RankHears)
+_read_ahead = Reader(SpareStart)
+_read_start = Reader(RankHears)
+_read_dismissal = Reader(RankHears)
 
 
 def main(control: str, prepared: bytes, ordered: bytes) -> NoReturn:
@@ -38,8 +47,8 @@ def main(control: str, prepared: bytes, ordered: bytes) -> NoReturn:
 
     Args:
         control: name of the agent's socket in the abstract namespace.
-        prepared: for a spare, the :class:`~taas.messages.SpareStart`; else empty.
-        ordered: the :class:`~taas.messages.RankStart`; empty for a spare, which waits for it.
+        prepared: for a spare, the :class:`~taas.messages.ranks.SpareStart`; else empty.
+        ordered: the :class:`~taas.messages.ranks.RankStart`; empty for a spare, which waits for it.
     """
     tie_to_agent()
     process_names.call(process_names.OWN if ordered else process_names.SPARE)
@@ -58,7 +67,7 @@ def main(control: str, prepared: bytes, ordered: bytes) -> NoReturn:
     try:
         ended = _run(start, readied, agent, outlet)
         outlet.flush()
-        agent.send_bytes(messages.pack(_with_losses(ended, outlet)))
+        agent.send_bytes(pack(_with_losses(ended, outlet)))
         status = 0 if ended.outcome == "done" else 1
         _leave_delivery(order)
         adopt.finish(failed=status != 0)  # gloo aborts now and then if the process leaves a group open
@@ -67,7 +76,7 @@ def main(control: str, prepared: bytes, ordered: bytes) -> NoReturn:
         _run_exit_functions()
         outlet.flush()
         if start.surveyed:
-            agent.send_bytes(messages.pack(PagesCopied(pages=copied_pages.copied())))
+            agent.send_bytes(pack(PagesCopied(pages=copied_pages.copied())))
     except KeyboardInterrupt:  # a second interrupt, or one in the middle of leaving
         status = 130
     except EOFError:
@@ -115,7 +124,7 @@ def _run(start: RankStart, readied: Readied | None, agent: Connection, outlet: O
         lines = tuple("".join(traceback.format_exception(error)).splitlines())
         end = _End("raised", error, lines, time.time())
     else:
-        agent.send_bytes(messages.pack(CellStarted(rank=rank)))
+        agent.send_bytes(pack(CellStarted(rank=rank)))
         end, value = _run_cell(order, prepared)
         if end.outcome == "done" and rank == 0:
             end, answer = _pack_answer(end, prepared.arrival, value)

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from taas.messages import pack
+from taas.messages.wire import pack
 
 RECORD = struct.Struct("<BIQQ")
 KINDS = ("stdout", "stderr", "display", "update", "clear", "result")

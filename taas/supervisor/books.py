@@ -11,7 +11,8 @@ from pathlib import Path
 import msgspec
 
 from taas.header import RunSpec
-from taas.messages import Memory, Message, Progressed, RunEnded, StartedAgain, StateChanged, Submit, Troubled
+from taas.messages.clients import Progressed, RunEnded, StartedAgain, StateChanged, Submit, Troubled
+from taas.messages.wire import Memory, Message
 from taas.records import ANSWER, LOADERS, PAYLOAD, ProcessMark, RunRecord, new_folder, write_record
 
 _RESERVE_BYTES = 64 << 10

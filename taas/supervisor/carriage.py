@@ -9,7 +9,8 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from taas.messages import Memory, Message, Piece, WantPiece, Wrote, WroteTaken
+from taas.messages.hosts import Piece, WantPiece, Wrote, WroteTaken
+from taas.messages.wire import Memory, Message
 from taas.pieces import Fetch, piece_of
 from taas.rank.streams import EVENTS, STDERR, STDOUT
 

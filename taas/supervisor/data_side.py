@@ -14,7 +14,8 @@ import msgspec
 from taas.delivery.config import DeliveryConfig, PlannerConfig, RankConfig, WorkerConfig, new_keys
 from taas.delivery.reports import Failed, Final, HostLost, Note, Prebuffered, ProgressReport, Report, Serving
 from taas.delivery.service import ChildProcess, Service, default_slab
-from taas.messages import Delivered, EndMakers, MakerEnded, StartMaker, Submit
+from taas.messages.agents import EndMakers, MakerEnded, StartMaker
+from taas.messages.clients import Delivered, Submit
 from taas.supervisor.vms import Vm
 
 _REPLACEMENTS = 3

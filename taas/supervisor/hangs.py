@@ -19,7 +19,9 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
-from taas.messages import LookAtRanks, Message, RanksSeen, Stacks, Submit, Troubled
+from taas.messages.agents import LookAtRanks, RanksSeen
+from taas.messages.clients import Stacks, Submit, Troubled
+from taas.messages.wire import Message
 from taas.stacks import Place, RankSeen, Trouble, fold, is_collective, ranks_in_words
 from taas.supervisor.vms import Vm
 

@@ -6,15 +6,9 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from taas.messages import (
-    FileChange,
-    FileChangeTaken,
-    Memory,
-    Message,
-    ProjectFiles,
-    ProjectPacked,
-    WantProject,
-)
+from taas.messages.hosts import FileChange, FileChangeTaken, ProjectPacked, WantProject
+from taas.messages.ranks import ProjectFiles
+from taas.messages.wire import Memory, Message
 from taas.rank_storage import scratch_of
 from taas.storage.settlement import human_size
 from taas.travel import parcel

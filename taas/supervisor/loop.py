@@ -20,7 +20,6 @@ import msgspec
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
-from taas import messages
 from taas.agent.endings import become_subreaper, sweep_orphans
 from taas.catalog import DATA_VM
 from taas.connections import Connection, write_connection
@@ -28,25 +27,22 @@ from taas.engines import Demand, EngineChoice
 from taas.engines.local import LocalEngine
 from taas.errors import EngineError, NotEnoughDevices
 from taas.heartbeat import BEAT_SECONDS, LAST_WORD_SECONDS, set_heartbeat
-from taas.messages import (
+from taas.messages.agents import AgentSays, AgentUp, Leave, MakerEnded, Printed, Seen
+from taas.messages.clients import (
     Accepted,
-    AgentUp,
     AnswerTaken,
     AskStacks,
-    Beat,
+    ClientSays,
     Interrupt,
-    Leave,
-    MakerEnded,
-    Message,
-    Printed,
     Refused,
     Release,
     Released,
-    Seen,
     Stacks,
     StartedAgain,
     Submit,
 )
+from taas.messages.hosts import Beat
+from taas.messages.wire import WIRE_LIMIT, Message, Reader, pack
 from taas.places import crash_report
 from taas.records import ProcessMark, read_records
 from taas.retention import make_room
@@ -76,7 +72,7 @@ class Supervisor:
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.curve_server = True
         self._socket.curve_publickey, self._socket.curve_secretkey = public, secret
-        self._socket.set(zmq.MAXMSGSIZE, messages.WIRE_LIMIT)
+        self._socket.set(zmq.MAXMSGSIZE, WIRE_LIMIT)
         self._socket.set_hwm(0)  # credits bound what is on its way
         port = self._socket.bind_to_random_port("tcp://127.0.0.1")
         self.up = SupervisorUp(os.getpid(), f"tcp://127.0.0.1:{port}", public.decode())
@@ -104,8 +100,8 @@ class Supervisor:
         self._kernel_gone = False
         self._poller = zmq.Poller()
         self._actions: dict[Any, Callable[[], None]] = {}
-        self._read_client = messages.Reader(messages.ClientSays)
-        self._read_agent = messages.Reader(messages.AgentSays)
+        self._read_client = Reader(ClientSays)
+        self._read_agent = Reader(AgentSays)
 
     def callback(self, domain: str, key: bytes) -> bool:
         """Decide, for zmq's authenticator, whether a public key may connect."""
@@ -171,7 +167,7 @@ class Supervisor:
     def _reply(self, route: bytes, message: Message) -> bool:
         """Send a message; returns whether there is a way to the peer, who may have left."""
         try:
-            self._socket.send_multipart([route, messages.pack(message)])
+            self._socket.send_multipart([route, pack(message)])
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise

@@ -9,31 +9,20 @@ from typing import Any
 import msgspec
 
 from taas.errors import RunLost
-from taas.messages import (
+from taas.messages.agents import (
     AgentTrouble,
-    CellStarted,
-    Endpoint,
     EndRanks,
-    FileChange,
-    Memory,
-    Message,
-    Piece,
-    Progressed,
-    RankEnded,
-    RankOrder,
     RankReport,
     RanksSeen,
-    RunEnded,
     RunOver,
     StartRanks,
-    StateChanged,
     StoreUp,
-    Submit,
     VmDone,
-    WantPiece,
-    WantProject,
-    Wrote,
 )
+from taas.messages.clients import Progressed, RunEnded, StateChanged, Submit
+from taas.messages.hosts import FileChange, Piece, WantPiece, WantProject, Wrote
+from taas.messages.ranks import CellStarted, RankEnded, RankOrder
+from taas.messages.wire import Endpoint, Memory, Message
 from taas.pieces import piece_of
 from taas.records import output_folder
 from taas.stacks import ranks_in_words

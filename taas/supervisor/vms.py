@@ -9,7 +9,8 @@ import zmq
 
 from taas.engines import AgentConfig, Demand, Engine, Machine
 from taas.errors import NotEnoughDevices
-from taas.messages import Leave, Message
+from taas.messages.agents import Leave
+from taas.messages.wire import Message
 
 
 class Vm:
