@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from taas.capture.contents import Kinds
+from taas.capture.contents.kinds import Kinds
 from taas.capture.memory import Block, Piece, SentMemory, read_at, view_of
 from taas.capture.payload import Patch, ReturnedMemory, check_versions, peek, read_pickle, read_preface
 from taas.capture.pickling import MissingModule, Unpickler

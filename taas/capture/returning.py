@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from taas.capture.applying import NOTHING
-from taas.capture.contents import CannotChangeError, Kind, Kinds, memory_of
+from taas.capture.contents.kind import CannotChangeError, Kind
+from taas.capture.contents.kinds import Kinds, memory_of
 from taas.capture.culprit import find_culprit, parts, path_to
 from taas.capture.ipython_names import is_of_ipython
 from taas.capture.memory import candidates, differing, view_of
