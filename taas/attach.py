@@ -14,7 +14,7 @@ from taas.agent.inotify import Inotify
 from taas.agent.tails import RankTail
 from taas.capture import NOTHING, Applied, Capture
 from taas.capture.rebinding import rebind_answer
-from taas.cell_output import CellOutput, Screen, say
+from taas.cell_output import CellOutput, Screen, say, say_lost
 from taas.dataloader_registry import Registration, apply_final
 from taas.endings import finish
 from taas.live_view import LiveView
@@ -206,7 +206,7 @@ def _bring_names(record: RunRecord, shell: Any) -> None:
         shell.displayhook.update_user_ns(applied.value)
     if captured is not None:
         shell.compile._filename_map.update(applied.cells)
-    say(*applied.lost)
+    say_lost(applied.lost)
     made = [name for name in applied.rebound if not isinstance(shell.user_ns.get(name), _BY_REFERENCE)]
     names = ", ".join(made[:12]) + (" …" if len(made) > 12 else "")
     in_place = (

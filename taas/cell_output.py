@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -27,6 +27,12 @@ def say(*lines: str) -> None:
     for line in lines:
         sys.stdout.write(f"taas: {line}\n")
     sys.stdout.flush()
+
+
+def say_lost(lost: Sequence[str]) -> None:
+    """Tell the user in one line what of the ranks' names could not come back, each with its reason."""
+    if lost:
+        say(f"did not come back: {'; '.join(lost)}")
 
 
 class _Tags:

@@ -14,7 +14,7 @@ from taas import attach, errors
 from taas.background import RunHandle
 from taas.capture import NOTHING, Capture, capture, check_syntax
 from taas.catalog import DATA_VM, load_catalog
-from taas.cell_output import CellOutput, say
+from taas.cell_output import CellOutput, say, say_lost
 from taas.dataloader_registry import Registration, apply_final, delivering, pack_registered, registered
 from taas.devices import visible_gpus
 from taas.endings import finish
@@ -296,7 +296,7 @@ class Foreground:
         if applied.value is not NOTHING:
             self._shell.displayhook.update_user_ns(applied.value)  # Out[n] and _
         self._shell.compile._filename_map.update(applied.cells)  # tracebacks through functions that came
-        say(*applied.lost)
+        say_lost(applied.lost)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 
@@ -175,8 +176,39 @@ def test_importing_is_light() -> None:
 def test_a_name_to_return_that_is_not_there_is_said(notebook: Notebook) -> None:
     """A typing error in ``--return`` does not lose a result without a word."""
     ran = notebook.good("#pragma taas --gpus 1 --return resullt,made\nresult = made = 1")
-    assert ran.stdout == "taas: resullt: --return asks for it, and the cell made no such name\n"
+    assert (
+        ran.stdout
+        == "taas: did not come back: resullt: --return asks for it, and the cell made no such name\n"
+    )
     assert notebook.value("made") == "1"
+
+
+def test_what_cannot_come_back_is_one_line(notebook: Notebook) -> None:
+    """Names that cannot be pickled stay behind with their reasons; the others come."""
+    ran = notebook.good(
+        "#pragma taas --gpus 1\nimport threading\nlock, deep, fine = threading.Lock(), [threading.Lock()], 3"
+    )
+    assert re.fullmatch(
+        r"taas: did not come back: lock: lock is a _thread.lock, .*; deep: deep\[0\] is a .*\n", ran.stdout
+    )
+    assert notebook.value("fine") == "3"
+
+
+@pytest.mark.parametrize(
+    ("ask", "says"),
+    [
+        ("input('how many? ')", "input('how many? ') cannot ask: a rank has no keyboard"),
+        ("breakpoint()", "a debugger cannot ask: a rank has no keyboard"),
+        ("import pdb; pdb.set_trace()", "a debugger cannot ask: a rank has no keyboard"),
+    ],
+)
+def test_a_question_to_the_keyboard_is_answered_by_what_to_do(
+    notebook: Notebook, ask: str, says: str
+) -> None:
+    """Nobody waits for ever for an answer that cannot come."""
+    ran = notebook.run(f"#pragma taas --gpus 2\n{ask}\nprint('after')")
+    assert ran.ename == "CellFailed"
+    assert says in ran.evalue
 
 
 def test_typed_tuples_and_slotted_classes_travel(notebook: Notebook) -> None:

@@ -10,7 +10,7 @@ import traceback
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 from IPython.core.displayhook import DisplayHook
 from IPython.core.displaypub import DisplayPublisher
@@ -163,10 +163,20 @@ def make_shell(main: types.ModuleType, outlet: Outlet, *, colors: str) -> RankSh
         if hasattr(sys, prompt):
             delattr(sys, prompt)
     builtins.input = _no_input
+    sys.breakpointhook = _no_debugger
     return shell
 
 
 def _no_input(prompt: object = "", /) -> str:
+    if str(prompt).lstrip("(").lower().startswith(("pdb", "ipdb")):
+        _no_debugger()
     raise RuntimeError(
         f"input({str(prompt)!r}) cannot ask: a rank has no keyboard. Ask in a cell of its own before the run, and use the answer's name in this one."
+    )
+
+
+def _no_debugger(*_args: object, **_kwargs: object) -> NoReturn:
+    """Stand in for ``breakpoint()``."""
+    raise RuntimeError(
+        "a debugger cannot ask: a rank has no keyboard. Print what you want to see, let %taas stacks show where all ranks stand, or call the code in a cell without #pragma taas."
     )
