@@ -19,7 +19,7 @@ import pytest
 import torch
 from ranks_harness import launch, run_ranks, warm  # noqa: F401
 
-pytestmark = pytest.mark.usefixtures("warm")
+pytestmark = [pytest.mark.usefixtures("warm"), pytest.mark.slow]
 SAMPLES = 64
 TORCHVISION_ASKS = 2  # times for a file: whether it is elsewhere, then for its content
 

@@ -15,7 +15,7 @@ from ranks_harness import launch, run_ranks, warm  # noqa: F401
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DistributedSampler
 
-pytestmark = pytest.mark.usefixtures("warm")
+pytestmark = [pytest.mark.usefixtures("warm"), pytest.mark.slow]
 
 
 def _sum_of_ranks() -> tuple[int, int, float]:

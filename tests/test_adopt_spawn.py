@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-pytestmark = pytest.mark.usefixtures("warm")
+pytestmark = [pytest.mark.usefixtures("warm"), pytest.mark.slow]
 SEEN: list = []
 
 

@@ -16,6 +16,8 @@ from notebook_harness import Notebook, gone
 from taas.messages.wire import pack
 from taas.records import find_run, read_record, read_records, runs_root
 
+pytestmark = pytest.mark.slow
+
 GATED = """
 import os, time
 from pathlib import Path

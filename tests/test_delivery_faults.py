@@ -25,6 +25,8 @@ from taas.delivery.attempts import LeaseRules
 from taas.delivery.reports import HostLost, ProgressReport
 from taas.errors import DeliveryError, RanksDisagree, UnitsExhausted
 
+pytestmark = pytest.mark.slow
+
 FIRST = 20
 
 

@@ -23,6 +23,8 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
+pytestmark = pytest.mark.slow
+
 EPOCHS = 3
 
 

@@ -9,6 +9,8 @@ from notebook_harness import Notebook, gone
 
 from taas.records import read_records
 
+pytestmark = pytest.mark.slow
+
 SETUP = """
 import taas, torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset

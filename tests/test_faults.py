@@ -10,6 +10,8 @@ import psutil
 import pytest
 from notebook_harness import Notebook, gone
 
+pytestmark = pytest.mark.slow
+
 WAIT = """
 import os, sys, time
 print("ready", flush=True)

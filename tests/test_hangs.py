@@ -14,6 +14,8 @@ from taas.agent.stacks import main_frames
 from taas.rank.stacks import Preface
 from taas.stacks import Frame, RankSeen, fold, ranks_in_words
 
+pytestmark = pytest.mark.slow
+
 HEADER = "#pragma taas --gpus 3 --hang-timeout 2\n"
 GROUP = (
     "import os, time, torch, torch.distributed as dist\n"

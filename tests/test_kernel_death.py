@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from notebook_harness import Notebook, gone
+
+pytestmark = pytest.mark.slow
 
 
 def test_sigkill_of_the_kernel(tmp_path: Path) -> None:

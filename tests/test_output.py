@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 from notebook_harness import Notebook
 
+pytestmark = pytest.mark.slow
+
 HEAD = "#pragma taas --gpus 1\n"
 
 

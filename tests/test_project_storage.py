@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 from notebook_harness import Notebook
+
+pytestmark = pytest.mark.slow
 
 SAVE = """
 import os, torch

@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import signal
 
+import pytest
 from notebook_harness import Notebook, gone
+
+pytestmark = pytest.mark.slow
 
 HEAD = "#pragma taas --gpus 2 --max-restarts 1"
 TRAIN = """

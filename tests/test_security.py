@@ -18,6 +18,8 @@ from taas.header import RunSpec
 from taas.messages.clients import Interrupt, Submit
 from taas.messages.wire import Memory, pack
 
+pytestmark = pytest.mark.slow
+
 WAITING = (
     "#pragma taas --gpus 2\nimport time, torch.distributed as dist\ndist.init_process_group('gloo')\ndist.barrier()\n"
     "print('ready', flush=True)\nwhile not stop.exists(): time.sleep(0.01)\nprint('through')"

@@ -11,6 +11,8 @@ from notebook_harness import Notebook, gone
 
 from taas.rank import process_names
 
+pytestmark = pytest.mark.slow
+
 STATE = """
 import json, os, random, signal, sys, threading, tempfile
 import numpy, torch

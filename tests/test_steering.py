@@ -12,6 +12,8 @@ from test_background import terminal
 from taas.errors import HeaderError
 from taas.verbs import VERBS, complete, do, help_text
 
+pytestmark = pytest.mark.slow
+
 
 def completions(notebook: Notebook, text: str) -> list[str]:
     """Ask the kernel as a front end does when Tab is pressed."""
