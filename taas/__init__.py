@@ -13,8 +13,16 @@ from taas.errors import TaasError
 
 if TYPE_CHECKING:
     from taas.dataloader_registry import register, unregister
+    from taas.resuming import resume
 
-__all__ = ["TaasError", "load_ipython_extension", "register", "unload_ipython_extension", "unregister"]
+__all__ = [
+    "TaasError",
+    "load_ipython_extension",
+    "register",
+    "resume",
+    "unload_ipython_extension",
+    "unregister",
+]
 __version__ = "0.1.0"
 
 
@@ -37,6 +45,10 @@ def __getattr__(name: str) -> Any:
         from taas import dataloader_registry
 
         return getattr(dataloader_registry, name)
+    if name == "resume":
+        from taas import resuming
+
+        return resuming.resume
     raise AttributeError(f"module 'taas' has no attribute {name!r}")
 
 

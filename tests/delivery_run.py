@@ -17,7 +17,7 @@ import torch
 from taas import dataloader_registry
 from taas.dataloader_registry import Registration
 from taas.delivery import loader as rank_side
-from taas.delivery.config import DeliveryConfig, new_keys
+from taas.delivery.config import DeliveryConfig, Place, new_keys
 from taas.delivery.reports import Failed, Final, Prebuffered, Report
 from taas.delivery.service import Service, spawn_forked
 
@@ -80,7 +80,7 @@ class Rank:
 
 
 class DeliveryRun:
-    """``with DeliveryRun({"train": loader}, ranks=2) as run: run.ranks(body)``."""
+    """``with DeliveryRun({"train": loader}, ranks=2) as run: run.ranks(body)``; then ``run.places`` is where it was."""
 
     def __init__(
         self,
@@ -91,6 +91,7 @@ class DeliveryRun:
         slab: int = 16 << 20,
         encrypt: bool = True,
         wait: bool = True,
+        places: dict[str, Place] | None = None,
         **config: Any,
     ) -> None:
         self.registrations = [Registration(name, loader) for name, loader in loaders.items()]
@@ -98,7 +99,7 @@ class DeliveryRun:
         self._payload = os.memfd_create("payload")
         dataloader_registry.pack_registered(self.registrations, self._write)
         self.config = DeliveryConfig(new_keys(), ranks, slab, hosts=vms, **config)
-        self._encrypt = encrypt
+        self._encrypt, self._places = encrypt, places
         self.payload = f"/proc/{os.getpid()}/fd/{self._payload}"
         self.reports: list[Report] = []
         self.service = Service.start(
@@ -125,7 +126,11 @@ class DeliveryRun:
         with dataloader_registry.delivering(self.registrations):
             _Pickler(file).dump(self._loaders)
         return [
-            Rank(self.service.rank_config(rank, encrypt=self._encrypt), file.getvalue(), body)
+            Rank(
+                self.service.rank_config(rank, encrypt=self._encrypt, places=self._places),
+                file.getvalue(),
+                body,
+            )
             for rank in range(self.n)
         ]
 
@@ -152,5 +157,5 @@ class DeliveryRun:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.service.close()
+        self.places = self.service.close()
         os.close(self._payload)

@@ -284,7 +284,7 @@ def iterate(world: World, epochs: int, kills: int, budget: int = 200_000) -> lis
         if element is not None:
             mine.append(element)
         elif world.ends[rank].get(plan) == len(mine):
-            world.ledger.book.close(rank, Close(plan, len(mine)))
+            world.ledger.book.close(rank, Close(plan, len(mine), len(mine)))
             at[rank] += 1
             begun[rank] = False
         world.pump()

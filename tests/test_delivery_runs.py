@@ -141,6 +141,36 @@ def test_a_run_that_is_started_again_gets_its_plan_from_the_start(registered: No
     assert registered.value("seen == expected[0][0::2]") == "True"
 
 
+RESUMING = """
+import os, signal, taas, torch.distributed as dist
+dist.init_process_group()
+start = taas.resume()
+seen = []
+for epoch in range(start[loader].iteration, 3):
+    for (batch,) in loader:
+        seen.append(batch.tolist())
+        dist.barrier()
+        if start.restart == 0 and len(seen) == 14 and dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+iteration, step = start[loader]
+dist.destroy_process_group()
+"""
+
+
+def test_a_run_that_resumes_goes_on_in_the_middle_of_an_epoch(registered: Notebook) -> None:
+    """A rank kills itself in the fourth step of its second epoch: all ranks go on there, in the notebook's order."""
+    ran = registered.good(HEAD + " --max-restarts 1" + RESUMING)
+    assert "SIGKILL" in ran.stdout
+    registered.good(
+        "reference = make(); expected = [[b.tolist() for (b,) in reference][0::2] for _ in range(3)]"
+    )
+    assert registered.value("iteration, step <= 3, start.restart") == "1 True 1"
+    assert registered.value("seen == expected[1][step:] + expected[2]") == "True"
+    same = "torch.equal(loader.generator.get_state(), reference.generator.get_state())"
+    assert registered.value(same) == "True"
+    assert registered.value("taas.resume(), taas.resume()[loader]").startswith("Resumed(restart=0) Place(")
+
+
 def test_an_interrupt_ends_the_data_workers(registered: Notebook) -> None:
     """No data worker, planner or coordinator outlives the run."""
     registered.start(

@@ -13,7 +13,16 @@ from typing import Literal
 import msgspec
 import zmq
 
-__all__ = ["DeliveryConfig", "Keys", "PlannerConfig", "RankConfig", "WorkerConfig", "new_keys", "read_line"]
+__all__ = [
+    "DeliveryConfig",
+    "Keys",
+    "Place",
+    "PlannerConfig",
+    "RankConfig",
+    "WorkerConfig",
+    "new_keys",
+    "read_line",
+]
 
 
 class Keys(msgspec.Struct, frozen=True):
@@ -58,6 +67,20 @@ def new_keys() -> Keys:
         client_secret.decode(),
         secrets.token_bytes(32),
     )
+
+
+class Place(msgspec.Struct, frozen=True):
+    """Where a loader goes on after a restart.
+
+    Attributes:
+        iteration: which ``iter()``, from 0.
+        step: the lowest one of it that not every rank had asked beyond.
+        taken: steps that were taken of the iterations before.
+    """
+
+    iteration: int
+    step: int
+    taken: int
 
 
 class DeliveryConfig(msgspec.Struct, frozen=True):
@@ -127,6 +150,7 @@ class RankConfig(msgspec.Struct, frozen=True):
         slabs: abstract socket that hands out the slabs, or "" when nothing is shared.
         host: address this rank can be reached at from the data VMs.
         units: as in DeliveryConfig.
+        places: where the loaders go on, by name, if the run was started again and the cell resumes.
     """
 
     keys: Keys
@@ -138,3 +162,4 @@ class RankConfig(msgspec.Struct, frozen=True):
     encrypt: bool = True
     units: dict[str, int] = {}
     uneven: Literal["drop", "pad", "raise"] = "drop"
+    places: dict[str, Place] = {}

@@ -116,9 +116,9 @@ class Connection:
             self._wait()
         return self.facts
 
-    def begin(self, loader: int, iteration: int, epoch: int | None) -> None:
-        """Say that ``iter()`` was called."""
-        self._control.send(encode(Begin(loader, iteration, epoch)))
+    def begin(self, loader: int, iteration: int, epoch: int | None, start: int = 0, taken: int = 0) -> None:
+        """Say that ``iter()`` was called, for an iteration from step ``start`` on."""
+        self._control.send(encode(Begin(loader, iteration, epoch, start, taken)))
 
     def opened(self, loader: int, iteration: int) -> Opened:
         """Return the coordinator's answer to ``begin``."""
@@ -137,7 +137,14 @@ class Connection:
         if answer is None:
             self._abandoned.add((loader, iteration))
         elif answer.plan >= 0:
-            self.close(answer.plan, 0)
+            self.close(answer.plan, 0, 0)
+
+    def skip(self, plan: int, step: int) -> None:
+        """Nobody will ask for steps of a plan before this one: give back what has come of them."""
+        self._next[plan] = step
+        here = self._ready.get(plan, {})
+        for seq in [seq for seq in here if seq // self.config.ranks < step]:
+            self.discard(here.pop(seq))
 
     def take(self, plan: int, step: int, consumed: int) -> Element | Ended:
         """Return this rank's element of a plan, or how the plan ended. The step before counts as consumed.
@@ -206,13 +213,13 @@ class Connection:
         if element.arrival is not None:
             self._release(element.arrival.attempt)
 
-    def close(self, plan: int, consumed: int) -> None:
-        """No more of this plan: what is here of it is given back."""
+    def close(self, plan: int, consumed: int, asked: int) -> None:
+        """No more of this plan: what is here of it is given back. ``asked``: steps that were asked beyond."""
         if plan in self._closed:
             return
         self._give_back(plan)
         self._flush()
-        self._control.send(encode(Close(plan, consumed)))
+        self._control.send(encode(Close(plan, consumed, asked)))
 
     def _give_back(self, plan: int) -> None:
         self._closed.add(plan)

@@ -46,6 +46,7 @@ from taas.delivery.reports import (
     Final,
     HostLost,
     Note,
+    Places,
     Prebuffered,
     Report,
     Serving,
@@ -131,6 +132,7 @@ class Coordinator:
                 if self._finishing and self._reported:
                     return
         finally:
+            self._last_word()
             self._close()
 
     def _handle(self, source: Any) -> None:
@@ -329,6 +331,13 @@ class Coordinator:
     def _final(self, states: bytes) -> None:
         self._reported.append(states)
         self._report(Final(states))
+
+    def _last_word(self) -> None:
+        """Say where a run that is started again goes on, once all that dead ranks had said is heard."""
+        self._handle(self._server.router)
+        books = self.ledger.book.loaders
+        places = {book.facts.name: book.place for book in books}
+        self._report(Places({name: place for name, place in places.items() if place is not None}))
 
     def _close(self) -> None:
         quit_now = encode(Quit())

@@ -74,7 +74,7 @@ class StreamFeeder:
         if left is not None:
             rows = min(rows, max(0, left - plan.rows) + 1)
         lookahead = max(2, -(-rows * self._book.n // book.facts.streams) + 1)
-        upto = self._sent[plan.ident, stream] + lookahead
+        upto = self._sent[plan.ident, stream] + plan.skipped[stream] + lookahead
         known, fed = self._fed.get((plan.ident, stream), ("", 0))
         if known == name and fed >= upto:
             return

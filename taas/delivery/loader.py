@@ -10,28 +10,33 @@ from __future__ import annotations
 
 import pickle
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
 from torch.utils.data import DataLoader, _utils
 from torch.utils.data.distributed import DistributedSampler
 
-from taas.delivery.config import RankConfig
+from taas.delivery.config import Place, RankConfig
 from taas.delivery.connection import Connection, Element
 from taas.delivery.messages import Doomed, Ended, LoaderFacts
 from taas.delivery.plan import unpack_place
 from taas.errors import DeliveryError, RanksDisagree, UnitsExhausted
 
-__all__ = ["DeliveredLoader", "connect", "disconnect", "rebuild_loader"]
+__all__ = ["DeliveredLoader", "connect", "disconnect", "rebuild_loader", "resume"]
 
 _connection: Connection | None = None
+_places: dict[str, Place] = {}
+"""Where loaders begin that do not begin at their start, by name."""
+_begun = False
+"""Whether any loader has begun."""
 
 
 def connect(config: RankConfig) -> None:
     """Connect this process; from now on its DeliveredLoaders yield."""
-    global _connection
-    _connection = Connection(config)
+    global _connection, _begun
+    _connection, _begun = Connection(config), False
+    _places.clear()
 
 
 def disconnect() -> None:
@@ -48,6 +53,51 @@ def _connected() -> Connection:
             "this process has no data workers: a registered loader yields only in the ranks of a cell with --cpus"
         )
     return _connection
+
+
+def resume(given: Mapping[str, tuple[int, int]]) -> dict[str, Place]:
+    """Let loaders begin where an earlier start of the run was, or at a ``given`` (iteration, step); return where.
+
+    Raises:
+        DeliveryError: a loader has begun already, or a given name is not a delivered loader's.
+    """
+    if _connection is None:
+        return {}
+    connection = _connected()
+    if _begun:
+        raise DeliveryError(
+            "taas.resume() comes too late: a loop over a registered loader has begun. Call it before the first one"
+        )
+    known = {facts.name: facts for facts in connection.welcome()}
+    for name, (iteration, step) in given.items():
+        if name not in known:
+            raise DeliveryError(
+                f"taas.resume({name}=…): '{name}' is not a loader of this run. Its loaders are {', '.join(known)}"
+            )
+        if iteration < 0 or step < 0:
+            raise DeliveryError(
+                f"taas.resume({name}=({iteration}, {step})): allowed are an iteration and a step from 0 on"
+            )
+    places = connection.config.places | {
+        name: _given_place(connection, known[name], *place) for name, place in given.items()
+    }
+    _places.update((name, place) for name, place in places.items() if name in known)
+    return dict(_places)
+
+
+def _given_place(connection: Connection, facts: LoaderFacts, iteration: int, step: int) -> Place:
+    """Return a place with what was taken before it: as an earlier start knows, else whole iterations."""
+    at = connection.config.places.get(facts.name)
+    if at is not None and at.iteration == iteration:
+        return Place(iteration, step, at.taken)
+    return Place(iteration, step, iteration * (_steps(connection.config, facts) or 0))
+
+
+def _steps(config: RankConfig, facts: LoaderFacts) -> int | None:
+    """Return a rank's steps of one whole iteration; None for a loader without a length."""
+    if facts.length is None:
+        return None
+    return -(-facts.length // config.ranks) if config.uneven == "pad" else facts.length // config.ranks
 
 
 class RemoteTraceback(Exception):
@@ -121,6 +171,7 @@ class DeliveredLoader(DataLoader[Any]):
     _epoch: int
     _iterations: int
     _yielded: int
+    _begun: bool
     _is_accelerate_prepared = True
     """accelerate passes a loader with this mark through as it is."""
 
@@ -131,6 +182,7 @@ class DeliveredLoader(DataLoader[Any]):
         self.taas_name = name
         self._iterations = 0
         self._yielded = 0
+        self._begun = False
         self._epoch = sampler.pop("epoch", 0)
         self.__dict__["sampler"] = PlannedSampler(self, sampler)
         batched = attributes.get("batch_sampler") is not None
@@ -152,17 +204,15 @@ class DeliveredLoader(DataLoader[Any]):
     def __len__(self) -> int:
         """Steps of this rank in one iteration."""
         _, facts = self._facts()
-        config = _connected().config
-        if facts.length is None:
+        steps = _steps(_connected().config, facts)
+        if steps is None:
             allowed = self._allowed()
             if allowed is None:
                 raise TypeError(
                     f"registered loader '{self.taas_name}' has no length: its sampler or dataset has none"
                 )
             return allowed
-        if config.uneven == "pad":
-            return -(-facts.length // config.ranks)
-        return facts.length // config.ranks
+        return steps
 
     def _allowed(self) -> int | None:
         config = _connected().config
@@ -177,6 +227,7 @@ class DeliveredLoader(DataLoader[Any]):
         """
         connection = _connected()
         index, facts = self._facts()
+        place = self._begin_at()
         allowed = self._allowed()
         if allowed is not None and self._yielded >= allowed:
             taken = allowed * connection.config.ranks
@@ -188,18 +239,31 @@ class DeliveredLoader(DataLoader[Any]):
         iteration = self._iterations
         self._iterations += 1
         epoch = None if facts.epoch is None else self._epoch
-        connection.begin(index, iteration, epoch)
-        return DeliveredIterator(self, connection, index, iteration)
+        connection.begin(index, iteration, epoch, place.step, place.taken)
+        return DeliveredIterator(self, connection, index, iteration, place.step)
+
+    def _begin_at(self) -> Place:
+        """Where the next iteration begins; what an earlier start of the run took counts as taken."""
+        global _begun
+        place = Place(0, 0, 0)
+        if not self._begun:
+            place = _places.get(self.taas_name, place)
+            self._iterations = place.iteration
+            self._yielded = place.taken + place.step
+        self._begun = _begun = True
+        return place
 
 
 class DeliveredIterator:
     """One iteration in one rank: explicit requests for (plan, step)."""
 
-    def __init__(self, loader: DeliveredLoader, connection: Connection, index: int, iteration: int) -> None:
+    def __init__(
+        self, loader: DeliveredLoader, connection: Connection, index: int, iteration: int, first: int
+    ) -> None:
         self._loader, self._connection = loader, connection
         self._index, self._iteration = index, iteration
         self._plan = -1
-        self._step = 0
+        self._step = self._first = first
         self._over = False
 
     def __iter__(self) -> DeliveredIterator:
@@ -232,9 +296,10 @@ class DeliveredIterator:
             error = RanksDisagree if opened.disagree else DeliveryError
             raise error(opened.refusal)
         self._plan = opened.plan
+        self._connection.skip(self._plan, self._first)
 
     def _end(self, ended: Ended) -> NoReturn:
-        self._finish()
+        self._finish(asked=self._step)
         if ended.failure:
             raise_remote(ended.failure)
         if ended.refusal:
@@ -264,10 +329,12 @@ class DeliveredIterator:
             f"made it, again and again ({doomed.cause}). Look at what the dataset does there, or leave it out"
         )
 
-    def _finish(self) -> None:
+    def _finish(self, asked: int | None = None) -> None:
+        """Close the plan; whoever leaves the loop has not asked beyond its last step."""
         self._over = True
         if self._plan >= 0:
-            self._connection.close(self._plan, self._step)
+            asked = max(self._first, self._step - 1) if asked is None else asked
+            self._connection.close(self._plan, self._step, asked)
 
     def __del__(self) -> None:
         if not self._over and _connection is self._connection:

@@ -198,6 +198,12 @@ class Stream:
         batch = range(parts.batch_size or 1)
         return lambda: fetcher.fetch(batch)
 
+    def let_go(self, floor: int) -> None:
+        """Nobody will ask for what lies below ``floor``."""
+        self.floor = max(self.floor, floor)
+        for position in [position for position in self.held if position < self.floor]:
+            del self.held[position]
+
     def take(self, position: int, rngs: Rngs) -> Any:
         """Return and forget the element at a position; make what is missing up to it."""
         while position not in self.held and self.made <= position and not self.ended:

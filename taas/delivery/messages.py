@@ -51,12 +51,16 @@ class PlannerHello(_Message, frozen=True):
 
 
 class OpenPlan(_Message, frozen=True):
-    """Begin iteration ``iteration`` of a loader; one begun before is begun again from the same RNG state."""
+    """Begin iteration ``iteration`` of a loader; one begun before is begun again from the same RNG state.
+
+    ``repeat``: the run was started again and goes on here; iterate all iterations before this one first.
+    """
 
     plan: int
     loader: int
     iteration: int
     epoch: int | None
+    repeat: bool = False
 
 
 class Draw(_Message, frozen=True):
@@ -237,11 +241,18 @@ class Welcome(_Message, frozen=True):
 
 
 class Begin(_Message, frozen=True):
-    """The rank calls ``iter()`` on a loader for the ``iteration``-th time."""
+    """The rank calls ``iter()`` on a loader for the ``iteration``-th time.
+
+    Attributes:
+        start: its first step; more than 0 only where a run goes on that was started again.
+        taken: steps that an earlier start of the run took of the iterations before.
+    """
 
     loader: int
     iteration: int
     epoch: int | None
+    start: int = 0
+    taken: int = 0
 
 
 class Opened(_Message, frozen=True):
@@ -290,10 +301,11 @@ class Progress(_Message, frozen=True):
 
 
 class Close(_Message, frozen=True):
-    """The rank is through with a plan after ``consumed`` steps."""
+    """The rank is through with a plan after ``consumed`` steps; it has asked for the one after the first ``asked``."""
 
     plan: int
     consumed: int
+    asked: int
 
 
 class Which(_Message, frozen=True):

@@ -9,7 +9,7 @@ run's ``uneven`` rule.
 from __future__ import annotations
 
 import struct
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -74,6 +74,8 @@ class RankView:
     begun: bool = False
     closed: bool = False
     consumed: int = 0
+    asked: int = 0
+    """Steps that it has asked beyond; a rank that leaves its loop has consumed the last one without asking on."""
     told_end: bool = False
     queue: deque[Work] = field(default_factory=deque)
     """Planned, leased to nobody yet, in order of steps."""
@@ -91,6 +93,7 @@ class Plan:
         steps: steps of this plan once that is known, else None.
         failure: packed exception of the user's sampler, raised after ``steps``.
         refusal: why ``uneven raise`` refuses this iteration, or "".
+        skipped: elements of each stream that nobody is to make.
     """
 
     def __init__(
@@ -105,6 +108,7 @@ class Plan:
         self.steps: int | None = None
         self.failure = b""
         self.refusal = ""
+        self.skipped: Counter[int] = Counter()
         self._row: list[tuple[bytes, int, int]] = []
         self._first: list[tuple[bytes, int, int]] = []
 
@@ -156,7 +160,9 @@ class Plan:
         n = len(self.ranks)
         for rank, (index, seed, stream) in enumerate(self._row):
             seq = self.rows * n + rank
-            if not self.ranks[rank].closed:
+            if self.rows < self.ranks[rank].consumed:
+                self.skipped[stream] += 1
+            elif not self.ranks[rank].closed:
                 self.ranks[rank].queue.append(
                     Work(self.ident, self.loader, seq, rank, self.rows, seed, index, stream)
                 )
@@ -172,6 +178,14 @@ class Plan:
             while works and works[0].step < view.consumed:
                 below.append(works.popleft())
                 below[-1].over = True
+        return below
+
+    def skip(self, start: int) -> list[Work]:
+        """Begin at a step: what is before counts as consumed by all ranks; return such work as there is."""
+        below = [work for rank in range(len(self.ranks)) for work in self.consume(rank, start)]
+        self.skipped.update(work.stream for work in below if not (work.attempts or work.prepared))
+        for view in self.ranks:
+            view.asked = start
         return below
 
     def close(self, rank: int) -> list[Work]:

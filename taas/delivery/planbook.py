@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from taas.delivery.config import Place
 from taas.delivery.messages import (
     Begin,
     Close,
@@ -45,6 +46,9 @@ class LoaderBook:
     orders: dict[int, StreamOrder] = field(default_factory=dict)
     base_seeds: dict[int, int] = field(default_factory=dict)
     rows_closed: int = 0
+    begun_by: set[int] = field(default_factory=set)
+    begun_at: tuple[int, int] | None = None
+    """Iteration and step of the first one that this start of the run began."""
     last_begun: tuple[int, int | None] | None = None
     epoch_step: int = 1
     planned: int = 0
@@ -79,6 +83,20 @@ class LoaderBook:
         if self.last_begun is None or self.last_begun[1] is None:
             return self.facts.epoch
         return self.last_begun[1] + self.epoch_step * (iteration - self.last_begun[0])
+
+    @property
+    def place(self) -> Place | None:
+        """Where a run that is started again would go on; None where no rank has begun."""
+        if self.last_begun is None:
+            return None
+        begun = [plan for plan in self.plans.values() if plan.begun]
+        if not begun:
+            return Place(self.last_begun[0] + 1, 0, self.rows_closed)
+        plan = min(begun, key=lambda plan: plan.iteration)
+        step = min(view.asked for view in plan.ranks)
+        if plan.steps is not None and step >= plan.steps:
+            return Place(plan.iteration + 1, 0, self.rows_closed + plan.steps)
+        return Place(plan.iteration, step, self.rows_closed)
 
     def note_begun(self, iteration: int, epoch: int | None) -> None:
         """Remember the latest iteration a rank began, and by how much the epoch went up."""
@@ -186,13 +204,13 @@ class PlanBook:
             plan.asked = True
             self.outbox.append(("p", Draw(plan.ident, count)))
 
-    def _open(self, book: LoaderBook, iteration: int, epoch: int | None) -> Plan:
+    def _open(self, book: LoaderBook, iteration: int, epoch: int | None, *, repeat: bool = False) -> Plan:
         self._idents += 1
         plan = Plan(self._idents, book.index, iteration, epoch, self.n, self.uneven)
         self.plans[plan.ident] = book.plans[iteration] = plan
         if book.facts.streams:
             book.orders[plan.ident] = StreamOrder(book.facts.streams)
-        self.outbox.append(("p", OpenPlan(plan.ident, book.index, iteration, epoch)))
+        self.outbox.append(("p", OpenPlan(plan.ident, book.index, iteration, epoch, repeat)))
         return plan
 
     # ── ranks ─────────────────────────────────────────────────────────────────────────────────────
@@ -203,7 +221,7 @@ class PlanBook:
             self._waiting.append((rank, message))
             return
         book = self.loaders[message.loader]
-        disagreement, refusal = self._disagreement(book, message), self._refusal(book)
+        disagreement, refusal = self._disagreement(rank, book, message), self._refusal(book)
         if disagreement or refusal:
             opened = Opened(
                 message.loader, message.iteration, -1, disagreement or refusal, bool(disagreement)
@@ -215,13 +233,35 @@ class PlanBook:
             self._drop(plan)  # planned ahead for another epoch than the ranks then chose
             plan = None
         if plan is None:
-            plan = self._open(book, message.iteration, message.epoch)
+            repeat = not book.begun_by and message.iteration > 0
+            plan = self._open(book, message.iteration, message.epoch, repeat=repeat)
+        if not book.begun_by:
+            self._go_on(book, plan, message)
+        book.begun_by.add(rank)
         plan.ranks[rank].begun = True
         book.note_begun(message.iteration, plan.epoch)
         self.outbox.append((rank_peer(rank), Opened(message.loader, message.iteration, plan.ident)))
         self._tell_end(plan)
 
-    def _disagreement(self, book: LoaderBook, message: Begin) -> str:
+    def _go_on(self, book: LoaderBook, plan: Plan, message: Begin) -> None:
+        """A loader is begun for the first time: after a restart, not always at its start."""
+        book.begun_at = (message.iteration, message.start)
+        for earlier in [other for other in book.plans.values() if other.iteration < plan.iteration]:
+            self._drop(earlier)
+        book.rows_closed = message.taken
+        book.planned += message.taken * self.n
+        book.delivered += (message.taken + message.start) * self.n
+        self.newly_consumed += plan.skip(message.start)
+
+    def _disagreement(self, rank: int, book: LoaderBook, message: Begin) -> str:
+        here = (message.iteration, message.start)
+        if rank not in book.begun_by and book.begun_at not in (None, here):
+            assert book.begun_at is not None
+            return (
+                f"ranks disagree about where '{book.facts.name}' goes on: this rank begins at iteration {here[0]}, "
+                f"step {here[1]}, another one began at iteration {book.begun_at[0]}, step {book.begun_at[1]}. Call "
+                "taas.resume() in every rank, with the same places"
+            )
         plan = book.plans.get(message.iteration)
         if plan is not None and plan.begun and plan.epoch != message.epoch:
             return (
@@ -248,7 +288,7 @@ class PlanBook:
         plan = self.plans.get(message.plan)
         if plan is None or plan.ranks[rank].closed:
             return
-        self.consume(rank, message.plan, message.consumed)
+        self.consume(rank, message.plan, message.consumed, message.asked)
         under_way = plan.close(rank)
         self.newly_cancelled.append((plan, rank, under_way))
         if plan.closed:
@@ -256,10 +296,12 @@ class PlanBook:
             book.rows_closed += min(view.consumed for view in plan.ranks)
             self._forget(plan)
 
-    def consume(self, rank: int, plan_id: int, consumed: int) -> None:
-        """A rank asked for the element after its ``consumed``-th."""
+    def consume(self, rank: int, plan_id: int, consumed: int, asked: int | None = None) -> None:
+        """A rank has consumed so many steps, and asked for the one after as many (or after ``asked``)."""
         plan = self.plans.get(plan_id)
         if plan is not None:
+            view = plan.ranks[rank]
+            view.asked = max(view.asked, consumed if asked is None else asked)
             below = plan.consume(rank, consumed)
             self.loaders[plan.loader].delivered += len(below)
             self.newly_consumed += below

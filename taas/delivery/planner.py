@@ -79,6 +79,8 @@ class Planner:
         assert isinstance(plans, LoaderPlans)
         self._plans[message.plan] = plans
         try:
+            if message.repeat:
+                plans.repeat(message.iteration, message.epoch)
             base_seed = plans.open(message.plan, message.iteration, message.epoch)
         except Exception as error:
             self._broken[message.plan] = pack_failure(error, traceback.format_exc())

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import msgspec
 
+from taas.delivery.config import Place
+
 __all__ = [
     "Failed",
     "Final",
     "HostLost",
     "LoaderProgress",
     "Note",
+    "Places",
     "Prebuffered",
     "ProgressReport",
     "Report",
@@ -82,9 +85,15 @@ class Failed(_Report, frozen=True):
 
 
 class Final(_Report, frozen=True):
-    """The last line: pickled generator states for ``dataloader_registry.apply_final``; empty if unknown."""
+    """All was delivered: pickled generator states for ``dataloader_registry.apply_final``; empty if unknown."""
 
     states: bytes
 
 
-Report = Serving | Prebuffered | Note | ProgressReport | HostLost | Failed | Final
+class Places(_Report, frozen=True):
+    """The last line: where each loader that ranks have begun would go on, by name."""
+
+    places: dict[str, Place]
+
+
+Report = Serving | Prebuffered | Note | ProgressReport | HostLost | Failed | Final | Places

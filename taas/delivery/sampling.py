@@ -166,6 +166,14 @@ class LoaderPlans:
         self._open[plan] = _Open(iteration, base_seed, [] if self.parts.streams else streams)
         return base_seed
 
+    def repeat(self, iteration: int, epoch: int | None) -> None:
+        """Run all iterations before this one to their ends, as an earlier start of the run has."""
+        for earlier in range(iteration):
+            if all(opened.iteration != earlier for opened in self._open.values()):
+                self.open(_PAST, earlier, None if epoch is None else epoch - iteration + earlier)
+            self._run_out(earlier)
+            self.drop(_PAST)
+
     def draw(self, plan: int, count: int, until: float, clock: Any) -> tuple[list[Any], bool, int]:
         """Return up to ``count`` indices (fewer when ``clock()`` passes ``until``), whether that is all, the seed.
 
@@ -249,6 +257,8 @@ class LoaderPlans:
 
 
 _END = object()
+_PAST = -1
+"""The plan of an iteration that is only repeated."""
 
 
 def _samplers(parts: LoaderParts) -> list[Any]:

@@ -21,8 +21,8 @@ from typing import Any
 
 import msgspec
 
-from taas.delivery.config import DeliveryConfig, Keys, PlannerConfig, RankConfig, WorkerConfig
-from taas.delivery.reports import Final, Report, Serving
+from taas.delivery.config import DeliveryConfig, Keys, Place, PlannerConfig, RankConfig, WorkerConfig
+from taas.delivery.reports import Final, Places, Report, Serving
 from taas.errors import DeliveryError
 
 __all__ = ["ChildProcess", "ForkedProcess", "Service", "default_slab", "spawn_forked"]
@@ -39,6 +39,8 @@ class ChildProcess:
             stdout=subprocess.PIPE if reports else None,
             env=environment,
         )
+        self.unread = b""
+        """What it wrote last, once it was ended."""
         self.send(msgspec.json.encode(config))
 
     @property
@@ -64,6 +66,7 @@ class ChildProcess:
             self.process.kill()
             self.process.wait(patience)
         if self.process.stdout is not None:
+            self.unread = self.process.stdout.read()
             self.process.stdout.close()
         return self.process.returncode
 
@@ -178,12 +181,28 @@ class Service:
             keys, self.endpoint, payload, vm, hosts, processes, ranks, self.slabs, encrypt, sys_path, cwd
         )
 
-    def rank_config(self, rank: int, host: str = "127.0.0.1", *, encrypt: bool = True) -> RankConfig:
-        """Return what a rank is told."""
+    def rank_config(
+        self,
+        rank: int,
+        host: str = "127.0.0.1",
+        *,
+        encrypt: bool = True,
+        places: dict[str, Place] | None = None,
+    ) -> RankConfig:
+        """Return what a rank is told; ``places`` are where an earlier start of the run was."""
         config = self.config
         keys: Keys = config.keys.for_peers()
         return RankConfig(
-            keys, self.endpoint, rank, config.ranks, self.slabs, host, encrypt, config.units, config.uneven
+            keys,
+            self.endpoint,
+            rank,
+            config.ranks,
+            self.slabs,
+            host,
+            encrypt,
+            config.units,
+            config.uneven,
+            places or {},
         )
 
     def read(self) -> Report | None:
@@ -198,14 +217,19 @@ class Service:
             if isinstance(report, Final):
                 return
 
-    def close(self) -> None:
-        """End everything; safe to call at any time."""
+    def close(self) -> dict[str, Place]:
+        """End everything; safe to call at any time. Returns where each loader that was begun would go on."""
         self.coordinator.end()
         for child in self.children:
             child.end()
+        last = [_decode_report(line) for line in self.coordinator.unread.splitlines()]
+        return {name: at for said in last if isinstance(said, Places) for name, at in said.places.items()}
 
 
 def _read_report(coordinator: ChildProcess) -> Report | None:
     assert coordinator.process.stdout is not None
     line = coordinator.process.stdout.readline()
-    return msgspec.json.decode(line, type=Report) if line else None
+    return _decode_report(line) if line else None
+
+
+_decode_report: Callable[[bytes], Report] = msgspec.json.Decoder(Report).decode

@@ -243,7 +243,7 @@ class Worker:
         stream = self._streams.get(key)
         if stream is None:
             stream = self._streams[key] = self._new_stream(message)
-            stream.floor = message.floor
+        stream.let_go(message.floor)
         stream.upto = message.upto
         if stream.ended:
             self._announce(key, stream)

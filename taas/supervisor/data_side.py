@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from taas.delivery.config import DeliveryConfig, PlannerConfig, RankConfig, WorkerConfig, new_keys
+from taas.delivery.config import DeliveryConfig, Place, PlannerConfig, RankConfig, WorkerConfig, new_keys
 from taas.delivery.reports import Failed, Final, HostLost, Note, Prebuffered, ProgressReport, Report, Serving
 from taas.delivery.service import ChildProcess, Service, default_slab
 from taas.messages.agents import EndMakers, MakerEnded, StartMaker
@@ -34,6 +34,7 @@ class DataSide:
         closed: its processes are being ended.
         final: the generators' states, for the notebook.
         notes: lines for the user, in order.
+        places: where each loader goes on if the run is started again: as an earlier start left it, until it ends.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class DataSide:
         log: str,
         changed: Callable[[], None],
         progressed: Callable[[Delivered], None],
+        places: dict[str, Place],
     ) -> None:
         assert submit.delivery is not None
         spec = submit.spec
@@ -76,6 +78,7 @@ class DataSide:
         self.failed = ""
         self.final = b""
         self.notes: list[str] = []
+        self.places = places
 
     def fileno(self) -> int:
         """Return the descriptor on which the coordinator reports."""
@@ -88,7 +91,7 @@ class DataSide:
 
     def rank_config(self) -> RankConfig:
         """Return what every rank is told; each fills in its own rank."""
-        return self._service.rank_config(0, encrypt=self._order.encrypt)
+        return self._service.rank_config(0, encrypt=self._order.encrypt, places=self.places)
 
     # ------------------------------------------------------------ the coordinator
 
@@ -200,7 +203,7 @@ class DataSide:
     def close(self) -> None:
         """End all its processes; agents say when theirs are gone."""
         self.closed = True
-        self._service.close()
+        self.places = self.places | self._service.close()
         for vm in {id(vm): vm for vm in self._started.values()}.values():
             vm.send(EndMakers(run=self._run))
 

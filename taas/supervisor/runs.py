@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from taas.delivery.config import Place
 from taas.errors import RunLost
 from taas.messages.agents import (
     AgentTrouble,
@@ -62,6 +63,7 @@ class Run:
         tell_client: Callable[[Message], None],
         *,
         restarts: int = 0,
+        places: dict[str, Place] | None = None,
     ) -> None:
         self.name, self.submit, self.vms, self.restarts = name, submit, vms, restarts
         self.state = "acquiring"
@@ -82,12 +84,12 @@ class Run:
         self._carriage = Carriage(name, spec.world_size, submit.payload, output, self._tell_vm)
         self._homecoming = Homecoming(name, submit.project, self._scratch, spec.ranks_per_vm, self._tell_vm)
         self.hangs = HangWatch(self, tell_client)
-        self.data = self._start_data(data_vms) if submit.delivery is not None else None
+        self.data = self._start_data(data_vms, places or {}) if submit.delivery is not None else None
 
     def _tell_vm(self, number: int, said: Message) -> None:
         self.vms[number].send(said)
 
-    def _start_data(self, vms: list[Vm]) -> DataSide:
+    def _start_data(self, vms: list[Vm], places: dict[str, Place]) -> DataSide:
         return DataSide(
             self.name,
             self.submit,
@@ -96,6 +98,7 @@ class Run:
             f"{output_folder(self._folder, self.restarts)}/data.log",
             self.data_changed,
             lambda delivered: self.tell(Progressed(run=self.name, delivered=delivered)),
+            places,
         )
 
     # ------------------------------------------------------------ going on
@@ -303,10 +306,22 @@ class Run:
         return f"rank {first.rank} on {verdict.vm} {first.message}" if died and first is not None else ""
 
     def again(self, vms: list[Vm], data_vms: list[Vm]) -> Run:
-        """Give this name to a new start on these VMs; what ranks other than 0 wrote until now is kept."""
+        """Give this name to a new start on these VMs; what ranks other than 0 wrote until now is kept.
+
+        The ranks hear where the loaders were, for ``taas.resume``.
+        """
         self.forget()
         notices = self._settle(well=True)
-        new = Run(self.name, self.submit, vms, data_vms, self._folder, self.tell, restarts=self.restarts + 1)
+        new = Run(
+            self.name,
+            self.submit,
+            vms,
+            data_vms,
+            self._folder,
+            self.tell,
+            restarts=self.restarts + 1,
+            places=None if self.data is None else self.data.places,
+        )
         new._notices = notices
         new._homecoming.take_along(self._homecoming.written)
         return new
