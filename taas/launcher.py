@@ -128,11 +128,12 @@ def packed_loaders(
         with os.fdopen(fd, "wb", closefd=False) as file:
             nbytes = pack_registered(mine, file.write)
         catalog = load_catalog(Path.cwd())
+        buffer = catalog.delivery.buffer
         yield DeliveryOrder(
             Memory(os.getpid(), fd, nbytes),
             data_workers(catalog.find(DATA_VM).vcpus, data_vms),
             catalog.delivery.encrypt,
-            catalog.delivery.buffer,
+            None if buffer is None else int(buffer),
         )
     finally:
         os.close(fd)

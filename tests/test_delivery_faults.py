@@ -486,6 +486,24 @@ def test_memory_stays_within_the_slab() -> None:
     assert held[0] <= slab
 
 
+def test_memory_of_frames_stays_within_the_credit() -> None:
+    """Between hosts a rank holds what its credit allows, not what has passed: a hundred times that passes here."""
+    slab = 4 << 20
+    loader = DataLoader(Slow(400, 0.0, (1 << 18,)), batch_size=1)  # 1 MiB each
+
+    def body(_rank: int, loaders: dict[str, Any]) -> Any:
+        iterator = iter(loaders["d"])
+        got = [float(next(iterator)[0][0, -1]) for _ in range(20)]
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        got += [float(x[0, -1]) for x, _ in iterator]
+        return got, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10
+
+    with DeliveryRun({"d": loader}, slab=slab, shared=False, processes=2) as run:
+        [(got, more)] = run.ranks(body)
+    assert got == [float(i) for i in range(400)]
+    assert more < 16 * slab, more
+
+
 def written_by(pid: int) -> int:
     """Bytes of memory that are this process's alone because it, or who forked it, has written to them."""
     for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():

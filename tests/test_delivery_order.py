@@ -152,8 +152,8 @@ def test_every_kind_of_loader_keeps_its_order(vms: int, ranks: int) -> None:
             assert elements[: len(elements) // ranks * ranks] == got, f"{name}, epoch {epoch}"
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_distributed_sampler_streams_per_rank(ranks: int) -> None:
+@pytest.mark.parametrize(("vms", "ranks"), SHAPES)
+def test_distributed_sampler_streams_per_rank(vms: int, ranks: int) -> None:
     """Each rank gets its own stream of a DistributedSampler, for the epochs that the ranks set."""
 
     def loader(replicas: int, rank: int) -> DataLoader:
@@ -167,7 +167,7 @@ def test_distributed_sampler_streams_per_rank(ranks: int) -> None:
             epochs.append([plain(e) for e in loaders["train"]])
         return len(loaders["train"]), epochs
 
-    with DeliveryRun({"train": loader(1, 0)}, ranks=ranks, vms=2) as run:
+    with DeliveryRun({"train": loader(1, 0)}, ranks=ranks, vms=vms, slab=4 << 20) as run:
         results = run.ranks(body)
         note = any("built for 1 replicas" in getattr(r, "text", "") for r in run.reports)
     assert note == (ranks != 1)

@@ -54,6 +54,27 @@ def test_units_end_the_loops(registered: Notebook) -> None:
     assert registered.value("[len(epoch) for epoch in seen]") == "[10, 2]"
 
 
+def test_units_past_a_finite_loader(registered: Notebook) -> None:
+    """Units that the loops do not use harm nothing; a loop that they do not suffice for is told which option to change."""
+    ran = registered.good(HEAD + " --units 60" + EPOCHS)
+    assert registered.value("[len(epoch) for epoch in seen]") == "[10, 10]"
+    assert "40 of 60 units" in (ran.displays + ran.updates)[-1]["data"]["text/plain"]
+    ran = registered.run(HEAD + " --units 40" + EPOCHS + "for (batch,) in loader: pass")
+    assert ran.ename == "CellFailed"
+    assert "UnitsExhausted" in ran.traceback
+    assert "--units loader=NUMBER" in ran.traceback
+
+
+def test_the_buffer_of_the_catalog_is_what_ranks_get(registered: Notebook) -> None:
+    """``[delivery] buffer`` is divided among the ranks."""
+    catalog = registered.folder.joinpath("taas.toml")
+    catalog.write_text('[delivery]\nbuffer = "12 MiB"\n')
+    read = "\nimport taas.delivery.loader as side\nnext(iter(loader)); size = side._connection._slab.size"
+    registered.good(HEAD + read)
+    catalog.unlink()
+    assert registered.value("size") == str(6 << 20)
+
+
 def test_an_exception_of_the_dataset_is_raised_in_the_rank(registered: Notebook) -> None:
     """The remote traceback is in the cell."""
     registered.good(
