@@ -10,7 +10,6 @@ import importlib.metadata
 import logging
 import os
 import pickle
-import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -63,8 +62,8 @@ def in_child(measure: Callable[[], Any]) -> Any:
     return pickle.loads(data)
 
 
-def ray_first_batch(rounds: int, floats: int, size: int, workers: int) -> float:
-    """Return the median of the seconds from making a Ray Dataset to its first batch; Ray itself is up before."""
+def ray_first_batches(rounds: int, floats: int, size: int, workers: int) -> list[float]:
+    """Return the seconds from making a Ray Dataset to its first batch, of each round; Ray itself is up before."""
     import ray
 
     ray.init(num_cpus=workers, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
@@ -80,4 +79,4 @@ def ray_first_batch(rounds: int, floats: int, size: int, workers: int) -> float:
         next(iter(made.iter_torch_batches(batch_size=size)))
         seconds.append(time.perf_counter() - start)
     ray.shutdown()
-    return statistics.median(seconds)
+    return seconds

@@ -7,6 +7,7 @@ as JSON lines to stdout. The end of stdin ends it. It imports no torch and unpic
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import select
@@ -132,8 +133,10 @@ class Coordinator:
                 if self._finishing and self._reported:
                     return
         finally:
-            self._last_word()
-            self._close()
+            try:
+                self._last_word()
+            finally:
+                self._close()
 
     def _handle(self, source: Any) -> None:
         if source is self._server.router:
@@ -337,7 +340,8 @@ class Coordinator:
         self._handle(self._server.router)
         books = self.ledger.book.loaders
         places = {book.facts.name: book.place for book in books}
-        self._report(Places({name: place for name, place in places.items() if place is not None}))
+        with contextlib.suppress(BrokenPipeError):  # the supervisor may be what is gone
+            self._report(Places({name: place for name, place in places.items() if place is not None}))
 
     def _close(self) -> None:
         quit_now = encode(Quit())

@@ -171,7 +171,7 @@ class LoaderPlans:
         for earlier in range(iteration):
             if all(opened.iteration != earlier for opened in self._open.values()):
                 self.open(_PAST, earlier, None if epoch is None else epoch - iteration + earlier)
-            self._run_out(earlier)
+            self._run_out(earlier, most=(self._length() or 0) + 1)
             self.drop(_PAST)
 
     def draw(self, plan: int, count: int, until: float, clock: Any) -> tuple[list[Any], bool, int]:
@@ -223,13 +223,16 @@ class LoaderPlans:
             states["epoch"] = epoch
         return states
 
-    def _run_out(self, iteration: int) -> _Snapshot | None:
-        """Draw the rest of an iteration that the ranks left early, as far as that is cheap."""
+    def _run_out(self, iteration: int, most: int = 1_000_000) -> _Snapshot | None:
+        """Draw the rest of an iteration that the ranks left early, if it is no more than ``most`` indices."""
         for plan, opened in self._open.items():
             if opened.iteration == iteration and opened.streams and self._length() is not None:
-                for _ in range(1000):
-                    if self.draw(plan, 1000, float("inf"), lambda: 0.0)[1]:
+                left = most
+                while left > 0:
+                    indices, ended, _ = self.draw(plan, min(left, 1000), float("inf"), lambda: 0.0)
+                    if ended:
                         return self._ends[iteration]
+                    left -= len(indices)
         return None
 
     def _draw_base_seed(self) -> int:
