@@ -18,7 +18,7 @@ from taas import dataloader_registry
 from taas.dataloader_registry import Registration
 from taas.delivery import loader as rank_side
 from taas.delivery.config import DeliveryConfig, Place, new_keys
-from taas.delivery.reports import Failed, Final, Prebuffered, Report
+from taas.delivery.reports import Failed, Final, Prebuffered, ProgressReport, Report
 from taas.delivery.service import Service, spawn_forked
 
 PATIENCE = 150.0
@@ -159,3 +159,12 @@ class DeliveryRun:
     def __exit__(self, *_: object) -> None:
         self.places = self.service.close()
         os.close(self._payload)
+
+
+def wait_for_delivery(run: DeliveryRun, count: int) -> None:
+    """Wait until the coordinator counts so many elements of the first loader as delivered."""
+    while True:
+        report = run.wait_for(ProgressReport)
+        assert isinstance(report, ProgressReport)
+        if report.loaders and report.loaders[0].delivered >= count:
+            return

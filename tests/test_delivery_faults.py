@@ -18,11 +18,11 @@ import psutil
 import pytest
 import torch
 import zmq
-from delivery_run import PATIENCE, DeliveryRun
+from delivery_run import PATIENCE, DeliveryRun, wait_for_delivery
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from taas.delivery.attempts import LeaseRules
-from taas.delivery.reports import HostLost, ProgressReport
+from taas.delivery.reports import HostLost
 from taas.errors import DeliveryError, RanksDisagree, UnitsExhausted
 
 pytestmark = pytest.mark.slow
@@ -76,14 +76,6 @@ def kill_workers(run: DeliveryRun, most: int) -> None:
 def undisturbed(loader: DataLoader, ranks: int) -> Any:
     with DeliveryRun({"d": loader}, ranks=ranks) as run:
         return run.ranks(everything)
-
-
-def wait_for_delivery(run: DeliveryRun, count: int) -> None:
-    while True:
-        report = run.wait_for(ProgressReport)
-        assert isinstance(report, ProgressReport)
-        if report.loaders and report.loaders[0].delivered >= count:
-            return
 
 
 def slow_loader() -> DataLoader:

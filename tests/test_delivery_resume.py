@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from delivery_run import DeliveryRun
+from delivery_run import DeliveryRun, wait_for_delivery
 from test_delivery_order import MAKERS, Squares, expected, merged, plain
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
@@ -53,7 +53,8 @@ def test_a_second_start_goes_on_at_the_lowest_step_not_done_by_all(name: str) ->
     torch.manual_seed(11)
     with DeliveryRun({name: MAKERS[name]()}, ranks=2, slab=4 << 20) as first:
         first.ranks(stopping(1, lambda rank: 3 + rank))
-    steps = len(expected(name)[0]) // 2
+        steps = len(expected(name)[0]) // 2
+        wait_for_delivery(first, 2 * steps + 6)
     assert first.places == {name: Place(1, 2, steps)}
     torch.manual_seed(11)
     with DeliveryRun({name: MAKERS[name]()}, ranks=2, vms=2, slab=4 << 20, places=first.places) as second:
@@ -68,6 +69,7 @@ def test_a_second_start_that_does_not_resume_begins_at_the_start() -> None:
     """And what it then loses is counted from there."""
     with DeliveryRun({"d": MAKERS["shuffled"]()}, ranks=2, places={"d": Place(1, 2, 6)}, slab=4 << 20) as run:
         results = run.ranks(lambda _, loaders: [plain(e) for e in loaders["d"]])
+        wait_for_delivery(run, 12)
     assert merged(results) == expected("shuffled")[0][:12]
     assert run.places == {"d": Place(1, 0, 6)}
 
@@ -87,9 +89,11 @@ def test_a_loss_between_two_iterations_goes_on_with_the_next() -> None:
 
     with DeliveryRun({"d": MAKERS["plain"]()}, ranks=2, slab=4 << 20) as run:
         run.ranks(body)
+        wait_for_delivery(run, 10)
     assert run.places == {"d": Place(0, 4, 0)}
     with DeliveryRun({"d": MAKERS["plain"]()}, slab=4 << 20) as run:
         run.ranks(lambda _, loaders: [list(loaders["d"]) for _ in range(2)])
+        wait_for_delivery(run, 26)
     assert run.places == {"d": Place(2, 0, 26)}
 
 
@@ -105,6 +109,7 @@ def test_a_resumed_start_that_is_lost_again_forgets_nothing() -> None:
 
     with DeliveryRun({"d": MAKERS["shuffled"]()}, ranks=2, places={"d": Place(1, 2, 6)}) as run:
         run.ranks(body)
+        wait_for_delivery(run, 17)
     assert run.places == {"d": Place(1, 2, 6)}
 
 
