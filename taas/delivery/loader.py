@@ -61,9 +61,9 @@ def resume(given: Mapping[str, tuple[int, int]]) -> dict[str, Place]:
     Raises:
         DeliveryError: a loader has begun already, or a given name is not a delivered loader's.
     """
-    if _connection is None:
+    connection = _connection
+    if connection is None:
         return {}
-    connection = _connected()
     if _begun:
         raise DeliveryError(
             "taas.resume() comes too late: a loop over a registered loader has begun. Call it before the first one"
