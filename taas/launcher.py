@@ -72,7 +72,7 @@ def launch(spec: RunSpec, cell: str, shell: Any) -> RunHandle | None:
     with (
         delivering(loaders),
         capture(cell, shell.user_ns, shell, project=project, returned=spec.returned) as captured,
-        packed_loaders(loaders, captured.names, spec.data_vms) as delivery,
+        packed_loaders(loaders, captured.names, spec.data_vms, local=local) as delivery,
     ):
         say(*captured.notices)
         submit = Submit(
@@ -101,7 +101,7 @@ def launch(spec: RunSpec, cell: str, shell: Any) -> RunHandle | None:
 
 @contextmanager
 def packed_loaders(
-    loaders: list[Registration], used: tuple[str, ...], data_vms: int
+    loaders: list[Registration], used: tuple[str, ...], data_vms: int, *, local: bool
 ) -> Iterator[DeliveryOrder | None]:
     """Pack the registered loaders that the cell names; the others are said, and not run.
 
@@ -129,9 +129,10 @@ def packed_loaders(
             nbytes = pack_registered(mine, file.write)
         catalog = load_catalog(Path.cwd())
         buffer = catalog.delivery.buffer
+        vcpus = catalog.find(DATA_VM).vcpus
         yield DeliveryOrder(
             Memory(os.getpid(), fd, nbytes),
-            data_workers(catalog.find(DATA_VM).vcpus, data_vms),
+            data_workers(vcpus, data_vms) if local else vcpus,
             catalog.delivery.encrypt,
             None if buffer is None else int(buffer),
         )
@@ -174,10 +175,6 @@ def check_options(spec: RunSpec) -> None:
         "--keep": spec.keep,
         "--post-mortem": spec.post_mortem,
     }
-    if spec.data_vms and chosen(Path.cwd()).kind != "local":
-        raise HeaderError(
-            "--cpus with the Ray engine is not built yet: allowed is the local engine; type %taas engine local"
-        )
     for option in (name for name, given in asked.items() if given):
         raise HeaderError(
             f"{option} is not built yet in this release: allowed are the other options; leave it out"

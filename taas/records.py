@@ -89,7 +89,7 @@ class RunRecord(msgspec.Struct, kw_only=True):
         device: on what it runs, in words.
         gpus: the GPUs it has, as CUDA_VISIBLE_DEVICES names them.
         state: ``acquiring``, ``starting``, ``running``, ``ending`` or ``over``.
-        waiting: what it waits for while it is ``acquiring``.
+        waiting: what it waits for while it is ``acquiring``, or while it has lost its last data VM.
         submitted, began, ended: seconds since the epoch, 0 before; ``began``: all ranks are in the cell.
         outcome: once over: ``done``, ``failed``, ``interrupted`` or ``lost``.
         message: what is to be said about the outcome.

@@ -94,14 +94,17 @@ def test_a_killed_worker_loses_and_doubles_nothing(shared: bool) -> None:
     assert disturbed == undisturbed(slow_loader(), 2)
 
 
-@pytest.mark.parametrize("shared", [True, False], ids=["shared memory", "tcp"])
-def test_a_killed_data_vm_loses_and_doubles_nothing(shared: bool) -> None:
+@pytest.mark.parametrize("how", ["shared memory", "tcp", "tcp, and the coordinator is told"])
+def test_a_killed_data_vm_loses_and_doubles_nothing(how: str) -> None:
     """A keeper SIGKILLed, its workers with it: the other data VM goes on; the loss is reported."""
+    shared = how == "shared memory"
     with DeliveryRun({"d": slow_loader()}, ranks=2, vms=2, processes=2, shared=shared) as run:
         ranks = run.start_ranks(everything)
         wait_for_delivery(run, 30)
         os.kill(run.service.children[1].pid, signal.SIGKILL)
-        if shared:
+        if "told" in how:
+            run.service.coordinator.send(b'{"type": "lost", "vm": 0, "cause": "its node has no power"}')
+        if how != "tcp":
             assert run.wait_for(HostLost).vm == 0
         disturbed = run.results(ranks)
     assert disturbed == undisturbed(slow_loader(), 2)

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-from functools import partial
 
 import msgspec
 
+from taas.agent.luggage import Luggage
+from taas.agent.project_arrival import ProjectArrival
 from taas.agent.project_copy import ProjectCopy
-from taas.agent.remote import localized, run_root
+from taas.agent.remote import Stay, localized, run_root
 from taas.engines import AgentConfig
 from taas.messages.agents import AgentTrouble, EndRanks, StartRanks, VmDone
-from taas.messages.hosts import Piece, ProjectPacked
 from taas.messages.wire import Message
-from taas.pieces import Fetch
 
 __all__ = ["Intake"]
 
@@ -36,64 +34,53 @@ class Intake:
     ) -> None:
         self._config, self._start, self._say = config, start, say
         self._waiting: StartRanks | None = None
-        self._names: Fetch | None = None
+        self._luggage: Luggage | None = None
         self.copy: ProjectCopy | None = None
 
     def order(self, message: StartRanks) -> None:
         """Start ranks: at once, where their names are on this host."""
-        if not message.order.payload.elsewhere:
+        files = message.order.files
+        if not message.order.payload.elsewhere or files is None:
             self._start(message)
             return
         order = localized(message.order, self._config)
         self._waiting = msgspec.structs.replace(message, order=order)
-        self._names = Fetch(message.run, message.vm, order.payload, self._say)
-        if order.files is not None:
-            root = run_root(self._config, order)
-            self.copy = ProjectCopy(message.run, message.vm, order, root, self._say)
+        stay = Stay(message.run, message.vm, f"VM {order.vm}")
+        arrival = ProjectArrival(stay, order.project, files, run_root(self._config, order), self._say)
+        self.copy = ProjectCopy(stay, order, arrival, self._say)
+        self._luggage = Luggage(stay, order.payload, "the cell's names", arrival, self._say)
         self._start_when_complete()
 
     def hear(self, message: Message) -> bool:
         """Take in a message; returns whether it was about the order that is waiting."""
         waiting = self._waiting
-        if waiting is None or getattr(message, "run", "") != waiting.run:
+        if waiting is None or self._luggage is None or getattr(message, "run", "") != waiting.run:
             return False
-        match message:
-            case Piece() if self._names is not None and self._names.wants(message):
-                self._take(waiting, partial(self._names.take, message), "the cell's names")
-            case Piece() if self.copy is not None and self.copy.wants(message):
-                self._take(waiting, partial(self.copy.take, message), "the project")
-            case ProjectPacked() if self.copy is not None:
-                self._take(waiting, partial(self.copy.take_packed, message), "the project")
-            case EndRanks():
-                self._drop(VmDone(run=waiting.run, vm=waiting.vm))
-            case _:
-                return False
-        return True
-
-    def _take(self, waiting: StartRanks, take: Callable[[], None], what: str) -> None:
+        if isinstance(message, EndRanks):
+            self._drop(VmDone(run=waiting.run, vm=waiting.vm))
+            return True
         try:
-            take()
-        except (OSError, msgspec.DecodeError) as error:
-            trouble = f"{what} could not be taken: {error}"
-            self._drop(AgentTrouble(run=waiting.run, vm=waiting.vm, message=trouble))
-        else:
-            self._start_when_complete()
+            taken = self._luggage.hear(message)
+        except OSError as error:
+            self._drop(AgentTrouble(run=waiting.run, vm=waiting.vm, message=str(error)))
+            return True
+        self._start_when_complete()
+        return taken
 
     def _start_when_complete(self) -> None:
-        waiting, names, copy = self._waiting, self._names, self.copy
-        if waiting is None or names is None or not names.complete or (copy is not None and not copy.ready):
+        waiting, luggage, copy = self._waiting, self._luggage, self.copy
+        if waiting is None or luggage is None or copy is None or not luggage.complete:
             return
-        self._waiting = self._names = None
-        order = waiting.order if copy is None else copy.order()
-        order = msgspec.structs.replace(order, payload=names.memory)
+        self._waiting = self._luggage = None
+        order = msgspec.structs.replace(copy.begin(), payload=luggage.memory)
         self._start(msgspec.structs.replace(waiting, order=order))
-        os.close(names.fd)  # the group has opened it
+        luggage.close()  # the group has opened it
 
     def _drop(self, said: VmDone | AgentTrouble) -> None:
         """Forget an order whose ranks were not started."""
-        if self._names is not None:
-            os.close(self._names.fd)
-        self._waiting = self._names = None
+        if self._luggage is not None:
+            self._luggage.close()
+        self._waiting = self._luggage = None
         self.forget()
         self._say(said)
 

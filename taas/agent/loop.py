@@ -21,6 +21,7 @@ import zmq
 from taas.agent.endings import become_subreaper, kill_tree, sweep_orphans
 from taas.agent.forkserver import Forkserver
 from taas.agent.intake import Intake
+from taas.agent.maker_intake import MakerIntake
 from taas.agent.makers import Makers
 from taas.agent.mirror import Mirror
 from taas.agent.remote import SupervisorLink
@@ -86,6 +87,7 @@ class Agent:
         self._inotify = Inotify()
         self._group: Any = None
         self._makers = Makers("")
+        self._maker_intakes: dict[int, MakerIntake] = {}
         self._listener: Any = None
         self._spares: Any = None  # a VM that makes elements has neither
         self._looks: list[Any] = []
@@ -126,6 +128,7 @@ class Agent:
                     if action is not None:  # an earlier action of this round may have removed it
                         action()
                 self._look_after_group()
+                self._look_after_makers()
                 if self._group is None and self._spares is not None:
                     self._spares.step()
                 self._look_at_link()
@@ -168,6 +171,8 @@ class Agent:
         kill_tree(psutil.Process().children())
         sweep_orphans(())  # spares whose forkserver went first
         self._intake.forget()
+        for maker in self._maker_intakes.values():
+            maker.close()
         if self._listener is not None:
             self._listener.close()
         if self._link is not None:
@@ -193,17 +198,18 @@ class Agent:
                 return
             if isinstance(message, StartRanks):
                 self._intake.order(message)
-            elif self._intake.hear(message):
+            elif self._intake.hear(message) or any(
+                maker.hear(message) for maker in self._maker_intakes.values()
+            ):
                 continue
             elif isinstance(message, Leave):
                 self._supervisor_gone = True
             elif isinstance(message, Beat):
                 continue  # zmq's own thread answers to what it stands for
             elif isinstance(message, StartMaker):
-                self._start_maker(message)
+                self._order_maker(message)
             elif isinstance(message, EndMakers):
-                if message.run == self._makers.run:
-                    self._makers.end()
+                self._end_makers(message.run)
             elif self._group is None or message.run != self._group.run:
                 continue  # said before it knew that the run is over
             elif isinstance(message, EndRanks):
@@ -260,6 +266,15 @@ class Agent:
             if self._watched.wants(rank.number) or self._mirror is not None:
                 self._inotify.add(folder / str(rank.number))
 
+    def _order_maker(self, message: StartMaker) -> None:
+        if not message.payload.elsewhere:
+            self._start_maker(message)
+            return
+        maker = MakerIntake(message, self._config, self._start_maker, self._say)
+        self._maker_intakes[message.number] = maker
+        self._inotify.add(maker.root)
+        maker.begin()
+
     def _start_maker(self, message: StartMaker) -> None:
         try:
             changed = self._forkserver.fit(message.environ, rehearsed=message.rehearsed)
@@ -269,9 +284,7 @@ class Agent:
                 self._makers = Makers(message.run)
             source = self._makers.start(message)
         except Exception as error:  # the supervisor says so in the cell
-            self._say(
-                MakerEnded(run=message.run, number=message.number, how=f"{type(error).__name__}: {error}")
-            )
+            self._maker_over(message, f"{type(error).__name__}: {error}")
             return
         self._on(source, partial(self._maker_gone, self._makers, message, source))
 
@@ -280,7 +293,25 @@ class Agent:
         how = makers.how_it_ended(order.number)
         if self._config.data:
             sweep_orphans(self._forkserver.own_pids())  # a keeper's data workers, now this process's children
-        self._say(MakerEnded(run=order.run, number=order.number, how=how))
+        self._maker_over(order, how)
+
+    def _maker_over(self, order: StartMaker, how: str) -> None:
+        if order.number in self._maker_intakes:
+            self._maker_intakes[order.number].end(how)  # it is said when its log is on its way
+        else:
+            self._say(MakerEnded(run=order.run, number=order.number, how=how))
+
+    def _end_makers(self, run: str) -> None:
+        if run == self._makers.run:
+            self._makers.end()
+        for maker in self._maker_intakes.values():
+            if maker.run == run and not maker.started:
+                maker.end("ended before it began")
+
+    def _look_after_makers(self) -> None:
+        for number, maker in list(self._maker_intakes.items()):
+            if maker.step():
+                del self._maker_intakes[number]
 
     def _look(self, wanted: LookAtRanks) -> None:
         from taas.agent.stacks import Look

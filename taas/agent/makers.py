@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +33,7 @@ class Makers:
 
     def start(self, order: StartMaker) -> int:
         """Fork a maker; returns the descriptor that becomes readable when it ends."""
-        process = multiprocessing.get_context("forkserver").Process(
-            target=_be_maker, args=(order.role, order.config, order.environ, order.log)
-        )
+        process = multiprocessing.get_context("forkserver").Process(target=_be_maker, args=(order,))
         process.start()
         self._processes[order.number] = process
         return int(process.sentinel)
@@ -56,26 +55,44 @@ class Makers:
         kill_tree(trees)
 
 
-def _be_maker(role: str, config: bytes, environ: dict[str, str], log: str) -> None:
+def _be_maker(order: StartMaker) -> None:
     """Run a planner or a keeper, in a process forked from the forkserver."""
     from taas.rank.lifeline import tie_to_agent
 
     tie_to_agent()
-    Path("/proc/self/comm").write_text(f"taas-{role}")
+    Path("/proc/self/comm").write_text(f"taas-{order.role}")
     os.environ.clear()
-    os.environ.update(environ | {"OMP_NUM_THREADS": "1"})
-    _write_to(log)
+    os.environ.update(order.environ | {"OMP_NUM_THREADS": "1"})
+    _write_to(order.log)
+    project = _enter_project(order)
     from threadpoolctl import threadpool_limits
 
     threadpool_limits(1)  # the variable alone is read at import, which was before the fork
-    if role == "planner":
+    here = {"payload": order.payload.path, "sys_path": [project], "cwd": project}
+    if order.role == "planner":
         from taas.delivery import planner
 
-        planner.main(msgspec.json.decode(config, type=PlannerConfig))
+        plans = msgspec.json.decode(order.config, type=PlannerConfig)
+        planner.main(msgspec.structs.replace(plans, **here))
     else:
         from taas.delivery import keeper
 
-        keeper.main(msgspec.json.decode(config, type=WorkerConfig))
+        keeps = msgspec.json.decode(order.config, type=WorkerConfig)
+        keeper.main(msgspec.structs.replace(keeps, **here))
+
+
+def _enter_project(order: StartMaker) -> str:
+    """Let a copy of the project stand in its place, where there is one; returns where the project is."""
+    if not order.replica:
+        return order.project
+    from taas.travel import replica
+
+    try:
+        replica.enter(order.replica, order.project)
+    except OSError as error:
+        sys.stderr.write(f"absolute paths of the project do not hold here, relative ones do: {error}\n")
+        return order.replica
+    return order.project
 
 
 def _write_to(log: str) -> None:

@@ -96,6 +96,7 @@ class DeliveryConfig(msgspec.Struct, frozen=True):
         units: elements per loader name, "*" for all.
         prebuffer: elements ready before the ranks are asked for; None: two a rank.
         hosts: data VMs that will join.
+        alone: seconds that ranks may be without any data worker before the run fails; another VM may be on its way.
     """
 
     keys: Keys
@@ -107,6 +108,7 @@ class DeliveryConfig(msgspec.Struct, frozen=True):
     units: dict[str, int] = {}
     prebuffer: int | None = None
     hosts: int = 1
+    alone: float = 300.0
 
 
 class PlannerConfig(msgspec.Struct, frozen=True):

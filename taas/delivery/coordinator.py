@@ -1,8 +1,9 @@
 """The coordinator process: one per run, owner of the ledger and of the slabs' memory.
 
 ``python -m taas.delivery.coordinator`` reads its DeliveryConfig as one JSON line from stdin, then commands, one
-JSON line each (``{"type": "finish"}``, ``{"type": "fail", "reason": …}``), and writes reports (``reports.py``)
-as JSON lines to stdout. The end of stdin ends it. It imports no torch and unpickles nothing of the user's.
+JSON line each (``{"type": "finish"}``, ``{"type": "fail", "reason": …}``, ``{"type": "lost", "vm": …, "cause": …}``
+for a data VM whose processes this host does not see), and writes reports (``reports.py``) as JSON lines to stdout. The
+end of stdin ends it. It imports no torch and unpickles nothing of the user's.
 """
 
 from __future__ import annotations
@@ -63,8 +64,6 @@ _SILENT = 6.0
 """Seconds without a beat after which a host's leases are given out again."""
 _GONE = 20.0
 """Seconds without a beat after which a host counts as lost."""
-_ALONE = 300.0
-"""Seconds that ranks may be without any data worker before the run fails; another VM may be on its way."""
 
 
 class Coordinator:
@@ -97,6 +96,7 @@ class Coordinator:
         self._beats: dict[str, float] = {}
         self._stopped: dict[str, set[str]] = {}
         self._silent: set[str] = set()
+        self._lost: set[str] = set()
         self._dead: dict[str, float] = {}
         self._since_worker = time.monotonic()
         self._failed = False
@@ -168,6 +168,8 @@ class Coordinator:
         command = msgspec.json.decode(line)
         if command.get("type") == "fail":
             self._fail(command["reason"])
+        if command.get("type") == "lost":
+            self._host_lost(f"h{command['vm']}", command["cause"])
         if command.get("type") == "finish" and not self._finishing:
             self._finishing = True
             begun = [
@@ -203,21 +205,22 @@ class Coordinator:
             ledger.book.close(int(peer[1:]), message)
         elif kind is Lacking:
             ledger.lacking(message.asked, message.lacking)
-        elif kind is Beat:
+        elif kind is Beat and peer not in self._lost:
             self._on_beat(peer, message)
-        else:
+        elif kind is not Beat:
             self._on_arrival(peer, message)
 
     def _on_arrival(self, peer: str, message: Any) -> None:
         """Somebody joins, or says a last word."""
         if isinstance(message, PlannerHello):
-            if self.config.shared:
-                self._watch.add(peer, message.pid)
+            self._watch.add(peer, message.pid)  # it is on this host wherever the others are
             self._on_planner(message)
         elif isinstance(message, RankHello):
             self.ledger.rank_joined(message)
         elif isinstance(message, WorkerHello):
             host = "h" + peer[1:].split(".")[0]
+            if host in self._lost:
+                return  # said before it was lost
             self.ledger.worker_joined(peer, host, message.shared)
             if self.config.shared:
                 self._watch.add(peer, message.pid)
@@ -274,8 +277,10 @@ class Coordinator:
             self._host_lost(name, cause)
 
     def _host_lost(self, host: str, cause: str) -> None:
-        if self._beats.pop(host, None) is None:
+        if host in self._lost:
             return
+        self._lost.add(host)
+        self._beats.pop(host, None)  # none, where its workers were quicker to say hello
         self._stopped.pop(host, None)
         self._silent.discard(host)
         if not self._finishing:
@@ -301,8 +306,8 @@ class Coordinator:
         self.ledger.overdue(now)
         if self.ledger.workers:
             self._since_worker = now
-        elif now - self._since_worker > _ALONE and any(rank.joined for rank in self.ledger.ranks):
-            self._fail(f"no data worker has been there for {_ALONE:.0f} s: all data VMs are gone")
+        elif now - self._since_worker > self.config.alone and any(rank.joined for rank in self.ledger.ranks):
+            self._fail(f"no data worker has been there for {self.config.alone:.0f} s: all data VMs are gone")
         if not self._prebuffered and self._is_prebuffered():
             self._prebuffered = True
             self._report(Prebuffered())
@@ -374,4 +379,5 @@ def main(config: DeliveryConfig, commands: int, reports: int) -> None:
 
 if __name__ == "__main__":
     first = read_line(0)
-    main(msgspec.json.decode(first, type=DeliveryConfig), 0, 1)
+    if first:  # else the run ended before it was known where to listen
+        main(msgspec.json.decode(first, type=DeliveryConfig), 0, 1)

@@ -29,9 +29,9 @@ __all__ = ["ChildProcess", "ForkedProcess", "Service", "default_slab", "spawn_fo
 
 
 class ChildProcess:
-    """A child of this process, fed one JSON line, ended by closing its stdin."""
+    """A child of this process, fed JSON lines, ended by closing its stdin."""
 
-    def __init__(self, module: str, config: Any, *, reports: bool = False) -> None:
+    def __init__(self, module: str, config: Any = None, *, reports: bool = False) -> None:
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         self.process = subprocess.Popen(
             [sys.executable, "-m", module],
@@ -41,7 +41,8 @@ class ChildProcess:
         )
         self.unread = b""
         """What it wrote last, once it was ended."""
-        self.send(msgspec.json.encode(config))
+        if config is not None:
+            self.send(msgspec.json.encode(config))
 
     @property
     def pid(self) -> int:

@@ -97,10 +97,12 @@ class Engine(Protocol):
     Attributes:
         keeps_warm: whether a VM may stay for the next run of the same kernel.
         remote: whether VMs are, or may be, other hosts.
+        here: the address under which VMs reach this machine; empty while it is not known.
     """
 
     keeps_warm: bool
     remote: bool
+    here: str
 
     def start(self, demand: Demand, configs: Sequence[AgentConfig]) -> Sequence[Machine]:
         """Start one agent for each configuration, on a VM each; they report to the supervisor when they are up.

@@ -84,6 +84,7 @@ class LocalEngine:
 
     keeps_warm = True
     remote = False
+    here = LocalMachine.host
 
     def __init__(self) -> None:
         self._machines: list[LocalMachine] = []

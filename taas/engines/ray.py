@@ -81,7 +81,7 @@ class RayEngine:
         self._address = address or "auto"
         self._machines: dict[int, RayMachine] = {}
         self._count = 0
-        self._endpoint = ""
+        self._endpoint = self.here = ""
         self._early: list[Acquire] = []
         self._rest = b""
         self._read = ray_wire.decoder(ray_wire.Reports)
@@ -145,7 +145,7 @@ class RayEngine:
 
     def _take(self, report: Any) -> None:
         if isinstance(report, Connected):
-            self._endpoint = self._listen(report.host)
+            self._endpoint, self.here = self._listen(report.host), report.host
             for ask in self._early:
                 self._ask(ask)
             self._early.clear()

@@ -13,8 +13,8 @@ from taas.messages.hosts import (
     Wrote,
     WroteTaken,
 )
-from taas.messages.ranks import Output, RankOrder, RankSays
-from taas.messages.wire import Endpoint, Message
+from taas.messages.ranks import Output, ProjectFiles, RankOrder, RankSays
+from taas.messages.wire import Endpoint, Memory, Message
 from taas.stacks import RankSeen
 
 
@@ -177,19 +177,28 @@ class StartMaker(Message, frozen=True):
     Attributes:
         number: of the process in the run.
         role: ``planner`` or ``keeper``.
-        config: its :class:`~taas.delivery.config.PlannerConfig` or ``WorkerConfig``, in JSON.
+        config: its :class:`~taas.delivery.config.PlannerConfig` or ``WorkerConfig``, in JSON; what an agent knows
+            better, payload and folders, is left out.
+        payload: the packed loaders.
+        project: absolute path of the project.
         environ: the notebook's environment.
         rehearsed: as the run's ranks on this VM will be; None where it gets none.
         log: file that takes what user code prints there.
+        changed, files, replica: as in :class:`~taas.messages.ranks.RankOrder`.
     """
 
     run: str
     number: int
     role: str
     config: bytes
+    payload: Memory
+    project: str
     environ: dict[str, str]
     rehearsed: bool | None
     log: str
+    changed: tuple[str, ...] = ()
+    files: ProjectFiles | None = None
+    replica: str = ""
 
 
 class EndMakers(Message, frozen=True):

@@ -1,4 +1,7 @@
-"""What stands in for shared memory and a shared disk where an agent is on another host than the supervisor."""
+"""What stands in for shared memory and a shared disk where an agent is on another host than the supervisor.
+
+Of a data VM, ``vm`` is the number of the maker that it is for.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +29,10 @@ class Piece(Message, frozen=True):
 
 
 class Wrote(Message, frozen=True):
-    """Bytes that a rank wrote to one of its output files on another host.
+    """Bytes that a rank, or a maker, wrote to one of its output files on another host.
 
     Attributes:
+        rank: -1 for a maker.
         file: name of the file in the rank's folder.
     """
 

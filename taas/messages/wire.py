@@ -34,17 +34,22 @@ class Memory(msgspec.Struct, frozen=True):
         """Whether it is on another host."""
         return self.pid == 0
 
+    @property
+    def path(self) -> str:
+        """Where processes of its host find it."""
+        return f"/proc/{self.pid}/fd/{self.fd}"
+
     def open(self) -> int:
         """Return a descriptor of one's own for the same memory.
 
         Raises:
             OSError: the process is gone, or the file there belongs to somebody else.
         """
-        fd = os.open(f"/proc/{self.pid}/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         status = os.fstat(fd)
         if status.st_uid != os.getuid() or status.st_size != self.nbytes:
             os.close(fd)
-            raise OSError(f"/proc/{self.pid}/fd/{self.fd} is not the memory that was announced")
+            raise OSError(f"{self.path} is not the memory that was announced")
         return fd
 
 

@@ -83,10 +83,10 @@ class Book:
         record = self.record
         match message:
             case StateChanged():
+                if message.state == "running" and record.state != "running":
+                    record.began = time.time()
                 record.state, record.waiting = message.state, message.detail
                 record.device = message.device or record.device
-                if message.state == "running":
-                    record.began = time.time()
             case StartedAgain():
                 record.restarts = message.restarts
             case Progressed():

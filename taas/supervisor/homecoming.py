@@ -67,6 +67,16 @@ class Homecoming:
         if self._token is not None:
             self._token.remove()
 
+    def packed(self) -> Memory:
+        """Return the packed project, for a VM that does not see it.
+
+        Raises:
+            OSError: it cannot be packed.
+        """
+        if self._parcel is None:
+            self._parcel = parcel.pack(self._project, always=self._along)
+        return Memory(0, self._parcel.fd, self._parcel.nbytes)
+
     def hear(self, message: WantProject | FileChange) -> None:
         """Take in what an agent asks for or brings.
 
@@ -75,10 +85,7 @@ class Homecoming:
         """
         match message:
             case WantProject():
-                if self._parcel is None:
-                    self._parcel = parcel.pack(self._project, always=self._along)
-                memory = Memory(0, self._parcel.fd, self._parcel.nbytes)
-                self._send(message.vm, ProjectPacked(run=self._run, parcel=memory))
+                self._send(message.vm, ProjectPacked(run=self._run, parcel=self.packed()))
             case FileChange():
                 applier = self._applier(message)
                 if applier is not None:

@@ -48,7 +48,7 @@ from taas.records import ProcessMark, read_records
 from taas.retention import make_room
 from taas.supervised import SupervisorConfig, SupervisorUp
 from taas.supervisor.books import Book
-from taas.supervisor.data_side import DataSide
+from taas.supervisor.data_side import DataSide, DataVms
 from taas.supervisor.rank_writes import settle_leftovers
 from taas.supervisor.runs import Run
 from taas.supervisor.vms import Pool, Vm
@@ -229,7 +229,7 @@ class Supervisor:
             per_vm = spec.ranks_per_vm * spec.gpus_per_rank
             demand = Demand(spec.instance, per_vm, spec.rehearse, submit.engine.wait)
             vms = self._pool_of(submit.engine).lease(name, demand, spec.vms, gpus)
-            data_vms = self._lease_data(name, spec.data_vms) if submit.delivery is not None else []
+            data = self._lease_data(name, submit, vms)
         except (EngineError, OSError) as error:
             if book is not None:
                 book.discard()
@@ -247,7 +247,7 @@ class Supervisor:
         folder = book.record.folder
         self._send(key, Accepted(run=name, folder=str(folder)))
         self._books[name] = book
-        self._begin(Run(name, book.submit, vms, data_vms, folder, tell))
+        self._begin(Run(name, book.submit, vms, data, folder, tell))
 
     def _begin(self, run: Run) -> None:
         self._runs[run.name] = run
@@ -259,22 +259,31 @@ class Supervisor:
         """Start a run again, with new VMs in place of those it lost; returns whether they could be had."""
         try:
             new = self._pool_of(run.submit.engine).replace([vm for vm in run.vms if vm.gone])
-            data_vms = self._lease_data(run.name, run.submit.spec.data_vms) if run.data is not None else []
+            vms = [new.get(vm, vm) for vm in run.vms]
+            data = self._lease_data(run.name, run.submit, vms)
         except EngineError:
             return False
         self._watch_vms()
         run.tell(StartedAgain(run=run.name, restarts=run.restarts + 1, why=why))
-        self._begin(run.again([new.get(vm, vm) for vm in run.vms], data_vms))
+        self._begin(run.again(vms, data))
         return True
 
-    def _lease_data(self, run: str, count: int) -> list[Vm]:
-        """Return so many data VMs of a run: those that it has, and others."""
-        own = [vm for vm in self._data_pool.vms if vm.run == run]
-        return [*own, *self._data_pool.lease(run, Demand(DATA_VM), count - len(own), ())]
+    def _lease_data(self, run: str, submit: Submit, vms: list[Vm]) -> DataVms | None:
+        """Return VMs for the data of a run, if it has any: those that it has already, and others."""
+        if submit.delivery is None:
+            return None
+        pool = self._pool_of(submit.engine, data=True)
+        demand = Demand(DATA_VM, wait=submit.engine.wait)
+        planner = vms[0] if pool is self._data_pool else own_vms(run, self._data_pool, 1, demand)[0]
+        data_vms = own_vms(run, pool, submit.spec.data_vms, demand)
+        return DataVms(data_vms, planner, lambda: pool.engine.here)
 
     def _replace_data_vm(self, run: Run) -> Vm | None:
+        choice = run.submit.engine
+        if run.state in ("ending", "over"):
+            return None
         try:
-            [vm] = self._data_pool.lease(run.name, Demand(DATA_VM), 1, ())
+            [vm] = self._pool_of(choice, data=True).lease(run.name, Demand(DATA_VM, wait=choice.wait), 1, ())
         except (EngineError, OSError):
             return None
         self._watch_vms()
@@ -346,17 +355,19 @@ class Supervisor:
 
     # ------------------------------------------------------------ engines
 
-    def _pool_of(self, choice: EngineChoice) -> Pool:
-        """Return the VMs of an engine, which is started when it is first asked for."""
+    def _pool_of(self, choice: EngineChoice, *, data: bool = False) -> Pool:
+        """Return the VMs of an engine for ranks, or for data; the engine is started when it is first asked for."""
         if choice.kind == "local":
-            return self._local
+            return self._data_pool if data else self._local
         name = f"{choice.kind} {choice.address}"
         if name not in self._pools:
             from taas.engines.ray import RayEngine
 
             engine = RayEngine(choice.address, self._listen, self._scratch / "ray.log")
-            self._pools[name] = Pool(engine, ("", self.up.server_key), self._scratch, self._send)
-        return self._pools[name]
+            address = ("", self.up.server_key)
+            self._pools[name] = Pool(engine, address, self._scratch, self._send)
+            self._pools[f"{name} data"] = Pool(engine, address, self._scratch, self._send, data=True)
+        return self._pools[f"{name} data" if data else name]
 
     def _listen(self, host: str) -> str:
         """Listen on an address that other machines reach; peers that connect there have to show signs of life."""
@@ -407,11 +418,15 @@ class Supervisor:
             vm.up = True
             if run is not None:
                 run.vm_up()
+                run.look_at_machines()
         elif run is None or message.run != run.name:  # type: ignore[attr-defined]
             return
         elif isinstance(message, MakerEnded):
             if run.data is not None:
                 run.data.maker_ended(message)
+        elif vm not in run.vms:
+            if run.data is not None:
+                run.data.hear(vm, message)
         elif isinstance(message, Printed):
             self._send(self._config.client_key, message)
         else:
@@ -430,6 +445,14 @@ class Supervisor:
             run.vm_lost(vm, how)
         elif run.data is not None:
             run.data.lose(vm, how, partial(self._replace_data_vm, run))
+
+
+def own_vms(run: str, pool: Pool, count: int, demand: Demand) -> list[Vm]:
+    """Return so many VMs of a run: those that it has, and others, asked for one by one, since each may come alone."""
+    own = [vm for vm in pool.vms if vm.run == run]
+    for _ in range(count - len(own)):
+        own += pool.lease(run, demand, 1, ())
+    return own
 
 
 def main() -> None:

@@ -29,7 +29,7 @@ from taas.records import output_folder
 from taas.stacks import ranks_in_words
 from taas.supervisor.books import shown_ranks
 from taas.supervisor.carriage import Carriage
-from taas.supervisor.data_side import DataSide
+from taas.supervisor.data_side import DataSide, DataVms
 from taas.supervisor.hangs import HangWatch
 from taas.supervisor.homecoming import Homecoming
 from taas.supervisor.rank_writes import make_scratch, settle_scratch
@@ -58,7 +58,7 @@ class Run:
         name: str,
         submit: Submit,
         vms: list[Vm],
-        data_vms: list[Vm],
+        data: DataVms | None,
         folder: Path,
         tell_client: Callable[[Message], None],
         *,
@@ -84,17 +84,17 @@ class Run:
         self._carriage = Carriage(name, spec.world_size, submit.payload, output, self._tell_vm)
         self._homecoming = Homecoming(name, submit.project, self._scratch, spec.ranks_per_vm, self._tell_vm)
         self.hangs = HangWatch(self, tell_client)
-        self.data = self._start_data(data_vms, places or {}) if submit.delivery is not None else None
+        self.data = None if data is None else self._start_data(data, places or {})
 
     def _tell_vm(self, number: int, said: Message) -> None:
         self.vms[number].send(said)
 
-    def _start_data(self, vms: list[Vm], places: dict[str, Place]) -> DataSide:
+    def _start_data(self, data: DataVms, places: dict[str, Place]) -> DataSide:
         return DataSide(
             self.name,
             self.submit,
-            vms,
-            self.vms[0],
+            data,
+            self._homecoming,
             f"{output_folder(self._folder, self.restarts)}/data.log",
             self.data_changed,
             lambda delivered: self.tell(Progressed(run=self.name, delivered=delivered)),
@@ -114,11 +114,18 @@ class Run:
 
     def look_at_machines(self) -> None:
         """Say what the VMs that are not there yet wait for, if that has changed."""
+        if self.data is not None:
+            self.data.start_makers()
         if self.state == "acquiring":
-            waiting = next((vm.machine.waiting for vm in self.vms if not vm.up), "")
-            if waiting != self._waiting:
-                self._waiting = waiting
-                self.tell(StateChanged(run=self.name, state=self.state, detail=waiting))
+            vms = [*self.vms, *(() if self.data is None else self.data.vms.values())]
+            self._say_waiting(next((vm.machine.waiting for vm in vms if not vm.up), ""))
+        elif self.state == "running" and self.data is not None:
+            self._say_waiting(self.data.waiting)
+
+    def _say_waiting(self, waiting: str) -> None:
+        if waiting != self._waiting:
+            self._waiting = waiting
+            self.tell(StateChanged(run=self.name, state=self.state, detail=waiting))
 
     def _device(self) -> str:
         """Say what the ranks run on, where only the engine knew; else nothing."""
@@ -135,9 +142,12 @@ class Run:
         """The data side said something."""
         assert self.data is not None
         if self.data.failed and self.state == "acquiring":
-            self._trouble = f"nothing can be delivered: {self.data.failed}"
+            self._error = self.data.error
+            had = self._error == RunLost.__name__
+            self._trouble = f"nothing can be delivered: {self.data.failed}" if had else self.data.failed
             self.end()
         self.vm_up()
+        self.look_at_machines()
 
     def _enter(self, state: str, device: str = "") -> None:
         self.state = state
@@ -177,7 +187,7 @@ class Run:
             scratch=str(self._scratch),
             spec=spec,
             colors=submit.colors,
-            delivery=None if self.data is None else self.data.rank_config(),
+            delivery=None if self.data is None else self.data.rank_config(vm.machine.host),
             restart_count=self.restarts,
             host=vm.machine.host,
             changed=submit.changed,
@@ -199,7 +209,8 @@ class Run:
             case RankReport(said=CellStarted()):
                 self._started += 1
                 if self._started == self.submit.spec.world_size and self.state == "starting":
-                    self._homecoming.all_started()
+                    if self.data is None or not self.data.elsewhere:  # another data VM may join at any time
+                        self._homecoming.all_started()
                     self._enter("running")
             case RankReport(said=RankEnded() as ended):
                 self._rank_ended(ended)
@@ -305,7 +316,7 @@ class Run:
         died = verdict.outcome == "failed" and first is not None and first.outcome == "died"
         return f"rank {first.rank} on {verdict.vm} {first.message}" if died and first is not None else ""
 
-    def again(self, vms: list[Vm], data_vms: list[Vm]) -> Run:
+    def again(self, vms: list[Vm], data: DataVms | None) -> Run:
         """Give this name to a new start on these VMs; what ranks other than 0 wrote until now is kept.
 
         The ranks hear where the loaders were, for ``taas.resume``.
@@ -316,7 +327,7 @@ class Run:
             self.name,
             self.submit,
             vms,
-            data_vms,
+            data,
             self._folder,
             self.tell,
             restarts=self.restarts + 1,
