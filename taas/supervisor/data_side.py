@@ -215,7 +215,8 @@ class DataSide:
             config = PlannerConfig(keys, service.endpoint, "", service.config.ranks)
         else:
             config = service.worker_config("", number, self._order.processes, self._order.encrypt, [], "")
-        gpus = bool(self._planner.gpus)
+        rehearsed = bool(submit.spec.gpus_per_rank and not self._planner.gpus)
+        with_ranks = planner and not self.elsewhere
         return StartMaker(
             run=self._run,
             number=number,
@@ -224,9 +225,7 @@ class DataSide:
             payload=self._carriage.payload if elsewhere else self._order.payload,
             project=submit.project,
             environ=submit.environ,
-            rehearsed=bool(submit.spec.gpus_per_rank and not gpus)
-            if planner and not self.elsewhere
-            else None,
+            rehearsed=rehearsed if with_ranks else None,
             log=self._log,
             changed=submit.changed,
             files=self._carriage.files() if elsewhere else None,
