@@ -209,6 +209,25 @@ def test_another_data_node_joins_in_place_of_one_that_is_cut_off(cluster: RayClu
         node.reconnect()
 
 
+def test_a_lost_head_ends_a_delivery_and_the_next_run_works(cluster: RayCluster, book: Notebook) -> None:
+    """All VMs are lost with it: the run says so, nothing is left on the nodes, and the restarted cluster serves."""
+    book.good(f"loader = fresh({_SLOW_ROWS * 20})")
+    book.start(_SLOW.format(vms=2, name="headless"))
+    book.wait_for("got 8\n", 240)
+    try:
+        cluster.head.kill()
+        ran = book.end(240)
+        assert ran.ename == "RunLost", ran
+        _wait_until_nothing_runs(cluster)
+    finally:
+        cluster.restart_head()
+        for node in cluster.nodes[1:]:
+            node.restart()
+    book.good("loader = fresh(40)")
+    book.good("#!g2.2\n#pragma taas --gpus 2 --cpus 2\ntotal = sum(len(rows) for rows, _ in loader)", 300)
+    assert book.value("total") == "20"
+
+
 def test_a_killed_kernel_leaves_no_data_worker(cluster: RayCluster, book: Notebook) -> None:
     """SIGKILL of the kernel ends keepers and data workers on all nodes."""
     book.good(f"loader = fresh({_SLOW_ROWS})")
