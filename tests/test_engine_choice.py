@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 from taas import engine_choice
-from taas.engines import Demand, EngineChoice
+from taas.engines import Demand, EngineChoice, ray_head
 from taas.engines.ray_needs import bundle, differing_versions, what_is_missing
 from taas.errors import EngineError, HeaderError
 
@@ -104,3 +106,31 @@ def test_versions_that_differ() -> None:
         == "the notebook has python 3.11.7, the VM 3.12.1"
     )
     assert "the VM not" in differing_versions({**here, "jupyter-taas": ""}, here)
+
+
+def test_a_head_is_waited_for_as_long_as_told() -> None:
+    """Nobody listens: an error at once, or as soon as somebody does, an end of the waiting."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        ray_head.reach(address, 0.0)
+    with pytest.raises(ConnectionRefusedError):
+        ray_head.reach(address, 0.0)
+    waiting = threading.Thread(target=ray_head.reach, args=(address, 60.0))
+    waiting.start()
+    with socket.create_server(("127.0.0.1", int(address.split(":")[1]))):
+        waiting.join(60)
+    assert not waiting.is_alive()
+    ray_head.reach("auto", 0.0)
+
+
+def test_a_head_that_answers_no_more() -> None:
+    """Silence counts from the last answer; a head that does not know this node is lost at once; an end is one."""
+    answers = iter([True, None])
+    assert (
+        ray_head.watch(lambda seconds: next(answers, None), 0.0, threading.Event())
+        == "has not answered for 0 s"
+    )
+    assert "started anew" in ray_head.watch(lambda seconds: False, 60.0, threading.Event())
+    over = threading.Event()
+    over.set()
+    assert ray_head.watch(lambda seconds: False, 60.0, over) == ""

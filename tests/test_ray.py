@@ -59,6 +59,16 @@ print("all there", flush=True)
 time.sleep(600)
 """
 
+_TWO_LIVES = """#!g2.2
+#pragma taas --gpus 4 --max-restarts 1
+import os, time, torch.distributed as dist
+dist.init_process_group("nccl")
+dist.barrier()
+lives = int(os.environ["TORCHELASTIC_RESTART_COUNT"]) + 1
+print("life", lives, flush=True)
+time.sleep(600) if lives == 1 else None
+"""
+
 
 @pytest.fixture
 def book(cluster: RayCluster, tmp_path: Path) -> Iterator[Notebook]:
@@ -183,15 +193,7 @@ def test_node_killed(cluster: RayCluster, book: Notebook) -> None:
     """A node that dies is named within 15 s; with --max-restarts the run starts again once there is another."""
     node = cluster.nodes[2]
     node.restart()
-    book.start(
-        "#!g2.2\n#pragma taas --gpus 4 --max-restarts 1\n"
-        "import os, time, torch.distributed as dist\n"
-        "dist.init_process_group('nccl')\n"
-        "dist.barrier()\n"
-        "lives = int(os.environ['TORCHELASTIC_RESTART_COUNT']) + 1\n"
-        "print('life', lives, flush=True)\n"
-        "time.sleep(600) if lives == 1 else None\n"
-    )
+    book.start(_TWO_LIVES)
     book.wait_for("life 1", 300)
     began = time.monotonic()
     node.kill()
@@ -199,6 +201,32 @@ def test_node_killed(cluster: RayCluster, book: Notebook) -> None:
     assert time.monotonic() - began < _NAMED_SECONDS
     assert f"(node {node.address})" in told.stdout
     node.restart()
+    assert "life 2" in book.end(400).stdout
+    assert book.value("lives") == "2"
+    assert _nothing_left(cluster, 30)
+
+
+def test_head_lost_and_restarted(cluster: RayCluster, book: Notebook) -> None:
+    """A head that is lost is named and no rank outlives it; the next cell waits for it, and outlives it with a restart."""
+    where = f"the head of the Ray cluster at {cluster.address}"
+    book.start(_SLEEP)
+    book.wait_for("all there", 240)
+    began = time.monotonic()
+    cluster.head.kill()
+    ran = book.end()
+    assert ran.ename == "RunLost", ran
+    assert where in ran.evalue
+    assert time.monotonic() - began < _NAMED_SECONDS
+    assert _nothing_left(cluster, 60, actors=False)
+    book.start(_TWO_LIVES)
+    _wait_for_line(book, f"waiting for the Ray cluster at {cluster.address} to be back")
+    for node in cluster.nodes:
+        node.restart()
+    book.wait_for("life 1", 300)
+    cluster.restart_head()
+    assert where in book.wait_for("started again", 60).stdout
+    for node in cluster.nodes[1:]:
+        node.restart()
     assert "life 2" in book.end(400).stdout
     assert book.value("lives") == "2"
     assert _nothing_left(cluster, 30)

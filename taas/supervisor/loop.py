@@ -253,6 +253,7 @@ class Supervisor:
         self._runs[run.name] = run
         if run.data is not None:
             self._on(run.data.fileno(), partial(self._hear_data, run))
+        run.look_at_machines()
         run.vm_up()
 
     def _restart(self, run: Run, why: str) -> bool:
