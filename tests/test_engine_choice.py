@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from notebook_harness import Notebook
 
 from taas import engine_choice
 from taas.engines import Demand, EngineChoice, ray_head
@@ -60,6 +62,23 @@ def test_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
         "import taas, taas.magics, taas.launcher, taas.supervisor.loop, taas.agent.loop, taas.engines.ray"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.slow
+def test_a_cell_runs_where_ray_is_not_installed(tmp_path: Path) -> None:
+    """Kernel, supervisor, agent and ranks of the local engine do without it."""
+    hidden = tmp_path / "hidden"
+    hidden.mkdir()
+    (hidden / "ray.py").write_text("raise ModuleNotFoundError(\"No module named 'ray'\", name='ray')\n")
+    path = os.pathsep.join([str(hidden), *filter(None, [os.environ.get("PYTHONPATH")])])
+    book = Notebook(tmp_path, environ={"PYTHONPATH": path})
+    try:
+        book.good("import taas")
+        body = "try:\n    import ray\nexcept ModuleNotFoundError as error:\n    said = str(error)"
+        book.good(f"#pragma taas --gpus 2\n{body}")
+        assert book.value("said") == "No module named 'ray'"
+    finally:
+        book.close()
 
 
 def test_bundles() -> None:

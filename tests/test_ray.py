@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 from notebook_harness import Notebook, Ran
 from ray_cluster import Node, RayCluster
@@ -81,31 +80,6 @@ def book(cluster: RayCluster, tmp_path: Path) -> Iterator[Notebook]:
         book.close()
 
 
-def _agents(nodes: list[Node], *, actors: bool = True) -> list[psutil.Process]:
-    """What taas runs on these nodes, Ray's actors for it included."""
-    found = []
-    for node in nodes:
-        assert node._ray is not None
-        for process in psutil.Process(node._ray.pid).children(recursive=True):
-            try:
-                command = " ".join(process.cmdline())
-            except psutil.NoSuchProcess:
-                continue
-            if "taas" in command or (actors and "VmActor" in command):
-                found.append(process)
-    return found
-
-
-def _nothing_left(cluster: RayCluster, seconds: float, *, actors: bool = True) -> bool:
-    """Wait until no process of taas is on the nodes other than the head."""
-    deadline = time.monotonic() + seconds
-    while _agents(cluster.nodes[1:], actors=actors):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.1)
-    return True
-
-
 def test_two_vms_train_as_this_machine_does(cluster: RayCluster, book: Notebook) -> None:
     """Output, model, logs of a rank elsewhere and a variable of the environment: all as with the local engine."""
     book.good(_SETUP)
@@ -114,7 +88,7 @@ def test_two_vms_train_as_this_machine_does(cluster: RayCluster, book: Notebook)
     book.good("away = {name: value.clone() for name, value in model.state_dict().items()}")
     said = book.good("%taas logs --rank 3").stdout
     assert "rank 3 says farewell" in said
-    assert _nothing_left(cluster, 30), "VMs were not given back"
+    assert cluster.rid_of_taas(30), "VMs were not given back"
     book.good("%taas engine local")
     assert book.good(_TRAIN, 300).own == there.own
     assert (
@@ -163,9 +137,9 @@ def test_kernel_killed_nothing_left(cluster: RayCluster, book: Notebook) -> None
     """SIGKILL of the kernel leaves no process of the run on any node."""
     book.start(_SLEEP)
     book.wait_for("all there", 240)
-    assert len(_agents(cluster.nodes[1:])) > 4
+    assert sum(len(node.of_taas(actors=True)) for node in cluster.nodes[1:]) > 4
     book.kill()
-    assert _nothing_left(cluster, 30)
+    assert cluster.rid_of_taas(30)
 
 
 def _lost(ran: Ran, node: Node, since: float) -> None:
@@ -184,7 +158,7 @@ def test_node_cut_off(cluster: RayCluster, book: Notebook) -> None:
     node.cut_off()
     try:
         _lost(book.end(), node, began)
-        assert _nothing_left(cluster, 60, actors=False), "ranks outlive the way to their notebook"
+        assert cluster.rid_of_taas(60, actors=False), "ranks outlive the way to their notebook"
     finally:
         node.reconnect()
 
@@ -203,7 +177,7 @@ def test_node_killed(cluster: RayCluster, book: Notebook) -> None:
     node.restart()
     assert "life 2" in book.end(400).stdout
     assert book.value("lives") == "2"
-    assert _nothing_left(cluster, 30)
+    assert cluster.rid_of_taas(30)
 
 
 def test_head_lost_and_restarted(cluster: RayCluster, book: Notebook) -> None:
@@ -217,7 +191,7 @@ def test_head_lost_and_restarted(cluster: RayCluster, book: Notebook) -> None:
     assert ran.ename == "RunLost", ran
     assert where in ran.evalue
     assert time.monotonic() - began < _NAMED_SECONDS
-    assert _nothing_left(cluster, 60, actors=False)
+    assert cluster.rid_of_taas(60, actors=False)
     book.start(_TWO_LIVES)
     _wait_for_line(book, f"waiting for the Ray cluster at {cluster.address} to be back")
     for node in cluster.nodes:
@@ -229,7 +203,7 @@ def test_head_lost_and_restarted(cluster: RayCluster, book: Notebook) -> None:
         node.restart()
     assert "life 2" in book.end(400).stdout
     assert book.value("lives") == "2"
-    assert _nothing_left(cluster, 30)
+    assert cluster.rid_of_taas(30)
 
 
 def _wait_for_line(book: Notebook, text: str, seconds: float = 120) -> None:
