@@ -13,7 +13,9 @@ import pytest
 from notebook_harness import Notebook
 
 from taas import engine_choice
-from taas.engines import Demand, EngineChoice, ray_head
+from taas.agent.forkserver import read_at_import
+from taas.agent.remote import environment
+from taas.engines import AgentConfig, Demand, EngineChoice, ray_head
 from taas.engines.ray_needs import bundle, differing_versions, what_is_missing
 from taas.errors import EngineError, HeaderError
 
@@ -153,3 +155,15 @@ def test_a_head_that_answers_no_more() -> None:
     over = threading.Event()
     over.set()
     assert ray_head.watch(lambda seconds: False, 60.0, over) == ""
+
+
+def test_the_environment_on_a_vm() -> None:
+    """What the notebook set holds, what it inherited yields to the VM's own; libraries are imported with the same."""
+    notebook = {"PATH": "/here", "OMP_NUM_THREADS": "3", "LANG": "C", "MKL_X": "set"}
+    changed = ("LD_PRELOAD", "MKL_X")  # the first was removed
+    own = {"PATH": "/there", "LD_PRELOAD": "own.so", "MKL_X": "own", "LANG": "C.UTF-8"}
+    config = AgentConfig("", "", "", "", "", remote=True, environ=own)
+    there = environment(notebook, changed, config)
+    assert there == {"PATH": "/there", "OMP_NUM_THREADS": "3", "LANG": "C.UTF-8", "MKL_X": "set"}
+    ahead = environment(read_at_import(notebook), changed, config)
+    assert read_at_import(ahead) == read_at_import(there)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import zmq
 from taas.engines import AgentConfig
 from taas.messages.ranks import RankOrder
 
-__all__ = ["SupervisorLink", "interface_of", "localized", "run_root"]
+__all__ = ["SupervisorLink", "environment", "interface_of", "localized", "run_root"]
 
 
 _CONNECT_SECONDS = 60.0
@@ -25,24 +26,31 @@ def run_root(config: AgentConfig, order: RankOrder) -> Path:
 
 
 def localized(order: RankOrder, config: AgentConfig) -> RankOrder:
-    """Return an order with the folders and the environment of this VM in place of the notebook's machine's.
-
-    A variable that the notebook set itself holds here, too; one that it inherited holds where this VM has none
-    of that name: PATH, HOME and their like are the VM's.
-    """
+    """Return an order with the folders and the environment of this VM in place of the notebook's machine's."""
     root = run_root(config, order)
     for folder in ("output", "writes"):
         (root / folder).mkdir(mode=0o700, parents=True, exist_ok=True)
-    changed = {name: value for name, value in order.environ.items() if name in order.changed}
-    inherited = {name: value for name, value in order.environ.items() if name not in order.changed}
-    removed = set(order.changed) - order.environ.keys()
-    environ = {**inherited, **config.environ, **changed}
     return msgspec.structs.replace(
         order,
-        environ={name: value for name, value in environ.items() if name not in removed},
+        environ=environment(order.environ, order.changed, config),
         log_dir=str(root / "output"),
         scratch=str(root / "writes"),
     )
+
+
+def environment(notebook: dict[str, str], changed: Iterable[str], config: AgentConfig) -> dict[str, str]:
+    """Return the environment that ranks have on this VM.
+
+    A variable that the notebook set itself holds here, too; one that it inherited holds where this VM has none
+    of that name: PATH, HOME and their like are the VM's.
+
+    Args:
+        notebook: the notebook's environment, or a part of it.
+        changed: names of variables that the notebook set, changed or removed.
+        config: the agent's.
+    """
+    own = {name: value for name, value in config.environ.items() if name not in changed}
+    return {**notebook, **own}
 
 
 def interface_of(host: str) -> str | None:

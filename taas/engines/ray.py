@@ -116,10 +116,11 @@ class RayEngine:
                 machine.waiting = f"the Ray cluster at {self._address} to be back"
         self._count += len(machines)
         self._machines |= {machine.number: machine for machine in machines}
+        there = {"remote": True, "ahead": demand.environ, "changed": demand.changed}
         ask = Acquire(
             tuple(machine.number for machine in machines),
             demand,
-            tuple(msgspec.structs.replace(config, remote=True) for config in configs),
+            tuple(msgspec.structs.replace(config, **there) for config in configs),
         )
         if self._endpoint:
             self._ask(ask)

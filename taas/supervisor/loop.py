@@ -21,6 +21,7 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
 from taas.agent.endings import become_subreaper, sweep_orphans
+from taas.agent.forkserver import read_at_import
 from taas.catalog import DATA_VM
 from taas.connections import Connection, write_connection
 from taas.engines import Demand, EngineChoice
@@ -227,7 +228,14 @@ class Supervisor:
             book = Book(submit, self._kernel_mark)
             name = book.record.name
             per_vm = spec.ranks_per_vm * spec.gpus_per_rank
-            demand = Demand(spec.instance, per_vm, spec.rehearse, submit.engine.wait)
+            demand = Demand(
+                spec.instance,
+                per_vm,
+                spec.rehearse,
+                submit.engine.wait,
+                read_at_import(submit.environ),
+                submit.changed,
+            )
             vms = self._pool_of(submit.engine).lease(name, demand, spec.vms, gpus)
             data_vms = self._lease_data(name, spec.data_vms) if submit.delivery is not None else []
         except (EngineError, OSError) as error:
