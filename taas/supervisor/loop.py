@@ -35,6 +35,7 @@ from taas.messages.clients import (
     AskStacks,
     ClientSays,
     Interrupt,
+    Prepare,
     Refused,
     Release,
     Released,
@@ -202,6 +203,9 @@ class Supervisor:
         run = self._runs.get(getattr(message, "run", ""))
         if isinstance(message, Submit):
             self._submit(key, message)
+        elif isinstance(message, Prepare):
+            self._pool_of(message.engine)
+            self._watch_vms()
         elif isinstance(message, Release):
             self._reply(route, Released(count=self._release_idle()))
         elif isinstance(message, AskStacks) and run is None:
