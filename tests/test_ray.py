@@ -69,15 +69,25 @@ time.sleep(600) if lives == 1 else None
 """
 
 
+def _open(cluster: RayCluster, folder: Path) -> Notebook:
+    book = cluster.notebook(folder)
+    book.good("import taas")
+    return book
+
+
+@pytest.fixture(scope="module")
+def shared(cluster: RayCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
+    """A notebook beside the cluster's head, for all tests that leave it alive."""
+    book = _open(cluster, tmp_path_factory.mktemp("project"))
+    yield book
+    book.close()
+
+
 @pytest.fixture
-def book(cluster: RayCluster, tmp_path: Path) -> Iterator[Notebook]:
-    """A notebook beside the cluster's head, whose cells run on the cluster."""
-    book = cluster.notebook(tmp_path)
-    try:
-        book.good(f"import taas\n%taas engine ray {cluster.address}")
-        yield book
-    finally:
-        book.close()
+def book(cluster: RayCluster, shared: Notebook) -> Notebook:
+    """That notebook; its cells run on the cluster."""
+    shared.good(f"%taas engine ray {cluster.address}")
+    return shared
 
 
 def test_two_vms_train_as_this_machine_does(cluster: RayCluster, book: Notebook) -> None:
@@ -121,25 +131,30 @@ def test_waiting_says_what_is_missing_and_can_be_interrupted(book: Notebook) -> 
     assert book.end().ename == "KeyboardInterrupt"
 
 
-def test_no_patience_no_wait(book: Notebook) -> None:
+def test_no_patience_no_wait(cluster: RayCluster, book: Notebook) -> None:
     """[engine] wait = 0: the run fails and says what is missing."""
-    (book.folder / "taas.toml").write_text("[engine]\nwait = 0\n")
-    book.good(
-        f"%taas engine ray {book.value('__import__(chr(116)+chr(97)+chr(97)+chr(115)).engine_choice._said[0].address')}"
-    )
+    settings = book.folder / "taas.toml"
+    settings.write_text("[engine]\nwait = 0\n")
+    book.good(f"%taas engine ray {cluster.address}")
     ran = book.run("#!g2.4\n#pragma taas --gpus 4\nprint('never')")
+    settings.unlink()
     assert ran.ename == "EngineError"
     assert "1 node with GPU 4, g2.4 1" in ran.evalue
     assert "0 like that" in ran.evalue
 
 
-def test_kernel_killed_nothing_left(cluster: RayCluster, book: Notebook) -> None:
+def test_kernel_killed_nothing_left(cluster: RayCluster, tmp_path: Path) -> None:
     """SIGKILL of the kernel leaves no process of the run on any node."""
-    book.start(_SLEEP)
-    book.wait_for("all there", 240)
-    assert sum(len(node.of_taas(actors=True)) for node in cluster.nodes[1:]) > 4
-    book.kill()
-    assert cluster.rid_of_taas(30)
+    book = _open(cluster, tmp_path)
+    try:
+        book.good(f"%taas engine ray {cluster.address}")
+        book.start(_SLEEP)
+        book.wait_for("all there", 240)
+        assert sum(len(node.of_taas(actors=True)) for node in cluster.nodes[1:]) > 4
+        book.kill()
+        assert cluster.rid_of_taas(30)
+    finally:
+        book.close()
 
 
 def _lost(ran: Ran, node: Node, since: float) -> None:

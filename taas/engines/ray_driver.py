@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 import ray
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -145,6 +145,8 @@ class Group:
                 self._report(Got(vm.number, host, tuple(seen["gpus"])))
                 log = ray.get(vm.actor.serve.remote(msgspec.json.encode(vm.config)))
                 how = f"ended by itself; its log says: {log}" if log else "ended"
+        except ActorUnavailableError:
+            how = "lost: Ray's connection to its node broke"
         except RayActorError as lost:
             how = f"lost: {_first_sentence(lost)}"
         except Exception as broken:
