@@ -51,5 +51,5 @@ clean:
 
 .venv/test: .venv/python pyproject.toml constraints.txt
 	@echo "Installing what the tests need into .venv (PyTorch is about 5 GB, once)"
-	$(PIP) install --quiet --constraint constraints.txt --editable ".[examples,gallery]" --group dev
+	$(PIP) install --quiet --constraint constraints.txt --editable ".[examples,gallery,ray]" --group dev
 	@touch $@ .venv/demo

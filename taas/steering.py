@@ -9,7 +9,7 @@ from pathlib import Path
 from taas import connections, status
 from taas.cell_output import say
 from taas.errors import EngineError, HeaderError
-from taas.messages.clients import AskStacks, Interrupt, Release, Released, Stacks
+from taas.messages.clients import AskStacks, Interrupt, Prepare, Release, Released, Stacks
 from taas.records import RunRecord, find_run, read_record, read_records
 from taas.status import Shown
 from taas.verbs import Desk, Line
@@ -126,6 +126,10 @@ def _engine(desk: Desk, line: Line) -> None:
         )
     else:
         choice = engine_choice.choose(list(line.words))
+        if choice.kind != "local":
+            from taas.supervised import supervised
+
+            supervised(warm=False).say(Prepare(engine=choice))  # it takes seconds to become part of a cluster
     say(f"engine: {' '.join(word for word in (choice.kind, choice.address) if word)}")
 
 

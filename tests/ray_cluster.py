@@ -20,6 +20,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -145,6 +146,18 @@ class Node:
         _end(self._ray)
         self._ray = None
 
+    def of_taas(self, *, actors: bool) -> list[psutil.Process]:
+        """What taas runs here; with ``actors``, Ray's workers that serve it count, too."""
+        found = []
+        for process in psutil.Process(self._ray.pid).children(recursive=True) if self._ray else []:
+            try:
+                command = " ".join(process.cmdline())
+            except psutil.NoSuchProcess:
+                continue
+            if "taas" in command or (actors and "VmActor" in command):
+                found.append(process)
+        return found
+
     # ------------------------------------------------------------ its cable
 
     def cut_off(self) -> None:
@@ -212,6 +225,15 @@ class RayCluster:
     def restart_head(self) -> None:
         """Restart Ray's head; what it knew is forgotten. The other nodes have to be restarted to join it."""
         self.head.restart()
+
+    def rid_of_taas(self, seconds: float, *, actors: bool = True) -> bool:
+        """Wait until taas has no process on the nodes other than the head."""
+        deadline = time.monotonic() + seconds
+        while any(node.of_taas(actors=actors) for node in self.nodes[1:]):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.1)
+        return True
 
     # ------------------------------------------------------------ cables
 

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
+from notebook_harness import Notebook
 
 from taas import engine_choice
-from taas.engines import Demand, EngineChoice
+from taas.agent.forkserver import read_at_import
+from taas.agent.remote import environment
+from taas.engines import AgentConfig, Demand, EngineChoice, ray_head
 from taas.engines.ray_needs import bundle, differing_versions, what_is_missing
 from taas.errors import EngineError, HeaderError
 
@@ -60,6 +66,23 @@ def test_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
+@pytest.mark.slow
+def test_a_cell_runs_where_ray_is_not_installed(tmp_path: Path) -> None:
+    """Kernel, supervisor, agent and ranks of the local engine do without it."""
+    hidden = tmp_path / "hidden"
+    hidden.mkdir()
+    (hidden / "ray.py").write_text("raise ModuleNotFoundError(\"No module named 'ray'\", name='ray')\n")
+    path = os.pathsep.join([str(hidden), *filter(None, [os.environ.get("PYTHONPATH")])])
+    book = Notebook(tmp_path, environ={"PYTHONPATH": path})
+    try:
+        book.good("import taas")
+        body = "try:\n    import ray\nexcept ModuleNotFoundError as error:\n    said = str(error)"
+        book.good(f"#pragma taas --gpus 2\n{body}")
+        assert book.value("said") == "No module named 'ray'"
+    finally:
+        book.close()
+
+
 def test_bundles() -> None:
     """A VM asks for its type and its GPUs; for no GPUs where it is rehearsed."""
     kind = Demand("g2.8", 8)
@@ -104,3 +127,43 @@ def test_versions_that_differ() -> None:
         == "the notebook has python 3.11.7, the VM 3.12.1"
     )
     assert "the VM not" in differing_versions({**here, "jupyter-taas": ""}, here)
+
+
+def test_a_head_is_waited_for_as_long_as_told() -> None:
+    """Nobody listens: an error at once, or as soon as somebody does, an end of the waiting."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        ray_head.reach(address, 0.0)
+    with pytest.raises(ConnectionRefusedError):
+        ray_head.reach(address, 0.0)
+    waiting = threading.Thread(target=ray_head.reach, args=(address, 60.0))
+    waiting.start()
+    with socket.create_server(("127.0.0.1", int(address.split(":")[1]))):
+        waiting.join(60)
+    assert not waiting.is_alive()
+    ray_head.reach("auto", 0.0)
+
+
+def test_a_head_that_answers_no_more() -> None:
+    """Silence counts from the last answer; a head that does not know this node is lost at once; an end is one."""
+    answers = iter([True, None])
+    assert (
+        ray_head.watch(lambda seconds: next(answers, None), 0.0, threading.Event())
+        == "has not answered for 0 s"
+    )
+    assert "started anew" in ray_head.watch(lambda seconds: False, 60.0, threading.Event())
+    over = threading.Event()
+    over.set()
+    assert ray_head.watch(lambda seconds: False, 60.0, over) == ""
+
+
+def test_the_environment_on_a_vm() -> None:
+    """What the notebook set holds, what it inherited yields to the VM's own; libraries are imported with the same."""
+    notebook = {"PATH": "/here", "OMP_NUM_THREADS": "3", "LANG": "C", "MKL_X": "set"}
+    changed = ("LD_PRELOAD", "MKL_X")  # the first was removed
+    own = {"PATH": "/there", "LD_PRELOAD": "own.so", "MKL_X": "own", "LANG": "C.UTF-8"}
+    config = AgentConfig("", "", "", "", "", remote=True, environ=own)
+    there = environment(notebook, changed, config)
+    assert there == {"PATH": "/there", "OMP_NUM_THREADS": "3", "LANG": "C.UTF-8", "MKL_X": "set"}
+    ahead = environment(read_at_import(notebook), changed, config)
+    assert read_at_import(ahead) == read_at_import(there)

@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 from notebook_harness import Notebook, Ran
 from ray_cluster import Node, RayCluster
@@ -59,41 +58,36 @@ print("all there", flush=True)
 time.sleep(600)
 """
 
+_TWO_LIVES = """#!g2.2
+#pragma taas --gpus 4 --max-restarts 1
+import os, time, torch.distributed as dist
+dist.init_process_group("nccl")
+dist.barrier()
+lives = int(os.environ["TORCHELASTIC_RESTART_COUNT"]) + 1
+print("life", lives, flush=True)
+time.sleep(600) if lives == 1 else None
+"""
+
+
+def _open(cluster: RayCluster, folder: Path) -> Notebook:
+    book = cluster.notebook(folder)
+    book.good("import taas")
+    return book
+
+
+@pytest.fixture(scope="module")
+def shared(cluster: RayCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
+    """A notebook beside the cluster's head, for all tests that leave it alive."""
+    book = _open(cluster, tmp_path_factory.mktemp("project"))
+    yield book
+    book.close()
+
 
 @pytest.fixture
-def book(cluster: RayCluster, tmp_path: Path) -> Iterator[Notebook]:
-    """A notebook beside the cluster's head, whose cells run on the cluster."""
-    book = cluster.notebook(tmp_path)
-    try:
-        book.good(f"import taas\n%taas engine ray {cluster.address}")
-        yield book
-    finally:
-        book.close()
-
-
-def _agents(nodes: list[Node], *, actors: bool = True) -> list[psutil.Process]:
-    """What taas runs on these nodes, Ray's actors for it included."""
-    found = []
-    for node in nodes:
-        assert node._ray is not None
-        for process in psutil.Process(node._ray.pid).children(recursive=True):
-            try:
-                command = " ".join(process.cmdline())
-            except psutil.NoSuchProcess:
-                continue
-            if "taas" in command or (actors and "VmActor" in command):
-                found.append(process)
-    return found
-
-
-def _nothing_left(cluster: RayCluster, seconds: float, *, actors: bool = True) -> bool:
-    """Wait until no process of taas is on the nodes other than the head."""
-    deadline = time.monotonic() + seconds
-    while _agents(cluster.nodes[1:], actors=actors):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.1)
-    return True
+def book(cluster: RayCluster, shared: Notebook) -> Notebook:
+    """That notebook; its cells run on the cluster."""
+    shared.good(f"%taas engine ray {cluster.address}")
+    return shared
 
 
 def test_two_vms_train_as_this_machine_does(cluster: RayCluster, book: Notebook) -> None:
@@ -104,7 +98,7 @@ def test_two_vms_train_as_this_machine_does(cluster: RayCluster, book: Notebook)
     book.good("away = {name: value.clone() for name, value in model.state_dict().items()}")
     said = book.good("%taas logs --rank 3").stdout
     assert "rank 3 says farewell" in said
-    assert _nothing_left(cluster, 30), "VMs were not given back"
+    assert cluster.rid_of_taas(30), "VMs were not given back"
     book.good("%taas engine local")
     assert book.good(_TRAIN, 300).own == there.own
     assert (
@@ -137,25 +131,30 @@ def test_waiting_says_what_is_missing_and_can_be_interrupted(book: Notebook) -> 
     assert book.end().ename == "KeyboardInterrupt"
 
 
-def test_no_patience_no_wait(book: Notebook) -> None:
+def test_no_patience_no_wait(cluster: RayCluster, book: Notebook) -> None:
     """[engine] wait = 0: the run fails and says what is missing."""
-    (book.folder / "taas.toml").write_text("[engine]\nwait = 0\n")
-    book.good(
-        f"%taas engine ray {book.value('__import__(chr(116)+chr(97)+chr(97)+chr(115)).engine_choice._said[0].address')}"
-    )
+    settings = book.folder / "taas.toml"
+    settings.write_text("[engine]\nwait = 0\n")
+    book.good(f"%taas engine ray {cluster.address}")
     ran = book.run("#!g2.4\n#pragma taas --gpus 4\nprint('never')")
+    settings.unlink()
     assert ran.ename == "EngineError"
     assert "1 node with GPU 4, g2.4 1" in ran.evalue
     assert "0 like that" in ran.evalue
 
 
-def test_kernel_killed_nothing_left(cluster: RayCluster, book: Notebook) -> None:
+def test_kernel_killed_nothing_left(cluster: RayCluster, tmp_path: Path) -> None:
     """SIGKILL of the kernel leaves no process of the run on any node."""
-    book.start(_SLEEP)
-    book.wait_for("all there", 240)
-    assert len(_agents(cluster.nodes[1:])) > 4
-    book.kill()
-    assert _nothing_left(cluster, 30)
+    book = _open(cluster, tmp_path)
+    try:
+        book.good(f"%taas engine ray {cluster.address}")
+        book.start(_SLEEP)
+        book.wait_for("all there", 240)
+        assert sum(len(node.of_taas(actors=True)) for node in cluster.nodes[1:]) > 4
+        book.kill()
+        assert cluster.rid_of_taas(30)
+    finally:
+        book.close()
 
 
 def _lost(ran: Ran, node: Node, since: float) -> None:
@@ -174,7 +173,7 @@ def test_node_cut_off(cluster: RayCluster, book: Notebook) -> None:
     node.cut_off()
     try:
         _lost(book.end(), node, began)
-        assert _nothing_left(cluster, 60, actors=False), "ranks outlive the way to their notebook"
+        assert cluster.rid_of_taas(60, actors=False), "ranks outlive the way to their notebook"
     finally:
         node.reconnect()
 
@@ -183,15 +182,7 @@ def test_node_killed(cluster: RayCluster, book: Notebook) -> None:
     """A node that dies is named within 15 s; with --max-restarts the run starts again once there is another."""
     node = cluster.nodes[2]
     node.restart()
-    book.start(
-        "#!g2.2\n#pragma taas --gpus 4 --max-restarts 1\n"
-        "import os, time, torch.distributed as dist\n"
-        "dist.init_process_group('nccl')\n"
-        "dist.barrier()\n"
-        "lives = int(os.environ['TORCHELASTIC_RESTART_COUNT']) + 1\n"
-        "print('life', lives, flush=True)\n"
-        "time.sleep(600) if lives == 1 else None\n"
-    )
+    book.start(_TWO_LIVES)
     book.wait_for("life 1", 300)
     began = time.monotonic()
     node.kill()
@@ -201,7 +192,33 @@ def test_node_killed(cluster: RayCluster, book: Notebook) -> None:
     node.restart()
     assert "life 2" in book.end(400).stdout
     assert book.value("lives") == "2"
-    assert _nothing_left(cluster, 30)
+    assert cluster.rid_of_taas(30)
+
+
+def test_head_lost_and_restarted(cluster: RayCluster, book: Notebook) -> None:
+    """A head that is lost is named and no rank outlives it; the next cell waits for it, and outlives it with a restart."""
+    where = f"the head of the Ray cluster at {cluster.address}"
+    book.start(_SLEEP)
+    book.wait_for("all there", 240)
+    began = time.monotonic()
+    cluster.head.kill()
+    ran = book.end()
+    assert ran.ename == "RunLost", ran
+    assert where in ran.evalue
+    assert time.monotonic() - began < _NAMED_SECONDS
+    assert cluster.rid_of_taas(60, actors=False)
+    book.start(_TWO_LIVES)
+    _wait_for_line(book, f"waiting for the Ray cluster at {cluster.address} to be back")
+    for node in cluster.nodes:
+        node.restart()
+    book.wait_for("life 1", 300)
+    cluster.restart_head()
+    assert where in book.wait_for("started again", 60).stdout
+    for node in cluster.nodes[1:]:
+        node.restart()
+    assert "life 2" in book.end(400).stdout
+    assert book.value("lives") == "2"
+    assert cluster.rid_of_taas(30)
 
 
 def _wait_for_line(book: Notebook, text: str, seconds: float = 120) -> None:

@@ -171,7 +171,7 @@ def test_a_vm_lost_in_training_is_named_and_what_was_saved_is_here(
         took = time.monotonic() - began
         assert ran.ename == "RunLost", ran
         assert f"(node {node.address})" in ran.evalue
-        assert took < 15
+        assert took < 30, "15 where the machine is not busy with other things"
         assert (book.folder / "begun.txt").read_text() == "complete"
     finally:
         node.reconnect()

@@ -59,8 +59,8 @@ _READ_AT_IMPORT = (
 )  # fmt: skip
 
 
-def _read_at_import(environ: dict[str, str]) -> dict[str, str]:
-    """The variables that libraries read when they are imported: too late to set them in a rank."""
+def read_at_import(environ: dict[str, str]) -> dict[str, str]:
+    """Return the variables that libraries read when they are imported: too late to set them in a rank."""
     return {name: value for name, value in environ.items() if name.startswith(_READ_AT_IMPORT)}
 
 
@@ -121,4 +121,4 @@ class Forkserver:
     def _fitting(
         environ: dict[str, str], *, rehearsed: bool
     ) -> tuple[dict[str, str], tuple[tuple[str, int], ...], bool]:
-        return _read_at_import(environ), _installed(), rehearsed
+        return read_at_import(environ), _installed(), rehearsed

@@ -24,7 +24,7 @@ from taas.agent.intake import Intake
 from taas.agent.maker_intake import MakerIntake
 from taas.agent.makers import Makers
 from taas.agent.mirror import Mirror
-from taas.agent.remote import SupervisorLink
+from taas.agent.remote import SupervisorLink, environment
 from taas.delivery.config import read_line
 from taas.engines import AgentConfig
 from taas.heartbeat import set_heartbeat
@@ -107,7 +107,7 @@ class Agent:
 
     def run(self) -> None:
         """Serve until the supervisor is gone, then end all that was started here."""
-        self._forkserver.start()  # it imports torch while this process does
+        self._import_ahead()  # torch, while this process does so, too
         self._on(self._socket, self._hear_supervisor)
         self._on(sys.stdin.fileno(), self._lose_supervisor)
         if self._link is not None:
@@ -134,6 +134,14 @@ class Agent:
                 self._look_at_link()
         finally:
             self._end_all()
+
+    def _import_ahead(self) -> None:
+        """Start the forkserver; elsewhere as the first run will want it, for its second start takes as long."""
+        config = self._config
+        if config.remote:
+            self._forkserver.fit(environment(config.ahead, config.changed, config), rehearsed=None)
+        else:
+            self._forkserver.start()
 
     def _pause_ms(self) -> int | None:
         waits: list[float | None] = [look.wait() for look in self._looks]

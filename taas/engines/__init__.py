@@ -30,12 +30,17 @@ class Demand(msgspec.Struct, frozen=True):
         gpus: GPUs on it; 0 for none.
         rehearse: CPU ranks in place of GPUs, in any case.
         wait: seconds that it may be waited for.
+        environ: the notebook's variables that libraries read when they are imported, for VMs that do not have
+            them from the notebook's machine.
+        changed: names of variables that the notebook itself set, changed or removed.
     """
 
     instance: str | None = None
     gpus: int = 0
     rehearse: bool = False
     wait: float = 600.0
+    environ: dict[str, str] = {}
+    changed: tuple[str, ...] = ()
 
 
 class AgentConfig(msgspec.Struct, frozen=True):
@@ -49,6 +54,9 @@ class AgentConfig(msgspec.Struct, frozen=True):
         remote: the supervisor may be on another host: nothing is read through /proc, the wire beats, and the
             agent leaves its starter's process tree.
         environ: of a remote VM, the environment that programs have there.
+        ahead: of a remote VM, what the demand says of the notebook's environment: libraries are imported with it
+            before the first run is known.
+        changed: as in the demand.
     """
 
     endpoint: str
@@ -59,6 +67,8 @@ class AgentConfig(msgspec.Struct, frozen=True):
     data: bool = False
     remote: bool = False
     environ: dict[str, str] = {}
+    ahead: dict[str, str] = {}
+    changed: tuple[str, ...] = ()
 
 
 class Machine(Protocol):

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from taas.engines import AgentConfig, Demand, ray_wire
-from taas.engines.ray_wire import Acquire, Connected, Gone, Got, Release, Unreachable, Waiting
+from taas.engines.ray_wire import Acquire, Connected, Gone, Got, Release, Severed, Unreachable, Waiting
 
 __all__ = ["RayEngine"]
 
@@ -85,14 +85,15 @@ class RayEngine:
         self._early: list[Acquire] = []
         self._rest = b""
         self._read = ray_wire.decoder(ray_wire.Reports)
-        self._why_not = ""
+        self._why_not = self._why_lost = ""
+        self._reached = False
         self._driver: subprocess.Popen[bytes] | None = None
-        self._start_driver()
+        self._start_driver(0.0)
 
-    def _start_driver(self) -> None:
+    def _start_driver(self, patience: float) -> None:
         with self._log.open("ab") as log:
             self._driver = subprocess.Popen(
-                [sys.executable, "-m", "taas.engines.ray_driver", self._address],
+                [sys.executable, "-m", "taas.engines.ray_driver", self._address, str(patience)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -106,16 +107,20 @@ class RayEngine:
         return [self._driver.pid] if self._driver is not None else []
 
     def start(self, demand: Demand, configs: Sequence[AgentConfig]) -> Sequence[RayMachine]:
-        """Ask the cluster for VMs; a driver that went is replaced by a new one."""
+        """Ask the cluster for VMs; a driver that went is replaced, a cluster that was there is waited for."""
         if self._driver is None:
-            self._start_driver()
+            self._start_driver(demand.wait if self._reached else 0.0)
         machines = [RayMachine(self._count + number, self._give_back) for number in range(len(configs))]
+        if self._reached and not self._endpoint:
+            for machine in machines:
+                machine.waiting = f"the Ray cluster at {self._address} to be back"
         self._count += len(machines)
         self._machines |= {machine.number: machine for machine in machines}
+        there = {"remote": True, "ahead": demand.environ, "changed": demand.changed}
         ask = Acquire(
             tuple(machine.number for machine in machines),
             demand,
-            tuple(msgspec.structs.replace(config, remote=True) for config in configs),
+            tuple(msgspec.structs.replace(config, **there) for config in configs),
         )
         if self._endpoint:
             self._ask(ask)
@@ -145,7 +150,7 @@ class RayEngine:
 
     def _take(self, report: Any) -> None:
         if isinstance(report, Connected):
-            self._endpoint, self.here = self._listen(report.host), report.host
+            self._endpoint, self.here, self._reached = self._listen(report.host), report.host, True
             for ask in self._early:
                 self._ask(ask)
             self._early.clear()
@@ -154,6 +159,8 @@ class RayEngine:
                 f"the Ray cluster at {self._address} cannot be reached: {report.message}. Is it running (`ray status`), "
                 "and is this machine one of its nodes (`ray start --address=HOST:PORT --num-cpus=0`)?"
             )
+        elif isinstance(report, Severed):
+            self._why_lost = f"lost: {report.message}"
         elif (machine := self._machines.get(report.machine)) is None:
             return  # given back meanwhile
         elif isinstance(report, Waiting):
@@ -183,20 +190,26 @@ class RayEngine:
             self._ask(Release(number))
 
     def _lose_driver(self) -> None:
-        """Ray has ended the driver: its node, or the cluster's head, is gone."""
+        """The driver has ended: it could not connect, or its node, or the cluster's head, is gone."""
         driver, self._driver = self._driver, None
         assert driver is not None and driver.stdin is not None and driver.stdout is not None
         with contextlib.suppress(BrokenPipeError):
             driver.stdin.close()
         driver.stdout.close()
         driver.wait()
-        never = bool(self._why_not)
-        why = self._why_not or f"lost: the Ray cluster ended this notebook's driver ({self._last_words()})"
-        self._endpoint, self._why_not, self._rest = "", "", b""
+        if self._endpoint:
+            error = "RunLost"
+            why = self._why_lost or f"lost: Ray ended this notebook's driver ({self._last_words()})"
+        else:
+            error = "EngineError"
+            why = (
+                self._why_not or f"this notebook's Ray driver ended while it connected: {self._last_words()}"
+            )
+        self._endpoint, self._why_not, self._why_lost, self._rest = "", "", "", b""
         self._early.clear()
         machines, self._machines = list(self._machines.values()), {}
         for machine in machines:
-            machine.go(why, "EngineError" if never else "RunLost")
+            machine.go(why, error)
 
     def _last_words(self) -> str:
         with contextlib.suppress(OSError):

@@ -1,8 +1,8 @@
-"""``python -m taas.engines.ray_driver [ADDRESS]``: the supervisor's Ray driver, a process of its own.
+"""``python -m taas.engines.ray_driver ADDRESS PATIENCE``: the supervisor's Ray driver, a process of its own.
 
 Ray ends a driver whose node or head is lost, and blocks one whose cluster does not answer. Neither may happen to
-the supervisor, so it has a child for it. The child ends with its standard input; Ray then takes back all it held:
-nothing here is detached. The only module that imports ray.
+the supervisor, so it has a child for it. The child ends with its standard input, or with the cluster's head; Ray
+then takes back all it held: nothing here is detached. The only module that imports ray.
 """
 
 from __future__ import annotations
@@ -16,16 +16,18 @@ from typing import Any
 
 import msgspec
 import ray
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from taas.engines import AgentConfig, ray_vm, ray_wire
+from taas.engines import AgentConfig, ray_head, ray_vm, ray_wire
 from taas.engines.ray_needs import bundle, differing_versions, what_is_missing
-from taas.engines.ray_wire import Acquire, Connected, Gone, Got, Release, Unreachable, Waiting
+from taas.engines.ray_wire import Acquire, Connected, Gone, Got, Release, Severed, Unreachable, Waiting
 
 _LOOK_SECONDS = 1.0
 _PARTING_SECONDS = 8.0
+_RAYS_PATIENCE = "RAY_gcs_rpc_server_reconnect_timeout_s"
+"""Ray's own variable: who sets it has a head that may be away for so long, and keeps what it knew."""
 
 
 def _nodes() -> list[dict[str, float]]:
@@ -71,15 +73,14 @@ class Group:
         self._demand, self._report = ask.demand, report
         self.vms = [_Vm(number, config) for number, config in zip(ask.machines, ask.configs, strict=True)]
         self._placement: PlacementGroup | None = None
+        self._wanted: dict[str, float] = {}
         self._left = len(self.vms)
         self._lock = threading.Lock()
 
     def run(self) -> None:
         """Get the VMs, and serve until all of them are gone; a thread's."""
         try:
-            wanted = bundle(self._demand, _nodes())
-            self._placement = placement_group([wanted] * len(self.vms), strategy="STRICT_SPREAD")
-            why_not = self._wait(wanted)
+            why_not = self._wait(self._place(_nodes()))
         except Exception as error:
             why_not = f"{type(error).__name__}: {error}"
         if why_not is not None:
@@ -89,17 +90,25 @@ class Group:
         assert self._placement is not None
         for place, vm in enumerate(self.vms):
             strategy = PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=place)
-            threading.Thread(target=self._serve, args=(vm, strategy, wanted), daemon=True).start()
+            threading.Thread(target=self._serve, args=(vm, strategy), daemon=True).start()
 
-    def _wait(self, wanted: dict[str, float]) -> str | None:
+    def _place(self, nodes: list[dict[str, float]]) -> PlacementGroup:
+        self._wanted = bundle(self._demand, nodes)
+        self._placement = placement_group([self._wanted] * len(self.vms), strategy="STRICT_SPREAD")
+        return self._placement
+
+    def _wait(self, placement: PlacementGroup) -> str | None:
         """Wait for the placement group; returns why it will not come."""
-        assert self._placement is not None
         deadline = time.monotonic() + self._demand.wait
         said = ""
-        while not self._placement.wait(_LOOK_SECONDS):
+        while not placement.wait(_LOOK_SECONDS):
             if all(vm.released for vm in self.vms):
                 return "given back"
-            missing = what_is_missing(wanted, len(self.vms), _nodes(), ray.available_resources())
+            nodes = _nodes()
+            if bundle(self._demand, nodes) != self._wanted:  # nodes came: it turns out whether they have GPUs
+                remove_placement_group(placement)
+                placement = self._place(nodes)
+            missing = what_is_missing(self._wanted, len(self.vms), nodes, ray.available_resources())
             if time.monotonic() > deadline:
                 return (
                     f"the Ray cluster did not give what the run asks for within {self._demand.wait:g} s "
@@ -111,8 +120,8 @@ class Group:
                     self._report(Waiting(vm.number, missing))
         return None
 
-    def _serve(self, vm: _Vm, strategy: Any, wanted: dict[str, float]) -> None:
-        how, error = "lost", "RunLost"
+    def _serve(self, vm: _Vm, strategy: Any) -> None:
+        how, error, wanted = "lost", "RunLost", self._wanted
         try:
             others = {name: amount for name, amount in wanted.items() if name not in ("GPU", "CPU")}
             vm.actor = (
@@ -136,6 +145,8 @@ class Group:
                 self._report(Got(vm.number, host, tuple(seen["gpus"])))
                 log = ray.get(vm.actor.serve.remote(msgspec.json.encode(vm.config)))
                 how = f"ended by itself; its log says: {log}" if log else "ended"
+        except ActorUnavailableError:
+            how = "lost: Ray's connection to its node broke"
         except RayActorError as lost:
             how = f"lost: {_first_sentence(lost)}"
         except Exception as broken:
@@ -164,12 +175,17 @@ def _first_sentence(lost: BaseException) -> str:
 
 
 class Driver:
-    """Serves one supervisor."""
+    """Serves one supervisor.
+
+    Attributes:
+        over: set when the supervisor wants nothing any more.
+    """
 
     def __init__(self, out: int) -> None:
         self._out = out
         self._lock = threading.Lock()
         self._vms: dict[int, _Vm] = {}
+        self.over = threading.Event()
 
     def report(self, line: ray_wire.Reports) -> None:
         """Tell the supervisor something; it may be gone."""
@@ -189,6 +205,7 @@ class Driver:
                 threading.Thread(target=group.run, daemon=True).start()
             elif isinstance(ask, Release) and ask.machine in self._vms:
                 self._vms.pop(ask.machine).release()
+        self.over.set()
         for vm in self._vms.values():
             vm.release()
         deadline = time.monotonic() + _PARTING_SECONDS
@@ -196,19 +213,58 @@ class Driver:
             vm.gone.wait(max(0.0, deadline - time.monotonic()))
 
 
+def _connect(address: str, patience: float) -> str:
+    """Become a driver of the cluster; returns this node's address in it.
+
+    Args:
+        address: where it is, or ``auto``.
+        patience: seconds for which it is tried again.
+    """
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            ray_head.reach(address, deadline - time.monotonic())
+            ray.init(address=address, namespace="taas", log_to_driver=False)
+            return str(ray.util.get_node_ip_address())
+        except Exception:
+            if time.monotonic() > deadline:
+                raise
+            ray.shutdown()
+
+
+def _watch_head(address: str, driver: Driver) -> None:
+    """End this process when the head is lost; a thread's. Ray itself waits for a minute."""
+    worker: Any = ray._private.worker.global_worker
+    head = worker.gcs_client
+    this_node = ray.NodeID.from_hex(ray.get_runtime_context().get_node_id())
+
+    def ask(seconds: float) -> bool | None:
+        try:
+            return bool(head.check_alive([this_node], timeout=seconds)[0])
+        except RayError as error:
+            return False if "WrongClusterID" in str(error) else None
+
+    silence = float(os.environ.get(_RAYS_PATIENCE) or ray_head.SILENCE_SECONDS)
+    why = ray_head.watch(ask, silence, driver.over)
+    if why:
+        driver.report(Severed(f"the head of the Ray cluster at {address} {why}"))
+        os._exit(1)
+
+
 def main() -> None:
     """Become a driver of the cluster, and serve."""
     out = os.dup(1)
     os.dup2(2, 1)  # Ray prints
-    address = sys.argv[1] if len(sys.argv) > 1 else "auto"
+    address, patience = sys.argv[1], float(sys.argv[2])
     driver = Driver(out)
     try:
         ray.cloudpickle.register_pickle_by_value(ray_vm)
-        ray.init(address=address, namespace="taas", log_to_driver=False)
-        driver.report(Connected(ray.util.get_node_ip_address()))
+        driver.report(Connected(_connect(address, patience)))
     except Exception as error:
         driver.report(Unreachable(_first_sentence(error)))
         return
+    where = ray.get_runtime_context().gcs_address
+    threading.Thread(target=_watch_head, args=(where, driver), daemon=True).start()
     driver.serve()
     ray.shutdown()
     os._exit(0)  # threads that wait for lost nodes must not hold it

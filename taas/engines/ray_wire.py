@@ -8,7 +8,18 @@ import msgspec
 
 from taas.engines import AgentConfig, Demand
 
-__all__ = ["Acquire", "Asks", "Connected", "Gone", "Got", "Release", "Reports", "Unreachable", "Waiting"]
+__all__ = [
+    "Acquire",
+    "Asks",
+    "Connected",
+    "Gone",
+    "Got",
+    "Release",
+    "Reports",
+    "Severed",
+    "Unreachable",
+    "Waiting",
+]
 
 
 class _Line(msgspec.Struct, frozen=True, tag=True):
@@ -41,6 +52,12 @@ class Connected(_Line, frozen=True):
 
 class Unreachable(_Line, frozen=True):
     """The driver could not become part of the cluster, and ends."""
+
+    message: str
+
+
+class Severed(_Line, frozen=True):
+    """The driver is not part of the cluster any more, and ends; why, in words."""
 
     message: str
 
@@ -79,7 +96,7 @@ class Gone(_Line, frozen=True):
 
 
 Asks = Acquire | Release
-Reports = Connected | Unreachable | Waiting | Got | Gone
+Reports = Connected | Unreachable | Severed | Waiting | Got | Gone
 
 encode = msgspec.json.Encoder().encode
 

@@ -55,6 +55,12 @@ class Submit(Message, frozen=True):
     engine: EngineChoice = EngineChoice()
 
 
+class Prepare(Message, frozen=True):
+    """Runs will ask this engine for VMs: get as far as is possible without one. There is no answer."""
+
+    engine: EngineChoice
+
+
 class Interrupt(Message, frozen=True):
     """Stop a run as a person at the keyboard does; a second time is final."""
 
@@ -77,7 +83,7 @@ class Release(Message, frozen=True):
     """Give back the VMs that no run uses; the answer is :class:`Released`."""
 
 
-ClientSays = Submit | Interrupt | Seen | AnswerTaken | AskStacks | Release
+ClientSays = Submit | Prepare | Interrupt | Seen | AnswerTaken | AskStacks | Release
 
 
 class Accepted(Message, frozen=True):

@@ -21,6 +21,7 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
 from taas.agent.endings import become_subreaper, sweep_orphans
+from taas.agent.forkserver import read_at_import
 from taas.catalog import DATA_VM
 from taas.connections import Connection, write_connection
 from taas.engines import Demand, EngineChoice
@@ -34,6 +35,7 @@ from taas.messages.clients import (
     AskStacks,
     ClientSays,
     Interrupt,
+    Prepare,
     Refused,
     Release,
     Released,
@@ -201,6 +203,9 @@ class Supervisor:
         run = self._runs.get(getattr(message, "run", ""))
         if isinstance(message, Submit):
             self._submit(key, message)
+        elif isinstance(message, Prepare):
+            self._pool_of(message.engine)
+            self._watch_vms()
         elif isinstance(message, Release):
             self._reply(route, Released(count=self._release_idle()))
         elif isinstance(message, AskStacks) and run is None:
@@ -227,7 +232,14 @@ class Supervisor:
             book = Book(submit, self._kernel_mark)
             name = book.record.name
             per_vm = spec.ranks_per_vm * spec.gpus_per_rank
-            demand = Demand(spec.instance, per_vm, spec.rehearse, submit.engine.wait)
+            demand = Demand(
+                spec.instance,
+                per_vm,
+                spec.rehearse,
+                submit.engine.wait,
+                read_at_import(submit.environ),
+                submit.changed,
+            )
             vms = self._pool_of(submit.engine).lease(name, demand, spec.vms, gpus)
             data = self._lease_data(name, submit, vms)
         except (EngineError, OSError) as error:
@@ -253,6 +265,7 @@ class Supervisor:
         self._runs[run.name] = run
         if run.data is not None:
             self._on(run.data.fileno(), partial(self._hear_data, run))
+        run.look_at_machines()
         run.vm_up()
 
     def _restart(self, run: Run, why: str) -> bool:

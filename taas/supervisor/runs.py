@@ -258,7 +258,7 @@ class Run:
                 self._lost = (
                     f"the agent of {self.vm_name(number)} was {how}; it took its ranks with it"
                     if number in self._told
-                    else how
+                    else how.removeprefix("lost: ")
                 )
             self._done.add(number)
             self._homecoming.lose(number)

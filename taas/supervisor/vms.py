@@ -118,11 +118,9 @@ class Pool:
 
     def replace(self, lost: list[Vm]) -> dict[Vm, Vm]:
         """Give a run new VMs for those it lost, with the GPUs those had."""
-        found: dict[Vm, Vm] = {}
-        for vm in lost:
-            [new] = self.start(vm.demand, 1)
+        found = dict(zip(lost, self.start(lost[0].demand, len(lost)), strict=True)) if lost else {}
+        for vm, new in found.items():
             new.run, new.gpus = vm.run, vm.gpus
-            found[vm] = new
         return found
 
     def release(self, vms: list[Vm]) -> None:
