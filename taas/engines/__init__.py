@@ -114,8 +114,15 @@ class Engine(Protocol):
     remote: bool
     here: str
 
-    def start(self, demand: Demand, configs: Sequence[AgentConfig]) -> Sequence[Machine]:
+    def start(
+        self, demand: Demand, configs: Sequence[AgentConfig], lost: Sequence[Machine] = ()
+    ) -> Sequence[Machine]:
         """Start one agent for each configuration, on a VM each; they report to the supervisor when they are up.
+
+        Args:
+            demand: what each VM has to have.
+            configs: of the agents.
+            lost: the machines whose places these take, if they do.
 
         Raises:
             EngineError: they cannot be had.

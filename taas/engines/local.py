@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from taas.engines import AgentConfig, Demand
+from taas.engines import AgentConfig, Demand, Machine
 
 _END_SECONDS = 5.0
 
@@ -89,7 +89,9 @@ class LocalEngine:
     def __init__(self) -> None:
         self._machines: list[LocalMachine] = []
 
-    def start(self, demand: Demand, configs: Sequence[AgentConfig]) -> Sequence[LocalMachine]:
+    def start(
+        self, demand: Demand, configs: Sequence[AgentConfig], lost: Sequence[Machine] = ()
+    ) -> Sequence[LocalMachine]:
         """Start agents."""
         del demand  # this machine is whatever it is
         started = [LocalMachine(config) for config in configs]

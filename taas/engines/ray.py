@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from taas.engines import AgentConfig, Demand, ray_wire
+from taas.engines import AgentConfig, Demand, Machine, ray_wire
 from taas.engines.ray_wire import Acquire, Connected, Gone, Got, Release, Severed, Unreachable, Waiting
 
 __all__ = ["RayEngine"]
@@ -106,7 +106,9 @@ class RayEngine:
         """Return the driver's process id."""
         return [self._driver.pid] if self._driver is not None else []
 
-    def start(self, demand: Demand, configs: Sequence[AgentConfig]) -> Sequence[RayMachine]:
+    def start(
+        self, demand: Demand, configs: Sequence[AgentConfig], lost: Sequence[Machine] = ()
+    ) -> Sequence[RayMachine]:
         """Ask the cluster for VMs; a driver that went is replaced, a cluster that was there is waited for."""
         if self._driver is None:
             self._start_driver(demand.wait if self._reached else 0.0)
@@ -121,6 +123,7 @@ class RayEngine:
             tuple(machine.number for machine in machines),
             demand,
             tuple(msgspec.structs.replace(config, **there) for config in configs),
+            tuple(machine.number for machine in lost if isinstance(machine, RayMachine)),
         )
         if self._endpoint:
             self._ask(ask)

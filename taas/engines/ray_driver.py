@@ -12,6 +12,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -20,7 +21,7 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from taas.engines import AgentConfig, ray_head, ray_vm, ray_wire
+from taas.engines import AgentConfig, Demand, ray_head, ray_vm, ray_wire
 from taas.engines.ray_needs import bundle, differing_versions, what_is_missing
 from taas.engines.ray_wire import Acquire, Connected, Gone, Got, Release, Severed, Unreachable, Waiting
 
@@ -69,46 +70,68 @@ class _Vm:
 class Group:
     """The VMs of one run: a placement group, and an actor in each of its bundles."""
 
-    def __init__(self, ask: Acquire, report: Any) -> None:
-        self._demand, self._report = ask.demand, report
-        self.vms = [_Vm(number, config) for number, config in zip(ask.machines, ask.configs, strict=True)]
+    def __init__(self, demand: Demand, report: Callable[[ray_wire.Reports], None]) -> None:
+        self._demand, self._report = demand, report
+        self._bundles: dict[int, int] = {}
         self._placement: PlacementGroup | None = None
         self._wanted: dict[str, float] = {}
-        self._left = len(self.vms)
+        self._left = 0
         self._lock = threading.Lock()
 
-    def run(self) -> None:
-        """Get the VMs, and serve until all of them are gone; a thread's."""
+    def take(self, ask: Acquire) -> list[_Vm]:
+        """Return what is to be had by :meth:`run`: a new group's VMs, or such as take the places of lost ones.
+
+        Those must be this group's, and others of it there still; else nothing is returned. Ray moves a bundle whose
+        node is lost to another node by itself, and no other group could have that node.
+        """
+        with self._lock:
+            if not self._bundles:
+                places = list(range(len(ask.machines)))
+            elif ask.lost and self._left and self._bundles.keys() >= set(ask.lost):
+                places = [self._bundles[number] for number in ask.lost]
+            else:
+                return []
+            self._bundles |= dict(zip(ask.machines, places, strict=True))
+            self._left += len(places)
+        return [_Vm(number, config) for number, config in zip(ask.machines, ask.configs, strict=True)]
+
+    @property
+    def over(self) -> bool:
+        """Whether all its VMs are gone."""
+        return not self._left
+
+    def run(self, vms: list[_Vm]) -> None:
+        """Get VMs, and serve until all of them are gone; a thread's."""
         try:
-            why_not = self._wait(self._place(_nodes()))
+            new = self._placement is None
+            why_not = self._wait(self._placement or self._place(_nodes(), len(vms)), vms, new=new)
         except Exception as error:
             why_not = f"{type(error).__name__}: {error}"
         if why_not is not None:
-            for vm in self.vms:
+            for vm in vms:
                 self._gone(vm, why_not, "EngineError")
             return
-        assert self._placement is not None
-        for place, vm in enumerate(self.vms):
-            strategy = PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=place)
-            threading.Thread(target=self._serve, args=(vm, strategy), daemon=True).start()
+        for vm in vms:
+            threading.Thread(target=self._serve, args=(vm,), daemon=True).start()
 
-    def _place(self, nodes: list[dict[str, float]]) -> PlacementGroup:
+    def _place(self, nodes: list[dict[str, float]], count: int) -> PlacementGroup:
         self._wanted = bundle(self._demand, nodes)
-        self._placement = placement_group([self._wanted] * len(self.vms), strategy="STRICT_SPREAD")
+        self._placement = placement_group([self._wanted] * count, strategy="STRICT_SPREAD")
         return self._placement
 
-    def _wait(self, placement: PlacementGroup) -> str | None:
-        """Wait for the placement group; returns why it will not come."""
+    def _wait(self, placement: PlacementGroup, vms: list[_Vm], *, new: bool = False) -> str | None:
+        """Wait until all bundles of the placement group have nodes; returns why they will not."""
         deadline = time.monotonic() + self._demand.wait
         said = ""
         while not placement.wait(_LOOK_SECONDS):
-            if all(vm.released for vm in self.vms):
+            if all(vm.released for vm in vms):
                 return "given back"
             nodes = _nodes()
-            if bundle(self._demand, nodes) != self._wanted:  # nodes came: it turns out whether they have GPUs
+            if new and bundle(self._demand, nodes) != self._wanted:  # nodes came, with GPUs or without
                 remove_placement_group(placement)
-                placement = self._place(nodes)
-            missing = what_is_missing(self._wanted, len(self.vms), nodes, ray.available_resources())
+                placement = self._place(nodes, len(vms))
+            size = len(set(self._bundles.values()))
+            missing = what_is_missing(self._wanted, size, nodes, ray.available_resources())
             if time.monotonic() > deadline:
                 return (
                     f"the Ray cluster did not give what the run asks for within {self._demand.wait:g} s "
@@ -116,26 +139,39 @@ class Group:
                 )
             if missing != said:
                 said = missing
-                for vm in self.vms:
+                for vm in vms:
                     self._report(Waiting(vm.number, missing))
         return None
 
-    def _serve(self, vm: _Vm, strategy: Any) -> None:
-        how, error, wanted = "lost", "RunLost", self._wanted
-        try:
-            others = {name: amount for name, amount in wanted.items() if name not in ("GPU", "CPU")}
-            vm.actor = (
-                ray.remote(ray_vm.VmActor)
-                .options(
-                    num_cpus=wanted.get("CPU", 0),
-                    num_gpus=wanted.get("GPU", 0),
-                    resources=others,
-                    max_concurrency=4,
-                    scheduling_strategy=strategy,
-                )
-                .remote()
+    def _start_actor(self, vm: _Vm) -> Any:
+        assert self._placement is not None
+        wanted = self._wanted
+        others = {name: amount for name, amount in wanted.items() if name not in ("GPU", "CPU")}
+        return (
+            ray.remote(ray_vm.VmActor)
+            .options(
+                num_cpus=wanted.get("CPU", 0),
+                num_gpus=wanted.get("GPU", 0),
+                resources=others,
+                max_concurrency=4,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    self._placement, placement_group_bundle_index=self._bundles[vm.number]
+                ),
             )
-            seen = ray.get(vm.actor.look.remote())
+            .remote()
+        )
+
+    def _serve(self, vm: _Vm) -> None:
+        how, error = "lost", "RunLost"
+        try:
+            vm.actor = self._start_actor(vm)
+            look = vm.actor.look.remote()
+            while not ray.wait([look], timeout=_LOOK_SECONDS)[0]:  # its node may be lost before it is there
+                assert self._placement is not None
+                if why_not := self._wait(self._placement, [vm]):
+                    self._gone(vm, why_not, "EngineError")
+                    return
+            seen = ray.get(look)
             differing = differing_versions(seen["versions"], ray_vm.versions())
             host = seen["host"]
             if differing:
@@ -185,6 +221,7 @@ class Driver:
         self._out = out
         self._lock = threading.Lock()
         self._vms: dict[int, _Vm] = {}
+        self._groups: list[Group] = []
         self.over = threading.Event()
 
     def report(self, line: ray_wire.Reports) -> None:
@@ -200,9 +237,7 @@ class Driver:
         for line in sys.stdin.buffer:
             ask = read.decode(line)
             if isinstance(ask, Acquire):
-                group = Group(ask, self.report)
-                self._vms |= {vm.number: vm for vm in group.vms}
-                threading.Thread(target=group.run, daemon=True).start()
+                self._acquire(ask)
             elif isinstance(ask, Release) and ask.machine in self._vms:
                 self._vms.pop(ask.machine).release()
         self.over.set()
@@ -211,6 +246,18 @@ class Driver:
         deadline = time.monotonic() + _PARTING_SECONDS
         for vm in self._vms.values():
             vm.gone.wait(max(0.0, deadline - time.monotonic()))
+
+    def _acquire(self, ask: Acquire) -> None:
+        self._groups = [group for group in self._groups if not group.over]
+        for group in self._groups:
+            if vms := group.take(ask):
+                break
+        else:
+            group = Group(ask.demand, self.report)
+            vms = group.take(ask)
+            self._groups.append(group)
+        self._vms |= {vm.number: vm for vm in vms}
+        threading.Thread(target=group.run, args=(vms,), daemon=True).start()
 
 
 def _connect(address: str, patience: float) -> str:

@@ -31,11 +31,13 @@ class Acquire(_Line, frozen=True):
 
     Attributes:
         machines: their numbers.
+        lost: the numbers of those whose places they take, if they do.
     """
 
     machines: tuple[int, ...]
     demand: Demand
     configs: tuple[AgentConfig, ...]
+    lost: tuple[int, ...] = ()
 
 
 class Release(_Line, frozen=True):

@@ -231,15 +231,7 @@ class Supervisor:
             gpus = self._not_elsewhere(gpus)
             book = Book(submit, self._kernel_mark)
             name = book.record.name
-            per_vm = spec.ranks_per_vm * spec.gpus_per_rank
-            demand = Demand(
-                spec.instance,
-                per_vm,
-                spec.rehearse,
-                submit.engine.wait,
-                read_at_import(submit.environ),
-                submit.changed,
-            )
+            demand = _demand(submit, spec.instance, spec.ranks_per_vm * spec.gpus_per_rank)
             vms = self._pool_of(submit.engine).lease(name, demand, spec.vms, gpus)
             data = self._lease_data(name, submit, vms)
         except (EngineError, OSError) as error:
@@ -286,7 +278,7 @@ class Supervisor:
         if submit.delivery is None:
             return None
         pool = self._pool_of(submit.engine, data=True)
-        demand = Demand(DATA_VM, wait=submit.engine.wait)
+        demand = _demand(submit, DATA_VM)
         planner = vms[0] if pool is self._data_pool else own_vms(run, self._data_pool, 1, demand)[0]
         data_vms = own_vms(run, pool, submit.spec.data_vms, demand)
         return DataVms(data_vms, planner, lambda: pool.engine.here)
@@ -296,7 +288,7 @@ class Supervisor:
         if run.state in ("ending", "over"):
             return None
         try:
-            [vm] = self._pool_of(choice, data=True).lease(run.name, Demand(DATA_VM, wait=choice.wait), 1, ())
+            [vm] = self._pool_of(choice, data=True).lease(run.name, _demand(run.submit, DATA_VM), 1, ())
         except (EngineError, OSError):
             return None
         self._watch_vms()
@@ -458,6 +450,17 @@ class Supervisor:
             run.vm_lost(vm, how)
         elif run.data is not None:
             run.data.lose(vm, how, partial(self._replace_data_vm, run))
+
+
+def _demand(submit: Submit, instance: str | None, gpus: int = 0) -> Demand:
+    return Demand(
+        instance,
+        gpus,
+        submit.spec.rehearse,
+        submit.engine.wait,
+        read_at_import(submit.environ),
+        submit.changed,
+    )
 
 
 def own_vms(run: str, pool: Pool, count: int, demand: Demand) -> list[Vm]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import zmq
@@ -61,8 +61,8 @@ class Pool:
         self._count = 0
         self.vms: list[Vm] = []
 
-    def start(self, demand: Demand, count: int) -> list[Vm]:
-        """Ask the engine for VMs; they are up when their agents say so."""
+    def start(self, demand: Demand, count: int, lost: Sequence[Vm] = ()) -> list[Vm]:
+        """Ask the engine for VMs, in place of lost ones or not; they are up when their agents say so."""
         pairs = [zmq.curve_keypair() for _ in range(count)]
         configs = [
             AgentConfig(
@@ -76,7 +76,7 @@ class Pool:
             for number, (public, secret) in enumerate(pairs)
         ]
         self._count += count
-        machines = self.engine.start(demand, configs)
+        machines = self.engine.start(demand, configs, [vm.machine for vm in lost])
         started = [
             Vm(machine, config.public_key, demand, self._send, remote=self.engine.remote)
             for machine, config in zip(machines, configs, strict=True)
@@ -118,7 +118,7 @@ class Pool:
 
     def replace(self, lost: list[Vm]) -> dict[Vm, Vm]:
         """Give a run new VMs for those it lost, with the GPUs those had."""
-        found = dict(zip(lost, self.start(lost[0].demand, len(lost)), strict=True)) if lost else {}
+        found = dict(zip(lost, self.start(lost[0].demand, len(lost), lost), strict=True)) if lost else {}
         for vm, new in found.items():
             new.run, new.gpus = vm.run, vm.gpus
         return found
