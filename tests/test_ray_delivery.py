@@ -80,6 +80,21 @@ for indices, rows in loader:
 seen = [None] * dist.get_world_size()
 dist.all_gather_object(seen, mine)
 """
+_RESUMED = """#!g2.2
+#pragma taas --gpus 2 --cpus 2 --max-restarts 1 --name resumed
+import time, torch.distributed as dist
+dist.init_process_group("gloo")
+start = taas.resume()
+first = start[loader].step
+mine = []
+for indices, rows in loader:
+    mine += indices.tolist()
+    dist.barrier()
+    time.sleep(0.1)
+    print("life", 1 + start.restart, "got", len(mine), flush=True)
+seen = [None] * dist.get_world_size()
+dist.all_gather_object(seen, mine)
+"""
 _SLOW_ROWS = 800
 """Two ranks take two rows each a step, and 0.1 s: 20 s."""
 _EXPECTED = """
@@ -209,6 +224,24 @@ def test_another_data_node_joins_in_place_of_one_that_is_cut_off(cluster: RayClu
         node.reconnect()
 
 
+def test_ranks_lost_in_a_delivery_go_on_where_they_were(cluster: RayCluster, book: Notebook) -> None:
+    """The node of all ranks dies: with another one the run starts again, and its loader in the middle of the epoch."""
+    book.good(f"loader = fresh({_SLOW_ROWS})")
+    book.start(_RESUMED)
+    book.wait_for("life 1 got 80\n", 240)
+    node = cluster.nodes[1]
+    node.kill()
+    assert f"(node {node.address})" in book.wait_for("started again", 60).stdout
+    node.restart()
+    ran = book.end(400)
+    assert ran.status == "ok", ran.traceback
+    book.good(_EXPECTED.format(count=_SLOW_ROWS))
+    assert book.value("0 < first <= 41") == "True"
+    shares = "[[row for batch in reference[rank::2][first:] for row in batch] for rank in range(2)]"
+    assert book.value(f"seen == {shares}") == "True"
+    _wait_until_nothing_runs(cluster)
+
+
 def test_a_lost_head_ends_a_delivery_and_the_next_run_works(cluster: RayCluster, book: Notebook) -> None:
     """All VMs are lost with it: the run says so, nothing is left on the nodes, and the restarted cluster serves."""
     book.good(f"loader = fresh({_SLOW_ROWS * 20})")
@@ -218,6 +251,7 @@ def test_a_lost_head_ends_a_delivery_and_the_next_run_works(cluster: RayCluster,
         cluster.head.kill()
         ran = book.end(240)
         assert ran.ename == "RunLost", ran
+        assert f"the head of the Ray cluster at {cluster.address}" in ran.evalue
         _wait_until_nothing_runs(cluster)
     finally:
         cluster.restart_head()

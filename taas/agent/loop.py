@@ -21,8 +21,7 @@ import zmq
 from taas.agent.endings import become_subreaper, kill_tree, sweep_orphans
 from taas.agent.forkserver import Forkserver
 from taas.agent.intake import Intake
-from taas.agent.maker_intake import MakerIntake
-from taas.agent.makers import Makers
+from taas.agent.maker_desk import MakerDesk
 from taas.agent.mirror import Mirror
 from taas.agent.remote import SupervisorLink, environment
 from taas.delivery.config import read_line
@@ -32,17 +31,14 @@ from taas.messages.agents import (
     AgentHears,
     AgentTrouble,
     AgentUp,
-    EndMakers,
     EndRanks,
     Leave,
     LookAtRanks,
-    MakerEnded,
     Printed,
     RankReport,
     RanksSeen,
     RunOver,
     Seen,
-    StartMaker,
     StartRanks,
     StoreUp,
     VmDone,
@@ -86,8 +82,9 @@ class Agent:
         self._forkserver = Forkserver(data=config.data)
         self._inotify = Inotify()
         self._group: Any = None
-        self._makers = Makers("")
-        self._maker_intakes: dict[int, MakerIntake] = {}
+        self._makers = MakerDesk(
+            config, self._forkserver, self._forget_spares, self._on, self._off, self._inotify.add, self._say
+        )
         self._listener: Any = None
         self._spares: Any = None  # a VM that makes elements has neither
         self._looks: list[Any] = []
@@ -128,7 +125,7 @@ class Agent:
                     if action is not None:  # an earlier action of this round may have removed it
                         action()
                 self._look_after_group()
-                self._look_after_makers()
+                self._makers.step()
                 if self._group is None and self._spares is not None:
                     self._spares.step()
                 self._look_at_link()
@@ -179,8 +176,7 @@ class Agent:
         kill_tree(psutil.Process().children())
         sweep_orphans(())  # spares whose forkserver went first
         self._intake.forget()
-        for maker in self._maker_intakes.values():
-            maker.close()
+        self._makers.close()
         if self._listener is not None:
             self._listener.close()
         if self._link is not None:
@@ -206,18 +202,12 @@ class Agent:
                 return
             if isinstance(message, StartRanks):
                 self._intake.order(message)
-            elif self._intake.hear(message) or any(
-                maker.hear(message) for maker in self._maker_intakes.values()
-            ):
+            elif self._intake.hear(message) or self._makers.hear(message):
                 continue
             elif isinstance(message, Leave):
                 self._supervisor_gone = True
             elif isinstance(message, Beat):
                 continue  # zmq's own thread answers to what it stands for
-            elif isinstance(message, StartMaker):
-                self._order_maker(message)
-            elif isinstance(message, EndMakers):
-                self._end_makers(message.run)
             elif self._group is None or message.run != self._group.run:
                 continue  # said before it knew that the run is over
             elif isinstance(message, EndRanks):
@@ -244,7 +234,7 @@ class Agent:
 
         try:
             if self._forkserver.fit(message.order.environ, rehearsed=bool(message.order.rehearsed)):
-                self._spares.forget()
+                self._forget_spares()
             self._group = RankGroup(message, self._listener)
             if message.store is None:
                 self._say(StoreUp(run=message.run, store=self._group.store))
@@ -274,53 +264,6 @@ class Agent:
             if self._watched.wants(rank.number) or self._mirror is not None:
                 self._inotify.add(folder / str(rank.number))
 
-    def _order_maker(self, message: StartMaker) -> None:
-        if not message.payload.elsewhere:
-            self._start_maker(message)
-            return
-        maker = MakerIntake(message, self._config, self._start_maker, self._say)
-        self._maker_intakes[message.number] = maker
-        self._inotify.add(maker.root)
-        maker.begin()
-
-    def _start_maker(self, message: StartMaker) -> None:
-        try:
-            changed = self._forkserver.fit(message.environ, rehearsed=message.rehearsed)
-            if changed and self._spares is not None:
-                self._spares.forget()
-            if self._makers.run != message.run:
-                self._makers = Makers(message.run)
-            source = self._makers.start(message)
-        except Exception as error:  # the supervisor says so in the cell
-            self._maker_over(message, f"{type(error).__name__}: {error}")
-            return
-        self._on(source, partial(self._maker_gone, self._makers, message, source))
-
-    def _maker_gone(self, makers: Makers, order: StartMaker, source: int) -> None:
-        self._off(source)
-        how = makers.how_it_ended(order.number)
-        if self._config.data:
-            sweep_orphans(self._forkserver.own_pids())  # a keeper's data workers, now this process's children
-        self._maker_over(order, how)
-
-    def _maker_over(self, order: StartMaker, how: str) -> None:
-        if order.number in self._maker_intakes:
-            self._maker_intakes[order.number].end(how)  # it is said when its log is on its way
-        else:
-            self._say(MakerEnded(run=order.run, number=order.number, how=how))
-
-    def _end_makers(self, run: str) -> None:
-        if run == self._makers.run:
-            self._makers.end()
-        for maker in self._maker_intakes.values():
-            if maker.run == run and not maker.started:
-                maker.end("ended before it began")
-
-    def _look_after_makers(self) -> None:
-        for number, maker in list(self._maker_intakes.items()):
-            if maker.step():
-                del self._maker_intakes[number]
-
     def _look(self, wanted: LookAtRanks) -> None:
         from taas.agent.stacks import Look
 
@@ -342,7 +285,7 @@ class Agent:
         if self._forkserver_alive(0.0) and not self._config.remote:  # a VM elsewhere is given back
             self._spares.want(group.preparation, group.size)
         else:
-            self._spares.forget()
+            self._forget_spares()
         if self._answer >= 0:
             os.close(self._answer)
             self._answer = -1
@@ -385,6 +328,10 @@ class Agent:
         self._spares.lose(spare)
         if not self._forkserver_alive(0.0):
             sweep_orphans(self._forkserver.own_pids())
+
+    def _forget_spares(self) -> None:
+        if self._spares is not None:
+            self._spares.forget()
 
     def _unwatch(self, process: Any) -> None:
         self._off(process.sentinel)
