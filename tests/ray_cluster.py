@@ -146,15 +146,17 @@ class Node:
         _end(self._ray)
         self._ray = None
 
-    def of_taas(self, *, actors: bool) -> list[psutil.Process]:
+    def of_taas(self, *, actors: bool = True) -> list[psutil.Process]:
         """What taas runs here; with ``actors``, Ray's workers that serve it count, too."""
         found = []
         for process in psutil.Process(self._ray.pid).children(recursive=True) if self._ray else []:
             try:
-                command = " ".join(process.cmdline())
+                name, words = process.name(), process.cmdline()
             except psutil.NoSuchProcess:
                 continue
-            if "taas" in command or (actors and "VmActor" in command):
+            mine = name.startswith("taas-") or any(word.startswith("taas.") for word in words)
+            forked = any("multiprocessing.forkserver" in word for word in words)
+            if mine or forked or (actors and any("VmActor" in word for word in words)):
                 found.append(process)
         return found
 

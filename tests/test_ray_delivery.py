@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 from notebook_harness import Notebook
 from ray_cluster import Node, RayCluster
@@ -117,23 +116,9 @@ def book(cluster: RayCluster, tmp_path: Path) -> Iterator[Notebook]:
         book.close()
 
 
-def _taas_on(node: Node) -> list[psutil.Process]:
-    """What taas runs on a node, Ray's actors for it included."""
-    if node._ray is None:
-        return []
-    found = []
-    for process in psutil.Process(node._ray.pid).children(recursive=True):
-        try:
-            if "taas" in " ".join(process.cmdline()) + process.name():
-                found.append(process)
-        except psutil.NoSuchProcess:
-            continue
-    return found
-
-
 def _wait_until_nothing_runs(cluster: RayCluster) -> None:
     deadline = time.monotonic() + 60
-    while left := [process for node in cluster.nodes[1:] for process in _taas_on(node)]:
+    while left := [process for node in cluster.nodes[1:] for process in node.of_taas()]:
         assert time.monotonic() < deadline, left
         time.sleep(0.1)
 
@@ -141,7 +126,7 @@ def _wait_until_nothing_runs(cluster: RayCluster) -> None:
 def _data_node(cluster: RayCluster) -> Node:
     """A node on which data workers are."""
     return next(
-        node for node in cluster.nodes[2:] if any("taas-keeper" in each.name() for each in _taas_on(node))
+        node for node in cluster.nodes[2:] if any("taas-keeper" in each.name() for each in node.of_taas())
     )
 
 
