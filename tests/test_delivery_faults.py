@@ -19,10 +19,10 @@ import pytest
 import torch
 import zmq
 from delivery_run import PATIENCE, DeliveryRun, wait_for_delivery
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from taas.delivery.attempts import LeaseRules
-from taas.delivery.reports import HostLost
+from taas.delivery.reports import HostLost, Note
 from taas.errors import DeliveryError, RanksDisagree, UnitsExhausted
 
 pytestmark = pytest.mark.slow
@@ -459,6 +459,154 @@ def test_a_stream_survives_its_owner() -> None:
             kill_workers(run, 3)
         disturbed = run.results(ranks)
     assert disturbed == undisturbed(DataLoader(Numbers(), batch_size=2), 2)
+
+
+class Telling(IterableDataset):
+    """Writes down each number it really reads, and by whom; offers its state, which is written down, too."""
+
+    length = 400
+
+    def __init__(self, log: Path) -> None:
+        self.log, self.at = log, 0
+
+    def __iter__(self) -> Any:
+        info = get_worker_info()
+        first, step = (0, 1) if info is None else (info.id, info.num_workers)
+        while (number := first + step * self.at) < self.length:
+            self.at += 1
+            self.write("read", number)
+            time.sleep(0.005)
+            yield torch.full((1 << 12,), float(number)), torch.rand(1)
+        self.at = 0
+
+    def write(self, what: str, number: int) -> None:
+        with self.log.open("a") as file:
+            file.write(f"{what} {os.getpid()} {number}\n")
+
+    def state_dict(self) -> Any:
+        torch.rand(1)  # draws from what the elements draw from: to no effect
+        info = get_worker_info()
+        first, step = (0, 1) if info is None else (info.id, info.num_workers)
+        self.write("state", first + step * self.at)
+        return {"at": self.at}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.at = state["at"]
+
+
+class TellingByIterator(Telling):
+    """It is the iterator that has the state."""
+
+    state_dict = load_state_dict = None  # type: ignore[assignment]
+
+    def __iter__(self) -> Any:
+        return _Numbers(Telling(self.log))
+
+
+class _Numbers:
+    def __init__(self, numbers: Telling) -> None:
+        self.numbers = numbers
+        self.state_dict, self.load_state_dict = numbers.state_dict, numbers.load_state_dict
+        self.generator = iter(numbers)
+
+    def __next__(self) -> Any:
+        return next(self.generator)
+
+    def __iter__(self) -> Any:
+        return self
+
+
+class Refusing(Telling):
+    def state_dict(self) -> Any:
+        raise ValueError("not now")
+
+
+class Inexact(Telling):
+    """Goes on a little later than where it was, as one that has lost what was in its buffer."""
+
+    def load_state_dict(self, state: Any) -> None:
+        self.at = state["at"] + 3
+
+
+def log_of(log: Path, what: str) -> list[tuple[int, int]]:
+    """Who read which number, or told its state before it, in this order."""
+    lines = [line.split() for line in log.read_text().splitlines()] if log.exists() else []
+    return [(int(pid), int(number)) for kind, pid, number in lines if kind == what]
+
+
+def lose_all_workers(run: DeliveryRun, log: Path, beyond: int, streams: int, told: bool) -> set[int]:
+    """Kill all data workers when each stream has told its state ``beyond`` a number, which is delivered by then."""
+
+    def last(stream: int) -> int:
+        return max((n for _, n in log_of(log, "state") if n % streams == stream), default=0)
+
+    count = beyond // 2
+    while told and min(last(stream) for stream in range(streams)) < beyond:
+        count += 1
+        wait_for_delivery(run, count)
+    wait_for_delivery(run, max(count, max(last(stream) for stream in range(streams)) // 2) + 4)
+    dead = {worker.pid for worker in workers_of(run)}
+    kill_workers(run, len(dead))
+    return dead
+
+
+def first_after(log: Path, dead: set[int], streams: int) -> list[int]:
+    """What was read first of each stream after these workers were killed."""
+    reads = log_of(log, "read")
+    after = reads[max(at for at, (pid, _) in enumerate(reads) if pid in dead) + 1 :]
+    return [next(n for _, n in after if n % streams == stream) for stream in range(streams)]
+
+
+@pytest.mark.parametrize(("dataset", "workers"), [(Telling, 0), (Telling, 2), (TellingByIterator, 0)])
+@pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
+def test_a_stream_that_tells_its_state_is_not_read_again(tmp_path: Path, dataset: Any, workers: int) -> None:
+    """Its owner dies twice: the next one goes on near there; all elements in order, once, bit-identical."""
+
+    def loader(name: str) -> DataLoader:
+        return DataLoader(dataset(tmp_path / name), batch_size=2, num_workers=workers)
+
+    log = tmp_path / "log"
+    streams = max(1, workers)
+    killed: list[set[int]] = []
+    torch.manual_seed(4)
+    with DeliveryRun({"d": loader("log")}, processes=2, slab=1 << 20) as run:
+        ranks = run.start_ranks(everything)
+        for beyond in (80, 200):
+            killed.append(lose_all_workers(run, log, beyond, streams, told=True))
+        disturbed = run.results(ranks)
+        assert not [report for report in run.reports if isinstance(report, Note)]
+    torch.manual_seed(4)
+    assert disturbed == undisturbed(loader("undisturbed"), 1)
+    for beyond, dead in zip((80, 200), killed, strict=True):
+        assert min(first_after(log, dead, streams)) >= beyond
+
+
+@pytest.mark.parametrize(
+    ("dataset", "why"),
+    [(Refusing, "ValueError: not now"), (Inexact, "comes another element")],
+)
+def test_a_stream_whose_state_is_of_no_use_is_read_again(tmp_path: Path, dataset: Any, why: str) -> None:
+    """``state_dict`` raises, or leads elsewhere: read from the start, nothing lost or doubled; said once."""
+
+    def loader(name: str) -> DataLoader:
+        return DataLoader(dataset(tmp_path / name), batch_size=2)
+
+    log = tmp_path / "log"
+    torch.manual_seed(4)
+    with DeliveryRun({"d": loader("log")}, processes=2, slab=1 << 20) as run:
+        ranks = run.start_ranks(everything)
+        killed = [
+            lose_all_workers(run, log, beyond, 1, told=dataset is Inexact and beyond == 40)
+            for beyond in (40, 120)
+        ]
+        disturbed = run.results(ranks)
+        notes = [report.text for report in run.reports if isinstance(report, Note)]
+    torch.manual_seed(4)
+    assert disturbed == undisturbed(loader("undisturbed"), 1)
+    if dataset is Refusing:
+        assert [first_after(log, dead, 1) for dead in killed] == [[0], [0]]
+    assert len(notes) == 1
+    assert why in notes[0]
 
 
 def test_memory_stays_within_the_slab() -> None:

@@ -64,6 +64,25 @@ class Counting(IterableDataset):
             yield torch.tensor([number]), torch.rand(1) if info else torch.zeros(1)
 
 
+class Resumable(IterableDataset):
+    """Goes on where it was left, in the way of torchdata's StatefulDataLoader."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __iter__(self) -> Any:
+        while self.at < 31:
+            self.at += 1
+            yield torch.tensor([self.at]), torch.zeros(1)
+        self.at = 0
+
+    def state_dict(self) -> Any:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.at = state["at"]
+
+
 def sorted_by_value(samples: list[Any]) -> Any:
     return torch.stack([s["x"] for s in sorted(samples, key=lambda s: -s["at"])]), [s["at"] for s in samples]
 
@@ -95,6 +114,7 @@ MAKERS: dict[str, Callable[[], DataLoader]] = {
     "collate": lambda: DataLoader(Squares(), batch_size=5, collate_fn=sorted_by_value),
     "stream": lambda: DataLoader(Counting(), batch_size=4),
     "streams": lambda: DataLoader(Counting(), batch_size=2, num_workers=3, generator=generator(9)),
+    "stateful": lambda: DataLoader(Resumable(), batch_size=3),
 }
 
 

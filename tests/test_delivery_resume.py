@@ -46,7 +46,7 @@ def going_on(_rank: int, loaders: dict[str, Any]) -> Any:
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 @pytest.mark.parametrize(
-    "name", ["plain", "shuffled", "global_rng", "persistent", "own_sampler", "stream", "streams"]
+    "name", ["plain", "shuffled", "global_rng", "persistent", "own_sampler", "stream", "streams", "stateful"]
 )
 def test_a_second_start_goes_on_at_the_lowest_step_not_done_by_all(name: str) -> None:
     """Ranks are lost in their second iteration, at different steps: the rest of it, and the next, are unchanged."""

@@ -37,6 +37,7 @@ from taas.delivery.messages import (
     Quit,
     RankHello,
     RunFailed,
+    Stateless,
     ToCoordinator,
     WorkerHello,
     WorkerLost,
@@ -103,6 +104,7 @@ class Coordinator:
         self._prebuffered = False
         self._finishing = False
         self._reported: list[Any] = []
+        self._stateless: set[int] = set()
         self._meter = ProgressMeter(self.ledger)
         self._next_tick = 0.0
         self._report(Serving(self._server.endpoint, self._fds.name if self._fds else "", os.getpid()))
@@ -233,6 +235,8 @@ class Coordinator:
         elif isinstance(message, WorkerLost):
             self._dead.pop(message.worker, None)
             self.ledger.worker_lost(message.worker, message.attempt, message.cause)
+        elif isinstance(message, Stateless):
+            self._on_stateless(message)
         elif isinstance(message, FinalStates):
             self._final(message.states)
 
@@ -255,6 +259,17 @@ class Coordinator:
                         f"{units % n} units are left over"
                     )
                 )
+
+    def _on_stateless(self, message: Stateless) -> None:
+        if message.loader not in self._stateless:
+            self._stateless.add(message.loader)
+            name = self.ledger.book.loaders[message.loader].facts.name
+            self._report(
+                Note(
+                    f"'{name}': {message.reason}; where a data worker dies, another one reads its stream again from "
+                    "the start, and skips what was delivered"
+                )
+            )
 
     def _on_beat(self, host: str, message: Beat) -> None:
         self._beats[host] = time.monotonic()

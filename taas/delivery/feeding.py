@@ -6,21 +6,23 @@ from collections import defaultdict
 from collections.abc import Mapping
 
 from taas.delivery.attempts import WorkerState
-from taas.delivery.messages import Feed
-from taas.delivery.plan import Plan, Work, unpack_place
+from taas.delivery.messages import Feed, StreamState
+from taas.delivery.plan import Plan, Work
 from taas.delivery.planbook import LoaderBook, PlanBook
+from taas.delivery.states import States
 
 __all__ = ["StreamFeeder"]
 
 
 class StreamFeeder:
-    """Who owns which stream, and how far each was told to make it."""
+    """Who owns which stream, how far each was told to make it, and from which state another owner can go on."""
 
     def __init__(self, book: PlanBook, workers: Mapping[str, WorkerState]) -> None:
         self._book, self._workers = book, workers
         self._owners: dict[tuple[int, int], str] = {}
         self._fed: dict[tuple[int, int], tuple[str, int]] = {}
         self._sent: dict[tuple[int, int], int] = defaultdict(int)
+        self._states: dict[tuple[int, int], States] = defaultdict(States)
 
     def disown(self, name: str) -> None:
         """A worker is dead or stopped: its streams get other owners."""
@@ -47,6 +49,11 @@ class StreamFeeder:
         """Return the name of a stream's owner, or ""."""
         return self._owners.get((loader, stream), "")
 
+    def keep(self, plan: int, stream: int, states: list[StreamState]) -> None:
+        """A stream's owner has told states of it."""
+        for state in states:
+            self._states[plan, stream].add(state)
+
     def sent(self, work: Work) -> None:
         """An element of a stream was made for its rank."""
         if work.stream >= 0 and work.plan in self._book.plans:
@@ -58,7 +65,7 @@ class StreamFeeder:
 
     def forget(self, plan: int) -> None:
         """A plan is closed."""
-        for table in (self._fed, self._sent):
+        for table in (self._fed, self._sent, self._states):
             for key in [key for key in table if key[0] == plan]:
                 del table[key]
 
@@ -81,20 +88,18 @@ class StreamFeeder:
         self._fed[plan.ident, stream] = (name, upto)
         base = book.base_seeds[plan.ident]
         floor = self._floor(plan, stream)
-        message = Feed(
-            plan.ident, book.index, plan.iteration, stream, base, floor, max(upto, floor + lookahead)
-        )
+        states = self._states[plan.ident, stream]
+        states.settle(floor)
+        if known != name:
+            states.forget_after(floor)
+        begin = states.known if known != name else []
+        upto = max(upto, floor + lookahead)
+        message = Feed(plan.ident, book.index, plan.iteration, stream, base, floor, upto, begin)
         self._book.outbox.append((name, message))
 
     def _floor(self, plan: Plan, stream: int) -> int:
         """The lowest position of a stream that may still be asked of its owner."""
-        waiting = [
-            unpack_place(work.index)[1]
-            for view in plan.ranks
-            for work in (*view.unconsumed, *view.queue)
-            if work.stream == stream
-        ]
-        return min(waiting, default=self._book.loaders[plan.loader].orders[plan.ident].floor())
+        return min(plan.waiting(stream), default=self._book.loaders[plan.loader].orders[plan.ident].floor())
 
     def _owner(self, book: LoaderBook, stream: int) -> str | None:
         name = self._owners.get((book.index, stream))

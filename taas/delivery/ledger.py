@@ -288,6 +288,7 @@ class Ledger:
         """A stream's owner holds more elements; one that owns it no longer is not believed."""
         plan = self.book.plans.get(message.plan)
         if plan is not None and self._streams.owner(plan.loader, message.stream) == name:
+            self._streams.keep(message.plan, message.stream, message.states)
             self.book.announced(message.plan, message.stream, message.made, message.ended)
 
     def fail(self, reason: str) -> None:
@@ -318,7 +319,7 @@ class Ledger:
                 self.outbox.append((name, Cancel(plan.ident, rank)))
             if plan.closed:
                 for name in self._streams.owners_of(plan.ident) & self.workers.keys():
-                    self.outbox.append((name, Cancel(plan.ident, -1)))
+                    self.outbox.append((name, Cancel(plan.ident, -1, plan.undone)))
                 self._streams.forget(plan.ident)
         self.book.newly_cancelled.clear()
 

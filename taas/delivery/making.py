@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import pickle
 import random
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from typing import Any
 
 import cloudpickle
+import msgspec
 import torch
 from torch.utils.data import _utils
 from torch.utils.data._utils import fetch
 
 from taas.delivery.encoding import pack_failure
+from taas.delivery.messages import Feed, StreamState
 from taas.delivery.parts import LoaderParts
 from taas.delivery.sampling import RngStates
+from taas.delivery.snapshots import Snapshot, StateUnusable, fingerprint, is_stateful, said
+from taas.delivery.states import States
 
 __all__ = ["Failure", "MapMaker", "Rngs", "Stream"]
 
@@ -130,20 +136,32 @@ class Stream:
     ``held`` keeps the elements from ``floor`` on until each was taken. torch seeds worker w with
     ``base_seed + w``; so does this, and the stream keeps its generators' states to itself, so that its
     elements are those the notebook would get from its workers.
+
+    Where the dataset offers states, one is taken whenever the last one has become usable (nothing before it will
+    be asked for), in a twentieth of the time at most. ``told`` are those that nobody was told of yet, ``trouble``
+    says why there are none. ``aside``: begun again after its end, for elements that are asked for once more.
     """
 
-    def __init__(
-        self, name: str, parts: LoaderParts, dataset: Any, iteration: int, stream: int, base_seed: int
-    ) -> None:
-        self.name, self._parts, self._dataset = name, parts, dataset
-        self.iteration, self.stream, self.base_seed = iteration, stream, base_seed
+    def __init__(self, name: str, parts: LoaderParts, dataset: Any, feed: Feed) -> None:
+        self.name, self._parts, self.dataset = name, parts, dataset
+        self.feed = msgspec.structs.replace(feed, states=[])
+        stream, base_seed = self.stream, self.base_seed = feed.stream, feed.base_seed
         self.rngs: RngStates | None = None
         self.held: dict[int, Any] = {}
         self.made = 0
-        self.floor = 0
-        self.upto = 0
+        self.floor = feed.floor
+        self.upto = feed.upto
         self.ended = False
+        self.aside = False
+        self.states = States(feed.states)
+        self.told: list[StreamState] = []
+        self.trouble = ""
+        self._takes_states = True
+        self._rests_until = 0.0
+        self._pending: Snapshot | None = None
         self._next: Callable[[], Any] | None = None
+        self._iterator: Any = None
+        self._fetcher: Any = None
         self._info: dict[str, Any] = {}
         if parts.num_workers > 0:
             seed = base_seed + stream
@@ -168,39 +186,129 @@ class Stream:
         """Make the next element, or find the end."""
         rngs.enter(self)
         _set_worker_info(**self._info)
-        element: Any
+        self._file(self._produce())
+
+    def resume(self, rngs: Rngs) -> None:
+        """Begin where the last of its feed's states was taken, and make the element that comes there.
+
+        Raises:
+            StateUnusable: it is not the element that came there before.
+            Exception: what user code raised.
+        """
+        state = self.states.known[-1]
+        snapshot: Snapshot = pickle.loads(state.packed)
+        rngs.enter(self)
+        _set_worker_info(**self._info)
+        self._next = self._begin(snapshot)
+        self.made = state.position
+        element = self._produce()
+        if _mark(element) != snapshot.following:
+            raise StateUnusable("after load_state_dict() comes another element than the one that came there")
+        self._file(element)
+
+    def rewind(self) -> None:
+        """Bring a dataset that offers its state where it was before the stream began."""
+        for start in self.states.before(0):
+            _set_worker_info(**self._info)
+            snapshot: Snapshot = pickle.loads(start.packed)
+            snapshot.load_dataset(self.dataset)
+
+    def take_no_states(self) -> None:
+        """They have been of no use."""
+        self._takes_states, self._pending = False, None
+
+    def _produce(self) -> Any:
+        """Return the next element, a Failure, or ``_END``."""
         try:
             if self._next is None:
-                self._next = self._begin()
-            element = self._next()
+                self._next = self._begin(None)
+            if self._state_is_due():
+                self._take_state(self._iterator)
+            return self._next()
         except StopIteration:
-            self.ended = True
-            return
+            return _END
         except Exception as error:
-            where = f"raised while making element {self.made} of stream {self.stream} of '{self.name}'"
-            element = Failure(error, where)
+            self.take_no_states()  # whoever went on from one would not have failed
             if self._next is None:
                 self._next = _nothing
+            where = f"raised while making element {self.made} of stream {self.stream} of '{self.name}'"
+            return Failure(error, where)
+
+    def _file(self, element: Any) -> None:
+        if self._pending is not None:
+            self._complete_state(element)
+        if element is _END:
+            self.ended = True
+            return
         if self.made >= self.floor:
             self.held[self.made] = element
         self.made += 1
 
-    def _begin(self) -> Callable[[], Any]:
+    def _begin(self, snapshot: Snapshot | None) -> Callable[[], Any]:
         parts = self._parts
         if parts.num_workers > 0 and parts.worker_init_fn is not None:
             parts.worker_init_fn(self.stream)
+        if snapshot is None:
+            self._take_state(None)
+        else:
+            snapshot.load_dataset(self.dataset)
         if parts.plain:
-            step: Callable[[], Any] = iter(self._dataset).__next__
-            return step
-        fetcher = fetch._IterableDatasetFetcher(
-            self._dataset, parts.auto_collation, parts.collate_fn, parts.drop_last
+            self._iterator = iter(self.dataset)
+            step: Callable[[], Any] = self._iterator.__next__
+        else:
+            fetcher = self._fetcher = fetch._IterableDatasetFetcher(
+                self.dataset, parts.auto_collation, parts.collate_fn, parts.drop_last
+            )
+            self._iterator = fetcher.dataset_iter
+            step = functools.partial(fetcher.fetch, range(parts.batch_size or 1))
+        if not (is_stateful(self.dataset) or is_stateful(self._iterator)):
+            self.take_no_states()
+        if snapshot is not None:
+            snapshot.load_iterator(self._iterator)
+        return step
+
+    def _state_is_due(self) -> bool:
+        return (
+            self._takes_states
+            and self._pending is None
+            and self.states.last <= self.floor <= self.made
+            and self.states.last < self.made
+            and time.monotonic() >= self._rests_until
+            and not getattr(self._fetcher, "ended", False)
         )
-        batch = range(parts.batch_size or 1)
-        return lambda: fetcher.fetch(batch)
+
+    def _take_state(self, iterator: Any) -> None:
+        """Take one here, before the next element; what comes next completes it."""
+        began = time.monotonic()
+        try:
+            self._pending = Snapshot.take(self.dataset, iterator) if self._takes_states else None
+        except StateUnusable as error:
+            self.trouble = said(error)
+            self.take_no_states()
+        self._rest(began)
+
+    def _complete_state(self, element: Any) -> None:
+        began = time.monotonic()
+        assert self._pending is not None
+        try:
+            state = StreamState(self.made, self._pending.pack(_mark(element)))
+            self.states.add(state)
+            self.told.append(state)
+            self._pending = None
+        except Exception as error:
+            self.trouble = said(error)
+            self.take_no_states()
+        self._rest(began)
+
+    def _rest(self, began: float) -> None:
+        """Take no other state for twenty times as long as this one took."""
+        now = time.monotonic()
+        self._rests_until = max(self._rests_until, now) + 20 * (now - began)
 
     def let_go(self, floor: int) -> None:
         """Nobody will ask for what lies below ``floor``."""
         self.floor = max(self.floor, floor)
+        self.states.settle(self.floor)
         for position in [position for position in self.held if position < self.floor]:
             del self.held[position]
 
@@ -211,8 +319,16 @@ class Stream:
         return self.held.pop(position, None)
 
 
+_END = object()
+
+
 def _nothing() -> Any:
     raise StopIteration
+
+
+def _mark(element: Any) -> bytes:
+    """What an element is known by again; none for the end."""
+    return b"" if element is _END else fingerprint(element)
 
 
 def fresh_copy(dataset: Any) -> Any:

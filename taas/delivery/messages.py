@@ -167,14 +167,34 @@ class RankAddress(_Message, frozen=True):
 
 
 class Cancel(_Message, frozen=True):
-    """Rank ``rank`` closed this plan: skip what is not yet made. Rank -1: all ranks did."""
+    """Rank ``rank`` closed this plan: skip what is not yet made. Rank -1: all ranks did.
+
+    ``undone``: none had begun it; it shall be as if it had never been.
+    """
 
     plan: int
     rank: int
+    undone: bool = False
+
+
+class StreamState(msgspec.Struct, array_like=True, frozen=True):
+    """Where a stream of an iterable dataset was when ``position`` was to be made next.
+
+    Attributes:
+        packed: a pickle, which only data workers open.
+        seal: its MAC, also over the stream and the position; empty while it is in its worker.
+    """
+
+    position: int
+    packed: bytes
+    seal: bytes = b""
 
 
 class Feed(_Message, frozen=True):
-    """Own one stream of an iterable dataset, hold its positions from ``floor`` on, announce up to ``upto``."""
+    """Own one stream of an iterable dataset, hold its positions from ``floor`` on, announce up to ``upto``.
+
+    ``states``, for a worker that did not own it: begin at the last of them; without one, at the start.
+    """
 
     plan: int
     loader: int
@@ -183,15 +203,24 @@ class Feed(_Message, frozen=True):
     base_seed: int
     floor: int
     upto: int
+    states: list[StreamState] = []
 
 
 class Announced(_Message, frozen=True):
-    """A stream's owner holds all positions below ``made``; ``ended``: there are no more."""
+    """A stream's owner holds all positions below ``made``; ``ended``: there are no more; ``states`` are new."""
 
     plan: int
     stream: int
     made: int
     ended: bool
+    states: list[StreamState] = []
+
+
+class Stateless(_Message, frozen=True):
+    """A loader's dataset offers states, but for this reason they are of no use."""
+
+    loader: int
+    reason: str
 
 
 class Quit(_Message, frozen=True):
@@ -366,7 +395,7 @@ class Arrival(msgspec.Struct, array_like=True, frozen=True):
 
 FromPlanner = PlannerHello | Planned | FinalStates
 ToPlanner = OpenPlan | Draw | DropPlan | FinishPlans | Quit
-FromWorker = WorkerHello | Made | Announced | HostHello | Beat | WorkerLost
+FromWorker = WorkerHello | Made | Announced | Stateless | HostHello | Beat | WorkerLost
 ToWorker = Lease | RankAddress | Cancel | Feed | Quit
 FromRank = RankHello | Begin | Progress | Close | Lacking
 ToRank = Welcome | Opened | Ended | Forget | Which | Doomed | RunFailed

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import struct
 from collections import Counter, deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -94,6 +95,7 @@ class Plan:
         failure: packed exception of the user's sampler, raised after ``steps``.
         refusal: why ``uneven raise`` refuses this iteration, or "".
         skipped: elements of each stream that nobody is to make.
+        undone: it was made for nothing, before any rank began it.
     """
 
     def __init__(
@@ -105,6 +107,7 @@ class Plan:
         self.drawn = self.rows = 0
         self.asked = False
         self.ended = False
+        self.undone = False
         self.steps: int | None = None
         self.failure = b""
         self.refusal = ""
@@ -198,6 +201,16 @@ class Plan:
         view.queue.clear()
         view.unconsumed.clear()
         return under_way
+
+    def waiting(self, stream: int) -> Iterator[int]:
+        """Yield the positions of a stream that are planned and not consumed, also of a row that is not whole yet."""
+        for view in self.ranks:
+            for work in (*view.unconsumed, *view.queue):
+                if work.stream == stream:
+                    yield unpack_place(work.index)[1]
+        for index, _, of in self._row:
+            if of == stream:
+                yield unpack_place(index)[1]
 
     def take(self, rank: int) -> Work:
         """Remove and return the rank's next work; it counts as under way from now on."""

@@ -316,6 +316,7 @@ class PlanBook:
                 self.outbox.append((rank_peer(rank), end))
 
     def _drop(self, plan: Plan) -> None:
+        plan.undone = True
         for rank in range(self.n):
             self.newly_cancelled.append((plan, rank, plan.close(rank)))
             self.outbox.append((rank_peer(rank), Forget(plan.ident)))

@@ -23,6 +23,8 @@ from taas.delivery.messages import (
     Made,
     RankAddress,
     Result,
+    Stateless,
+    StreamState,
     Ticket,
     ToWorker,
     WorkerHello,
@@ -32,7 +34,8 @@ from taas.delivery.parts import LoaderParts
 from taas.delivery.plan import unpack_place
 from taas.delivery.slab import Slab
 from taas.delivery.slots import slot_size
-from taas.delivery.transport import connect_control, connect_data, fetch_fds, new_context, seal
+from taas.delivery.snapshots import said
+from taas.delivery.transport import authenticate, connect_control, connect_data, fetch_fds, new_context, seal
 
 __all__ = ["Worker"]
 
@@ -57,6 +60,7 @@ class Worker:
         self._makers = [MapMaker(title, parts, number, count) for title, parts in loaders]
         self._streams: dict[tuple[int, int], Stream] = {}
         self._datasets: dict[tuple[int, int], Any] = {}
+        self._stateless: set[int] = set()
         self._rngs = Rngs()
         self._todo: deque[Ticket] = deque()
         self._results: list[Result] = []
@@ -148,7 +152,9 @@ class Worker:
         self._todo = kept
         if message.rank == -1:
             for key in [key for key in self._streams if key[0] == message.plan]:
-                del self._streams[key]
+                stream = self._streams.pop(key)
+                if message.undone:
+                    self._rewind(stream)
 
     # ── elements ──────────────────────────────────────────────────────────────────────────────────
 
@@ -197,8 +203,7 @@ class Worker:
         number, position = unpack_place(ticket.index)
         stream = self._streams[ticket.plan, number]
         if position < stream.made and position not in stream.held:
-            self._replay(ticket.plan, stream, position)
-            stream = self._streams[ticket.plan, number]
+            stream = self._streams[ticket.plan, number] = self._replay(stream, position)
         return stream.take(position, self._rngs)
 
     def _send(
@@ -242,34 +247,68 @@ class Worker:
         key = (message.plan, message.stream)
         stream = self._streams.get(key)
         if stream is None:
-            stream = self._streams[key] = self._new_stream(message)
+            feed = self._authentic(message)
+            stream = self._resumed(feed)
+            if stream is None:
+                stream = self._stream(feed, self._dataset(feed.loader, feed.stream))
+            else:
+                self._remember(feed.loader, feed.stream, stream.dataset)
+            self._streams[key] = stream
         stream.let_go(message.floor)
         stream.upto = message.upto
         if stream.ended:
             self._announce(key, stream)
 
-    def _new_stream(self, message: Feed) -> Stream:
-        title, parts = self._loaders[message.loader]
-        dataset = self._dataset(message.loader, message.stream)
-        return Stream(title, parts, dataset, message.iteration, message.stream, message.base_seed)
+    def _stream(self, feed: Feed, dataset: Any) -> Stream:
+        title, parts = self._loaders[feed.loader]
+        stream = Stream(title, parts, dataset, feed)
+        if feed.loader in self._stateless:
+            stream.take_no_states()
+        return stream
 
     def _dataset(self, loader: int, stream: int) -> Any:
         """The dataset as torch would have it: the notebook's own, a worker's that persists, or a fresh one."""
+        if (loader, stream) in self._datasets:
+            return self._datasets[loader, stream]
         parts = self._loaders[loader][1]
-        if parts.num_workers == 0:
-            return parts.dataset
-        if not parts.persistent_workers:
-            return fresh_copy(parts.dataset)
-        if (loader, stream) not in self._datasets:
-            self._datasets[loader, stream] = fresh_copy(parts.dataset)
-        return self._datasets[loader, stream]
+        dataset = parts.dataset if parts.num_workers == 0 else fresh_copy(parts.dataset)
+        self._remember(loader, stream, dataset)
+        return dataset
 
-    def _replay(self, plan: int, old: Stream, position: int) -> None:
-        """Begin a stream again: an element that was made and given away is asked for once more."""
-        dataset = fresh_copy(old._dataset)
-        stream = Stream(old.name, old._parts, dataset, old.iteration, old.stream, old.base_seed)
-        stream.floor, stream.upto = position, old.upto
-        self._streams[plan, old.stream] = stream
+    def _remember(self, loader: int, stream: int, dataset: Any) -> None:
+        """Later iterations go on with this dataset, where torch's would."""
+        parts = self._loaders[loader][1]
+        if parts.num_workers == 0 or parts.persistent_workers:
+            self._datasets[loader, stream] = dataset
+
+    def _resumed(self, feed: Feed) -> Stream | None:
+        """Return the stream where its newest state was taken, over a copy of the dataset; None if that fails."""
+        if not feed.states or feed.loader in self._stateless:
+            return None
+        try:
+            known = self._datasets.get((feed.loader, feed.stream), self._loaders[feed.loader][1].dataset)
+            stream = self._stream(feed, fresh_copy(known))
+            stream.resume(self._rngs)
+        except Exception as error:
+            self._tell_stateless(feed.loader, f"it cannot go on from a state of its own ({said(error)})")
+            return None
+        return stream
+
+    def _replay(self, old: Stream, position: int) -> Stream:
+        """Go back: an element that was made and given away is asked for once more."""
+        states = old.states.before(position)
+        feed = msgspec.structs.replace(old.feed, floor=position, upto=old.upto, states=states)
+        stream = self._resumed(feed) or self._stream(feed, fresh_copy(old.dataset))
+        stream.aside = old.aside or old.ended
+        if not stream.aside:
+            self._remember(feed.loader, feed.stream, stream.dataset)
+        return stream
+
+    def _rewind(self, stream: Stream) -> None:
+        try:
+            stream.rewind()
+        except Exception as error:
+            self._tell_stateless(stream.feed.loader, f"it cannot go back to its own state ({said(error)})")
 
     def _feed_one(self) -> None:
         for key, stream in self._streams.items():
@@ -280,7 +319,34 @@ class Worker:
 
     def _announce(self, key: tuple[int, int], stream: Stream) -> None:
         self._flush()
-        self._control.send(encode_message(Announced(*key, stream.made, stream.ended)))
+        states = [msgspec.structs.replace(state, seal=self._seal(key, state)) for state in stream.told]
+        stream.told.clear()
+        self._control.send(encode_message(Announced(*key, stream.made, stream.ended, states)))
+        if stream.trouble:
+            self._tell_stateless(stream.feed.loader, stream.trouble)
+
+    def _seal(self, key: tuple[int, int], state: StreamState) -> bytes:
+        return seal(self._config.keys.mac, self._encode_header([*key, state.position]), state.packed)
+
+    def _authentic(self, feed: Feed) -> Feed:
+        """Return the message with those states that a worker of this run has packed, for this stream."""
+        key = self._config.keys.mac
+        states = [
+            state
+            for state in feed.states
+            if authenticate(
+                key,
+                state.seal + self._encode_header([feed.plan, feed.stream, state.position]),
+                state.packed,
+            )
+        ]
+        return msgspec.structs.replace(feed, states=states)
+
+    def _tell_stateless(self, loader: int, reason: str) -> None:
+        """Do without states of this loader from now on."""
+        if loader not in self._stateless:
+            self._stateless.add(loader)
+            self._control.send(encode_message(Stateless(loader, reason)))
 
 
 def run_worker(config: WorkerConfig, name: str, number: int, loaders: Any, current: Any) -> None:
