@@ -27,6 +27,8 @@ from taas.engines.ray_wire import Acquire, Connected, Gone, Got, Release, Severe
 
 _LOOK_SECONDS = 1.0
 _PARTING_SECONDS = 8.0
+_UNNOTICED_SECONDS = 60.0
+"""So long may Ray take to notice that a node is lost; until then it places actors there."""
 _RAYS_PATIENCE = "RAY_gcs_rpc_server_reconnect_timeout_s"
 """Ray's own variable: who sets it has a head that may be away for so long, and keeps what it knew."""
 
@@ -65,6 +67,10 @@ class _Vm:
         if self.actor is not None and not self.gone.is_set():
             with contextlib.suppress(Exception):  # its node, or the cluster, is gone
                 ray.kill(self.actor)
+
+
+class _CannotBeHadError(Exception):
+    """The cluster does not give a VM; the text says why."""
 
 
 class Group:
@@ -161,17 +167,39 @@ class Group:
             .remote()
         )
 
+    def _come(self, vm: _Vm) -> dict[str, Any]:
+        """Start a VM's actor, and return what it sees there; again, where its node is lost and Ray finds out only now.
+
+        Raises:
+            _CannotBeHadError: the cluster does not give it.
+            RayActorError: it was lost.
+        """
+        until = time.monotonic() + _UNNOTICED_SECONDS
+        while True:
+            vm.actor = self._start_actor(vm)
+            look = vm.actor.look.remote()
+            try:
+                while not ray.wait([look], timeout=_LOOK_SECONDS)[0]:
+                    self._wait_for_node(vm)
+                seen: dict[str, Any] = ray.get(look)
+            except RayActorError:
+                if vm.released or time.monotonic() > until:
+                    raise
+                vm.kill()
+                time.sleep(_LOOK_SECONDS)
+                self._wait_for_node(vm)
+            else:
+                return seen
+
+    def _wait_for_node(self, vm: _Vm) -> None:
+        assert self._placement is not None
+        if why_not := self._wait(self._placement, [vm]):
+            raise _CannotBeHadError(why_not)
+
     def _serve(self, vm: _Vm) -> None:
         how, error = "lost", "RunLost"
         try:
-            vm.actor = self._start_actor(vm)
-            look = vm.actor.look.remote()
-            while not ray.wait([look], timeout=_LOOK_SECONDS)[0]:  # its node may be lost before it is there
-                assert self._placement is not None
-                if why_not := self._wait(self._placement, [vm]):
-                    self._gone(vm, why_not, "EngineError")
-                    return
-            seen = ray.get(look)
+            seen = self._come(vm)
             differing = differing_versions(seen["versions"], ray_vm.versions())
             host = seen["host"]
             if differing:
@@ -181,6 +209,8 @@ class Group:
                 self._report(Got(vm.number, host, tuple(seen["gpus"])))
                 log = ray.get(vm.actor.serve.remote(msgspec.json.encode(vm.config)))
                 how = f"ended by itself; its log says: {log}" if log else "ended"
+        except _CannotBeHadError as why_not:
+            how, error = str(why_not), "EngineError"
         except ActorUnavailableError:
             how = "lost: Ray's connection to its node broke"
         except RayActorError as lost:
