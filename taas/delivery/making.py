@@ -27,6 +27,9 @@ from taas.delivery.states import States
 
 __all__ = ["Failure", "MapMaker", "Rngs", "Stream"]
 
+_RESTS = 20
+"""Taking states of a stream takes one part in so many of its time."""
+
 
 class Failure:
     """A packed exception that takes an element's place."""
@@ -301,9 +304,9 @@ class Stream:
         self._rest(began)
 
     def _rest(self, began: float) -> None:
-        """Take no other state for twenty times as long as this one took."""
+        """Take no other state for so many times as long as this one took."""
         now = time.monotonic()
-        self._rests_until = max(self._rests_until, now) + 20 * (now - began)
+        self._rests_until = max(self._rests_until, now) + _RESTS * (now - began)
 
     def let_go(self, floor: int) -> None:
         """Nobody will ask for what lies below ``floor``."""
