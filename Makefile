@@ -4,21 +4,26 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 ARTEFACTS ?= artefacts
 
-.PHONY: help demo test quick check format clean
+.PHONY: help demo test test-ray quick check format clean
 
 help:
-	@echo "make demo    train MNIST in eight ranks: runs examples/mnist_ddp.ipynb and shows what its cells print"
-	@echo "make test    every test"
-	@echo "make quick   the tests that take seconds"
-	@echo "make check   format, lint, types, quick tests"
-	@echo "make format  put the code into shape"
-	@echo "make clean   remove .venv, artefacts and caches"
+	@echo "make demo      train MNIST in eight ranks: runs examples/mnist_ddp.ipynb and shows what its cells print"
+	@echo "make test      every test (those on a Ray cluster only where Ray is installed)"
+	@echo "make test-ray  installs Ray, and runs the tests on a cluster of network namespaces (root; 20 minutes)"
+	@echo "make quick     the tests that take seconds"
+	@echo "make check     format, lint, types, quick tests"
+	@echo "make format    put the code into shape"
+	@echo "make clean     remove .venv, artefacts and caches"
 
 demo: .venv/demo
 	$(BIN)/python examples/run_notebook.py examples/mnist_ddp.ipynb --out $(ARTEFACTS)
 
 test: .venv/test
 	$(BIN)/python -m pytest $(TESTS)
+
+test-ray: .venv/test
+	$(PIP) install --quiet --constraint constraints.txt --editable ".[ray]"
+	$(BIN)/python -m pytest -m ray $(TESTS)
 
 quick: .venv/test
 	$(BIN)/python -m pytest -m "not slow and not browser and not ray" $(TESTS)
@@ -51,5 +56,5 @@ clean:
 
 .venv/test: .venv/python pyproject.toml constraints.txt
 	@echo "Installing what the tests need into .venv (PyTorch is about 5 GB, once)"
-	$(PIP) install --quiet --constraint constraints.txt --editable ".[examples,gallery,ray]" --group dev
+	$(PIP) install --quiet --constraint constraints.txt --editable ".[examples,gallery]" --group dev
 	@touch $@ .venv/demo
