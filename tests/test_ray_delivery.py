@@ -130,6 +130,13 @@ def _data_node(cluster: RayCluster) -> Node:
     )
 
 
+def _two_data_nodes_serve(book: Notebook) -> None:
+    """The next run gets all that it asks for."""
+    book.good("loader = fresh(40)")
+    book.good("#!g2.2\n#pragma taas --gpus 2 --cpus 2\ntotal = sum(len(rows) for rows, _ in loader)", 300)
+    assert book.value("total") == "20"
+
+
 def _exactly_once(book: Notebook) -> None:
     """Both ranks have got what the notebook's own loader yields, in its order, and each row once."""
     book.good(_EXPECTED.format(count=_SLOW_ROWS))
@@ -182,9 +189,7 @@ def test_a_data_node_killed_in_an_epoch(cluster: RayCluster, book: Notebook) -> 
         _wait_until_nothing_runs(cluster)
     finally:
         node.restart()
-    book.good("loader = fresh(40)")
-    book.good("#!g2.2\n#pragma taas --gpus 2 --cpus 2\ntotal = sum(len(rows) for rows, _ in loader)", 300)
-    assert book.value("total") == "20"
+    _two_data_nodes_serve(book)
 
 
 def test_another_data_node_joins_in_place_of_one_that_is_cut_off(cluster: RayCluster, book: Notebook) -> None:
@@ -242,9 +247,7 @@ def test_a_lost_head_ends_a_delivery_and_the_next_run_works(cluster: RayCluster,
         cluster.restart_head()
         for node in cluster.nodes[1:]:
             node.restart()
-    book.good("loader = fresh(40)")
-    book.good("#!g2.2\n#pragma taas --gpus 2 --cpus 2\ntotal = sum(len(rows) for rows, _ in loader)", 300)
-    assert book.value("total") == "20"
+    _two_data_nodes_serve(book)
 
 
 def test_a_killed_kernel_leaves_no_data_worker(cluster: RayCluster, book: Notebook) -> None:
