@@ -139,8 +139,8 @@ def timed(loader: Any, pids: Callable[[], list[int]]) -> tuple[float, float, flo
 
 
 def processes_of(run: DeliveryRun) -> list[int]:
-    pids = [run.service.coordinator.pid, *(child.pid for child in run.service.children)]
-    for child in run.service.children[1:]:
+    pids = [run.service.coordinator.pid, *(child.pid for child in run.children)]
+    for child in run.children[1:]:
         pids += [worker.pid for worker in psutil.Process(child.pid).children()]
     return pids
 
@@ -457,7 +457,7 @@ def killed(_rounds: int) -> list[Row]:
                     report = run.wait_for(ProgressReport)
                     if report.loaders and report.loaders[0].delivered > length // 2:
                         break
-                psutil.Process(run.service.children[1].pid).children()[0].kill()
+                psutil.Process(run.children[1].pid).children()[0].kill()
             return run.results(ranks)[0]
 
     calm, disturbed = once(False), once(True)

@@ -6,20 +6,24 @@ import io
 import os
 import pickle
 import select
+import signal
 import time
 import traceback
+import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
 import torch
 
-from taas import dataloader_registry
+from taas import _linux, dataloader_registry
 from taas.dataloader_registry import Registration
+from taas.delivery import keeper, planner
 from taas.delivery import loader as rank_side
-from taas.delivery.config import DeliveryConfig, Place, new_keys
-from taas.delivery.reports import Failed, Final, Prebuffered, ProgressReport, Report
-from taas.delivery.service import Service, spawn_forked
+from taas.delivery.config import DeliveryConfig, Place, PlannerConfig, new_keys
+from taas.delivery.reports import Failed, Final, Prebuffered, ProgressReport, Report, Serving
+from taas.delivery.service import ChildProcess, Service
 
 PATIENCE = 150.0
 """Seconds within which ranks end on the most loaded machine; below the suite's own limit for a test."""
@@ -31,6 +35,39 @@ class _Pickler(cloudpickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         reduced = dataloader_registry.reduce_registered(obj)
         return super().reducer_override(obj) if reduced is None else reduced
+
+
+def _let_go_of_inherited() -> None:
+    """Turn inherited descriptors into /dev/null: objects of the parent own their numbers, and may yet close them."""
+    null = os.open(os.devnull, os.O_RDWR)
+    for number in {int(entry.name) for entry in Path("/proc/self/fd").iterdir()} - {0, 1, 2, null}:
+        os.dup2(null, number)
+
+
+class Child:
+    """A planner or a keeper, forked from this process, which has torch imported already."""
+
+    def __init__(self, main: Callable[[Any], None], config: Any) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # this process's threads: the child uses none
+            self.pid = os.fork()
+        if self.pid == 0:
+            try:
+                _linux.set_parent_death_signal(signal.SIGKILL)
+                _let_go_of_inherited()
+                main(config)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(0)
+
+    def end(self) -> None:
+        """Wait until it has quit, as it was told, and kill it if it does not."""
+        pidfd = os.pidfd_open(self.pid)
+        if not select.select([pidfd], [], [], 5.0)[0]:
+            os.kill(self.pid, signal.SIGKILL)
+        os.close(pidfd)
+        os.waitpid(self.pid, 0)
 
 
 class Rank:
@@ -102,11 +139,25 @@ class DeliveryRun:
         self._encrypt, self._places = encrypt, places
         self.payload = f"/proc/{os.getpid()}/fd/{self._payload}"
         self.reports: list[Report] = []
-        self.service = Service.start(
-            self.config, self.payload, processes=processes, spawn=spawn_forked, encrypt=encrypt
-        )
+        self.service, self.children = self._start(processes, encrypt)
         if wait:
             self.wait_for((Prebuffered, Failed))
+
+    def _start(self, processes: int, encrypt: bool) -> tuple[Service, list[Child]]:
+        """Coordinator; then the planner, and the keepers of all data VMs with so many workers each."""
+        service = Service(
+            self.config, ChildProcess("taas.delivery.coordinator", self.config, reports=True), "", ""
+        )
+        serving = service.read()
+        assert isinstance(serving, Serving)
+        service.endpoint, service.slabs = serving.endpoint, serving.slabs
+        keys = self.config.keys.for_peers()
+        plans = PlannerConfig(keys, serving.endpoint, self.payload, self.config.ranks, [], "")
+        keeps = [
+            service.worker_config(self.payload, vm, processes, encrypt, [], "")
+            for vm in range(self.config.hosts)
+        ]
+        return service, [Child(planner.main, plans), *(Child(keeper.main, config) for config in keeps)]
 
     def _write(self, data: Any) -> None:
         view = memoryview(data).cast("B") if len(data) else memoryview(b"")
@@ -148,16 +199,19 @@ class DeliveryRun:
         return self.results(self.start_ranks(body), timeout)
 
     def finish(self) -> Final:
-        for report in self.service.finish():
-            self.reports.append(report)
-        assert isinstance(self.reports[-1], Final)
-        return self.reports[-1]
+        """Ask for the loaders' final states, when the ranks have ended."""
+        self.service.coordinator.send(b'{"type": "finish"}')
+        final = self.wait_for(Final)
+        assert isinstance(final, Final)
+        return final
 
     def __enter__(self) -> DeliveryRun:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.places = self.service.close()
+        for child in self.children:
+            child.end()
         os.close(self._payload)
 
 

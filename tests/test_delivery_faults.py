@@ -56,7 +56,7 @@ def everything(_rank: int, loaders: dict[str, Any]) -> Any:
 def workers_of(run: DeliveryRun) -> list[psutil.Process]:
     """All data workers that run just now: the keepers' children."""
     found = []
-    for keeper in run.service.children[1:]:
+    for keeper in run.children[1:]:
         with contextlib.suppress(psutil.NoSuchProcess):
             for worker in psutil.Process(keeper.pid).children():
                 with contextlib.suppress(psutil.NoSuchProcess):
@@ -102,7 +102,7 @@ def test_a_killed_data_vm_loses_and_doubles_nothing(how: str) -> None:
     with DeliveryRun({"d": slow_loader()}, ranks=2, vms=2, processes=2, shared=shared) as run:
         ranks = run.start_ranks(everything)
         wait_for_delivery(run, 30)
-        os.kill(run.service.children[1].pid, signal.SIGKILL)
+        os.kill(run.children[1].pid, signal.SIGKILL)
         if "told" in how:
             run.service.coordinator.send(b'{"type": "lost", "vm": 0, "cause": "its node has no power"}')
         if how != "tcp":

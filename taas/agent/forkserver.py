@@ -7,6 +7,7 @@ poisons it. So the forkserver imports and waits.
 from __future__ import annotations
 
 import os
+import select
 import sys
 from multiprocessing import forkserver as _mp
 from multiprocessing import resource_tracker
@@ -51,6 +52,7 @@ DATA_PRELOAD = (
     "taas.rank.lifeline",
 )
 """What a data VM needs: it is up in half the time of one for ranks."""
+_DYING_SECONDS = 1.0
 _LAST = "taas.rank.preloaded"
 _REHEARSED = "taas.rehearsal.ahead"
 _READ_AT_IMPORT = (
@@ -88,6 +90,21 @@ class Forkserver:
         """Process ids of the forkserver and of multiprocessing's resource tracker."""
         tracker: int | None = resource_tracker._resource_tracker._pid  # type: ignore[attr-defined]
         return {pid for pid in (self.pid, tracker) if pid is not None}
+
+    def outlived(self, exitcode: int | None) -> bool:
+        """Whether it is there after one of its processes ended with this status.
+
+        A forkserver that is killed closes the sentinels of its processes a moment before it is dead, and they are
+        this process's children; multiprocessing makes a status of 255 of that.
+        """
+        try:
+            handle = os.pidfd_open(self.pid or 0)
+        except OSError:
+            return False
+        try:
+            return not select.select([handle], [], [], _DYING_SECONDS if exitcode == 255 else 0.0)[0]
+        finally:
+            os.close(handle)
 
     def start(self) -> None:
         """Start it, if it does not run."""

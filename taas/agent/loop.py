@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import multiprocessing.util
 import os
-import select
 import shutil
 import signal
 import sys
@@ -282,7 +281,7 @@ class Agent:
         self._intake.forget()
         group, self._group, self._mirror = self._group, None, None
         group.close()
-        if self._forkserver_alive(0.0) and not self._config.remote:  # a VM elsewhere is given back
+        if self._forkserver.outlived(None) and not self._config.remote:  # a VM elsewhere is given back
             self._spares.want(group.preparation, group.size)
         else:
             self._forget_spares()
@@ -326,7 +325,7 @@ class Agent:
 
     def _lose_spare(self, spare: Any) -> None:
         self._spares.lose(spare)
-        if not self._forkserver_alive(0.0):
+        if not self._forkserver.outlived(spare.exitcode):
             sweep_orphans(self._forkserver.own_pids())
 
     def _forget_spares(self) -> None:
@@ -384,20 +383,9 @@ class Agent:
         rank.gone = True
         if rank.ended is None:
             self._send_output()
-            ended = self._group.explain(rank.post_mortem(self._forkserver_alive))
+            ended = self._group.explain(rank.post_mortem(self._forkserver.outlived))
             rank.ended = ended
             self._say(RankReport(run=self._group.run, vm=self._group.vm, said=ended))
-
-    def _forkserver_alive(self, patience: float) -> bool:
-        """Whether the forkserver is there, and still is some seconds later."""
-        try:
-            handle = os.pidfd_open(self._forkserver.pid or 0)
-        except OSError:
-            return False
-        try:
-            return not select.select([handle], [], [], patience)[0]
-        finally:
-            os.close(handle)
 
     def _look_after_group(self) -> None:
         group, copy = self._group, self._intake.copy

@@ -78,10 +78,11 @@ class MakerDesk:
 
     def _gone(self, makers: Makers, order: StartMaker, source: int) -> None:
         self._off(source)
-        how = makers.how_it_ended(order.number)
+        code = makers.bury(order.number)
         if self._config.data:
-            sweep_orphans(self._forkserver.own_pids())  # a keeper's data workers, now this process's children
-        self._over(order, how)
+            self._forkserver.outlived(code)  # or is dead now, and its processes are this one's children
+            sweep_orphans(self._forkserver.own_pids())  # as a keeper's data workers are
+        self._over(order, f"killed by signal {-code}" if code < 0 else f"ended with status {code}")
 
     def _over(self, order: StartMaker, how: str) -> None:
         if order.number in self._intakes:

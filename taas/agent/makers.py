@@ -38,13 +38,13 @@ class Makers:
         self._processes[order.number] = process
         return int(process.sentinel)
 
-    def how_it_ended(self, number: int) -> str:
-        """Bury a maker whose descriptor became readable, and say how it ended."""
+    def bury(self, number: int) -> int:
+        """Bury a maker whose descriptor became readable; returns its status, minus the signal that killed it."""
         process = self._processes.pop(number)
         process.join()
-        code = process.exitcode
+        code: int = process.exitcode
         process.close()
-        return f"killed by signal {-code}" if code < 0 else f"ended with status {code}"
+        return code
 
     def end(self) -> None:
         """SIGKILL them with all their data workers: what was to be said was said to the coordinator."""

@@ -28,7 +28,6 @@ from taas.messages.agents import StartRanks
 from taas.messages.ranks import Dismissed, Preparation, RankEnded, RankOrder, RankReady, RankSays, RankStart
 from taas.messages.wire import Endpoint, Memory, pack
 
-_FORKSERVER_SECONDS = 0.3
 EXIT_SECONDS = 15.0
 """How long a rank may take to leave after its cell has ended."""
 _LOOPBACK = "127.0.0.1"
@@ -86,13 +85,8 @@ class Rank:
         if not self.gone:
             self.process.kill_tree()
 
-    def post_mortem(self, forkserver_lives: Callable[[float], bool]) -> RankEnded:
-        """Say how a rank ended that did not say so itself.
-
-        Args:
-            forkserver_lives: tells it, after some seconds of patience. A forkserver that is killed closes the
-                ranks' sentinels a moment before it is dead; multiprocessing makes a status of 255 of that.
-        """
+    def post_mortem(self, forkserver_outlived: Callable[[int | None], bool]) -> RankEnded:
+        """Say how a rank ended that did not say so itself."""
         code = self.process.exitcode
         at = time.time()
         if code is not None and code < 0:
@@ -105,7 +99,7 @@ class Rank:
             return RankEnded(
                 rank=self.number, outcome="died", at=at, etype=name, message=f"killed by {name}{hint}"
             )
-        if not forkserver_lives(_FORKSERVER_SECONDS if code == 255 else 0.0):
+        if not forkserver_outlived(code):
             return RankEnded(rank=self.number, outcome="orphaned", at=at, message="its forkserver was killed")
         if self.signalled is not None:
             return RankEnded(

@@ -56,7 +56,7 @@ class Keeper:
         self._context: Any = None
         self._control: Any = None
 
-    def run(self, lifeline: int | None) -> None:
+    def run(self) -> None:
         """Keep the workers until told to quit."""
         for number in range(self._config.processes):
             self._fork(number)
@@ -66,19 +66,17 @@ class Keeper:
         )
         self._control.send(encode(HostHello(os.getpid(), self._config.processes)))
         try:
-            self._watch(lifeline)
+            self._watch()
         finally:
             self._end_all()
             self._control.close()
             self._context.term()
 
-    def _watch(self, lifeline: int | None) -> None:
+    def _watch(self) -> None:
         poller = zmq.Poller()
         poller.register(self._control, zmq.POLLIN)
         for pidfd in self._children:
             poller.register(pidfd, zmq.POLLIN)
-        if lifeline is not None:
-            poller.register(lifeline, zmq.POLLIN)
         decode = Decoder(ToWorker)
         next_beat = 0.0
         while True:
@@ -86,8 +84,6 @@ class Keeper:
                 if source is self._control:
                     if isinstance(decode(self._control.recv()), Quit):
                         return
-                elif source == lifeline:
-                    return
                 else:
                     poller.unregister(source)
                     poller.register(self._replace(source), zmq.POLLIN)
@@ -170,8 +166,8 @@ def _tune_malloc() -> None:
         _libc.mallopt(-1, 1 << 30)  # M_TRIM_THRESHOLD
 
 
-def main(config: WorkerConfig, lifeline: int | None = None) -> None:
-    """Keep one data VM until told to quit, or until ``lifeline``, a pipe nobody writes to, is at its end."""
+def main(config: WorkerConfig) -> None:
+    """Keep one data VM until told to quit."""
     torch.set_num_threads(1)
     _tune_malloc()
     if config.cwd:
@@ -185,7 +181,7 @@ def main(config: WorkerConfig, lifeline: int | None = None) -> None:
         return
     gc.collect()
     gc.freeze()  # a collection in a worker would write to, and so copy, every page it shares
-    Keeper(config, loaders).run(lifeline)
+    Keeper(config, loaders).run()
 
 
 def _report_failure(config: WorkerConfig, text: str) -> None:

@@ -14,7 +14,6 @@ import traceback
 from typing import Any
 
 import torch
-import zmq
 
 from taas.delivery.config import PlannerConfig
 from taas.delivery.encoding import pack_failure
@@ -112,8 +111,8 @@ def _load(config: PlannerConfig) -> Planner:
     return Planner(loaders)
 
 
-def main(config: PlannerConfig, lifeline: int | None = None) -> None:
-    """Serve until told to quit, or until ``lifeline``, a pipe nobody writes to, is at its end."""
+def main(config: PlannerConfig) -> None:
+    """Serve until told to quit."""
     torch.set_num_threads(1)
     if config.cwd:
         os.chdir(config.cwd)
@@ -128,13 +127,7 @@ def main(config: PlannerConfig, lifeline: int | None = None) -> None:
         planner = Planner([])
         hello = PlannerHello(os.getpid(), [LoaderFacts("", error=traceback.format_exc())])
     control.send(encode(hello))
-    poller = zmq.Poller()
-    poller.register(control, zmq.POLLIN)
-    if lifeline is not None:
-        poller.register(lifeline, zmq.POLLIN)
     while True:
-        if any(ready == lifeline for ready, _ in poller.poll()):
-            break
         message = decode(control.recv())
         if isinstance(message, Quit):
             break

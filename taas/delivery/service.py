@@ -1,31 +1,26 @@
-"""Starting and ending a delivery: with an agent's processes for the supervisor, with forked ones for tests.
+"""One run's delivery as the supervisor sees it: the coordinator's process, and what the others are told.
 
 The order is always: coordinator, planner and data workers, and once ``Prebuffered`` came, the ranks with their
-RankConfig. ``finish`` asks for the final states when the ranks have ended.
+RankConfig.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import select
-import signal
 import subprocess
 import sys
-import traceback
-import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from taas.delivery.config import DeliveryConfig, Keys, Place, PlannerConfig, RankConfig, WorkerConfig
-from taas.delivery.reports import Final, Places, Report, Serving
-from taas.errors import DeliveryError
+from taas.delivery.config import DeliveryConfig, Keys, Place, RankConfig, WorkerConfig
+from taas.delivery.reports import Places, Report
 
-__all__ = ["ChildProcess", "ForkedProcess", "Service", "default_slab", "spawn_forked"]
+__all__ = ["ChildProcess", "Service", "default_slab"]
 
 
 class ChildProcess:
@@ -72,50 +67,6 @@ class ChildProcess:
         return self.process.returncode
 
 
-class ForkedProcess:
-    """A child forked from this process, which has torch imported already; ends when its pipe closes."""
-
-    def __init__(self, main: Callable[[Any, int], None], config: Any) -> None:
-        lifeline, self._writer = os.pipe()
-        with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore", DeprecationWarning
-            )  # threads of this process: the child uses none
-            self.pid = os.fork()
-        if self.pid == 0:
-            status = 1
-            try:
-                os.closerange(3, lifeline)  # above all the other children's pipes: their ends must be seen
-                os.closerange(lifeline + 1, os.sysconf("SC_OPEN_MAX"))
-                main(config, lifeline)
-                status = 0
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                os._exit(status)
-        os.close(lifeline)
-
-    def end(self, patience: float = 5.0) -> int:
-        """Close its pipe, wait, kill what does not end; return its status."""
-        os.close(self._writer)
-        with contextlib.suppress(ProcessLookupError, ChildProcessError):
-            pidfd = os.pidfd_open(self.pid)
-            if not select.select([pidfd], [], [], patience)[0]:
-                os.kill(self.pid, signal.SIGKILL)
-            os.close(pidfd)
-        try:
-            return os.waitpid(self.pid, 0)[1]
-        except ChildProcessError:
-            return 0
-
-
-def spawn_forked(role: str, config: PlannerConfig | WorkerConfig) -> ForkedProcess:
-    """Start a planner or a keeper by forking this process; for one that has torch and no threads that matter."""
-    from taas.delivery import keeper, planner
-
-    return ForkedProcess(planner.main if role == "planner" else keeper.main, config)
-
-
 def default_slab(ranks: int) -> int:
     """Return the bytes of elements that may be under way per rank: 256 MiB, less where memory is short.
 
@@ -137,40 +88,12 @@ def default_slab(ranks: int) -> int:
 
 @dataclass
 class Service:
-    """One run's delivery. ``reports`` are read with ``read``; children end with ``close``."""
+    """One run's delivery: its coordinator, and what planner, data workers and ranks are told."""
 
     config: DeliveryConfig
     coordinator: ChildProcess
     endpoint: str
     slabs: str
-    children: list[Any] = field(default_factory=list)
-
-    @classmethod
-    def start(
-        cls,
-        config: DeliveryConfig,
-        payload: str,
-        *,
-        processes: int,
-        spawn: Callable[[str, Any], Any],
-        encrypt: bool = True,
-        sys_path: list[str] | None = None,
-        cwd: str = "",
-    ) -> Service:
-        """Start coordinator, planner and ``config.hosts`` data VMs with ``processes`` workers each."""
-        coordinator = ChildProcess("taas.delivery.coordinator", config, reports=True)
-        first = _read_report(coordinator)
-        if not isinstance(first, Serving):
-            coordinator.end()
-            raise DeliveryError("the delivery's coordinator did not start; its messages are in the run's log")
-        service = cls(config, coordinator, first.endpoint, first.slabs)
-        keys, path = config.keys.for_peers(), sys_path or []
-        planner = PlannerConfig(keys, first.endpoint, payload, config.ranks, path, cwd)
-        service.children.append(spawn("planner", planner))
-        for vm in range(config.hosts):
-            worker = service.worker_config(payload, vm, processes, encrypt, path, cwd)
-            service.children.append(spawn("keeper", worker))
-        return service
 
     def worker_config(
         self, payload: str, vm: int, processes: int, encrypt: bool, sys_path: list[str], cwd: str
@@ -208,29 +131,15 @@ class Service:
 
     def read(self) -> Report | None:
         """Return the next report, None when the coordinator has ended. Blocks."""
-        return _read_report(self.coordinator)
-
-    def finish(self) -> Iterator[Report]:
-        """Ask for the final states; yield the remaining reports, Final last."""
-        self.coordinator.send(b'{"type": "finish"}')
-        while (report := self.read()) is not None:
-            yield report
-            if isinstance(report, Final):
-                return
+        assert self.coordinator.process.stdout is not None
+        line = self.coordinator.process.stdout.readline()
+        return _decode_report(line) if line else None
 
     def close(self) -> dict[str, Place]:
-        """End everything; safe to call at any time. Returns where each loader that was begun would go on."""
+        """End the coordinator; safe to call at any time. Returns where each loader that was begun would go on."""
         self.coordinator.end()
-        for child in self.children:
-            child.end()
         last = [_decode_report(line) for line in self.coordinator.unread.splitlines()]
         return {name: at for said in last if isinstance(said, Places) for name, at in said.places.items()}
-
-
-def _read_report(coordinator: ChildProcess) -> Report | None:
-    assert coordinator.process.stdout is not None
-    line = coordinator.process.stdout.readline()
-    return _decode_report(line) if line else None
 
 
 _decode_report: Callable[[bytes], Report] = msgspec.json.Decoder(Report).decode
