@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import dataclass, field
 
 from taas.delivery.plan import Work
@@ -74,7 +73,7 @@ class WorkerState:
 
 @dataclass(slots=True)
 class Usage:
-    """Work ahead of one rank in one loader."""
+    """Work ahead of one rank in one plan."""
 
     nbytes: int = 0
     count: int = 0
@@ -82,18 +81,37 @@ class Usage:
 
 @dataclass(slots=True)
 class RankState:
-    """A rank: its slab, and how far ahead of it is worked."""
+    """A rank: its slab, and how far ahead of it is worked.
+
+    Attributes:
+        usage: work ahead of it, by plan. nbytes: of all plans.
+        targets: elements under way or held, by loader, that have been enough so far.
+        blocked: plans whose target kept an idle worker from working ahead for this rank.
+    """
 
     slots: SlotTable
     shared: bool
     joined: bool = False
-    usage: dict[int, Usage] = field(default_factory=lambda: defaultdict(Usage))
+    usage: dict[int, Usage] = field(default_factory=dict)
+    nbytes: int = 0
     mail: list[object] = field(default_factory=list)
     waited: float = 0.0
     targets: dict[int, int] = field(default_factory=dict)
-    """Elements under way or held, per loader, that have been enough so far."""
     blocked: set[int] = field(default_factory=set)
-    """Loaders whose target kept an idle worker from working ahead for this rank."""
+
+    def charge(self, plan: int, nbytes: int, count: int = 0) -> None:
+        """Count so much more, or less, as work ahead."""
+        usage = self.usage.setdefault(plan, Usage())
+        usage.nbytes += nbytes
+        usage.count += count
+        self.nbytes += nbytes
+        if not usage.count:
+            del self.usage[plan]
+
+    def work_ahead(self, plan: int) -> tuple[int, int]:
+        """Return bytes and number of a plan's elements that count as work ahead."""
+        usage = self.usage.get(plan)
+        return (0, 0) if usage is None else (usage.nbytes, usage.count)
 
 
 class Pace:

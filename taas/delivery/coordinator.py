@@ -43,6 +43,7 @@ from taas.delivery.messages import (
     WorkerLost,
     encode,
 )
+from taas.delivery.planbook import LoaderBook
 from taas.delivery.progress import ProgressMeter
 from taas.delivery.reports import (
     Failed,
@@ -105,6 +106,7 @@ class Coordinator:
         self._finishing = False
         self._reported: list[Any] = []
         self._stateless: set[int] = set()
+        self._held_up: set[int] = set()
         self._meter = ProgressMeter(self.ledger)
         self._next_tick = 0.0
         self._report(Serving(self._server.endpoint, self._fds.name if self._fds else "", os.getpid()))
@@ -196,7 +198,7 @@ class Coordinator:
                 ledger.book.consume(rank, plan, consumed)
             ledger.spoilt(message.spoilt)
             ledger.released(message.released)
-            ledger.progressed(rank, message.waited)
+            ledger.progressed(rank, message.waited, [plan for plan, _ in message.consumed])
         elif kind is Planned:
             ledger.book.planned(message)
         elif kind is Announced:
@@ -324,18 +326,48 @@ class Coordinator:
         elif now - self._since_worker > self.config.alone and any(rank.joined for rank in self.ledger.ranks):
             self._fail(f"no data worker has been there for {self.config.alone:.0f} s: all data VMs are gone")
         if not self._prebuffered and self._is_prebuffered():
-            self._prebuffered = True
-            self._report(Prebuffered())
+            self._begin()
+        self._tell_held_up()
         self._tell_progress(now)
 
     def _is_prebuffered(self) -> bool:
         books = self.ledger.book.loaders
         return bool(books) and all(
-            book.facts.error
-            or book.prepared >= min(self.ledger.book.prebuffer_rows * self.config.ranks, book.planned or 1)
+            self._lacks(book) <= 0
+            or book.facts.error
             or any(plan.ended and not plan.rows for plan in book.plans.values())
+            or self.ledger.is_full(book)
             for book in books
         )
+
+    def _lacks(self, book: LoaderBook) -> int:
+        """Elements that are still to be made before the ranks begin."""
+        asked = self.ledger.book.prebuffer_rows * self.config.ranks
+        return min(asked, book.planned or 1) - book.prepared
+
+    def _begin(self) -> None:
+        self._prebuffered = True
+        for book in self.ledger.book.loaders:
+            if self._lacks(book) > 0 and self.ledger.is_full(book):
+                self._report(
+                    Note(
+                        f"'{book.facts.name}': the ranks began with {book.prepared} elements made, not with "
+                        f"{book.prepared + self._lacks(book)}: the buffer holds no more ([delivery] buffer in taas.toml)"
+                    )
+                )
+        self._report(Prebuffered())
+
+    def _tell_held_up(self) -> None:
+        for loader in self.ledger.held_up - self._held_up:
+            self._held_up.add(loader)
+            name = self.ledger.book.loaders[loader].facts.name
+            self._report(
+                Note(
+                    f"'{name}' is one stream for all ranks: some ranks wait for one that does not take its elements, "
+                    "as many as a rank's buffer holds. Let every rank iterate it, or make the buffer larger "
+                    "([delivery] buffer in taas.toml)"
+                )
+            )
 
     def _tell_progress(self, now: float) -> None:
         report = self._meter.read(now)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from taas.delivery.attempts import WorkerState
 from taas.delivery.messages import Feed, StreamState
@@ -15,10 +15,20 @@ __all__ = ["StreamFeeder"]
 
 
 class StreamFeeder:
-    """Who owns which stream, how far each was told to make it, and from which state another owner can go on."""
+    """Who owns which stream, how far each was told to make it, and from which state another owner can go on.
 
-    def __init__(self, book: PlanBook, workers: Mapping[str, WorkerState]) -> None:
-        self._book, self._workers = book, workers
+    Args:
+        hoard: how many elements of a loader an owner may hold for ranks that leave theirs.
+
+    Attributes:
+        held_up: loaders whose ranks wait for others, because no more may be held.
+    """
+
+    def __init__(
+        self, book: PlanBook, workers: Mapping[str, WorkerState], hoard: Callable[[int], int]
+    ) -> None:
+        self._book, self._workers, self._hoard = book, workers, hoard
+        self.held_up: set[int] = set()
         self._owners: dict[tuple[int, int], str] = {}
         self._fed: dict[tuple[int, int], tuple[str, int]] = {}
         self._sent: dict[tuple[int, int], int] = defaultdict(int)
@@ -77,11 +87,11 @@ class StreamFeeder:
         if name is None:
             return
         rows = self._book.prebuffer_rows if not plan.begun else max(2, self._book.prebuffer_rows)
-        left = book.rows_left(but=plan)
+        left = book.rows_left(plan)
         if left is not None:
             rows = min(rows, max(0, left - plan.rows) + 1)
         lookahead = max(2, -(-rows * self._book.n // book.facts.streams) + 1)
-        upto = self._sent[plan.ident, stream] + plan.skipped[stream] + lookahead
+        upto = self._ahead(plan, stream, lookahead)
         known, fed = self._fed.get((plan.ident, stream), ("", 0))
         if known == name and fed >= upto:
             return
@@ -96,6 +106,19 @@ class StreamFeeder:
         upto = max(upto, floor + lookahead)
         message = Feed(plan.ident, book.index, plan.iteration, stream, base, floor, upto, begin)
         self._book.outbox.append((name, message))
+
+    def _ahead(self, plan: Plan, stream: int, lookahead: int) -> int:
+        """Up to which position to make a stream: a little ahead of what has left.
+
+        Where a rank has nothing to come because others leave theirs, the owner holds theirs, up to a limit.
+        """
+        left = self._sent[plan.ident, stream] + plan.skipped[stream]
+        if not any(view.begun and not (view.closed or view.queue or view.unconsumed) for view in plan.ranks):
+            return left + lookahead
+        made, most = self._book.loaders[plan.loader].orders[plan.ident].made(stream), self._hoard(plan.loader)
+        if made - left >= most:
+            self.held_up.add(plan.loader)
+        return left + max(lookahead, min(made - left + lookahead, most))
 
     def _floor(self, plan: Plan, stream: int) -> int:
         """The lowest position of a stream that may still be asked of its owner."""

@@ -28,7 +28,7 @@ from taas.delivery.messages import (
     Welcome,
     Which,
 )
-from taas.delivery.plan import Uneven, Work
+from taas.delivery.plan import Plan, Uneven, Work
 from taas.delivery.planbook import LoaderBook, PlanBook, rank_peer
 from taas.delivery.slots import SlotTable
 
@@ -69,7 +69,7 @@ class Ledger:
         self._addresses: dict[int, RankAddress] = {}
         self._paces: dict[int, Pace] = defaultdict(Pace)
         self._retries: list[tuple[int, int, int, Work]] = []
-        self._streams = StreamFeeder(self.book, self.workers)
+        self._streams = StreamFeeder(self.book, self.workers, self._hoard)
         self._idents = 0
         self._turn = 0
         self._failure = ""
@@ -104,11 +104,15 @@ class Ledger:
         lost = [a.ident for a in self.attempts.values() if a.work.rank == rank and a.capacity]
         self._retry(self._give_up(lost))
 
-    def progressed(self, rank: int, waited: float) -> None:
-        """A rank has waited so long in all. If workers were held back from working ahead for it: no longer."""
+    def progressed(self, rank: int, waited: float, asked: Iterable[int]) -> None:
+        """A rank has waited so long in all, and asked of these plans.
+
+        If workers were held back from working ahead in them: no longer.
+        """
         state = self.ranks[rank]
         if waited - state.waited > 0.0005:
-            for loader in state.blocked:
+            for plan in state.blocked.intersection(asked) & self.book.plans.keys():
+                loader = self.book.plans[plan].loader
                 state.targets[loader] = min(2 * state.targets[loader], self.rules.ahead)
         state.waited = waited
         state.blocked.clear()
@@ -162,9 +166,7 @@ class Ledger:
         """Stop counting an attempt as work ahead: it was consumed, or will never be."""
         if attempt.charged:
             attempt.charged = False
-            usage = self.ranks[attempt.work.rank].usage[attempt.work.loader]
-            usage.nbytes -= attempt.charge
-            usage.count -= 1
+            self.ranks[attempt.work.rank].charge(attempt.work.plan, -attempt.charge, -1)
 
     def _settle(self, worker: WorkerState, attempt: Attempt) -> None:
         if not attempt.made:
@@ -200,7 +202,7 @@ class Ledger:
             attempt.made = True
             work = attempt.work
             if not attempt.capacity and attempt.charged:
-                self.ranks[work.rank].usage[work.loader].nbytes += result.nbytes - attempt.charge
+                self.ranks[work.rank].charge(work.plan, result.nbytes - attempt.charge)
                 attempt.charge = result.nbytes
             self._count_prepared(attempt)
 
@@ -351,7 +353,7 @@ class Ledger:
 
     def _lease_one(self, book: LoaderBook, leases: dict[str, list[Ticket]], now: float) -> bool:
         for plan, rank in self.book.heads(book):
-            if not self._room(rank, book):
+            if not self._room(rank, plan):
                 continue
             worker = self._worker_for(plan.ranks[rank].queue[0])
             if worker is None:
@@ -378,33 +380,51 @@ class Ledger:
                 best, least = worker, worker.backlog_seconds
         return best
 
-    def _room(self, rank: int, book: LoaderBook) -> bool:
-        usage = self.ranks[rank].usage[book.index]
-        size = self._paces[book.index].size
-        if usage.count < 2:
+    def _room(self, rank: int, plan: Plan) -> bool:
+        """Whether one more element of a plan may be made for a rank.
+
+        Two may be under way in every plan, whatever others hold: an iterator that is only kept open holds nobody up.
+        """
+        state = self.ranks[rank]
+        nbytes, count = state.work_ahead(plan.ident)
+        size = self._paces[plan.loader].size
+        if count < 2:
             return True
         if not size:
-            return usage.count < -(-len(self.workers) // len(self.ranks))
-        if usage.count >= self._target(rank, book.index, size):
-            self.ranks[rank].blocked.add(book.index)
+            return count < -(-len(self.workers) // len(self.ranks))
+        if count >= self._target(rank, plan.loader, size):
+            state.blocked.add(plan.ident)
             return False
-        return usage.nbytes + size <= self._share(rank, book)
+        return nbytes + size <= self._share(rank, plan) and state.nbytes + size <= self.slab
 
     def _target(self, rank: int, loader: int, size: int) -> int:
         """How many elements ahead: few, which stay in the caches, until ``progressed`` finds them too few."""
-        targets = self.ranks[rank].targets
+        targets, least = self.ranks[rank].targets, self.book.prebuffer_rows
         if loader not in targets:
-            least = max(3 * len(self.workers) // len(self.ranks) + 2, self.book.prebuffer_rows)
-            targets[loader] = max(least, min(256, self.rules.begin // size))
-        return min(targets[loader], self.rules.ahead)
+            some = max(3 * len(self.workers) // len(self.ranks) + 2, least)
+            targets[loader] = max(some, min(256, self.rules.begin // size))
+        return min(targets[loader], max(self.rules.ahead, least))
 
-    def _share(self, rank: int, book: LoaderBook) -> int:
-        """The rank's slab, divided among the loaders it iterates just now (all of them, before it does)."""
-        active = 0
-        for other in self.book.loaders:
-            views = [plan.ranks[rank] for plan in other.plans.values()]
-            active += other is book or any(view.begun and not view.closed for view in views)
-        return self.slab // max(1, active)
+    def _share(self, rank: int, plan: Plan) -> int:
+        """The rank's slab, divided among the plans it is in just now, and this one."""
+        views = ((other, other.ranks[rank]) for other in self.book.plans.values())
+        active = sum(other is plan or (view.begun and not view.closed) for other, view in views)
+        return self.slab // active
+
+    def _hoard(self, loader: int) -> int:
+        """How many elements of a stream its owner may hold for ranks that do not take them: a slab full."""
+        return self.slab // max(self._paces[loader].size, 1 << 10)
+
+    @property
+    def held_up(self) -> set[int]:
+        """Loaders whose ranks wait for a rank that does not take its elements."""
+        return self._streams.held_up
+
+    def is_full(self, book: LoaderBook) -> bool:
+        """Whether elements of a loader are planned, and no more may be made before some are consumed."""
+        heads = list(self.book.heads(book))
+        under_way = any(a.work.loader == book.index and not a.made for a in self.attempts.values())
+        return bool(heads) and not under_way and not any(self._room(rank, plan) for plan, rank in heads)
 
     def _lease(self, work: Work, worker: WorkerState, leases: dict[str, list[Ticket]], now: float) -> None:
         rank = self.ranks[work.rank]
@@ -421,9 +441,7 @@ class Ledger:
         worker.attempts.add(ident)
         worker.backlog += 1
         worker.backlog_seconds += expected
-        usage = rank.usage[work.loader]
-        usage.nbytes += size
-        usage.count += 1
+        rank.charge(work.plan, size, 1)
         leases[worker.name].append(
             Ticket(
                 ident,

@@ -63,7 +63,7 @@ class Work:
     over: bool = False
     """Consumed, or nobody wants it any more."""
     prepared: bool = False
-    """Some worker has made it."""
+    """Some worker has made it, or none needs to."""
     queued: bool = False
     """Waits to be leased again."""
 
@@ -163,12 +163,11 @@ class Plan:
         n = len(self.ranks)
         for rank, (index, seed, stream) in enumerate(self._row):
             seq = self.rows * n + rank
-            if self.rows < self.ranks[rank].consumed:
+            view = self.ranks[rank]
+            if view.closed or self.rows < view.consumed:
                 self.skipped[stream] += 1
-            elif not self.ranks[rank].closed:
-                self.ranks[rank].queue.append(
-                    Work(self.ident, self.loader, seq, rank, self.rows, seed, index, stream)
-                )
+            else:
+                view.queue.append(Work(self.ident, self.loader, seq, rank, self.rows, seed, index, stream))
         self.rows += 1
         self._row.clear()
 
@@ -198,6 +197,9 @@ class Plan:
         under_way = list(view.unconsumed)
         for work in (*view.queue, *under_way):
             work.over = True
+            if not work.prepared:
+                work.prepared = True  # where some worker makes it yet, that changes nothing
+                self.skipped[work.stream] += 1
         view.queue.clear()
         view.unconsumed.clear()
         return under_way
@@ -237,6 +239,10 @@ class StreamOrder:
         self._made[stream] = max(self._made[stream], made)
         if ended:
             self._ended[stream] = made
+
+    def made(self, stream: int) -> int:
+        """Positions below this one are, or were, held by the stream's owner."""
+        return self._made[stream]
 
     def floor(self) -> int:
         """Positions below this one have left in every stream."""

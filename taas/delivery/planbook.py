@@ -69,12 +69,21 @@ class LoaderBook:
             plan.rows * len(plan.ranks) for plan in self.plans.values() if not plan.begun
         )
 
-    def rows_left(self, but: Plan | None = None) -> int | None:
-        """Rows that ``--units`` leaves for a plan, given all other open plans; None without a limit."""
+    def rows_left(self, plan: Plan | None = None) -> int | None:
+        """Rows that ``--units`` leaves for a plan (None: the next one); None without a limit.
+
+        Ranks that are in it may take all that they have not taken elsewhere. Before, it has what is left when all
+        other plans are taken whole.
+        """
         if self.rows_allowed is None:
             return None
-        others = sum(plan.rows for plan in self.plans.values() if plan is not but)
-        return max(0, self.rows_allowed - self.rows_closed - others)
+        others = [other for other in self.plans.values() if other is not plan]
+        inside = [r for r, view in enumerate(plan.ranks) if view.begun and not view.closed] if plan else []
+        if inside:
+            taken = min(sum(other.ranks[rank].consumed for other in others) for rank in inside)
+        else:
+            taken = sum(other.rows for other in others)
+        return max(0, self.rows_allowed - self.rows_closed - taken)
 
     def predicted_epoch(self, iteration: int) -> int | None:
         """Guess what ``set_epoch`` will be told: the step seen last, or one up."""
@@ -197,7 +206,7 @@ class PlanBook:
         if not queues or min(queues) > 128 or sum(queues) > _BACKLOG:
             return
         count = max(512, 64 * self.n) if plan.begun else 4 * self.prebuffer_rows * self.n
-        left = book.rows_left(but=plan)
+        left = book.rows_left(plan)
         if left is not None:
             count = min(count, left * self.n - plan.drawn)
         if count > 0:
