@@ -102,8 +102,10 @@ class Homecoming:
         key = -1 - change.vm if rank == 0 else rank
         if key not in self._appliers:
             if rank == 0:
-                found = {} if self._parcel is None else self._parcel.found
-                self._appliers[key] = Applier(self._project, found, self._run)
+                found, stayed = (
+                    ({}, ()) if self._parcel is None else (self._parcel.found, self._parcel.stayed)
+                )
+                self._appliers[key] = Applier(self._project, found, self._run, stayed)
             else:
                 folder = scratch_of(self._scratch, rank)
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -122,7 +124,8 @@ class Homecoming:
             well: the run succeeded.
         """
         said = [notice for _, applier in sorted(self._appliers.items()) for notice in applier.notices]
-        if not well and self._parcel is not None and (self._parcel.left_out or not self._parcel.whole):
+        missed = not well or any(applier.replaced for applier in self._appliers.values())
+        if missed and self._parcel is not None and (self._parcel.left_out or not self._parcel.whole):
             said.append(_left_out(self._parcel))
         return said
 
@@ -137,7 +140,7 @@ class Homecoming:
 
 
 def _left_out(packed: parcel.Parcel) -> str:
-    """What did not travel: a run that failed may have missed it."""
+    """What did not travel: a run that failed, or made it anew, may have missed it."""
     named = [f"{file.path} ({human_size(file.size)})" for file in packed.left_out[:_NAMED]]
     more = len(packed.left_out) - len(named)
     if more:

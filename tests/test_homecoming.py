@@ -1,0 +1,63 @@
+"""The supervisor's end of a project's travel: what VMs without the notebook's disk bring, and what the cell says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from taas.messages.hosts import FileChange, ProjectPacked, WantProject
+from taas.messages.wire import Message
+from taas.supervisor.homecoming import Homecoming
+from taas.travel import parcel
+from taas.travel.changes import Change, FilePiece, encode
+
+
+class Home:
+    """A project and a run of two VMs with two ranks each."""
+
+    def __init__(self, folder: Path) -> None:
+        self.project, self.scratch = folder / "project", folder / "scratch"
+        self.project.mkdir()
+        self.sent: list[tuple[int, Message]] = []
+        self.homecoming = Homecoming(
+            "golden-fox", str(self.project), self.scratch, 2, lambda vm, said: self.sent.append((vm, said))
+        )
+
+    def arrive(self, vm: int, rank: int, change: Change) -> int:
+        """Let a VM bring a change; returns its size."""
+        data = encode(change)
+        self.homecoming.hear(FileChange(run="golden-fox", vm=vm, rank=rank, change=data))
+        return len(data)
+
+    def files(self) -> dict[str, bytes]:
+        """The project's files."""
+        return {path.name: path.read_bytes() for path in self.project.rglob("*") if path.is_file()}
+
+
+def whole(path: str, data: bytes) -> FilePiece:
+    """A small file."""
+    return FilePiece(path=path.encode(), mode=0o644, size=len(data), offset=0, data=data)
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Iterator[Home]:
+    made = Home(tmp_path)
+    yield made
+    made.homecoming.close()
+
+
+def test_a_large_file_that_the_cell_adds_to_is_kept_and_both_are_named(home: Home) -> None:
+    """The VM had nothing of it. What did not travel is said, though the run succeeded."""
+    large = bytes(parcel.LARGE + 1)
+    (home.project / "history.csv").write_bytes(large)
+    home.homecoming.hear(WantProject(run="golden-fox", vm=0))
+    assert isinstance(home.sent[0][1], ProjectPacked)
+    assert home.homecoming.notices(well=True) == []
+    home.arrive(0, 0, whole("history.csv", b"a line\n"))
+    assert home.files() == {"history.csv": b"a line\n", "history.before-golden-fox.csv": large}
+    said = home.homecoming.notices(well=True)
+    assert "history.csv (8.4 MB) had not travelled" in said[0]
+    assert "yours is history.before-golden-fox.csv" in said[0]
+    assert "not on the VMs, which do not see this disk: history.csv (8.4 MB)" in said[1]
