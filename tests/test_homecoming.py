@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from taas.messages.hosts import FileChange, ProjectPacked, WantProject
+from taas.messages.hosts import FileChange, FileChangeTaken, ProjectPacked, WantProject
 from taas.messages.wire import Message
 from taas.supervisor.homecoming import Homecoming
 from taas.travel import parcel
@@ -61,3 +61,13 @@ def test_a_large_file_that_the_cell_adds_to_is_kept_and_both_are_named(home: Hom
     assert "history.csv (8.4 MB) had not travelled" in said[0]
     assert "yours is history.before-golden-fox.csv" in said[0]
     assert "not on the VMs, which do not see this disk: history.csv (8.4 MB)" in said[1]
+
+
+def test_what_cannot_be_written_is_acknowledged_all_the_same(home: Home, tmp_path: Path) -> None:
+    """An agent waits for that, and the run's end for the agent. It is the first file: the project was just renamed."""
+    home.project.rename(tmp_path / "renamed")
+    for _ in range(2):
+        with pytest.raises(FileNotFoundError):
+            home.arrive(0, 0, whole("model.pt", b"new"))
+    size = len(encode(whole("model.pt", b"new")))
+    assert home.sent == [(0, FileChangeTaken(run="golden-fox", vm=0, size=size))] * 2

@@ -87,12 +87,17 @@ class Homecoming:
             case WantProject():
                 self._send(message.vm, ProjectPacked(run=self._run, parcel=self.packed()))
             case FileChange():
-                applier = self._applier(message)
-                if applier is not None:
-                    for change in decode_all([message.change]):
-                        applier.take(change)
-                size = len(message.change)
-                self._send(message.vm, FileChangeTaken(run=self._run, vm=message.vm, size=size))
+                try:
+                    self._apply(message)
+                finally:  # the agent waits for it, and the end of the run for the agent
+                    size = len(message.change)
+                    self._send(message.vm, FileChangeTaken(run=self._run, vm=message.vm, size=size))
+
+    def _apply(self, message: FileChange) -> None:
+        applier = self._applier(message)
+        if applier is not None:
+            for change in decode_all([message.change]):
+                applier.take(change)
 
     def _applier(self, change: FileChange) -> Applier | None:
         """Who applies a change; None where this VM may not say such a thing."""
