@@ -11,7 +11,7 @@ from taas.messages.hosts import FileChange, FileChangeTaken, ProjectPacked, Want
 from taas.messages.wire import Message
 from taas.supervisor.homecoming import Homecoming
 from taas.travel import parcel
-from taas.travel.changes import Change, FilePiece, encode
+from taas.travel.changes import PIECE, Change, DirectoryMade, FilePiece, Removed, encode
 
 
 class Home:
@@ -61,6 +61,42 @@ def test_a_large_file_that_the_cell_adds_to_is_kept_and_both_are_named(home: Hom
     assert "history.csv (8.4 MB) had not travelled" in said[0]
     assert "yours is history.before-golden-fox.csv" in said[0]
     assert "not on the VMs, which do not see this disk: history.csv (8.4 MB)" in said[1]
+
+
+def test_what_several_vms_write_into_a_shared_directory_is_no_conflict(home: Home) -> None:
+    """The last one to write a file wins, as on one machine; what the user changes is the user's against them all."""
+    for vm, text in ((1, b"one"), (0, b"zero"), (1, b"one again")):
+        home.arrive(vm, 0, DirectoryMade(path=b"ckpt", mode=0o755))
+        home.arrive(vm, 0, whole("ckpt/latest.txt", text))
+        assert home.files() == {"latest.txt": text}
+    home.arrive(0, 0, whole("ckpt/0.txt", b""))
+    home.arrive(1, 0, Removed(path=b"ckpt"))
+    assert home.homecoming.written == {b"ckpt/latest.txt", b"ckpt/0.txt"}
+    (home.project / "ckpt/latest.txt").write_text("user's")
+    for vm in range(2):
+        home.arrive(vm, 0, whole("ckpt/latest.txt", b"later, %d" % vm))
+    assert home.files() == {"latest.txt": b"user's", "latest.golden-fox.txt": b"later, 1", "0.txt": b""}
+    (home.project / "ckpt/latest.txt").unlink()
+    for name in (b"ckpt/latest.txt", b"ckpt/0.txt", b"ckpt"):
+        home.arrive(0, 0, Removed(path=name))
+    assert list(home.project.iterdir()) == []
+    [said] = home.homecoming.notices(well=True)
+    assert "the run's is ckpt/latest.golden-fox.txt" in said
+
+
+def test_the_same_file_may_come_from_two_vms_at_once(home: Home) -> None:
+    """Each version is whole, and what a lost VM was sending does not count."""
+    texts = [b"0" * (PIECE + 1), b"1" * (PIECE + 1)]
+    for offset in (0, PIECE):
+        for vm, text in enumerate(texts):
+            home.arrive(
+                vm,
+                0,
+                FilePiece(path=b"x", mode=0o644, size=len(text), offset=offset, data=text[offset:][:PIECE]),
+            )
+            if vm == 1 and offset == 0:
+                home.homecoming.lose(1)
+    assert home.files() == {"x": texts[0]}
 
 
 def test_what_cannot_be_written_is_acknowledged_all_the_same(home: Home, tmp_path: Path) -> None:

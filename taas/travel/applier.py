@@ -36,6 +36,8 @@ _COMPARED = 1 << 20
 _FLUSHED = 32 << 20
 NameIt = Callable[[], bytes]
 """Gives something new a name of taas' own in the folder where it is to stand, and returns that name."""
+_Key = tuple[int, bytes]
+"""Whose file it is, and where it is to stand."""
 
 
 class Applier:
@@ -68,21 +70,27 @@ class Applier:
         self._run, self._durable = os.fsencode(run), durable
         self._beside: dict[bytes, bytes] = {}
         self._swept: set[bytes] = set()
-        self._coming: dict[bytes, _Coming] = {}
+        self._coming: dict[_Key, _Coming] = {}
         self.notices: list[str] = []
         self.replaced: set[bytes] = set()
         self.written: set[bytes] = set()
 
-    def take(self, change: Change) -> None:
-        """Make a change; what is in its way is said in :attr:`notices`."""
-        coming = self._coming.get(change.path)
+    def take(self, change: Change, sender: int = 0) -> None:
+        """Make a change; what is in its way is said in :attr:`notices`.
+
+        Args:
+            change: the change.
+            sender: whose it is. Where several change the same path, the last one wins, as on one machine.
+        """
+        key = (sender, change.path)
+        coming = self._coming.get(key)
         if coming is not None and not (isinstance(change, FilePiece) and coming.continues(change)):
-            self._give_up(change.path)
+            self._give_up(key)
         path = self._place(change.path)
         try:
             match change:
                 case FilePiece():
-                    self._take_piece(path, change)
+                    self._take_piece(path, key, change)
                 case DirectoryMade():
                     self._make_directory(path, change)
                 case LinkMade():
@@ -92,17 +100,18 @@ class Applier:
                 case FileAbandoned():
                     pass
         except OSError as error:
-            self._give_up(change.path)
+            self._give_up(key)
             self.notices.append(f"{_shown(change.path)} did not come back: {error.strerror or error}")
 
-    def give_up(self) -> None:
+    def lose(self, sender: int) -> None:
         """Drop what has not come as a whole: its sender is gone."""
-        for path in list(self._coming):
-            self._give_up(path)
+        for key in [key for key in self._coming if key[0] == sender]:
+            self._give_up(key)
 
     def close(self) -> None:
         """End, and drop what has not come as a whole."""
-        self.give_up()
+        for key in list(self._coming):
+            self._give_up(key)
         if self._root >= 0:
             os.close(self._root)
             self._root = -1
@@ -116,26 +125,26 @@ class Applier:
 
     # ------------------------------------------------------------ files
 
-    def _take_piece(self, path: bytes, piece: FilePiece) -> None:
-        if piece.path not in self._coming:
+    def _take_piece(self, path: bytes, key: _Key, piece: FilePiece) -> None:
+        if key not in self._coming:
             if piece.offset:
                 return  # the rest of a file that was given up
             folder = self._folder(path)
             try:
-                self._coming[piece.path] = _Coming(piece, folder)
+                self._coming[key] = _Coming(piece, folder)
             except BaseException:
                 os.close(folder)
                 raise
-        coming = self._coming[piece.path]
+        coming = self._coming[key]
         coming.write(piece.data, durable=self._durable)
         if coming.whole:
             if self._durable:
                 os.fsync(coming.fd)
             self._put(path, coming.folder, coming.name_it, coming.seen(), coming)
-            self._give_up(piece.path)
+            self._give_up(key)
 
-    def _give_up(self, path: bytes) -> None:
-        coming = self._coming.pop(path, None)
+    def _give_up(self, key: _Key) -> None:
+        coming = self._coming.pop(key, None)
         if coming is not None:
             coming.close()
 
@@ -293,8 +302,10 @@ class Applier:
         if stands is None or expected is None:
             return
         if stands.kind == "directory":
-            with contextlib.suppress(OSError):  # the user has put something there: it stays
+            try:
                 os.rmdir(name, dir_fd=folder)
+            except OSError:  # somebody else has put something there: it stays
+                self._expected[path] = expected
         elif stands == expected:
             self._take_away(folder, name, stands)
         else:
