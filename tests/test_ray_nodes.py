@@ -143,11 +143,20 @@ def test_mnist_on_two_vms_as_here(cluster: RayCluster, book: Notebook) -> None:
 
 
 def test_todays_module_travels_and_a_missing_file_is_explained(book: Notebook) -> None:
-    """An edit of model.py holds in the next run. What was too large to travel is named when the run fails."""
-    (book.folder / "large.bin").write_bytes(bytes(9 << 20))
+    """An edit of model.py holds in the next run. What was too large to travel is named when the run fails.
+
+    It is also named, and kept, when the cell adds to it and so makes a new one.
+    """
+    for name in ("large.bin", "log.csv"):
+        (book.folder / name).write_bytes(bytes(9 << 20))
     cell = "#!g2.2\n#pragma taas --gpus 2\nimport model\nprint(model.VALUE)\n"
     (book.folder / "model.py").write_text("VALUE = 'first'\n")
-    assert book.good(cell, 300).own == "first\n"
+    first = book.good(cell + "with open('log.csv', 'a') as log: log.write('a line')", 300)
+    assert first.own == "first\n"
+    assert "log.csv (9.4 MB) had not travelled" in first.stdout
+    assert (book.folder / "log.csv").read_text() == "a line"
+    [kept] = book.folder.glob("log.before-*.csv")
+    assert kept.stat().st_size == 9 << 20
     (book.folder / "model.py").write_text("VALUE = 'second'\n")
     failed = book.run(cell + "open('large.bin')", 300)
     assert failed.own == "second\n"

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 
 import pytest
+from jupyter_core.paths import jupyter_data_dir
 from notebook_harness import Notebook, gone
 
 pytestmark = pytest.mark.slow
@@ -98,3 +100,38 @@ def test_attach_and_logs_show_all_starts(notebook: Notebook) -> None:
     assert notebook.value("step") == "6"
     logs = notebook.good("%taas logs twice --rank 1").stdout
     assert logs.index("start 0 of 1 from step 0") < logs.index("start 1 of 1 from step 3")
+
+
+NO_SCRATCH = """
+import os, time
+from pathlib import Path
+from jupyter_core.paths import jupyter_data_dir
+scratch = Path(jupyter_data_dir()) / "taas" / "scratch"
+if os.environ["RANK"] == "0":
+    scratch.rename(scratch.with_name("away"))
+    scratch.touch()
+    os.kill(os.getpid(), 9)
+time.sleep(600)
+"""
+
+
+def test_a_run_that_cannot_begin_or_begin_again_is_the_only_one_that_ends(notebook: Notebook) -> None:
+    """As on a full disk. The supervisor, and all other runs with it, goes on."""
+    notebook.good(HEAD + " --background --name other\nimport time\ntime.sleep(600)")
+    before = notebook.processes().supervisor
+    ran = notebook.run(HEAD + NO_SCRATCH)
+    try:
+        assert ran.ename == "CellFailed"
+        assert "rank 0 on vm-0 killed by SIGKILL" in ran.evalue
+        assert "it could not be started again" in ran.stdout
+        refused = notebook.run("#pragma taas --gpus 2\nprint('never')")
+        assert refused.ename == "EngineError"
+        assert "the run could not begin" in refused.evalue
+    finally:
+        scratch = Path(jupyter_data_dir()) / "taas" / "scratch"
+        scratch.unlink()
+        scratch.with_name("away").rename(scratch)
+    assert notebook.good("#pragma taas --gpus 2\nprint('fine')").own == "fine\n"
+    assert notebook.processes().supervisor == before
+    assert "other" in str(notebook.good("%taas status").displays), "it is still there"
+    notebook.good("%taas stop other")

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from taas import _linux
-from taas.travel import parcel
+from taas.travel import applier, parcel
 from taas.travel.applier import Applier
 from taas.travel.changes import PIECE, FilePiece, Removed, decode_all, encode
 from taas.travel.own_files import is_own
@@ -52,7 +52,7 @@ class Travel:
         finally:
             os.close(packed.fd)
         self.watcher = Watcher(str(self.copy))
-        self.applier = Applier(str(self.project), packed.found, "golden-fox")
+        self.applier = Applier(str(self.project), packed.found, "golden-fox", packed.stayed)
         return packed
 
     def back(self, last: bool = False) -> int:
@@ -78,6 +78,10 @@ def fill(folder: Path, files: dict[str, bytes | str]) -> None:
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
+
+
+def _refuse_exchange(*_: object) -> None:
+    raise OSError(errno.EINVAL, "no")
 
 
 # ---------------------------------------------------------------- one disk or two
@@ -355,14 +359,84 @@ def test_what_both_made_alike_is_no_conflict(travel: Travel) -> None:
     assert tree(travel.project) == {"same": b"content"}
 
 
-def test_a_file_that_stayed_home_is_neither_removed_nor_guarded_against_its_own_run(travel: Travel) -> None:
-    """Data that did not travel is absent on the VM: that is no removal. Rank 0 may write it, as it may here."""
-    fill(travel.project, {"data.bin": b"0" * 100, "other.bin": b"0" * 100})
+def test_a_file_that_stayed_home_is_not_removed(travel: Travel) -> None:
+    """Data that did not travel is absent on the VM: that is no removal, nor is that of its folder."""
+    fill(travel.project, {"data.bin": b"0" * 100, "runs/old.bin": b"0" * 100})
     travel.go(large=10)
-    fill(travel.copy, {"data.bin": b"1"})
+    (travel.copy / "runs").rmdir()
     travel.back(last=True)
-    assert tree(travel.project) == {"data.bin": b"1", "other.bin": b"0" * 100}
+    assert tree(travel.project) == {"data.bin": b"0" * 100, "runs": None, "runs/old.bin": b"0" * 100}
     assert travel.applier.notices == []
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+def test_what_the_run_made_in_place_of_a_file_that_stayed_home_loses_nothing_of_it(
+    travel: Travel, monkeypatch: pytest.MonkeyPatch, exchange: bool
+) -> None:
+    """A line added to a large log is all that the VM has of it; a checkpoint is a new one. Both versions are kept."""
+    if not exchange:  # as NFS is
+        monkeypatch.setattr(_linux, "exchange", _refuse_exchange)
+    fill(
+        travel.project,
+        {"history.csv": b"0" * 100, "model.pt": b"old" * 50, "history.before-golden-fox.csv": "x"},
+    )
+    packed = travel.go(large=10)
+    assert packed.stayed == {b"history.csv", b"model.pt"}
+    with (travel.copy / "history.csv").open("a") as log:
+        log.write("a line")
+    fill(travel.copy, {"model.pt": "new"})
+    travel.back()
+    for number in range(2):  # what is the run's own goes on being so
+        fill(travel.copy, {"model.pt": f"newer {number}"})
+        travel.back()
+    assert tree(travel.project) == {
+        "history.before-golden-fox-2.csv": b"0" * 100,
+        "history.before-golden-fox.csv": b"x",
+        "history.csv": b"a line",
+        "model.before-golden-fox.pt": b"old" * 50,
+        "model.pt": b"newer 1",
+    }
+    assert travel.applier.replaced == {b"history.csv", b"model.pt"}
+    assert [notice.split()[0] for notice in travel.applier.notices] == ["history.csv", "model.pt"]
+    assert "history.before-golden-fox-2.csv" in travel.applier.notices[0]
+    assert {b"model.pt", b"history.csv"} == travel.applier.written, "the next start has the run's own"
+    fill(travel.project, {"model.pt": "user's"})
+    fill(travel.copy, {"model.pt": "run's"})
+    travel.back()
+    assert (travel.project / "model.pt").read_text() == "user's"
+
+
+def test_a_file_that_could_not_be_read_stayed_home(travel: Travel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a file that belongs to somebody else; or one that may not have a second name: then the run's stands beside."""
+
+    def refuse(root: bytes, path: bytes) -> int:
+        raise PermissionError(errno.EACCES, "no")
+
+    def refuse_link(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EPERM, "no")
+
+    fill(travel.project, {"a.txt": "theirs", "b.txt": "theirs"})
+    with monkeypatch.context() as patch:
+        patch.setattr(parcel, "open_to_read", refuse)
+        travel.go()
+    assert tree(travel.copy) == {}
+    fill(travel.copy, {"a.txt": "run's"})
+    travel.back()
+    fill(travel.copy, {"b.txt": "run's"})
+    link = applier._link
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            applier,
+            "_link",
+            lambda folder, name, other: refuse_link() if name == b"b.txt" else link(folder, name, other),
+        )
+        travel.back()
+    assert tree(travel.project) == {
+        "a.before-golden-fox.txt": b"theirs",
+        "a.txt": b"run's",
+        "b.golden-fox.txt": b"run's",
+        "b.txt": b"theirs",
+    }
 
 
 def test_a_full_or_forbidden_place_is_named_and_the_rest_comes(travel: Travel, tmp_path: Path) -> None:
@@ -425,11 +499,8 @@ def test_a_file_system_without_nameless_files_and_exchange_serves_too(
             raise OSError(errno.EOPNOTSUPP, "no")
         return real(path, flags, *rest, **options)  # type: ignore[arg-type]
 
-    def no_exchange(*_: object) -> None:
-        raise OSError(errno.EINVAL, "no")
-
     monkeypatch.setattr(os, "open", no_nameless)
-    monkeypatch.setattr(_linux, "exchange", no_exchange)
+    monkeypatch.setattr(_linux, "exchange", _refuse_exchange)
     fill(travel.copy, {"a": "new", "b": "new"})
     travel.back()
     assert tree(travel.project) == {"a": b"new", "b": b"new"}

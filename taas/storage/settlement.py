@@ -127,6 +127,8 @@ def settle(run_scratch: Path, project: Path, *, run: str, since_ns: int, kept_ro
         What became of each write. A file that cannot be moved stays where it is, and is named.
     """
     scratches = dict(sorted(_scratches(run_scratch)))
+    for scratch in scratches.values():
+        _open_up(scratch)
     writers: dict[str, list[int]] = {}
     for rank, scratch in scratches.items():
         for path in _files(scratch / "tree"):
@@ -160,6 +162,16 @@ def _scratches(run_scratch: Path) -> Iterator[tuple[int, Path]]:
             yield int(name[1]), folder
 
 
+def _open_up(scratch: Path) -> None:
+    """Let an ordinary user empty directories that a rank left read-only, as copies of such are."""
+    for folder, names, _ in os.walk(scratch):  # each before what is in it
+        for name in names:
+            inner = Path(folder, name)
+            if not inner.is_symlink():
+                with contextlib.suppress(OSError):  # another user's: what is in it is stuck, and named
+                    inner.chmod(0o700)
+
+
 def _files(tree: Path) -> list[str]:
     found = (path for path in tree.rglob("*") if path.is_symlink() or path.is_file())
     return sorted(str(path.relative_to(tree)) for path in found)
@@ -181,9 +193,9 @@ def _keep(
         size = 0
         for rank in ranks:
             source = scratches[rank] / "tree" / path
-            if any(_same(source, folder / f"rank{other}" / path) for other in moved):
-                continue
             try:
+                if any(_same(source, folder / f"rank{other}" / path) for other in moved):
+                    continue
                 size += source.lstat().st_size
                 _move(source, folder / f"rank{rank}" / path)
                 moved.append(rank)

@@ -39,7 +39,8 @@ class Homecoming:
         self._send = send
         self._token: Token | None = None
         self._parcel: parcel.Parcel | None = None
-        self._appliers: dict[int, Applier] = {}
+        self._applier: Applier | None = None
+        self._scratches: dict[int, Applier] = {}
         self._along: frozenset[bytes] = frozenset()
 
     @property
@@ -49,8 +50,8 @@ class Homecoming:
 
     @property
     def written(self) -> frozenset[bytes]:
-        """Files of the project that rank 0 wrote: a run that starts again goes on from them."""
-        return self._along.union(*(applier.written for key, applier in self._appliers.items() if key < 0))
+        """Files of the project that the run wrote: when it starts again, it goes on from them."""
+        return self._along if self._applier is None else self._along | self._applier.written
 
     def take_along(self, written: frozenset[bytes]) -> None:
         """Let these files travel whatever their size."""
@@ -87,33 +88,43 @@ class Homecoming:
             case WantProject():
                 self._send(message.vm, ProjectPacked(run=self._run, parcel=self.packed()))
             case FileChange():
-                applier = self._applier(message)
-                if applier is not None:
-                    for change in decode_all([message.change]):
-                        applier.take(change)
-                size = len(message.change)
-                self._send(message.vm, FileChangeTaken(run=self._run, vm=message.vm, size=size))
+                try:
+                    self._apply(message)
+                finally:  # the agent waits for it, and the end of the run for the agent
+                    size = len(message.change)
+                    self._send(message.vm, FileChangeTaken(run=self._run, vm=message.vm, size=size))
 
-    def _applier(self, change: FileChange) -> Applier | None:
-        """Who applies a change; None where this VM may not say such a thing."""
-        rank = change.rank
-        if rank != 0 and rank // self._width != change.vm:
-            return None
-        key = -1 - change.vm if rank == 0 else rank
-        if key not in self._appliers:
-            if rank == 0:
-                found = {} if self._parcel is None else self._parcel.found
-                self._appliers[key] = Applier(self._project, found, self._run)
-            else:
-                folder = scratch_of(self._scratch, rank)
-                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-                self._appliers[key] = Applier(str(folder), {}, self._run)
-        return self._appliers[key]
+    def _apply(self, message: FileChange) -> None:
+        if message.rank == 0:  # or in a shared directory, where ranks of all VMs write the project
+            applier = self._in_project()
+        elif message.rank // self._width == message.vm:
+            applier = self._in_scratch(message.rank)
+        else:
+            return  # this VM may not say such a thing
+        for change in decode_all([message.change]):
+            applier.take(change, message.vm)
+
+    def _in_project(self) -> Applier:
+        if self._applier is None:
+            found, stayed = ({}, ()) if self._parcel is None else (self._parcel.found, self._parcel.stayed)
+            self._applier = Applier(self._project, found, self._run, stayed)
+        return self._applier
+
+    def _in_scratch(self, rank: int) -> Applier:
+        if rank not in self._scratches:
+            folder = scratch_of(self._scratch, rank)
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._scratches[rank] = Applier(str(folder), {}, self._run)
+        return self._scratches[rank]
+
+    def _appliers(self) -> list[Applier]:
+        project = [] if self._applier is None else [self._applier]
+        return [*project, *(applier for _, applier in sorted(self._scratches.items()))]
 
     def lose(self, vm: int) -> None:
         """A VM is gone: what it was sending does not count."""
-        for key in [key for key in self._appliers if key in (-1 - vm,) or key // self._width == vm]:
-            self._appliers[key].give_up()
+        for applier in self._appliers():
+            applier.lose(vm)
 
     def notices(self, *, well: bool) -> list[str]:
         """Lines for the user.
@@ -121,15 +132,16 @@ class Homecoming:
         Args:
             well: the run succeeded.
         """
-        said = [notice for _, applier in sorted(self._appliers.items()) for notice in applier.notices]
-        if not well and self._parcel is not None and (self._parcel.left_out or not self._parcel.whole):
+        said = [notice for applier in self._appliers() for notice in applier.notices]
+        missed = not well or (self._applier is not None and self._applier.replaced)
+        if missed and self._parcel is not None and (self._parcel.left_out or not self._parcel.whole):
             said.append(_left_out(self._parcel))
         return said
 
     def close(self) -> None:
         """Give back what it holds."""
         self.all_started()
-        for applier in self._appliers.values():
+        for applier in self._appliers():
             applier.close()
         if self._parcel is not None:
             os.close(self._parcel.fd)
@@ -137,7 +149,7 @@ class Homecoming:
 
 
 def _left_out(packed: parcel.Parcel) -> str:
-    """What did not travel: a run that failed may have missed it."""
+    """What did not travel: a run that failed, or made it anew, may have missed it."""
     named = [f"{file.path} ({human_size(file.size)})" for file in packed.left_out[:_NAMED]]
     more = len(packed.left_out) - len(named)
     if more:

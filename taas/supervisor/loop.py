@@ -234,24 +234,28 @@ class Supervisor:
             demand = _demand(submit, spec.instance, spec.ranks_per_vm * spec.gpus_per_rank)
             vms = self._pool_of(submit.engine).lease(name, demand, spec.vms, gpus)
             data = self._lease_data(name, submit, vms)
+            run = Run(name, book.submit, vms, data, book.record.folder, partial(self._tell, key, book))
         except (EngineError, OSError) as error:
             if book is not None:
+                self._release(book.record.name)
                 book.discard()
-            kind = type(error).__name__ if isinstance(error, EngineError) else "EngineError"
-            self._send(key, Refused(error=kind, message=str(error)))
+            if isinstance(error, EngineError):
+                refused = Refused(error=type(error).__name__, message=str(error))
+            else:
+                refused = Refused(error=EngineError.__name__, message=f"the run could not begin: {error}")
+            self._send(key, refused)
             return
         self._watch_vms()
         book.begin(tuple(gpu for vm in vms for gpu in vm.gpus))
-
-        def tell(message: Message) -> None:
-            book.note(message)
-            if submit.waiting:
-                self._send(key, message)
-
-        folder = book.record.folder
-        self._send(key, Accepted(run=name, folder=str(folder)))
+        self._send(key, Accepted(run=name, folder=str(book.record.folder)))
         self._books[name] = book
-        self._begin(Run(name, book.submit, vms, data, folder, tell))
+        self._begin(run)
+
+    def _tell(self, key: str, book: Book, message: Message) -> None:
+        """Write down what the client of a run is told, and tell it, if it waits."""
+        book.note(message)
+        if book.submit.waiting:
+            self._send(key, message)
 
     def _begin(self, run: Run) -> None:
         self._runs[run.name] = run
@@ -266,11 +270,13 @@ class Supervisor:
             new = self._pool_of(run.submit.engine).replace([vm for vm in run.vms if vm.gone])
             vms = [new.get(vm, vm) for vm in run.vms]
             data = self._lease_data(run.name, run.submit, vms)
-        except EngineError:
+            again = run.again(vms, data)
+        except (EngineError, OSError) as error:
+            run.say(f"it could not be started again: {error}")
             return False
         self._watch_vms()
-        run.tell(StartedAgain(run=run.name, restarts=run.restarts + 1, why=why))
-        self._begin(run.again(vms, data))
+        run.tell(StartedAgain(run=run.name, restarts=again.restarts, why=why))
+        self._begin(again)
         return True
 
     def _lease_data(self, run: str, submit: Submit, vms: list[Vm]) -> DataVms | None:
@@ -337,14 +343,19 @@ class Supervisor:
 
     def _forget(self, run: Run) -> None:
         run.forget()
+        self._release(run.name)
+        self._books.pop(run.name).close()
+        del self._runs[run.name]
+
+    def _release(self, run: str) -> None:
+        """Take all VMs of a run back, those included that were asked for just now."""
+        self._watch_vms()
         for pool in self._pools.values():
-            mine = [vm for vm in pool.vms if vm.run == run.name]
+            mine = [vm for vm in pool.vms if vm.run == run]
             pool.release(mine)
             if not pool.engine.keeps_warm:
                 for vm in mine:
                     self._give_back(pool, vm)
-        self._books.pop(run.name).close()
-        del self._runs[run.name]
 
     def _give_back(self, pool: Pool, vm: Vm) -> None:
         self._off(vm.machine.fileno())

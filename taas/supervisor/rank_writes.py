@@ -1,4 +1,4 @@
-"""What ranks other than 0 wrote: a scratch folder for each run, sorted when it ends, also after a crash.
+"""What ranks other than 0 wrote: a scratch folder for each start of a run, sorted when it ends, also after a crash.
 
 The scratch lies beside the folder of kept writes, so that keeping a file is a rename.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 import time
 from pathlib import Path
 
@@ -37,27 +38,37 @@ def kept_root() -> Path:
 
 
 def make_scratch(run: str, project: str) -> Path:
-    """Make the scratch folder of a run that begins."""
-    folder = data_folder("scratch") / f"{os.getpid()}-{run}"
-    folder.mkdir(mode=0o700)
+    """Make the scratch folder of a run that begins, or begins again: something may be left of an earlier one.
+
+    Raises:
+        OSError: there is no room for it.
+    """
+    folder = Path(tempfile.mkdtemp(prefix=f"{os.getpid()}-{run}-", dir=data_folder("scratch")))
     note = _Note(run, project, time.time_ns(), ProcessMark.of(os.getpid()))
-    (folder / _NOTE).write_bytes(msgspec.json.encode(note))
+    try:
+        (folder / _NOTE).write_bytes(msgspec.json.encode(note))
+    except OSError:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
     return folder
 
 
 def settle_scratch(folder: Path) -> list[str]:
     """Sort what the ranks of an ended run diverted; returns what the cell says about it."""
-    note = msgspec.json.decode((folder / _NOTE).read_bytes(), type=_Note)
-    settlement = settle(
-        folder, Path(note.project), run=note.run, since_ns=note.since_ns, kept_root=kept_root()
-    )
+    try:
+        note = msgspec.json.decode((folder / _NOTE).read_bytes(), type=_Note)
+        settlement = settle(
+            folder, Path(note.project), run=note.run, since_ns=note.since_ns, kept_root=kept_root()
+        )
+    except (OSError, msgspec.DecodeError) as error:
+        return [f"rank writes could not be sorted ({error}): take what you need from {folder}"]
     if not settlement.stuck:
         shutil.rmtree(folder, ignore_errors=True)
     try:
         limit = load_catalog(Path(note.project)).storage.kept_limit
-    except ConfigError as error:  # changed while the run went on: nothing is removed
+        return settlement.lines() + retention(kept_root(), limit)
+    except (ConfigError, OSError) as error:  # the file was changed while the run went on: nothing is removed
         return [*settlement.lines(), str(error)]
-    return settlement.lines() + retention(kept_root(), limit)
 
 
 def settle_leftovers() -> None:

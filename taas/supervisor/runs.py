@@ -320,9 +320,10 @@ class Run:
         """Give this name to a new start on these VMs; what ranks other than 0 wrote until now is kept.
 
         The ranks hear where the loaders were, for ``taas.resume``.
+
+        Raises:
+            OSError: there is no room for it; then this start is what it was.
         """
-        self.forget()
-        notices = self._settle(well=True)
         new = Run(
             self.name,
             self.submit,
@@ -333,7 +334,8 @@ class Run:
             restarts=self.restarts + 1,
             places=None if self.data is None else self.data.places,
         )
-        new._notices = notices
+        self.forget()
+        new._notices = self._settle(well=True)
         new._homecoming.take_along(self._homecoming.written)
         return new
 
@@ -354,6 +356,10 @@ class Run:
         files = self._homecoming.notices(well=well)
         self._homecoming.close()
         return [*self._notices, *files, *self._carriage.notices, *settle_scratch(self._scratch)]
+
+    def say(self, line: str) -> None:
+        """Add a line to what the cell says when the run is over."""
+        self._notices.append(line)
 
     def forget(self) -> None:
         """Tell the agents that nobody needs what they hold for this run."""

@@ -5,6 +5,10 @@ else stands there now, the notebook's user changed it meanwhile: it stays, and t
 it and named. Also between that look and the change nothing can slip through: names change places in one step,
 and what came out is looked at again.
 
+A file that did not travel is another case: the VM had none, so that whatever the run made there began empty, be it
+a new checkpoint or a line added to a log. The run's takes its place, as it would have here, and the old one stays
+beside it, since nothing of it may be in the new one.
+
 A process that is killed leaves no half-written file under any name of the project's: contents are written to
 files without a name, which vanish with it, or, where the file system has none, to names of taas' own.
 """
@@ -18,9 +22,10 @@ import contextlib
 import errno
 import itertools
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 from taas import _linux
+from taas.storage.settlement import human_size
 from taas.travel.changes import Change, DirectoryMade, FileAbandoned, FilePiece, LinkMade, Removed
 from taas.travel.own_files import new_name, sweep
 from taas.travel.tree import Seen, look, open_directory
@@ -31,6 +36,8 @@ _COMPARED = 1 << 20
 _FLUSHED = 32 << 20
 NameIt = Callable[[], bytes]
 """Gives something new a name of taas' own in the folder where it is to stand, and returns that name."""
+_Key = tuple[int, bytes]
+"""Whose file it is, and where it is to stand."""
 
 
 class Applier:
@@ -38,35 +45,52 @@ class Applier:
 
     Args:
         root: the project.
-        found: what stood there when it was packed, by path.
+        found: what travelled of what stood there when it was packed, by path.
         run: name of the run, for names beside the user's.
+        stayed: files that stood there, too, and did not travel.
         durable: a change is on the disk when :meth:`take` returns.
 
     Attributes:
         notices: what the user is to be told, a line each.
+        replaced: files that had not travelled, and stand beside what the run made in their place.
         written: files that were put into the project.
     """
 
-    def __init__(self, root: str, found: Mapping[bytes, Seen], run: str, durable: bool = True) -> None:
+    def __init__(
+        self,
+        root: str,
+        found: Mapping[bytes, Seen],
+        run: str,
+        stayed: Collection[bytes] = (),
+        durable: bool = True,
+    ) -> None:
         self._root = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._expected: dict[bytes, Seen | None] = dict(found)
+        self._stayed = set(stayed)
         self._run, self._durable = os.fsencode(run), durable
         self._beside: dict[bytes, bytes] = {}
         self._swept: set[bytes] = set()
-        self._coming: dict[bytes, _Coming] = {}
+        self._coming: dict[_Key, _Coming] = {}
         self.notices: list[str] = []
+        self.replaced: set[bytes] = set()
         self.written: set[bytes] = set()
 
-    def take(self, change: Change) -> None:
-        """Make a change; what is in its way is said in :attr:`notices`."""
-        coming = self._coming.get(change.path)
+    def take(self, change: Change, sender: int = 0) -> None:
+        """Make a change; what is in its way is said in :attr:`notices`.
+
+        Args:
+            change: the change.
+            sender: whose it is. Where several change the same path, the last one wins, as on one machine.
+        """
+        key = (sender, change.path)
+        coming = self._coming.get(key)
         if coming is not None and not (isinstance(change, FilePiece) and coming.continues(change)):
-            self._give_up(change.path)
+            self._give_up(key)
         path = self._place(change.path)
         try:
             match change:
                 case FilePiece():
-                    self._take_piece(path, change)
+                    self._take_piece(path, key, change)
                 case DirectoryMade():
                     self._make_directory(path, change)
                 case LinkMade():
@@ -76,17 +100,18 @@ class Applier:
                 case FileAbandoned():
                     pass
         except OSError as error:
-            self._give_up(change.path)
+            self._give_up(key)
             self.notices.append(f"{_shown(change.path)} did not come back: {error.strerror or error}")
 
-    def give_up(self) -> None:
+    def lose(self, sender: int) -> None:
         """Drop what has not come as a whole: its sender is gone."""
-        for path in list(self._coming):
-            self._give_up(path)
+        for key in [key for key in self._coming if key[0] == sender]:
+            self._give_up(key)
 
     def close(self) -> None:
         """End, and drop what has not come as a whole."""
-        self.give_up()
+        for key in list(self._coming):
+            self._give_up(key)
         if self._root >= 0:
             os.close(self._root)
             self._root = -1
@@ -100,26 +125,26 @@ class Applier:
 
     # ------------------------------------------------------------ files
 
-    def _take_piece(self, path: bytes, piece: FilePiece) -> None:
-        if piece.path not in self._coming:
+    def _take_piece(self, path: bytes, key: _Key, piece: FilePiece) -> None:
+        if key not in self._coming:
             if piece.offset:
                 return  # the rest of a file that was given up
             folder = self._folder(path)
             try:
-                self._coming[piece.path] = _Coming(piece, folder)
+                self._coming[key] = _Coming(piece, folder)
             except BaseException:
                 os.close(folder)
                 raise
-        coming = self._coming[piece.path]
+        coming = self._coming[key]
         coming.write(piece.data, durable=self._durable)
         if coming.whole:
             if self._durable:
                 os.fsync(coming.fd)
             self._put(path, coming.folder, coming.name_it, coming.seen(), coming)
-            self._give_up(piece.path)
+            self._give_up(key)
 
-    def _give_up(self, path: bytes) -> None:
-        coming = self._coming.pop(path, None)
+    def _give_up(self, key: _Key) -> None:
+        coming = self._coming.pop(key, None)
         if coming is not None:
             coming.close()
 
@@ -149,6 +174,8 @@ class Applier:
                 ended = self._put_anew(path, folder, own)
             elif stands == self._expected.get(path) and stands.kind != "directory":
                 ended = self._put_over(path, folder, own, stands)
+            elif path in self._stayed and stands.kind == "file":
+                ended = self._put_instead(path, folder, own, stands)
             else:
                 ended = self._put_beside(path, folder, own)
         finally:
@@ -182,26 +209,46 @@ class Applier:
                 return self._put_beside(path, folder, own)
         return path
 
+    def _put_instead(self, path: bytes, folder: int, own: bytes, stands: Seen) -> bytes:
+        """Put it in the place of a file that had not travelled, which stays beside it; returns where it is now."""
+        try:  # the old one has its new name before it loses the other
+            kept = self._link_beside(folder, os.path.basename(path), self._names_beside(path, b"before-"))
+        except OSError:  # another user's file, perhaps: it may not have a second name
+            return self._put_beside(path, folder, own)
+        self._stayed.discard(path)
+        self.replaced.add(path)
+        self.notices.append(
+            f"{_shown(path)} ({human_size(stands.size)}) had not travelled to the VM, where the run made one anew: "
+            f"that one is here now, and yours is {_shown(kept)}"
+        )
+        return self._put_over(path, folder, own, stands)
+
     def _put_beside(self, path: bytes, folder: int, own: bytes) -> bytes:
         """Put it beside somebody's work; returns where it is now."""
-        for beside in self._names_beside(path):
-            with contextlib.suppress(FileExistsError):
-                _link(folder, own, os.path.basename(beside))
-                break
+        beside = self._link_beside(folder, own, self._names_beside(path))
         self._say_beside(path, beside)
         return beside
 
-    def _names_beside(self, path: bytes) -> Iterator[bytes]:
+    @staticmethod
+    def _link_beside(folder: int, name: bytes, paths: Iterator[bytes]) -> bytes:
+        """Give a file the first name that is free; returns its path."""
+        for beside in paths:
+            with contextlib.suppress(FileExistsError):
+                _link(folder, name, os.path.basename(beside))
+                break
+        return beside
+
+    def _names_beside(self, path: bytes, mark: bytes = b"") -> Iterator[bytes]:
         stem, suffix = os.path.splitext(path)
-        numbered = (b"%s.%s-%d%s" % (stem, self._run, number, suffix) for number in itertools.count(2))
-        return itertools.chain([b"%s.%s%s" % (stem, self._run, suffix)], numbered)
+        first = b"%s.%s%s" % (stem, mark, self._run)
+        numbered = (b"%s-%d%s" % (first, number, suffix) for number in itertools.count(2))
+        return itertools.chain([first + suffix], numbered)
 
     def _say_beside(self, path: bytes, beside: bytes) -> None:
+        known = self._expected.get(path) is not None
+        how = "was changed here while the run wrote it, too" if known else "is here, and the VM had none"
         self._beside[path] = beside
-        self.notices.append(
-            f"{_shown(path)} was changed here while the run wrote it, too: yours is as you left it, "
-            f"rank 0's is {_shown(beside)}"
-        )
+        self.notices.append(f"{_shown(path)} {how}: yours is as you left it, the run's is {_shown(beside)}")
 
     # ------------------------------------------------------------ directories, and what goes
 
@@ -255,8 +302,10 @@ class Applier:
         if stands is None or expected is None:
             return
         if stands.kind == "directory":
-            with contextlib.suppress(OSError):  # the user has put something there: it stays
+            try:
                 os.rmdir(name, dir_fd=folder)
+            except OSError:  # somebody else has put something there: it stays
+                self._expected[path] = expected
         elif stands == expected:
             self._take_away(folder, name, stands)
         else:

@@ -13,12 +13,13 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
+from typing import IO
 
 import msgspec
 
 from taas.travel.applier import Applier
-from taas.travel.changes import DirectoryMade, FileAbandoned, FilePiece, LinkMade, decode_all, encode
+from taas.travel.changes import DirectoryMade, FilePiece, LinkMade, decode_all, encode
 from taas.travel.own_files import is_own
 from taas.travel.reading import open_to_read, pieces
 from taas.travel.tree import Seen, scan
@@ -58,7 +59,8 @@ class Parcel(msgspec.Struct, frozen=True):
     Attributes:
         fd: a memory file for :func:`unpack`; the caller closes it.
         nbytes: its size.
-        found: what the project was when it was packed, what stays home included: an :class:`Applier` is told.
+        found: what travels, as it stood when it was packed: an :class:`Applier` is told.
+        stayed: files that do not travel, being too large, unreadable, or written to just then: it is told, too.
         left_out: files too large to travel, the largest first.
         whole: False where the project has more than :data:`ENTRIES` files, and the rest was not looked at.
     """
@@ -66,6 +68,7 @@ class Parcel(msgspec.Struct, frozen=True):
     fd: int
     nbytes: int
     found: dict[bytes, Seen]
+    stayed: frozenset[bytes]
     left_out: tuple[LeftOut, ...]
     whole: bool = True
 
@@ -104,6 +107,7 @@ def pack(
     found = dict(scan(root, stays_home, entries + 1))
     whole = len(found) <= entries
     chosen, left_out = _choose(found, large, total, always)
+    stayed = {path for path, seen in found.items() if seen.kind == "file"} - chosen
     fd = os.memfd_create("taas-parcel", os.MFD_CLOEXEC)
     try:
         with os.fdopen(os.dup(fd), "wb") as file:
@@ -112,10 +116,10 @@ def pack(
                     file.write(encode(DirectoryMade(path=path, mode=seen.mode)))
                 elif seen.kind == "link":
                     file.write(encode(LinkMade(path=path, target=seen.identity[1])))  # type: ignore[arg-type]
-                elif path in chosen:
-                    for piece in _read(root, path, seen):
-                        file.write(encode(piece))
-        return Parcel(fd, os.fstat(fd).st_size, found, left_out, whole)
+                elif path in chosen and not _write(file, root, path, seen):
+                    stayed.add(path)
+        travels = {path: seen for path, seen in found.items() if path not in stayed}
+        return Parcel(fd, os.fstat(fd).st_size, travels, frozenset(stayed), left_out, whole)
     except BaseException:
         os.close(fd)
         raise
@@ -138,13 +142,18 @@ def _choose(
     return chosen, tuple(sorted(left_out, key=lambda file: -file.size))
 
 
-def _read(root: bytes, path: bytes, seen: Seen) -> Iterator[FilePiece | FileAbandoned]:
+def _write(file: IO[bytes], root: bytes, path: bytes, seen: Seen) -> bool:
+    """Write a file of the project in pieces; returns whether all of it could be read as it was ``seen``."""
+    whole = False
     with contextlib.suppress(OSError):  # it went, or cannot be read: no VM will have it
         fd = open_to_read(root, path)
         try:
-            yield from pieces(fd, path, seen)
+            for piece in pieces(fd, path, seen):
+                file.write(encode(piece))
+                whole = isinstance(piece, FilePiece) and piece.offset + len(piece.data) >= seen.size
         finally:
             os.close(fd)
+    return whole
 
 
 def unpack(fd: int, folder: str) -> list[str]:
