@@ -192,8 +192,10 @@ class Supervisor:
     def _lose_kernel(self) -> None:
         self._kernel_gone = True
         self._off(self._kernel)
-        for run in self._runs.values():
-            if run.submit.waiting:
+        for run in list(self._runs.values()):
+            if run.state == "over":
+                self._forget(run)  # its names were on their way
+            elif run.submit.waiting:
                 run.interrupt()
 
     # ------------------------------------------------------------ clients

@@ -276,8 +276,11 @@ class Run:
     # ------------------------------------------------------------ ending
 
     def end(self, *, at_once: bool = False) -> None:
-        """End all ranks: they get SIGINT, SIGTERM, SIGKILL. VMs that were not told to start are done."""
-        if self.state == "ending" and not at_once:
+        """End all ranks: they get SIGINT, SIGTERM, SIGKILL. VMs that were not told to start are done.
+
+        A run that is over stays as it ended: its client has been told, and may be taking its names.
+        """
+        if self.state == "over" or (self.state == "ending" and not at_once):
             return
         self._enter("ending")
         for number, vm in enumerate(self.vms):
