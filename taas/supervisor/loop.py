@@ -260,7 +260,6 @@ class Supervisor:
         if run.data is not None:
             self._on(run.data.fileno(), partial(self._hear_data, run))
         run.look_at_machines()
-        run.vm_up()
 
     def _restart(self, run: Run, why: str) -> bool:
         """Start a run again, with new VMs in place of those it lost; returns whether they could be had."""
@@ -422,9 +421,8 @@ class Supervisor:
             return  # struck already: its last words came late
         run = self._runs.get(vm.run or "")
         if isinstance(message, AgentUp):
-            vm.up = True
+            vm.answered = True
             if run is not None:
-                run.vm_up()
                 run.look_at_machines()
         elif run is None or message.run != run.name:  # type: ignore[attr-defined]
             return

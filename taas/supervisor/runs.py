@@ -103,20 +103,15 @@ class Run:
 
     # ------------------------------------------------------------ going on
 
-    def vm_up(self) -> None:
-        """Start as soon as all VMs are up, and enough elements are prepared."""
+    def look_at_machines(self) -> None:
+        """Start as soon as all VMs are up, and enough elements are prepared; until then say what is waited for."""
         if self.data is not None:
             self.data.start_makers()
         prepared = self.data is None or self.data.ready
         if self.state == "acquiring" and prepared and all(vm.up for vm in self.vms):
             self._enter("starting", device=self._device())
             self._start_ranks(0, None)
-
-    def look_at_machines(self) -> None:
-        """Say what the VMs that are not there yet wait for, if that has changed."""
-        if self.data is not None:
-            self.data.start_makers()
-        if self.state == "acquiring":
+        elif self.state == "acquiring":
             vms = [*self.vms, *(() if self.data is None else self.data.vms.values())]
             self._say_waiting(next((vm.machine.waiting for vm in vms if not vm.up), ""))
         elif self.state == "running" and self.data is not None:
@@ -146,7 +141,6 @@ class Run:
             had = self._error == RunLost.__name__
             self._trouble = f"nothing can be delivered: {self.data.failed}" if had else self.data.failed
             self.end()
-        self.vm_up()
         self.look_at_machines()
 
     def _enter(self, state: str, device: str = "") -> None:

@@ -1,0 +1,91 @@
+"""When the ranks of a run are started, and on what: a run and VMs of a cluster, without their processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from taas.engines import Demand, EngineChoice
+from taas.engines.ray import RayMachine
+from taas.header import RunSpec
+from taas.messages.agents import StartRanks
+from taas.messages.clients import StateChanged, Submit
+from taas.messages.wire import Memory, Message
+from taas.supervisor.runs import Run
+from taas.supervisor.vms import Vm
+
+
+class Beginning:
+    """A run of two VMs with two ranks each, and what it says.
+
+    Attributes:
+        told: what the VMs were told, with their keys.
+        said: what the client was told.
+    """
+
+    def __init__(self, project: Path, spec: RunSpec) -> None:
+        self.told: list[tuple[str, Message]] = []
+        self.said: list[Message] = []
+        self.machines = [RayMachine(number, lambda number: None) for number in range(2)]
+        self.vms = [
+            Vm(machine, f"vm{number}", Demand(), lambda *told: self.told.append(told), remote=True)
+            for number, machine in enumerate(self.machines)
+        ]
+        submit = Submit(
+            cell="",
+            execution_count=1,
+            project=str(project),
+            environ={},
+            payload=Memory(0, 0, 0),
+            spec=spec,
+            gpus=(),
+            device="by Ray",
+            colors="nocolor",
+            waiting=True,
+            engine=EngineChoice("ray"),
+        )
+        self.run = Run("starts", submit, self.vms, None, project, self.said.append)
+
+    def started(self) -> list[StartRanks]:
+        """The orders to start ranks."""
+        return [told for _, told in self.told if isinstance(told, StartRanks)]
+
+    def close(self) -> None:
+        """End what never ran."""
+        self.run.end()
+        if self.run.state != "over":
+            self.run.conclude()
+        for machine in self.machines:
+            machine.end()
+
+
+@pytest.fixture
+def begin(tmp_path: Path) -> Iterator[Callable[..., Beginning]]:
+    """Makes a run that waits for its VMs."""
+    begun: list[Beginning] = []
+
+    def make(**options: bool) -> Beginning:
+        begun.append(Beginning(tmp_path, RunSpec(instance="g2.2", vms=2, ranks_per_vm=2, **options)))
+        return begun[-1]
+
+    yield make
+    for beginning in begun:
+        beginning.close()
+
+
+def test_an_agent_that_is_heard_before_its_place_is_known(begin: Callable[..., Beginning]) -> None:
+    """Agents and the cluster speak by different ways: ranks start when it is known where they are, with their GPUs."""
+    begun = begin()
+    for vm in begun.vms:
+        vm.answered = True
+        begun.run.look_at_machines()
+    assert (begun.run.state, begun.started()) == ("acquiring", [])
+    assert begun.said == [StateChanged(run="starts", state="acquiring", detail="the Ray cluster")]
+    for number, machine in enumerate(begun.machines, 1):
+        machine.come(f"10.0.0.{number}", ("0", "1"))
+        begun.run.look_at_machines()
+    [start] = begun.started()
+    assert (start.order.gpus, start.order.rehearsed, start.order.store.host) == (("0", "1"), 0, "10.0.0.1")
+    assert begun.said[-1] == StateChanged(run="starts", state="starting", device="4 GPUs")
