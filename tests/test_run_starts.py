@@ -11,7 +11,7 @@ from taas.engines import Demand, EngineChoice
 from taas.engines.ray import RayMachine
 from taas.header import RunSpec
 from taas.messages.agents import StartRanks
-from taas.messages.clients import StateChanged, Submit
+from taas.messages.clients import RunEnded, StateChanged, Submit
 from taas.messages.wire import Memory, Message
 from taas.supervisor.runs import Run
 from taas.supervisor.vms import Vm
@@ -89,3 +89,39 @@ def test_an_agent_that_is_heard_before_its_place_is_known(begin: Callable[..., B
     [start] = begun.started()
     assert (start.order.gpus, start.order.rehearsed, start.order.store.host) == (("0", "1"), 0, "10.0.0.1")
     assert begun.said[-1] == StateChanged(run="starts", state="starting", device="4 GPUs")
+
+
+def _all_come(begun: Beginning, *gpus: tuple[str, ...]) -> None:
+    for number, (vm, machine, given) in enumerate(zip(begun.vms, begun.machines, gpus, strict=True), 1):
+        machine.come(f"10.0.0.{number}", given)
+        vm.answered = True
+        begun.run.look_at_machines()
+
+
+@pytest.mark.parametrize(("short", "count"), [((), 0), (("0",), 1)])
+def test_a_vm_without_the_gpus_it_was_said_to_have(
+    begin: Callable[..., Beginning], short: tuple[str, ...], count: int
+) -> None:
+    """Half of a run is never rehearsed: it ends before any rank starts, and the node is named."""
+    begun = begin()
+    _all_come(begun, ("0", "1"), short)
+    assert begun.started() == []
+    assert begun.run.finished
+    assert not begun.run.loss
+    begun.run.conclude()
+    ended = begun.said[-1]
+    assert isinstance(ended, RunEnded)
+    assert (ended.outcome, ended.error) == ("lost", "NotEnoughDevices")
+    assert f"g2.2-1 (node 10.0.0.2) has {count} of the 2 GPUs that its ranks need" in ended.message
+
+
+@pytest.mark.parametrize(("rehearse", "why"), [(False, "no GPU there"), (True, "as --rehearse asks")])
+def test_vms_without_any_gpu_are_a_rehearsal(
+    begin: Callable[..., Beginning], rehearse: bool, why: str
+) -> None:
+    """All of them are alike: the run goes on, and its line says on what."""
+    begun = begin(rehearse=rehearse)
+    _all_come(begun, (), ())
+    [start] = begun.started()
+    assert (start.order.gpus, start.order.rehearsed) == ((), 2)
+    assert begun.said[-1] == StateChanged(run="starts", state="starting", device=f"rehearsed on CPU ({why})")
