@@ -340,7 +340,6 @@ class Run:
         self.answer = self._carriage.answer or self.answer
         verdict = self._verdict()
         if self.data is not None:
-            self._notices += self.data.notes
             verdict = msgspec.structs.replace(verdict, loaders=self.data.final)
         notices = tuple(self._settle(well=verdict.outcome != "failed"))
         self.tell(msgspec.structs.replace(verdict, notices=notices))
@@ -348,9 +347,10 @@ class Run:
 
     def _settle(self, *, well: bool) -> list[str]:
         """Bring what was written to where it belongs, now that no rank is left; returns the lines for the user."""
+        data = [] if self.data is None else self.data.notes
         files = self._homecoming.notices(well=well)
         self._homecoming.close()
-        return [*self._notices, *files, *self._carriage.notices, *settle_scratch(self._scratch)]
+        return [*self._notices, *data, *files, *self._carriage.notices, *settle_scratch(self._scratch)]
 
     def forget(self) -> None:
         """Tell the agents that nobody needs what they hold for this run."""
