@@ -227,6 +227,13 @@ def test_an_interrupt_that_comes_after_the_end(notebook: Notebook) -> None:
     assert notebook.value("late") == str(supervisor.pid)
 
 
+def test_names_that_the_kernel_cannot_unpack(notebook: Notebook) -> None:
+    """The cell shows why; the run is over all the same, and another one may have its name."""
+    body = "class Odd:\n    def __reduce__(self): return int, ('no number',)\nodd = Odd()"
+    assert notebook.run(f"#pragma taas --gpus 2 --name odd\n{body}").ename == "ValueError"
+    notebook.good("#pragma taas --gpus 2 --name odd\npass")
+
+
 def test_a_keyboard_interrupt_of_the_cells_own_is_a_failure(notebook: Notebook) -> None:
     """Nobody pressed a key: the run failed."""
     ran = notebook.run("#pragma taas --gpus 1\nraise KeyboardInterrupt('mine')")
