@@ -246,8 +246,10 @@ class Foreground:
                     self._view.note(message)
                 if isinstance(message, RunEnded):
                     if message.answer is not None:
-                        self._apply(message.answer, captured)
-                        self._supervisor.say(AnswerTaken(run=self._run))
+                        try:
+                            self._apply(message.answer, captured)
+                        finally:
+                            self._supervisor.say(AnswerTaken(run=self._run))
                     self._end_view(message)
                     say(*message.notices)
                     return message

@@ -203,6 +203,37 @@ def test_interrupt_twice_is_one_interrupt(notebook: Notebook) -> None:
     assert notebook.end(seconds=30).ename == "KeyboardInterrupt"
 
 
+def test_an_interrupt_that_comes_after_the_end(notebook: Notebook) -> None:
+    """The run is over, and the kernel takes its names in: they are kept, and so is all else that the supervisor has."""
+    notebook.good(
+        "import os\n"
+        "def press(run):\n"
+        "    from taas.connections import Visit, all_connections\n"
+        "    from taas.messages.clients import AskStacks, Interrupt, Stacks\n"
+        "    [supervisor] = [there for there in all_connections() if there.kernel.pid == os.getpid()]\n"
+        "    with Visit(supervisor) as visit:\n"
+        "        visit.say(Interrupt(run=run))\n"
+        "        visit.ask(AskStacks(run=''), Stacks)  # it has read both\n"
+        "    return supervisor.supervisor.pid"
+    )
+    notebook.good(
+        "#pragma taas --gpus 2 --name late\n"
+        "class Late:\n"
+        "    def __reduce__(self): return press, ('late',)  # when the kernel unpacks it\n"
+        "late = Late()"
+    )
+    notebook.good("#pragma taas --gpus 2\npass")
+    [supervisor] = notebook.processes().supervisor
+    assert notebook.value("late") == str(supervisor.pid)
+
+
+def test_names_that_the_kernel_cannot_unpack(notebook: Notebook) -> None:
+    """The cell shows why; the run is over all the same, and another one may have its name."""
+    body = "class Odd:\n    def __reduce__(self): return int, ('no number',)\nodd = Odd()"
+    assert notebook.run(f"#pragma taas --gpus 2 --name odd\n{body}").ename == "ValueError"
+    notebook.good("#pragma taas --gpus 2 --name odd\npass")
+
+
 def test_a_keyboard_interrupt_of_the_cells_own_is_a_failure(notebook: Notebook) -> None:
     """Nobody pressed a key: the run failed."""
     ran = notebook.run("#pragma taas --gpus 1\nraise KeyboardInterrupt('mine')")

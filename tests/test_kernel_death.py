@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 from notebook_harness import Notebook, gone
+
+from taas.records import read_records
 
 pytestmark = pytest.mark.slow
 
@@ -32,5 +35,31 @@ def test_sigkill_of_the_kernel(tmp_path: Path) -> None:
         everything = found.supervisor + found.agents + found.forkservers + found.ranks + found.others
         assert len(found.others) >= 4
         assert gone(everything)
+    finally:
+        book.close()
+
+
+def test_a_kernel_that_dies_with_a_runs_names_in_its_hands(tmp_path: Path) -> None:
+    """The run was over, its names are lost with the kernel; a background run of the same kernel goes on to its end."""
+    book = Notebook(tmp_path)
+    try:
+        book.good("import taas, os\nkernel = os.getpid()")
+        book.good(
+            "#pragma taas --gpus 1 --background --name outlives\n"
+            "import time\nfrom pathlib import Path\n"
+            "while not Path('go').exists(): time.sleep(0.02)\n"
+        )
+        book.start(
+            "#pragma taas --gpus 2\n"
+            "class Last:\n"
+            "    def __reduce__(self): return os.kill, (kernel, 9)  # when the kernel unpacks it\n"
+            "last = Last()"
+        )
+        [supervisor] = book.processes().supervisor
+        os.waitpid(book.pid, 0)
+        tmp_path.joinpath("go").touch()
+        assert gone([supervisor])
+        [outlives] = [record for record in read_records() if record.name == "outlives"]
+        assert (outlives.outcome, outlives.message) == ("done", "")
     finally:
         book.close()

@@ -23,7 +23,7 @@ from taas.agent.endings import Ladder
 from taas.agent.processes import RankProcess, start_ranks
 from taas.agent.remote import interface_of
 from taas.agent.tails import RankTail
-from taas.devices import visible_gpus
+from taas.devices import present_gpus
 from taas.messages.agents import StartRanks
 from taas.messages.ranks import Dismissed, Preparation, RankEnded, RankOrder, RankReady, RankSays, RankStart
 from taas.messages.wire import Endpoint, Memory, pack
@@ -282,7 +282,7 @@ def rank_environ(order: RankOrder, local_rank: int) -> dict[str, str]:
     }
     if order.gpus:
         environ["CUDA_VISIBLE_DEVICES"] = ",".join(order.gpus)
-    elif visible_gpus():  # a rehearsal, or a CPU type, on a machine that has some
+    elif present_gpus():  # a rehearsal, or a CPU type, on a machine that has some
         environ["CUDA_VISIBLE_DEVICES"] = ""
     if order.store.host == _LOOPBACK:  # nothing of the run can be reached from another machine
         interface: str | None = "lo"

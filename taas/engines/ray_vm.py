@@ -35,6 +35,24 @@ def versions() -> dict[str, str]:
     return found
 
 
+def given_gpus() -> list[str]:
+    """Return the GPUs that Ray gave this process, as CUDA_VISIBLE_DEVICES names them.
+
+    That variable does not tell: of an actor without GPUs it is the node's own, and who starts Ray may have it left alone
+    (``RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES``).
+    """
+    import ray
+
+    given = ray.get_runtime_context().get_accelerator_ids()["GPU"]
+    return sorted(given, key=lambda gpu: (len(gpu), gpu))
+
+
+def there(gpus: list[str], devices: Path = Path("/dev")) -> list[str]:
+    """Return those of some GPUs that are there: a node may claim more than its driver has made devices for."""
+    count = sum(path.name[6:].isdigit() for path in devices.glob("nvidia*"))
+    return [gpu for gpu in gpus if (int(gpu) < count if gpu.isdigit() else count)]
+
+
 class VmActor:
     """One VM. Its agent ends when the actor does: it reads end-of-file then."""
 
@@ -45,10 +63,7 @@ class VmActor:
         """Return what the VM has: its address, its versions, its GPUs as CUDA_VISIBLE_DEVICES names them."""
         from ray.util import get_node_ip_address
 
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-        real = any(path.name[6:].isdigit() for path in Path("/dev").glob("nvidia*"))
-        gpus = [gpu for gpu in visible.split(",") if gpu and real]  # a node may claim more than it has
-        return {"host": get_node_ip_address(), "versions": versions(), "gpus": gpus}
+        return {"host": get_node_ip_address(), "versions": versions(), "gpus": there(given_gpus())}
 
     def serve(self, line: bytes) -> str:
         """Run the agent until it ends; returns the end of what it wrote to its log.
@@ -58,8 +73,8 @@ class VmActor:
         """
         scratch = tempfile.mkdtemp(prefix="taas-")
         environ = {name: value for name, value in os.environ.items() if not name.startswith(_RAYS_OWN)}
-        own = {name: value for name, value in environ.items() if name != "CUDA_VISIBLE_DEVICES"}
-        config = {**json.loads(line), "scratch": scratch, "environ": own}
+        environ["CUDA_VISIBLE_DEVICES"] = ",".join(there(given_gpus()))
+        config = {**json.loads(line), "scratch": scratch, "environ": environ}
         alive, signs_of_life = os.pipe()
         with tempfile.TemporaryFile() as log:
             starter = subprocess.Popen(

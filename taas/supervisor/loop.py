@@ -192,8 +192,10 @@ class Supervisor:
     def _lose_kernel(self) -> None:
         self._kernel_gone = True
         self._off(self._kernel)
-        for run in self._runs.values():
-            if run.submit.waiting:
+        for run in list(self._runs.values()):
+            if run.state == "over":
+                self._forget(run)  # its names were on their way
+            elif run.submit.waiting:
                 run.interrupt()
 
     # ------------------------------------------------------------ clients
@@ -262,7 +264,6 @@ class Supervisor:
         if run.data is not None:
             self._on(run.data.fileno(), partial(self._hear_data, run))
         run.look_at_machines()
-        run.vm_up()
 
     def _restart(self, run: Run, why: str) -> bool:
         """Start a run again, with new VMs in place of those it lost; returns whether they could be had."""
@@ -431,9 +432,8 @@ class Supervisor:
             return  # struck already: its last words came late
         run = self._runs.get(vm.run or "")
         if isinstance(message, AgentUp):
-            vm.up = True
+            vm.answered = True
             if run is not None:
-                run.vm_up()
                 run.look_at_machines()
         elif run is None or message.run != run.name:  # type: ignore[attr-defined]
             return

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from taas.delivery.config import Place
-from taas.errors import RunLost
+from taas.errors import NotEnoughDevices, RunLost
 from taas.messages.agents import (
     AgentTrouble,
     EndRanks,
@@ -30,6 +30,7 @@ from taas.stacks import ranks_in_words
 from taas.supervisor.books import shown_ranks
 from taas.supervisor.carriage import Carriage
 from taas.supervisor.data_side import DataSide, DataVms
+from taas.supervisor.given_gpus import check_gpus, device_in_words, gpus_of
 from taas.supervisor.hangs import HangWatch
 from taas.supervisor.homecoming import Homecoming
 from taas.supervisor.rank_writes import make_scratch, settle_scratch
@@ -103,40 +104,34 @@ class Run:
 
     # ------------------------------------------------------------ going on
 
-    def vm_up(self) -> None:
-        """Start as soon as all VMs are up, and enough elements are prepared."""
+    def look_at_machines(self) -> None:
+        """Start as soon as all VMs are up, and enough elements are prepared; until then say what is waited for."""
         if self.data is not None:
             self.data.start_makers()
         prepared = self.data is None or self.data.ready
         if self.state == "acquiring" and prepared and all(vm.up for vm in self.vms):
-            self._enter("starting", device=self._device())
-            self._start_ranks(0, None)
-
-    def look_at_machines(self) -> None:
-        """Say what the VMs that are not there yet wait for, if that has changed."""
-        if self.data is not None:
-            self.data.start_makers()
-        if self.state == "acquiring":
+            self._start()
+        elif self.state == "acquiring":
             vms = [*self.vms, *(() if self.data is None else self.data.vms.values())]
             self._say_waiting(next((vm.machine.waiting for vm in vms if not vm.up), ""))
         elif self.state == "running" and self.data is not None:
             self._say_waiting(self.data.waiting)
 
+    def _start(self) -> None:
+        spec = self.submit.spec
+        try:
+            check_gpus(spec, {self.vm_name(number): vm for number, vm in enumerate(self.vms)})
+        except NotEnoughDevices as error:
+            self._error, self._trouble = type(error).__name__, str(error)
+            self.end()
+        else:
+            self._enter("starting", device=device_in_words(spec, self.vms))
+            self._start_ranks(0, None)
+
     def _say_waiting(self, waiting: str) -> None:
         if waiting != self._waiting:
             self._waiting = waiting
             self.tell(StateChanged(run=self.name, state=self.state, detail=waiting))
-
-    def _device(self) -> str:
-        """Say what the ranks run on, where only the engine knew; else nothing."""
-        spec = self.submit.spec
-        given = [vm.machine.gpus for vm in self.vms]
-        if given[0] is None or not spec.gpus_per_rank:
-            return ""
-        count = sum(len(gpus or ()) for gpus in given)
-        if not count:
-            return f"rehearsed on CPU ({'as --rehearse asks' if spec.rehearse else 'no GPU there'})"
-        return f"{count} GPU{'s' if count > 1 else ''}"
 
     def data_changed(self) -> None:
         """The data side said something."""
@@ -146,7 +141,6 @@ class Run:
             had = self._error == RunLost.__name__
             self._trouble = f"nothing can be delivered: {self.data.failed}" if had else self.data.failed
             self.end()
-        self.vm_up()
         self.look_at_machines()
 
     def _enter(self, state: str, device: str = "") -> None:
@@ -165,7 +159,7 @@ class Run:
     def _order(self, number: int, store: Endpoint) -> RankOrder:
         submit, spec, vm = self.submit, self.submit.spec, self.vms[number]
         width = spec.ranks_per_vm
-        gpus = vm.gpus if vm.machine.gpus is None else vm.machine.gpus
+        gpus = gpus_of(vm)
         return RankOrder(
             run=self.name,
             vm=self.vm_name(number),
@@ -276,8 +270,11 @@ class Run:
     # ------------------------------------------------------------ ending
 
     def end(self, *, at_once: bool = False) -> None:
-        """End all ranks: they get SIGINT, SIGTERM, SIGKILL. VMs that were not told to start are done."""
-        if self.state == "ending" and not at_once:
+        """End all ranks: they get SIGINT, SIGTERM, SIGKILL. VMs that were not told to start are done.
+
+        A run that is over stays as it ended: its client has been told, and may be taking its names.
+        """
+        if self.state == "over" or (self.state == "ending" and not at_once):
             return
         self._enter("ending")
         for number, vm in enumerate(self.vms):
@@ -345,7 +342,6 @@ class Run:
         self.answer = self._carriage.answer or self.answer
         verdict = self._verdict()
         if self.data is not None:
-            self._notices += self.data.notes
             verdict = msgspec.structs.replace(verdict, loaders=self.data.final)
         notices = tuple(self._settle(well=verdict.outcome != "failed"))
         self.tell(msgspec.structs.replace(verdict, notices=notices))
@@ -353,9 +349,10 @@ class Run:
 
     def _settle(self, *, well: bool) -> list[str]:
         """Bring what was written to where it belongs, now that no rank is left; returns the lines for the user."""
+        data = [] if self.data is None else self.data.notes
         files = self._homecoming.notices(well=well)
         self._homecoming.close()
-        return [*self._notices, *files, *self._carriage.notices, *settle_scratch(self._scratch)]
+        return [*self._notices, *data, *files, *self._carriage.notices, *settle_scratch(self._scratch)]
 
     def say(self, line: str) -> None:
         """Add a line to what the cell says when the run is over."""

@@ -14,7 +14,11 @@ from taas.messages.wire import Message
 
 
 class Vm:
-    """A VM as the supervisor knows it."""
+    """A VM as the supervisor knows it.
+
+    Attributes:
+        answered: its agent has said that it is there.
+    """
 
     def __init__(
         self,
@@ -26,11 +30,16 @@ class Vm:
         remote: bool,
     ) -> None:
         self.machine, self.key, self.demand, self.remote = machine, key, demand, remote
-        self.up = False
+        self.answered = False
         self.gone = False
         self.run: str | None = None
         self.gpus: tuple[str, ...] = ()
         self._send = send
+
+    @property
+    def up(self) -> bool:
+        """Whether its agent is there, and the engine has said where, and with which GPUs: they come by different ways."""
+        return self.answered and bool(self.machine.host)
 
     def send(self, message: Message) -> None:
         """Send a message to the VM's agent, if it is there."""
