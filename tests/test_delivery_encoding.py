@@ -101,6 +101,34 @@ def test_every_kind_of_element_comes_out_as_it_went_in(slab: Slab, name: str) ->
     same(element, decode(encoded[0], small.buffer, encoded[1]))
 
 
+class Unwilling:
+    def __reduce__(self) -> Any:
+        raise ValueError("not for travelling")
+
+
+def test_what_pickle_cannot_do_is_left_to_cloudpickle_in_a_region_that_is_too_small() -> None:
+    """A tensor that does not fit, then a function of the notebook's: both arrive."""
+    element = {"t": torch.arange(4000.0), "f": lambda x: x + 1}
+    region = Region.of_size(64)
+    while (encoded := encode(element, region)) is None:
+        region = Region.of_size(max(region.needed, 2 * region.capacity))
+    out = decode(encoded[0], region.buffer, encoded[1])
+    same(out["t"], element["t"])
+    assert out["f"](1) == 2
+
+
+@pytest.mark.parametrize(
+    ("last", "error"),
+    [((i for i in range(3)), TypeError), (Unwilling(), ValueError)],
+    ids=["generator", "own"],
+)
+@pytest.mark.parametrize("nbytes", [64, 1 << 16])
+def test_what_nobody_can_pickle_raises(last: Any, error: type[Exception], nbytes: int) -> None:
+    """Its own error comes out, whether or not the tensors before it fit."""
+    with pytest.raises(error):
+        encode((torch.arange(4000.0), last), Region.of_size(nbytes))
+
+
 def test_strides_that_are_dense_are_kept(slab: Slab) -> None:
     """channels_last stays channels_last."""
     element = ELEMENTS["channels_last"]

@@ -388,6 +388,46 @@ def test_user_errors_are_raised_at_their_place(place: str) -> None:
     assert "test_delivery_faults.py" in cause
 
 
+@pytest.mark.parametrize("streams", [False, True], ids=["map-style", "stream"])
+def test_an_element_that_cannot_be_pickled_is_an_error_at_its_place(streams: bool) -> None:
+    """A generator in an element: its TypeError comes out there, no worker dies, what follows it is delivered."""
+
+    def element(index: int) -> Any:
+        return torch.full((64,), float(index)), (i for i in range(3)) if index == 9 else index
+
+    class Numbers(Dataset):
+        def __len__(self) -> int:
+            return 20
+
+        def __getitem__(self, index: int) -> Any:
+            return element(index)
+
+    class Stream(IterableDataset):
+        def __iter__(self) -> Any:
+            return map(element, range(20))
+
+    def body(_rank: int, loaders: dict[str, Any]) -> Any:
+        got: list[Any] = []
+        elements = iter(loaders["d"])
+        while True:
+            try:
+                got.append(int(next(elements)[0][0]))
+            except StopIteration:
+                return got
+            except TypeError as error:
+                got.append(str(error.__cause__))
+
+    loader = DataLoader(Stream() if streams else Numbers(), batch_size=None)
+    with DeliveryRun({"d": loader}, processes=2) as run:
+        before = {worker.pid for worker in workers_of(run)}
+        [got] = run.ranks(body)
+        assert before == {worker.pid for worker in workers_of(run)}
+    message = got.pop(9)
+    assert got == [i for i in range(20) if i != 9]
+    assert ("element 9 of stream 0" if streams else "index 9") in message
+    assert "cannot pickle 'generator' object" in message
+
+
 def test_units_end_the_iteration_then_the_next_one() -> None:
     """--units K gives K // N steps a rank over all epochs; the current loop ends, the next iter() raises."""
 

@@ -218,15 +218,19 @@ def encode(element: Any, region: Region) -> tuple[bytes, list[tuple[int, int]]] 
     """Return the pickle and the table of out-of-band buffers; None if the region is too small.
 
     What ``pickle`` cannot do is left to cloudpickle, with its arrays in band.
+
+    Raises:
+        Exception: neither can do it, or what the element's own ``__reduce__`` raised.
     """
     file, buffers = io.BytesIO(), []  # type: tuple[io.BytesIO, list[tuple[int, int]]]
     used, needed = region.used, region.needed
     encoder = _Encoder(file, region, buffers)
     try:
-        encoder.dump(element)
-    except _Full:
-        _measure(element, region)
-        return None
+        try:
+            encoder.dump(element)
+        except _Full:
+            _measure(element, region)
+            return None
     except (pickle.PicklingError, AttributeError, TypeError):
         region.used, region.needed = used, needed
         return cloudpickle.dumps(element), []

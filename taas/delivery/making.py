@@ -21,11 +21,12 @@ from torch.utils.data._utils import fetch
 from taas.delivery.encoding import pack_failure
 from taas.delivery.messages import Feed, StreamState
 from taas.delivery.parts import LoaderParts
+from taas.delivery.plan import unpack_place
 from taas.delivery.sampling import RngStates
 from taas.delivery.snapshots import Snapshot, StateUnusable, fingerprint, is_stateful, said
 from taas.delivery.states import States
 
-__all__ = ["Failure", "MapMaker", "Rngs", "Stream"]
+__all__ = ["Failure", "MapMaker", "Rngs", "Stream", "fresh_copy", "place_of"]
 
 _RESTS = 20
 """Taking states of a stream takes one part in so many of its time."""
@@ -125,6 +126,14 @@ class MapMaker:
             parts.dataset, parts.auto_collation, parts.collate_fn, parts.drop_last
         )
         self._fetch = fetcher.fetch
+
+
+def place_of(index: bytes, *, streams: bool) -> str:
+    """Return what a ticket's index says, in words for the user."""
+    if streams:
+        stream, position = unpack_place(index)
+        return f"element {position} of stream {stream}"
+    return _short(pickle.loads(index))
 
 
 def _short(index: Any) -> str:

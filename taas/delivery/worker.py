@@ -12,7 +12,7 @@ import zmq
 
 from taas.delivery.config import WorkerConfig
 from taas.delivery.encoding import Region, encode, stacking_into
-from taas.delivery.making import Failure, MapMaker, Rngs, Stream, fresh_copy
+from taas.delivery.making import Failure, MapMaker, Rngs, Stream, fresh_copy, place_of
 from taas.delivery.messages import (
     Announced,
     Arrival,
@@ -165,13 +165,14 @@ class Worker:
         stacked = ticket.loader not in self._plain_stack
         with stacking_into(region if stacked else None):
             element = self._make(ticket)
+        if not isinstance(element, Failure):
+            try:
+                region, stream, buffers = self._encode(element, region)
+            except Exception as error:
+                element = Failure(error, self._unpackable(ticket))
         failed = isinstance(element, Failure)
         if failed:
-            stream: bytes = element.packed
-            buffers: list[tuple[int, int]] = []
-            region.used = 0
-        else:
-            region, stream, buffers = self._encode(element, region)
+            region.used, stream, buffers = 0, element.packed, []
         del element
         in_slot = bool(ticket.capacity) and region.capacity == ticket.capacity and region.slot
         spoilt = bool(in_slot and region.is_held())
@@ -196,6 +197,14 @@ class Worker:
             region = Region.of_size(slot_size(max(region.needed, 2 * region.capacity)))
             encoded = encode(element, region)
         return region, *encoded
+
+    def _unpackable(self, ticket: Ticket) -> str:
+        title, parts = self._loaders[ticket.loader]
+        place = place_of(ticket.index, streams=bool(parts.streams))
+        return (
+            f"raised while '{title}' at {place} was packed for its rank. An element travels as a pickle: make what "
+            "cannot be pickled (a generator, a lock, an open file) in the loop, out of what the dataset returns"
+        )
 
     def _make(self, ticket: Ticket) -> Any:
         if not self._loaders[ticket.loader][1].streams:
