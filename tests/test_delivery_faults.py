@@ -168,6 +168,35 @@ def test_a_poisonous_index_ends_with_its_name() -> None:
     assert "SIGKILL" in message
 
 
+@pytest.mark.parametrize("position", [0, 7])
+def test_an_element_of_a_stream_that_kills_its_owner_ends_with_its_name(position: int) -> None:
+    """A stream that dies at an element, in every worker: what is before it arrives, then all ranks are told."""
+
+    class Poisonous(IterableDataset):
+        def __iter__(self) -> Any:
+            for number in range(30):
+                if number == position:
+                    os._exit(3)
+                yield torch.full((4,), float(number)), torch.rand(1)
+
+    def body(_rank: int, loaders: dict[str, Any]) -> Any:
+        got = []
+        try:
+            for x, _ in loaders["d"]:
+                got.append(int(x[0, 0]))
+        except DeliveryError as error:
+            return got, str(error)
+        return got, ""
+
+    with DeliveryRun({"d": DataLoader(Poisonous(), batch_size=1)}, ranks=2, processes=2) as run:
+        results = run.ranks(body)
+    steps = position // 2
+    assert [got for got, _ in results] == [list(range(rank, 2 * steps, 2)) for rank in (0, 1)]
+    for _, message in results:
+        assert f"'d': element {position} of stream 0 killed the data worker" in message
+        assert "exit code 3" in message
+
+
 def test_a_slab_that_cannot_be_reserved_falls_back_to_frames() -> None:
     """Where memory for a slab cannot be reserved, elements travel as frames; nothing dies of SIGBUS."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

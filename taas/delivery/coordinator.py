@@ -236,7 +236,7 @@ class Coordinator:
                 self._watch.add(peer, message.pid)
         elif isinstance(message, WorkerLost):
             self._dead.pop(message.worker, None)
-            self.ledger.worker_lost(message.worker, message.attempt, message.cause)
+            self.ledger.worker_lost(message.worker, message.attempt, message.cause, message.ahead)
         elif isinstance(message, Stateless):
             self._on_stateless(message)
         elif isinstance(message, FinalStates):

@@ -32,6 +32,7 @@ class StreamFeeder:
         self._owners: dict[tuple[int, int], str] = {}
         self._fed: dict[tuple[int, int], tuple[str, int]] = {}
         self._sent: dict[tuple[int, int], int] = defaultdict(int)
+        self._deaths: dict[tuple[int, int], tuple[int, int]] = {}
         self._states: dict[tuple[int, int], States] = defaultdict(States)
 
     def disown(self, name: str) -> None:
@@ -40,6 +41,16 @@ class StreamFeeder:
             del self._owners[key]
         for place in [place for place, (owner, _) in self._fed.items() if owner == name]:
             del self._fed[place]
+
+    def died(self, plan: int, stream: int) -> int:
+        """Its owner died while it made a stream: return how many have by now without any getting further."""
+        open_plan = self._book.plans.get(plan)
+        if open_plan is None:
+            return 0
+        made = self._book.loaders[open_plan.loader].orders[plan].made(stream)
+        before, deaths = self._deaths.get((plan, stream), (made, 0))
+        self._deaths[plan, stream] = made, (deaths + 1 if made == before else 1)
+        return self._deaths[plan, stream][1]
 
     def feed(self) -> None:
         """Tell owners how far ahead of the ranks to make their streams."""
@@ -75,7 +86,7 @@ class StreamFeeder:
 
     def forget(self, plan: int) -> None:
         """A plan is closed."""
-        for table in (self._fed, self._sent, self._states):
+        for table in (self._fed, self._sent, self._states, self._deaths):
             for key in [key for key in table if key[0] == plan]:
                 del table[key]
 
@@ -103,7 +114,7 @@ class StreamFeeder:
         if known != name:
             states.forget_after(floor)
         begin = states.known if known != name else []
-        upto = max(upto, floor + lookahead)
+        upto = book.orders[plan.ident].makeable(stream, max(upto, floor + lookahead))
         message = Feed(plan.ident, book.index, plan.iteration, stream, base, floor, upto, begin)
         self._book.outbox.append((name, message))
 

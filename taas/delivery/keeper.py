@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import zmq
 
+from taas.delivery.board import BOARD_BYTES, Board
 from taas.delivery.config import WorkerConfig
 from taas.delivery.encoding import install_collate
 from taas.delivery.messages import Beat, Decoder, HostHello, Quit, ToWorker, WorkerLost, encode
@@ -51,7 +52,7 @@ class Keeper:
     def __init__(self, config: WorkerConfig, loaders: list[tuple[str, LoaderParts]]) -> None:
         self._config, self._loaders = config, loaders
         self._serial = 0
-        self._board = mmap.mmap(-1, 8 * config.processes)
+        self._boards = mmap.mmap(-1, BOARD_BYTES * config.processes)
         self._children: dict[int, _Child] = {}
         self._context: Any = None
         self._control: Any = None
@@ -94,20 +95,23 @@ class Keeper:
     def _fork(self, number: int) -> int:
         name = f"w{self._config.vm}.{self._serial}"
         self._serial += 1
-        current = memoryview(self._board).cast("q")[number : number + 1]
-        current[0] = -1
+        board = self._board(number)
+        board.clear()
         parent = os.getpid()
         with warnings.catch_warnings():
             # The only other thread is zmq's, whose locks a child never takes: it makes a context of its own.
             warnings.simplefilter("ignore", DeprecationWarning)
             pid = os.fork()
         if pid == 0:
-            self._become_worker(name, number, parent, current)
+            self._become_worker(name, number, parent, board)
         pidfd = os.pidfd_open(pid)
         self._children[pidfd] = _Child(name, number, pid, pidfd)
         return pidfd
 
-    def _become_worker(self, name: str, number: int, parent: int, current: Any) -> None:
+    def _board(self, number: int) -> Board:
+        return Board(memoryview(self._boards)[number * BOARD_BYTES : (number + 1) * BOARD_BYTES])
+
+    def _become_worker(self, name: str, number: int, parent: int, board: Board) -> None:
         status = 1
         try:
             _libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
@@ -115,7 +119,7 @@ class Keeper:
                 os._exit(0)
             Path("/proc/self/comm").write_text("taas-worker")
             worker = self._config.vm * self._config.processes + number
-            run_worker(self._config, name, worker, self._loaders, current)
+            run_worker(self._config, name, worker, self._loaders, board)
             status = 0
         except BaseException:
             traceback.print_exc()
@@ -130,8 +134,8 @@ class Keeper:
         child = self._children.pop(pidfd)
         os.close(pidfd)
         _, status = os.waitpid(child.pid, 0)
-        current = memoryview(self._board).cast("q")[child.number]
-        self._control.send(encode(WorkerLost(child.name, current, _cause(status))))
+        board = self._board(child.number)
+        self._control.send(encode(WorkerLost(child.name, board.attempt, _cause(status), board.ahead)))
         return self._fork(child.number)
 
     def _end_all(self) -> None:

@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 
 from taas.delivery.attempts import Attempt, LeaseRules, Pace, RankState, WorkerState
+from taas.delivery.board import NOTHING_AHEAD
 from taas.delivery.feeding import StreamFeeder
 from taas.delivery.messages import (
     Announced,
@@ -28,7 +29,7 @@ from taas.delivery.messages import (
     Welcome,
     Which,
 )
-from taas.delivery.plan import Plan, Uneven, Work
+from taas.delivery.plan import Plan, Uneven, Work, unpack_place
 from taas.delivery.planbook import LoaderBook, PlanBook, rank_peer
 from taas.delivery.slots import SlotTable
 
@@ -122,7 +123,7 @@ class Ledger:
         for ident in idents:
             attempt = self._drop_attempt(ident)
             if attempt is not None:
-                self._count_prepared(attempt)
+                self._count_prepared(attempt.work)
 
     def spoilt(self, idents: Iterable[int]) -> None:
         """User code in a data worker holds on to these attempts' slots: nobody is given them again."""
@@ -204,21 +205,24 @@ class Ledger:
             if not attempt.capacity and attempt.charged:
                 self.ranks[work.rank].charge(work.plan, result.nbytes - attempt.charge)
                 attempt.charge = result.nbytes
-            self._count_prepared(attempt)
+            self._count_prepared(work)
 
-    def _count_prepared(self, attempt: Attempt) -> None:
-        work = attempt.work
+    def _count_prepared(self, work: Work) -> None:
         if not work.prepared:
             work.prepared = True
             self.book.loaders[work.loader].prepared += 1
             self._streams.sent(work)
 
-    def worker_lost(self, name: str, current: int, cause: str) -> None:
-        """A worker is dead, for certain. ``current`` is the attempt it was on, -1 for none."""
+    def worker_lost(
+        self, name: str, current: int, cause: str, ahead: tuple[int, int, int] = NOTHING_AHEAD
+    ) -> None:
+        """A worker is dead, for certain. ``current`` and ``ahead``: what was on its board."""
         worker = self.workers.pop(name, None)
         if worker is None:
             return
         self._blame(current, cause)
+        if current < 0 and ahead != NOTHING_AHEAD:
+            self._blame_stream(*ahead, cause)
         self._streams.disown(name)
         questions: dict[int, list[int]] = defaultdict(list)
         lost: list[int] = []
@@ -243,13 +247,27 @@ class Ledger:
         work = attempt.work
         work.deaths += 1
         if work.deaths >= self.rules.deaths:
-            work.over = True
-            self._count_prepared(attempt)
-            doomed = Doomed(work.plan, work.seq, work.index, cause)
-            if self.ranks[work.rank].joined:
-                self.outbox.append((rank_peer(work.rank), doomed))
-            else:
-                self.ranks[work.rank].mail.append(doomed)
+            self._doom(work, cause)
+            if work.stream >= 0:
+                self._break_off(work.plan, *unpack_place(work.index), cause)
+
+    def _blame_stream(self, plan: int, stream: int, position: int, cause: str) -> None:
+        if self._streams.died(plan, stream) >= self.rules.deaths:
+            self._break_off(plan, stream, position, cause)
+
+    def _break_off(self, plan: int, stream: int, position: int, cause: str) -> None:
+        for work in self.book.break_off(plan, stream, position, cause):
+            self._doom(work, cause)
+
+    def _doom(self, work: Work, cause: str) -> None:
+        """Nobody is to make it again: its rank raises at its place."""
+        work.over = True
+        self._count_prepared(work)
+        doomed = Doomed(work.plan, work.seq, work.index, cause)
+        if self.ranks[work.rank].joined:
+            self.outbox.append((rank_peer(work.rank), doomed))
+        else:
+            self.ranks[work.rank].mail.append(doomed)
 
     def suspect(self, names: set[str]) -> None:
         """These workers are stopped: what they have not made is leased again; they may still wake up."""
@@ -355,6 +373,9 @@ class Ledger:
         for plan, rank in self.book.heads(book):
             if not self._room(rank, plan):
                 continue
+            if plan.ranks[rank].queue[0].over:
+                plan.take(rank)  # doomed before it was leased
+                return True
             worker = self._worker_for(plan.ranks[rank].queue[0])
             if worker is None:
                 return False

@@ -20,7 +20,7 @@ from torch.utils.data.distributed import DistributedSampler
 from taas.delivery.config import Place, RankConfig
 from taas.delivery.connection import Connection, Element
 from taas.delivery.messages import Doomed, Ended, LoaderFacts
-from taas.delivery.plan import unpack_place
+from taas.delivery.plan import killer, unpack_place
 from taas.errors import DeliveryError, RanksDisagree, UnitsExhausted
 
 __all__ = ["DeliveredLoader", "connect", "disconnect", "rebuild_loader", "resume"]
@@ -324,10 +324,8 @@ class DeliveredIterator:
             place = f"element {position} of stream {stream}"
         except struct.error:
             place = f"index {pickle.loads(doomed.index)!r}"
-        return (
-            f"'{self._loader.taas_name}': {place} (element {doomed.seq} of this iteration) killed the data worker that "
-            f"made it, again and again ({doomed.cause}). Look at what the dataset does there, or leave it out"
-        )
+        place = f"{place} (element {doomed.seq} of this iteration)"
+        return f"'{self._loader.taas_name}': {killer(place, doomed.cause)}"
 
     def _finish(self, asked: int | None = None) -> None:
         """Close the plan; whoever leaves the loop has not asked beyond its last step."""

@@ -11,6 +11,8 @@ from typing import Any
 
 import msgspec
 
+from taas.delivery.board import NOTHING_AHEAD
+
 __all__ = ["Decoder", "encode"]
 
 
@@ -116,11 +118,12 @@ class Beat(_Message, frozen=True):
 
 
 class WorkerLost(_Message, frozen=True):
-    """A worker ended; ``attempt`` is what it worked on, -1 for nothing."""
+    """A worker ended. ``attempt`` is what it worked on, ``ahead`` what of a stream it made ahead (``Board``)."""
 
     worker: str
     attempt: int
     cause: str
+    ahead: tuple[int, int, int] = NOTHING_AHEAD
 
 
 class WorkerHello(_Message, frozen=True):

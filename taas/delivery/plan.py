@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-__all__ = ["Plan", "StreamOrder", "Uneven", "Work", "element_seed", "pack_place", "unpack_place"]
+__all__ = ["Plan", "StreamOrder", "Uneven", "Work", "element_seed", "killer", "pack_place", "unpack_place"]
 
 Uneven = Literal["drop", "pad", "raise"]
 
@@ -44,6 +44,14 @@ def unpack_place(index: bytes) -> tuple[int, int]:
     """Undo ``pack_place``."""
     stream, position = _place.unpack(index)
     return stream, position
+
+
+def killer(place: str, cause: str) -> str:
+    """Return the obituary of those who tried to make an element, for the user."""
+    return (
+        f"{place} killed the data worker that made it, again and again ({cause}). Look at what the dataset does there, "
+        "or leave it out"
+    )
 
 
 @dataclass(slots=True, eq=False)
@@ -93,7 +101,8 @@ class Plan:
         ended: the sampler has no more.
         steps: steps of this plan once that is known, else None.
         failure: packed exception of the user's sampler, raised after ``steps``.
-        refusal: why ``uneven raise`` refuses this iteration, or "".
+        refusal: why there is no more, though there should be: ``uneven raise``, or an element that kills; or "".
+        broken: which element of a stream ends it, because it kills whoever makes it, or "".
         skipped: elements of each stream that nobody is to make.
         undone: it was made for nothing, before any rank began it.
     """
@@ -110,7 +119,7 @@ class Plan:
         self.undone = False
         self.steps: int | None = None
         self.failure = b""
-        self.refusal = ""
+        self.refusal = self.broken = ""
         self.skipped: Counter[int] = Counter()
         self._row: list[tuple[bytes, int, int]] = []
         self._first: list[tuple[bytes, int, int]] = []
@@ -141,16 +150,18 @@ class Plan:
             if len(self._row) == n:
                 self._release_row()
 
-    def end(self, failure: bytes = b"") -> None:
-        """Close the plan: the sampler is at its end, or raised ``failure``."""
-        self.ended, self.failure = True, failure
-        if self._row and not failure and self.uneven == "pad":
+    def end(self, failure: bytes = b"", refusal: str = "") -> None:
+        """Close the plan: the sampler is at its end, or raised ``failure``, or no more can be made (``refusal``)."""
+        self.ended, self.failure, self.refusal = True, failure, refusal
+        if failure or refusal:
+            self._row.clear()
+        if self._row and self.uneven == "pad":
             at = 0
             while len(self._row) < len(self.ranks):
                 self._row.append(self._first[at % len(self._first)])
                 at += 1
             self._release_row()
-        elif self._row and not failure and self.uneven == "raise":
+        elif self._row and self.uneven == "raise":
             self.refusal = (
                 f"this iteration has {self.drawn} elements, which {len(self.ranks)} ranks cannot share "
                 f"evenly. Use --uneven drop (leaves out the last {len(self._row)}) or --uneven pad "
@@ -232,6 +243,7 @@ class StreamOrder:
     def __init__(self, streams: int) -> None:
         self._made = [0] * streams
         self._ended: list[int | None] = [None] * streams
+        self._broken: dict[int, int] = {}
         self._round = self._stream = 0
 
     def announce(self, stream: int, made: int, ended: bool) -> None:
@@ -240,8 +252,16 @@ class StreamOrder:
         if ended:
             self._ended[stream] = made
 
+    def break_off(self, stream: int, position: int) -> None:
+        """Nobody can make this stream's element at ``position``: the order ends before its place."""
+        self._broken[stream] = position
+
+    def makeable(self, stream: int, upto: int) -> int:
+        """Return how many of a stream's first ``upto`` elements somebody may be told to make."""
+        return min(upto, self._broken.get(stream, upto))
+
     def made(self, stream: int) -> int:
-        """Positions below this one are, or were, held by the stream's owner."""
+        """Return how many elements of a stream have been made, by whomever got furthest."""
         return self._made[stream]
 
     def floor(self) -> int:
@@ -249,7 +269,7 @@ class StreamOrder:
         return self._round
 
     def advance(self) -> tuple[list[tuple[int, int]], bool]:
-        """Return the (stream, position) pairs whose place is now settled, and whether all have ended."""
+        """Return the (stream, position) pairs whose place is now settled, and whether no more will be."""
         settled: list[tuple[int, int]] = []
         while True:
             if self._stream == len(self._made):
@@ -257,6 +277,8 @@ class StreamOrder:
                 self._round += 1
             ends = [end for end in self._ended if end is not None]
             if len(ends) == len(self._made) and self._round >= max(ends):
+                return settled, True
+            if self._round >= self._broken.get(self._stream, self._round + 1):
                 return settled, True
             end = self._ended[self._stream]
             if end is not None and self._round >= end:

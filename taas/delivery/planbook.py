@@ -22,7 +22,7 @@ from taas.delivery.messages import (
     OpenPlan,
     Planned,
 )
-from taas.delivery.plan import Plan, StreamOrder, Uneven, Work, pack_place
+from taas.delivery.plan import Plan, StreamOrder, Uneven, Work, killer, pack_place, unpack_place
 
 __all__ = ["LoaderBook", "PlanBook", "rank_peer"]
 
@@ -169,17 +169,38 @@ class PlanBook:
         if plan is None or plan.ended:
             return
         book = self.loaders[plan.loader]
-        order = book.orders[plan_id]
-        order.announce(stream, made, ended)
-        settled, over = order.advance()
+        book.orders[plan_id].announce(stream, made, ended)
+        self._settle(book, plan)
+
+    def break_off(self, plan_id: int, stream: int, position: int, cause: str) -> list[Work]:
+        """Whoever makes this element of a stream dies: the plan ends before it. Return what is not made from there on."""
+        plan = self.plans.get(plan_id)
+        if plan is None:
+            return []
+        book = self.loaders[plan.loader]
+        book.orders[plan_id].break_off(stream, position)
+        plan.broken = killer(f"element {position} of stream {stream}", cause)
+        if not plan.ended:
+            self._settle(book, plan)
+        return [
+            work
+            for view in plan.ranks
+            for work in (*view.unconsumed, *view.queue)
+            if work.stream == stream
+            and not (work.prepared or work.over)
+            and unpack_place(work.index)[1] >= position
+        ]
+
+    def _settle(self, book: LoaderBook, plan: Plan) -> None:
+        settled, over = book.orders[plan.ident].advance()
         before = plan.rows
         plan.extend(
             [pack_place(*place) for place in settled],
-            book.base_seeds[plan_id],
+            book.base_seeds[plan.ident],
             [stream for stream, _ in settled],
         )
         if over:
-            plan.end()
+            plan.end(refusal=plan.broken)
         book.planned += (plan.rows - before) * self.n
         self._tell_end(plan)
 
@@ -193,7 +214,7 @@ class PlanBook:
             if (
                 latest is not None
                 and latest.ended
-                and not latest.failure
+                and not (latest.failure or latest.broken)
                 and latest.begun
                 and latest.rows
                 and not any(view.queue for view in latest.ranks)

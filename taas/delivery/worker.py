@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import zmq
 
+from taas.delivery.board import NOTHING_AHEAD, Board
 from taas.delivery.config import WorkerConfig
 from taas.delivery.encoding import Region, encode, stacking_into
 from taas.delivery.making import Failure, MapMaker, Rngs, Stream, fresh_copy, place_of
@@ -44,7 +45,7 @@ _FLUSH = 0.002
 
 
 class Worker:
-    """One process. ``current`` is memory its keeper sees: the attempt this worker is on, -1 for none."""
+    """One process. On ``board`` its keeper sees what it is on."""
 
     def __init__(
         self,
@@ -52,9 +53,9 @@ class Worker:
         name: str,
         number: int,
         loaders: list[tuple[str, LoaderParts]],
-        current: Any,
+        board: Board,
     ) -> None:
-        self._config, self._name, self._current = config, name, current
+        self._config, self._name, self._board = config, name, board
         self._loaders = loaders
         count = config.vms * config.processes
         self._makers = [MapMaker(title, parts, number, count) for title, parts in loaders]
@@ -159,7 +160,7 @@ class Worker:
     # ── elements ──────────────────────────────────────────────────────────────────────────────────
 
     def _serve(self, ticket: Ticket) -> None:
-        self._current[0] = ticket.attempt
+        self._board.attempt = ticket.attempt
         began = time.perf_counter()
         region = self._region(ticket)
         stacked = ticket.loader not in self._plain_stack
@@ -181,7 +182,7 @@ class Worker:
         self._send(ticket, region, stream, buffers, failed, bool(in_slot), spoilt)
         seconds = time.perf_counter() - began
         self._results.append(Result(ticket.attempt, ticket.loader, region.used + len(stream), seconds, True))
-        self._current[0] = -1
+        self._board.attempt = -1
 
     def _region(self, ticket: Ticket) -> Region:
         if ticket.capacity and self._slabs:
@@ -297,10 +298,13 @@ class Worker:
         try:
             known = self._datasets.get((feed.loader, feed.stream), self._loaders[feed.loader][1].dataset)
             stream = self._stream(feed, fresh_copy(known))
+            self._board.ahead = (feed.plan, feed.stream, feed.states[-1].position)
             stream.resume(self._rngs)
         except Exception as error:
             self._tell_stateless(feed.loader, f"it cannot go on from a state of its own ({said(error)})")
             return None
+        finally:
+            self._board.ahead = NOTHING_AHEAD
         return stream
 
     def _replay(self, old: Stream, position: int) -> Stream:
@@ -322,7 +326,9 @@ class Worker:
     def _feed_one(self) -> None:
         for key, stream in self._streams.items():
             if stream.hungry:
+                self._board.ahead = (*key, stream.made)
                 stream.step(self._rngs)
+                self._board.ahead = NOTHING_AHEAD
                 self._announce(key, stream)
                 return
 
@@ -358,6 +364,6 @@ class Worker:
             self._control.send(encode_message(Stateless(loader, reason)))
 
 
-def run_worker(config: WorkerConfig, name: str, number: int, loaders: Any, current: Any) -> None:
+def run_worker(config: WorkerConfig, name: str, number: int, loaders: Any, board: Board) -> None:
     """Entry of a forked worker."""
-    Worker(config, name, number, loaders, current).run()
+    Worker(config, name, number, loaders, board).run()
