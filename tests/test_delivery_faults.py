@@ -531,6 +531,34 @@ def test_a_stream_survives_its_owner() -> None:
     assert disturbed == undisturbed(DataLoader(Numbers(), batch_size=2), 2)
 
 
+@pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
+def test_a_stream_of_workers_that_persist_survives_its_owners_in_a_later_epoch() -> None:
+    """Its generators have come from the epoch before; whoever makes it again draws the same."""
+
+    class Shuffled(IterableDataset):
+        def __iter__(self) -> Any:
+            for number in torch.randperm(40).tolist():
+                time.sleep(0.01)
+                yield torch.full((4,), float(number)), torch.rand(1)
+
+    def loader() -> DataLoader:
+        torch.manual_seed(4)
+        return DataLoader(Shuffled(), batch_size=2, num_workers=2, persistent_workers=True)
+
+    def epochs(_rank: int, loaders: dict[str, Any]) -> Any:
+        return [values(loaders["d"]) for _ in range(3)]
+
+    theirs = loader()
+    wanted = [values(theirs) for _ in range(3)]
+    with DeliveryRun({"d": loader()}, processes=2) as run:
+        ranks = run.start_ranks(epochs)
+        for count in (50, 65):
+            wait_for_delivery(run, count)
+            kill_workers(run, 2)
+        [disturbed] = run.results(ranks)
+    assert disturbed == wanted
+
+
 class Telling(IterableDataset):
     """Writes down each number it really reads, and by whom; offers its state, which is written down, too."""
 

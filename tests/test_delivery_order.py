@@ -23,6 +23,9 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
+from taas.delivery.parts import take_apart
+from taas.delivery.sampling import LoaderPlans, RngStates
+
 pytestmark = pytest.mark.slow
 
 EPOCHS = 3
@@ -81,6 +84,48 @@ class Resumable(IterableDataset):
 
     def load_state_dict(self, state: Any) -> None:
         self.at = state["at"]
+
+
+class Shuffled(IterableDataset):
+    """Draws from all generators, tells in which epoch it is, and how often ``worker_init_fn`` was called."""
+
+    inits = epochs = 0
+
+    def __iter__(self) -> Any:
+        info = get_worker_info()
+        assert info is not None
+        self.epochs += 1
+        order = torch.randperm(11).tolist()
+        random.shuffle(order)
+        for number in order:
+            yield (
+                number * info.num_workers + info.id,
+                np.random.rand(),
+                torch.rand(1),
+                self.inits,
+                self.epochs,
+            )
+
+
+def count_init(_worker: int) -> None:
+    info = get_worker_info()
+    assert info is not None
+    info.dataset.inits += 1
+    torch.rand(3)
+
+
+class Eager(Sampler):
+    """Draws its whole order from the process's generator when it is asked for an iterator."""
+
+    def __init__(self, batch: int = 0) -> None:
+        self.batch = batch
+
+    def __iter__(self) -> Any:
+        order = torch.randperm(12)
+        return iter(order.view(-1, self.batch).tolist() if self.batch else order.tolist())
+
+    def __len__(self) -> int:
+        return 12 // (self.batch or 1)
 
 
 def sorted_by_value(samples: list[Any]) -> Any:
@@ -170,6 +215,53 @@ def test_every_kind_of_loader_keeps_its_order(vms: int, ranks: int) -> None:
         for epoch, elements in enumerate(expected(name)):
             got = merged([result[name][epoch] for result in results])
             assert elements[: len(elements) // ranks * ranks] == got, f"{name}, epoch {epoch}"
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("kind", ["sampler", "batch_sampler", "lazy"])
+def test_samplers_are_iterated_as_often_as_torch_iterates_them(kind: str, persistent: bool) -> None:
+    """Also with workers that persist, and when the first iteration is begun again, the order is the notebook's."""
+    kinds: dict[str, Callable[[], dict[str, Any]]] = {
+        "sampler": lambda: {"batch_size": None, "sampler": Eager()},
+        "batch_sampler": lambda: {"batch_sampler": Eager(4)},
+        "lazy": lambda: {"batch_size": 4, "shuffle": True},
+    }
+
+    def loader() -> DataLoader:
+        data = torch.arange(12)
+        return DataLoader(data, num_workers=1, persistent_workers=persistent, **kinds[kind]())
+
+    torch.manual_seed(11)
+    mine = loader()
+    plans = LoaderPlans("d", take_apart(mine), RngStates.now(), 1)
+    got = []
+    plans.open(99, 0, None)
+    plans.drop(99)
+    for epoch in range(EPOCHS):
+        plans.open(epoch, epoch, None)
+        got.append(plans.draw(epoch, 1000, float("inf"), lambda: 0.0)[0])
+    torch.manual_seed(11)
+    theirs = loader()
+    assert got == [[x.tolist() for x in theirs] for _ in range(EPOCHS)]
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
+def test_workers_that_persist_are_seeded_and_initialised_once() -> None:
+    """A stream that shuffles and draws goes on from epoch to epoch as in the notebook's own workers."""
+
+    def loader() -> DataLoader:
+        return DataLoader(
+            Shuffled(), batch_size=2, num_workers=2, persistent_workers=True, worker_init_fn=count_init
+        )
+
+    torch.manual_seed(11)
+    theirs = loader()
+    wanted = [[plain(e) for e in theirs] for _ in range(EPOCHS)]
+    torch.manual_seed(11)
+    with DeliveryRun({"d": loader()}, ranks=2, processes=2) as run:
+        results = run.ranks(iterate)
+    assert wanted == [merged([result["d"][epoch] for result in results]) for epoch in range(EPOCHS)]
+    assert len({str(epoch) for epoch in wanted}) == EPOCHS
 
 
 @pytest.mark.parametrize(("vms", "ranks"), SHAPES)

@@ -10,6 +10,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import cloudpickle
@@ -21,12 +22,12 @@ from torch.utils.data._utils import fetch
 from taas.delivery.encoding import pack_failure
 from taas.delivery.messages import Feed, StreamState
 from taas.delivery.parts import LoaderParts
-from taas.delivery.plan import unpack_place
+from taas.delivery.plan import element_seed, unpack_place
 from taas.delivery.sampling import RngStates
 from taas.delivery.snapshots import Snapshot, StateUnusable, fingerprint, is_stateful, said
 from taas.delivery.states import States
 
-__all__ = ["Failure", "MapMaker", "Rngs", "Stream", "fresh_copy", "place_of"]
+__all__ = ["Failure", "Home", "MapMaker", "Rngs", "Stream", "fresh_copy", "place_of"]
 
 _RESTS = 20
 """Taking states of a stream takes one part in so many of its time."""
@@ -42,15 +43,27 @@ class Failure:
         self.packed = pack_failure(error, f"{where}\n\n{text}")
 
 
+@dataclass(slots=True)
+class Home:
+    """What of one of torch's own workers lasts where it persists: its dataset, and its generators when others use them.
+
+    ``rngs``: None, they have yet to be seeded. ``begun``: ``worker_init_fn`` was called.
+    """
+
+    dataset: Any
+    rngs: RngStates | None = None
+    begun: bool = False
+
+
 class Rngs:
-    """The process's generators, which element and stream they belong to just now."""
+    """The process's generators, and whose they are just now."""
 
     def __init__(self) -> None:
-        self._stream: Stream | None = None
+        self._home: Home | None = None
 
     def seed(self, seed: int) -> None:
         """Set all generators for one element."""
-        self._leave()
+        self.leave()
         torch.default_generator.manual_seed(seed)
         random.seed(seed)
         numpy = sys.modules.get("numpy")
@@ -59,18 +72,19 @@ class Rngs:
 
     def enter(self, stream: Stream) -> None:
         """Go on where a stream's generators stood."""
-        if self._stream is not stream:
-            self._leave()
-            if stream.rngs is None:
+        if self._home is not stream.home:
+            self.leave()
+            if stream.home.rngs is None:
                 stream.seed()
             else:
-                stream.rngs.apply()
-            self._stream = stream
+                stream.home.rngs.apply()
+            self._home = stream.home
 
-    def _leave(self) -> None:
-        if self._stream is not None:
-            self._stream.rngs = RngStates.now()
-            self._stream = None
+    def leave(self) -> None:
+        """Let others use them."""
+        if self._home is not None:
+            self._home.rngs = RngStates.now()
+            self._home = None
 
 
 def _set_worker_info(**facts: Any) -> None:
@@ -146,19 +160,19 @@ class Stream:
     """One stream of an iterable loader: what one DataLoader worker (or the notebook itself) would yield.
 
     ``held`` keeps the elements from ``floor`` on until each was taken. torch seeds worker w with
-    ``base_seed + w``; so does this, and the stream keeps its generators' states to itself, so that its
-    elements are those the notebook would get from its workers.
+    ``base_seed + w``; so does this, and the stream's ``home`` keeps its generators' states to itself, so that its
+    elements are those the notebook would get from its workers. Workers that persist are seeded once: all iterations
+    of a stream have one home then, and where each of them began is told to whoever may have to begin it again.
 
     Where the dataset offers states, one is taken whenever the last one has become usable (nothing before it will
     be asked for), in a twentieth of the time at most. ``told`` are those that nobody was told of yet, ``trouble``
     says why there are none. ``aside``: begun again after its end, for elements that are asked for once more.
     """
 
-    def __init__(self, name: str, parts: LoaderParts, dataset: Any, feed: Feed) -> None:
-        self.name, self._parts, self.dataset = name, parts, dataset
+    def __init__(self, name: str, parts: LoaderParts, home: Home, feed: Feed) -> None:
+        self.name, self._parts, self.home = name, parts, home
         self.feed = msgspec.structs.replace(feed, states=[])
         stream, base_seed = self.stream, self.base_seed = feed.stream, feed.base_seed
-        self.rngs: RngStates | None = None
         self.held: dict[int, Any] = {}
         self.made = 0
         self.floor = feed.floor
@@ -177,17 +191,28 @@ class Stream:
         self._info: dict[str, Any] = {}
         if parts.num_workers > 0:
             seed = base_seed + stream
-            self._info = {"id": stream, "num_workers": parts.num_workers, "seed": seed, "dataset": dataset}
+            self._info = {
+                "id": stream,
+                "num_workers": parts.num_workers,
+                "seed": seed,
+                "dataset": home.dataset,
+            }
 
     def seed(self) -> None:
-        """Set the generators as torch does for worker ``stream``."""
-        seed = self.base_seed + self.stream
+        """Set the generators as torch does for worker ``stream``.
+
+        One that would persist, but has died since, has no place to go on from: it begins otherwise than before.
+        """
+        base_seed, feed = self.base_seed, self.feed
+        if self._parts.persistent_workers and feed.iteration > 0:
+            base_seed = element_seed(base_seed, feed.iteration, 0)
+        seed = base_seed + self.stream
         random.seed(seed)
         torch.manual_seed(seed)
         numpy = sys.modules.get("numpy")
         if numpy is not None:
             generate = getattr(_utils.worker, "_generate_state", None)
-            numpy.random.seed(generate(self.base_seed, self.stream) if generate else seed & 0xFFFF_FFFF)
+            numpy.random.seed(generate(base_seed, self.stream) if generate else seed & 0xFFFF_FFFF)
 
     @property
     def hungry(self) -> bool:
@@ -218,12 +243,14 @@ class Stream:
             raise StateUnusable("after load_state_dict() comes another element than the one that came there")
         self._file(element)
 
-    def rewind(self) -> None:
-        """Bring a dataset that offers its state where it was before the stream began."""
+    def rewind(self, rngs: Rngs) -> None:
+        """Bring a dataset that offers its state, and generators that last, where they were before the stream began."""
         for start in self.states.before(0):
             _set_worker_info(**self._info)
             snapshot: Snapshot = pickle.loads(start.packed)
-            snapshot.load_dataset(self.dataset)
+            snapshot.load_dataset(self.home.dataset)
+            rngs.leave()
+            self.home.rngs = snapshot.start
 
     def take_no_states(self) -> None:
         """They have been of no use."""
@@ -258,23 +285,26 @@ class Stream:
 
     def _begin(self, snapshot: Snapshot | None) -> Callable[[], Any]:
         parts = self._parts
-        if parts.num_workers > 0 and parts.worker_init_fn is not None:
+        if parts.num_workers > 0 and parts.worker_init_fn is not None and not self.home.begun:
             parts.worker_init_fn(self.stream)
+        self.home.begun = True
+        for start in self.states.before(0):  # of another owner, which has begun this iteration
+            pickle.loads(start.packed).load_start()
         if snapshot is None:
-            self._take_state(None)
+            self._take_start()
         else:
-            snapshot.load_dataset(self.dataset)
+            snapshot.load_dataset(self.home.dataset)
         if parts.plain:
-            self._iterator = iter(self.dataset)
+            self._iterator = iter(self.home.dataset)
             step: Callable[[], Any] = self._iterator.__next__
         else:
             fetcher = self._fetcher = fetch._IterableDatasetFetcher(
-                self.dataset, parts.auto_collation, parts.collate_fn, parts.drop_last
+                self.home.dataset, parts.auto_collation, parts.collate_fn, parts.drop_last
             )
             self._iterator = fetcher.dataset_iter
             step = functools.partial(fetcher.fetch, range(parts.batch_size or 1))
-        if not (is_stateful(self.dataset) or is_stateful(self._iterator)):
-            self.take_no_states()
+        if not (is_stateful(self.home.dataset) or is_stateful(self._iterator)):
+            self._takes_states = False
         if snapshot is not None:
             snapshot.load_iterator(self._iterator)
         return step
@@ -289,11 +319,17 @@ class Stream:
             and not getattr(self._fetcher, "ended", False)
         )
 
+    def _take_start(self) -> None:
+        self._take_state(None)
+        if self._parts.persistent_workers:
+            self._pending = self._pending or Snapshot()
+            self._pending.start = RngStates.now()
+
     def _take_state(self, iterator: Any) -> None:
         """Take one here, before the next element; what comes next completes it."""
         began = time.monotonic()
         try:
-            self._pending = Snapshot.take(self.dataset, iterator) if self._takes_states else None
+            self._pending = Snapshot.take(self.home.dataset, iterator) if self._takes_states else None
         except StateUnusable as error:
             self.trouble = said(error)
             self.take_no_states()
@@ -303,7 +339,8 @@ class Stream:
         began = time.monotonic()
         assert self._pending is not None
         try:
-            state = StreamState(self.made, self._pending.pack(_mark(element)))
+            mark = _mark(element) if self._pending.leads_on else b""
+            state = StreamState(self.made, self._pending.pack(mark))
             self.states.add(state)
             self.told.append(state)
             self._pending = None

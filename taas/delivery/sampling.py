@@ -2,7 +2,8 @@
 
 torch draws in a fixed sequence, which these plans repeat (``torch/utils/data/dataloader.py``): a new
 iterator calls ``iter(index_sampler)``, then draws its base seed from the loader's generator; with workers it
-calls ``iter(index_sampler)`` once more; with persistent workers only the first iterator draws a base seed.
+calls ``iter(index_sampler)`` once more. Persistent workers keep that iterator: a later iteration of theirs only
+calls ``iter(index_sampler)``, once.
 
 Each loader plans on RNG streams of its own that begin where the notebook's stood at launch: how far one
 loader is planned ahead never shows in the order of another.
@@ -92,7 +93,7 @@ class LoaderPlans:
         self._generators = _generators_of(parts)
         self._starts: dict[int, _Snapshot] = {}
         self._ends: dict[int, _Snapshot] = {}
-        self._base_seed: int | None = None
+        self._base_seed = 0
         self._open: dict[int, _Open] = {}
         self._distributed = _find_distributed(parts)
         self._index_samplers = [parts.index_sampler]
@@ -151,20 +152,20 @@ class LoaderPlans:
         self._starts.pop(iteration - 8, None)
         self._ends.pop(iteration - 8, None)
         self._set_epoch(epoch)
-        base_seed = 0
+        goes_on = self.parts.persistent_workers and iteration > 0
         streams: list[Iterator[Any]] = []
         try:
             for sampler in self._index_samplers:
                 iterator = iter(sampler)
-                if not streams:
-                    base_seed = self._draw_base_seed()
-                if self.parts.num_workers > 0:
+                if not goes_on and not streams:
+                    self._base_seed = self._draw_base_seed()
+                if not goes_on and self.parts.num_workers > 0:
                     iterator = iter(sampler)
                 streams.append(iterator)
         finally:
             self._rngs = RngStates.now()
-        self._open[plan] = _Open(iteration, base_seed, [] if self.parts.streams else streams)
-        return base_seed
+        self._open[plan] = _Open(iteration, self._base_seed, [] if self.parts.streams else streams)
+        return self._base_seed
 
     def repeat(self, iteration: int, epoch: int | None) -> None:
         """Run all iterations before this one to their ends, as an earlier start of the run has."""
@@ -236,10 +237,7 @@ class LoaderPlans:
         return None
 
     def _draw_base_seed(self) -> int:
-        if self._base_seed is None or not (self.parts.persistent_workers and self.parts.num_workers > 0):
-            drawn = torch.empty((), dtype=torch.int64).random_(generator=self.parts.generator)
-            self._base_seed = int(drawn.item())
-        return self._base_seed
+        return int(torch.empty((), dtype=torch.int64).random_(generator=self.parts.generator).item())
 
     def _set_epoch(self, epoch: int | None) -> None:
         if epoch is None:

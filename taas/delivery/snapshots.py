@@ -32,12 +32,21 @@ class StateUnusable(Exception):
 
 @dataclass(slots=True)
 class Snapshot:
-    """Pickled states of the dataset and of its iterator (None: has none), and the generators' (None: as seeded)."""
+    """Pickled states of the dataset and of its iterator (None: has none), and the generators' after that was made.
 
-    dataset: bytes | None
-    iterator: bytes | None
-    rngs: RngStates | None
+    ``start``: the generators before it was made, where they go on from an iteration before.
+    """
+
+    dataset: bytes | None = None
+    iterator: bytes | None = None
+    rngs: RngStates | None = None
     following: bytes = b""
+    start: RngStates | None = None
+
+    @property
+    def leads_on(self) -> bool:
+        """Whether there is more in it than where the generators stood."""
+        return not (self.dataset is None and self.iterator is None)
 
     @classmethod
     def take(cls, dataset: Any, iterator: Any) -> Snapshot | None:
@@ -71,6 +80,11 @@ class Snapshot:
         if len(packed) > _LIMIT:
             raise StateUnusable(f"a state takes {len(packed) >> 20} MiB; up to {_LIMIT >> 20} MiB are kept")
         return packed
+
+    def load_start(self) -> None:
+        """Bring the generators where they were before the iterator was made."""
+        if self.start is not None:
+            self.start.apply()
 
     def load_dataset(self, dataset: Any) -> None:
         """Bring the dataset where it was, before its iterator is made."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import time
 from collections import deque
 from typing import Any
@@ -13,7 +14,7 @@ import zmq
 from taas.delivery.board import NOTHING_AHEAD, Board
 from taas.delivery.config import WorkerConfig
 from taas.delivery.encoding import Region, encode, stacking_into
-from taas.delivery.making import Failure, MapMaker, Rngs, Stream, fresh_copy, place_of
+from taas.delivery.making import Failure, Home, MapMaker, Rngs, Stream, fresh_copy, place_of
 from taas.delivery.messages import (
     Announced,
     Arrival,
@@ -60,7 +61,7 @@ class Worker:
         count = config.vms * config.processes
         self._makers = [MapMaker(title, parts, number, count) for title, parts in loaders]
         self._streams: dict[tuple[int, int], Stream] = {}
-        self._datasets: dict[tuple[int, int], Any] = {}
+        self._homes: dict[tuple[int, int], Home] = {}
         self._stateless: set[int] = set()
         self._rngs = Rngs()
         self._todo: deque[Ticket] = deque()
@@ -260,44 +261,44 @@ class Worker:
             feed = self._authentic(message)
             stream = self._resumed(feed)
             if stream is None:
-                stream = self._stream(feed, self._dataset(feed.loader, feed.stream))
-            else:
-                self._remember(feed.loader, feed.stream, stream.dataset)
+                stream = self._stream(feed, self._home(feed.loader, feed.stream))
+            self._remember(stream)
             self._streams[key] = stream
         stream.let_go(message.floor)
         stream.upto = message.upto
         if stream.ended:
             self._announce(key, stream)
 
-    def _stream(self, feed: Feed, dataset: Any) -> Stream:
+    def _stream(self, feed: Feed, home: Home) -> Stream:
         title, parts = self._loaders[feed.loader]
-        stream = Stream(title, parts, dataset, feed)
+        stream = Stream(title, parts, home, feed)
         if feed.loader in self._stateless:
             stream.take_no_states()
         return stream
 
-    def _dataset(self, loader: int, stream: int) -> Any:
-        """The dataset as torch would have it: the notebook's own, a worker's that persists, or a fresh one."""
-        if (loader, stream) in self._datasets:
-            return self._datasets[loader, stream]
-        parts = self._loaders[loader][1]
-        dataset = parts.dataset if parts.num_workers == 0 else fresh_copy(parts.dataset)
-        self._remember(loader, stream, dataset)
-        return dataset
+    def _home(self, loader: int, stream: int) -> Home:
+        """As torch would have it: a worker that persists, a fresh one, or one with the notebook's own dataset."""
+        known, parts = self._homes.get((loader, stream)), self._loaders[loader][1]
+        if parts.num_workers > 0:
+            return known or Home(fresh_copy(parts.dataset))
+        return Home(parts.dataset if known is None else known.dataset)
 
-    def _remember(self, loader: int, stream: int, dataset: Any) -> None:
-        """Later iterations go on with this dataset, where torch's would."""
-        parts = self._loaders[loader][1]
+    def _remember(self, stream: Stream) -> None:
+        """Later iterations go on with this home, or its dataset, where torch's would."""
+        parts = self._loaders[stream.feed.loader][1]
         if parts.num_workers == 0 or parts.persistent_workers:
-            self._datasets[loader, stream] = dataset
+            self._homes[stream.feed.loader, stream.feed.stream] = stream.home
 
     def _resumed(self, feed: Feed) -> Stream | None:
         """Return the stream where its newest state was taken, over a copy of the dataset; None if that fails."""
         if not feed.states or feed.loader in self._stateless:
             return None
+        if not pickle.loads(feed.states[-1].packed).leads_on:
+            return None
         try:
-            known = self._datasets.get((feed.loader, feed.stream), self._loaders[feed.loader][1].dataset)
-            stream = self._stream(feed, fresh_copy(known))
+            known = self._homes.get((feed.loader, feed.stream))
+            dataset = self._loaders[feed.loader][1].dataset if known is None else known.dataset
+            stream = self._stream(feed, Home(fresh_copy(dataset)))
             self._board.ahead = (feed.plan, feed.stream, feed.states[-1].position)
             stream.resume(self._rngs)
         except Exception as error:
@@ -311,15 +312,15 @@ class Worker:
         """Go back: an element that was made and given away is asked for once more."""
         states = old.states.before(position)
         feed = msgspec.structs.replace(old.feed, floor=position, upto=old.upto, states=states)
-        stream = self._resumed(feed) or self._stream(feed, fresh_copy(old.dataset))
+        stream = self._resumed(feed) or self._stream(feed, Home(fresh_copy(old.home.dataset)))
         stream.aside = old.aside or old.ended
         if not stream.aside:
-            self._remember(feed.loader, feed.stream, stream.dataset)
+            self._remember(stream)
         return stream
 
     def _rewind(self, stream: Stream) -> None:
         try:
-            stream.rewind()
+            stream.rewind(self._rngs)
         except Exception as error:
             self._tell_stateless(stream.feed.loader, f"it cannot go back to its own state ({said(error)})")
 
