@@ -124,7 +124,10 @@ class StreamFeeder:
         Where a rank has nothing to come because others leave theirs, the owner holds theirs, up to a limit.
         """
         left = self._sent[plan.ident, stream] + plan.skipped[stream]
-        if not any(view.begun and not (view.closed or view.queue or view.unconsumed) for view in plan.ranks):
+        empty_handed = any(
+            view.begun and not (view.closed or view.queue or view.unconsumed) for view in plan.ranks
+        )
+        if not (empty_handed and self._unsent(plan)):
             return left + lookahead
         made, most = self._book.loaders[plan.loader].orders[plan.ident].made(stream), self._hoard(plan.loader)
         if made - left >= most:
