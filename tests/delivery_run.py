@@ -205,8 +205,16 @@ class DeliveryRun:
         return self.results(self.start_ranks(body), timeout)
 
     def finish(self) -> Final:
-        """Ask for the loaders' final states, when the ranks have ended."""
+        """Return the loaders' final states, when the ranks have ended."""
+        self.ask_for_final()
+        return self.heard_final()
+
+    def ask_for_final(self) -> None:
+        """Say that the ranks have ended."""
         self.service.coordinator.send(b'{"type": "finish"}')
+
+    def heard_final(self) -> Final:
+        """Return the loaders' final states, which were asked for."""
         final = self.wait_for(Final)
         assert isinstance(final, Final)
         return final

@@ -66,12 +66,7 @@ class Planner:
             self._broken.pop(message.plan, None)
             return None
         assert isinstance(message, FinishPlans)
-        states = {}
-        for index, iteration, epoch in message.begun:
-            plans = self._loaders[index]
-            if isinstance(plans, LoaderPlans):
-                states[plans.name] = plans.final_states(iteration, epoch)
-        return FinalStates(pickle.dumps(states))
+        return self._finish(message)
 
     def _open(self, message: OpenPlan) -> Planned | None:
         plans = self._loaders[message.loader]
@@ -97,6 +92,17 @@ class Planner:
             self._broken[message.plan] = pack_failure(error, traceback.format_exc())
             return Planned(message.plan, 0, [], True, self._broken[message.plan])
         return Planned(message.plan, base_seed, [pickle.dumps(i, 5) for i in indices], ended)
+
+    def _finish(self, message: FinishPlans) -> FinalStates:
+        states, unknown = {}, {}
+        for index, iteration, epoch in message.begun:
+            plans = self._loaders[index]
+            if isinstance(plans, LoaderPlans):
+                try:
+                    states[plans.name] = plans.final_states(iteration, epoch)
+                except Exception as error:
+                    unknown[plans.name] = f"its sampler raised {type(error).__name__}: {error}"
+        return FinalStates(pickle.dumps(states), unknown)
 
 
 def _load(config: PlannerConfig) -> Planner:
