@@ -1,20 +1,21 @@
-"""A run whose ranks are done ends, whatever has become of its planner; and what is not known then is said."""
+"""What a sampler may do to its planner, and to the end of a run whose ranks are done."""
 
 from __future__ import annotations
 
 import os
 import pickle
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from delivery_run import DeliveryRun
 from torch.utils.data import DataLoader, Sampler
 
 from taas.dataloader_registry import apply_final
-from taas.delivery.messages import FinishPlans, OpenPlan
+from taas.delivery.messages import Draw, FinishPlans, OpenPlan
 from taas.delivery.parts import take_apart
 from taas.delivery.planner import Planner
 from taas.delivery.reports import Note
@@ -72,6 +73,24 @@ def test_a_sampler_that_raises_after_the_cell_leaves_the_other_loaders_their_sta
     final = planner.answer(FinishPlans([(0, 0, None), (1, 0, None)]))
     assert list(pickle.loads(final.states)) == ["well"]
     assert final.unknown == {"late": "its sampler raised ValueError: no such index file"}
+
+
+def test_an_index_that_cannot_be_pickled_fails_at_its_place() -> None:
+    """Those before it are planned; one that cloudpickle can take is none of them."""
+
+    class Key(NamedTuple):
+        number: int
+
+    keys = [Key(0), Key(1), threading.Lock(), Key(3)]
+    keyed = DataLoader(range(4), sampler=keys, batch_size=None)
+    planner = Planner([LoaderPlans("d", take_apart(keyed), RngStates.now(), 1)])
+    planner.answer(OpenPlan(0, 0, 0, None))
+    first, second = (planner.answer(Draw(0, 100)) for _ in range(2))
+    assert ([pickle.loads(index) for index in first.indices], first.ended) == ([(0,), (1,)], False)
+    assert (second.indices, second.ended) == ([], True)
+    error, text = pickle.loads(second.failure)
+    assert "cannot pickle '_thread.lock' object" in str(error)
+    assert "cannot pickle '_thread.lock' object" in text
 
 
 @pytest.mark.slow

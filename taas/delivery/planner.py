@@ -13,6 +13,7 @@ import time
 import traceback
 from typing import Any
 
+import cloudpickle
 import torch
 
 from taas.delivery.config import PlannerConfig
@@ -86,12 +87,17 @@ class Planner:
             return Planned(message.plan, 0, [], True, self._broken[message.plan])
         plans = self._plans[message.plan]
         until = time.monotonic() + _SLICE
+        packed: list[bytes] = []
         try:
             indices, ended, base_seed = plans.draw(message.plan, message.count, until, time.monotonic)
+            for index in indices:
+                packed.append(_pack_index(index))
         except Exception as error:
             self._broken[message.plan] = pack_failure(error, traceback.format_exc())
-            return Planned(message.plan, 0, [], True, self._broken[message.plan])
-        return Planned(message.plan, base_seed, [pickle.dumps(i, 5) for i in indices], ended)
+            if not packed:
+                return Planned(message.plan, 0, [], True, self._broken[message.plan])
+            ended = False  # the next answer tells of it, after the indices before it
+        return Planned(message.plan, base_seed, packed, ended)
 
     def _finish(self, message: FinishPlans) -> FinalStates:
         states, unknown = {}, {}
@@ -103,6 +109,15 @@ class Planner:
                 except Exception as error:
                     unknown[plans.name] = f"its sampler raised {type(error).__name__}: {error}"
         return FinalStates(pickle.dumps(states), unknown)
+
+
+def _pack_index(index: Any) -> bytes:
+    """Pickle an index; one of a class of the notebook's by value."""
+    try:
+        return pickle.dumps(index, 5)
+    except (pickle.PicklingError, TypeError, AttributeError):
+        by_value: bytes = cloudpickle.dumps(index, 5)
+        return by_value
 
 
 def _load(config: PlannerConfig) -> Planner:
