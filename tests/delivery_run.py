@@ -10,6 +10,7 @@ import signal
 import time
 import traceback
 import warnings
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from taas.dataloader_registry import Registration
 from taas.delivery import keeper, planner
 from taas.delivery import loader as rank_side
 from taas.delivery.config import DeliveryConfig, Place, PlannerConfig, new_keys
-from taas.delivery.reports import Failed, Final, Prebuffered, ProgressReport, Report, Serving
+from taas.delivery.reports import Failed, Final, Places, Prebuffered, ProgressReport, Report, Serving
 from taas.delivery.service import ChildProcess, Service
 
 PATIENCE = 150.0
@@ -139,6 +140,7 @@ class DeliveryRun:
         self._encrypt, self._places = encrypt, places
         self.payload = f"/proc/{os.getpid()}/fd/{self._payload}"
         self.reports: list[Report] = []
+        self._unheard: deque[Report] = deque()
         self.service, self.children = self._start(processes, encrypt)
         if wait:
             self.wait_for((Prebuffered, Failed))
@@ -148,7 +150,7 @@ class DeliveryRun:
         service = Service(
             self.config, ChildProcess("taas.delivery.coordinator", self.config, reports=True), "", ""
         )
-        serving = service.read()
+        [serving, *_] = service.read() or ()
         assert isinstance(serving, Serving)
         service.endpoint, service.slabs = serving.endpoint, serving.slabs
         keys = self.config.keys.for_peers()
@@ -165,12 +167,16 @@ class DeliveryRun:
             view = view[os.write(self._payload, view) :]
 
     def wait_for(self, kinds: Any) -> Report:
+        """Return the next report of these kinds; those before it are in ``reports``."""
         while True:
-            report = self.service.read()
-            assert report is not None, "the coordinator ended"
-            self.reports.append(report)
-            if isinstance(report, kinds):
-                return report
+            while self._unheard:
+                report = self._unheard.popleft()
+                self.reports.append(report)
+                if isinstance(report, kinds):
+                    return report
+            said = self.service.read()
+            assert said is not None, "the coordinator ended"
+            self._unheard += said
 
     def start_ranks(self, body: Callable[..., Any]) -> list[Rank]:
         file = io.BytesIO()
@@ -199,8 +205,16 @@ class DeliveryRun:
         return self.results(self.start_ranks(body), timeout)
 
     def finish(self) -> Final:
-        """Ask for the loaders' final states, when the ranks have ended."""
+        """Return the loaders' final states, when the ranks have ended."""
+        self.ask_for_final()
+        return self.heard_final()
+
+    def ask_for_final(self) -> None:
+        """Say that the ranks have ended."""
         self.service.coordinator.send(b'{"type": "finish"}')
+
+    def heard_final(self) -> Final:
+        """Return the loaders' final states, which were asked for."""
         final = self.wait_for(Final)
         assert isinstance(final, Final)
         return final
@@ -209,7 +223,9 @@ class DeliveryRun:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.places = self.service.close()
+        self.reports += [*self._unheard, *self.service.close()]
+        said = [report.places for report in self.reports if isinstance(report, Places)]
+        self.places = said[0] if said else {}
         for child in self.children:
             child.end()
         os.close(self._payload)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -146,6 +147,42 @@ def test_units_of_both_starts_are_added_up() -> None:
     places = {"d": Place(1, 4, 6)}
     with DeliveryRun({"d": MAKERS["plain"]()}, ranks=2, places=places, units={"*": 30}, slab=4 << 20) as run:
         assert run.ranks(body) == [[2, 3], [2, 3]]
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
+@pytest.mark.parametrize(
+    ("name", "units"), [("shuffled", 8), ("streams", 8), ("shuffled", 12), ("stream", 10)], ids=str
+)
+def test_used_up_units_leave_an_empty_loop_before_the_save(name: str, units: int) -> None:
+    """The loss comes after the loop that the units ended, in the middle of its epoch or at its very end.
+
+    The cell finds that loop at its end, then no other one; its generators end where they would have.
+    """
+
+    def training(_rank: int, loaders: dict[str, Any]) -> Any:
+        place = taas.resume()[loaders["d"]]
+        taken = len(list(loaders["d"]))
+        with pytest.raises(UnitsExhausted):
+            iter(loaders["d"])
+        return tuple(place), taken
+
+    where: dict[str, Place] = {}
+    ends = []
+    for _ in range(3):
+        torch.manual_seed(11)
+        with DeliveryRun(
+            {"d": MAKERS[name]()}, ranks=2, places=where, units={"d": units}, slab=4 << 20
+        ) as run:
+            taken = 0 if where else units // 2
+            assert run.ranks(training) == 2 * [((0, units // 2 - taken), taken)]
+            ends.append(states(run.finish().states))
+        where = run.places
+        assert where == {"d": Place(0, units // 2, 0)}
+    assert ends == 3 * [ends[0]]
+
+
+def states(final: bytes) -> dict[str, Any]:
+    return {path: value.tolist() for path, value in pickle.loads(final)["d"].items()}
 
 
 def test_a_checkpoint_may_say_where_to_go_on() -> None:

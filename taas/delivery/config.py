@@ -97,6 +97,7 @@ class DeliveryConfig(msgspec.Struct, frozen=True):
         prebuffer: elements ready before the ranks are asked for; None: two a rank.
         hosts: data VMs that will join.
         alone: seconds that ranks may be without any data worker before the run fails; another VM may be on its way.
+        patience: seconds that the planner has, when the ranks have ended, to tell where the generators are.
     """
 
     keys: Keys
@@ -109,6 +110,7 @@ class DeliveryConfig(msgspec.Struct, frozen=True):
     prebuffer: int | None = None
     hosts: int = 1
     alone: float = 300.0
+    patience: float = 30.0
 
 
 class PlannerConfig(msgspec.Struct, frozen=True):

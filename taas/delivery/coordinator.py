@@ -104,6 +104,8 @@ class Coordinator:
         self._failed = False
         self._prebuffered = False
         self._finishing = False
+        self._final_by = 0.0
+        self._planner_died = False
         self._reported: list[Any] = []
         self._stateless: set[int] = set()
         self._held_up: set[int] = set()
@@ -175,15 +177,35 @@ class Coordinator:
         if command.get("type") == "lost":
             self._host_lost(f"h{command['vm']}", command["cause"])
         if command.get("type") == "finish" and not self._finishing:
-            self._finishing = True
-            begun = [
-                (book.index, *book.last_begun)
-                for book in self.ledger.book.loaders
-                if book.last_begun is not None
-            ]
-            self._tell_progress(time.monotonic())
-            if not self._server.send("p", encode(FinishPlans(begun))):
-                self._final(b"")
+            self._finish(time.monotonic())
+
+    # ── the end ───────────────────────────────────────────────────────────────────────────────────
+
+    def _finish(self, now: float) -> None:
+        """The ranks have ended: ask the planner where the loaders' generators are now."""
+        self._finishing, self._final_by = True, now + self.config.patience
+        self._tell_progress(now)
+        begun = [(book.index, *book.last_begun) for book in self.ledger.book.loaders if book.last_begun]
+        if self._planner_died or not self._server.send("p", encode(FinishPlans(begun))):
+            self._finish_without("has died")
+
+    def _finish_without(self, why: str) -> None:
+        """The planner will not answer: what it would say is not worth a run that does not end."""
+        begun = [book.facts.name for book in self.ledger.book.loaders if book.last_begun]
+        self._final(b"", dict.fromkeys(begun, f"the process that iterates its sampler {why}"))
+
+    def _final(self, states: bytes, unknown: dict[str, str]) -> None:
+        if self._reported:
+            return
+        for name, why in unknown.items():
+            self._report(
+                Note(
+                    f"'{name}': {why}; so its generator stands in the notebook where it stood before the cell. Seed it "
+                    "anew if the order of the next cell's elements matters"
+                )
+            )
+        self._reported.append(states)
+        self._report(Final(states))
 
     # ── messages ──────────────────────────────────────────────────────────────────────────────────
 
@@ -240,7 +262,7 @@ class Coordinator:
         elif isinstance(message, Stateless):
             self._on_stateless(message)
         elif isinstance(message, FinalStates):
-            self._final(message.states)
+            self._final(message.states, message.unknown)
 
     def _on_planner(self, message: PlannerHello) -> None:
         if message.loaders and not message.loaders[0].name:
@@ -288,8 +310,12 @@ class Coordinator:
         """A process on this host ended, for certain."""
         if name.startswith("w"):
             self._dead[name] = time.monotonic()  # its keeper is about to say what it was on
-        elif name == "p" and not self._finishing:
-            self._fail("the process that iterates the registered loaders' samplers died")
+        elif name == "p":
+            self._planner_died = True
+            if self._finishing:
+                self._finish_without("has died")
+            else:
+                self._fail("the process that iterates the registered loaders' samplers died")
         elif name.startswith("h"):
             self._host_lost(name, cause)
 
@@ -320,6 +346,8 @@ class Coordinator:
             if now - since > _TICK or "h" + worker[1:].split(".")[0] not in self._beats:
                 del self._dead[worker]
                 self.ledger.worker_lost(worker, -1, "its data VM is gone, too")
+        if self._finishing and now > self._final_by:
+            self._finish_without(f"has not answered for {self.config.patience:g} s")
         self.ledger.overdue(now)
         if self.ledger.workers:
             self._since_worker = now
@@ -382,10 +410,6 @@ class Coordinator:
         for rank in range(self.config.ranks):
             self._server.send(f"r{rank}", encode(RunFailed(reason)))
         self.ledger.fail(reason)
-
-    def _final(self, states: bytes) -> None:
-        self._reported.append(states)
-        self._report(Final(states))
 
     def _last_word(self) -> None:
         """Say where a run that is started again goes on, once all that dead ranks had said is heard."""

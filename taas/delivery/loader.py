@@ -28,6 +28,7 @@ __all__ = ["DeliveredLoader", "connect", "disconnect", "rebuild_loader", "resume
 _connection: Connection | None = None
 _places: dict[str, Place] = {}
 """Where loaders begin that do not begin at their start, by name."""
+_START = Place(0, 0, 0)
 _begun = False
 """Whether any loader has begun."""
 
@@ -223,13 +224,15 @@ class DeliveredLoader(DataLoader[Any]):
         """Begin the next iteration.
 
         Raises:
-            UnitsExhausted: ``--units`` elements were taken already.
+            UnitsExhausted: ``--units`` elements were taken already. The loop that an earlier start of the run had
+                ended with them is no error, but empty: the cell was on its way to its save.
         """
         connection = _connected()
         index, facts = self._facts()
         place = self._begin_at()
         allowed = self._allowed()
-        if allowed is not None and self._yielded >= allowed:
+        used_up = allowed is not None and self._yielded >= allowed
+        if allowed is not None and used_up and place == _START:
             taken = allowed * connection.config.ranks
             raise UnitsExhausted(
                 f"--units: {taken} elements of '{self.taas_name}' were taken ({allowed} steps in each of "
@@ -240,12 +243,12 @@ class DeliveredLoader(DataLoader[Any]):
         self._iterations += 1
         epoch = None if facts.epoch is None else self._epoch
         connection.begin(index, iteration, epoch, place.step, place.taken)
-        return DeliveredIterator(self, connection, index, iteration, place.step)
+        return DeliveredIterator(self, connection, index, iteration, place.step, empty=used_up)
 
     def _begin_at(self) -> Place:
         """Where the next iteration begins; what an earlier start of the run took counts as taken."""
         global _begun
-        place = Place(0, 0, 0)
+        place = _START
         if not self._begun:
             place = _places.get(self.taas_name, place)
             self._iterations = place.iteration
@@ -255,16 +258,26 @@ class DeliveredLoader(DataLoader[Any]):
 
 
 class DeliveredIterator:
-    """One iteration in one rank: explicit requests for (plan, step)."""
+    """One iteration in one rank: explicit requests for (plan, step).
+
+    An ``empty`` one was at its end before the run was started again: its plan ends where it begins.
+    """
 
     def __init__(
-        self, loader: DeliveredLoader, connection: Connection, index: int, iteration: int, first: int
+        self,
+        loader: DeliveredLoader,
+        connection: Connection,
+        index: int,
+        iteration: int,
+        first: int,
+        *,
+        empty: bool,
     ) -> None:
         self._loader, self._connection = loader, connection
         self._index, self._iteration = index, iteration
         self._plan = -1
         self._step = self._first = first
-        self._over = False
+        self._over, self._empty = False, empty
 
     def __iter__(self) -> DeliveredIterator:
         return self
@@ -277,7 +290,7 @@ class DeliveredIterator:
             raise StopIteration
         loader, connection = self._loader, self._connection
         allowed = loader._allowed()
-        if allowed is not None and loader._yielded >= allowed:
+        if allowed is not None and loader._yielded >= allowed and not self._empty:
             self._finish()
             raise StopIteration
         if self._plan < 0:

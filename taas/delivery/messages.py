@@ -95,9 +95,10 @@ class FinishPlans(_Message, frozen=True):
 
 
 class FinalStates(_Message, frozen=True):
-    """Pickled ``{loader name: {attribute path: generator state or epoch}}``."""
+    """Pickled ``{loader name: {attribute path: generator state or epoch}}``; why it is ``unknown`` of others, by name."""
 
     states: bytes
+    unknown: dict[str, str] = {}
 
 
 # ── workers and their hosts ───────────────────────────────────────────────────────────────────────────

@@ -100,6 +100,7 @@ class Plan:
         rows: rows that have left, that is, steps planned for every rank.
         ended: the sampler has no more.
         steps: steps of this plan once that is known, else None.
+        last: rows after which it is cut, once they are drawn; None where its sampler ends it.
         failure: packed exception of the user's sampler, raised after ``steps``.
         refusal: why there is no more, though there should be: ``uneven raise``, or an element that kills; or "".
         broken: which element of a stream ends it, because it kills whoever makes it, or "".
@@ -118,6 +119,7 @@ class Plan:
         self.ended = False
         self.undone = False
         self.steps: int | None = None
+        self.last: int | None = None
         self.failure = b""
         self.refusal = self.broken = ""
         self.skipped: Counter[int] = Counter()
@@ -169,6 +171,12 @@ class Plan:
             )
         self._row.clear()
         self.steps = self.rows
+
+    def cut(self, rows: int) -> None:
+        """Close the plan after so many rows, whatever its sampler has."""
+        self.ended, self.steps = True, min(self.rows, rows)
+        self.failure, self.refusal = b"", ""
+        self._row.clear()
 
     def _release_row(self) -> None:
         n = len(self.ranks)

@@ -46,6 +46,8 @@ class LoaderBook:
     orders: dict[int, StreamOrder] = field(default_factory=dict)
     base_seeds: dict[int, int] = field(default_factory=dict)
     rows_closed: int = 0
+    rows_before: int = 0
+    """Of these, the rows before the plan that was closed last."""
     begun_by: set[int] = field(default_factory=set)
     begun_at: tuple[int, int] | None = None
     """Iteration and step of the first one that this start of the run began."""
@@ -99,13 +101,20 @@ class LoaderBook:
         if self.last_begun is None:
             return None
         begun = [plan for plan in self.plans.values() if plan.begun]
-        if not begun:
-            return Place(self.last_begun[0] + 1, 0, self.rows_closed)
-        plan = min(begun, key=lambda plan: plan.iteration)
-        step = min(view.asked for view in plan.ranks)
-        if plan.steps is not None and step >= plan.steps:
-            return Place(plan.iteration + 1, 0, self.rows_closed + plan.steps)
-        return Place(plan.iteration, step, self.rows_closed)
+        if begun:
+            plan = min(begun, key=lambda plan: plan.iteration)
+            iteration, taken, step = plan.iteration, self.rows_closed, min(view.asked for view in plan.ranks)
+            over = plan.steps is not None and step >= plan.steps
+        else:
+            iteration, taken, over = self.last_begun[0], self.rows_before, True
+            step = self.rows_closed - taken
+        if over and not self.used_up(taken + step):
+            return Place(iteration + 1, 0, taken + step)
+        return Place(iteration, step, taken)
+
+    def used_up(self, rows: int) -> bool:
+        """Whether ``--units`` allows no more than so many rows: the iteration that took the last ends with it."""
+        return self.rows_allowed is not None and rows >= self.rows_allowed
 
     def note_begun(self, iteration: int, epoch: int | None) -> None:
         """Remember the latest iteration a rank began, and by how much the epoch went up."""
@@ -159,6 +168,7 @@ class PlanBook:
         plan.extend(message.indices, message.base_seed)
         if message.ended:
             plan.end(message.failure)
+        self._cut(book, plan)
         book.planned += (plan.rows - before) * self.n
         self._tell_end(plan)
         return plan
@@ -282,6 +292,14 @@ class PlanBook:
         book.planned += message.taken * self.n
         book.delivered += (message.taken + message.start) * self.n
         self.newly_consumed += plan.skip(message.start)
+        if book.used_up(message.taken + message.start):
+            plan.last = book.rows_left(but=plan)
+            self._cut(book, plan)
+
+    def _cut(self, book: LoaderBook, plan: Plan) -> None:
+        """A plan that is empty, its units having been taken by an earlier start, ends where its sampler was then."""
+        if plan.last is not None and (book.facts.streams or plan.rows >= plan.last):
+            plan.cut(plan.last)
 
     def _disagreement(self, rank: int, book: LoaderBook, message: Begin) -> str:
         here = (message.iteration, message.start)
@@ -323,6 +341,7 @@ class PlanBook:
         self.newly_cancelled.append((plan, rank, under_way))
         if plan.closed:
             book = self.loaders[plan.loader]
+            book.rows_before = book.rows_closed
             book.rows_closed += min(view.consumed for view in plan.ranks)
             self._forget(plan)
 

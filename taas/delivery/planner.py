@@ -13,6 +13,7 @@ import time
 import traceback
 from typing import Any
 
+import cloudpickle
 import torch
 
 from taas.delivery.config import PlannerConfig
@@ -66,12 +67,7 @@ class Planner:
             self._broken.pop(message.plan, None)
             return None
         assert isinstance(message, FinishPlans)
-        states = {}
-        for index, iteration, epoch in message.begun:
-            plans = self._loaders[index]
-            if isinstance(plans, LoaderPlans):
-                states[plans.name] = plans.final_states(iteration, epoch)
-        return FinalStates(pickle.dumps(states))
+        return self._finish(message)
 
     def _open(self, message: OpenPlan) -> Planned | None:
         plans = self._loaders[message.loader]
@@ -91,12 +87,37 @@ class Planner:
             return Planned(message.plan, 0, [], True, self._broken[message.plan])
         plans = self._plans[message.plan]
         until = time.monotonic() + _SLICE
+        packed: list[bytes] = []
         try:
             indices, ended, base_seed = plans.draw(message.plan, message.count, until, time.monotonic)
+            for index in indices:
+                packed.append(_pack_index(index))
         except Exception as error:
             self._broken[message.plan] = pack_failure(error, traceback.format_exc())
-            return Planned(message.plan, 0, [], True, self._broken[message.plan])
-        return Planned(message.plan, base_seed, [pickle.dumps(i, 5) for i in indices], ended)
+            if not packed:
+                return Planned(message.plan, 0, [], True, self._broken[message.plan])
+            ended = False  # the next answer tells of it, after the indices before it
+        return Planned(message.plan, base_seed, packed, ended)
+
+    def _finish(self, message: FinishPlans) -> FinalStates:
+        states, unknown = {}, {}
+        for index, iteration, epoch in message.begun:
+            plans = self._loaders[index]
+            if isinstance(plans, LoaderPlans):
+                try:
+                    states[plans.name] = plans.final_states(iteration, epoch)
+                except Exception as error:
+                    unknown[plans.name] = f"its sampler raised {type(error).__name__}: {error}"
+        return FinalStates(pickle.dumps(states), unknown)
+
+
+def _pack_index(index: Any) -> bytes:
+    """Pickle an index; one of a class of the notebook's by value."""
+    try:
+        return pickle.dumps(index, 5)
+    except (pickle.PicklingError, TypeError, AttributeError):
+        by_value: bytes = cloudpickle.dumps(index, 5)
+        return by_value
 
 
 def _load(config: PlannerConfig) -> Planner:

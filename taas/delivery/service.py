@@ -18,9 +18,13 @@ from typing import Any
 import msgspec
 
 from taas.delivery.config import DeliveryConfig, Keys, Place, RankConfig, WorkerConfig
-from taas.delivery.reports import Places, Report
+from taas.delivery.reports import Report
 
 __all__ = ["ChildProcess", "Service", "default_slab"]
+
+
+_AT_ONCE = 1 << 16
+"""Bytes that are read at once: as many as a pipe holds."""
 
 
 class ChildProcess:
@@ -35,7 +39,7 @@ class ChildProcess:
             env=environment,
         )
         self.unread = b""
-        """What it wrote last, once it was ended."""
+        """What it wrote that nobody has read: while it lives, the part of a line that is there."""
         if config is not None:
             self.send(msgspec.json.encode(config))
 
@@ -51,6 +55,13 @@ class ChildProcess:
             self.process.stdin.write(line + b"\n")
             self.process.stdin.flush()
 
+    def read_lines(self) -> list[bytes] | None:
+        """Return all whole lines that are there, None at its end. Waits where it has written nothing."""
+        assert self.process.stdout is not None
+        data = os.read(self.process.stdout.fileno(), _AT_ONCE)
+        *lines, self.unread = (self.unread + data).split(b"\n")
+        return lines if data else None
+
     def end(self, patience: float = 5.0) -> int:
         """Close its stdin, wait, kill what does not end; return its exit code."""
         assert self.process.stdin is not None
@@ -62,7 +73,7 @@ class ChildProcess:
             self.process.kill()
             self.process.wait(patience)
         if self.process.stdout is not None:
-            self.unread = self.process.stdout.read()
+            self.unread += self.process.stdout.read()
             self.process.stdout.close()
         return self.process.returncode
 
@@ -129,17 +140,16 @@ class Service:
             places or {},
         )
 
-    def read(self) -> Report | None:
-        """Return the next report, None when the coordinator has ended. Blocks."""
-        assert self.coordinator.process.stdout is not None
-        line = self.coordinator.process.stdout.readline()
-        return _decode_report(line) if line else None
+    def read(self) -> list[Report] | None:
+        """Return all reports that are there, None when the coordinator has ended. Waits where it has said nothing."""
+        lines = self.coordinator.read_lines()
+        return None if lines is None else [_decode_report(line) for line in lines]
 
-    def close(self) -> dict[str, Place]:
-        """End the coordinator; safe to call at any time. Returns where each loader that was begun would go on."""
+    def close(self) -> list[Report]:
+        """End the coordinator; safe to call at any time. Returns what it said last, ``Places`` among it."""
         self.coordinator.end()
-        last = [_decode_report(line) for line in self.coordinator.unread.splitlines()]
-        return {name: at for said in last if isinstance(said, Places) for name, at in said.places.items()}
+        *lines, _ = self.coordinator.unread.split(b"\n")
+        return [_decode_report(line) for line in lines]
 
 
 _decode_report: Callable[[bytes], Report] = msgspec.json.Decoder(Report).decode

@@ -13,7 +13,17 @@ from dataclasses import dataclass
 import msgspec
 
 from taas.delivery.config import DeliveryConfig, Place, PlannerConfig, RankConfig, WorkerConfig, new_keys
-from taas.delivery.reports import Failed, Final, HostLost, Note, Prebuffered, ProgressReport, Report, Serving
+from taas.delivery.reports import (
+    Failed,
+    Final,
+    HostLost,
+    Note,
+    Places,
+    Prebuffered,
+    ProgressReport,
+    Report,
+    Serving,
+)
 from taas.delivery.service import ChildProcess, Service, default_slab
 from taas.errors import RunLost
 from taas.messages.agents import EndMakers, MakerEnded, StartMaker
@@ -156,17 +166,17 @@ class DataSide:
             self._coordinator.send(msgspec.json.encode({"type": kind, **what}))
 
     def step(self) -> None:
-        """Take in the coordinator's next report."""
-        self._take(self._service.read())
+        """Take in what the coordinator has reported."""
+        reports = self._service.read()
+        if reports is None:
+            self.over = True
+            self.failed = self.failed or ("" if self.final else "the coordinator of the data workers ended")
+        for report in reports or ():
+            self._take(report)
         self._changed()
 
-    def _take(self, report: Report | None) -> None:
+    def _take(self, report: Report) -> None:
         match report:
-            case None:
-                self.over = True
-                self.failed = self.failed or (
-                    "" if self.final else "the coordinator of the data workers ended"
-                )
             case Serving():
                 self._service.endpoint, self._service.slabs = report.endpoint, report.slabs
                 self.start_makers()
@@ -186,6 +196,8 @@ class DataSide:
                 self._progressed(_all_together(report))
             case Final():
                 self.final, self.over = report.states, True
+            case Places():
+                self.places = self.places | report.places
 
     def ask_for_final(self) -> None:
         """The ranks have ended: ask where the generators are now."""
@@ -316,7 +328,8 @@ class DataSide:
     def close(self) -> None:
         """End all its processes; agents say when theirs are gone."""
         self.closed = True
-        self.places = self.places | self._service.close()
+        for report in self._service.close():
+            self._take(report)
         for vm in {id(vm): vm for vm in self._started.values()}.values():
             vm.send(EndMakers(run=self._run))
 
