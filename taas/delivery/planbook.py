@@ -293,7 +293,7 @@ class PlanBook:
         book.delivered += (message.taken + message.start) * self.n
         self.newly_consumed += plan.skip(message.start)
         if book.used_up(message.taken + message.start):
-            plan.last = book.rows_left(but=plan)
+            plan.last = book.rows_left(plan)
             self._cut(book, plan)
 
     def _cut(self, book: LoaderBook, plan: Plan) -> None:
