@@ -166,6 +166,16 @@ class Connection:
             self._next[plan] = step + 1
         return element
 
+    def ended(self, plan: int) -> Ended:
+        """Return how a plan ends of which this rank takes nothing; waits until that is known.
+
+        Raises:
+            DeliveryError: nothing will come any more.
+        """
+        while plan not in self._ended:
+            self._wait()
+        return self._ended[plan]
+
     def _wait_for(self, plan: int, seq: int, step: int) -> Element | Ended:
         began = time.perf_counter()
         self._flush()

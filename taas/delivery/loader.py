@@ -295,6 +295,8 @@ class DeliveredIterator:
             raise StopIteration
         if self._plan < 0:
             self._open()
+        if self._empty:
+            self._end(connection.ended(self._plan))
         element = connection.take(self._plan, self._step, self._step)
         if isinstance(element, Ended):
             self._end(element)
