@@ -12,7 +12,7 @@ from taas.capture.memory import Block, Piece, SentMemory, read_at, view_of
 from taas.capture.payload import Patch, ReturnedMemory, check_versions, peek, read_pickle, read_preface
 from taas.capture.pickling import MissingModule, Unpickler
 from taas.capture.quiet import no_collection
-from taas.capture.surroundings import Surroundings
+from taas.capture.surroundings import Surroundings, not_brought
 from taas.capture.tensors import join_devices
 
 __all__ = ["NOTHING", "Applied", "OwnMemory", "apply_answer"]
@@ -216,12 +216,19 @@ def _apply(fd: int, namespace: dict[str, Any], objects: Callable[[], list[Any]],
         namespace.pop(name, None)
         applied.deleted.append(name)
     if preface["surroundings"] is not None:
-        Surroundings.apply(preface["surroundings"])
+        _take_surroundings(preface["surroundings"], applied)
     for file, (size, lines) in preface["sources"].items():
         linecache.cache.setdefault(file, (size, None, lines, file))
     applied.cells = preface["cells"]
     applied.changed += len({patch.region for patch in header.patches})
     return applied
+
+
+def _take_surroundings(changes: dict[str, Any], applied: Applied) -> None:
+    try:
+        Surroundings.apply(changes)
+    except Exception as error:  # an earlier cell may have replaced whatever is set
+        applied.lost.append(not_brought(error))
 
 
 def _put_contents(contents: list[tuple[int, Any]], seeds: list[Any], applied: Applied) -> None:

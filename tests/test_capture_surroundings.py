@@ -1,0 +1,74 @@
+"""What cells did to torch as a whole, on machines without a GPU; test_capture_cuda.py and test_gpu.py have the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from capture_processes import Program, elsewhere, forkserver, here
+
+PRECISIONS = """[
+    torch.backends.fp32_precision, torch.backends.cuda.matmul.fp32_precision,
+    torch.backends.cudnn.conv.fp32_precision, torch.backends.cudnn.rnn.fp32_precision,
+    torch.backends.mkldnn.matmul.fp32_precision,
+]"""
+OLD_WORDS = """
+def old():
+    try:
+        return torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    except RuntimeError:
+        return "mixed"
+"""
+
+PROGRAMS = [
+    Program(
+        f"TF32 by {setting.partition('=')[0].strip()} {where}",
+        ("import torch" + OLD_WORDS + (setting if where == "before" else ""),),
+        ("" if where == "before" else setting) + f"\nseen = {PRECISIONS}, old()",
+        f"{PRECISIONS}, old()",
+    )
+    for where in ("before", "in the cell")
+    for setting in (
+        "torch.backends.cuda.matmul.fp32_precision = 'tf32'",
+        "torch.backends.fp32_precision = 'tf32'",
+        "torch.backends.cudnn.conv.fp32_precision = 'ieee'",
+        "torch.backends.cudnn.allow_tf32 = False",
+        "torch.set_float32_matmul_precision('high')",
+    )
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def common_ancestor() -> Iterator[None]:
+    """What all programs of this module are forked from is no process that one test leaves behind."""
+    with forkserver():
+        yield
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.backends, "fp32_precision"), reason="torch has one setting for all backends"
+)
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)
+def test_precisions_of_float32_travel(program: Program, tmp_path: Path) -> None:
+    """Settings for one backend, for which torch's older functions raise, are in the rank, and come back."""
+    expected, actual = here(program, tmp_path), elsewhere(program, tmp_path)
+    assert actual.names == expected.names
+    assert actual.probe == expected.probe
+    assert list(actual.lost) == []
+
+
+BROKEN = [
+    Program("in the rank", ("import random\nn = 0; seen = []",), "random.getstate = None\nn = 5; seen.append(n)"),
+    Program("in the notebook", ("import random\nn = 0; seen = []\nrandom.setstate = None",), "x = random.random(); del x\nn = 5; seen.append(n)"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("program", BROKEN, ids=lambda program: program.name)
+def test_names_come_back_where_the_state_of_the_process_cannot(program: Program, tmp_path: Path) -> None:
+    """What cannot be found out of the process, or be done to it, is said; what was trained is not lost."""
+    back = elsewhere(program._replace(probe="n, seen"), tmp_path)
+    assert back.probe == "(5, [5])"
+    (line,) = back.lost
+    assert line.startswith("what the cell did to its process") and "TypeError" in line
