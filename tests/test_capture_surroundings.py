@@ -71,4 +71,4 @@ def test_names_come_back_where_the_state_of_the_process_cannot(program: Program,
     back = elsewhere(program._replace(probe="n, seen"), tmp_path)
     assert back.probe == "(5, [5])"
     (line,) = back.lost
-    assert line.startswith("what the cell did to its process") and "TypeError" in line
+    assert line.startswith("the state of the process") and "TypeError" in line

@@ -49,10 +49,10 @@ def _loaded(name: str, attribute: str) -> Any:
 
 
 def not_brought(error: Exception) -> str:
-    """Say that the state of the process did not come back; names have to, whatever a cell did to its process."""
+    """Say what did not come back with the names, which have to, whatever a cell did to its process."""
     return (
-        "what the cell did to its process (environment, working directory, random numbers, settings of torch) "
-        f"did not come back: {type(error).__name__}: {error}"
+        "the state of the process (environment, working directory, random numbers, settings of torch): "
+        f"{type(error).__name__}: {error}"
     )
 
 
