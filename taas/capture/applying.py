@@ -71,6 +71,10 @@ class OwnMemory:
                 return block, start
         raise LookupError(f"{piece} is no memory of the notebook")
 
+    def on_device(self) -> bool:
+        """Tell whether the notebook has any of it on a CUDA device."""
+        return any(block.device != "cpu" for block in self._sent.blocks)
+
     def storage(self, *where: int) -> Any:
         """Return the notebook's storage, or one over a part of the notebook's memory."""
         from taas.capture.tensors import storage_over
@@ -212,7 +216,7 @@ def _apply(fd: int, namespace: dict[str, Any], objects: Callable[[], list[Any]],
         if why is not None and why not in applied.lost:
             applied.lost.append(why)
     _put_contents(contents, seeds, applied)
-    if any(region.device != "cpu" for region in header.regions):
+    if known.on_device() or any(region.device != "cpu" for region in header.regions):
         _join_devices([*seeds, *names.values()], applied)
     applied.lost += new.refused()
     for name, value in names.items():
