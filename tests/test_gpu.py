@@ -302,6 +302,19 @@ def test_random_draws_on_the_gpu_go_on(notebook: Notebook) -> None:
     assert notebook.value("drawn == expected") == "True"
 
 
+def test_random_draws_of_two_runs_go_on_in_a_kernel_that_has_not_used_cuda(fresh: Notebook) -> None:
+    """The second run goes on where the first stopped, and the notebook where the second did. Not run on a GPU yet."""
+    fresh.good("import torch\ntorch.manual_seed(7)\ndrawn = []")
+    for _ in range(2):
+        fresh.good("#pragma taas --gpus 1\ndrawn.append(torch.rand(2, device='cuda').tolist())")
+    assert fresh.value("torch.cuda.is_initialized()") == "False"
+    fresh.good("drawn.append(torch.rand(2, device='cuda').tolist())")
+    fresh.good(
+        "torch.cuda.manual_seed(7)\nexpected = [torch.rand(2, device='cuda').tolist() for _ in range(3)]"
+    )
+    assert fresh.value("drawn == expected") == "True"
+
+
 def test_a_gigabyte_on_the_gpu_travels(notebook: Notebook) -> None:
     """Large CUDA tensors arrive whole and come back whole."""
     length = 1 << 28

@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import importlib
 import os
-import random
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from taas.capture import reporting
-from taas.capture.memory import view_of
+from taas.capture.generators import set_generators, states_of_generators
 from taas.capture.torch_settings import put_settings, settings_of_torch
 
 __all__ = ["Surroundings", "extend_path", "not_brought"]
@@ -69,59 +68,6 @@ def _working_directory() -> str:
         return ""
 
 
-def _bytes_of(state: Any) -> bytes:
-    return bytes(view_of(state.data_ptr(), state.numel()))
-
-
-def _generators(*, cuda: bool) -> dict[str, Any]:
-    found: dict[str, Any] = {"random": random.getstate()}
-    if (numpy := _loaded("numpy.random", "get_state")) is not None:
-        name, keys, position, has_gauss, cached = numpy.get_state()
-        found["numpy"] = (name, keys.tobytes(), position, has_gauss, cached)
-    if (torch := _loaded("torch", "get_rng_state")) is not None:
-        found["torch"] = _bytes_of(torch.get_rng_state())
-        found["torch seed"] = torch.initial_seed()
-        if cuda and torch.cuda.is_initialized():
-            found["cuda"] = _bytes_of(torch.cuda.get_rng_state().cpu())
-    return found
-
-
-def _set_generators(states: dict[str, Any], *, device: int | None) -> None:
-    if "random" in states:
-        random.setstate(states["random"])
-    if "numpy" in states and (numpy := _loaded("numpy.random", "set_state")) is not None:
-        name, keys, *rest = states["numpy"]
-        numpy.set_state((name, sys.modules["numpy"].frombuffer(keys, "uint32"), *rest))
-    if (torch := _loaded("torch", "set_rng_state")) is None:
-        return
-    if "torch" in states:
-        torch.set_rng_state(_byte_tensor(torch, states["torch"]))
-    if device is not None and "cuda" in states:
-        _set_cuda_generator(torch, _byte_tensor(torch, states["cuda"]), device)
-    elif device is not None and "torch seed" in states:
-        torch.cuda.manual_seed(states["torch seed"])
-
-
-def _set_cuda_generator(torch: Any, state: Any, device: int) -> None:
-    """Set a device's generator; where CUDA isn't initialised, when the user does that."""
-    if torch.cuda.is_initialized():
-        torch.cuda.set_rng_state(state, device)
-        return
-    seed = torch.initial_seed()
-
-    def set_all() -> None:  # called inside torch's lock: nothing in here may ask for it again
-        for generator in torch.cuda.default_generators:
-            generator.manual_seed(seed)
-        torch.cuda.default_generators[device].set_state(state)
-
-    # torch runs queued seeds after all other queued calls, so set_rng_state by itself would be overridden
-    torch.cuda._lazy_call(set_all, seed_all=True)
-
-
-def _byte_tensor(torch: Any, data: bytes) -> Any:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
-
-
 class Surroundings:
     """The process-wide state at one moment, as plain values.
 
@@ -134,7 +80,7 @@ class Surroundings:
         self.environ = {name: value for name, value in os.environ.items() if not _mine(name)}
         self.path = list(sys.path)
         self.directory = _working_directory()
-        self.generators = _generators(cuda=cuda)
+        self.generators = states_of_generators(cuda=cuda)
         self.settings = settings_of_torch()
 
     @classmethod
@@ -177,7 +123,7 @@ class Surroundings:
             if "numpy seed" in generators:
                 numpy.seed(generators["numpy seed"])
         number = None if device is None else int(device.partition(":")[2] or 0)
-        _set_generators(generators, device=number)
+        set_generators(generators, device=number)
 
     def changes(self) -> dict[str, Any]:
         """Return what is different now, for :meth:`apply`."""
@@ -191,7 +137,7 @@ class Surroundings:
             "generators": {
                 n: v
                 for n, v in now.generators.items()
-                if self.generators.get(n) != v and not n.endswith("seed")
+                if self.generators.get(n) != v and not (n == "torch seed" and "cuda" in now.generators)
             },
             "settings": {n: v for n, v in now.settings.items() if self.settings.get(n) != v},
         }
@@ -211,4 +157,4 @@ class Surroundings:
         put_settings(changes["settings"])
         torch = _loaded("torch", "cuda")
         used = torch is not None and torch.cuda.is_initialized()
-        _set_generators(changes["generators"], device=torch.cuda.current_device() if used else 0)
+        set_generators(changes["generators"], device=torch.cuda.current_device() if used else 0)
