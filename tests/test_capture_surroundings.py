@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -72,3 +74,32 @@ def test_names_come_back_where_the_state_of_the_process_cannot(program: Program,
     assert back.probe == "(5, [5])"
     (line,) = back.lost
     assert line.startswith("the state of the process") and "TypeError" in line
+
+
+DEFAULTS = """
+import torch
+from taas.capture.torch_settings import put_settings, settings_of_torch
+def set_here(wanted, own, count):
+    torch.cuda.is_available, torch.cuda.device_count = lambda: count > 0, lambda: count
+    torch.set_default_device(None)
+    put_settings({"default device": wanted}, own)
+    return settings_of_torch()["default device"]
+print(set_here("cuda", "cuda:1", 2), set_here("cuda:0", "cuda:1", 2))  # the second rank
+print(set_here("cuda", None, 0), set_here("cuda:1", None, 0), torch.zeros(1).device)  # a CPU type
+print(set_here("cuda:1", None, 2), set_here("cuda:1", None, 1))  # a notebook, or a rehearsed rank
+print(set_here("meta", "cuda:1", 2))
+"""
+
+
+def test_a_default_device_is_each_ranks_own(tmp_path: Path) -> None:
+    """``cuda`` stays the current device, a number becomes the rank's; without CUDA the CPU stays the default."""
+    ran = subprocess.run(
+        [sys.executable, "-c", DEFAULTS],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        cwd=tmp_path,
+    )
+    assert ran.stderr == ""
+    assert ran.stdout.splitlines() == ["cuda cuda:1", "None None cpu", "cuda:1 cuda", "meta"]

@@ -115,7 +115,7 @@ class Surroundings:
             state: what :meth:`of_notebook` returned.
             device: the rank's CUDA device, or None.
         """
-        put_settings(state["settings"])
+        put_settings(state["settings"], device)
         reporting.enter(state["reporting"])
         generators = state["generators"]
         if "numpy" in sys.modules:  # it loads its random part at the first use, seeded from the system
@@ -154,7 +154,7 @@ class Surroundings:
             sys.path += [entry for entry in changes["path"] if entry not in sys.path]
         if changes["directory"] and Path(changes["directory"]).is_dir():
             os.chdir(changes["directory"])
-        put_settings(changes["settings"])
+        put_settings(changes["settings"], None)
         torch = _loaded("torch", "cuda")
         used = torch is not None and torch.cuda.is_initialized()
         set_generators(changes["generators"], device=torch.cuda.current_device() if used else 0)

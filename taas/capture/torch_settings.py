@@ -89,13 +89,44 @@ def settings_of_torch() -> dict[str, Any]:
     precision = getattr(torch._C, "_get_fp32_precision_getter", None)
     if precision is not None:
         found["precisions"] = tuple(precision(*what) for what in _PRECISIONS)
-    device = torch.get_default_device()
-    found["default device"] = None if device.type == "cpu" else str(device)
+    found["default device"] = _default_device(torch)
     return found
 
 
-def put_settings(settings: dict[str, Any]) -> None:
-    """Make them this process's settings; those that aren't given stay as they are."""
+def _default_device(torch: Any) -> str | None:
+    """Return the default device as it was set, or None for the CPU; torch itself would say which GPU it is now."""
+    context = getattr(getattr(torch, "_GLOBAL_DEVICE_CONTEXT", None), "device_context", None)
+    return None if context is None or context.device.type == "cpu" else str(context.device)
+
+
+def _device_here(wanted: str | None, own: str | None) -> str | None:
+    """Return the default device of another process as this process has it.
+
+    Args:
+        wanted: the device there.
+        own: this rank's CUDA device, e.g. ``cuda:1``; None where the process has no device of its own.
+
+    Returns:
+        None where it is a CUDA device, and there is none here.
+    """
+    if wanted is None or not wanted.startswith("cuda"):
+        return wanted
+    torch = sys.modules["torch"]
+    if not torch.cuda.is_available():  # a rehearsed rank says that it has one
+        return None
+    number = wanted.partition(":")[2]
+    if number and own is not None:
+        return own
+    return wanted if not number or int(number) < torch.cuda.device_count() else "cuda"
+
+
+def put_settings(settings: dict[str, Any], own: str | None) -> None:
+    """Make them this process's settings; those that aren't given stay as they are.
+
+    Args:
+        settings: as :func:`settings_of_torch` returns them.
+        own: this rank's CUDA device; None for a notebook, or a rank without.
+    """
     if not settings or (torch := _torch()) is None:
         return
     current = settings_of_torch()
@@ -104,8 +135,10 @@ def put_settings(settings: dict[str, Any]) -> None:
             put(torch, settings[name])
     if "precisions" in settings:
         _put_precisions(torch, settings["precisions"])
-    if "default device" in settings and settings["default device"] != current["default device"]:
-        torch.set_default_device(settings["default device"])
+    if "default device" in settings:
+        device = _device_here(settings["default device"], own)
+        if device != current["default device"]:
+            torch.set_default_device(device)
 
 
 def _put_precisions(torch: Any, precisions: tuple[str, ...]) -> None:
