@@ -61,6 +61,48 @@ print(*applied.lost, sep="\\n")
     )
 
 
+WAITING = """
+asked = []
+torch.cuda.is_initialized, torch.cuda.device_count = lambda: True, lambda: 3
+torch._C._cuda_hasPrimaryContext = lambda number: number != 1
+torch.cuda.get_rng_state = torch.get_rng_state
+"""
+
+
+def test_memory_is_read_when_the_gpus_have_written_it() -> None:
+    """A kernel that uses CUDA waits for the devices that it uses, before its names travel."""
+    lines = said(
+        WAITING
+        + """
+torch.cuda.synchronize = asked.append
+notebook["n"] = 1
+capture("n", notebook, None, project=Path.cwd())
+print(asked)
+"""
+    )
+    assert lines == ["[0, 2]"]
+
+
+def test_work_on_the_gpu_that_failed_stops_the_run_before_it_starts() -> None:
+    """A failure that CUDA tells late is told then: what it left in memory would travel silently."""
+    lines = said(
+        WAITING
+        + """
+from taas.errors import CaptureError
+torch.cuda.synchronize = refuse
+notebook["n"] = 1
+try:
+    capture("n", notebook, None, project=Path.cwd())
+except CaptureError as error:
+    print(error)
+"""
+    )
+    assert lines == [
+        "an earlier cell's work on the GPU has failed (CUDA out of memory.), and its tensors cannot be trusted. "
+        "Nothing was started; restart the kernel."
+    ]
+
+
 def test_tensors_that_cannot_be_changed_on_the_gpu_are_said() -> None:
     """The other names of the run come; the tensor has its old values, and a line says so."""
     lines = said("""

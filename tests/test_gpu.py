@@ -566,6 +566,30 @@ def test_a_device_side_assert_is_shown_on_the_cells_line(notebook: Notebook) -> 
     assert ran.own == "2.0\n"
 
 
+def test_a_copy_that_is_under_way_is_waited_for(notebook: Notebook) -> None:
+    """Values that the GPU is still writing to pinned memory when the cell ends. Not run on a GPU yet."""
+    notebook.good(
+        "#pragma taas --gpus 1\n"
+        "import torch\n"
+        "source = torch.ones(1 << 26, device='cuda')\n"
+        "for _ in range(100):\n"
+        "    source = source * 1.0\n"
+        "landed = source.to('cpu', non_blocking=True)\n"
+        "del source\n"
+    )
+    assert notebook.value("bool((landed == 1).all())") == "True"
+
+
+def test_an_error_after_the_last_line_is_the_cells(notebook: Notebook) -> None:
+    """A kernel that fails when the cell's last line has returned fails the run. Not run on a GPU yet."""
+    ran = notebook.run(
+        "#pragma taas --gpus 1\nimport torch\ntable = torch.zeros(2, device='cuda')\n"
+        "torch.cuda.synchronize()\ntable[torch.full((1,), 9, device='cuda')] = 1.0\ndel table\n"
+    )
+    assert ran.ename == "CellFailed"
+    assert "device-side assert" in ran.traceback
+
+
 def test_what_lives_on_the_gpu_and_cannot_travel_is_named(notebook: Notebook) -> None:
     """A stream belongs to one process: the run stops before it starts, and says which name it is."""
     notebook.good("stream = torch.cuda.Stream()")

@@ -21,7 +21,7 @@ from taas.capture.payload import FileMemory, check_versions, read_pickle, read_p
 from taas.capture.pickling import Pickler, Unpickler
 from taas.capture.quiet import no_collection
 from taas.capture.surroundings import Surroundings, not_brought
-from taas.capture.tensors import join_devices_at_first_step
+from taas.capture.tensors import join_devices_at_first_step, wait_for_devices
 from taas.errors import CaptureError
 
 if TYPE_CHECKING:
@@ -117,7 +117,12 @@ class Arrival:
 
         Returns:
             The descriptor, which the caller owns.
+
+        Raises:
+            RuntimeError: something that the cell asked of its GPU has failed there.
         """
+        if self._memory.device is not None:
+            wait_for_devices()
         with no_collection():
             try:
                 return _Answer(self, namespace, value, careful=False).write()
