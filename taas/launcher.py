@@ -245,12 +245,10 @@ class Foreground:
                 if self._view is not None:
                     self._view.note(message)
                 if isinstance(message, RunEnded):
-                    if message.answer is not None:
-                        try:
-                            self._apply(message.answer, captured)
-                        finally:
-                            self._supervisor.say(AnswerTaken(run=self._run))
-                    self._end_view(message)
+                    try:
+                        self._take_answer(message, captured)
+                    finally:
+                        self._end_view(message)
                     say(*message.notices)
                     return message
                 self._take(message)
@@ -286,6 +284,15 @@ class Foreground:
         if len(self._interrupts) >= _GIVE_UP:
             self._supervisor.kill()
             raise KeyboardInterrupt
+
+    def _take_answer(self, ended: RunEnded, captured: Capture) -> None:
+        """Apply the answer; whatever comes of it, the supervisor learns that the run's machines are free."""
+        if ended.answer is None:
+            return
+        try:
+            self._apply(ended.answer, captured)
+        finally:
+            self._supervisor.say(AnswerTaken(run=self._run))
 
     def _apply(self, answer: Memory, captured: Capture) -> None:
         fd = answer.open()

@@ -1,11 +1,11 @@
-"""Pieces of error messages: the user's own text, made fit to print, and the nearest thing that is allowed."""
+"""Pieces of messages: the user's own text, made fit to print; the nearest thing that is allowed; another's error."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
 
-__all__ = ["nearest", "shown"]
+__all__ = ["first_line", "nearest", "shown"]
 
 
 def shown(text: str, limit: int = 60) -> str:
@@ -20,3 +20,9 @@ def nearest(text: str, allowed: Iterable[str], cutoff: float = 0.0) -> str | Non
     names = list(allowed)
     found = difflib.get_close_matches(text[:60].lower(), names, n=1, cutoff=cutoff)
     return found[0] if found else None
+
+
+def first_line(error: Exception) -> str:
+    """The first line of another library's message, where CUDA's errors go on for ten; else the error's type."""
+    lines = str(error).splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -28,6 +28,35 @@ arrived.step()
 print({state["momentum_buffer"].device.type for state in arrived.state.values()})
 """
 
+BACK = """
+import types
+from pathlib import Path
+import torch
+from taas.capture import arrive, capture
+
+notebook, rank = types.ModuleType("__main__").__dict__, types.ModuleType("__main__").__dict__
+exec("import torch; net = torch.nn.Linear(2, 1); opt = torch.optim.Adam(net.parameters())", notebook)
+train = "net(torch.ones(1, 2)).sum().backward(); opt.step()"
+captured = capture(train, notebook, None, project=Path.cwd())
+arrival = arrive(captured.fd, rank, device=None)
+exec(train, rank)
+
+torch.__future__.set_swap_module_params_on_conversion(True)
+notebook["net"].to("meta")  # as if they had been on a GPU when they were captured
+for block in captured._pickler.sent.blocks:
+    block.device = "cuda:0"
+applied = captured.apply(arrival.pack_answer(rank))
+print(applied.lost, {s["exp_avg"].device.type for s in notebook["opt"].state.values()}, len(notebook["opt"].state))
+"""
+
+
+def test_state_made_on_the_cpu_follows_parameters_on_the_gpu() -> None:
+    """A rehearsed run of a network that the notebook has on a GPU: the optimizer's new state is beside it there."""
+    ran = subprocess.run(
+        [sys.executable, "-c", BACK], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (ran.stdout, ran.stderr) == ("[] {'meta'} 2\n", "")
+
 
 def test_state_follows_its_parameters_at_the_first_step() -> None:
     """Parameters moved after the optimizer arrived: its momentum is beside them when it is stepped."""

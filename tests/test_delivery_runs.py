@@ -109,11 +109,12 @@ def test_a_background_run_moves_the_generators_when_it_is_attached(registered: N
 
 
 def test_the_live_line_and_the_environment(registered: Notebook) -> None:
-    """The cell's line says how the delivery is; a dataset sees the notebook's environment, and may print."""
+    """The cell's line says how the delivery is; a dataset sees the notebook's environment, no GPU, and may print."""
     registered.good(
         "import os\nos.environ['WHERE_DATA_IS'] = 'bucket'\n"
         "class Reading(Dataset):\n    def __len__(self): return 30\n"
-        "    def __getitem__(self, i):\n        print('reading', i)\n        return os.environ['WHERE_DATA_IS']\n"
+        "    def __getitem__(self, i):\n        print('reading', i)\n"
+        "        return os.environ['WHERE_DATA_IS'] + os.environ.get('CUDA_VISIBLE_DEVICES', ' and GPUs')\n"
         "reading = DataLoader(Reading(), batch_size=3); taas.register(reading);"
     )
     ran = registered.good(HEAD + " --name reader\nplaces = {place for batch in reading for place in batch}")

@@ -302,6 +302,19 @@ def test_random_draws_on_the_gpu_go_on(notebook: Notebook) -> None:
     assert notebook.value("drawn == expected") == "True"
 
 
+def test_random_draws_of_two_runs_go_on_in_a_kernel_that_has_not_used_cuda(fresh: Notebook) -> None:
+    """The second run goes on where the first stopped, and the notebook where the second did. Not run on a GPU yet."""
+    fresh.good("import torch\ntorch.manual_seed(7)\ndrawn = []")
+    for _ in range(2):
+        fresh.good("#pragma taas --gpus 1\ndrawn.append(torch.rand(2, device='cuda').tolist())")
+    assert fresh.value("torch.cuda.is_initialized()") == "False"
+    fresh.good("drawn.append(torch.rand(2, device='cuda').tolist())")
+    fresh.good(
+        "torch.cuda.manual_seed(7)\nexpected = [torch.rand(2, device='cuda').tolist() for _ in range(3)]"
+    )
+    assert fresh.value("drawn == expected") == "True"
+
+
 def test_a_gigabyte_on_the_gpu_travels(notebook: Notebook) -> None:
     """Large CUDA tensors arrive whole and come back whole."""
     length = 1 << 28
@@ -551,6 +564,30 @@ def test_a_device_side_assert_is_shown_on_the_cells_line(notebook: Notebook) -> 
     assert notebook.value("(resident + 1).sum().item() > 0") == "True"
     ran = notebook.good("#pragma taas --gpus 1\nprint(torch.ones(2, device='cuda').sum().item())")
     assert ran.own == "2.0\n"
+
+
+def test_a_copy_that_is_under_way_is_waited_for(notebook: Notebook) -> None:
+    """Values that the GPU is still writing to pinned memory when the cell ends. Not run on a GPU yet."""
+    notebook.good(
+        "#pragma taas --gpus 1\n"
+        "import torch\n"
+        "source = torch.ones(1 << 26, device='cuda')\n"
+        "for _ in range(100):\n"
+        "    source = source * 1.0\n"
+        "landed = source.to('cpu', non_blocking=True)\n"
+        "del source\n"
+    )
+    assert notebook.value("bool((landed == 1).all())") == "True"
+
+
+def test_an_error_after_the_last_line_is_the_cells(notebook: Notebook) -> None:
+    """A kernel that fails when the cell's last line has returned fails the run. Not run on a GPU yet."""
+    ran = notebook.run(
+        "#pragma taas --gpus 1\nimport torch\ntable = torch.zeros(2, device='cuda')\n"
+        "torch.cuda.synchronize()\ntable[torch.full((1,), 9, device='cuda')] = 1.0\ndel table\n"
+    )
+    assert ran.ename == "CellFailed"
+    assert "device-side assert" in ran.traceback
 
 
 def test_what_lives_on_the_gpu_and_cannot_travel_is_named(notebook: Notebook) -> None:

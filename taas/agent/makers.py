@@ -62,7 +62,7 @@ def _be_maker(order: StartMaker) -> None:
     tie_to_agent()
     Path("/proc/self/comm").write_text(f"taas-{order.role}")
     os.environ.clear()
-    os.environ.update(order.environ | {"OMP_NUM_THREADS": "1"})
+    os.environ.update(order.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""})  # as a c1.4 is
     _write_to(order.log)
     project = _enter_project(order)
     from threadpoolctl import threadpool_limits

@@ -13,6 +13,7 @@ In a rank::
     arrival = arrive(fd, namespace, device="cuda:0")
     arrival.dress(shell)
     ...                                      # run the cell
+    wait_for_devices()                       # in every rank that has one: what failed late is the cell's error
     answer_fd = arrival.pack_answer(namespace, value)
 """
 
@@ -21,6 +22,7 @@ from taas.capture.capturing import Capture, capture
 from taas.capture.cell_text import check_syntax, python_of
 from taas.capture.payload import PayloadHeader, check_versions, peek
 from taas.capture.returning import Arrival, arrive
+from taas.capture.tensors import wait_for_devices
 
 __all__ = [
     "NOTHING",
@@ -34,4 +36,5 @@ __all__ = [
     "check_versions",
     "peek",
     "python_of",
+    "wait_for_devices",
 ]

@@ -12,8 +12,9 @@ from taas.capture.memory import Block, Piece, SentMemory, read_at, view_of
 from taas.capture.payload import Patch, ReturnedMemory, check_versions, peek, read_pickle, read_preface
 from taas.capture.pickling import MissingModule, Unpickler
 from taas.capture.quiet import no_collection
-from taas.capture.surroundings import Surroundings
+from taas.capture.surroundings import Surroundings, not_brought
 from taas.capture.tensors import join_devices
+from taas.wording import first_line
 
 __all__ = ["NOTHING", "Applied", "OwnMemory", "apply_answer"]
 
@@ -70,6 +71,10 @@ class OwnMemory:
                 return block, start
         raise LookupError(f"{piece} is no memory of the notebook")
 
+    def on_device(self) -> bool:
+        """Tell whether the notebook has any of it on a CUDA device."""
+        return any(block.device != "cpu" for block in self._sent.blocks)
+
     def storage(self, *where: int) -> Any:
         """Return the notebook's storage, or one over a part of the notebook's memory."""
         from taas.capture.tensors import storage_over
@@ -95,8 +100,7 @@ class OwnMemory:
         members = self._sent.members(patch.region)
         first = members[0]
         if first.device != "cpu":
-            _patch_device(first, patch, fd)
-            return None
+            return _patch_device(first, patch, fd)
         for block in members:
             if block.locate() != block.address:
                 return "memory of the notebook was replaced while the run went on"
@@ -126,7 +130,15 @@ class _Exporter:
         }
 
 
-def _patch_device(block: Block, patch: Patch, fd: int) -> None:
+def _patch_device(block: Block, patch: Patch, fd: int) -> str | None:
+    try:
+        _write_to_device(block, patch, fd)
+    except RuntimeError as error:  # its CUDA context is broken, or it has no room
+        return f"new values of tensors that the notebook has on {block.device} ({first_line(error)})"
+    return None
+
+
+def _write_to_device(block: Block, patch: Patch, fd: int) -> None:
     import torch
 
     data = bytearray(patch.nbytes)
@@ -201,11 +213,12 @@ def _apply(fd: int, namespace: dict[str, Any], objects: Callable[[], list[Any]],
     contents = [unpickler.load() for _ in range(preface["contents"])]
     for patch in header.patches:
         why = known.patch(patch, fd)
-        if why is not None:
+        if why is not None and why not in applied.lost:
             applied.lost.append(why)
     _put_contents(contents, seeds, applied)
-    if any(region.device != "cpu" for region in header.regions):
-        join_devices([*seeds, *names.values()])
+    if known.on_device() or any(region.device != "cpu" for region in header.regions):
+        _join_devices([*seeds, *names.values()], applied)
+    applied.lost += new.refused()
     for name, value in names.items():
         if isinstance(value, MissingModule):
             applied.lost.append(f"{name}: {value.reason}")
@@ -216,12 +229,28 @@ def _apply(fd: int, namespace: dict[str, Any], objects: Callable[[], list[Any]],
         namespace.pop(name, None)
         applied.deleted.append(name)
     if preface["surroundings"] is not None:
-        Surroundings.apply(preface["surroundings"])
+        _take_surroundings(preface["surroundings"], applied)
     for file, (size, lines) in preface["sources"].items():
         linecache.cache.setdefault(file, (size, None, lines, file))
     applied.cells = preface["cells"]
     applied.changed += len({patch.region for patch in header.patches})
     return applied
+
+
+def _join_devices(objects: list[Any], applied: Applied) -> None:
+    try:
+        join_devices(objects)
+    except RuntimeError as error:  # a full GPU
+        applied.lost.append(
+            f"new state beside parameters on the GPU, which is elsewhere ({first_line(error)})"
+        )
+
+
+def _take_surroundings(changes: dict[str, Any], applied: Applied) -> None:
+    try:
+        Surroundings.apply(changes)
+    except Exception as error:  # an earlier cell may have replaced whatever is set
+        applied.lost.append(not_brought(error))
 
 
 def _put_contents(contents: list[tuple[int, Any]], seeds: list[Any], applied: Applied) -> None:

@@ -22,7 +22,9 @@ from taas.capture.payload import write_file
 from taas.capture.pickling import Pickler
 from taas.capture.quiet import no_collection
 from taas.capture.surroundings import Surroundings
+from taas.capture.tensors import wait_for_devices
 from taas.errors import CaptureError
+from taas.wording import first_line
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -138,6 +140,7 @@ def _capture(
     seed_names: Iterable[str],
 ) -> Capture:
     needs.sure |= {name for name in seed_names if name in namespace}
+    _wait_for_devices()
     try:
         packed = _pack(namespace, needs, careful=False)
     except _FirstFailureError:
@@ -159,6 +162,21 @@ def _capture(
     fd, nbytes = write_file(pickler, tuple(packed.names), preface)
     pickler.sent.drop_staged()
     return Capture(packed, fd, nbytes, namespace)
+
+
+def _wait_for_devices() -> None:
+    """Let what earlier cells asked of the GPU be done before memory is read.
+
+    Raises:
+        CaptureError: some of it failed, so nothing that was computed there can be trusted.
+    """
+    try:
+        wait_for_devices()
+    except RuntimeError as error:
+        raise CaptureError(
+            f"an earlier cell's work on the GPU has failed ({first_line(error)}), and its tensors cannot be trusted. "
+            "Nothing was started; restart the kernel."
+        ) from error
 
 
 def _pack(namespace: dict[str, Any], needs: Needs, *, careful: bool) -> _Packed:

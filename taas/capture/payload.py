@@ -31,6 +31,7 @@ from taas.capture.memory import Piece, Region, Resident, SentMemory, address_of,
 from taas.capture.pickling import Pickler
 from taas.capture.tensors import moved, new_memory, storage_over
 from taas.errors import VersionMismatch
+from taas.wording import first_line
 
 __all__ = [
     "FileMemory",
@@ -308,7 +309,8 @@ class FileMemory:
 class ReturnedMemory:
     """New memory of an answer, for the notebook: ordinary memory, as if it had been made there.
 
-    A mapping would stay as long as anything in it, and twice where the notebook writes to it.
+    A mapping would stay as long as anything in it, and twice where the notebook writes to it. A storage that a CUDA
+    device refuses, since it is full or its context is broken, stays in host memory.
 
     Args:
         fd: the answer; has to stay open while it is unpickled.
@@ -320,6 +322,7 @@ class ReturnedMemory:
         self._fd, self._device = fd, device
         self._regions: dict[int, tuple[memoryview, Any]] = {}
         self._storages: dict[Piece, Any] = {}
+        self._refused: dict[str, tuple[int, str]] = {}
 
     def _region(self, number: int) -> tuple[memoryview, Any]:
         """Return a region's memory, and the torch storage it is, if torch is loaded."""
@@ -344,9 +347,25 @@ class ReturnedMemory:
             else:
                 known = storage_over(memory[piece.start : piece.start + piece.nbytes])
             if region.device != "cpu" and self._device is not None:
-                known = moved(known, self._device(region.device))
+                known = self._moved(known, self._device(region.device))
             self._storages[piece] = known
         return known
+
+    def _moved(self, storage: Any, device: str) -> Any:
+        try:
+            return moved(storage, device)
+        except RuntimeError as error:
+            nbytes, _ = self._refused.get(device, (0, ""))
+            self._refused[device] = nbytes + storage.nbytes(), first_line(error)
+            return storage
+
+    def refused(self) -> list[str]:
+        """Return a line for each device that did not take what the answer has for it."""
+        return [
+            f"to {device}: {nbytes:,} bytes of new tensors, which are in host memory now ({why}); "
+            f'make room on the GPU and move them there with .to("{device}")'
+            for device, (nbytes, why) in self._refused.items()
+        ]
 
     def buffer(self, number: int) -> memoryview:
         """Return writable memory."""

@@ -29,6 +29,10 @@ class _ArrivedMemory(OwnMemory):
     def __init__(self, memory: FileMemory) -> None:
         self._memory = memory
 
+    def on_device(self) -> bool:
+        """Tell whether any of it is on a CUDA device here."""
+        return bool(self._memory.on_device())
+
     def storage(self, *where: int) -> Any:
         """Return the storage over a part of it."""
         return self._memory.storage(*where)

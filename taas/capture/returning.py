@@ -20,8 +20,8 @@ from taas.capture.memory import candidates, differing, view_of
 from taas.capture.payload import FileMemory, check_versions, read_pickle, read_preface, write_file
 from taas.capture.pickling import Pickler, Unpickler
 from taas.capture.quiet import no_collection
-from taas.capture.surroundings import Surroundings
-from taas.capture.tensors import join_devices_at_first_step
+from taas.capture.surroundings import Surroundings, not_brought
+from taas.capture.tensors import join_devices_at_first_step, wait_for_devices
 from taas.errors import CaptureError
 
 if TYPE_CHECKING:
@@ -117,7 +117,12 @@ class Arrival:
 
         Returns:
             The descriptor, which the caller owns.
+
+        Raises:
+            RuntimeError: something that the cell asked of its GPU has failed there.
         """
+        if self._memory.device is not None:
+            wait_for_devices()
         with no_collection():
             try:
                 return _Answer(self, namespace, value, careful=False).write()
@@ -158,6 +163,7 @@ class _Answer:
             contents += self._dump((number, message), number, message)
         patches = tuple(self._patches())
         sources = self._pickler.sources()
+        surroundings = self._surroundings()
         preface = {
             "sources": sources,
             "cells": {file: n for file, n in arrival._cell_numbers.items() if file in sources},
@@ -165,10 +171,19 @@ class _Answer:
             "value": has_value,
             "contents": contents,
             "deleted": self._deleted(),
-            "surroundings": arrival._surroundings.changes() if self._returned is None else None,
+            "surroundings": surroundings,
         }
         fd, _ = write_file(self._pickler, tuple(names), preface, patches)
         return fd
+
+    def _surroundings(self) -> dict[str, Any] | None:
+        if self._returned is not None:
+            return None
+        try:
+            return self._arrival._surroundings.changes()
+        except Exception as error:  # a cell may have replaced whatever is asked
+            self._lost.append(not_brought(error))
+            return None
 
     def _new_pickler(self, seeds: list[Any]) -> Pickler:
         return Pickler(self._namespace, seeds=seeds, resident=self._arrival._memory.resident(), unwrap=True)

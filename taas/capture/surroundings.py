@@ -1,9 +1,9 @@
 """What earlier cells did to their process, for ranks; and what the cell did to rank 0's, for the notebook.
 
 Both ways: changed variables of the environment, ``sys.path``, the working directory, the random number
-generators of ``random``, NumPy and torch, and torch's process-wide settings (default dtype and device,
-gradient mode, determinism, matmul precision, cuDNN's flags). To the ranks alone: how the notebook logs, warns
-and prints (:mod:`reporting`). Variables that describe a rank, as torchrun's, never travel.
+generators of ``random``, NumPy and torch, and torch's process-wide settings (:mod:`torch_settings`). To the
+ranks alone: how the notebook logs, warns and prints (:mod:`reporting`). Variables that describe a rank, as
+torchrun's, never travel.
 A rank starts in the project whatever the notebook's working directory is (contract); where the cell
 changes it, the notebook's changes too.
 """
@@ -12,16 +12,16 @@ from __future__ import annotations
 
 import importlib
 import os
-import random
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from taas.capture import reporting
-from taas.capture.memory import view_of
+from taas.capture.generators import set_generators, states_of_generators
+from taas.capture.torch_settings import put_settings, settings_of_torch
 
-__all__ = ["Surroundings", "extend_path"]
+__all__ = ["Surroundings", "extend_path", "not_brought"]
 
 _A_RANKS_OWN = {
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE",
@@ -29,41 +29,6 @@ _A_RANKS_OWN = {
     "NODE_RANK", "PWD", "OLDPWD", "SHLVL", "_",
 }  # fmt: skip
 _A_RANKS_OWN_PREFIXES = ("ROLE_", "TORCHELASTIC_", "TAAS_", "JPY_", "TORCH_NCCL_", "TORCHDYNAMO_")
-
-_TORCH_SETTINGS: tuple[tuple[str, Callable[[Any], Any], Callable[[Any, Any], Any]], ...] = (
-    ("default dtype", lambda t: t.get_default_dtype(), lambda t, v: t.set_default_dtype(v)),
-    ("gradient mode", lambda t: t.is_grad_enabled(), lambda t, v: t.set_grad_enabled(v)),
-    (
-        "deterministic algorithms",
-        lambda t: (
-            t.are_deterministic_algorithms_enabled(),
-            t.is_deterministic_algorithms_warn_only_enabled(),
-        ),
-        lambda t, v: t.use_deterministic_algorithms(v[0], warn_only=v[1]),
-    ),
-    (
-        "matmul precision",
-        lambda t: t.get_float32_matmul_precision(),
-        lambda t, v: t.set_float32_matmul_precision(v),
-    ),
-    (
-        "anomaly detection",
-        lambda t: t.is_anomaly_enabled(),
-        lambda t, v: t.autograd.set_detect_anomaly(v),
-    ),
-    (
-        "cudnn flags",
-        lambda t: (t._C._get_cudnn_benchmark(), t._C._get_cudnn_deterministic(), t._C._get_cudnn_enabled()),
-        lambda t, v: _set_cudnn(t._C, *v),
-    ),
-)
-
-
-def _set_cudnn(bindings: Any, benchmark: bool, deterministic: bool, enabled: bool) -> None:
-    """Set its flags; by torch's bindings, since ``torch.backends.cudnn.set_flags`` resets others."""
-    bindings._set_cudnn_benchmark(benchmark)
-    bindings._set_cudnn_deterministic(deterministic)
-    bindings._set_cudnn_enabled(enabled)
 
 
 def _mine(name: str) -> bool:
@@ -82,6 +47,14 @@ def _loaded(name: str, attribute: str) -> Any:
     return module if module is not None and hasattr(module, attribute) else None
 
 
+def not_brought(error: Exception) -> str:
+    """Say what did not come back with the names, which have to, whatever a cell did to its process."""
+    return (
+        "the state of the process (environment, working directory, random numbers, settings of torch): "
+        f"{type(error).__name__}: {error}"
+    )
+
+
 def extend_path(first: Iterable[str]) -> None:
     """Put ``first`` at the front of ``sys.path``, each entry once, before what is there."""
     wanted = [entry for entry in dict.fromkeys(first) if entry]
@@ -93,79 +66,6 @@ def _working_directory() -> str:
         return str(Path.cwd())
     except FileNotFoundError:  # somebody removed it
         return ""
-
-
-def _bytes_of(state: Any) -> bytes:
-    return bytes(view_of(state.data_ptr(), state.numel()))
-
-
-def _generators(*, cuda: bool) -> dict[str, Any]:
-    found: dict[str, Any] = {"random": random.getstate()}
-    if (numpy := _loaded("numpy.random", "get_state")) is not None:
-        name, keys, position, has_gauss, cached = numpy.get_state()
-        found["numpy"] = (name, keys.tobytes(), position, has_gauss, cached)
-    if (torch := _loaded("torch", "get_rng_state")) is not None:
-        found["torch"] = _bytes_of(torch.get_rng_state())
-        found["torch seed"] = torch.initial_seed()
-        if cuda and torch.cuda.is_initialized():
-            found["cuda"] = _bytes_of(torch.cuda.get_rng_state().cpu())
-    return found
-
-
-def _set_generators(states: dict[str, Any], *, device: int | None) -> None:
-    if "random" in states:
-        random.setstate(states["random"])
-    if "numpy" in states and (numpy := _loaded("numpy.random", "set_state")) is not None:
-        name, keys, *rest = states["numpy"]
-        numpy.set_state((name, sys.modules["numpy"].frombuffer(keys, "uint32"), *rest))
-    if (torch := _loaded("torch", "set_rng_state")) is None:
-        return
-    if "torch" in states:
-        torch.set_rng_state(_byte_tensor(torch, states["torch"]))
-    if device is not None and "cuda" in states:
-        _set_cuda_generator(torch, _byte_tensor(torch, states["cuda"]), device)
-    elif device is not None and "torch seed" in states:
-        torch.cuda.manual_seed(states["torch seed"])
-
-
-def _set_cuda_generator(torch: Any, state: Any, device: int) -> None:
-    """Set a device's generator; where CUDA isn't initialised, when the user does that."""
-    if torch.cuda.is_initialized():
-        torch.cuda.set_rng_state(state, device)
-        return
-    seed = torch.initial_seed()
-
-    def set_all() -> None:  # called inside torch's lock: nothing in here may ask for it again
-        for generator in torch.cuda.default_generators:
-            generator.manual_seed(seed)
-        torch.cuda.default_generators[device].set_state(state)
-
-    # torch runs queued seeds after all other queued calls, so set_rng_state by itself would be overridden
-    torch.cuda._lazy_call(set_all, seed_all=True)
-
-
-def _byte_tensor(torch: Any, data: bytes) -> Any:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
-
-
-def _torch_settings() -> dict[str, Any]:
-    if (torch := _loaded("torch", "get_default_dtype")) is None:
-        return {}
-    found = {name: get(torch) for name, get, _ in _TORCH_SETTINGS}
-    device = torch.get_default_device()
-    found["default device"] = None if device.type == "cpu" else str(device)
-    return found
-
-
-def _set_torch_settings(settings: dict[str, Any]) -> None:
-    if not settings or (torch := _loaded("torch", "set_default_dtype")) is None:
-        return
-    current = _torch_settings()
-    for name, _, put in _TORCH_SETTINGS:
-        if name in settings and settings[name] != current[name]:
-            put(torch, settings[name])
-    if "default device" in settings and settings["default device"] != current["default device"]:
-        torch.set_default_device(settings["default device"])
 
 
 class Surroundings:
@@ -180,8 +80,8 @@ class Surroundings:
         self.environ = {name: value for name, value in os.environ.items() if not _mine(name)}
         self.path = list(sys.path)
         self.directory = _working_directory()
-        self.generators = _generators(cuda=cuda)
-        self.settings = _torch_settings()
+        self.generators = states_of_generators(cuda=cuda)
+        self.settings = settings_of_torch()
 
     @classmethod
     def of_notebook(cls) -> dict[str, Any]:
@@ -215,7 +115,7 @@ class Surroundings:
             state: what :meth:`of_notebook` returned.
             device: the rank's CUDA device, or None.
         """
-        _set_torch_settings(state["settings"])
+        put_settings(state["settings"], device)
         reporting.enter(state["reporting"])
         generators = state["generators"]
         if "numpy" in sys.modules:  # it loads its random part at the first use, seeded from the system
@@ -223,7 +123,7 @@ class Surroundings:
             if "numpy seed" in generators:
                 numpy.seed(generators["numpy seed"])
         number = None if device is None else int(device.partition(":")[2] or 0)
-        _set_generators(generators, device=number)
+        set_generators(generators, device=number)
 
     def changes(self) -> dict[str, Any]:
         """Return what is different now, for :meth:`apply`."""
@@ -237,7 +137,7 @@ class Surroundings:
             "generators": {
                 n: v
                 for n, v in now.generators.items()
-                if self.generators.get(n) != v and not n.endswith("seed")
+                if self.generators.get(n) != v and not (n == "torch seed" and "cuda" in now.generators)
             },
             "settings": {n: v for n, v in now.settings.items() if self.settings.get(n) != v},
         }
@@ -254,7 +154,7 @@ class Surroundings:
             sys.path += [entry for entry in changes["path"] if entry not in sys.path]
         if changes["directory"] and Path(changes["directory"]).is_dir():
             os.chdir(changes["directory"])
-        _set_torch_settings(changes["settings"])
+        put_settings(changes["settings"], None)
         torch = _loaded("torch", "cuda")
         used = torch is not None and torch.cuda.is_initialized()
-        _set_generators(changes["generators"], device=torch.cuda.current_device() if used else 0)
+        set_generators(changes["generators"], device=torch.cuda.current_device() if used else 0)

@@ -36,6 +36,7 @@ __all__ = [
     "reduce_typed_storage",
     "storage_over",
     "travels_as_view",
+    "wait_for_devices",
 ]
 
 _rebuilt: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -211,6 +212,21 @@ def _set_optimizer(optimizer: Any, attributes: dict[str, Any]) -> None:
     optimizer.__dict__.update(attributes)
     optimizer._patch_step_function()
     _rebuilt.add(optimizer)
+
+
+def wait_for_devices() -> None:
+    """Wait until CUDA devices have done all that this process asked of them: copies into pinned memory, too.
+
+    Raises:
+        RuntimeError: something failed on a device after the call that asked for it had returned.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None or not hasattr(torch, "cuda") or not torch.cuda.is_initialized():
+        return
+    has_context = getattr(torch._C, "_cuda_hasPrimaryContext", None)
+    for number in range(torch.cuda.device_count()):
+        if has_context is None or has_context(number):  # asking the others would give them one
+            torch.cuda.synchronize(number)
 
 
 def join_devices_at_first_step() -> None:

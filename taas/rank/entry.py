@@ -126,6 +126,8 @@ def _run(start: RankStart, readied: Readied | None, agent: Connection, outlet: O
     else:
         agent.send_bytes(pack(CellStarted(rank=rank)))
         end, value = _run_cell(order, prepared)
+        if end.outcome == "done" and order.gpus and not order.rehearsed:
+            end = _wait_for_gpus(end)
         if end.outcome == "done" and rank == 0:
             end, answer = _pack_answer(end, prepared.arrival, value)
     return RankEnded(
@@ -285,6 +287,24 @@ def _run_cell(order: RankOrder, prepared: _Prepared) -> tuple[_End, Any]:
     if why is not None:
         error.args = (f"{error}: {why}", *error.args[1:])
     return _End("raised", error, shell.last_traceback, at), None
+
+
+def _wait_for_gpus(end: _End) -> _End:
+    """Let the GPUs finish what the cell asked of them; what fails there after its last line is its failure, too."""
+    from taas import capture
+
+    try:
+        capture.wait_for_devices()
+    except KeyboardInterrupt as error:
+        return _End("interrupted", error, (), time.time())
+    except Exception as error:
+        error.add_note(
+            "It failed on the GPU when the cell's last line had returned. To see which line asked for it, restart the "
+            "kernel, set os.environ['CUDA_LAUNCH_BLOCKING'] = '1' in the first cell, and run the cell again."
+        )
+        lines = tuple("".join(traceback.format_exception_only(error)).splitlines())
+        return _End("raised", error, lines, time.time())
+    return end
 
 
 def _reason(error: BaseException, prepared: _Prepared) -> str | None:
