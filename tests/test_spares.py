@@ -88,6 +88,14 @@ def test_a_changed_environment_ends_them(notebook: Notebook) -> None:
     notebook.good("del os.environ['COLOUR']")
 
 
+def test_another_kind_of_ranks_ends_them(notebook: Notebook) -> None:
+    """They wait when a cell comes whose ranks need another forkserver: it starts, and none of them is left."""
+    spares = run_and_wait(notebook)
+    notebook.good("#!c1.4\nkind = 'CPU'")
+    assert notebook.value("kind") == "CPU"
+    assert gone([psutil.Process(pid) for pid in spares if psutil.pid_exists(pid)])
+
+
 def test_they_see_todays_modules(notebook: Notebook, folder: Path) -> None:
     """A module that was edited while they waited is imported as it is now."""
     module = notebook.folder / "settings.py"

@@ -6,8 +6,10 @@ poisons it. So the forkserver imports and waits.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
+import signal
 import sys
 from multiprocessing import forkserver as _mp
 from multiprocessing import resource_tracker
@@ -129,10 +131,20 @@ class Forkserver:
             for name in self._made_for[0].keys() - wanted[0].keys():
                 os.environ.pop(name, None)
             os.environ.update(wanted[0])
-            self._server._stop()  # type: ignore[attr-defined]
+            self._end()
             self._made_for = wanted
         self.start()
         return changed
+
+    def _end(self) -> None:
+        """SIGKILL it, and with it what was forked from it (rank/lifeline.py).
+
+        It would end by itself when nobody holds the pipe that says so, but each of its processes inherits that.
+        """
+        if self.pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+        self._server._stop()  # type: ignore[attr-defined]
 
     @staticmethod
     def _fitting(

@@ -329,8 +329,10 @@ class Agent:
             sweep_orphans(self._forkserver.own_pids())
 
     def _forget_spares(self) -> None:
+        """Let go of those of another forkserver, which ended with it, and bury them."""
         if self._spares is not None:
             self._spares.forget()
+        sweep_orphans(self._forkserver.own_pids())
 
     def _unwatch(self, process: Any) -> None:
         self._off(process.sentinel)
