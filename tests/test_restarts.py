@@ -102,6 +102,14 @@ def test_attach_and_logs_show_all_starts(notebook: Notebook) -> None:
     assert logs.index("start 0 of 1 from step 0") < logs.index("start 1 of 1 from step 3")
 
 
+WAITS = """
+import time, torch.distributed
+from pathlib import Path
+torch.distributed.init_process_group("gloo")
+torch.distributed.barrier()
+Path("all ranks are there").touch()
+time.sleep(600)
+"""
 NO_SCRATCH = """
 import os, time
 from pathlib import Path
@@ -117,8 +125,9 @@ time.sleep(600)
 
 def test_a_run_that_cannot_begin_or_begin_again_is_the_only_one_that_ends(notebook: Notebook) -> None:
     """As on a full disk. The supervisor, and all other runs with it, goes on."""
-    notebook.good(HEAD + " --background --name other\nimport time\ntime.sleep(600)")
+    notebook.good(HEAD + " --background --name other" + WAITS)
     before = notebook.processes().supervisor
+    notebook.good("from pathlib import Path\nwhile not Path('all ranks are there').exists(): pass")
     ran = notebook.run(HEAD + NO_SCRATCH)
     try:
         assert ran.ename == "CellFailed"
