@@ -416,7 +416,10 @@ class Ledger:
         if count >= self._target(rank, plan.loader, size):
             state.blocked.add(plan.ident)
             return False
-        return nbytes + size <= self._share(rank, plan) and state.nbytes + size <= self.slab
+        if state.nbytes + size > self.slab:
+            return False
+        least_share = self.slab // len(self.book.plans)  # in most cases enough, and quicker known
+        return nbytes + size <= least_share or nbytes + size <= self._share(rank, plan)
 
     def _target(self, rank: int, loader: int, size: int) -> int:
         """How many elements ahead: few, which stay in the caches, until ``progressed`` finds them too few."""
