@@ -22,7 +22,7 @@ def nearest(text: str, allowed: Iterable[str], cutoff: float = 0.0) -> str | Non
     return found[0] if found else None
 
 
-def first_line(error: Exception) -> str:
-    """The first line of another library's message, where CUDA's errors go on for ten; else the error's type."""
-    lines = str(error).splitlines()
-    return lines[0] if lines else type(error).__name__
+def first_line(error: BaseException) -> str:
+    """The first line of another library's message, where CUDA's and Ray's go on for ten; else the error's type."""
+    lines = str(error).strip().splitlines()
+    return lines[0].strip() if lines else type(error).__name__

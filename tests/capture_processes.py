@@ -11,6 +11,7 @@ import enum
 import multiprocessing
 import multiprocessing.forkserver
 import os
+import subprocess
 import sys
 import traceback
 import types
@@ -386,3 +387,12 @@ def elsewhere(program: Program, project: Path) -> Outcome:
         kernel.close()
         if rank is not None:
             rank.close()
+
+
+def printed(program: str) -> list[str]:
+    """Run a program in a fresh interpreter, which must not complain; returns the lines it prints."""
+    ran = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert ran.stderr == ""
+    return ran.stdout.splitlines()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from capture_processes import printed
 
 SETUP = """
 import torch
@@ -29,12 +28,8 @@ torch.manual_seed(3)
 
 
 def said(program: str) -> list[str]:
-    """Run a program in a process of its own; returns the lines it prints."""
-    ran = subprocess.run(
-        [sys.executable, "-c", SETUP + program], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert ran.stderr == ""
-    return ran.stdout.splitlines()
+    """Run a program after the set-up; returns the lines it prints."""
+    return printed(SETUP + program)
 
 
 def test_a_rank_with_several_gpus_has_them_all_seeded() -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from capture_processes import printed
 
 SETUP = """
 import os, types
@@ -34,12 +33,8 @@ def cell(setup, text, *, gpu_here=False, gpu_there=False):
 
 
 def said(program: str) -> list[str]:
-    """Run a program in a process of its own; returns the lines it prints."""
-    ran = subprocess.run(
-        [sys.executable, "-c", SETUP + program], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert ran.stderr == ""
-    return ran.stdout.splitlines()
+    """Run a program after the set-up; returns the lines it prints."""
+    return printed(SETUP + program)
 
 
 def test_new_tensors_that_the_gpu_has_no_room_for_stay_in_host_memory() -> None:

@@ -143,6 +143,17 @@ def test_a_frozen_worker_holds_nobody_up() -> None:
     assert sorted(float(i) for i in range(120)) == sorted(order)
 
 
+def until_it_fails(_rank: int, loaders: dict[str, Any]) -> tuple[list[int], str]:
+    """What arrives before an error, and what that says."""
+    got = []
+    try:
+        for x, _ in loaders["d"]:
+            got.append(int(x[0, 0]))
+    except DeliveryError as error:
+        return got, str(error)
+    return got, ""
+
+
 def test_a_poisonous_index_ends_with_its_name() -> None:
     """An index that kills every worker is given up after three, and named; the elements before it arrive."""
 
@@ -152,17 +163,8 @@ def test_a_poisonous_index_ends_with_its_name() -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             return super().__getitem__(index)
 
-    def body(_rank: int, loaders: dict[str, Any]) -> Any:
-        got = []
-        try:
-            for x, _ in loaders["d"]:
-                got.append(int(x[0, 0]))
-        except DeliveryError as error:
-            return got, str(error)
-        return got, ""
-
     with DeliveryRun({"d": DataLoader(Poisonous(40), batch_size=1)}, processes=2) as run:
-        [(got, message)] = run.ranks(body)
+        [(got, message)] = run.ranks(until_it_fails)
     assert got == list(range(17))
     assert "index [17]" in message
     assert "SIGKILL" in message
@@ -179,17 +181,8 @@ def test_an_element_of_a_stream_that_kills_its_owner_ends_with_its_name(position
                     os._exit(3)
                 yield torch.full((4,), float(number)), torch.rand(1)
 
-    def body(_rank: int, loaders: dict[str, Any]) -> Any:
-        got = []
-        try:
-            for x, _ in loaders["d"]:
-                got.append(int(x[0, 0]))
-        except DeliveryError as error:
-            return got, str(error)
-        return got, ""
-
     with DeliveryRun({"d": DataLoader(Poisonous(), batch_size=1)}, ranks=2, processes=2) as run:
-        results = run.ranks(body)
+        results = run.ranks(until_it_fails)
     steps = position // 2
     assert [got for got, _ in results] == [list(range(rank, 2 * steps, 2)) for rank in (0, 1)]
     for _, message in results:

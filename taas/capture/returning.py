@@ -21,7 +21,7 @@ from taas.capture.payload import FileMemory, check_versions, read_pickle, read_p
 from taas.capture.pickling import Pickler, Unpickler
 from taas.capture.quiet import no_collection
 from taas.capture.surroundings import Surroundings, not_brought
-from taas.capture.tensors import join_devices_at_first_step, wait_for_devices
+from taas.capture.tensors import join_devices_at_first_step
 from taas.errors import CaptureError
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ class Arrival:
     # ------------------------------------------------------------ the answer
 
     def pack_answer(self, namespace: dict[str, Any], value: Any = NOTHING) -> int:
-        """Write what the cell changed into a sealed memfd.
+        """Write what the cell changed into a sealed memfd; a rank with a GPU has waited for it before.
 
         Args:
             namespace: the rank's names after the cell.
@@ -117,12 +117,7 @@ class Arrival:
 
         Returns:
             The descriptor, which the caller owns.
-
-        Raises:
-            RuntimeError: something that the cell asked of its GPU has failed there.
         """
-        if self._memory.device is not None:
-            wait_for_devices()
         with no_collection():
             try:
                 return _Answer(self, namespace, value, careful=False).write()

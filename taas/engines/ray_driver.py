@@ -24,6 +24,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from taas.engines import AgentConfig, Demand, ray_head, ray_vm, ray_wire
 from taas.engines.ray_needs import bundle, differing_versions, what_is_missing
 from taas.engines.ray_wire import Acquire, Connected, Gone, Got, Release, Severed, Unreachable, Waiting
+from taas.wording import first_line
 
 _LOOK_SECONDS = 1.0
 _PARTING_SECONDS = 8.0
@@ -214,7 +215,7 @@ class Group:
         except ActorUnavailableError:
             how = "lost: Ray's connection to its node broke"
         except RayActorError as lost:
-            how = f"lost: {_first_sentence(lost)}"
+            how = f"lost: {first_line(lost)}"
         except Exception as broken:
             how = f"lost: {type(broken).__name__}: {broken}"
         self._gone(vm, how, error)
@@ -229,12 +230,6 @@ class Group:
                 remove_placement_group(self._placement)
         self._report(Gone(vm.number, how, error))
         vm.gone.set()
-
-
-def _first_sentence(lost: BaseException) -> str:
-    """Return what Ray says, in one line."""
-    lines = [line.strip() for line in str(lost).splitlines() if line.strip()]
-    return lines[0] if lines else type(lost).__name__
 
 
 # ---------------------------------------------------------------- the driver
@@ -338,7 +333,7 @@ def main() -> None:
         ray.cloudpickle.register_pickle_by_value(ray_vm)
         driver.report(Connected(_connect(address, patience)))
     except Exception as error:
-        driver.report(Unreachable(_first_sentence(error)))
+        driver.report(Unreachable(first_line(error)))
         return
     where = ray.get_runtime_context().gcs_address
     threading.Thread(target=_watch_head, args=(where, driver), daemon=True).start()
