@@ -78,10 +78,20 @@ def _spare_of(process: psutil.Process, before: set[int]) -> bool:
 
 
 def _left(before: set[int]) -> list[str]:
+    """Commands of the processes that stay; they are killed, so that the tests to come do not find them."""
     processes = [psutil.Process(pid) for pid in alive_below() - before if psutil.pid_exists(pid)]
     processes = [process for process in processes if not _spare_of(process, before)]
     _, alive = psutil.wait_procs(processes, 30)
-    return [" ".join(process.cmdline()) for process in alive]
+    return [_killed(process) for process in alive]
+
+
+def _killed(process: psutil.Process) -> str:
+    try:
+        command = " ".join(process.cmdline())
+        process.kill()
+    except psutil.NoSuchProcess:
+        return f"process {process.pid}"
+    return command
 
 
 def _shared_memory() -> set[str]:

@@ -111,9 +111,11 @@ Path("all ranks are there").touch()
 time.sleep(600)
 """
 NO_SCRATCH = """
-import os, time
+import os, time, torch.distributed
 from pathlib import Path
 from jupyter_core.paths import jupyter_data_dir
+torch.distributed.init_process_group("gloo")
+torch.distributed.barrier()
 scratch = Path(jupyter_data_dir()) / "taas" / "scratch"
 if os.environ["RANK"] == "0":
     scratch.rename(scratch.with_name("away"))
@@ -128,8 +130,8 @@ def test_a_run_that_cannot_begin_or_begin_again_is_the_only_one_that_ends(notebo
     notebook.good(HEAD + " --background --name other" + WAITS)
     before = notebook.processes().supervisor
     notebook.good("from pathlib import Path\nwhile not Path('all ranks are there').exists(): pass")
-    ran = notebook.run(HEAD + NO_SCRATCH)
     try:
+        ran = notebook.run(HEAD + NO_SCRATCH)
         assert ran.ename == "CellFailed"
         assert "rank 0 on vm-0 killed by SIGKILL" in ran.evalue
         assert "it could not be started again" in ran.stdout
@@ -138,8 +140,9 @@ def test_a_run_that_cannot_begin_or_begin_again_is_the_only_one_that_ends(notebo
         assert "the run could not begin" in refused.evalue
     finally:
         scratch = Path(jupyter_data_dir()) / "taas" / "scratch"
-        scratch.unlink()
-        scratch.with_name("away").rename(scratch)
+        if scratch.is_file():
+            scratch.unlink()
+            scratch.with_name("away").rename(scratch)
     assert notebook.good("#pragma taas --gpus 2\nprint('fine')").own == "fine\n"
     assert notebook.processes().supervisor == before
     assert "other" in str(notebook.good("%taas status").displays), "it is still there"
