@@ -127,6 +127,78 @@ def test_what_cannot_come_back_is_listed_and_the_rest_comes(rounds: Any) -> None
     assert any("deep['a'][0] is a _thread.lock" in line for line in applied.lost)
 
 
+NEEDS_NAMES = """
+class Packed:
+    def __init__(self): self.items = [1]
+    def __getstate__(self): return json.dumps(self.items)
+    def __setstate__(self, state): self.items = unpack(state) * TIMES
+def unpack(text, *, loads="loads"):
+    return getattr(json, loads)(text)
+TIMES = 2
+"""
+
+
+@pytest.mark.parametrize(
+    ("earlier", "cell"),
+    [
+        (NEEDS_NAMES + "import json\na = Packed()", "a.items.append(3)"),
+        ("", NEEDS_NAMES + "a = Packed(); import json"),
+    ],
+    ids=["to the ranks", "back"],
+)
+def test_an_object_is_rebuilt_with_names_that_come_with_it(earlier: str, cell: str, tmp_path: Path) -> None:
+    """Its class' methods find a module, a function and a number, whatever the order of the names."""
+    there = elsewhere(
+        Program("with names", (earlier,), cell, probe="[a.items, type(a) is Packed, json]"), tmp_path
+    )
+    assert there.lost == []
+    assert there.probe.startswith("[[1, 1")
+
+
+FAILS_AT_HOME = """
+class Only:
+    def __init__(self): self.x = 0
+    def __hash__(self): return self.x
+    def __setstate__(self, state):
+        if os.getpid() == home: raise OSError("no such disk")
+        self.__dict__.update(state)
+class Made:
+    def __reduce__(self): return make, ()
+def make():
+    if os.getpid() == home: raise OSError("no such place")
+    return Made()
+shared, new = [5], torch.ones(4)
+a, b, c, d = Only(), [1, (Only(), shared)], Made(), {'a': Made()}
+e, f, g = {Only(): 1}, functools.partial(print, Only()), lambda x=Only(): x
+log.append(2); known.append(a)
+w += 1; after = [shared, new, Only]
+b
+"""
+
+
+def test_what_cannot_be_rebuilt_in_the_notebook_is_lost_alone(tmp_path: Path) -> None:
+    """What does not hold it comes, also what stands behind it, shares with it, or was there before."""
+    earlier = "import functools, os, torch\nhome = os.getpid(); w = torch.zeros(3); log = [1]; known = []"
+    probe = (
+        "[log, w.tolist(), known, after[0] is shared, after[1] is new, new.tolist(), "
+        "sorted({*'abcdefg'} & {*globals()})]"
+    )
+    there = elsewhere(Program("fails at home", (earlier,), FAILS_AT_HOME, probe=probe), tmp_path)
+    assert there.probe == repr([[1, 2], [1.0] * 3, [], True, True, [1.0] * 4, []])
+    disk, place = (
+        "cannot be rebuilt here (OSError: no such disk)",
+        "cannot be rebuilt here (OSError: no such place)",
+    )
+    assert sorted(there.lost) == sorted(
+        [
+            f"a: it {disk}", f"b: an object of Only in it {disk}", f"c: it {place}", f"d: a part of it {place}",
+            f"f: an object of Only in it {disk}", f"g: an object of Only in it {disk}",
+            "e: it cannot be rebuilt here (AttributeError: 'Only' object has no attribute 'x')",
+            f"the cell's last value: an object of Only in it {disk}", f"new contents of an object: an object of Only in it {disk}",
+        ]
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("returned", "a", "b", "new"),
     [(None, [1, 2], [1, 2], True), (("a",), [1, 2], [1], False), ((), [1], [1], False)],

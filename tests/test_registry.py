@@ -70,7 +70,9 @@ def test_what_is_not_registered_cannot_be_unregistered() -> None:
         registry.unregister(DataLoader(Plain()))
 
 
-@pytest.mark.parametrize("thing", [Plain(), 3, None, iter([1]), (i for i in range(3))], ids=lambda thing: type(thing).__name__)
+@pytest.mark.parametrize(
+    "thing", [Plain(), 3, None, iter([1]), (i for i in range(3))], ids=lambda thing: type(thing).__name__
+)
 def test_what_cannot_be_iterated_anew_is_refused(thing: Any) -> None:
     """Datasets, numbers, iterators and generators are no loaders."""
     with pytest.raises(RegistrationError):

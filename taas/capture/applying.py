@@ -7,11 +7,21 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from taas.capture.ahead import MissingModule, bound, stand_ins
 from taas.capture.contents.kinds import Kinds
 from taas.capture.memory import Block, Piece, SentMemory, read_at, view_of
-from taas.capture.payload import Patch, ReturnedMemory, check_versions, peek, read_pickle, read_preface
-from taas.capture.pickling import MissingModule, Unpickler
+from taas.capture.payload import (
+    Patch,
+    PayloadHeader,
+    ReturnedMemory,
+    check_versions,
+    peek,
+    read_pickle,
+    read_preface,
+)
+from taas.capture.pickling import StreamReader, Unpickler
 from taas.capture.quiet import no_collection
+from taas.capture.salvaging import Salvager
 from taas.capture.surroundings import Surroundings, not_brought
 from taas.capture.tensors import join_devices
 from taas.wording import first_line
@@ -206,16 +216,20 @@ def _apply(fd: int, namespace: dict[str, Any], objects: Callable[[], list[Any]],
     seeds = objects() if header.stream else []
     applied = Applied(lost=list(preface["lost"]))
     new = _new_memory(fd)
-    unpickler = Unpickler(read_pickle(fd), seeds, len(seeds), _Memory(known, new), new.buffers())
-    names = dict(unpickler.load() for _ in header.names)
-    if preface["value"]:
-        applied.value = unpickler.load()
-    contents = [unpickler.load() for _ in range(preface["contents"])]
+    source = read_pickle(fd), seeds, len(seeds), _Memory(known, new), new.buffers()
+    with bound(stand_ins(preface["ahead"], namespace), namespace):
+        try:
+            loaded = _Loaded(Unpickler(*source), header, preface)
+        except Exception:  # whatever a user's __setstate__ raises
+            salvager = Salvager(*source)
+            loaded = _Loaded(salvager, header, preface)
+            loaded.drop_what_is_lost(salvager, namespace, applied)
+    names, applied.value = loaded.names, loaded.value
     for patch in header.patches:
         why = known.patch(patch, fd)
         if why is not None and why not in applied.lost:
             applied.lost.append(why)
-    _put_contents(contents, seeds, applied)
+    _put_contents(loaded.contents, seeds, applied)
     if known.on_device() or any(region.device != "cpu" for region in header.regions):
         _join_devices([*seeds, *names.values()], applied)
     applied.lost += new.refused()
@@ -235,6 +249,30 @@ def _apply(fd: int, namespace: dict[str, Any], objects: Callable[[], list[Any]],
     applied.cells = preface["cells"]
     applied.changed += len({patch.region for patch in header.patches})
     return applied
+
+
+class _Loaded:
+    """What stands in an answer's stream."""
+
+    def __init__(self, reader: StreamReader, header: PayloadHeader, preface: dict[str, Any]) -> None:
+        load: Callable[[], Any] = reader.load  # type: ignore[attr-defined]
+        self.names: dict[str, Any] = dict(load() for _ in header.names)
+        self.value: Any = load() if preface["value"] else NOTHING
+        self.contents: list[tuple[int, Any]] = [load() for _ in range(preface["contents"])]
+
+    def drop_what_is_lost(self, salvager: Salvager, namespace: dict[str, Any], applied: Applied) -> None:
+        """Keep what is whole, and tell the rest."""
+
+        def whole(what: str, value: Any) -> bool:
+            why = salvager.why_lost(value, namespace)
+            if why is not None:
+                applied.lost.append(f"{what}: {why}")
+            return why is None
+
+        self.names = {name: value for name, value in self.names.items() if whole(name, value)}
+        if not whole("the cell's last value", self.value):
+            self.value = NOTHING
+        self.contents = [entry for entry in self.contents if whole("new contents of an object", entry)]
 
 
 def _join_devices(objects: list[Any], applied: Applied) -> None:

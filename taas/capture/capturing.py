@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from taas.capture.ahead import ahead_of, in_order
 from taas.capture.applying import Applied, OwnMemory, apply_answer
 from taas.capture.culprit import find_culprit
 from taas.capture.ipython_names import is_of_ipython
@@ -150,6 +151,7 @@ def _capture(
         "project": str(project),
         "surroundings": Surroundings.of_notebook(),
         "sources": pickler.sources(),
+        "ahead": ahead_of(packed.names, namespace),
         "cells": _cell_numbers(pickler, shell),
         "submodules": [
             *_submodules(packed, needs.words, namespace),
@@ -182,7 +184,7 @@ def _wait_for_devices() -> None:
 def _pack(namespace: dict[str, Any], needs: Needs, *, careful: bool) -> _Packed:
     packed = _Packed(Pickler(namespace))
     pickler = packed.pickler
-    waiting = [*sorted(needs.sure), *sorted(needs.maybe)]
+    waiting = in_order([*sorted(needs.sure), *sorted(needs.maybe)], namespace)
     met = set(waiting)
     while waiting:
         name = waiting.pop(0)
@@ -204,7 +206,7 @@ def _pack(namespace: dict[str, Any], needs: Needs, *, careful: bool) -> _Packed:
             packed.detached.append(name)
         new = {n for n in pickler.wanted - met - needs.settled if n in namespace and not is_of_ipython(n)}
         met |= new
-        waiting += sorted(new)
+        waiting = in_order([*waiting, *sorted(new)], namespace)
     return packed
 
 

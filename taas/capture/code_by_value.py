@@ -24,6 +24,7 @@ from typing import Any
 from cloudpickle import cloudpickle as _cloudpickle
 
 __all__ = [
+    "SETTERS",
     "TESTED_CLOUDPICKLE",
     "BasePickler",
     "dispatch_table",
@@ -170,6 +171,10 @@ def _with_slots(cls: type, reduced: tuple[Any, ...]) -> tuple[Any, ...]:
             if key != "__slots__" and not isinstance(value, types.MemberDescriptorType)
         }
     return maker, arguments, (attributes, slots), None, None, _set_class
+
+
+SETTERS = (_fill_cell, _set_function, _set_class)
+"""They complete their first argument, which is there before."""
 
 
 # ---------------------------------------------------------------- cached functions

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copyreg
 import functools
-import importlib
 import io
 import linecache
 import pickle
@@ -21,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 from taas.capture import arrays, tensors
+from taas.capture.ahead import import_or_stand_in
 from taas.capture.code_by_value import (
     BasePickler,
     dispatch_table,
@@ -32,7 +32,7 @@ from taas.capture.code_by_value import (
 )
 from taas.capture.memory import Block, Resident, SentMemory, address_of
 
-__all__ = ["MemorySource", "MissingModule", "Pickler", "Unpickler"]
+__all__ = ["MemorySource", "Pickler", "StreamReader", "Unpickler"]
 
 Memo = dict[int, tuple[int, Any]]
 Reducer = Callable[[Any], Any]
@@ -71,27 +71,6 @@ def _storage(*where: int) -> Any:
 
 def _buffer(*where: int) -> memoryview:
     raise pickle.UnpicklingError(f"{where}: memory is opened by taas' own Unpickler only")
-
-
-def _module(name: str) -> types.ModuleType:
-    """Import a module; one that isn't there becomes one that says so when it is used."""
-    try:
-        return importlib.import_module(name)
-    except Exception as error:  # a module's own code may raise anything
-        return MissingModule(name, f"{type(error).__name__}: {error}")
-
-
-class MissingModule(types.ModuleType):
-    """Stands for a module that could not be imported where it arrived."""
-
-    def __init__(self, name: str, reason: str) -> None:
-        super().__init__(name)
-        self.__dict__["reason"] = reason
-
-    def __getattr__(self, attribute: str) -> Any:
-        if attribute.startswith("__"):
-            raise AttributeError(attribute)
-        raise ModuleNotFoundError(f"module {self.__name__!r} could not be imported here: {self.reason}")
 
 
 def _itself(value: Any) -> Any:
@@ -209,7 +188,7 @@ class Pickler(BasePickler):
 
     def _module(self, module: types.ModuleType) -> Any:
         known = sys.modules.get(module.__name__)
-        return (_module, (module.__name__,)) if known is module else NotImplemented
+        return (import_or_stand_in, (module.__name__,)) if known is module else NotImplemented
 
     def _function(self, function: types.FunctionType) -> Any:
         if function.__globals__ is not self.namespace:
@@ -287,8 +266,8 @@ class Pickler(BasePickler):
         self._handles = {k: h for k, h in self._handles.items() if len(h.where) > 1 or h.where[0] < blocks}
 
 
-class Unpickler(pickle.Unpickler):
-    """Reads such a stream.
+class StreamReader:
+    """What reads such a stream, besides one of Python's unpicklers.
 
     Args:
         stream: what the pickler wrote.
@@ -308,10 +287,10 @@ class Unpickler(pickle.Unpickler):
         # The memo of CPython's unpickler cannot be assigned (the assignment empties it), so the stream
         # begins with one that loads the seeds: for each None, BINPERSID, MEMOIZE, POP.
         prelude = b"\x80\x05" + b"NQ\x940" * count + b"N."
-        super().__init__(io.BytesIO(prelude + stream), buffers=buffers)
+        super().__init__(io.BytesIO(prelude + stream), buffers=buffers)  # type: ignore[call-arg]
         self._seeds: Iterator[Any] = iter(seeds)
         self._openers = {"_storage": memory.storage, "_buffer": memory.buffer}
-        self.load()
+        self.load()  # type: ignore[attr-defined]
 
     def persistent_load(self, pid: Any) -> Any:
         """Return the next seed."""
@@ -322,4 +301,8 @@ class Unpickler(pickle.Unpickler):
         """Find what the stream names; memory is opened here."""
         if module == __name__ and name in self._openers:
             return self._openers[name]
-        return super().find_class(module, name)
+        return super().find_class(module, name)  # type: ignore[misc]
+
+
+class Unpickler(StreamReader, pickle.Unpickler):
+    """Reads such a stream."""

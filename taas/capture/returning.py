@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from taas.capture.ahead import ahead_of, in_order, stand_ins
 from taas.capture.applying import NOTHING
 from taas.capture.contents.kind import CannotChangeError, Kind
 from taas.capture.contents.kinds import Kinds, memory_of
@@ -57,6 +58,7 @@ class Arrival:
         self._unreadable: dict[int, str] = {}
         self._kinds = Kinds(self._number_of)
         self._namespace = namespace
+        namespace.update(stand_ins(preface["ahead"], namespace))
 
     def _load(self, stream: bytes) -> None:
         unpickler = Unpickler(stream, [self._namespace], 1, self._memory, self._memory.buffers())
@@ -149,7 +151,11 @@ class _Answer:
         anything = messages or rebound or self._value is not NOTHING
         seeds = [object() if id(v) in self._replaced else v for v in arrival._objects] if anything else []
         self._pickler = self._new_pickler(seeds)
-        names = [name for name, value in rebound.items() if self._dump((name, value), name, value)]
+        names = [
+            name
+            for name in in_order(rebound, rebound)
+            if self._dump((name, rebound[name]), name, rebound[name])
+        ]
         has_value = (
             self._value is not NOTHING and self._returned is None and self._dump(self._value, None, None)
         )
@@ -161,6 +167,7 @@ class _Answer:
         surroundings = self._surroundings()
         preface = {
             "sources": sources,
+            "ahead": ahead_of(names, self._namespace),
             "cells": {file: n for file, n in arrival._cell_numbers.items() if file in sources},
             "lost": self._lost,
             "value": has_value,
