@@ -8,7 +8,7 @@ ARTEFACTS ?= artefacts
 
 help:
 	@echo "make demo      train MNIST in eight ranks: runs examples/mnist_ddp.ipynb and shows what its cells print"
-	@echo "make test      every test (those on a Ray cluster only where Ray is installed)"
+	@echo "make test      every test, in two processes (those on a Ray cluster only where Ray is installed)"
 	@echo "make test-ray  installs Ray, and runs the tests on a cluster of network namespaces (root; 20 minutes)"
 	@echo "make quick     the tests that take seconds"
 	@echo "make check     format, lint, types, quick tests"
@@ -19,7 +19,7 @@ demo: .venv/demo
 	$(BIN)/python examples/run_notebook.py examples/mnist_ddp.ipynb --out $(ARTEFACTS)
 
 test: .venv/test
-	$(BIN)/python -m pytest $(TESTS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(TESTS)
 
 test-ray: .venv/test
 	$(PIP) install --quiet --constraint constraints.txt --editable ".[ray]"
