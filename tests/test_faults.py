@@ -227,10 +227,21 @@ def test_an_interrupt_that_comes_after_the_end(notebook: Notebook) -> None:
     assert notebook.value("late") == str(supervisor.pid)
 
 
-def test_names_that_the_kernel_cannot_unpack(notebook: Notebook) -> None:
-    """The cell shows why; the run is over all the same, and another one may have its name."""
-    body = "class Odd:\n    def __reduce__(self): return int, ('no number',)\nodd = Odd()"
-    assert notebook.run(f"#pragma taas --gpus 2 --name odd\n{body}").ename == "ValueError"
+def test_an_object_that_the_kernel_cannot_unpack(notebook: Notebook) -> None:
+    """A line says why; the other names come."""
+    ran = notebook.good(
+        "#pragma taas --gpus 2\nclass Odd:\n    def __reduce__(self): return int, ('no number',)\nodd = Odd(); even = 2"
+    )
+    assert "odd: it cannot be rebuilt here (ValueError: invalid literal for int()" in ran.stdout + ran.stderr
+    assert notebook.value("'odd' in globals(), even") == "False 2"
+
+
+def test_an_interrupt_while_the_kernel_unpacks(notebook: Notebook) -> None:
+    """No names come; the run is over all the same, and another one may have its name."""
+    notebook.good("def press(): raise KeyboardInterrupt")
+    body = "class Late:\n    def __reduce__(self): return press, ()\nlate = Late()"
+    assert notebook.run(f"#pragma taas --gpus 2 --name odd\n{body}").ename == "KeyboardInterrupt"
+    assert notebook.value("'late' in globals()") == "False"
     notebook.good("#pragma taas --gpus 2 --name odd\npass")
 
 

@@ -18,7 +18,9 @@ from typing import Any
 import msgspec
 import zmq
 
+from taas.delivery import notices
 from taas.delivery.config import DeliveryConfig, read_line
+from taas.delivery.hosts import Hosts
 from taas.delivery.ledger import Ledger
 from taas.delivery.messages import (
     Announced,
@@ -49,7 +51,6 @@ from taas.delivery.reports import (
     Failed,
     Final,
     HostLost,
-    Note,
     Places,
     Prebuffered,
     Report,
@@ -62,10 +63,6 @@ from taas.delivery.watch import Watch
 __all__ = ["Coordinator", "main"]
 
 _TICK = 0.25
-_SILENT = 6.0
-"""Seconds without a beat after which a host's leases are given out again."""
-_GONE = 20.0
-"""Seconds without a beat after which a host counts as lost."""
 
 
 class Coordinator:
@@ -95,10 +92,7 @@ class Coordinator:
             self._poller.register(self._fds.fileno(), zmq.POLLIN)
         self._watch = Watch(self._poller)
         self._decode = Decoder(ToCoordinator)
-        self._beats: dict[str, float] = {}
-        self._stopped: dict[str, set[str]] = {}
-        self._silent: set[str] = set()
-        self._lost: set[str] = set()
+        self._hosts = Hosts()
         self._dead: dict[str, float] = {}
         self._since_worker = time.monotonic()
         self._failed = False
@@ -198,12 +192,7 @@ class Coordinator:
         if self._reported:
             return
         for name, why in unknown.items():
-            self._report(
-                Note(
-                    f"'{name}': {why}; so its generator stands in the notebook where it stood before the cell. Seed it "
-                    "anew if the order of the next cell's elements matters"
-                )
-            )
+            self._report(notices.generator_stays(name, why))
         self._reported.append(states)
         self._report(Final(states))
 
@@ -231,8 +220,9 @@ class Coordinator:
             ledger.book.close(int(peer[1:]), message)
         elif kind is Lacking:
             ledger.lacking(message.asked, message.lacking)
-        elif kind is Beat and peer not in self._lost:
-            self._on_beat(peer, message)
+        elif kind is Beat and not self._hosts.is_lost(peer):
+            self._hosts.hear(peer, time.monotonic(), message.stopped)
+            self._suspect()
         elif kind is not Beat:
             self._on_arrival(peer, message)
 
@@ -245,13 +235,13 @@ class Coordinator:
             self.ledger.rank_joined(message)
         elif isinstance(message, WorkerHello):
             host = "h" + peer[1:].split(".")[0]
-            if host in self._lost:
+            if self._hosts.is_lost(host):
                 return  # said before it was lost
             self.ledger.worker_joined(peer, host, message.shared)
             if self.config.shared:
                 self._watch.add(peer, message.pid)
         elif isinstance(message, HostHello):
-            self._beats[peer] = time.monotonic()
+            self._hosts.hear(peer, time.monotonic())
             if message.error:
                 self._fail(f"a data VM cannot load the registered loaders:\n{message.error}")
             elif self.config.shared:
@@ -271,40 +261,18 @@ class Coordinator:
         self.ledger.book.hello(message.loaders)
         for rank in range(self.config.ranks):
             self.ledger.welcome(rank)
-        n = self.config.ranks
         for book in self.ledger.book.loaders:
-            if book.facts.note:
-                self._report(Note(book.facts.note))
-            units = self.config.units.get(book.facts.name, self.config.units.get("*"))
-            if units is not None and units % n:
-                self._report(
-                    Note(
-                        f"'{book.facts.name}': {units} units over {n} ranks are {units // n} steps a rank; "
-                        f"{units % n} units are left over"
-                    )
-                )
+            for note in notices.of_registration(book, self.config):
+                self._report(note)
 
     def _on_stateless(self, message: Stateless) -> None:
         if message.loader not in self._stateless:
             self._stateless.add(message.loader)
-            name = self.ledger.book.loaders[message.loader].facts.name
-            self._report(
-                Note(
-                    f"'{name}': {message.reason}; where a data worker dies, another one reads its stream again from "
-                    "the start, and skips what was delivered"
-                )
-            )
-
-    def _on_beat(self, host: str, message: Beat) -> None:
-        self._beats[host] = time.monotonic()
-        self._stopped[host] = set(message.stopped)
-        self._silent.discard(host)
-        self._suspect()
+            book = self.ledger.book.loaders[message.loader]
+            self._report(notices.stream_is_read_again(book, message.reason))
 
     def _suspect(self) -> None:
-        stopped = set().union(*self._stopped.values()) if self._stopped else set()
-        silent = {w.name for w in self.ledger.workers.values() if w.host in self._silent}
-        self.ledger.suspect(stopped | silent)
+        self.ledger.suspect(self._hosts.suspects(self.ledger.workers.values()))
 
     def _on_end(self, name: str, cause: str) -> None:
         """A process on this host ended, for certain."""
@@ -320,12 +288,8 @@ class Coordinator:
             self._host_lost(name, cause)
 
     def _host_lost(self, host: str, cause: str) -> None:
-        if host in self._lost:
+        if not self._hosts.lose(host):
             return
-        self._lost.add(host)
-        self._beats.pop(host, None)  # none, where its workers were quicker to say hello
-        self._stopped.pop(host, None)
-        self._silent.discard(host)
         if not self._finishing:
             self._report(HostLost(int(host[1:]), cause))
         if not self.config.shared:
@@ -336,14 +300,12 @@ class Coordinator:
 
     def _tick(self, now: float) -> None:
         self._next_tick = now + _TICK
-        for host, beat in list(self._beats.items()):
-            if now - beat > _GONE and not self.config.shared:
-                self._host_lost(host, f"silent for {_GONE:.0f} s")
-            elif now - beat > _SILENT and host not in self._silent:
-                self._silent.add(host)
-                self._suspect()
+        for host in [] if self.config.shared else self._hosts.gone(now):
+            self._host_lost(host, self._hosts.silent_for)
+        if self._hosts.fall_silent(now):
+            self._suspect()
         for worker, since in list(self._dead.items()):
-            if now - since > _TICK or "h" + worker[1:].split(".")[0] not in self._beats:
+            if now - since > _TICK or "h" + worker[1:].split(".")[0] not in self._hosts:
                 del self._dead[worker]
                 self.ledger.worker_lost(worker, -1, "its data VM is gone, too")
         if self._finishing and now > self._final_by:
@@ -377,25 +339,13 @@ class Coordinator:
         self._prebuffered = True
         for book in self.ledger.book.loaders:
             if self._lacks(book) > 0 and self.ledger.is_full(book):
-                self._report(
-                    Note(
-                        f"'{book.facts.name}': the ranks began with {book.prepared} elements made, not with "
-                        f"{book.prepared + self._lacks(book)}: the buffer holds no more ([delivery] buffer in taas.toml)"
-                    )
-                )
+                self._report(notices.prebuffer_is_too_large(book, self._lacks(book)))
         self._report(Prebuffered())
 
     def _tell_held_up(self) -> None:
         for loader in self.ledger.held_up - self._held_up:
             self._held_up.add(loader)
-            name = self.ledger.book.loaders[loader].facts.name
-            self._report(
-                Note(
-                    f"'{name}' is one stream for all ranks: some ranks wait for one that does not take its elements, "
-                    "as many as a rank's buffer holds. Let every rank iterate it, or make the buffer larger "
-                    "([delivery] buffer in taas.toml)"
-                )
-            )
+            self._report(notices.ranks_are_held_up(self.ledger.book.loaders[loader]))
 
     def _tell_progress(self, now: float) -> None:
         report = self._meter.read(now)
@@ -421,7 +371,7 @@ class Coordinator:
 
     def _close(self) -> None:
         quit_now = encode(Quit())
-        for peer in ("p", *self._beats, *self.ledger.workers):
+        for peer in ("p", *self._hosts, *self.ledger.workers):
             self._server.send(peer, quit_now)
         self._watch.close()
         self._server.close()
