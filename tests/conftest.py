@@ -12,14 +12,15 @@ from pathlib import Path
 
 import psutil
 import pytest
-from hypothesis import settings
-from notebook_harness import Notebook
+from hypothesis import HealthCheck, settings
+from notebook_harness import Notebook, there
 from ray_cluster import RayCluster, why_not
 
 from taas import _linux
 from taas.rank import process_names
 
-settings.register_profile("taas", deadline=None)  # a loaded machine is slow, not wrong
+# a loaded machine is slow, not wrong
+settings.register_profile("taas", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("taas")
 _PR_SET_CHILD_SUBREAPER, _CLONE_NEWNS = 36, 0x20000
 _MS_REC, _MS_PRIVATE = 1 << 14, 1 << 18
@@ -79,8 +80,7 @@ def _spare_of(process: psutil.Process, before: set[int]) -> bool:
 
 def _left(before: set[int]) -> list[str]:
     """Commands of the processes that stay; they are killed, so that the tests to come do not find them."""
-    processes = [psutil.Process(pid) for pid in alive_below() - before if psutil.pid_exists(pid)]
-    processes = [process for process in processes if not _spare_of(process, before)]
+    processes = [process for process in there(alive_below() - before) if not _spare_of(process, before)]
     _, alive = psutil.wait_procs(processes, 30)
     return [_killed(process) for process in alive]
 

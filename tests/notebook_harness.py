@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -157,7 +158,13 @@ class Notebook:
         table = [
             row for child in psutil.Process().children(recursive=True) if (row := _row(child)) is not None
         ]
-        agents = {process.pid for process, command, *_ in table if command.endswith("-m taas.agent")}
+        commands = {process.pid: command for process, command, *_ in table}
+
+        def is_one(command: str, parent: int, module: str) -> bool:
+            """Whether it is one itself, and no child of one that is just becoming another program."""
+            return command.endswith(f"-m {module}") and commands.get(parent) != command
+
+        agents = {p.pid for p, command, parent, _ in table if is_one(command, parent, "taas.agent")}
         forkservers = {
             process.pid
             for process, command, parent, _ in table
@@ -166,13 +173,13 @@ class Notebook:
         for process, command, parent, name in table:
             if process.pid == self.pid or "resource_tracker" in command:
                 continue
-            if command.endswith("-m taas.supervisor"):
+            if is_one(command, parent, "taas.supervisor"):
                 found["supervisor"].append(process)
             elif process.pid in agents:
                 found["agents"].append(process)
             elif process.pid in forkservers:
                 found["forkservers"].append(process)
-            elif process.name() in ("taas-planner", "taas-keeper"):
+            elif name in ("taas-planner", "taas-keeper"):
                 found["makers" if parent in forkservers else "others"].append(process)
             elif parent in forkservers and name in _NOT_A_RANK_YET:
                 found["spares"].append(process)
@@ -190,6 +197,15 @@ def _row(process: psutil.Process) -> tuple[psutil.Process, str, int, str] | None
         return None if process.status() == psutil.STATUS_ZOMBIE else row
     except psutil.NoSuchProcess:
         return None
+
+
+def there(pids: Iterable[int]) -> list[psutil.Process]:
+    """Those of the processes that have not gone yet."""
+    found = []
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found.append(psutil.Process(pid))
+    return found
 
 
 def gone(processes: list[psutil.Process], seconds: float = 30) -> bool:

@@ -131,11 +131,12 @@ def test_a_killed_data_vm_is_replaced(registered: Notebook, who: str) -> None:
     registered.good(
         "import time\nclass Slow(Dataset):\n    def __len__(self): return 200\n"
         "    def __getitem__(self, i):\n        time.sleep(0.03)\n        return i\n"
-        "slow = DataLoader(Slow(), batch_size=2); taas.register(slow);"
+        f"slow = DataLoader(Slow(), batch_size=2); taas.register(slow); killed = '{who} killed'"
     )
     registered.start(
         HEAD
-        + "\ngot = []\nfor batch in slow:\n    got.append(batch.tolist())\n    print('got', len(got), flush=True)"
+        + "\nimport os\ngot = []\nfor batch in slow:\n    got.append(batch.tolist())\n    print('got', len(got), flush=True)\n"
+        "    while len(got) == 5 and not os.path.exists(killed): time.sleep(0.01)"
     )
     registered.wait_for("got 5\n")
     [keeper] = [maker for maker in registered.processes().makers if maker.name() == "taas-keeper"]
@@ -143,6 +144,7 @@ def test_a_killed_data_vm_is_replaced(registered: Notebook, who: str) -> None:
     [agent] = [parent for parent in keeper.parents() if parent.pid in agents]
     workers = keeper.children()
     (agent if who == "agent" else keeper).kill()
+    (registered.folder / f"{who} killed").touch()
     ran = registered.end()
     assert ran.status == "ok", ran.traceback
     assert gone([keeper, *workers])

@@ -17,8 +17,11 @@ pytestmark = [
 ]
 FLOOD = (
     "#pragma taas --gpus 2 --name flood{options}\n"
-    "import os\n"
-    "for i in range(30_000): print(f'{{i:6}}', 'x' * 90)\n"
+    "import os, torch.distributed as dist\n"
+    "dist.init_process_group('gloo')\n"
+    "if os.environ['RANK'] == '0': print(f'{{0:6}}', 'x' * 90)\n"
+    "dist.barrier()  # before rank 1 fills the disk alone\n"
+    "for i in range(1, 30_000): print(f'{{i:6}}', 'x' * 90)\n"
     "answer = 42"
 )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -87,10 +88,15 @@ def test_a_rank_that_swallowed_its_error_and_left_is_named(notebook: Notebook) -
 
 def test_a_stopped_rank_is_named(notebook: Notebook) -> None:
     """SIGSTOP is seen from outside, and how to go on is said; after SIGCONT the run ends well."""
-    notebook.start(HEADER + GROUP + "time.sleep(1)\nfor _ in range(3): dist.all_reduce(torch.ones(1))\n")
-    notebook.wait_for("ready")
+    notebook.start(
+        HEADER + GROUP + "dist.barrier()\nprint('together')\n"
+        "while not os.path.exists('go'): print('waits', flush=True); time.sleep(0.1)  # that is progress\n"
+        "for _ in range(3): dist.all_reduce(torch.ones(1))\n"
+    )
+    notebook.wait_for("together")
     ranks = sorted(notebook.processes().ranks, key=lambda process: process.pid)
     os.kill(ranks[-1].pid, signal.SIGSTOP)
+    (notebook.folder / "go").touch()
     text = wait_for_trouble(notebook)["text/plain"]
     assert "stopped: somebody sent SIGSTOP" in text
     assert f"kill -CONT {ranks[-1].pid}" in text
@@ -121,8 +127,8 @@ def test_collectives_of_different_shapes_are_explained(notebook: Notebook) -> No
 def test_a_rank_that_computes_or_prints_is_not_hung(notebook: Notebook) -> None:
     """Processor time or output is progress, however long the collective takes that waits for it."""
     ran = notebook.good(
-        "#pragma taas --gpus 2 --hang-timeout 1\n" + GROUP + "if rank == 0:\n"
-        "    end = time.monotonic() + 4\n"
+        "#pragma taas --gpus 2 --hang-timeout 2\n" + GROUP + "if rank == 0:\n"
+        "    end = time.monotonic() + 6\n"
         "    while time.monotonic() < end: sum(range(1000))\n"
         "dist.barrier()\n"
         "if rank == 1:\n"
@@ -134,17 +140,23 @@ def test_a_rank_that_computes_or_prints_is_not_hung(notebook: Notebook) -> None:
 
 
 @pytest.mark.parametrize("code", ["sum(range(10**13))", "time.sleep(600)"])
-def test_stacks_are_shown_also_while_c_code_holds_the_gil(notebook: Notebook, code: str) -> None:
+def test_stacks_are_shown_also_while_c_code_holds_the_gil(
+    notebook: Notebook, tmp_path: Path, code: str
+) -> None:
     """``taas stacks`` from a terminal shows the lines of the cell."""
     from test_background import terminal
 
+    notebook.good(f"came = {str(tmp_path)!r} + '/'")
+    line = f"open(came + rank, 'w').close(); {code}"
     notebook.start(
-        f"#pragma taas --gpus 2 --name deep\nimport time\ndef f():\n    print('ready', flush=True)\n    {code}\nf()"
+        "#pragma taas --gpus 2 --name deep\nimport os, time\nrank = os.environ['RANK']\n"
+        f"def f():\n    {line}\nf()"
     )
-    notebook.wait_for("ready")
+    while len(list(tmp_path.iterdir())) < 2:  # where it is seen, the rank is in that line
+        time.sleep(0.05)
     done = terminal("stacks", "deep")
     assert done.returncode == 0, done.stderr
-    assert f"ranks 0–1: cell line 5: {code}" in done.stdout
+    assert f"ranks 0–1: cell line 5: {line}" in done.stdout
     assert "cell line 6: f()" in done.stdout
     interrupt(notebook)
 

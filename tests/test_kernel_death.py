@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -20,11 +21,12 @@ def test_sigkill_of_the_kernel(tmp_path: Path) -> None:
         book.good("import taas")
         book.start(
             "#pragma taas --gpus 2\n"
-            "import subprocess, time, torch\n"
+            "import subprocess, time, torch, torch.distributed as dist\n"
             "from torch.utils.data import DataLoader\n"
             "subprocess.Popen(['sleep', '600'], start_new_session=True)\n"
             "batches = iter(DataLoader(torch.arange(1000), num_workers=2, persistent_workers=True))\n"
             "next(batches)\n"
+            "dist.init_process_group('gloo'); dist.barrier()  # in both ranks\n"
             "print('ready', flush=True)\n"
             "time.sleep(600)"
         )
@@ -33,7 +35,7 @@ def test_sigkill_of_the_kernel(tmp_path: Path) -> None:
         assert len(found.ranks) == 2
         book.kill()
         everything = found.supervisor + found.agents + found.forkservers + found.ranks + found.others
-        assert len(found.others) >= 4
+        assert len(found.others) >= 6, "a child and two workers of each rank"
         assert gone(everything)
     finally:
         book.close()
@@ -47,8 +49,11 @@ def test_a_kernel_that_dies_with_a_runs_names_in_its_hands(tmp_path: Path) -> No
         book.good(
             "#pragma taas --gpus 1 --background --name outlives\n"
             "import time\nfrom pathlib import Path\n"
+            "Path('there').touch()\n"
             "while not Path('go').exists(): time.sleep(0.02)\n"
         )
+        while not tmp_path.joinpath("there").exists():
+            time.sleep(0.05)
         book.start(
             "#pragma taas --gpus 2\n"
             "class Last:\n"

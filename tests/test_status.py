@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -154,14 +155,23 @@ def test_old_runs_are_announced_before_they_are_removed(make: Make) -> None:
 
 def test_the_live_view_is_one_display_that_is_updated(notebook: Notebook) -> None:
     """A calm run shows one line; its last state is what the notebook keeps."""
-    ran = notebook.good("#pragma taas --gpus 2 --name calm\nimport time\nprint('x')\ntime.sleep(1)")
+    notebook.start(
+        "#pragma taas --gpus 2 --name calm\nimport os, time\nprint('x')\n"
+        "while not os.path.exists('seen'): time.sleep(0.05)"
+    )
+    notebook.wait_for("x\n")
+    deadline = time.monotonic() + 120
+    while not any("calm running" in update["data"]["text/plain"] for update in notebook._ran.updates):
+        assert not notebook._next(deadline), notebook._ran
+    (notebook.folder / "seen").touch()
+    ran = notebook.end()
+    assert ran.status == "ok", ran
     assert ran.stdout == "x\n"
     assert ran.stderr == ""
     [shown] = ran.displays
     identity = shown["transient"]["display_id"]
     assert {update["transient"]["display_id"] for update in ran.updates} == {identity}
     texts = [shown["data"]["text/plain"], *(update["data"]["text/plain"] for update in ran.updates)]
-    assert any("calm running" in text for text in texts)
     assert texts[-1].startswith("✓ calm done · 2 ranks")
     assert "rehearsed on CPU (no GPU here)" in texts[-1]
     assert len(texts) == len(set(texts))
