@@ -13,6 +13,7 @@ import multiprocessing
 import multiprocessing.forkserver
 import os
 import sys
+import threading
 import time
 import traceback
 import types
@@ -26,9 +27,14 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
-DEADLINE = 60.0
-GRACE = 3.0  # after the first failure, as the agent would
+DEADLINE = 150.0
+"""Seconds for all ranks; below the suite's own limit for a test."""
+GRACE = 3.0
+"""Seconds after the first failure, until the others are ended, as the agent would."""
 PRELOAD = ["torch", "torch._dynamo", "pytest", "ranks_harness", "taas.adopt", "taas.rehearsal"]
+
+
+_main_lock = threading.Lock()
 
 
 @dataclass
@@ -71,14 +77,16 @@ def run_ranks(
     vms: int = 1,
     rehearsed: bool = True,
     fails: bool = False,
+    grace: float = GRACE,
     imports: tuple[str, ...] = (),
 ) -> list[Any]:
     """Run ``function(*args)`` in ``world`` ranks on ``vms`` pretended VMs; returns what each returned.
 
-    With ``fails=True`` the outcomes are returned instead, and failures are expected. ``imports`` are modules that
-    a rank has imported when taas is installed in it, as the forkserver's preload may do.
+    With ``fails=True`` the outcomes are returned instead, and failures are expected; where every rank's own is,
+    ``grace=DEADLINE`` waits for them all, however late one begins. ``imports`` are modules that a rank has imported
+    when taas is installed in it, as the forkserver's preload may do.
     """
-    outcomes = launch(function, world, *args, vms=vms, rehearsed=rehearsed, imports=imports)
+    outcomes = launch(function, world, *args, vms=vms, rehearsed=rehearsed, grace=grace, imports=imports)
     if fails:
         return outcomes
     broken = [f"rank {r}: {o.error} {o.trace}" for r, o in enumerate(outcomes) if o.error or o.exit_code]
@@ -92,6 +100,7 @@ def launch(
     *args: Any,
     vms: int = 1,
     rehearsed: bool = True,
+    grace: float = GRACE,
     imports: tuple[str, ...] = (),
 ) -> list[Outcome]:
     """As ``run_ranks``, but returns how each rank ended."""
@@ -109,11 +118,11 @@ def launch(
         its.close()
         pipes.append(mine)
         processes.append(process)
-    outcomes = _collect(pipes)
+    outcomes = _collect(pipes, grace)
     for process, outcome, pipe in zip(processes, outcomes, pipes, strict=True):
         if outcome.error == "killed":
             process.kill()
-        process.join(GRACE)
+        process.join(GRACE if outcome.error else DEADLINE)
         if process.exitcode is None:
             process.kill()
             process.join()
@@ -124,7 +133,7 @@ def launch(
     return outcomes
 
 
-def _collect(pipes: list[Connection]) -> list[Outcome]:
+def _collect(pipes: list[Connection], grace: float) -> list[Outcome]:
     outcomes = [Outcome(error="killed") for _ in pipes]
     open_pipes, until = set(pipes), time.monotonic() + DEADLINE
     while open_pipes and time.monotonic() < until:
@@ -136,7 +145,7 @@ def _collect(pipes: list[Connection]) -> list[Outcome]:
                 outcomes[index] = Outcome(error="died")
             open_pipes.discard(pipe)
             if outcomes[index].error:
-                until = min(until, time.monotonic() + GRACE)
+                until = min(until, time.monotonic() + grace)
     return outcomes
 
 
@@ -209,10 +218,11 @@ def _rank(
 
 @contextlib.contextmanager
 def _without_main() -> Iterator[None]:
-    """Start children that don't import pytest's own main module again."""
-    main = sys.modules["__main__"]
-    sys.modules["__main__"] = types.ModuleType("__main__")
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = main
+    """Start children that don't import pytest's own main module again; one thread at a time."""
+    with _main_lock:
+        main = sys.modules["__main__"]
+        sys.modules["__main__"] = types.ModuleType("__main__")
+        try:
+            yield
+        finally:
+            sys.modules["__main__"] = main

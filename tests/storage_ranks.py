@@ -57,7 +57,7 @@ def fork(body: Callable[[], Any]) -> tuple[int, int]:
         pid = os.fork()
     if pid == 0:
         os.close(read)
-        signal.alarm(60)
+        signal.alarm(150)
         try:
             said = {"returned": body()}
         except BaseException:

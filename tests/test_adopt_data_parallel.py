@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from adopt_programs import PROGRAMS, Inner, Reference, batch, mlp, two_layers
-from ranks_harness import launch, run_ranks, warm  # noqa: F401
+from ranks_harness import DEADLINE, launch, run_ranks, warm  # noqa: F401
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  # its usual name
 from torch.utils.data import DataLoader, TensorDataset
@@ -160,7 +160,7 @@ def _different_batches(late):
 @pytest.mark.parametrize("late", [0, 3])
 def test_ranks_with_different_batches_are_named(late):
     """Every rank gets the error; it names the odd rank and both ways out."""
-    for outcome in run_ranks(_different_batches, 3, late, fails=True):
+    for outcome in run_ranks(_different_batches, 3, late, fails=True, grace=DEADLINE):
         assert outcome.error == "RanksDisagree", outcome.trace
         assert f"Rank(s) 2 and rank 0 drew different batches at forward pass {late + 1}" in outcome.text
         assert "torch.manual_seed(0)" in outcome.text
@@ -177,7 +177,7 @@ def _different_parameters():
 
 def test_parameters_that_drift_apart_are_named():
     """A parameter that one rank changed by itself is found within as many passes as there are parameters."""
-    for outcome in run_ranks(_different_parameters, 2, fails=True):
+    for outcome in run_ranks(_different_parameters, 2, fails=True, grace=DEADLINE):
         assert outcome.error == "RanksDisagree", outcome.trace
         assert "'2.bias'" in outcome.text
 
@@ -190,7 +190,7 @@ def _different_modes():
 
 def test_ranks_at_different_places_are_told_so():
     """One trains, one evaluates: their numbers would not fit together."""
-    for outcome in run_ranks(_different_modes, 2, fails=True):
+    for outcome in run_ranks(_different_modes, 2, fails=True, grace=DEADLINE):
         assert outcome.error == "RanksDisagree", outcome.trace
         assert "evaluating" in outcome.text
 
@@ -251,7 +251,7 @@ def _foreign_parameter():
 )
 def test_what_ranks_cannot_divide_is_refused_by_name(case, words):
     """Before the first step, with what to do instead."""
-    for outcome in run_ranks(case, 2, fails=True):
+    for outcome in run_ranks(case, 2, fails=True, grace=DEADLINE):
         assert outcome.error == "CannotAdopt", outcome.trace
         assert words in outcome.text
 

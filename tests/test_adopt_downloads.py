@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from ranks_harness import launch, run_ranks, warm  # noqa: F401
+from ranks_harness import DEADLINE, launch, run_ranks, warm  # noqa: F401
 
 pytestmark = [pytest.mark.usefixtures("warm"), pytest.mark.slow]
 SAMPLES = 64
@@ -180,7 +180,7 @@ def test_archive_is_extracted_once(site, tmp_path):
 
 def test_failed_download_fails_everywhere(site, tmp_path):
     """When the first rank cannot have it the others try, and say why they can't."""
-    for outcome in launch(_missing, 2, site[0], str(tmp_path)):
+    for outcome in launch(_missing, 2, site[0], str(tmp_path), grace=DEADLINE):
         assert outcome.error == "HTTPError", outcome.trace
 
 

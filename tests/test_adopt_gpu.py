@@ -10,7 +10,7 @@ import os
 import pytest
 import torch
 from adopt_programs import PROGRAMS, Reference, mlp
-from ranks_harness import run_ranks, warm  # noqa: F401
+from ranks_harness import DEADLINE, run_ranks, warm  # noqa: F401
 from test_adopt_data_parallel import _flat
 from torch import nn
 
@@ -104,6 +104,6 @@ def _late_disagreement():
 
 def test_late_disagreement_is_found_one_pass_later():
     """After the first passes checksums are read when they are there; the message names the pass they are of."""
-    for outcome in run_ranks(_late_disagreement, 2, rehearsed=False, fails=True):
+    for outcome in run_ranks(_late_disagreement, 2, rehearsed=False, fails=True, grace=DEADLINE):
         assert outcome.error == "RanksDisagree", outcome.trace
         assert "at forward pass 12 " in outcome.text

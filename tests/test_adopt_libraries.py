@@ -6,7 +6,7 @@ import os
 
 import pytest
 import torch
-from ranks_harness import launch, run_ranks, warm  # noqa: F401
+from ranks_harness import DEADLINE, launch, run_ranks, warm  # noqa: F401
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -123,7 +123,7 @@ def test_accelerate_takes_the_launchers_precision():
 
 def test_accelerate_refuses_more_processes_than_ranks():
     """As mp.spawn does, by its own name."""
-    for outcome in launch(_accelerate, 2, 4):
+    for outcome in launch(_accelerate, 2, 4, grace=DEADLINE):
         assert outcome.error == "CannotAdopt", outcome.trace
         assert "notebook_launcher asks for 4 processes" in outcome.text
 

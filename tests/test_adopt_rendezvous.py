@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from ranks_harness import launch, run_ranks, warm  # noqa: F401
+from ranks_harness import DEADLINE, launch, run_ranks, warm  # noqa: F401
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DistributedSampler
 
@@ -25,7 +25,7 @@ def _sum_of_ranks() -> tuple[int, int, float]:
 
 
 def _init_and_sum(**how):
-    dist.init_process_group("gloo", timeout=timedelta(seconds=20), **how)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60), **how)
     result = _sum_of_ranks()
     dist.destroy_process_group()
     return result
@@ -48,7 +48,7 @@ def _three_times():
 
 
 def _by_old_name(init):
-    init("gloo", timeout=timedelta(seconds=20))
+    init("gloo", timeout=timedelta(seconds=60))
     return _sum_of_ranks()
 
 
@@ -155,7 +155,7 @@ def test_world_of_one_trains_alone_and_says_so():
 
 def test_more_processes_than_ranks_are_refused():
     """A world larger than the run would wait for ever; the message says which option to change."""
-    outcome = run_ranks(_too_many, 2, fails=True)[0]
+    outcome = run_ranks(_too_many, 2, fails=True, grace=DEADLINE)[0]
     assert outcome.error == "CannotAdopt"
     assert "--gpus 4" in outcome.text
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from ranks_harness import launch, run_ranks, warm  # noqa: F401
+from ranks_harness import DEADLINE, launch, run_ranks, warm  # noqa: F401
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -55,7 +55,7 @@ def _wait_for_the_slowest():
 def _train_in_group(index, world):
     os.environ["MASTER_ADDR"] = "localhost"
     os.environ["MASTER_PORT"] = "12355"
-    dist.init_process_group("nccl", rank=index, world_size=world, timeout=timedelta(seconds=20))
+    dist.init_process_group("nccl", rank=index, world_size=world, timeout=timedelta(seconds=60))
     total = torch.ones(1).cuda(index)
     dist.all_reduce(total)
     SEEN.append((dist.get_rank(), dist.get_world_size(), total.item()))
@@ -69,7 +69,7 @@ def _twice_without_destroy(processes):
 
 
 def _by_environment(index):
-    dist.init_process_group("gloo", timeout=timedelta(seconds=20))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     SEEN.append((index, dist.get_rank(), dist.get_world_size()))
 
 
@@ -182,7 +182,7 @@ def test_fewer_processes_use_the_first_ranks():
 
 def test_more_processes_are_refused():
     """The message names both numbers and the option."""
-    outcome = run_ranks(_spawn_noting, 2, 8, fails=True)[0]
+    outcome = run_ranks(_spawn_noting, 2, 8, fails=True, grace=DEADLINE)[0]
     assert outcome.error == "CannotAdopt"
     assert "8 processes" in outcome.text
     assert "--gpus 8" in outcome.text
@@ -242,7 +242,7 @@ def _spawn_nested():
 )
 def test_what_cannot_be_adopted_is_refused_by_name(program, words):
     """Launchers within launchers, Hogwild, torchrun from Python."""
-    for outcome in run_ranks(program, 2, fails=True):
+    for outcome in run_ranks(program, 2, fails=True, grace=DEADLINE):
         assert outcome.error == "CannotAdopt", outcome.trace
         assert words in outcome.text
 

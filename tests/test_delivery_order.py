@@ -281,7 +281,7 @@ def test_distributed_sampler_streams_per_rank(vms: int, ranks: int) -> None:
 
     with DeliveryRun({"train": loader(1, 0)}, ranks=ranks, vms=vms, slab=4 << 20) as run:
         results = run.ranks(body)
-        note = any("built for 1 replicas" in getattr(r, "text", "") for r in run.reports)
+    note = any("built for 1 replicas" in getattr(r, "text", "") for r in run.reports)
     assert note == (ranks != 1)
     for rank, (length, epochs) in enumerate(results):
         own = loader(ranks, rank)

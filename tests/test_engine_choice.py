@@ -131,16 +131,17 @@ def test_versions_that_differ() -> None:
 
 def test_a_head_is_waited_for_as_long_as_told() -> None:
     """Nobody listens: an error at once, or as soon as somebody does, an end of the waiting."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))  # the port is this test's from now on, also while nobody listens there
         address = f"127.0.0.1:{server.getsockname()[1]}"
-        ray_head.reach(address, 0.0)
-    with pytest.raises(ConnectionRefusedError):
-        ray_head.reach(address, 0.0)
-    waiting = threading.Thread(target=ray_head.reach, args=(address, 60.0))
-    waiting.start()
-    with socket.create_server(("127.0.0.1", int(address.split(":")[1]))):
+        with pytest.raises(ConnectionRefusedError):
+            ray_head.reach(address, 0.0)
+        waiting = threading.Thread(target=ray_head.reach, args=(address, 60.0))
+        waiting.start()
+        server.listen()
         waiting.join(60)
-    assert not waiting.is_alive()
+        assert not waiting.is_alive()
+        ray_head.reach(address, 0.0)
     ray_head.reach("auto", 0.0)
 
 

@@ -23,7 +23,7 @@ USERS = (0, NOBODY) if os.getuid() == 0 else (os.getuid(),)
 def run_table(mechanism: str, mode: str, uid: int) -> dict[str, tuple[str, list[str]]]:
     command = [sys.executable, storage_attacks.__file__, mechanism, mode, str(uid)]
     environ = {**os.environ, "PYTHONPATH": str(Path(rank_storage.__file__).parents[1])}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=170, env=environ, cwd="/")
+    done = subprocess.run(command, capture_output=True, text=True, timeout=380, env=environ, cwd="/")
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -41,6 +41,7 @@ def test_the_table_is_long_enough():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("uid", USERS, ids=lambda uid: "root" if uid == 0 else "ordinary")
 @pytest.mark.parametrize("mode", ["discard", "deny"])
 @pytest.mark.parametrize("mechanism", rank_storage.MECHANISMS)

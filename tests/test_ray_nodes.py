@@ -84,7 +84,9 @@ _AGAIN = """#!g2.2
 #pragma taas --gpus 4 --max-restarts 1
 import time, torch.distributed as dist
 dist.init_process_group("nccl")
-if os.path.exists("checkpoint.pt"):
+saved = os.path.exists("checkpoint.pt")
+dist.barrier()  # before rank 0 saves it
+if saved:
     print("goes on from", len(torch.load("checkpoint.pt")), "numbers")
 else:
     if dist.get_rank() == 0:

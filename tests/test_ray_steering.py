@@ -76,7 +76,7 @@ def test_status_logs_stacks_and_stop(cluster: RayCluster, book: Notebook) -> Non
     """The verbs know a background run on the cluster: its ranks, where they stand, what they print, how to end it."""
     book.good(f"#!g2.2\n#pragma taas --gpus 4 --background --name watched{_SLEEP}")
     book.start("%taas logs watched --rank 3 --follow")
-    book.wait_for("rank 3 is there", 240)
+    assert "rank 3 is there" in book.wait_for("all there", 240).stdout
     book.interrupt()
     book.end()
     shown = book.good("%taas status").displays[-1]["data"]["text/plain"]

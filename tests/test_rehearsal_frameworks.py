@@ -28,12 +28,13 @@ def verdicts(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[s
     @functools.cache
     def of(framework: str) -> dict[str, str]:
         folder = tmp_path_factory.mktemp(framework)
-        return rehearsal_ranks.run(f"rehearsal_programs_{framework}", folder, ranks=2)
+        return rehearsal_ranks.run(f"rehearsal_programs_{framework}", folder, ranks=2, timeout=180)
 
     return of
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize(("framework", "program"), PROGRAMS)
 def test_framework_trains(framework: str, program: str, verdicts: Callable[[str], dict[str, str]]) -> None:
     """The framework sees two GPUs and two ranks, and the loss falls."""
