@@ -21,7 +21,7 @@ from io import StringIO
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
-DEADLINE = 60
+DEADLINE = 120
 _CONTEXT = multiprocessing.get_context("forkserver")
 _PRELOAD = [
     "capture_processes", "torch", "torch._dynamo", "numpy", "IPython.core.interactiveshell", "taas.capture",

@@ -101,8 +101,8 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     finally:
         children = psutil.Process(process.pid).children(recursive=True)
         process.terminate()
-        process.wait(30)
-        drain.wait(30)
+        process.wait(90)  # it ends its kernels first
+        drain.wait(90)
         process.stderr.close()
         _, alive = psutil.wait_procs(children, 15)
         for child in alive:

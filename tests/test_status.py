@@ -190,7 +190,9 @@ def test_the_finished_notebook_reads_well(tmp_path: Path) -> None:
             nbformat.v4.new_code_cell("%taas"),
         ]
     )
-    NotebookClient(book, timeout=120, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    NotebookClient(
+        book, timeout=120, startup_timeout=120, resources={"metadata": {"path": str(tmp_path)}}
+    ).execute()
     outputs = book.cells[1].outputs
     assert [output.output_type for output in outputs] == ["display_data", "stream"]
     assert outputs[0].data["text/plain"].startswith("✓ page done")

@@ -32,7 +32,7 @@ def test_the_status_table_is_live(notebook: Notebook) -> None:
     assert "watched" in shown["text/plain"]
     notebook.folder.joinpath("go").touch()
     while True:
-        message = notebook._client.get_iopub_msg(timeout=60)
+        message = notebook._client.get_iopub_msg(timeout=120)
         if (
             message["msg_type"] == "update_display_data"
             and "done" in message["content"]["data"]["text/plain"]
