@@ -50,6 +50,7 @@ def clean_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
                 "LOCAL_RANK",
                 "WORLD_SIZE",
                 "OMP_NUM_THREADS",
+                "PYTHONUNBUFFERED",
             }:
                 patch.delenv(name)
         for name in ("JUPYTER_RUNTIME_DIR", "JUPYTER_DATA_DIR", "IPYTHONDIR", "XDG_CONFIG_HOME", "TMPDIR"):

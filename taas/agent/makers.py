@@ -8,6 +8,7 @@ data workers share.
 from __future__ import annotations
 
 import contextlib
+import io
 import multiprocessing
 import os
 import sys
@@ -96,7 +97,12 @@ def _enter_project(order: StartMaker) -> str:
 
 
 def _write_to(log: str) -> None:
-    """Let what user code prints there go to the run's folder; where it cannot, it goes to the agent's log."""
+    """Let what user code prints there go to the run's folder; where it cannot, it goes to the agent's log.
+
+    Each line at once: a data worker is killed at the run's end, with all that it has not written yet.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)
     try:
         Path(log).parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
