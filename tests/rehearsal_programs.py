@@ -296,6 +296,19 @@ def device_contexts():
         pass
 
 
+def torch_cuda_takes_the_device_of_a_tensor():
+    """What a tensor says of its device, which is honest, is good enough to ask torch.cuda about it."""
+    where = torch.ones(1, device="cuda").device
+    torch.cuda.synchronize(where)
+    torch.cuda.set_device(where)
+    with torch.cuda.device(where):
+        assert torch.cuda.current_device() == 0
+    assert torch.cuda.current_stream(where) == torch.cuda.current_stream(0)
+    assert torch.cuda.get_device_name(where) == torch.cuda.get_device_name(0)
+    torch.cuda.set_rng_state(torch.cuda.get_rng_state(where), where)
+    torch.cuda.Stream(device=where).synchronize()
+
+
 def autocast_computes_in_its_dtype():
     """autocast("cuda") casts what it casts on a GPU, its flags say so, and it nests."""
     net, x = nn.Linear(4, 4).cuda(), torch.ones(2, 4, device="cuda")

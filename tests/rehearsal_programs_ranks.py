@@ -80,6 +80,19 @@ def collectives_of_nccl_programs_work():
     whole = torch.empty(8, device="cuda")
     dist.all_gather_into_tensor(whole, ours)
     assert whole.tolist() == [0, 1, 2, 3, 1, 2, 3, 4]
+    rows = torch.full((3, 2), float(RANK), device="cuda")
+    for shape in (
+        (12,),
+        (2, 6),
+        (6, 2),
+        (2, 3, 2),
+    ):  # NCCL counts elements; accelerate gathers into a flat tensor
+        gathered = torch.empty(shape, device="cuda")
+        dist.all_gather_into_tensor(gathered, rows)
+        assert gathered.flatten().tolist() == [0.0] * 6 + [1.0] * 6
+        summed = torch.empty(6, device="cuda")
+        dist.reduce_scatter_tensor(summed, gathered)
+        assert summed.tolist() == [2.0 * RANK] * 6
     part = torch.empty(4, device="cuda")
     for op, expected in ((dist.ReduceOp.SUM, 2.0), (dist.ReduceOp.AVG, 1.0)):
         dist.reduce_scatter_tensor(part, whole, op=op)
@@ -222,6 +235,42 @@ def fsdp1_shards():
         optimizer.step()
         with FSDP.state_dict_type(net, StateDictType.FULL_STATE_DICT):
             assert net.state_dict()["0.weight"].shape == (8, 8)
+
+
+def fsdp1_takes_rank_0s_module():
+    """sync_module_states wants the module on its GPU, where it is as far as a rehearsal goes."""
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+    module = nn.Linear(4, 1)
+    with torch.no_grad():
+        module.weight.fill_(RANK + 1)
+    net = FSDP(module, device_id=torch.cuda.current_device(), sync_module_states=True)
+    with FSDP.summon_full_params(net):
+        assert net.module.weight.tolist() == [[1.0] * 4]
+
+
+def fsdp1_offloads():
+    """Parameters that wait in host memory train: FSDP waits for the copies of a stream that has none."""
+    from torch.distributed.fsdp import CPUOffload
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+    net = FSDP(nn.Linear(4, 1), cpu_offload=CPUOffload(offload_params=True))
+    net(torch.ones(2, 4, device="cuda")).sum().backward()
+    assert all(p.grad is not None for p in net.parameters())
+
+
+def gradients_are_compressed():
+    """Communication hooks of DDP, of which PowerSGD waits for the device of a gradient."""
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+    for hook, state in (
+        (default_hooks.fp16_compress_hook, None),
+        (powerSGD_hook.powerSGD_hook, powerSGD_hook.PowerSGDState(None, 1, start_powerSGD_iter=2)),
+    ):
+        ddp = DDP(nn.Linear(32, 32).cuda(), device_ids=[RANK])
+        ddp.register_comm_hook(state, hook)
+        for _ in range(4):
+            ddp(torch.ones(2, 32, device="cuda")).sum().backward()
 
 
 def fsdp2_shards_and_saves():

@@ -96,10 +96,12 @@ def is_device_like(value: Any) -> bool:
 def ordinal(device: Any = None) -> int:
     """The index of a CUDA device-like; the current device for ``None`` and for a bare ``"cuda"``.
 
+    Programs ask about ``x.device``, which is honest: so the CPU's device, where it is no text, is the current one.
+
     Raises:
         ValueError: the device isn't a CUDA device.
     """
-    if device is None:
+    if device is None or device == CPU:
         return machine.current
     if isinstance(device, int):
         return device

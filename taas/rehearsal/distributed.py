@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+import torch.cpu
 import torch.distributed as dist
 from torch.distributed import device_mesh
 from torch.nn.parallel import DistributedDataParallel
@@ -42,6 +44,24 @@ def _rewrite_init(arguments: Arguments) -> None:
     _rewrite_group(arguments)
     arguments.setdefault("backend", "gloo")
     arguments["backend"] = arguments["backend"] or "gloo"  # torch would ask its default for CUDA
+
+
+def _flatten(arguments: Arguments, whole: str, part: str) -> None:
+    """NCCL counts elements, and takes any shapes of the whole and a rank's part; gloo wants them to agree."""
+    tensors = arguments[whole], arguments[part]
+    sizes = [tensor.numel() for tensor in tensors]
+    if sizes[0] == sizes[1] * dist.get_world_size(arguments.get("group")) and all(
+        tensor.is_contiguous() for tensor in tensors
+    ):
+        arguments[whole], arguments[part] = (tensor.detach().view(-1) for tensor in tensors)
+
+
+def _flatten_gathered(arguments: Arguments) -> None:
+    _flatten(arguments, whole="output_tensor", part="input_tensor")
+
+
+def _flatten_scattered(arguments: Arguments) -> None:
+    _flatten(arguments, whole="input", part="output")
 
 
 def _without_devices(arguments: Arguments) -> None:
@@ -89,14 +109,34 @@ def _patch_fsdp(module: Any) -> None:
     rewrite_calls(module.FullyShardedDataParallel, "__init__", _rewrite_fsdp)
 
 
+def _accept_cpu_modules(module: Any) -> None:
+    """FSDP1 broadcasts modules that are on their GPU only (``sync_module_states``); here that is the CPU."""
+    module._check_module_states_for_sync_module_states = lambda module_states: None
+
+
+def _let_streams_wait() -> None:
+    """FSDP1 waits for the current stream where parameters are offloaded; the CPU's stand-in cannot."""
+    if not hasattr(torch.cpu.Stream, "synchronize"):
+        torch.cpu.Stream.synchronize = lambda self: None  # type: ignore[attr-defined]
+
+
 def install() -> None:
     """Rewrite the calls that name NCCL or a CUDA device."""
     rewrite_calls(dist, "init_process_group", _rewrite_init)
     for name in ("new_group", "new_subgroups", "new_subgroups_by_enumeration"):
         rewrite_calls(dist, name, _rewrite_group)
     rewrite_calls(dist, "barrier", _without_devices)
+    for rewrite, names in (
+        (_flatten_gathered, ("all_gather_into_tensor", "all_gather_single")),
+        (_flatten_scattered, ("reduce_scatter_tensor", "reduce_scatter_single")),
+    ):
+        for name in names:
+            if hasattr(dist, name):  # the second came with torch 2.13
+                rewrite_calls(dist, name, rewrite)
     replace_everywhere(dist, "is_nccl_available", lambda: True)
     replace_everywhere(dist, "split_group", _split_group)
     rewrite_calls(DistributedDataParallel, "__init__", _rewrite_ddp)
     rewrite_calls(device_mesh.DeviceMesh, "__init__", _rewrite_mesh)
+    patch_module("torch.distributed.fsdp._init_utils", _accept_cpu_modules)
     patch_module("torch.distributed.fsdp.fully_sharded_data_parallel", _patch_fsdp)
+    _let_streams_wait()
