@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import threading
 import time
@@ -93,6 +94,26 @@ def _one_machine_program():
     dist.init_process_group("gloo", init_method="tcp://localhost:23456", rank=local, world_size=here)
     sampler = DistributedSampler(range(8), num_replicas=here, rank=local, shuffle=False)
     return *_sum_of_ranks(), list(sampler)
+
+
+def _join_in_child(answers):
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", "0"  # any that is free
+    try:
+        answers.put(_init_and_sum(rank=0, world_size=1))
+    except Exception as error:
+        answers.put((type(error).__name__, str(error)))
+
+
+def _group_of_children():
+    """Processes as PyTorch's tutorial starts them, with a meeting point of their own."""
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # as in every rank
+    fork = multiprocessing.get_context("fork")
+    answers = fork.SimpleQueue()
+    child = fork.Process(target=_join_in_child, args=(answers,))
+    child.start()
+    answer = answers.get()
+    child.join()
+    return answer
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -191,6 +212,18 @@ def _cost_of_install():
     start = time.perf_counter()
     install(0, 2, 0, 2, "127.0.0.1", int(os.environ["MASTER_PORT"]), True)
     return time.perf_counter() - start, threading.active_count()
+
+
+def test_processes_that_one_rank_starts_make_a_group():
+    """In a run of one rank they meet at their own port: nobody else serves a store there."""
+    assert run_ranks(_group_of_children, 1) == [(0, 1, 1.0)]
+
+
+def test_processes_that_several_ranks_start_are_refused_by_name():
+    """Every rank would start them, so the message says what uses the ranks instead."""
+    for error, text in run_ranks(_group_of_children, 2):
+        assert error == "CannotAdopt"
+        assert "mp.spawn" in text
 
 
 def test_install_starts_nothing():

@@ -138,6 +138,7 @@ def install(membership: Membership) -> Rendezvous:
 def _handler(rendezvous: Rendezvous, native: Handler) -> Handler:
     def handler(url: str, timeout: timedelta = default_pg_timeout, **kwargs: Any) -> Iterator[Meeting]:
         if not rendezvous.membership.active:
+            _leave_run(rendezvous.membership, url)
             yield from native(url, timeout=timeout, **kwargs)
             return
         yield rendezvous.meet(url)
@@ -146,6 +147,26 @@ def _handler(rendezvous: Rendezvous, native: Handler) -> Handler:
         )
 
     return handler
+
+
+def _leave_run(membership: Membership, url: str) -> None:
+    """In a child of the rank: let it meet its siblings where the program says, where no agent serves a store.
+
+    Raises:
+        CannotAdopt: every rank of the run would start such children, for groups that nobody meant.
+    """
+    parts = urlparse(url)
+    port = os.environ.get("MASTER_PORT") if parts.scheme == "env" else parts.port
+    if parts.scheme == "file" or str(port) == str(membership.store_port):
+        return
+    if membership.world_size > 1:
+        raise CannotAdopt(
+            f"init_process_group was called in a process that rank {membership.rank} started itself "
+            f"(multiprocessing.Process). Each of the {membership.world_size} ranks starts such processes, in place of "
+            "being one. Start them with torch.multiprocessing.spawn (mp.spawn), which uses the ranks that are there, "
+            "or call the function itself with int(os.environ['RANK'])."
+        )
+    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
 
 
 def _number_samplers_through(rendezvous: Rendezvous) -> None:
