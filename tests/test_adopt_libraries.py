@@ -83,6 +83,10 @@ def _bf16(processes):
     return _accelerate(processes, mixed_precision="bf16")[-1]
 
 
+def _twice(precisions):
+    return [_accelerate(2, mixed_precision=precision)[-1] for precision in precisions]
+
+
 def _debug_launcher():
     from accelerate import debug_launcher
 
@@ -119,6 +123,12 @@ def test_accelerate_notebook_launcher_runs_in_the_ranks(processes):
 def test_accelerate_takes_the_launchers_precision():
     """``mixed_precision`` of the launcher reaches the Accelerator in the function."""
     assert run_ranks(_bf16, 2, 2) == [(2, "bf16", 8)] * 2
+
+
+def test_accelerate_is_launched_again_with_another_precision():
+    """What the first function's Accelerator was is forgotten with it, as it ends with a process."""
+    expected = [(2, "no", 8), (2, "bf16", 8), (2, "no", 8)]
+    assert run_ranks(_twice, 2, ["no", "bf16", "no"]) == [expected] * 2
 
 
 def test_accelerate_refuses_more_processes_than_ranks():

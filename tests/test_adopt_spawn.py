@@ -92,6 +92,29 @@ def _nested(index):
     mp.spawn(_note, nprocs=1)
 
 
+def _collect(index, queue, entries, appended, shared):
+    loss = [index + 0.5]
+    queue.put(loss)
+    loss.append("changed after it was put")
+    entries[index] = torch.full((2,), float(index))
+    appended.append(index)
+    shared[index] = index + 1.0
+
+
+def _results_of_all():
+    """Where programs have their processes put results, and what the parent finds there."""
+    with mp.Manager() as manager:
+        queue = mp.get_context("spawn").SimpleQueue()
+        entries, appended, shared = manager.dict(), manager.list(), torch.zeros(3).share_memory_()
+        mp.spawn(_collect, args=(queue, entries, appended, shared), nprocs=2)
+        put = sorted(queue.get() for _ in range(2))
+        return put, {k: v.tolist() for k, v in entries.items()}, sorted(appended), shared.tolist()
+
+
+def _event():
+    mp.spawn(_note, args=(mp.get_context("spawn").Event(),), nprocs=2)
+
+
 def _hogwild():
     model = nn.Linear(2, 2)
     model.share_memory()
@@ -199,6 +222,13 @@ def test_returns_when_all_have_ended(tmp_path, monkeypatch):
     assert run_ranks(_wait_for_the_slowest, 2) == ["done", "done"]
 
 
+@pytest.mark.parametrize("world", [2, 3])
+def test_results_of_all_processes_are_there(world):
+    """A queue, a manager's dict and list, and shared memory hold every process's results, in each rank."""
+    expected = ([[0.5], [1.5]], {0: [0.0, 0.0], 1: [1.0, 1.0]}, [0, 1], [1.0, 2.0, 0.0])
+    assert run_ranks(_results_of_all, world) == [expected] * world
+
+
 @pytest.mark.parametrize("processes", [2, 3])
 def test_group_is_gone_when_the_function_returns(processes):
     """A function that never destroys its group can be spawned again, by fewer ranks too."""
@@ -238,7 +268,12 @@ def _spawn_nested():
 
 @pytest.mark.parametrize(
     ("program", "words"),
-    [(_spawn_nested, "inside mp.spawn"), (_hogwild, "shared memory"), (_elastic, "torchrun")],
+    [
+        (_spawn_nested, "inside mp.spawn"),
+        (_hogwild, "shared memory"),
+        (_event, "barrier()"),
+        (_elastic, "torchrun"),
+    ],
 )
 def test_what_cannot_be_adopted_is_refused_by_name(program, words):
     """Launchers within launchers, Hogwild, torchrun from Python."""

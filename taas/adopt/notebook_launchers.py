@@ -71,7 +71,7 @@ def _adopt_accelerate(module: ModuleType, membership: Membership, adopter: Adopt
             return
         os.environ["ACCELERATE_MIXED_PRECISION"] = str(mixed_precision).lower()
         processes = membership.local_world_size if num_processes is None else num_processes
-        adopter.run("notebook_launcher", processes, lambda _: function(*args))
+        adopter.run("notebook_launcher", processes, lambda _: function(*args), args)
 
     def debug_launcher(
         function: Callable[..., object], args: Sequence[Any] = (), num_processes: int = 2
@@ -79,7 +79,7 @@ def _adopt_accelerate(module: ModuleType, membership: Membership, adopter: Adopt
         if not membership.active:
             native_debug(function, args, num_processes)
             return
-        adopter.run("debug_launcher", num_processes, lambda _: function(*args))
+        adopter.run("debug_launcher", num_processes, lambda _: function(*args), args)
 
     module.notebook_launcher = notebook_launcher  # type: ignore[attr-defined]
     module.debug_launcher = debug_launcher  # type: ignore[attr-defined]

@@ -5,7 +5,8 @@ of them. Here the ranks are the processes: each runs ``fn(local_rank, *args)`` a
 does, until all have run it.
 
 What is different from real children, and cannot be hidden: ``args`` are not copied, so ``fn`` may change
-them; a queue or a manager among them belongs to each rank alone; and a spawn that doesn't train (a pool that
+them; a queue among them belongs to each rank alone until all have ended (``spawn_results``); and a spawn that
+doesn't train (a pool that
 prepares data) looks like one that does. ``multiprocessing.Process``, ``Pool`` and DataLoader workers are
 never touched, and a launcher started as a command of its own (``!torchrun``) is not seen.
 """
@@ -26,6 +27,7 @@ from torch.multiprocessing import ProcessContext, ProcessRaisedException
 
 from taas.adopt.membership import Membership
 from taas.adopt.rendezvous import Rendezvous, close_default_group
+from taas.adopt.spawn_results import Results
 from taas.errors import CannotAdopt
 
 spawn_module = sys.modules["torch.multiprocessing.spawn"]  # the package's attribute is the function
@@ -56,13 +58,14 @@ class Adopter:
         self._spawns = 0
         self._inside = ""
 
-    def run(self, what: str, processes: int, body: Callable[[int], object]) -> None:
+    def run(self, what: str, processes: int, body: Callable[[int], object], args: Sequence[Any] = ()) -> None:
         """Call ``body(local_rank)`` in the first ``processes`` ranks of each VM; return when all have ended.
 
         Args:
             what: the launcher's name, for messages.
             processes: how many the program asked for, on one machine.
             body: the program's function, with all but its first argument.
+            args: those arguments, in which results may be collected.
 
         Raises:
             CannotAdopt: more processes than ranks on a VM, or one launcher inside another.
@@ -71,11 +74,13 @@ class Adopter:
         self._refuse(what, processes)
         self._spawns += 1
         prefix, had_group = f"spawn/{self._spawns}", dist.is_initialized()
+        store, results = self.membership.store(prefix), Results(args, processes * self.membership.nodes)
         if self.membership.local_rank < processes:
-            store = self.membership.store(prefix)
             try:
-                with self._as_process_of(what, processes):
+                results.watch()
+                with self._as_process_of(what, processes), _forgotten_by_accelerate():
                     body(self.membership.local_rank)
+                results.publish(store, self.membership.rank)
             except BaseException as error:
                 store.set(ENDED, f"{self.membership.rank} {type(error).__name__}: {error}"[:2000])
                 raise
@@ -83,8 +88,16 @@ class Adopter:
             if store.add("count", 1) == processes * self.membership.nodes:
                 store.set(ENDED, "")
         self._wait_for_all(what, prefix, processes)
+        for rank in self._members(processes):
+            if rank != self.membership.rank:
+                results.take(store, rank)
         if not had_group:  # a group made in a process goes with it
             close_default_group()
+
+    def _members(self, processes: int) -> list[int]:
+        """The ranks that run the function."""
+        me = self.membership
+        return [rank for rank in range(me.world_size) if rank % me.local_world_size < processes]
 
     def _refuse(self, what: str, processes: int) -> None:
         me = self.membership
@@ -130,8 +143,7 @@ class Adopter:
     def _wait_for_all(self, what: str, prefix: str, processes: int) -> None:
         me, store = self.membership, self.membership.store(prefix)
         if not me.wait_for(prefix, ENDED, LATE_SECONDS):
-            ranks = (rank for rank in range(me.world_size) if rank % me.local_world_size < processes)
-            late = [rank for rank in ranks if not store.check([f"ended/{rank}"])]
+            late = [rank for rank in self._members(processes) if not store.check([f"ended/{rank}"])]
             me.tell(f"{what}: this rank has ended its part and waits for rank(s) {late}.")
             me.wait_for(prefix, ENDED)
         failure = store.get(ENDED).decode()
@@ -162,7 +174,7 @@ def install(membership: Membership, rendezvous: Rendezvous) -> Adopter:
             with _without_torchrun_variables():
                 return native(fn, args, nprocs, join, daemon, start_method)  # type: ignore[no-any-return]
         _refuse_shared_memory(args)
-        adopter.run("mp.spawn", nprocs, lambda index: fn(index, *args))
+        adopter.run("mp.spawn", nprocs, lambda index: fn(index, *args), args)
         return None if join else AdoptedProcesses()
 
     def spawn(
@@ -190,6 +202,19 @@ def _refuse_shared_memory(args: Sequence[Any]) -> None:
                 "processes would train it together, which ranks cannot. Drop share_memory() and wrap the "
                 "model in DistributedDataParallel."
             )
+
+
+@contextlib.contextmanager
+def _forgotten_by_accelerate() -> Iterator[None]:
+    """Let accelerate's note of what this process is end with the function, as it does with a process."""
+    name = "accelerate.state"
+    before = sys.modules.get(name)
+    had = before is not None and bool(before.PartialState._shared_state)
+    yield
+    state: Any = sys.modules.get(name)
+    if state is not None and not had:
+        state.AcceleratorState._reset_state(reset_partial_state=True)
+        state.GradientState._reset_state()
 
 
 @contextlib.contextmanager
