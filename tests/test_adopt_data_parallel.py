@@ -195,6 +195,20 @@ def test_ranks_at_different_places_are_told_so():
         assert "evaluating" in outcome.text
 
 
+def _one_step_fewer():
+    model, rank = nn.DataParallel(mlp()), int(os.environ["RANK"])
+    for step in range(3 + rank):
+        model(batch(6, step)[0]).sum().backward()
+
+
+def test_rank_that_ends_earlier_is_named():
+    """A loop that ends by the clock: the rank that goes on is told who left, not that a connection was closed."""
+    left, late = run_ranks(_one_step_fewer, 2, fails=True)
+    assert not left.error
+    assert late.error == "RanksDisagree", late.trace
+    assert "Rank(s) 0 had ended the cell when rank 1" in late.text
+
+
 def _one_replica_fails():
     def forward(m, x):
         if float(x[0, 0]) == 5.0:

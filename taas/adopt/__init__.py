@@ -89,5 +89,5 @@ def finish(*, failed: bool = False) -> None:
     """
     if _meeting is not None and not failed:
         _meeting.part()
-    data_parallel.close()
+    data_parallel.close(failed=failed)
     rendezvous.close_default_group()

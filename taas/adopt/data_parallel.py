@@ -13,6 +13,7 @@ with the notebook's names all hold.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import sys
 import threading
@@ -140,10 +141,11 @@ class Replicas:
         """Whether this thread computes a replica's pass right now."""
         return getattr(self._inside, "depth", 0) > 0
 
-    def close(self) -> None:
+    def close(self, *, failed: bool) -> None:
         """Leave the group, if there is one."""
         if self._group is not None:
-            closer = threading.Thread(target=self._group.close, name="taas-close-replicas", daemon=True)
+            leave = functools.partial(self._group.close, failed=failed)
+            closer = threading.Thread(target=leave, name="taas-close-replicas", daemon=True)
             closer.start()
             closer.join(5.0)
             self._group = None
@@ -161,10 +163,14 @@ def install(membership: Membership) -> None:
     _avoid_reentrant_checkpoints(replicas)
 
 
-def close() -> None:
-    """Leave the replicas' group, if the program made one."""
+def close(*, failed: bool) -> None:
+    """Leave the replicas' group, if the program made one.
+
+    Args:
+        failed: the cell raised in this rank.
+    """
     if _replicas is not None:
-        _replicas.close()
+        _replicas.close(failed=failed)
 
 
 def _change_class(cls: Any, replicas: Replicas) -> None:

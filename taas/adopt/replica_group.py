@@ -6,6 +6,7 @@ through gloo, CUDA tensors through NCCL, or through gloo where two ranks share a
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import socket
 from collections import defaultdict
@@ -19,12 +20,14 @@ from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
 from taas.adopt.membership import Membership
+from taas.errors import RanksDisagree
 
 Backend = Any  # ProcessGroupGloo or ProcessGroupNCCL; torch's stubs lack their collectives
 
 MESSAGE_BYTES = 1024  # what one exchange carries at once; longer messages take a second one
 LENGTH_BYTES = 8
 BUCKET_BYTES = 64 << 20
+LEAVING = "data-parallel/left"
 
 
 class ReplicaGroup:
@@ -80,9 +83,26 @@ class ReplicaGroup:
         # On the CPU, whatever default device the program has set.
         mine = torch.from_numpy(np.frombuffer(bytearray(content.ljust(width, b"\0")), dtype=np.uint8))
         every = torch.empty(self.size * width, dtype=torch.uint8, device="cpu")
-        self._gloo._allgather_base(every, mine).wait()
+        try:
+            self._gloo._allgather_base(every, mine).wait()
+        except RuntimeError as error:  # a connection is cut, and all that gloo knows is the address
+            self._explain(error)
+            raise
         flat = every.numpy().tobytes()
         return [flat[index * width : (index + 1) * width] for index in range(self.size)]
+
+    def _explain(self, error: RuntimeError) -> None:
+        """Raise what is behind an error of a collective, if that is known: a rank has ended its cell, and well."""
+        with contextlib.suppress(dist.DistError):  # the store is gone as well
+            store = self._membership.store(LEAVING)
+            left = [rank for rank in range(self.size) if store.check([str(rank)])]
+            if left:
+                raise RanksDisagree(
+                    f"Rank(s) {', '.join(map(str, left))} had ended the cell when rank {self.rank} called the "
+                    "nn.DataParallel module again. Every rank must call it equally often: a loop that ends by the "
+                    "clock, or by what only one rank sees, has to ask one rank whether to go on (torch.distributed's "
+                    "broadcast_object_list)."
+                ) from error
 
     def gather(self, tensor: Tensor, sizes: Sequence[int], dim: int) -> Tensor:
         """All ranks' tensors, one after another along ``dim``.
@@ -139,8 +159,15 @@ class ReplicaGroup:
         """Rank 0's picklable object."""
         return self.exchange(value if self.rank == 0 else None)[0]
 
-    def close(self) -> None:
-        """Shut the groups down, so that their threads don't outlive the interpreter."""
+    def close(self, *, failed: bool = False) -> None:
+        """Shut the groups down, so that their threads don't outlive the interpreter.
+
+        Args:
+            failed: the cell raised in this rank, which explains more than that it is gone.
+        """
+        if not failed:
+            with contextlib.suppress(dist.DistError):
+                self._membership.store(LEAVING).set(str(self.rank), "")
         for backend in {id(b): b for b in (self._cuda, self._gloo) if b is not None}.values():
             backend.shutdown()
 
