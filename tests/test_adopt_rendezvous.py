@@ -16,6 +16,8 @@ from ranks_harness import DEADLINE, launch, run_ranks, warm  # noqa: F401
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DistributedSampler
 
+from taas.adopt import rendezvous
+
 pytestmark = [pytest.mark.usefixtures("warm"), pytest.mark.slow]
 
 
@@ -81,6 +83,17 @@ def _same_rank_twice():
 def _leave_open():
     dist.init_process_group("gloo")
     return _sum_of_ranks()
+
+
+def _destroy_at_once():
+    """The first program of many: make a group, say hello, destroy it. Rank 0 is still busy meanwhile."""
+    rendezvous.PART_SECONDS = 40.0
+    dist.init_process_group("gloo")
+    if dist.get_rank() == 0:
+        time.sleep(0.5)
+        Path("came").write_text("0")
+    dist.destroy_process_group()
+    return Path("came").exists()
 
 
 def _own_store():
@@ -191,6 +204,12 @@ def test_two_ranks_with_one_number_are_refused():
 def test_forgotten_group_is_destroyed():
     """A group left open neither hangs nor aborts the process."""
     assert [o.exit_code for o in launch(_leave_open, 2)] == [0, 0]
+
+
+def test_group_destroyed_at_once_cuts_nobody_off(tmp_path, monkeypatch):
+    """gloo fails in a rank that connects to one that has left: a group just made is left together."""
+    monkeypatch.chdir(tmp_path)
+    assert run_ranks(_destroy_at_once, 2) == [True, True]
 
 
 def test_store_of_the_program_is_left_alone(tmp_path, monkeypatch):

@@ -16,6 +16,7 @@ import contextlib
 import os
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -29,6 +30,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from taas.adopt.membership import Membership
 from taas.errors import CannotAdopt
+from taas.rehearsal.patches import rewrite_calls
 
 Meeting = tuple[Store, int, int]
 Handler = Callable[..., Iterator[Meeting]]
@@ -36,6 +38,7 @@ Handler = Callable[..., Iterator[Meeting]]
 SCHEMES = ("env", "tcp", "file")
 DESTROY_SECONDS = 10.0
 PART_SECONDS = 2.0
+YOUNG_SECONDS = 10.0  # so long after they met, all ranks have connected
 
 
 class Rendezvous:
@@ -53,6 +56,7 @@ class Rendezvous:
         self.translated = False
         self._calls: Counter[int] = Counter()
         self._last = "", 0
+        self._met = 0.0
 
     def meet(self, url: str) -> Meeting:
         """The store, rank and world size for one process group.
@@ -82,8 +86,14 @@ class Rendezvous:
                 f"Two ranks of this run called init_process_group as rank {rank} of {size}. Leave rank and "
                 "world_size out, or take them from os.environ['RANK'] and os.environ['WORLD_SIZE']."
             )
-        self._last = name, size
+        self._last, self._met = (name, size), time.monotonic()
         return store, rank, size
+
+    def leave(self, group: Any) -> None:
+        """Before a group is destroyed: see to it that no rank is still connecting to this one."""
+        whole = group is None or group is dist.group.WORLD
+        if whole and self.membership.active and time.monotonic() - self._met < YOUNG_SECONDS:
+            self.part(PART_SECONDS)
 
     def part(self, seconds: float = PART_SECONDS) -> None:
         """Wait a moment for the other ranks of the last group to be done with it as well.
@@ -130,6 +140,7 @@ def install(membership: Membership) -> Rendezvous:
     handlers: dict[str, Handler] = sys.modules["torch.distributed.rendezvous"]._rendezvous_handlers
     for scheme in SCHEMES:
         handlers[scheme] = _handler(rendezvous, handlers[scheme])
+    rewrite_calls(dist, "destroy_process_group", lambda arguments: rendezvous.leave(arguments.get("group")))
     if membership.nodes > 1:
         _number_samplers_through(rendezvous)
     return rendezvous
