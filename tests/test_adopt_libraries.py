@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 
+import cloudpickle
 import pytest
 import torch
+import torch.multiprocessing as mp
 from ranks_harness import DEADLINE, launch, run_ranks, warm  # noqa: F401
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -87,6 +89,14 @@ def _twice(precisions):
     return [_accelerate(2, mixed_precision=precision)[-1] for precision in precisions]
 
 
+def _names():
+    from accelerate import debug_launcher, notebook_launcher
+    from torch.multiprocessing.spawn import start_processes
+
+    adopted = [notebook_launcher, debug_launcher, mp.spawn, start_processes, nn.parallel.data_parallel]
+    return [cloudpickle.loads(cloudpickle.dumps(each)) is each for each in adopted]
+
+
 def _debug_launcher():
     from accelerate import debug_launcher
 
@@ -136,6 +146,11 @@ def test_accelerate_refuses_more_processes_than_ranks():
     for outcome in launch(_accelerate, 2, 4, grace=DEADLINE):
         assert outcome.error == "CannotAdopt", outcome.trace
         assert "notebook_launcher asks for 4 processes" in outcome.text
+
+
+def test_adopted_functions_go_by_name():
+    """A cell that imports one has its name in the notebook afterwards: it is the library's own there."""
+    assert run_ranks(_names, 2) == [[True] * 5] * 2
 
 
 def test_debug_launcher_uses_the_first_ranks():

@@ -218,6 +218,7 @@ def _change_function(replicas: Replicas) -> None:
     module: Any = sys.modules["torch.nn.parallel.data_parallel"]  # the package's attribute is the function
     native = module.data_parallel
 
+    @functools.wraps(native)
     def data_parallel(
         module: nn.Module,
         inputs: Any,

@@ -6,6 +6,7 @@ strategies that fork (``ddp_notebook``, ``ddp_spawn``) must not.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Sequence
 from types import ModuleType
@@ -40,6 +41,7 @@ def install(membership: Membership, adopter: Adopter) -> None:
 def _refuse_elastic(module: ModuleType, membership: Membership) -> None:
     native = module.launch_agent
 
+    @functools.wraps(native)
     def launch_agent(*args: Any, **kwargs: Any) -> Any:
         if not membership.active:
             return native(*args, **kwargs)
@@ -58,6 +60,7 @@ def _refuse(what: str, membership: Membership) -> NoReturn:
 def _adopt_accelerate(module: ModuleType, membership: Membership, adopter: Adopter) -> None:
     native, native_debug = module.notebook_launcher, module.debug_launcher
 
+    @functools.wraps(native)  # a notebook that imports it gets its own back, by its name
     def notebook_launcher(
         function: Callable[..., object],
         args: Sequence[Any] = (),
@@ -73,6 +76,7 @@ def _adopt_accelerate(module: ModuleType, membership: Membership, adopter: Adopt
         processes = membership.local_world_size if num_processes is None else num_processes
         adopter.run("notebook_launcher", processes, lambda _: function(*args), args)
 
+    @functools.wraps(native_debug)
     def debug_launcher(
         function: Callable[..., object], args: Sequence[Any] = (), num_processes: int = 2
     ) -> None:

@@ -14,6 +14,7 @@ never touched, and a launcher started as a command of its own (``!torchrun``) is
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 import threading
@@ -160,6 +161,7 @@ def install(membership: Membership, rendezvous: Rendezvous) -> Adopter:
     adopter = Adopter(membership, rendezvous)
     native = spawn_module.start_processes
 
+    @functools.wraps(native)  # a notebook that imports it gets its own back, by its name
     def start_processes(
         fn: Callable[..., object],
         args: Sequence[Any] = (),
@@ -177,6 +179,7 @@ def install(membership: Membership, rendezvous: Rendezvous) -> Adopter:
         adopter.run("mp.spawn", nprocs, lambda index: fn(index, *args), args)
         return None if join else AdoptedProcesses()
 
+    @functools.wraps(spawn_module.spawn)
     def spawn(
         fn: Callable[..., object],
         args: Sequence[Any] = (),
