@@ -8,6 +8,7 @@ packed into one file for the data side, and go to the ranks as ``DeliveredLoader
 from __future__ import annotations
 
 import contextlib
+import itertools
 import pickle
 import random
 import sys
@@ -60,15 +61,15 @@ def register(loader: Any, name: str | None = None) -> Any:
         The loader itself.
 
     Raises:
-        RegistrationError: it is registered already, it is not iterable, or it cannot travel.
+        RegistrationError: it is registered already, it is not iterable, it cannot travel, or the name cannot be used.
     """
     if id(loader) in _registry:
         known = _registry[id(loader)][1] or _variable_of(loader) or "this loader"
         raise RegistrationError(
             f"{known} is registered already. Register a loader once; taas.unregister(loader) undoes it"
         )
-    if name is not None and any(name == other for _, other in _registry.values()):
-        raise RegistrationError(f"another loader is registered as '{name}'. Choose a different name=")
+    if name is not None:
+        _check_name(name)
     _check_iterable(loader)
     _check_travels(loader, name or _variable_of(loader) or "loader")
     _registry[id(loader)] = (loader, name)
@@ -83,17 +84,21 @@ def unregister(loader: Any) -> None:
     """
     if _registry.pop(id(loader), None) is None:
         raise RegistrationError(
-            "this loader is not registered. If its variable was assigned anew since, unregister the old object, "
-            "or see taas.registered()"
+            "this loader is not registered. If its variable was assigned anew since, the old object is: "
+            "taas.unregister() takes that one"
         )
 
 
 def registered(namespace: Mapping[str, Any] | None = None) -> list[Registration]:
     """Return what is registered, in that order; names are those the loaders have in ``namespace`` now."""
-    named = []
-    for number, (loader, name) in enumerate(_registry.values()):
+    named: list[Registration] = []
+    taken = {name for _, name in _registry.values() if name is not None}
+    for number, (loader, given) in enumerate(_registry.values()):
         variable = _variable_of(loader, namespace)
-        named.append(Registration(name or variable or f"loader_{number}", loader, variable))
+        free = (f"loader_{count}" for count in itertools.count(number))
+        name = given or next(name for name in itertools.chain([variable], free) if name and name not in taken)
+        taken.add(name)
+        named.append(Registration(name, loader, variable))
     return named
 
 
@@ -107,6 +112,19 @@ def _variable_of(loader: Any, namespace: Mapping[str, Any] | None = None) -> str
 
 
 # ── checks ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _check_name(name: Any) -> None:
+    """Two loaders of one name would be one to the run; and the name is typed in ``--units``."""
+    if not isinstance(name, str):
+        raise RegistrationError(
+            f"a {type(name).__qualname__} is no name for a loader. Register each loader by itself: "
+            "taas.register(train), then taas.register(valid)"
+        )
+    if not name.isidentifier():
+        raise RegistrationError(f"{name!r} cannot be typed in --units. Choose a name= such as 'train'")
+    if any(name == entry.name for entry in registered()):
+        raise RegistrationError(f"another loader is registered as '{name}'. Choose a different name=")
 
 
 def _check_iterable(loader: Any) -> None:

@@ -64,6 +64,37 @@ def test_registering_twice_is_an_error() -> None:
         registry.register(DataLoader(Plain()), name="train")
 
 
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("train", "another loader is registered as 'train'"),
+        (DataLoader(Plain()), r"a DataLoader is no name .* Register each loader by itself"),
+        (5, "a int is no name"),
+        ("my train", "'my train' cannot be typed in --units"),
+        ("", "'' cannot be typed in --units"),
+    ],
+    ids=["a variable's", "two loaders", "number", "two words", "empty"],
+)
+def test_a_name_that_cannot_be_used_is_refused(monkeypatch: pytest.MonkeyPatch, name: Any, said: str) -> None:
+    """Of two loaders of one name a run would wait for ever; a second loader is no name of the first."""
+    train, valid = DataLoader(Plain()), DataLoader(Plain())
+    monkeypatch.setattr(sys.modules["__main__"], "train", train, raising=False)
+    registry.register(train)
+    with pytest.raises(RegistrationError, match=said):
+        registry.register(valid, name)
+    assert [entry.loader for entry in registry.registered()] == [train]
+
+
+def test_no_two_loaders_go_by_one_name() -> None:
+    """Variables change after loaders were registered; a name that was given stays."""
+    first, second, third = (DataLoader(Plain()) for _ in range(3))
+    registry.register(first, name="train")
+    registry.register(second, name="loader_2")
+    registry.register(third)
+    names = [entry.name for entry in registry.registered({"train": third})]
+    assert names == ["train", "loader_2", "loader_3"]
+
+
 def test_what_is_not_registered_cannot_be_unregistered() -> None:
     """Also after the variable was assigned anew."""
     with pytest.raises(RegistrationError, match="not registered"):
