@@ -106,7 +106,7 @@ def _recover(desk: Desk, line: Line) -> None:
     if not line.words and not kept:
         raise HeaderError("%taas recover: no run has kept writes of ranks other than 0")
     name = line.words[0] if line.words else kept[-1].run
-    paths = rank_storage.recover(name, kept_root(), Path.cwd(), overwrite="overwrite" in line.options)
+    paths = rank_storage.recover(name, kept_root(), overwrite="overwrite" in line.options)
     say(
         f"{len(paths)} file{'s' if len(paths) != 1 else ''} of {name} recovered",
         *(f"  {path}" for path in paths[:20]),

@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from storage_ranks import Run, fork, join
 from torch.distributed.checkpoint.api import CheckpointException
 
-from taas import rank_storage
+from taas import cli, rank_storage
 from taas.errors import HeaderError
 from taas.rank_storage import Settlement, recover, retention, settle
 
@@ -102,6 +102,46 @@ def test_recovering_overwrites_only_when_told(run: Run):
     assert not (run.project / "a").exists()
     recover("run-1", run.kept, run.project, overwrite=True)
     assert (run.project / "b").read_text() == "rank 1's"
+
+
+def test_a_runs_own_project_gets_what_it_kept(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also from a terminal that stands elsewhere; where the project is gone, nothing is moved."""
+    run.rank(write("a", "rank 1's"))
+    settled(run, time.time_ns())
+    monkeypatch.setattr("taas.supervisor.rank_writes.kept_root", lambda: run.kept)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    away = run.project.rename(tmp_path / "away")
+    assert cli.main(["recover", "run-1"]) != 0
+    assert "is not there any more; what was kept lies in" in capsys.readouterr().err
+    away.rename(run.project)
+    assert cli.main(["recover", "run-1"]) == 0
+    assert (run.project / "a").read_text() == "rank 1's"
+    assert list(elsewhere.iterdir()) == []
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_files_and_folders_in_each_others_way_stop_a_recovery(run: Run, overwrite: bool) -> None:
+    """Before anything is written, with a line that says what is where."""
+    run.rank(write("a", "rank 1's"))
+    run.rank(write("deep/er/b", "rank 1's"))
+    run.rank(write("c", "rank 1's"))
+    settled(run, time.time_ns())
+    (run.project / "deep").write_text("a file")
+    with pytest.raises(
+        HeaderError, match=r"deep/er/b has no place .* deep is a file there; nothing was written"
+    ):
+        recover("run-1", run.kept, run.project, overwrite)
+    (run.project / "deep").unlink()
+    (run.project / "c").mkdir()
+    with pytest.raises(HeaderError, match=r"c has no place .* c is a folder there; nothing was written"):
+        recover("run-1", run.kept, run.project, overwrite)
+    assert not (run.project / "a").exists()
+    (run.project / "c").rmdir()
+    assert len(recover("run-1", run.kept, run.project, overwrite)) == 3
 
 
 def test_recovering_an_unknown_run_names_those_there_are(run: Run):

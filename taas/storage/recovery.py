@@ -22,30 +22,48 @@ def kept_runs(kept_root: Path) -> list[Manifest]:
     return sorted(found, key=lambda manifest: manifest.made_ns)
 
 
-def recover(run: str, kept_root: Path, project: Path, overwrite: bool = False) -> list[Path]:
+def recover(run: str, kept_root: Path, project: Path | None = None, overwrite: bool = False) -> list[Path]:
     """Bring a run's kept writes into the project and empty its kept folder.
 
     Where several ranks kept different versions of one path, the lowest rank's gets the path and the others
     stand beside it as ``<path>.rank<k>``. Interrupted, it can be called again.
 
+    Args:
+        run: as :func:`kept_runs` names it.
+        kept_root: where kept writes of all runs are.
+        project: where to bring them; None for the run's own project.
+        overwrite: whether files of the project are replaced.
+
     Returns:
         The project paths written.
 
     Raises:
-        HeaderError: no such run, or a path exists in the project and ``overwrite`` is False; then nothing
-            was written.
+        HeaderError: no such run or project, a path exists in the project and ``overwrite`` is False, or a file
+            and a folder are in each other's way; then nothing was written.
     """
     manifests = {manifest.run: manifest for manifest in kept_runs(kept_root)}
     if run not in manifests:
         others = f"Runs that kept writes: {', '.join(manifests)}." if manifests else "No run has kept writes."
         raise HeaderError(f"%taas recover {run}: that run has no kept writes. {others}")
     folder = kept_root / run
+    project = Path(manifests[run].project) if project is None else project
+    if not project.is_dir():
+        raise HeaderError(
+            f"%taas recover {run}: its project {project} is not there any more; what was kept lies in {folder}."
+        )
     moves: list[tuple[Path, Path]] = []
     for file in manifests[run].files:
         for number, rank in enumerate(file.ranks):
             target = project / (file.path if number == 0 else f"{file.path}.rank{rank}")
             moves.append((folder / f"rank{rank}" / file.path, target))
     moves = [(source, target) for source, target in moves if os.path.lexists(source)]
+    for _, target in moves:
+        if (obstacle := _obstacle(target, project)) is not None:
+            raise HeaderError(
+                f"%taas recover {run}: {target.relative_to(project)} has no place in the project, for "
+                f"{obstacle.relative_to(project)} is a {'folder' if obstacle == target else 'file'} there; "
+                f"nothing was written. Move it away."
+            )
     taken = [str(target.relative_to(project)) for _, target in moves if os.path.lexists(target)]
     if taken and not overwrite:
         raise HeaderError(
@@ -56,6 +74,16 @@ def recover(run: str, kept_root: Path, project: Path, overwrite: bool = False) -
         _bring(source, target)
     shutil.rmtree(folder)
     return [target for _, target in moves]
+
+
+def _obstacle(target: Path, project: Path) -> Path | None:
+    """Return the folder that stands where a file is to go, or the file where one of its folders is to be."""
+    if target.is_dir() and not target.is_symlink():
+        return target
+    folders = list(target.relative_to(project).parents)[:-1]
+    return next(
+        (project / f for f in folders if os.path.lexists(project / f) and not (project / f).is_dir()), None
+    )
 
 
 def _bring(source: Path, target: Path) -> None:
