@@ -162,6 +162,11 @@ class Only:
     def __setstate__(self, state):
         if os.getpid() == home: raise OSError("no such disk")
         self.__dict__.update(state)
+class Table:
+    only = Only()
+class Copy:
+    def __init__(self, only): self.text = f"{only!r:.9}"
+    def __reduce__(self): return Copy, (Only(),)
 class Made:
     def __reduce__(self): return make, ()
 def make():
@@ -171,6 +176,7 @@ shared, new = [5], torch.ones(4)
 a, b, c, d = Only(), [1, (Only(), shared)], Made(), {'a': Made()}
 e, f, g = {Only(): 1}, functools.partial(print, Only()), lambda x=Only(): x
 log.append(2); known.append(a)
+h, i, j, k = np.array([Only(), 1], dtype=object), Table(), Copy(Only()), frozenset([Only()])
 w += 1; after = [shared, new, Only]
 b
 """
@@ -178,10 +184,10 @@ b
 
 def test_what_cannot_be_rebuilt_in_the_notebook_is_lost_alone(tmp_path: Path) -> None:
     """What does not hold it comes, also what stands behind it, shares with it, or was there before."""
-    earlier = "import functools, os, torch\nhome = os.getpid(); w = torch.zeros(3); log = [1]; known = []"
+    earlier = "import functools, os, torch, numpy as np\nhome = os.getpid(); w = torch.zeros(3); log = [1]; known = []"
     probe = (
         "[log, w.tolist(), known, after[0] is shared, after[1] is new, new.tolist(), "
-        "sorted({*'abcdefg'} & {*globals()})]"
+        "sorted({*'abcdefghijk', 'Table'} & {*globals()})]"
     )
     there = elsewhere(Program("fails at home", (earlier,), FAILS_AT_HOME, probe=probe), tmp_path)
     assert there.probe == repr([[1, 2], [1.0] * 3, [], True, True, [1.0] * 4, []])
@@ -191,10 +197,10 @@ def test_what_cannot_be_rebuilt_in_the_notebook_is_lost_alone(tmp_path: Path) ->
     )
     assert sorted(there.lost) == sorted(
         [
-            f"a: it {disk}", f"b: an object of Only in it {disk}", f"c: it {place}", f"d: a part of it {place}",
-            f"f: an object of Only in it {disk}", f"g: an object of Only in it {disk}",
+            f"a: it {disk}", f"k: it {disk}", f"b: an object of Only in it {disk}", f"c: it {place}", f"d: a part of it {place}",
+            *(f"{name}: an object of Only in it {disk}" for name in ("f", "g", "h", "i", "j", "Table")),
             "e: it cannot be rebuilt here (AttributeError: 'Only' object has no attribute 'x')",
-            f"the cell's last value: an object of Only in it {disk}", f"new contents of an object: an object of Only in it {disk}",
+            f"the cell's last value: an object of Only in it {disk}", f"new contents of known: an object of Only in it {disk}",
         ]
     )  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import linecache
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -9,6 +10,8 @@ from typing import Any
 
 from taas.capture.ahead import MissingModule, bound, stand_ins
 from taas.capture.contents.kinds import Kinds
+from taas.capture.culprit import path_to
+from taas.capture.ipython_names import is_of_ipython
 from taas.capture.memory import Block, Piece, SentMemory, read_at, view_of
 from taas.capture.payload import (
     Patch,
@@ -223,7 +226,7 @@ def _apply(fd: int, namespace: dict[str, Any], objects: Callable[[], list[Any]],
         except Exception:  # whatever a user's __setstate__ raises
             salvager = Salvager(*source)
             loaded = _Loaded(salvager, header, preface)
-            loaded.drop_what_is_lost(salvager, namespace, applied)
+            loaded.drop_what_is_lost(salvager, namespace, seeds, applied)
     names, applied.value = loaded.names, loaded.value
     for patch in header.patches:
         why = known.patch(patch, fd)
@@ -260,19 +263,31 @@ class _Loaded:
         self.value: Any = load() if preface["value"] else NOTHING
         self.contents: list[tuple[int, Any]] = [load() for _ in range(preface["contents"])]
 
-    def drop_what_is_lost(self, salvager: Salvager, namespace: dict[str, Any], applied: Applied) -> None:
+    def drop_what_is_lost(
+        self, salvager: Salvager, namespace: dict[str, Any], seeds: list[Any], applied: Applied
+    ) -> None:
         """Keep what is whole, and tell the rest."""
 
-        def whole(what: str, value: Any) -> bool:
+        def whole(value: Any, what: Callable[[], str]) -> bool:
             why = salvager.why_lost(value, namespace)
             if why is not None:
-                applied.lost.append(f"{what}: {why}")
+                applied.lost.append(f"{what()}: {why}")
             return why is None
 
-        self.names = {name: value for name, value in self.names.items() if whole(name, value)}
-        if not whole("the cell's last value", self.value):
+        def contents_of(number: int) -> str:
+            visible = {name: value for name, value in namespace.items() if not is_of_ipython(name)}
+            return f"new contents of {path_to(seeds[number], visible)}"
+
+        self.names = {
+            name: value for name, value in self.names.items() if whole(value, functools.partial(str, name))
+        }
+        if not whole(self.value, lambda: "the cell's last value"):
             self.value = NOTHING
-        self.contents = [entry for entry in self.contents if whole("new contents of an object", entry)]
+        self.contents = [
+            (number, message)
+            for number, message in self.contents
+            if whole(message, functools.partial(contents_of, number))
+        ]
 
 
 def _join_devices(objects: list[Any], applied: Applied) -> None:

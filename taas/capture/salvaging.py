@@ -11,7 +11,7 @@ import gc
 import pickle
 import types
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from taas.capture.code_by_value import SETTERS
 from taas.capture.pickling import StreamReader
@@ -19,6 +19,8 @@ from taas.capture.pickling import StreamReader
 __all__ = ["Salvager"]
 
 _Unpickler: Any = pickle._Unpickler
+_SHARED = (type(None), bool, int, float, complex, str, bytes)
+"""Values of these types may be one object in many places."""
 
 
 class _NotMade:
@@ -28,35 +30,50 @@ class _NotMade:
         """Whatever it would have held is lost with it."""
 
 
-def _making(opcode: bytes, uses: int) -> Callable[[Any], None]:
-    """Take the stack's last ``uses`` entries and make something of them."""
+def _making(opcode: bytes, uses: int | None) -> Callable[[Any], None]:
+    """Take the stack's last ``uses`` entries, or all since the mark, and make something of them."""
     load = _Unpickler.dispatch[opcode[0]]
 
     def careful(reader: Any) -> None:
-        rest = len(reader.stack) - uses
+        rest = 0 if uses is None else len(reader.stack) - uses
         used = reader.stack[rest:]
+        setter = bool(used) and any(used[0] is each for each in SETTERS)
         try:
             load(reader)
         except Exception as error:
-            del reader.stack[rest:]
+            if uses is not None:  # what is since a mark was taken off the stack first
+                del reader.stack[rest:]
             reader.append(reader.lose(_NotMade(), error, because=used[:1]))
-            if used and used[0] in SETTERS:
+            if setter:
                 reader.lose(used[1][0], error)
+        else:
+            reader.spoil(used[1][0] if setter else reader.stack[-1], used)
 
     return careful
 
 
-def _filling(opcode: bytes) -> Callable[[Any], None]:
-    """Put something into the stack's last entry but those that are put."""
+def _filling(opcode: bytes, puts: int | None) -> Callable[[Any], None]:
+    """Put the stack's last ``puts`` entries, or all since the mark, into the one below them."""
     load = _Unpickler.dispatch[opcode[0]]
 
     def careful(reader: Any) -> None:
+        put = reader.stack[0 if puts is None else -puts :]
         try:
             load(reader)
         except Exception as error:  # all that is put was taken off the stack first
             reader.lose(reader.stack[-1], error)
+        else:
+            reader.spoil(reader.stack[-1], put)
 
     return careful
+
+
+class _Loss(NamedTuple):
+    """An object that is not what it was, the one in it that could not be rebuilt, and why."""
+
+    value: Any
+    culprit: Any
+    reason: str
 
 
 class Salvager(StreamReader, _Unpickler):
@@ -66,21 +83,30 @@ class Salvager(StreamReader, _Unpickler):
         **_Unpickler.dispatch,
         **{code[0]: _making(code, uses) for code, uses in (
             (pickle.GLOBAL, 0), (pickle.STACK_GLOBAL, 2), (pickle.REDUCE, 2), (pickle.NEWOBJ, 2), (pickle.NEWOBJ_EX, 3),
+            (pickle.TUPLE1, 1), (pickle.TUPLE2, 2), (pickle.TUPLE3, 3), (pickle.TUPLE, None), (pickle.FROZENSET, None),
         )},
-        **{code[0]: _filling(code) for code in (
-            pickle.BUILD, pickle.APPEND, pickle.APPENDS, pickle.SETITEM, pickle.SETITEMS, pickle.ADDITEMS,
+        **{code[0]: _filling(code, puts) for code, puts in (
+            (pickle.BUILD, 1), (pickle.APPEND, 1), (pickle.SETITEM, 2),
+            (pickle.APPENDS, None), (pickle.SETITEMS, None), (pickle.ADDITEMS, None),
         )},
     }  # fmt: skip
 
     def __init__(self, *arguments: Any) -> None:
-        self._lost: dict[int, tuple[Any, str]] = {}
+        self._lost: dict[int, _Loss] = {}
         super().__init__(*arguments)
 
     def lose(self, value: Any, error: Exception, because: list[Any] | None = None) -> Any:
         """Note that an object is not what it was, and why; the first reason stays."""
         known = self._lost.get(id(because[0])) if because else None
-        self._lost.setdefault(id(value), (value, known[1] if known else f"{type(error).__name__}: {error}"))
+        reason = known.reason if known else f"{type(error).__name__}: {error}"
+        self._lost.setdefault(id(value), _Loss(value, value, reason))
         return value
+
+    def spoil(self, value: Any, parts: list[Any]) -> None:
+        """Note that an object was made of parts, which it may hide (an array of objects) or have copied from."""
+        known = next((loss for part in parts if (loss := self._lost.get(id(part))) is not None), None)
+        if known is not None and type(value) not in _SHARED:
+            self._lost.setdefault(id(value), known._replace(value=value))
 
     def why_lost(self, value: Any, namespace: dict[str, Any]) -> str | None:
         """Return which part of a value could not be rebuilt, or None: it is whole.
@@ -103,10 +129,14 @@ class Salvager(StreamReader, _Unpickler):
         return None
 
     def _reason(self, part: Any, *, whole: bool) -> str:
+        loss = self._lost[id(part)]
+        culprit = loss.culprit
         what = (
-            "a part of it" if isinstance(part, _NotMade) else f"an object of {type(part).__qualname__} in it"
+            "a part of it"
+            if isinstance(culprit, _NotMade)
+            else f"an object of {type(culprit).__qualname__} in it"
         )
-        return f"{'it' if whole else what} cannot be rebuilt here ({self._lost[id(part)][1]})"
+        return f"{'it' if whole and culprit is part else what} cannot be rebuilt here ({loss.reason})"
 
 
 def _is_of_a_library(value: Any, namespace: dict[str, Any]) -> bool:
