@@ -36,6 +36,7 @@ from taas.messages.clients import (
 from taas.messages.wire import Memory, Message
 from taas.records import read_record
 from taas.supervised import Supervised, supervised
+from taas.wording import shown
 
 _LOOK_ROUND_MS = 50
 _GIVE_UP = 4
@@ -166,11 +167,16 @@ def cell_number(shell: Any) -> int:
 
 
 def check_options(spec: RunSpec) -> None:
-    """Refuse options that are understood but not built yet: an option that does nothing would be a lie.
+    """Refuse what no run can do: a shared directory that is a file, options that are not built yet.
 
     Raises:
         HeaderError: one of them is given.
     """
+    for path in spec.shared:
+        if os.path.lexists(path) and not Path(path).is_dir():
+            raise HeaderError(
+                f"--shared {shown(path)}, which is no directory: allowed is one, there or not; type --shared checkpoints"
+            )
     asked = {
         "--keep": spec.keep,
         "--post-mortem": spec.post_mortem,

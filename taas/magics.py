@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from taas.status import Shown
 
 _MAGIC_LINE = re.compile(r"%%taas(?!\w)")
+_NO_FRAME = 1 << 30
+"""Where no frame is: names in a header are the notebook's, not those of a function of IPython."""
 
 
 def headed_cell(lines: list[str]) -> list[str]:
@@ -96,7 +99,10 @@ class TaasMagics(Magics):
     @cell_magic("taas")
     def run_cell(self, line: str, cell: str) -> RunHandle | None:
         """Run the cell in ranks: ``%%taas --on g2.8 --gpus 16``, the same thing as the two header lines."""
-        header = parse_magic_line(line) if line.strip() else find_header(cell)
+        header = find_header(cell)
+        if line.strip():
+            twice = "%%taas with options above #!TYPE or #pragma taas: allowed is one; leave one out"
+            header = replace(parse_magic_line(line), problem=None if header is None else twice)
         return self._launch(
             header or parse_magic_line(line), cell if header and not header.magic else "\n" + cell
         )
@@ -118,7 +124,7 @@ class TaasMagics(Magics):
         try:
             spec = parse_header(
                 header,
-                expand=lambda text: self.shell.var_expand(text, depth=4),
+                expand=lambda text: self.shell.var_expand(text, depth=_NO_FRAME),
                 catalog=load_catalog(Path.cwd()),
                 visible_gpus=len(visible_gpus()),
                 registered=[loader.name for loader in registered(self.shell.user_ns)],

@@ -40,6 +40,9 @@ TORCHRUN = [
         ("#pragma taas --gpus '2", "quot"),
         ("#pragma tass --gpus 2", "#pragma taas"),
         ("%%time\n#pragma taas --gpus 2", "below code"),
+        ("%%taas --gpus 2\n#pragma taas --gpus 4", "leave one out"),
+        ("%%taas --gpus 2\nx = 1\n#!g2.8", "leave one out"),
+        ("#pragma taas --gpus 2 --shared " + __file__, "no directory"),
     ],
 )
 def test_a_wrong_header_is_one_line(notebook: Notebook, header: str, word: str) -> None:
@@ -127,6 +130,14 @@ def test_variables_in_the_header(notebook: Notebook) -> None:
     notebook.good("count = 2")
     ran = notebook.good("#pragma taas --gpus {count}\nimport os\nprint('{count}', os.environ['WORLD_SIZE'])")
     assert ran.own == "{count} 2\n"
+
+
+def test_variables_in_the_header_are_the_notebooks(notebook: Notebook) -> None:
+    """Whatever IPython calls its own, on its way to the cell."""
+    notebook.good("from types import SimpleNamespace\nargs = cell = line = fn = SimpleNamespace(gpus=5000)")
+    for name in ("args", "cell", "line", "fn"):
+        ran = notebook.run(f"#pragma taas --gpus {{{name}.gpus}}\nprint('the body ran')")
+        assert ran.stderr.startswith("UsageError: --gpus 5000: "), ran
 
 
 def test_the_cell_magic_is_the_same_thing(notebook: Notebook) -> None:
