@@ -15,7 +15,7 @@ from typing import Any
 from taas.capture.code_by_value import global_names
 from taas.capture.followed import names_used_by
 from taas.capture.ipython_names import is_of_ipython
-from taas.capture.texts import LOOKS_UP, magic_of, strings_in, words_of
+from taas.capture.texts import ALL_NAMES, LOOKS_UP, magic_of, strings_in, words_of
 
 __all__ = ["ExpressionReader", "Needs", "code_of"]
 
@@ -132,12 +132,19 @@ class ExpressionReader(ast.NodeVisitor):
                 self.visit(branch)
 
     def visit_Compare(self, node: ast.Compare) -> None:
-        """A chain may end early."""
+        """A chain may end early; ``"name" in globals()`` asks for a name."""
+        if any(isinstance(operator, (ast.In, ast.NotIn)) for operator in node.ops):
+            self._asked_of(node, [part for other in node.comparators for part in ast.walk(other)])
         self.visit(node.left)
         self.visit(node.comparators[0])
         with self._maybe():
             for comparator in node.comparators[1:]:
                 self.visit(comparator)
+
+    def visit_BinOp(self, node: ast.BinOp) -> None:
+        """``"%(name)s" % vars()`` reads a name."""
+        self._asked_of(node, [node.right])
+        self.generic_visit(node)
 
     def visit_NamedExpr(self, node: ast.NamedExpr) -> None:
         """The value first."""
@@ -175,7 +182,14 @@ class ExpressionReader(ast.NodeVisitor):
         if function in LOOKS_UP:
             for text in strings_in(node):
                 self._scan(text)
+        self._asked_of(node, [*node.args, *(keyword.value for keyword in node.keywords)])
         self.generic_visit(node)
+
+    def _asked_of(self, node: ast.expr, parts: Iterable[ast.AST]) -> None:
+        """Read the strings of an expression, one of whose parts is all names (``"{name}".format(**globals())``)."""
+        if any(isinstance(part, ast.Call) and getattr(part.func, "id", "") in ALL_NAMES for part in parts):
+            for text in strings_in(node):
+                self._scan(text)
 
     def visit_Subscript(self, node: ast.Subscript) -> None:
         """``globals()["name"]`` reads a name."""

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 
 __all__ = [
+    "ALL_NAMES",
     "LOOKS_UP",
     "NOT_PYTHON",
     "RUNS_APART",
@@ -21,6 +22,8 @@ _IDENTIFIER = re.compile(r"[^\W\d]\w*")
 
 LOOKS_UP = {"eval", "exec", "globals", "locals", "vars", "query", "getattr", "get_ipython", "run_line_magic"}
 """Functions and methods that look names up in strings."""
+ALL_NAMES = {"globals", "locals", "vars", "dir"}
+"""Functions that return all names, which a string beside them may pick from."""
 RUNS_HERE = {"time", "capture", "prun", "memit", "mprun", "lprun", "debug"}
 """Magics whose Python runs as part of the cell."""
 RUNS_APART = {"timeit"}
