@@ -65,6 +65,8 @@ PROGRAMS = [
     P("function attributes and defaults", ("def f(x, acc=[]):\n    f.calls += 1\n    acc.append(x)\n    return acc\nf.calls = 0",), "f(1); r = f(2)", "f(3), f.calls"),
     P("decorators and partial", ("import functools\ndef twice(g):\n    @functools.wraps(g)\n    def w(*a): return g(g(*a))\n    return w\n@twice\ndef inc(x): return x + k\nk = 2\np = functools.partial(inc, 3)",), "k = 10\nr = inc(1), p()", "inc(1), p()"),
     P("lru_cache", ("import functools\nk = 2\n@functools.lru_cache\ndef f(x): return x * k",), "r = f(3)", "f(4)"),
+    P("cached property", ("import functools\nclass A:\n    n = 0\n    @functools.cached_property\n    def p(self): self.n += 1; return [self.n]\na = A(); b = A(); b.p",), "b.p.append(2)\nclass B(A):\n    @functools.cached_property\n    def q(self): return self.p + ['q']\nc = B()", "a.p, b.p, b.n, c.q, c.q is c.q"),
+    P("subclasses that register", ("reg = {}\nclass Base:\n    def __init_subclass__(cls, /, key, **rest):\n        super().__init_subclass__(**rest); reg[key] = cls; log.append(key)\nlog = []\nclass A(Base, key='a'): pass\na = A()",), "r = sorted(reg), reg['a'] is A\nclass B(Base, key='b'): pass\nb = reg['b']()", "sorted(reg), log, reg['b'] is B, type(b) is B, type('C', (B,), {}, key='c') is reg['c']"),
     P("lambda in a list", ("k = 1\nfs = [lambda x: x + k, max]",), "k = 3\nr = [f(2) if f is not max else 0 for f in fs]", "fs[0](1)"),
     P("generator function and async", ("def g(n):\n    for i in range(n): yield i * k\nk = 2\nasync def co(x): return x + k",), "r = list(g(3)), await co(1)"),
     P("bound method", ("class A:\n    def __init__(self): self.n = 0\n    def up(self): self.n += 1\na = A(); up = a.up",), "up(); up()", "a.n, up.__self__ is a"),

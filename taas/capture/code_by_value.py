@@ -13,12 +13,14 @@ the way back overwrites the methods of classes that are already there. Here inst
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import functools
 import sys
 import types
 import typing
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 from cloudpickle import cloudpickle as _cloudpickle
@@ -31,6 +33,7 @@ __all__ = [
     "global_names",
     "own_names",
     "reduce_cached",
+    "reduce_cached_property",
     "reduce_cell",
     "reduce_class",
     "reduce_function",
@@ -155,14 +158,41 @@ def reduce_class(cls: type) -> Any:
     return reduced
 
 
+def _make_class(constructor: Any, name: str, bases: tuple[Any, ...], *arguments: Any) -> type:
+    """Make a class as cloudpickle does; what its bases do with a new subclass was done where it was made."""
+    with _without_hooks(bases):
+        made: type = _cloudpickle._make_skeleton_class(constructor, name, bases, *arguments)
+    return made
+
+
+@contextlib.contextmanager
+def _without_hooks(bases: tuple[Any, ...]) -> Iterator[None]:
+    """Leave out ``__init_subclass__`` of classes by value: what it reads may not be here yet."""
+    ancestors = {cls for base in bases for cls in getattr(getattr(base, "__origin__", base), "__mro__", ())}
+    hooks = [
+        (cls, cls.__dict__["__init_subclass__"])
+        for cls in ancestors
+        if "__init_subclass__" in cls.__dict__ and cls in _COMPLETE
+    ]
+    for cls, _ in hooks:
+        type.__delattr__(cls, "__init_subclass__")
+    try:
+        yield
+    finally:
+        for cls, hook in hooks:
+            type.__setattr__(cls, "__init_subclass__", hook)
+
+
 def _with_slots(cls: type, reduced: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Have the class made with its slots; cloudpickle sets ``__slots__`` afterwards, when that does nothing.
+    """Have the class made by :func:`_make_class` with its slots; cloudpickle sets them afterwards, to no effect.
 
     ``typing.NamedTuple`` makes them itself, and refuses to be told.
     """
     maker, arguments, (attributes, slots), *_ = reduced
+    if maker is not _cloudpickle._make_skeleton_class:
+        return *reduced[:5], _set_class
     told = typing.NamedTuple not in cls.__dict__.get("__orig_bases__", ())
-    if told and "__slots__" in cls.__dict__ and maker is _cloudpickle._make_skeleton_class:
+    if told and "__slots__" in cls.__dict__:
         constructor, name, bases, keywords, *rest = arguments
         arguments = (constructor, name, bases, {**keywords, "__slots__": cls.__dict__["__slots__"]}, *rest)
         attributes = {
@@ -170,7 +200,7 @@ def _with_slots(cls: type, reduced: tuple[Any, ...]) -> tuple[Any, ...]:
             for key, value in attributes.items()
             if key != "__slots__" and not isinstance(value, types.MemberDescriptorType)
         }
-    return maker, arguments, (attributes, slots), None, None, _set_class
+    return _make_class, arguments, (attributes, slots), None, None, _set_class
 
 
 SETTERS = (_fill_cell, _set_function, _set_class)
@@ -178,6 +208,12 @@ SETTERS = (_fill_cell, _set_function, _set_class)
 
 
 # ---------------------------------------------------------------- cached functions
+
+
+def reduce_cached_property(cached: functools.cached_property[Any]) -> tuple[Any, ...]:
+    """Reduce a ``functools.cached_property``, whose lock (before Python 3.12) cannot travel."""
+    state = {name: value for name, value in vars(cached).items() if name not in ("func", "lock")}
+    return functools.cached_property, (cached.func,), state
 
 
 def reduce_cached(cached: Any) -> Any:

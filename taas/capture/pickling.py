@@ -26,6 +26,7 @@ from taas.capture.code_by_value import (
     dispatch_table,
     global_names,
     reduce_cached,
+    reduce_cached_property,
     reduce_cell,
     reduce_class,
     reduce_function,
@@ -133,6 +134,7 @@ class Pickler(BasePickler):
             types.CellType: reduce_cell,
             types.ModuleType: self._module,
             functools._lru_cache_wrapper: reduce_cached,
+            functools.cached_property: reduce_cached_property,
             io.TextIOWrapper: _refuse_file,
         }
         self._seed([namespace] if seeds is None else seeds)
