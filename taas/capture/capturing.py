@@ -1,8 +1,11 @@
 """The notebook's side: names into a payload for the ranks, rank 0's answer into the notebook's objects."""
 
 from __future__ import annotations
+import __future__
 
 import contextlib
+import functools
+import operator
 import os
 import re
 import sys
@@ -49,6 +52,11 @@ class _Packed:
     sizes: dict[str, int] = field(default_factory=dict)
     detached: list[str] = field(default_factory=list)
 
+
+_FUTURE = functools.reduce(
+    operator.or_, (getattr(__future__, n).compiler_flag for n in __future__.all_feature_names)
+)
+"""What ``from __future__ import …`` of an earlier cell means for all later ones."""
 
 _IMPORT = re.compile(r"^[ \t]*(?:from|import)[ \t]+([\w.]+)", re.MULTILINE)
 
@@ -153,6 +161,7 @@ def _capture(
         "sources": pickler.sources(),
         "ahead": ahead_of(packed.names, namespace),
         "cells": _cell_numbers(pickler, shell),
+        "future": getattr(getattr(shell, "compile", None), "flags", 0) & _FUTURE,
         "submodules": [
             *_submodules(packed, needs.words, namespace),
             *_imported_modules(packed, namespace.get("In", ())),

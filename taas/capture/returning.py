@@ -52,6 +52,7 @@ class Arrival:
         self._memory = memory
         self._returned: list[str] | None = preface["returned"]
         self._cells: dict[str, int] = preface["cells"]
+        self._future: int = preface["future"]
         self._cell_numbers: dict[str, int] = {}
         self._before: dict[int, tuple[Kind, Any]] = {}
         self._numbers: dict[int, int] | None = None
@@ -85,7 +86,8 @@ class Arrival:
         return self._numbers.get(id(value))
 
     def dress(self, shell: InteractiveShell) -> None:
-        """Tell a rank's shell the numbers of earlier cells, for tracebacks (``Cell In[3], line 2``)."""
+        """Tell a rank's shell the numbers of earlier cells, for tracebacks, and what they imported from the future."""
+        shell.compile.flags |= self._future
         shell.compile._filename_map.update(self._cells)
         self._cell_numbers = shell.compile._filename_map
 
