@@ -87,6 +87,8 @@ def _refused(setup: str, cell: str) -> str:
         ("import threading\nd = {'k': threading.Lock()}\ndef f(x=d): return x", "f()", ("f.__defaults__[0]['k']",)),
         ("import threading\ndef m():\n    l = [threading.Lock()]\n    return lambda: l\nf = m()", "f()", ("f closure variable l[0]",)),
         ("class S:\n    __slots__ = 'a'\ns = S(); s.a = (i for i in ())", "s.a", ("s.a is a generator",)),
+        ("import threading\nclass B:\n    locks = [threading.Lock()]\nclass A(B): pass\na = A(); a.x = 1", "a", ("a.locks[0] is a _thread.lock",)),
+        ("import threading\nclass A:\n    lock = threading.Lock()", "A()", ("A.lock is a _thread.lock",)),
     ],
 )  # fmt: skip
 def test_a_surely_needed_name_that_cannot_travel(setup: str, cell: str, parts: tuple[str, ...]) -> None:
@@ -373,3 +375,18 @@ def test_another_notebook_gets_names_that_changed(rounds: Any) -> None:
     assert type(other["fresh"]) is type(other["net"])
     assert other["lr"] == 5
     assert {"net", "log", "fresh"} <= set(applied.rebound)
+
+
+def test_another_notebook_that_cannot_take_a_run_stays_as_it_was(
+    rounds: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Names that it has not are not left half there."""
+    home = "import os\nclass Home:\n    def __setstate__(self, state): assert 'TAAS_TEST_X' not in os.environ"
+    one = rounds(home + "\nhome = Home(); home.x = 1; lr = 1\ndef f(): return lr", "home, lr, f")
+    answer = one.arrival.pack_answer(one.rank)
+    monkeypatch.setenv("TAAS_TEST_X", "another machine")
+    other: dict[str, Any] = {"lr": 5}
+    with pytest.raises(CaptureError, match="'home' cannot be rebuilt"):
+        rebind_answer(one.captured.fd, answer, other)
+    os.close(answer)
+    assert other == {"lr": 5}

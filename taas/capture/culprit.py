@@ -86,6 +86,18 @@ def _parts_of_function(function: types.FunctionType) -> Iterator[tuple[str, Any]
         yield f".{name}", item
 
 
+def _parts_of_class(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the attributes of the notebook's classes, which travel with a class and so with its instances."""
+    for cls in (value if isinstance(value, type) else type(value)).__mro__:
+        if cls.__module__ == "__main__":
+            for name, item in list(cls.__dict__.items()):
+                if not name.startswith("__") and not isinstance(item, _SLOTS):
+                    yield f".{name}", item
+
+
+_SLOTS = (types.MemberDescriptorType, types.GetSetDescriptorType)
+
+
 def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
     for name, item in list(getattr(value, "__dict__", {}).items())[:_WIDTH]:
         yield f".{name}", item
@@ -112,7 +124,7 @@ def find_culprit(name: str, value: Any, new_pickler: Callable[[], Any]) -> Culpr
         return None
     seen = {id(value)}
     for _ in range(_DEPTH):
-        for label, part in parts(value):
+        for label, part in (*parts(value), *_parts_of_class(value)):
             if id(part) in seen or isinstance(part, (str, int, float, type(None))):
                 continue
             seen.add(id(part))

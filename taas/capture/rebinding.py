@@ -81,6 +81,8 @@ def rebind_answer(payload_fd: int, answer_fd: int, namespace: dict[str, Any]) ->
             arrival._load(read_pickle(payload_fd))
         applied = apply_answer(answer_fd, namespace, lambda: arrival._objects, _ArrivedMemory(memory))
     except BaseException:
+        for name in memory.header.names:
+            namespace.pop(name, None)
         namespace.update(before)
         raise
     finally:
