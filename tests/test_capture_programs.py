@@ -117,6 +117,7 @@ PROGRAMS = [
     P("match, walrus, try, with", ("p = {'k': [1, 2]}; n = 2; import contextlib",), "match p:\n    case {'k': [a, *rest]} if a < n:\n        r = rest\nif (m := n + 1) > 2: q = m\ntry:\n    1 / 0\nexcept ZeroDivisionError as e:\n    err = str(n)\nwith contextlib.suppress(KeyError):\n    n = p['zz']"),
     P("eval and globals", ("a = 1; b = 2; c = 3",), "r = eval('a + 1'), globals()['b']\nexec('c += 1')"),
     P("imported from the future", ("from __future__ import annotations\nn = 1",), "class A:\n    def copy(self, other: Missing) -> A: return n\nr = A().copy(1)", "A.copy.__annotations__, r"),
+    P("names in texts of the notebook", ("code = 'r = x + y'; x = 1; y = 2; z = 3\ndef f(): return z",), "exec(code)\nfrom __main__ import z as other\nimport timeit\nt = timeit.timeit('f()', 'from __main__ import f', number=1) > 0", "r, other, t"),
     P("asked by name", ("a = [1]; b = 2; c = 3; d = 4; other = 5",), "if 'a' not in globals(): a = [9]\nr = '%(b)d' % vars(), '{c}'.format(**globals()), 'd' in dir()", "a, r"),
     P("star import", (), "from math import *\nr = floor(pi)"),
     P("strings, paths, dates, regex", ("import re, datetime, pathlib, decimal, fractions\nv = [re.compile('a+'), datetime.date(2020, 1, 1), pathlib.Path('x'), decimal.Decimal('1.5'), fractions.Fraction(1, 3), range(3), slice(1, 2), 1j, b'x', None, ...]",), "w = list(v); v.append(v[0].match('aa').group())"),

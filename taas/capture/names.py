@@ -321,6 +321,8 @@ class _Reader(ExpressionReader):
         if any(alias.name == "*" for alias in node.names):
             self._star = True
             return
+        if node.module == "__main__":
+            self._read([alias.name for alias in node.names], sure=True)
         self._bind_here((alias.asname or alias.name) for alias in node.names)
 
     def visit_Delete(self, node: ast.Delete) -> None:

@@ -180,10 +180,17 @@ class ExpressionReader(ast.NodeVisitor):
             return
         function = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
         if function in LOOKS_UP:
-            for text in strings_in(node):
+            for text in (*strings_in(node), *self._texts_named_in(node.args)):
                 self._scan(text)
         self._asked_of(node, [*node.args, *(keyword.value for keyword in node.keywords)])
         self.generic_visit(node)
+
+    def _texts_named_in(self, arguments: Iterable[ast.expr]) -> Iterator[str]:
+        """Yield the notebook's texts among the arguments of a call (``exec(code)``)."""
+        for argument in arguments:
+            value = self._namespace.get(argument.id) if isinstance(argument, ast.Name) else None
+            if isinstance(value, str):
+                yield value
 
     def _asked_of(self, node: ast.expr, parts: Iterable[ast.AST]) -> None:
         """Read the strings of an expression, one of whose parts is all names (``"{name}".format(**globals())``)."""

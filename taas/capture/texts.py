@@ -20,7 +20,9 @@ __all__ = [
 
 _IDENTIFIER = re.compile(r"[^\W\d]\w*")
 
-LOOKS_UP = {"eval", "exec", "globals", "locals", "vars", "query", "getattr", "get_ipython", "run_line_magic"}
+LOOKS_UP = {
+    "eval", "exec", "globals", "locals", "vars", "query", "getattr", "get_ipython", "run_line_magic", "timeit",
+}  # fmt: skip
 """Functions and methods that look names up in strings."""
 ALL_NAMES = {"globals", "locals", "vars", "dir"}
 """Functions that return all names, which a string beside them may pick from."""
