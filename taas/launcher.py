@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,13 +18,14 @@ from taas.catalog import DATA_VM, load_catalog
 from taas.cell_output import CellOutput, say, say_lost
 from taas.dataloader_registry import Registration, apply_final, delivering, pack_registered, registered
 from taas.devices import visible_gpus
-from taas.endings import finish
+from taas.endings import finish, interrupted
 from taas.engine_choice import check_installed, chosen
 from taas.errors import HeaderError, NotEnoughDevices, TaasError
 from taas.header import RunSpec
 from taas.live_view import LiveView
 from taas.messages.agents import Printed, Seen
 from taas.messages.clients import (
+    Abandon,
     Accepted,
     AnswerTaken,
     DeliveryOrder,
@@ -41,6 +43,8 @@ from taas.wording import shown
 _LOOK_ROUND_MS = 50
 _GIVE_UP = 4
 """So many interrupts end a run whose supervisor does not answer: it is killed, and its agents end all ranks."""
+_SILENCE_SECONDS = 10.0
+"""So long it does not answer then. Who presses quickly does not mean the background runs of the same supervisor."""
 
 
 def launch(spec: RunSpec, cell: str, shell: Any) -> RunHandle | None:
@@ -217,19 +221,45 @@ def start_background(
     """Submit a run that goes on by itself.
 
     Raises:
-        KeyboardInterrupt: the supervisor did not answer before the person at the keyboard lost patience.
+        KeyboardInterrupt: it was interrupted before it had begun, and was ended.
     """
     supervisor.say(submit)
+    patience = Patience(interrupts)
     while True:
         for message in supervisor.hear(_LOOK_ROUND_MS):
             if isinstance(message, Refused):
                 raise getattr(errors, message.error, TaasError)(message.message)
             if isinstance(message, Accepted):
                 handle = RunHandle(message.run, Path(message.folder))
+                if interrupts:
+                    supervisor.say(Interrupt(run=handle.name))
+                    raise interrupted(f"{handle.name} was interrupted before it had begun")
                 attach.keep_capture(handle.id, captured, loaders)
                 return handle
-        if interrupts:
+        if patience.is_over:
+            supervisor.kill()
             raise KeyboardInterrupt
+
+
+class Patience:
+    """When a person who presses interrupt again and again has waited long enough for a supervisor to say something."""
+
+    def __init__(self, interrupts: list[int]) -> None:
+        self._interrupts = interrupts
+        self._silent_since: float | None = None
+
+    def heard(self) -> None:
+        """Note that it said something."""
+        self._silent_since = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has been silent for too long since the first interrupt."""
+        if not self._interrupts:
+            return False
+        now = time.monotonic()
+        self._silent_since = self._silent_since or now
+        return len(self._interrupts) >= _GIVE_UP and now > self._silent_since + _SILENCE_SECONDS
 
 
 class Foreground:
@@ -237,6 +267,7 @@ class Foreground:
 
     def __init__(self, supervisor: Supervised, shell: Any, interrupts: list[int]) -> None:
         self._supervisor, self._shell, self._interrupts = supervisor, shell, interrupts
+        self._patience = Patience(interrupts)
         self._relayed = self._restarts = 0
         self._run = ""
         self._output = CellOutput(shell)
@@ -246,8 +277,19 @@ class Foreground:
         """Submit the run, show its output, apply its answer; returns how it ended."""
         self._restarts = submit.spec.max_restarts
         self._supervisor.say(submit)
+        try:
+            return self._follow(captured)
+        except BaseException:
+            if self._run and self._supervisor.alive:  # nobody else will show it
+                self._supervisor.say(Abandon(run=self._run))
+            raise
+
+    def _follow(self, captured: Capture) -> RunEnded:
         while True:
             for message in self._supervisor.hear(_LOOK_ROUND_MS):
+                self._patience.heard()
+                if not isinstance(message, Accepted) and getattr(message, "run", self._run) != self._run:
+                    continue  # of a run that was abandoned
                 if self._view is not None:
                     self._view.note(message)
                 if isinstance(message, RunEnded):
@@ -287,7 +329,7 @@ class Foreground:
         while self._run and self._relayed < len(self._interrupts):
             self._relayed += 1
             self._supervisor.say(Interrupt(run=self._run))
-        if len(self._interrupts) >= _GIVE_UP:
+        if self._patience.is_over:
             self._supervisor.kill()
             raise KeyboardInterrupt
 

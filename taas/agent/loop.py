@@ -40,6 +40,7 @@ from taas.messages.agents import (
     Seen,
     StartRanks,
     StoreUp,
+    Unwatch,
     VmDone,
 )
 from taas.messages.hosts import Beat, FileChangeTaken, WantPiece, WroteTaken
@@ -214,6 +215,8 @@ class Agent:
             elif isinstance(message, Seen):
                 self._watched.window += message.size
                 self._send_output()
+            elif isinstance(message, Unwatch):
+                self._watched = _Watched(())
             elif isinstance(message, LookAtRanks):
                 self._look(message)
             elif isinstance(message, WantPiece):

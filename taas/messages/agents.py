@@ -152,6 +152,12 @@ class Seen(Message, frozen=True):
     size: int
 
 
+class Unwatch(Message, frozen=True):
+    """Nobody shows the run's output any more: it stays in its files, and the end does not wait for it."""
+
+    run: str
+
+
 class LookAtRanks(Message, frozen=True):
     """Look at all ranks of the run; the answer is :class:`RanksSeen`.
 
@@ -211,6 +217,7 @@ AgentHears = (
     StartRanks
     | EndRanks
     | Seen
+    | Unwatch
     | LookAtRanks
     | RunOver
     | StartMaker

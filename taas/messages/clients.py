@@ -67,6 +67,12 @@ class Interrupt(Message, frozen=True):
     run: str
 
 
+class Abandon(Message, frozen=True):
+    """The client shows the run no more, and takes no names of it: stop it."""
+
+    run: str
+
+
 class AnswerTaken(Message, frozen=True):
     """The client has opened the answer."""
 
@@ -83,7 +89,7 @@ class Release(Message, frozen=True):
     """Give back the VMs that no run uses; the answer is :class:`Released`."""
 
 
-ClientSays = Submit | Prepare | Interrupt | Seen | AnswerTaken | AskStacks | Release
+ClientSays = Submit | Prepare | Interrupt | Abandon | Seen | AnswerTaken | AskStacks | Release
 
 
 class Accepted(Message, frozen=True):

@@ -25,6 +25,7 @@ from taas.errors import EngineError
 from taas.heartbeat import BEAT_SECONDS
 from taas.messages.agents import AgentSays, AgentUp, MakerEnded, Printed, Seen
 from taas.messages.clients import (
+    Abandon,
     Accepted,
     AnswerTaken,
     AskStacks,
@@ -127,10 +128,14 @@ class Supervisor:
         self._kernel_gone = True
         self._off(self._kernel)
         for run in list(self._runs.values()):
-            if run.state == "over":
-                self._forget(run)  # its names were on their way
-            elif run.submit.waiting:
-                run.interrupt()
+            if run.submit.waiting or run.state == "over":
+                self._abandon(run)
+
+    def _abandon(self, run: Run) -> None:
+        if run.state == "over":
+            self._forget(run)  # its names were on their way
+        else:
+            run.abandon()
 
     # ------------------------------------------------------------ clients
 
@@ -152,6 +157,8 @@ class Supervisor:
             run.hangs.ask(partial(self._door.reply, route))
         elif isinstance(message, Interrupt):
             run.interrupt()
+        elif isinstance(message, Abandon):
+            self._abandon(run)
         elif isinstance(message, Seen):
             run.vms[message.vm].send(message)
         elif isinstance(message, AnswerTaken):

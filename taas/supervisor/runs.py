@@ -18,6 +18,7 @@ from taas.messages.agents import (
     RunOver,
     StartRanks,
     StoreUp,
+    Unwatch,
     VmDone,
 )
 from taas.messages.clients import Progressed, RunEnded, StateChanged, Submit
@@ -287,6 +288,12 @@ class Run:
         """Stop as a person at the keyboard does; a second time is final."""
         self.end(at_once=self.interrupted)
         self.interrupted = True
+
+    def abandon(self) -> None:
+        """Stop as its client is gone: what it has printed is in its files, and nobody acknowledges the rest."""
+        for _, vm in self.busy_vms():
+            vm.send(Unwatch(run=self.name))
+        self.interrupt()
 
     @property
     def settled(self) -> bool:
