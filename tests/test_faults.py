@@ -98,6 +98,56 @@ def test_sigkill_of_a_rank_is_named(notebook: Notebook) -> None:
     assert "rank 2 on vm-0 killed by SIGKILL: out of memory?" in ran.evalue
 
 
+UNSPEAKABLE = {
+    "a file name that is not UTF-8": ("raise ValueError('caf\\udce9')", "raised ValueError: caf\\udce9"),
+    "an error that cannot say itself": (
+        "class Mute(Exception):\n    def __str__(self): raise KeyError('no')\nraise Mute()",
+        "raised Mute: <its __str__ raised KeyError>",
+    ),
+    "an error larger than a message": ("raise ValueError('x' * 70_000_000)", "raised ValueError: xxx"),
+}
+
+
+@pytest.mark.parametrize("what", UNSPEAKABLE)
+def test_an_exception_that_is_hard_to_tell(notebook: Notebook, what: str) -> None:
+    """The cell says what failed, on which line, whatever the error is like."""
+    body, said = UNSPEAKABLE[what]
+    ran = notebook.run(f"#pragma taas --gpus 1\n{body}")
+    assert ran.ename == "CellFailed"
+    assert said in ran.evalue
+    assert "raise " in ran.traceback
+
+
+DIES_IN_THE_MIDDLE = """
+import os, signal, multiprocessing.connection as wire
+def half(self, message, write=None):
+    os.write(self._handle, bytes(message)[:9])
+    os.kill(os.getpid(), signal.SIGKILL)
+wire.Connection._send = half
+"""
+DIES_WITH_ITS_ANSWER = """
+import os, psutil, signal, subprocess, multiprocessing.connection as wire
+agent, rank = psutil.Process(os.getppid()).ppid(), os.getpid()
+send = wire.Connection.send_bytes
+def last(self, message):
+    os.kill(agent, signal.SIGSTOP)  # it goes on when this process is gone
+    subprocess.Popen(["sh", "-c", f"while kill -0 {rank}; do sleep 0.02; done; kill -CONT {agent}"], stderr=-3)
+    send(self, message)
+    os.kill(rank, signal.SIGKILL)
+wire.Connection.send_bytes = last
+"""
+
+
+@pytest.mark.parametrize("how", [DIES_IN_THE_MIDDLE, DIES_WITH_ITS_ANSWER])
+def test_a_rank_that_dies_while_it_tells_how_it_ended(notebook: Notebook, how: str) -> None:
+    """Its own death is told, and its agent goes on."""
+    agents = notebook.processes().agents
+    ran = notebook.run(f"#pragma taas --gpus 1{how}")
+    assert ran.ename == "CellFailed"
+    assert "rank 0 on vm-0 killed by SIGKILL" in ran.evalue
+    assert notebook.processes().agents == agents
+
+
 def test_sigkill_of_the_forkserver(notebook: Notebook) -> None:
     """The run is lost, and says why."""
     notebook.start("#pragma taas --gpus 2" + WAIT + "time.sleep(600)")

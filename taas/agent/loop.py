@@ -318,7 +318,13 @@ class Agent:
             self._spares.learn(said.pages)
             return
         if isinstance(said, RankEnded) and said.answer is not None:
-            said = self._hold_answer(rank, said)
+            try:
+                said = self._hold_answer(rank, said)
+            except (
+                FileNotFoundError,
+                ProcessLookupError,
+            ):  # killed, and the names with it: its sentinel says so
+                rank.ended = said = None
         if said is not None:
             self._send_output()
             self._say(RankReport(run=self._group.run, vm=self._group.vm, said=said))

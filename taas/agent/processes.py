@@ -80,7 +80,7 @@ class RankProcess:
         assert self.connection is not None
         try:
             said: RankSays = _read_rank(self.connection.recv_bytes())
-        except (EOFError, ConnectionResetError):
+        except (EOFError, OSError):  # it may be killed in the middle of a message, too
             self.disconnect()
             return None
         if isinstance(said, RankReady):

@@ -10,6 +10,8 @@ from taas.messages.ranks import Output
 from taas.rank.streams import EVENTS, KINDS, RECORD, STDERR, STDOUT
 
 _CHUNK = 1 << 18
+LARGEST_DISPLAY = 48 << 20
+"""A display of more bytes does not fit into a message (messages/wire.py), nor well into a notebook."""
 
 
 class _Growing:
@@ -46,6 +48,7 @@ class RankTail:
         self._raw = _Growing(folder / STDOUT), _Growing(folder / STDERR)
         self._decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in range(4)]
         self._found: list[Output] = []
+        self._read_of_text = 0  # bytes of the text record at hand
 
     def read(self, limit: int) -> list[Output]:
         """Return what was written since the last call, about ``limit`` bytes at most.
@@ -62,17 +65,35 @@ class RankTail:
                 taken += self._take_raw(sizes, limit - taken)
                 break
             kind, length, stdout, stderr = RECORD.unpack(head)
-            body = self._events.peek(length, RECORD.size)
-            if len(body) < length:
+            if self._events.size() < self._events.offset + RECORD.size + length:
                 break  # being written just now
-            taken += self._take_raw((stdout, stderr), 1 << 62)
-            self._events.offset += RECORD.size + length
-            taken += RECORD.size + length
-            if kind < 2:
-                self._add_text(KINDS[kind], self._decoders[kind].decode(body))
-            else:
-                self._found.append(Output(kind=KINDS[kind], body=body))
+            taken += self._take_raw((stdout, stderr), limit - taken)
+            if taken >= limit:
+                break  # the record comes after what is left of these
+            taken += self._take_text(kind, length) if kind < 2 else self._take_display(kind, length)
         return self._found
+
+    def _take_text(self, kind: int, length: int) -> int:
+        """Take a piece of a record, which may be of any size."""
+        body = self._events.peek(min(_CHUNK, length - self._read_of_text), RECORD.size + self._read_of_text)
+        self._add_text(KINDS[kind], self._decoders[kind].decode(body))
+        self._read_of_text += len(body)
+        if self._read_of_text == length:
+            self._events.offset += RECORD.size + length
+            self._read_of_text = 0
+        return RECORD.size + len(body)
+
+    def _take_display(self, kind: int, length: int) -> int:
+        if length <= LARGEST_DISPLAY:
+            self._found.append(Output(kind=KINDS[kind], body=self._events.peek(length, RECORD.size)))
+        else:
+            self._add_text(
+                "stderr",
+                f"taas: a display of {length >> 20} MiB is left out, a notebook takes up to "
+                f"{LARGEST_DISPLAY >> 20}: let the cell save it to a file\n",
+            )
+        self._events.offset += RECORD.size + length
+        return RECORD.size + length
 
     def _take_raw(self, sizes: tuple[int, int], limit: int) -> int:
         taken = 0

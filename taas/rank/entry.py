@@ -32,6 +32,7 @@ from taas.messages.ranks import (
 from taas.messages.wire import Memory, Reader, pack
 from taas.rank import copied_pages, process_names
 from taas.rank.before_order import Readied, make_ready, wait_for_order
+from taas.rank.error_text import fitting_lines, text_of
 from taas.rank.lifeline import tie_to_agent
 from taas.rank.stacks import answer_requests
 from taas.rank.streams import Outlet
@@ -135,8 +136,8 @@ def _run(start: RankStart, readied: Readied | None, agent: Connection, outlet: O
         outcome=end.outcome,
         at=end.at,
         etype=type(end.error).__name__ if end.error is not None else "",
-        message=str(end.error) if end.error is not None else "",
-        traceback=end.lines,
+        message=text_of(end.error) if end.error is not None else "",
+        traceback=fitting_lines(end.lines),
         answer=answer,
     )
 
@@ -285,7 +286,7 @@ def _run_cell(order: RankOrder, prepared: _Prepared) -> tuple[_End, Any]:
         return _End("interrupted", error, shell.last_traceback, at), None
     why = _reason(error, prepared)
     if why is not None:
-        error.args = (f"{error}: {why}", *error.args[1:])
+        error.args = (f"{text_of(error)}: {why}", *error.args[1:])
     return _End("raised", error, shell.last_traceback, at), None
 
 

@@ -193,3 +193,17 @@ def pack_display(arguments: dict[str, Any], *, fallback: Callable[[Any], Any] = 
         import msgspec
 
         return msgspec.msgpack.encode(arguments, enc_hook=fallback)
+    except UnicodeEncodeError:
+        return pack_display(_as_utf8(arguments), fallback=fallback)
+
+
+def _as_utf8(value: Any) -> Any:
+    """Return a display message with the lone surrogates of file names that are not UTF-8 written out."""
+    match value:
+        case str():
+            return value.encode("utf-8", "backslashreplace").decode()
+        case dict():
+            return {_as_utf8(key): _as_utf8(item) for key, item in value.items()}
+        case list() | tuple():
+            return [_as_utf8(item) for item in value]
+    return value

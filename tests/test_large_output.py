@@ -1,0 +1,119 @@
+"""What ranks write and say has no limit; the messages that carry it have one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from taas.agent.tails import LARGEST_DISPLAY, RankTail
+from taas.messages.ranks import Output
+from taas.messages.wire import WIRE_LIMIT, pack
+from taas.rank.error_text import fitting, fitting_lines, text_of
+from taas.rank.streams import EVENTS, KINDS, RECORD, STDERR, STDOUT, pack_display
+
+LIMIT = 1 << 18
+HUGE = WIRE_LIMIT + (1 << 20)
+
+
+class Written:
+    """The files of a rank."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.raw = 0
+        for name in (EVENTS, STDOUT, STDERR):
+            (folder / name).touch()
+
+    def record(self, kind: str, body: bytes) -> None:
+        with (self.folder / EVENTS).open("ab") as file:
+            file.write(RECORD.pack(KINDS.index(kind), len(body), self.raw, 0) + body)
+
+    def raw_stdout(self, body: bytes) -> None:
+        with (self.folder / STDOUT).open("ab") as file:
+            self.raw += file.write(body)
+
+    def messages(self) -> list[list[Output]]:
+        """What is read, each part of which becomes one message."""
+        tail = RankTail(self.folder)
+        found = []
+        while items := tail.read(LIMIT):
+            found.append(items)
+        tail.close()
+        return found
+
+
+def text(messages: list[list[Output]]) -> str:
+    return "".join(item.text for items in messages for item in items)
+
+
+def largest(messages: list[list[Output]]) -> int:
+    return max(sum(len(item.text) + len(item.body) for item in items) for items in messages)
+
+
+def test_one_print_larger_than_a_message(tmp_path: Path) -> None:
+    """It comes in pieces, whole, with characters that lie across their borders."""
+    written = Written(tmp_path)
+    body = ("é" * (HUGE // 2) + "\n").encode()
+    written.record("stdout", body)
+    written.record("stdout", b"after\n")
+    messages = written.messages()
+    assert largest(messages) < 4 * LIMIT
+    assert text(messages).encode() == body + b"after\n"
+
+
+def test_a_childs_output_larger_than_a_message_comes_before_what_is_printed_then(tmp_path: Path) -> None:
+    """C code and children write to files of their own; the order holds."""
+    written = Written(tmp_path)
+    written.record("stdout", b"first\n")
+    written.raw_stdout(b"c" * HUGE)
+    written.record("stdout", b"last\n")
+    messages = written.messages()
+    assert largest(messages) < 4 * LIMIT
+    assert text(messages) == "first\n" + "c" * HUGE + "last\n"
+
+
+def test_a_display_larger_than_a_message_is_said_and_left_out(tmp_path: Path) -> None:
+    """What comes after it is shown."""
+    written = Written(tmp_path)
+    written.record("display", b"x" * (LARGEST_DISPLAY + 1))
+    written.record("stdout", b"after\n")
+    said = text(written.messages())
+    assert said.startswith("taas: a display of 48 MiB is left out")
+    assert said.endswith("after\n")
+
+
+def test_an_error_larger_than_a_message() -> None:
+    """Its beginning and its end are told."""
+    told = fitting("a" + "x" * HUGE + "z")
+    assert len(told) < LIMIT + 100
+    assert (told[0], told[-1]) == ("a", "z")
+    lines = fitting_lines(["first", *(["x" * HUGE] * 3), *map(str, range(100_000)), "last"])
+    assert (lines[0], lines[-1]) == ("first", "last")
+    assert len(pack(Output(kind="stdout", text="".join(lines)))) < WIRE_LIMIT / 8
+
+
+class _Mute(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no words")
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (ValueError("caf\udce9"), "caf\\udce9"),
+        (_Mute(), "<its __str__ raised ValueError>"),
+        (ValueError("bad"), "bad"),
+    ],
+)
+def test_an_error_whose_text_is_no_text(error: Exception, told: str) -> None:
+    """It can be sent all the same."""
+    assert text_of(error) == told
+    pack(Output(kind="stderr", text=text_of(error)))
+
+
+def test_a_display_with_a_file_name_that_is_not_utf8() -> None:
+    """It is shown, with that character written out."""
+    body = pack_display({"data": {"text/html": "caf\udce9", "n": [1, "\udce9"]}})
+    assert msgspec.msgpack.decode(body) == {"data": {"text/html": "caf\\udce9", "n": [1, "\\udce9"]}}
