@@ -43,8 +43,8 @@ def _folder() -> Path:
 
 def write_connection(connection: Connection) -> Path:
     """Write a supervisor's connection file; it removes the file when it ends."""
-    path = _folder() / f"{connection.supervisor.pid}.json"
-    path.unlink(missing_ok=True)  # left by one that was killed and had the same id
+    name = f"{connection.supervisor.pid}-{os.urandom(3).hex()}.json"  # another machine may have this id, too
+    path = _folder() / name
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     with os.fdopen(fd, "wb") as file:
         file.write(msgspec.json.encode(connection))
@@ -59,7 +59,7 @@ def all_connections() -> list[Connection]:
             connection = msgspec.json.decode(path.read_bytes(), type=Connection)
             if connection.supervisor.lives:
                 found.append(connection)
-            else:
+            elif connection.supervisor.has_left(path):
                 path.unlink(missing_ok=True)
     return found
 

@@ -18,12 +18,12 @@ import contextlib
 import getpass
 import os
 import re
+import socket
 import time
 from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
-import psutil
 
 from taas.errors import HeaderError
 from taas.messages.clients import Delivered
@@ -48,28 +48,80 @@ __all__ = [
 ]
 
 ANSWER, PAYLOAD, LOADERS, _RECORD = "answer", "payload", "loaders", "record.json"
+_FORGOTTEN_SECONDS = 30 * 24 * 3600.0
+"""So old is what a process of another machine left behind when it is taken for left behind."""
 _MADE_NAME = re.compile(r"r(\d+)-[0-9a-f]{6}")
 
 
 class ProcessMark(msgspec.Struct, frozen=True):
-    """A process that cannot be taken for another one: its id, and when it was born."""
+    """A process that cannot be taken for another one, also when the clock is set meanwhile.
+
+    Attributes:
+        pid: its id.
+        born: when it was born, in the system's ticks since it was booted.
+        boot: which start of which machine or container that was.
+        host: the machine's name; several may share a home directory.
+    """
 
     pid: int
     born: float
+    boot: str = ""
+    host: str = ""
 
     @classmethod
     def of(cls, pid: int) -> ProcessMark:
-        """Mark a living process."""
-        return cls(pid, psutil.Process(pid).create_time())
+        """Mark a living process.
+
+        Raises:
+            OSError: there is none.
+        """
+        _, born = _state_and_birth(pid)
+        return cls(pid, born, _boot(), socket.gethostname())
 
     @property
     def lives(self) -> bool:
-        """Whether it is there."""
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process = psutil.Process(self.pid)
-            same = abs(process.create_time() - self.born) < 1
-            return bool(same and process.status() != psutil.STATUS_ZOMBIE)
+        """Whether it is there, on this machine."""
+        with contextlib.suppress(OSError):
+            state, born = _state_and_birth(self.pid)
+            return born == self.born and state not in "ZX" and self.boot == _boot() and not self.elsewhere
         return False
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether it is a process of another machine or container, which cannot be looked up here."""
+        return self.host not in ("", socket.gethostname())
+
+    def has_left(self, file: Path) -> bool:
+        """Whether it is gone for good, and with it the use of a file that it wrote.
+
+        Raises:
+            OSError: the file cannot be looked at.
+        """
+        if self.elsewhere:
+            return time.time() - file.stat().st_mtime > _FORGOTTEN_SECONDS
+        return not self.lives
+
+
+def _state_and_birth(pid: int) -> tuple[str, float]:
+    """Read a process's state and the tick it was born in (proc_pid_stat(5))."""
+    fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    return fields[0], float(fields[19])
+
+
+def _boot() -> str:
+    """Name this start of the system, and within it the container, whose process ids are its own."""
+    with contextlib.suppress(OSError):
+        started = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{started} {Path('/proc/self/ns/pid').readlink()}"
+    return ""
+
+
+def _user() -> str:
+    """Return who runs this: the number, where no name goes with it, as in a container with a user of its own."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return str(os.getuid())
 
 
 class RunRecord(msgspec.Struct, kw_only=True):
@@ -106,7 +158,7 @@ class RunRecord(msgspec.Struct, kw_only=True):
     cell: str
     execution_count: int
     project: str
-    user: str = msgspec.field(default_factory=getpass.getuser)
+    user: str = msgspec.field(default_factory=_user)
     supervisor: ProcessMark
     kernel: ProcessMark
     background: bool
@@ -207,6 +259,11 @@ def read_record(folder: Path) -> RunRecord | None:
             return again  # it ended in the very moment
         record.state, record.outcome, record.ended = "over", "lost", written
         record.message = "the supervisor was killed, and its agents ended all ranks"
+        if record.supervisor.elsewhere:
+            record.message = (
+                f"its supervisor is, or was, on {record.supervisor.host}, and cannot be seen from this machine: "
+                "look there whether it goes on"
+            )
         record.trouble = None
     return record
 

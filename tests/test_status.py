@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
+import psutil
 import pytest
 from notebook_harness import Notebook
 
 from taas import status
+from taas.connections import Connection, all_connections, write_connection
 from taas.messages.ranks import RankEnded
-from taas.records import Delivered, ProcessMark, RunRecord, find_run, new_folder, read_records, write_record
+from taas.records import (
+    Delivered,
+    ProcessMark,
+    RunRecord,
+    _user,
+    find_run,
+    new_folder,
+    read_records,
+    write_record,
+)
 from taas.retention import make_room
 from taas.stacks import Place, Trouble
+from taas.supervisor.rank_writes import make_scratch, settle_leftovers
 
 Make = Callable[..., RunRecord]
 
@@ -136,6 +150,61 @@ def test_a_run_whose_supervisor_is_gone_was_lost(make: Make) -> None:
     [record] = read_records()
     assert (record.state, record.outcome) == ("over", "lost")
     assert "supervisor was killed" in record.message
+
+
+def test_a_run_goes_on_when_the_clock_is_set(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a sleep, or by NTP: the system then says that it was booted at another time."""
+    make(state="running")
+    booted = psutil.boot_time()
+    monkeypatch.setattr("psutil._pslinux.boot_time", lambda: booted + 60)
+    [record] = read_records()
+    assert record.live
+
+
+def test_a_run_of_another_machine_is_left_alone(make: Make) -> None:
+    """Where several share a home: nobody here can tell that it is over, so nothing of it is removed or sorted."""
+    there = msgspec.structs.replace(ProcessMark.of(os.getpid()), host="another")
+    run = make(state="running", supervisor=there)
+    for number in range(2):
+        make(state="over", outcome="done", submitted=float(number) + 1e12)
+    for now in (5000.0, 5000.0 + 24 * 3600):
+        make_room(runs=0, now=now)
+    [record, *_] = read_records()
+    assert (record.id, record.announced) == (run.id, 0.0)
+    assert "on another, and cannot be seen from this machine" in record.message
+    path = write_connection(
+        Connection(endpoint="", server_key="", public_key="", secret_key="", supervisor=there, kernel=there)
+    )
+    assert all_connections() == []
+    assert path.exists()
+    month = 31 * 24 * 3600
+    os.utime(path, (path.stat().st_mtime - month,) * 2)
+    assert all_connections() == []
+    assert not path.exists()
+
+
+def test_scratch_of_another_machine_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What its ranks write there now is not sorted by a supervisor here."""
+    monkeypatch.setenv("JUPYTER_DATA_DIR", str(tmp_path))
+    monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path))
+    folder = make_scratch("run", str(tmp_path))
+    note = json.loads((folder / "run.json").read_bytes())
+    note["supervisor"] |= {"pid": 1 << 30, "host": "another"}  # no process of this machine
+    (folder / "run.json").write_text(json.dumps(note))
+    settle_leftovers()
+    assert folder.exists()
+
+
+def test_a_user_without_a_name(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container that is run with a number: the record has the number."""
+
+    def nobody(uid: int) -> None:
+        raise KeyError(f"getpwuid(): uid not found: {uid}")
+
+    monkeypatch.setattr("pwd.getpwuid", nobody)
+    for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
+        monkeypatch.delenv(name, raising=False)
+    assert msgspec.structs.replace(make(), user=_user()).user == str(os.getuid())
 
 
 def test_old_runs_are_announced_before_they_are_removed(make: Make) -> None:

@@ -76,7 +76,8 @@ def settle_leftovers() -> None:
     for note_file in data_folder("scratch").glob(f"*/{_NOTE}"):
         try:
             note = msgspec.json.decode(note_file.read_bytes(), type=_Note)
+            left = note.supervisor.has_left(note_file)
         except (OSError, msgspec.DecodeError):  # another release's, or half written: it stays where it is
             continue
-        if not note.supervisor.lives:
+        if left:
             settle_scratch(note_file.parent)
