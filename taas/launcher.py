@@ -74,17 +74,20 @@ def launch(spec: RunSpec, cell: str, shell: Any) -> RunHandle | None:
     gpus = visible_gpus() if local else ()
     check_devices(spec, len(gpus))
     loaders = registered(shell.user_ns) if spec.data_vms else []
+    environ, unsendable = sendable_variables()
     with (
         delivering(loaders),
         capture(cell, shell.user_ns, shell, project=project, returned=spec.returned) as captured,
         packed_loaders(loaders, captured.names, spec.data_vms, local=local) as delivery,
     ):
         say(*captured.notices)
+        if unsendable:
+            say(f"not in the ranks, since they are not UTF-8: the variables {', '.join(unsendable)}")
         submit = Submit(
             cell=cell,
             execution_count=cell_number(shell),
             project=str(project),
-            environ=dict(os.environ),
+            environ=environ,
             payload=Memory(os.getpid(), captured.fd, captured.nbytes),
             spec=spec,
             gpus=gpus if spec.gpus_per_rank else (),
@@ -92,7 +95,7 @@ def launch(spec: RunSpec, cell: str, shell: Any) -> RunHandle | None:
             colors=shell.colors,
             waiting=not spec.background,
             delivery=delivery,
-            changed=changed_variables(),
+            changed=tuple(filter(is_utf8, changed_variables())),
             engine=engine,
         )
         with interrupts_counted() as interrupts:
@@ -152,6 +155,25 @@ def data_workers(vcpus: int, data_vms: int) -> int:
     (reads that wait need more than one), and at least two each.
     """
     return min(vcpus, max(2, 2 * len(os.sched_getaffinity(0)) // data_vms))
+
+
+def sendable_variables() -> tuple[dict[str, str], list[str]]:
+    """Return the environment that a message can carry, and the names of what is left out for good.
+
+    What the notebook itself set travels with its names, in whatever bytes.
+    """
+    environ = {name: value for name, value in os.environ.items() if is_utf8(name + value)}
+    changed = changed_variables()
+    return environ, [ascii(name)[1:-1] for name in os.environ if name not in environ and name not in changed]
+
+
+def is_utf8(text: str) -> bool:
+    """Whether a text of the system's is what it should be; bytes that are not come as lone surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def changed_variables() -> tuple[str, ...]:

@@ -117,7 +117,12 @@ class Supervised:
 def _start(config: SupervisorConfig) -> SupervisorUp:
     """Start a supervisor and wait until it says where it listens."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "taas.supervisor"],
+        [
+            sys.executable,
+            "-P",
+            "-m",
+            "taas.supervisor",
+        ],  # no module of the project's stands for one of Python's
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -148,6 +148,19 @@ def test_a_rank_that_dies_while_it_tells_how_it_ended(notebook: Notebook, how: s
     assert notebook.processes().agents == agents
 
 
+def test_orphans_that_have_ended_are_buried_while_the_run_goes_on(notebook: Notebook) -> None:
+    """A long run may start many: each would keep its process id until the end."""
+    ran = notebook.good(
+        "#pragma taas --gpus 1 --hang-timeout 2 --return none\n"
+        "import os, psutil, time\n"
+        "agent = psutil.Process(psutil.Process(os.getppid()).ppid())\n"
+        "for _ in range(20): os.system('true &')\n"
+        "while any(child.status() == 'zombie' for child in agent.children()): time.sleep(0.05)\n"
+        "print('buried')"
+    )
+    assert ran.own == "buried\n"
+
+
 def test_sigkill_of_the_forkserver(notebook: Notebook) -> None:
     """The run is lost, and says why."""
     notebook.start("#pragma taas --gpus 2" + WAIT + "time.sleep(600)")
@@ -289,9 +302,9 @@ def test_an_object_that_the_kernel_cannot_unpack(notebook: Notebook) -> None:
 def test_an_interrupt_while_the_kernel_unpacks(notebook: Notebook) -> None:
     """No names come; the run is over all the same, and another one may have its name."""
     notebook.good("def press(): raise KeyboardInterrupt")
-    body = "class Late:\n    def __reduce__(self): return press, ()\nlate = Late()"
+    body = "class Late:\n    def __reduce__(self): return press, ()\nunpacked = Late()"
     assert notebook.run(f"#pragma taas --gpus 2 --name odd\n{body}").ename == "KeyboardInterrupt"
-    assert notebook.value("'late' in globals()") == "False"
+    assert notebook.value("'unpacked' in globals()") == "False"
     notebook.good("#pragma taas --gpus 2 --name odd\npass")
 
 

@@ -92,9 +92,29 @@ def kill_tree(roots: Iterable[psutil.Process]) -> None:
     for process in doomed:
         with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
             if not _tracks_resources(process):
-                handles[os.pidfd_open(process.pid)] = process.pid
-                process.kill()
+                handle = os.pidfd_open(process.pid)
+                handles[handle] = process.pid
+                if not _kill(process):
+                    del handles[handle]
+                    os.close(handle)
     _await_death(handles)
+
+
+def _kill(process: psutil.Process) -> bool:
+    """SIGKILL a process; returns whether that was allowed: what a cell started by sudo is another user's."""
+    try:
+        process.kill()
+    except psutil.AccessDenied:
+        return False
+    return True
+
+
+def bury_orphans(own: Iterable[int]) -> None:
+    """Bury adopted orphans that have ended by themselves: a long run may have many."""
+    kept = set(own)
+    for child in psutil.Process().children():
+        if child.pid not in kept:
+            _ended(child)
 
 
 def _tracks_resources(process: psutil.Process) -> bool:

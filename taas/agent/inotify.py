@@ -1,4 +1,7 @@
-"""Being told that files grew (inotify(7)), without asking."""
+"""Being told that files grew (inotify(7)), without asking.
+
+A user has so many of these, and editors may have taken them all: who watches has to ask then.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +11,23 @@ import struct
 from pathlib import Path
 
 _IN_MODIFY, _IN_CREATE, _IN_IGNORED = 0x2, 0x100, 0x8000
+BLIND_SECONDS = 0.1
 _EVENT = struct.Struct("iIII")
 
 
 class Inotify:
-    """Watches folders; :meth:`changed` names those in which a file was written."""
+    """Watches folders; :meth:`changed` names those in which a file was written.
+
+    Attributes:
+        blind: the system has no watch left for some of them; look every :data:`BLIND_SECONDS`.
+    """
 
     def __init__(self) -> None:
         self._libc = ctypes.CDLL(None, use_errno=True)
         self._fd = self._libc.inotify_init1(os.O_CLOEXEC | os.O_NONBLOCK)
-        if self._fd < 0:
-            raise OSError(ctypes.get_errno(), "inotify_init1")
+        self.blind = self._fd < 0
+        if self.blind:
+            self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # never readable
         self._folders: dict[int, Path] = {}
 
     def fileno(self) -> int:
@@ -29,12 +38,9 @@ class Inotify:
         """Watch the files of a folder."""
         watch = self._libc.inotify_add_watch(self._fd, os.fsencode(folder), _IN_MODIFY | _IN_CREATE)
         if watch < 0:
-            raise OSError(
-                ctypes.get_errno(),
-                "inotify_add_watch: see /proc/sys/fs/inotify/max_user_watches",
-                str(folder),
-            )
-        self._folders[watch] = folder
+            self.blind = True
+        else:
+            self._folders[watch] = folder
 
     def changed(self) -> set[Path]:
         """Return the folders in which something was written since the last call."""

@@ -17,8 +17,9 @@ import msgspec
 import psutil
 import zmq
 
-from taas.agent.endings import become_subreaper, kill_tree, sweep_orphans
+from taas.agent.endings import become_subreaper, bury_orphans, kill_tree, sweep_orphans
 from taas.agent.forkserver import Forkserver
+from taas.agent.inotify import BLIND_SECONDS, Inotify
 from taas.agent.intake import Intake
 from taas.agent.maker_desk import MakerDesk
 from taas.agent.mirror import Mirror
@@ -72,8 +73,6 @@ class Agent:
     """The processes of one VM. It serves one run at a time."""
 
     def __init__(self, config: AgentConfig) -> None:
-        from taas.agent.inotify import Inotify
-
         self._context = zmq.Context()
         self._socket = make_socket(self._context, config)
         self._poller = zmq.Poller()
@@ -144,6 +143,7 @@ class Agent:
         waits: list[float | None] = [look.wait() for look in self._looks]
         waits.append(None if self._link is None else self._link.wait())
         if self._group is not None:
+            waits.append(BLIND_SECONDS if self._inotify.blind else None)
             waits.append(self._group.wait())
             waits.append(None if self._intake.copy is None else self._intake.copy.wait())
         elif self._spares is not None:
@@ -269,6 +269,7 @@ class Agent:
     def _look(self, wanted: LookAtRanks) -> None:
         from taas.agent.stacks import Look
 
+        bury_orphans(self._forkserver.own_pids())
         self._looks.append(Look(self._group.ranks, self._group.folder, wanted))
         self._step_looks()
 
@@ -404,6 +405,8 @@ class Agent:
             return
         group.step_ladder()
         self._step_looks()
+        if self._inotify.blind:
+            self._send_output()
         mirrored = self._mirror is None or self._mirror.step()
         if group.gone and not self._done_sent:
             sweep_orphans(self._forkserver.own_pids())

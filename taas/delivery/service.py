@@ -33,7 +33,7 @@ class ChildProcess:
     def __init__(self, module: str, config: Any = None, *, reports: bool = False) -> None:
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", module],
+            [sys.executable, "-P", "-m", module],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE if reports else None,
             env=environment,

@@ -16,6 +16,7 @@ import msgspec
 from taas.engines import AgentConfig, Demand, Machine
 
 _END_SECONDS = 5.0
+_LINE_BYTES = 4096
 
 
 class LocalMachine:
@@ -29,15 +30,15 @@ class LocalMachine:
     def __init__(self, config: AgentConfig) -> None:
         scratch = Path(config.scratch)
         scratch.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with (scratch / "agent.log").open("ab") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "taas.agent"],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                env={**os.environ, "TMPDIR": config.scratch},
-                start_new_session=True,
-            )
+        self._log = os.open(scratch / "agent.log", os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "taas.agent"],
+            stdin=subprocess.PIPE,
+            stdout=self._log,
+            stderr=self._log,
+            env={**os.environ, "TMPDIR": config.scratch},
+            start_new_session=True,
+        )
         self.pid = self._process.pid
         self._pidfd = os.pidfd_open(self.pid)
         assert self._process.stdin is not None
@@ -55,9 +56,17 @@ class LocalMachine:
         return self._pidfd
 
     def how_it_ended(self) -> str:
-        """Return the signal or the status the agent ended with."""
+        """Return the signal or the status the agent ended with, and the error that it wrote last."""
         code = self._process.wait()
-        return f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+        if code < 0:
+            return f"killed by {signal.Signals(-code).name}"
+        error = self._last_line() if code else ""
+        return f"ended with status {code}" + (f" ({error})" if error else "")
+
+    def _last_line(self) -> str:
+        size = os.fstat(self._log).st_size
+        end = os.pread(self._log, _LINE_BYTES, max(0, size - _LINE_BYTES)).decode(errors="replace")
+        return end.rstrip().rpartition("\n")[2]
 
     def ask_to_end(self) -> None:
         """Close the agent's standard input."""
@@ -76,6 +85,7 @@ class LocalMachine:
             self._process.kill()
         self._process.wait()
         os.close(self._pidfd)
+        os.close(self._log)
         self._pidfd = -1
 
 

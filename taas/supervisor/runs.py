@@ -250,11 +250,13 @@ class Run:
         if number not in self._done or number == self._carriage.fetching_from:
             if self._lost is None:
                 self._error = vm.machine.error
-                self._lost = (
-                    f"the agent of {self.vm_name(number)} was {how}; it took its ranks with it"
-                    if number in self._told
-                    else how.removeprefix("lost: ")
-                )
+                agent = f"the agent of {self.vm_name(number)} was {how}"
+                if number in self._told:
+                    self._lost = f"{agent}; it took its ranks with it"
+                else:
+                    self._lost = (
+                        how.removeprefix("lost: ") if vm.remote else f"{agent} before its ranks began"
+                    )
             self._done.add(number)
             self._homecoming.lose(number)
             self.hangs.lose_vm(number)

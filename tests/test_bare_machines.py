@@ -1,0 +1,106 @@
+"""Notebooks on machines that lack what most have: watches for files, a project without standard modules' names."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from jupyter_client.manager import KernelManager
+from notebook_harness import Notebook
+
+from taas.agent.endings import kill_tree
+
+NO_WATCHES = 'echo 0 > /proc/sys/user/max_inotify_{what} && exec "$@"'
+
+
+def without(what: str, *command: str) -> list[str]:
+    """A command in a user namespace where nobody may have inotify instances, or watches."""
+    return ["unshare", "--user", "--map-root-user", "sh", "-c", NO_WATCHES.format(what=what), "sh", *command]
+
+
+def _user_namespaces() -> bool:
+    return subprocess.run(without("watches", "true"), capture_output=True, check=False).returncode == 0
+
+
+class _Unwatched(KernelManager):
+    def format_kernel_cmd(self, *args: Any, **options: Any) -> list[str]:
+        return without("instances", *super().format_kernel_cmd(*args, **options))
+
+
+@pytest.fixture(scope="module")
+def notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
+    """A notebook in a project full of modules that are called like Python's, on a machine without watches."""
+    folder = tmp_path_factory.mktemp("bare")
+    if not _user_namespaces():
+        pytest.skip("user namespaces are refused here")
+    book = Notebook(folder, _Unwatched(kernel_name="python3"))
+    try:
+        book.good("%load_ext taas")
+        for name in ("queue", "random", "secrets", "select", "socket", "tempfile", "torch"):
+            (folder / f"{name}.py").write_text("raise RuntimeError('of the project')\n")
+        yield book
+    finally:
+        book.close()
+
+
+@pytest.mark.slow
+def test_modules_of_the_project_called_like_pythons(notebook: Notebook) -> None:
+    """taas' own processes do not take them for those; as in the notebook, what is there already is used."""
+    assert (
+        notebook.good("#pragma taas --gpus 2\nimport random, torch\nprint(torch.ones(1).item())").own
+        == "1.0\n"
+    )
+
+
+@pytest.mark.slow
+def test_no_watch_is_left(notebook: Notebook) -> None:
+    """Output comes while the cell runs, and attach shows it, too."""
+    notebook.start("#pragma taas --gpus 1\nimport time\nprint('half', end='')\ntime.sleep(600)")
+    notebook.wait_for("half")
+    notebook.interrupt()
+    assert notebook.end().ename == "KeyboardInterrupt"
+    notebook.good("#pragma taas --gpus 1 --background --name bare\nprint('seen')")
+    assert notebook.good("%taas attach bare").own == "seen\n"
+
+
+@pytest.mark.slow
+def test_a_variable_that_is_not_utf8(notebook: Notebook) -> None:
+    """It reaches the ranks as it is, and stops no run."""
+    notebook.good("import os\nos.environb[b'LATIN'] = b'\\xe9'")
+    assert notebook.good("#pragma taas --gpus 1\nimport os; print(os.environb[b'LATIN'])").own == "b'\\xe9'\n"
+
+
+def test_no_watch_for_a_folder(tmp_path: Path) -> None:
+    """The watcher knows that it has to look by itself."""
+    if not _user_namespaces():
+        pytest.skip("user namespaces are refused here")
+    code = (
+        "import sys, pathlib; from taas.agent.inotify import Inotify; watch = Inotify(); print(watch.blind)\n"
+        "watch.add(pathlib.Path(sys.argv[1])); print(watch.blind, watch.changed()); watch.close()"
+    )
+    command = without("watches", sys.executable, "-c", code, str(tmp_path))
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("False\nTrue set()\n", "")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root has processes of another user")
+def test_a_child_of_another_user() -> None:
+    """What a cell started by sudo may not be ended: the agent goes on."""
+    with subprocess.Popen(["sleep", "600"]) as child:
+        if (other := os.fork()) == 0:
+            os.setuid(65534)
+            try:
+                kill_tree([psutil.Process(child.pid)])
+            except BaseException:
+                os._exit(1)
+            os._exit(0)
+        _, status = os.waitpid(other, 0)
+        still = child.poll() is None
+        child.kill()
+    assert (status, still) == (0, True)
