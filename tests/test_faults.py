@@ -10,6 +10,9 @@ import psutil
 import pytest
 from notebook_harness import Notebook, gone
 
+from taas.connections import Visit, all_connections
+from taas.messages.clients import AskStacks, Stacks
+
 pytestmark = pytest.mark.slow
 
 WAIT = """
@@ -191,6 +194,17 @@ def test_sigkill_of_the_agent(notebook: Notebook) -> None:
     assert ran.ename == "RunLost"
     assert "the agent of vm-0 was killed by SIGKILL" in ran.evalue
     assert gone(found.ranks + found.others + found.forkservers)
+
+
+def test_a_message_of_another_release(notebook: Notebook) -> None:
+    """A terminal may have another taas than the kernel: what is not understood ends no run."""
+    notebook.good("#pragma taas --gpus 1\npass")
+    before = notebook.processes().supervisor
+    [connection] = [there for there in all_connections() if there.kernel.pid == notebook.pid]
+    with Visit(connection) as visit:
+        visit._socket.send(b"\x81\xa4type\xa6Future")
+        visit.ask(AskStacks(run=""), Stacks)
+    assert notebook.processes().supervisor == before
 
 
 def test_sigkill_of_the_supervisor(notebook: Notebook) -> None:

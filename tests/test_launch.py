@@ -239,3 +239,8 @@ def test_typed_tuples_and_slotted_classes_travel(notebook: Notebook) -> None:
         "True True"
     )
     assert notebook.value("pair, Pair(a=4)") == "Pair(a=3) Pair(a=4)"
+
+
+def test_ranks_that_have_ended_before_the_last_ones_start(notebook: Notebook) -> None:
+    """Many ranks with little to do: what the first ones said is heard, though they are gone."""
+    assert notebook.good("#pragma taas --gpus 24\nprint('done')").own == "done\n"

@@ -388,6 +388,8 @@ class Agent:
     # ------------------------------------------------------------ how ranks end
 
     def _rank_gone(self, rank: Any) -> None:
+        while rank.process.connection is None and self._listener.waiting:
+            self._accept()  # it may have connected, said all and left while others were being started
         connection = rank.process.connection
         while rank.process.connection is not None and connection.poll(0):
             self._hear_rank(rank, connection.fileno())

@@ -7,6 +7,7 @@ each process's sentinel is watched, and what the rank itself said last.
 from __future__ import annotations
 
 import os
+import select
 import signal
 import socket
 import struct
@@ -46,6 +47,11 @@ class Listener:
     def fileno(self) -> int:
         """Return the descriptor that becomes readable when a rank connects."""
         return self._socket.fileno()
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a peer waits to be let in."""
+        return bool(select.select([self._socket], [], [], 0)[0])
 
     def accept(self) -> tuple[int, Connection]:
         """Return the next peer's process id, as the system knows it, and its connection."""

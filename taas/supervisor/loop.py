@@ -120,7 +120,8 @@ class Supervisor:
     def _hear(self) -> None:
         for letter in self._door.letters():
             if self._door.is_client(letter.key):
-                self._hear_client(letter.key, letter.route, self._read_client(letter.data))
+                with contextlib.suppress(msgspec.DecodeError):  # a terminal's taas of another release
+                    self._hear_client(letter.key, letter.route, self._read_client(letter.data))
             else:
                 self._hear_agent(letter.key, self._read_agent(letter.data))
 
