@@ -87,7 +87,9 @@ def finish(*, failed: bool = False) -> None:
     Args:
         failed: the cell raised in this rank, so there is no reason to wait for the others.
     """
-    if _meeting is not None and not failed:
+    if _meeting is not None and failed:
+        _meeting.part_alone()
+    elif _meeting is not None:
         _meeting.part()
     data_parallel.close(failed=failed)
     rendezvous.close_default_group()

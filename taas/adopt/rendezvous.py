@@ -57,6 +57,7 @@ class Rendezvous:
         self._calls: Counter[int] = Counter()
         self._last = "", 0
         self._met = 0.0
+        self._parted = ""
 
     def meet(self, url: str) -> Meeting:
         """The store, rank and world size for one process group.
@@ -101,13 +102,18 @@ class Rendezvous:
         A rank that leaves right after ``init_process_group`` returned cuts off those that are still connecting.
         """
         name, size = self._last
-        if not name or not dist.is_initialized():
+        if not name or name == self._parted or not dist.is_initialized():
             return
+        self._parted = name
         with contextlib.suppress(dist.DistError):  # the store is gone, and so is whoever could be waited for
             store = self.membership.store(name)
             if store.add("parting", 1) == size:
                 store.set("parted", "")
             self.membership.wait_for(name, "parted", seconds)
+
+    def part_alone(self) -> None:
+        """Do not wait for the other ranks: this one's cell has failed."""
+        self._parted = self._last[0]
 
     def _asked(self, url: str) -> tuple[int, int]:
         """Rank and world size as the program gave them: in its call, else in the environment."""

@@ -19,6 +19,7 @@ from torch.distributed import Store
 from taas.errors import CannotAdopt
 
 PIECE_BYTES = 1 << 20  # the store takes no larger values
+RESULT_BYTES = 64 << 20  # a larger tensor in shared memory is a data set: a copy of it would cost too much
 Note = Callable[[], Any]
 _managers: Any = managers  # its stubs lack some proxies
 _ALONE = (
@@ -92,6 +93,7 @@ def _is_shared_tensor(arg: Any) -> bool:
         isinstance(arg, torch.Tensor)
         and arg.layout == torch.strided
         and arg.device.type == "cpu"
+        and arg.numel() * arg.element_size() <= RESULT_BYTES
         and arg.is_shared()
     )
 
