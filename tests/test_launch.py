@@ -244,3 +244,18 @@ def test_typed_tuples_and_slotted_classes_travel(notebook: Notebook) -> None:
 def test_ranks_that_have_ended_before_the_last_ones_start(notebook: Notebook) -> None:
     """Many ranks with little to do: what the first ones said is heard, though they are gone."""
     assert notebook.good("#pragma taas --gpus 24\nprint('done')").own == "done\n"
+
+
+def test_what_an_earlier_cell_imported_in_ranks_holds_in_later_ones(notebook: Notebook) -> None:
+    """A module that gives the classes of its package methods (fastai.distributed) is imported there again."""
+    package = notebook.folder / "shapes_of_test"
+    package.mkdir()
+    (package / "__init__.py").write_text("class Square:\n    side = 3\n")
+    (package / "areas.py").write_text(
+        "import shapes_of_test as s\ns.Square.area = lambda self: self.side**2\n"
+    )
+    notebook.good("from shapes_of_test import Square\nsquare = Square()")
+    assert (
+        notebook.good("#pragma taas --gpus 1\nimport shapes_of_test.areas\nprint(square.area())").own == "9\n"
+    )
+    assert notebook.good("%%taas --gpus 1\nprint(square.area())").own == "9\n"

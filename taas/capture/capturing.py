@@ -3,6 +3,7 @@
 from __future__ import annotations
 import __future__
 
+import ast
 import contextlib
 import functools
 import operator
@@ -58,6 +59,7 @@ _FUTURE = functools.reduce(
 )
 """What ``from __future__ import …`` of an earlier cell means for all later ones."""
 
+_TAAS_CELL = "get_ipython().run_cell_magic('taas', "
 _IMPORT = re.compile(r"^[ \t]*(?:from|import)[ \t]+([\w.]+)", re.MULTILINE)
 
 
@@ -287,8 +289,11 @@ def _imported_modules(packed: _Packed, cells: Sequence[str]) -> list[str]:
     stream = packed.pickler.stream.getvalue()
     found: dict[str, None] = {}
     for cell in cells:
-        for module in _IMPORT.findall(cell):
-            if "." in module and module in sys.modules and module.partition(".")[0].encode() in stream:
+        ran_in_ranks = cell.startswith(_TAAS_CELL)
+        text = ast.parse(cell).body[0].value.args[-1].value if ran_in_ranks else cell  # type: ignore[attr-defined]
+        for module in _IMPORT.findall(text):
+            known = ran_in_ranks or module in sys.modules
+            if "." in module and known and module.partition(".")[0].encode() in stream:
                 found[module] = None
     return list(found)
 
