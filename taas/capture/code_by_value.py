@@ -37,6 +37,7 @@ __all__ = [
     "reduce_cell",
     "reduce_class",
     "reduce_function",
+    "reduce_new_type",
 ]
 
 TESTED_CLOUDPICKLE = "3.1"
@@ -205,6 +206,13 @@ def _with_slots(cls: type, reduced: tuple[Any, ...]) -> tuple[Any, ...]:
 
 SETTERS = (_fill_cell, _set_function, _set_class)
 """They complete their first argument, which is there before."""
+
+
+def reduce_new_type(made: typing.NewType) -> Any:
+    """Reduce a ``typing.NewType`` of the notebook by value; it would go by its name, which is not there yet."""
+    if made.__module__ != "__main__":
+        return NotImplemented
+    return typing.NewType, (vars(made)["__qualname__"], made.__supertype__), {"__module__": made.__module__}
 
 
 # ---------------------------------------------------------------- cached functions

@@ -16,6 +16,7 @@ import linecache
 import pickle
 import sys
 import types
+import typing
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -30,6 +31,7 @@ from taas.capture.code_by_value import (
     reduce_cell,
     reduce_class,
     reduce_function,
+    reduce_new_type,
 )
 from taas.capture.memory import Block, Resident, SentMemory, address_of
 
@@ -135,6 +137,7 @@ class Pickler(BasePickler):
             types.ModuleType: self._module,
             functools._lru_cache_wrapper: reduce_cached,
             functools.cached_property: reduce_cached_property,
+            typing.NewType: reduce_new_type,
             io.TextIOWrapper: _refuse_file,
         }
         self._seed([namespace] if seeds is None else seeds)
