@@ -20,7 +20,7 @@ from taas.dataloader_registry import Registration, apply_final, delivering, pack
 from taas.devices import visible_gpus
 from taas.endings import finish, interrupted
 from taas.engine_choice import check_installed, chosen
-from taas.errors import HeaderError, NotEnoughDevices, TaasError
+from taas.errors import HeaderError, NotEnoughDevices, RunLost, TaasError
 from taas.header import RunSpec
 from taas.live_view import LiveView
 from taas.messages.agents import Printed, Seen
@@ -365,15 +365,48 @@ class Foreground:
             self._supervisor.say(AnswerTaken(run=self._run))
 
     def _apply(self, answer: Memory, captured: Capture) -> None:
-        fd = answer.open()
         try:
-            applied = captured.apply(fd)
+            fd = answer.open()
+        except OSError:
+            raise RunLost(
+                "the agent that held the run's names was killed before they were taken. Nothing came back; the next "
+                "cell starts anew."
+            ) from None
+        try:
+            with ended_by_a_second_interrupt():
+                applied = captured.apply(fd)
         finally:
             os.close(fd)
         if applied.value is not NOTHING:
             self._shell.displayhook.update_user_ns(applied.value)  # Out[n] and _
         self._shell.compile._filename_map.update(applied.cells)  # tracebacks through functions that came
         say_lost(applied.lost)
+
+
+@contextmanager
+def ended_by_a_second_interrupt() -> Iterator[None]:
+    """Let go of unpacking that does not end: it runs code of the notebook's classes.
+
+    The first SIGINT comes from a person who meant the run, which is over: the names come, all of them.
+
+    Raises:
+        KeyboardInterrupt: there was a second one.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    arrived: list[int] = []
+
+    def press(number: int, frame: object) -> None:
+        arrived.append(number)
+        if len(arrived) > 1:
+            raise interrupted("interrupted while the run's names were unpacked: some of them may have come")
+
+    before = signal.signal(signal.SIGINT, press)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @contextmanager

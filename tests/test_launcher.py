@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,10 +12,12 @@ from typing import Any
 import pytest
 
 from taas import launcher
+from taas.capture import Applied
+from taas.errors import RunLost
 from taas.header import RunSpec
 from taas.launcher import Foreground, start_background
 from taas.messages.agents import Printed
-from taas.messages.clients import Abandon, Accepted, Interrupt, RunEnded, Submit
+from taas.messages.clients import Abandon, Accepted, AnswerTaken, Interrupt, RunEnded, Submit
 from taas.messages.ranks import Output
 from taas.messages.wire import Memory, Message
 
@@ -119,6 +124,50 @@ def test_a_run_whose_output_cannot_be_shown_is_ended(
     with pytest.raises(ValueError, match="refuses it"):
         follow(wire, submit, [])
     assert wire.said[-1] == Abandon(run="mine")
+
+
+class _Unpacking:
+    """Names whose unpacking is interrupted so many times."""
+
+    def __init__(self, presses: int) -> None:
+        self._presses = presses
+
+    def apply(self, fd: int) -> Applied:
+        del fd
+        for _ in range(self._presses):
+            signal.raise_signal(signal.SIGINT)
+        return Applied()
+
+
+class _Shell:
+    compile = types.SimpleNamespace(_filename_map={})
+
+
+@pytest.mark.parametrize("presses", [1, 2])
+def test_unpacking_that_does_not_end_can_be_interrupted(submit: Submit, tmp_path: Path, presses: int) -> None:
+    """Whoever presses a second time means it."""
+    fd = os.memfd_create("answer")
+    ended = RunEnded(run="mine", outcome="done", answer=Memory(os.getpid(), fd, 0))
+    wire = Wire([accepted(tmp_path)], [ended])
+    try:
+        with launcher.interrupts_counted() as interrupts:
+            foreground = Foreground(wire, _Shell(), interrupts)  # type: ignore[arg-type]
+            if presses == 1:
+                assert foreground.follow(submit, _Unpacking(1)) == ended  # type: ignore[arg-type]
+            else:
+                with pytest.raises(KeyboardInterrupt, match="while the run's names were unpacked"):
+                    foreground.follow(submit, _Unpacking(2))  # type: ignore[arg-type]
+    finally:
+        os.close(fd)
+    assert AnswerTaken(run="mine") in wire.said
+
+
+def test_an_agent_that_is_killed_with_the_names_in_its_hands(submit: Submit, tmp_path: Path) -> None:
+    """The cell says what was lost, not which file is missing."""
+    answer = Memory(1 << 30, 3, 0)  # no such process
+    wire = Wire([accepted(tmp_path)], [RunEnded(run="mine", outcome="done", answer=answer)])
+    with pytest.raises(RunLost, match="agent that held the run's names was killed"):
+        follow(wire, submit, [])
 
 
 def test_what_comes_late_of_another_run_is_not_this_ones(
