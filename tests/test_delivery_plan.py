@@ -312,6 +312,36 @@ def iterate(world: World, epochs: int, kills: int, budget: int = 200_000) -> lis
     return got
 
 
+@pytest.mark.parametrize("reported", [True, False])
+def test_what_a_stopped_worker_has_not_sent_is_made_again(reported: bool) -> None:
+    """Also where it has said that the element is made, and was stopped before that was on its way to the rank."""
+    world = World(random.Random(0), [6], 1, 2)
+    world.ledger.book.begin(0, Begin(0, 0, None))
+    world.pump()
+    stopped = next(name for name, todo in world.todo.items() if todo)
+    unsent = [world.todo[stopped].popleft() for _ in range(len(world.todo[stopped]))]
+    for ticket in unsent:
+        world.free(0, ticket)
+    if reported:
+        world.ledger.made(stopped, [Result(ticket.attempt, 0, 10, 0.001, True) for ticket in unsent])
+    world.ledger.suspect({stopped})
+    world.pump()
+    got: list[int | None] = []
+    plan = world.plans[0][0, 0]
+    for _ in range(100):
+        world.work()
+        for name in world.results:
+            world.report(name)
+        if len(got) == 6:
+            break
+        world.ledger.book.consume(0, plan, len(got))
+        if (element := world.take(0, plan, len(got))) is not None:
+            got.append(element)
+        world.pump()
+    assert unsent
+    assert got == list(range(6))
+
+
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     lengths=st.lists(st.integers(0, 60), min_size=1, max_size=3),

@@ -224,21 +224,17 @@ class Ledger:
         if current < 0 and ahead != NOTHING_AHEAD:
             self._blame_stream(*ahead, cause)
         self._streams.disown(name)
-        questions: dict[int, list[int]] = defaultdict(list)
+        asked: list[int] = []
         lost: list[int] = []
         again: list[Work] = []
         for ident in worker.attempts:
             attempt = self.attempts[ident]
             attempt.orphan = True
-            if self.ranks[attempt.work.rank].joined:
-                questions[attempt.work.rank].append(ident)
-            else:
-                lost.append(ident)
+            (asked if self.ranks[attempt.work.rank].joined else lost).append(ident)
             if not attempt.made:
                 again.append(attempt.work)
         self._retry(self._give_up(lost) + again)
-        for rank, idents in questions.items():
-            self.outbox.append((rank_peer(rank), Which(idents)))
+        self._ask_for(asked)
 
     def _blame(self, current: int, cause: str) -> None:
         attempt = self.attempts.get(current)
@@ -270,12 +266,22 @@ class Ledger:
             self.ranks[work.rank].mail.append(doomed)
 
     def suspect(self, names: set[str]) -> None:
-        """These workers are stopped: what they have not made is leased again; they may still wake up."""
+        """These workers are stopped: what they have not made, or not sent, is leased again; they may still wake up."""
         for worker in self.workers.values():
             was, worker.suspect = worker.suspect, worker.name in names
             if worker.suspect and not was:
                 self._streams.disown(worker.name)
                 self._hedge([self.attempts[i] for i in worker.attempts])
+                made = [i for i in worker.attempts if self.attempts[i].made]
+                self._ask_for(i for i in made if self.ranks[self.attempts[i].work.rank].joined)
+
+    def _ask_for(self, idents: Iterable[int]) -> None:
+        """Ask ranks which of these attempts arrived: their worker can send them no more, or not now."""
+        questions: dict[int, list[int]] = defaultdict(list)
+        for ident in idents:
+            questions[self.attempts[ident].work.rank].append(ident)
+        for rank, asked in questions.items():
+            self.outbox.append((rank_peer(rank), Which(asked)))
 
     def overdue(self, now: float) -> None:
         """Lease again what has been out for far longer than usual."""

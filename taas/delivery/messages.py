@@ -342,7 +342,7 @@ class Close(_Message, frozen=True):
 
 
 class Which(_Message, frozen=True):
-    """A worker died: which of these attempts did not arrive?"""
+    """A worker died, or is stopped: which of these attempts did not arrive?"""
 
     attempts: list[int]
 
