@@ -117,12 +117,8 @@ class Supervised:
 def _start(config: SupervisorConfig) -> SupervisorUp:
     """Start a supervisor and wait until it says where it listens."""
     process = subprocess.Popen(
-        [
-            sys.executable,
-            "-P",
-            "-m",
-            "taas.supervisor",
-        ],  # no module of the project's stands for one of Python's
+        # -P: no module of the project's stands for one of Python's
+        [sys.executable, "-P", "-m", "taas.supervisor"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -259,3 +259,10 @@ def test_what_an_earlier_cell_imported_in_ranks_holds_in_later_ones(notebook: No
         notebook.good("#pragma taas --gpus 1\nimport shapes_of_test.areas\nprint(square.area())").own == "9\n"
     )
     assert notebook.good("%%taas --gpus 1\nprint(square.area())").own == "9\n"
+
+
+def test_a_magic_called_by_hand_is_no_obstacle_to_later_cells(notebook: Notebook) -> None:
+    """History has its call with a variable where a cell's text stands."""
+    notebook.good("body = 'x_of_body = 1'")
+    notebook.good("get_ipython().run_cell_magic('taas', '--gpus 1', body)")
+    assert notebook.good("#pragma taas --gpus 1\nprint(x_of_body)").own == "1\n"

@@ -321,11 +321,8 @@ class Agent:
         if isinstance(said, RankEnded) and said.answer is not None:
             try:
                 said = self._hold_answer(rank, said)
-            except (
-                FileNotFoundError,
-                ProcessLookupError,
-            ):  # killed, and the names with it: its sentinel says so
-                rank.ended = said = None
+            except (FileNotFoundError, ProcessLookupError):
+                rank.ended = said = None  # killed, and the names with it: its sentinel says so
         if said is not None:
             self._send_output()
             self._say(RankReport(run=self._group.run, vm=self._group.vm, said=said))

@@ -28,6 +28,7 @@ from taas.capture.pickling import Pickler
 from taas.capture.quiet import no_collection
 from taas.capture.surroundings import Surroundings
 from taas.capture.tensors import wait_for_devices
+from taas.capture.texts import magic_of
 from taas.errors import CaptureError
 from taas.wording import first_line
 
@@ -289,13 +290,23 @@ def _imported_modules(packed: _Packed, cells: Sequence[str]) -> list[str]:
     stream = packed.pickler.stream.getvalue()
     found: dict[str, None] = {}
     for cell in cells:
-        ran_in_ranks = cell.startswith(_TAAS_CELL)
-        text = ast.parse(cell).body[0].value.args[-1].value if ran_in_ranks else cell  # type: ignore[attr-defined]
-        for module in _IMPORT.findall(text):
-            known = ran_in_ranks or module in sys.modules
-            if "." in module and known and module.partition(".")[0].encode() in stream:
+        in_ranks = _IMPORT.findall(_body_for_ranks(cell))
+        here = [module for module in _IMPORT.findall(cell) if module in sys.modules]
+        for module in (*in_ranks, *here):
+            if "." in module and module.partition(".")[0].encode() in stream:
                 found[module] = None
     return list(found)
+
+
+def _body_for_ranks(cell: str) -> str:
+    """Return the body of an earlier taas cell, as IPython's history has it; empty for any other cell."""
+    if not cell.startswith(_TAAS_CELL):
+        return ""
+    try:
+        magics = [magic for node in ast.walk(ast.parse(cell)) if (magic := magic_of(node)) is not None]
+    except SyntaxError:  # it was typed so, and did not run
+        return ""
+    return "\n".join(texts[-1] for _, texts in magics)
 
 
 # ---------------------------------------------------------------- memory
