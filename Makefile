@@ -3,43 +3,48 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 ARTEFACTS ?= artefacts
+QUICK := not slow and not browser and not ray
 
-.PHONY: help demo test test-ray quick check format clean
+.PHONY: help demo test test-oldest test-ray quick check format clean
 
 help:
 	@echo "make demo      train MNIST in eight ranks: runs examples/mnist_ddp.ipynb and shows what its cells print"
 	@echo "make test      every test, in two processes (those on a Ray cluster only where Ray is installed)"
+	@echo "make test-oldest  the quick tests with the oldest versions that pyproject.toml allows, in .venv-oldest"
 	@echo "make test-ray  installs Ray, and runs the tests on a cluster of network namespaces (root; 20 minutes)"
 	@echo "make quick     the tests that take seconds"
 	@echo "make check     format, lint, types, quick tests"
 	@echo "make format    put the code into shape"
-	@echo "make clean     remove .venv, artefacts and caches"
+	@echo "make clean     remove .venv, .venv-oldest, artefacts and caches"
 
 demo: .venv/demo
 	$(BIN)/python examples/run_notebook.py examples/mnist_ddp.ipynb --out $(ARTEFACTS)
 
 test: .venv/test
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(TESTS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(TESTS)
+
+test-oldest: .venv-oldest/done
+	.venv-oldest/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "$(QUICK)" -W default::DeprecationWarning $(TESTS)
 
 test-ray: .venv/test
 	$(PIP) install --quiet --constraint constraints.txt --editable ".[ray]"
 	$(BIN)/python -m pytest -m ray $(TESTS)
 
 quick: .venv/test
-	$(BIN)/python -m pytest -m "not slow and not browser and not ray" $(TESTS)
+	$(BIN)/python -m pytest -m "$(QUICK)" $(TESTS)
 
 check: .venv/test
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -m "not slow and not browser and not ray"
+	$(BIN)/python -m pytest -m "$(QUICK)"
 
 format: .venv/test
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf .venv $(ARTEFACTS) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	rm -rf .venv .venv-oldest $(ARTEFACTS) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
 
 # An existing .venv is used as it is; what it lacks is installed into it.
 .venv/python:
@@ -58,3 +63,10 @@ clean:
 	@echo "Installing what the tests need into .venv (PyTorch is about 5 GB, once)"
 	$(PIP) install --quiet --constraint constraints.txt --editable ".[examples,gallery]" --group dev
 	@touch $@ .venv/demo
+
+.venv-oldest/done: .ci/oldest.py pyproject.toml constraints.txt
+	@echo "Installing the oldest versions into .venv-oldest (PyTorch is about 5 GB, once)"
+	$(PYTHON) -m venv --clear .venv-oldest
+	.venv-oldest/bin/python .ci/oldest.py > .venv-oldest/needs.txt
+	.venv-oldest/bin/python -m pip --disable-pip-version-check install --quiet --requirement .venv-oldest/needs.txt --editable .
+	@touch $@

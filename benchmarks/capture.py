@@ -1,7 +1,9 @@
 """What capture costs: names into a payload, out of it in a rank, changes back into the notebook.
 
 Each line is the median of several rounds in this process, which plays all parts; the plain pickle beside it
-is `pickle.dumps(..., protocol=5)` of the same objects, or one copy of the same memory.
+is `pickle.dumps(..., protocol=5)` and `pickle.loads` of the same objects, or one copy of the same memory. The
+last columns compare all of it with pickle: times, and the most memory that Python had allocated (what lies in the
+shared file does not count, pickle's bytes do).
 
     python benchmarks/capture.py [--json FILE]
 """
@@ -15,6 +17,7 @@ import pickle
 import statistics
 import sys
 import time
+import tracemalloc
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -52,6 +55,12 @@ CASES: dict[str, tuple[str, str]] = {
         "class A: pass\nrows = []\nfor i in range(100000):\n    a = A(); a.i = i; rows.append(a)",
         "rows",
     ),
+    "3M distinct strings": ("texts = [f'string number {i}' for i in range(3_000_000)]", "texts"),
+    "300k small dicts": ("rows = [{'i': i, 'x': i / 3, 's': str(i)} for i in range(300_000)]", "rows"),
+    "1M-row object column": (
+        "import pandas as pd\ndf = pd.DataFrame({'a': pd.Series([f'row {i}' for i in range(1_000_000)], dtype=object)})",
+        "df",
+    ),
     "1000 small tensors": ("ts = [torch.ones(8) for _ in range(1000)]", "ts"),
 }
 
@@ -73,7 +82,31 @@ def _plain(namespace: dict[str, Any], cell: str) -> float:
     value = namespace.get(cell.split(".")[0])
     if isinstance(value, torch.Tensor):
         return _timed(value.clone)[0]
-    return _timed(lambda: pickle.dumps(value, protocol=5))[0] if isinstance(value, list) else 0.0
+    if isinstance(value, (torch.nn.Module, type(None))) or callable(value):
+        return 0.0
+    return _timed(lambda: pickle.loads(pickle.dumps(value, protocol=5)))[0]
+
+
+def _peak(work: Callable[[], Any]) -> int:
+    """Return the most bytes that Python allocates meanwhile."""
+    tracemalloc.start()
+    try:
+        work()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def _there_and_back(namespace: dict[str, Any], cell: str) -> None:
+    captured = capture(cell, namespace, None, project=Path.cwd())
+    rank = types.ModuleType("__main__").__dict__
+    arrival = arrive(captured.fd, rank, device=None)
+    arrival.mark()
+    answer = arrival.pack_answer(rank)
+    captured.apply(answer)
+    os.close(answer)
+    arrival.close()
+    captured.close()
 
 
 def measure(setup: str, cell: str, rounds: int) -> dict[str, float]:
@@ -89,7 +122,7 @@ def measure(setup: str, cell: str, rounds: int) -> dict[str, float]:
     for _ in range(rounds):
         captured = note("capture", lambda: capture(cell, namespace, None, project=Path.cwd()))
         rank = types.ModuleType("__main__").__dict__
-        arrival = note("arrive", lambda c=captured, r=rank: arrive(c.fd, r, device=None, answers=False))
+        arrival = note("arrive", lambda c=captured, r=rank: arrive(c.fd, r, device=None))
         note("mark", arrival.mark)
         answer = note("answer", lambda a=arrival, r=rank: a.pack_answer(r))
         note("apply", lambda c=captured, a=answer: c.apply(a))
@@ -98,7 +131,14 @@ def measure(setup: str, cell: str, rounds: int) -> dict[str, float]:
         os.close(answer)
         arrival.close()
         captured.close()
-    return {what: statistics.median(taken) for what, taken in times.items()}
+        del captured, arrival
+    found = {what: statistics.median(taken) for what, taken in times.items()}
+    value = namespace.get(cell.split(".")[0])
+    if found["plain"] and not isinstance(value, torch.Tensor):
+        found["times"] = (sum(found.values()) - found["plain"]) / found["plain"]
+        plain = _peak(lambda: pickle.loads(pickle.dumps(value, protocol=5)))
+        found["memory"] = _peak(lambda: _there_and_back(namespace, cell)) / plain
+    return found
 
 
 def main() -> None:
@@ -111,10 +151,10 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     results = {name: measure(setup, cell, options.rounds) for name, (setup, cell) in CASES.items()}
-    columns = ("capture", "arrive", "mark", "answer", "apply", "plain")
+    columns = ("capture", "arrive", "mark", "answer", "apply", "plain", "times", "memory")
     print(f"{'ms':<24}" + "".join(f"{column:>10}" for column in columns))
     for name, row in results.items():
-        print(f"{name:<24}" + "".join(f"{row[column]:>10.1f}" for column in columns))
+        print(f"{name:<24}" + "".join(f"{row.get(column, 0):>10.1f}" for column in columns))
     if options.json:
         options.json.write_text(json.dumps(results, indent=2))
 

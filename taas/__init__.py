@@ -6,14 +6,15 @@ has no effect.
 
 from __future__ import annotations
 
+import importlib
 import sys
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from taas.errors import TaasError
 
 if TYPE_CHECKING:
-    from taas.dataloader_registry import register, unregister
-    from taas.resuming import resume
+    from taas.dataloader_registry import register, resume, unregister
 
 __all__ = [
     "TaasError",
@@ -26,36 +27,54 @@ __all__ = [
 __version__ = "0.1.0"
 
 
-def load_ipython_extension(shell: Any) -> None:
-    """Activate the cell headers and the magics (``%load_ext taas``)."""
-    from taas.magics import activate
+_LAZY = {
+    "register": "taas.dataloader_registry",
+    "unregister": "taas.dataloader_registry",
+    "resume": "taas.dataloader_registry",
+}
+"""Where the public names are: loaded when they are first used, since ``import taas`` is to cost less than 50 ms."""
 
-    activate(shell)
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'taas' has no attribute {name!r}")
+    return getattr(importlib.import_module(_LAZY[name]), name)
+
+
+def _magics() -> ModuleType:
+    """What there is in IPython only, whose import outside of it would cost 300 ms."""
+    from taas import magics
+
+    return magics
+
+
+def load_ipython_extension(shell: Any) -> None:
+    """Activate the cell headers and the magics (``%load_ext taas``).
+
+    Raises:
+        UsageError: the cell in which this happens has a header itself, which came too late for it.
+    """
+    if getattr(shell, "is_rank", False):  # the notebook has read the header of its cell
+        return
+    _magics().activate(shell)
+    _magics().start_ahead(shell)
+    if (late := _magics().late_for_header(shell)) is not None:
+        raise _magics().UsageError(late)
 
 
 def unload_ipython_extension(shell: Any) -> None:
     """Undo it (``%unload_ext taas``)."""
-    from taas.magics import deactivate
-
-    deactivate(shell)
-
-
-def __getattr__(name: str) -> Any:
-    if name in ("register", "unregister"):
-        from taas import dataloader_registry
-
-        return getattr(dataloader_registry, name)
-    if name == "resume":
-        from taas import resuming
-
-        return resuming.resume
-    raise AttributeError(f"module 'taas' has no attribute {name!r}")
+    _magics().deactivate(shell)
 
 
 def _activate_in_notebook() -> None:
     interactive = sys.modules.get("IPython.core.interactiveshell")
     if interactive is not None and interactive.InteractiveShell.initialized():
-        load_ipython_extension(interactive.InteractiveShell.instance())
+        shell = interactive.InteractiveShell.instance()
+        _magics().activate(shell)
+        late = _magics().late_for_header(shell)
+        if late is not None and "load_ext" not in late:  # an import that fails would leave half a package
+            sys.stderr.write(f"taas: {late}\n")
 
 
 _activate_in_notebook()

@@ -1,10 +1,10 @@
-"""The Linux calls the write rule needs, by ctypes: plumbing only, no policy.
+"""The Linux calls that Python's library has not, by ctypes: plumbing only, no policy.
 
 Each function is one system call (or one /proc file) with Python types. A refusal is an ``OSError``
 whose text says which call, on what, and what usually causes that refusal.
 
 Sources: man pages unshare(2), mount(2), mount_setattr(2), user_namespaces(7), capabilities(7),
-landlock(7), prctl(2). The numbers below are from the kernel's uapi headers; calls newer than 2019
+prctl(2), timer_create(2), mallopt(3). The numbers below are from the kernel's uapi headers; calls newer than 2019
 have the same number on every architecture.
 """
 
@@ -13,8 +13,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import fcntl
 import os
-from collections.abc import Iterable
+import re
+import signal
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,38 +30,31 @@ MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 0x20, 0x1000, 0x4000, 0x40000
 MS_NOATIME, MS_NODIRATIME, MS_RELATIME = 0x400, 0x800, 0x200000
 
 _NR_MOUNT_SETATTR = 442
-_NR_LANDLOCK_CREATE, _NR_LANDLOCK_ADD, _NR_LANDLOCK_RESTRICT = 444, 445, 446
 _AT_FDCWD, _AT_RECURSIVE = -100, 0x8000
 _MOUNT_ATTR_RDONLY = 0x1
 
-_PR_SET_PDEATHSIG, _PR_GET_PDEATHSIG, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS, _PR_CAP_AMBIENT = (
-    1,
-    2,
-    24,
-    38,
-    47,
-)
-_PR_CAP_AMBIENT_CLEAR_ALL = 4
+_PR_SET_PDEATHSIG, _PR_GET_PDEATHSIG, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS = 1, 2, 24, 38
+_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL = 47, 4
 _CAPABILITY_VERSION_3 = 0x20080522
+
+# mallopt(3)
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4
 
 # capabilities(7), by number
 CAP_DAC_READ_SEARCH, CAP_SYS_MODULE, CAP_SYS_RAWIO, CAP_SYS_PTRACE, CAP_SYS_ADMIN = 2, 16, 17, 19, 21
 CAP_MKNOD, CAP_BPF, CAP_CHECKPOINT_RESTORE = 27, 39, 40
 
-_libc = ctypes.CDLL(None, use_errno=True)
+libc = ctypes.CDLL(None, use_errno=True)
 
 _ADVICE = {
     ("unshare", errno.EPERM): "this user may not make namespaces: a container's seccomp profile, AppArmor "
-    "(kernel.apparmor_restrict_unprivileged_userns) or kernel.unprivileged_userns_clone=0 refuses them",
+    "(kernel.apparmor_restrict_unprivileged_userns), kernel.unprivileged_userns_clone=0 or a chroot refuses them",
     ("unshare", errno.EINVAL): "the process has more than one thread, or the kernel has no such namespace",
     ("unshare", errno.ENOSPC): "user.max_user_namespaces is used up, or 0",
     ("unshare", errno.ENOSYS): "the kernel has no namespaces",
-    (
-        "mount",
-        errno.EPERM,
-    ): "mounting is refused here: a container without CAP_SYS_ADMIN, AppArmor or seccomp",
+    ("mount", errno.EPERM): "mounting is refused here: no CAP_SYS_ADMIN (a container), AppArmor or seccomp",
     ("mount", errno.EACCES): "mounting is refused here by a security module",
-    ("mount", errno.EINVAL): "the path is no mount point, or a locked mount lies beneath it",
+    ("mount", errno.EINVAL): "the path is no mount point (as / in a chroot), or a locked mount is beneath it",
     ("mount_setattr", errno.ENOSYS): "the kernel is older than 5.12",
     ("mount_setattr", errno.EPERM): "mounts cannot be changed here: seccomp or a security module refuses it",
     ("landlock", errno.ENOSYS): "the kernel is older than 5.13 or built without Landlock",
@@ -68,7 +65,8 @@ _ADVICE = {
 }
 
 
-def _check(result: int, call: str, subject: str) -> int:
+def check(result: int, call: str, subject: str) -> int:
+    """Return what a call returned; raises OSError where that is a refusal."""
     if result >= 0:
         return result
     code = ctypes.get_errno()
@@ -82,7 +80,7 @@ def _check(result: int, call: str, subject: str) -> int:
 
 def unshare(flags: int) -> None:
     """Move this process into new namespaces; with CLONE_NEWUSER it must have one thread."""
-    _check(_libc.unshare(flags), "unshare", f"{flags:#x}")
+    check(libc.unshare(flags), "unshare", f"{flags:#x}")
 
 
 def map_own_ids(uid: int, gid: int) -> None:
@@ -91,16 +89,16 @@ def map_own_ids(uid: int, gid: int) -> None:
         try:
             Path(f"/proc/self/{name}").write_text(text)
         except OSError as error:
-            cause = _ADVICE.get(("write", error.errno or 0), "")
-            raise OSError(
-                error.errno, f"write(/proc/self/{name}): {error.strerror} {cause}".rstrip()
-            ) from error
+            refused = (
+                f"write(/proc/self/{name}): {error.strerror} {_ADVICE.get(('write', error.errno or 0), '')}"
+            )
+            raise OSError(error.errno, refused.rstrip()) from error
 
 
 def mount(source: str | None, target: str, flags: int) -> None:
     """Bind, remount or change propagation: the call without a filesystem type."""
     source_bytes = None if source is None else os.fsencode(source)
-    _check(_libc.mount(source_bytes, os.fsencode(target), None, ctypes.c_ulong(flags), None), "mount", target)
+    check(libc.mount(source_bytes, os.fsencode(target), None, ctypes.c_ulong(flags), None), "mount", target)
 
 
 class _MountAttr(ctypes.Structure):
@@ -115,7 +113,7 @@ class _MountAttr(ctypes.Structure):
 def mount_readonly(target: str) -> None:
     """Make the mount at ``target`` and every mount beneath it read-only, in one step (Linux >= 5.12)."""
     attr = _MountAttr(attr_set=_MOUNT_ATTR_RDONLY)
-    result = _libc.syscall(
+    result = libc.syscall(
         _NR_MOUNT_SETATTR,
         _AT_FDCWD,
         os.fsencode(target),
@@ -123,7 +121,7 @@ def mount_readonly(target: str) -> None:
         ctypes.byref(attr),
         ctypes.sizeof(attr),
     )
-    _check(result, "mount_setattr", target)
+    check(result, "mount_setattr", target)
 
 
 class Mount(NamedTuple):
@@ -147,11 +145,20 @@ def mounts() -> list[Mount]:
 
 def _unescape(field: bytes) -> bytes:
     """Undo mountinfo's octal escapes of blank, tab, newline and backslash."""
-    if b"\\" not in field:
-        return field
-    for code in (b"\\040", b"\\011", b"\\012", b"\\134"):
-        field = field.replace(code, bytes([int(code[1:], 8)]))
-    return field
+    return re.sub(rb"\\([0-7]{3})", lambda found: bytes([int(found[1], 8)]), field)
+
+
+@contextlib.contextmanager
+def still_seen(places: Iterable[str]) -> Iterator[None]:
+    """Mount these directories again where they are, after the body has mounted something over them."""
+    with contextlib.ExitStack() as stack:
+        # Opened before, these descriptors lead to what the body hides.
+        before = {place: os.open(place, os.O_PATH | os.O_CLOEXEC) for place in places}
+        for descriptor in before.values():
+            stack.callback(os.close, descriptor)
+        yield
+        for place, descriptor in before.items():
+            mount(f"/proc/self/fd/{descriptor}", place, MS_BIND | MS_REC)
 
 
 _REMOUNT_FLAGS = {
@@ -172,13 +179,21 @@ def remount_readonly(entry: Mount) -> None:
 
 # files ---------------------------------------------------------------------------------------------
 
-_RENAME_EXCHANGE = 2
 
+def is_being_written(fd: int) -> bool | None:
+    """Whether anybody has a file open for writing, or mapped; None where the system cannot tell.
 
-def exchange(directory: int, one: bytes, other: bytes) -> None:
-    """Let two names of an open directory change places, in one step (renameat2(2))."""
-    result = _libc.renameat2(directory, one, directory, other, _RENAME_EXCHANGE)
-    _check(result, "renameat2", f"{os.fsdecode(one)}, {os.fsdecode(other)}")
+    The system grants a read lease (fcntl(2)) on a file only while nobody could write it. It is given back at
+    once; who opens the file in between is not told, and does not wait.
+    """
+    try:
+        # A broken lease is told by SIGIO, which would end this process. This signal is ignored by default.
+        fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGURG)
+        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_RDLCK)
+    except OSError as error:
+        return True if error.errno == errno.EAGAIN else None
+    fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+    return False
 
 
 # privileges ----------------------------------------------------------------------------------------
@@ -199,7 +214,7 @@ class _CapData(ctypes.Structure):
 def has_capability(number: int) -> bool:
     """Whether the capability is in this process's effective set."""
     header, data = _CapHeader(_CAPABILITY_VERSION_3, 0), (_CapData * 2)()
-    _check(_libc.capget(ctypes.byref(header), data), "capget", "self")
+    check(libc.capget(ctypes.byref(header), data), "capget", "self")
     return bool(data[number // 32].effective >> (number % 32) & 1)
 
 
@@ -212,7 +227,7 @@ def drop_capabilities(numbers: Iterable[int] | None) -> None:
     last = _last_capability()
     numbers = range(last + 1) if numbers is None else [number for number in numbers if number <= last]
     header, data = _CapHeader(_CAPABILITY_VERSION_3, 0), (_CapData * 2)()
-    _check(_libc.capget(ctypes.byref(header), data), "capget", "self")
+    check(libc.capget(ctypes.byref(header), data), "capget", "self")
     prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL)
     for number in numbers:
         # A process without CAP_SETPCAP cannot shrink its bounding set; its permitted set is what counts then.
@@ -223,7 +238,7 @@ def drop_capabilities(numbers: Iterable[int] | None) -> None:
         word.effective &= mask
         word.permitted &= mask
         word.inheritable &= mask
-    _check(_libc.capset(ctypes.byref(header), data), "capset", "self")
+    check(libc.capset(ctypes.byref(header), data), "capset", "self")
 
 
 def _last_capability() -> int:
@@ -236,8 +251,22 @@ def _last_capability() -> int:
 def prctl(option: int, argument: int = 0) -> int:
     """Change an attribute of this process that takes one integer."""
     zero = ctypes.c_ulong(0)
-    result = _libc.prctl(option, ctypes.c_ulong(argument), zero, zero, zero)
-    return _check(result, "prctl", f"{option}, {argument}")
+    result = libc.prctl(option, ctypes.c_ulong(argument), zero, zero, zero)
+    return check(result, "prctl", f"{option}, {argument}")
+
+
+def keep_freed_memory(kept: int, map_from: int | None = None) -> None:
+    """Have malloc keep what is freed instead of giving it back: fresh pages cost more than the work done in them.
+
+    Args:
+        kept: bytes at the top of a heap that are not given back.
+        map_from: blocks of so many bytes (32 MiB at most) are mapped, and given back, each on its own; None: no block is.
+    """
+    libc.mallopt(_M_TRIM_THRESHOLD, kept)
+    if map_from is None:
+        libc.mallopt(_M_MMAP_MAX, 0)
+    else:
+        libc.mallopt(_M_MMAP_THRESHOLD, map_from)
 
 
 def set_no_new_privs() -> None:
@@ -248,8 +277,38 @@ def set_no_new_privs() -> None:
 def parent_death_signal() -> int:
     """The signal this process gets when its parent thread ends; 0 is none."""
     number = ctypes.c_int()
-    _check(_libc.prctl(_PR_GET_PDEATHSIG, ctypes.byref(number), 0, 0, 0), "prctl", "PR_GET_PDEATHSIG")
+    check(libc.prctl(_PR_GET_PDEATHSIG, ctypes.byref(number), 0, 0, 0), "prctl", "PR_GET_PDEATHSIG")
     return number.value
+
+
+class _Sigevent(ctypes.Structure):
+    _fields_ = (
+        ("value", ctypes.c_void_p),
+        ("signo", ctypes.c_int),
+        ("notify", ctypes.c_int),  # SIGEV_SIGNAL is 0
+        ("room", ctypes.c_int * 12),
+    )
+
+
+class _Itimerspec(ctypes.Structure):
+    _fields_ = (("interval", ctypes.c_long * 2), ("value", ctypes.c_long * 2))
+
+
+_kill_timer: ctypes.c_void_p | None = None
+
+
+def kill_in(seconds: float) -> None:
+    """Have the system SIGKILL this process in some seconds, stopped or not; again to put that off (timer_create(2)).
+
+    A process that is forked from this one has no such timer.
+    """
+    global _kill_timer
+    if _kill_timer is None:
+        event, timer = _Sigevent(None, signal.SIGKILL, 0), ctypes.c_void_p()
+        check(libc.timer_create(time.CLOCK_MONOTONIC, ctypes.byref(event), ctypes.byref(timer)), "timer", "")
+        _kill_timer = timer
+    spec = _Itimerspec(value=(int(seconds), int(seconds % 1 * 1e9)))
+    check(libc.timer_settime(_kill_timer, 0, ctypes.byref(spec), None), "timer", f"{seconds} s")
 
 
 def set_parent_death_signal(number: int) -> None:
@@ -257,52 +316,35 @@ def set_parent_death_signal(number: int) -> None:
     prctl(_PR_SET_PDEATHSIG, number)
 
 
-# Landlock ------------------------------------------------------------------------------------------
+@contextlib.contextmanager
+def own_mounts(give_up: Sequence[int]) -> Iterator[bool]:
+    """Enter a new mount namespace; in the body this process may mount, afterwards it may not.
 
-LANDLOCK_WRITE_FILE, LANDLOCK_TRUNCATE = 1 << 1, 1 << 14
-_LANDLOCK_REMOVE_AND_MAKE = sum(1 << bit for bit in range(4, 13))  # remove dir/file, make char … sym
-_LANDLOCK_REFER = 1 << 13
+    The process has one thread. As root the right to mount is there; an ordinary user gets it by a user namespace,
+    with all other capabilities, and loses them all at the end, also when the body fails.
 
+    Args:
+        give_up: the capabilities that root loses at the end.
 
-class _PathBeneath(ctypes.Structure):
-    _pack_ = 1
-    _layout_ = "ms"
-    _fields_ = (("allowed_access", ctypes.c_uint64), ("parent_fd", ctypes.c_int32))
-
-
-def landlock_abi() -> int:
-    """Version of the kernel's Landlock (>= 1).
+    Yields:
+        Whether this is root.
 
     Raises:
-        OSError: the kernel has none; the text says why.
+        OSError: refused here; the text says by what. The process may then be in a namespace of its own.
     """
-    return _check(_libc.syscall(_NR_LANDLOCK_CREATE, None, 0, 1), "landlock_create_ruleset", "version")
-
-
-def landlock_write_rights(abi: int) -> int:
-    """Every right to change files or directories that this version knows."""
-    rights = LANDLOCK_WRITE_FILE | _LANDLOCK_REMOVE_AND_MAKE
-    rights |= _LANDLOCK_REFER if abi >= 2 else 0
-    return rights | (LANDLOCK_TRUNCATE if abi >= 3 else 0)
-
-
-def landlock_ruleset(handled: int) -> int:
-    """A descriptor of a new ruleset that denies ``handled`` wherever it is not granted."""
-    attr = ctypes.c_uint64(handled)
-    number = _libc.syscall(_NR_LANDLOCK_CREATE, ctypes.byref(attr), 8, 0)
-    return _check(number, "landlock_create_ruleset", f"{handled:#x}")
-
-
-def landlock_grant(ruleset: int, path_fd: int, rights: int) -> None:
-    """Grant ``rights`` on the file, or beneath the directory, that ``path_fd`` names."""
-    rule = _PathBeneath(rights, path_fd)
-    _check(
-        _libc.syscall(_NR_LANDLOCK_ADD, ruleset, 1, ctypes.byref(rule), 0),
-        "landlock_add_rule",
-        f"fd {path_fd}",
-    )
-
-
-def landlock_restrict(ruleset: int) -> None:
-    """Put the ruleset in force for this thread and all it starts, for good."""
-    _check(_libc.syscall(_NR_LANDLOCK_RESTRICT, ruleset, 0), "landlock_restrict_self", "ruleset")
+    signal = parent_death_signal()
+    as_root = has_capability(CAP_SYS_ADMIN)
+    uid, gid = os.geteuid(), os.getegid()
+    if as_root:
+        unshare(CLONE_NEWNS)
+    else:
+        unshare(CLONE_NEWUSER | CLONE_NEWNS)
+        map_own_ids(uid, gid)
+    try:
+        mount(None, "/", MS_REC | MS_PRIVATE)
+        yield as_root
+    finally:
+        if give_up or not as_root:
+            drop_capabilities(give_up if as_root else None)
+        if parent_death_signal() != signal:
+            set_parent_death_signal(signal)  # the kernel clears it when credentials change

@@ -1,53 +1,21 @@
-"""``taas.register`` and what is registered. Imports no torch: it belongs to the kernel's ``import taas``.
+"""``taas.register``, what is registered, and ``taas.resume``. Imports no torch: it belongs to the kernel.
 
-What is registered is looked at once, at once: it must be iterable and it must survive the way to another
-machine. What cannot is refused with the path to it. At a run's start the loaders that the cell names are
-packed into one file for the data side, and go to the ranks as ``DeliveredLoader`` in their variable.
+What is registered is looked at at once: it must be iterable and it must survive the way to another machine. What cannot
+is refused with the path to it. How it travels then is told by :mod:`taas.delivery.registered`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import pickle
-import random
+import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
-from taas.errors import RegistrationError
-
-__all__ = [
-    "Registration",
-    "apply_final",
-    "delivering",
-    "delivers",
-    "pack_registered",
-    "reduce_registered",
-    "register",
-    "registered",
-    "unregister",
-]
-
-
-@dataclass(frozen=True, slots=True)
-class Registration:
-    """One registered loader.
-
-    Attributes:
-        name: what it goes by in ``--units`` and in the live view.
-        loader: the loader itself.
-        variable: the variable that holds it, by which one finds out whether a cell uses it; None if none does.
-    """
-
-    name: str
-    loader: Any
-    variable: str | None = None
-
+from taas.delivery.registered import CannotTravel, PayloadPickler, Registration, take_apart
+from taas.errors import DeliveryError, RegistrationError
 
 _registry: dict[int, tuple[Any, str | None]] = {}
-_delivering: dict[int, str] = {}
 
 
 def register(loader: Any, name: str | None = None) -> Any:
@@ -132,175 +100,96 @@ def _check_iterable(loader: Any) -> None:
         raise RegistrationError(
             f"a {type(loader).__qualname__} cannot be iterated. Register the DataLoader, not its dataset or sampler"
         )
-    if iter_is_self(loader):
+    if hasattr(type(loader), "__next__"):  # asked of its type, so that nothing is begun
         raise RegistrationError(
             f"a {type(loader).__qualname__} is an iterator: it yields once and cannot begin anew on a data worker. "
             "Register the DataLoader (or the iterable) that it came from"
         )
 
 
-def iter_is_self(loader: Any) -> bool:
-    """Whether this is an iterator: asked of its type, so that nothing is begun."""
-    return hasattr(type(loader), "__next__")
-
-
 def _check_travels(loader: Any, name: str) -> None:
-    from taas.delivery.parts import take_apart
-    from taas.delivery.payload import measure
+    from taas.capture.losing import Paths  # import taas stays quick
 
-    parts = take_apart(loader)
-    try:
-        measure(parts)
-    except Exception as error:
-        path, culprit, reason = _find_culprit(parts, error)
-        shown = f"{name}{path.removeprefix('.') and path}"
-        raise RegistrationError(
-            f"{shown} cannot travel to a data worker: it is {_describe(culprit, reason)}. "
-            "Make it where it is used (in __getitem__, or in worker_init_fn), or leave it out by __getstate__"
-        ) from error
-
-
-def _describe(culprit: Any, reason: str) -> str:
-    kind = f"{type(culprit).__module__}.{type(culprit).__qualname__}".removeprefix("builtins.")
-    return reason or f"a {kind}, which cannot be pickled"
-
-
-def _find_culprit(obj: Any, error: Exception) -> tuple[str, Any, str]:
-    """Return attribute path, object and reason: the innermost thing that does not travel by itself."""
-    from taas.delivery.payload import CannotTravel, measure
-
-    path, seen = "", {id(obj)}
-    while True:
-        for step, child in _children(obj):
-            if id(child) in seen:
-                continue
-            try:
-                measure(child)
-            except Exception as inner:
-                seen.add(id(child))
-                path, obj, error = path + step, child, inner
-                break
-        else:
-            if isinstance(error, CannotTravel):
-                return path, error.obj, error.what
-            return path, obj, ""
-
-
-def _children(obj: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(obj, Mapping):
-        yield from ((f"[{key!r}]", value) for key, value in list(obj.items()))
-    elif isinstance(obj, list | tuple | set | frozenset):
-        yield from ((f"[{at}]", value) for at, value in enumerate(obj))
-    elif callable(obj) and getattr(obj, "__closure__", None):
-        names = obj.__code__.co_freevars
-        cells = (cell.cell_contents for cell in obj.__closure__)
-        yield from ((f".<{name}>", value) for name, value in zip(names, cells, strict=True))
-    state = getattr(obj, "__dict__", None)
-    if isinstance(state, dict) and not isinstance(obj, type):
-        yield from ((f".{key}", value) for key, value in state.items())
-    for slot in getattr(type(obj), "__slots__", ()):
-        if isinstance(slot, str) and hasattr(obj, slot):
-            yield f".{slot}", getattr(obj, slot)
-
-
-# ── a run's start and end ─────────────────────────────────────────────────────────────────────────────
-
-
-def pack_registered(loaders: Iterable[Registration], write: Callable[[bytes | memoryview], Any]) -> int:
-    """Write the payload for planner and data workers; return its bytes.
-
-    With the loaders travel the states of the notebook's generators: the order is planned from there.
-    """
-    from taas.delivery.parts import take_apart
-    from taas.delivery.payload import write_payload
-
-    content = {
-        "rngs": _generator_states(),
-        "loaders": [(entry.name, take_apart(entry.loader)) for entry in loaders],
-    }
-    return write_payload(content, write)
-
-
-def _generator_states() -> tuple[Any, Any, Any]:
-    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
-    return (
-        None if torch is None else torch.get_rng_state(),
-        random.getstate(),
-        None if numpy is None else numpy.random.get_state(),
+    main = vars(sys.modules["__main__"])
+    found = Paths(main).culprit(
+        name, take_apart(loader), lambda part: PayloadPickler.into_nothing().dump(part)
+    )
+    if found is None:
+        return
+    refused = found.reason.removeprefix(f"{CannotTravel.__name__}: ")
+    what = refused if refused != found.reason else f"a {found.kind}, which cannot be pickled"
+    raise RegistrationError(
+        f"{found.path} cannot travel to a data worker: it is {what}. "
+        "Make it where it is used (in __getitem__, or in worker_init_fn), or leave it out by __getstate__"
     )
 
 
-@contextlib.contextmanager
-def delivering(loaders: Iterable[Registration]) -> Iterator[None]:
-    """While a cell with data workers is captured: these loaders travel as their ranks' DeliveredLoader."""
-    _delivering.update({id(entry.loader): entry.name for entry in loaders})
-    try:
-        yield
-    finally:
-        _delivering.clear()
+# ---------------------------------------------------------------- resuming
 
 
-def delivers(cls: type) -> bool:
-    """Whether a loader of this type is being delivered to the run that is captured."""
-    return any(type(_registry[number][0]) is cls for number in _delivering if number in _registry)
+class Position(NamedTuple):
+    """Where a registered loader begins.
 
-
-def reduce_registered(obj: Any) -> tuple[Any, ...] | None:
-    """Return how a registered loader travels to a rank (a ``__reduce__`` tuple); None for anything else.
-
-    The dataset goes along by the caller's own pickler: ``loader.dataset`` in the rank is the same object as
-    the variable that holds it, and costs no copy where payloads are mapped.
+    Attributes:
+        iteration: of its loops over the loader, from 0, which one the first loop of the cell is.
+        step: the step of that iteration which the first loop of the cell begins at, in each rank.
     """
-    name = _delivering.get(id(obj))
-    if name is None:
-        return None
-    from taas.delivery import loader as _  # noqa: F401 - so that the reduce below pickles by reference
 
-    kept = ("dataset", "batch_size", "drop_last", "num_workers", "pin_memory", "pin_memory_device", "timeout",
-            "prefetch_factor", "persistent_workers", "worker_init_fn", "collate_fn", "in_order", "_dataset_kind")  # fmt: skip
-    attributes = {key: getattr(obj, key) for key in kept if hasattr(obj, key)}
-    attributes.setdefault("dataset", obj)
-    attributes["generator"] = None
-    attributes["batch_sampler"] = True if getattr(obj, "batch_sampler", None) is not None else None
-    attributes["multiprocessing_context"] = None
-    return sys.modules["taas.delivery.loader"].rebuild_loader, (name, attributes, _sampler_facts(obj))
+    iteration: int
+    step: int
 
 
-def _sampler_facts(loader: Any) -> dict[str, Any]:
-    facts: dict[str, Any] = {"drop_last": getattr(loader, "drop_last", False), "epoch": 0}
-    facts["batch_size"] = getattr(loader, "batch_size", None)
-    for holder in (getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)):
-        for key in ("epoch", "seed", "shuffle"):
-            value = getattr(holder, key, None)
-            if isinstance(value, int):
-                facts[key] = value
-    return facts
+_START = Position(0, 0)
 
 
-def apply_final(states: bytes, loaders: Iterable[Registration]) -> None:
-    """Set the loaders' own generators to where the run's last iteration leaves them.
+class Resumed:
+    """Where the loaders of a cell begin; ``resumed[loader]`` (or ``resumed["name"]``) is a ``Position``.
 
-    ``states`` is what the coordinator's Final report holds; empty changes nothing.
+    A loader that is not delivered by data workers begins at its start: ``Position(0, 0)``.
+
+    Attributes:
+        restart: how often this run was started again; 0 in its first start, in the notebook, and in a plain script.
     """
-    if not states:
-        return
-    known = {entry.name: entry.loader for entry in loaders}
-    for name, values in pickle.loads(states).items():
-        for path, value in values.items():
-            if name in known:
-                _set(known[name], path, value)
+
+    def __init__(self, restart: int, places: Mapping[str, Position]) -> None:
+        self.restart = restart
+        self._places = dict(places)
+
+    def __getitem__(self, loader: Any) -> Position:
+        name = loader if isinstance(loader, str) else getattr(loader, "taas_name", "")
+        return self._places.get(name, _START)
+
+    def __repr__(self) -> str:
+        places = ", ".join(f"{name}: {tuple(place)}" for name, place in self._places.items())
+        return f"Resumed(restart={self.restart}{', ' if places else ''}{places})"
 
 
-def _set(loader: Any, path: str, value: Any) -> None:
-    holders = [loader]
-    if path == "epoch":
-        holders = [getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)]
-        for holder in holders:
-            if hasattr(holder, "set_epoch"):
-                holder.set_epoch(value)
-        return
-    target = loader
-    for part in path.removesuffix("!state").split("."):
-        target = getattr(target, "_index_sampler" if part == "index_sampler" else part, None)
-    if target is not None:
-        target.set_state(value)
+def resume(**places: tuple[int, int]) -> Resumed:
+    """Let the registered loaders go on where the run's earlier start was lost; call it before the first loop.
+
+    After a restart of the ranks (``--max-restarts``), each loader goes on at the lowest step that not every rank had
+    completed. In a first start, and where a cell has no data workers, every loader begins at its start, and this
+    only says so.
+
+    Args:
+        places: ``name=(iteration, step)`` of registered loaders that shall go on elsewhere, such as where the
+            checkpoint stands that the cell goes on from. All ranks have to give the same.
+
+    Returns:
+        Where each loader begins now.
+
+    Raises:
+        DeliveryError: a loop over a registered loader has begun already, or a name in ``places`` is not that of a
+            loader that data workers deliver.
+    """
+    loader = sys.modules.get("taas.delivery.loader")
+    found = loader.resume(places) if loader is not None else {}
+    if places and not found:
+        raise DeliveryError(
+            f"taas.resume({next(iter(places))}=…): this process has no data workers, and a loader that they do not "
+            "deliver begins at its start. Give the cell --cpus, or skip in the loop what was seen"
+        )
+    return Resumed(
+        int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)),
+        {name: Position(place.iteration, place.step) for name, place in found.items()},
+    )

@@ -7,11 +7,13 @@
     │   └── ConfigError           taas.toml is wrong
     ├── CaptureError              a name the cell needs cannot travel; nothing was started
     ├── EngineError               the machines asked for cannot be had
-    │   └── NotEnoughDevices      fewer GPUs than ranks
+    │   ├── NotEnoughDevices      fewer GPUs than ranks
+    │   └── RanksGone             the ranks that the notebook kept
     ├── VersionMismatch           Python, torch or cloudpickle differ between machines
     ├── RunFailed                 a run ended without success
     │   ├── CellFailed            the cell raised, or a rank died, in a rank
     │   └── RunLost               a process of taas itself was killed (agent, supervisor, VM)
+    ├── DamagedAnswer             what a background run left on disk is not what it wrote
     ├── CannotRehearse            (RuntimeError) this needs a real GPU
     ├── CannotAdopt               (RuntimeError) this launcher or wrapper cannot use the ranks that are there
     │   └── RanksDisagree         ranks that had to do the same did different things
@@ -33,12 +35,15 @@ __all__ = [
     "CaptureError",
     "CellFailed",
     "ConfigError",
+    "DamagedAnswer",
     "DeliveryError",
     "EngineError",
     "HeaderError",
     "NotEnoughDevices",
     "RanksDisagree",
+    "RanksGone",
     "RegistrationError",
+    "RehearsalWarning",
     "RunFailed",
     "RunLost",
     "StorageDenied",
@@ -89,6 +94,10 @@ class NotEnoughDevices(EngineError):
     """Fewer GPUs than the run has ranks."""
 
 
+class RanksGone(EngineError):
+    """The ranks that the notebook kept are not there any more."""
+
+
 class VersionMismatch(_NoLine, TaasError):
     """Python, torch or cloudpickle differ between the notebook and a VM."""
 
@@ -114,6 +123,7 @@ class CellFailed(RunFailed):
         etype: name of the exception's class in the rank (``"SIGKILL"`` for a signal).
         traceback_lines: the rank's traceback, formatted as IPython formats it.
         others: how many other ranks failed after it.
+        below_traceback: the message without the words in which the traceback ends; empty where it is needed whole.
     """
 
     rank: int = -1
@@ -121,17 +131,26 @@ class CellFailed(RunFailed):
     etype: str = ""
     traceback_lines: tuple[str, ...] = ()
     others: int = 0
+    below_traceback: str = ""
 
     def _render_traceback_(self) -> list[str]:
-        return [*self.traceback_lines, f"{type(self).__name__}: {self}"]
+        return [*self.traceback_lines, f"{type(self).__name__}: {self.below_traceback or self}"]
 
 
 class RunLost(_NoLine, RunFailed):
     """A process of taas itself was killed: an agent, its forkserver, the supervisor, or a whole VM."""
 
 
+class DamagedAnswer(_NoLine, TaasError):
+    """A file that a background run left was cut off or changed since; it was not read."""
+
+
 class CannotRehearse(TaasError, RuntimeError):
     """What was called needs a real GPU; the message names it."""
+
+
+class RehearsalWarning(UserWarning):
+    """What was asked for has no meaning in a rehearsal; the answer is neutral."""
 
 
 class CannotAdopt(TaasError, RuntimeError):

@@ -2,32 +2,41 @@
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 from dataclasses import replace
-from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from IPython.core.error import UsageError
 from IPython.core.getipython import get_ipython
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 
-from taas.catalog import load_catalog
-from taas.dataloader_registry import registered
 from taas.errors import HeaderError
-from taas.header import HeaderText, find_header, parse_header, parse_magic_line
-from taas.options import OPTIONS, options_table
+from taas.header.completion import header_matcher
+from taas.header.grammar import find_header, parse_magic_line
+from taas.header.options import options_table
+from taas.import_hooks import note_files
+from taas.notebook.verbs import VERBS, help_text
 
 if TYPE_CHECKING:
-    from taas.background import RunHandle
-    from taas.cell_output import Screen
-    from taas.records import RunRecord
-    from taas.status import Shown
+    from taas.notebook.background import RunHandle
 
 _MAGIC_LINE = re.compile(r"%%taas(?!\w)")
-_NO_FRAME = 1 << 30
-"""Where no frame is: names in a header are the notebook's, not those of a function of IPython."""
+
+
+def _frontend() -> ModuleType:
+    """What runs and steers, loaded when it is first used: ``import taas`` is to cost less than 50 ms."""
+    from taas.notebook import frontend
+
+    return frontend
+
+
+def _supervised() -> ModuleType:
+    """What starts processes, loaded when the first are started, for the same reason."""
+    from taas.notebook import supervised
+
+    return supervised
 
 
 def headed_cell(lines: list[str]) -> list[str]:
@@ -37,16 +46,16 @@ def headed_cell(lines: list[str]) -> list[str]:
         SyntaxError: the cell does not compile. IPython shows one that is raised here as that of any cell;
             raised later, it would come below frames of IPython and taas.
     """
-    from taas.capture import check_syntax
-
     cell = "".join(lines)
     header = find_header(cell)
     if header is None:
+        if len(lines) == 1 and _MAGIC_LINE.match(cell) and not cell.rstrip().endswith("?"):
+            return [f"{cell.rstrip()}\n", "# no code\n"]  # else IPython advises %taas
         if lines and _MAGIC_LINE.match(lines[0]):
-            check_syntax("\n" + "".join(lines[1:]), get_ipython())
+            _frontend().check_syntax("\n" + "".join(lines[1:]), get_ipython())
         return lines
     if header.problem is None:
-        check_syntax(cell, get_ipython())
+        _frontend().check_syntax(cell, get_ipython())
     return [f"get_ipython().run_cell_magic('taas', '', {cell!r})\n"]
 
 
@@ -54,106 +63,50 @@ def headed_cell(lines: list[str]) -> list[str]:
 headed_cell.has_side_effects = True  # type: ignore[attr-defined]
 
 
-class NotebookDesk:
-    """A notebook, as :mod:`taas.verbs` sees it."""
-
-    def __init__(self, shell: Any) -> None:
-        self._shell = shell
-        self.kernel = os.getpid()
-
-    def show(self, what: Shown) -> None:
-        """Show a view: as a table in a front end, as text in a terminal."""
-        if hasattr(self._shell, "kernel"):
-            self._shell.display_pub.publish(what._repr_mimebundle_())
-        else:
-            sys.stdout.write(f"{what}\n")
-
-    def show_status(self) -> None:
-        """Show a table that is updated, where there is a front end to do so."""
-        from taas.live_table import LiveTable
-        from taas.records import read_records
-        from taas.status import status
-
-        if hasattr(self._shell, "kernel"):
-            LiveTable(self._shell.display_pub)
-        else:
-            self.show(status(read_records()))
-
-    def screen(self, plain: int | None) -> Screen:
-        """Return this cell."""
-        from taas.cell_output import CellOutput
-
-        return CellOutput(self._shell, plain)
-
-    def attach(self, record: RunRecord) -> None:
-        """Follow a run in this cell, and take its names."""
-        from taas.attach import attach
-
-        attach(record, self._shell)
-
-
 @magics_class
 class TaasMagics(Magics):
     """The magics of taas."""
 
+    def __init__(self, shell: Any) -> None:
+        super().__init__(shell)
+        self._native_debug = shell.find_line_magic("debug")
+
     @cell_magic("taas")
     def run_cell(self, line: str, cell: str) -> RunHandle | None:
         """Run the cell in ranks: ``%%taas --on g2.8 --gpus 16``, the same thing as the two header lines."""
+        if (verb := line.split()[:1]) and verb[0] in VERBS:
+            raise UsageError(
+                f"%%taas {verb[0]}: allowed are options, and a cell below; type %taas {line.strip()}"
+            )
         header = find_header(cell)
         if line.strip():
             twice = "%%taas with options above #!TYPE or #pragma taas: allowed is one; leave one out"
             header = replace(parse_magic_line(line), problem=None if header is None else twice)
-        return self._launch(
-            header or parse_magic_line(line), cell if header and not header.magic else "\n" + cell
-        )
+        header, cell = header or parse_magic_line(line), cell if header and not header.magic else "\n" + cell
+        try:
+            run: RunHandle | None = _frontend().run_cell(header, cell, self.shell)
+        except HeaderError as error:
+            raise UsageError(str(error)) from None
+        return run
 
     @line_magic("taas")
     def command(self, line: str) -> None:
         """See and steer runs (the text is the table's, see :func:`activate`)."""
-        from taas import verbs
-
         try:
-            verbs.do(line, NotebookDesk(self.shell))
+            _frontend().do(line, _frontend().NotebookFrontend(self.shell))
         except HeaderError as error:
             raise UsageError(str(error)) from None
 
-    def _launch(self, header: HeaderText, cell: str) -> RunHandle | None:
-        from taas.devices import visible_gpus
-        from taas.launcher import check_options, launch
-
-        try:
-            spec = parse_header(
-                header,
-                expand=lambda text: self.shell.var_expand(text, depth=_NO_FRAME),
-                catalog=load_catalog(Path.cwd()),
-                visible_gpus=len(visible_gpus()),
-                registered=[loader.name for loader in registered(self.shell.user_ns)],
-            )
-            check_options(spec)
-            return launch(spec, cell, self.shell)
-        except HeaderError as error:
-            raise UsageError(str(error)) from None
-
-
-def _offer(shell: Any, event: Any) -> list[str]:
-    """Complete a line that begins with ``%taas``, ``%%taas`` or ``#pragma taas``."""
-    del shell
-    head, _, line = event.line.partition("taas")
-    if head.strip() == "%":
-        from taas.verbs import complete
-
-        return complete(line.lstrip())
-    return [f"--{name}" for name in OPTIONS] if event.symbol.startswith("-") or line.endswith(" ") else []
-
-
-_COMPLETED = ("%taas", "%%taas", "#pragma")
+    @line_magic("debug")
+    def debug(self, line: str) -> None:
+        """IPython's ``%debug``; after a cell with ``--keep`` that failed, in the rank that did."""
+        if line.strip() or not _frontend().debug_kept(self.shell):
+            self._native_debug(line)
 
 
 def activate(shell: Any) -> None:
     """Register the magics, the header and their completion; a second time is harmless."""
     if headed_cell not in shell.input_transformers_cleanup:
-        from taas.verbs import help_text
-
         TaasMagics.command.__doc__ = help_text()
         TaasMagics.run_cell.__doc__ = (
             "Run the cell in ranks: `%%taas --on g2.8 --gpus 16` above it, the same thing as the header lines\n"
@@ -161,8 +114,35 @@ def activate(shell: Any) -> None:
         )
         shell.register_magics(TaasMagics)
         shell.input_transformers_cleanup.append(headed_cell)
-        for key in _COMPLETED:
-            shell.set_hook("complete_command", _offer, str_key=key)
+        shell.Completer.custom_matchers.append(header_matcher)
+        shell.events.register("post_run_cell", _note_files)
+        if hasattr(shell, "kernel"):
+            from taas.notebook.comms import let_comms_travel  # not every IPython has the package comm
+
+            let_comms_travel()
+
+
+def start_ahead(shell: Any) -> None:
+    """Start what the first cell will need, if a cell loads taas: the profile's startup folder does it in every kernel."""
+    if sys.displayhook is shell.displayhook:
+        _supervised().start_ahead()
+
+
+def _note_files(_result: object) -> None:
+    """After each cell: which files the modules are from that it imported (docs of :mod:`taas.capture.modules`)."""
+    note_files()
+
+
+def late_for_header(shell: Any) -> str | None:
+    """Say that the running cell has a header and loads taas itself, by which the header came too early; else None."""
+    cell = shell.history_manager.input_hist_raw[-1]
+    if sys.displayhook is not shell.displayhook or find_header(cell) is None:
+        return None
+    line = "%load_ext taas" if "load_ext" in cell else "import taas"
+    return (
+        f"{line} came too late for the header of its own cell, which is a comment for now: allowed is a cell of its "
+        "own above; taas is loaded now, so run this cell again"
+    )
 
 
 def deactivate(shell: Any) -> None:
@@ -171,5 +151,8 @@ def deactivate(shell: Any) -> None:
         shell.input_transformers_cleanup.remove(headed_cell)
         for kind in ("line", "cell"):
             shell.magics_manager.magics[kind].pop("taas", None)
-        for key in _COMPLETED:
-            shell.strdispatchers["complete_command"].strs.pop(key, None)
+        shell.register_magic_function(shell.find_line_magic("debug").__self__._native_debug, "line", "debug")
+        shell.Completer.custom_matchers.remove(header_matcher)
+        shell.events.unregister("post_run_cell", _note_files)
+        if "taas.notebook.supervised" in sys.modules:
+            _supervised().release_ahead()

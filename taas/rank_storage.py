@@ -8,7 +8,7 @@ Reads stay live: what rank 0 saves, every rank can load right away.
 
 Not covered:
   * hard links and mappings of project files made before the run: they are the file itself;
-  * the weaker walls' holes, which ``doctor()`` lists for this machine (Landlock: metadata such as mode and
+  * the weaker walls' holes, which ``taas doctor`` lists for this machine (Landlock: metadata such as mode and
     times; audit hooks: everything that is not Python, and other processes);
   * what a rank asks somebody else to write: a daemon, another machine, rank 0.
 
@@ -24,13 +24,12 @@ import errno
 import os
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import msgspec
-
 from taas.errors import StorageDenied
-from taas.storage import audit_wall, boundary, calls, inherited, landlock_wall, mount_wall, probe
+from taas.storage import boundary, calls, walls
 from taas.storage.denial import Denial
 from taas.storage.diversion import Diversion
 from taas.storage.overlay import Overlay
@@ -38,36 +37,21 @@ from taas.storage.recovery import kept_runs, recover, retention
 from taas.storage.settlement import Settlement, settle
 
 __all__ = [
-    "MECHANISMS",
-    "Diverted",
-    "Guard",
-    "Mechanism",
-    "Policy",
-    "RankWrites",
-    "Report",
-    "Settlement",
-    "doctor",
-    "guard",
-    "kept_runs",
-    "prepare",
-    "recover",
-    "retention",
-    "scratch_of",
-    "settle",
-]
+    "MECHANISMS", "Guard", "Policy", "RankWrites", "Settlement", "guard", "kept_runs", "prepare", "recover", "retention",
+    "scratch_of", "settle",
+]  # fmt: skip
 
 RankWrites = Literal["discard", "deny"]
-Mechanism = Literal["none (rank 0)", "mount", "landlock", "audit"]
-MECHANISMS: tuple[Mechanism, ...] = ("mount", "landlock", "audit")
+MECHANISMS = tuple(walls.WALLS)
 
 
-class Policy(msgspec.Struct, frozen=True, kw_only=True):
+@dataclass(frozen=True, kw_only=True)
+class Policy:
     """What one rank may write.
 
     Attributes:
         project: the notebook's directory.
         rank: global rank.
-        vm: name of its VM, for messages.
         mode: what becomes of writes to the project.
         shared: directories where every rank may write, relative to the project or absolute; made if absent.
         scratch: this rank's private folder for diverted files, made by the agent (``scratch_of``); it may
@@ -77,54 +61,35 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
 
     project: str
     rank: int
-    vm: str = ""
     mode: RankWrites = "discard"
     shared: tuple[str, ...] = ()
     scratch: str
     writable: tuple[str, ...] = ()
 
 
-class Diverted(msgspec.Struct, frozen=True):
-    """A file this rank wrote to its scratch in the project's place."""
-
-    path: str
-    size: int
-
-
-class Report(msgspec.Struct, frozen=True):
-    """What a rank's writes came to: paths relative to the project, sizes in bytes."""
-
-    rank: int
-    diverted: tuple[Diverted, ...] = ()
-
-
+@dataclass(frozen=True)
 class Guard:
     """A rank's wall, standing.
 
     Attributes:
-        mechanism: which wall.
+        mechanism: which wall, or "none (rank 0)".
         how: its variant, for people ("as root", "version 7").
         why_not: stronger mechanisms that were tried, each with the reason it failed.
-        demoted: files that were open for writing before, and can only be read now.
+        denial: what this rank is told that meets the wall; None in rank 0.
     """
 
-    def __init__(self, policy: Policy, mechanism: Mechanism, how: str = "") -> None:
-        self.policy = policy
-        self.mechanism: Mechanism = mechanism
-        self.how = how
-        self.why_not: list[str] = []
-        self.demoted: list[str] = []
-        self.denial: Denial | None = None
-        self.overlay: Overlay | None = None
-
-    def report(self) -> Report:
-        """What this rank has written to its scratch so far."""
-        files = () if self.overlay is None else self.overlay.diverted()
-        return Report(self.policy.rank, tuple(Diverted(path, size) for path, size in files))
+    mechanism: str
+    how: str = ""
+    why_not: tuple[str, ...] = ()
+    denial: Denial | None = None
 
     def explain(self, error: BaseException) -> str | None:
         """A sentence for an error the wall raised through C code; None when the wall had no part in it."""
         return None if self.denial is None else self.denial.explain(error)
+
+    def explain_output(self, text: str) -> str | None:
+        """The same for what programs, or C code, have said; each rank other than 0 says it in the same words."""
+        return None if self.denial is None else self.denial.explain_output(text)
 
 
 def scratch_of(run_scratch: Path, rank: int) -> Path:
@@ -137,7 +102,7 @@ def prepare() -> None:
     calls.survey()
 
 
-def guard(policy: Policy, mechanisms: Sequence[Mechanism] = MECHANISMS) -> Guard:
+def guard(policy: Policy, mechanisms: Sequence[str] = MECHANISMS) -> Guard:
     """Put this rank behind the wall; the first thing a freshly forked rank does.
 
     The process must have one thread and must not yet have opened the project. Rank 0 is left as it is.
@@ -151,43 +116,25 @@ def guard(policy: Policy, mechanisms: Sequence[Mechanism] = MECHANISMS) -> Guard
         StorageDenied: no mechanism works; unguarded ranks do not run.
     """
     if policy.rank == 0:
-        return Guard(policy, "none (rank 0)")
+        return Guard("none (rank 0)")
     edge = boundary.draw(policy.project, policy.shared, (*policy.writable, policy.scratch))
-    denial = Denial(policy.rank, policy.mode, edge)
+    brought_along = walls.inherited(edge)
     why_not: list[str] = []
     for mechanism in mechanisms:
+        denial = Denial(policy.rank, policy.mode, edge, landlock=mechanism == "landlock")
         try:
-            how = _raise(mechanism, edge, denial)
+            how = walls.WALLS[mechanism](edge, denial)
         except OSError as error:
             why_not.append(f"{mechanism}: {error.strerror or error}")
             continue
-        result = Guard(policy, mechanism, how)
-        result.why_not, result.denial, result.overlay = why_not, denial, Overlay(edge, policy.scratch)
-        result.demoted = inherited.reopen(edge)
+        walls.reopen(brought_along)
         if mechanism == "landlock":
             _move_temporary_files(edge, policy)
-        calls.install(Diversion(result.overlay, denial), audited=mechanism == "audit")
-        return result
+        calls.install(Diversion(Overlay(edge, policy.scratch), denial), audited=mechanism == "audit")
+        return Guard(mechanism, how, tuple(why_not), denial)
     raise StorageDenied(
         errno.EPERM, f"rank {policy.rank} cannot be kept from writing the project: {'; '.join(why_not)}"
     )
-
-
-def doctor(only: Mechanism | None = None) -> list[str]:
-    """Which wall this machine gives, found by raising each in a process of its own, and its limits.
-
-    Args:
-        only: ask about this one instead.
-    """
-    return probe.verdicts(MECHANISMS if only is None else (only,))
-
-
-def _raise(mechanism: Mechanism, edge: boundary.Boundary, denial: Denial) -> str:
-    if mechanism == "mount":
-        return mount_wall.raise_wall(edge)
-    if mechanism == "landlock":
-        return landlock_wall.raise_wall(edge)
-    return audit_wall.raise_wall(edge, denial)
 
 
 def _move_temporary_files(edge: boundary.Boundary, policy: Policy) -> None:

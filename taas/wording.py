@@ -1,11 +1,17 @@
-"""Pieces of messages: the user's own text, made fit to print; the nearest thing that is allowed; another's error."""
+"""Pieces of messages: text of others, made fit to print; the nearest thing that is allowed; another's error."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import re
+import signal
+from collections.abc import Iterable, Sequence
 
-__all__ = ["first_line", "nearest", "shown"]
+LONGEST = 1 << 18
+"""Characters of one text. A message on the wire has a limit, and nobody reads more."""
+_MOST_LINES = 2000
+_COMMANDS = re.compile(r"(\x1b\[[0-9;:]*m)|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
+"""What a terminal takes for a command: a colour, or anything else (ECMA-48: C0 without tab and line ends, DEL, C1)."""
 
 
 def shown(text: str, limit: int = 60) -> str:
@@ -15,6 +21,11 @@ def shown(text: str, limit: int = 60) -> str:
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
+def visible(text: str) -> str:
+    """The text as a terminal may have it: with its colours, and any other command to the terminal to be read."""
+    return _COMMANDS.sub(lambda found: found[1] or f"\\x{ord(found[0]):02x}", text)
+
+
 def nearest(text: str, allowed: Iterable[str], cutoff: float = 0.0) -> str | None:
     """The one of ``allowed`` that looks most like ``text``, or None where none is as alike as ``cutoff``."""
     names = list(allowed)
@@ -22,7 +33,68 @@ def nearest(text: str, allowed: Iterable[str], cutoff: float = 0.0) -> str | Non
     return found[0] if found else None
 
 
+def counted(count: int, thing: str) -> str:
+    """A number of things: ``1 GPU``, ``8 GPUs``."""
+    return f"{count} {thing}" if count == 1 else f"{count} {thing}s"
+
+
 def first_line(error: BaseException) -> str:
     """The first line of another library's message, where CUDA's and Ray's go on for ten; else the error's type."""
     lines = str(error).strip().splitlines()
     return lines[0].strip() if lines else type(error).__name__
+
+
+def text_of(error: BaseException) -> str:
+    """Return an exception's text; one whose own ``__str__`` fails has its failure."""
+    try:
+        return fitting(str(error))
+    except Exception as failure:
+        return f"<its __str__ raised {type(failure).__name__}>"
+
+
+def fitting(text: str, longest: int = LONGEST) -> str:
+    """Return a text as UTF-8 can have it, its middle left out where it is too long.
+
+    File names that are not UTF-8 come with lone surrogates.
+    """
+    if len(text) > longest:
+        half = longest // 2
+        text = f"{text[:half]} … {len(text) - 2 * half:,} characters … {text[-half:]}"
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def fitting_lines(lines: Sequence[str]) -> tuple[str, ...]:
+    """Return the lines of a traceback, each fitting, and shorter ones or fewer where all are too much."""
+    if len(lines) > _MOST_LINES:
+        half = _MOST_LINES // 2
+        lines = [*lines[:half], f"… {len(lines) - 2 * half:,} lines …", *lines[-half:]]
+    many = sum(map(len, lines)) > 4 * LONGEST
+    return tuple(fitting(line, 4 * LONGEST // len(lines) if many else LONGEST) for line in lines)
+
+
+def killed_by(exitcode: int) -> str:
+    """The signal in the negative exit code of a process: ``SIGTERM``, and ``SIGKILL: out of memory?``."""
+    name = signal.Signals(-exitcode).name
+    return f"{name}: out of memory?" if name == "SIGKILL" else name
+
+
+def size_in_words(nbytes: float) -> str:
+    """Bytes in powers of 1000, as disks are sold: ``512 bytes``, ``3.2 MB``, ``70 GB``."""
+    size = float(nbytes)
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if size < 999.5:
+            return f"{size:.0f} {unit}" if unit == "bytes" or size >= 9.95 else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"
+
+
+def ranks_in_words(ranks: Iterable[int]) -> str:
+    """``rank 3``, or ``ranks 0–2, 5``: what ``--rank`` and ``--output`` take, with a dash as typeset."""
+    spans: list[list[int]] = []
+    for rank in sorted(ranks):
+        if spans and rank == spans[-1][1] + 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    text = ", ".join(str(first) if first == last else f"{first}–{last}" for first, last in spans)
+    return f"rank {text}" if text.isdigit() else f"ranks {text}"

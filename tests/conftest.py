@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
+import subprocess
 import tempfile
 import threading
 import time
@@ -14,30 +14,47 @@ import psutil
 import pytest
 from hypothesis import HealthCheck, settings
 from notebook_harness import Notebook, there
+from privileges import no_mounts
 from ray_cluster import RayCluster, why_not
 
 from taas import _linux
-from taas.rank import process_names
+from taas.rank import lifeline
+from taas.runs.places import ProcessMark
+from taas.runs.records import RunRecord, write_record
 
-# a loaded machine is slow, not wrong
-settings.register_profile("taas", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# a loaded machine is slow, not wrong; what is new is found by --hypothesis-profile=explore, not by whoever runs the suite
+settings.register_profile("explore", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("taas", settings.get_profile("explore"), derandomize=True)
 settings.load_profile("taas")
-_PR_SET_CHILD_SUBREAPER, _CLONE_NEWNS = 36, 0x20000
-_MS_REC, _MS_PRIVATE = 1 << 14, 1 << 18
+_PR_SET_CHILD_SUBREAPER = 36
+_MINUTES = (
+    "test_fault_table",
+    "test_random_notebooks",
+    "test_gallery",
+    "test_browser",
+    "test_docs_cells",
+    "test_delivery_order",
+    "test_delivery_faults",
+    "test_rank_storage_attacks",
+    "test_examples_demo",
+)
+"""Files that take minutes."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with what takes minutes: of two processes, one would wait for the other that begins it last."""
+    items.sort(
+        key=lambda item: _MINUTES.index(item.path.stem) if item.path.stem in _MINUTES else len(_MINUTES)
+    )
 
 
 def pytest_configure() -> None:
-    """See what tests leave behind: adopt orphans and, as root, take a /dev/shm that nobody else writes."""
+    """See what tests leave behind: adopt orphans and, where one may mount, take a /dev/shm of one's own."""
     _linux.prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    if os.geteuid() == 0:
-        _linux.unshare(_CLONE_NEWNS)
-        libc = ctypes.CDLL(None, use_errno=True)
-        for source, target, kind, flags in (
-            (None, b"/", None, _MS_REC | _MS_PRIVATE),
-            (b"shm", b"/dev/shm", b"tmpfs", 0),
-        ):
-            if libc.mount(source, target, kind, flags, None) != 0:
-                raise OSError(ctypes.get_errno(), "mount", target)
+    if not no_mounts():
+        _linux.unshare(_linux.CLONE_NEWNS)
+        _linux.mount(None, "/", _linux.MS_REC | _linux.MS_PRIVATE)
+        subprocess.run(["mount", "-t", "tmpfs", "shm", "/dev/shm"], check=True)
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -74,7 +91,7 @@ def alive_below() -> set[int]:
 def _spare_of(process: psutil.Process, before: set[int]) -> bool:
     """Whether it is a spare that the agent of a notebook shared by several tests has made meanwhile."""
     try:
-        return process.name() in (process_names.SPARE, process_names.FORKSERVER) and process.ppid() in before
+        return process.name() in (lifeline.SPARE_NAME, lifeline.FORKSERVER_NAME) and process.ppid() in before
     except psutil.NoSuchProcess:
         return False
 
@@ -82,7 +99,7 @@ def _spare_of(process: psutil.Process, before: set[int]) -> bool:
 def _left(before: set[int]) -> list[str]:
     """Commands of the processes that stay; they are killed, so that the tests to come do not find them."""
     processes = [process for process in there(alive_below() - before) if not _spare_of(process, before)]
-    _, alive = psutil.wait_procs(processes, 30)
+    _, alive = psutil.wait_procs(processes, 90)
     return [_killed(process) for process in alive]
 
 
@@ -96,14 +113,14 @@ def _killed(process: psutil.Process) -> str:
 
 
 def _shared_memory() -> set[str]:
-    if os.geteuid() != 0:
+    if no_mounts():
         return set()  # other programs' files come and go there
     return {entry.name for entry in Path("/dev/shm").iterdir()}
 
 
 def _memory_left(before: set[str]) -> set[str]:
     """What has come to /dev/shm and stays: a semaphore has a name until the process it is for has opened it."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 90
     while (left := _shared_memory() - before) and time.monotonic() < deadline:
         time.sleep(0.05)
     return left
@@ -117,16 +134,32 @@ def _folders() -> set[Path]:
 def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     """A test leaves no process, no thread, no /dev/shm file and no temporary folder of taas.
 
-    What a notebook or a cluster shared by several tests holds is looked at when that is closed.
+    What a notebook, a cluster or a Jupyter server shared by several tests holds is looked at when that is closed.
     """
-    shared = not {"notebook", "cluster"}.isdisjoint(request.fixturenames)
+    shared = not {"notebook", "stage", "cluster", "server"}.isdisjoint(request.fixturenames)
     processes, threads, memory = alive_below(), set(threading.enumerate()), _shared_memory()
     yield
     late = [thread for thread in threading.enumerate() if thread not in threads and not thread.daemon]
-    assert not late, f"threads left: {late}"
+    for thread in late:
+        thread.join(30)
+    assert not any(thread.is_alive() for thread in late), f"threads left: {late}"
     if not shared:
         assert not _left(processes), "processes left"
         assert not _memory_left(memory), "/dev/shm files left"
+
+
+@pytest.fixture
+def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunRecord:
+    """The record of a run of three ranks that shows rank 0, in its folder, as its supervisor would write it."""
+    monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path))
+    me = ProcessMark.of(os.getpid())
+    record = RunRecord(
+        name="mine", id="0a1b2c", cell="", execution_count=1, project=str(tmp_path), supervisor=me, kernel=me,
+        background=False, world_size=3, vms=1, instance=None, output=(0,), device="CPU",
+    )  # fmt: skip
+    record.folder.mkdir()
+    write_record(record)
+    return record
 
 
 @pytest.fixture(scope="module")

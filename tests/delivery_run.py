@@ -6,6 +6,7 @@ import io
 import os
 import pickle
 import select
+import shutil
 import signal
 import time
 import traceback
@@ -17,14 +18,17 @@ from typing import Any
 
 import cloudpickle
 import torch
+from msgspec.structs import replace
 
-from taas import _linux, dataloader_registry
-from taas.dataloader_registry import Registration
-from taas.delivery import keeper, planner
+from taas import _linux
+from taas.capture.generators import states_of_generators
 from taas.delivery import loader as rank_side
-from taas.delivery.config import DeliveryConfig, Place, PlannerConfig, new_keys
-from taas.delivery.reports import Failed, Final, Places, Prebuffered, ProgressReport, Report, Serving
-from taas.delivery.service import ChildProcess, Service
+from taas.delivery import planner, worker_pool
+from taas.delivery.config import DataOrder, DeliveryConfig, ResumePoint, new_keys
+from taas.delivery.messages import Failed, Final, FinishPlans, Hello, ProgressReport, Report
+from taas.delivery.registered import Registration, delivering, pack_registered, reduce_registered
+from taas.delivery.transport import CoordinatorProcess
+from taas.wire.short_folder import make_short_folder
 
 PATIENCE = 150.0
 """Seconds within which ranks end on the most loaded machine; below the suite's own limit for a test."""
@@ -34,7 +38,7 @@ class _Pickler(cloudpickle.Pickler):
     """What the capture does for registered loaders."""
 
     def reducer_override(self, obj: Any) -> Any:
-        reduced = dataloader_registry.reduce_registered(obj)
+        reduced = reduce_registered(obj)
         return super().reducer_override(obj) if reduced is None else reduced
 
 
@@ -46,7 +50,7 @@ def _let_go_of_inherited() -> None:
 
 
 class Child:
-    """A planner or a keeper, forked from this process, which has torch imported already."""
+    """A planner or a worker pool, forked from this process, which has torch imported already."""
 
     def __init__(self, main: Callable[[Any], None], config: Any) -> None:
         with warnings.catch_warnings():
@@ -74,7 +78,7 @@ class Child:
 class Rank:
     """A forked rank that runs ``body(rank, loaders)``."""
 
-    def __init__(self, config: Any, packed: bytes, body: Callable[..., Any]) -> None:
+    def __init__(self, config: DeliveryConfig, rank: int, packed: bytes, body: Callable[..., Any]) -> None:
         self._reader, writer = os.pipe()
         self.pid = os.fork()
         if self.pid == 0:
@@ -83,8 +87,8 @@ class Rank:
                 1
             )  # an OpenMP pool of the parent's is not there after a fork; asked, it hangs
             try:
-                rank_side.connect(config)
-                outcome = (True, body(config.rank, pickle.loads(packed)))
+                rank_side.connect(config, rank, "127.0.0.1")
+                outcome = (True, body(rank, pickle.loads(packed)))
             except BaseException as error:
                 outcome = (False, (error, traceback.format_exc()))
             try:
@@ -129,44 +133,49 @@ class DeliveryRun:
         slab: int = 16 << 20,
         encrypt: bool = True,
         wait: bool = True,
-        places: dict[str, Place] | None = None,
+        shared: bool = True,
+        places: dict[str, ResumePoint] | None = None,
         **config: Any,
     ) -> None:
         self.registrations = [Registration(name, loader) for name, loader in loaders.items()]
         self._loaders, self.n = loaders, ranks
         self._payload = os.memfd_create("payload")
-        dataloader_registry.pack_registered(self.registrations, self._write)
-        self.config = DeliveryConfig(new_keys(), ranks, slab, hosts=vms, **config)
-        self._encrypt, self._places = encrypt, places
+        pack_registered(self.registrations, states_of_generators(cuda=False), self._write)
+        self._folder = make_short_folder()
+        folder = self._folder if shared else ""
+        self.config = DeliveryConfig(new_keys(), ranks, slab, folder, encrypt=encrypt, hosts=vms, **config)
+        self._places = places
         self.payload = f"/proc/{os.getpid()}/fd/{self._payload}"
         self.reports: list[Report] = []
         self._unheard: deque[Report] = deque()
-        self.service, self.children = self._start(processes, encrypt)
+        self.coordinator = CoordinatorProcess()
+        self.children = self._start(processes)
         if wait:
-            self.wait_for((Prebuffered, Failed))
+            self.wait_until_ready()
 
-    def _start(self, processes: int, encrypt: bool) -> tuple[Service, list[Child]]:
-        """Coordinator; then the planner, and the keepers of all data VMs with so many workers each."""
-        service = Service(
-            self.config, ChildProcess("taas.delivery.coordinator", self.config, reports=True), "", ""
-        )
-        [serving, *_] = service.read() or ()
-        assert isinstance(serving, Serving)
-        service.endpoint, service.slabs = serving.endpoint, serving.slabs
-        keys = self.config.keys.for_peers()
-        plans = PlannerConfig(keys, serving.endpoint, self.payload, self.config.ranks, [], "")
-        keeps = [
-            service.worker_config(self.payload, vm, processes, encrypt, [], "")
-            for vm in range(self.config.hosts)
-        ]
-        return service, [Child(planner.main, plans), *(Child(keeper.main, config) for config in keeps)]
+    def _start(self, processes: int) -> list[Child]:
+        """Coordinator; then the planner, and the worker pools of all data VMs with so many workers each."""
+        self.coordinator.send(self.config)
+        [serving, *_] = self.coordinator.read() or ()
+        assert isinstance(serving, Hello)
+        self.common = self.config.for_peers(serving.address)
+        plan = DataOrder(common=self.common, payload=self.payload)
+        pools = [replace(plan, vm=vm, processes=processes) for vm in range(self.config.hosts)]
+        return [Child(planner.main, plan), *(Child(worker_pool.main, pool) for pool in pools)]
 
     def _write(self, data: Any) -> None:
         view = memoryview(data).cast("B") if len(data) else memoryview(b"")
         while view:
             view = view[os.write(self._payload, view) :]
 
-    def wait_for(self, kinds: Any) -> Report:
+    def wait_until_ready(self) -> Report:
+        """Wait until the ranks may begin, or nothing will be delivered; returns what said so."""
+        while True:
+            report = self.wait_for((ProgressReport, Failed))
+            if isinstance(report, Failed) or report.prebuffered:
+                return report
+
+    def wait_for(self, kinds: Any) -> Any:
         """Return the next report of these kinds; those before it are in ``reports``."""
         while True:
             while self._unheard:
@@ -174,20 +183,16 @@ class DeliveryRun:
                 self.reports.append(report)
                 if isinstance(report, kinds):
                     return report
-            said = self.service.read()
+            said = self.coordinator.read()
             assert said is not None, "the coordinator ended"
             self._unheard += said
 
     def start_ranks(self, body: Callable[..., Any]) -> list[Rank]:
         file = io.BytesIO()
-        with dataloader_registry.delivering(self.registrations):
+        with delivering(self.registrations):
             _Pickler(file).dump(self._loaders)
         return [
-            Rank(
-                self.service.rank_config(rank, encrypt=self._encrypt, places=self._places),
-                file.getvalue(),
-                body,
-            )
+            Rank(replace(self.common, places=self._places or {}), rank, file.getvalue(), body)
             for rank in range(self.n)
         ]
 
@@ -211,7 +216,7 @@ class DeliveryRun:
 
     def ask_for_final(self) -> None:
         """Say that the ranks have ended."""
-        self.service.coordinator.send(b'{"type": "finish"}')
+        self.coordinator.send(FinishPlans())
 
     def heard_final(self) -> Final:
         """Return the loaders' final states, which were asked for."""
@@ -223,18 +228,17 @@ class DeliveryRun:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.reports += [*self._unheard, *self.service.close()]
-        said = [report.places for report in self.reports if isinstance(report, Places)]
-        self.places = said[0] if said else {}
+        self.reports += [*self._unheard, *self.coordinator.close()]
+        self.places = [report.places for report in self.reports if isinstance(report, ProgressReport)][-1]
         for child in self.children:
             child.end()
         os.close(self._payload)
+        shutil.rmtree(self._folder)
 
 
 def wait_for_delivery(run: DeliveryRun, count: int) -> None:
     """Wait until the coordinator counts so many elements of the first loader as delivered."""
     while True:
         report = run.wait_for(ProgressReport)
-        assert isinstance(report, ProgressReport)
-        if report.loaders and report.loaders[0].delivered >= count:
+        if report.delivered.delivered >= count:
             return

@@ -7,7 +7,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,17 +15,23 @@ from typing import Any
 import psutil
 from jupyter_client.manager import KernelManager
 
-from taas.rank import process_names
+from taas.rank import lifeline
+from taas.supervisor.sweeper import NAME as SWEEPER
 
-_NOT_A_RANK_YET = (process_names.SPARE, process_names.FORKSERVER)
+_NOT_A_RANK_YET = (lifeline.SPARE_NAME, lifeline.FORKSERVER_NAME)
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 @dataclass
 class Ran:
-    """What a cell printed, displayed and raised."""
+    """What a cell printed, displayed and raised, and its ``In[n]``.
+
+    Attributes:
+        shown: standard output, displays and the last value in their order; standard error has none among them.
+    """
 
     status: str = ""
+    count: int = 0
     stdout: str = ""
     stderr: str = ""
     displays: list[dict[str, Any]] = field(default_factory=list)
@@ -34,6 +40,7 @@ class Ran:
     ename: str = ""
     evalue: str = ""
     traceback: str = ""
+    shown: list[tuple[str, Any]] = field(default_factory=list)
 
     @property
     def own(self) -> str:
@@ -44,14 +51,23 @@ class Ran:
         """Add one message of the kernel."""
         content = message["content"]
         match message["msg_type"]:
+            case "execute_input":
+                self.count = content["execution_count"]
             case "stream":
                 setattr(self, content["name"], getattr(self, content["name"]) + content["text"])
+                if content["name"] == "stdout":
+                    self.shown.append(("stdout", content["text"]))
             case "display_data":
                 self.displays.append(content)
+                self.shown.append(("display", content))
             case "update_display_data":
                 self.updates.append(content)
+                self.shown.append(("update", content))
+            case "clear_output":
+                self.shown.append(("clear", content))
             case "execute_result":
                 self.result = content["data"]
+                self.shown.append(("result", content))
             case "error":
                 self.ename, self.evalue = content["ename"], content["evalue"]
                 self.traceback = _COLOURS.sub("", "\n".join(content["traceback"]))
@@ -61,11 +77,12 @@ class Ran:
 class Processes:
     """The processes that taas has on this machine for one notebook, as the process table shows them."""
 
+    sweepers: list[psutil.Process]
     supervisor: list[psutil.Process]
     agents: list[psutil.Process]
     forkservers: list[psutil.Process]
     ranks: list[psutil.Process]
-    makers: list[psutil.Process]
+    data_processes: list[psutil.Process]
     spares: list[psutil.Process]
     others: list[psutil.Process]
 
@@ -87,20 +104,41 @@ class Notebook:
         self._manager.start_kernel(cwd=str(folder), env={**os.environ, **(environ or {})})
         self._client = self._manager.blocking_client()
         self._client.start_channels()
-        self._client.wait_for_ready(timeout=120)
+        try:
+            self._client.wait_for_ready(timeout=120)
+        except RuntimeError:
+            self.close()  # the next test would find it
+            raise
         self.pid: int = self._manager.provisioner.process.pid  # type: ignore[union-attr]
+        self.hidden = False
         self._pending = ""
         self._ran = Ran()
 
-    def run(self, code: str, seconds: float = 120) -> Ran:
+    def run(self, code: str, seconds: float = 120, *, store_history: bool = True) -> Ran:
         """Execute a cell and wait for its end."""
-        self.start(code)
+        self.start(code, store_history=store_history)
         return self.end(seconds)
 
-    def start(self, code: str) -> None:
-        """Execute a cell."""
+    def start(self, code: str, *, store_history: bool = True, keyboard: bool = False) -> None:
+        """Execute a cell; with a keyboard, it may ask.
+
+        A kernel drops cells that reach it right after one with an error, which no person's second cell does.
+        """
         self._ran = Ran()
-        self._pending = self._client.execute(code)
+        self._pending = self._client.execute(
+            code, store_history=store_history, allow_stdin=keyboard, stop_on_error=False
+        )
+
+    def asked(self, seconds: float = 120) -> str:
+        """Wait until the running cell asks; returns its prompt."""
+        message = self._client.get_stdin_msg(timeout=seconds)
+        assert message["msg_type"] == "input_request"
+        self.hidden = message["content"]["password"]
+        return str(message["content"]["prompt"])
+
+    def answer(self, text: str) -> None:
+        """Type an answer."""
+        self._client.input(text)
 
     def end(self, seconds: float = 120) -> Ran:
         """Wait for the end of the cell that was started."""
@@ -120,6 +158,13 @@ class Notebook:
             ended = self._next(deadline)
             assert not ended, f"the cell ended without printing {text!r}: {self._ran}"
         return self._ran
+
+    def wait_for_line(self, text: str, seconds: float = 120) -> None:
+        """Wait until the running cell's live line says something."""
+        deadline = time.monotonic() + seconds
+        while not any(text in update["data"]["text/plain"] for update in self._ran.updates):
+            ended = self._next(deadline)
+            assert not ended, f"the cell ended without a line that says {text!r}: {self._ran}"
 
     def _next(self, deadline: float) -> bool:
         message = self._client.get_iopub_msg(timeout=max(0.1, deadline - time.monotonic()))
@@ -158,7 +203,7 @@ class Notebook:
         table = [
             row for child in psutil.Process().children(recursive=True) if (row := _row(child)) is not None
         ]
-        commands = {process.pid: command for process, command, *_ in table}
+        commands = {process.pid: command for process, command, _, name in table if name != SWEEPER}
 
         def is_one(command: str, parent: int, module: str) -> bool:
             """Whether it is one itself, and no child of one that is just becoming another program."""
@@ -173,14 +218,16 @@ class Notebook:
         for process, command, parent, name in table:
             if process.pid == self.pid or "resource_tracker" in command:
                 continue
-            if is_one(command, parent, "taas.supervisor"):
+            if name == SWEEPER:
+                found["sweepers"].append(process)
+            elif is_one(command, parent, "taas.supervisor"):
                 found["supervisor"].append(process)
             elif process.pid in agents:
                 found["agents"].append(process)
             elif process.pid in forkservers:
                 found["forkservers"].append(process)
-            elif name in ("taas-planner", "taas-keeper"):
-                found["makers" if parent in forkservers else "others"].append(process)
+            elif name in ("taas-planner", "taas-pool"):
+                found["data_processes" if parent in forkservers else "others"].append(process)
             elif parent in forkservers and name in _NOT_A_RANK_YET:
                 found["spares"].append(process)
             elif parent in forkservers:
@@ -208,7 +255,15 @@ def there(pids: Iterable[int]) -> list[psutil.Process]:
     return found
 
 
-def gone(processes: list[psutil.Process], seconds: float = 30) -> bool:
+def until(condition: Callable[[], object], seconds: float = 120) -> None:
+    """Wait until something is so."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come to that"
+        time.sleep(0.02)
+
+
+def gone(processes: list[psutil.Process], seconds: float = 90) -> bool:
     """Wait until processes are gone; returns whether they are."""
     left = [process for process in processes if process.is_running()]
     _, alive = psutil.wait_procs(left, seconds)

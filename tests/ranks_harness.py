@@ -12,7 +12,10 @@ import importlib
 import multiprocessing
 import multiprocessing.forkserver
 import os
+import secrets
+import shutil
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -25,7 +28,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed import TCPStore
+
+from taas.agent.run_store import RunStore
+from taas.wire.framing import LOOPBACK, StoreAddress
 
 DEADLINE = 150.0
 """Seconds for all ranks; below the suite's own limit for a test."""
@@ -79,6 +84,7 @@ def run_ranks(
     fails: bool = False,
     grace: float = GRACE,
     imports: tuple[str, ...] = (),
+    host: str = LOOPBACK,
 ) -> list[Any]:
     """Run ``function(*args)`` in ``world`` ranks on ``vms`` pretended VMs; returns what each returned.
 
@@ -86,7 +92,9 @@ def run_ranks(
     ``grace=DEADLINE`` waits for them all, however late one begins. ``imports`` are modules that a rank has imported
     when taas is installed in it, as the forkserver's preload may do.
     """
-    outcomes = launch(function, world, *args, vms=vms, rehearsed=rehearsed, grace=grace, imports=imports)
+    outcomes = launch(
+        function, world, *args, vms=vms, rehearsed=rehearsed, grace=grace, imports=imports, host=host
+    )
     if fails:
         return outcomes
     broken = [f"rank {r}: {o.error} {o.trace}" for r, o in enumerate(outcomes) if o.error or o.exit_code]
@@ -102,16 +110,19 @@ def launch(
     rehearsed: bool = True,
     grace: float = GRACE,
     imports: tuple[str, ...] = (),
+    host: str = LOOPBACK,
 ) -> list[Outcome]:
-    """As ``run_ranks``, but returns how each rank ended."""
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    """As ``run_ranks``, but returns how each rank ended; with another ``host`` through a TCPStore."""
+    scratch = tempfile.mkdtemp(prefix="ranks-")
+    store = RunStore(StoreAddress(host, secrets.token_bytes(32)), world, Path(scratch))
     context = multiprocessing.get_context("forkserver")
     pipes, processes = [], []
     for rank in range(world):
         mine, its = context.Pipe(duplex=False)
-        environment = _torchrun(rank, world, world // vms, store.port)
+        environment = _torchrun(rank, world, world // vms, store.address)
         process = context.Process(
-            target=_rank, args=(its, environment, rehearsed, imports, str(Path.cwd()), function, args)
+            target=_rank,
+            args=(its, environment, store.address, rehearsed, imports, str(Path.cwd()), function, args),
         )
         with _without_main():
             process.start()
@@ -130,6 +141,8 @@ def launch(
         outcome.exit_code = process.exitcode
         pipe.close()
         process.close()
+    store.close()
+    shutil.rmtree(scratch)
     return outcomes
 
 
@@ -149,7 +162,7 @@ def _collect(pipes: list[Connection], grace: float) -> list[Outcome]:
     return outcomes
 
 
-def _torchrun(rank: int, world: int, local: int, port: int) -> dict[str, str]:
+def _torchrun(rank: int, world: int, local: int, store: StoreAddress) -> dict[str, str]:
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(world),
@@ -159,11 +172,11 @@ def _torchrun(rank: int, world: int, local: int, port: int) -> dict[str, str]:
         "GROUP_WORLD_SIZE": str(world // local),
         "ROLE_RANK": str(rank),
         "ROLE_WORLD_SIZE": str(world),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_ADDR": store.host,
+        "MASTER_PORT": str(store.port),
         "TORCHELASTIC_RUN_ID": "test",
         "TORCHELASTIC_RESTART_COUNT": "0",
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_USE_AGENT_STORE": str(not store.folder),
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",
     }
@@ -172,6 +185,7 @@ def _torchrun(rank: int, world: int, local: int, port: int) -> dict[str, str]:
 def _rank(
     pipe: Connection,
     environment: dict[str, str],
+    store: StoreAddress,
     rehearsed: bool,
     imports: tuple[str, ...],
     cwd: str,
@@ -193,14 +207,16 @@ def _rank(
     from taas import adopt
 
     adopt.install(
-        int(environment["RANK"]),
-        int(environment["WORLD_SIZE"]),
-        int(environment["LOCAL_RANK"]),
-        local,
-        environment["MASTER_ADDR"],
-        int(environment["MASTER_PORT"]),
-        rehearsed,
-        notice=outcome.notices.append,
+        adopt.Membership(
+            rank=int(environment["RANK"]),
+            world_size=int(environment["WORLD_SIZE"]),
+            local_rank=int(environment["LOCAL_RANK"]),
+            local_world_size=local,
+            address=store,
+            rehearsed=rehearsed,
+            notice=outcome.notices.append,
+            project=Path.cwd(),
+        )
     )
     try:
         outcome.value = function(*args)

@@ -34,20 +34,19 @@ def machine_has_the_devices_of_the_run():
 
 def every_name_of_torch_cuda_is_accounted_for():
     """Each public name of torch.cuda is rehearsed, refused or needs no GPU; a new torch's new names fail here."""
-    from taas.rehearsal import cuda_module, memory_figures, random_streams, refused, streams, tensors
+    from taas.rehearsal import cuda_module, refused, streams, tensors
 
     legacy = {f"{name}{kind}" for name in tensors.LEGACY_TYPES for kind in ("Tensor", "Storage")}
     accounted = {
         *cuda_module.CUDA,
         *cuda_module.BY_ITSELF,
-        *random_streams.FACE,
         *streams.CUDA,
-        *memory_figures.face("torch.cuda"),
+        *cuda_module.memory_face("torch.cuda"),
         *refused.TORCH_CUDA,
         *legacy,
     }
     assert set(torch.cuda.__all__) - accounted == set()
-    assert set(refused.TORCH_CUDA) & {*cuda_module.CUDA, *streams.CUDA, *random_streams.FACE} == set()
+    assert set(refused.TORCH_CUDA) & {*cuda_module.CUDA, *streams.CUDA} == set()
 
 
 def tensors_stay_honest():
@@ -635,21 +634,6 @@ def patched_functions_pickle_by_name():
     assert pickle.loads(pickle.dumps(torch.device("cuda:0"))) == torch.device("cuda:0")
     builtin = torch._C._VariableFunctions.ones
     assert pickle.loads(pickle.dumps(builtin))(2, device="cuda").device == CPU
-
-
-def comm_copies_between_devices():
-    """torch.cuda.comm copies, sums and joins."""
-    import torch.cuda.comm as comm
-
-    x = torch.arange(4.0)
-    (a,) = comm.broadcast(x, [0])
-    assert a.tolist() == x.tolist() and a is not x
-    assert [piece.tolist() for piece in comm.scatter(x, [0])] == [x.tolist()]
-    assert [p.tolist() for p in comm.scatter(x, [0, 0], chunk_sizes=[1, 3])] == [[0.0], [1.0, 2.0, 3.0]]
-    assert comm.gather([x, x]).shape == (8,)
-    assert comm.reduce_add([x, x]).tolist() == [0.0, 2.0, 4.0, 6.0]
-    assert comm.reduce_add_coalesced([[x], [x]])[0].tolist() == [0.0, 2.0, 4.0, 6.0]
-    assert comm.broadcast_coalesced([x], [0])[0][0].tolist() == x.tolist()
 
 
 def optimizers_step():

@@ -307,6 +307,27 @@ def fsdp2_shards_and_saves():
     half(torch.ones(2, 8, device="cuda")).float().sum().backward()
 
 
+def attention_over_shards():
+    """Tensor-parallel attention, its heads on all ranks, gives what one process computes, and its gradients."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.nn.functional import scaled_dot_product_attention
+
+    if torch.__version__ < "2.7":  # skipped by test_rehearsal.py
+        return
+    mesh = dist.init_device_mesh("cuda", (WORLD,))
+    source = torch.Generator().manual_seed(0)
+    whole = torch.randn(2, 2 * WORLD, 5, 8, generator=source).requires_grad_()
+    spread = distribute_tensor(whole.detach(), mesh, [Shard(1)]).requires_grad_()
+    for causal in (False, True):
+        expected = scaled_dot_product_attention(whole, whole, whole, is_causal=causal)
+        found = scaled_dot_product_attention(spread, spread, spread, is_causal=causal)
+        assert tuple(found.placements) == (Shard(1),)
+        assert torch.allclose(found.full_tensor(), expected, atol=1e-5)
+        expected.square().sum().backward()
+        found.square().sum().backward()
+    assert torch.allclose(spread.grad.full_tensor(), whole.grad, atol=1e-4)
+
+
 def meshes_and_dtensors():
     """Meshes of CUDA devices are meshes of CPUs; DTensors and tensor parallelism work on them."""
     from torch.distributed.device_mesh import DeviceMesh, init_device_mesh

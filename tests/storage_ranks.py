@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import traceback
 import warnings
 from collections.abc import Callable
@@ -25,12 +26,16 @@ class Run:
         self.kept = base / "kept"
         self.project.mkdir()
 
+    def now(self) -> int:
+        """The time in nanoseconds by the clock of the file system, which may be a tick behind the machine's."""
+        clock = self.base / "clock"
+        clock.write_text("")
+        return clock.stat().st_ctime_ns
+
     def policy(self, rank: int, **options: Any) -> Policy:
         scratch = rank_storage.scratch_of(self.scratch, rank)
         scratch.mkdir(parents=True, exist_ok=True)
-        return Policy(
-            **{"project": str(self.project), "rank": rank, "vm": "vm-0", "scratch": str(scratch), **options}
-        )
+        return Policy(**{"project": str(self.project), "rank": rank, "scratch": str(scratch), **options})
 
     def rank(
         self, body: Callable[[Guard], Any], rank: int = 1, mechanism: str | None = None, **options: Any
@@ -45,6 +50,15 @@ class Run:
             return body(guard)
 
         return join(fork(guarded))
+
+
+def diverted(run: Run, rank: int = 1) -> list[list[Any]]:
+    """What a rank has in its scratch in the project's place: paths, and sizes in bytes."""
+    tree = rank_storage.scratch_of(run.scratch, rank) / "tree"
+    found = subprocess.run(
+        ["find", str(tree), "-type", "f", "-printf", "%P %s\\n"], capture_output=True, text=True, check=True
+    )
+    return [[path, int(size)] for path, size in (line.rsplit(" ", 1) for line in found.stdout.splitlines())]
 
 
 def fork(body: Callable[[], Any]) -> tuple[int, int]:

@@ -203,7 +203,7 @@ def _one_step_fewer():
 
 def test_rank_that_ends_earlier_is_named():
     """A loop that ends by the clock: the rank that goes on is told who left, not that a connection was closed."""
-    left, late = run_ranks(_one_step_fewer, 2, fails=True)
+    left, late = run_ranks(_one_step_fewer, 2, fails=True, grace=DEADLINE)
     assert not left.error
     assert late.error == "RanksDisagree", late.trace
     assert "Rank(s) 0 had ended the cell when rank 1" in late.text

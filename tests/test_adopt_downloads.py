@@ -9,6 +9,7 @@ import http.server
 import io
 import os
 import struct
+import tempfile
 import threading
 import zipfile
 from collections import Counter
@@ -137,9 +138,9 @@ def _missing(url, folder):
 
 def _only_the_last(url, folder):
     if int(os.environ["RANK"]) == 1:
-        from taas.adopt import turns
+        from taas.adopt import downloads
 
-        turns.BEGIN_SECONDS = 0.2
+        downloads.BEGIN_SECONDS = 0.2
         return _weights_from_hub(url, folder)
     return None
 
@@ -187,3 +188,16 @@ def test_failed_download_fails_everywhere(site, tmp_path):
 def test_rank_that_downloads_alone_does_not_wait_for_ever(site, tmp_path):
     """The first rank never comes: after a while the other goes on by itself."""
     assert run_ranks(_only_the_last, 2, site[0], str(tmp_path)) == [None, [0.0, 1.0, 2.0, 3.0]]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make what another user's is")
+def test_locks_in_a_folder_that_another_user_made_first_are_refused(tmp_path, monkeypatch):
+    """Where runs of this user wait for each other, nobody else may hold them up: names in /tmp are anybody's to make."""
+    from taas.adopt.downloads import _lock_file
+
+    monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path / "project" / "runtime"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    os.close(_lock_file(tmp_path / "data", tmp_path / "project"))
+    os.chown(tmp_path / "taas-0", 65534, 65534)
+    with pytest.raises(PermissionError, match="made by another user"):
+        _lock_file(tmp_path / "data", tmp_path / "project")

@@ -6,6 +6,7 @@ Last run in November 2026 on one H200 (driver 580, CUDA 13.0, torch 2.11, Python
 from __future__ import annotations
 
 import os
+import tempfile
 
 import pytest
 import torch
@@ -58,9 +59,14 @@ def _nccl_of_one():
 
     from taas.adopt.membership import Membership
     from taas.adopt.replica_group import ReplicaGroup
+    from taas.wire.framing import StoreAddress
 
-    port = int(os.environ["MASTER_PORT"])
-    group = ReplicaGroup(Membership(0, 1, 0, 1, "127.0.0.1", port, False, lambda text: None, Path.cwd()))
+    with tempfile.TemporaryDirectory() as folder:
+        address = StoreAddress("127.0.0.1", b"key", 1, folder)
+        return _nccl_in(ReplicaGroup(Membership(0, 1, 0, 1, address, False, lambda text: None, Path.cwd())))
+
+
+def _nccl_in(group):
     values = torch.arange(6.0, device="cuda").reshape(2, 3)
     gathered, (total,) = group.gather(values > 2, [2], 0), group.sum([values])
     group.take_from_rank_0([values])
@@ -80,7 +86,7 @@ def _dropout_and_noise():
     torch.manual_seed(0)
     model = nn.DataParallel(mlp(nn.Dropout(0.5))).cuda()
     losses = []
-    for _ in range(12):  # past the passes whose checksums are read at once
+    for _ in range(12):
         x = torch.randn(7, 6, device="cuda")  # drawn on the GPU, and so must be the same on every rank
         loss = model(x).pow(2).mean()
         loss.backward()
@@ -102,8 +108,8 @@ def _late_disagreement():
         model(x + (int(os.environ["RANK"]) if step == 11 else 0)).sum().backward()
 
 
-def test_late_disagreement_is_found_one_pass_later():
-    """After the first passes checksums are read when they are there; the message names the pass they are of."""
+def test_a_late_disagreement_is_found_in_its_pass():
+    """Also where batches lie on the GPU; the message names the pass."""
     for outcome in run_ranks(_late_disagreement, 2, rehearsed=False, fails=True, grace=DEADLINE):
         assert outcome.error == "RanksDisagree", outcome.trace
         assert "at forward pass 12 " in outcome.text

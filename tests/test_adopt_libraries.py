@@ -105,8 +105,15 @@ def _debug_launcher():
     return log
 
 
-@pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
-@pytest.mark.parametrize("strategy", ["ddp", "ddp_notebook", "ddp_spawn"])
+@pytest.mark.parametrize(
+    ("package", "strategy"),
+    [
+        ("lightning.pytorch", "ddp"),
+        ("lightning.pytorch", "ddp_notebook"),
+        ("lightning.pytorch", "ddp_spawn"),
+        ("pytorch_lightning", "ddp_spawn"),
+    ],
+)
 def test_lightning_trains_in_the_ranks(package, strategy):
     """Strategies that fork or spawn use the ranks that are there; all of them end with one model."""
     first, second = run_ranks(_lightning, 2, package, strategy, rehearsed=False)

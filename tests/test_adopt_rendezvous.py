@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import subprocess
+import sys
 import threading
 import time
 from datetime import timedelta
@@ -17,7 +19,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DistributedSampler
 
 from taas.adopt import rendezvous
+from taas.wire.framing import LOOPBACK, StoreAddress
 
+SEVERAL_MACHINES = "127.0.0.2"  # any address but loopback's first: their store is a TCPStore
 pytestmark = [pytest.mark.usefixtures("warm"), pytest.mark.slow]
 
 
@@ -96,6 +100,53 @@ def _destroy_at_once():
     return Path("came").exists()
 
 
+def _uses_of_a_store():
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
+    if rank == 0:
+        store.set("key", "here")
+    groups = [dist.new_group([0]), dist.new_group([1, 2])]
+    mine, every = torch.tensor([float(rank + 1)]), torch.tensor([float(rank + 1)])
+    dist.all_reduce(mine, group=groups[min(rank, 1)])
+    dist.all_reduce(every)
+    store.wait(["key"], timedelta(seconds=60))
+    late, missing = store.get("key"), ""
+    dist.monitored_barrier(timeout=timedelta(seconds=60))
+    if rank < 2:
+        try:
+            dist.monitored_barrier(timeout=timedelta(seconds=2), wait_all_ranks=True)
+        except RuntimeError as error:
+            missing = str(error)
+    return [mine.item(), every.item()], late, missing
+
+
+def _own_tcp_store():
+    address, port, rank = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), int(os.environ["RANK"])
+    store = dist.TCPStore(address, port, 2, rank == 0, timedelta(seconds=60))
+    store.set(f"said {rank}", f"from {rank}")
+    said = store.get("said 0")
+    if rank == 0:  # it serves until the other has what it wants
+        store.get("heard")
+    else:
+        store.set("heard", "")
+    return said
+
+
+COMMAND = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+x = torch.tensor([dist.get_rank() + 1.0])
+dist.all_reduce(x)
+print(f"{dist.get_rank()} of {dist.get_world_size()}: {x.item()}")
+dist.destroy_process_group()
+"""
+
+
+def _train_in_command():
+    done = subprocess.run([sys.executable, "-c", COMMAND], capture_output=True, text=True)
+    return done.stdout.strip() or done.stderr
+
+
 def _own_store():
     rank = int(os.environ["RANK"])
     store = dist.FileStore(str(Path("store").absolute()), 2)
@@ -144,9 +195,24 @@ def test_urls_lead_to_the_run(scheme, tmp_path):
     assert not (tmp_path / "meet").exists()
 
 
-def test_group_is_made_again_after_destroy():
-    """Three groups one after another, the port unchanged."""
-    assert run_ranks(_three_times, 2) == [[(0, 2, 3.0)] * 3, [(1, 2, 3.0)] * 3]
+@pytest.mark.parametrize("host", [LOOPBACK, SEVERAL_MACHINES])
+def test_group_is_made_again_after_destroy(host):
+    """Three groups one after another, the port unchanged, on one machine and on several."""
+    assert run_ranks(_three_times, 2, host=host) == [[(0, 2, 3.0)] * 3, [(1, 2, 3.0)] * 3]
+
+
+def test_one_machine_has_what_a_store_is_used_for():
+    """Groups in the group, a barrier that names who is missing, a key that was set long ago: all through the folder."""
+    sums, late, missing = zip(*run_ranks(_uses_of_a_store, 3), strict=True)
+    assert sums == ([1.0, 6.0], [5.0, 6.0], [5.0, 6.0])
+    assert late == (b"here",) * 3
+    assert "Ranks 2 failed" in missing[0]
+
+
+def test_libraries_and_commands_open_their_own_store_at_the_port():
+    """``MASTER_PORT`` is free for a TCPStore of the program, and for a command that the cell starts in every rank."""
+    assert run_ranks(_own_tcp_store, 2) == [b"from 0"] * 2
+    assert run_ranks(_train_in_command, 2) == ["0 of 2: 3.0", "1 of 2: 3.0"]
 
 
 def test_function_imported_before_is_adopted_too():
@@ -226,10 +292,11 @@ def test_program_for_one_machine_trains_on_two():
 
 
 def _cost_of_install():
-    from taas.adopt import install
+    from taas.adopt import Membership, install
 
     start = time.perf_counter()
-    install(0, 2, 0, 2, "127.0.0.1", int(os.environ["MASTER_PORT"]), True)
+    address = StoreAddress("127.0.0.1", b"", 1, "/nowhere")
+    install(Membership(0, 2, 0, 2, address, rehearsed=True, notice=print, project=Path.cwd()))
     return time.perf_counter() - start, threading.active_count()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import stat
 import subprocess
 import sys
@@ -12,10 +13,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-from notebook_harness import Notebook, gone
+from notebook_harness import Notebook, gone, until
 
-from taas.messages.wire import pack
-from taas.records import find_run, read_record, read_records, runs_root
+from taas.runs.records import find_run, read_record, read_records, runs_root
+from taas.wire.framing import pack
 
 pytestmark = pytest.mark.slow
 
@@ -28,24 +29,13 @@ while not Path("{gate}").exists():
 """
 
 
-@pytest.fixture(autouse=True)
-def own_runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each test has a runtime folder of its own, so that the newest run is the test's."""
-    monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path / "runtime"))
-
-
-@pytest.fixture
-def project(tmp_path: Path) -> Path:
-    folder = tmp_path / "project"
-    folder.mkdir()
-    return folder
-
-
-@pytest.fixture
-def book(project: Path) -> Iterator[Notebook]:
-    notebook = open_notebook(project)
-    yield notebook
-    notebook.close()
+@pytest.fixture(scope="module", autouse=True)
+def own_runtime(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A runtime folder of this module's own, so that the newest run is a test's."""
+    folder = tmp_path_factory.mktemp("runtime")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JUPYTER_RUNTIME_DIR", str(folder))
+        yield folder
 
 
 def open_notebook(project: Path) -> Notebook:
@@ -57,38 +47,16 @@ def open_notebook(project: Path) -> Notebook:
 def terminal(*words: str) -> subprocess.CompletedProcess[str]:
     """Run ``taas`` in a terminal."""
     return subprocess.run(
-        [sys.executable, "-m", "taas.cli", *words], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-m", "taas.cli", *words], capture_output=True, text=True, timeout=120, check=False
     )
 
 
-def test_the_cell_returns_a_handle_and_attach_changes_objects_in_place(book: Notebook, project: Path) -> None:
-    """The cell is over while the ranks go on; attach shows the output from the beginning and brings the names."""
-    book.good(
-        "history = ['before']\nalias = history\nimport torch\nweights = torch.zeros(3)\nview = weights[:1]"
-    )
-    ran = book.good(
-        "#pragma taas --gpus 2 --background --name train"
-        + GATED.format(gate="go")
-        + "history.append('run')\nweights += 1\nanswer = 42\nprint('last words')"
-    )
-    assert ran.result is not None
-    assert "%taas attach train" in ran.result["text/plain"]
-    assert "train" in ran.result["text/html"]
-    assert book.value("history") == "['before']"  # nothing is applied while the user works
-    (project / "go").touch()
-    ran = book.good("%taas attach train")
-    assert ran.own == "ready\nlast words\n"
-    assert "✓ train done" in ran.updates[-1]["data"]["text/plain"]
-    assert (
-        book.value("alias, weights.tolist(), view.tolist(), answer")
-        == "['before', 'run'] [1.0, 1.0, 1.0] [1.0] 42"
-    )
-    assert "since it was attached before" in book.good("%taas attach train").stdout
+def test_sigkill_of_the_kernel_leaves_the_run_and_another_kernel_takes_its_names(tmp_path: Path) -> None:
+    """The run goes on without its kernel, ends, and its supervisor ends with it; a new kernel has its names.
 
-
-def test_sigkill_of_the_kernel_leaves_the_run_and_another_kernel_takes_its_names(project: Path) -> None:
-    """The run goes on without its kernel, ends, and its supervisor ends with it; a new kernel has its names."""
-    first = open_notebook(project)
+    It comes first: while there is another notebook, its processes are found, too.
+    """
+    first = open_notebook(tmp_path)
     second = None
     try:
         first.good(
@@ -110,12 +78,10 @@ def test_sigkill_of_the_kernel_leaves_the_run_and_another_kernel_takes_its_names
         first.kill()
         os.waitpid(first.pid, 0)
         assert all(process.is_running() for process in everything.supervisor)
-        status = terminal("status")
-        assert "night" in status.stdout
-        assert "running" in status.stdout
-        (project / "go").touch()
+        until(lambda: re.search("^night +running ", terminal("status").stdout, re.MULTILINE))
+        (tmp_path / "go").touch()
         assert gone(everything.supervisor + everything.agents + everything.ranks)
-        second = open_notebook(project)
+        second = open_notebook(tmp_path)
         second.good("lr = 'mine'")
         ran = second.good("%taas attach")
         assert ran.own == "ready\ntrained\n"
@@ -131,104 +97,161 @@ def test_sigkill_of_the_kernel_leaves_the_run_and_another_kernel_takes_its_names
             second.close()
 
 
-def test_an_interrupt_while_attached_detaches(book: Notebook, project: Path) -> None:
+def test_the_cell_returns_a_handle_and_attach_changes_objects_in_place(notebook: Notebook) -> None:
+    """The cell is over while the ranks go on; attach shows the output from the beginning and brings the names."""
+    notebook.good(
+        "history = ['before']\nalias = history\nimport torch\nweights = torch.zeros(3)\nview = weights[:1]"
+    )
+    ran = notebook.good(
+        "#pragma taas --gpus 2 --background --name train"
+        + GATED.format(gate="go")
+        + "history.append('run')\nweights += 1\nanswer = 42\nprint('last words')"
+    )
+    assert ran.result is not None
+    assert "%taas attach train" in ran.result["text/plain"]
+    assert "train" in ran.result["text/html"]
+    assert notebook.value("history") == "['before']"  # nothing is applied while the user works
+    (notebook.folder / "go").touch()
+    ran = notebook.good("%taas attach train")
+    assert ran.own == "ready\nlast words\n"
+    assert "✓ train done" in ran.updates[-1]["data"]["text/plain"]
+    assert (
+        notebook.value("alias, weights.tolist(), view.tolist(), answer")
+        == "['before', 'run'] [1.0, 1.0, 1.0] [1.0] 42"
+    )
+    assert "since it was attached before" in notebook.good("%taas attach train").stdout
+
+
+def test_an_interrupt_while_attached_detaches(notebook: Notebook) -> None:
     """Ctrl-C gives the prompt back and leaves the run alone; stop ends it."""
-    book.good("#pragma taas --gpus 2 --background --name long" + GATED.format(gate="never"))
-    book.start("%taas attach long")
-    book.wait_for("ready")
-    book.interrupt()
-    ran = book.end()
+    notebook.good("#pragma taas --gpus 2 --background --name long" + GATED.format(gate="never"))
+    notebook.start("%taas attach long")
+    notebook.wait_for("ready")
+    notebook.interrupt()
+    ran = notebook.end()
     assert ran.status == "ok"
     assert "detached; long goes on" in ran.stdout
-    ranks = book.processes().ranks
+    ranks = notebook.processes().ranks
     assert ranks
-    assert "long stopped after" in book.good("%taas stop long").stdout
+    assert "long stopped after" in notebook.good("%taas stop long").stdout
     assert gone(ranks)
-    assert "long was stopped" in book.good("%taas attach long").stdout
+    assert "long was stopped" in notebook.good("%taas attach long").stdout
 
 
-def test_attach_raises_what_the_run_raised(book: Notebook) -> None:
+def test_attach_raises_what_the_run_raised(notebook: Notebook) -> None:
     """A failed background run fails the cell that attaches to it, with the rank's own traceback."""
-    book.good("#pragma taas --gpus 2 --background\nraise ValueError('too steep')")
-    ran = book.run("%taas attach")
+    count = notebook.good("#pragma taas --gpus 2 --background\nraise ValueError('too steep')").count
+    ran = notebook.run("%taas attach")
     assert ran.ename == "CellFailed"
     assert "ValueError: too steep" in ran.evalue
-    assert "Cell In[2], line 2" in ran.traceback
+    assert f"Cell In[{count}], line 2" in ran.traceback
     assert "raise ValueError('too steep')" in ran.traceback
-    assert "too steep" in book.good("%taas history").displays[0]["data"]["text/plain"]
+    assert "too steep" in notebook.good("%taas history").displays[0]["data"]["text/plain"]
 
 
-def test_two_background_runs_never_mix(book: Notebook, project: Path) -> None:
+def test_two_background_runs_never_mix(notebook: Notebook) -> None:
     """Runs at the same time keep their own output and names, and a foreground cell runs beside them."""
     for name in ("left", "right"):
-        book.good(
+        notebook.good(
             f"#pragma taas --gpus 1 --background --name {name}"
             + GATED.format(gate=name)
             + f"for i in range(200): print('{name}', i)\n{name}_done = 200"
         )
-    assert book.good("#pragma taas --gpus 1\nprint('between')").own == "between\n"
+    assert notebook.good("#pragma taas --gpus 1\nprint('between')").own == "between\n"
     for name in ("right", "left"):
-        (project / name).touch()
-        ran = book.good(f"%taas attach {name}")
+        (notebook.folder / name).touch()
+        ran = notebook.good(f"%taas attach {name}")
         assert ran.own == "ready\n" + "".join(f"{name} {i}\n" for i in range(200))
-        assert book.value(f"{name}_done") == "200"
+        assert notebook.value(f"{name}_done") == "200"
 
 
-def test_stop_from_a_terminal_beside_a_busy_kernel(book: Notebook) -> None:
-    """A foreground run ends by ``taas stop`` as by the interrupt button."""
-    book.start("#pragma taas --gpus 2 --name busy" + GATED.format(gate="never"))
-    book.wait_for("ready")
+def test_stop_from_a_terminal_beside_a_busy_kernel(notebook: Notebook) -> None:
+    """A foreground run ends by ``taas stop`` as by the interrupt button, and its cell says who did it."""
+    notebook.start("#pragma taas --gpus 2 --name busy" + GATED.format(gate="never"))
+    notebook.wait_for("ready")
     done = terminal("stop", "busy")
     assert done.returncode == 0, done.stderr
     assert "busy stopped after" in done.stdout
-    assert book.end().ename == "KeyboardInterrupt"
+    ran = notebook.end()
+    assert ran.ename == "KeyboardInterrupt"
+    assert "busy was stopped from a terminal" in ran.evalue
 
 
-def test_history_says_that_the_supervisor_was_killed(book: Notebook) -> None:
+def test_stop_without_a_name_is_for_this_notebooks_run(notebook: Notebook, tmp_path: Path) -> None:
+    """Another notebook's is stopped by name only; its cell and the history then say by whom."""
+    (tmp_path / "other").mkdir()
+    other = Notebook(tmp_path / "other", environ={"JPY_SESSION_NAME": str(tmp_path / "other" / "b.ipynb")})
+    try:
+        other.good("%load_ext taas")
+        notebook.start("#pragma taas --gpus 2 --name mine" + GATED.format(gate="never"))
+        notebook.wait_for("ready")
+        refused = other.run("%taas stop")
+        assert (
+            f"no run of this notebook goes on, but of others (mine of {notebook.folder}/)" in refused.stderr
+        )
+        assert "type %taas stop mine" in refused.stderr
+        until(lambda: terminal("status").stdout.splitlines()[1].split()[:2] == ["mine", "running"])
+        other.good("#pragma taas --gpus 1 --background --name theirs" + GATED.format(gate="never"))
+        assert "2 runs go on" in terminal("stop").stderr
+        assert "theirs stopped after" in other.good("%taas stop").stdout
+        assert "mine stopped after" in other.good("%taas stop mine").stdout
+        ran = notebook.end()
+        said = "stopped from other/b.ipynb"
+        assert ran.ename == "KeyboardInterrupt"
+        assert f"mine was {said}" in ran.evalue
+        history = terminal("history").stdout
+        assert history.count(f"    {said}") == 2
+        assert "other/b.ipynb" in history.splitlines()[-2]
+    finally:
+        other.close()
+
+
+def test_history_says_that_the_supervisor_was_killed(notebook: Notebook) -> None:
     """SIGKILL of the supervisor ends everything cleanly; the history says why."""
-    book.good("#pragma taas --gpus 2 --background --name doomed" + GATED.format(gate="never"))
-    book.start("%taas attach doomed")
-    book.wait_for("ready")
-    book.interrupt()
-    book.end()
+    notebook.good("#pragma taas --gpus 2 --background --name doomed" + GATED.format(gate="never"))
+    notebook.start("%taas attach doomed")
+    notebook.wait_for("ready")
+    notebook.interrupt()
+    notebook.end()
     record = find_run("doomed", read_records(), live=True, kernel=0)
-    found = book.processes()
+    found = notebook.processes()
     psutil.Process(record.supervisor.pid).kill()
     assert gone(found.ranks + found.agents + found.forkservers)
     ended = read_record(record.folder)
     assert ended is not None
     assert (ended.outcome, ended.live) == ("lost", False)
     assert "the supervisor was killed" in terminal("history").stdout
-    assert book.run("%taas attach doomed").ename == "RunLost"
-    assert book.good("#pragma taas --gpus 1\nprint('next')").own == "next\n"
+    assert notebook.run("%taas attach doomed").ename == "RunLost"
+    assert notebook.good("#pragma taas --gpus 1\nprint('next')").own == "next\n"
 
 
-def test_run_folders_and_connection_files_are_private(book: Notebook, tmp_path: Path) -> None:
+def test_run_folders_and_connection_files_are_private(notebook: Notebook, own_runtime: Path) -> None:
     """Nobody else reads what a run printed, its names, or the keys of its supervisor."""
-    book.good("#pragma taas --gpus 2 --background --name secret\npassword = 'x'\nprint(password)")
-    book.good("%taas attach secret")
-    [record] = read_records()
+    notebook.good("#pragma taas --gpus 2 --background --name secret\npassword = 'x'\nprint(password)")
+    notebook.good("%taas attach secret")
+    record = find_run("secret", read_records(), live=False, kernel=notebook.pid)
     modes = {}
-    for path in (tmp_path / "runtime" / "taas").rglob("*"):
+    for path in (own_runtime / "taas").rglob("*"):
         with contextlib.suppress(FileNotFoundError):  # the supervisor may be replacing one
             modes[path] = stat.S_IMODE(path.stat().st_mode)
     assert stat.S_IMODE(runs_root().stat().st_mode) == 0o700
     assert stat.S_IMODE(record.folder.stat().st_mode) == 0o700
     for name in ("record.json", "answer", "payload", "0/events"):
         assert modes[record.folder / name] == 0o600, name
-    [connection] = (tmp_path / "runtime" / "taas" / "supervisors").iterdir()
-    assert modes[connection] == 0o600
+    connections = [path for path in modes if path.parent.name == "supervisors"]
+    assert connections
+    assert {modes[connection] for connection in connections} == {0o600}
 
 
-def test_a_stray_client_gets_nothing(book: Notebook) -> None:
+def test_a_stray_client_gets_nothing(notebook: Notebook) -> None:
     """Without the key of the connection file a client is not heard; with a wrong one neither."""
     import zmq
 
-    from taas.connections import all_connections
-    from taas.messages.clients import Release
+    from taas.notebook.connections import all_connections
+    from taas.wire.clients import Release
 
-    book.good("#pragma taas --gpus 1\npass")
-    [connection] = all_connections()
+    notebook.good("#pragma taas --gpus 1\npass")
+    [connection] = [one for one in all_connections() if one.kernel.pid == notebook.pid]
     public, secret = zmq.curve_keypair()
     context = zmq.Context()
     for curve in (True, False):
@@ -241,4 +264,22 @@ def test_a_stray_client_gets_nothing(book: Notebook) -> None:
         assert not socket.poll(500)
         socket.close(linger=0)
     context.term()
-    assert book.good("#pragma taas --gpus 1\nprint('unharmed')").own == "unharmed\n"
+    assert notebook.good("#pragma taas --gpus 1\nprint('unharmed')").own == "unharmed\n"
+
+
+@pytest.mark.parametrize("damage", ["truncated", "a flipped byte"])
+def test_an_answer_that_was_damaged_on_disk_is_said_to_be(notebook: Notebook, damage: str) -> None:
+    """Neither a riddle of pickle's nor other numbers: the file is named, and what to do."""
+    notebook.good("import torch\nweights = torch.zeros(1000)")
+    notebook.good("#pragma taas --gpus 1 --background --name hurt\nweights += 1\nmore = 7")
+    record = find_run("hurt", read_records(), live=False, kernel=notebook.pid)
+    assert terminal("logs", "hurt", "--follow").returncode == 0
+    answer = record.folder / "answer"
+    content = bytearray(answer.read_bytes())
+    content[len(content) // 2] ^= 1
+    answer.write_bytes(content if damage == "a flipped byte" else content[: len(content) // 2])
+    ran = notebook.run("%taas attach hurt")
+    assert ran.ename == "DamagedAnswer"
+    assert str(answer) in ran.evalue
+    assert notebook.value("weights.sum().item()") == "0.0"
+    assert "more" not in notebook.value("sorted(globals())")

@@ -12,7 +12,8 @@ from typing import Any
 import psutil
 import pytest
 from jupyter_client.manager import KernelManager
-from notebook_harness import Notebook
+from notebook_harness import Notebook, gone
+from privileges import needs_other_users, needs_user_namespaces, no_user_namespaces
 
 from taas.agent.endings import kill_tree
 
@@ -24,10 +25,6 @@ def without(what: str, *command: str) -> list[str]:
     return ["unshare", "--user", "--map-root-user", "sh", "-c", NO_WATCHES.format(what=what), "sh", *command]
 
 
-def _user_namespaces() -> bool:
-    return subprocess.run(without("watches", "true"), capture_output=True, check=False).returncode == 0
-
-
 class _Unwatched(KernelManager):
     def format_kernel_cmd(self, *args: Any, **options: Any) -> list[str]:
         return without("instances", *super().format_kernel_cmd(*args, **options))
@@ -37,8 +34,8 @@ class _Unwatched(KernelManager):
 def notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
     """A notebook in a project full of modules that are called like Python's, on a machine without watches."""
     folder = tmp_path_factory.mktemp("bare")
-    if not _user_namespaces():
-        pytest.skip("user namespaces are refused here")
+    if no_user_namespaces():
+        pytest.skip(f"makes a user namespace: {no_user_namespaces()}")
     book = Notebook(folder, _Unwatched(kernel_name="python3"))
     try:
         book.good("%load_ext taas")
@@ -46,7 +43,9 @@ def notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
             (folder / f"{name}.py").write_text("raise RuntimeError('of the project')\n")
         yield book
     finally:
+        found = book.processes()
         book.close()
+    assert gone(found.sweepers + found.supervisor + found.agents + found.forkservers + found.spares)
 
 
 @pytest.mark.slow
@@ -76,12 +75,11 @@ def test_a_variable_that_is_not_utf8(notebook: Notebook) -> None:
     assert notebook.good("#pragma taas --gpus 1\nimport os; print(os.environb[b'LATIN'])").own == "b'\\xe9'\n"
 
 
+@needs_user_namespaces
 def test_no_watch_for_a_folder(tmp_path: Path) -> None:
     """The watcher knows that it has to look by itself."""
-    if not _user_namespaces():
-        pytest.skip("user namespaces are refused here")
     code = (
-        "import sys, pathlib; from taas.agent.inotify import Inotify; watch = Inotify(); print(watch.blind)\n"
+        "import sys, pathlib; from taas.runs.events import Inotify; watch = Inotify(); print(watch.blind)\n"
         "watch.add(pathlib.Path(sys.argv[1])); print(watch.blind, watch.changed()); watch.close()"
     )
     command = without("watches", sys.executable, "-c", code, str(tmp_path))
@@ -89,7 +87,7 @@ def test_no_watch_for_a_folder(tmp_path: Path) -> None:
     assert (done.stdout, done.stderr) == ("False\nTrue set()\n", "")
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root has processes of another user")
+@needs_other_users
 def test_a_child_of_another_user() -> None:
     """What a cell started by sudo may not be ended: the agent goes on."""
     with subprocess.Popen(["sleep", "600"]) as child:

@@ -9,12 +9,14 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.request import Request, urlopen
 
-import psutil
+import conftest
 import pytest
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -58,55 +60,62 @@ class Server:
     token: str
     project: Path
 
+    def page(self, notebook: str, front: str = "lab") -> str:
+        """Return where a notebook is opened, made if it is not there: in JupyterLab, or in Notebook 7."""
+        path = self.project / f"{notebook}.ipynb"
+        if not path.exists():
+            kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
+            path.write_text(
+                json.dumps(
+                    {"cells": [], "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 5}
+                )
+            )
+        way = f"lab/workspaces/{notebook}/tree" if front == "lab" else "notebooks"
+        return f"{self.url}/{way}/{path.name}?token={self.token}&reset"
 
-@pytest.fixture(params=["lab", "notebook"])
-def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A real server on a port of its own choice."""
-    if request.param == "notebook":
-        pytest.importorskip("notebook", reason="Notebook 7 is not installed")
+    def end_kernels(self) -> None:
+        """End all notebooks' kernels."""
+        headers = {"Authorization": f"token {self.token}"}
+        with urlopen(Request(f"{self.url}/api/sessions", headers=headers)) as answer:
+            sessions = json.load(answer)
+        for session in sessions:
+            urlopen(
+                Request(f"{self.url}/api/sessions/{session['id']}", headers=headers, method="DELETE")
+            ).close()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """One real server, on a port of its own choice, which shows notebooks in JupyterLab and in Notebook 7."""
+    before = conftest.alive_below()
     project = tmp_path_factory.mktemp("project")
     subprocess.run(
         [sys.executable, str(OFFLINE_MNIST), str(project / "data")], check=True, capture_output=True
     )
-    runtime = tmp_path_factory.mktemp("runtime")
-    notebook = {"cells": [], "metadata": {}, "nbformat": 4, "nbformat_minor": 5}
-    notebook["metadata"] = {
-        "kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}
-    }
-    (project / "training.ipynb").write_text(json.dumps(notebook))
     token = os.urandom(12).hex()
-    config = tmp_path_factory.mktemp("config")
     process = subprocess.Popen(
         [
-            sys.executable, "-m", "jupyter", request.param, "--no-browser", "--ServerApp.port=0", "--allow-root",
+            sys.executable, "-m", "jupyter", "lab", "--no-browser", "--ServerApp.port=0", "--allow-root",
             f"--ServerApp.root_dir={project}", f"--IdentityProvider.token={token}",
         ],
-        env={**os.environ, "JUPYTER_RUNTIME_DIR": str(runtime), "JUPYTER_CONFIG_DIR": str(config)},
+        env={**os.environ, "JUPYTER_CONFIG_DIR": str(tmp_path_factory.mktemp("config"))},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
     )  # fmt: skip
     assert process.stderr is not None
     try:
-        url = ""
-        for line in process.stderr:
-            if "http://127.0.0.1:" in line or "http://localhost:" in line:
-                port = line.split("://", 1)[1].split(":", 1)[1].split("/", 1)[0]
-                url = f"http://127.0.0.1:{port}"
-                break
-        assert url, "the server did not say where it listens"
+        found = (re.search(r"http://(?:127\.0\.0\.1|localhost):(\d+)/", line) for line in process.stderr)
+        port = next((match[1] for match in found if match), "")
+        assert port, "the server did not say where it listens"
         drain = subprocess.Popen(["cat"], stdin=process.stderr, stdout=subprocess.DEVNULL)
-        page = "lab/tree" if request.param == "lab" else "notebooks"
-        yield Server(f"{url}/{page}/training.ipynb?token={token}", token, project)
+        yield Server(f"http://127.0.0.1:{port}", token, project)
     finally:
-        children = psutil.Process(process.pid).children(recursive=True)
         process.terminate()
         process.wait(90)  # it ends its kernels first
         drain.wait(90)
         process.stderr.close()
-        _, alive = psutil.wait_procs(children, 15)
-        for child in alive:
-            child.kill()
+    assert not conftest._left(before), "the server left processes"
 
 
 class Person:
@@ -126,7 +135,9 @@ class Person:
         sync_api.expect(cells).to_have_count(count + 1, timeout=_PATIENCE)
 
     def knocks(self) -> None:
-        """Run the first cell until its kernel is connected and answers."""
+        """Run the first cell until its kernel is connected and answers; what JupyterLab asks first is closed."""
+        question = self.page.locator("dialog.jp-Dialog")
+        self.page.add_locator_handler(question, self._closes)
         self.page.locator(".jp-Notebook .jp-Cell .cm-content").first.click()
         self.page.keyboard.insert_text("pass")
         answered = self.page.locator(".jp-InputPrompt", has_text="[1]:").first
@@ -136,21 +147,47 @@ class Person:
                 sync_api.expect(answered).to_be_visible(timeout=3000)
                 break
             self.page.locator(".jp-Notebook .jp-Cell .cm-content").first.click()
+        self.page.remove_locator_handler(question)
         self.page.keyboard.press("Escape")
         self.page.keyboard.press("b")
 
-    def waits_for_the_kernel(self) -> None:
-        """Wait until the toolbar shows an idle kernel."""
-        idle = self.page.locator('.jp-Notebook-ExecutionIndicator[data-status="idle"]').first
-        sync_api.expect(idle).to_be_attached(timeout=_PATIENCE)
+    def _closes(self, question: Any) -> None:
+        print("JupyterLab asked:", question.inner_text())
+        self.page.keyboard.press("Escape")
+
+    def waits_for_the_kernel(self, status: str = "idle") -> None:
+        """Wait until the toolbar shows it; for a cell that is typed before, JupyterLab starts another kernel."""
+        shown = self.page.locator(f'.jp-Notebook-ExecutionIndicator[data-status="{status}"]').first
+        sync_api.expect(shown).to_be_attached(timeout=_PATIENCE)
 
     def output(self) -> Any:
-        """Return the outputs of the cell that ran last."""
+        """Return the cells' outputs."""
         return self.page.locator(".jp-Notebook .jp-CodeCell .jp-Cell-outputArea")
+
+    def cell(self, text: str) -> Any:
+        """Return the output of the last cell that has a text in it."""
+        return self.output().filter(has_text=text).last
 
     def sees(self, text: str) -> None:
         """Wait until a text is to be seen among the outputs."""
-        sync_api.expect(self.output().filter(has_text=text).last).to_be_visible(timeout=_PATIENCE)
+        sync_api.expect(self.cell(text)).to_be_visible(timeout=_PATIENCE)
+
+    def restarts(self) -> None:
+        """Restart the kernel by the keyboard."""
+        self.page.keyboard.press("Escape")
+        self.page.keyboard.press("0")
+        self.page.keyboard.press("0")
+        self.page.locator(".jp-Dialog button", has_text="Restart").last.click(timeout=_PATIENCE)
+        self.waits_for_the_kernel()
+
+    def saves(self) -> None:
+        """Save the notebook by the keyboard."""
+        self.page.keyboard.press("Escape")
+        with self.page.expect_response(
+            lambda answer: answer.request.method == "PUT" and "/api/contents/" in answer.url,
+            timeout=_PATIENCE,
+        ):
+            self.page.keyboard.press("Control+s")
 
     def photograph(self, what: str) -> None:
         """Keep a screenshot."""
@@ -158,27 +195,62 @@ class Person:
         self.page.screenshot(path=str(ARTEFACTS / f"{self._name}-{what}.png"))
 
 
+class Room:
+    """Where notebooks are opened.
+
+    Args:
+        name: of the screenshots.
+    """
+
+    def __init__(self, server: Server, browser: Any, name: str) -> None:
+        self._server, self._browser, self._name = server, browser, name
+        self._pages: list[Any] = []
+        self.project = server.project
+
+    def opens(self, notebook: str, front: str = "lab", *, again: bool = False) -> Person:
+        """Open a notebook in a browser of its own; with an idle kernel, or again, with the one that runs a cell."""
+        page = self._browser.new_context(viewport={"width": 1100, "height": 720}).new_page()
+        self._pages.append(page)
+        page.goto(self._server.page(notebook, front), timeout=_PATIENCE)
+        page.locator(".jp-Notebook .jp-Cell .cm-content").first.wait_for(timeout=_PATIENCE)
+        person = Person(page, f"{self._name}-{len(self._pages)}")
+        person.waits_for_the_kernel("unknown" if again else "idle")  # a busy one does not answer
+        if not again:
+            person.knocks()
+        return person
+
+    def close(self) -> None:
+        """Keep a last screenshot of each page, close them and end all kernels."""
+        for number, page in enumerate(self._pages, 1):
+            if not page.is_closed():
+                Person(page, f"{self._name}-{number}").photograph("last")
+            page.context.close()
+        self._server.end_kernels()
+
+
 @pytest.fixture
-def person(server: Server, request: pytest.FixtureRequest) -> Iterator[Person]:
-    """A browser with the notebook open and its kernel idle."""
-    name = "lab" if "/lab/" in server.url else "notebook"
+def room(server: Server, request: pytest.FixtureRequest) -> Iterator[Room]:
+    """A place to open notebooks in, by Chromium; what goes on in them ends with the test."""
+    name = re.sub(r"\W+", "-", request.node.name.removeprefix("test_"))
     with sync_api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        page = browser.new_page(viewport={"width": 1100, "height": 720})
-        page.goto(server.url, timeout=_PATIENCE)
-        page.locator(".jp-Notebook .jp-Cell .cm-content").first.wait_for(timeout=_PATIENCE)
-        somebody = Person(page, name)
+        found = Room(server, browser, name)
         try:
-            somebody.waits_for_the_kernel()
-            somebody.knocks()
-            yield somebody
+            yield found
         finally:
-            somebody.photograph("last")
+            found.close()
             browser.close()
+    for thread in threading.enumerate():
+        if thread.name.startswith("asyncio_"):  # Playwright's, told to end and not waited for
+            thread.join(30)
 
 
-def test_a_day_at_the_notebook(person: Person) -> None:
+@pytest.mark.parametrize("front", ["lab", "notebook"])
+def test_a_day_at_the_notebook(room: Room, front: str) -> None:
     """Run, watch the live view change, interrupt, look at the table, leave, restart, come back, take the names."""
+    if front == "notebook":
+        pytest.importorskip("notebook", reason="Notebook 7 is not installed")
+    person = room.opens(f"training-{front}", front)
     page = person.page
     person.enter("%load_ext taas\nimport torch")
     person.enter(TRAINING.format(name="first", options="", epochs=400))
@@ -192,6 +264,7 @@ def test_a_day_at_the_notebook(person: Person) -> None:
     page.get_by_role("button", name="Interrupt the kernel").first.click()
     person.sees("KeyboardInterrupt")
     person.sees("first interrupted")
+    person.waits_for_the_kernel()  # what is entered before a cell has ended with an error is not run
     person.enter(TRAINING.format(name="night", options=" --background", epochs=8))
     person.sees("%taas attach night brings its output and its names")
     person.enter("%taas status")
@@ -201,11 +274,7 @@ def test_a_day_at_the_notebook(person: Person) -> None:
     row = page.locator(".jp-RenderedHTMLCommon table tr", has_text="night").first
     sync_api.expect(row.locator("td").nth(1)).to_have_text(re.compile("running|done"), timeout=_PATIENCE)
     person.photograph("status")
-    page.keyboard.press("Escape")
-    page.keyboard.press("0")
-    page.keyboard.press("0")
-    page.locator(".jp-Dialog button", has_text="Restart").last.click(timeout=_PATIENCE)
-    person.waits_for_the_kernel()
+    person.restarts()
     person.enter("'model' in globals()")
     person.sees("False")
     person.enter("%load_ext taas\n%taas attach night")
@@ -214,3 +283,153 @@ def test_a_day_at_the_notebook(person: Person) -> None:
     person.photograph("attached")
     person.enter("print(type(model).__name__, 'and', len(losses), 'losses')")
     person.sees("Sequential and 8 losses")
+
+
+def test_tab_in_a_header(room: Room) -> None:
+    """Types, options and values, and none of Python's names."""
+    person = room.opens("completion")
+    page = person.page
+    person.enter("%load_ext taas")
+    page.locator(".jp-Notebook .jp-Cell .cm-content").last.click()
+    page.keyboard.insert_text("#!g2")
+    page.keyboard.press("Tab")
+    offered = page.locator(".jp-Completer-item .jp-Completer-match")
+    sync_api.expect(offered).to_have_text(["g2.1", "g2.2", "g2.4", "g2.8"], timeout=_PATIENCE)
+    person.photograph("types")
+    page.keyboard.press("Escape")
+    page.keyboard.insert_text(".8\n#pragma taas --ou")
+    page.keyboard.press("Tab")
+    sync_api.expect(offered).to_have_text(["--output"], timeout=_PATIENCE)
+    page.keyboard.press("Enter")
+    cell = page.locator(".jp-Notebook .jp-Cell .cm-content").last
+    sync_api.expect(cell).to_contain_text("#pragma taas --output", timeout=_PATIENCE)
+    page.keyboard.insert_text(" all --rank-writes d")
+    page.keyboard.press("Tab")
+    sync_api.expect(offered).to_have_text(["deny", "discard"], timeout=_PATIENCE)
+    person.photograph("values")
+
+
+def test_a_curve_and_a_bar(room: Room) -> None:
+    """The live line comes back after each clear_output; tqdm.notebook draws its bar, also in a page loaded again."""
+    person = room.opens("curve")
+    page = person.page
+    person.enter("%load_ext taas\nfrom IPython.display import clear_output\nfrom tqdm.notebook import tqdm")
+    person.enter(
+        "#pragma taas --gpus 2 --name curve\nfrom pathlib import Path\nimport time, matplotlib.pyplot as plt\n"
+        "losses = []\nfor step in range(5):\n    losses.append(1 / (step + 1))\n    clear_output(wait=True)\n"
+        "    plt.plot(losses); plt.show(); print('step', step)\nprint('waits')\n"
+        "while not Path('go').exists(): time.sleep(0.05)"
+    )
+    person.sees("waits")
+    shown = person.cell("waits").locator(".jp-OutputArea-output")
+    sync_api.expect(shown.first).to_contain_text("curve running", timeout=_PATIENCE)
+    sync_api.expect(shown).to_have_count(3, timeout=_PATIENCE)
+    person.photograph("curve")
+    (room.project / "go").touch()
+    person.sees("curve done")
+    person.enter(
+        "#pragma taas --gpus 2 --name bar\nfor step in tqdm(range(40), desc='train'): time.sleep(0.01)"
+    )
+    person.sees("bar done")
+    bar = person.cell("bar done").locator(".widget-hbox")
+    sync_api.expect(bar).to_contain_text("40/40", timeout=_PATIENCE)
+    sync_api.expect(bar.locator(".progress-bar-success")).to_be_visible(timeout=_PATIENCE)
+    person.photograph("bar")
+    person.saves()
+    page.reload()
+    sync_api.expect(page.locator(".widget-hbox")).to_contain_text("40/40", timeout=_PATIENCE)
+
+
+def test_a_notebook_that_is_opened_again(room: Room) -> None:
+    """In the middle of a run it says where the rest is; attach shows it, in this kernel and in a new one."""
+    person = room.opens("again")
+    person.enter("%load_ext taas\nfrom tqdm.notebook import tqdm")
+    person.enter(
+        "#pragma taas --gpus 2 --name long\nimport time\nfrom pathlib import Path\nprint('begun')\n"
+        "while not Path('on').exists(): time.sleep(0.05)\nfor step in tqdm(range(3)): pass\nprint('the rest')"
+    )
+    person.sees("begun")
+    person.sees("long running")
+    person.saves()
+    person.page.close()
+    person = room.opens("again", again=True)
+    person.sees("stale? %taas attach long")
+    person.photograph("opened")
+    (room.project / "on").touch()
+    person.enter("%taas attach long")
+    person.sees("the names of long are in this notebook")
+    sync_api.expect(person.cell("the names of long")).to_contain_text("the rest", timeout=_PATIENCE)
+    person.photograph("attached")
+    person.restarts()
+    person.enter("%load_ext taas\n%taas attach long")
+    person.sees("long gave its names to the notebook that started it")
+    sync_api.expect(person.cell("long gave").locator(".widget-hbox")).to_contain_text(
+        "3/3", timeout=_PATIENCE
+    )
+    person.photograph("attached-anew")
+
+
+def test_stop_in_another_notebook(room: Room) -> None:
+    """Without a name it ends nothing there; by name it does, and both notebooks say from where."""
+    one, two = room.opens("one"), room.opens("two")
+    one.enter("%load_ext taas")
+    one.enter(TRAINING.format(name="halted", options="", epochs=4000))
+    one.sees("epoch 1")
+    two.enter("%load_ext taas\n%taas stop")
+    two.sees("no run of this notebook goes on, but of others")
+    two.photograph("refused")
+    one.sees("halted running")
+    two.enter("%taas stop halted")
+    two.sees("halted stopped after")
+    one.sees("halted was stopped from")
+    one.photograph("stopped")
+    two.enter("%taas history")
+    history = two.cell("started").locator("table")
+    row = history.locator("tr", has_text="halted").first
+    sync_api.expect(row).to_contain_text("one.ipynb")
+    sync_api.expect(row.locator("xpath=following-sibling::tr[1]")).to_contain_text("two.ipynb")
+    two.photograph("history")
+
+
+def test_a_debugger_in_a_rank(room: Room) -> None:
+    """Its prompt is JupyterLab's own; what is typed reaches the rank, and the answers stand in the cell; so it is with %debug."""
+    person = room.opens("debugger")
+    prompts = person.page.locator(".jp-Stdin-input")
+    prompt = prompts.last  # JupyterLab may still be taking the one before away
+    person.enter("%load_ext taas")
+    person.enter(
+        "#pragma taas --gpus 4 --name looked\nimport os, torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\nx = torch.ones(1)\nif dist.get_rank() == 3:\n    breakpoint()\n"
+        "    x += 1\ndist.all_reduce(x)\nprint('sum', x.item())"
+    )
+    sync_api.expect(person.page.locator(".jp-Stdin-prompt")).to_have_text(
+        "[rank 3] (Pdb) ", timeout=_PATIENCE
+    )
+    person.sees("rank 3 asks and waits for an answer in its cell")
+    person.photograph("asked")
+    for typed, seen in (("p 'x is', x", "('x is', tensor([1.]))"), ("n", "--Return--")):
+        prompt.fill(typed)
+        prompt.press("Enter")
+        person.sees(f"(Pdb) {typed}")  # it stands in the prompt's place
+        person.sees(seen)
+        sync_api.expect(prompts).to_have_count(1, timeout=_PATIENCE)
+    prompt.fill("c")
+    prompt.press("Enter")
+    person.sees("sum 5.0")
+    person.sees("looked done")
+    person.photograph("done")
+    person.enter(
+        "#pragma taas --gpus 2 --keep --name broken\nif int(os.environ['RANK']) == 1:\n    half = 0.5\n    1 / 0"
+    )
+    person.sees("broken failed")
+    person.waits_for_the_kernel()
+    person.enter("%debug")
+    sync_api.expect(person.page.locator(".jp-Stdin-prompt")).to_contain_text("[rank 1]", timeout=_PATIENCE)
+    prompt.fill("p 'half is', half")
+    prompt.press("Enter")
+    person.sees("('half is', 0.5)")
+    sync_api.expect(prompts).to_have_count(1, timeout=_PATIENCE)
+    prompt.fill("q")
+    prompt.press("Enter")
+    person.waits_for_the_kernel()
+    person.photograph("looked-into")

@@ -23,11 +23,11 @@ def _class_of_main() -> type:
 
 
 def test_a_class_is_reduced_to_the_six_parts_that_are_taken_apart() -> None:
-    """(maker, (constructor, name, bases, keywords, tracker id, extra), (attributes, slots), None, None, setter)."""
+    """(data process, (constructor, name, bases, keywords, tracker id, extra), (attributes, slots), None, None, setter)."""
     cls = _class_of_main()
     reduced = private._class_reduce(cls)
-    maker, arguments, state, items, pairs, setter = reduced
-    assert maker is private._make_skeleton_class
+    constructor, arguments, state, items, pairs, setter = reduced
+    assert constructor is private._make_skeleton_class
     assert setter is private._class_setstate
     assert (items, pairs) == (None, None)
     assert (type, "Made", (object,)) == arguments[:3]
@@ -41,11 +41,13 @@ def test_a_class_is_reduced_to_the_six_parts_that_are_taken_apart() -> None:
 
 def test_slots_are_part_of_how_a_class_is_made() -> None:
     """Set afterwards, __slots__ does nothing."""
-    maker, arguments, (attributes, _), *_ = code_by_value.reduce_class(_class_of_main())
+    reading = code_by_value.read_class(_class_of_main())
+    assert reading is not None
+    constructor, arguments, _, (attributes, _), *_ = reading
     assert arguments[3]["__slots__"] == ("a",)
     assert "__slots__" not in attributes
     assert "a" not in attributes
-    assert not hasattr(maker(*arguments[:4], None, None)(), "__dict__")
+    assert not hasattr(constructor(*arguments[:4], None, None)(), "__dict__")
 
 
 def test_the_hooks_of_the_pickler_exist() -> None:
@@ -81,9 +83,10 @@ def test_a_cell_of_a_closure_is_made_empty_and_filled(value: Any) -> None:
         held = value
         return lambda: held
 
-    maker, arguments, state, _, _, setter = code_by_value.reduce_cell(outer().__closure__[0])
-    cell = maker(*arguments)
-    setter(cell, state)
+    reading = code_by_value.read_cell(outer().__closure__[0])
+    cell = reading.constructor(*reading.arguments)
+    assert reading.setter is not None
+    reading.setter(cell, reading.state)
     assert value == cell.cell_contents
 
 
@@ -94,6 +97,6 @@ def test_a_cached_function_of_a_module_goes_by_reference() -> None:
     module.taas_cached = functools.lru_cache(len)
     module.taas_cached.__module__, module.taas_cached.__qualname__ = module.__name__, "taas_cached"
     try:
-        assert code_by_value.reduce_cached(module.taas_cached) is NotImplemented
+        assert code_by_value.read_cached(module.taas_cached) is None
     finally:
         del module.taas_cached

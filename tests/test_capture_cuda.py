@@ -2,7 +2,7 @@
 
 Last run: torch 2.11.0+cu130, Python 3.12.3, one NVIDIA H200. The eight programs about tensors, modules and
 gradients passed. The two about random state hung in torch's initialisation lock; how the state is set there
-was rewritten after that run (surroundings.py) and has not been run on a GPU since.
+was rewritten after that run (process_state.py) and has not been run on a GPU since.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from capture_processes import Program, elsewhere, forkserver, here
+from oracle import Program, compare, forkservers, row
 
 pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():
@@ -31,7 +31,7 @@ for i in range(3):
 
 
 def _program(name: str, earlier: str, cell: str, probe: str = "", here_also: str = "") -> Program:
-    return Program(name, (earlier,), cell, probe, here_also=here_also, device="cuda:0")
+    return row(name, (earlier,), cell, probe, here_also=here_also, header="#pragma taas --gpus 1\n")
 
 
 PROGRAMS = [
@@ -51,16 +51,14 @@ PROGRAMS = [
 
 
 @pytest.fixture(scope="module", autouse=True)
-def common_ancestor() -> Iterator[None]:
+def common_ancestors() -> Iterator[None]:
     """What all programs of this module are forked from is no process that one test leaves behind."""
-    with forkserver():
+    with forkservers():
         yield
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)
 def test_a_cell_elsewhere_leaves_what_it_leaves_here(program: Program, tmp_path: Path) -> None:
     """Values, devices, identities and aliases in the notebook are those of running the cell there."""
-    expected, actual = here(program, tmp_path), elsewhere(program, tmp_path)
-    assert expected.names == actual.names
-    assert expected.probe == actual.probe
-    assert list(actual.lost) == []
+    different = compare(program, tmp_path)
+    assert not different, "\n".join(different)

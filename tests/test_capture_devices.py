@@ -10,13 +10,13 @@ import sys
 
 PROGRAM = """
 import torch
-from taas.capture.tensors import join_devices_at_first_step, reduce_optimizer
+from taas.capture.libraries import join_devices_at_first_step, library_reader
 
 net = torch.nn.Linear(2, 1)
 sent = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
 for parameter in net.parameters():
     sent.state[parameter]["momentum_buffer"] = torch.ones_like(parameter)
-make, arguments, attributes, _, _, put = reduce_optimizer(sent)
+make, arguments, put, attributes, *_ = library_reader(type(sent))(sent)
 arrived = make(*arguments)
 put(arrived, attributes)
 join_devices_at_first_step()
@@ -39,12 +39,13 @@ exec("import torch; net = torch.nn.Linear(2, 1); opt = torch.optim.Adam(net.para
 train = "net(torch.ones(1, 2)).sum().backward(); opt.step()"
 captured = capture(train, notebook, None, project=Path.cwd())
 arrival = arrive(captured.fd, rank, device=None)
+arrival.mark()
 exec(train, rank)
 
 torch.__future__.set_swap_module_params_on_conversion(True)
 notebook["net"].to("meta")  # as if they had been on a GPU when they were captured
-for block in captured._pickler.sent.blocks:
-    block.device = "cuda:0"
+for stretch in captured._memory.values():
+    stretch.device = "cuda:0"
 applied = captured.apply(arrival.pack_answer(rank))
 print(applied.lost, {s["exp_avg"].device.type for s in notebook["opt"].state.values()}, len(notebook["opt"].state))
 """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import struct
 import types
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,18 +13,31 @@ from typing import Any
 import msgspec
 import psutil
 import pytest
-from capture_processes import Program, ProgramError, elsewhere, forkserver
+from oracle import forkservers, play, row
 
-from taas.capture import Arrival, Capture, arrive, capture, check_syntax, check_versions, payload, peek
-from taas.capture.rebinding import rebind_answer
+from taas.capture import (
+    Arrival,
+    Capture,
+    arrive,
+    capture,
+    check_syntax,
+    check_versions,
+    payload,
+    peek,
+    rebind_answer,
+)
+from taas.capture.pickling import no_collection
 from taas.errors import CaptureError, VersionMismatch
 
 
 @pytest.fixture(scope="module", autouse=True)
-def common_ancestor() -> Iterator[None]:
+def common_ancestors() -> Iterator[None]:
     """What all programs of this module are forked from is no process that one test leaves behind."""
-    with forkserver():
+    with forkservers():
         yield
+
+
+NO_PROJECT = Path("/no project")
 
 
 class Round:
@@ -33,8 +47,9 @@ class Round:
         self.notebook: dict[str, Any] = types.ModuleType("__main__").__dict__
         self.rank: dict[str, Any] = types.ModuleType("__main__").__dict__
         exec(setup, self.notebook)
-        self.captured: Capture = capture(cell, self.notebook, None, project=Path.cwd(), **options)
+        self.captured: Capture = capture(cell, self.notebook, None, project=NO_PROJECT, **options)
         self.arrival: Arrival = arrive(self.captured.fd, self.rank, device=None)
+        self.arrival.mark()
 
     def run(self, cell: str) -> Any:
         exec(cell, self.rank)
@@ -67,9 +82,10 @@ def _refused(setup: str, cell: str) -> str:
     namespace: dict[str, Any] = types.ModuleType("__main__").__dict__
     exec(setup, namespace)
     with pytest.raises(CaptureError) as error:
-        capture(cell, namespace, None, project=Path.cwd())
-    if hasattr(namespace.get("f"), "close"):
-        namespace["f"].close()
+        capture(cell, namespace, None, project=NO_PROJECT)
+    for value in namespace.values():
+        if hasattr(value, "close"):
+            value.close()
     return str(error.value)
 
 
@@ -89,6 +105,8 @@ def _refused(setup: str, cell: str) -> str:
         ("class S:\n    __slots__ = 'a'\ns = S(); s.a = (i for i in ())", "s.a", ("s.a is a generator",)),
         ("import threading\nclass B:\n    locks = [threading.Lock()]\nclass A(B): pass\na = A(); a.x = 1", "a", ("a.locks[0] is a _thread.lock",)),
         ("import threading\nclass A:\n    lock = threading.Lock()", "A()", ("A.lock is a _thread.lock",)),
+        ("import select\npoll = select.epoll()", "poll.poll(0)", ("'poll' is a select.epoll",)),
+        ("import hashlib\nh = hashlib.sha256(b'a')", "h.digest()", ("'h' is a _hashlib.HASH",)),
     ],
 )  # fmt: skip
 def test_a_surely_needed_name_that_cannot_travel(setup: str, cell: str, parts: tuple[str, ...]) -> None:
@@ -150,11 +168,10 @@ TIMES = 2
 )
 def test_an_object_is_rebuilt_with_names_that_come_with_it(earlier: str, cell: str, tmp_path: Path) -> None:
     """Its class' methods find a module, a function and a number, whatever the order of the names."""
-    there = elsewhere(
-        Program("with names", (earlier,), cell, probe="[a.items, type(a) is Packed, json]"), tmp_path
-    )
-    assert there.lost == []
-    assert there.probe.startswith("[[1, 1")
+    program = row("with names", (earlier,), cell, "a.items[:2], type(a) is Packed, json.__name__")
+    there = play(program, tmp_path, plain=False)
+    assert not any("rebuilt" in line for line in there.lost)
+    assert there.value == "([1, 1], True, 'json')"
 
 
 FAILS_AT_HOME = """
@@ -191,20 +208,58 @@ def test_what_cannot_be_rebuilt_in_the_notebook_is_lost_alone(tmp_path: Path) ->
         "[log, w.tolist(), known, after[0] is shared, after[1] is new, new.tolist(), "
         "sorted({*'abcdefghijk', 'Table'} & {*globals()})]"
     )
-    there = elsewhere(Program("fails at home", (earlier,), FAILS_AT_HOME, probe=probe), tmp_path)
-    assert there.probe == repr([[1, 2], [1.0] * 3, [], True, True, [1.0] * 4, []])
+    there = play(row("fails at home", (earlier,), FAILS_AT_HOME, f"print({probe})"), tmp_path, plain=False)
+    assert there.cells[-1].own.rstrip() == repr([[1, 2], [1.0] * 3, [], True, True, [1.0] * 4, []])
     disk, place = (
         "cannot be rebuilt here (OSError: no such disk)",
         "cannot be rebuilt here (OSError: no such place)",
     )
     assert sorted(there.lost) == sorted(
         [
-            f"a: it {disk}", f"k: it {disk}", f"b: an object of Only in it {disk}", f"c: it {place}", f"d: a part of it {place}",
-            *(f"{name}: an object of Only in it {disk}" for name in ("f", "g", "h", "i", "j", "Table")),
-            "e: it cannot be rebuilt here (AttributeError: 'Only' object has no attribute 'x')",
+            f"a: it {disk}", f"b: an object of Only in it {disk}", f"c: it {place}", f"d: a part of it {place}",
+            *(f"{name}: an object of Only in it {disk}" for name in ("e", "f", "g", "h", "i", "j", "k", "Table")),
             f"the cell's last value: an object of Only in it {disk}", f"new contents of known: an object of Only in it {disk}",
         ]
     )  # fmt: skip
+
+
+BREAKS_ITS_PART = """
+class Key:
+    def __hash__(self):
+        if os.getpid() == home: raise OSError("no such disk")
+        return 1
+held = [1]; keys = {Key(), 1}; both = [held, keys]; fine = [held, Key]; log.append(held); other['k'] = keys
+"""
+
+
+def test_a_part_of_an_answer_that_cannot_be_read_costs_itself(tmp_path: Path) -> None:
+    """And what refers to what it would have brought; the parts before and behind it come, with their aliases."""
+    earlier = "import os\nhome = os.getpid(); log = []; other = {}"
+    probe = "fine[0] is held is log[0], 'keys' in globals(), 'both' in globals(), fine[1].__name__"
+    there = play(row("breaks its part", (earlier,), BREAKS_ITS_PART, probe), tmp_path, plain=False)
+    assert there.value == "(True, False, False, 'Key')"
+    assert [line.partition(":")[0] for line in there.lost] == ["keys", "both", "new contents of other"]
+    assert "no such disk" in there.lost[0]
+    assert all("cannot be rebuilt here" in line for line in there.lost)
+
+
+HALF = """
+class Half:
+    def __init__(self): self.a, self.b = [1], 2
+    def __setstate__(self, state):
+        self.__dict__.update(state)
+        if os.getpid() == home: self.b = 3
+h = {'k': [Half()]}; log.append(h['k'])
+"""
+
+
+def test_what_is_not_in_the_notebook_what_it_was_in_rank_0_is_said(tmp_path: Path) -> None:
+    """One line each, for a name and for an object that was there: the variable, and the path inside it."""
+    half = row("half", ("import os\nhome = os.getpid(); log = []",), HALF, probe="h['k'][0].b")
+    there = play(half, tmp_path, plain=False)
+    assert there.value == "3"
+    assert [line.partition(": ")[0] for line in there.lost] == ["h['k'][0].b", "log[0][0].b"]
+    assert "it is not what rank 0 had" in there.lost[0]
 
 
 @pytest.mark.parametrize(
@@ -231,6 +286,17 @@ def test_return_reaches_memory_inside_objects(rounds: Any) -> None:
     assert [one.notebook["t"].tolist(), one.notebook["u"].tolist()] == [[1.0, 1.0], [0.0, 0.0]]
 
 
+def test_return_reaches_attributes_of_all_objects(rounds: Any) -> None:
+    """What the cell changed in the last of many objects is not left out."""
+    one = rounds(
+        "class A: n = 0\nmany = [A() for _ in range(12_000)]\nfor a in many: a.n = 1",
+        "many",
+        returned=("many",),
+    )
+    one.run("for a in many: a.n += 1")
+    assert {a.n for a in one.notebook["many"]} == {2}
+
+
 def test_a_small_view_of_a_giant_storage_is_cheap(rounds: Any) -> None:
     """Only what is used is written, and offsets stay."""
     one = rounds("import torch\nv = torch.arange(64 << 20, dtype=torch.uint8)[1000:1004]", "v")
@@ -241,11 +307,23 @@ def test_a_small_view_of_a_giant_storage_is_cheap(rounds: Any) -> None:
     assert one.notebook["v"].tolist() == [233, 234, 235, 236]
 
 
+def test_what_a_cell_took_is_freed_when_the_notebook_deletes_it() -> None:
+    """Right then, as memory of a GPU should be, and not when the garbage collector comes by."""
+    with no_collection():
+        one = Round("import torch\nnet = torch.nn.Linear(2, 2)\nrows = [{'a': net.bias}]", "net, rows")
+        one.run("net.new = rows")
+        held = weakref.ref(one.notebook["net"]), weakref.ref(one.notebook["rows"][0]["a"])
+        one.close()
+        del one.captured
+        one.notebook.clear()
+        assert [reference() for reference in held] == [None, None]
+
+
 def test_a_large_name_is_announced(rounds: Any) -> None:
     """With its size."""
     one = rounds("import torch\nbig = torch.empty(300 << 20, dtype=torch.uint8); small = 1", "big, small")
     assert one.captured.notices == [
-        "big is 0.29 GB; it is written to shared memory once for all ranks of a machine."
+        "big is 315 MB; it is written to shared memory once for all ranks of a machine."
     ]
     assert one.captured.nbytes < (300 << 20) + (1 << 20)
 
@@ -255,7 +333,7 @@ def test_memory_is_checked_before_it_is_taken(monkeypatch: pytest.MonkeyPatch) -
     free = psutil.virtual_memory()._replace(available=1 << 20)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: free)
     message = _refused("import torch\nx = torch.empty(40 << 20, dtype=torch.uint8)", "x")
-    assert "0.04 GB of shared memory and 0.00 GB is free (x 0.04 GB)" in message
+    assert "42 MB of shared memory and 1.0 MB is free (x 42 MB)" in message
 
 
 def test_ranks_share_memory_and_write_privately(rounds: Any) -> None:
@@ -330,25 +408,19 @@ def test_other_files_are_refused(tmp_path: Path, data: bytes) -> None:
 
 def test_a_module_that_changed_on_disk_is_named(tmp_path: Path) -> None:
     """Ranks import today's file; an object of a class that is gone says so."""
-    (tmp_path / "gone.py").write_text("class Old: pass\n")
-    program = Program("", ("import gone\no = gone.Old()\nopen('gone.py', 'w').write('x = 123456')",), "o")
-    with pytest.raises(ProgramError) as error:
-        elsewhere(program, tmp_path)
-    assert error.value.kind == "CaptureError"
-    assert "'o' cannot be rebuilt in the ranks" in error.value.message
+    earlier = "import gone\no = gone.Old()\nopen('gone.py', 'w').write('x = 123456')"
+    program = row("", (earlier,), "o", files=(("gone.py", "class Old: pass\n"),))
+    failed = play(program, tmp_path, plain=False).cells[-1]
+    assert failed.ename == "CellFailed"
+    assert "CaptureError: 'o' cannot be rebuilt in the ranks" in failed.evalue
 
 
 def test_ranks_see_todays_file_of_a_project_module(tmp_path: Path) -> None:
     """The notebook goes on with what it imported."""
-    (tmp_path / "todays.py").write_text("value = 'old'\n")
-    program = Program(
-        "",
-        ("import todays\nopen('todays.py', 'w').write('value = \"today\"\\n')",),
-        "v = todays.value",
-        "todays.value",
-    )
-    outcome = elsewhere(program, tmp_path)
-    assert (outcome.names["v"], outcome.probe) == ("'today'", "'old'")
+    earlier = "import todays", "written = open('todays.py', 'w').write('value = \"today\"\\n')"
+    files = (("todays.py", "value = 'old'\n"),)
+    program = row("", earlier, "v = todays.value", "v, todays.value", files)
+    assert play(program, tmp_path, plain=False).value == "('today', 'old')"
 
 
 def test_syntax_errors_belong_to_the_notebook() -> None:

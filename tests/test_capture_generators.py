@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from capture_processes import printed
+from fresh_interpreter import printed
 
 SETUP = """
 import torch
-from taas.capture.surroundings import Surroundings
+from taas.capture.process_state import ProcessState, of_notebook, put
 
 def initialise():  # as torch does when CUDA is first used, with what was queued until then
     torch.cuda.default_generators = tuple(torch.Generator() for _ in range(2))
@@ -18,10 +18,8 @@ def initialise():  # as torch does when CUDA is first used, with what was queued
 def draw(device):
     return torch.rand(1, generator=torch.cuda.default_generators[device]).item()
 
-def states(): return Surroundings.of_notebook()["generators"]
-def apply(**generators):
-    changes = {"environ": {}, "unset": [], "path": [], "path first": False, "directory": "", "settings": {}}
-    Surroundings.apply(changes | {"generators": generators})
+def states(): return of_notebook()["random numbers"]
+def apply(**generators): put({"random numbers": generators})
 
 torch.manual_seed(3)
 """
@@ -35,9 +33,9 @@ def said(program: str) -> list[str]:
 def test_a_rank_with_several_gpus_has_them_all_seeded() -> None:
     """The notebook seeded CUDA and has not used it: each of the rank's devices draws as it would there."""
     assert said("""
-state = Surroundings.of_notebook()
+state = of_notebook()
 torch.cuda._lazy_seed_tracker.__init__()  # a rank's torch has no seed of the notebook
-Surroundings.settle(state, "cuda:0")
+ProcessState(state, "cuda:0").put()
 initialise()
 expected = torch.rand(1, generator=torch.Generator().manual_seed(3)).item()
 print(draw(0) == expected, draw(1) == expected)
@@ -68,11 +66,12 @@ print("cuda" in states(), states()["torch seed"])
 def test_a_seed_of_a_cell_that_used_no_gpu_holds_for_the_notebooks() -> None:
     """``torch.manual_seed`` seeds CUDA too: after the run the notebook's GPUs draw as if it had run there."""
     assert said("""
-before = Surroundings(cuda=False)
+rank = ProcessState({}, None)
+rank.mark()
 torch.manual_seed(11)
-changes = before.changes()
+changes = rank.changes()
 torch.manual_seed(3)
-Surroundings.apply(changes)
+put(changes)
 initialise()
 print(draw(1) == torch.rand(1, generator=torch.Generator().manual_seed(11)).item())
 """) == ["True"]

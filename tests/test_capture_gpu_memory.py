@@ -2,32 +2,33 @@
 
 from __future__ import annotations
 
-from capture_processes import printed
+from fresh_interpreter import printed
 
 SETUP = """
 import os, types
 from pathlib import Path
 import torch
-from taas.capture import arrive, capture, payload, pickling, tensors, applying
+from taas.capture import arrive, capture, memory, tensors
 
 notebook, rank = types.ModuleType("__main__").__dict__, types.ModuleType("__main__").__dict__
-plain_block_of = tensors.block_of
+plain_memory_of = tensors.memory_of_storage
 
 def on_gpu(storage):
-    block = plain_block_of(storage)
-    block.device = "cuda:0"
-    return block
+    found = plain_memory_of(storage)
+    found.device = "cuda:0"
+    return found
 
 def refuse(*_):
     raise torch.OutOfMemoryError("CUDA out of memory.\\nTried to allocate 20.00 MiB")
 
 def cell(setup, text, *, gpu_here=False, gpu_there=False):
     exec(setup, notebook)
-    tensors.block_of = on_gpu if gpu_here else plain_block_of
+    tensors.memory_of_storage = on_gpu if gpu_here else plain_memory_of
     captured = capture(text, notebook, None, project=Path.cwd())
     arrival = arrive(captured.fd, rank, device=None)
+    arrival.mark()
     exec(text, rank)
-    tensors.block_of = on_gpu if gpu_there else plain_block_of
+    tensors.memory_of_storage = on_gpu if gpu_there else plain_memory_of
     return captured, arrival.pack_answer(rank)
 """
 
@@ -42,7 +43,7 @@ def test_new_tensors_that_the_gpu_has_no_room_for_stay_in_host_memory() -> None:
     lines = said("""
 torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: 1
 captured, answer = cell("import torch", "made = torch.arange(4.); view = made[1:]; count = 3", gpu_there=True)
-payload.moved = refuse
+memory.moved = refuse
 applied = captured.apply(answer)
 print(notebook["made"].tolist(), notebook["made"].device, notebook["count"])
 print(notebook["view"].data_ptr() - notebook["made"].data_ptr())
@@ -102,7 +103,7 @@ def test_tensors_that_cannot_be_changed_on_the_gpu_are_said() -> None:
     """The other names of the run come; the tensor has its old values, and a line says so."""
     lines = said("""
 captured, answer = cell("import torch; old = torch.zeros(4)", "old += 1; count = 3", gpu_here=True)
-applying._write_to_device = refuse
+memory.Stretch._write_to_device = refuse
 applied = captured.apply(answer)
 print(notebook["old"].tolist(), notebook["count"])
 print(*applied.lost, sep="\\n")

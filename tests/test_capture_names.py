@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import linecache
 from typing import Any
 
 import pytest
@@ -29,7 +30,11 @@ def needs(cell: str, **defined: Any) -> Needs:
         ("def train():\n    return model(x)\ntrain()\nmodel = 1", "", "model x"),
         ("def f():\n    return old(x)\ny = 1\n", "", ""),
         ("@cfg\ndef f():\n    return x\n", "cfg", "x"),
-        ("def g(q=x) -> y: pass", "x", "y"),
+        ("def g(q=x) -> y: pass", "x y", ""),
+        ("from __future__ import annotations\ndef g(q: x): pass\nclass A:\n    k: y", "", "x y"),
+        ("class A:\n    k: list[x] = y\nz: a = 1", "x y a", ""),
+        ("class A:\n    k: 'x'", "", "x"),
+        ("def f():\n    class A:\n        k: x\nf()", "", "x"),
         ("%timeit f(n)\n!ls {path} $data\nprint(f'{cfg.x:{lr}}')", "f n cfg lr", "path data"),
         ("%time z = f(n)\nz", "f n", ""),
         ("files = !ls $path", "", "path"),
@@ -53,7 +58,7 @@ def needs(cell: str, **defined: Any) -> Needs:
         ("a < b < x", "a b", "x"),
         ("await f(n)", "f n", ""),
         ("async with a as b:\n    async for x in b: y", "a y", ""),
-        ("class A(Net):\n    lr = lr\n    k = 1\n    j = k\n    def g(self): return cfg", "Net", "lr k"),
+        ("class A(Net):\n    lr = lr\n    k = 1\n    j = k\n    def g(self): return cfg", "Net lr", ""),
         ("class A(Net):\n    def g(self): return cfg\nA()", "Net", "cfg"),
         ("class A(Net):\n    def g(self): return cfg\ncfg = 1\nA()", "Net", ""),
         ("try:\n    a = 1\nexcept E:\n    b\nf = lambda: x + y", "", "b"),
@@ -89,12 +94,66 @@ def needs(cell: str, **defined: Any) -> Needs:
         ("(lambda: eval('x'))()", "", "x"),
         ("class A:\n    k = eval('x')", "", "x"),
         ("def f(): return eval('x')\nf()", "", "x"),
+        ("for i in loader:\n    if i: break\ny", "loader y", ""),
+        ("for i in loader:\n    if i: raise E\ny", "loader", "y"),
+        ("import __main__\n__main__.x\ngetattr(__main__, 'y')", "", "x y"),
+        ("import sys\ngetattr(sys.modules[__name__], 'x')", "", "x"),
+        ("globals().get('x')\n'{y}'.format(**vars())\n'%(z)s' % globals()", "", "x y z"),
+        ("globals()['x'] = y\nglobals().update(x=1)", "y", ""),
+        ("def f(): return 'x'\nf()", "", ""),
     ],
 )  # fmt: skip
 def test_names_of_a_cell(cell: str, sure: str, maybe: str) -> None:
     """Sure: read before bound, whatever happens. Maybe: in a branch, a function, a text."""
     found = needs(cell)
     assert (set(sure.split()), set(maybe.split())) == (found.sure, found.maybe)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "globals()[f'n{i}']", "vars()[k]", "[globals()[w] for w in words]", "getattr(__main__, k)", "eval(f'x + {y}')",
+        "import __main__ as m", "list(globals())", "exec(open(path).read())", "%run -i script.py", "k in globals()",
+        "g = lambda name: eval(name)", "import sys\nm = sys.modules['__main__']", "for w in words: eval(w)", "get_ipython().ev(k)",
+    ],
+)  # fmt: skip
+def test_a_cell_that_makes_names_may_need_all(line: str) -> None:
+    """Where a text is made by the cell, any name may be meant, but for those that the cell has bound before."""
+    found = needs(f"import __main__\nmodel = 1\n{line}", w="model")
+    assert found.built
+    assert {"old", "res", "f"} <= found.others | found.maybe | found.sure
+    assert "model" not in found.others | found.maybe | found.sure
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "getattr(x, k)", "model.eval()", "globals()['x']", "eval('x')", "n = eval(code)", "vars(cfg)[k]",
+        "def g(**kw): return f(**locals())", "if __name__ == '__main__': pass",
+    ],
+)  # fmt: skip
+def test_a_cell_that_names_what_it_looks_up_needs_no_more(line: str) -> None:
+    """Texts that are known are read; attributes of objects are no names."""
+    assert not needs(line, code="x + y").built
+
+
+def test_a_function_of_an_earlier_cell_may_make_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its text is looked up where IPython keeps it; without one, it may mean anything."""
+    text = "def known(): return eval('x')\ndef built(n): return globals()[n]\n"
+    monkeypatch.setitem(linecache.cache, "<earlier>", (len(text), None, text.splitlines(True), "<earlier>"))
+    namespace: dict[str, Any] = {"x": 1, "y": 2}
+    exec(compile(text, "<earlier>", "exec"), namespace)
+    exec("def textless(n): return eval(n)", namespace)
+    found = needs_of("known()", namespace)
+    assert ({"x"}, set(), "") == (found.maybe, found.others, found.built)
+    assert {"x", "y"} <= needs_of("built('y')", namespace).others
+    assert {"x", "y"} <= needs_of("textless('y')", namespace).others
+
+
+def test_a_users_own_names_may_be_called_as_those_of_ipython() -> None:
+    """``open``, ``exit`` and ``display`` are the user's once the user has bound them."""
+    found = needs("open, exit, display, __version__", open=1, exit=2, display=3, __version__="4")
+    assert {"open", "exit", "display", "__version__"} == found.sure
 
 
 def test_functions_of_earlier_cells_are_looked_through() -> None:

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from taas.catalog import BUILT_IN_TYPES, Catalog, InstanceType, load_catalog
+from taas.config import BUILT_IN_TYPES, Catalog, InstanceType, load_catalog
 from taas.errors import ConfigError, HeaderError
+from taas.header.grammar import parse_header, parse_magic_line
 
 
 @pytest.fixture(autouse=True)
@@ -61,10 +62,21 @@ def test_project_wins_over_user_key_by_key(tmp_path: Path) -> None:
         user='[run]\nmax_restarts = 2\nhang_timeout = 20\n[engine]\ndefault = "ray"\naddress = "head:6379"\n'
         '[delivery]\nbuffer = "2GiB"\nencrypt = false\n',
     )
-    assert (catalog.run.max_restarts, catalog.run.hang_timeout) == (1, 20.0)
-    assert (catalog.engine.default, catalog.engine.address) == ("ray", "head:6379")
-    assert (catalog.storage.kept_limit, catalog.storage.shared) == (1_500_000_000, ())
-    assert (catalog.delivery.buffer, catalog.delivery.encrypt) == (2 * 2**30, False)
+    assert (catalog.settings["run.max_restarts"], catalog.settings["run.hang_timeout"]) == (1, 20.0)
+    assert (catalog["engine.default"], catalog["engine.address"]) == ("ray", "head:6379")
+    assert catalog["storage.kept_limit"] == 1_500_000_000
+    assert (catalog["delivery.buffer"], catalog["delivery.encrypt"]) == (2 * 2**30, False)
+
+
+def test_a_key_takes_what_its_option_takes(tmp_path: Path) -> None:
+    """One grammar for what is typed above a cell and what holds for all."""
+    catalog = config(
+        tmp_path, '[run]\nhang_timeout = "5min"\noutput = "0,2-3"\n[storage]\nshared = ["a", "b c"]\n'
+    )
+    header = parse_header(
+        parse_magic_line("--gpus 4"), expand=str, catalog=catalog, visible_gpus=0, registered=()
+    )
+    assert (header.hang_timeout, header.output, header.shared) == (300.0, (0, 2, 3), ("a", "b c"))
 
 
 REFUSED = {
@@ -73,12 +85,15 @@ REFUSED = {
     "[run]\nhang_timout = 3\n": "write hang_timeout",
     "[run]\nhang_timeout = -3\n": "above 0",
     "[run]\nhang_timeout = nan\n": "above 0",
-    '[run]\nhang_timeout = "3"\n': "hang_timeout",
+    "[run]\nmax_restarts = true\n": "max_restarts",
     '[run]\noutput = "some"\n': "output",
     '[engine]\ndefault = "slurm"\n': "default",
-    "[storage]\nshared = 'ckpt'\n": "shared",
-    "[storage]\nkept_limit = '2 parsecs'\n": "is not a size",
+    "[storage]\nshared = ['']\n": "shared",
+    "[storage]\nrank_writes = 'dicard'\n": "write discard",
+    "[storage]\nkept_limit = '2 parsecs'\n": "a size: bytes",
     "[storage]\nkept_limit = true\n": "kept_limit",
+    "[engine]\nwait = -1\n": "wait",
+    "[delivery]\nencrypt = 'no'\n": "encrypt",
     "[instances.g3.8]\nvcpus = 3\n": "quotes",
     '[instances."big"]\nvcpus = 3\n': "called like g2.8",
     '[instances."g3.8"]\ngpus = 3\n': "vcpus",
@@ -113,14 +128,14 @@ def test_unreadable_file_is_refused(tmp_path: Path) -> None:
 
 def test_unknown_type_names_the_nearest() -> None:
     """The types there are, and what to type."""
-    with pytest.raises(HeaderError, match=r"c1\.4, .*g2\.8; type #!g2\.4"):
-        Catalog().find("g2.44")
+    with pytest.raises(HeaderError, match=r"c1\.4, .*g2\.8 \(A100\); type #!g2\.4"):
+        Catalog().find("g2.3")
 
 
 def test_importing_the_header_is_cheap() -> None:
     """The header's modules bring neither torch nor zmq nor ray, nor what reads taas.toml before there is a file to read."""
     heavy = {"torch", "zmq", "ray", "msgspec", "numpy", "IPython", "tomllib"}
-    code = f"import sys, taas.header; print(sorted({heavy!r} & set(sys.modules)))"
+    code = f"import sys, taas.header.grammar; print(sorted({heavy!r} & set(sys.modules)))"
     root = Path(__file__).parents[1]
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=root)
     assert done.stdout.strip() == "[]"

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,11 @@ import pytest
 import torch
 import zmq
 from delivery_run import PATIENCE, DeliveryRun, wait_for_delivery
+from privileges import needs_mounts
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
-from taas.delivery import making
-from taas.delivery.reports import HostLost, Note
+from taas.delivery import streams as worker_streams
+from taas.delivery.messages import Failed, HostLost, Note, ProgressReport
 from taas.errors import DeliveryError, RanksDisagree, UnitsExhausted
 
 pytestmark = pytest.mark.slow
@@ -54,11 +56,11 @@ def everything(_rank: int, loaders: dict[str, Any]) -> Any:
 
 
 def workers_of(run: DeliveryRun) -> list[psutil.Process]:
-    """All data workers that run just now: the keepers' children."""
+    """All data workers that run just now: the worker pools' children."""
     found = []
-    for keeper in run.children[1:]:
+    for worker_pool in run.children[1:]:
         with contextlib.suppress(psutil.NoSuchProcess):
-            for worker in psutil.Process(keeper.pid).children():
+            for worker in psutil.Process(worker_pool.pid).children():
                 with contextlib.suppress(psutil.NoSuchProcess):
                     if worker.status() != psutil.STATUS_ZOMBIE:
                         found.append(worker)
@@ -108,18 +110,45 @@ def test_a_killed_worker_loses_and_doubles_nothing(shared: bool) -> None:
 
 @pytest.mark.parametrize("how", ["shared memory", "tcp", "tcp, and the coordinator is told"])
 def test_a_killed_data_vm_loses_and_doubles_nothing(how: str) -> None:
-    """A keeper SIGKILLed, its workers with it: the other data VM goes on; the loss is reported."""
+    """A worker pool SIGKILLed, its workers with it: the other data VM goes on; the loss is reported."""
     shared = how == "shared memory"
     with DeliveryRun({"d": slow_loader()}, ranks=2, vms=2, processes=2, shared=shared) as run:
         ranks = run.start_ranks(everything)
         wait_for_delivery(run, 30)
         os.kill(run.children[1].pid, signal.SIGKILL)
         if "told" in how:
-            run.service.coordinator.send(b'{"type": "lost", "vm": 0, "cause": "its node has no power"}')
+            run.coordinator.send(HostLost(vm=0, cause="its node has no power"))
         if how != "tcp":
             assert run.wait_for(HostLost).vm == 0
         disturbed = run.results(ranks)
     assert disturbed == undisturbed(slow_loader(), 2)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
+def test_data_vms_are_needed_no_more_when_all_units_were_consumed(number: signal.Signals) -> None:
+    """Their end is no loss then, and nobody waits for one that does not answer: the cell goes on to its own end."""
+    reader, writer = os.pipe()
+
+    def body(rank: int, loaders: dict[str, Any]) -> Any:
+        got = everything(rank, loaders)
+        os.read(reader, 1)  # the cell goes on without elements
+        return got
+
+    units, loader = {"*": 40}, slow_loader()
+    with DeliveryRun({"d": loader}, ranks=2, vms=2, processes=2, units=units, alone=0.0) as run:
+        ranks = run.start_ranks(body)
+        wait_for_delivery(run, 40)
+        for process in [*workers_of(run), *(psutil.Process(pool.pid) for pool in run.children[1:])]:
+            process.send_signal(number)
+        while number == signal.SIGKILL and run.wait_for(ProgressReport).workers:
+            pass
+        os.write(writer, b"..")
+        got = run.results(ranks)
+        states = run.finish().states
+    os.close(reader), os.close(writer)
+    assert [len(mine) for mine in got] == [20, 20]
+    assert states
+    assert not [report for report in run.reports if isinstance(report, HostLost | Failed)]
 
 
 @pytest.mark.slow
@@ -226,6 +255,7 @@ print("whole")
 """
 
 
+@needs_mounts
 def test_a_small_dev_shm_does_not_matter(tmp_path: Path) -> None:
     """With 64 MB of /dev/shm, a rank that holds 160 MB of batches gets them all."""
     program = tmp_path / "program.py"
@@ -233,9 +263,6 @@ def test_a_small_dev_shm_does_not_matter(tmp_path: Path) -> None:
         _SMALL_SHM.format(paths=[str(Path(__file__).parent), str(Path(__file__).parent.parent)])
     )
     mount = "mount -t tmpfs -o size=64m tmpfs /dev/shm"
-    tried = subprocess.run(["unshare", "-m", "sh", "-c", mount], capture_output=True, text=True, check=False)
-    if tried.returncode:
-        pytest.skip(f"no mount namespace here: {tried.stderr.strip()}")
     command = ["unshare", "-m", "sh", "-c", f'{mount} && exec "$0" "$1"', sys.executable, str(program)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE)
     assert done.stdout.strip() == "whole", done.stderr
@@ -416,6 +443,55 @@ def test_user_errors_are_raised_at_their_place(place: str) -> None:
     assert cause is not None
     assert "no such image" in cause
     assert "test_delivery_faults.py" in cause
+
+
+@pytest.mark.parametrize("leaving", [SystemExit(3), KeyboardInterrupt(), GeneratorExit()], ids=repr)
+@pytest.mark.parametrize("place", ["getitem", "stream", "sampler"])
+def test_leaving_is_an_error_at_its_place(place: str, leaving: BaseException) -> None:
+    """``sys.exit`` and its like in a dataset or sampler: no worker dies of it, and the loop says what and where."""
+
+    def numbers() -> Iterator[int]:
+        for index in range(20):
+            if index == 9:
+                raise leaving
+            yield index
+
+    class Stream(IterableDataset):
+        def __iter__(self) -> Any:
+            return numbers()
+
+    class Numbers(Dataset):
+        def __len__(self) -> int:
+            return 20
+
+        def __getitem__(self, index: int) -> int:
+            if place == "getitem" and index == 9:
+                raise leaving
+            return index
+
+    class Order(torch.utils.data.Sampler):
+        def __iter__(self) -> Any:
+            return numbers() if place == "sampler" else iter(range(20))
+
+    def body(_rank: int, loaders: dict[str, Any]) -> Any:
+        got = []
+        try:
+            for element in loaders["d"]:
+                got.append(element)
+        except DeliveryError as error:
+            return got, str(error)
+        return got, ""
+
+    dataset = Stream() if place == "stream" else Numbers()
+    sampler = None if place == "stream" else Order()
+    loader = DataLoader(dataset, batch_size=None, sampler=sampler)
+    with DeliveryRun({"d": loader}, processes=2) as run:
+        before = {worker.pid for worker in all_workers_of(run, 2)}
+        [(got, message)] = run.ranks(body)
+        assert before == {worker.pid for worker in workers_of(run)}
+    assert got == list(range(9))
+    assert type(leaving).__name__ in message
+    assert "test_delivery_faults.py" in message
 
 
 @pytest.mark.parametrize("streams", [False, True], ids=["map-style", "stream"])
@@ -620,13 +696,6 @@ class Refusing(Telling):
         raise ValueError("not now")
 
 
-class Inexact(Telling):
-    """Goes on a little later than where it was, as one that has lost what was in its buffer."""
-
-    def load_state_dict(self, state: Any) -> None:
-        self.at = state["at"] + 3
-
-
 def log_of(log: Path, what: str) -> list[tuple[int, int]]:
     """Who read which number, or told its state before it, in this order."""
     lines = [line.split() for line in log.read_text().splitlines()] if log.exists() else []
@@ -661,7 +730,7 @@ def test_a_stream_that_tells_its_state_is_not_read_again(
 ) -> None:
     """Its owner dies twice: the next one goes on near there; all elements in order, once, bit-identical."""
     monkeypatch.setattr(
-        making, "_RESTS", 0
+        worker_streams, "_RESTS", 0
     )  # a state whenever the last one is usable, however long they take
 
     def loader(name: str) -> DataLoader:
@@ -683,35 +752,26 @@ def test_a_stream_that_tells_its_state_is_not_read_again(
         assert min(first_after(log, dead, streams)) >= beyond
 
 
-@pytest.mark.parametrize(
-    ("dataset", "why"),
-    [(Refusing, "ValueError: not now"), (Inexact, "comes another element")],
-)
 def test_a_stream_whose_state_is_of_no_use_is_read_again(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, dataset: Any, why: str
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """``state_dict`` raises, or leads elsewhere: read from the start, nothing lost or doubled; said once."""
-    monkeypatch.setattr(making, "_RESTS", 0)
+    """``state_dict`` raises: read from the start, nothing lost or doubled; said once."""
+    monkeypatch.setattr(worker_streams, "_RESTS", 0)
 
     def loader(name: str) -> DataLoader:
-        return DataLoader(dataset(tmp_path / name), batch_size=2)
+        return DataLoader(Refusing(tmp_path / name), batch_size=2)
 
     log = tmp_path / "log"
     torch.manual_seed(4)
     with DeliveryRun({"d": loader("log")}, processes=2, slab=1 << 20) as run:
         ranks = run.start_ranks(everything)
-        killed = [
-            lose_all_workers(run, log, beyond, 1, told=dataset is Inexact and beyond == 40)
-            for beyond in (40, 120)
-        ]
+        killed = [lose_all_workers(run, log, beyond, 1, told=False) for beyond in (40, 120)]
         disturbed = run.results(ranks)
-    notes = [report.text for report in run.reports if isinstance(report, Note)]
+    [note] = [report.text for report in run.reports if isinstance(report, Note)]
     torch.manual_seed(4)
     assert disturbed == undisturbed(loader("undisturbed"), 1)
-    if dataset is Refusing:
-        assert [first_after(log, dead, 1) for dead in killed] == [[0], [0]]
-    assert len(notes) == 1
-    assert why in notes[0]
+    assert [first_after(log, dead, 1) for dead in killed] == [[0], [0]]
+    assert "ValueError: not now" in note
 
 
 def test_memory_stays_within_the_slab() -> None:
@@ -725,7 +785,7 @@ def test_memory_stays_within_the_slab() -> None:
     with DeliveryRun({"d": loader}, slab=slab, processes=2) as run:
         assert run.ranks(body) == [200]
         held = []
-        for fd in Path(f"/proc/{run.service.coordinator.pid}/fd").iterdir():
+        for fd in Path(f"/proc/{run.coordinator.process.pid}/fd").iterdir():
             with contextlib.suppress(FileNotFoundError):  # it closes the ranks' connections meanwhile
                 if "taas-slab" in str(fd.readlink()):
                     held.append(fd.stat().st_blocks * 512)
@@ -785,7 +845,7 @@ def test_workers_share_the_dataset_of_their_vm() -> None:
 
 def test_generators_come_back_where_the_last_iteration_leaves_them() -> None:
     """After the run the loader's own generator goes on as if the notebook had iterated."""
-    from taas.dataloader_registry import apply_final
+    from taas.delivery.registered import apply_final
 
     def loader() -> DataLoader:
         return DataLoader(torch.arange(10), shuffle=True, generator=torch.Generator().manual_seed(8))
@@ -801,20 +861,19 @@ def test_generators_come_back_where_the_last_iteration_leaves_them() -> None:
 
 
 def test_strangers_get_nothing() -> None:
-    """Who has not the run's keys gets no answer, no slab, and nothing of theirs is unpickled."""
+    """Who has not the run's keys gets no answer, and nothing of theirs is unpickled."""
     from taas.delivery.config import new_keys
-    from taas.delivery.messages import WorkerHello, encode
-    from taas.delivery.transport import connect_control, fetch_fds, new_context
+    from taas.delivery.messages import Hello, Peer, ToWorker
+    from taas.delivery.transport import ControlClient, new_context
 
     with DeliveryRun({"d": DataLoader(Slow(10, 0.0))}) as run:
         context = new_context()
         strange = new_keys()
         keys = msgspec.structs.replace(strange, server_public=run.config.keys.server_public)
-        half_right = connect_control(context, run.service.endpoint, keys, "w9.9")
-        half_right.send(encode(WorkerHello(1, False)))
-        assert not half_right.poll(500, zmq.POLLIN)
-        half_right.close(0)
+        config = msgspec.structs.replace(run.common, keys=keys)
+        half_right = ControlClient(context, config, Peer("worker", 9, 9), ToWorker)
+        half_right.send(Hello(1))
+        assert not half_right.socket.poll(500, zmq.POLLIN)
+        half_right.socket.close(0)
         context.term()
-        with pytest.raises(OSError, match="got 0 of 1 slabs"):
-            fetch_fds(strange, run.service.slabs, 1)
         assert run.ranks(lambda r, loaders: len(list(loaders["d"]))) == [10]

@@ -1,37 +1,45 @@
-"""The plan and the ledger, which hold no socket: order, exactly once and credit under any interleaving."""
+"""What holds no socket: the plan, the ledger, the planner; order, exactly once and credit under any interleaving."""
 
 from __future__ import annotations
 
 import pickle
 import random
+import threading
 from collections import Counter, deque
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader, Sampler
 
 from taas.delivery.attempts import LeaseRules
+from taas.delivery.config import DeliveryConfig, new_keys
 from taas.delivery.ledger import Ledger
+from taas.delivery.making import rngs_now
 from taas.delivery.messages import (
+    NOWHERE,
+    Announced,
     Begin,
-    Cancel,
-    Close,
     Draw,
     Ended,
-    Lease,
+    Feed,
+    FinishPlans,
+    Hello,
     LoaderFacts,
-    Opened,
-    OpenPlan,
+    Peer,
     Planned,
-    RankHello,
+    ReceivedQuery,
     Result,
+    StreamPlace,
     StreamState,
-    Which,
 )
-from taas.delivery.plan import Plan, StreamOrder, element_seed
-from taas.delivery.slots import SlotTable, slot_size
-from taas.delivery.states import States
+from taas.delivery.plan import Plan, States, StreamOrder, element_seed, plan_number, unpack_place
+from taas.delivery.planner import Planner
+from taas.delivery.registered import take_apart
+from taas.delivery.sampling import LoaderPlans
+from taas.delivery.slab import SlotTable, slot_size
 
 
 @given(length=st.integers(0, 40), ranks=st.integers(1, 9), uneven=st.sampled_from(["drop", "pad", "raise"]))
@@ -126,6 +134,10 @@ def test_of_a_stream_few_states_are_kept_and_one_is_always_of_use(steps: list[tu
     assert states.last <= floor
 
 
+def config_of(ranks: int, slab: int, **config: Any) -> DeliveryConfig:
+    return DeliveryConfig(new_keys(), ranks, slab, "a folder", **config)
+
+
 class World:
     """A ledger among simulated planner, workers and ranks, whose messages cross in a random order."""
 
@@ -133,33 +145,32 @@ class World:
         self, rng: random.Random, lengths: list[int], ranks: int, workers: int, **config: Any
     ) -> None:
         self.rng, self.lengths, self.n = rng, lengths, ranks
-        self.ledger = Ledger(ranks, 1 << 16, rules=LeaseRules(window=0.01), **config)
+        self.ledger = Ledger(config_of(ranks, 1 << 16, **config), rules=LeaseRules(window=0.01))
         self.facts = [LoaderFacts(f"l{i}", length) for i, length in enumerate(lengths)]
         self.drawn: dict[int, tuple[int, int]] = {}
-        self.todo: dict[str, deque[Any]] = {}
-        self.pipes: dict[tuple[str, int], deque[Any]] = {}
-        self.results: dict[str, list[Result]] = {}
+        self.todo: dict[Peer, deque[Any]] = {}
+        self.pipes: dict[tuple[Peer, int], deque[Any]] = {}
+        self.results: dict[Peer, list[Result]] = {}
         self.here: list[dict[int, tuple[int, int, Any]]] = [{} for _ in range(ranks)]
         self.writing: dict[tuple[int, int], int] = {}
         self.names = 0
         self.deaths = 0
         self.disowned: list[set[int]] = [set() for _ in range(ranks)]
-        self.plans: list[dict[tuple[int, int], int]] = [{} for _ in range(ranks)]
         self.ends: list[dict[int, int]] = [{} for _ in range(ranks)]
         self.now = 0.0
-        self.ledger.book.hello(self.facts)
+        self.ledger.planner_joined(Hello(1, loaders=tuple(self.facts)))
         for rank in range(ranks):
-            self.ledger.rank_joined(RankHello(rank, 1, "", b"", True))
+            self.ledger.rank_joined(rank, Hello(1, shared=True))
         for _ in range(workers):
             self.hire()
         self.pump()
 
     def hire(self) -> None:
-        name = f"w0.{self.names}"
+        name = Peer("worker", 0, self.names)
         self.names += 1
         self.todo[name] = deque()
         self.results[name] = []
-        self.ledger.worker_joined(name, "h0", self.rng.random() < 0.8)
+        self.ledger.worker_joined(name, self.rng.random() < 0.8)
         self.pump()
 
     def pump(self) -> None:
@@ -173,31 +184,21 @@ class World:
             for peer, message in messages:
                 self.route(peer, message)
 
-    def route(self, peer: str, message: Any) -> None:
-        if isinstance(message, OpenPlan):
-            self.drawn[message.plan] = (message.loader, 0)
-        elif isinstance(message, Draw):
-            loader, at = self.drawn[message.plan]
+    def route(self, peer: Peer, message: Any) -> None:
+        if isinstance(message, Draw):
+            loader, at = self.drawn.get(message.plan, (message.loader, 0))
             upto = min(at + message.count, self.lengths[loader])
             self.drawn[message.plan] = (loader, upto)
             indices = [pickle.dumps(i) for i in range(at, upto)]
             self.ledger.book.planned(Planned(message.plan, 5, indices, upto == self.lengths[loader]))
-        elif isinstance(message, Lease):
-            for ticket in message.tickets:
+        elif isinstance(message, list):
+            for ticket in message:
                 self.begin_writing(ticket)
                 self.todo[peer].append(ticket)
-        elif isinstance(message, Cancel) and peer in self.todo:
-            kept = deque(t for t in self.todo[peer] if (t.plan, t.rank) != (message.plan, message.rank))
-            self.results[peer] += [
-                Result(t.attempt, t.loader, 0, 0.0, False) for t in self.todo[peer] if t not in kept
-            ]
-            self.todo[peer] = kept
-        elif isinstance(message, Opened):
-            self.plans[int(peer[1:])][message.loader, message.iteration] = message.plan
         elif isinstance(message, Ended):
-            self.ends[int(peer[1:])][message.plan] = message.steps
-        elif isinstance(message, Which):
-            self.answer(int(peer[1:]), message)
+            self.ends[peer.number][message.plan] = message.steps
+        elif isinstance(message, ReceivedQuery):
+            self.answer(peer.number, message)
 
     def begin_writing(self, ticket: Any) -> None:
         """No two attempts that are alive share a byte of a slab."""
@@ -218,15 +219,13 @@ class World:
         name = self.rng.choice(busy)
         ticket = self.todo[name].popleft()
         self.pipes.setdefault((name, ticket.rank), deque()).append(ticket)
-        self.results[name].append(
-            Result(ticket.attempt, ticket.loader, self.rng.randrange(1, 6000), 0.001, True)
-        )
+        self.results[name].append(Result(ticket.attempt, ticket.loader, self.rng.randrange(1, 6000), 0.001))
         if self.rng.random() < 0.5:
             self.report(name)
 
-    def report(self, name: str) -> None:
+    def report(self, name: Peer) -> None:
         results, self.results[name] = self.results[name], []
-        self.ledger.made(name, results)
+        self.ledger.made(results)
         self.pump()
 
     def arrive(self, rank: int) -> None:
@@ -237,11 +236,11 @@ class World:
                     if ticket.attempt not in self.disowned[rank]:
                         self.here[rank][ticket.attempt] = (ticket.plan, ticket.seq, ticket)
 
-    def answer(self, rank: int, which: Which) -> None:
+    def answer(self, rank: int, which: ReceivedQuery) -> None:
         self.arrive(rank)
-        lacking = [a for a in which.attempts if a not in self.here[rank]]
-        self.disowned[rank].update(lacking)
-        self.ledger.lacking(which.attempts, lacking)
+        not_received = [a for a in which.attempts if a not in self.here[rank]]
+        self.disowned[rank].update(not_received)
+        self.ledger.released(not_received)
 
     def kill(self) -> None:
         """A worker dies: what it had not made is gone; of what it sent, any tail may be lost."""
@@ -298,14 +297,14 @@ def iterate(world: World, epochs: int, kills: int, budget: int = 200_000) -> lis
             world.ledger.book.begin(rank, Begin(loader, iteration, None))
             begun[rank] = True
             world.pump()
-        plan = world.plans[rank][loader, iteration]
+        plan = plan_number(loader, iteration, None)
         mine = got[rank][at[rank]]
         world.ledger.book.consume(rank, plan, len(mine))
         element = world.take(rank, plan, len(mine))
         if element is not None:
             mine.append(element)
         elif world.ends[rank].get(plan) == len(mine):
-            world.ledger.book.close(rank, Close(plan, len(mine), len(mine)))
+            world.ledger.book.close(rank, plan)
             at[rank] += 1
             begun[rank] = False
         world.pump()
@@ -323,11 +322,11 @@ def test_what_a_stopped_worker_has_not_sent_is_made_again(reported: bool) -> Non
     for ticket in unsent:
         world.free(0, ticket)
     if reported:
-        world.ledger.made(stopped, [Result(ticket.attempt, 0, 10, 0.001, True) for ticket in unsent])
-    world.ledger.suspect({stopped})
+        world.ledger.made([Result(ticket.attempt, 0, 10, 0.001) for ticket in unsent])
+    world.ledger.suspect(stopped.pool, [stopped.serial])
     world.pump()
     got: list[int | None] = []
-    plan = world.plans[0][0, 0]
+    plan = plan_number(0, 0, None)
     for _ in range(100):
         world.work()
         for name in world.results:
@@ -377,7 +376,7 @@ def test_all_credit_comes_back(seed: int) -> None:
         world.ledger.released(kept)
     left = Counter(a.work.loader for a in world.ledger.attempts.values())
     assert left == Counter()
-    for state in world.ledger.ranks:
+    for state in world.ledger.credit.ranks:
         assert state.slots.free == state.slots.size
         assert all((u.nbytes, u.count) == (0, 0) for u in state.usage.values())
 
@@ -391,3 +390,186 @@ def test_a_loader_nobody_iterates_takes_only_its_first_elements(prebuffer: int) 
         for name in list(world.results):
             world.report(name)
     assert world.ledger.book.loaders[0].prepared == prebuffer
+
+
+# ── streams whose owners die of an element ───────────────────────────────────────────────────────────
+
+
+class Owners:
+    """Ledger, ranks, and two workers whose successors come at once; element ``deadly`` kills who makes it."""
+
+    def __init__(
+        self,
+        streams: int,
+        ranks: int,
+        deadly: tuple[int, int],
+        lost: tuple[int, int] | None = None,
+        idle: bool = False,
+        **config: Any,
+    ) -> None:
+        """``lost``: the first owner makes it, and dies with all that it has made; then it is ``deadly``.
+
+        ``idle``: the ranks consume nothing.
+        """
+        self.deadly, self.lost, self.deaths, self.names = deadly, lost, 0, 0
+        self.idle = idle
+        self.arrived: set[int] = set()
+        self.ledger = Ledger(config_of(ranks, 1 << 14, **config))
+        self.got: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
+        self.ended: dict[int, Ended] = {}
+        self.busy: dict[Peer, dict[int, tuple[int, int]]] = {}
+        self.ledger.planner_joined(Hello(1, loaders=(LoaderFacts("d", None, streams),)))
+        for rank in range(ranks):
+            self.ledger.rank_joined(rank, Hello(1, shared=True))
+        for _ in range(2):
+            self.hire()
+        for rank in range(ranks):
+            self.ledger.book.begin(rank, Begin(0, 0, None))
+
+    def hire(self) -> None:
+        name = Peer("worker", 0, self.names)
+        self.names += 1
+        self.busy[name] = {}
+        self.ledger.worker_joined(name, True)
+
+    def run(self) -> None:
+        """Until nothing more happens."""
+        for _ in range(1000):
+            self.ledger.pump(0.0)
+            messages = list(self.ledger.outbox)
+            self.ledger.outbox.clear()
+            for peer, message in messages:
+                self.route(peer, message)
+            if not messages and not self.step():
+                return
+        raise AssertionError("owners die without end")
+
+    def route(self, peer: Peer, message: Any) -> None:
+        if isinstance(message, Draw):
+            self.ledger.book.planned(Planned(message.plan, 5, [], False))
+        elif isinstance(message, ReceivedQuery):
+            self.ledger.released(a for a in message.attempts if a not in self.arrived)
+        elif isinstance(message, Ended):
+            self.ended[peer.number] = message
+        elif isinstance(message, list) and peer in self.busy:
+            for ticket in message:
+                stream, position = unpack_place(ticket.index)
+                if stream == self.deadly[0] and position >= self.deadly[1]:
+                    self.die(peer, ticket.attempt)
+                    return
+                self.got[ticket.rank].append((stream, position))
+                self.ledger.made([Result(ticket.attempt, 0, 100, 0.001)])
+                self.arrived.add(ticket.attempt)
+                if not self.idle:
+                    self.ledger.book.consume(ticket.rank, ticket.plan, ticket.seq // len(self.got) + 1)
+        elif isinstance(message, Feed) and peer in self.busy:
+            self.busy[peer][message.stream] = (message.plan, message.upto)
+
+    def step(self) -> bool:
+        """Owners make what they were fed, up to where they die."""
+        active = False
+        for name, feeds in list(self.busy.items()):
+            for stream, (plan, upto) in list(feeds.items()):
+                del feeds[stream]
+                active = True
+                made = min(upto, self.deadly[1]) if stream == self.deadly[0] else upto
+                self.ledger.announced(name, Announced(plan, stream, made, False))
+                if made < upto:
+                    self.die(name, -1, StreamPlace(plan, stream, made))
+                    break
+                if self.lost is not None:
+                    self.deadly, self.lost = self.lost, None
+                    self.die(name)
+                    break
+        return active
+
+    def die(self, name: Peer, attempt: int = -1, ahead: StreamPlace = NOWHERE) -> None:
+        del self.busy[name]
+        self.deaths += 1
+        self.ledger.worker_lost(name, attempt, "SIGSEGV", ahead)
+        self.hire()
+
+
+@pytest.mark.parametrize("uneven", ["drop", "pad", "raise"])
+@pytest.mark.parametrize("position", [0, 1, 7])
+@pytest.mark.parametrize(("streams", "ranks"), [(1, 1), (1, 2), (2, 1), (3, 2)])
+def test_an_element_that_kills_its_streams_owners_ends_the_iteration_at_its_place(
+    streams: int, ranks: int, position: int, uneven: Any
+) -> None:
+    """Whole rows before it are delivered; then every rank is told which element, of which stream, and how they died."""
+    world = Owners(streams, ranks, (streams - 1, position), uneven=uneven)
+    world.run()
+    assert 3 <= world.deaths <= 4
+    before = [(stream, at) for at in range(position + 1) for stream in range(streams)][:-1]
+    steps = len(before) // ranks
+    assert [sorted(got) for got in world.got] == [
+        sorted(before[r : steps * ranks : ranks]) for r in range(ranks)
+    ]
+    assert len(world.ended) == ranks
+    for ended in world.ended.values():
+        assert ended.steps == steps
+        assert f"element {position} of stream {streams - 1} killed" in ended.refusal
+        assert "SIGSEGV" in ended.refusal
+
+
+@pytest.mark.parametrize("idle", [False, True])
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("position", [0, 1, 2, 5, 12])
+def test_owners_that_die_where_others_lived_leave_no_rank_waiting(
+    ranks: int, position: int, idle: bool
+) -> None:
+    """What was announced already, and now kills who makes it again, is raised where the ranks wait for it."""
+    world = Owners(1, ranks, (0, 99), lost=(0, position), idle=idle, prebuffer=16)
+    world.run()
+    steps = world.ended[0].steps
+    for rank, got in enumerate(world.got):
+        assert got == [(0, at) for at in range(rank, 99, ranks)][: len(got)]
+        assert world.ended[rank].steps == steps
+        assert idle or len(got) >= steps
+    assert steps * ranks <= position
+    assert idle or position < (steps + 1) * ranks
+    assert f"element {position} of stream 0 killed" in world.ended[0].refusal
+    assert world.deaths == 4
+
+
+# ── samplers in the planner ──────────────────────────────────────────────────────────────────────────
+
+
+class Raising(Sampler[int]):
+    """Three indices, then an error."""
+
+    def __len__(self) -> int:
+        return 9
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(3)
+        raise ValueError("no such index file")
+
+
+def test_a_sampler_that_raises_after_the_cell_leaves_the_other_loaders_their_states() -> None:
+    """It is named with what it raised; the planner goes on."""
+    parts = {"late": DataLoader(range(9), sampler=Raising(), batch_size=None), "well": DataLoader(range(9))}
+    plans = [LoaderPlans(name, take_apart(it), rngs_now(), 1) for name, it in parts.items()]
+    planner = Planner(list(plans))
+    for index in range(2):
+        planner.answer(Draw(index, index, 0, None, 0))
+    final = planner.answer(FinishPlans([(0, 0, None), (1, 0, None)]))
+    assert list(pickle.loads(final.states)) == ["well"]
+    assert final.unknown == {"late": "its sampler raised ValueError: no such index file"}
+
+
+def test_an_index_that_cannot_be_pickled_fails_at_its_place() -> None:
+    """Those before it are planned; one that cloudpickle can take is none of them."""
+
+    class Key(NamedTuple):
+        number: int
+
+    keys = [Key(0), Key(1), threading.Lock(), Key(3)]
+    keyed = DataLoader(range(4), sampler=keys, batch_size=None)
+    planner = Planner([LoaderPlans("d", take_apart(keyed), rngs_now(), 1)])
+    first, second = (planner.answer(Draw(0, 0, 0, None, 100)) for _ in range(2))
+    assert ([pickle.loads(index) for index in first.indices], first.ended) == ([(0,), (1,)], False)
+    assert (second.indices, second.ended) == ([], True)
+    error, text = pickle.loads(second.failure)
+    assert "cannot pickle '_thread.lock' object" in str(error)
+    assert "cannot pickle '_thread.lock' object" in text

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import re
+import select
+from pathlib import Path
+from typing import Any
 
 import pytest
 from notebook_harness import Notebook, gone
 
-from taas.records import read_records
+from taas.delivery.messages import Failed, Hello, Note, Report
+from taas.delivery.transport import CoordinatorProcess
+from taas.runs.records import read_records
 
 pytestmark = pytest.mark.slow
 
@@ -69,7 +74,7 @@ def test_the_buffer_of_the_catalog_is_what_ranks_get(registered: Notebook) -> No
     """``[delivery] buffer`` is divided among the ranks."""
     catalog = registered.folder.joinpath("taas.toml")
     catalog.write_text('[delivery]\nbuffer = "12 MiB"\n')
-    read = "\nimport taas.delivery.loader as side\nnext(iter(loader)); size = side._connection._slab.size"
+    read = "\nimport taas.delivery.loader as side\nnext(iter(loader)); size = side._connection._holdings._slabs.size // 2"
     registered.good(HEAD + read)
     catalog.unlink()
     assert registered.value("size") == str(6 << 20)
@@ -126,29 +131,30 @@ def test_the_live_line_and_the_environment(registered: Notebook) -> None:
     assert {f"reading {number}" for number in range(30)} <= set(log)
 
 
-@pytest.mark.parametrize("who", ["agent", "keeper"])
-def test_a_killed_data_vm_is_replaced(registered: Notebook, who: str) -> None:
-    """The only data VM's agent, or keeper, is SIGKILLed: nothing is lost, doubled or reordered."""
+def test_a_killed_worker_pool_is_replaced(registered: Notebook) -> None:
+    """The only data VM of this machine is SIGKILLed: nothing is lost, doubled or reordered."""
     registered.good(
         "import time\nclass Slow(Dataset):\n    def __len__(self): return 200\n"
         "    def __getitem__(self, i):\n        time.sleep(0.03)\n        return i\n"
-        f"slow = DataLoader(Slow(), batch_size=2); taas.register(slow); killed = '{who} killed'"
+        "slow = DataLoader(Slow(), batch_size=2); taas.register(slow)"
     )
     registered.start(
         HEAD
         + "\nimport os\ngot = []\nfor batch in slow:\n    got.append(batch.tolist())\n    print('got', len(got), flush=True)\n"
-        "    while len(got) == 5 and not os.path.exists(killed): time.sleep(0.01)"
+        "    while len(got) == 5 and not os.path.exists('killed'): time.sleep(0.01)"
     )
     registered.wait_for("got 5\n")
-    [keeper] = [maker for maker in registered.processes().makers if maker.name() == "taas-keeper"]
-    agents = {agent.pid for agent in registered.processes().agents}
-    [agent] = [parent for parent in keeper.parents() if parent.pid in agents]
-    workers = keeper.children()
-    (agent if who == "agent" else keeper).kill()
-    (registered.folder / f"{who} killed").touch()
+    [worker_pool] = [
+        data_process
+        for data_process in registered.processes().data_processes
+        if data_process.name() == "taas-pool"
+    ]
+    workers = worker_pool.children()
+    worker_pool.kill()
+    (registered.folder / "killed").touch()
     ran = registered.end()
     assert ran.status == "ok", ran.traceback
-    assert gone([keeper, *workers])
+    assert gone([worker_pool, *workers])
     assert "data VM 0 was lost" in ran.stdout
     assert registered.value("got == [[i, i + 1] for i in range(0, 200, 4)]") == "True"
 
@@ -193,7 +199,7 @@ def test_a_run_that_resumes_goes_on_in_the_middle_of_an_epoch(registered: Notebo
     assert registered.value("seen == expected[1][step:] + expected[2]") == "True"
     same = "torch.equal(loader.generator.get_state(), reference.generator.get_state())"
     assert registered.value(same) == "True"
-    assert registered.value("taas.resume(), taas.resume()[loader]").startswith("Resumed(restart=0) Place(")
+    assert registered.value("taas.resume(), taas.resume()[loader]").startswith("Resumed(restart=0) Position(")
 
 
 def test_an_interrupt_ends_the_data_workers(registered: Notebook) -> None:
@@ -203,9 +209,68 @@ def test_an_interrupt_ends_the_data_workers(registered: Notebook) -> None:
     )
     registered.wait_for("ready")
     before = registered.processes()
-    assert {maker.name() for maker in before.makers} == {"taas-planner", "taas-keeper"}
+    assert {data_process.name() for data_process in before.data_processes} == {
+        "taas-planner",
+        "taas-pool",
+    }
     assert before.others
     registered.interrupt()
     assert registered.end().ename == "KeyboardInterrupt"
+    assert gone(before.others + before.data_processes)
     after = registered.processes()
-    assert not after.others + after.makers
+    assert not after.data_processes
+    assert gone(after.others)
+
+
+# ── the supervisor's end of a delivery ───────────────────────────────────────────────────────────────
+
+SPEAKER = """
+import os, sys
+
+os.write(1, {first!r})
+sys.stdin.readline()
+os.write(1, {second!r})
+if sys.stdin.read() == "":
+    os.write(1, {last!r})
+"""
+"""Writes as the coordinator does: something at once, more when it is asked, the last at its stdin's end."""
+
+
+def speaker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **said: bytes) -> CoordinatorProcess:
+    (tmp_path / "speaker.py").write_text(SPEAKER.format(**said))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return CoordinatorProcess("speaker")
+
+
+def readable(coordinator: CoordinatorProcess) -> list[Any]:
+    return select.select([coordinator], [], [], 0)[0]
+
+
+def test_what_was_said_at_once_is_heard_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing stays behind where no descriptor tells of it; half a line waits for its other half."""
+    coordinator = speaker(
+        tmp_path,
+        monkeypatch,
+        first=b'{"type":"Hello","pid":1,"address":"tcp://here"}\n{"type":"Note","text":"first"}\n{"type":"No',
+        second=b'te","text":"whole"}\n',
+        last=b'{"type":"Failed","reason":"its end"}\n{"type":"Fai',
+    )
+    said: list[Report] | None = coordinator.read()
+    assert said == [Hello(1, address="tcp://here"), Note("first")]
+    assert not readable(coordinator)
+    coordinator.send("go on")
+    assert coordinator.read() == [Note("whole")]
+    assert coordinator.close() == [Failed("its end")]
+
+
+def test_a_coordinator_killed_in_the_middle_of_a_word_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it could not say to the end is not taken for a report."""
+    coordinator = speaker(
+        tmp_path, monkeypatch, first=b'{"type":"Note","text":"first"}\n{"ty', second=b"", last=b""
+    )
+    assert coordinator.read() == [Note("first")]
+    coordinator.process.kill()
+    assert coordinator.read() is None
+    assert coordinator.close() == []

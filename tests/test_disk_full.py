@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
+import itertools
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from notebook_harness import Notebook
+from fault_table import CELLS, Stage
+from notebook_harness import Notebook, gone
+from privileges import needs_mounts
 
-from taas.records import read_records
+from taas.runs.records import read_records
 
-pytestmark = [
-    pytest.mark.skipif(os.geteuid() != 0, reason="a small file system can be mounted by root only"),
-]
+pytestmark = needs_mounts
 FLOOD = (
     "#pragma taas --gpus 2 --name flood{options}\n"
     "import os, torch.distributed as dist\n"
@@ -27,21 +28,36 @@ FLOOD = (
 
 
 @pytest.fixture
-def book(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Notebook]:
-    """A notebook whose runtime folder has one megabyte."""
+def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The runtime folder of what is started now, which has one megabyte."""
     small = tmp_path / "small"
     small.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "small", str(small)], check=True)
     try:
         monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(small))
-        notebook = Notebook(tmp_path)
-        try:
-            notebook.good("%load_ext taas")
-            yield notebook
-        finally:
-            notebook.close()
+        yield small
     finally:
         subprocess.run(["umount", "--lazy", str(small)], check=True)
+
+
+@pytest.fixture
+def book(small: Path, tmp_path: Path) -> Iterator[Notebook]:
+    """A notebook on that disk."""
+    notebook = Notebook(tmp_path)
+    try:
+        notebook.good("%load_ext taas")
+        yield notebook
+    finally:
+        notebook.close()
+
+
+@pytest.fixture
+def stage(small: Path, tmp_path: Path) -> Iterator[Stage]:
+    """A notebook on that disk, in which faults are tried."""
+    (tmp_path / "project").mkdir()
+    stage = Stage(tmp_path / "project")
+    yield stage
+    stage.notebook.close()
 
 
 def test_a_foreground_run_goes_on(book: Notebook) -> None:
@@ -59,3 +75,57 @@ def test_a_background_run_ends_and_says_what_was_lost(book: Notebook) -> None:
     assert "were lost, because the disk" in ran.stdout
     [record] = read_records()
     assert (record.state, record.outcome) == ("over", "done")
+
+
+def _fill(small: Path) -> Path:
+    """Leave no byte on the disk; returns the file that takes it."""
+    filler = small / "filler"
+    with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while file.write(bytes(4096)):
+            pass
+    return filler
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("state", "then"),
+    [
+        *itertools.product(("starting", "training", "delivering", "ending"), ("goes on", "interrupt")),
+        ("idle", "goes on"),
+    ],
+)
+def test_it_fills_up_while_a_cell(stage: Stage, small: Path, state: str, then: str) -> None:
+    """The cell ends as it would, with its names; nothing of the run is left, and with room the next one runs."""
+    stage.reach(state)
+    filler = _fill(small)
+    ran = stage.follow(then)
+    assert ran.ename == ("KeyboardInterrupt" if then == "interrupt" else ""), ran
+    if not ran.ename and state != "idle":
+        assert stage.notebook.value("got == place") == "True"
+    filler.unlink()
+    stage.check()
+    stage.check_next()
+
+
+@pytest.mark.slow
+def test_it_is_full_before_a_cell(stage: Stage, small: Path) -> None:
+    """Nothing begins, and ranks that wait go on waiting."""
+    stage.reach("kept")
+    filler = _fill(small)
+    ran = stage.notebook.run(CELLS["kept"])
+    assert ran.ename == "EngineError"
+    assert "is full (0 bytes left): nothing was started" in ran.evalue
+    filler.unlink()
+    assert stage.follow("goes on").status == "ok"
+    stage.check()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("state", ["training", "delivering", "ending", "kept"])
+def test_the_kernel_dies_while_it_is_full(stage: Stage, small: Path, state: str) -> None:
+    """No process outlives it."""
+    stage.reach(state)
+    _fill(small)
+    everybody = stage.everybody()
+    stage.notebook.kill()
+    assert gone(everybody)

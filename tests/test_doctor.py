@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from taas import doctor
-from taas.doctor import Finding
+from taas.notebook import doctor
+from taas.notebook.doctor import Finding
 
 
 @pytest.mark.slow

@@ -12,11 +12,10 @@ from pathlib import Path
 import pytest
 from notebook_harness import Notebook
 
-from taas import engine_choice
+from taas.agent.environ import environment
 from taas.agent.forkserver import read_at_import
-from taas.agent.remote import environment
-from taas.engines import AgentConfig, Demand, EngineChoice, ray_head
-from taas.engines.ray_needs import bundle, differing_versions, what_is_missing
+from taas.engines import AgentConfig, Demand, EngineChoice, chosen, ray_cluster
+from taas.engines.ray_cluster import bundle, differing_versions, what_is_missing
 from taas.errors import EngineError, HeaderError
 
 
@@ -24,19 +23,21 @@ from taas.errors import EngineError, HeaderError
 def own_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty project, and nothing said before."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(engine_choice, "_said", [])
+    monkeypatch.setattr(chosen, "_said", [])
     return tmp_path
 
 
 def test_typed_wins_over_variable_over_file(own_project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """``%taas engine`` wins over TAAS_ENGINE, that over ``taas.toml``, that over the local engine."""
-    assert engine_choice.chosen(own_project).kind == "local"
-    (own_project / "taas.toml").write_text('[engine]\ndefault = "ray"\naddress = "head:6379"\nwait = 5\n')
-    assert engine_choice.chosen(own_project) == EngineChoice("ray", "head:6379", 5.0)
+    assert chosen.chosen(own_project).kind == "local"
+    (own_project / "taas.toml").write_text(
+        '[engine]\ndefault = "ray"\naddress = "head:6379"\nwait = 5\nidle = 0\n'
+    )
+    assert chosen.chosen(own_project) == EngineChoice("ray", "head:6379", 5.0, 0.0)
     monkeypatch.setenv("TAAS_ENGINE", "ray other:6380")
-    assert engine_choice.chosen(own_project).address == "other:6380"
-    assert engine_choice.choose(["local"]).kind == "local"
-    assert engine_choice.chosen(own_project).kind == "local"
+    assert chosen.chosen(own_project).address == "other:6380"
+    assert chosen.choose(["local"]).kind == "local"
+    assert chosen.chosen(own_project).kind == "local"
 
 
 @pytest.mark.parametrize(
@@ -51,14 +52,14 @@ def test_typed_wins_over_variable_over_file(own_project: Path, monkeypatch: pyte
 def test_wrong_engines(words: list[str], says: str) -> None:
     """What is typed wrong is answered with what to type."""
     with pytest.raises(HeaderError, match=says):
-        engine_choice.choose(words)
+        chosen.choose(words)
 
 
 def test_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without Ray its engine says how to install it; a kernel and the local engine never import it."""
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(EngineError, match=r"pip install 'jupyter-taas\[ray\]'"):
-        engine_choice.choose(["ray"])
+        chosen.choose(["ray"])
     code = (
         "import sys; sys.modules['ray'] = None\n"
         "import taas, taas.magics, taas.launcher, taas.supervisor.loop, taas.agent.loop, taas.engines.ray"
@@ -135,27 +136,27 @@ def test_a_head_is_waited_for_as_long_as_told() -> None:
         server.bind(("127.0.0.1", 0))  # the port is this test's from now on, also while nobody listens there
         address = f"127.0.0.1:{server.getsockname()[1]}"
         with pytest.raises(ConnectionRefusedError):
-            ray_head.reach(address, 0.0)
-        waiting = threading.Thread(target=ray_head.reach, args=(address, 60.0))
+            ray_cluster.reach(address, 0.0)
+        waiting = threading.Thread(target=ray_cluster.reach, args=(address, 60.0))
         waiting.start()
         server.listen()
         waiting.join(60)
         assert not waiting.is_alive()
-        ray_head.reach(address, 0.0)
-    ray_head.reach("auto", 0.0)
+        ray_cluster.reach(address, 0.0)
+    ray_cluster.reach("auto", 0.0)
 
 
 def test_a_head_that_answers_no_more() -> None:
     """Silence counts from the last answer; a head that does not know this node is lost at once; an end is one."""
     answers = iter([True, None])
     assert (
-        ray_head.watch(lambda seconds: next(answers, None), 0.0, threading.Event())
+        ray_cluster.watch(lambda seconds: next(answers, None), 0.0, threading.Event())
         == "has not answered for 0 s"
     )
-    assert "started anew" in ray_head.watch(lambda seconds: False, 60.0, threading.Event())
+    assert "started anew" in ray_cluster.watch(lambda seconds: False, 60.0, threading.Event())
     over = threading.Event()
     over.set()
-    assert ray_head.watch(lambda seconds: False, 60.0, over) == ""
+    assert ray_cluster.watch(lambda seconds: False, 60.0, over) == ""
 
 
 def test_the_environment_on_a_vm() -> None:

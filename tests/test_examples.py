@@ -12,8 +12,8 @@ import nbformat
 import pytest
 from IPython.core.inputtransformer2 import TransformerManager
 
-from taas.catalog import Catalog
-from taas.header import RunSpec, find_header, parse_header
+from taas.config import Catalog
+from taas.header.grammar import RunSpec, find_header, parse_header
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 NOTEBOOKS = sorted(EXAMPLES.rglob("*.ipynb"))

@@ -12,8 +12,8 @@ import pytest
 from notebook_harness import Notebook, Ran
 
 from taas.agent.stacks import main_frames
-from taas.rank.stacks import Preface
-from taas.stacks import Frame, RankSeen, fold, ranks_in_words
+from taas.runs.stacks import Frame, Preface, RankSeen, fold
+from taas.wording import ranks_in_words
 
 pytestmark = pytest.mark.slow
 
@@ -83,7 +83,17 @@ def test_a_rank_that_swallowed_its_error_and_left_is_named(notebook: Notebook) -
         + "except ValueError:\n    pass\n"
     )
     assert ran.ename == "CellFailed"
-    assert "rank 2 had ended the cell before" in ran.evalue
+    assert ran.evalue.startswith("rank 2 had ended the cell before rank ")
+    said = ran.traceback[ran.traceback.index("RuntimeError: ") :].splitlines()
+    assert said[-1].startswith("CellFailed: rank 2 had ended the cell before rank ")
+    assert "raised the RuntimeError above." in said[-1]
+    assert ran.traceback.count(said[0].removeprefix("RuntimeError: ")) == 1
+
+
+def test_a_rank_that_had_ended_is_no_cause_of_an_error_elsewhere(notebook: Notebook) -> None:
+    """Who left before matters to a collective; another error has other causes."""
+    ran = notebook.run(HEADER + "import os\nassert os.environ['RANK'] == '0', 'mine'\n")
+    assert "had ended" not in ran.evalue
 
 
 def test_a_stopped_rank_is_named(notebook: Notebook) -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from taas.header import HeaderText, find_header
+from taas.header.grammar import HeaderText, find_header
 
 HEADERS = {
     "#!g2.8\n#pragma taas --gpus 8\nprint()": ("g2.8", "--gpus 8"),
@@ -53,6 +53,10 @@ ORDINARY = [
     "%%writefile cell.py\n#!g2.8\n#pragma taas --gpus 8\n",
     "\n%%bash\n#!g2.8\n",
     "#pragma omp parallel\nprint()",
+    "# taas --gpus 8 is fast\nprint()",
+    "#taas\nprint()",
+    "#%%taas --gpus 8\nprint()",
+    "#!node\nprint()",
     "#pragma task --parallel\nprint()",
     "print()  #!g2.8",
 ]
@@ -81,6 +85,10 @@ PROBLEMS = {
     "#pragma taas--gpus 8\n": "type #pragma taas --gpus 8",
     "#!pragma taas --gpus 8\n": "type #pragma taas --gpus 8",
     "#pragma --gpus 8\n": "type #pragma taas --gpus 8",
+    "#pragma taas: --gpus 8\n": "type #pragma taas --gpus 8",
+    "#pragma taas, --gpus 8\n": "type #pragma taas --gpus 8",
+    "#taas --gpus 8\n": "type #pragma taas --gpus 8",
+    "#!taas --gpus 8\n": "type #pragma taas --gpus 8",
     "# pragma taas \u2013gpus 8\n": "type #pragma taas \u2013gpus 8",
     "x = 1\n# pragma taas\n": "line 2",
 }
@@ -88,7 +96,7 @@ PROBLEMS = {
 
 @pytest.mark.parametrize("cell", HEADERS)
 def test_header_is_found(cell: str) -> None:
-    """Blank lines and comments may stand above both lines; carriage returns, tabs and comments do no harm."""
+    """Blank lines and comments may stand above both lines; transfer returns, tabs and comments do no harm."""
     instance, options = HEADERS[cell]
     assert find_header(cell) == HeaderText(instance=instance, options=options)
 

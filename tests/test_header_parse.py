@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import string
 from typing import Any
 
@@ -10,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from IPython.core.interactiveshell import InteractiveShell
 
-from taas.catalog import BUILT_IN_TYPES, Catalog, RunConfig, StorageConfig
+from taas.config import BUILT_IN_TYPES, Catalog
 from taas.errors import HeaderError
-from taas.header import RunSpec, find_header, parse_header, parse_magic_line
-from taas.options import OPTIONS, options_table
+from taas.header.grammar import RunSpec, find_header, parse_header, parse_magic_line
+from taas.header.options import OPTIONS, options_table
 
 REGISTERED = ("train", "valid")
 
@@ -38,11 +39,14 @@ def test_option_list_is_frozen() -> None:
     )  # fmt: skip
 
 
-def test_help_lists_every_option_once() -> None:
-    """The help is made from the table that the parser reads."""
+def test_what_is_offered_is_what_is_there() -> None:
+    """Help names each option, once, and errors name the same."""
     rows = options_table().splitlines()
     assert [row.split()[0] for row in rows] == ["--on", *(f"--{name}" for name in OPTIONS)]
     assert max(map(len, rows)) < 110
+    with pytest.raises(HeaderError) as refused:
+        options("--wibble")
+    assert re.findall(r"--([a-z-]+)", str(refused.value)) == ["wibble", *OPTIONS]
 
 
 SHAPES = {
@@ -89,27 +93,32 @@ def test_every_option_arrives() -> None:
     assert options(
         "--cpus 8 --units train=20480,valid=400 --name night-1 --background --rehearse --backend cpu:gloo,cuda:nccl "
         "--max-restarts 3 --hang-timeout 1.5 --output 3,0-1 --return model,losses --rank-writes deny "
-        "--shared 'a b' --shared c --prebuffer 0 --uneven pad --keep"
+        "--shared 'a b' --shared c --prebuffer 0 --uneven pad"
     ) == RunSpec(
         ranks_per_vm=4, data_vms=8, units={"train": 20480, "valid": 400}, name="night-1", background=True,
         rehearse=True, backend="cpu:gloo,cuda:nccl", max_restarts=3, hang_timeout=1.5, output=(0, 1, 3),
-        returned=("model", "losses"), rank_writes="deny", shared=("a b", "c"), prebuffer=0, uneven="pad", keep=True,
+        returned=("model", "losses"), rank_writes="deny", shared=("a b", "c"), prebuffer=0, uneven="pad",
     )  # fmt: skip
-    assert options("--post-mortem --return none --output none --cpus 1 --units 7") == RunSpec(
-        ranks_per_vm=4, post_mortem=True, returned=(), output="none", data_vms=1, units=7
+    assert options("--return none --output none --cpus 1 --units 7") == RunSpec(
+        ranks_per_vm=4, returned=(), output="none", data_vms=1, units=7
     )
 
 
 def test_settings_hold_where_the_header_is_silent() -> None:
     """``taas.toml`` gives defaults; the header overrides them; shared directories add up."""
     settings: dict[str, Any] = {
-        "run": RunConfig(hang_timeout=60.0, max_restarts=2, output="all"),
-        "storage": StorageConfig(shared=("ckpt",), rank_writes="deny"),
+        "run.hang_timeout": 60.0,
+        "run.max_restarts": 2,
+        "run.output": "all",
+        "storage.shared": ("ckpt",),
+        "storage.rank_writes": "deny",
     }
-    silent = options("", **settings)
+    silent = options("", settings=settings)
     assert (silent.hang_timeout, silent.max_restarts, silent.output) == (60.0, 2, "all")
     assert (silent.shared, silent.rank_writes) == (("ckpt",), "deny")
-    said = options("--hang-timeout 5 --output 0 --rank-writes discard --shared b --shared ckpt", **settings)
+    said = options(
+        "--hang-timeout 5 --output 0 --rank-writes discard --shared b --shared ckpt", settings=settings
+    )
     assert (said.hang_timeout, said.output, said.rank_writes, said.shared) == (
         5.0,
         "0",
@@ -118,11 +127,30 @@ def test_settings_hold_where_the_header_is_silent() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("90", 90), ("1.5", 1.5), ("45s", 45), ("45sec", 45), ("5m", 300), ("5min", 300), ("1.5h", 5400)],
+)
+def test_a_time_may_have_a_unit(text: str, seconds: float) -> None:
+    """Seconds are meant where no unit is given."""
+    assert options(f"--hang-timeout {text}").hang_timeout == seconds
+
+
 REFUSED = {
     "#!g2.8\n#pragma taas --gpus 12": "8, 16 or 32 (1, 2 or 4 VMs of 8 GPUs); type --gpus 16",
+    "#!g2.1\n#pragma taas --gpus 3": "1, 2 or 4 (1, 2 or 4 VMs of 1 GPU); type --gpus 4",
     "#!g2.8\n#pragma taas --gpus 4": "type --gpus 8",
     "#!g2.8\n#pragma taas --gpus 64": "type --gpus 32",
-    "#!g9.9\n": "type #!g",
+    "#!g9.9\n": "c1.4, c1.8, c1.32, c1.80 (no GPU), g1.1, g1.2, g1.4 (V100), g2.1, g2.2, g2.4, g2.8 (A100); type #!g",
+    "#!a100.8\n": "type #!g2.8",
+    "#!v100.4\n": "type #!g1.4",
+    "#!A100\n": "type #!g2.8",
+    "#!8xA100\n": "type #!g2.8",
+    "#!g2.16\n": "type #!g2.8",
+    "#!g2.3\n": "type #!g2.4",
+    "#!g2\n": "type #!g2.8",
+    "#!h100.8\n": "type #pragma taas --gpus auto without it",
+    "#!zzzz\n#pragma taas --gpus 2": "type #pragma taas --gpus auto without it",
     "#!G2.8\n": "type #!g2.8",
     "#!g28\n#pragma taas --gpus 8": "type #!g2.8",
     "#!/usr/bin/env python\n#!g2,8\n#pragma taas --gpus 8": "type #!g2.8",
@@ -143,11 +171,40 @@ REFUSED = {
     "#pragma taas --gpus 8 --gpus 8": "given twice",
     "#pragma taas --gpu 8": "type --gpus",
     "#pragma taas --GPUS=8": "type --gpus=8",
-    "#pragma taas -gpus 8": "type --gpus",
-    "#pragma taas \u2013gpus 8": "type --gpus",
-    "#pragma taas \u2014gpus 8": "type --gpus",
+    "#pragma taas -gpus 8": "; type --gpus 8",
+    "#pragma taas -g 8": "allowed is --gpus",
+    "#pragma taas \u2013gpus 8": "; type --gpus 8",
+    "#pragma taas \u2014gpus 8": "; type --gpus 8",
+    "#pragma taas --nproc_per_node 4": "; type --gpus 4",
+    "#pragma taas --nproc-per-node=4": "; type --gpus=4",
+    "#pragma taas --nproc 4": "; type --gpus 4",
+    "#pragma taas --num_processes 4": "; type --gpus 4",
+    "#pragma taas --world-size 4": "; type --gpus 4",
+    "#pragma taas --num-gpus 4": "; type --gpus 4",
+    "#pragma taas --ngpu 4": "; type --gpus 4",
+    "#pragma taas -n 4": "; type --gpus 4",
+    "#pragma taas -np 4": "; type --gpus 4",
+    "#pragma taas --gpus 2 --detach": "; type --background",
+    "#pragma taas --gpus 2 --type g2.8": "type #!g2.8",
+    "#pragma taas --gpus 2 --instance=g2.8": "type #!g2.8",
+    "#pragma taas --gpus 2 --keep --background": "leave --background out",
+    "#pragma taas --gpus 2 --keep --max-restarts 1": "leave --max-restarts out",
+    "#pragma taas --gpus 2 --nnodes 2": "leave it out",
+    "#pragma taas --gpus 2 --rdzv-backend c10d": "leave it out",
+    "#pragma taas --gpus 2 --master_port 29500": "leave it out",
+    "#pragma taas --gpus all": "type --gpus auto",
+    "#pragma taas --gpus 2, --output all": "type --gpus 2",
+    "#pragma taas g2.8 --gpus 8": "type #!g2.8",
+    "%%taas g2.8 --gpus 8": "type --on g2.8",
+    "#pragma taas --gpus 2 --background yes": "--background without a value; leave yes out",
+    "#pragma taas --gpus 2 --return model losses": "join several by commas",
+    "#pragma taas --gpus 2 --uneven": "drop or pad or raise; type --uneven drop",
+    "#pragma taas --gpus 2 --max-restarts": "from 0 to 100; type --max-restarts 1",
+    "#pragma taas --help": "%%taas?",
+    "#pragma taas --gpus 2 --kep": "type --keep",
     "#pragma taas gpus=8": "type --gpus=8",
     "#pragma taas 8": "type --gpus 8",
+    "#pragma taas --gpus 8 --name my run": "run stands alone",
     "#pragma taas --gpus 8 \\": "one line",
     "#pragma taas --gpus 8 --wibble": "leave it out",
     "#pragma taas --gpus 8 --on g2.8": "type #!g2.8",
@@ -164,9 +221,10 @@ REFUSED = {
     "#pragma taas --gpus 8 --cpus 1 --units trian=5": "type --units train=5",
     "#pragma taas --gpus 8 --cpus 1 --uneven cut": "drop or pad or raise",
     "#pragma taas --gpus 8 --background=1": "without a value; type --background",
-    "#pragma taas --gpus 8 --background --post-mortem": "leave --background out",
     "#pragma taas --gpus 8 --max_restarts 3": "type --max-restarts",
-    "#pragma taas --gpus 8 --hang-timeout 5m": "a number of seconds above 0; type --hang-timeout 5",
+    "#pragma taas --gpus 8 --hang-timeout 5 min": "min stands alone: allowed is one value after --hang-timeout",
+    "#pragma taas --gpus 8 --hang-timeout 5d": "a time such as 5min; type --hang-timeout 300",
+    "#pragma taas --gpus 8 --hang-timeout 0min": "above 0",
     "#pragma taas --gpus 8 --hang-timeout 0": "above 0",
     "#pragma taas --gpus 8 --hang-timeout inf": "above 0",
     "#pragma taas --gpus 8 --output 8": "up to 7",
@@ -183,7 +241,10 @@ REFUSED = {
     "#pragma taas --gpus 8 --shared ''": "a directory",
     "x = 1\n#pragma taas --gpus 8": "stands below code",
     "%%taas --on g2.8 --gpus 12": "8, 16 or 32",
-    "%%taas --on g2,8": "type #!g2.8",
+    "%%taas --on g2,8": "--on g2,8 is no instance type",
+    "%%taas --on g9.9": "; type --on g",
+    "%%taas --on c1.4 --gpus 2": "or type --on g2.8",
+    "%%taas --instance g2.8": "; type --on g2.8",
     "%%taas --om g2.8": "type --on",
     "%%taas": "type --gpus auto",
 }
@@ -286,7 +347,6 @@ SPECS = st.fixed_dictionaries(
         ),
         "prebuffer": st.integers(0, 10**6),
         "uneven": st.sampled_from(["drop", "pad", "raise"]),
-        "keep": st.just(True),
     },
 )
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from notebook_harness import Notebook, gone
 
-from taas.records import read_records
+from taas.runs.records import read_records
 
 pytestmark = pytest.mark.slow
 
@@ -44,7 +44,9 @@ def test_sigkill_of_the_kernel(book: Notebook) -> None:
     found = book.processes()
     assert len(found.ranks) == 2
     book.kill()
-    everything = found.supervisor + found.agents + found.forkservers + found.ranks + found.others
+    everything = (
+        found.sweepers + found.supervisor + found.agents + found.forkservers + found.ranks + found.others
+    )
     assert len(found.others) >= 6, "a child and two workers of each rank"
     assert gone(everything)
 
@@ -92,4 +94,4 @@ def test_a_kernel_that_dies_while_output_waits_for_it(book: Notebook, tmp_path: 
     while not (tmp_path / "printed").exists():
         time.sleep(0.02)
     book.kill()
-    assert gone(found.supervisor + found.agents + found.forkservers + found.ranks)
+    assert gone(found.sweepers + found.supervisor + found.agents + found.forkservers + found.ranks)

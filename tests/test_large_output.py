@@ -1,4 +1,4 @@
-"""What ranks write and say has no limit; the messages that carry it have one."""
+"""What ranks write and say has no limit; it is read in parts, and the messages that carry what they say have one."""
 
 from __future__ import annotations
 
@@ -7,11 +7,20 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from taas.agent.tails import LARGEST_DISPLAY, RankTail
-from taas.messages.ranks import Output
-from taas.messages.wire import WIRE_LIMIT, pack
-from taas.rank.error_text import fitting, fitting_lines, text_of
-from taas.rank.streams import EVENTS, KINDS, RECORD, STDERR, STDOUT, pack_display
+from taas.rank.streams import pack_display
+from taas.runs.events import (
+    EVENTS,
+    KINDS,
+    LARGEST_DISPLAY,
+    LARGEST_TEXT,
+    RECORD,
+    STDERR,
+    STDOUT,
+    Output,
+    RankEvents,
+)
+from taas.wire.framing import WIRE_LIMIT, pack
+from taas.wording import fitting, fitting_lines, text_of
 
 LIMIT = 1 << 18
 HUGE = WIRE_LIMIT + (1 << 20)
@@ -27,18 +36,21 @@ class Written:
             (folder / name).touch()
 
     def record(self, kind: str, body: bytes) -> None:
+        size = LARGEST_TEXT if kind in ("stdout", "stderr") else len(body)
         with (self.folder / EVENTS).open("ab") as file:
-            file.write(RECORD.pack(KINDS.index(kind), len(body), self.raw, 0) + body)
+            for at in range(0, len(body), size):
+                part = body[at : at + size]
+                file.write(RECORD.pack(KINDS.index(kind), len(part), self.raw, 0) + part)
 
     def raw_stdout(self, body: bytes) -> None:
         with (self.folder / STDOUT).open("ab") as file:
             self.raw += file.write(body)
 
     def messages(self) -> list[list[Output]]:
-        """What is read, each part of which becomes one message."""
-        tail = RankTail(self.folder)
+        """What is read, part by part."""
+        tail = RankEvents(self.folder)
         found = []
-        while items := tail.read(LIMIT):
+        while items := tail.read():
             found.append(items)
         tail.close()
         return found
@@ -80,8 +92,46 @@ def test_a_display_larger_than_a_message_is_said_and_left_out(tmp_path: Path) ->
     written.record("display", b"x" * (LARGEST_DISPLAY + 1))
     written.record("stdout", b"after\n")
     said = text(written.messages())
-    assert said.startswith("taas: a display of 48 MiB is left out")
+    assert said.startswith("taas: a display of 50 MB is left out")
     assert said.endswith("after\n")
+
+
+def test_pieces_of_one_stream_are_one(tmp_path: Path) -> None:
+    """Neighbouring texts become one output, whoever wrote them; another stream or a display stands between two."""
+    written = Written(tmp_path)
+    for number in range(1000):
+        written.record("stdout", f"{number}\n".encode())
+    written.raw_stdout(b"C\n")
+    written.record("stdout", "é".encode()[:1])
+    written.record("stdout", "é".encode()[1:])
+    written.record("stderr", b"err\n")
+    written.record("display", b"shown")
+    written.record("stdout", b"last\n")
+    [found] = written.messages()
+    lines = "".join(f"{number}\n" for number in range(1000))
+    assert found == [
+        Output(0, "stdout", lines + "C\né"),
+        Output(0, "stderr", "err\n"),
+        Output(0, "display", body=b"shown"),
+        Output(0, "stdout", "last\n"),
+    ]
+
+
+def test_a_record_that_is_being_written_is_read_when_it_is_whole(tmp_path: Path) -> None:
+    """Nothing that stands behind it comes before it."""
+    written = Written(tmp_path)
+    written.record("stdout", b"whole\n")
+    events = RankEvents(tmp_path)
+    assert events.read() == [Output(0, "stdout", "whole\n")]
+    record = RECORD.pack(0, 5, 0, 0) + b"half\n"
+    for part in (record[:7], record[7:-2]):
+        with (tmp_path / EVENTS).open("ab") as file:
+            file.write(part)
+        assert events.read() == []
+    with (tmp_path / EVENTS).open("ab") as file:
+        file.write(record[-2:])
+    assert events.read() == [Output(0, "stdout", "half\n")]
+    events.close()
 
 
 def test_an_error_larger_than_a_message() -> None:
@@ -91,7 +141,7 @@ def test_an_error_larger_than_a_message() -> None:
     assert (told[0], told[-1]) == ("a", "z")
     lines = fitting_lines(["first", *(["x" * HUGE] * 3), *map(str, range(100_000)), "last"])
     assert (lines[0], lines[-1]) == ("first", "last")
-    assert len(pack(Output(kind="stdout", text="".join(lines)))) < WIRE_LIMIT / 8
+    assert len(pack("".join(lines))) < WIRE_LIMIT / 8
 
 
 class _Mute(Exception):
@@ -110,7 +160,7 @@ class _Mute(Exception):
 def test_an_error_whose_text_is_no_text(error: Exception, told: str) -> None:
     """It can be sent all the same."""
     assert text_of(error) == told
-    pack(Output(kind="stderr", text=text_of(error)))
+    pack(text_of(error))
 
 
 def test_a_display_with_a_file_name_that_is_not_utf8() -> None:

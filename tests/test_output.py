@@ -162,3 +162,34 @@ def test_output_of_nobody(notebook: Notebook) -> None:
 def test_a_body_may_be_all_that_a_cell_may_be(notebook: Notebook, body: str, expected: str) -> None:
     """Magics, shell commands, top-level await and the main guard work in a rank."""
     assert expected in printed(notebook, body)
+
+
+def test_a_value_with_a_semicolon_is_quiet(notebook: Notebook) -> None:
+    """Nothing is shown, and ``Out`` stays as it is."""
+    before = notebook.value("sorted(Out)")
+    ran = notebook.good(HEAD + "4;")
+    assert ran.result is None
+    assert notebook.value("sorted(Out)") == before
+
+
+def test_an_error_that_ipython_shows_is_shown(notebook: Notebook) -> None:
+    """``%run`` of a program that fails shows its traceback, and the cell goes on."""
+    (notebook.folder / "bad.py").write_text("print('begun')\n1 / 0\n")
+    ran = notebook.run(HEAD + "%run bad.py\nn = 2")
+    assert ran.status == "ok"
+    assert ran.own == "begun\n"
+    assert "bad.py" in ran.traceback and "ZeroDivisionError" in ran.traceback
+    assert notebook.value("n") == "2"
+
+
+def test_the_shell_in_a_rank_is_the_notebooks(notebook: Notebook) -> None:
+    """Values of earlier cells, their text, and magics of the notebook are there."""
+    notebook.good("k = 2\n5")
+    notebook.good(
+        "from IPython.core.magic import register_line_magic\n"
+        "@register_line_magic\ndef double(line): return int(line) * k\ndel double"
+    )
+    ran = notebook.good(
+        HEAD + "a = %double 4\nn = max(Out)\nprint(a, Out[n], eval(f'_{n}'), repr(In[n]), repr(_ii))"
+    )
+    assert ran.own == "8 5 5 'k = 2\\n5' 'k = 2\\n5'\n"

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from notebook_harness import Notebook
+
+from taas.storage import probe
 
 pytestmark = pytest.mark.slow
 
@@ -56,3 +60,71 @@ def test_live_reads(notebook: Notebook) -> None:
         "print('all seen')"
     )
     assert ran.own == "all seen\n[rank 1] all seen\n" or ran.own == "[rank 1] all seen\nall seen\n"
+
+
+def test_the_whole_machine_as_project() -> None:
+    """A kernel started in ``/``: runs of several ranks work, and write only where nobody's project files are."""
+    written = Path("/written by rank 1 of a test")
+    book = Notebook(Path("/"))
+    try:
+        book.good("%load_ext taas")
+        book.good(
+            "#pragma taas --gpus 2\n"
+            "import os, subprocess, tempfile, torch.distributed as dist\n"
+            "dist.init_process_group()\n"
+            "if dist.get_rank():\n"
+            f"    subprocess.run(['sh', '-c', 'echo > \"$0\"', {str(written)!r}])\n"
+            "    tempfile.TemporaryFile().write(b'x')\n"
+            "dist.barrier()"
+        )
+        assert not written.exists() or probe.verdicts()[0].startswith("write rule: audit")
+    finally:
+        book.close()
+        written.unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "os.system('echo result > result.txt')",
+        "subprocess.run('echo result > result.txt', shell=True)",
+        "subprocess.run(['cp', '/dev/null', os.path.abspath('result.txt')])",
+        "!cp /dev/null result.txt",
+        "subprocess.run([sys.executable, '-c', 'open(\"result.txt\", \"w\")'])",
+    ],
+)
+def test_a_program_that_met_the_wall_is_explained(notebook: Notebook, body: str) -> None:
+    """A shell or a program that a rank starts fails without an exception: one line of the cell says why, for all ranks."""
+    ran = notebook.good(
+        f"#pragma taas --gpus 3\nimport os, subprocess, sys\nstatus = {body}"
+        if body[0] != "!"
+        else f"#pragma taas --gpus 3\n{body}"
+    )
+    [said] = [line for line in ran.stdout.splitlines() if line.startswith('taas: rank writes: "')]
+    assert "result.txt" in said
+    assert "Read-only file system" in said or "Permission denied" in said  # by the wall that this machine has
+    assert f"only rank 0 writes the project {notebook.folder}" in said
+    assert "--shared" in said
+    assert (notebook.folder / "result.txt").exists()
+
+
+def test_a_program_that_another_wall_stopped_is_not_explained(notebook: Notebook) -> None:
+    """Read-only places outside the project are the machine's business."""
+    ran = notebook.good(
+        "#pragma taas --gpus 2\nimport os\nstatus = os.system('echo sh: /sys/x: Read-only file system >&2')"
+    )
+    assert "rank writes" not in ran.stdout
+
+
+def test_an_error_of_a_program_that_met_the_wall_has_its_words(notebook: Notebook) -> None:
+    """``check=True`` raises with the program's status alone: the cell says what the program said, and why."""
+    ran = notebook.run(
+        "#pragma taas --gpus 2\nimport subprocess\n"
+        "subprocess.run(['cp', '/dev/null', 'result.txt'], check=True, capture_output=True)"
+    )
+    assert 'returned non-zero exit status 1. "cp: cannot create' in ran.evalue
+    assert "only rank 0 writes the project" in ran.evalue
+    last = ran.traceback.splitlines()[-1]
+    assert last.startswith(
+        'CellFailed: rank 1 on vm-0 raised the CalledProcessError above: "cp: cannot create'
+    )

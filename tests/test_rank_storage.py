@@ -7,21 +7,23 @@ from __future__ import annotations
 
 import errno
 import glob
+import itertools
 import os
 import shutil
 import signal
 import sqlite3
+import subprocess
 import tempfile
 from pathlib import Path
 
 import pytest
 import torch
-from storage_ranks import Run, fork, join
+from privileges import needs_mounts, needs_user_namespaces
+from storage_ranks import Run, diverted, fork, join
 
 from taas import _linux, rank_storage
 from taas.errors import StorageDenied
-
-needs_root = pytest.mark.skipif(os.getuid() != 0, reason="mounts file systems, which needs root")
+from taas.storage import probe
 
 
 @pytest.fixture
@@ -31,7 +33,7 @@ def run(tmp_path: Path) -> Run:
 
 @pytest.fixture(params=rank_storage.MECHANISMS)
 def wall(request: pytest.FixtureRequest) -> str:
-    lines = rank_storage.doctor(only=request.param)
+    lines = probe.verdicts((request.param,))
     if not lines[0].startswith(f"write rule: {request.param}"):
         pytest.skip(" ".join(lines))
     return request.param
@@ -101,14 +103,17 @@ def test_reads_are_live(run: Run, wall: str):
         return fork(body)
 
     def barrier():
-        for pipe in to_test:
-            assert os.read(pipe[0], 1) == b"."
+        for one, pipe in zip(started, to_test, strict=True):
+            if not os.read(pipe[0], 1):
+                join(one)  # which raises what it raised
 
     def release():
         for pipe in to_rank:
             os.write(pipe[1], b".")
 
     started = [rank(number) for number in range(ranks)]
+    for pipe in to_test:
+        os.close(pipe[1])
     for number in range(rounds):
         barrier()
         torch.save(torch.tensor(number), run.project / "ckpt.pt")
@@ -122,9 +127,8 @@ def test_reads_are_live(run: Run, wall: str):
         release()
     for one in started:
         assert join(one) == [[False, number, -number] for number in range(rounds)]
-    for pipe in (*to_rank, *to_test):
-        os.close(pipe[0])
-        os.close(pipe[1])
+    for fd in (*itertools.chain(*to_rank), *(pipe[0] for pipe in to_test)):
+        os.close(fd)
 
 
 def test_the_newer_of_two_versions_is_seen(run: Run):
@@ -157,6 +161,27 @@ def test_the_newer_of_two_versions_is_seen(run: Run):
     for pipe in (told, go):
         os.close(pipe[0])
         os.close(pipe[1])
+
+
+def test_a_save_by_rename_is_not_disturbed_by_that_of_rank_0(run: Run):
+    """Both write ``new`` and move it to ``done``, thousands of times: what rank 0 moved away is not missed."""
+    rounds = 3000
+    policy = run.policy(1)
+
+    def body():
+        rank_storage.guard(policy)
+        os.chdir(policy.project)
+        for number in range(rounds):
+            Path("new").write_text(str(number))
+            Path("new").read_text()
+            Path("new").replace("done")
+        return rounds
+
+    rank = fork(body)
+    while not os.waitid(os.P_PID, rank[0], os.WEXITED | os.WNOHANG | os.WNOWAIT):
+        (run.project / "new").write_text("rank 0's")
+        (run.project / "new").replace(run.project / "done")
+    assert join(rank) == rounds
 
 
 def test_a_removed_file_comes_back_when_rank_0_saves_it_again(run: Run):
@@ -197,14 +222,14 @@ def test_updating_a_file_copies_it_first(run: Run):
     assert (run.project / "log").read_text() == "start\n"
 
 
-def test_a_rank_reports_what_it_diverted(run: Run):
-    """The report names the rank's own files, none of the live ones around them."""
+def test_a_rank_has_what_it_wrote_and_nothing_else_in_its_scratch(run: Run):
+    """Its own files, none of the live ones around them."""
     (run.project / "data").mkdir()
     (run.project / "data" / "live").write_text("live")
 
     def body(guard):
         Path("data/mine").write_text("mine!")
-        return [[file.path, file.size] for file in guard.report().diverted]
+        return diverted(run)
 
     assert run.rank(body) == [["data/mine", 5]]
 
@@ -332,13 +357,32 @@ def test_c_code_at_the_wall_is_explained(run: Run):
     assert other is None
 
 
+@pytest.mark.parametrize("mechanism", ["mount", "landlock"])
+def test_what_the_wall_makes_a_program_say_is_explained(run: Run, mechanism: str):
+    """A program has no more than the system's words, which differ from wall to wall, to say that it met it."""
+    lines = probe.verdicts((mechanism,))
+    if not lines[0].startswith(f"write rule: {mechanism}"):
+        pytest.skip(" ".join(lines))
+
+    def body(guard):
+        outside = subprocess.run(["touch", "/proc/version"], capture_output=True, text=True).stderr
+        said = subprocess.run("echo x > made.txt", shell=True, capture_output=True, text=True).stderr
+        return [guard.explain_output(text) for text in (said, outside, "key: Permission denied (publickey).")]
+
+    explained, *others = run.rank(body, rank=2, mechanism=mechanism)
+    assert "made.txt" in explained
+    assert f"only rank 0 writes the project {run.project}" in explained
+    assert others == [None, None]
+    assert list(run.project.iterdir()) == []
+
+
 def test_shared_directories_are_written_by_all(run: Run, wall: str):
     """--shared is written in the project itself, is made if absent, and may lie deep."""
 
     def body(guard):
         Path("ckpt/deep/shard1").write_text("x")
         Path("ckpt/outside").write_text("y")
-        return [report.path for report in guard.report().diverted]
+        return [path for path, _ in diverted(run)]
 
     assert run.rank(body, mechanism=wall, shared=("ckpt/deep",)) == ["ckpt/outside"]
     assert [str(path.relative_to(run.project)) for path in run.project.rglob("*") if path.is_file()] == [
@@ -398,7 +442,7 @@ def test_names_with_quotes_blanks_and_newlines(tmp_path: Path, wall: str):
     assert held or wall == "audit"
 
 
-@needs_root
+@needs_mounts
 def test_other_mounts_of_the_project_are_walls_too(run: Run):
     """File systems mounted in the project, and other places where it is mounted, are read-only as well."""
     (run.project / "disk").mkdir()
@@ -425,7 +469,7 @@ def test_other_mounts_of_the_project_are_walls_too(run: Run):
     assert not (run.project / "part" / "own").exists()
 
 
-@needs_root
+@needs_mounts
 def test_kernels_before_5_12_remount_one_by_one(run: Run, monkeypatch: pytest.MonkeyPatch):
     """Without mount_setattr(2) each mount is made read-only by itself and keeps its flags."""
 
@@ -450,6 +494,7 @@ def test_kernels_before_5_12_remount_one_by_one(run: Run, monkeypatch: pytest.Mo
     assert join(fork(body)) == [True, True, ["nodev", "nosuid", "ro"]]
 
 
+@needs_user_namespaces
 def test_a_refused_mechanism_gives_way_to_the_next(run: Run):
     """Where namespaces are refused, Landlock stands, and the guard says why."""
     policy = run.policy(1)
@@ -461,7 +506,7 @@ def test_a_refused_mechanism_gives_way_to_the_next(run: Run):
         Path("/proc/sys/user/max_user_namespaces").write_text("0")
         _linux.drop_capabilities(None)
         guard = rank_storage.guard(policy)
-        return [guard.mechanism, guard.why_not]
+        return [guard.mechanism, list(guard.why_not)]
 
     mechanism, why_not = join(fork(body))
     assert mechanism == "landlock"
@@ -496,7 +541,7 @@ def test_the_ties_to_the_agent_hold(run: Run, wall: str):
 
 def test_doctor_says_what_this_machine_gives():
     """The first line names the wall; a weaker one comes with its limits."""
-    lines = rank_storage.doctor()
+    lines = probe.verdicts()
     assert lines[0].startswith("write rule: ")
-    weakest = rank_storage.doctor(only="audit")
+    weakest = probe.verdicts(("audit",))
     assert any("limit:" in line for line in weakest)

@@ -39,7 +39,7 @@ def write(path: str, text: str):
 
 def test_every_rank_saves_the_model(run: Run):
     """torch.save in eight ranks: one file, rank 0's, and one line about it."""
-    since = time.time_ns()
+    since = run.now()
     for rank in range(8):
         run.rank(lambda guard, rank=rank: torch.save({"rank": rank}, "mnist_cnn.pt"), rank=rank)
     told = settled(run, since)
@@ -64,7 +64,7 @@ def test_a_file_from_before_the_run_is_not_rank_0s(run: Run):
 
 def test_what_only_others_wrote_is_kept_and_recovered(run: Run):
     """The cell says what was kept and from whom; recovering brings it to its place and clears the kept folder."""
-    since = time.time_ns()
+    since = run.now()
     for rank in (1, 2, 3):
         run.rank(write(f"ckpt/shard{rank}", "x" * 1500), rank=rank)
     told = settled(run, since)
@@ -80,7 +80,7 @@ def test_what_only_others_wrote_is_kept_and_recovered(run: Run):
 
 def test_equal_versions_are_kept_once_and_others_apart(run: Run):
     """Where several ranks wrote a path, equal versions are one file; different ones all reach the project."""
-    since = time.time_ns()
+    since = run.now()
     for rank, text in ((1, "same"), (2, "same"), (3, "other")):
         run.rank(write("log", text), rank=rank)
     (file,) = settled(run, since).kept
@@ -92,7 +92,7 @@ def test_equal_versions_are_kept_once_and_others_apart(run: Run):
 
 def test_recovering_overwrites_only_when_told(run: Run):
     """A path that exists stops the recovery before anything is written."""
-    since = time.time_ns()
+    since = run.now()
     run.rank(write("a", "rank 1's"))
     run.rank(write("b", "rank 1's"))
     settled(run, since)
@@ -168,7 +168,7 @@ def test_a_second_run_of_the_same_name_keeps_both(run: Run):
 def test_removals_by_others_are_said(run: Run):
     """What another rank removed and rank 0 did not is still there, and the cell says so."""
     (run.project / "old.pt").touch()
-    since = time.time_ns()
+    since = run.now()
     run.rank(lambda guard: Path("old.pt").unlink())
     assert settled(run, since).lines() == [
         "rank writes: old.pt removed by rank 1 but not by rank 0: still there"
@@ -184,7 +184,7 @@ def test_nothing_written_says_nothing(run: Run):
 
 def test_links_are_kept_as_links(run: Run):
     """A link that only another rank made comes back as a link."""
-    since = time.time_ns()
+    since = run.now()
 
     def body(guard):
         Path("ckpt1").write_text("x")
@@ -249,7 +249,7 @@ def load_sharded(folder: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_sharded_checkpoint_is_kept_and_recovered(run: Run, tmp_path: Path):
     """Without --shared nothing of it is lost: the cell says how to recover it, and then it loads."""
-    since = time.time_ns()
+    since = run.now()
     save_sharded(run, tmp_path / "store")
     told = settled(run, since)
     assert [file.path for file in told.kept] == ["ckpt/__1_0.distcp", "ckpt/__2_0.distcp"]
@@ -265,7 +265,7 @@ def test_a_sharded_checkpoint_is_kept_and_recovered(run: Run, tmp_path: Path):
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_sharded_checkpoint_in_a_shared_directory_loads(run: Run, tmp_path: Path):
     """With --shared every rank writes the project there, and nothing is left to say."""
-    since = time.time_ns()
+    since = run.now()
     save_sharded(run, tmp_path / "store", shared=("ckpt",))
     assert settled(run, since).lines() == []
     loaded = load_sharded(run.project / "ckpt")

@@ -16,9 +16,14 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from taas import dataloader_registry as registry
-from taas.dataloader_registry import Registration, delivering, pack_registered, reduce_registered
 from taas.delivery.loader import DeliveredLoader
-from taas.delivery.payload import load_payload
+from taas.delivery.registered import (
+    Registration,
+    delivering,
+    load_payload,
+    pack_registered,
+    reduce_registered,
+)
 from taas.errors import DeliveryError, RegistrationError
 
 
@@ -147,7 +152,7 @@ def test_the_payload_keeps_shared_memory_shared(tmp_path: Path) -> None:
     path = tmp_path / "payload"
     loader = DataLoader(Plain(), batch_size=2)
     with path.open("wb") as file:
-        pack_registered([Registration("train", loader)], file.write)
+        pack_registered([Registration("train", loader)], {}, file.write)
     [(name, parts)] = load_payload(str(path))["loaders"]
     assert name == "train"
     parts.dataset.tensor[1, 0] = 77
@@ -180,14 +185,13 @@ def test_a_registered_loader_reaches_the_ranks_as_its_delivered_self() -> None:
 
 def test_wrappers_that_would_shard_again_find_it_done() -> None:
     """accelerate passes it through; its sampler is distributed already, and yields no indices here."""
-    from accelerate import Accelerator
-
+    accelerate = pytest.importorskip("accelerate", reason="pip install jupyter-taas[gallery]")
     loader = DataLoader(Plain(), batch_size=2)
     with delivering([Registration("train", loader)]):
         file = io.BytesIO()
         _Pickler(file).dump(loader)
     delivered = cloudpickle.loads(file.getvalue())
-    assert Accelerator(cpu=True).prepare(delivered) is delivered
+    assert accelerate.Accelerator(cpu=True).prepare(delivered) is delivered
     assert isinstance(delivered.sampler, torch.utils.data.DistributedSampler)
     with pytest.raises(DeliveryError, match="drawn where its data workers are"):
         next(iter(delivered.sampler))
@@ -204,5 +208,5 @@ def test_importing_the_registry_imports_no_torch() -> None:
 
 def test_the_coordinator_imports_no_torch() -> None:
     """It has to be there at once, and holds nothing of the user's."""
-    program = "import sys, taas.delivery.coordinator, taas.delivery.service; sys.exit('torch' in sys.modules)"
+    program = "import sys, taas.delivery.coordinator; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import pytest
 import rehearsal_ranks
+import torch
 
 ONE, TWO = "rehearsal_programs", "rehearsal_programs_ranks"
+NOT_BEFORE = {"attention_over_shards": "2.7"}
+"""Programs that need a newer torch than the oldest that is supported: its DTensors gather the heads."""
 
 
 @pytest.fixture(scope="module")
@@ -32,4 +35,6 @@ def test_one_rank(program: str, alone: dict[str, str]) -> None:
 @pytest.mark.parametrize("program", rehearsal_ranks.programs(TWO))
 def test_two_ranks(program: str, together: dict[str, str]) -> None:
     """A program of several GPUs finds what it relies on."""
+    if torch.__version__ < NOT_BEFORE.get(program, "2"):
+        pytest.skip(f"torch {torch.__version__} gathers here what newer ones compute in shards")
     assert together[program] == rehearsal_ranks.OK, together[program]

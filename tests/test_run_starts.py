@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import select
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,39 +12,50 @@ import pytest
 
 from taas.engines import Demand, EngineChoice
 from taas.engines.ray import RayMachine
-from taas.header import RunSpec
-from taas.messages.agents import StartRanks
-from taas.messages.clients import DeliveryOrder, RunEnded, StateChanged, Submit
-from taas.messages.wire import Memory, Message
-from taas.supervisor.data_side import DataVms
+from taas.header.grammar import RunSpec
+from taas.runs.places import ProcessMark
+from taas.runs.records import RunRecord, read_record
+from taas.supervisor import rank_jobs
+from taas.supervisor.data_side import Phase
+from taas.supervisor.data_vms import DataVms
+from taas.supervisor.recorder import Recorder
 from taas.supervisor.runs import Run
 from taas.supervisor.vms import Vm
+from taas.wire.agents import JobOver, StartJob
+from taas.wire.clients import DeliveryOrder, Submit
+from taas.wire.framing import Memory, Message
+from taas.wire.ranks import RankEnded, RankStage
 
 
 class Beginning:
-    """A run of two VMs with two ranks each, and what it says.
+    """A run of two VMs with two ranks each, and what is written down of it.
 
     Attributes:
         told: what the VMs were told, with their keys.
-        said: what the client was told.
 
     Args:
         data_vms: that it has, too.
+        here: the address of this machine, once it is known.
+        remote: whether its VMs are other hosts.
     """
 
-    def __init__(self, project: Path, data_vms: int = 0, **options: Any) -> None:
+    def __init__(
+        self, project: Path, data_vms: int = 0, here: str = "", *, remote: bool = True, **options: Any
+    ) -> None:
+        self._here, self._remote = here, remote
         self.told: list[tuple[str, Message]] = []
-        self.said: list[Message] = []
         self.machines: list[RayMachine] = []
         self.vms = self._vms(2)
-        loaders = DeliveryOrder(Memory(0, 0, 0), processes=1, encrypt=True) if data_vms else None
+        self._payload = os.memfd_create("nothing")
+        payload = Memory(os.getpid(), self._payload, 0)
+        loaders = DeliveryOrder(payload, processes=1, encrypt=True) if data_vms else None
         submit = Submit(
             cell="",
             execution_count=1,
             project=str(project),
             environ={},
-            payload=Memory(0, 0, 0),
-            spec=RunSpec(instance="g2.2", vms=2, ranks_per_vm=2, data_vms=data_vms, **options),
+            payload=payload,
+            spec=RunSpec(name="starts", instance="g2.2", vms=2, ranks_per_vm=2, data_vms=data_vms, **options),
             gpus=(),
             device="by Ray",
             colors="nocolor",
@@ -50,13 +63,15 @@ class Beginning:
             delivery=loaders,
             engine=EngineChoice("ray"),
         )
-        self.run = Run("starts", submit, self.vms, self.data(data_vms), project, self.said.append)
+        recorder = Recorder(submit, ProcessMark.of(os.getpid()))
+        recorder.begin(())
+        self.run = Run(recorder, self.vms, self.data(data_vms), project)
 
     def _vms(self, count: int) -> list[Vm]:
         machines = [RayMachine(number, lambda number: None) for number in range(count)]
         self.machines += machines
         return [
-            Vm(machine, f"vm{number}", Demand(), lambda *told: self.told.append(told), remote=True)
+            Vm(machine, f"vm{number}", Demand(), lambda *told: self.told.append(told), remote=self._remote)
             for number, machine in enumerate(machines)
         ]
 
@@ -65,26 +80,31 @@ class Beginning:
         if not count:
             return None
         planner, *vms = self._vms(count + 1)
-        return DataVms(vms, planner, lambda: "")
+        return DataVms(vms, planner, lambda: self._here, lambda: None)
 
     def again(self, data_vms: int) -> None:
         """Start it again."""
         self._end_data()
         self.run = self.run.again(self.vms, self.data(data_vms))
 
-    def started(self) -> list[StartRanks]:
+    def started(self) -> list[StartJob]:
         """The orders to start ranks."""
-        return [told for _, told in self.told if isinstance(told, StartRanks)]
+        return [told for _, told in self.told if isinstance(told, StartJob)]
 
-    def ended(self) -> RunEnded:
-        """End it, and return what its client is told of that."""
+    @property
+    def record(self) -> RunRecord:
+        """What everybody may read of it now."""
+        record = read_record(self.run.recorder.record.folder)
+        assert record is not None
+        return record
+
+    def ended(self) -> RunRecord:
+        """End it, and return what is known of it then."""
         self.run.end()
         self._end_data()
         if self.run.state != "over":
             self.run.conclude()
-        ended = self.said[-1]
-        assert isinstance(ended, RunEnded)
-        return ended
+        return self.record
 
     def _end_data(self) -> None:
         if self.run.data is not None and not self.run.data.closed:
@@ -95,6 +115,8 @@ class Beginning:
         self.ended()
         for machine in self.machines:
             machine.end()
+        self.run.recorder.discard()
+        os.close(self._payload)
 
 
 @pytest.fixture
@@ -118,17 +140,17 @@ def test_an_agent_that_is_heard_before_its_place_is_known(begin: Callable[..., B
         vm.answered = True
         begun.run.look_at_machines()
     assert (begun.run.state, begun.started()) == ("acquiring", [])
-    assert begun.said == [StateChanged(run="starts", state="acquiring", detail="the Ray cluster")]
+    assert (begun.record.state, begun.record.waiting) == ("acquiring", "the Ray cluster")
     for number, machine in enumerate(begun.machines, 1):
         machine.come(f"10.0.0.{number}", ("0", "1"))
         begun.run.look_at_machines()
     [start] = begun.started()
-    assert (start.order.gpus, start.order.rehearsed, start.order.store.host) == (("0", "1"), 0, "10.0.0.1")
-    assert begun.said[-1] == StateChanged(run="starts", state="starting", device="4 GPUs")
+    assert (start.work.gpus, start.work.rehearsed, start.work.store.host) == (("0", "1"), 0, "10.0.0.1")
+    assert (begun.record.state, begun.record.waiting, begun.record.device) == ("starting", "", "4 GPUs")
 
 
 def _all_come(begun: Beginning, *gpus: tuple[str, ...]) -> None:
-    for number, (vm, machine, given) in enumerate(zip(begun.vms, begun.machines, gpus, strict=True), 1):
+    for number, (vm, machine, given) in enumerate(zip(begun.vms, begun.machines[:2], gpus, strict=True), 1):
         machine.come(f"10.0.0.{number}", given)
         vm.answered = True
         begun.run.look_at_machines()
@@ -157,8 +179,8 @@ def test_vms_without_any_gpu_are_a_rehearsal(
     begun = begin(rehearse=rehearse)
     _all_come(begun, (), ())
     [start] = begun.started()
-    assert (start.order.gpus, start.order.rehearsed) == ((), 2)
-    assert begun.said[-1] == StateChanged(run="starts", state="starting", device=f"rehearsed on CPU ({why})")
+    assert (start.work.gpus, start.work.rehearsed) == ((), 2)
+    assert (begun.record.state, begun.record.device) == ("starting", f"rehearsed on CPU ({why})")
 
 
 def test_a_new_start_forgets_no_data_vm_that_was_lost(begin: Callable[..., Beginning]) -> None:
@@ -167,12 +189,78 @@ def test_a_new_start_forgets_no_data_vm_that_was_lost(begin: Callable[..., Begin
     for restart in range(2):
         data = begun.run.data
         assert data is not None
-        data.ready = True  # the first elements are there: the run goes on without this one
-        data.vms[1].machine.go(f"no node for start {restart}", "EngineError")
-        data.lose(data.vms[1], f"no node for start {restart}", lambda: None)
+        data.phase = Phase.DELIVERING  # the first elements are there: the run goes on without this one
+        vm = data.vms.by_number[1]
+        vm.machine.go(f"no node for start {restart}", "EngineError")
+        data.lose(vm, f"no node for start {restart}")
         if restart == 0:
             begun.again(data_vms=2)
     assert begun.ended().notices == (
         "data VM 1 could not be had: no node for start 0",
         "data VM 1 could not be had: no node for start 1",
     )
+
+
+def test_a_vm_that_is_lost_when_its_ranks_have_ended_well(begin: Callable[..., Beginning]) -> None:
+    """The coordinator is asked for its last word all the same: else the run would wait for it for ever."""
+    begun = begin(data_vms=1, here="127.0.0.1")
+    run = begun.run
+    assert run.data is not None
+    run.data.phase = Phase.DELIVERING
+    _all_come(begun, (), ())
+    for rank in range(4):
+        run.hear(rank // 2, RankEnded(rank=rank, outcome="done", at=0.0))
+    run.hear(0, JobOver())
+    run.vm_lost(begun.vms[1], "lost: node 10.0.0.2 does not answer any more")
+    while not run.settled:
+        assert select.select([run.data], [], [], 30)[0], (
+            "the coordinator says no more, and the run is not over"
+        )
+        run.data.step()
+    assert begun.ended().outcome == "lost"
+
+
+def _all_end_well(begun: Beginning, answer: Memory | None = None) -> None:
+    for rank in range(4):
+        begun.run.hear(rank // 2, RankStage(stage="begun", rank=rank))
+        ended = RankEnded(rank=rank, outcome="done", at=0.0, answer=answer if rank == 0 else None)
+        begun.run.hear(rank // 2, ended)
+
+
+def test_an_agent_that_dies_takes_the_names_that_it_held(begin: Callable[..., Beginning]) -> None:
+    """Its ranks have ended well, and nobody has opened their names: the record does not say that they came back."""
+    begun = begin(remote=False)
+    _all_come(begun, (), ())
+    begun.machines[0].pid = 4242
+    _all_end_well(begun, Memory(4242, 9, 100))
+    begun.run.hear(0, JobOver())
+    begun.run.vm_lost(begun.vms[0], "killed by SIGKILL")
+    begun.run.hear(1, JobOver())
+    assert begun.run.finished
+    ended = begun.ended()
+    assert (ended.outcome, ended.names) == ("lost", "no names came back")
+    assert "was killed by SIGKILL; it took rank 0's names with it" in ended.message
+
+
+@pytest.mark.parametrize(("remote", "overdue"), [(False, 2), (True, 0)])
+def test_an_abandoned_run_has_a_deadline_here(
+    begin: Callable[..., Beginning], monkeypatch: pytest.MonkeyPatch, remote: bool, overdue: int
+) -> None:
+    """An agent that is stuck is given up; one elsewhere may have files of the project to bring."""
+    monkeypatch.setattr(rank_jobs, "_END_SECONDS", -1.0)
+    begun = begin(remote=remote)
+    _all_come(begun, (), ())
+    begun.run.hear(0, begun.started()[0].work.store)
+    assert begun.run.overdue == []
+    begun.run.abandon()
+    assert len(begun.run.overdue) == overdue
+
+
+def test_names_that_were_not_packed_in_time_are_said_to_be(begin: Callable[..., Beginning]) -> None:
+    """The agent says what its rank had not done: to answer is one thing, to pack is another one."""
+    begun = begin()
+    _all_come(begun, (), ())
+    begun.run.hear(0, RankStage(stage="begun", rank=0))
+    late = RankEnded(rank=0, outcome="ended", at=0.0, message="had not packed them after 60 s")
+    begun.run.hear(0, late)
+    assert begun.ended().names == "no names came back: rank 0 had not packed them after 60 s"

@@ -1,22 +1,42 @@
-"""Nobody who does not hold a key reaches a run, and what holds keys is private."""
+"""Nobody else reaches a run: not another user of the machine, and not who does not hold a key."""
 
 from __future__ import annotations
 
+import fcntl
+import mmap
 import os
 import pickle
+import resource
+import select
+import shutil
 import socket
 import stat
+import tempfile
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
+import torch
 import zmq
-from notebook_harness import Notebook
+from delivery_run import DeliveryRun
+from notebook_harness import SWEEPER, Notebook, Processes, gone
+from ranks_harness import run_ranks, warm  # noqa: F401
+from stranger import Bomb, as_stranger, doors, only_as_root, private, try_all
+from torch.utils.data import DataLoader
+from zmq.utils.monitor import recv_monitor_message
 
-from taas.header import RunSpec
-from taas.messages.clients import Interrupt, Submit
-from taas.messages.wire import Memory, pack
+from taas.capture.payload import seal
+from taas.delivery import loader as rank_side
+from taas.delivery.transport import SlabServer, connect_data, map_slabs
+from taas.errors import EngineError
+from taas.header.grammar import RunSpec
+from taas.notebook.connections import Visit, all_connections
+from taas.wire.clients import RunRequest, Submit
+from taas.wire.framing import Memory, pack
 
 pytestmark = pytest.mark.slow
 
@@ -24,6 +44,76 @@ WAITING = (
     "#pragma taas --gpus 2\nimport time, torch.distributed as dist\ndist.init_process_group('gloo')\ndist.barrier()\n"
     "print('ready', flush=True)\nwhile not stop.exists(): time.sleep(0.01)\nprint('through')"
 )
+SPAWN = """#pragma taas --gpus 2
+import torch.multiprocessing as mp
+def work(index, entries):
+    entries.put(index + 0.5)
+    print("ready", flush=True)
+    while not stop.exists(): time.sleep(0.01)
+entries = mp.get_context("spawn").SimpleQueue()
+mp.spawn(work, args=(entries,), nprocs=2)
+print(sorted(entries.get() for _ in range(2)))
+del entries
+"""
+DELIVERED = """#pragma taas --gpus 2 --cpus 1
+steps = iter(loader)
+total = next(steps).sum()
+print("ready", flush=True)
+while not stop.exists(): time.sleep(0.01)
+print((total + sum(batch.sum() for batch in steps)).item())
+del steps, total
+"""
+BACKGROUND = """#pragma taas --gpus 2 --background --name night
+import torch.distributed as dist
+print("ready", flush=True)
+while not stop.exists(): time.sleep(0.01)
+dist.init_process_group("gloo")
+seen = [None, None]
+dist.all_gather_object(seen, dist.get_rank())
+print(seen)
+"""
+LIMIT = 64 << 20
+"""Bytes by which a stranger may make the processes of a run grow."""
+
+
+def everybody(found: Processes) -> list[psutil.Process]:
+    """All processes of taas for a notebook."""
+    kinds = (
+        found.supervisor,
+        found.agents,
+        found.forkservers,
+        found.ranks,
+        found.data_processes,
+        found.spares,
+        found.others,
+    )
+    return [process for kind in kinds for process in kind]
+
+
+@pytest.fixture(scope="module")
+def public() -> Iterator[Path]:
+    """A TMPDIR as /tmp is, which everybody can enter; pytest's own are not."""
+    folder = Path(tempfile.mkdtemp(prefix="public-", dir="/tmp"))
+    folder.chmod(0o1777)
+    yield folder
+    everywhere = psutil.Process().children(recursive=True)
+    assert gone([child for child in everywhere if child.name() == SWEEPER])  # it takes the folder away
+    left = list(folder.glob("taas-*"))
+    shutil.rmtree(folder)
+    assert not left, "the notebook left a folder"
+
+
+@pytest.fixture(scope="module")
+def notebook(tmp_path_factory: pytest.TempPathFactory, public: Path) -> Iterator[Notebook]:
+    """A notebook whose sockets would be open to others, but for taas."""
+    book = Notebook(tmp_path_factory.mktemp("project"), environ={"TMPDIR": str(public)})
+    try:
+        book.good("%load_ext taas")
+        yield book
+        everything = everybody(book.processes())
+    finally:
+        book.close()
+    assert gone(everything), "the notebook left processes"
 
 
 @pytest.fixture
@@ -40,35 +130,65 @@ def running(notebook: Notebook) -> Iterator[psutil.Process]:
     assert ran.own == "ready\nthrough\n"
 
 
-def tcp_ports(process: psutil.Process) -> list[tuple[str, int]]:
-    """Addresses on which a process listens."""
-    return [tuple(c.laddr) for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
-
-
-def test_supervisor_and_agents_listen_on_loopback_only(running: psutil.Process, notebook: Notebook) -> None:
-    """Nothing of a local run can be reached from another machine."""
+def test_a_run_on_one_machine_opens_no_port(
+    running: psutil.Process, notebook: Notebook, public: Path
+) -> None:
+    """All of taas' sockets lie in folders that nobody else can enter; the ports are gloo's, on loopback."""
     found = notebook.processes()
-    addresses = [a for p in [running, *found.agents, *found.ranks] for a, _ in tcp_ports(p)]
-    assert addresses
-    assert {address.removeprefix("::ffff:") for address in addresses} <= {"127.0.0.1", "::1"}
+    ranks = doors(found.ranks)
+    assert not doors(p for p in everybody(found) if p not in found.ranks).tcp
+    assert {address for address, _ in ranks.tcp} <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
+    paths = doors(everybody(found)).unix
+    assert len(paths) >= 2  # the supervisor and the forkserver listen
+    assert all(path.startswith("/") and private(path, public) for path in paths), paths
 
 
-def test_a_port_scan_harms_nothing(running: psutil.Process) -> None:
-    """Rubbish on the port is ignored."""
-    for address, port in tcp_ports(running):
-        for rubbish in (b"", b"GET / HTTP/1.0\r\n\r\n", os.urandom(4096), b"\xff" + b"\0" * 8 + b"\x01\x7f"):
-            with socket.create_connection((address, port), timeout=5) as stranger:
-                stranger.sendall(rubbish)
+@only_as_root
+@pytest.mark.parametrize(
+    ("cell", "printed"), [(SPAWN, "[0.5, 1.5]"), (DELIVERED, "1500.0"), (BACKGROUND, "[0, 1]")]
+)
+def test_another_user_comes_in_nowhere(
+    notebook: Notebook, public: Path, tmp_path: Path, cell: str, printed: str
+) -> None:
+    """He tries each socket 1,500 times, plants pickles, lists folders: no door opens, and the run is what it is."""
+    notebook.good("from pathlib import Path\nimport time\nstop = Path('stop')\nstop.unlink(missing_ok=True)")
+    if cell is DELIVERED:
+        notebook.good(
+            "import taas, torch\nfrom torch.utils.data import DataLoader\n"
+            "loader = DataLoader(torch.arange(80.0), batch_size=4)\ntaas.register(loader)"
+        )
+    notebook.start(cell)
+    if cell is BACKGROUND:
+        notebook.end()
+        notebook.start("%taas attach night")
+    notebook.wait_for("ready")
+    processes, trace = everybody(notebook.processes()), tmp_path / "trace"
+    before = {process: process.memory_info().rss for process in processes}
+    open_to_all = doors(processes)
+    assert len(open_to_all.unix) >= 2
+    assert as_stranger(lambda: [path.name for path in public.iterdir()])  # so far he comes
+    entered = as_stranger(lambda: try_all(open_to_all, trace))
+    assert entered == {"unix": [], "tcp": [], "stores": [], "files": []}
+    grown = {process: process.memory_info().rss - before[process] for process in processes}
+    (notebook.folder / "stop").touch()
+    ran = notebook.end()
+    assert ran.status == "ok", ran
+    assert printed in ran.own
+    assert not trace.exists()
+    assert max(grown.values()) < LIMIT, grown
+    if cell is DELIVERED:
+        notebook.good("taas.unregister(loader)")
 
 
-class Bomb:
-    """Unpickling it leaves a trace."""
-
-    def __init__(self, trace: Path) -> None:
-        self.trace = trace
-
-    def __reduce__(self) -> tuple[object, tuple[str]]:
-        return os.mkdir, (str(self.trace),)
+def test_descriptors_are_many_where_peers_come_in_and_as_usual_in_ranks(notebook: Notebook) -> None:
+    """Supervisor and agent may open all that the system allows; a rank has the limit of the notebook."""
+    limit = "import resource\nlimit = resource.getrlimit(resource.RLIMIT_NOFILE)"
+    ran = notebook.good(f"#pragma taas --gpus 2\n{limit}\nprint(limit)")
+    assert ran.own.strip() == notebook.value("__import__('resource').getrlimit(7)")
+    found = notebook.processes()
+    for process in [*found.supervisor, *found.agents]:
+        soft, hard = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
+        assert soft == hard
 
 
 def stranger(kind: str, server_key: bytes, endpoint: str, context: zmq.Context) -> zmq.Socket:
@@ -85,7 +205,7 @@ def stranger(kind: str, server_key: bytes, endpoint: str, context: zmq.Context) 
 @pytest.mark.parametrize("kind", ["no key", "another key"])
 def test_a_stray_client_gets_nothing(running: psutil.Process, tmp_path: Path, kind: str) -> None:
     """Neither commands nor pickles of a client without the key are read, and nothing is answered."""
-    [(address, port)] = tcp_ports(running)
+    [path] = doors([running]).unix
     trace = tmp_path / "trace"
     payload = pickle.dumps(Bomb(trace))
     fd = os.memfd_create("bomb")
@@ -96,8 +216,8 @@ def test_a_stray_client_gets_nothing(running: psutil.Process, tmp_path: Path, ki
     )  # fmt: skip
     context = zmq.Context()
     try:
-        client = stranger(kind, zmq.curve_keypair()[0], f"tcp://{address}:{port}", context)
-        for message in (pack(submit), pack(Interrupt(run="r1")), payload):
+        client = stranger(kind, zmq.curve_keypair()[0], f"ipc://{path}", context)
+        for message in (pack(submit), pack(RunRequest(run="r1", what="interrupt")), payload):
             client.send(message)
         assert client.poll(1500) == 0
         client.close()
@@ -115,10 +235,147 @@ def test_memory_of_another_size_or_owner_is_refused(tmp_path: Path) -> None:
     os.close(fd)
 
 
-def test_files_with_keys_are_private(running: psutil.Process) -> None:
+def test_names_are_sealed_once_the_system_lets_them_be() -> None:
+    """While somebody has pages of the file, the kernel refuses, and nobody hears of it."""
+    fd = os.memfd_create("names", os.MFD_ALLOW_SEALING)
+    os.truncate(fd, mmap.PAGESIZE)
+    written = mmap.mmap(fd, mmap.PAGESIZE)
+    sealing = threading.Thread(target=seal, args=(fd,))
+    sealing.start()
+    assert sealing.is_alive()
+    written.close()
+    sealing.join(30)
+    assert fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_WRITE
+    os.close(fd)
+
+
+def test_a_terminal_that_sees_another_tmp_is_told_so(running: psutil.Process, tmp_path: Path) -> None:
+    """The connection file is in Jupyter's folder, the socket is not: who does not see it hears why, and at once."""
+    [there] = [c for c in all_connections() if c.supervisor.pid == running.pid]
+    with pytest.raises(EngineError, match="PrivateTmp"):
+        Visit(msgspec.structs.replace(there, endpoint=f"ipc://{tmp_path}/supervisor"))
+
+
+def test_cleaners_leave_the_folder_of_sockets_alone(running: psutil.Process, public: Path) -> None:
+    """systemd-tmpfiles removes what is old in /tmp, but for folders that somebody has locked (tmpfiles.d(5))."""
+    [folder] = public.glob("taas-*")
+    fd = os.open(folder, os.O_RDONLY)
+    with pytest.raises(BlockingIOError):
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.close(fd)
+
+
+def test_files_with_keys_are_private(running: psutil.Process, public: Path) -> None:
     """Of the folders that a run uses, none can be entered by another user, and no connection file read."""
-    folders = list(Path(os.environ["TMPDIR"]).glob("taas-*"))
+    folders = list(public.glob("taas-*"))
     assert folders
     runtime = Path(os.environ["JUPYTER_RUNTIME_DIR"])
     for path in [*folders, *runtime.glob("taas*")]:
         assert not path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO), path
+
+
+def _plant_from_outside(index: int, queue: object, trace: str) -> None:
+    """Rank 0 overwrites what rank 1 has published, as anybody can who reaches a TCPStore."""
+    if index == 1:
+        queue.put("its own")  # type: ignore[attr-defined]
+        return
+    store = torch.distributed.TCPStore(
+        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False
+    )
+    store.wait(["taas/0/spawn/1/results/1"])
+    store.set("taas/0/spawn/1/results/1/0", pickle.dumps({0: [pickle.dumps(Bomb(Path(trace)))]}))  # type: ignore[arg-type]
+    store.set("taas/0/spawn/1/results/1", "1")
+
+
+def _collect(trace: str) -> None:
+    queue = torch.multiprocessing.get_context("spawn").SimpleQueue()
+    torch.multiprocessing.spawn(_plant_from_outside, args=(queue, trace), nprocs=2)
+    while not queue.empty():
+        queue.get()
+
+
+@pytest.mark.usefixtures("warm")
+def test_results_planted_in_the_store_of_several_machines_are_not_unpickled(tmp_path: Path) -> None:
+    """That store is a TCPStore, which lets everybody in: what is not sealed with the run's key is an error."""
+    outcome = run_ranks(_collect, 2, str(tmp_path / "trace"), host="127.0.0.2", fails=True, grace=60)[0]
+    assert outcome.error == "CannotAdopt", outcome
+    assert "was not read" in outcome.text
+    assert not (tmp_path / "trace").exists()
+
+
+def _replicas_of_two_runs() -> None:
+    """Rank 1 has another key, as a stranger would who takes its place in the group."""
+    from taas import adopt
+
+    assert adopt._meeting is not None
+    membership = adopt._meeting.membership
+    if membership.rank == 1:
+        membership.address = msgspec.structs.replace(membership.address, secret=bytes(32))
+    torch.nn.DataParallel(torch.nn.Linear(2, 1))(torch.ones(4, 2))
+
+
+@pytest.mark.usefixtures("warm")
+def test_what_replicas_say_to_each_other_is_sealed() -> None:
+    """gloo takes any peer; DataParallel unpickles nothing of one that has not the run's key."""
+    for outcome in run_ranks(_replicas_of_two_runs, 2, fails=True, grace=60):
+        assert outcome.error == "RanksDisagree", outcome
+        assert "not of this run" in outcome.text
+
+
+def test_silent_clients_hold_nobody_up(tmp_path: Path) -> None:
+    """Who connects to the slabs' socket and says nothing is served and forgotten, before the next one is."""
+    with (tmp_path / "slab").open("w+b") as slab:
+        slab.truncate(4096)
+        server = SlabServer(str(tmp_path), slab.fileno())
+        silent = [socket.socket(socket.AF_UNIX) for _ in range(3)]
+        for client in silent:
+            client.connect(str(tmp_path / "slabs"))
+            server.answer()
+        server.answer()  # nobody is there
+        for client in silent:
+            client.close()
+        with ThreadPoolExecutor(1) as pool:
+            wanted = pool.submit(map_slabs, str(tmp_path))
+            while not wanted.done():
+                if select.select([server], [], [], 0.1)[0]:
+                    server.answer()
+        server.close()
+        slabs = wanted.result()
+        assert slabs is not None
+        slabs.map[:1] = b"!"
+        assert (tmp_path / "slab").read_bytes()[:1] == b"!"
+
+
+def _flooded(rank: int, loaders: dict[str, DataLoader]) -> tuple[int, bool, float]:
+    """Be sent rubbish by a stranger, and by a peer; returns how the stranger fared, what is left, and the sum."""
+    connection = rank_side._connection
+    assert connection is not None
+    context, receiver = zmq.Context(), connection._receiver
+    stranger = context.socket(zmq.PUSH)
+    events = stranger.get_monitor_socket(
+        zmq.EVENT_HANDSHAKE_SUCCEEDED
+        | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+        | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    )
+    stranger.connect(receiver.address)
+    fared = recv_monitor_message(events)["event"]
+    peer = connect_data(context, receiver.address, b"", connection.config.keys)
+    for _ in range(5000):
+        peer.send_multipart([b"x" * 20, b"y"])
+    while not receiver.socket.poll(100):
+        connection._drain()  # which lets in who is at the gate
+    connection._drain()
+    left = bool(receiver.socket.poll(1000))
+    total = sum(batch.sum().item() for batch in loaders["d"])
+    for one in (peer, stranger, events):
+        one.close(0)
+    context.term()
+    return int(fared), left, total
+
+
+def test_where_the_user_chose_no_encryption_strangers_stay_out_and_floods_come_by_parts() -> None:
+    """Between hosts: without the run's password there is no connection; what peers send costs a step a bounded part."""
+    with DeliveryRun({"d": DataLoader(torch.arange(40.0), batch_size=4)}, shared=False, encrypt=False) as run:
+        [(fared, left, total)] = run.ranks(_flooded)
+    assert fared != zmq.EVENT_HANDSHAKE_SUCCEEDED
+    assert (left, total) == (True, 780.0)

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import psutil
 import pytest
 from notebook_harness import Notebook
 
-from taas import status
-from taas.connections import Connection, all_connections, write_connection
-from taas.messages.ranks import RankEnded
-from taas.records import (
-    Delivered,
-    ProcessMark,
+from taas.delivery.config import Delivered
+from taas.notebook import tables
+from taas.notebook.connections import Connection, all_connections, write_connection
+from taas.runs.places import ProcessMark
+from taas.runs.records import (
     RunRecord,
     _user,
     find_run,
@@ -26,16 +29,17 @@ from taas.records import (
     read_records,
     write_record,
 )
-from taas.retention import make_room
-from taas.stacks import Place, Trouble
+from taas.runs.retention import make_room
+from taas.runs.stacks import StackGroup, Trouble
 from taas.supervisor.rank_writes import make_scratch, settle_leftovers
+from taas.wire.ranks import RankEnded
 
 Make = Callable[..., RunRecord]
 
 
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
-    """Return a maker of runs, in a runtime folder of the test's own."""
+    """Return a data process of runs, in a runtime folder of the test's own."""
     monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path))
     me = ProcessMark.of(os.getpid())
 
@@ -69,8 +73,16 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
 def test_the_line_of_a_run_that_is_well(make: Make) -> None:
     """State, ranks, elapsed time and device; whole seconds while it goes on."""
     record = make(state="running")
-    assert status.line(record, 1075.4).text == "▸ r1 running · 8 ranks on g2.8 · 1 min 15 s · 8 GPUs"
-    assert "<b>▸ r1 running</b>" in status.line(record, 1075.4).html
+    assert tables.line(record, 1075.4).text == "▸ r1 running · 8 ranks on g2.8 · 1 min 15 s · 8 GPUs"
+    assert "<b>▸ r1 running</b>" in tables.line(record, 1075.4).html
+
+
+def test_a_line_that_a_notebook_keeps_says_where_the_rest_is(make: Make) -> None:
+    """Saved or opened again in the middle of the run, it stands still; once the run is over there is no more to say."""
+    record = make(state="running")
+    assert tables.line(record, 1075.4, kept=True).text.endswith("8 GPUs · stale? %taas attach r1")
+    over = make(state="over", outcome="done", ended=1004.0)
+    assert "attach" not in tables.line(over, kept=True).text
 
 
 def test_the_line_shows_delivery(make: Make) -> None:
@@ -79,16 +91,16 @@ def test_the_line_shows_delivery(make: Make) -> None:
         state="running",
         delivered=Delivered(ready=64, delivered=1500, planned=20480, rate=120, waited=0.25),
     )
-    assert "1,500 of 20,480 units, 64 ready, 120/s, waited 0.2 s" in status.line(record, 1010).text
+    assert "1,500 of 20,480 units, 64 ready, 120/s, waited 0.2 s" in tables.line(record, 1010).text
 
 
 def test_the_line_grows_when_something_is_wrong(make: Make) -> None:
     """The trouble, the places, and what to do; as text and as HTML, with what the user wrote escaped."""
     places = (
-        Place((0, 1), "all_reduce, cell line 4"),
-        Place((2,), "cell line 3: x<y", True, ("cell line 3: x<y",)),
+        StackGroup((0, 1), "all_reduce, cell line 4"),
+        StackGroup((2,), "cell line 3: x<y", True, ("cell line 3: x<y",)),
     )
-    view = status.line(make(state="running", trouble=Trouble("no progress", places)), 1010)
+    view = tables.line(make(state="running", trouble=Trouble("no progress", places)), 1010)
     assert view.text.splitlines()[1:] == [
         "! no progress",
         "  ranks 0–1: all_reduce, cell line 4",
@@ -105,11 +117,11 @@ def test_the_table_shows_live_runs_and_the_last_that_ended(make: Make) -> None:
     for number in range(3):
         make(state="over", outcome="done", submitted=1000.0 + number, ended=1005.0 + number)
     make("now", state="running", submitted=1100.0)
-    view = status.status(read_records(), 1110.0)
+    view = tables.status(read_records(), 1110.0)
     lines = view.text.splitlines()
     assert [line.split()[0] for line in lines] == ["run", "now", "r3"]
     assert "In[7] model = train()" in lines[1]
-    assert view.html.count("<tr>") == 3
+    assert view.html.count("<tr") == 3
     assert "delivered" not in lines[0]  # a column that nobody needs
 
 
@@ -117,7 +129,21 @@ def test_the_history_says_why(make: Make) -> None:
     """A failed run's first line of error is there."""
     first = RankEnded(rank=3, outcome="raised", at=1.0, etype="ValueError", message="bad\nbatch")
     make(state="over", outcome="failed", ended=1004.0, first=first, vm="g2.8-0")
-    assert "rank 3 on g2.8-0: ValueError: bad" in status.history(read_records()).text
+    view = tables.history(read_records(), 1010.0)
+    row, reason = view.text.splitlines()[1:]  # below its row, which keeps its widths
+    assert (row.split()[0], reason) == ("r1", "    rank 3 on g2.8-0: ValueError: bad")
+    assert re.search(r'<td colspan="7"[^>]*>rank 3 on g2.8-0: ValueError: bad</td>', view.html)
+
+
+def test_the_views_name_the_notebook(make: Make) -> None:
+    """By the name that its front end tells, with its folder's; else by the project's folder."""
+    make("one", state="running", notebook="/home/me/mnist/a.ipynb", kernel=ProcessMark(1, 1.0))
+    make("two", state="running", submitted=1001.0)
+    for view in (tables.status(read_records(), 1010.0), tables.history(read_records(), 1010.0)):
+        one, two = view.text.splitlines()[1:]
+        assert one.endswith("  mnist/a.ipynb")
+        assert "/project/" in two
+    assert "/project/ (this one)" in tables.status(read_records(), 1010.0).html
 
 
 @pytest.mark.parametrize(
@@ -126,7 +152,7 @@ def test_the_history_says_why(make: Make) -> None:
 )
 def test_spans(seconds: float, words: str) -> None:
     """Lengths of time are read, not computed."""
-    assert status.span(seconds) == words
+    assert tables.span(seconds) == words
 
 
 def test_runs_are_found_by_name_the_live_one_first(make: Make) -> None:
@@ -212,7 +238,7 @@ def test_old_runs_are_announced_before_they_are_removed(make: Make) -> None:
     for number in range(4):
         make(state="over", outcome="done", submitted=float(number))
     assert make_room(runs=2, now=5000.0) == []
-    told = status.history(read_records()).text
+    told = tables.history(read_records()).text
     assert "2 old runs (r1, r2) will be removed after" in told
     assert make_room(runs=2, now=5000.0 + 3600) == []
     removed = make_room(runs=2, now=5000.0 + 24 * 3600)
@@ -241,27 +267,81 @@ def test_the_live_view_is_one_display_that_is_updated(notebook: Notebook) -> Non
     identity = shown["transient"]["display_id"]
     assert {update["transient"]["display_id"] for update in ran.updates} == {identity}
     texts = [shown["data"]["text/plain"], *(update["data"]["text/plain"] for update in ran.updates)]
+    assert all("%taas attach calm" in text for text in texts[:-1])
     assert texts[-1].startswith("✓ calm done · 2 ranks")
     assert "rehearsed on CPU (no GPU here)" in texts[-1]
     assert len(texts) == len(set(texts))
 
 
-def test_the_finished_notebook_reads_well(tmp_path: Path) -> None:
-    """On disk, and converted by nbconvert, a run is one line of HTML and its output."""
+def executed(folder: Path, *cells: str) -> Any:
+    """Return a notebook after nbclient has run it, as a front end does: displays updated, output cleared."""
     import nbformat
     from nbclient import NotebookClient
+
+    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    NotebookClient(
+        book, timeout=120, startup_timeout=120, resources={"metadata": {"path": str(folder)}}
+    ).execute()
+    return book
+
+
+@pytest.mark.parametrize("wait", [False, True])
+def test_the_line_comes_back_after_a_clear(tmp_path: Path, wait: bool) -> None:
+    """A live curve clears what its cell shows, again and again: the line stands above what is shown last."""
+    cell = executed(
+        tmp_path,
+        "%load_ext taas",
+        "#pragma taas --gpus 1 --name curve\nfrom IPython.display import HTML, clear_output\n"
+        f"for step in range(3):\n    clear_output(wait={wait})\n    display(HTML(f'<i>{{step}}</i>'))\n    print('step', step)",
+    ).cells[1]
+    line, curve, text = cell.outputs
+    assert line.data["text/plain"].startswith("✓ curve done")
+    assert curve.data["text/html"] == "<i>2</i>"
+    assert text.text == "step 2\n"
+
+
+def test_a_clear_that_waits_for_ever_clears_nothing(tmp_path: Path) -> None:
+    """As in a cell without a header: what was shown last stays, and the line with it."""
+    cell = "from IPython.display import clear_output\nprint('shown')\nclear_output(wait=True)"
+    line, text = (
+        executed(tmp_path, "%load_ext taas", f"#pragma taas --gpus 1 --name well\n{cell}").cells[1].outputs
+    )
+    assert line.data["text/plain"].startswith("✓ well done")
+    assert text.text == "shown\n"
+
+
+def test_a_terminal_hears_of_the_end(tmp_path: Path) -> None:
+    """Where nothing can be updated, the run's beginning and its end are a line each."""
+    cell = "#pragma taas --gpus 1 --name plain\nprint('trained')"
+    code = (
+        f"import taas; get_ipython().run_cell({cell!r}); get_ipython().run_line_magic('taas', 'attach plain')"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-m", "IPython", "--no-banner", "--colors=NoColor", "-c", code],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    shown = [line for line in ran.stdout.splitlines() if "plain" in line or line == "trained"]
+    assert [line.partition(" ·")[0] for line in shown] == [
+        "taas: ▸ plain acquiring",
+        "trained",
+        "taas: ✓ plain done",
+        "taas: ✓ plain done",  # of `attach`: once
+        "trained",
+        "taas: the names of plain are in this notebook since it ended",
+    ]
+
+
+def test_the_finished_notebook_reads_well(tmp_path: Path) -> None:
+    """On disk, and converted by nbconvert, a run is one line of HTML and its output."""
     from nbconvert import HTMLExporter, MarkdownExporter
 
-    book = nbformat.v4.new_notebook(
-        cells=[
-            nbformat.v4.new_code_cell("%load_ext taas"),
-            nbformat.v4.new_code_cell("#pragma taas --gpus 2 --name page\nprint('trained')"),
-            nbformat.v4.new_code_cell("%taas"),
-        ]
+    book = executed(
+        tmp_path, "%load_ext taas", "#pragma taas --gpus 2 --name page\nprint('trained')", "%taas"
     )
-    NotebookClient(
-        book, timeout=120, startup_timeout=120, resources={"metadata": {"path": str(tmp_path)}}
-    ).execute()
     outputs = book.cells[1].outputs
     assert [output.output_type for output in outputs] == ["display_data", "stream"]
     assert outputs[0].data["text/plain"].startswith("✓ page done")

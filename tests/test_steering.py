@@ -6,20 +6,21 @@ import re
 from pathlib import Path
 
 import pytest
-from notebook_harness import Notebook
+from notebook_harness import Notebook, gone
 from test_background import terminal
 
 from taas.errors import HeaderError
-from taas.verbs import VERBS, complete, do, help_text
+from taas.notebook.steering import do
+from taas.notebook.verbs import VERBS, complete, help_text
 
 pytestmark = pytest.mark.slow
 
 
 def completions(notebook: Notebook, text: str) -> list[str]:
-    """Ask the kernel as a front end does when Tab is pressed."""
-    reply = notebook._client.complete(text, reply=True, timeout=30)
-    matches: list[str] = reply["content"]["matches"]
-    return matches
+    """Ask the kernel as a front end does when Tab is pressed; returns the last line as each choice makes it."""
+    reply = notebook._client.complete(text, reply=True, timeout=60)["content"]
+    kept = text[: reply["cursor_start"]] + "{}" + text[reply["cursor_end"] :]
+    return [kept.format(match).splitlines()[-1] for match in reply["matches"]]
 
 
 def test_the_status_table_is_live(notebook: Notebook) -> None:
@@ -52,6 +53,8 @@ def test_the_verbs_are_these() -> None:
         "history",
         "recover",
         "engine",
+        "types",
+        "install",
         "release",
         "doctor",
     ]
@@ -64,10 +67,12 @@ def test_the_verbs_are_these() -> None:
         ("stauts", "did you mean %taas status?"),
         ("frobnicate", "allowed is status, logs"),
         ("logs --rnk 3", "type --rank"),
-        ("logs --rank", "a value is missing"),
+        ("logs --rank", "--rank has no value"),
         ("status now", "now is one word too many; type %taas status"),
-        ("stop -9", "it has no options"),
+        ("release -9", "it has no options"),
         ("engine nebula", "allowed is local, or ray"),
+        ("--gpus 2", "type %%taas --gpus 2 above its code"),
+        ("--status", "did you mean %taas status?"),
         ("logs 'a", "a quote is opened and not closed"),
     ],
 )
@@ -90,13 +95,50 @@ def test_verbs_and_options_complete() -> None:
     assert complete("nonsense ") == []
 
 
-def test_the_notebook_completes_and_teaches(notebook: Notebook) -> None:
-    """Tab offers verbs, run names and header options; ``%taas?`` shows the table, ``%%taas?`` the options."""
-    notebook.good("#pragma taas --gpus 1 --name completed\nprint('hello')")
-    assert {"status", "stop", "stacks"} <= set(completions(notebook, "%taas st"))
-    assert "completed" in completions(notebook, "%taas logs comp")
-    assert "--follow" in completions(notebook, "%taas logs --f")
-    assert "--background" in completions(notebook, "#pragma taas --gpus 2 --back")
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        ("#!g2", ["#!g2.1", "#!g2.2", "#!g2.4", "#!g2.8"]),
+        ("#pragma taas --ou", ["#pragma taas --output"]),
+        ("#pragma taas --output a", ["#pragma taas --output all"]),
+        (
+            "# pragma taas --gpus 2 --uneven=",
+            [f"# pragma taas --gpus 2 --uneven={v}" for v in ("drop", "pad", "raise")],
+        ),
+        (
+            "#pragma taas --rank-writes d",
+            ["#pragma taas --rank-writes discard", "#pragma taas --rank-writes deny"],
+        ),
+        ("#pragma taas --backend n", ["#pragma taas --backend nccl"]),
+        ("#!g1.4\n#pragma taas --gpus ", [f"#pragma taas --gpus {n}" for n in ("auto", "4", "8", "16")]),
+        ("#pragma taas --name pri", []),  # and not print
+        ("#pragma taas --name ", []),
+        ("%%taas --ou", ["%%taas --output"]),
+        ("%%taas --on g1", ["%%taas --on g1.1", "%%taas --on g1.2", "%%taas --on g1.4"]),
+        ("x = 1\n%taas sta", ["%taas status", "%taas stacks"]),
+        ("%taas logs comp", ["%taas logs completed"]),
+        ("%taas logs --f", ["%taas logs --follow"]),
+    ],
+)
+def test_the_kernels_reply_completes(notebook: Notebook, typed: str, offered: list[str]) -> None:
+    """What may stand there and nothing else, as JupyterLab, Notebook and VS Code ask for it."""
+    if "comp" in typed:
+        notebook.good("#pragma taas --gpus 1 --name completed\nprint('hello')")
+    assert completions(notebook, typed) == offered
+
+
+def test_other_lines_complete_as_ever(notebook: Notebook) -> None:
+    """Names, and a line for a system's shell, are IPython's; after ``%unload_ext taas`` all is."""
+    assert "print" in completions(notebook, "pri")
+    assert "#pragma taas --output" not in completions(notebook, "x = 1  #pragma taas --ou")
+    notebook.good("%unload_ext taas")
+    assert "#pragma taas --output" not in completions(notebook, "#pragma taas --ou")
+    notebook.good("%load_ext taas\n%load_ext taas")
+    assert completions(notebook, "#pragma taas --ou") == ["#pragma taas --output"]
+
+
+def test_the_notebook_teaches(notebook: Notebook) -> None:
+    """``%taas?`` shows the table, ``%%taas?`` the options."""
     reply = notebook._client.inspect("%taas", reply=True, timeout=30)
     assert "stacks [RUN]" in reply["content"]["data"]["text/plain"]
     assert "--hang-timeout S" in notebook.good("print(get_ipython().object_inspect_text('%%taas'))").stdout
@@ -132,10 +174,58 @@ def test_logs_have_all_ranks_complete_and_in_order(notebook: Notebook) -> None:
 def test_release_gives_warm_machines_back(notebook: Notebook) -> None:
     """The next run starts new ones."""
     notebook.good("#pragma taas --gpus 1\npass")
-    assert notebook.processes().agents
+    agents = notebook.processes().agents
+    assert agents
     assert "given back" in notebook.good("%taas release").stdout
-    assert not notebook.processes().agents
+    assert gone(agents)
     assert notebook.good("#pragma taas --gpus 1\nprint('again')").own == "again\n"
+
+
+CLIPBOARD = "\x1b]52;c;Z290Y2hh\x07"
+COMMANDS = {
+    "title": "\x1b]0;mine\x07",
+    "clipboard": CLIPBOARD,
+    "clear": "\x1b[2J\x1b[H",
+    "cursor": "\x1b[3A",
+    "device control": "\x1bP+q544e\x1b\\",
+    "reset": "\x1bc",
+    "eight-bit": "\x9b2J\x9d0;mine\x9c",
+    "modes": "\x1b[?1049h\x1b[>4;2m",
+    "backspace, bell, shift out": "\b\a\x0e",
+}
+
+
+def test_ranks_give_a_terminal_no_commands(notebook: Notebook) -> None:
+    """Colours are kept; all else that ranks, cells, displays and errors hold for a terminal can be read in it."""
+    notebook.good("spell = " + repr("".join(COMMANDS.values())))
+    notebook.run(
+        f"#pragma taas --gpus 2 --name spelled\n'{CLIPBOARD}'; import os, sys\n"
+        "print('\\x1b[1;31mred\\x1b[0m\\ttab\\rline', spell); print(spell, file=sys.stderr)\n"
+        "os.write(1, spell.encode() + b'\\n'); display({'text/plain': spell}, raw=True)\n"
+        "raise ValueError('spoken ' + spell)"
+    )
+    said = {
+        words: terminal(*words)
+        for words in (("logs", "spelled"), ("status",), ("history",), ("attach", "spelled"))
+    }
+    for words, done in said.items():
+        shown = done.stdout + done.stderr
+        left = re.sub(r"\x1b\[[0-9;]*m", "", shown)
+        assert not re.search(r"[\x00-\x08\x0b-\x0c\x0e-\x1f\x7f-\x9f]", left), words
+        assert "\\x1b]52;c;Z290Y2hh" in left, words
+    assert "\x1b[1;31mred\x1b[0m\ttab" in said["logs", "spelled"].stdout
+    assert "spoken" in said["history",].stdout
+
+
+def test_types_are_the_catalog(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``types`` names each instance type with its GPUs, those of ``taas.toml``, too."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "taas.toml").write_text('[instances."x1.2"]\nvcpus = 16\ngpus = 2\ngpu_model = "L40S"\n')
+    rows = [line.split() for line in terminal("types").stdout.splitlines()]
+    assert ["#!g2.8", "8", "A100", "224", "8,", "16,", "32"] in rows
+    assert ["#!g1.1", "1", "V100", "8", "1,", "2,", "4"] in rows
+    assert ["#!c1.4", "4"] in rows
+    assert rows[-1] == ["#!x1.2", "2", "L40S", "16", "2,", "4,", "8"]
 
 
 def test_the_terminal_teaches_and_fails_with_a_status(tmp_path: Path) -> None:
@@ -144,3 +234,5 @@ def test_the_terminal_teaches_and_fails_with_a_status(tmp_path: Path) -> None:
     wrong = terminal("stauts")
     assert wrong.returncode == 2
     assert wrong.stderr == "taas: taas stauts: there is no such verb; did you mean taas status?\n"
+    assert "type %%taas --gpus 2 above its code" in terminal("--gpus", "2").stderr
+    assert "allowed is %taas engine in a notebook" in terminal("engine", "local").stderr

@@ -4,81 +4,62 @@
 cell has ended. Nothing here starts a process, opens a connection or imports a library until the program
 needs it.
 
-* ``backend``: the header may choose another one than the program.
-* ``rendezvous``: whatever meeting point a program brings, the run's own holds.
-* ``spawn``, ``notebook_launchers``: launchers run their function in the ranks instead of new processes.
+* ``rendezvous``: whatever meeting point and backend a program brings, the run's own hold.
+* ``spawn``, ``libraries``: launchers run their function in the ranks instead of new processes; rich's bars are displays.
 * ``data_parallel``: ``nn.DataParallel`` splits the batch over the ranks.
 * ``downloads``: one rank downloads, the others find it there.
+* ``membership``: the run's store; waiting for other ranks in C code can be broken off.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
-from pathlib import Path
+from taas.adopt.membership import Membership, Waits
+from taas.wire.framing import StoreAddress
 
-from taas.adopt.membership import Membership
+from . import data_parallel, downloads, libraries, rendezvous, spawn
 
-from . import backend as chosen_backend
-from . import data_parallel, downloads, notebook_launchers, rendezvous, spawn
-
-__all__ = ["finish", "install"]
+__all__ = ["Membership", "begin_run", "break_off", "explain", "finish", "install"]
 
 _meeting: rendezvous.Rendezvous | None = None
+_waits: Waits | None = None
 
 
-def _to_stderr(text: str) -> None:
-    sys.stderr.write(f"taas: {text}\n")
-    sys.stderr.flush()
-
-
-def install(
-    rank: int,
-    world_size: int,
-    local_rank: int,
-    local_world_size: int,
-    store_addr: str,
-    store_port: int,
-    rehearsed: bool,
-    *,
-    notice: Callable[[str], None] = _to_stderr,
-    project: Path | None = None,
-    backend: str | None = None,
-) -> None:
+def install(membership: Membership, backend: str | None = None) -> None:
     """Make this process a rank in which programs written for other launchers run.
 
     Args:
-        rank: global rank.
-        world_size: ranks of the run.
-        local_rank: rank on this VM.
-        local_world_size: ranks on this VM.
-        store_addr: host of the ``TCPStore`` that an agent serves for this run.
-        store_port: its port.
-        rehearsed: whether ``taas.rehearsal`` stands in for the GPUs; it is installed first.
-        notice: shows the user one line; called in rank 0 only, each text once.
-        project: the directory tree that only rank 0 writes; the working directory if not given.
+        membership: where it stands in the run. ``taas.rehearsal``, if it stands in for the GPUs, is installed first.
         backend: the torch.distributed backend to use, whatever the program asks for.
     """
-    membership = Membership(
-        rank=rank,
-        world_size=world_size,
-        local_rank=local_rank,
-        local_world_size=local_world_size,
-        store_addr=store_addr,
-        store_port=store_port,
-        rehearsed=rehearsed,
-        notice=notice,
-        project=project or Path.cwd(),
-    )
     if backend is not None:
-        chosen_backend.install(backend)
-    global _meeting
+        rendezvous.choose_backend(backend)
+    global _meeting, _waits
     _meeting = rendezvous.install(membership)
+    _waits = Waits(membership)
+    _waits.install()
     adopter = spawn.install(membership, _meeting)
-    notebook_launchers.install(membership, adopter)
-    if world_size > 1:
+    libraries.install(membership, adopter)
+    if membership.world_size > 1:
         data_parallel.install(membership)
         downloads.install(membership)
+
+
+def begin_run(address: StoreAddress) -> None:
+    """Be in the next run of kept ranks; another store than the last run's says that this one broke groups off."""
+    if _meeting is not None and _meeting.membership.begin_run(address):
+        data_parallel.close(failed=True)
+        _meeting.remake_group()
+
+
+def explain(error: BaseException) -> str | None:
+    """What is known here of an error that its user cannot know."""
+    return None if _meeting is None else _meeting.explain(error)
+
+
+def break_off() -> None:
+    """Let this rank's waiting for other ranks fail: it is to end. For a thread other than the one that waits."""
+    if _waits is not None:
+        _waits.break_off()
 
 
 def finish(*, failed: bool = False) -> None:

@@ -9,27 +9,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from taas.adopt.replica_autograd import Slices
+from taas.adopt.replica_group import Slices
 
 SAMPLED_ELEMENTS = 4096
 SAMPLED_ROWS = 64
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
-def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
-    """``value`` with ``change(tensor)`` for each tensor in its tuples, lists and dicts.
+def map_leaves(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
+    """``value`` with ``change(leaf)`` for each leaf of a class in its tuples, lists and dicts.
 
     Anything else is passed on as it is, as ``nn.DataParallel`` does.
     """
-    if isinstance(value, Tensor):
+    if isinstance(value, kind):
         return change(value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_tensors(part, change) for part in value))
+        return type(value)(*(map_leaves(part, kind, change) for part in value))
     if isinstance(value, (list, tuple)):
-        return type(value)([map_tensors(part, change) for part in value])
+        return type(value)([map_leaves(part, kind, change) for part in value])
     if isinstance(value, dict):
-        return type(value)([(key, map_tensors(part, change)) for key, part in value.items()])
+        return type(value)([(key, map_leaves(part, kind, change)) for key, part in value.items()])
     return value
+
+
+def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
+    """``value`` with ``change(tensor)`` for each of its tensors."""
+    return map_leaves(value, Tensor, change)
 
 
 def leaves(value: Any) -> Iterator[Any]:
@@ -47,11 +52,6 @@ def leaves(value: Any) -> Iterator[Any]:
 def tensors(value: Any) -> list[Tensor]:
     """The tensors in ``value``, in the order of ``map_tensors``."""
     return [leaf for leaf in leaves(value) if isinstance(leaf, Tensor)]
-
-
-def ungatherable(output: Any) -> Any:
-    """The first thing in a module's output that cannot be gathered, or ``None``."""
-    return next((leaf for leaf in leaves(output) if leaf is not None and not isinstance(leaf, Tensor)), None)
 
 
 def divide(batch: Any, ranks: int, dim: int) -> tuple[list[Slices | None], int]:
@@ -78,46 +78,19 @@ def describe(batch: Any) -> str:
     return ", ".join("x".join(map(str, t.shape)) or "scalar" for t in tensors(batch)) or "no tensor"
 
 
-def sample(tensor: Tensor) -> Tensor:
+def checksum(batch: Any) -> int:
+    """A number that differs, as good as surely, where two ranks' tensors differ."""
+    plain = [leaf for leaf in leaves(batch) if isinstance(leaf, PLAIN)]
+    value = zlib.crc32(repr(([(tuple(t.shape), t.dtype) for t in tensors(batch)], plain)).encode())
+    for part in tensors(batch):
+        if part.layout == torch.strided:
+            value = zlib.crc32(_sample(part.detach()).cpu().numpy().data, value)
+    return value
+
+
+def _sample(tensor: Tensor) -> Tensor:
     """Bytes of some elements spread over the tensor, as a flat ``uint8`` tensor on its device."""
-    values = tensor.detach()
-    if not values.is_contiguous() and values.dim():
-        values = values[:: max(1, values.shape[0] // SAMPLED_ROWS)]
-    flat = values.reshape(-1)
+    # Of some rows only: a transposed tensor is copied.
+    rows = tensor[:: max(1, tensor.shape[0] // SAMPLED_ROWS)] if tensor.dim() else tensor
+    flat = rows.reshape(-1)
     return flat[:: max(1, flat.numel() // SAMPLED_ELEMENTS)].contiguous().view(torch.uint8)
-
-
-class Checksum:
-    """A number that differs, as good as surely, where two ranks' tensors differ.
-
-    On a GPU reading it waits for the copy of a few kilobytes that was queued when it was made.
-    """
-
-    def __init__(self, batch: Any) -> None:
-        parts = tensors(batch)
-        plain = [leaf for leaf in leaves(batch) if isinstance(leaf, PLAIN)]
-        self._value = zlib.crc32(repr(([(tuple(t.shape), t.dtype) for t in parts], plain)).encode())
-        self._coming: list[Tensor] = []
-        for part in parts:
-            if part.is_cuda:
-                self._coming.append(_to_host(sample(part)))
-            elif part.layout == torch.strided:  # now: the module may change its input in place
-                self._value = zlib.crc32(sample(part).numpy().data, self._value)
-        self._copied: torch.cuda.Event | None = None
-        if self._coming:
-            self._copied = torch.cuda.Event()
-            self._copied.record()
-
-    def read(self) -> int:
-        """The checksum."""
-        if self._copied is not None:
-            self._copied.synchronize()
-        for content in self._coming:
-            self._value = zlib.crc32(content.numpy().data, self._value)
-        self._coming.clear()
-        return self._value
-
-
-def _to_host(content: Tensor) -> Tensor:
-    host = torch.empty(content.shape, dtype=content.dtype, device="cpu", pin_memory=True)
-    return host.copy_(content, non_blocking=True)

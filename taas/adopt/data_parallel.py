@@ -3,7 +3,7 @@
 Natively it copies the module to every GPU, gives each copy a slice of the batch, and gathers the outputs.
 Here the copies are the ranks. Every rank runs the whole program and loads the whole batch; inside the
 wrapped module it computes its slice only; outputs are gathered, so the loss is that of the whole batch on
-every rank, and gradients are summed once on the way back (``replica_autograd``). Parameters, buffers and
+every rank, and gradients are summed once on the way back (``replica_group``). Parameters, buffers and
 random states are rank 0's from the wrap on; buffers stay replica 0's, as DataParallel keeps them.
 
 The class is changed in place: ``isinstance(model, nn.DataParallel)``, subclasses and instances that came
@@ -15,25 +15,29 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import random
 import sys
 import threading
 import weakref
+import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from taas.adopt import batch, replica_random
-from taas.adopt.membership import Membership
+from taas.adopt import batch
+from taas.adopt.membership import Membership, in_time
 from taas.adopt.replica_group import ReplicaGroup
-from taas.adopt.replica_pass import CHECKED_AT_ONCE, Evidence, ReplicaPass
+from taas.adopt.replica_pass import ReplicaPass
+from taas.capture.generators import set_generators, states_of_generators
 from taas.errors import CannotAdopt
 
 ADVICE = (
     "nn.DataParallel runs as {size} ranks: each computes 1/{size} of every batch, but loads the whole batch. "
     "DistributedDataParallel with a DistributedSampler, or a loader registered with taas.register(), is faster."
 )
+CLOSE_SECONDS = 5.0
 OVERRIDABLE = ("replicate", "scatter", "parallel_apply", "gather")
 
 
@@ -42,12 +46,11 @@ class Replicas:
 
     def __init__(self, membership: Membership) -> None:
         self.membership = membership
-        self.random = replica_random.ReplicaRandom(membership.rank)
+        self.random = ReplicaRandom(membership.rank)
         self.passes = 0
         self._group: ReplicaGroup | None = None
         self._numbers: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
         self._homes: weakref.WeakKeyDictionary[nn.Module, torch.device] = weakref.WeakKeyDictionary()
-        self._evidence: Evidence | None = None
         self._inside = threading.local()
 
     @property
@@ -74,7 +77,8 @@ class Replicas:
             self.membership.tell(ADVICE.format(size=self.membership.world_size))
             self._numbers[module] = len(self._numbers)
             self.group.take_from_rank_0([*module.parameters(), *module.buffers()])
-            replica_random.restore(self.group.object_from_rank_0(replica_random.states(self.cuda)))
+            states = states_of_generators(cuda=self.cuda) if self.membership.rank == 0 else None
+            restore(self.group.exchange(states)[0])
         return self._numbers[module]
 
     def _settle(self, module: nn.Module) -> None:
@@ -95,14 +99,9 @@ class Replicas:
         dim: int,
         home: torch.device | None,
     ) -> Any:
-        """The module's output for the whole batch, of which this rank computes its slice.
+        """The module's output for the whole batch, of which this rank computes its slice along ``dim``.
 
-        Args:
-            module: the wrapped module.
-            args: the whole batch.
-            kwargs: the same, by name.
-            dim: the batch dimension.
-            home: where the outputs belong; where the program had put the module, if not given.
+        It goes ``home``, or where the program had put the module.
 
         Raises:
             RanksDisagree: the ranks have different batches or parameters.
@@ -111,22 +110,12 @@ class Replicas:
         number = self.take_in(module)
         self.passes += 1
         device = _device_of(module)
-        one = ReplicaPass(self.group, module, device, dim, (self.passes, number))
-        evidence = one.examine(args, kwargs)
+        one = ReplicaPass(self.group, module, device, dim, self.passes, number)
         with self._as_replica(), self.random.stream(self.cuda):
             one.compute(args, kwargs)
-        output = one.collect(self._due(evidence, device))
+        output = one.collect()
         home = home or self._homes.get(module, device)
         return output if home == device else batch.map_tensors(output, lambda tensor: tensor.to(home))
-
-    def _due(self, evidence: Evidence, device: torch.device) -> Evidence:
-        """The checksums to compare now: on a GPU, after the first passes, those of the pass before.
-
-        They are there by then; this pass's would have to be waited for.
-        """
-        due = evidence if device.type == "cpu" or self.passes <= CHECKED_AT_ONCE else self._evidence
-        self._evidence = evidence
-        return due or evidence
 
     @contextlib.contextmanager
     def _as_replica(self) -> Iterator[None]:
@@ -144,11 +133,46 @@ class Replicas:
     def close(self, *, failed: bool) -> None:
         """Leave the group, if there is one."""
         if self._group is not None:
-            leave = functools.partial(self._group.close, failed=failed)
-            closer = threading.Thread(target=leave, name="taas-close-replicas", daemon=True)
-            closer.start()
-            closer.join(5.0)
+            in_time(CLOSE_SECONDS, functools.partial(self._group.close, failed=failed))
             self._group = None
+
+
+class ReplicaRandom:
+    """Gives each replica's forward pass its own random stream.
+
+    Dropout draws as many numbers as the slice has elements, and slices differ; drawn from the program's own
+    stream (the one that shuffles, on CPU) they would lead the ranks to different batches. The stream inside
+    follows from the program's state, the rank, and the count of passes since that state changed: the same
+    seed gives the same run again.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank, self._last, self._passes = rank, -1, 0
+
+    @contextlib.contextmanager
+    def stream(self, cuda: bool) -> Iterator[None]:
+        """Draw from this rank's own stream inside, and leave the program's as it was."""
+        outside = states_of_generators(cuda=cuda)
+        origin = zlib.crc32(outside["torch"])
+        self._passes = self._passes + 1 if origin == self._last else 0
+        self._last = origin
+        seed = zlib.crc32(f"{origin}/{self._passes}/{self._rank}".encode())
+        torch.default_generator.manual_seed(seed)
+        random.seed(seed)
+        if "numpy" in outside:
+            sys.modules["numpy"].random.seed(seed)
+        if cuda:
+            torch.cuda.manual_seed(seed)
+        try:
+            yield
+        finally:
+            restore(outside)
+
+
+def restore(states: dict[str, Any]) -> None:
+    """Put the generators back into these states, the current GPU's where it is among them."""
+    device = f"cuda:{torch.cuda.current_device()}" if "cuda" in states else None
+    set_generators(states, rank=True, device=device)
 
 
 _replicas: Replicas | None = None
@@ -164,17 +188,13 @@ def install(membership: Membership) -> None:
 
 
 def close(*, failed: bool) -> None:
-    """Leave the replicas' group, if the program made one.
-
-    Args:
-        failed: the cell raised in this rank.
-    """
+    """Leave the replicas' group, if the program made one; ``failed``: the cell raised in this rank."""
     if _replicas is not None:
         _replicas.close(failed=failed)
 
 
 def _change_class(cls: Any, replicas: Replicas) -> None:
-    native_init, native_forward = cls.__init__, cls.forward
+    in_rank = replicas.membership.in_rank
 
     def init(
         self: Any,
@@ -183,15 +203,11 @@ def _change_class(cls: Any, replicas: Replicas) -> None:
         output_device: int | torch.device | None = None,
         dim: int = 0,
     ) -> None:
-        if not replicas.membership.active:
-            native_init(self, module, device_ids, output_device, dim)
-            return
         _refuse_overrides(type(self))
         nn.Module.__init__(self)
         self.module, self.dim = module, dim
-        self.device_ids = (
-            list(range(replicas.membership.local_world_size)) if device_ids is None else list(device_ids)
-        )
+        everywhere = range(replicas.membership.local_world_size)
+        self.device_ids = list(everywhere if device_ids is None else device_ids)
         self.output_device = output_device if output_device is not None else (self.device_ids or [0])[0]
         self._taas_home = _home(output_device, replicas)
         # One device is no parallelism: natively the module just runs there.
@@ -200,8 +216,6 @@ def _change_class(cls: Any, replicas: Replicas) -> None:
             replicas.take_in(module)
 
     def forward(self: Any, *inputs: Any, **kwargs: Any) -> Any:
-        if not replicas.membership.active:
-            return native_forward(self, *inputs, **kwargs)
         if getattr(self, "_taas_whole", False):
             return self.module(*inputs, **kwargs)
         _refuse_overrides(type(self))
@@ -210,15 +224,14 @@ def _change_class(cls: Any, replicas: Replicas) -> None:
             self.module, inputs, kwargs, getattr(self, "dim", 0), getattr(self, "_taas_home", None)
         )
 
-    forward._torchdynamo_disable = True  # type: ignore[attr-defined]  # its collectives are no graph's business
-    cls.__init__, cls.forward, cls.__taas_unwrap__ = init, forward, True
+    cls.__init__, cls.forward = in_rank(cls.__init__, init), in_rank(cls.forward, forward)
+    cls.__taas_unwrap__ = True
+    cls.forward._torchdynamo_disable = True  # its collectives are no graph's business
 
 
 def _change_function(replicas: Replicas) -> None:
     module: Any = sys.modules["torch.nn.parallel.data_parallel"]  # the package's attribute is the function
-    native = module.data_parallel
 
-    @functools.wraps(native)
     def data_parallel(
         module: nn.Module,
         inputs: Any,
@@ -227,16 +240,12 @@ def _change_function(replicas: Replicas) -> None:
         dim: int = 0,
         module_kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if not replicas.membership.active:
-            return native(module, inputs, device_ids, output_device, dim, module_kwargs)
         args = inputs if isinstance(inputs, tuple) else () if inputs is None else (inputs,)
-        if device_ids is not None and len(device_ids) == 1:
-            return module(*args, **(module_kwargs or {}))
-        return replicas.forward(module, args, module_kwargs or {}, dim, _home(output_device, replicas))
+        return nn.DataParallel(module, device_ids, output_device, dim)(*args, **(module_kwargs or {}))
 
-    data_parallel._torchdynamo_disable = True  # type: ignore[attr-defined]
-    module.data_parallel = data_parallel
-    nn.parallel.data_parallel = data_parallel
+    function = replicas.membership.in_rank(module.data_parallel, data_parallel)
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    module.data_parallel = nn.parallel.data_parallel = function
 
 
 def _avoid_reentrant_checkpoints(replicas: Replicas) -> None:
@@ -288,13 +297,13 @@ def _refuse_what_cannot_be_divided(module: nn.Module) -> None:
 
 
 def _device_of(module: nn.Module) -> torch.device:
-    first = next((tensor for tensor in itertools.chain(module.parameters(), module.buffers())), None)
+    first = next(itertools.chain(module.parameters(), module.buffers()), None)
     return first.device if first is not None else torch.device("cpu")
 
 
 def _home(output_device: int | torch.device | None, replicas: Replicas) -> torch.device | None:
     if output_device is None or not replicas.cuda:
         return None
-    return (
-        torch.device("cuda", output_device) if isinstance(output_device, int) else torch.device(output_device)
-    )
+    if isinstance(output_device, int):
+        return torch.device("cuda", output_device)
+    return torch.device(output_device)

@@ -1,15 +1,27 @@
-"""Where this rank stands in the run, and how it talks to the run's store."""
+"""Where this rank stands in the run, how it talks to the run's store, and how its waiting for others is broken off."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
+import socket
+import stat
+import threading
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
+from urllib.parse import quote
 
-from torch.distributed import PrefixStore, Store, TCPStore
+import torch
+import torch.distributed as dist
+from torch.distributed import FileStore, PrefixStore, Store, TCPStore
+
+from taas.wire.framing import SEAL_BYTES, StoreAddress, authenticate, seal
 
 CONNECT_TIMEOUT = timedelta(seconds=60)
 FOREVER = float("inf")
@@ -21,31 +33,27 @@ class Membership:
     """This process's place in the run.
 
     Attributes:
-        rank: global rank.
-        world_size: ranks of the run.
-        local_rank: rank on this VM.
-        local_world_size: ranks on this VM; the same on every VM.
-        store_addr: host of the run's ``TCPStore``.
-        store_port: its port.
-        rehearsed: whether this is a run without GPUs.
-        notice: shows one line to the user; called on rank 0 only.
-        project: the notebook's directory tree; only rank 0 writes it.
         pid: the rank's own process. Its forked children (DataLoader workers) inherit every patch, and
             for them each one steps aside: they are not members of the run.
     """
 
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
-    store_addr: str
-    store_port: int
-    rehearsed: bool
-    notice: Callable[[str], None]
-    project: Path
+    rank: int  # global
+    world_size: int  # ranks of the run
+    local_rank: int  # on this VM
+    local_world_size: int  # ranks on this VM; the same on every VM
+    address: StoreAddress  # where the run's store is
+    rehearsed: bool  # whether this is a run without GPUs
+    notice: Callable[[str], None]  # shows one line to the user; called on rank 0 only
+    project: Path  # the notebook's directory tree; only rank 0 writes it
     pid: int = field(default_factory=os.getpid)
     _client: TCPStore | None = None
+    _files: dict[str, FileStore] = field(default_factory=dict)
     _told: set[str] = field(default_factory=set)
+    _numbers: Counter[str] = field(default_factory=Counter)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a child that is started afresh knows: it tells nothing, and has no connection."""
+        return {**self.__dict__, "notice": None, "_client": None, "_files": {}}
 
     @property
     def active(self) -> bool:
@@ -62,24 +70,80 @@ class Membership:
         """VMs of the run."""
         return self.world_size // self.local_world_size
 
+    def in_rank(self, native: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that is ``ours`` in the rank itself, and the native one in its children.
+
+        It bears the native one's name, by which a notebook that imports it gets its own back.
+        """
+
+        @functools.wraps(native)
+        def function(*args: Any, **kwargs: Any) -> Any:
+            return (ours if self.active else native)(*args, **kwargs)
+
+        return function
+
+    def sealed(self, title: str, content: bytes) -> bytes:
+        """Return content for the other ranks, with the run's seal before it: the store, and gloo, let everybody in.
+
+        ``title`` says whose it is, and which: the seal holds for nothing else.
+        """
+        return seal(self.address.secret, title.encode(), content) + content
+
+    def opened(self, title: str, sealed: bytes) -> bytes | None:
+        """Return what another rank sealed under this title; None: it was somebody else, or something else."""
+        content = sealed[SEAL_BYTES:]
+        whose = authenticate(self.address.secret, sealed[:SEAL_BYTES] + title.encode(), content)
+        return None if whose is None else content
+
     def tell(self, text: str) -> None:
         """Show ``text`` to the user, once in this run and from rank 0 alone."""
         if self.rank == 0 and text not in self._told:
             self._told.add(text)
             self.notice(text)
 
+    def begin_run(self, address: StoreAddress) -> bool:
+        """Be a member of the next run of kept ranks; returns whether that has another store, as after a failure."""
+        self._told.clear()
+        if address == self.address:
+            return False
+        self.leave_store()
+        self.address = address
+        self._numbers.clear()
+        return True
+
+    def numbered(self, what: str) -> str:
+        """Return a prefix for the store: each rank's first, second, … use of it meets those of the others."""
+        self._numbers[what] += 1
+        return f"{what}/{self._numbers[what]}"
+
     def store(self, prefix: str) -> Store:
         """The run's store, with keys under ``prefix``.
 
-        All share one connection, as torch's own groups do: each new one asks the name service for the name of
-        the other end, which takes seconds where that service is slow. Keys carry the restart count, because the
-        store may outlive a restart.
+        On one machine each prefix has a file of its own, so that groups do not wait for each other's locks. On several,
+        all share one connection, as torch's own groups do: each new one asks the name service for the name of the other
+        end, which takes seconds where that service is slow. Keys carry the restart count there, because the store may
+        outlive a restart.
         """
+        if self.address.folder:
+            if prefix not in self._files:
+                self._files[prefix] = FileStore(str(self._file(prefix)))
+                self._files[prefix].set_timeout(CONNECT_TIMEOUT)
+            return self._files[prefix]
         if self._client is None:
             self._client = TCPStore(
-                self.store_addr, self.store_port, is_master=False, timeout=CONNECT_TIMEOUT
+                self.address.host, self.address.port, is_master=False, timeout=CONNECT_TIMEOUT
             )
         return PrefixStore(f"taas/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{prefix}", self._client)
+
+    def _file(self, prefix: str) -> Path:
+        return Path(self.address.folder, quote(prefix, safe=""))
+
+    def leave_store(self) -> list[Path]:
+        """Forget the store as it is open here, to open it anew; returns the files that it is."""
+        files = [self._file(prefix) for prefix in self._files]
+        self._client = None
+        self._files.clear()
+        return files
 
     def wait_for(self, prefix: str, key: str, seconds: float = FOREVER) -> bool:
         """Wait until ``key`` is set under ``prefix``; ``False`` if it isn't after ``seconds``.
@@ -94,3 +158,96 @@ class Membership:
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
         return True
+
+
+def in_time(seconds: float, close: Callable[[], object]) -> bool:
+    """Close something in a thread, which may wait for ever; returns whether that is done after some seconds."""
+    closer = threading.Thread(target=close, name="taas-closes", daemon=True)
+    closer.start()
+    closer.join(seconds)
+    return not closer.is_alive()
+
+
+# ---------------------------------------------------------------- waiting in C code
+#
+# While the main thread waits in gloo or in a store, no Python-level signal handler runs, and none of torch's own aborts
+# ends that wait. What it waits on can be taken away by another thread; the wait fails at once, and a pending
+# KeyboardInterrupt comes out in the place of torch's error. Peers' collectives of the same group fail, too.
+#
+# * gloo waits on TCP sockets: shut down, they fail. They are those that appear while torch makes a group; the listening
+#   one is left alone, since gloo ends the process if that fails.
+# * A store on one machine is a file that each wait opens again and again: a link to itself in its place cannot be opened.
+# * A store on several machines is a TCP connection of this rank's own.
+# * NCCL has its own abort. (From its source; not seen on GPUs yet.)
+#
+# A group that is made afterwards has another store, and works.
+
+
+class Waits:
+    """What this rank may be waiting on in C code."""
+
+    def __init__(self, membership: Membership) -> None:
+        self._membership = membership
+        self._sockets: set[int] = set()
+        self._before: set[int] | None = None
+        """Inodes of the sockets that were there before the group that is being made."""
+
+    def install(self) -> None:
+        """Note the sockets of all groups that are made from now on."""
+        module: Any = dist.distributed_c10d
+        native = module._new_process_group_helper
+
+        def make(*args: Any, **kwargs: Any) -> Any:
+            with self._noted():
+                return native(*args, **kwargs)
+
+        module._new_process_group_helper = make
+
+    @contextlib.contextmanager
+    def _noted(self) -> Iterator[None]:
+        outer, before = self._before, set(_connections())
+        self._before = before if outer is None else outer
+        try:
+            yield
+        finally:
+            self._sockets |= set(_connections()) - before
+            self._before = outer
+
+    def break_off(self) -> None:
+        """Let every wait of this rank fail; called by a thread that does not wait."""
+        before, store = self._before, self._membership.address
+        for inode, (fd, port) in _connections().items():
+            of_gloo = inode in self._sockets or (before is not None and inode not in before)
+            if of_gloo or (not store.folder and port == store.port):
+                with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as ours:
+                    ours.shutdown(socket.SHUT_RDWR)
+        for path in self._membership.leave_store():
+            with contextlib.suppress(OSError):
+                _replace_by_loop(path)
+        abort_nccl()
+
+
+def _connections() -> dict[int, tuple[int, int]]:
+    """Return this process's connected TCP sockets, by inode: the descriptor, and the port at the other end."""
+    found = {}
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # closed meanwhile, or not connected
+            status = entry.stat()
+            if stat.S_ISSOCK(status.st_mode):
+                with socket.socket(fileno=os.dup(int(entry.name))) as ours:
+                    if ours.family in (socket.AF_INET, socket.AF_INET6):
+                        found[status.st_ino] = int(entry.name), ours.getpeername()[1]
+    return found
+
+
+def _replace_by_loop(path: Path) -> None:
+    loop = path.with_name(f".{os.getpid()}-{path.name}")
+    loop.symlink_to(path.name)
+    loop.replace(path)
+
+
+def abort_nccl() -> None:
+    """Let all that waits in NCCL fail."""
+    for group, (backends, _) in list(dist.distributed_c10d._world.pg_map.items()):
+        if "nccl" in backends:
+            group._get_backend(torch.device("cuda")).abort()

@@ -2,7 +2,7 @@
 
 Programs bring their own meeting point: ``MASTER_PORT = "12355"``, ``tcp://localhost:23456``, a shared file.
 Two runs on one machine would meet there, and a port that was free a moment ago is a race. In a rank all of
-them lead to the run's store instead, which was bound by the agent and announced before the rank existed.
+them lead to the run's store instead, which the agent opened before the rank had its order (agent/run_store.py).
 
 The seam is torch's table of rendezvous handlers. Whoever calls ``init_process_group``, by whatever name it
 was imported, and ``init_device_mesh`` and RPC as well, pass through it; a store passed in by the program
@@ -15,9 +15,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -28,9 +26,9 @@ from torch.distributed import Store
 from torch.distributed.constants import default_pg_timeout
 from torch.utils.data.distributed import DistributedSampler
 
-from taas.adopt.membership import Membership
-from taas.errors import CannotAdopt
-from taas.rehearsal.patches import rewrite_calls
+from taas.adopt.membership import Membership, abort_nccl, in_time
+from taas.errors import CannotAdopt, HeaderError
+from taas.rehearsal.patches import Arguments, rewrite_calls
 
 Meeting = tuple[Store, int, int]
 Handler = Callable[..., Iterator[Meeting]]
@@ -54,7 +52,6 @@ class Rendezvous:
         self.membership = membership
         self.span = membership.local_world_size
         self.translated = False
-        self._calls: Counter[int] = Counter()
         self._last = "", 0
         self._met = 0.0
         self._parted = ""
@@ -73,8 +70,7 @@ class Rendezvous:
                 f"init_process_group was asked for rank {rank} of {size}, but this run has {me.world_size} "
                 f"rank(s). Leave rank and world_size out, or start the cell with --gpus {max(size, rank + 1)}."
             )
-        self._calls[size] += 1
-        name = f"group/{size}/{self._calls[size]}"
+        name = me.numbered(f"group/{size}")
         if size == 1 < me.world_size:
             name += f"/of-rank-{me.rank}"
             me.tell(
@@ -111,9 +107,44 @@ class Rendezvous:
                 store.set("parted", "")
             self.membership.wait_for(name, "parted", seconds)
 
+    def remake_group(self) -> None:
+        """Make the default group anew that the end of the last cell broke off, if every rank had one."""
+        me, backend = self.membership, dist.get_backend() if dist.is_initialized() else ""
+        self._last, self._parted = ("", 0), ""
+        abort_nccl()
+        close_default_group()
+        store = me.store("backends")
+        store.set(str(me.rank), backend)
+        for rank in range(me.world_size):
+            me.wait_for("backends", str(rank))
+        backends = {store.get(str(rank)).decode() for rank in range(me.world_size)}
+        if backends == {""}:
+            return
+        if "" in backends:
+            me.tell("the process group is gone, for not every rank had one when the last cell ended")
+            return
+        dist.init_process_group(backend)
+        me.tell(
+            "the end of the last cell broke the process group off, and it was made anew: make groups of your own, and "
+            "wrappers such as DDP, again"
+        )
+
     def part_alone(self) -> None:
         """Do not wait for the other ranks: this one's cell has failed."""
         self._parted = self._last[0]
+
+    def explain(self, error: BaseException) -> str | None:
+        """What a store says that waited in vain is short: name the ranks that never came to the last group."""
+        name, size = self._last
+        if not (name and isinstance(error, RuntimeError) and "timeout" in str(error).lower()):
+            return None
+        try:
+            store = self.membership.store(name)
+            missing = [rank for rank in range(size) if not store.check([f"claimed/{rank}"])]
+        except dist.DistError:  # it is gone, or was broken off
+            return None
+        names = ", ".join(map(str, missing))
+        return f"rank(s) {names} had not come to this process group of {size}" if missing else None
 
     def _asked(self, url: str) -> tuple[int, int]:
         """Rank and world size as the program gave them: in its call, else in the environment."""
@@ -174,7 +205,7 @@ def _leave_run(membership: Membership, url: str) -> None:
     """
     parts = urlparse(url)
     port = os.environ.get("MASTER_PORT") if parts.scheme == "env" else parts.port
-    if parts.scheme == "file" or str(port) == str(membership.store_port):
+    if parts.scheme == "file" or str(port) == str(membership.address.port):
         return
     if membership.world_size > 1:
         raise CannotAdopt(
@@ -210,7 +241,45 @@ def close_default_group() -> bool:
     """
     if not dist.is_initialized():
         return True
-    closer = threading.Thread(target=dist.destroy_process_group, name="taas-close-group", daemon=True)
-    closer.start()
-    closer.join(DESTROY_SECONDS)
-    return not closer.is_alive()
+    return in_time(DESTROY_SECONDS, dist.destroy_process_group)
+
+
+_AVAILABLE = {
+    "gloo": dist.is_gloo_available,
+    "mpi": dist.is_mpi_available,
+    "nccl": dist.is_nccl_available,
+    "ucc": dist.is_ucc_available,
+}
+
+
+def choose_backend(backend: str) -> None:
+    """Use this backend wherever one is chosen (``--backend``), in the place of the one that a cell asks for.
+
+    In a rehearsal the rewritten call is then the one that is rehearsed: ``nccl`` still becomes ``gloo``.
+
+    Args:
+        backend: a name, or one per device such as ``cpu:gloo,cuda:nccl``.
+
+    Raises:
+        HeaderError: this torch was built without it.
+    """
+    names = [part.rpartition(":")[2] for part in backend.split(",")]
+    unavailable = [name for name in names if not _AVAILABLE[name]()]
+    if unavailable:
+        built = ", ".join(name for name, there in _AVAILABLE.items() if there())
+        raise HeaderError(
+            f"--backend {backend}: this torch has no {unavailable[0]}; it was built with {built}"
+        )
+
+    def choose(arguments: Arguments) -> None:
+        arguments["backend"] = backend
+        if "nccl" not in names:
+            arguments.pop("device_id", None)
+            arguments.pop("pg_options", None)
+
+    def choose_again(arguments: Arguments) -> None:
+        if arguments.get("backend") is not None:
+            choose(arguments)
+
+    rewrite_calls(dist, "init_process_group", choose)
+    rewrite_calls(dist, "new_group", choose_again)

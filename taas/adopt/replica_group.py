@@ -1,7 +1,15 @@
-"""What DataParallel's replicas say to each other: a process group of taas' own.
+"""What DataParallel's replicas exchange: messages, and tensors that autograd follows.
 
-Not torch's default group, which belongs to the program and may never exist. Metadata and CPU tensors go
-through gloo, CUDA tensors through NCCL, or through gloo where two ranks share a GPU, which NCCL refuses.
+The process group is taas' own, not torch's default one, which belongs to the program and may never exist. Messages and
+CPU tensors go through gloo, CUDA tensors through NCCL, or through gloo where two ranks share a GPU, which NCCL refuses.
+
+Outside the wrapped module every rank computes the same: parameters, batch, outputs, loss. Inside, each has its own
+slice. A tensor crosses inward as a copy for each replica (a parameter) or as the replica's slice (an input); outward as
+the replicas' sum or as their slices joined (an output). Copy and sum are each other's derivative, and so are slice and
+join; hence two functions, each the other's backward, differentiable as often as one likes. They are torch's
+``Broadcast``/``ReduceAddCoalesced`` and ``Scatter``/``Gather`` with the replicas in processes. Gradients come out as
+those of the whole batch, once: the loss outside is computed by every rank, so a join passes back the rank's own slice
+without a sum; a penalty on the parameters themselves never crosses.
 """
 
 from __future__ import annotations
@@ -9,18 +17,19 @@ from __future__ import annotations
 import contextlib
 import pickle
 import socket
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._utils import _reorder_tensors_as, _take_tensors
 from torch.distributed.constants import default_pg_timeout
 
 from taas.adopt.membership import Membership
-from taas.errors import RanksDisagree
+from taas.errors import CannotAdopt, RanksDisagree
 
 Backend = Any  # ProcessGroupGloo or ProcessGroupNCCL; torch's stubs lack their collectives
 
@@ -41,12 +50,10 @@ class ReplicaGroup:
     def __init__(self, membership: Membership) -> None:
         self.rank, self.size = membership.rank, membership.world_size
         self._membership = membership
-        self._gloo = self._make_gloo()
+        store = membership.store("data-parallel/gloo")
+        self._gloo: Backend = dist.ProcessGroupGloo(store, self.rank, self.size, default_pg_timeout)
         self._cuda: Backend | None = None
-
-    def _make_gloo(self) -> Backend:
-        store = self._membership.store("data-parallel/gloo")
-        return dist.ProcessGroupGloo(store, self.rank, self.size, default_pg_timeout)
+        self._exchanges = 0
 
     def _backend(self, device: torch.device) -> Backend:
         if device.type == "cpu":
@@ -54,30 +61,42 @@ class ReplicaGroup:
         if self._cuda is None:
             mine = socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid)
             shared = len(set(self.exchange(mine))) < self.size
-            self._cuda = self._gloo if shared else self._make_nccl()
+            self._cuda = self._gloo
+            if not shared:
+                store, options = self._membership.store("data-parallel/nccl"), dist.ProcessGroupNCCL.Options()
+                self._cuda = dist.ProcessGroupNCCL(store, self.rank, self.size, options)
         return self._cuda
-
-    def _make_nccl(self) -> Backend:
-        store = self._membership.store("data-parallel/nccl")
-        options = dist.ProcessGroupNCCL.Options()
-        return dist.ProcessGroupNCCL(store, self.rank, self.size, options)
 
     def exchange(self, message: Any) -> list[Any]:
         """Every rank's small picklable message, by rank.
 
-        Pickle is as safe here as in ``all_gather_object``: the ranks are one program. The common message
-        fits one collective of fixed size; if any rank's does not, all learn it from the lengths.
+        It is sealed, since gloo takes any peer that connects. The common message fits one collective of fixed size; if
+        any rank's does not, all learn it from the lengths.
+
+        Raises:
+            RanksDisagree: a message is not the rank's whose place it has.
         """
-        encoded = pickle.dumps(message, protocol=5)
-        first = len(encoded).to_bytes(LENGTH_BYTES, "little") + encoded[: MESSAGE_BYTES - LENGTH_BYTES]
-        parts = self._all_bytes(first, MESSAGE_BYTES)
-        lengths = [int.from_bytes(part[:LENGTH_BYTES], "little") for part in parts]
-        parts = [part[LENGTH_BYTES:] for part in parts]
-        rest = max(lengths) - (MESSAGE_BYTES - LENGTH_BYTES)
-        if rest > 0:
-            tails = self._all_bytes(encoded[MESSAGE_BYTES - LENGTH_BYTES :], rest)
+        self._exchanges += 1
+        sealed = self._membership.sealed(self._title(self.rank), pickle.dumps(message, protocol=5))
+        mine = len(sealed).to_bytes(LENGTH_BYTES, "little") + sealed
+        parts = self._all_bytes(mine[:MESSAGE_BYTES], MESSAGE_BYTES)
+        ends = [LENGTH_BYTES + int.from_bytes(part[:LENGTH_BYTES], "little") for part in parts]
+        if max(ends) > MESSAGE_BYTES:
+            tails = self._all_bytes(mine[MESSAGE_BYTES:], max(ends) - MESSAGE_BYTES)
             parts = [part + tail for part, tail in zip(parts, tails, strict=True)]
-        return [pickle.loads(part[:length]) for part, length in zip(parts, lengths, strict=True)]
+        return [self._opened(rank, parts[rank][LENGTH_BYTES : ends[rank]]) for rank in range(self.size)]
+
+    def _title(self, rank: int) -> str:
+        return f"replica {rank}, exchange {self._exchanges}"
+
+    def _opened(self, rank: int, sealed: bytes) -> Any:
+        pickled = self._membership.opened(self._title(rank), sealed)
+        if pickled is None:
+            raise RanksDisagree(
+                f"What nn.DataParallel got as rank {rank}'s is not what that rank said: ranks called the module in "
+                "another order, or a process that is not of this run has connected to it (docs/security.md)."
+            )
+        return pickle.loads(pickled)
 
     def _all_bytes(self, content: bytes, width: int) -> list[bytes]:
         # On the CPU, whatever default device the program has set.
@@ -105,13 +124,7 @@ class ReplicaGroup:
                 ) from error
 
     def gather(self, tensor: Tensor, sizes: Sequence[int], dim: int) -> Tensor:
-        """All ranks' tensors, one after another along ``dim``.
-
-        Args:
-            tensor: this rank's; equal to the others' in every dimension but ``dim``.
-            sizes: each rank's extent along ``dim``.
-            dim: where they are joined.
-        """
+        """All ranks' tensors, one after another along ``dim``, where each has its extent of ``sizes``."""
         rows = tensor.detach().movedim(dim, 0)
         rest, most = rows.shape[1:], max(sizes)
         if rows.shape[0] < most:
@@ -119,51 +132,43 @@ class ReplicaGroup:
         every = rows.new_empty((self.size, most, *rest))
         if every.numel():
             mine = rows.contiguous()
-            self._backend(tensor.device)._allgather_base(
-                _bytes(every),
-                _bytes(mine),
-            ).wait()
+            self._backend(tensor.device)._allgather_base(_bytes(every), _bytes(mine)).wait()
         if all(size == most for size in sizes):
             return every.flatten(0, 1).movedim(0, dim)
         return torch.cat([part[:size] for part, size in zip(every, sizes, strict=True)]).movedim(0, dim)
 
     def sum(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The sum over ranks of each tensor; bitwise the same on every rank."""
-        results = list(tensors)
+        parts = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
         pending = []
-        for bucket in _buckets([torch.view_as_real(t) if t.is_complex() else t for t in tensors]):
-            flat = torch.cat([part.reshape(-1) for _, part in bucket])
+        for bucket, flat in _flattened(parts):
             pending.append((bucket, flat, self._backend(flat.device).allreduce([flat])))
+        totals: list[Tensor] = []
         for bucket, flat, work in pending:
             work.wait()
-            for (index, part), total in zip(bucket, flat.split([p.numel() for _, p in bucket]), strict=True):
-                shaped = total.view(part.shape)
-                results[index] = torch.view_as_complex(shaped) if tensors[index].is_complex() else shaped
-        return results
+            totals += _unflattened(flat, bucket)
+        ordered = _reorder_tensors_as(totals, parts)
+        return [
+            torch.view_as_complex(total) if tensor.is_complex() else total
+            for tensor, total in zip(tensors, ordered, strict=True)
+        ]
 
     def take_from_rank_0(self, tensors: Sequence[Tensor]) -> None:
         """Overwrite the tensors with rank 0's, in place."""
         options = dist.BroadcastOptions()
         options.rootRank = 0
         with torch.no_grad():
-            for bucket in _buckets([tensor.detach() for tensor in tensors]):
-                flat = torch.cat([part.reshape(-1) for _, part in bucket])
+            for bucket, flat in _flattened([tensor.detach() for tensor in tensors]):
                 if flat.numel():
                     self._backend(flat.device).broadcast([_bytes(flat)], options).wait()
-                if self.rank == 0:
-                    continue
-                for (_, part), value in zip(bucket, flat.split([p.numel() for _, p in bucket]), strict=True):
-                    part.copy_(value.view(part.shape))
-
-    def object_from_rank_0(self, value: Any) -> Any:
-        """Rank 0's picklable object."""
-        return self.exchange(value if self.rank == 0 else None)[0]
+                if self.rank:
+                    for part, value in zip(bucket, _unflattened(flat, bucket), strict=True):
+                        part.copy_(value)
 
     def close(self, *, failed: bool = False) -> None:
         """Shut the groups down, so that their threads don't outlive the interpreter.
 
-        Args:
-            failed: the cell raised in this rank, which explains more than that it is gone.
+        A rank that ``failed`` leaves no word: the cell's error explains more than that it is gone.
         """
         if not failed:
             with contextlib.suppress(dist.DistError):
@@ -177,16 +182,101 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.view(-1).view(torch.uint8)
 
 
-def _buckets(tensors: Sequence[Tensor]) -> list[list[tuple[int, Tensor]]]:
-    """Indexed tensors grouped by dtype and device, each group no larger than a bucket needs to be."""
-    full: list[list[tuple[int, Tensor]]] = []
-    filling: dict[tuple[torch.dtype, torch.device], list[tuple[int, Tensor]]] = defaultdict(list)
-    sizes: dict[tuple[torch.dtype, torch.device], int] = defaultdict(int)
-    for index, tensor in enumerate(tensors):
-        kind = tensor.dtype, tensor.device
-        filling[kind].append((index, tensor))
-        sizes[kind] += tensor.numel() * tensor.element_size()
-        if sizes[kind] >= BUCKET_BYTES:
-            full.append(filling.pop(kind))
-            sizes[kind] = 0
-    return full + list(filling.values())
+def _flattened(tensors: Sequence[Tensor]) -> Iterator[tuple[list[Tensor], Tensor]]:
+    """Tensors of one type together, no more at once than a bucket needs to be, and a flat copy of them."""
+    for bucket in _take_tensors(tensors, BUCKET_BYTES):
+        yield bucket, torch.cat([part.reshape(-1) for part in bucket])
+
+
+def _unflattened(flat: Tensor, bucket: Sequence[Tensor]) -> list[Tensor]:
+    """Parts of a flat tensor in the shapes of a bucket's."""
+    parts = flat.split([part.numel() for part in bucket])
+    return [value.view(part.shape) for value, part in zip(parts, bucket, strict=True)]
+
+
+# ---------------------------------------------------------------- crossings
+
+
+@dataclass(frozen=True)
+class Slices:
+    """How a tensor is divided over the ranks."""
+
+    sizes: tuple[int, ...]  # each rank's extent along ``dim``; 0 for ranks that compute nothing
+    dim: int
+
+    def of(self, tensor: Tensor, rank: int) -> Tensor:
+        """The part of ``rank``, as a view."""
+        return tensor.narrow(self.dim, sum(self.sizes[:rank]), self.sizes[rank])
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """How the tensors of one crossing travel."""
+
+    group: ReplicaGroup
+    ways: tuple[Slices | None, ...]  # for each tensor: divided, or None: as a whole
+    device: torch.device  # where this rank computes
+
+
+class Inward(torch.autograd.Function):
+    """Replicate or slice. Outputs a token first: see ``Outward``."""
+
+    @staticmethod
+    def forward(ctx: Any, crossing: Crossing, *outer: Tensor) -> tuple[Tensor, ...]:
+        """Compute this rank's tensors from those that every rank has."""
+        ctx.crossing, ctx.outer_devices = crossing, [tensor.device for tensor in outer]
+        token = torch.zeros((), device=crossing.device)
+        ctx.save_for_backward(token)
+        return token, *(
+            _inward(crossing, way, tensor) for way, tensor in zip(crossing.ways, outer, strict=True)
+        )
+
+    @staticmethod
+    def backward(ctx: Any, token_grad: Tensor, *inner_grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Sum or join the ranks' gradients; tensors that a replica did not use arrive as zeros."""
+        (token,) = ctx.saved_tensors
+        # Both tokens: second derivatives on a rank without samples have no other way back to this node.
+        outer_grads = Outward.apply(ctx.crossing, token + token_grad, *inner_grads)
+        return None, *(grad.to(device) for grad, device in zip(outer_grads, ctx.outer_devices, strict=True))
+
+
+class Outward(torch.autograd.Function):
+    """Sum or join.
+
+    Takes the token of the inward crossing, so that every rank's graph leads back there: a rank without
+    samples has no other link, and the ranks' collectives would not match.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, crossing: Crossing, token: Tensor, *inner: Tensor) -> tuple[Tensor, ...]:
+        """Compute from all ranks' tensors what every rank has."""
+        ctx.crossing = crossing
+        return _outward(crossing, inner)
+
+    @staticmethod
+    def backward(ctx: Any, *outer_grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Replicate or slice the gradient, which every rank has."""
+        return None, *Inward.apply(ctx.crossing, *outer_grads)
+
+
+def _inward(crossing: Crossing, way: Slices | None, tensor: Tensor) -> Tensor:
+    if way is None:
+        return tensor.view_as(tensor).to(crossing.device)
+    # A copy: the module may change its input in place, which autograd forbids for a view.
+    return way.of(tensor, crossing.group.rank).to(crossing.device, copy=True)
+
+
+def _outward(crossing: Crossing, inner: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    if any(tensor.is_sparse for tensor in inner):
+        raise CannotAdopt(
+            "nn.DataParallel over ranks cannot add up sparse gradients. Make the embedding with sparse=False, "
+            "or wrap the model in DistributedDataParallel."
+        )
+    whole = [index for index, way in enumerate(crossing.ways) if way is None]
+    outer = list(inner)
+    for index, total in zip(whole, crossing.group.sum([inner[index] for index in whole]), strict=True):
+        outer[index] = total
+    for index, way in enumerate(crossing.ways):
+        if way is not None:
+            outer[index] = crossing.group.gather(inner[index], way.sizes, way.dim)
+    return tuple(outer)

@@ -2,64 +2,87 @@
 
 from __future__ import annotations
 
-import pickle
+import builtins
 import threading
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from taas.adopt import batch
-from taas.adopt.replica_autograd import Crossing, Inward, Outward, Slices
-from taas.adopt.replica_group import ReplicaGroup
-from taas.adopt.replica_reports import Output, Report, check_agreement, check_outputs, error_class
-from taas.errors import CannotAdopt
+from taas.adopt.replica_group import Crossing, Inward, Outward, ReplicaGroup, Slices
+from taas.errors import CannotAdopt, RanksDisagree
 
 GRACE_SECONDS = 2.0
 STATISTIC_BYTES = 1 << 20
-CHECKED_AT_ONCE = 8  # passes whose checksums are read at once on a GPU too; later ones one pass late
+SAME_BATCH = (
+    "Every rank of a run with nn.DataParallel must load the same batches. Seed what draws them, before the "
+    "DataLoader is made (torch.manual_seed(0), and random.seed / numpy.random.seed where they are used), or give "
+    "each rank its own share: DistributedDataParallel with a DistributedSampler."
+)
+
+
+@dataclass(frozen=True)
+class ReplicaOutput:
+    """A tensor of a replica's output, described for the others."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    def extent(self, dim: int) -> int:
+        """How many rows a rank adds; a scalar is one."""
+        return self.shape[dim] if self.shape else 1
 
 
 @dataclass
-class Evidence:
-    """Checksums of a pass that may not have been read yet."""
+class PassReport:
+    """What one rank tells the others after its part of a pass.
 
-    passes: int
-    parameter: str
-    inputs: batch.Checksum
-    weights: batch.Checksum
+    Attributes:
+        output: rank 0's with a `ReplicaOutput` in the place of each tensor, where a rank has no samples.
+        buffers: what replica 0 changed: name, shape, dtype; of no meaning from others.
+    """
 
-    def read(self) -> tuple[int, int, int]:
-        """The checksums, and the pass they belong to."""
-        return self.passes, self.inputs.read(), self.weights.read()
+    passes: int  # count of passes in the program
+    number: int  # of the module
+    training: bool  # the mode it ran in
+    grad: bool  # the same
+    shapes: str = ""  # of the whole batch, as text
+    checksum: int = 0  # of the whole batch
+    parameter: tuple[str, int] = ("", 0)  # the name of one, each in turn by the pass; and its checksum
+    output: Any = None
+    outputs: list[ReplicaOutput] | None = None  # of the replica's tensors; None if it had no samples
+    buffers: list[tuple[str, tuple[int, ...], torch.dtype]] = field(default_factory=list)
+    failure: tuple[str, str] | None = None  # the class and the text of an exception
+
+    @property
+    def place(self) -> str:
+        """Where in the program this rank is."""
+        mode = "training" if self.training else "evaluating"
+        grad = "" if self.grad else ", without gradients"
+        return f"forward pass {self.passes} (module {self.number}, {mode}{grad})"
 
 
 class ReplicaPass:
     """One pass of one module over one batch, on this rank."""
 
     def __init__(
-        self, group: ReplicaGroup, module: nn.Module, device: torch.device, dim: int, place: tuple[int, int]
+        self, group: ReplicaGroup, module: nn.Module, device: torch.device, dim: int, passes: int, number: int
     ) -> None:
         self._group, self._module, self._device, self._dim = group, module, device, dim
         self._grad = torch.is_grad_enabled()
-        self._report = Report((*place, module.training, self._grad))
+        self._report = PassReport(passes, number, module.training, self._grad)
         self._token: Tensor | None = None
         self._slices: list[Tensor] = []
         self._output: Any = None
         self._error: Exception | None = None
 
-    def examine(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Evidence:
-        """Checksums of the whole batch, and of one parameter: another one each pass, so all in turn."""
-        self._report.shapes = batch.describe((args, kwargs))
-        passes = self._report.place[0]
-        named = list(self._module.named_parameters())
-        name, parameter = named[passes % len(named)] if named else ("", None)
-        return Evidence(passes, name, batch.Checksum((args, kwargs)), batch.Checksum(parameter))
-
     def compute(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Run the module on this rank's slice; an exception is kept until the others know of it."""
+        self._examine((args, kwargs))
         ways, replicas = batch.divide((args, kwargs), self._group.size, self._dim)
         weights = self._enter(batch.tensors((args, kwargs)), ways)
         if self._group.rank >= replicas:
@@ -74,7 +97,7 @@ class ReplicaPass:
                 self._output = torch.func.functional_call(self._module, weights, own_args, own_kwargs)
             else:
                 self._output = self._module(*own_args, **own_kwargs)
-            self._describe_output(some_rank_is_empty=replicas < self._group.size)
+            self._describe_output(told=replicas < self._group.size and self._group.rank == 0)
         except Exception as error:  # every rank must hear of it, or the others would wait in the exchange
             self._error, self._report.failure = error, (type(error).__name__, str(error))
         self._report.buffers = [
@@ -83,12 +106,19 @@ class ReplicaPass:
             if _may_have_changed(buffer, before.get(name), self._module.training)
         ]
 
+    def _examine(self, whole: Any) -> None:
+        """Note what has to be the same on all ranks: the whole batch, and one parameter."""
+        report, named = self._report, list(self._module.named_parameters())
+        name, parameter = named[report.passes % len(named)] if named else ("", None)
+        report.shapes, report.checksum = batch.describe(whole), batch.checksum(whole)
+        report.parameter = name, batch.checksum(parameter)
+
     def _enter(self, tensors: Sequence[Tensor], ways: Sequence[Slices | None]) -> dict[str, Tensor]:
         """Bring batch and parameters across; returns the replica's parameters that have gradients, by name."""
         named = [(n, p) for n, p in self._module.named_parameters() if p.requires_grad] if self._grad else []
         tracked = [index for index, tensor in enumerate(tensors) if self._grad and tensor.requires_grad]
         self._slices = [
-            self._plain_slice(tensor, way) if index not in tracked else tensor
+            tensor if index in tracked else self._plain_slice(tensor, way)
             for index, (tensor, way) in enumerate(zip(tensors, ways, strict=True))
         ]
         if not named and not tracked:
@@ -104,40 +134,37 @@ class ReplicaPass:
         # A copy: a module that changes its input in place would change the batch, differently on each rank.
         return part.to(self._device, non_blocking=True, copy=True)
 
-    def _describe_output(self, some_rank_is_empty: bool) -> None:
-        strange = batch.ungatherable(self._output)
-        if strange is not None:
+    def _describe_output(self, told: bool) -> None:
+        others = (leaf for leaf in batch.leaves(self._output) if not isinstance(leaf, Tensor | None))
+        for strange in others:
             raise CannotAdopt(
                 f"{type(self._module).__name__} returned a {type(strange).__name__}; nn.DataParallel gathers "
                 "tensors, None, and tuples, lists and dicts of them. Return a tensor instead."
             )
-        found = batch.tensors(self._output)
-        self._report.outputs = [Output(tuple(t.shape), t.dtype, t.requires_grad) for t in found]
-        if some_rank_is_empty and self._group.rank == 0:
-            self._report.structure = pickle.dumps(
-                batch.map_tensors(self._output, lambda t: torch.empty(0, device="cpu"))
-            )
+        described = [
+            ReplicaOutput(tuple(t.shape), t.dtype, t.requires_grad) for t in batch.tensors(self._output)
+        ]
+        if told:
+            each = iter(described)
+            self._report.output = batch.map_tensors(self._output, lambda _: next(each))
+        self._report.outputs = described
 
-    def collect(self, evidence: Evidence) -> Any:
+    def collect(self) -> Any:
         """Agree with the other ranks and gather the output of the whole batch.
-
-        Args:
-            evidence: checksums of this pass, or of the one before.
 
         Raises:
             RanksDisagree: ranks are at different places, or have different batches or parameters.
             CannotAdopt: the replicas' outputs don't match.
         """
-        self._report.checksum, self._report.parameter = evidence.read(), evidence.parameter
-        reports: list[Report] = self._group.exchange(self._report)
+        reports: list[PassReport] = self._group.exchange(self._report)
         if self._error is None or not all(report.failure for report in reports):
             check_agreement(reports)
         self._raise_failures(reports)
         check_outputs(reports)
-        self._settle_buffers(reports)
+        self._take_buffers(reports[0].buffers)
         return self._gather(reports)
 
-    def _raise_failures(self, reports: Sequence[Report]) -> None:
+    def _raise_failures(self, reports: Sequence[PassReport]) -> None:
         if self._error is not None:
             raise self._error
         for rank, report in enumerate(reports):
@@ -147,54 +174,49 @@ class ReplicaPass:
                 name, text = report.failure
                 raise error_class(name)(f"Caught {name} in replica {rank} of nn.DataParallel: {text}")
 
-    def _settle_buffers(self, reports: Sequence[Report]) -> None:
+    def _take_buffers(self, changed: Sequence[tuple[str, tuple[int, ...], torch.dtype]]) -> None:
         """Give every rank the buffers that replica 0 changed."""
-        changed = reports[0].buffers
-        if not changed:
-            return
         mine = dict(self._module.named_buffers())
         for name, shape, dtype in changed:
             if name not in mine or (tuple(mine[name].shape), mine[name].dtype) != (shape, dtype):
                 owner, _, attribute = name.rpartition(".")
                 mine[name] = torch.empty(shape, dtype=dtype, device=self._device)
                 setattr(self._module.get_submodule(owner), attribute, mine[name])
-        self._group.take_from_rank_0([mine[name] for name, _, _ in changed])
+        if changed:
+            self._group.take_from_rank_0([mine[name] for name, _, _ in changed])
 
-    def _gather(self, reports: Sequence[Report]) -> Any:
-        described = [report.outputs for report in reports]
-        first = reports[0].outputs or []
-        own = batch.tensors(self._output) if self._report.outputs is not None else list(self._nothing(first))
-        joined: list[Tensor | None] = [None] * len(own)
-        tracked, ways = [], []
-        for index, tensor in enumerate(own):
-            scalar = not first[index].shape
-            dim = 0 if scalar else self._dim
-            way = Slices(tuple(_extent(outputs, index, dim) for outputs in described), dim)
-            rows = tensor.reshape(1) if scalar and not tensor.dim() else tensor
-            if self._grad and any(
-                outputs is not None and outputs[index].requires_grad for outputs in described
-            ):
-                tracked.append((index, rows))
-                ways.append(way)
+    def _gather(self, reports: Sequence[PassReport]) -> Any:
+        """Join the ranks' outputs, those that some rank has a gradient for in one crossing."""
+        described = [report.outputs for report in reports if report.outputs is not None]
+        joined: list[Tensor] = []
+        tracked: dict[int, Slices] = {}
+        for index, first in enumerate(described[0]):
+            dim = self._dim if first.shape else 0
+            extents = (0 if one.outputs is None else one.outputs[index].extent(dim) for one in reports)
+            way, rows = Slices(tuple(extents), dim), self._rows(index, first, dim)
+            if self._grad and any(outputs[index].requires_grad for outputs in described):
+                tracked[index] = way
+                joined.append(rows)
             else:
-                joined[index] = self._group.gather(rows, way.sizes, dim)
+                joined.append(self._group.gather(rows, way.sizes, dim))
         if tracked:
-            outer = Outward.apply(self._out(ways), self._linked(), *(rows for _, rows in tracked))
-            for (index, _), tensor in zip(tracked, outer, strict=True):
+            crossing = Crossing(self._group, tuple(tracked.values()), self._device)
+            outer = Outward.apply(crossing, self._linked(), *(joined[index] for index in tracked))
+            for index, tensor in zip(tracked, outer, strict=True):
                 joined[index] = tensor
         results = iter(joined)
-        structure = self._output if self._report.outputs is not None else pickle.loads(reports[0].structure)
-        return batch.map_tensors(structure, lambda _: next(results))
+        if self._report.outputs is not None:
+            return batch.map_tensors(self._output, lambda _: next(results))
+        return batch.map_leaves(reports[0].output, ReplicaOutput, lambda _: next(results))
 
-    def _nothing(self, outputs: Sequence[Output]) -> Iterator[Tensor]:
-        """What a rank without samples adds to each output: no rows."""
-        for output in outputs:
-            shape = list(output.shape) or [0]
-            shape[self._dim if output.shape else 0] = 0
-            yield torch.empty(shape, dtype=output.dtype, device=self._device)
-
-    def _out(self, ways: Sequence[Slices]) -> Crossing:
-        return Crossing(self._group, tuple(ways), self._device)
+    def _rows(self, index: int, first: ReplicaOutput, dim: int) -> Tensor:
+        """What this rank adds to an output; no rows where it has no samples."""
+        if self._report.outputs is not None:
+            tensor = batch.tensors(self._output)[index]
+            return tensor if first.shape or tensor.dim() else tensor.reshape(1)
+        shape = list(first.shape) or [0]
+        shape[dim] = 0
+        return torch.empty(shape, dtype=first.dtype, device=self._device)
 
     def _linked(self) -> Tensor:
         if self._token is None:
@@ -216,7 +238,52 @@ def _may_have_changed(buffer: Tensor, before: tuple[Tensor, int] | None, trainin
     return before is None or before[0] is not buffer or before[1] != buffer._version
 
 
-def _extent(outputs: Sequence[Output] | None, index: int, dim: int) -> int:
-    if outputs is None:
-        return 0
-    return outputs[index].shape[dim] if outputs[index].shape else 1
+# ---------------------------------------------------------------- what must agree
+
+
+def error_class(name: str) -> type[Exception]:
+    """The exception class of that name, for a program that catches it; where in doubt, RuntimeError."""
+    found = getattr(torch, name, None) or getattr(builtins, name, None)
+    known = (ValueError, TypeError, RuntimeError, ArithmeticError, LookupError)
+    return found if isinstance(found, type) and issubclass(found, known) else RuntimeError
+
+
+def check_agreement(reports: Sequence[PassReport]) -> None:
+    """Raise ``RanksDisagree`` unless all ranks are at one place, with one batch and the same parameter."""
+    first = reports[0]
+    moved = [rank for rank, report in enumerate(reports) if report.place != first.place]
+    if moved:
+        raise RanksDisagree(
+            f"Rank(s) {_ranks(moved)} and rank 0 are not at the same place of the program: rank {moved[0]} is at "
+            f"{reports[moved[0]].place}, rank 0 at {first.place}. With nn.DataParallel every rank must call "
+            "the model equally often; don't call it under a condition that depends on the rank."
+        )
+    batches = [(report.shapes, report.checksum) for report in reports]
+    drew = [rank for rank, drawn in enumerate(batches) if drawn != batches[0]]
+    if drew:
+        raise RanksDisagree(
+            f"Rank(s) {_ranks(drew)} and rank 0 drew different batches at forward pass {first.passes} of "
+            f"nn.DataParallel (rank 0: {first.shapes}; rank {drew[0]}: {reports[drew[0]].shapes}). {SAME_BATCH}"
+        )
+    apart = [rank for rank, report in enumerate(reports) if report.parameter != first.parameter]
+    if apart:
+        raise RanksDisagree(
+            f"Parameter {first.parameter[0]!r} of the nn.DataParallel module differs between rank 0 and rank(s) "
+            f"{_ranks(apart)} at forward pass {first.passes}. Change parameters in the same way on every "
+            "rank, and not by numbers that each rank draws for itself."
+        )
+
+
+def check_outputs(reports: Sequence[PassReport]) -> None:
+    """Raise ``CannotAdopt`` unless all replicas returned as many tensors."""
+    counts = {rank: len(report.outputs) for rank, report in enumerate(reports) if report.outputs is not None}
+    if len(set(counts.values())) > 1:
+        raise CannotAdopt(
+            f"The replicas of nn.DataParallel returned different numbers of tensors ({counts}), so they cannot be "
+            "gathered. Return the same structure for every slice of the batch."
+        )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8]))
+    return shown if len(ranks) <= 8 else f"{shown} and {len(ranks) - 8} more"

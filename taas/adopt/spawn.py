@@ -2,33 +2,34 @@
 
 A program written for one process per GPU starts these processes itself. In a rank that would give N times N
 of them. Here the ranks are the processes: each runs ``fn(local_rank, *args)`` and then waits, as the parent
-does, until all have run it.
+does, until all have run it. A run of one rank, a process that sees all GPUs of its type, starts real children.
 
 What is different from real children, and cannot be hidden: ``args`` are not copied, so ``fn`` may change
-them; a queue among them belongs to each rank alone until all have ended (``spawn_results``); and a spawn that
-doesn't train (a pool that
-prepares data) looks like one that does. ``multiprocessing.Process``, ``Pool`` and DataLoader workers are
+them; a queue among them belongs to each rank alone until all have ended; and a spawn that doesn't train (a pool
+that prepares data) looks like one that does. ``multiprocessing.Process``, ``Pool`` and DataLoader workers are
 never touched, and a launcher started as a command of its own (``!torchrun``) is not seen.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
+import pickle
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing import managers, queues, synchronize
+from multiprocessing.sharedctypes import SynchronizedBase
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed import Store
 from torch.multiprocessing import ProcessContext, ProcessRaisedException
 
 from taas.adopt.membership import Membership
 from taas.adopt.rendezvous import Rendezvous, close_default_group
-from taas.adopt.spawn_results import Results
 from taas.errors import CannotAdopt
 
 spawn_module = sys.modules["torch.multiprocessing.spawn"]  # the package's attribute is the function
@@ -56,7 +57,6 @@ class Adopter:
     def __init__(self, membership: Membership, rendezvous: Rendezvous) -> None:
         self.membership = membership
         self.rendezvous = rendezvous
-        self._spawns = 0
         self._inside = ""
 
     def run(self, what: str, processes: int, body: Callable[[int], object], args: Sequence[Any] = ()) -> None:
@@ -73,20 +73,20 @@ class Adopter:
             ProcessRaisedException: another rank's ``body`` failed (its own error is the one to read).
         """
         self._refuse(what, processes)
-        self._spawns += 1
-        prefix, had_group = f"spawn/{self._spawns}", dist.is_initialized()
-        store, results = self.membership.store(prefix), Results(args, processes * self.membership.nodes)
+        prefix, had_group = self.membership.numbered("spawn"), dist.is_initialized()
+        store, all_of_them = self.membership.store(prefix), processes * self.membership.nodes
+        results = Results(prefix, args, all_of_them, self.membership)
         if self.membership.local_rank < processes:
             try:
                 results.watch()
                 with self._as_process_of(what, processes), _forgotten_by_accelerate():
                     body(self.membership.local_rank)
-                results.publish(store, self.membership.rank)
+                results.publish(store)
             except BaseException as error:
                 store.set(ENDED, f"{self.membership.rank} {type(error).__name__}: {error}"[:2000])
                 raise
             store.set(f"ended/{self.membership.rank}", "")
-            if store.add("count", 1) == processes * self.membership.nodes:
+            if store.add("count", 1) == all_of_them:
                 store.set(ENDED, "")
         self._wait_for_all(what, prefix, processes)
         for rank in self._members(processes):
@@ -129,17 +129,15 @@ class Adopter:
             "WORLD_SIZE": str(me.nodes * processes),
             "LOCAL_WORLD_SIZE": str(processes),
         }
-        before = {name: os.environ.get(name) for name in place}
         self._inside, self.rendezvous.span = what, processes
-        os.environ.update(place)
         try:
-            yield
+            with _environment(place):
+                yield
         except SystemExit as leaving:  # a child may end so, and the parent goes on
             if leaving.code not in (None, 0):
                 raise
         finally:
             self._inside, self.rendezvous.span = "", me.local_world_size
-            _restore(before)
 
     def _wait_for_all(self, what: str, prefix: str, processes: int) -> None:
         me, store = self.membership, self.membership.store(prefix)
@@ -161,7 +159,6 @@ def install(membership: Membership, rendezvous: Rendezvous) -> Adopter:
     adopter = Adopter(membership, rendezvous)
     native = spawn_module.start_processes
 
-    @functools.wraps(native)  # a notebook that imports it gets its own back, by its name
     def start_processes(
         fn: Callable[..., object],
         args: Sequence[Any] = (),
@@ -170,41 +167,15 @@ def install(membership: Membership, rendezvous: Rendezvous) -> Adopter:
         daemon: bool = False,
         start_method: str = "spawn",
     ) -> ProcessContext | None:
-        if not membership.active:
-            return native(fn, args, nprocs, join, daemon, start_method)  # type: ignore[no-any-return]
-        if membership.world_size == 1 and nprocs > 1 and not membership.rehearsed:
-            with _without_torchrun_variables():
+        if membership.world_size == 1 and nprocs > 1:
+            with without_torchrun_variables():
                 return native(fn, args, nprocs, join, daemon, start_method)  # type: ignore[no-any-return]
-        _refuse_shared_memory(args)
         adopter.run("mp.spawn", nprocs, lambda index: fn(index, *args), args)
         return None if join else AdoptedProcesses()
 
-    @functools.wraps(spawn_module.spawn)
-    def spawn(
-        fn: Callable[..., object],
-        args: Sequence[Any] = (),
-        nprocs: int = 1,
-        join: bool = True,
-        daemon: bool = False,
-        start_method: str = "spawn",
-    ) -> ProcessContext | None:
-        return start_processes(fn, args, nprocs, join, daemon, start_method)
-
-    for module in (spawn_module, mp):
-        module.start_processes = start_processes  # type: ignore[attr-defined]
-        module.spawn = spawn  # type: ignore[attr-defined]
+    adopted = membership.in_rank(native, start_processes)
+    spawn_module.start_processes = mp.start_processes = adopted  # type: ignore[attr-defined]  # its spawn calls it
     return adopter
-
-
-def _refuse_shared_memory(args: Sequence[Any]) -> None:
-    """Refuse Hogwild training: its processes would each train a model of their own here."""
-    for index, arg in enumerate(args):
-        if isinstance(arg, torch.nn.Module) and any(p.is_shared() for p in arg.parameters() if not p.is_cuda):
-            raise CannotAdopt(
-                f"mp.spawn was given a model in shared memory (args[{index}], {type(arg).__name__}): its "
-                "processes would train it together, which ranks cannot. Drop share_memory() and wrap the "
-                "model in DistributedDataParallel."
-            )
 
 
 @contextlib.contextmanager
@@ -220,20 +191,170 @@ def _forgotten_by_accelerate() -> Iterator[None]:
         state.GradientState._reset_state()
 
 
+def without_torchrun_variables() -> contextlib.AbstractContextManager[None]:
+    """Start children inside that are no ranks of this run, and must not take themselves for one."""
+    elastic = (name for name in os.environ if name.startswith("TORCHELASTIC_"))
+    return _environment(dict.fromkeys((*TORCHRUN_VARIABLES, *elastic)))
+
+
 @contextlib.contextmanager
-def _without_torchrun_variables() -> Iterator[None]:
-    """Start children that are no ranks of this run, and must not take themselves for one."""
-    names = [*TORCHRUN_VARIABLES, *(name for name in os.environ if name.startswith("TORCHELASTIC_"))]
-    before = {name: os.environ.pop(name, None) for name in names}
+def _environment(variables: Mapping[str, str | None]) -> Iterator[None]:
+    """Have these variables inside, and those that are None not; then as they were."""
+    before = {name: os.environ.pop(name, None) for name in variables}
+    os.environ.update({name: value for name, value in variables.items() if value is not None})
     try:
         yield
     finally:
-        _restore(before)
-
-
-def _restore(environment: dict[str, str | None]) -> None:
-    for name, value in environment.items():
-        if value is None:
+        for name, value in before.items():
             os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
+            if value is not None:
+                os.environ[name] = value
+
+
+# ---------------------------------------------------------------- what its processes give back
+#
+# Through arguments: a queue, a tensor in shared memory. Children put their results there and the parent reads them. Here
+# every rank is a child and the parent. So each notes what its own function put there, and when all have ended each gets
+# what the others noted. What a manager holds, and what processes wait for or count with, is refused by name.
+
+PIECE_BYTES = 1 << 20  # the store takes no larger values
+RESULT_BYTES = 64 << 20  # a larger tensor in shared memory is a data set: a copy of it would cost too much
+Note = Callable[[], Any]
+_WAITED_FOR = (synchronize.Barrier, synchronize.Condition, synchronize.Event, SynchronizedBase)
+
+
+class Results:
+    """One rank's side of the arguments in which results are collected.
+
+    The store of a run on several machines lets everybody in, so what goes through it is sealed.
+
+    Args:
+        name: of this ``mp.spawn`` in the run, the same in all ranks.
+        args: what the program gave to it.
+        processes: how many of them there are on all VMs.
+        membership: where this rank stands in the run.
+
+    Raises:
+        CannotAdopt: the processes would share an argument in another way.
+    """
+
+    def __init__(self, name: str, args: Sequence[Any], processes: int, membership: Membership) -> None:
+        self._name, self._args, self._membership = name, args, membership
+        for index, arg in enumerate(args if processes > 1 else ()):
+            if (refused := _refused(arg)) is not None:
+                kind, step = refused
+                raise CannotAdopt(f"mp.spawn was given {kind} (args[{index}]), {step}")
+        self._notes: dict[int, Note] = {}
+
+    def watch(self) -> None:
+        """Note from now on what this rank's function puts into the arguments."""
+        for index, arg in enumerate(self._args):
+            if isinstance(arg, (queues.Queue, queues.SimpleQueue)):
+                self._notes[index] = _puts(arg)
+            elif _is_shared_tensor(arg):
+                self._notes[index] = _elements(arg)
+
+    def publish(self, store: Store) -> None:
+        """Give the other ranks what was noted."""
+        noted = {index: note() for index, note in self._notes.items()}
+        if not noted:
+            return
+        rank = self._membership.rank
+        content = self._membership.sealed(self._title(rank), pickle.dumps(noted))
+        pieces = range(0, len(content), PIECE_BYTES)
+        for number, start in enumerate(pieces):
+            store.set(f"results/{rank}/{number}", content[start : start + PIECE_BYTES])  # type: ignore[arg-type]  # takes bytes
+        store.set(f"results/{rank}", str(len(pieces)))
+
+    def take(self, store: Store, rank: int) -> None:
+        """Put what another rank noted into this one's arguments; it has published, if it does.
+
+        Raises:
+            CannotAdopt: it was not that rank that put it into the store.
+        """
+        if not store.check([f"results/{rank}"]):
+            return
+        pieces = range(int(store.get(f"results/{rank}")))
+        sealed = b"".join(store.get(f"results/{rank}/{number}") for number in pieces)
+        content = self._membership.opened(self._title(rank), sealed)
+        if content is None:
+            raise CannotAdopt(
+                f"What rank {rank} put into the arguments of mp.spawn was replaced on its way, by a process that is not "
+                "of this run: it was not read. Somebody else reaches the run's store (docs/security.md)."
+            )
+        noted = pickle.loads(content)
+        for index, found in noted.items():
+            _add(self._args[index], found)
+
+    def _title(self, rank: int) -> str:
+        return f"{self._name}/results/{rank}"
+
+
+def _refused(arg: Any) -> tuple[str, str] | None:
+    """Say what an argument is, and what to do instead, that processes would share in another way."""
+    name = type(arg).__name__
+    if isinstance(arg, managers.BaseProxy):
+        return f"a {name} of a manager", (
+            "of which each rank would have its own. Put results into a queue (torch.multiprocessing.SimpleQueue), or "
+            "collect them with torch.distributed's all_gather_object."
+        )
+    if isinstance(arg, _WAITED_FOR):
+        return f"a {name} of multiprocessing", (
+            "of which each rank would have its own. Use torch.distributed: barrier() to wait for each other, all_reduce() "
+            "to count."
+        )
+    # Hogwild
+    if isinstance(arg, torch.nn.Module) and any(p.is_shared() for p in arg.parameters() if not p.is_cuda):
+        return f"a model in shared memory, a {name}", (
+            "which its processes would train together, and ranks cannot. Drop share_memory() and wrap the model in "
+            "DistributedDataParallel."
+        )
+    return None
+
+
+def _is_shared_tensor(arg: Any) -> bool:
+    return (
+        isinstance(arg, torch.Tensor)
+        and arg.layout == torch.strided
+        and arg.device.type == "cpu"
+        and arg.numel() * arg.element_size() <= RESULT_BYTES
+        and arg.is_shared()
+    )
+
+
+def _puts(queue: Any) -> Note:
+    """Note each item put into a queue, as it is then."""
+    items: list[bytes] = []
+    native = queue.put
+
+    def put(item: Any, *args: Any, **kwargs: Any) -> None:
+        native(item, *args, **kwargs)
+        items.append(pickle.dumps(item))
+
+    def note() -> list[bytes]:
+        del queue.put
+        return items
+
+    queue.put = put
+    return note
+
+
+def _elements(tensor: torch.Tensor) -> Note:
+    """Note which elements of a tensor are other ones than now."""
+    before = tensor.detach().clone()
+
+    def note() -> tuple[torch.Tensor, torch.Tensor]:
+        now = tensor.detach()
+        other = (now != before) & ~(now.isnan() & before.isnan())
+        return other, now[other]
+
+    return note
+
+
+def _add(arg: Any, content: Any) -> None:
+    if isinstance(arg, torch.Tensor):
+        where, values = content
+        arg.detach()[where] = values
+    else:
+        for item in content:
+            arg.put(pickle.loads(item))

@@ -1,1 +1,1 @@
-"""The program that runs on every VM: it starts ranks, passes on what they say and print, and ends them."""
+"""The program that runs on every VM: it starts the processes of runs as jobs, watches them and ends them."""

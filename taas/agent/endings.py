@@ -1,4 +1,4 @@
-"""How processes end: a ladder of signals, then a sweep of what is left of the tree.
+"""How processes end: signals to recorded processes, then a sweep of what is left of the tree.
 
 An agent is a child subreaper (prctl(2), PR_SET_CHILD_SUBREAPER): whatever a rank started stays below the agent,
 also when it made a session of its own and its parent is gone. So a descendant of the agent that is neither the
@@ -19,8 +19,6 @@ import psutil
 from taas import _linux
 
 _PR_SET_CHILD_SUBREAPER = 36
-LADDER = ((0.0, signal.SIGINT), (0.8, signal.SIGTERM), (1.4, signal.SIGKILL))
-"""Seconds after the first step, and the signal sent then."""
 _SWEEP_SECONDS = 2.0
 _SWEEPS = 10
 
@@ -28,42 +26,6 @@ _SWEEPS = 10
 def become_subreaper() -> None:
     """Adopt the orphans of all descendants from now on."""
     _linux.prctl(_PR_SET_CHILD_SUBREAPER, 1)
-
-
-class Ladder:
-    """Which signal is due when, for one run."""
-
-    def __init__(self) -> None:
-        self._began: float | None = None
-        self._next = 0
-
-    @property
-    def begun(self) -> bool:
-        """Whether a signal was due already."""
-        return self._began is not None
-
-    def begin(self, *, at_once: bool) -> None:
-        """Start on the first rung, or on the last."""
-        if self._began is None:
-            self._began = time.monotonic()
-        if at_once:
-            self._began, self._next = time.monotonic() - LADDER[-1][0], max(self._next, len(LADDER) - 1)
-
-    def due(self) -> signal.Signals | None:
-        """Return the signal to send now, once."""
-        if self._began is None or self._next == len(LADDER):
-            return None
-        after, number = LADDER[self._next]
-        if time.monotonic() < self._began + after:
-            return None
-        self._next += 1
-        return number
-
-    def wait(self) -> float | None:
-        """Return the seconds until the next signal is due; None if there is none."""
-        if self._began is None or self._next == len(LADDER):
-            return None
-        return max(0.0, self._began + LADDER[self._next][0] - time.monotonic())
 
 
 def send(process: psutil.Process, number: signal.Signals) -> None:
@@ -84,12 +46,12 @@ def kill_tree(roots: Iterable[psutil.Process]) -> None:
     multiprocessing's resource tracker is left to itself: it removes named semaphores that the dead left
     behind, and ends when nobody holds its pipe.
     """
-    doomed = list(roots)
-    for root in list(doomed):
+    poisoned = list(roots)
+    for root in list(poisoned):
         with contextlib.suppress(psutil.NoSuchProcess):
-            doomed += root.children(recursive=True)
+            poisoned += root.children(recursive=True)
     handles = {}
-    for process in doomed:
+    for process in poisoned:
         with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
             if not _tracks_resources(process):
                 handle = os.pidfd_open(process.pid)
@@ -109,7 +71,7 @@ def _kill(process: psutil.Process) -> bool:
     return True
 
 
-def bury_orphans(own: Iterable[int]) -> None:
+def reap_orphans(own: Iterable[int]) -> None:
     """Bury adopted orphans that have ended by themselves: a long run may have many."""
     kept = set(own)
     for child in psutil.Process().children():
@@ -160,8 +122,8 @@ def _ended(child: psutil.Process) -> bool:
     """Whether nothing is left to end: it was buried here, or is a resource tracker at its last work."""
     try:
         if child.status() == psutil.STATUS_ZOMBIE:
-            buried, _ = os.waitpid(child.pid, os.WNOHANG)
-            return bool(buried == child.pid)
+            reaped, _ = os.waitpid(child.pid, os.WNOHANG)
+            return bool(reaped == child.pid)
         return _tracks_resources(child)
     except (psutil.NoSuchProcess, ChildProcessError):
         return True

@@ -7,28 +7,30 @@ poisons it. So the forkserver imports and waits.
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import select
 import signal
 import sys
+import time
+from collections.abc import Callable
 from multiprocessing import forkserver as _mp
 from multiprocessing import resource_tracker
 from pathlib import Path
+from typing import Any
 
-from taas.devices import visible_gpus
+from taas.agent.import_idly import MODULES
+from taas.engines.local import visible_gpus
+from taas.wire.poll_loop import as_found
 
 PRELOAD = (
     "torch",
-    "torch.distributed.elastic.multiprocessing",
     "torch.utils.data",
     "torch._dynamo",  # every optimizer asks for it at its first use, and it takes longer than torch
     "numpy.random",
     "multiprocessing.popen_fork",
     "multiprocessing.queues",
     "taas.rank.entry",
-    "taas.rank.before_order",
-    "taas.rank.copied_pages",
-    "taas.rank.shell",
     "taas.capture",
     "taas.adopt",
     "taas.rehearsal.stages",
@@ -48,14 +50,20 @@ DATA_PRELOAD = (
     "numpy.random",
     "threadpoolctl",
     "multiprocessing.popen_fork",
-    "taas.agent.makers",
-    "taas.delivery.keeper",
+    "taas.agent.data_job",
+    "taas.delivery.worker_pool",
     "taas.delivery.planner",
     "taas.rank.lifeline",
 )
 """What a data VM needs: it is up in half the time of one for ranks."""
 _DYING_SECONDS = 1.0
+_OPENED_BY_A_FORK = 6
+"""So many files a fork opens in this process: a connection and two pipes, and one to spare."""
 _LAST = "taas.rank.preloaded"
+_IDLY = "taas.agent.import_idly"
+_TIE = "taas.rank.forkserver_tie"
+"""Imported by the main thread: the tie ends with the thread that made it."""
+_YOUNG_SECONDS = 0.5
 _REHEARSED = "taas.rehearsal.ahead"
 _READ_AT_IMPORT = (
     "BLIS_", "CUDA_", "GOMP_", "KMP_", "LD_", "LC_", "LANG", "MALLOC_", "MKL_", "NPY_", "NUMEXPR_", "OMP_",
@@ -74,13 +82,57 @@ def _installed() -> tuple[tuple[str, int], ...]:
     return tuple((str(folder), folder.stat().st_mtime_ns) for folder in folders if folder.is_dir())
 
 
+def _ends(pid: int | None, seconds: float) -> bool:
+    """Whether a process is gone, or is so within a time; one that cannot be looked at is taken to be there."""
+    if pid is None:
+        return True
+    try:
+        handle = os.pidfd_open(pid)
+    except OSError as error:
+        return isinstance(error, ProcessLookupError)
+    try:
+        return bool(select.select([handle], [], [], seconds)[0])
+    finally:
+        os.close(handle)
+
+
+def fork(target: Callable[..., None], *arguments: Any) -> Any:
+    """Fork a process that calls a function, by its name: the agent imports nothing of what it needs.
+
+    A forkserver that is stopped would hold this process, too: it is told to go on. One that is killed while it is asked
+    is started anew, and asked again.
+
+    Raises:
+        OSError: this process may open no more files. The forkserver was not asked then: multiprocessing connects to
+            it before it opens its pipes, and the forkserver dies of half a request.
+        EOFError: the forkserver cannot fork.
+    """
+    with contextlib.ExitStack() as room:
+        for _ in range(_OPENED_BY_A_FORK):
+            room.callback(os.close, os.dup(2))
+    forkserver: int | None = _mp._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    if forkserver is not None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(forkserver, signal.SIGCONT)
+    process = multiprocessing.get_context("forkserver").Process(target=target, args=arguments)
+    try:
+        process.start()
+    except (ConnectionError, EOFError):
+        if not _ends(forkserver, _DYING_SECONDS):
+            raise
+        process.start()
+    return process
+
+
 class Forkserver:
     """multiprocessing's one forkserver of this process, started again when it went or is out of date."""
 
-    def __init__(self, *, data: bool = False) -> None:
-        self._data = data
+    def __init__(self, *, data: bool = False, idle: bool = False) -> None:
+        self._data, self._idle = data, idle
+        self._began = 0.0
         self._server = _mp._forkserver
         self._made_for = self._fitting(dict(os.environ), rehearsed=not visible_gpus())
+        self._run = ""
 
     @property
     def pid(self) -> int | None:
@@ -99,32 +151,52 @@ class Forkserver:
         A forkserver that is killed closes the sentinels of its processes a moment before it is dead, and they are
         this process's children; multiprocessing makes a status of 255 of that.
         """
-        try:
-            handle = os.pidfd_open(self.pid or 0)
-        except OSError:
-            return False
-        try:
-            return not select.select([handle], [], [], _DYING_SECONDS if exitcode == 255 else 0.0)[0]
-        finally:
-            os.close(handle)
+        return not _ends(self.pid, _DYING_SECONDS if exitcode == 255 else 0.0)
 
     def start(self) -> None:
         """Start it, if it does not run."""
         _, _, rehearsed = self._made_for
         ahead = (_REHEARSED,) if rehearsed else ()
         preload = [*DATA_PRELOAD] if self._data else [*PRELOAD, *ahead, _LAST]
-        self._server.set_forkserver_preload(preload)
-        self._server.ensure_running()
+        if self._idle:
+            os.environ[MODULES] = ",".join(preload)
+            preload = [_IDLY]
+        self._server.set_forkserver_preload([_TIE, *preload])
+        before = self.pid
+        with as_found():
+            self._server.ensure_running()
+        os.environ.pop(MODULES, None)
+        if self.pid != before:
+            self._began = time.monotonic()
 
-    def fit(self, environ: dict[str, str], *, rehearsed: bool | None) -> bool:
+    def _hurry(self) -> None:
+        """Somebody waits for it now: let it import as fast as it can, where this user may raise a priority again."""
+        if not self._idle:
+            return
+        self._idle = False
+        if time.monotonic() < self._began + _YOUNG_SECONDS:
+            self._end()
+        elif self.pid is not None:
+            for thread in Path(f"/proc/{self.pid}/task").glob("*"):
+                with contextlib.suppress(PermissionError, ProcessLookupError):
+                    os.setpriority(os.PRIO_PROCESS, int(thread.name), 0)
+
+    def fit(self, run: str, environ: dict[str, str], *, rehearsed: bool | None, held: bool = False) -> bool:
         """Make sure that it runs with the notebook's environment, today's packages, and GPUs or none.
 
-        A restart costs the import of torch, some seconds; it happens only after such a change. None for
+        A restart costs the import of torch, some seconds; it happens only after such a change, and before the
+        run's first process: a run keeps the forkserver it began with, as do ranks that were kept (``held``). None for
         ``rehearsed`` leaves that as it is.
 
         Returns:
             Whether it was ended for that, and with it all that was forked from it.
         """
+        self._hurry()
+        if held or (run and run == self._run):
+            self._run = run
+            self.start()
+            return False
+        self._run = run
         wanted = self._fitting(environ, rehearsed=self._made_for[2] if rehearsed is None else rehearsed)
         changed = wanted != self._made_for
         if changed:

@@ -1,48 +1,45 @@
-"""A process that elastic started and that becomes a rank: tied to its agent, connected, signalled by its record."""
+"""A process forked from the forkserver: signalled by its record, and, where it is a rank's, talked to; and that rank."""
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import select
 import signal
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from multiprocessing.connection import Connection
+import socket
+import time
+from functools import partial
 from typing import Any
 
 import psutil
-from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, start_processes
 
 from taas.agent.endings import kill_tree, send
-from taas.messages.ranks import RankReady, RankSays, SpareStart
-from taas.messages.wire import Reader, pack
-from taas.rank import entry
+from taas.agent.forkserver import fork
+from taas.wire.framing import Message, pack
+from taas.wire.rank_connection import RankConnection
+from taas.wire.ranks import Preparation, RankEnded, RankKept, RankRequest, RankSays, RankStage
+from taas.wording import killed_by
 
-_read_rank = Reader(RankSays)
-logging.getLogger("torch.distributed.elastic").setLevel(
-    logging.CRITICAL
-)  # the agent says what happened itself
+EXIT_SECONDS = 15.0
+"""How long a rank may take to leave after its cell has ended."""
 
 
-class RankProcess:
-    """One process, from its fork on; it runs one rank, once it is given an order.
+class ForkedProcess:
+    """One process, from its fork on.
+
+    Args:
+        process: multiprocessing's, started.
 
     Attributes:
         pid: its process id.
         sentinel: a descriptor that becomes readable when it is gone.
-        connection: its control connection, once it has connected and until it closes it.
-        ready: whether it has done all that it can do before its order.
+        gone: whether its end was seen.
     """
 
-    def __init__(self, process: Any, context: Any) -> None:
+    def __init__(self, process: Any) -> None:
         self.pid: int = process.pid
         self.sentinel: int = process.sentinel
-        self.connection: Connection | None = None
-        self.ready = False
+        self.gone = False
         self._process = process
-        self._context = context  # its semaphores have names until the process has opened them
-        self._order = b""
         self._recorded: psutil.Process | None = None
         with contextlib.suppress(psutil.NoSuchProcess):  # gone already: its sentinel says so
             self._recorded = psutil.Process(self.pid)
@@ -54,38 +51,56 @@ class RankProcess:
 
     @property
     def exitcode(self) -> int | None:
-        """As multiprocessing has it; 255 also for a process whose forkserver is gone."""
+        """As multiprocessing has it; 255 also for a process whose forkserver is gone. It is reaped then."""
         code: int | None = self._process.exitcode
         return code
 
-    def give(self, order: bytes) -> None:
-        """Give it its order: now, or as soon as it connects."""
-        self._order = order
-        self.tell(order)
+    def send(self, number: signal.Signals) -> None:
+        """Signal it, if it is the process that was started here; SIGKILL goes to its session."""
+        if self._recorded is not None and not self.gone:
+            send(self._recorded, number)
 
-    def connect(self, connection: Connection) -> None:
-        """Take its connection."""
-        self.connection, self._context = connection, None
-        if self._order:
-            self.tell(self._order)
+    def kill_tree(self) -> None:
+        """SIGKILL it and all its descendants."""
+        if self._recorded is not None and not self.gone:
+            kill_tree([self._recorded])
 
-    def tell(self, message: bytes) -> None:
-        """Send it a message, if it is connected."""
+
+class RankProcess(ForkedProcess):
+    """A process that prepares itself to be a rank, waits for an order, and carries it out.
+
+    Args:
+        preparation: what it does before there is an order.
+
+    Attributes:
+        connection: its control connection, until it is closed.
+        ready: whether it has done all that it can do before its order.
+    """
+
+    def __init__(self, preparation: Preparation) -> None:
+        ours, its = socket.socketpair()
+        with its:
+            try:
+                super().__init__(fork(_be_rank, its, preparation))
+            except BaseException:
+                ours.close()
+                raise
+        self.connection: RankConnection | None = RankConnection(ours)
+        self.ready = False
+
+    def tell(self, message: bytes, *descriptors: int) -> None:
+        """Send it a message, if it is connected, and with it descriptors of this process."""
         if self.connection is not None:
-            with contextlib.suppress(BrokenPipeError):  # it was killed meanwhile: its sentinel says so
-                self.connection.send_bytes(message)
+            self.connection.send(message, *descriptors)
 
-    def hear(self) -> RankSays | None:
-        """Read one message of it; None when it closed its end."""
+    def hear(self) -> list[RankSays]:
+        """Return what it has said; it is disconnected when it says no more."""
         assert self.connection is not None
-        try:
-            said: RankSays = _read_rank(self.connection.recv_bytes())
-        except (EOFError, OSError):  # it may be killed in the middle of a message, too
-            self.disconnect()
-            return None
-        if isinstance(said, RankReady):
-            self.ready = True
-        return said
+        heard = self.connection.receive()
+        if self.connection.closed:
+            self.connection = None
+        self.ready = self.ready or any(isinstance(said, RankStage) for said in heard)
+        return heard
 
     def disconnect(self) -> None:
         """Close its connection."""
@@ -93,76 +108,81 @@ class RankProcess:
             self.connection.close()
             self.connection = None
 
+
+class Rank:
+    """One rank, as its agent knows it.
+
+    Attributes:
+        started: whether it has begun the cell.
+        noticed: whether it has noticed that it is interrupted.
+        packing: whether it packs its names.
+        ended: how the cell ended in it.
+        kept: it waits for the next order.
+        signalled: the last signal that it was sent.
+        too_late: what it had not done in time with its names, in words, if it was ended for that.
+    """
+
+    def __init__(self, number: int, process: RankProcess) -> None:
+        self.number, self.process = number, process
+        self.started = self.noticed = self.packing = False
+        self.ended: RankEnded | None = None
+        self.kept: RankKept | None = None
+        self.ended_at = 0.0
+        self.signalled: signal.Signals | None = None
+        self.too_late = ""
+
     def send(self, number: signal.Signals) -> None:
-        """Signal it, if it is the process that was started here; SIGKILL goes to its session."""
-        if self._recorded is not None:
-            send(self._recorded, number)
+        """Signal the rank, if it is still there."""
+        if not self.process.gone:
+            self.signalled = number
+            self.process.send(number)
 
-    def kill_tree(self) -> None:
+    def tell(self, message: Message) -> None:
+        """Send it a message."""
+        self.process.tell(pack(message))
+
+    def leave(self) -> None:
+        """Let it go: its agent has all it needs."""
+        self.kept, self.ended_at = None, time.monotonic()
+        self.tell(RankRequest(what="leave"))
+
+    def kill(self) -> None:
         """SIGKILL it and all its descendants."""
-        if self._recorded is not None:
-            kill_tree([self._recorded])
-
-
-class _NoLogs(LogsSpecs):
-    """Elastic redirects nothing: a rank opens its files when it knows which run it belongs to."""
-
-    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Name no files."""
-        nothing = dict.fromkeys(envs, "")
-        return LogsDest(dict(nothing), dict(nothing), {}, {}, dict(nothing))
+        if not self.process.gone:
+            self.process.kill_tree()
+            self.send(signal.SIGKILL)
 
     @property
-    def root_log_dir(self) -> str:
-        """Return no folder."""
-        return ""
-
-
-def start_ranks(control: str, orders: Sequence[bytes]) -> list[RankProcess]:
-    """Fork processes that have their orders.
-
-    Args:
-        control: name of the agent's socket in the abstract namespace.
-        orders: each a :class:`~taas.messages.ranks.RankStart`.
-    """
-    return _start({local: (control, b"", order) for local, order in enumerate(orders)})
-
-
-def start_spare(control: str, ahead: SpareStart) -> RankProcess:
-    """Fork a process that prepares itself and waits for an order.
-
-    Args:
-        control: name of the agent's socket in the abstract namespace.
-        ahead: what it does before.
-    """
-    [process] = _start({0: (control, pack(ahead), b"")})
-    return process
-
-
-def _start(arguments: dict[int, tuple[Any, ...]]) -> list[RankProcess]:
-    if not arguments:
-        return []
-    with _handlers_kept():
-        context = start_processes(
-            "rank",
-            entry.main,
-            arguments,
-            {local: {} for local in arguments},
-            _NoLogs(),
-            start_method="forkserver",
+    def late(self) -> bool:
+        """Whether its cell ended long ago, and it is still there."""
+        return (
+            self.ended is not None
+            and self.kept is None
+            and not self.process.gone
+            and time.monotonic() > self.ended_at + EXIT_SECONDS
         )
-    return [RankProcess(process, context) for process in context._pc.processes]  # type: ignore[attr-defined]  # no public way
+
+    def post_mortem(self, *, forkserver_outlived: bool) -> RankEnded:
+        """Say how a rank ended that did not say so itself."""
+        code = self.process.exitcode
+        ended = partial(RankEnded, rank=self.number, at=time.time())
+        if code is not None and code < 0:
+            name = signal.Signals(-code).name
+            if self.signalled not in (None, signal.SIGINT) or self.signalled == -code:
+                return ended(outcome="ended", etype=name, message=self.too_late or f"was ended by {name}")
+            return ended(outcome="died", etype=name, message=f"killed by {killed_by(code)}")
+        if not forkserver_outlived:
+            return ended(outcome="orphaned", message="its forkserver was killed")
+        if self.signalled is not None:
+            return ended(outcome="ended", etype="SIGINT", message="was ended while it started")
+        return ended(
+            outcome="died",
+            etype="os._exit",
+            message=f"left with status {code} before the cell ended (os._exit, or an abort in C code)",
+        )
 
 
-@contextmanager
-def _handlers_kept() -> Iterator[None]:
-    """Elastic installs raising signal handlers in the main thread: put ours back."""
-    kept = {
-        number: signal.getsignal(number)
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-    }
-    try:
-        yield
-    finally:
-        for number, handler in kept.items():
-            signal.signal(number, handler)
+def _be_rank(agent: socket.socket, preparation: Preparation) -> None:
+    from taas.rank import entry  # the forkserver has it; an agent never imports torch
+
+    entry.main(agent, preparation)

@@ -1,8 +1,9 @@
-"""Spare ranks: processes forked ahead, while nothing runs, which wait for the order of the next run.
+"""Processes that wait for the order to be a rank; spare ones are forked ahead, while nothing runs.
 
 A fork of the forkserver and a rank's own start cost more processor time than all that follows until the cell runs.
 So once a run is over, the agent makes as many processes as that run had ranks, one after the other, and each does
-what no order changes: it ties itself to its agent, builds the shell. A run takes them, and forks what is missing.
+what no order changes: it ties itself to its agent, builds the shell. A run takes them; what is missing is forked then,
+and does the same: the two differ in nothing but when they were forked.
 
 A spare was prepared for one environment, project and forkserver; a run with another one does not use it, it is
 ended. Spares are ended too when nothing has used them for a while, or the machine's memory becomes scarce. That one
@@ -14,19 +15,17 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import psutil
 
-from taas.agent.processes import RankProcess, start_spare
-from taas.messages.ranks import Preparation, SpareStart
-from taas.rank.copied_pages import Pages
+from taas.agent.processes import RankProcess
+from taas.wire.ranks import Preparation
 
 MOST = max(8, os.cpu_count() or 1)
 """So many spares a VM has at most."""
 IDLE_SECONDS = 15 * 60.0
 """So long spares wait for a run."""
-_SURVEYS = 3
 _LOOK_SECONDS = 20.0
 _REST_SECONDS = 0.1
 """After a run, what follows it at once comes first: the next cell of Run All, or the end of everything."""
@@ -37,36 +36,16 @@ class Spares:
     """The spare processes of one agent.
 
     Args:
-        control: name of the agent's socket, to which they connect.
         watch: called with each new one.
         unwatch: called with each that is ended here.
     """
 
-    def __init__(
-        self, control: str, watch: Callable[[RankProcess], None], unwatch: Callable[[RankProcess], None]
-    ) -> None:
-        self._control, self._watch, self._unwatch = control, watch, unwatch
+    def __init__(self, watch: Callable[[RankProcess], None], unwatch: Callable[[RankProcess], None]) -> None:
+        self._watch, self._unwatch = watch, unwatch
         self._waiting: list[RankProcess] = []
         self._wanted = 0
         self._preparation: Preparation | None = None
         self._from = self._until = 0.0
-        self._pages: Pages = ()
-        self._surveys = 0
-
-    def forget(self) -> None:
-        """Begin anew: the forkserver is another one."""
-        self.end()
-        self._pages, self._surveys = (), 0
-
-    @property
-    def survey(self) -> bool:
-        """Whether to ask a rank of the next run which pages it copies: the first runs tell."""
-        return self._surveys < _SURVEYS
-
-    def learn(self, pages: Pages) -> None:
-        """Let the spares to come copy these pages ahead, if they are more than those known."""
-        self._surveys += 1
-        self._pages = max(pages, self._pages, key=_nbytes)
 
     def want(self, preparation: Preparation, count: int) -> None:
         """Expect a run with so many ranks here, like the last one."""
@@ -76,18 +55,25 @@ class Spares:
         now = time.monotonic()
         self._from, self._until = now + _REST_SECONDS, now + IDLE_SECONDS
 
-    def take(self, preparation: Preparation, count: int) -> list[RankProcess]:
-        """Give a run up to ``count`` spares that were prepared for it; make no more until the next :meth:`want`."""
+    def take(self, preparation: Preparation, count: int) -> Iterator[RankProcess]:
+        """Give a run ``count`` processes, no longer watched: spares that were prepared for it, then fresh ones.
+
+        No more spares are made until the next :meth:`want`.
+
+        Raises:
+            OSError, EOFError: one could not be forked.
+        """
         if preparation != self._preparation:
             self.end()
-        self._wanted = 0
-        alive = [process for process in self._waiting if process.alive]
-        taken, self._waiting = alive[:count], alive[count:]
-        return taken
-
-    def find(self, pid: int) -> RankProcess | None:
-        """Return the spare with this process id that has not connected yet."""
-        return next((spare for spare in self._waiting if spare.pid == pid and spare.connection is None), None)
+        self._preparation, self._wanted = preparation, 0
+        self._waiting = [process for process in self._waiting if process.alive]
+        for _ in range(count):
+            if self._waiting:
+                process = self._waiting.pop(0)
+                self._unwatch(process)
+            else:
+                process = RankProcess(preparation)
+            yield process
 
     def step(self) -> None:
         """Make the next one, if it is time; end all, if nobody comes or memory is short."""
@@ -96,18 +82,17 @@ class Spares:
         now = time.monotonic()
         if now > self._until or _memory_is_short():
             self.end()
-        elif self._lacking and now >= self._from and all(spare.ready for spare in self._waiting):
+        elif self._missing and now >= self._from and all(spare.ready for spare in self._waiting):
             self._make_one()
 
     @property
-    def _lacking(self) -> bool:
+    def _missing(self) -> bool:
         return len(self._waiting) < self._wanted
 
     def _make_one(self) -> None:
         assert self._preparation is not None
         try:
-            ahead = SpareStart(preparation=self._preparation, pages=self._pages)
-            spare = start_spare(self._control, ahead)
+            spare = RankProcess(self._preparation)
         except (OSError, EOFError):  # no process, no descriptor: the next run will say so if it lasts
             self._wanted = 0
             return
@@ -117,7 +102,7 @@ class Spares:
     def wait(self) -> float | None:
         """Return the seconds until :meth:`step` has something to do, if nothing is heard."""
         rest = self._from - time.monotonic()
-        if self._lacking and rest > 0:
+        if self._missing and rest > 0:
             return rest
         return _LOOK_SECONDS if self._waiting else None
 
@@ -125,6 +110,7 @@ class Spares:
         """One is gone, for whatever reason: make no others in its place."""
         self._unwatch(process)
         process.disconnect()
+        process.gone = True
         self._wanted = 0
         if process in self._waiting:
             self._waiting.remove(process)
@@ -137,10 +123,6 @@ class Spares:
             process.send(signal.SIGKILL)
             process.disconnect()
         self._waiting.clear()
-
-
-def _nbytes(pages: Pages) -> int:
-    return sum(length for _, length in pages)
 
 
 def _memory_is_short() -> bool:

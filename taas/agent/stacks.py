@@ -6,17 +6,16 @@ import contextlib
 import os
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
 import psutil
 
-from taas.agent.ranks import Rank
-from taas.messages.agents import LookAtRanks
-from taas.rank.stacks import SIGNAL, STACKS, Preface
-from taas.rank.streams import EVENTS, STDERR, STDOUT
-from taas.stacks import Frame, RankSeen, fold
+from taas.agent.processes import ForkedProcess
+from taas.runs.events import FILES, STDERR
+from taas.runs.stacks import SIGNAL, STACKS, Frame, Preface, RankSeen, fold
+from taas.wire.agents import LookAtRanks
 
 _CHECK_SECONDS = 0.05
 _GIVE_UP_SECONDS = 2.0
@@ -25,7 +24,7 @@ _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 _RUNNING_CELL = re.compile(r"<ipython-input-(\d+)-")
 
 
-class _Asked:
+class _StackQuery:
     """A rank that was asked for its stacks, and what it has written since."""
 
     def __init__(self, path: Path) -> None:
@@ -101,25 +100,31 @@ def last_words(folder: Path, cell: str, execution_count: int) -> str:
 
 
 class Look:
-    """One look at the ranks of a run."""
+    """One look at the ranks of a run.
 
-    def __init__(self, ranks: Sequence[Rank], folder: Path, wanted: LookAtRanks) -> None:
+    Args:
+        ranks: their processes, by their numbers.
+        folder: of their output.
+        wanted: the question.
+    """
+
+    def __init__(self, ranks: Mapping[int, ForkedProcess], folder: Path, wanted: LookAtRanks) -> None:
         self.number = wanted.look
         self._ranks, self._folder = ranks, folder
-        self._asked: dict[int, _Asked] = {}
+        self._asked: dict[int, _StackQuery] = {}
         now = time.monotonic()
         self._next, self._deadline = now, now + _GIVE_UP_SECONDS
         if wanted.stacks:
-            for rank in ranks:
-                self._ask(rank)
+            for rank, process in ranks.items():
+                self._ask(rank, process)
 
-    def _ask(self, rank: Rank) -> None:
-        if rank.gone or not _catches(rank.pid) or _status(rank) in (psutil.STATUS_STOPPED, "gone"):
+    def _ask(self, rank: int, process: ForkedProcess) -> None:
+        if process.gone or not _catches(process.pid) or _status(process) in (psutil.STATUS_STOPPED, "gone"):
             return
         with contextlib.suppress(OSError, msgspec.MsgspecError):  # it is not that far yet
-            asked = _Asked(self._folder / str(rank.number) / STACKS)
-            os.kill(rank.pid, SIGNAL)  # its agent has not buried it: the id is still its own
-            self._asked[rank.number] = asked
+            asked = _StackQuery(self._folder / str(rank) / STACKS)
+            os.kill(process.pid, SIGNAL)  # its agent has not buried it: the id is still its own
+            self._asked[rank] = asked
 
     def wait(self) -> float:
         """Return the seconds until :meth:`result` is worth another call."""
@@ -134,25 +139,25 @@ class Look:
         answered = [asked.answered() for asked in self._asked.values()]  # each notes its size
         if not late and not all(answered):
             return None
-        return tuple(self._seen(rank) for rank in self._ranks)
+        return tuple(self._seen(rank, process) for rank, process in self._ranks.items())
 
-    def _seen(self, rank: Rank) -> RankSeen:
-        asked = self._asked.get(rank.number)
+    def _seen(self, rank: int, process: ForkedProcess) -> RankSeen:
+        asked = self._asked.get(rank)
         cpu = 0.0
         with contextlib.suppress(psutil.NoSuchProcess):
-            if not rank.gone:
-                times = psutil.Process(rank.pid).cpu_times()
+            if not process.gone:
+                times = psutil.Process(process.pid).cpu_times()
                 cpu = times.user + times.system
         written = 0
-        for name in (EVENTS, STDOUT, STDERR):
+        for name in FILES:
             with contextlib.suppress(FileNotFoundError):
-                written += (self._folder / str(rank.number) / name).stat().st_size
+                written += (self._folder / str(rank) / name).stat().st_size
         frames = asked.frames() if asked is not None else None
-        return RankSeen(rank.number, rank.pid, _status(rank), cpu, written, frames)
+        return RankSeen(rank, process.pid, _status(process), cpu, written, frames)
 
 
-def _status(rank: Rank) -> str:
+def _status(process: ForkedProcess) -> str:
     with contextlib.suppress(psutil.NoSuchProcess):
-        if not rank.gone:
-            return str(psutil.Process(rank.pid).status())
+        if not process.gone:
+            return str(psutil.Process(process.pid).status())
     return "gone"

@@ -6,6 +6,7 @@ In the notebook's kernel::
     with capture(body, shell.user_ns, shell, project=project) as captured:
         ...                                  # captured.fd to the ranks, captured.notices to the user
         applied = captured.apply(answer_fd)  # in place changes, rebound names
+        kept = captured.kept()               # where the ranks stay: for the next ``capture(…, kept=kept)``
 
 In a rank::
 
@@ -15,26 +16,18 @@ In a rank::
     ...                                      # run the cell
     wait_for_devices()                       # in every rank that has one: what failed late is the cell's error
     answer_fd = arrival.pack_answer(namespace, value)
+    ...                                      # the next cell: ``arrive(…, before=arrival)``
 """
 
 from taas.capture.applying import NOTHING, Applied
+from taas.capture.arriving import Arrival, arrive, rebind_answer
 from taas.capture.capturing import Capture, capture
-from taas.capture.cell_text import check_syntax, python_of
+from taas.capture.kept import Kept
+from taas.capture.libraries import wait_for_devices
+from taas.capture.of_ipython import check_syntax, python_of
 from taas.capture.payload import PayloadHeader, check_versions, peek
-from taas.capture.returning import Arrival, arrive
-from taas.capture.tensors import wait_for_devices
 
 __all__ = [
-    "NOTHING",
-    "Applied",
-    "Arrival",
-    "Capture",
-    "PayloadHeader",
-    "arrive",
-    "capture",
-    "check_syntax",
-    "check_versions",
-    "peek",
-    "python_of",
-    "wait_for_devices",
-]
+    "NOTHING", "Applied", "Arrival", "Capture", "Kept", "PayloadHeader", "arrive", "capture", "check_syntax", "check_versions",
+    "peek", "python_of", "rebind_answer", "wait_for_devices",
+]  # fmt: skip

@@ -3,33 +3,22 @@
 from __future__ import annotations
 
 import functools
-import linecache
-from collections.abc import Callable
+import importlib
+import sys
 from dataclasses import dataclass, field
 from typing import Any
 
-from taas.capture.ahead import MissingModule, bound, stand_ins
-from taas.capture.contents.kinds import Kinds
-from taas.capture.culprit import path_to
-from taas.capture.ipython_names import is_of_ipython
-from taas.capture.memory import Block, Piece, SentMemory, read_at, view_of
-from taas.capture.payload import (
-    Patch,
-    PayloadHeader,
-    ReturnedMemory,
-    check_versions,
-    peek,
-    read_pickle,
-    read_preface,
-)
-from taas.capture.pickling import StreamReader, Unpickler
-from taas.capture.quiet import no_collection
-from taas.capture.salvaging import Salvager
-from taas.capture.surroundings import Surroundings, not_brought
-from taas.capture.tensors import join_devices
+from taas.capture import process_state
+from taas.capture.changes import apply_change
+from taas.capture.fingerprint import Fingerprints
+from taas.capture.libraries import join_devices
+from taas.capture.losing import Losses, Paths
+from taas.capture.memory import Stretch
+from taas.capture.of_ipython import is_of_ipython
+from taas.capture.payload import Payload
+from taas.capture.pickling import Table, no_collection
+from taas.capture.reading import MissingModule
 from taas.wording import first_line
-
-__all__ = ["NOTHING", "Applied", "OwnMemory", "apply_answer"]
 
 
 class _Nothing:
@@ -37,12 +26,6 @@ class _Nothing:
 
     def __repr__(self) -> str:
         return "<nothing>"
-
-    def __bool__(self) -> bool:
-        return False
-
-    def __reduce__(self) -> str:
-        return "NOTHING"
 
 
 NOTHING = _Nothing()
@@ -59,6 +42,12 @@ class Applied:
         lost: what could not be brought back, a line each.
         value: the last expression's value, or :data:`NOTHING`.
         cells: file names of the cells whose functions came, with their numbers ``In[n]``.
+        there: names that rank 0 has.
+        own: of these, names that are something else there.
+        wrapped: of these, names that have a parallel wrapper there around what they have here.
+        table: the objects that both know now.
+        memory: the memory that both know now, by region.
+        next_region: the number of the region that comes next.
     """
 
     rebound: list[str] = field(default_factory=list)
@@ -67,256 +56,181 @@ class Applied:
     lost: list[str] = field(default_factory=list)
     value: Any = NOTHING
     cells: dict[str, int] = field(default_factory=dict)
+    there: list[str] = field(default_factory=list)
+    own: list[str] = field(default_factory=list)
+    wrapped: list[str] = field(default_factory=list)
+    table: Table | None = field(default=None, repr=False)
+    memory: dict[int, Stretch] = field(default_factory=dict, repr=False)
+    next_region: int = 0
 
 
-class OwnMemory:
-    """The notebook's own memory, which a payload was written from."""
-
-    def __init__(self, sent: SentMemory) -> None:
-        self._sent = sent
-        self._storages: dict[Piece, Any] = {}
-
-    def _owner(self, piece: Piece) -> tuple[Block, int]:
-        base = self._sent.address(piece.region)
-        for block in self._sent.members(piece.region):
-            start = piece.start - (block.address - base)
-            if start >= 0 and start + piece.nbytes <= block.nbytes:
-                return block, start
-        raise LookupError(f"{piece} is no memory of the notebook")
-
-    def on_device(self) -> bool:
-        """Tell whether the notebook has any of it on a CUDA device."""
-        return any(block.device != "cpu" for block in self._sent.blocks)
-
-    def storage(self, *where: int) -> Any:
-        """Return the notebook's storage, or one over a part of the notebook's memory."""
-        from taas.capture.tensors import storage_over
-
-        piece = Piece(*where)
-        block, start = self._owner(piece)
-        if hasattr(block.owner, "untyped") and start == 0 and piece.nbytes == block.nbytes:
-            return block.owner
-        known = self._storages.get(piece)
-        if known is None:
-            known = self._storages[piece] = storage_over(self.buffer(*where))
-        return known
-
-    def buffer(self, *where: int) -> memoryview:
-        """Return writable memory, which keeps its owner alive."""
-        piece = Piece(*where)
-        block, start = self._owner(piece)
-        return _bytes_of_owner(block)[start : start + piece.nbytes]
-
-    def patch(self, patch: Patch, fd: int) -> str | None:
-        """Write changed bytes into the notebook's memory; return why not, or None."""
-        base = self._sent.address(patch.region)
-        members = self._sent.members(patch.region)
-        first = members[0]
-        if first.device != "cpu":
-            return _patch_device(first, patch, fd)
-        for block in members:
-            if block.locate() != block.address:
-                return "memory of the notebook was replaced while the run went on"
-        read_at(fd, view_of(base + patch.start, patch.nbytes), patch.offset)
-        for block in members:
-            _note_change(block)
-        return None
-
-
-def _bytes_of_owner(block: Block) -> memoryview:
-    """Return a view of a block's memory that keeps its owner alive."""
-    import numpy as np
-
-    return np.asarray(_Exporter(block)).data
-
-
-class _Exporter:
-    """Memory with an owner, in the form NumPy takes: it holds this object, which holds the owner."""
-
-    def __init__(self, block: Block) -> None:
-        self._owner = block.owner
-        self.__array_interface__ = {
-            "data": (block.address, False),
-            "shape": (block.nbytes,),
-            "typestr": "|u1",
-            "version": 3,
-        }
-
-
-def _patch_device(block: Block, patch: Patch, fd: int) -> str | None:
-    try:
-        _write_to_device(block, patch, fd)
-    except RuntimeError as error:  # its CUDA context is broken, or it has no room
-        return f"new values of tensors that the notebook has on {block.device} ({first_line(error)})"
-    return None
-
-
-def _write_to_device(block: Block, patch: Patch, fd: int) -> None:
-    import torch
-
-    data = bytearray(patch.nbytes)
-    read_at(fd, memoryview(data), patch.offset)
-    whole = torch.empty(0, dtype=torch.uint8, device=block.owner.device).set_(block.owner)
-    whole[patch.start : patch.start + patch.nbytes].copy_(torch.frombuffer(data, dtype=torch.uint8))
-    _note_change(block)
-
-
-def _note_change(block: Block) -> None:
-    """Tell autograd that tensors changed in place, as an operation would have."""
-    if block.tensors:
-        import torch
-
-        for tensor in block.tensors:
-            torch.autograd.graph.increment_version(tensor)
-
-
-class _Memory:
-    """Memory for an answer's unpickler: what is known is the notebook's, the rest is new."""
-
-    def __init__(self, known: OwnMemory, new: ReturnedMemory) -> None:
-        self._known, self._new = known, new
-
-    def storage(self, *where: int) -> Any:
-        return self._new.storage(*where) if len(where) == 1 else self._known.storage(*where)
-
-    def buffer(self, *where: int) -> memoryview:
-        return self._new.buffer(*where) if len(where) == 1 else self._known.buffer(*where)
-
-
-def _new_memory(fd: int) -> ReturnedMemory:
-    """Return the memory of an answer; CUDA storages stay on CUDA where the notebook has it."""
-    if all(region.device == "cpu" for region in peek(fd).regions):
-        return ReturnedMemory(fd, None)
-    import torch
-
-    if not torch.cuda.is_available():
-        return ReturnedMemory(fd, None)
-    devices = torch.cuda.device_count()
-    return ReturnedMemory(fd, lambda name: name if int(name.partition(":")[2] or 0) < devices else "cuda:0")
-
-
-def apply_answer(
-    fd: int, namespace: dict[str, Any], objects: Callable[[], list[Any]], known: OwnMemory
-) -> Applied:
+def apply_answer(fd: int, namespace: dict[str, Any], table: Table, known: dict[int, Stretch]) -> Applied:
     """Load an answer and do what it says.
 
-    Everything is loaded before anything is changed.
+    Everything is loaded before any object is changed. New names are bound as they come, for methods that rebuild others.
 
     Args:
         fd: the answer.
         namespace: where names are rebound.
-        objects: gives the objects that travelled, by number.
-        known: the memory that travelled.
+        table: the objects that travelled.
+        known: the memory that travelled, by region.
     """
     with no_collection():
-        return _apply(fd, namespace, objects, known)
+        answer = _Answer(fd, namespace, table, known)
+        answer.load()
+        return answer.apply()
 
 
-def _apply(fd: int, namespace: dict[str, Any], objects: Callable[[], list[Any]], known: OwnMemory) -> Applied:
-    header = peek(fd)
-    check_versions(header)
-    preface = read_preface(fd)
-    seeds = objects() if header.stream else []
-    applied = Applied(lost=list(preface["lost"]))
-    new = _new_memory(fd)
-    source = read_pickle(fd), seeds, len(seeds), _Memory(known, new), new.buffers()
-    with bound(stand_ins(preface["ahead"], namespace), namespace):
-        try:
-            loaded = _Loaded(Unpickler(*source), header, preface)
-        except Exception:  # whatever a user's __setstate__ raises
-            salvager = Salvager(*source)
-            loaded = _Loaded(salvager, header, preface)
-            loaded.drop_what_is_lost(salvager, namespace, seeds, applied)
-    names, applied.value = loaded.names, loaded.value
-    for patch in header.patches:
-        why = known.patch(patch, fd)
-        if why is not None and why not in applied.lost:
-            applied.lost.append(why)
-    _put_contents(loaded.contents, seeds, applied)
-    if known.on_device() or any(region.device != "cpu" for region in header.regions):
-        _join_devices([*seeds, *names.values()], applied)
-    applied.lost += new.refused()
-    for name, value in names.items():
-        if isinstance(value, MissingModule):
-            applied.lost.append(f"{name}: {value.reason}")
-            continue
-        namespace[name] = value
-        applied.rebound.append(name)
-    for name in preface["deleted"]:
-        namespace.pop(name, None)
-        applied.deleted.append(name)
-    if preface["surroundings"] is not None:
-        _take_surroundings(preface["surroundings"], applied)
-    for file, (size, lines) in preface["sources"].items():
-        linecache.cache.setdefault(file, (size, None, lines, file))
-    applied.cells = preface["cells"]
-    applied.changed += len({patch.region for patch in header.patches})
-    return applied
+class _Answer:
+    """What stands in an answer's parts, and what is done with it."""
 
+    def __init__(self, fd: int, namespace: dict[str, Any], table: Table, known: dict[int, Stretch]) -> None:
+        self._fd, self._namespace = fd, namespace
+        self._payload = Payload(fd)
+        self._preface = self._payload.preface
+        self._before = table
+        self._table = table.copy() if self._payload.header.stream else Table(namespace)
+        self._numbers = self._table.numbers()  # before it learns what comes
+        self._known = known
+        self._memory = self._payload.brought(known, functools.cache(_device_here))
+        self._losses = Losses(namespace)
+        self._changes: list[tuple[int, Any, Any]] = []
+        self._applied = Applied(lost=list(self._preface["lost"]), cells=self._preface["cells"])
 
-class _Loaded:
-    """What stands in an answer's stream."""
+    # ------------------------------------------------------------ loading
 
-    def __init__(self, reader: StreamReader, header: PayloadHeader, preface: dict[str, Any]) -> None:
-        load: Callable[[], Any] = reader.load  # type: ignore[attr-defined]
-        self.names: dict[str, Any] = dict(load() for _ in header.names)
-        self.value: Any = load() if preface["value"] else NOTHING
-        self.contents: list[tuple[int, Any]] = [load() for _ in range(preface["contents"])]
+    def load(self) -> None:
+        """Load all parts; what is not whole is left out, and told."""
+        self._payload.take_sources()
+        for name in self._preface["reloaded"]:
+            try:
+                importlib.reload(sys.modules[name])
+            except Exception as error:  # what a module's own code raises
+                self._lose(f"the reload of {name}", f"{type(error).__name__}: {error}")
+        for name, read in self._payload.parts(self._memory, self._table, self._losses):
+            what = "new contents of some objects" if name is None else name or "the cell's last value"
+            try:
+                found = read()
+            except Exception as error:  # what a user's __hash__ raises
+                self._lose(what, f"it cannot be rebuilt here ({type(error).__name__}: {error})")
+                continue
+            if name is None:
+                self._changes += filter(self._is_whole_change, found)
+            elif (why := self._losses.why(found[-1])) is not None:
+                self._lose(what, why)
+            elif not name:
+                self._applied.value = found[-1]
+            elif isinstance(found[-1], MissingModule):
+                self._lose(name, found[-1].reason)
+            else:
+                self._namespace[name] = found[-1]
+                self._applied.rebound.append(name)
 
-    def drop_what_is_lost(
-        self, salvager: Salvager, namespace: dict[str, Any], seeds: list[Any], applied: Applied
-    ) -> None:
-        """Keep what is whole, and tell the rest."""
+    def _lose(self, what: str, why: str) -> None:
+        self._applied.lost.append(f"{what}: {why}")
 
-        def whole(value: Any, what: Callable[[], str]) -> bool:
-            why = salvager.why_lost(value, namespace)
-            if why is not None:
-                applied.lost.append(f"{what()}: {why}")
-            return why is None
+    def _is_whole_change(self, entry: tuple[int, Any, Any]) -> bool:
+        _, value, change = entry
+        if (why := self._losses.why(change)) is not None:
+            self._lose(f"new contents of {self._path(value)}", why)
+        return why is None
 
-        def contents_of(number: int) -> str:
-            visible = {name: value for name, value in namespace.items() if not is_of_ipython(name)}
-            return f"new contents of {path_to(seeds[number], visible)}"
+    def _path(self, value: Any) -> str:
+        visible = {name: value for name, value in self._namespace.items() if not is_of_ipython(name, value)}
+        return Paths(self._namespace).path_to(value, visible)
 
-        self.names = {
-            name: value for name, value in self.names.items() if whole(value, functools.partial(str, name))
-        }
-        if not whole(self.value, lambda: "the cell's last value"):
-            self.value = NOTHING
-        self.contents = [
-            (number, message)
-            for number, message in self.contents
-            if whole(message, functools.partial(contents_of, number))
-        ]
+    # ------------------------------------------------------------ applying
 
-
-def _join_devices(objects: list[Any], applied: Applied) -> None:
-    try:
-        join_devices(objects)
-    except RuntimeError as error:  # a full GPU
-        applied.lost.append(
-            f"new state beside parameters on the GPU, which is elsewhere ({first_line(error)})"
-        )
-
-
-def _take_surroundings(changes: dict[str, Any], applied: Applied) -> None:
-    try:
-        Surroundings.apply(changes)
-    except Exception as error:  # an earlier cell may have replaced whatever is set
-        applied.lost.append(not_brought(error))
-
-
-def _put_contents(contents: list[tuple[int, Any]], seeds: list[Any], applied: Applied) -> None:
-    kinds = Kinds(lambda _: None)
-    for number, message in contents:
-        value = seeds[number]
-        kind = kinds.of(type(value))
-        assert kind is not None, type(value)
-        try:
-            kind.put(value, message)
-        except Exception as error:  # a user's __setstate__ may raise anything
+    def apply(self) -> Applied:
+        """Put everything in place, and compare it with what rank 0 had."""
+        applied, header = self._applied, self._payload.header
+        for patch in header.patches:
+            why = self._known[patch.region].patch(patch, self._fd)
+            if why is not None and why not in applied.lost:
+                applied.lost.append(why)
+        self._put_changes()
+        devices = {"cpu", *(s.device for s in self._known.values()), *(r.device for r in header.regions)}
+        if devices != {"cpu"}:
+            self._join_devices()
+        for device, (nbytes, why) in (self._memory.refused or {}).items():
             applied.lost.append(
-                f"a {type(value).__qualname__} of the notebook refused its new contents: {error}"
+                f"to {device}: {nbytes:,} bytes of new tensors, which are in host memory now ({why}); "
+                f'make room on the GPU and move them there with .to("{device}")'
             )
-        else:
-            applied.changed += 1
+        for name in self._preface["deleted"]:
+            self._namespace.pop(name, None)
+            applied.deleted.append(name)
+        if self._preface["process state"] is not None:
+            try:
+                process_state.put(self._preface["process state"])
+            except Exception as error:  # an earlier cell may have replaced whatever is set
+                applied.lost.append(process_state.not_brought(error))
+        applied.changed += len({patch.region for patch in header.patches})
+        self._compare()
+        self._note_what_is_known()
+        return applied
+
+    def _note_what_is_known(self) -> None:
+        applied, preface = self._applied, self._preface
+        applied.there, applied.wrapped = preface["there"], preface["wrapped"]
+        unbound = {name for name in self._payload.header.names if name} - {*applied.rebound}
+        applied.own = [*preface["own"], *unbound]
+        applied.table = self._before.cut(range(self._before.next_leaf + 1, self._before.next))
+        if self._payload.header.stream:
+            self._table.next, self._table.next_leaf = preface["next"]
+            applied.table.learn(self._table)
+        applied.memory, applied.next_region = self._memory.stretches, self._payload.next_region
+
+    def _put_changes(self) -> None:
+        for _, value, change in self._changes:
+            try:
+                apply_change(value, change)
+            except Exception as error:  # a user's __setstate__ may raise anything
+                self._applied.lost.append(
+                    f"a {type(value).__qualname__} of the notebook refused its new contents: {error}"
+                )
+            else:
+                self._applied.changed += 1
+
+    def _join_devices(self) -> None:
+        try:
+            known = [self._table.objects[number] for number in self._numbers.values()]
+            join_devices([*known, *(self._namespace[name] for name in self._applied.rebound)])
+        except RuntimeError as error:  # a full GPU
+            self._applied.lost.append(
+                f"new state beside parameters on the GPU, which is elsewhere ({first_line(error)})"
+            )
+
+    def _compare(self) -> None:
+        """Say of each name or changed object that is not what rank 0 had."""
+        prints = self._preface["fingerprints"]
+        if prints["contents"] and any(stretch.device != "cpu" for stretch in self._known.values()):
+            return  # told as in host memory, which it is not here
+        found = Fingerprints(
+            self._namespace, self._preface["project"], self._numbers, contents=prints["contents"]
+        )
+        names = [(name, self._namespace[name]) for name in self._applied.rebound if name in self._namespace]
+        for what, value in [*names, *(entry[:2] for entry in self._changes)]:
+            if (theirs := prints.get(what)) is None:
+                continue
+            name = what if isinstance(what, str) else ""
+            try:
+                where = found.difference(value, name, theirs, opened=not name)
+            except Exception as error:  # what is read by a user's own protocol may raise
+                where = f" ({first_line(error)})"
+            if where is not None:
+                self._applied.lost.append(
+                    f"{'' if name else self._path(value)}{where}: it is not what rank 0 had, for the way its class is "
+                    "pickled does not bring all of it (give what you need of it a name of its own)"
+                )
+
+
+def _device_here(device: str) -> str:
+    """Return where memory of a device goes; it stays on CUDA where the notebook has it."""
+    if device == "cpu":
+        return device
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    here = device if int(device.partition(":")[2] or 0) < count else "cuda:0"
+    return here if count else "cpu"

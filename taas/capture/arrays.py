@@ -1,55 +1,40 @@
-"""NumPy arrays in a pickle: views of memory that travels beside it, as tensors are.
+"""NumPy arrays: views of memory that travels beside the pickle, as tensors are; arrays of objects are containers.
 
-pickle's own protocol 5 sends each array's memory separately, so that views no longer share it. Here an
-array is (memory of the root of its views, dtype, shape, strides, offset).
+pickle's own protocol 5 sends each array's memory separately, so that views no longer share it. Here an array is
+(memory of the root of its views, dtype, shape, strides, offset), whatever its class. The memory of objects cannot
+be addressed: there the root of the views is a container, and a view is a view of it.
 """
 
 from __future__ import annotations
 
-import ctypes
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
-from taas.capture.memory import Block
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    from taas.capture.pickling import Pickler
-
-__all__ = ["address_of_readonly", "block_of", "reduce_array"]
+from taas.capture.memory import DeviceMemory
+from taas.capture.reading import Reading, read_insides, set_insides
+from taas.capture.tensors import is_tensor, memory_of_storage
 
 
-class _PyBuffer(ctypes.Structure):
-    """``Py_buffer`` of CPython's stable ABI (https://docs.python.org/3/c-api/buffer.html)."""
-
-    _fields_ = (
-        ("buf", ctypes.c_void_p),
-        ("obj", ctypes.py_object),
-        ("len", ctypes.c_ssize_t),
-        ("itemsize", ctypes.c_ssize_t),
-        ("readonly", ctypes.c_int),
-        ("ndim", ctypes.c_int),
-        ("format", ctypes.c_char_p),
-        ("shape", ctypes.c_void_p),
-        ("strides", ctypes.c_void_p),
-        ("suboffsets", ctypes.c_void_p),
-        ("internal", ctypes.c_void_p),
-    )
+def is_array(value: Any) -> bool:
+    """Tell whether a value is an array, without importing NumPy."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and hasattr(numpy, "ndarray") and isinstance(value, numpy.ndarray)
 
 
-def address_of_readonly(view: memoryview) -> int:
-    """Return the address of a buffer that ctypes' ``from_buffer`` refuses because it is read-only."""
-    raw = _PyBuffer()
-    ctypes.pythonapi.PyObject_GetBuffer(ctypes.py_object(view), ctypes.byref(raw), 0)
-    address = raw.buf or 0
-    ctypes.pythonapi.PyBuffer_Release(ctypes.byref(raw))
-    return address
+def array_reader(cls: Any) -> Callable[[Any], Reading | None] | None:
+    """Return what reads arrays of a class, or None: it is none, or has a protocol of its own."""
+    numpy = sys.modules.get("numpy")
+    if numpy is None or not hasattr(numpy, "ndarray") or not issubclass(cls, numpy.ndarray):
+        return None
+    masked = sys.modules.get("numpy.ma")
+    known = [numpy.ndarray, *([masked.MaskedArray] if masked is not None else [])]
+    keeps = any(cls.__reduce__ is k.__reduce__ and cls.__setstate__ is k.__setstate__ for k in known)
+    return _read_array if keeps else None
 
 
 def _address(array: Any) -> int:
-    address: int = array.__array_interface__["data"][0]
-    return address
+    return int(array.__array_interface__["data"][0])
 
 
 def _reach(array: Any) -> tuple[int, int]:
@@ -60,49 +45,131 @@ def _reach(array: Any) -> tuple[int, int]:
     return sum(s for s in steps if s < 0), sum(s for s in steps if s > 0) + array.itemsize
 
 
+def _bounds(array: Any) -> tuple[int, int]:
+    """Return the address and length of the memory that an array looks into."""
+    low, end = _reach(array)
+    return _address(array) + low, end - low
+
+
 def _root(array: Any) -> Any:
-    while type(array.base) is type(array):
-        array = array.base
-    return array
+    """Return the array whose memory others look into, through the stand-ins that ``as_strided`` leaves."""
+    while True:
+        base = array.base
+        if type(base).__name__ == "DummyArray":
+            base = base.base
+        if not is_array(base):
+            return array
+        array = base
 
 
-def block_of(root: Any, address: int, nbytes: int) -> Block:
-    """Return the block that the root of some views covers."""
-    return Block(address, nbytes, "cpu", root, lambda: _address(root) + _reach(root)[0])
-
-
-def reduce_array(pickler: Pickler, array: np.ndarray[Any, Any]) -> Any:
-    """Reduce an array of plain values; arrays of objects take NumPy's own way."""
-    if array.dtype.hasobject:
-        return NotImplemented
+def memory_of_array(array: Any) -> DeviceMemory:
+    """Return the memory that an array looks into: that of a tensor, or of the root of its views."""
     root = _root(array)
-    torch = sys.modules.get("torch")
-    low, high = _reach(array)
-    if torch is not None and type(root.base) is torch.Tensor and root.base.device.type == "cpu":
-        storage = root.base.untyped_storage()
-        handle, start = pickler.array_memory_of(storage), storage.data_ptr()
+    low, end = _reach(array)
+    if is_tensor(root.base) and root.base.device.type == "cpu":
+        memory = memory_of_storage(root.base.untyped_storage(), opener="buffer")
     else:
-        first, end = _reach(root)
-        start = _address(root) + first
-        handle = pickler.array_handle(root, start, end - first)
-    offset = _address(array) - start
-    pickler.use(handle, offset + low, offset + high)
-    return _make_array, (handle, array.dtype, array.shape, array.strides, offset, array.flags.writeable)
+        start, nbytes = _bounds(root)
+        memory = DeviceMemory("buffer", start, nbytes, root, lambda: _bounds(root)[0])
+    shift = _address(array) - memory.address
+    memory.spans.append((shift + low, shift + end))
+    return memory
 
 
-def _make_array(
-    memory: memoryview,
-    dtype: np.dtype[Any],
-    shape: tuple[int, ...],
-    strides: tuple[int, ...],
-    offset: int,
-    writeable: bool,
-) -> np.ndarray[Any, Any]:
+def _read_array(array: Any) -> Reading | None:
+    if array.dtype.hasobject:
+        return _read_objects(array)
+    memory = memory_of_array(array)
+    offset = _address(array) - memory.address
+    arguments = (type(array), memory, array.dtype, array.shape, array.strides, offset)
+    return Reading(_make_array, arguments, *_state(array), _change_array, fixed=2)
+
+
+def _state(array: Any) -> tuple[Callable[[Any, Any], None] | None, Any, tuple[str, ...]]:
+    if not type(array).__dictoffset__ and array.flags.writeable:
+        return _set_array, None, ()
+    attributes, slots = read_insides(array)
+    if attributes and "_mmap" in attributes:  # a memmap's: it stays where its file is
+        attributes = {name: item for name, item in attributes.items() if name != "_mmap"}
+    return _set_array, (attributes, slots, array.flags.writeable), (".", ".", ".flags.writeable")
+
+
+def _make_array(cls: Any, memory: memoryview, dtype: Any, shape: Any, strides: Any, offset: int) -> Any:
     import numpy as np
 
-    if not memory.nbytes:
-        return np.empty(shape, dtype)
-    array: np.ndarray[Any, Any] = np.ndarray(shape, dtype, memory, offset, strides)
-    if not writeable:
-        array.flags.writeable = False
-    return array
+    where = (memory, offset, strides) if memory.nbytes else ()
+    return np.ndarray.__new__(cls, shape, dtype, *where)
+
+
+def _set_array(array: Any, state: tuple[Any, ...] | None) -> None:
+    attributes, slots, writeable = state or (None, (), True)
+    set_insides(array, (attributes, slots))
+    if array.flags.writeable != writeable:
+        array.flags.writeable = writeable
+
+
+def _change_array(array: Any, cls: type, _: Any, dtype: Any, shape: Any, strides: Any, __: int) -> None:
+    """Look at the same memory in another way, as ``array.shape = …`` does; a ValueError where it cannot."""
+    if type(array) is not cls:
+        array.__class__ = cls
+    if array.dtype != dtype:
+        array.dtype = dtype
+    if array.shape != shape:
+        array._set_shape(shape) if hasattr(array, "_set_shape") else setattr(array, "shape", shape)
+    if array.strides != strides:
+        raise ValueError("an array cannot be strided anew in place")
+
+
+# ---------------------------------------------------------------- arrays of objects
+
+
+def _read_objects(array: Any) -> Reading | None:
+    import numpy as np
+
+    root = _root(array)
+    setter, state, labels = _state(array)
+    if root is array:
+        plain = array.view(np.ndarray)
+        items = tuple(np.ndarray.__reduce__(plain)[2][4])
+        arguments = (type(array), plain.shape, plain.dtype, plain.flags.fnc)
+        state = (items, *(state or (None, (), True)))
+        return Reading(_make_objects, arguments, _set_objects, state, ("[]", ".", ".", ".flags.writeable"))
+    offset = _address(array) - _address(root)
+    same = (array.shape, array.strides) == (root.shape, root.strides)
+    fields = root.dtype.fields if same and root.dtype.fields else {}
+    field = next((name for name, part in fields.items() if part[:2] == (array.dtype, offset)), None)
+    whole = root.flags.c_contiguous or root.flags.f_contiguous
+    if field is None and (array.dtype != root.dtype or not whole):
+        return None
+    view = (type(array), root, field, array.shape, array.strides, offset)
+    return Reading(_make_view, view, setter, state, labels)
+
+
+def _make_objects(cls: Any, shape: tuple[int, ...], dtype: Any, fortran: bool) -> Any:
+    import numpy as np
+
+    return np.ndarray.__new__(cls, shape, dtype, order="F" if fortran else "C")
+
+
+def _set_objects(array: Any, state: tuple[Any, ...]) -> None:
+    """Put objects into an array that others may be looking into, which its own ``__setstate__`` would leave behind."""
+    import numpy as np
+
+    items, *rest = state
+    plain = array.view(np.ndarray)
+    other: Any = np.empty(0, plain.dtype)
+    other.__setstate__((1, plain.shape, plain.dtype, plain.flags.fnc, list(items)))
+    plain.flags.writeable = True
+    np.copyto(plain, other)
+    _set_array(array, tuple(rest))
+
+
+def _make_view(cls: Any, root: Any, field: str | None, shape: Any, strides: Any, offset: int) -> Any:
+    import numpy as np
+
+    plain = root.view(np.ndarray)
+    if field is not None:
+        return plain[field].view(cls)
+    flat = plain.reshape(-1, order="A")
+    first = offset // plain.itemsize
+    return np.lib.stride_tricks.as_strided(flat[first:], shape, strides).view(cls)

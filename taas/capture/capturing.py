@@ -3,89 +3,77 @@
 from __future__ import annotations
 import __future__
 
-import ast
-import contextlib
 import functools
 import operator
 import os
-import re
-import sys
 import types
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import psutil
-
-from taas.capture.ahead import ahead_of, in_order
-from taas.capture.applying import Applied, OwnMemory, apply_answer
-from taas.capture.culprit import find_culprit
-from taas.capture.ipython_names import is_of_ipython
+from taas.capture import process_state
+from taas.capture.applying import Applied, apply_answer
+from taas.capture.code_by_value import global_names
+from taas.capture.kept import Held, Kept
+from taas.capture.libraries import wait_for_devices
+from taas.capture.loggers import list_named
+from taas.capture.losing import Paths
+from taas.capture.memory import SentMemory
+from taas.capture.modules import among_names, imported_by, modules_used
 from taas.capture.names import Needs, needs_of
-from taas.capture.payload import write_file
-from taas.capture.pickling import Pickler
-from taas.capture.quiet import no_collection
-from taas.capture.surroundings import Surroundings
-from taas.capture.tensors import wait_for_devices
-from taas.capture.texts import magic_of
-from taas.errors import CaptureError
-from taas.wording import first_line
+from taas.capture.of_ipython import history_of, is_of_ipython, magics_among_names, values_of_cells
+from taas.capture.payload import check_room, packed_numbers, write_file
+from taas.capture.pickling import NAMESPACE, Pickler, no_collection
+from taas.errors import CaptureError, HeaderError
+from taas.wording import first_line, nearest, shown, size_in_words
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
-__all__ = ["LARGE", "Capture", "capture"]
-
 LARGE = 256 << 20
-"""A name with more bytes than this is announced."""
+"""A name with more bytes than this is announced; all names that are only perhaps meant have no more together."""
 
-_CHECKED_FROM = 32 << 20
-_CGROUP = Path("/sys/fs/cgroup")
-
-
-@dataclass
-class _Packed:
-    """What one pass over the names gave."""
-
-    pickler: Pickler
-    names: list[str] = field(default_factory=list)
-    left_behind: dict[str, str] = field(default_factory=dict)
-    sizes: dict[str, int] = field(default_factory=dict)
-    detached: list[str] = field(default_factory=list)
-
-
+_CODE = (types.ModuleType, types.FunctionType, type)
+"""It travels first: what it uses does, too."""
 _FUTURE = functools.reduce(
     operator.or_, (getattr(__future__, n).compiler_flag for n in __future__.all_feature_names)
 )
 """What ``from __future__ import …`` of an earlier cell means for all later ones."""
 
-_TAAS_CELL = "get_ipython().run_cell_magic('taas', "
-_IMPORT = re.compile(r"^[ \t]*(?:from|import)[ \t]+([\w.]+)", re.MULTILINE)
-
-
-class _FirstFailureError(Exception):
-    """A name cannot be pickled: start again, carefully, as the pickler's memo is spoilt."""
-
 
 class Capture:
-    """The captured names of a cell. A context manager; closing it closes the memfd.
+    """The names that a cell needs, but for those that are held. A context manager; closing it closes the memfd.
 
     Attributes:
         fd: sealed memfd with the payload.
         nbytes: its length.
-        names: names in it.
+        sizes: bytes of each name in it.
         left_behind: possibly needed names that cannot travel, each with its reason.
-        notices: lines for the user.
+
+    Raises:
+        CaptureError: a surely needed name cannot be pickled.
     """
 
-    def __init__(self, packed: _Packed, fd: int, nbytes: int, namespace: dict[str, Any]) -> None:
-        self.fd, self.nbytes = fd, nbytes
-        self.names = tuple(packed.names)
-        self.left_behind = packed.left_behind
-        self.notices = _notices(packed)
-        self._namespace = namespace
-        self._pickler = packed.pickler
+    fd = -1
+    nbytes = 0
+    _applied: Applied | None = None
+
+    def __init__(self, namespace: dict[str, Any], needs: Needs, project: str, held: Held) -> None:
+        self._needs, self._held = needs, held
+        self._namespace, self._project = namespace, project
+        self._pickler = Pickler(
+            namespace,
+            project=project,
+            table=held.new_table(),
+            known={id(namespace): NAMESPACE},
+            sent=SentMemory(regions=held.next_region),
+            held=held,
+        )
+        self.sizes: dict[str, int] = {}
+        self.left_behind: dict[str, str] = {}
+        self._detached: list[str] = []
+        self._too_large: list[str] = []
+        self._pack()
 
     def __enter__(self) -> Capture:
         return self
@@ -99,21 +87,144 @@ class Capture:
             os.close(self.fd)
             self.fd = -1
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names in it."""
+        return tuple(self.sizes)
+
     def apply(self, answer_fd: int) -> Applied:
         """Do to the notebook what the cell did to rank 0: objects in place, names rebound.
 
         Args:
             answer_fd: what :meth:`Arrival.pack_answer` wrote; stays open.
         """
-        return apply_answer(answer_fd, self._namespace, self._objects, OwnMemory(self._pickler.sent))
+        with among_names(self._namespace, self._project):
+            self._applied = apply_answer(answer_fd, self._namespace, self._table, self._memory)
+            return self._applied
 
-    def _objects(self) -> list[Any]:
-        """Return the objects that travelled, by number."""
-        memo = self._pickler.memo.copy()
-        objects: list[Any] = [None] * len(memo)
-        for number, value in memo.values():
-            objects[number] = value
-        return objects
+    def kept(self) -> Kept:
+        """Return what the ranks hold after the cell, if they stay: for the next capture, once the answer is applied."""
+        if self._applied is None:
+            return Kept.unsure(self._namespace, {*self.names, *self._held.names})
+        with among_names(self._namespace, self._project), no_collection():
+            return Kept.after(self._namespace, self._project, self._held, self.names, self._applied)
+
+    # ------------------------------------------------------------ packing
+
+    def _pack(self) -> None:
+        """Write the names, with those that their functions turn out to use."""
+        needs, namespace = self._needs, self._namespace
+        waiting = sorted((needs.sure | needs.maybe) - self._held.names)
+        met = {*waiting, *self._held.names}
+        while waiting:
+            waiting.sort(key=lambda name: not isinstance(namespace[name], _CODE))
+            name = waiting.pop(0)
+            functions = len(self._pickler.reader.functions)
+            error = self._add(name)
+            if error is not None:
+                self.left_behind[name] = self._why(name, error)
+                continue
+            used = sorted(self._pickler.wanted(functions) - met - needs.settled)
+            new = [name for name in used if name in namespace and not is_of_ipython(name, namespace[name])]
+            waiting += new
+            met.update(new)
+        for name in sorted(name for name in namespace if "." in name and name not in met):
+            self._add(name, limit=LARGE, by_name=True)  # else the ranks' module has its own
+        room = LARGE
+        for name in sorted(needs.others - met):
+            if self._add(name, limit=room) is not None:
+                self._too_large.append(name)
+            room -= self.sizes.get(name, 0)
+
+    def _add(self, name: str, **options: Any) -> Exception | None:
+        pickler = self._pickler
+        before, pieces, detached = pickler.stream.tell(), len(pickler.sent), pickler.detached
+        error = pickler.add((name, self._namespace[name]), **options)
+        if error is None:
+            self.sizes[name] = pickler.stream.tell() - before + pickler.sent.size(pieces)
+            self._detached += [name] * (pickler.detached > detached)
+        return error
+
+    def shared(self) -> set[int]:
+        """Return what of the names that are held stands in these, too, by ids."""
+        return self._pickler.shared
+
+    def write(self, cell: str, shell: InteractiveShell | None, **preface: Any) -> None:
+        """Write them into a file, with what the ranks have to know beside them, and of what they hold.
+
+        Raises:
+            CaptureError: there is no memory for it.
+        """
+        check_room(self.sizes)
+        pickler, (held, memory) = self._pickler, self._held.known()
+        del self._pickler
+        last = self._held.new_table()
+        new = {n: v for n, v in pickler.table.objects.items() if n >= last.next or n <= last.next_leaf}
+        anew = {id(value) for value in new.values()} if held else ()  # a tuple, code: by its new number alone
+        numbers = {number for number, value in held.items() if id(value) not in anew}
+        files = getattr(getattr(shell, "compile", None), "_filename_map", {})
+        preface |= {
+            "project": self._project,
+            "process state": process_state.of_notebook(),
+            "cells": {file: files[file] for file in pickler.sources() if file in files},
+            "history": history_of(shell),
+            "imports": modules_used(self.sizes, self._needs.words, pickler, self._namespace),
+            "imports of the cell": list(imported_by(cell)),
+            "left behind": self.left_behind,
+            "nobodys": pickler.nobodys,
+            "held": {
+                "names": sorted(self._held.names),
+                "deleted": self._held.deleted(self.sizes),
+                "numbers": packed_numbers(numbers),
+                "regions": list(memory),
+            },
+        }
+        self.fd, self.nbytes = write_file(pickler, self.sizes, preface)
+        self._table = pickler.table.cut(new.keys() | numbers)
+        self._memory = {**memory, **pickler.sent.stretches}
+
+    def _why(self, name: str, error: Exception) -> str:
+        """Say why a name cannot travel, or raise it as a CaptureError: it is surely needed."""
+        found = Paths(self._namespace).culprit(
+            name, self._namespace[name], lambda part: Pickler(self._namespace).add((part,))
+        )
+        text = f"{name!r} cannot travel to the ranks: {type(error).__name__}: {error}"
+        if found is not None:
+            inside = "" if found.path == name else f" cannot travel to the ranks, because {found.path}"
+            text = f"{name!r}{inside} is a {found.kind}, which cannot be pickled ({found.reason}); {found.advice}."
+        if name in self._needs.sure:
+            raise CaptureError(f"the cell needs {name!r}: {text} Nothing was started.") from error
+        return text
+
+    @property
+    def notices(self) -> list[str]:
+        """Lines for the user."""
+        found = [
+            f"{name} is {size_in_words(size)}; it is written to shared memory once for all ranks of a machine."
+            for name, size in self.sizes.items()
+            if size > LARGE
+        ]
+        found += [
+            f"{why} What the cell logs does not reach it."
+            for name, why in self.left_behind.items()
+            if list_named(name)
+        ]
+        if unwrapped := self._held.unwrapped(self.sizes):
+            found.append(
+                f"{', '.join(unwrapped)}: changed in the notebook since the last cell, so it travels anew, without the "
+                "parallel wrapper that the ranks had around it; wrap it again before it is trained."
+            )
+        if self._detached:
+            names = ", ".join(self._detached)
+            found.append(f"{names}: tensors travel without the graph they were computed in.")
+        if self._needs.built:
+            few = f"{', '.join(self._too_large[:5])}{' …' if self._too_large[5:] else ''}"
+            some = f" but {few} (large, or not to be pickled)" if self._too_large else ""
+            found.append(
+                f"the cell makes the names that it looks up ({self._needs.built}), so all of the notebook's travel{some}. "
+                "Where it names what it needs, only that does."
+            )
+        return found
 
 
 def capture(
@@ -124,6 +235,8 @@ def capture(
     project: Path,
     returned: Sequence[str] | None = None,
     seed_names: Iterable[str] = (),
+    kept: Kept | None = None,
+    anew: Iterable[Any] = (),
 ) -> Capture:
     """Capture the names that a cell needs.
 
@@ -134,48 +247,51 @@ def capture(
         project: the folder ranks run in.
         returned: names that come back; None for all that changed, () for nothing.
         seed_names: names that travel whatever the cell reads.
+        kept: what the ranks hold, where they have run cells before.
+        anew: objects that travel whenever the cell needs them, whatever the ranks hold.
 
     Raises:
         CaptureError: a surely needed name cannot be pickled, or there is no memory for the names.
+        HeaderError: a name that is to come back neither is there nor can be made by the cell.
         SyntaxError: the cell is wrong.
     """
     with no_collection():
-        return _capture(needs_of(cell, namespace), namespace, shell, project, returned, seed_names)
+        future = shell.compile.flags & _FUTURE if shell is not None else 0
+        needs = needs_of(cell, namespace, future)
+        needs.maybe |= values_of_cells(needs.words, namespace)
+        with (
+            among_names(namespace, str(project)),
+            magics_among_names(needs.words, namespace, shell) as extensions,
+        ):
+            held = Held(kept or Kept(namespace), namespace, anew)
+            _check_returned(needs, namespace, {*(returned or ())} - held.names)
+            needs.sure |= {name for name in seed_names if name in namespace}
+            needs.maybe |= {name for name in namespace if name.startswith("%") or list_named(name)}
+            _wait_for_devices()
+            captured = Capture(namespace, needs, str(project), held)
+            while held.let_go(captured.shared()):  # what travels has parts of them
+                captured = Capture(namespace, needs, str(project), held)
+            told = None if returned is None else list(returned)
+            captured.write(cell, shell, future=future, extensions=extensions, returned=told)
+            return captured
 
 
-def _capture(
-    needs: Needs,
-    namespace: dict[str, Any],
-    shell: InteractiveShell | None,
-    project: Path,
-    returned: Sequence[str] | None,
-    seed_names: Iterable[str],
-) -> Capture:
-    needs.sure |= {name for name in seed_names if name in namespace}
-    _wait_for_devices()
-    try:
-        packed = _pack(namespace, needs, careful=False)
-    except _FirstFailureError:
-        packed = _pack(namespace, needs, careful=True)
-    pickler = packed.pickler
-    preface = {
-        "project": str(project),
-        "surroundings": Surroundings.of_notebook(),
-        "sources": pickler.sources(),
-        "ahead": ahead_of(packed.names, namespace),
-        "cells": _cell_numbers(pickler, shell),
-        "future": getattr(getattr(shell, "compile", None), "flags", 0) & _FUTURE,
-        "submodules": [
-            *_submodules(packed, needs.words, namespace),
-            *_imported_modules(packed, namespace.get("In", ())),
-        ],
-        "left behind": packed.left_behind,
-        "returned": None if returned is None else list(returned),
-    }
-    _check_memory(sum(packed.sizes.values()), packed.sizes)
-    fd, nbytes = write_file(pickler, tuple(packed.names), preface)
-    pickler.sent.drop_staged()
-    return Capture(packed, fd, nbytes, namespace)
+def _check_returned(needs: Needs, namespace: dict[str, Any], returned: Iterable[str]) -> None:
+    """Refuse ``--return`` with a name that cannot come back: the notebook has none such, and the cell makes none."""
+    unknown = [name for name in returned if name not in namespace]
+    if needs.binds is None or not unknown:
+        return
+    functions = [value for value in namespace.values() if isinstance(value, types.FunctionType)]
+    made = needs.binds.union(*(global_names(function.__code__) for function in functions))  # ``global name``
+    for name in unknown:
+        if name not in made:
+            visible = [known for known, value in namespace.items() if not is_of_ipython(known, value)]
+            near = nearest(name, (*needs.binds, *visible), 0.6)
+            step = f"type --return {near}" if near else "correct it, or leave it out"
+            raise HeaderError(
+                f"--return {shown(name)}, which neither the notebook has nor the cell makes: allowed are names that "
+                f"one of them does; {step}"
+            )
 
 
 def _wait_for_devices() -> None:
@@ -191,153 +307,3 @@ def _wait_for_devices() -> None:
             f"an earlier cell's work on the GPU has failed ({first_line(error)}), and its tensors cannot be trusted. "
             "Nothing was started; restart the kernel."
         ) from error
-
-
-def _pack(namespace: dict[str, Any], needs: Needs, *, careful: bool) -> _Packed:
-    packed = _Packed(Pickler(namespace))
-    pickler = packed.pickler
-    waiting = in_order([*sorted(needs.sure), *sorted(needs.maybe)], namespace)
-    met = set(waiting)
-    while waiting:
-        name = waiting.pop(0)
-        value = namespace[name]
-        checkpoint = pickler.checkpoint() if careful else None
-        before, blocks, detached = pickler.stream.tell(), len(pickler.sent.blocks), pickler.detached
-        try:
-            pickler.dump((name, value))
-        except Exception as error:  # whatever a user's __reduce__ raises
-            if checkpoint is None:
-                raise _FirstFailureError from None
-            pickler.roll_back(checkpoint)
-            packed.left_behind[name] = _reason(name, value, namespace, error, sure=name in needs.sure)
-            continue
-        packed.names.append(name)
-        own = sum(high - low for block in pickler.sent.blocks[blocks:] for low, high in block.spans[:1])
-        packed.sizes[name] = pickler.stream.tell() - before + own
-        if pickler.detached > detached:
-            packed.detached.append(name)
-        new = {n for n in pickler.wanted - met - needs.settled if n in namespace and not is_of_ipython(n)}
-        met |= new
-        waiting = in_order([*waiting, *sorted(new)], namespace)
-    return packed
-
-
-def _reason(name: str, value: Any, namespace: dict[str, Any], error: Exception, *, sure: bool) -> str:
-    """Say why a name cannot travel.
-
-    Raises:
-        CaptureError: it is surely needed.
-    """
-    culprit = find_culprit(name, value, lambda: Pickler(namespace))
-    if culprit is None:
-        text = f"{name!r} cannot travel to the ranks: {type(error).__name__}: {error}"
-    else:
-        what = (
-            f"{name!r}"
-            if culprit.path == name
-            else f"{name!r} cannot travel to the ranks, because {culprit.path}"
-        )
-        text = f"{what} is a {culprit.kind}, which cannot be pickled ({culprit.reason}); {culprit.advice}."
-    if sure:
-        raise CaptureError(f"the cell needs {name!r}: {text} Nothing was started.") from error
-    return text
-
-
-def _notices(packed: _Packed) -> list[str]:
-    notices = [
-        f"{name} is {size / 2**30:.2f} GB; it is written to shared memory once for all ranks of a machine."
-        for name, size in packed.sizes.items()
-        if size > LARGE
-    ]
-    if packed.detached:
-        notices.append(
-            f"{', '.join(packed.detached)}: tensors travel without the graph they were computed in."
-        )
-    return notices
-
-
-def _cell_numbers(pickler: Pickler, shell: InteractiveShell | None) -> dict[str, int]:
-    numbers: dict[str, int] = getattr(getattr(shell, "compile", None), "_filename_map", {})
-    return {file: numbers[file] for file in pickler.sources() if file in numbers}
-
-
-def _submodules(packed: _Packed, words: set[str], namespace: dict[str, Any]) -> list[str]:
-    """Return modules that are used as attributes of captured ones (``concurrent.futures`` of ``concurrent``)."""
-    words = set(words)
-    codes = list(packed.pickler.codes)
-    while codes:
-        code = codes.pop()
-        words.update(code.co_names)
-        codes += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
-    waiting = [v.__name__ for n in packed.names if isinstance(v := namespace.get(n), types.ModuleType)]
-    found: list[str] = []
-    while waiting:
-        parent = waiting.pop()
-        if not hasattr(sys.modules.get(parent), "__path__"):
-            continue
-        below = [f"{parent}.{word}" for word in words if f"{parent}.{word}" in sys.modules]
-        found += below
-        waiting += below
-    return found
-
-
-def _imported_modules(packed: _Packed, cells: Sequence[str]) -> list[str]:
-    """Return modules that earlier cells imported, of packages that travel by reference.
-
-    Importing one may have changed the package's classes (``import fastai.distributed`` gives learners methods),
-    and the cell may rely on it without a name of it.
-    """
-    stream = packed.pickler.stream.getvalue()
-    found: dict[str, None] = {}
-    for cell in cells:
-        in_ranks = _IMPORT.findall(_body_for_ranks(cell))
-        here = [module for module in _IMPORT.findall(cell) if module in sys.modules]
-        for module in (*in_ranks, *here):
-            if "." in module and module.partition(".")[0].encode() in stream:
-                found[module] = None
-    return list(found)
-
-
-def _body_for_ranks(cell: str) -> str:
-    """Return the body of an earlier taas cell, as IPython's history has it; empty for any other cell."""
-    if not cell.startswith(_TAAS_CELL):
-        return ""
-    try:
-        magics = [magic for node in ast.walk(ast.parse(cell)) if (magic := magic_of(node)) is not None]
-    except SyntaxError:  # it was typed so, and did not run
-        return ""
-    return "\n".join(texts[-1] for _, texts in magics)
-
-
-# ---------------------------------------------------------------- memory
-
-
-def _check_memory(need: int, sizes: dict[str, int]) -> None:
-    if need < _CHECKED_FROM:
-        return
-    free = psutil.virtual_memory().available
-    limit = _cgroup_room()
-    if limit is not None:
-        free = min(free, limit)
-    if need < free:
-        return
-    largest = sorted(sizes, key=lambda name: -sizes[name])[:3]
-    parts = ", ".join(f"{name} {sizes[name] / 2**30:.2f} GB" for name in largest)
-    raise CaptureError(
-        f"the names of this cell need {need / 2**30:.2f} GB of shared memory and {free / 2**30:.2f} GB is free "
-        f"({parts}). Delete what isn't needed, load the data inside the cell, or use a machine with more memory."
-    )
-
-
-def _cgroup_room() -> int | None:
-    """Return the bytes this process's control groups (version 2) still allow, or None."""
-    rooms = []
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        path = Path("/proc/self/cgroup").read_text().split("::", 1)[1].strip().lstrip("/")
-        for folder in (_CGROUP / path, *(_CGROUP / path).parents):
-            with contextlib.suppress(OSError, ValueError):  # the root has no limit; "max" is no number
-                limit = int((folder / "memory.max").read_text())
-                rooms.append(limit - int((folder / "memory.current").read_text()))
-            if folder == _CGROUP:
-                break
-    return min(rooms, default=None)

@@ -13,6 +13,7 @@ the way back overwrites the methods of classes that are already there. Here inst
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import dis
 import functools
@@ -20,25 +21,12 @@ import sys
 import types
 import typing
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from cloudpickle import cloudpickle as _cloudpickle
 
-__all__ = [
-    "SETTERS",
-    "TESTED_CLOUDPICKLE",
-    "BasePickler",
-    "dispatch_table",
-    "global_names",
-    "own_names",
-    "reduce_cached",
-    "reduce_cached_property",
-    "reduce_cell",
-    "reduce_class",
-    "reduce_function",
-    "reduce_new_type",
-]
+from taas.capture.reading import Reading, import_or_stand_in, read_insides, read_plain, set_insides
 
 TESTED_CLOUDPICKLE = "3.1"
 """The series whose private parts this module was written against."""
@@ -48,34 +36,34 @@ BasePickler: Any = _cloudpickle.Pickler
 _LAZY_ANNOTATIONS = sys.version_info >= (3, 14)
 _COMPLETE: weakref.WeakSet[type] = weakref.WeakSet()
 """Classes by value which are at home in this process, or have arrived in it with their methods."""
+_TOLD_AGAIN: weakref.WeakSet[type] = weakref.WeakSet()
+"""Those of them that take what comes with them all the same."""
 
 _names_of: weakref.WeakKeyDictionary[types.CodeType, frozenset[str]] = weakref.WeakKeyDictionary()
 
 
 def dispatch_table() -> dict[type, Any]:
-    """Return cloudpickle's table of reducers as one plain dict (its ChainMap costs 1 µs per object)."""
-    return dict(BasePickler.dispatch_table)
+    """Return cloudpickle's table of reducers as one plain dict (its ChainMap costs 1 µs per object); weak sets are containers."""
+    return {cls: reducer for cls, reducer in BasePickler.dispatch_table.items() if cls is not weakref.WeakSet}
 
 
-def own_names(code: types.CodeType) -> set[str]:
-    """Return the names which ``code`` itself reads, binds or deletes in its globals (or a class's body)."""
-    return {
-        instruction.argval
-        for instruction in dis.get_instructions(code)
-        if instruction.opname.endswith(("_GLOBAL", "_GLOBALS", "_NAME"))
-        and isinstance(instruction.argval, str)
-    } - {"__module__", "__qualname__", "__name__"}
+def _names_in(code: types.CodeType) -> set[str]:
+    named = (i for i in dis.get_instructions(code) if i.opname.endswith(("_GLOBAL", "_GLOBALS", "_NAME")))
+    return {instruction.argval for instruction in named if isinstance(instruction.argval, str)}
+
+
+_IN_EVERY_CLASS = _names_in(compile("class C: pass", "", "exec").co_consts[0])
+"""What the compiler itself writes into a class's body; Python 3.13 writes more than 3.12."""
 
 
 def global_names(code: types.CodeType) -> frozenset[str]:
-    """Return what :func:`own_names` returns, of ``code`` and of all code nested in it."""
+    """Return the names which ``code``, or code in it, reads, binds or deletes in its globals (or a class's body)."""
     known = _names_of.get(code)
     if known is None:
-        found = own_names(code)
-        for constant in code.co_consts:
-            if isinstance(constant, types.CodeType):
-                found |= global_names(constant)
-        known = _names_of[code] = frozenset(found)
+        inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
+        known = _names_of[code] = frozenset(_names_in(code) - _IN_EVERY_CLASS).union(
+            *map(global_names, inner)
+        )
     return known
 
 
@@ -86,95 +74,112 @@ def _new_cell() -> types.CellType:
     return types.CellType()
 
 
-def _fill_cell(cell: types.CellType, contents: tuple[Any]) -> None:
-    cell.cell_contents = contents[0]
+def _fill_cell(cell: types.CellType, contents: tuple[Any, ...]) -> None:
+    if contents:
+        cell.cell_contents = contents[0]
+    else:
+        with contextlib.suppress(ValueError):  # it is empty
+            del cell.cell_contents
 
 
-def reduce_cell(cell: types.CellType) -> tuple[Any, ...]:
-    """Reduce a cell to an empty one that is filled later, so that a closure may contain itself."""
+def read_cell(cell: types.CellType) -> Reading:
+    """Read a cell as an empty one that is filled later, so that a closure may contain itself."""
     try:
-        contents = cell.cell_contents
+        contents: tuple[Any, ...] = (cell.cell_contents,)
     except ValueError:
-        return _new_cell, ()
-    return _new_cell, (), (contents,), None, None, _fill_cell
+        contents = ()
+    return Reading(_new_cell, (), _fill_cell, contents, ("",))
 
 
 # ---------------------------------------------------------------- functions
 
 
-def _make_function(
-    code: types.CodeType, namespace: dict[str, Any], closure: tuple[types.CellType, ...] | None
-) -> Any:
+def _make_function(code: types.CodeType, namespace: dict[str, Any], closure: Any) -> Any:
     return types.FunctionType(code, namespace, None, None, closure)
 
 
-def _set_function(function: types.FunctionType, state: tuple[dict[str, Any], dict[str, Any]]) -> None:
-    attributes, slots = state
-    function.__dict__.update(attributes)
-    for name, value in slots.items():
-        setattr(function, name, value)
+_OF_FUNCTIONS = (
+    "__name__", "__qualname__", "__module__", "__doc__", "__defaults__", "__kwdefaults__",
+    "__annotate__" if _LAZY_ANNOTATIONS else "__annotations__",
+    *(("__type_params__",) if sys.version_info >= (3, 12) else ()),
+)  # fmt: skip
 
 
-def _function_slots(function: types.FunctionType) -> dict[str, Any]:
-    names = ["__name__", "__qualname__", "__module__", "__doc__", "__defaults__", "__kwdefaults__"]
-    names.append("__annotate__" if _LAZY_ANNOTATIONS else "__annotations__")
-    if sys.version_info >= (3, 12):
-        names.append("__type_params__")
-    return {name: value for name in names if (value := getattr(function, name))}
-
-
-def reduce_function(function: types.FunctionType, namespace: dict[str, Any]) -> tuple[Any, ...]:
-    """Reduce a function whose globals are ``namespace``, which the receiver's memo knows as its own."""
+def read_function(function: types.FunctionType, namespace: dict[str, Any]) -> Reading:
+    """Read a function whose globals are ``namespace``, which the receiver knows as its own."""
     arguments = (function.__code__, namespace, function.__closure__)
-    return (
-        _make_function,
-        arguments,
-        (dict(function.__dict__), _function_slots(function)),
-        None,
-        None,
-        _set_function,
-    )
+    insides = read_insides(function, *_OF_FUNCTIONS)
+    return Reading(_make_function, arguments, set_insides, insides, (".", "."), _change_code)
+
+
+def _change_code(function: types.FunctionType, code: types.CodeType, *_: Any) -> None:
+    function.__code__ = code
 
 
 # ---------------------------------------------------------------- classes
 
 
 def _set_class(cls: type, state: Any) -> type:
-    if cls not in _COMPLETE:
+    if cls not in _COMPLETE or cls in _TOLD_AGAIN:
         _COMPLETE.add(cls)
+        _TOLD_AGAIN.discard(cls)
         _cloudpickle._class_setstate(cls, state)
     return cls
 
 
-def reduce_class(cls: type) -> Any:
-    """Reduce a class as cloudpickle does, except that where it is known it stays as it is.
+def read_class(cls: type) -> Reading | None:
+    """Read a class as cloudpickle does, except that where it is known it stays as it is.
 
     Returns:
-        A reduce value, or ``NotImplemented`` for a class that goes by reference.
+        None for a class that goes by reference.
     """
+    if isinstance(cls.__module__, str) and cls.__module__ not in sys.modules:
+        import_or_stand_in(cls.__module__)  # its public name, which nobody has used yet (``numpy.rec``)
     reduced = _cloudpickle._class_reduce(cls)
-    if isinstance(reduced, tuple) and reduced[-1] is _cloudpickle._class_setstate:
-        _COMPLETE.add(cls)
-        return _with_slots(cls, reduced)
-    return reduced
+    if not isinstance(reduced, tuple):
+        return None
+    if len(reduced) < 6 or reduced[5] is not _cloudpickle._class_setstate:
+        return Reading(*reduced[:2])
+    _COMPLETE.add(cls)
+    told, slots = reduced[2]  # sorted; and without what a base says, too (``__hash__ = None``)
+    inherited = [base.__dict__ for base in cls.__mro__[1:]]
+    again = {n for n, v in cls.__dict__.items() if any(base.get(n, reduced) is v for base in inherited)}
+    own = {n: told.get(n, value) for n, value in cls.__dict__.items() if n in told or n in again}
+    return _with_slots(
+        cls, reduced[0], reduced[1], {**own, **{n: v for n, v in told.items() if n not in own}}, slots
+    )
 
 
-def _make_class(constructor: Any, name: str, bases: tuple[Any, ...], *arguments: Any) -> type:
-    """Make a class as cloudpickle does; what its bases do with a new subclass was done where it was made."""
+def _make_class(constructor: Any, name: str, bases: tuple[Any, ...], keywords: Any, *arguments: Any) -> type:
+    """Make a class as cloudpickle does; what its metaclass and bases do with a new class was done where it was made."""
     with _without_hooks(bases):
-        made: type = _cloudpickle._make_skeleton_class(constructor, name, bases, *arguments)
+        if constructor in _COMPLETE:  # a metaclass of the notebook
+            return _make_bare_class(constructor, name, bases, keywords, *arguments)
+        made: type = _cloudpickle._make_skeleton_class(constructor, name, bases, keywords, *arguments)
     return made
+
+
+def _make_bare_class(
+    constructor: Any, name: str, bases: tuple[Any, ...], keywords: Any, tracker_id: str, extra: Any
+) -> type:
+    """Make a class without running its metaclass' own methods, which may use what is not here yet."""
+    del extra
+    python = (types.FunctionType, staticmethod)
+    in_c = next(
+        c for c in constructor.__mro__ if not isinstance(c.__dict__.get("__new__", _make_class), python)
+    )
+    made: type = in_c.__new__(constructor, name, types.resolve_bases(bases), dict(keywords))
+    if issubclass(constructor, abc.ABCMeta):
+        abc._abc_init(made)  # type: ignore[attr-defined]
+    return _cloudpickle._lookup_class_or_track(tracker_id, made)  # type: ignore[no-any-return]
 
 
 @contextlib.contextmanager
 def _without_hooks(bases: tuple[Any, ...]) -> Iterator[None]:
     """Leave out ``__init_subclass__`` of classes by value: what it reads may not be here yet."""
     ancestors = {cls for base in bases for cls in getattr(getattr(base, "__origin__", base), "__mro__", ())}
-    hooks = [
-        (cls, cls.__dict__["__init_subclass__"])
-        for cls in ancestors
-        if "__init_subclass__" in cls.__dict__ and cls in _COMPLETE
-    ]
+    with_hooks = [cls for cls in ancestors if "__init_subclass__" in cls.__dict__ and cls in _COMPLETE]
+    hooks = [(cls, cls.__dict__["__init_subclass__"]) for cls in with_hooks]
     for cls, _ in hooks:
         type.__delattr__(cls, "__init_subclass__")
     try:
@@ -184,58 +189,65 @@ def _without_hooks(bases: tuple[Any, ...]) -> Iterator[None]:
             type.__setattr__(cls, "__init_subclass__", hook)
 
 
-def _with_slots(cls: type, reduced: tuple[Any, ...]) -> tuple[Any, ...]:
+def _with_slots(
+    cls: type, constructor: Any, arguments: Any, attributes: dict[str, Any], slots: Any
+) -> Reading:
     """Have the class made by :func:`_make_class` with its slots; cloudpickle sets them afterwards, to no effect.
 
     ``typing.NamedTuple`` makes them itself, and refuses to be told.
     """
-    maker, arguments, (attributes, slots), *_ = reduced
-    if maker is not _cloudpickle._make_skeleton_class:
-        return *reduced[:5], _set_class
+    if constructor is not _cloudpickle._make_skeleton_class:
+        return Reading(constructor, arguments, _set_class, (attributes, slots), (".", "."))
     told = typing.NamedTuple not in cls.__dict__.get("__orig_bases__", ())
     if told and "__slots__" in cls.__dict__:
-        constructor, name, bases, keywords, *rest = arguments
-        arguments = (constructor, name, bases, {**keywords, "__slots__": cls.__dict__["__slots__"]}, *rest)
-        attributes = {
-            key: value
-            for key, value in attributes.items()
-            if key != "__slots__" and not isinstance(value, types.MemberDescriptorType)
-        }
-    return _make_class, arguments, (attributes, slots), None, None, _set_class
+        meta, name, bases, keywords, *rest = arguments
+        arguments = (meta, name, bases, {**keywords, "__slots__": cls.__dict__["__slots__"]}, *rest)
+        others = [pair for pair in attributes.items() if not isinstance(pair[1], types.MemberDescriptorType)]
+        attributes = {key: value for key, value in others if key != "__slots__"}
+    return Reading(_make_class, arguments, _set_class, (attributes, slots), (".", "."))
 
 
-SETTERS = (_fill_cell, _set_function, _set_class)
-"""They complete their first argument, which is there before."""
-
-
-def reduce_new_type(made: typing.NewType) -> Any:
-    """Reduce a ``typing.NewType`` of the notebook by value; it would go by its name, which is not there yet."""
-    if made.__module__ != "__main__":
-        return NotImplemented
-    return typing.NewType, (vars(made)["__qualname__"], made.__supertype__), {"__module__": made.__module__}
+@contextlib.contextmanager
+def classes_told_again() -> Iterator[None]:
+    """Let classes that arrive be what they are where they come from, though an earlier cell has brought them."""
+    _TOLD_AGAIN.update(_COMPLETE)
+    try:
+        yield
+    finally:
+        _TOLD_AGAIN.clear()
 
 
 # ---------------------------------------------------------------- cached functions
 
 
-def reduce_cached_property(cached: functools.cached_property[Any]) -> tuple[Any, ...]:
-    """Reduce a ``functools.cached_property``, whose lock (before Python 3.12) cannot travel."""
+def _read_cached_property(cached: functools.cached_property[Any]) -> Reading:
+    """Read a ``functools.cached_property``, whose lock (before Python 3.12) cannot travel."""
     state = {name: value for name, value in vars(cached).items() if name not in ("func", "lock")}
-    return functools.cached_property, (cached.func,), state
+    return Reading(functools.cached_property, (cached.func,), _update, (state,), (".",))
 
 
-def reduce_cached(cached: Any) -> Any:
-    """Reduce a function under ``functools.lru_cache`` by value; what it cached stays behind."""
+def read_cached(cached: Any) -> Reading | None:
+    """Read a function under ``functools.lru_cache`` by value; what it cached stays behind."""
     if _cloudpickle._lookup_module_and_qualname(cached) is not None:
-        return NotImplemented
-    parameters = cached.cache_parameters()
-    attributes = {key: value for key, value in cached.__dict__.items() if key not in _SET_BY_LRU_CACHE}
-    state: tuple[dict[str, Any], dict[str, Any]] | None = (attributes, {}) if attributes else None
-    return _make_cached, (cached.__wrapped__, parameters["maxsize"], parameters["typed"]), state
-
-
-_SET_BY_LRU_CACHE = {*functools.WRAPPER_ASSIGNMENTS, "__wrapped__", "cache_parameters"}
+        return None
+    set_by_it = {*functools.WRAPPER_ASSIGNMENTS, "__wrapped__", "cache_parameters"}
+    attributes = {key: value for key, value in cached.__dict__.items() if key not in set_by_it}
+    arguments = (cached.__wrapped__, *cached.cache_parameters().values())  # maxsize, typed
+    return Reading(_make_cached, arguments, _update, (attributes,), (".",))
 
 
 def _make_cached(function: Any, maxsize: int | None, typed: bool) -> Any:
     return functools.lru_cache(maxsize, typed)(function)
+
+
+def _update(value: Any, state: tuple[dict[str, Any]]) -> None:
+    value.__dict__.update(*state)
+
+
+READERS: dict[type, Callable[[Any], Reading | None]] = {
+    types.CellType: read_cell,
+    functools._lru_cache_wrapper: read_cached,
+    functools.cached_property: _read_cached_property,
+    typing.NewType: lambda made: read_plain(made) if made.__module__ == "__main__" else None,
+}
+"""What reads objects of these very types; a ``typing.NewType`` of the notebook would go by its name, which is not there yet."""

@@ -6,25 +6,18 @@ a state that came from elsewhere waits in it, is the state as long as nobody has
 
 from __future__ import annotations
 
+import importlib
+import os
 import random
 import sys
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 from taas.capture.memory import view_of
 
-__all__ = ["set_generators", "states_of_generators"]
-
-
-class _Waiting(NamedTuple):
-    """A state of CUDA's generator that is set when CUDA is initialised."""
-
-    call: Callable[[], None]
-    state: bytes
-
-
-_waiting: list[_Waiting] = []
-"""The last one that this process has queued, if any."""
+_waiting: list[tuple[Callable[[], None], bytes]] = []
+"""The last call that this process has queued to set a state of CUDA's generator, and the state, if any."""
 
 
 def _loaded(name: str, attribute: str) -> Any:
@@ -48,10 +41,8 @@ def states_of_generators(*, cuda: bool) -> dict[str, Any]:
         found["numpy"] = (name, keys.tobytes(), position, has_gauss, cached)
     if (torch := _loaded("torch", "get_rng_state")) is not None:
         found["torch"] = _bytes_of(torch.get_rng_state())
-        found["torch seed"] = torch.initial_seed()
-        state = _cuda_state(torch) if cuda else None
-        if state is not None:
-            found["cuda"] = state
+        state = _cuda_state(torch) if cuda else None  # a seed is part of it
+        found |= {"torch seed": torch.initial_seed()} if state is None else {"cuda": state}
     return found
 
 
@@ -59,31 +50,65 @@ def _cuda_state(torch: Any) -> bytes | None:
     if torch.cuda.is_initialized():
         return _bytes_of(torch.cuda.get_rng_state().cpu())
     calls = torch.cuda._lazy_seed_tracker.get_calls()
-    if _waiting and calls and calls[-1] and calls[-1][0] is _waiting[0].call:
-        return _waiting[0].state
+    if _waiting and calls and calls[-1] and calls[-1][0] is _waiting[0][0]:
+        return _waiting[0][1]
     return None
 
 
-def set_generators(states: dict[str, Any], *, device: int | None) -> None:
+def fresh_seed(states: dict[str, Any]) -> dict[str, int]:
+    """Return a seed for ranks of a notebook that has no NumPy: forks of one process must not all draw the same."""
+    return {} if "numpy" in states else {"numpy seed": int.from_bytes(os.urandom(4), "little")}
+
+
+def set_generators(states: dict[str, Any], *, rank: bool, device: str | None) -> None:
     """Set those that are given.
 
     Args:
-        states: as :func:`states_of_generators` returns them.
-        device: number of the CUDA device whose state it is; None for a process without.
+        states: as :func:`states_of_generators` returns them; None for one that is gone.
+        rank: whether this process is a rank.
+        device: the rank's CUDA device; None for a notebook, or a rank without.
     """
+    states = {name: state for name, state in states.items() if state is not None}
+    number = int(device.partition(":")[2] or 0) if device is not None else None
+    if not rank:
+        torch = _loaded("torch", "cuda")
+        number = torch.cuda.current_device() if torch is not None and torch.cuda.is_initialized() else 0
     if "random" in states:
         random.setstate(states["random"])
+    if "numpy seed" in states and "numpy" in sys.modules:  # its random part is loaded at the first use
+        importlib.import_module("numpy.random").seed(states["numpy seed"])
     if "numpy" in states and (numpy := _loaded("numpy.random", "set_state")) is not None:
         name, keys, *rest = states["numpy"]
         numpy.set_state((name, sys.modules["numpy"].frombuffer(keys, "uint32"), *rest))
-    if (torch := _loaded("torch", "set_rng_state")) is None:
-        return
+    if (torch := _loaded("torch", "set_rng_state")) is not None:
+        _set_states_of_torch(torch, states, number)
+
+
+def _set_states_of_torch(torch: Any, states: dict[str, Any], device: int | None) -> None:
     if "torch" in states:
         torch.set_rng_state(_byte_tensor(torch, states["torch"]))
     if device is not None and "cuda" in states:
         _set_cuda_state(torch, states["cuda"], device)
     elif device is not None and "torch seed" in states:
         torch.cuda.manual_seed_all(states["torch seed"])
+
+
+_undrawing: list[bool] = []
+
+
+@contextmanager
+def undrawn() -> Iterator[None]:
+    """Let nothing be drawn from the generators in host memory: what is, is put back."""
+    if _undrawing:
+        yield
+        return
+    before = states_of_generators(cuda=False)
+    _undrawing.append(True)
+    try:
+        yield
+    finally:
+        _undrawing.clear()
+        set_generators(before, rank=True, device=None)
 
 
 def _set_cuda_state(torch: Any, data: bytes, device: int) -> None:
@@ -101,7 +126,7 @@ def _set_cuda_state(torch: Any, data: bytes, device: int) -> None:
 
     # torch runs queued seeds after all other queued calls, so set_rng_state by itself would be overridden
     torch.cuda._lazy_call(set_all, seed_all=True)
-    _waiting[:] = [_Waiting(set_all, data)]
+    _waiting[:] = [(set_all, data)]
 
 
 def _byte_tensor(torch: Any, data: bytes) -> Any:

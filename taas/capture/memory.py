@@ -1,10 +1,14 @@
-"""The memory of tensors and arrays: found once, written once, mapped by whoever receives it.
+"""The memory of tensors and arrays, by address: written once, and mapped by whoever receives it.
 
-Whoever pickles a tensor or an array registers the **block** of memory it lives in (a storage, or what the
-root of a chain of array views owns) and which part of it is used. Blocks that overlap, as those of an array
-and of the tensor made from it, form one **region** of the file, so whatever shared memory goes on sharing.
-A region is as long as its memory, but only the used parts are written: the rest is a hole and costs
-nothing. So a small view of a giant storage is cheap and keeps its offset and strides.
+Whoever reads a tensor or an array says which :class:`DeviceMemory` it looks into (a storage, or what the root of a chain of
+array views owns), and which part of it. Overlapping memory, as that of an array and of the tensor made from it, forms one
+**region** of the file, so whatever shared memory goes on sharing. A region is as long as its memory, but only the used
+parts are written: the rest is a hole and costs nothing. So a small view of a giant storage is cheap and keeps its offset
+and strides.
+
+A stream names memory by the address it has where the stream is written; the file's header says which region that is.
+Where a region lies in a process says its :class:`Stretch`: the notebook's own memory, the mapped payload of a rank, or
+what an answer brought. In an answer the regions of the payload go on under their numbers, and new ones follow.
 """
 
 from __future__ import annotations
@@ -14,43 +18,26 @@ import ctypes
 import mmap
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import msgspec
+from taas.wording import first_line
 
-__all__ = [
-    "Block",
-    "Piece",
-    "Region",
-    "Resident",
-    "SentMemory",
-    "address_of",
-    "candidates",
-    "differing",
-    "read_at",
-    "view_of",
-    "write_at",
-]
-
-PAGE = mmap.PAGESIZE
+_PAGE = mmap.PAGESIZE
 _SMALL_ALIGNMENT = 64
 _CHUNK = 1 << 18
 _LOOKED_UP_FROM = 1 << 20
 
 _libc = ctypes.CDLL(None)
 _libc.memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-_view_from_memory = ctypes.pythonapi.PyMemoryView_FromMemory
-_view_from_memory.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
-_view_from_memory.restype = ctypes.py_object
-_WRITABLE = 0x200
 
 Span = tuple[int, int]
 
 
-class Region(msgspec.Struct, frozen=True, array_like=True):
+class Region(NamedTuple):
     """Consecutive memory in a file.
 
     Attributes:
@@ -66,45 +53,64 @@ class Region(msgspec.Struct, frozen=True, array_like=True):
     spans: tuple[Span, ...]
 
 
-class Piece(msgspec.Struct, frozen=True, array_like=True):
-    """A part of a region: what one storage, or the root of some arrays, covers."""
+class Patch(NamedTuple):
+    """Bytes of a payload's region that the rank changed, and where in the answer they are."""
 
     region: int
     start: int
     nbytes: int
+    offset: int
 
 
-@dataclass(slots=True)
-class Block:
-    """Memory that tensors or arrays of the sender live in.
-
-    Attributes:
-        address: where it is; of a CUDA storage, where its copy in host memory is.
-        owner: what keeps it alive.
-        locate: tells where the owner's memory is now.
-        spans: the used parts, relative to the block.
-        tensors: the tensors on it, whose version counters have to learn of a change.
-    """
+class Place(NamedTuple):
+    """Where the sender of a stream has a region, or a part of it that begins at ``start``."""
 
     address: int
     nbytes: int
-    device: str
+    region: int
+    start: int
+
+
+def find_place(places: list[Place], address: int, nbytes: int) -> tuple[int, int] | None:
+    """Return the region that memory lies in, and where in it; None for memory that is in none of the sorted places."""
+    at = bisect.bisect(places, (address, sys.maxsize)) - 1
+    if at < 0:
+        return None
+    place = places[at]
+    inside = address - place.address
+    return (place.region, place.start + inside) if inside + nbytes <= place.nbytes else None
+
+
+@dataclass(slots=True, eq=False)
+class DeviceMemory:
+    """What a tensor or an array looks into.
+
+    Attributes:
+        opener: how it is wanted where it arrives: as a ``storage`` or as a ``buffer``.
+        address: where it is, on its device; negative, and its owner's alone, where there is none of it.
+        nbytes: its length.
+        owner: the storage, or the root of the array views, that it belongs to.
+        locate: tells where the owner's memory is now.
+        device: ``cpu`` or ``cuda:N``.
+        spans: the used parts, relative to it.
+        tensors: those on it, whose version counters have to learn of a change.
+    """
+
+    opener: str
+    address: int
+    nbytes: int
     owner: Any
     locate: Callable[[], int]
+    device: str = "cpu"
     spans: list[Span] = field(default_factory=list)
     tensors: list[Any] = field(default_factory=list)
-    staged: Any = None
 
 
-def view_of(address: int, nbytes: int) -> memoryview:
-    """Return a writable view of memory, which the caller keeps alive."""
-    view: memoryview = _view_from_memory(address, nbytes, _WRITABLE) if nbytes else memoryview(bytearray())
-    return view
-
-
-def address_of(buffer: Any) -> int:
-    """Return the address of a writable buffer."""
-    return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+def view_of(address: int, nbytes: int, owner: Any = None) -> memoryview:
+    """Return a writable view of memory, which keeps its owner alive."""
+    raw: Any = (ctypes.c_ubyte * nbytes).from_address(address) if nbytes else (ctypes.c_ubyte * 0)()
+    raw.owner = owner
+    return memoryview(raw).cast("B")
 
 
 def write_at(fd: int, data: memoryview, offset: int) -> None:
@@ -127,179 +133,308 @@ def read_at(fd: int, target: memoryview, offset: int) -> None:
         target, offset = target[done:], offset + done
 
 
-def differing(address: int, original: int, spans: tuple[Span, ...]) -> Iterator[Span]:
-    """Yield the parts of ``spans`` in which the memory at two addresses differs, neighbours joined."""
-    open_start, open_end = -1, -1
-    for start, end in spans:
-        for low in range(start, end, _CHUNK):
-            high = min(low + _CHUNK, end)
-            if _libc.memcmp(address + low, original + low, high - low) == 0:
+# ---------------------------------------------------------------- what is sent
+
+
+class SentMemory:
+    """The memory that a sender has met and the receiver lacks.
+
+    Args:
+        known: where this process has what the receiver has, too.
+        regions: the number of the first region of what it lacks.
+
+    Attributes:
+        first: that number.
+        regions: its places in a file, once it is laid out.
+        stretches: this process' own memory that they are written from, by the numbers of the regions.
+    """
+
+    def __init__(self, known: Iterable[Place] = (), regions: int = 0) -> None:
+        self._known, self.first = sorted(known), regions
+        self._met: dict[tuple[int, int], DeviceMemory] = {}
+        self.regions: list[Region] = []
+        self.stretches: dict[int, Stretch] = {}
+
+    def __len__(self) -> int:
+        return len(self._met)
+
+    def add(self, memory: DeviceMemory) -> None:
+        """Note memory that is named in the stream, and what is used of it."""
+        if memory.nbytes and find_place(self._known, memory.address, memory.nbytes) is not None:
+            return
+        met = self._met.setdefault((memory.address, memory.nbytes), memory)
+        if met is not memory:
+            met.spans += memory.spans
+            met.tensors += memory.tensors
+
+    def forget(self, count: int) -> None:
+        """Forget the memory from the ``count``-th on."""
+        while len(self._met) > count:
+            self._met.popitem()
+
+    def size(self, since: int = 0) -> int:
+        """Return about how many bytes have to be written, of the memory from a number on."""
+        return sum(
+            high - low for met in islice(self._met.values(), since, None) for low, high in met.spans[:1]
+        )
+
+    def lay_out(self, start: int) -> int:
+        """Give all memory its place in a file whose first ``start`` bytes are taken; return the file's size."""
+        groups: list[list[DeviceMemory]] = []
+        end = -1
+        for memory in sorted(self._met.values(), key=lambda memory: (memory.address, -memory.nbytes)):
+            if memory.nbytes and memory.address >= end:
+                groups.append([])
+            if memory.nbytes:
+                groups[-1].append(memory)
+                end = max(end, memory.address + memory.nbytes)
+        for number, group in enumerate(groups, self.first):
+            base, device = group[0].address, group[0].device
+            nbytes = max(memory.address + memory.nbytes for memory in group) - base
+            alignment = _PAGE if nbytes >= _PAGE else _SMALL_ALIGNMENT
+            offset = -(-start // alignment) * alignment
+            placed = [(memory, memory.address - base) for memory in group]
+            spans = merged([(at + low, at + high) for memory, at in placed for low, high in memory.spans])
+            storages = {(at, m.nbytes): m.owner for m, at in placed if hasattr(m.owner, "untyped")}
+            self.regions.append(Region(offset, nbytes, device, spans))
+            self.stretches[number] = Stretch(base, nbytes, group, device, storages, group, spans)
+            start = offset + nbytes
+        return start
+
+    def places(self) -> list[Place]:
+        """Return where this process has the regions: those that the receiver knows, and those of the file."""
+        return sorted([*self._known, *(Place(s.address, s.nbytes, n, 0) for n, s in self.stretches.items())])
+
+    def write(self, fd: int) -> None:
+        """Write what is used of all memory; that of CUDA devices by way of host memory, one storage after the other."""
+        for region, stretch in zip(self.regions, self.stretches.values(), strict=True):
+            base = stretch.address
+            if region.device == "cpu":
+                for start, end in region.spans:
+                    write_at(fd, view_of(base + start, end - start), region.offset + start)
                 continue
-            if low != open_end:
-                if open_end > 0:
-                    yield open_start, open_end
-                open_start = low
-            open_end = high
-    if open_end > 0:
-        yield open_start, open_end
+            for memory in stretch.met:
+                copy = memory.owner.cpu()
+                offset = region.offset + memory.address - base
+                for start, end in merged(memory.spans):
+                    write_at(fd, view_of(copy.data_ptr() + start, end - start), offset + start)
 
 
-def written_pages(address: int, nbytes: int) -> tuple[Span, ...] | None:
-    """Return the pages of a private mapping that this process wrote to, relative to ``address``.
+def merged(spans: list[Span]) -> tuple[Span, ...]:
+    """Return spans in order, those joined that touch each other."""
+    found: list[Span] = []
+    for start, end in sorted(spans):
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        elif end > start:
+            found.append((start, end))
+    return tuple(found)
+
+
+# ---------------------------------------------------------------- what is there
+
+
+@dataclass(slots=True)
+class Stretch:
+    """A region's memory in this process.
+
+    Attributes:
+        address: where it is.
+        nbytes: its length.
+        owner: what keeps it alive.
+        device: where storages on it are: ``cpu``, or a CUDA device.
+        storages: those over parts of it, by (start, length).
+        met: what the notebook has there.
+        spans: the parts of it that are used.
+    """
+
+    address: int
+    nbytes: int
+    owner: Any
+    device: str = "cpu"
+    storages: dict[Span, Any] = field(default_factory=dict)
+    met: list[DeviceMemory] = field(default_factory=list)
+    spans: tuple[Span, ...] = ()
+
+    def is_there(self) -> bool:
+        """Tell whether it is where it was; a storage can be resized, and an array."""
+        return all(memory.locate() == memory.address for memory in self.met) and all(
+            storage.data_ptr() == self.address + start
+            for (start, nbytes), storage in self.storages.items()
+            if nbytes and storage.device.type == "cpu"
+        )
+
+    def is_in_host_memory(self) -> bool:
+        """Tell whether nothing of it is on a device."""
+        return self.device == "cpu" and all(s.device.type == "cpu" for s in self.storages.values())
+
+    def in_host_memory(self) -> tuple[int, Any]:
+        """Return where its bytes are in host memory, and what keeps them there; a copy of what is on a device."""
+        copies = [storage.cpu() for storage in self.storages.values() if storage.device.type != "cpu"]
+        return (copies[-1].data_ptr() if copies else self.address), copies
+
+    def places(self, region: int) -> Iterator[Place]:
+        """Yield where it is; storages on a device have places of their own."""
+        yield Place(self.address, self.nbytes, region, 0)
+        for (start, nbytes), storage in self.storages.items():
+            if storage.device.type != "cpu" and nbytes:
+                yield Place(storage.data_ptr(), nbytes, region, start)
+
+    def patch(self, patch: Patch, fd: int) -> str | None:
+        """Write changed bytes into it; return why not, or None."""
+        if not self.is_there():
+            return "memory of the notebook was replaced while the run went on"
+        if self.met and self.device != "cpu":
+            try:
+                self._write_to_device(patch, fd)
+            except RuntimeError as error:  # its CUDA context is broken, or it has no room
+                return f"new values of tensors that the notebook has on {self.device} ({first_line(error)})"
+        else:
+            read_at(fd, view_of(self.address + patch.start, patch.nbytes), patch.offset)
+        for tensor in (
+            tensor for memory in self.met for tensor in memory.tensors
+        ):  # as an operation would have
+            sys.modules["torch"].autograd.graph.increment_version(tensor)
+        return None
+
+    def _write_to_device(self, patch: Patch, fd: int) -> None:
+        import torch
+
+        data = bytearray(patch.nbytes)
+        read_at(fd, memoryview(data), patch.offset)
+        storage = self.met[0].owner
+        whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        whole[patch.start : patch.start + patch.nbytes].copy_(torch.frombuffer(data, dtype=torch.uint8))
+
+
+class MemoryTable:
+    """The memory that a stream names.
+
+    Args:
+        stretches: by the number of their region.
+        places: where the stream's sender had the regions.
+
+    Attributes:
+        refused: bytes that a CUDA device has not taken, and why; they are in host memory. None: that is an error.
+    """
+
+    def __init__(self, stretches: dict[int, Stretch], places: Iterable[Place], *, strict: bool) -> None:
+        self.stretches, self._places = stretches, sorted(Place(*place) for place in places)
+        self._empty: dict[int, Any] = {}
+        self.refused: dict[str, tuple[int, str]] | None = None if strict else {}
+
+    def open(self, opener: str, address: int, nbytes: int) -> Any:
+        """Return the memory that the sender had at an address, as a writable buffer or as a torch storage.
+
+        Raises:
+            LookupError: it is in none of the regions.
+        """
+        if not nbytes:
+            return self._storage_of_nothing(address) if opener == "storage" else view_of(0, 0)
+        found = find_place(self._places, address, nbytes)
+        if found is None:
+            raise LookupError("it looks into memory that did not come")
+        stretch, start = self.stretches[found[0]], found[1]
+        buffer = view_of(stretch.address + start, nbytes, stretch.owner)
+        return self._storage(stretch, start, buffer) if opener == "storage" else buffer
+
+    def _storage_of_nothing(self, address: int) -> Any:
+        import torch
+
+        return self._empty.setdefault(address, torch.UntypedStorage(0))
+
+    def _storage(self, stretch: Stretch, start: int, buffer: memoryview) -> Any:
+        """Return a torch storage, the same one for the same memory."""
+        import torch
+
+        known = stretch.storages.get((start, buffer.nbytes))
+        if known is None:
+            known = torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
+            if stretch.device != "cpu":
+                known = self._moved(known, stretch.device)
+            stretch.storages[start, buffer.nbytes] = known
+        return known
+
+    def _moved(self, storage: Any, device: str) -> Any:
+        """Return a copy on a device; one that is full, or whose context is broken, may refuse it."""
+        try:
+            return moved(storage, device)
+        except RuntimeError as error:
+            if self.refused is None:
+                raise
+            self.refused[device] = self.refused.get(device, (0, ""))[0] + storage.nbytes(), first_line(error)
+            return storage
+
+    def places(self) -> list[Place]:
+        """Return where all of it is in this process."""
+        there = [(n, stretch) for n, stretch in self.stretches.items() if stretch.is_there()]
+        return sorted(place for n, stretch in there for place in stretch.places(n))
+
+
+def new_memory(region: Region, device: str, fd: int) -> Stretch:
+    """Return ordinary memory with what a region of a file has, as if it had been made here.
+
+    A mapping would stay as long as anything in it, and twice where the notebook writes to it.
+    """
+    torch = sys.modules.get("torch")
+    storages = {}
+    if torch is not None and hasattr(torch, "UntypedStorage"):
+        owner = torch.empty(region.nbytes, dtype=torch.uint8, device="cpu")
+        address = owner.data_ptr()
+        if device == "cpu":
+            storages = {(0, region.nbytes): owner.untyped_storage()}  # which can be resized
+    else:
+        owner = (ctypes.c_ubyte * region.nbytes)()
+        address = ctypes.addressof(owner)
+    for start, end in region.spans:
+        read_at(fd, view_of(address + start, end - start), region.offset + start)
+    return Stretch(address, region.nbytes, owner, device, storages, spans=region.spans)
+
+
+def moved(storage: Any, device: str) -> Any:
+    """Return a copy of a storage on a device."""
+    return sys.modules["torch"].UntypedStorage(storage.nbytes(), device=device).copy_(storage)
+
+
+# ---------------------------------------------------------------- what changed
+
+
+def changed_parts(address: int, original: int, spans: tuple[Span, ...], *, private: bool) -> Iterator[Span]:
+    """Yield the parts of ``spans`` in which memory is not as a mapping of the file has it, neighbours joined.
+
+    Args:
+        address: where it is.
+        original: where the file is mapped.
+        spans: what the file has of it.
+        private: whether it is a private mapping of the same file.
+    """
+    for span in spans:
+        for start, end in _written_pages(address, *span) if private else [span]:
+            chunks = ((low, min(low + _CHUNK, end)) for low in range(start, end, _CHUNK))
+            differ = [(a, b) for a, b in chunks if _libc.memcmp(address + a, original + a, b - a)]
+            yield from merged(differ)
+
+
+def _written_pages(address: int, start: int, end: int) -> list[Span]:
+    """Return what this process may have written to of a span of a private mapping.
 
     The kernel copies a page of a private file mapping when it is written to; such a page is no longer a page
     of the file (bit 61 of its entry in the page map,
     https://docs.kernel.org/admin-guide/mm/pagemap.html).
-
-    Returns:
-        None where that can't be found out.
     """
     numpy = sys.modules.get("numpy")
-    if numpy is None:
-        return None
-    first, end = address // PAGE, -(-(address + nbytes) // PAGE)
+    if numpy is None or end - start < _LOOKED_UP_FROM:
+        return [(start, end)]
+    first, last = (address + start) // _PAGE, -(-(address + end) // _PAGE)
     try:
         with Path("/proc/self/pagemap").open("rb", buffering=0) as pagemap:
             pagemap.seek(first * 8)
-            entries = numpy.frombuffer(pagemap.read((end - first) * 8), "u8")
+            entries = numpy.frombuffer(pagemap.read((last - first) * 8), "u8")
     except OSError:
-        return None
-    if len(entries) != end - first:
-        return None
+        return [(start, end)]
+    if len(entries) != last - first:
+        return [(start, end)]
     there, of_file = entries >> 62 != 0, entries >> 61 & 1 != 0
-    own = numpy.flatnonzero(numpy.diff(numpy.concatenate(([0], there & ~of_file, [0]))))
-    return tuple(
-        (
-            max(0, int(low) * PAGE + first * PAGE - address),
-            min(nbytes, int(high) * PAGE + first * PAGE - address),
-        )
-        for low, high in zip(own[::2], own[1::2], strict=True)
-    )
-
-
-def _common(first: tuple[Span, ...], second: tuple[Span, ...]) -> tuple[Span, ...]:
-    """Return what two ordered lists of spans have in common."""
-    found, i, j = [], 0, 0
-    while i < len(first) and j < len(second):
-        low, high = max(first[i][0], second[j][0]), min(first[i][1], second[j][1])
-        if low < high:
-            found.append((low, high))
-        if first[i][1] < second[j][1]:
-            i += 1
-        else:
-            j += 1
-    return tuple(found)
-
-
-def candidates(address: int, nbytes: int, spans: tuple[Span, ...]) -> tuple[Span, ...]:
-    """Return the parts of ``spans`` in a private mapping that may have changed."""
-    if nbytes < _LOOKED_UP_FROM:
-        return spans
-    written = written_pages(address, nbytes)
-    return spans if written is None else _common(spans, written)
-
-
-def _merged(spans: list[Span]) -> tuple[Span, ...]:
-    merged: list[Span] = []
-    for start, end in sorted(spans):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
-        else:
-            merged.append((start, end))
-    return tuple(merged)
-
-
-class SentMemory:
-    """The blocks a sender has met, and how they lie in the file."""
-
-    def __init__(self) -> None:
-        self.blocks: list[Block] = []
-        self.regions: list[Region] = []
-        self.pieces: list[Piece] = []
-        self._base: list[int] = []
-        self._members: list[list[Block]] = []
-
-    def add(self, block: Block) -> int:
-        """Register a block and return its number."""
-        self.blocks.append(block)
-        return len(self.blocks) - 1
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that have to be written."""
-        return sum(end - start for region in self.regions for start, end in region.spans)
-
-    def lay_out(self, start: int) -> int:
-        """Give every block its place in a file whose first ``start`` bytes are taken; return the file's size."""
-        self.pieces = [Piece(0, 0, 0)] * len(self.blocks)
-        order = sorted(
-            range(len(self.blocks)), key=lambda i: (self.blocks[i].address, -self.blocks[i].nbytes)
-        )
-        group: list[int] = []
-        end = -1
-        for number in order:
-            block = self.blocks[number]
-            if group and block.address >= end:
-                start = self._close(group, end, start)
-                group = []
-            end = max(end, block.address + block.nbytes) if group else block.address + block.nbytes
-            group.append(number)
-        return self._close(group, end, start) if group else start
-
-    def _close(self, group: list[int], end: int, start: int) -> int:
-        first = self.blocks[group[0]]
-        nbytes = end - first.address
-        alignment = PAGE if nbytes >= PAGE else _SMALL_ALIGNMENT
-        offset = -(-start // alignment) * alignment
-        spans: list[Span] = []
-        for number in group:
-            block = self.blocks[number]
-            shift = block.address - first.address
-            self.pieces[number] = Piece(len(self.regions), shift, block.nbytes)
-            spans += [(low + shift, high + shift) for low, high in block.spans]
-        self.regions.append(Region(offset, nbytes, first.device, _merged(spans)))
-        self._base.append(first.address)
-        self._members.append([self.blocks[number] for number in group])
-        return offset + nbytes
-
-    def write(self, fd: int) -> None:
-        """Write the used parts of all blocks."""
-        for region, base in zip(self.regions, self._base, strict=True):
-            for start, end in region.spans:
-                write_at(fd, view_of(base + start, end - start), region.offset + start)
-
-    def drop_staged(self) -> None:
-        """Forget the host copies of CUDA storages, once they are written."""
-        for block in self.blocks:
-            block.staged = None
-
-    def members(self, region: int) -> list[Block]:
-        """Return the blocks of a region."""
-        return self._members[region]
-
-    def address(self, region: int) -> int:
-        """Return where a region was when it was written."""
-        return self._base[region]
-
-
-class Resident:
-    """Which received memory lies at an address, so that what points into it is recognised."""
-
-    def __init__(self) -> None:
-        self._starts: list[int] = []
-        self._found: list[tuple[int, int, int]] = []
-
-    def add(self, address: int, nbytes: int, region: int, start: int = 0) -> None:
-        """Say that ``nbytes`` of a region, from ``start`` on, are at ``address``."""
-        place = bisect.bisect(self._starts, address)
-        self._starts.insert(place, address)
-        self._found.insert(place, (nbytes, region, start))
-
-    def find(self, address: int, nbytes: int) -> Piece | None:
-        """Return the piece that lies at ``address``, or None where that isn't received memory."""
-        place = bisect.bisect(self._starts, address) - 1
-        if place < 0 or not nbytes:
-            return None
-        length, region, start = self._found[place]
-        inside = address - self._starts[place]
-        return Piece(region, start + inside, nbytes) if inside + nbytes <= length else None
+    edges = numpy.flatnonzero(numpy.diff(numpy.concatenate(([0], there & ~of_file, [0]))))
+    pages = [(first + int(edge)) * _PAGE - address for edge in edges]
+    return [(max(start, low), min(end, high)) for low, high in zip(pages[::2], pages[1::2], strict=True)]

@@ -1,384 +1,225 @@
 """Which names of the notebook a cell needs.
 
-The cell's syntax tree is read in the order of execution. A name that is surely bound before its first read
-isn't needed: else the second run of a cell would ship the first run's model. What may or may not be read
-(in a branch, in a function) may be needed. The body of a function counts where its name is read, as it can
-run from there on; the same holds for functions and classes of earlier cells, whose code is looked through.
-
-Scopes are CPython's own: names inside functions, classes and comprehensions are taken from the bytecode.
-
-Two things go beyond the tree: the text of magics and shell commands, which is Python here and there
-(``%timeit f(n)``, ``!ls {path}``), and strings where the cell looks names up by itself (``eval``,
-``globals()``).
-
-Assumed: a ``with`` block whose manager isn't called something with suppress, raises or ignore doesn't
-swallow exceptions.
+The cell is spelled out (:mod:`~taas.capture.spelled_out`) and compiled, and its code is read in the order of execution
+(:mod:`~taas.capture.execution`). A name that is surely bound before its first read is not needed: else the second run of a
+cell would ship the first run's model. A name that is read whatever happens is *surely* needed; one that is read in a branch,
+in a function or by a text, *maybe*. The body of a function counts where its name is read, as it can run from there on;
+the same holds for functions and classes of earlier cells.
 """
 
-# ruff: noqa: N802, N815  methods are named after the nodes they visit
-
 from __future__ import annotations
+import __future__
 
 import ast
-import re
+import collections
+import functools
+import gc
+import inspect
+import linecache
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
-from taas.capture.cell_text import python_of
-from taas.capture.code_by_value import global_names, own_names
-from taas.capture.reads import ExpressionReader, Needs, code_of
-from taas.capture.texts import LOOKS_UP, NOT_PYTHON, RUNS_APART, RUNS_HERE, magic_texts, strings_in, words_of
+from taas.capture.code_by_value import global_names
+from taas.capture.execution import bound_by, codes_in, steps_of, words_in
+from taas.capture.of_ipython import is_of_ipython, python_of
+from taas.capture.spelled_out import ANY, SpelledOut
 
-__all__ = ["Needs", "needs_of"]
+_BINDS_ANY = {"eval", "exec", "globals", "locals", "vars", "setattr", "get_ipython", "__main__"}
+"""What a cell may bind names with that its code does not say."""
+_LOOKS_UP = {
+    "globals", "locals", "vars", "dir", "eval", "exec", "ex", "ev", "run_cell", "query", "timeit", "repeat", "Timer",
+    "compile", "__main__", "modules", "user_ns", "get_ipython", "__import__", "import_module",
+}  # fmt: skip
+"""Functions without any of these names and attributes look nothing up."""
+_FUTURE = __future__.annotations.compiler_flag
+_NAMELESS = ("<", "__annotate__")
+"""Begin what code is called that no name is bound to: lambdas, comprehensions, annotations."""
+_Names = frozenset[str]
+_NONE: _Names = frozenset()
 
-_SWALLOWS = re.compile(r"suppress|raises|ignore", re.IGNORECASE)
+
+@dataclass
+class Needs:
+    """Names of the namespace that a cell needs.
+
+    Attributes:
+        sure: read before they are bound, whatever happens.
+        maybe: possibly read before they are bound.
+        settled: used by functions, and surely bound by the cell before.
+        others: names that are meant perhaps, since the cell makes texts that it looks names up by.
+        built: where it does so; empty if it does not.
+        words: names, attributes and magics that occur in the cell at all.
+        binds: names that the cell may bind; None if it may be any, as the code does not say (a star, ``exec``).
+    """
+
+    sure: set[str] = field(default_factory=set)
+    maybe: set[str] = field(default_factory=set)
+    settled: set[str] = field(default_factory=set)
+    others: set[str] = field(default_factory=set)
+    built: str = ""
+    words: set[str] = field(default_factory=set)
+    binds: set[str] | None = None
 
 
-def needs_of(cell: str, namespace: Mapping[str, Any]) -> Needs:
+def needs_of(cell: str, namespace: Mapping[str, Any], flags: int = 0) -> Needs:
     """Find the names of ``namespace`` that ``cell`` needs.
 
     Args:
         cell: the cell as typed; magics and header comments allowed.
         namespace: the notebook's names; only functions and classes among them are looked into.
+        flags: compiler flags that earlier cells set by ``from __future__ import …``.
 
     Raises:
         SyntaxError: the cell is wrong.
     """
-    tree = ast.parse(python_of(cell))
+    program = SpelledOut(ast.parse(python_of(cell)), namespace, lazy=bool(flags & _FUTURE))
     reader = _Reader(namespace)
-    reader.block(tree.body, sure=True)
+    reader.read_code(program.code)
     needs = reader.needs
-    needs.words = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    needs.words |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    needs.words = words_in(program.code) | program.magics
+    if not (program.star or program.magics or needs.words & _BINDS_ANY):
+        needs.binds = set(bound_by(program.code, "STORE_NAME"))
     needs.maybe -= needs.sure
     needs.settled -= needs.sure | needs.maybe
+    needs.others -= needs.sure | needs.maybe
     return needs
 
 
-def _inner_names(code: types.CodeType) -> frozenset[str]:
-    """Return the globals of the functions defined in a piece of code."""
-    return frozenset().union(*(global_names(c) for c in code.co_consts if isinstance(c, types.CodeType)))
+class _Reader:
+    """Reads code in the order of execution."""
+
+    def __init__(self, namespace: Mapping[str, Any]) -> None:
+        self.needs = Needs()
+        self._namespace = namespace
+        self._of_earlier: dict[str, _Names] = {}
+        self._later: dict[str, _Names] = {}
+        """What functions and classes of the cell read when they run."""
+
+    def read_code(
+        self, code: types.CodeType, bound: _Names = _NONE, touched: _Names = _NONE, *, sure: bool = True
+    ) -> None:
+        """Read the code of the cell, or of a class in it, before which names are surely, and may be, bound."""
+        in_class = code.co_name != "<module>"
+        outer, self._later = self._later, self._later | _later_in(code)
+        for instruction, own, own_touched, runs in steps_of(code):
+            what, kind = instruction.argval, instruction.opname
+            here, here_touched, certain = bound | own, touched | own_touched, sure and runs
+            if isinstance(what, types.CodeType):  # it sees no names of a class around it
+                nested = (bound, touched) if in_class else (here, here_touched)
+                if not _is_function(what):
+                    self.read_code(what, *nested, sure=certain)
+                    continue
+                for name in global_names(what):
+                    if what.co_name.startswith(_NAMELESS) or name.startswith(ANY):
+                        self._read(name, nested[0])
+            elif kind in ("LOAD_NAME", "LOAD_GLOBAL", "DELETE_NAME", "DELETE_GLOBAL"):
+                self._read(what, here, sure=certain and what not in here_touched)
+                if kind.startswith("DELETE") and not in_class:
+                    self._read(what, here - {what})  # so that its absence can come back
+        self._later = outer
+
+    def _read(self, name: str, bound: _Names, *, sure: bool = False) -> None:
+        """Note that a name is read, and with it what its functions read."""
+        needs = self.needs
+        waiting, seen = [(name, False)], set()
+        while waiting:
+            name, of_function = waiting.pop()
+            if name in seen:
+                continue
+            seen.add(name)
+            if name.startswith(ANY):
+                needs.built = needs.built or name.removeprefix(ANY)
+                needs.others |= {
+                    n for n, v in self._namespace.items() if n not in bound and not is_of_ipython(n, v)
+                }
+            waiting += [(inner, True) for inner in self._later.get(name, ())]
+            if name not in self._namespace or is_of_ipython(name, self._namespace[name]):
+                continue
+            if name in bound:
+                needs.settled |= {name} if of_function else set()
+                continue
+            (needs.sure if sure and not of_function else needs.maybe).add(name)
+            waiting += [(inner, True) for inner in self._used_by(name)]
+
+    def _used_by(self, name: str) -> _Names:
+        if name not in self._of_earlier:
+            self._of_earlier[name] = _names_used_by(self._namespace[name], self._namespace)
+        return self._of_earlier[name]
 
 
-def _exits(node: ast.AST) -> bool:
-    """Tell whether a statement can leave the block it stands in."""
-    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)):
-        return False
-    if isinstance(node, (ast.Break, ast.Continue, ast.Return, ast.Raise)):
-        return True
-    return any(
-        _exits(child)
-        for child in ast.iter_child_nodes(node)
-        if isinstance(child, (ast.stmt, ast.excepthandler))
-    )
+def _is_function(code: types.CodeType) -> bool:
+    """Tell it from the body of a class."""
+    return bool(code.co_flags & inspect.CO_OPTIMIZED)
 
 
-def _is_main_test(test: ast.expr) -> bool:
-    """Tell whether a condition is ``__name__ == "__main__"`` or a true constant."""
-    if isinstance(test, ast.Constant):
-        return bool(test.value)
-    return isinstance(test, ast.Compare) and ast.unparse(test).replace('"', "'") == "__name__ == '__main__'"
+def _later_in(code: types.CodeType) -> dict[str, _Names]:
+    """Return what functions and classes in a code read when they, or their methods, run."""
+    found: dict[str, _Names] = {}
+    for inner in codes_in(code):
+        parts = [inner] if _is_function(inner) else codes_in(inner)
+        found[inner.co_name] = found.get(inner.co_name, _NONE).union(*map(global_names, parts))
+    return found
 
 
-class _Reader(ExpressionReader):
-    """Walks statements."""
+# ---------------------------------------------------------------- functions and classes of earlier cells
 
-    def block(self, body: list[ast.stmt], *, sure: bool) -> None:
-        """Read statements one after the other."""
-        outer = self._sure
-        self._sure = outer and sure
-        for statement in body:
-            self.visit(statement)
-            if _exits(statement):
-                self._sure = False
-        self._sure = outer
+_PARTS = 1_000
+"""How many objects are looked at for one name; the pickler finds what lies deeper."""
+_ITEMS = 100
+_NO_CODE = (types.ModuleType, types.CodeType, str, bytes, int, float, complex, type(None))
 
-    def generic_visit(self, node: ast.AST) -> None:
-        """Read the parts of whatever has no method of its own, in order."""
-        super().generic_visit(node)
 
-    def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
-        """The body counts later, the rest now."""
-        for expression in (*node.decorator_list, *node.args.defaults, *filter(None, node.args.kw_defaults)):
-            self.visit(expression)
-        arguments = [
-            *node.args.posonlyargs,
-            *node.args.args,
-            *node.args.kwonlyargs,
-            node.args.vararg,
-            node.args.kwarg,
-        ]
-        for annotation in [argument.annotation for argument in arguments if argument] + [node.returns]:
-            if annotation is not None:
-                self._annotation(annotation)
-        bare = type(node)(**{**dict(ast.iter_fields(node)), "decorator_list": []})
-        self._define(node.name, _inner_names(code_of(bare)), node, called=bool(node.decorator_list))
-
-    visit_AsyncFunctionDef = visit_FunctionDef
-
-    def _define(self, name: str, reads: frozenset[str], node: ast.AST, *, called: bool) -> None:
-        self._perhaps |= {
-            word for part in ast.walk(node) if isinstance(part, ast.Global) for word in part.names
-        }
-        texts = {word for text in magic_texts(node) for word in words_of(text)}
-        if reads & LOOKS_UP:
-            texts |= {word for text in strings_in(node) for word in words_of(text)}
-        reads |= frozenset(texts & set(self._namespace))
-        if called:  # before the name is bound, so its own name counts, too
-            self._read(reads, sure=False)
-        reads -= {name}
-        if self._sure:
-            self._bind([name])
-            self._deferred[name] = reads
+def _names_used_by(value: Any, namespace: Mapping[str, Any]) -> _Names:
+    """Return the names that functions and classes of the notebook in a value use."""
+    names: set[str] = set()
+    seen = {id(namespace)}
+    waiting = collections.deque([value])
+    for _ in range(_PARTS):
+        part = waiting.popleft() if waiting else None
+        if isinstance(part, _NO_CODE) or id(part) in seen:
+            continue
+        seen.add(id(part))
+        if isinstance(part, types.FunctionType):
+            if part.__globals__ is namespace:
+                names |= global_names(part.__code__) | _looked_up_by(part.__code__)
+            waiting += (part.__closure__, part.__dict__, part.__defaults__, part.__kwdefaults__)
         else:
-            self._deferred[name] = self._deferred.get(name, frozenset()) | reads
-
-    def visit_ClassDef(self, node: ast.ClassDef) -> None:
-        """The body runs now, the methods later."""
-        for expression in (*node.decorator_list, *node.bases, *node.keywords):
-            self.visit(expression)
-        bare = ast.ClassDef(
-            **{**dict(ast.iter_fields(node)), "decorator_list": [], "bases": [], "keywords": []}
-        )
-        outer = code_of(bare)
-        body = next(
-            (c for c in outer.co_consts if isinstance(c, types.CodeType) and c.co_name == node.name), outer
-        )
-        here = own_names(body)
-        within = {
-            n.id
-            for s in node.body
-            for n in ast.walk(s)
-            if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
-        }
-        within |= {
-            s.name for s in node.body if isinstance(s, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
-        }
-        loads = {
-            n.id
-            for s in node.body
-            for n in ast.walk(s)
-            if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)
-        }
-        for nested in (
-            s for s in node.body if isinstance(s, (ast.If, ast.For, ast.While, ast.Try, ast.With))
-        ):
-            within |= {name for name in here if name not in loads} | {
-                n.id for n in ast.walk(nested) if isinstance(n, ast.Name)
-            }
-        self._read(here & loads - within, sure=True)
-        self._read(here & loads & within, sure=False)
-        if here & LOOKS_UP:
-            self._looked_up(node)
-        calls = any(
-            isinstance(n, ast.Call)
-            for s in node.body
-            if not isinstance(s, ast.FunctionDef)
-            for n in ast.walk(s)
-        )
-        self._define(
-            node.name,
-            _inner_names(body),
-            node,
-            called=calls or bool(node.decorator_list or node.keywords),
-        )
-
-    def visit_If(self, node: ast.If) -> None:
-        """What both branches bind is bound."""
-        self.visit(node.test)
-        if _is_main_test(node.test):
-            self.block(node.body, sure=True)
-            return
-        before = set(self._bound)
-        with self._maybe():
-            self.block(node.body, sure=True)
-            after_body = self._bound if not _always_exits(node.body) else None
-            self._bound = set(before)
-            self.block(node.orelse, sure=True)
-            after_else = self._bound if not _always_exits(node.orelse) else None
-        ends = [end for end in (after_body, after_else) if end is not None]
-        self._bound |= set.intersection(*ends) if ends else set()
-
-    def visit_For(self, node: ast.For | ast.AsyncFor) -> None:
-        """The body is taken to run, but nothing it binds is sure afterwards."""
-        self.visit(node.iter)
-        with self._maybe(unsure=False):
-            self.visit(node.target)
-            self.block(node.body, sure=True)
-        with self._maybe():
-            self.block(node.orelse, sure=True)
-
-    visit_AsyncFor = visit_For
-
-    def visit_While(self, node: ast.While) -> None:
-        """As a loop over nothing known."""
-        self.visit(node.test)
-        with self._maybe(unsure=not _is_main_test(node.test)):
-            self.block(node.body, sure=True)
-        with self._maybe():
-            self.block(node.orelse, sure=True)
-
-    def visit_With(self, node: ast.With | ast.AsyncWith) -> None:
-        """Transparent, unless the manager swallows exceptions."""
-        swallows = False
-        for item in node.items:
-            self.visit(item.context_expr)
-            swallows |= _SWALLOWS.search(ast.unparse(item.context_expr)) is not None
-            if item.optional_vars is not None:
-                self.visit(item.optional_vars)
-        if swallows:
-            with self._maybe(unsure=False):
-                self.block(node.body, sure=True)
-        else:
-            self.block(node.body, sure=True)
-
-    visit_AsyncWith = visit_With
-
-    def visit_Try(self, node: ast.Try | ast.TryStar) -> None:
-        """What the body and every handler that goes on bind is bound."""
-        before = set(self._bound)
-        with self._maybe(unsure=False):
-            self.block(node.body, sure=True)
-            self.block(node.orelse, sure=True)
-            ends = [self._bound] if not _always_exits(node.body) else []
-            for handler in node.handlers:
-                self._bound = set(before)
-                with self._maybe():
-                    if handler.type is not None:
-                        self.visit(handler.type)
-                    if handler.name:
-                        self._bind([handler.name])
-                    self.block(handler.body, sure=True)
-                    if handler.name:
-                        self._delete(handler.name)
-                    end = set(self._bound)
-                if not _always_exits(handler.body):
-                    ends.append(end)
-            self._bound = set(before)
-        if ends:
-            self._bound |= set.intersection(*ends)
-        bound, self._bound = self._bound, before
-        self.block(node.finalbody, sure=True)
-        self._bound |= bound
-
-    visit_TryStar = visit_Try
-
-    def visit_Match(self, node: ast.Match) -> None:
-        """Each case may be taken."""
-        self.visit(node.subject)
-        for case in node.cases:
-            with self._maybe():
-                self._bind(_captures(case.pattern))
-                for part in ast.walk(case.pattern):
-                    if isinstance(part, (ast.MatchValue, ast.MatchClass)):
-                        self.visit(part.value if isinstance(part, ast.MatchValue) else part.cls)
-                    elif isinstance(part, ast.MatchMapping):
-                        for key in part.keys:
-                            self.visit(key)
-                if case.guard is not None:
-                    self.visit(case.guard)
-                self.block(case.body, sure=True)
-
-    def visit_Assign(self, node: ast.Assign) -> None:
-        """A lambda with a name is a function with a name."""
-        names = [target.id for target in node.targets if isinstance(target, ast.Name)]
-        if isinstance(node.value, ast.Lambda) and len(names) == len(node.targets) == 1:
-            for default in (*node.value.args.defaults, *filter(None, node.value.args.kw_defaults)):
-                self.visit(default)
-            self._define(names[0], global_names(code_of(node.value)), node.value, called=False)
-            return
-        self.visit(node.value)
-        for target in node.targets:
-            self.visit(target)
-
-    def visit_AugAssign(self, node: ast.AugAssign) -> None:
-        """Read, then bound."""
-        if isinstance(node.target, ast.Name):
-            self._read([node.target.id], sure=True)
-        self.visit(node.value)
-        self.visit(node.target)
-
-    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
-        """Bound only where there is a value."""
-        self._annotation(node.annotation)
-        if node.value is not None:
-            self.visit(node.value)
-            self.visit(node.target)
-        elif not isinstance(node.target, ast.Name):
-            self.visit(node.target)
-
-    def _annotation(self, node: ast.expr) -> None:
-        with self._maybe():
-            self.visit(node)
-
-    def visit_Import(self, node: ast.Import) -> None:
-        """Bind."""
-        self._bind_here((alias.asname or alias.name.partition(".")[0]) for alias in node.names)
-
-    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
-        """Bind; a star may bind anything, so nothing later is sure to be needed."""
-        if any(alias.name == "*" for alias in node.names):
-            self._star = True
-            return
-        if node.module == "__main__":
-            self._read([alias.name for alias in node.names], sure=True)
-        self._bind_here((alias.asname or alias.name) for alias in node.names)
-
-    def visit_Delete(self, node: ast.Delete) -> None:
-        """What is deleted has to be there, and is gone."""
-        for target in node.targets:
-            if isinstance(target, ast.Name):
-                self._read([target.id], sure=True)
-                self._delete(target.id)
-            else:
-                self.visit(target)
-
-    def visit_Assert(self, node: ast.Assert) -> None:
-        """The message is rarely needed."""
-        self.visit(node.test)
-        if node.msg is not None:
-            with self._maybe():
-                self.visit(node.msg)
-
-    def _bind_here(self, names: Iterable[str]) -> None:
-        self._bind(names)
-
-    def read_magic(self, method: str, arguments: list[str]) -> None:
-        """Read the Python in a magic as Python, the rest word by word."""
-        if method == "run_cell_magic" and len(arguments) == 3:
-            name, line, body = arguments
-            self._scan(line)
-            if name in NOT_PYTHON:
-                return
-            self._text(body, here=name in RUNS_HERE)
-        elif method == "run_line_magic" and len(arguments) == 2 and arguments[0] in RUNS_HERE | RUNS_APART:
-            self._text(re.sub(r"^(\s*-\w+(\s+\d+)?)+\s+", "", arguments[1]), here=arguments[0] in RUNS_HERE)
-            self._scan(arguments[1])
-        else:
-            self._scan(" ".join(arguments))
-
-    def _text(self, text: str, *, here: bool) -> None:
-        """Read Python inside a magic, as part of the cell (``here``) or in a scope of its own."""
-        try:
-            body = ast.parse(python_of(text)).body
-        except SyntaxError:
-            self._scan(text)
-            return
-        if here:
-            self.block(body, sure=True)
-        else:
-            with self._maybe(unsure=False):
-                self.block(body, sure=True)
+            waiting += _parts(part)
+    return frozenset(names)
 
 
-def _always_exits(body: list[ast.stmt]) -> bool:
-    return bool(body) and isinstance(body[-1], (ast.Raise, ast.Return, ast.Break, ast.Continue))
+def _parts(value: Any) -> Iterable[Any]:
+    if isinstance(value, type) and value.__module__ != "__main__":
+        return ()
+    if isinstance(value, dict):
+        return islice(value.values(), _ITEMS)
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return islice(value, _ITEMS)
+    return gc.get_referents(value)
 
 
-def _captures(pattern: ast.pattern) -> Iterator[str]:
-    for node in ast.walk(pattern):
-        if isinstance(node, (ast.MatchAs, ast.MatchStar)) and node.name:
-            yield node.name
-        elif isinstance(node, ast.MatchMapping) and node.rest:
-            yield node.rest
+def _looked_up_by(code: types.CodeType) -> _Names:
+    """Return the names that a function looks up by texts; its own text IPython keeps for tracebacks."""
+    if words_in(code).isdisjoint(_LOOKS_UP):
+        return _NONE
+    text = "".join(linecache.cache.get(code.co_filename, (0, 0, [], ""))[2])  # type: ignore[misc]
+    return _names_in_text(text, code.co_firstlineno) or frozenset({f"{ANY}{code.co_name}()"})
+
+
+@functools.lru_cache(maxsize=1024)
+def _names_in_text(text: str, line: int) -> _Names:
+    """Return the names that the function in a line of a text uses; empty if there is none."""
+    try:
+        tree = ast.parse(text)
+    except SyntaxError:
+        return _NONE
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            first = min((d.lineno for d in getattr(node, "decorator_list", ())), default=node.lineno)
+            if first == line:
+                statement = ast.Expr(node) if isinstance(node, ast.Lambda) else node
+                return global_names(SpelledOut(ast.Module([statement], []), {}, lazy=False).code)
+    return _NONE

@@ -1,8 +1,8 @@
-"""The file that carries names to the ranks and back: header, pickle, memory; sealed, mapped private.
+"""The file that carries names to the ranks and back: preface, pickle, memory, header; sealed, mapped private.
 
 ::
 
-    | magic | length | header (MessagePack) | preface | pickle | region | region | ...
+    | magic | where the header is | preface | stream | region | region | ... | header (MessagePack) |
 
 The header says with which versions the rest was written and is read without unpickling anything. The
 preface is a pickle of plain values only. Regions of a page or more begin on a page. The file is a memfd:
@@ -12,52 +12,44 @@ under those who have mapped it (https://man7.org/linux/man-pages/man2/memfd_crea
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import fcntl
 import functools
+import importlib
 import importlib.metadata
-import importlib.util
+import itertools
+import linecache
 import mmap
 import os
 import pickle
 import struct
 import sys
-from collections.abc import Callable
+import time
+import zlib
+from array import array
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
-import cloudpickle
 import msgspec
+import psutil
 
-from taas.capture.memory import Piece, Region, Resident, SentMemory, address_of, read_at, write_at
-from taas.capture.pickling import Pickler
-from taas.capture.tensors import moved, new_memory, storage_over
-from taas.errors import VersionMismatch
-from taas.wording import first_line
+from taas.capture.losing import Losses
+from taas.capture.memory import MemoryTable, Patch, Place, Region, Stretch, new_memory, write_at
+from taas.capture.pickling import Pickler, Table, load_part
+from taas.errors import CaptureError, VersionMismatch
+from taas.wording import size_in_words
 
-__all__ = [
-    "FileMemory",
-    "Patch",
-    "PayloadHeader",
-    "ReturnedMemory",
-    "check_versions",
-    "peek",
-    "read_pickle",
-    "read_preface",
-    "write_file",
-]
-
+NAME = "taas-names"
+"""What the system calls such files: all are sealed before anybody else sees them."""
 _MAGIC = b"taas\x00names"
-_LEAD = struct.Struct("<Q")
+_LEAD = struct.Struct("<QQ")
+_CHECKED_FROM = 32 << 20
+_CGROUP = Path("/sys/fs/cgroup")
 _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-_HEADER_LIMIT = 1 << 30
-
-
-class Patch(msgspec.Struct, frozen=True, array_like=True):
-    """Bytes of a payload's region that the rank changed, and where in the answer they are."""
-
-    region: int
-    start: int
-    nbytes: int
-    offset: int
+_SEALED_SECONDS = 10.0
 
 
 class PayloadHeader(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,166 +57,197 @@ class PayloadHeader(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         python: version of Python, e.g. ``3.12.4``.
-        bytecode: magic number of its bytecode.
         versions: of cloudpickle, and of torch and numpy where the sender has them loaded.
-        names: names in the order of the pickle's records.
+        names: names in the order of the stream's parts; the last one is empty for a value without a name.
         preface, stream: lengths in bytes.
+        first_region: the number of the first region in the file.
         regions: memory in the file.
-        pieces: the part of a region that each block of the pickle covers.
-        buffers: blocks that are pickle's own out-of-band buffers.
+        places: where the sender has the regions, those of the payload included.
         patches: in an answer, changes of the payload's memory.
-        total: length of the file in bytes, holes included.
     """
 
     python: str
-    bytecode: int
     versions: dict[str, str]
     names: tuple[str, ...]
     preface: int
     stream: int
+    first_region: int
     regions: tuple[Region, ...]
-    pieces: tuple[Piece, ...]
-    buffers: tuple[int, ...]
+    places: tuple[Place, ...]
     patches: tuple[Patch, ...] = ()
-    total: int = 0
 
 
-def _versions() -> dict[str, str]:
-    found = {"cloudpickle": cloudpickle.__version__}
-    for name in ("torch", "numpy"):
-        if (module := sys.modules.get(name)) is not None and hasattr(module, "__version__"):
-            found[name] = str(module.__version__)
-    return found
+# ---------------------------------------------------------------- versions
+
+_COMPARED = {"cloudpickle": 2, "torch": 3, "numpy": 1}
+"""How many parts of a version have to agree."""
 
 
 @functools.cache
-def _installed(name: str) -> str | None:
-    if (module := sys.modules.get(name)) is not None and hasattr(module, "__version__"):
-        return str(module.__version__)
+def _version(name: str) -> str | None:
+    found = getattr(sys.modules.get(name), "__version__", None)
     try:
-        return importlib.metadata.version(name)
+        return str(found or importlib.metadata.version(name))
     except importlib.metadata.PackageNotFoundError:
         return None
 
 
-def _series(version: str, parts: int) -> tuple[str, ...]:
-    return tuple(version.split("+")[0].split(".")[:parts])
-
-
-def _bytecode() -> int:
-    return int.from_bytes(importlib.util.MAGIC_NUMBER[:2], "little")
+def _series(version: str, parts: int) -> str:
+    return ".".join(version.split("+")[0].split(".")[:parts])
 
 
 def check_versions(header: PayloadHeader) -> None:
     """Compare the notebook's versions with this process's; call it before anything is unpickled.
 
-    Python has to agree in major and minor version and bytecode, torch in its release (``2.9.1+cu126`` and
-    ``2.9.1`` agree), cloudpickle in major and minor, NumPy in major version.
+    Python has to agree in major and minor version, torch in its release (``2.9.1+cu126`` and ``2.9.1`` agree),
+    cloudpickle in major and minor, NumPy in major version.
 
     Raises:
         VersionMismatch: naming what differs, and what to install where.
     """
-    here = ".".join(map(str, sys.version_info[:3]))
-    if _series(header.python, 2) != _series(here, 2) or header.bytecode != _bytecode():
+    theirs, here = (_series(version, 2) for version in (header.python, sys.version.split()[0]))
+    if theirs != here:
         raise VersionMismatch(
-            f"the notebook runs Python {header.python}, this machine {here}: functions cannot travel between "
-            f"them. Install Python {'.'.join(_series(header.python, 2))} on this machine, or run the notebook's "
-            f"kernel on {'.'.join(_series(here, 2))}."
+            f"the notebook runs Python {header.python}, this machine {sys.version.split()[0]}: functions cannot travel "
+            f"between them. Install Python {theirs} on this machine, or run the notebook's kernel on {here}."
         )
-    for name, parts in (("cloudpickle", 2), ("torch", 3), ("numpy", 1)):
-        theirs, ours = header.versions.get(name), _installed(name)
-        if theirs is not None and (ours is None or _series(theirs, parts) != _series(ours, parts)):
+    for name, version in header.versions.items():
+        ours = _version(name) or ""
+        if _series(version, _COMPARED[name]) != _series(ours, _COMPARED[name]):
             raise VersionMismatch(
-                f"the notebook has {name} {theirs}, this machine {ours or 'none'}: objects written by one may not "
-                f'load in the other. Run `pip install "{name}=={theirs.split("+")[0]}"` on this machine.'
+                f"the notebook has {name} {version}, this machine {ours or 'none'}: objects written by one may not "
+                f'load in the other. Run `pip install "{name}=={version.split("+")[0]}"` on this machine.'
             )
+
+
+# ---------------------------------------------------------------- writing
+
+
+def check_room(sizes: dict[str, int]) -> None:
+    """Compare what names need with what this machine, and this process's control group, have left.
+
+    Raises:
+        CaptureError: there is too little.
+    """
+    need = sum(sizes.values())
+    if need < _CHECKED_FROM:
+        return
+    free = free_memory()
+    if need < free:
+        return
+    largest = sorted(sizes, key=lambda name: -sizes[name])[:3]
+    parts = ", ".join(f"{name} {size_in_words(sizes[name])}" for name in largest)
+    raise CaptureError(
+        f"the names of this cell need {size_in_words(need)} of shared memory and {size_in_words(free)} is free "
+        f"({parts}). Delete what isn't needed, load the data inside the cell, or use a machine with more memory."
+    )
+
+
+def free_memory() -> int:
+    """Return the bytes of memory that this machine, and this process's control groups, have left."""
+    return max(0, int(min(psutil.virtual_memory().available, *_cgroup_rooms())))
+
+
+def _cgroup_rooms() -> Iterator[int]:
+    """Yield the bytes that each of this process's control groups still allows; infinity first."""
+    yield sys.maxsize
+    with suppress(OSError, ValueError):  # version 1
+        limit, used = (
+            int((_CGROUP / "memory" / f"memory.{name}_in_bytes").read_text()) for name in ("limit", "usage")
+        )
+        yield limit - used
+    with suppress(OSError, ValueError, IndexError):
+        path = Path("/proc/self/cgroup").read_text().split("::", 1)[1].strip().lstrip("/")
+        for folder in (_CGROUP / path, *(_CGROUP / path).parents):
+            with suppress(OSError, ValueError):  # the root has no limit; "max" is no number
+                limit = int((folder / "memory.max").read_text())
+                yield limit - int((folder / "memory.current").read_text())
+            if folder == _CGROUP:
+                break
 
 
 def write_file(
     pickler: Pickler,
-    names: tuple[str, ...],
+    names: Iterable[str],
     preface: dict[str, Any],
-    patches: tuple[tuple[int, int, memoryview], ...] = (),
+    patches: Iterable[tuple[int, int, memoryview]] = (),
 ) -> tuple[int, int]:
-    """Write a pickler's stream and memory into a sealed memfd.
+    """Write a pickler's stream and memory, which nobody may change meanwhile, into a sealed memfd.
 
     Args:
-        pickler: what to write; its memory is read here, so nobody may change it meanwhile.
-        names: see :class:`PayloadHeader`.
+        pickler: what to write.
+        names: of its parts.
         preface: plain values for the receiver to read first.
         patches: (region, start, bytes) of changed memory.
 
     Returns:
         The descriptor, and the file's length in bytes.
     """
+    plain = pickle.dumps({**preface, "parts": pickler.parts, "sources": pickler.sources()}, protocol=5)
     stream = pickler.stream.getbuffer()
-    ahead = pickle.dumps(preface, protocol=5)
-    header = PayloadHeader(
-        python=".".join(map(str, sys.version_info[:3])),
-        bytecode=_bytecode(),
-        versions=_versions(),
-        names=names,
-        preface=len(ahead),
-        stream=len(stream),
-        regions=(),
-        pieces=(),
-        buffers=tuple(pickler.buffers),
-        patches=tuple(Patch(region, start, data.nbytes, 0) for region, start, data in patches),
-    )
-    header, patch_at = _laid_out(header, pickler.sent)
-    encoded = msgspec.msgpack.encode(header)
-    fd = os.memfd_create("taas-names", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    fd = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
-        os.ftruncate(fd, header.total)
-        lead = _MAGIC + _LEAD.pack(len(encoded)) + encoded + ahead
-        write_at(fd, memoryview(lead), 0)
-        write_at(fd, memoryview(stream), len(lead))
+        begin = len(_MAGIC) + _LEAD.size
+        end = pickler.sent.lay_out(begin + len(plain) + len(stream))
+        placed = []
+        for region, start, data in patches:
+            end = -(-end // mmap.PAGESIZE) * mmap.PAGESIZE if data.nbytes >= mmap.PAGESIZE else end
+            write_at(fd, data, end)
+            placed.append(Patch(region, start, data.nbytes, end))
+            end += data.nbytes
+        encoded = msgspec.msgpack.encode(_header(pickler, names, len(plain), placed))
         pickler.sent.write(fd)
-        for (_, _, data), offset in zip(patches, patch_at, strict=True):
-            write_at(fd, data, offset)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+        write_at(fd, memoryview(_MAGIC + _LEAD.pack(end, len(encoded)) + plain), 0)
+        write_at(fd, stream, begin + len(plain))
+        write_at(fd, memoryview(encoded), end)
+        seal(fd)
     except BaseException:
         os.close(fd)
         raise
     finally:
         stream.release()
-    return fd, header.total
+    return fd, end + len(encoded)
 
 
-def _laid_out(header: PayloadHeader, sent: SentMemory) -> tuple[PayloadHeader, list[int]]:
-    """Place everything in the file; the header's own length is bounded first, as offsets are part of it."""
-    room = 9 * (
-        4 * len(sent.blocks) + 8 * sum(len(b.spans) + 4 for b in sent.blocks) + 4 * len(header.patches) + 16
-    )
-    start = (
-        len(_MAGIC) + _LEAD.size + len(msgspec.msgpack.encode(header)) + room + header.preface + header.stream
-    )
-    end = sent.lay_out(start)
-    offsets: list[int] = []
-    for patch in header.patches:
-        end = -(-end // mmap.PAGESIZE) * mmap.PAGESIZE if patch.nbytes >= mmap.PAGESIZE else end
-        offsets.append(end)
-        end += patch.nbytes
-    placed = tuple(
-        Patch(p.region, p.start, p.nbytes, at) for p, at in zip(header.patches, offsets, strict=True)
-    )
-    laid_out = msgspec.structs.replace(
-        header, regions=tuple(sent.regions), pieces=tuple(sent.pieces), patches=placed, total=max(end, start)
-    )
-    return laid_out, offsets
+def seal(fd: int) -> None:
+    """Let nobody change a file any more; the system refuses that for a while when it is moving pages of it about."""
+    deadline = time.monotonic() + _SEALED_SECONDS
+    while True:
+        try:
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+            break
+        except OSError as error:
+            if error.errno != errno.EBUSY or time.monotonic() > deadline:
+                raise
+        time.sleep(0.01)
 
 
-def _header_of(fd: int) -> tuple[PayloadHeader, int]:
-    lead = os.pread(fd, len(_MAGIC) + _LEAD.size, 0)
-    if not lead.startswith(_MAGIC) or len(lead) < len(_MAGIC) + _LEAD.size:
-        raise VersionMismatch(
-            "this memory was not written by this version of taas: update taas on both machines."
-        )
-    (length,) = _LEAD.unpack_from(lead, len(_MAGIC))
-    if length > min(_HEADER_LIMIT, os.fstat(fd).st_size):
-        raise VersionMismatch("the header of the captured names is damaged; run the cell again.")
-    header = msgspec.msgpack.decode(os.pread(fd, length, len(lead)), type=PayloadHeader)
-    return header, len(lead) + length
+def _header(pickler: Pickler, names: Iterable[str], preface: int, patches: list[Patch]) -> PayloadHeader:
+    return PayloadHeader(
+        python=sys.version.split()[0],
+        versions={name: found for name in _COMPARED if name in sys.modules and (found := _version(name))},
+        names=tuple(names),
+        preface=preface,
+        stream=pickler.stream.tell(),
+        first_region=pickler.sent.first,
+        regions=tuple(pickler.sent.regions),
+        places=tuple(pickler.sent.places()),
+        patches=tuple(patches),
+    )
+
+
+def packed_numbers(numbers: Iterable[int]) -> bytes:
+    """Return numbers in few bytes: most follow each other closely."""
+    ordered = sorted(numbers)
+    return zlib.compress(array("q", [b - a for a, b in zip([0, *ordered], ordered, strict=False)]).tobytes())
+
+
+def numbers_in(packed: bytes) -> set[int]:
+    """Return the numbers that :func:`packed_numbers` packed."""
+    return set(itertools.accumulate(array("q", zlib.decompress(packed))))
+
+
+# ---------------------------------------------------------------- reading
 
 
 def peek(fd: int) -> PayloadHeader:
@@ -233,145 +256,89 @@ def peek(fd: int) -> PayloadHeader:
     Raises:
         VersionMismatch: it isn't such a file.
     """
-    return _header_of(fd)[0]
+    lead = os.pread(fd, len(_MAGIC) + _LEAD.size, 0)
+    if not lead.startswith(_MAGIC) or len(lead) < len(_MAGIC) + _LEAD.size:
+        raise VersionMismatch(
+            "this memory was not written by this version of taas: update taas on both machines."
+        )
+    start, length = _LEAD.unpack_from(lead, len(_MAGIC))
+    if start + length != os.fstat(fd).st_size:
+        raise VersionMismatch("the file of the captured names is damaged; run the cell again.")
+    return msgspec.msgpack.decode(os.pread(fd, length, start), type=PayloadHeader)
 
 
-def read_preface(fd: int) -> dict[str, Any]:
-    """Read the plain values ahead of the pickle. The sender has to be trusted."""
-    header, start = _header_of(fd)
-    preface: dict[str, Any] = pickle.loads(os.pread(fd, header.preface, start))
-    return preface
-
-
-def read_pickle(fd: int) -> bytes:
-    """Read the pickle's bytes."""
-    header, start = _header_of(fd)
-    stream = bytearray(header.stream)
-    read_at(fd, memoryview(stream), start + header.preface)
-    return bytes(stream)
-
-
-class FileMemory:
-    """Memory of a received file, for its unpickler: one private mapping, written to by nobody else.
+class Payload:
+    """A file that was received, from a sender who has to be trusted; its versions are compared.
 
     Args:
-        fd: the file; may be closed afterwards.
-        device: where storages that come from a CUDA device go; None for host memory.
+        fd: the file.
+
+    Attributes:
+        header: what it says of itself.
+        preface: plain values.
+
+    Raises:
+        VersionMismatch: versions differ; nothing was unpickled.
     """
 
-    def __init__(self, fd: int, *, device: str | None) -> None:
+    def __init__(self, fd: int) -> None:
         self.header = peek(fd)
-        self.device = device
-        self._storages: dict[Piece, Any] = {}
-        self._mapping = mmap.mmap(fd, self.header.total, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
-        self.address = address_of(self._mapping)
+        check_versions(self.header)
+        self._fd = fd
+        self._begin = len(_MAGIC) + _LEAD.size
+        self.preface: dict[str, Any] = pickle.loads(os.pread(fd, self.header.preface, self._begin))
 
-    def _piece(self, *where: int) -> Piece:
-        return self.header.pieces[where[0]] if len(where) == 1 else Piece(*where)
+    @functools.cached_property
+    def _pages(self) -> mmap.mmap:
+        """The file, read from a place of its own: the descriptor's is shared with other ranks."""
+        return mmap.mmap(self._fd, 0, mmap.MAP_PRIVATE, mmap.PROT_READ)
 
-    def storage(self, *where: int) -> Any:
-        """Return a torch storage, the same one for the same piece."""
-        piece = self._piece(*where)
-        known = self._storages.get(piece)
-        if known is None:
-            known = storage_over(self.buffer(*where))
-            if self.header.regions[piece.region].device != "cpu" and self.device is not None:
-                known = moved(known, self.device)
-            self._storages[piece] = known
-        return known
+    def parts(
+        self, memory: MemoryTable, table: Table, losses: Losses | None = None
+    ) -> Iterator[tuple[Any, Callable[[], Any]]]:
+        """Yield the name of each part, None for changes, and what reads it (docs of :func:`load_part`), early ones first."""
+        names = self.header.names
+        for number, part in sorted(enumerate(self.preface["parts"]), key=lambda pair: pair[1].early):
 
-    def buffer(self, *where: int) -> memoryview:
-        """Return writable memory."""
-        piece = self._piece(*where)
-        start = self.header.regions[piece.region].offset + piece.start
-        return memoryview(self._mapping)[start : start + piece.nbytes]
+            def read(start: int = part.start, first: int = part.first) -> Any:
+                self._pages.seek(self._begin + self.header.preface + start)
+                return load_part(self._pages, first, memory, table, losses)
 
-    def buffers(self) -> list[memoryview]:
-        """Return pickle's own out-of-band buffers."""
-        return [self.buffer(number) for number in self.header.buffers]
+            yield names[number] if number < len(names) else None, read
 
-    def resident(self) -> Resident:
-        """Return where the memory is now, to recognise what points into it."""
-        found = Resident()
-        for number, region in enumerate(self.header.regions):
-            if region.nbytes:
-                found.add(self.address + region.offset, region.nbytes, number)
-        for piece, storage in self._storages.items():
-            if storage.device.type != "cpu":
-                found.add(storage.data_ptr(), storage.nbytes(), piece.region, piece.start)
-        return found
+    def take_sources(self) -> None:
+        """Note the text of cells, for tracebacks, and import what other names rely on."""
+        for name, (size, lines) in self.preface["sources"].items():
+            linecache.cache.setdefault(name, (size, None, lines, name))
+        for name in self.preface["imports"]:
+            with suppress(Exception):  # it is named where it is used
+                importlib.import_module(name)
 
-    def on_device(self) -> dict[int, Any]:
-        """Return the storages that were moved to a CUDA device, by region."""
-        return {piece.region: s for piece, s in self._storages.items() if s.device.type != "cpu"}
+    def mapped(self, device: str | None, known: dict[int, Stretch] | None = None) -> MemoryTable:
+        """Return its memory as one private mapping, which nobody else writes to, beside memory that is known, by region.
 
+        Storages that come from a CUDA device go to ``device``; to host memory where it is None.
+        """
+        mapping = mmap.mmap(
+            self._fd, os.fstat(self._fd).st_size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE
+        )
+        base = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+        stretches = {**(known or {})}
+        for number, r in self.numbered():
+            where = "cpu" if r.device == "cpu" or not device else device
+            stretches[number] = Stretch(base + r.offset, r.nbytes, mapping, where, spans=r.spans)
+        return MemoryTable(stretches, self.header.places, strict=True)
 
-class ReturnedMemory:
-    """New memory of an answer, for the notebook: ordinary memory, as if it had been made there.
+    def numbered(self) -> Iterable[tuple[int, Region]]:
+        """Return its regions with their numbers."""
+        return enumerate(self.header.regions, self.header.first_region)
 
-    A mapping would stay as long as anything in it, and twice where the notebook writes to it. A storage that a CUDA
-    device refuses, since it is full or its context is broken, stays in host memory.
+    @property
+    def next_region(self) -> int:
+        """The number of the region that comes next."""
+        return self.header.first_region + len(self.header.regions)
 
-    Args:
-        fd: the answer; has to stay open while it is unpickled.
-        device: where storages that come from CUDA devices go, by number; None for host memory.
-    """
-
-    def __init__(self, fd: int, device: Callable[[str], str] | None) -> None:
-        self.header = peek(fd)
-        self._fd, self._device = fd, device
-        self._regions: dict[int, tuple[memoryview, Any]] = {}
-        self._storages: dict[Piece, Any] = {}
-        self._refused: dict[str, tuple[int, str]] = {}
-
-    def _region(self, number: int) -> tuple[memoryview, Any]:
-        """Return a region's memory, and the torch storage it is, if torch is loaded."""
-        known = self._regions.get(number)
-        if known is None:
-            region = self.header.regions[number]
-            known = new_memory(region.nbytes)
-            for start, end in region.spans:
-                read_at(self._fd, known[0][start:end], region.offset + start)
-            self._regions[number] = known
-        return known
-
-    def storage(self, number: int) -> Any:
-        """Return a torch storage, the same one for the same piece."""
-        piece = self.header.pieces[number]
-        known = self._storages.get(piece)
-        if known is None:
-            region = self.header.regions[piece.region]
-            memory, whole = self._region(piece.region)
-            if piece.nbytes == region.nbytes and whole is not None:
-                known = whole
-            else:
-                known = storage_over(memory[piece.start : piece.start + piece.nbytes])
-            if region.device != "cpu" and self._device is not None:
-                known = self._moved(known, self._device(region.device))
-            self._storages[piece] = known
-        return known
-
-    def _moved(self, storage: Any, device: str) -> Any:
-        try:
-            return moved(storage, device)
-        except RuntimeError as error:
-            nbytes, _ = self._refused.get(device, (0, ""))
-            self._refused[device] = nbytes + storage.nbytes(), first_line(error)
-            return storage
-
-    def refused(self) -> list[str]:
-        """Return a line for each device that did not take what the answer has for it."""
-        return [
-            f"to {device}: {nbytes:,} bytes of new tensors, which are in host memory now ({why}); "
-            f'make room on the GPU and move them there with .to("{device}")'
-            for device, (nbytes, why) in self._refused.items()
-        ]
-
-    def buffer(self, number: int) -> memoryview:
-        """Return writable memory."""
-        piece = self.header.pieces[number]
-        return self._region(piece.region)[0][piece.start : piece.start + piece.nbytes]
-
-    def buffers(self) -> list[memoryview]:
-        """Return pickle's own out-of-band buffers."""
-        return [self.buffer(number) for number in self.header.buffers]
+    def brought(self, known: dict[int, Stretch], device: Callable[[str], str]) -> MemoryTable:
+        """Return its memory as new memory of this process, after that of what it answers; ``device`` says on which one."""
+        new = {n: new_memory(region, device(region.device), self._fd) for n, region in self.numbered()}
+        return MemoryTable({**known, **new}, self.header.places, strict=False)

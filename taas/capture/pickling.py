@@ -1,105 +1,172 @@
-"""One conversation in two pickles: the payload to the ranks, and rank 0's answer to it.
+"""One conversation in two streams: the payload to the ranks, and rank 0's answer to it.
 
-A pickler numbers the objects it meets (its *memo*), and the unpickler of that stream gives the same object
-the same number. So after the payload both sides hold an exact table of the objects that travelled. The
-answer's pickler and unpickler start with that table in their memos: an object that came from the notebook
-is then named by its number and becomes, there, the very object it came from. No object needs a hook for
-this, so that containers of plain values pickle at C's speed.
+A stream is **parts**, each a pickle of its own. A pickler numbers the objects it meets in a part (its *memo*), and the
+unpickler of that part gives the same object the same number. So after each part both sides hold an exact table of the
+objects that travelled, without a hook for each. Later parts, and the answer, name such an object by its number, with
+a check of its class; what is named becomes, there, the very object it came from. A part that cannot be written, or read,
+costs itself and what refers to what it would have brought.
+
+A large container of nothing but numbers and texts, or of rows of them, is a *leaf*: it travels in one piece, as
+:mod:`marshal` writes it. That is several times as fast as pickle, which notes every text. Leaves, and the rows in them,
+have numbers that count downwards.
 """
 
 from __future__ import annotations
 
-import copyreg
+import contextlib
 import functools
+import gc
 import io
 import linecache
+import marshal
+import operator
 import pickle
 import sys
 import types
-import typing
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+import weakref
+import zlib
+from collections.abc import Callable, Container, Iterable, Iterator
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from taas.capture import arrays, tensors
-from taas.capture.ahead import import_or_stand_in
-from taas.capture.code_by_value import (
-    BasePickler,
-    dispatch_table,
-    global_names,
-    reduce_cached,
-    reduce_cached_property,
-    reduce_cell,
-    reduce_class,
-    reduce_function,
-    reduce_new_type,
-)
-from taas.capture.memory import Block, Resident, SentMemory, address_of
+from taas.capture.code_by_value import BasePickler, global_names
+from taas.capture.losing import Losses, Lost, fill, make
+from taas.capture.memory import DeviceMemory, MemoryTable, SentMemory
+from taas.capture.reader import Reader
+from taas.capture.reading import ATOMS, Reading, import_or_stand_in
 
-__all__ = ["MemorySource", "Pickler", "StreamReader", "Unpickler"]
+if TYPE_CHECKING:
+    from taas.capture.kept import Held
 
-Memo = dict[int, tuple[int, Any]]
-Reducer = Callable[[Any], Any]
-_UNKNOWN = object()
+NAMESPACE = 0
+"""The number of the notebook's namespace; objects of parts follow it."""
+
+_LEAF = 1000
+"""How many items make a container a leaf."""
+_LEAVES = frozenset({list, dict, set, tuple, frozenset})
+_ROWS = frozenset({dict, list, tuple})
+_IN_LEAVES = ATOMS - {complex}
+_FLOATS = frozenset({float, complex})
+_HELD = (
+    ("math", "nan"), ("numpy", "nan"), ("argparse", "SUPPRESS"), ("builtins", "__dict__"), ("dataclasses", "_EMPTY_METADATA"),
+    ("sys", "stdout"), ("sys", "stderr"), ("traitlets", "All"),
+)  # fmt: skip
+"""What is told by which object it is (``default is SUPPRESS``; what ``exec`` puts into a namespace), by its name in a
+module."""
 
 
-class MemorySource(Protocol):
-    """Where an unpickler finds the memory of tensors and arrays.
+class Part(NamedTuple):
+    """Where a part begins in its stream, the number of its first object, and whether it is read before others."""
 
-    Both methods take either the number of a block in the file that is read, or the region, start and length
-    of memory that travelled before.
+    start: int
+    first: int
+    early: int
+
+
+def early(value: Any) -> int:
+    """Tell when a name is read: modules, numbers and texts, then functions, then what has methods that may use them."""
+    if isinstance(value, (types.ModuleType, *ATOMS)):
+        return 0
+    return 1 if isinstance(value, types.FunctionType) else 2
+
+
+@contextlib.contextmanager
+def no_collection() -> Iterator[None]:
+    """Pause the garbage collector, which would look at the objects that are made at once again and again.
+
+    100,000 unpickled objects otherwise cost half a second of it.
+    """
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
+class Table:
+    """The objects that both sides know; the globals of the notebook's functions are the first.
+
+    Attributes:
+        objects: by number, but for rows.
+        rows: of leaves, with the number of their first.
+        next: the number of the next object.
+        next_leaf: the number of the next leaf.
     """
 
-    def storage(self, *where: int) -> Any:
-        """Return a torch storage."""
+    def __init__(self, namespace: dict[str, Any]) -> None:
+        self.objects: dict[int, Any] = {NAMESPACE: namespace}
+        self.rows: list[tuple[int, tuple[Any, ...]]] = []
+        self.next, self.next_leaf = NAMESPACE + 1, -1
 
-    def buffer(self, *where: int) -> memoryview:
-        """Return writable memory."""
+    def copy(self) -> Table:
+        """Return a table that may learn more, and that knows rows by their numbers, too."""
+        found = Table(self.objects[NAMESPACE])
+        found.objects = {**self.objects}
+        for first, items in self.rows:
+            found.objects.update(zip(range(first, first - len(items), -1), items, strict=True))
+        found.next, found.next_leaf = self.next, self.next_leaf
+        return found
+
+    def learn(self, later: Table) -> None:
+        """Take over what a copy has learned since it was made."""
+        new = {n: v for n, v in later.objects.items() if n >= self.next or n <= self.next_leaf}
+        self.objects = {**self.objects, **new}
+        self.rows = [*self.rows, *later.rows]
+        self.next, self.next_leaf = later.next, later.next_leaf
+
+    def cut(self, numbers: Container[int]) -> Table:
+        """Return a table that knows no other objects than those of some numbers; it goes on where this one stands."""
+        found = Table(self.objects[NAMESPACE])
+        found.objects |= {number: value for number, value in self.objects.items() if number in numbers}
+        for first, items in self.rows:
+            if first + 1 in numbers:  # the leaf they are in
+                found.rows.append((first, items))
+            else:
+                found.objects |= {first - n: row for n, row in enumerate(items) if first - n in numbers}
+        found.next, found.next_leaf = self.next, self.next_leaf
+        return found
+
+    def numbers(self) -> dict[int, int]:
+        """Return the numbers of the objects by their ids."""
+        return {id(value): number for number, value in self.objects.items()}
+
+    def add_leaf(self, number: int, leaf: Any) -> Any:
+        """Note a leaf, and its rows."""
+        self.objects[number] = leaf
+        self.next_leaf = number - 1
+        if type(leaf) in (list, tuple) and type(leaf[0]) in _ROWS:
+            self.rows.append((number - 1, tuple(leaf)))
+            self.next_leaf -= len(leaf)
+        return leaf
 
 
-class _Handle:
-    """Stands in a pickle for a storage, or for the memory of arrays; one for each block."""
-
-    __slots__ = ("opener", "owner", "where")
-
-    def __init__(self, opener: Callable[..., Any], where: tuple[int, ...], owner: Any) -> None:
-        self.opener, self.where, self.owner = opener, where, owner
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return self.opener, self.where
-
-
-def _storage(*where: int) -> Any:
-    raise pickle.UnpicklingError(f"{where}: memory is opened by taas' own Unpickler only")
-
-
-def _buffer(*where: int) -> memoryview:
-    raise pickle.UnpicklingError(f"{where}: memory is opened by taas' own Unpickler only")
-
-
-def _itself(value: Any) -> Any:
-    return value
-
-
-def _is_wrapper(cls: type) -> bool:
-    if getattr(cls, "__taas_unwrap__", False):
-        return True
-    parallel = sys.modules.get("torch.nn.parallel")
-    return parallel is not None and issubclass(cls, (parallel.DistributedDataParallel, parallel.DataParallel))
-
-
-def _refuse_file(file: io.TextIOWrapper) -> Any:
-    if file in (sys.stdout, sys.stderr):
-        return NotImplemented
-    raise pickle.PicklingError(f"{file.name!r} is an open file")
+@functools.cache
+def check_of(cls: Any) -> int:
+    """Return 16 bits that a reference to an object of a class carries: a wrong number would corrupt silently."""
+    name = "type" if issubclass(cls, type) else cls.__qualname__  # a rehearsal's have metaclasses of its own
+    return zlib.crc32(name.encode()) & 0xFFFF
 
 
 class Pickler(BasePickler):
-    """Writes objects of a notebook, or of a rank, one after the other, into one stream.
+    """Writes objects of a notebook, or of a rank.
+
+    Args:
+        namespace: the globals of the notebook's functions.
+        table: the objects that the receiver knows, and by then will.
+        known: their numbers, by their ids.
+        checks: checks of objects whose class is another one there, by number.
+        sent: the memory that objects live in; knows what the receiver has of it.
+        project: the folder whose modules hold data of the notebook.
+        answers: send the module in place of a parallel wrapper, and make objects where a failure costs them alone.
+        held: what the receivers hold under names.
 
     Attributes:
-        sent: the memory they live in.
-        wanted: names that the functions of the notebook met so far use.
-        codes: their code.
+        reader: tells what objects consist of.
+        parts: those that were written.
+        nobodys: the numbers of states that protocols made only to be pickled: no change of them could matter.
+        shared: ids of objects met that the receiver holds as parts of names that do not travel.
         detached: how many tensors had to leave a graph behind.
     """
 
@@ -107,207 +174,269 @@ class Pickler(BasePickler):
         self,
         namespace: dict[str, Any],
         *,
-        seeds: Sequence[Any] | None = None,
-        resident: Resident | None = None,
-        unwrap: bool = False,
+        table: Table | None = None,
+        known: dict[int, int] | None = None,
+        checks: dict[int, int] | None = None,
+        sent: SentMemory | None = None,
+        project: str = "",
+        answers: bool = False,
+        held: Held | None = None,
     ) -> None:
-        """Start a stream.
+        self.stream = io.BytesIO()
+        super().__init__(self.stream, protocol=5)
+        foreign = weakref.WeakMethod(
+            self._foreign_function
+        )  # in a cycle, it would hold what it wrote until a collection
+        self.reader = Reader(namespace, project=project, unwrap=answers, foreign=lambda f: foreign()(f))  # type: ignore[misc]
+        self.sent = SentMemory() if sent is None else sent
+        self.table = Table(namespace) if table is None else table
+        self.known = self.table.numbers() if known is None else known
+        self.parts: list[Part] = []
+        self.nobodys: list[int] = []
+        self.shared: set[int] = set()
+        self.detached = 0
+        self._checks = checks or {}
+        self._answers = answers
+        self._names_held = {} if held is None else held.named
+        self._parts_held = frozenset() if held is None else held.parts
+        self._held = {id(getattr(sys.modules[m], n)): (m, n) for m, n in _HELD if m in sys.modules}
+        self._refers = self._by_name = False
+
+    def add(
+        self, record: tuple[Any, ...], *, limit: int | None = None, by_name: bool = False
+    ) -> Exception | None:
+        """Write a part; one that refers to no other is read as early as the last value in it.
 
         Args:
-            namespace: the globals of the notebook's functions.
-            seeds: what the receiver's memo holds, in its order; the namespace alone for a payload.
-            resident: memory that the receiver knows.
-            unwrap: send the module in place of a parallel wrapper.
+            record: what is in it.
+            limit: how many bytes it may have.
+            by_name: whether it may hold no code but what another process finds by its name, or the notebook's.
+
+        Returns:
+            Why it cannot be written, and then nothing of it is left; or None.
         """
-        self.stream = io.BytesIO()
-        self.dispatch_table = {**copyreg.dispatch_table, **dispatch_table()}
-        super().__init__(self.stream, protocol=5, buffer_callback=self._take_buffer)
-        self.namespace = namespace
-        self.sent = SentMemory()
-        self.wanted: set[str] = set()
-        self.codes: list[types.CodeType] = []
-        self.detached = 0
-        self.buffers: list[int] = []
-        self._resident = resident
-        self._unwrap = unwrap
-        self._handles: dict[Any, _Handle] = {}
-        self._reducers: dict[type, Reducer | None] = {
-            types.FunctionType: self._function,
-            types.CellType: reduce_cell,
-            types.ModuleType: self._module,
-            functools._lru_cache_wrapper: reduce_cached,
-            functools.cached_property: reduce_cached_property,
-            typing.NewType: reduce_new_type,
-            io.TextIOWrapper: _refuse_file,
-        }
-        self._seed([namespace] if seeds is None else seeds)
+        start, pieces, leaf = self.stream.tell(), len(self.sent), self.table.next_leaf
+        self._refers, self._by_name = False, by_name
+        try:
+            self.dump(record)
+            if limit is not None and self.stream.tell() - start + self.sent.size(pieces) > limit:
+                raise pickle.PicklingError(f"it has more than {limit:,} bytes")
+        except Exception as error:  # whatever a user's __reduce__ raises
+            self.clear_memo()
+            self.stream.seek(start)
+            self.stream.truncate()
+            self.sent.forget(pieces)
+            self._forget_leaves(leaf)
+            return error
+        when = 2 if self._refers else early(record[-1])
+        self.parts.append(Part(start, self.table.next, when))
+        self._number()
+        return None
 
-    def _seed(self, seeds: Sequence[Any]) -> None:
-        memo: Memo = {}
-        self._fillers = []
-        for number, value in enumerate(seeds):
-            if id(value) in memo:  # two numbers for one object: the table still has to be as long
-                value = object()
-                self._fillers.append(value)
-            memo[id(value)] = (number, value)
-        self.memo = memo
+    def _number(self) -> None:
+        """Give the objects of a part the numbers they have there, but for those that nobody else holds."""
+        memo = self.memo.copy()
+        self.clear_memo()
+        first = self.table.next
+        self.table.next += len(memo)
+        for (number, value), references in zip(memo.values(), _references(memo), strict=True):
+            cls = type(value)
+            if cls in ATOMS or value is make or value is fill:  # an unpickler has its own for them
+                continue
+            if cls not in _LEAVES or references != _NOBODYS:
+                self.table.objects[first + number] = value
+                self.known[id(value)] = first + number
+            elif cls is not tuple:
+                self.nobodys.append(first + number)
 
-    def _take_buffer(self, buffer: pickle.PickleBuffer) -> None:
-        view = buffer.raw()
-        address = address_of(view) if not view.readonly and view.nbytes else arrays.address_of_readonly(view)
-        block = Block(address, view.nbytes, "cpu", (buffer, view), lambda: address, [(0, view.nbytes)])
-        self.buffers.append(self.sent.add(block))
+    # ------------------------------------------------------------ objects
 
-    # ------------------------------------------------------------ reducers
+    def persistent_id(self, value: Any) -> Any:
+        """Called by pickle for every object: a reference to a known one, memory, a leaf, or None."""
+        cls: Any = type(value)
+        if (held := self._held.get(id(value))) is not None:
+            return "held", *held
+        if cls in ATOMS and (cls not in _FLOATS or value == value):
+            return None
+        number = self.known.get(id(value))
+        if number is not None:
+            self._refers |= number != NAMESPACE
+            return number << 16 | (self._checks.get(number) or check_of(cls))
+        if (name := self._names_held.get(id(value))) is not None:
+            return "name", name
+        if id(value) in self._parts_held:
+            self.shared.add(id(value))
+        if cls in _FLOATS:
+            return self._leaf(value)  # it is told by which object it is: ``nan in numbers``
+        if cls is DeviceMemory:
+            self.sent.add(value)
+            self.detached += any(not tensor.is_leaf for tensor in value.tensors)
+            return value.opener, value.address, value.nbytes
+        return self._leaf(value) if cls in _LEAVES and len(value) >= _LEAF and _is_leaf(value) else None
+
+    def _leaf(self, value: Any) -> tuple[Any, ...] | None:
+        """Write a leaf in one piece; None if a row that others hold, too, was written before, as an object of its own."""
+        held, number = _held_rows(value), self.table.next_leaf
+        met = self.known.keys() | self.memo.copy().keys() if held else set()
+        if not met.isdisjoint(map(id, held.values())):
+            return None
+        self.known[id(value)] = number
+        self.known.update((id(row), number - 1 - place) for place, row in held.items())
+        self.table.add_leaf(number, value)
+        return "leaf", number, marshal.dumps(value)
+
+    def _forget_leaves(self, last: int) -> None:
+        """Forget the leaves behind one."""
+        self.known = {identity: number for identity, number in self.known.items() if number > last}
+        self.table.objects = {number: value for number, value in self.table.objects.items() if number > last}
+        self.table.rows = [entry for entry in self.table.rows if entry[0] > last]
+        self.table.next_leaf = last
 
     def reducer_override(self, value: Any) -> Any:
         """Called by pickle for whatever is no plain value."""
-        cls = type(value)
-        reducer = self._reducers.get(cls, _UNKNOWN)
-        if reducer is _UNKNOWN:
-            reducer = self._reducers[cls] = self._reducer_for(cls)
-        return NotImplemented if reducer is None else reducer(value)  # type: ignore[operator]
+        reading = self.reader.read(value)
+        if reading is None:
+            return NotImplemented
+        if self._by_name and isinstance(value, (type, types.FunctionType)) and value.__module__ != "__main__":
+            raise pickle.PicklingError(f"{value.__qualname__} is not found by its name")
+        made: tuple[Any, Any] = reading[:2]
+        state: Any = reading.state
+        setter: Any = reading.setter
+        if self._answers:
+            made, state, setter = (make, made), (setter, state), fill
+        return made if reading.state is None else (*made, state, None, None, setter)
 
-    def _reducer_for(self, cls: type) -> Reducer | None:
-        if issubclass(cls, type):
-            return reduce_class
-        registry = sys.modules.get("taas.dataloader_registry")
-        if registry is not None and registry.delivers(cls):
-            return lambda value: registry.reduce_registered(value) or NotImplemented
-        if (torch := sys.modules.get("torch")) is not None and hasattr(torch, "UntypedStorage"):
-            if cls in (torch.Tensor, torch.nn.Parameter):
-                return functools.partial(tensors.reduce_tensor, self)
-            if cls is torch.UntypedStorage:
-                return functools.partial(tensors.reduce_storage, self)
-            if cls is torch.TypedStorage:
-                return tensors.reduce_typed_storage
-            if tensors.is_plain_optimizer(cls):
-                return tensors.reduce_optimizer
-            if tensors.is_plain_scheduler(cls):
-                return tensors.reduce_scheduler
-        if (numpy := sys.modules.get("numpy")) is not None and cls is getattr(numpy, "ndarray", None):
-            return functools.partial(arrays.reduce_array, self)
-        if self._unwrap and _is_wrapper(cls):
-            return lambda wrapper: (_itself, (wrapper.module,))
-        return None
-
-    def _module(self, module: types.ModuleType) -> Any:
-        known = sys.modules.get(module.__name__)
-        return (import_or_stand_in, (module.__name__,)) if known is module else NotImplemented
-
-    def _function(self, function: types.FunctionType) -> Any:
-        if function.__globals__ is not self.namespace:
-            return self._function_reduce(function)
-        self.wanted |= global_names(function.__code__)
-        self.codes.append(function.__code__)
-        return reduce_function(function, self.namespace)
-
-    # ------------------------------------------------------------ memory
-
-    def storage_handle(self, storage: Any) -> _Handle:
-        """Return the stand-in for a torch storage."""
-        handle = self._handles.get(storage._cdata)
-        if handle is None:
-            piece = self._resident.find(storage.data_ptr(), storage.nbytes()) if self._resident else None
-            if piece is not None:
-                where: tuple[int, ...] = (piece.region, piece.start, piece.nbytes)
-            else:
-                where = (self.sent.add(tensors.block_of(storage)),)
-            handle = self._handles[storage._cdata] = _Handle(_storage, where, storage)
-        return handle
-
-    def array_handle(self, root: Any, address: int, nbytes: int) -> _Handle:
-        """Return the stand-in for the memory that the root of some array views covers."""
-        handle = self._handles.get(("array", id(root)))
-        if handle is None:
-            piece = self._resident.find(address, nbytes) if self._resident else None
-            if piece is not None:
-                where: tuple[int, ...] = (piece.region, piece.start, piece.nbytes)
-            else:
-                where = (self.sent.add(arrays.block_of(root, address, nbytes)),)
-            handle = self._handles["array", id(root)] = _Handle(_buffer, where, root)
-        return handle
-
-    def array_memory_of(self, storage: Any) -> _Handle:
-        """Return the stand-in for the memory of arrays that look into a torch storage."""
-        known = self.storage_handle(storage)
-        handle = self._handles.get(("memory", storage._cdata))
-        if handle is None:
-            handle = self._handles["memory", storage._cdata] = _Handle(_buffer, known.where, storage)
-        return handle
-
-    def use(self, handle: _Handle, start: int, end: int, tensor: Any = None) -> None:
-        """Note that the bytes from ``start`` to ``end`` of a handle's memory are used."""
-        if len(handle.where) > 1:
-            return
-        block = self.sent.blocks[handle.where[0]]
-        if end > start:
-            block.spans.append((start, end))
-        if tensor is not None:
-            block.tensors.append(tensor)
+    def _foreign_function(self, function: types.FunctionType) -> Reading | None:
+        if (reduced := self._function_reduce(function)) is NotImplemented:
+            return None
+        constructor, arguments, state, _, _, setter = reduced
+        return Reading(constructor, arguments, setter, state, (".", "."))
 
     # ------------------------------------------------------------ what was written
+
+    def wanted(self, since: int = 0) -> set[str]:
+        """Return names that the notebook's functions use, from the ``since``-th on."""
+        return {name for code in self.reader.functions[since:] for name in global_names(code)}
 
     def sources(self) -> dict[str, tuple[int, list[str]]]:
         """Return the text of the cells that the functions met so far were defined in."""
         found = {}
-        for name in {code.co_filename for code in self.codes}:
-            entry = linecache.cache.get(name)
-            if entry is not None and len(entry) == 4 and entry[1] is None:  # IPython's; files have a time
+        for name in {code.co_filename for code in self.reader.functions}:
+            entry = linecache.cache.get(name, ())
+            if len(entry) == 4 and entry[1] is None:  # IPython's; files have a time
                 found[name] = (entry[0], entry[2])
         return found
 
-    def checkpoint(self) -> tuple[Any, int, int]:
-        """Return what :meth:`roll_back` needs; slow, for use after a first failure only."""
-        return self.memo.copy(), self.stream.tell(), len(self.sent.blocks)
 
-    def roll_back(self, checkpoint: tuple[Any, int, int]) -> None:
-        """Forget what was written since ``checkpoint``."""
-        self.memo, position, blocks = checkpoint
-        self.stream.seek(position)
-        self.stream.truncate()
-        del self.sent.blocks[blocks:]
-        self.buffers = [number for number in self.buffers if number < blocks]
-        self._handles = {k: h for k, h in self._handles.items() if len(h.where) > 1 or h.where[0] < blocks}
+def _references(memo: dict[int, tuple[int, Any]]) -> Iterator[int]:
+    """Count who holds the objects of a memo."""
+    return (sys.getrefcount(entry[1]) for entry in memo.values())
 
 
-class StreamReader:
-    """What reads such a stream, besides one of Python's unpicklers.
+_NOBODYS = next(_references({0: (0, [])}))
+"""How many references there are to an object that a memo alone holds, and who looks at it."""
 
-    Args:
-        stream: what the pickler wrote.
-        seeds: the objects that the pickler's seeds are here.
-        memory: where tensors and arrays find their memory.
-        buffers: other memory, in the order of the pickler's ``buffers``.
-    """
 
-    def __init__(
-        self,
-        stream: bytes,
-        seeds: Iterable[Any],
-        count: int,
-        memory: MemorySource,
-        buffers: Iterable[Any] = (),
-    ) -> None:
-        # The memo of CPython's unpickler cannot be assigned (the assignment empties it), so the stream
-        # begins with one that loads the seeds: for each None, BINPERSID, MEMOIZE, POP.
-        prelude = b"\x80\x05" + b"NQ\x940" * count + b"N."
-        super().__init__(io.BytesIO(prelude + stream), buffers=buffers)  # type: ignore[call-arg]
-        self._seeds: Iterator[Any] = iter(seeds)
-        self._openers = {"_storage": memory.storage, "_buffer": memory.buffer}
-        self.load()  # type: ignore[attr-defined]
+def _is_leaf(value: Any) -> bool:
+    """Tell whether all items are atoms, or rows of atoms."""
+    types_in = {*map(type, value)}
+    rows = [value]
+    if not types_in <= _IN_LEAVES:
+        if type(value) not in (list, tuple) or len(types_in) > 1 or not types_in <= _ROWS:
+            return False
+        rows = value
+    items = chain.from_iterable(map(dict.values, rows)) if type(rows[0]) is dict else ()
+    return _is_flat([*chain.from_iterable(rows)]) and _is_flat([*items])
+
+
+def _is_flat(items: Iterable[Any]) -> bool:
+    """Tell whether all items are atoms; none is a NaN, which has an identity."""
+    types_in = {*map(type, items)}
+    return types_in <= _IN_LEAVES and not (float in types_in and any(map(operator.ne, items, items)))
+
+
+def _held_rows(rows: Any) -> dict[int, Any]:
+    """Return rows that others hold, too, by their places."""
+    if type(rows) not in (list, tuple) or type(rows[0]) not in _ROWS:
+        return {}
+    counts = [*map(sys.getrefcount, rows)]
+    if {*counts} == {_HELD_ONCE}:
+        return {}
+    return {place: rows[place] for place, count in enumerate(counts) if count > _HELD_ONCE}
+
+
+_HELD_ONCE = next(map(sys.getrefcount, [[]]))
+
+
+# ---------------------------------------------------------------- reading it
+
+
+class _PartUnpickler(pickle.Unpickler):
+    """Reads a part."""
+
+    def __init__(self, file: Any, memory: MemoryTable, table: Table, losses: Losses | None) -> None:
+        super().__init__(file)
+        self._memory, self._table, self._losses = memory, table, losses
+        self._own: dict[tuple[str, str], Callable[..., Any]] = {}
+        if losses is not None:
+            self._own = {(make.__module__, "make"): losses.make, (fill.__module__, "fill"): losses.fill}
 
     def persistent_load(self, pid: Any) -> Any:
-        """Return the next seed."""
-        del pid
-        return next(self._seeds)
+        """Return the object that a reference means, memory, or a leaf that comes here for the first time."""
+        match pid:
+            case int():
+                number, check = pid >> 16, pid & 0xFFFF
+                if number not in self._table.objects:
+                    return self._missing(
+                        "a part of it", pickle.UnpicklingError("it came with what could not be read")
+                    )
+                value = self._table.objects[number]
+                cls: Any = type(value)
+                if check_of(cls) != check and cls is not Lost:
+                    return self._missing(
+                        "a part of it",
+                        pickle.UnpicklingError(
+                            f"object {number} is a {cls.__qualname__} here and was another thing there"
+                        ),
+                    )
+                return value
+            case "leaf", number, data:
+                return self._table.add_leaf(number, marshal.loads(data))  # noqa: S302  from our own sender
+            case "name", name:
+                return self._table.objects[NAMESPACE][name]
+            case "held", module, name:
+                return getattr(import_or_stand_in(module), name)
+        return self._memory.open(*pid)
 
     def find_class(self, module: str, name: str) -> Any:
-        """Find what the stream names; memory is opened here."""
-        if module == __name__ and name in self._openers:
-            return self._openers[name]
-        return super().find_class(module, name)  # type: ignore[misc]
+        """Find what the stream names; what fails is noted here."""
+        try:
+            return self._own.get((module, name)) or super().find_class(module, name)
+        except Exception as error:
+            return self._missing(f"{module}.{name}", error)
+
+    def _missing(self, what: str, error: Exception) -> Any:
+        if self._losses is None:
+            raise error
+        return self._losses.missing(what, error)
 
 
-class Unpickler(StreamReader, pickle.Unpickler):
-    """Reads such a stream."""
+def load_part(file: Any, first: int, memory: MemoryTable, table: Table, losses: Losses | None = None) -> Any:
+    """Read a part whose first object has the number ``first``, and note in the table what it brings.
+
+    Raises:
+        Exception: what a user's own protocol raises, or a reference to what an earlier part has not brought; not where
+            there are ``losses``. Code that came is known all the same.
+    """
+    unpickler = _PartUnpickler(file, memory, table, losses)
+    kept: tuple[type, ...] = (type, types.FunctionType, types.ModuleType)
+    try:
+        value = unpickler.load()
+        kept = (object,)
+        return value
+    finally:
+        memo = unpickler.memo.copy()
+        table.next = max(table.next, first + len(memo))
+        for number, found in memo.items():
+            if type(found) not in ATOMS and isinstance(found, kept):
+                table.objects[first + number] = found

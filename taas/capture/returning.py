@@ -1,338 +1,213 @@
-"""A rank's side: names out of a payload before the cell, what changed into an answer after it."""
+"""Rank 0's answer: what the cell changed, and the names it bound."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import importlib
-import linecache
-import os
-from collections.abc import Iterator
-from pathlib import Path
+import sys
+from collections.abc import Iterable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from taas.capture.ahead import ahead_of, in_order, stand_ins
 from taas.capture.applying import NOTHING
-from taas.capture.contents.kind import CannotChangeError, Kind
-from taas.capture.contents.kinds import Kinds, memory_of
-from taas.capture.culprit import find_culprit, parts, path_to
-from taas.capture.ipython_names import is_of_ipython
-from taas.capture.memory import candidates, differing, view_of
-from taas.capture.payload import FileMemory, check_versions, read_pickle, read_preface, write_file
-from taas.capture.pickling import Pickler, Unpickler
-from taas.capture.quiet import no_collection
-from taas.capture.surroundings import Surroundings, not_brought
-from taas.capture.tensors import join_devices_at_first_step
-from taas.errors import CaptureError
+from taas.capture.changes import Change, message_of
+from taas.capture.fingerprint import Fingerprints
+from taas.capture.loggers import list_named
+from taas.capture.losing import Paths
+from taas.capture.memory import SentMemory
+from taas.capture.modules import loaded_as
+from taas.capture.of_ipython import is_of_ipython
+from taas.capture.payload import write_file
+from taas.capture.pickling import Pickler, Table, check_of, early
+from taas.capture.process_state import not_brought
+from taas.capture.reader import is_wrapper
 
 if TYPE_CHECKING:
-    from IPython.core.interactiveshell import InteractiveShell
+    from taas.capture.arriving import Arrival
 
-__all__ = ["Arrival", "arrive"]
-
-
-class _FirstFailureError(Exception):
-    """Something cannot be pickled: start again, carefully."""
+_BATCH = 256
+"""Changes that are sent, and would be lost, together."""
 
 
-class Arrival:
-    """The captured names in a rank, and what has to be known to send back what changes.
+class Packing:
+    """An answer on its way into a stream: a part for each name, and for some changes at a time."""
 
-    Attributes:
-        names: names that arrived.
-        left_behind: names that the cell may need and that could not travel, each with its reason.
-    """
-
-    def __init__(
-        self, fd: int, namespace: dict[str, Any], memory: FileMemory, preface: dict[str, Any]
-    ) -> None:
-        self.names = memory.header.names
-        self.left_behind: dict[str, str] = preface["left behind"]
-        self._fd = os.dup(fd)
-        self._memory = memory
-        self._returned: list[str] | None = preface["returned"]
-        self._cells: dict[str, int] = preface["cells"]
-        self._future: int = preface["future"]
-        self._cell_numbers: dict[str, int] = {}
-        self._before: dict[int, tuple[Kind, Any]] = {}
-        self._numbers: dict[int, int] | None = None
-        self._unreadable: dict[int, str] = {}
-        self._kinds = Kinds(self._number_of)
-        self._namespace = namespace
-        namespace.update(stand_ins(preface["ahead"], namespace))
-
-    def _load(self, stream: bytes) -> None:
-        unpickler = Unpickler(stream, [self._namespace], 1, self._memory, self._memory.buffers())
-        for name in self.names:
-            try:
-                key, value = unpickler.load()
-            except Exception as error:
-                raise CaptureError(
-                    f"{name!r} cannot be rebuilt in the ranks: {type(error).__name__}: {error}. Ranks import the "
-                    f"project's modules as their files are now; if one changed since the notebook imported it, "
-                    f"reload it there and make {name!r} again."
-                ) from error
-            self._namespace[key] = value
-        self._unpickler = unpickler
+    def __init__(self, arrival: Arrival, namespace: dict[str, Any]) -> None:
+        self._arrival, self._namespace = arrival, namespace
+        self._paths = Paths(namespace)
+        self._lost: list[str] = []
+        self._visible = {n: value for n, value in namespace.items() if not is_of_ipython(n, value)}
+        arrival.wanted = None
+        if arrival.returned is not None:
+            asked = ((name, value) for name, value in self._visible.items() if self._is_returned(name))
+            known = {*map(id, arrival.table.objects.values())}
+            arrival.wanted = {id(value): value for _, value in Paths(namespace, known).walk(asked)}
+        before = arrival.names_before
+        arrival.untold = {
+            n for n, v in self._visible.items() if before.get(n) is not v and not self._is_returned(n)
+        }
 
     @functools.cached_property
-    def _objects(self) -> list[Any]:
-        """The objects that travelled, by number: the unpickler's memo, which has no gaps."""
-        return list(self._unpickler.memo.copy().values())
+    def _table(self) -> Table:
+        """The objects that both sides know; made where anything is sent, as there may be many."""
+        return self._arrival.table.copy()
 
-    def _number_of(self, value: Any) -> int | None:
-        if self._numbers is None:
-            self._numbers = {id(v): n for n, v in reversed(list(enumerate(self._objects)))}
-        return self._numbers.get(id(value))
+    def _is_returned(self, name: str) -> bool:
+        return self._arrival.returned is None or name in self._arrival.returned
 
-    def dress(self, shell: InteractiveShell) -> None:
-        """Tell a rank's shell the numbers of earlier cells, for tracebacks, and what they imported from the future."""
-        shell.compile.flags |= self._future
-        shell.compile._filename_map.update(self._cells)
-        self._cell_numbers = shell.compile._filename_map
-
-    def mark(self) -> None:
-        """Take the state that changes are found against; call it again right before the cell runs."""
-        with no_collection():
-            self._before = self._take()
-        self._names_before = dict(self._namespace)
-        self._surroundings = Surroundings(cuda=self._memory.device is not None)
-
-    def _take(self) -> dict[int, tuple[Kind, Any]]:
-        of = self._kinds.of
-        found: dict[int, tuple[Kind, Any]] = {}
-        for number, value in enumerate(self._objects):
-            kind = of(type(value))
-            if kind is not None and number:
-                try:
-                    found[number] = kind, kind.take(value)
-                except Exception as error:  # a user's __getstate__ may raise anything: it cannot come back
-                    self._unreadable[number] = f"{type(error).__name__}: {error}"
-        return found
-
-    # ------------------------------------------------------------ the answer
-
-    def pack_answer(self, namespace: dict[str, Any], value: Any = NOTHING) -> int:
-        """Write what the cell changed into a sealed memfd; a rank with a GPU has waited for it before.
-
-        Args:
-            namespace: the rank's names after the cell.
-            value: the last expression's value.
-
-        Returns:
-            The descriptor, which the caller owns.
-        """
-        with no_collection():
-            try:
-                return _Answer(self, namespace, value, careful=False).write()
-            except _FirstFailureError:
-                return _Answer(self, namespace, value, careful=True).write()
-
-    def close(self) -> None:
-        """Give up the payload's descriptor; no answer can be packed afterwards."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-
-
-class _Answer:
-    """One attempt to write an answer."""
-
-    def __init__(self, arrival: Arrival, namespace: dict[str, Any], value: Any, *, careful: bool) -> None:
-        self._arrival, self._namespace, self._value, self._careful = arrival, namespace, value, careful
-        self._lost: list[str] = []
-        self._replaced: set[int] = set()
-        self._regions: set[int] | None = None
-        self._kept: list[Any] = []
-        self._returned = None if arrival._returned is None else set(arrival._returned)
-
-    def write(self) -> int:
-        messages = self._messages()
+    def write(self, value: Any) -> int:
+        """Write what changed, and the value of the cell's last expression; return the file's descriptor."""
         arrival = self._arrival
+        changes = self._changes()
         rebound = self._rebound()
-        anything = messages or rebound or self._value is not NOTHING
-        seeds = [object() if id(v) in self._replaced else v for v in arrival._objects] if anything else []
-        self._pickler = self._new_pickler(seeds)
-        names = [
-            name
-            for name in in_order(rebound, rebound)
-            if self._dump((name, rebound[name]), name, rebound[name])
-        ]
-        has_value = (
-            self._value is not NOTHING and self._returned is None and self._dump(self._value, None, None)
-        )
-        contents = 0
-        for number, message in messages:
-            contents += self._dump((number, message), number, message)
-        patches = tuple(self._patches())
-        sources = self._pickler.sources()
-        surroundings = self._surroundings()
-        preface = {
-            "sources": sources,
-            "ahead": ahead_of(names, self._namespace),
-            "cells": {file: n for file, n in arrival._cell_numbers.items() if file in sources},
+        if value is not NOTHING and arrival.returned is None:
+            rebound[""] = value
+        numbers = self._table.numbers() if changes or rebound else {}
+        for identity in self._replaced:
+            numbers.pop(identity, None)
+        self._numbers = numbers
+        self._pickler = pickler = self._new_pickler()
+        names = [name for name, item in rebound.items() if self._add_name(name, item)]
+        sent = self._add_changes(list(changes.items()), _BATCH)
+        answer = {
+            "cells": {file: n for file, n in arrival.cell_numbers.items() if file in pickler.sources()},
             "lost": self._lost,
-            "value": has_value,
-            "contents": contents,
+            "project": arrival.project,
             "deleted": self._deleted(),
-            "surroundings": surroundings,
+            "process state": self._process_state(),
+            "fingerprints": self._fingerprints({name: rebound[name] for name in names if name}, sent),
+            "imports": [n for n in arrival.payload.preface["imports of the cell"] if n in sys.modules],
+            "reloaded": self._reloaded(),
+            "there": [*self._visible],
+            "own": [*arrival.untold, *(name for name in rebound if name not in names)],
+            "wrapped": [name for name, item in self._visible.items() if is_wrapper(type(item))],
+            "next": (pickler.table.next, pickler.table.next_leaf),
         }
-        fd, _ = write_file(self._pickler, tuple(names), preface, patches)
+        fd = write_file(pickler, names, answer, list(arrival.patches()))[0]
+        if pickler.parts:
+            arrival.learn(pickler, [n for n, v in arrival.table.objects.items() if id(v) in self._replaced])
         return fd
 
-    def _surroundings(self) -> dict[str, Any] | None:
-        if self._returned is not None:
+    def _reloaded(self) -> list[str]:
+        before, now = self._arrival.names_before, loaded_as(self._arrival.project)
+        return [n.rpartition(".")[0] for n, spec in now.items() if before.get(n, spec) is not spec]
+
+    def _deleted(self) -> list[str]:
+        arrival = self._arrival
+        gone = [name for name in (*arrival.names, *arrival.held) if name not in self._namespace]
+        return [name for name in gone if self._is_returned(name)]
+
+    def _new_pickler(self, without: Any = None) -> Pickler:
+        known = dict(self._numbers)
+        known.pop(id(without), None)
+        return Pickler(
+            self._namespace,
+            table=self._table.copy() if known else None,
+            known=known,
+            checks=self._checks,
+            sent=SentMemory(self._arrival.memory.places(), self._arrival.next_region),
+            project=self._arrival.project,
+            answers=True,
+        )
+
+    # ------------------------------------------------------------ what is sent
+
+    def _rebound(self) -> dict[str, Any]:
+        """Return the names that are bound to other objects than before, or to objects that are made anew."""
+        arrival, before = self._arrival, self._arrival.names_before
+        for name in sorted(arrival.returned or ()):
+            if name not in self._visible and name not in arrival.names:
+                self._lost.append(f"{name}: --return asks for it, and the cell made no such name")
+        new = {n for n, v in self._visible.items() if before.get(n, self) is not v or id(v) in self._replaced}
+        found = [(n, value) for n, value in self._visible.items() if n in new and self._is_returned(n)]
+        return dict(sorted(found, key=lambda pair: early(pair[1])))
+
+    def _add_name(self, name: str, value: Any) -> bool:
+        of_module = "." in name and name not in self._arrival.names_before and not list_named(name)
+        error = self._pickler.add((name, value), by_name=of_module)
+        if error is not None and name and not of_module:
+            self._lost.append(self._why(name, value, error))
+        return error is None
+
+    def _add_changes(self, changes: list[tuple[int, Change]], size: int) -> list[int]:
+        """Write changes, so many in a part; return the numbers of the objects whose changes were."""
+        sent: list[int] = []
+        objects, reader = self._table.objects, self._pickler.reader
+        for at in range(0, len(changes), size):
+            batch = changes[at : at + size]
+            try:
+                error = self._pickler.add(
+                    tuple((n, objects[n], message_of(objects[n], change, reader)) for n, change in batch)
+                )
+            except Exception as raised:  # by a protocol that is asked what to send
+                error = raised
+            if error is None:
+                sent += [number for number, _ in batch]
+            elif len(batch) > 1:
+                sent += self._add_changes(batch, 1)
+            else:
+                value = objects[batch[0][0]]
+                self._lost.append(self._why(self._paths.path_to(value, self._visible), value, error))
+        return sent
+
+    def _why(self, name: str, value: Any, error: Exception) -> str:
+        found = self._paths.culprit(name, value, lambda part: self._new_pickler(value).add((part,)))
+        if found is None:
+            return f"{name}: {type(error).__name__}: {error}"
+        return f"{name}: {found.path} is a {found.kind}, which cannot be pickled ({found.reason})"
+
+    def _process_state(self) -> dict[str, Any] | None:
+        if self._arrival.returned is not None:
             return None
         try:
-            return self._arrival._surroundings.changes()
+            return self._arrival.state.changes()
         except Exception as error:  # a cell may have replaced whatever is asked
             self._lost.append(not_brought(error))
             return None
 
-    def _new_pickler(self, seeds: list[Any]) -> Pickler:
-        return Pickler(self._namespace, seeds=seeds, resident=self._arrival._memory.resident(), unwrap=True)
+    # ------------------------------------------------------------ what changed
 
-    def _dump(self, record: Any, what: str | int | None, value: Any) -> bool:
-        checkpoint = self._pickler.checkpoint() if self._careful else None
-        try:
-            self._pickler.dump(record)
-        except Exception as error:
-            if checkpoint is None:
-                raise _FirstFailureError from None
-            self._pickler.roll_back(checkpoint)
-            if what is not None:
-                self._lost.append(self._why(what, value, error))
-            return False
-        return True
-
-    def _why(self, what: str | int, value: Any, error: Exception) -> str:
-        name = what if isinstance(what, str) else path_to(self._arrival._objects[what], self._visible())
-        culprit = find_culprit(name, value, lambda: self._new_pickler(self._arrival._objects))
-        if culprit is None:
-            return f"{name}: {type(error).__name__}: {error}"
-        return f"{name}: {culprit.path} is a {culprit.kind}, which cannot be pickled ({culprit.reason})"
-
-    def _visible(self) -> dict[str, Any]:
-        return {name: value for name, value in self._namespace.items() if not is_of_ipython(name)}
-
-    def _rebound(self) -> dict[str, Any]:
-        before = self._arrival._names_before
-        visible = self._visible()
-        for name in self._arrival._returned or ():
-            if name not in visible and name not in self._arrival.names:
-                self._lost.append(f"{name}: --return asks for it, and the cell made no such name")
-        return {
-            name: value
-            for name, value in visible.items()
-            if (name not in before or before[name] is not value or id(value) in self._replaced)
-            and (self._returned is None or name in self._returned)
-        }
-
-    def _deleted(self) -> list[str]:
-        return [
-            name
-            for name in self._arrival.names
-            if name not in self._namespace and (self._returned is None or name in self._returned)
-        ]
-
-    def _messages(self) -> list[tuple[int, Any]]:
-        arrival = self._arrival
-        found: list[tuple[int, Any]] = []
-        wanted = self._reachable()
-        for number, (kind, before) in arrival._before.items():
-            value = arrival._objects[number]
-            if wanted is not None and id(value) not in wanted:
-                continue
-            try:
-                after = kind.take(value)
-                if not kind.same(before, after):
-                    found.append((number, kind.message(value, before, after)))
-            except CannotChangeError:
-                self._replaced.add(id(value))
-            except Exception as error:
-                self._lost.append(f"{path_to(value, self._visible())}: {type(error).__name__}: {error}")
+    def _changes(self) -> dict[int, Change]:
+        """Find what has other contents, and with it what is made anew, and what has another class."""
+        notes = self._arrival.notes
+        found: dict[int, Change] = {}
+        self._replaced: dict[int, Any] = {}
+        self._checks: dict[int, int] = {}
+        for number, change in notes.changes(self._arrival.wanted):
+            value = self._table.objects[number]
+            if isinstance(change, Exception):
+                path = self._paths.path_to(value, self._visible)
+                self._lost.append(f"{path}: {type(change).__name__}: {change}")
+            elif change is None:
+                self._replaced[id(value)] = value
+            else:
+                found[number] = change
+                if (was := notes.was(number)) is not None:
+                    self._checks[number] = check_of(was)
         if self._replaced:
-            sent = {number for number, _ in found}
-            for number, (kind, before) in arrival._before.items():
-                value = arrival._objects[number]
-                if number not in sent and any(id(part) in self._replaced for _, part in parts(value)):
-                    found.append((number, kind.message(value, before, kind.take(value))))
+            found |= dict.fromkeys(self._holders(), Change(anew=False))
         return found
 
-    def _reachable(self) -> set[int] | None:
-        """Return the ids of all objects in the names that are returned, and note their memory; None for all."""
-        if self._returned is None:
-            return None
-        seen: set[int] = set()
-        resident = self._arrival._memory.resident()
-        self._regions = set()
-        waiting = [value for name, value in self._visible().items() if name in self._returned]
-        while waiting:
-            value = waiting.pop()
-            if id(value) in seen:
-                continue
-            seen.add(id(value))
-            waiting += [part for _, part in parts(value)]
-            piece = resident.find(*memory_of(value))
-            if piece is not None:
-                self._regions.add(piece.region)
-        return seen
+    def _holders(self) -> list[int]:
+        """Return the numbers of what holds an object that is made anew; constants that do are made anew as well."""
+        objects, replaced = self._arrival.table.objects, self._replaced
+        held = {n: {id(part) for _, part in self._paths.parts(value)} for n, value in objects.items()}
 
-    def _patches(self) -> Iterator[tuple[int, int, memoryview]]:
-        memory = self._arrival._memory
-        original = FileMemory(self._arrival._fd, device=None)
-        moved = memory.on_device()
-        for number, region in enumerate(memory.header.regions):
-            if self._regions is not None and number not in self._regions:
-                continue
-            spans = region.spans
-            if number in moved:
-                host = moved[number].cpu()
-                self._kept.append(host)  # until it is written
-                address = host.data_ptr()
-            else:
-                address = memory.address + region.offset
-                spans = candidates(address, region.nbytes, region.spans)
-            for start, end in differing(address, original.address + region.offset, spans):
-                yield number, start, view_of(address + start, end - start)
+        def holding(numbers: Iterable[int]) -> list[int]:
+            return [n for n in numbers if id(objects[n]) not in replaced and not held[n].isdisjoint(replaced)]
 
+        constants = [n for n, value in objects.items() if isinstance(value, (tuple, frozenset))]
+        while new := holding(constants):
+            replaced |= {id(objects[number]): objects[number] for number in new}
+        return holding(filter(self._arrival.notes.is_noted, objects))
 
-def arrive(
-    fd: int,
-    namespace: dict[str, Any],
-    *,
-    device: str | None,
-    project: Path | None = None,
-    answers: bool = True,
-) -> Arrival:
-    """Unpack a payload in a rank.
-
-    Args:
-        fd: the payload; may be closed afterwards.
-        namespace: the rank's names; functions of the notebook get it as their globals.
-        device: where captured CUDA tensors land, e.g. ``cuda:0``; None for host memory.
-        project: first entry of ``sys.path``; None for the notebook's.
-        answers: whether this rank's names will be sent back; False saves the notes that needs.
-
-    Raises:
-        VersionMismatch: versions differ; nothing was unpickled.
-        CaptureError: an object cannot be rebuilt here.
-    """
-    memory = FileMemory(fd, device=device)
-    check_versions(memory.header)
-    preface = read_preface(fd)
-    Surroundings.enter(preface["surroundings"], str(project or preface["project"]))
-    for name, (size, lines) in preface["sources"].items():
-        linecache.cache[name] = (size, None, lines, name)
-    for name in preface["submodules"]:
-        with contextlib.suppress(ImportError):  # it is named where the cell uses it
-            importlib.import_module(name)
-    arrival = Arrival(fd, namespace, memory, preface)
-    with no_collection():
-        arrival._load(read_pickle(fd))
-    Surroundings.settle(preface["surroundings"], device)
-    if device is not None:
-        join_devices_at_first_step()
-    if answers:
-        arrival.mark()
-    return arrival
+    def _fingerprints(self, names: dict[str, Any], changed: list[int]) -> dict[str | int, Any]:
+        """Return what the notebook compares with what it has then."""
+        arrival = self._arrival
+        contents = arrival.all_in_host_memory
+        found = Fingerprints(self._namespace, arrival.project, self._numbers, contents=contents)
+        prints: dict[str | int, Any] = {"contents": contents}
+        values: list[tuple[str | int, Any]] = [(number, self._table.objects[number]) for number in changed]
+        for what, value in [*names.items(), *values]:
+            with suppress(Exception):  # what is read by a user's own protocol may raise
+                prints[what] = found.of(value, opened=isinstance(what, int))
+        return prints

@@ -3,47 +3,47 @@
 torch's own reduction copies a storage into bytes several times. Here the stream holds only a storage's
 place, and a tensor is (storage, dtype, offset, shape, stride). This module imports torch only to rebuild:
 where torch isn't loaded there are no tensors.
+
+A value that is sharded over ranks is whole where this rank has all of it, else nothing of it travels: a pickle of a
+DTensor holds this rank's shard under the whole's shape, and nobody who unpickles it elsewhere can ask the other ranks.
 """
 
 from __future__ import annotations
 
-import copyreg
+import pickle
 import sys
-import weakref
-from typing import TYPE_CHECKING, Any
+import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from taas.capture.memory import Block
+from taas.capture.memory import DeviceMemory
+from taas.capture.reading import Reading, itself, read_reduced
 
 if TYPE_CHECKING:
     import torch
 
-    from taas.capture.pickling import Pickler
-
-__all__ = [
-    "block_of",
-    "is_plain_optimizer",
-    "is_plain_scheduler",
-    "join_devices",
-    "join_devices_at_first_step",
-    "keeps_pickling_of_object",
-    "keeps_state_of_object",
-    "moved",
-    "new_memory",
-    "reduce_optimizer",
-    "reduce_scheduler",
-    "reduce_storage",
-    "reduce_tensor",
-    "reduce_typed_storage",
-    "storage_over",
-    "travels_as_view",
-    "wait_for_devices",
-]
-
-_rebuilt: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Optimizers that were unpickled in this process and not stepped since."""
+_SHARDED = {"torch.distributed.tensor.DTensor", "torch.distributed._shard.sharded_tensor.api.ShardedTensor"}
 
 
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
+def is_tensor(value: Any) -> bool:
+    """Tell whether a value is a tensor, without importing torch."""
+    torch = sys.modules.get("torch")
+    return torch is not None and hasattr(torch, "Tensor") and isinstance(value, torch.Tensor)
+
+
+def storage_of(tensor: torch.Tensor) -> Any:
+    """Return the storage that a tensor is a dense view of, in host or CUDA memory; None for any other tensor."""
+    torch = sys.modules["torch"]
+    dense = (
+        tensor.layout is torch.strided
+        and tensor.device.type in ("cpu", "cuda")
+        and not tensor.is_quantized
+        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    )
+    return tensor.untyped_storage() if dense else None
+
+
+def span_of(tensor: torch.Tensor) -> tuple[int, int]:
     """Return the first and the end byte that a tensor uses of its storage."""
     if not tensor.numel():
         return 0, 0
@@ -53,101 +53,163 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
     return int(start * size), int((start + reach + 1) * size)
 
 
-def block_of(storage: Any) -> Block:
-    """Return the block of a storage; a CUDA storage is copied into host memory first."""
-    device, staged = str(storage.device), None
-    if device != "cpu":
-        staged = storage.cpu()
-    address = (storage if staged is None else staged).data_ptr()
-    return Block(address, storage.nbytes(), device, storage, storage.data_ptr, staged=staged)
+def memory_of_storage(storage: Any, opener: str = "storage") -> DeviceMemory:
+    """Return the memory of a storage."""
+    address = storage.data_ptr() or -storage._cdata
+    return DeviceMemory(opener, address, storage.nbytes(), storage, storage.data_ptr, str(storage.device))
 
 
-def travels_as_view(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor is a dense view of a storage in host or CUDA memory."""
-    torch = sys.modules["torch"]
-    return (
-        tensor.layout is torch.strided
-        and tensor.device.type in ("cpu", "cuda")
-        and not tensor.is_quantized
-        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-    )
+def memory_of_tensor(tensor: torch.Tensor) -> DeviceMemory | None:
+    """Return the memory that a tensor looks into, and what it uses of it; None for one that is no view of a storage."""
+    with sys.modules["torch"]._C.DisableTorchFunctionSubclass():
+        if (storage := storage_of(tensor)) is None:
+            return None
+        memory = memory_of_storage(storage)
+        memory.spans.append(span_of(tensor))
+        memory.tensors.append(tensor)
+        return memory
 
 
-def reduce_tensor(pickler: Pickler, tensor: torch.Tensor) -> Any:
-    """Reduce a dense tensor or parameter; one that has a graph is sent without it.
+def stamp_of(tensor: Any) -> tuple[Any, ...] | None:
+    """Return all that a dense leaf is, but for what is in its memory, and its gradient; None for anything that may be more.
 
-    The gradient of a leaf and attributes that somebody set on it travel along.
+    It takes a tenth of the time of a reading.
     """
-    if not travels_as_view(tensor):
-        return NotImplemented
     torch = sys.modules["torch"]
-    handle = pickler.storage_handle(tensor.untyped_storage())
-    pickler.use(handle, *_span(tensor), tensor)
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or not tensor.is_leaf or tensor.__dict__:
+        return None
+    hooks = tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None)
+    if hooks is not None or (storage := storage_of(tensor)) is None:
+        return None
+    where = storage.data_ptr() or -storage._cdata, storage.nbytes(), tensor.device
+    view = tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride()
+    return type(tensor), where, view, tensor.is_conj(), tensor.is_neg(), tensor.requires_grad
+
+
+def tensor_reader(cls: Any) -> Callable[[Any], Reading | None] | None:
+    """Return what reads tensors and storages of a class, or None: it is none, or has a protocol of its own.
+
+    A class with a ``__torch_dispatch__`` of its own has its values elsewhere than in a storage.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None or not hasattr(torch, "UntypedStorage"):
+        return None
+    if cls is torch.UntypedStorage:
+        return _read_storage
+    if cls is torch.TypedStorage:  # torch's own reduction of sparse and quantized tensors holds it
+        return lambda storage: Reading(_make_typed_storage, (storage._untyped_storage, storage.dtype))
+    if is_sharded(cls):
+        return lambda tensor: Reading(_make_whole, _parts_of_whole(tensor))
+    if not issubclass(cls, torch.Tensor) or cls.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        return None
+    keeps = cls.__reduce_ex__ in (torch.Tensor.__reduce_ex__, torch.nn.Parameter.__reduce_ex__)
+    return _read_tensor if keeps else _read_other_tensor
+
+
+def _read_tensor(tensor: torch.Tensor) -> Reading | None:
+    """Read a dense tensor or parameter as a view of its storage; one that has a graph, without it."""
+    if (memory := memory_of_tensor(tensor)) is None:
+        return _read_other_tensor(tensor)
+    refuse_flat_shard(tensor)
+    with sys.modules["torch"]._C.DisableTorchFunctionSubclass():
+        view = (memory, tensor.dtype, tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
+        arguments = (type(tensor), *view, tensor.is_conj(), tensor.is_neg(), str(tensor.device))
+        return Reading(_make_tensor, arguments, *_state(tensor), _change_tensor)
+
+
+def _read_other_tensor(tensor: torch.Tensor) -> Reading | None:
+    """Read a sparse, quantized or uninitialized tensor, by its own protocol; it changes by new data."""
+    with sys.modules["torch"]._C.DisableTorchFunctionSubclass():
+        made: Any = tensor.__reduce_ex__(4)
+        if len(made) > 2:
+            return read_reduced(tensor, made)
+        return Reading(_make_other, (type(tensor), made[0], made[1]), *_state(tensor), _change_other)
+
+
+def _state(tensor: torch.Tensor) -> tuple[Callable[..., None], Any, tuple[str, ...]]:
     leaf = tensor.is_leaf
-    pickler.detached += not leaf
-    arguments = (
-        handle,
-        tensor.dtype,
-        tensor.storage_offset(),
-        tuple(tensor.shape),
-        tensor.stride(),
-        type(tensor) is torch.nn.Parameter,
+    state = (
         leaf and tensor.requires_grad,
-        tensor.is_conj(),
-        tensor.is_neg(),
+        tensor.grad if leaf or tensor.retains_grad else None,
+        dict(tensor.__dict__),
+        tensor._backward_hooks if leaf else None,
+        getattr(tensor, "_post_accumulate_grad_hooks", None) if leaf else None,
     )
-    grad, attributes = tensor.grad if leaf else None, tensor.__dict__
-    if grad is None and not attributes:
-        return _make_tensor, arguments
-    return _make_tensor, arguments, (grad, dict(attributes)), None, None, _set_tensor
+    labels = (".requires_grad", ".grad", ".", "._backward_hooks", "._post_accumulate_grad_hooks")
+    return _set_tensor, None if state == (False, None, {}, None, None) else state, labels
 
 
-def _make_tensor(
-    storage: Any,
-    dtype: torch.dtype,
-    offset: int,
-    shape: tuple[int, ...],
-    stride: tuple[int, ...],
-    parameter: bool,
-    requires_grad: bool,
-    conjugate: bool,
-    negative: bool,
-) -> torch.Tensor:
+def _make_tensor(cls: Any, storage: Any, dtype: torch.dtype, *view: Any) -> torch.Tensor:
     import torch
 
-    tensor = torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, shape, stride)
-    if conjugate:
-        tensor = torch._conj(tensor)
-    if negative:
-        tensor = torch._neg_view(tensor)
-    if parameter:
-        return torch.nn.Parameter(tensor, requires_grad=requires_grad)
-    return tensor.requires_grad_() if requires_grad else tensor
+    *where, conjugate, negative, _ = view
+    with torch._C.DisableTorchFunctionSubclass():
+        tensor = torch.empty(0, dtype=dtype, device=storage.device).set_(storage, *where)
+        if conjugate:
+            tensor = torch._conj(tensor)
+        if negative:
+            tensor = torch._neg_view(tensor)
+        return tensor if cls is torch.Tensor else torch.Tensor._make_subclass(cls, tensor)
 
 
-def _set_tensor(tensor: torch.Tensor, state: tuple[torch.Tensor | None, dict[str, Any]]) -> None:
-    grad, attributes = state
-    tensor.__dict__.update(attributes)
-    if grad is not None:
-        tensor.grad = grad
+def _make_other(cls: Any, constructor: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    made = _made_by(constructor, arguments)
+    return made if type(made) is cls else made.as_subclass(cls)
 
 
-def reduce_storage(pickler: Pickler, storage: Any) -> Any:
-    """Reduce an untyped storage that an object of its own refers to."""
+def _made_by(constructor: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # who made it was told that quantized tensors go out of use
+        made = constructor(*arguments)
+    sys.modules[
+        "torch"
+    ]._utils._validate_loaded_sparse_tensors()  # else torch keeps it, for the torch.load to come
+    return made
+
+
+def _set_tensor(tensor: torch.Tensor, state: tuple[Any, ...] | None) -> None:
+    requires_grad, grad, attributes, hooks, grad_hooks = state or (False, None, {}, None, None)
+    with sys.modules["torch"]._C.DisableTorchFunctionSubclass():
+        tensor.__dict__.clear()
+        tensor.__dict__.update(attributes)
+        if not tensor.is_leaf:
+            return
+        tensor.requires_grad_(requires_grad)
+        tensor.grad = grad if grad is None or grad.device == tensor.device else grad.to(tensor.device)
+        if tensor._backward_hooks is not hooks:
+            tensor._backward_hooks = hooks
+        if getattr(tensor, "_post_accumulate_grad_hooks", None) is not grad_hooks:
+            tensor._post_accumulate_grad_hooks = grad_hooks
+
+
+def _change_tensor(tensor: Any, cls: Any, *arguments: Any) -> None:
+    """Look elsewhere; a tensor that the cell moved to another device stays on its own, with the new values."""
+    import torch
+
+    data = _make_tensor(torch.Tensor, *arguments)
+    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+        if type(tensor) is not cls:
+            tensor.requires_grad_(False)
+            tensor.__class__ = cls  # as lazy modules do
+        moved_away = str(tensor.device) != arguments[-1]
+        if moved_away and data.shape == tensor.shape and data.dtype == tensor.dtype:
+            tensor.copy_(data)
+        else:
+            tensor.data = data.to(tensor.device) if tensor.device.type != "meta" else data
+
+
+def _change_other(tensor: Any, cls: Any, constructor: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    if type(tensor) is not cls:
+        raise TypeError(f"a {type(tensor).__name__} cannot become a {cls.__name__}")
+    tensor.data = _made_by(constructor, arguments).to(tensor.device)
+
+
+def _read_storage(storage: Any) -> Reading | None:
     if storage.device.type not in ("cpu", "cuda"):
-        return NotImplemented
-    handle = pickler.storage_handle(storage)
-    pickler.use(handle, 0, storage.nbytes())
-    return _same, (handle,)
-
-
-def _same(storage: Any) -> Any:
-    return storage
-
-
-def reduce_typed_storage(storage: Any) -> Any:
-    """Reduce a typed storage, as torch's own reduction of sparse and quantized tensors holds it."""
-    return _make_typed_storage, (storage._untyped_storage, storage.dtype)
+        return None
+    memory = memory_of_storage(storage)
+    memory.spans.append((0, memory.nbytes))
+    return Reading(itself, (memory,))
 
 
 def _make_typed_storage(untyped: Any, dtype: torch.dtype) -> Any:
@@ -156,165 +218,61 @@ def _make_typed_storage(untyped: Any, dtype: torch.dtype) -> Any:
     return torch.TypedStorage(wrap_storage=untyped, dtype=dtype, _internal=True)
 
 
-def storage_over(memory: memoryview) -> Any:
-    """Return a torch storage that lies in writable memory and keeps it alive."""
-    import torch
-
-    if not memory.nbytes:
-        return torch.UntypedStorage(0)
-    return torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+# ---------------------------------------------------------------- sharded over ranks
 
 
-def new_memory(nbytes: int) -> tuple[memoryview, Any]:
-    """Return new memory and the torch storage it is; without torch loaded, a bytearray's and None."""
-    torch = sys.modules.get("torch")
-    if torch is None or not hasattr(torch, "UntypedStorage") or not nbytes:
-        return memoryview(bytearray(nbytes)), None
-    whole = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-    return memoryview(whole.numpy()), whole.untyped_storage()
+def is_sharded(cls: type) -> bool:
+    """Tell whether tensors of a class hold one rank's part of a value."""
+    names = (f"{c.__module__.replace('tensor._api', 'tensor')}.{c.__qualname__}" for c in cls.__mro__)
+    return not _SHARDED.isdisjoint(names)
 
 
-def moved(storage: Any, device: str) -> Any:
-    """Return a copy of a storage on a device."""
-    import torch
-
-    return torch.UntypedStorage(storage.nbytes(), device=device).copy_(storage)
-
-
-def keeps_pickling_of_object(cls: Any) -> bool:
-    """Tell whether a class leaves ``__reduce_ex__`` and ``__reduce__`` as they are."""
-    return cls.__reduce_ex__ is object.__reduce_ex__ and cls.__reduce__ is object.__reduce__
-
-
-def keeps_state_of_object(cls: Any) -> bool:
-    """Tell whether a class leaves ``__getstate__`` as it is."""
-    return cls.__getstate__ is object.__getstate__
-
-
-def is_plain_optimizer(cls: type) -> bool:
-    """Tell whether a class is an optimizer that pickles as torch's own do."""
-    optim = sys.modules.get("torch.optim")
-    return (
-        optim is not None
-        and issubclass(cls, optim.Optimizer)
-        and cls.__getstate__ is optim.Optimizer.__getstate__
-        and keeps_pickling_of_object(cls)
-    )
-
-
-def reduce_optimizer(optimizer: Any) -> Any:
-    """Reduce an optimizer with all its attributes; its own way drops hooks, and what a scheduler noted in it."""
-    attributes = {key: value for key, value in optimizer.__dict__.items() if key != "step"}
-    return copyreg.__newobj__, (type(optimizer),), attributes, None, None, _set_optimizer  # type: ignore[attr-defined]
-
-
-def _set_optimizer(optimizer: Any, attributes: dict[str, Any]) -> None:
-    optimizer.__dict__.update(attributes)
-    optimizer._patch_step_function()
-    _rebuilt.add(optimizer)
-
-
-def wait_for_devices() -> None:
-    """Wait until CUDA devices have done all that this process asked of them: copies into pinned memory, too.
+def whole_of(value: Any) -> Any:
+    """Return the plain tensor, or parameter, that a sharded one stands for; any other value as it is.
 
     Raises:
-        RuntimeError: something failed on a device after the call that asked for it had returned.
+        pickle.PicklingError: other ranks have parts of it.
     """
-    torch = sys.modules.get("torch")
-    if torch is None or not hasattr(torch, "cuda") or not torch.cuda.is_initialized():
-        return
-    has_context = getattr(torch._C, "_cuda_hasPrimaryContext", None)
-    for number in range(torch.cuda.device_count()):
-        if has_context is None or has_context(number):  # asking the others would give them one
-            torch.cuda.synchronize(number)
+    return _make_whole(*_parts_of_whole(value)) if is_sharded(type(value)) else value
 
 
-def join_devices_at_first_step() -> None:
-    """In a rank: join the state of an optimizer that travelled when the cell first steps it.
-
-    Parameters that an earlier run trained on a GPU came back to host memory, and the state with them. The cell
-    moves the parameters again, but nobody moves the state.
-    """
-    if not _rebuilt:
-        return
-    from torch.optim.optimizer import register_optimizer_step_pre_hook
-
-    def join(optimizer: Any, arguments: Any, keywords: Any) -> None:
-        del arguments, keywords
-        if optimizer in _rebuilt:
-            _rebuilt.discard(optimizer)
-            join_devices([optimizer])
-
-    register_optimizer_step_pre_hook(join)
-
-
-def join_devices(objects: list[Any]) -> None:
-    """Bring new state of optimizers and new buffers of modules to the device of their parameters.
-
-    Parameters that a cell moved to a GPU come back to the device they had in the notebook; what the cell made
-    beside them on the GPU has to follow, or the next step in the notebook fails.
-
-    Args:
-        objects: what travelled; tensors among them stay where they are.
-    """
-    if "torch.optim" not in sys.modules:
-        return
+def _parts_of_whole(tensor: Any) -> tuple[Any, ...]:
     import torch
 
-    known = {id(value) for value in objects}
-
-    def follow(holder: dict[str, Any], device: Any) -> None:
-        for key, value in holder.items():
-            if key == "step":  # of an optimizer: in host memory on purpose
-                continue
-            if isinstance(value, torch.Tensor) and id(value) not in known and value.device != device:
-                holder[key] = value.to(device)
-
-    for value in objects:
-        if isinstance(value, torch.optim.Optimizer):
-            for parameter, state in value.state.items():
-                follow(state, parameter.device)
-        elif isinstance(value, torch.nn.Module):
-            devices = {parameter.device for parameter in value.parameters()}
-            for module in value.modules() if len(devices) == 1 else ():
-                follow(module._buffers, *devices)
+    mesh: Any = getattr(tensor, "device_mesh", None)
+    there = mesh is not None and mesh.get_coordinate() is not None
+    if not there or any(mesh.size(n) > 1 and not p.is_replicate() for n, p in enumerate(tensor.placements)):
+        _refuse_shard()
+    with torch.no_grad():
+        whole = tensor.to_local()
+    leaf = tensor.is_leaf
+    parameter = isinstance(tensor, torch.nn.Parameter)
+    return whole, parameter, leaf and tensor.requires_grad, tensor.grad if leaf else None
 
 
-def is_plain_scheduler(cls: type) -> bool:
-    """Tell whether a class is a learning rate scheduler that pickles as any object."""
-    module = sys.modules.get("torch.optim.lr_scheduler")
-    return (
-        module is not None
-        and issubclass(cls, module.LRScheduler)
-        and keeps_pickling_of_object(cls)
-        and keeps_state_of_object(cls)
-    )
+def _make_whole(whole: Any, parameter: bool, requires_grad: bool, grad: Any) -> Any:
+    import torch
+
+    made = whole.detach().requires_grad_(requires_grad)
+    if parameter:
+        made = torch.nn.Parameter(whole, requires_grad)
+    made.grad = grad
+    return made
 
 
-def reduce_scheduler(scheduler: Any) -> Any:
-    """Reduce a scheduler; where it arrives it marks its optimizer again."""
-    state = dict(scheduler.__dict__)
-    return copyreg.__newobj__, (type(scheduler),), state, None, None, _set_scheduler  # type: ignore[attr-defined]
+def refuse_flat_shard(tensor: Any) -> None:
+    """Refuse what FSDP1 puts in a parameter's place: its shard, or nothing.
 
-
-def _set_scheduler(scheduler: Any, attributes: dict[str, Any]) -> None:
-    scheduler.__dict__.update(attributes)
-    if (optimizer := attributes.get("optimizer")) is not None:
-        _mark_step(optimizer)
-
-
-def _mark_step(optimizer: Any) -> None:
-    """Mark an optimizer's ``step`` as followed by a scheduler, as the scheduler's constructor does.
-
-    Optimizers pickle without this mark, and a scheduler then warns that ``step`` was overridden.
+    Raises:
+        pickle.PicklingError: it has.
     """
-    step = optimizer.step
-    if hasattr(step, "_wrapped_by_lr_sched"):
-        return
+    if any(getattr(part, "_fsdp_flattened", False) for part in (tensor, tensor._base)):
+        _refuse_shard()
 
-    def marked(*args: Any, **kwargs: Any) -> Any:
-        optimizer._opt_called = True
-        return step(*args, **kwargs)
 
-    marked._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-    optimizer.step = marked
+def _refuse_shard() -> NoReturn:
+    raise pickle.PicklingError(
+        "rank 0 has only a shard of it. Gather it in the cell, in all ranks: tensor.full_tensor(), or for a model "
+        "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)) of "
+        "torch.distributed.checkpoint.state_dict"
+    )

@@ -13,36 +13,17 @@ from typing import Literal
 import msgspec
 import zmq
 
-__all__ = [
-    "DeliveryConfig",
-    "Keys",
-    "Place",
-    "PlannerConfig",
-    "RankConfig",
-    "WorkerConfig",
-    "new_keys",
-    "read_line",
-]
+from taas.wire.framing import Message
 
 
 class Keys(msgspec.Struct, frozen=True):
-    """Secrets of one run's delivery.
+    """Secrets of one run's delivery."""
 
-    Attributes:
-        server_public, server_secret: the coordinator's CURVE pair; peers get an empty secret.
-        client_public, client_secret: the pair that every peer of this run proves itself with.
-        mac: key of the MAC over each element's header on the data path.
-    """
-
-    server_public: str
-    server_secret: str
-    client_public: str
+    server_public: str  # the coordinator's CURVE pair
+    server_secret: str  # of which peers get an empty secret
+    client_public: str  # the pair that every peer of this run proves itself with
     client_secret: str
-    mac: bytes
-
-    def for_peers(self) -> Keys:
-        """Return the keys without what only the coordinator may hold."""
-        return msgspec.structs.replace(self, server_secret="")
+    mac: bytes  # key of the MAC over each element's header on the data path
 
 
 def read_line(fd: int) -> bytes:
@@ -58,112 +39,81 @@ def read_line(fd: int) -> bytes:
 
 def new_keys() -> Keys:
     """Return fresh keys for one run."""
-    server_public, server_secret = zmq.curve_keypair()
-    client_public, client_secret = zmq.curve_keypair()
-    return Keys(
-        server_public.decode(),
-        server_secret.decode(),
-        client_public.decode(),
-        client_secret.decode(),
-        secrets.token_bytes(32),
-    )
+    server, client = ([half.decode() for half in zmq.curve_keypair()] for _ in range(2))
+    return Keys(server[0], server[1], client[0], client[1], secrets.token_bytes(32))
 
 
-class Place(msgspec.Struct, frozen=True):
-    """Where a loader goes on after a restart.
+class ResumePoint(msgspec.Struct, frozen=True):
+    """Where a loader goes on after a restart."""
 
-    Attributes:
-        iteration: which ``iter()``, from 0.
-        step: the lowest one of it that not every rank had asked beyond.
-        taken: steps that were taken of the iterations before.
-    """
+    iteration: int  # which iter(), from 0
+    step: int  # the lowest one of it that not every rank had asked beyond
+    taken: int  # steps that were taken of the iterations before
 
-    iteration: int
-    step: int
-    taken: int
+
+class Delivered(msgspec.Struct, frozen=True, kw_only=True):
+    """How far the registered loaders of a run are, all together."""
+
+    ready: int  # elements that are prepared and wait for their rank
+    delivered: int  # elements that ranks have consumed
+    planned: int  # elements that there will be: of all iterations begun, or as --units says
+    rate: float  # delivered elements a second
+    waited: float  # seconds that the ranks have waited, on average
 
 
 class DeliveryConfig(msgspec.Struct, frozen=True):
-    """The coordinator's.
+    """What all processes of a delivery are told, and the coordinator nothing else.
 
     Attributes:
-        keys: all of them.
-        ranks: world size N.
-        slab: bytes of elements under way or held, per rank; the stated bound of memory.
-        shared: ranks and data workers are on this host and share memory.
-        host: address to listen on.
-        uneven: what becomes of an incomplete last row.
-        units: elements per loader name, "*" for all.
-        prebuffer: elements ready before the ranks are asked for; None: two a rank.
-        hosts: data VMs that will join.
+        folder: where the delivery's sockets on this host are, which nobody else can enter: ranks and data workers are here
+            and share memory. Empty: they are elsewhere.
         alone: seconds that ranks may be without any data worker before the run fails; another VM may be on its way.
         patience: seconds that the planner has, when the ranks have ended, to tell where the generators are.
+        places: where the loaders go on, if the run was started again and the cell resumes.
     """
 
-    keys: Keys
-    ranks: int
-    slab: int
-    shared: bool = True
-    host: str = "127.0.0.1"
-    uneven: Literal["drop", "pad", "raise"] = "drop"
-    units: dict[str, int] = {}
-    prebuffer: int | None = None
-    hosts: int = 1
+    keys: Keys  # all of them for the coordinator; for others see for_peers
+    ranks: int  # world size N
+    slab: int  # bytes of elements under way or held, per rank: the stated bound of memory
+    folder: str = ""
+    host: str = "127.0.0.1"  # address for the coordinator to listen on where there is no folder
+    endpoint: str = ""  # where it listens, once that is known
+    encrypt: bool = True  # CURVE on the data path between hosts
+    uneven: Literal["drop", "pad", "raise"] = "drop"  # what becomes of an incomplete last row
+    units: dict[str, int] = {}  # elements per loader name, "*" for all
+    prebuffer: int | None = None  # elements ready before the ranks are asked for; None: two a rank
+    hosts: int = 1  # data VMs that will join
     alone: float = 300.0
     patience: float = 30.0
+    places: dict[str, ResumePoint] = {}
+
+    def for_peers(self, endpoint: str) -> DeliveryConfig:
+        """Return what the others are told: where the coordinator listens, and not the key that only it may hold."""
+        keys = msgspec.structs.replace(self.keys, server_secret="")
+        return msgspec.structs.replace(self, keys=keys, endpoint=endpoint)
+
+    def units_of(self, name: str) -> int | None:
+        """Return the elements that ``--units`` allows of a loader; None without a limit."""
+        return self.units.get(name, self.units.get("*"))
 
 
-class PlannerConfig(msgspec.Struct, frozen=True):
-    """The planner's. ``payload`` is a path (``/proc/<pid>/fd/<n>`` for a memfd) to the packed loaders."""
-
-    keys: Keys
-    endpoint: str
-    payload: str
-    ranks: int
-    sys_path: list[str] = []
-    cwd: str = ""
-
-
-class WorkerConfig(msgspec.Struct, frozen=True):
-    """One data VM's: a keeper process that holds the loaders and forks ``processes`` workers.
-
-    Attributes:
-        vm: number of this data VM, from 0.
-        vms: number of data VMs at the start (for ``WorkerInfo.num_workers``).
-        slabs: abstract socket that hands out the slabs, or "" when nothing is shared.
-        encrypt: CURVE on the data path between hosts.
-    """
-
-    keys: Keys
-    endpoint: str
-    payload: str
-    vm: int
-    vms: int
-    processes: int
-    ranks: int
-    slabs: str = ""
-    encrypt: bool = True
-    sys_path: list[str] = []
-    cwd: str = ""
-
-
-class RankConfig(msgspec.Struct, frozen=True):
-    """One rank's.
+class DataOrder(Message, frozen=True):
+    """Be a process of the data side: the planner, or a data VM's worker pool, which holds the loaders.
 
     Attributes:
-        slabs: abstract socket that hands out the slabs, or "" when nothing is shared.
-        host: address this rank can be reached at from the data VMs.
-        units: as in DeliveryConfig.
-        places: where the loaders go on, by name, if the run was started again and the cell resumes.
+        vm: number of this data VM, from 0; a lost one may be replaced under a new number.
+        processes: workers that the pool forks; 0 for the planner.
+        payload: path of the packed loaders, a memory file's; known where the process is started.
+        rehearsed: as the run's ranks on this VM will be; None where it gets none.
     """
 
-    keys: Keys
-    endpoint: str
-    rank: int
-    ranks: int
-    slabs: str = ""
-    host: str = "127.0.0.1"
-    encrypt: bool = True
-    units: dict[str, int] = {}
-    uneven: Literal["drop", "pad", "raise"] = "drop"
-    places: dict[str, Place] = {}
+    common: DeliveryConfig
+    vm: int = 0
+    processes: int = 0
+    payload: str = ""
+    rehearsed: bool | None = None
+
+    @property
+    def plans(self) -> bool:
+        """Whether it is the planner's."""
+        return not self.processes

@@ -6,164 +6,220 @@ so a rank that asks answers the coordinator's questions before it waits.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
-from collections import deque
-from dataclasses import dataclass
+from collections import defaultdict, deque
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 import numpy as np
 import zmq
 
-from taas.delivery.config import RankConfig
+from taas.delivery.config import DeliveryConfig, ResumePoint
 from taas.delivery.encoding import decode
 from taas.delivery.messages import (
-    Arrival,
     Begin,
-    Close,
-    Decoder,
-    Doomed,
+    Cancel,
+    ElementArrival,
     Ended,
-    Forget,
-    Lacking,
+    Failed,
+    Hello,
     LoaderFacts,
-    Opened,
+    Peer,
+    PlanProgress,
     Progress,
-    RankHello,
-    RunFailed,
+    ReceivedQuery,
     ToRank,
-    Welcome,
-    Which,
-    encode,
 )
-from taas.delivery.slab import Slab, lease_slot
-from taas.delivery.transport import DataReceiver, authenticate, connect_control, fetch_fds, new_context
+from taas.delivery.plan import plan_number
+from taas.delivery.slab import Slabs, lease_slot
+from taas.delivery.transport import ControlClient, DataReceiver, map_slabs, new_context
 from taas.errors import DeliveryError
-
-__all__ = ["Connection", "Element"]
+from taas.wire.framing import authenticate
 
 _FLUSH = 0.002
 _FLUSH_COUNT = 16
+_AT_ONCE = 256
 
 
 @dataclass(slots=True)
 class Element:
-    """One element that is here: a reference to its memory, or a failure, or the reason there is none."""
+    """One element that is here: a reference to its memory, or a failure."""
 
-    arrival: Arrival | None
+    arrival: ElementArrival
     stream: Any
     frame: Any
-    doomed: Doomed | None = None
 
 
-class Connection:
-    """All delivery of one rank. Used by one thread at a time."""
+@dataclass(slots=True)
+class _Iteration:
+    """What is here of a plan."""
 
-    def __init__(self, config: RankConfig) -> None:
-        self.config = config
-        self.waited = 0.0
-        self.facts: list[LoaderFacts] = []
-        self._context = new_context()
-        self._slab = self._map_slab()
-        self._receiver = DataReceiver(
-            self._context, local=bool(config.slabs), host=config.host, encrypt=config.encrypt
-        )
-        self._control = connect_control(self._context, config.endpoint, config.keys, f"r{config.rank}")
-        self._poller = zmq.Poller()
-        self._poller.register(self._control, zmq.POLLIN)
-        self._poller.register(self._receiver.socket, zmq.POLLIN)
-        self._decode = Decoder(ToRank)
-        self._decode_arrivals = msgspec.msgpack.Decoder(list[Arrival]).decode
-        self._ready: dict[int, dict[int, Element]] = {}
-        self._next: dict[int, int] = {}
-        self._opened: dict[tuple[int, int], Opened] = {}
-        self._ended: dict[int, Ended] = {}
-        self._abandoned: set[tuple[int, int]] = set()
-        self._closed: set[int] = set()
-        self._failed = ""
+    ready: dict[int, Element] = field(default_factory=dict)  # elements by their number in it
+    next: int = 0  # the step that the loader asks for next; what comes of earlier ones is given back
+    ended: Ended | None = None  # how it ends, once that is known
+
+
+class Holdings:
+    """Attempts that have arrived in this rank, until nobody uses their memory any more.
+
+    Args:
+        limit: bytes of slots that may be held; beyond, a rank that hoards gets copies.
+    """
+
+    def __init__(self, slabs: Slabs | None, limit: int) -> None:
+        self._slabs, self._limit = slabs, limit
         self._here: set[int] = set()
         self._disowned: set[int] = set()
         self._freed: deque[tuple[int, int]] = deque()
         self._released: list[int] = []
-        self._spoilt: list[int] = []
-        self._consumed: dict[int, int] = {}
+        self._leaked: set[int] = set()
         self._held = 0
-        self._flushed = self._drained = 0.0
-        self._limit = 0
-        hello = RankHello(
-            config.rank, os.getpid(), self._receiver.address, self._receiver.key, self._slab is not None
-        )
-        self._control.send(encode(hello))
 
-    def _map_slab(self) -> Slab | None:
-        if not self.config.slabs:
-            return None
-        try:
-            fds = fetch_fds(self.config.keys, self.config.slabs, self.config.ranks)
-        except OSError:
-            return None
-        slab = Slab(fds[self.config.rank])
-        for fd in fds:
-            os.close(fd)
-        return slab
+    def arrived(self, arrival: ElementArrival) -> bool:
+        """Note an arrival; False: it is not to be looked at."""
+        if arrival.attempt in self._disowned or (arrival.offset >= 0 and self._slabs is None):
+            return False
+        self._here.add(arrival.attempt)
+        if arrival.leaked:
+            self._leaked.add(arrival.attempt)
+        return True
+
+    def disown(self, attempts: list[int]) -> None:
+        """Release those of these that have not arrived; if they do, they are ignored."""
+        missing = [attempt for attempt in attempts if attempt not in self._here]
+        self._disowned.update(missing)
+        self._released += missing
+
+    def release(self, element: Element) -> None:
+        """Nobody uses this element's memory."""
+        self._released.append(element.arrival.attempt)
+
+    def build(self, element: Element) -> Any:
+        """Return the element's object. Its memory is the slot itself, unless this rank hoards."""
+        arrival, slabs = element.arrival, self._slabs
+        if arrival.offset < 0 or not arrival.used:
+            self.release(element)
+            memory = b"" if element.frame is None else _exporter(element.frame)
+        elif slabs is not None and self._held and self._held + arrival.capacity > self._limit:
+            memory = np.frombuffer(slabs.map, np.uint8, arrival.used, arrival.offset).copy()
+            self.release(element)
+        else:
+            assert slabs is not None
+            attempt, capacity, freed = arrival.attempt, arrival.capacity, self._freed
+            slabs.fault_in(arrival.offset, capacity)
+            self._held += capacity
+
+            def on_free() -> None:
+                freed.append((attempt, capacity))  # in any thread: a deque's append is atomic
+
+            memory = lease_slot(slabs, arrival.offset, capacity, on_free)
+        return decode(element.stream, memory)
+
+    @property
+    def to_tell(self) -> int:
+        """How many releases the coordinator does not know of."""
+        return len(self._released) + len(self._freed)
+
+    def told(self) -> list[int]:
+        """Return which attempts were released since this was asked last; no slot that a data worker's user code holds."""
+        while self._freed:
+            attempt, capacity = self._freed.popleft()
+            self._held -= capacity
+            self._released.append(attempt)
+        self._here.difference_update(self._released)
+        released, self._released = self._released, []
+        return [attempt for attempt in released if attempt not in self._leaked] if self._leaked else released
+
+
+def _exporter(frame: Any) -> Any:
+    """Return the frame's memory, or a copy where tensors could not lie (small frames share a buffer of zmq's)."""
+    array = np.frombuffer(frame.buffer, np.uint8)
+    if array.ctypes.data % 64 or not array.flags.writeable:
+        return array.copy()
+    return frame.buffer
+
+
+class DeliveryConnection:
+    """All delivery of one rank. Used by one thread at a time.
+
+    Args:
+        host: where data VMs elsewhere can reach it.
+
+    Attributes:
+        waited: seconds spent waiting in all.
+        places: where loaders begin that do not begin at their start.
+        begun: whether any loader has begun.
+    """
+
+    def __init__(self, config: DeliveryConfig, rank: int, host: str) -> None:
+        self.config, self._rank = config, rank
+        self.places: dict[str, ResumePoint] = {}
+        self.begun = False
+        self.waited = 0.0
+        self.facts: tuple[LoaderFacts, ...] = ()
+        slabs = map_slabs(config.folder)
+        self._holdings = Holdings(slabs, config.slab // 2)
+        self._context = new_context()
+        self._receiver = DataReceiver(self._context, config, rank, host)
+        self._control = ControlClient(self._context, config, Peer("rank", rank), ToRank)
+        self._poller = zmq.Poller()
+        self._poller.register(self._control.socket, zmq.POLLIN)
+        self._poller.register(self._receiver.socket, zmq.POLLIN)
+        if self._receiver.gate is not None:
+            self._poller.register(self._receiver.gate.socket, zmq.POLLIN)
+        self._decode_arrivals = msgspec.msgpack.Decoder(list[ElementArrival]).decode
+        self._iterations: defaultdict[int, _Iteration] = defaultdict(_Iteration)
+        self._closed: set[int] = set()
+        self._progress: dict[int, PlanProgress] = {}
+        self._failed = ""
+        self._flushed = self._drained = 0.0
+        address, key = self._receiver.address, self._receiver.key
+        self._control.send(Hello(os.getpid(), shared=slabs is not None, rank=rank, address=address, key=key))
 
     # ── what a loader asks ────────────────────────────────────────────────────────────────────────
 
-    def welcome(self) -> list[LoaderFacts]:
+    def welcome(self) -> tuple[LoaderFacts, ...]:
         """Return the loaders' facts; waits until the planner has them."""
         while not self.facts:
             self._wait()
         return self.facts
 
-    def begin(self, loader: int, iteration: int, epoch: int | None, start: int = 0, taken: int = 0) -> None:
-        """Say that ``iter()`` was called, for an iteration from step ``start`` on."""
-        self._control.send(encode(Begin(loader, iteration, epoch, start, taken)))
+    def begin(self, loader: int, iteration: int, epoch: int | None, place: ResumePoint) -> int:
+        """Say that ``iter()`` was called, for an iteration that begins where ``place`` says; return its plan."""
+        plan = plan_number(loader, iteration, epoch)
+        self._control.send(Begin(loader, iteration, epoch, place.step, place.taken))
+        self._closed.discard(plan)
+        begun = self._iterations[plan]
+        begun.next = place.step
+        for seq in [seq for seq in begun.ready if seq // self.config.ranks < place.step]:
+            self.discard(begun.ready.pop(seq))
+        return plan
 
-    def opened(self, loader: int, iteration: int) -> Opened:
-        """Return the coordinator's answer to ``begin``."""
-        key = (loader, iteration)
-        began = time.perf_counter()
-        while key not in self._opened:
-            self._wait()
-        self.waited += time.perf_counter() - began
-        answer = self._opened.pop(key)
-        self._next.setdefault(answer.plan, 0)
-        return answer
-
-    def abandon(self, loader: int, iteration: int) -> None:
-        """Nobody will ask for an iteration that was begun: close it as soon as its plan is known."""
-        answer = self._opened.pop((loader, iteration), None)
-        if answer is None:
-            self._abandoned.add((loader, iteration))
-        elif answer.plan >= 0:
-            self.close(answer.plan, 0, 0)
-
-    def skip(self, plan: int, step: int) -> None:
-        """Nobody will ask for steps of a plan before this one: give back what has come of them."""
-        self._next[plan] = step
-        here = self._ready.get(plan, {})
-        for seq in [seq for seq in here if seq // self.config.ranks < step]:
-            self.discard(here.pop(seq))
-
-    def take(self, plan: int, step: int, consumed: int) -> Element | Ended:
+    def take(self, plan: int, step: int) -> Element | Ended:
         """Return this rank's element of a plan, or how the plan ended. The step before counts as consumed.
 
         Raises:
             DeliveryError: nothing will come any more.
         """
-        self._consumed[plan] = consumed
-        self._next[plan] = step
+        self._progress[plan] = PlanProgress(plan, step, step)
+        iteration = self._iterations[plan]
+        iteration.next = step
         now = time.perf_counter()
         if now - self._drained > _FLUSH:
             self._drain()
-        seq = step * self.config.ranks + self.config.rank
-        here = self._ready.get(plan, {}).pop(seq, None)
-        element = self._wait_for(plan, seq, step) if here is None else here
-        if now - self._flushed > _FLUSH or len(self._released) + len(self._freed) >= _FLUSH_COUNT:
+        seq = step * self.config.ranks + self._rank
+        element: Element | Ended | None = None
+        if iteration.ended is None or step < iteration.ended.steps:
+            element = iteration.ready.pop(seq, None)
+        if element is None:
+            element = self._wait_for(iteration, seq, step)
+        if now - self._flushed > _FLUSH or self._holdings.to_tell >= _FLUSH_COUNT:
             self._flush()
         if isinstance(element, Element):
-            self._next[plan] = step + 1
+            iteration.next = step + 1
         return element
 
     def ended(self, plan: int) -> Ended:
@@ -172,78 +228,49 @@ class Connection:
         Raises:
             DeliveryError: nothing will come any more.
         """
-        while plan not in self._ended:
+        while (ended := self._iterations[plan].ended) is None:
             self._wait()
-        return self._ended[plan]
+        return ended
 
-    def _wait_for(self, plan: int, seq: int, step: int) -> Element | Ended:
+    def _wait_for(self, iteration: _Iteration, seq: int, step: int) -> Element | Ended:
         began = time.perf_counter()
         self._flush()
         self._drain()
         try:
-            while True:
-                element = self._ready.get(plan, {}).pop(seq, None)
-                if element is not None:
+            while iteration.ended is None or step < iteration.ended.steps:
+                if (element := iteration.ready.pop(seq, None)) is not None:
                     return element
-                ended = self._ended.get(plan)
-                if ended is not None and step >= ended.steps:
-                    return ended
                 self._wait()
+            return iteration.ended
         finally:
             self.waited += time.perf_counter() - began
 
     def build(self, element: Element) -> Any:
-        """Return the element's object. Its memory is the slot itself, unless this rank hoards."""
-        arrival = element.arrival
-        assert arrival is not None
-        if arrival.offset < 0:
-            self._release(arrival.attempt)
-            exporter = b"" if element.frame is None else _exporter(element.frame)
-            return decode(element.stream, exporter, arrival.buffers)
-        assert self._slab is not None
-        slab, attempt, capacity = self._slab, arrival.attempt, arrival.capacity
-        if not arrival.used:
-            self._release(attempt)
-            return decode(element.stream, b"", arrival.buffers)
-        if self._held + capacity > self._limit and self._held:
-            copied = np.frombuffer(slab.map, np.uint8, arrival.used, arrival.offset).copy()
-            self._release(attempt)
-            return decode(element.stream, copied, arrival.buffers)
-        slab.fault_in(arrival.offset, capacity)
-        self._held += capacity
-        freed = self._freed
-
-        def on_free() -> None:
-            freed.append((attempt, capacity))  # in any thread: a deque's append is atomic
-
-        return decode(element.stream, lease_slot(slab, arrival.offset, capacity, on_free), arrival.buffers)
+        """Return the element's object."""
+        return self._holdings.build(element)
 
     def discard(self, element: Element) -> None:
         """Give an element back unused."""
-        if element.arrival is not None:
-            self._release(element.arrival.attempt)
+        self._holdings.release(element)
 
     def close(self, plan: int, consumed: int, asked: int) -> None:
         """No more of this plan: what is here of it is given back. ``asked``: steps that were asked beyond."""
-        if plan in self._closed:
-            return
         self._give_back(plan)
+        self._iterations.pop(plan, None)
+        self._progress[plan] = PlanProgress(plan, consumed, asked, closed=True)
         self._flush()
-        self._control.send(encode(Close(plan, consumed, asked)))
 
     def _give_back(self, plan: int) -> None:
         self._closed.add(plan)
-        for element in self._ready.pop(plan, {}).values():
-            self.discard(element)
-        self._ended.pop(plan, None)
-        self._consumed.pop(plan, None)
-        self._next.pop(plan, None)
+        ready = self._iterations[plan].ready
+        while ready:
+            self.discard(ready.popitem()[1])
 
     def shut(self) -> None:
         """End the connection; delivered elements stay valid."""
         self._flush()
         self._control.close()
-        self._receiver.socket.close()
+        self._receiver.close()
         self._context.term()
 
     # ── sockets ───────────────────────────────────────────────────────────────────────────────────
@@ -255,21 +282,17 @@ class Connection:
         self._drain()
 
     def _drain(self) -> None:
-        """Take in all that has come."""
+        """Take in what has come, up to a number: whoever asks waits for no more than that."""
         self._drained = time.perf_counter()
+        if self._receiver.gate is not None:
+            self._receiver.gate.answer()
         receive = self._receiver.socket.recv_multipart
-        while True:
-            try:
-                frames = receive(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                break
-            self._arrived(frames)
-        while True:
-            try:
-                message = self._decode(self._control.recv(zmq.NOBLOCK))
-            except zmq.Again:
-                return
-            self._told(message)
+        with contextlib.suppress(zmq.Again):
+            for _ in range(_AT_ONCE):
+                self._arrived(receive(zmq.NOBLOCK, copy=False))
+        with contextlib.suppress(zmq.Again):
+            for _ in range(_AT_ONCE):
+                self._on_message(self._control.receive(zmq.NOBLOCK))
 
     def _arrived(self, frames: list[Any]) -> None:
         if len(frames) not in (2, 3):
@@ -282,74 +305,37 @@ class Connection:
         start = 0
         for arrival in self._decode_arrivals(header):
             end = start + arrival.pickled
-            self._accept(arrival, streams[start:end], frame)
+            if self._holdings.arrived(arrival):
+                self._accept(arrival.plan, arrival.seq, Element(arrival, streams[start:end], frame))
             start = end
 
-    def _accept(self, arrival: Arrival, stream: bytes, frame: Any) -> None:
-        attempt, plan = arrival.attempt, arrival.plan
-        if attempt in self._disowned or (arrival.offset >= 0 and self._slab is None):
-            return
-        self._here.add(attempt)
-        if arrival.spoilt:
-            self._spoilt.append(attempt)
-        known = self._ready.setdefault(plan, {})
-        late = arrival.seq // self.config.ranks < self._next.get(plan, 0)
-        if plan in self._closed:
-            self._ready.pop(plan, None)
-            self._release(attempt)
-        elif late or arrival.seq in known:
-            self._release(attempt)
-        else:
-            known[arrival.seq] = Element(arrival, stream, frame)
+    def _accept(self, plan: int, seq: int, element: Element) -> None:
+        """Keep an element for who asks for it, unless nobody will."""
+        if plan not in self._closed:
+            iteration = self._iterations[plan]
+            if seq // self.config.ranks >= iteration.next and seq not in iteration.ready:
+                iteration.ready[seq] = element
+                return
+        self.discard(element)
 
-    def _told(self, message: Any) -> None:
-        if isinstance(message, Which):
-            self._answer_which(message)
-        elif isinstance(message, Opened):
-            self._opened[message.loader, message.iteration] = message
-            if (message.loader, message.iteration) in self._abandoned:
-                self._abandoned.discard((message.loader, message.iteration))
-                self.abandon(message.loader, message.iteration)
+    def _on_message(self, message: Any) -> None:
+        if isinstance(message, ReceivedQuery):
+            self._holdings.disown(message.attempts)
+            self._flush()
         elif isinstance(message, Ended):
-            if message.plan not in self._closed:
-                self._ended[message.plan] = message
-        elif isinstance(message, Welcome):
+            if message.plan in self._iterations:  # else it was closed meanwhile
+                self._iterations[message.plan].ended = message
+        elif isinstance(message, Hello):
             self.facts = message.loaders
-            self._limit = message.slab // 2
-        elif isinstance(message, Forget):
+        elif isinstance(message, Cancel):
             self._give_back(message.plan)
-        elif isinstance(message, Doomed):
-            if message.plan not in self._closed:
-                self._ready.setdefault(message.plan, {})[message.seq] = Element(None, b"", None, message)
-        elif isinstance(message, RunFailed):
+        elif isinstance(message, Failed):
             self._failed = message.reason
 
-    def _answer_which(self, message: Which) -> None:
-        lacking = [attempt for attempt in message.attempts if attempt not in self._here]
-        self._disowned.update(lacking)
-        self._flush()
-        self._control.send(encode(Lacking(message.attempts, lacking)))
-
-    def _release(self, attempt: int) -> None:
-        self._released.append(attempt)
-
     def _flush(self) -> None:
+        """Tell what is new."""
         self._flushed = time.perf_counter()
-        while self._freed:
-            attempt, capacity = self._freed.popleft()
-            self._held -= capacity
-            self._released.append(attempt)
-        if self._released or self._consumed:
-            self._here.difference_update(self._released)
-            progress = Progress(list(self._consumed.items()), self._released, self.waited, self._spoilt)
-            self._control.send(encode(progress))
-            self._released, self._spoilt = [], []
-            self._consumed = {}
-
-
-def _exporter(frame: Any) -> Any:
-    """Return the frame's memory, or a copy where tensors could not lie (small frames share a buffer of zmq's)."""
-    array = np.frombuffer(frame.buffer, np.uint8)
-    if array.ctypes.data % 64 or not array.flags.writeable:
-        return array.copy()
-    return frame.buffer
+        released, plans = self._holdings.told(), self._progress
+        if released or plans:
+            self._progress = {}
+            self._control.send(Progress(list(plans.values()), released, self.waited))

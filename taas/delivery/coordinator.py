@@ -1,9 +1,8 @@
 """The coordinator process: one per run, owner of the ledger and of the slabs' memory.
 
-``python -m taas.delivery.coordinator`` reads its DeliveryConfig as one JSON line from stdin, then commands, one
-JSON line each (``{"type": "finish"}``, ``{"type": "fail", "reason": …}``, ``{"type": "lost", "vm": …, "cause": …}``
-for a data VM whose processes this host does not see), and writes reports (``reports.py``) as JSON lines to stdout. The
-end of stdin ends it. It imports no torch and unpickles nothing of the user's.
+``python -m taas.delivery.coordinator`` reads its DeliveryConfig as one JSON line from stdin, then a ``Command`` in each
+line, and writes its ``Report`` messages as JSON lines to stdout. The end of stdin ends it. It imports no torch and
+unpickles nothing of the user's.
 """
 
 from __future__ import annotations
@@ -12,384 +11,304 @@ import contextlib
 import gc
 import os
 import select
+import signal
 import time
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
-import zmq
 
-from taas.delivery import notices
+from taas import _linux
 from taas.delivery.config import DeliveryConfig, read_line
-from taas.delivery.hosts import Hosts
 from taas.delivery.ledger import Ledger
 from taas.delivery.messages import (
+    PLANNER,
     Announced,
-    Beat,
     Begin,
-    Close,
-    Decoder,
-    FinalStates,
-    FinishPlans,
-    HostHello,
-    Lacking,
-    Made,
-    Planned,
-    PlannerHello,
-    Progress,
-    Quit,
-    RankHello,
-    RunFailed,
-    Stateless,
-    ToCoordinator,
-    WorkerHello,
-    WorkerLost,
-    encode,
-)
-from taas.delivery.planbook import LoaderBook
-from taas.delivery.progress import ProgressMeter
-from taas.delivery.reports import (
+    Command,
     Failed,
     Final,
+    FinishPlans,
+    Hello,
     HostLost,
-    Places,
-    Prebuffered,
+    Note,
+    Peer,
+    Planned,
+    PoolBeat,
+    Progress,
+    Quit,
     Report,
-    Serving,
+    ToCoordinator,
+    WorkerLost,
 )
+from taas.delivery.progress import ProgressMeter, notes_of_registration
 from taas.delivery.slab import SlabFile
-from taas.delivery.transport import ControlServer, FdServer, new_context
-from taas.delivery.watch import Watch
+from taas.delivery.transport import ControlServer, SlabServer, new_context
+from taas.wire.framing import MessageReader
+from taas.wire.poll_loop import PollLoop, raise_limit
 
-__all__ = ["Coordinator", "main"]
-
+_decode_command = msgspec.json.Decoder(Command).decode
 _TICK = 0.25
+_GONE = 20.0
+"""Seconds without a beat after which a data VM elsewhere counts as lost."""
+_END_SECONDS = 4.0
+"""So long the end of a coordinator may take."""
 
 
 class Coordinator:
     """Turns messages into ledger events and the ledger's outbox into messages."""
 
-    def __init__(self, config: DeliveryConfig, report: Any) -> None:
+    def __init__(self, config: DeliveryConfig, report: Callable[[Report], None]) -> None:
         self.config = config
         self._report = report
         self._context = new_context()
-        self._server = ControlServer(self._context, config.host, config.keys)
-        shared = config.shared
-        self._slabs = [SlabFile(config.slab, f"slab-{r}") for r in range(config.ranks)] if shared else []
-        self._fds = FdServer(config.keys, [slab.fd for slab in self._slabs]) if shared else None
-        self.ledger = Ledger(
-            config.ranks,
-            config.slab,
-            shared=shared,
-            uneven=config.uneven,
-            units=config.units,
-            prebuffer=config.prebuffer,
-            reserve=lambda rank, upto: self._slabs[rank].reserve(upto),
-        )
-        self._poller = zmq.Poller()
-        self._poller.register(self._server.router, zmq.POLLIN)
-        self._poller.register(self._server.zap, zmq.POLLIN)
-        if self._fds is not None:
-            self._poller.register(self._fds.fileno(), zmq.POLLIN)
-        self._watch = Watch(self._poller)
-        self._decode = Decoder(ToCoordinator)
-        self._hosts = Hosts()
-        self._dead: dict[str, float] = {}
-        self._since_worker = time.monotonic()
-        self._failed = False
-        self._prebuffered = False
-        self._finishing = False
-        self._final_by = 0.0
-        self._planner_died = False
-        self._reported: list[Any] = []
-        self._stateless: set[int] = set()
-        self._held_up: set[int] = set()
+        self._server = ControlServer(self._context, config)
+        self._slabs = SlabFile(config.slab, config.ranks)
+        self._slab_server = SlabServer(config.folder, self._slabs.fd) if config.folder else None
+        self.ledger = Ledger(config, reserve=self._slabs.reserve)
+        self._loop = PollLoop()
+        self._loop.on(self._server.router, self._receive)
+        self._loop.on(self._server.gate.socket, self._server.gate.answer)
+        if self._slab_server is not None:
+            self._loop.on(self._slab_server.fileno(), self._slab_server.answer)
+        self._pidfds: set[int] = set()
+        self._heard: dict[Peer, float | None] = {}
+        """When each data VM's worker pool was last heard; None: it is struck, though it may say more."""
         self._meter = ProgressMeter(self.ledger)
+        self._decode = MessageReader(ToCoordinator)
+        ledger = self.ledger
+        self._handlers: dict[type, Callable[[Peer, Any], object]] = {
+            list: lambda _, results: ledger.made(results),
+            Progress: lambda rank, progress: ledger.progressed(rank.number, progress),
+            Planned: lambda _, planned: ledger.book.planned(planned),
+            Announced: ledger.announced,
+            Begin: lambda rank, begin: ledger.book.begin(rank.number, begin),
+            Hello: self._on_hello,
+            Note: lambda _, note: self._tell_once(note),
+            Final: lambda _, final: self._end(final),
+            PoolBeat: self._on_beat,
+            WorkerLost: self._on_worker_lost,
+        }
+        """What is done on hearing something."""
+        self._dead: dict[Peer, float] = {}
+        self._since_worker = time.monotonic()
+        self._final_by: float | None = None
+        """When the planner has to have said where the generators are; None while the ranks run."""
+        self._noted: set[str] = set()
+        self._unread = b""
         self._next_tick = 0.0
-        self._report(Serving(self._server.endpoint, self._fds.name if self._fds else "", os.getpid()))
+        self._over = False
+        self._report(Hello(os.getpid(), address=self._server.endpoint))
 
     # ── the loop ──────────────────────────────────────────────────────────────────────────────────
 
     def serve(self, commands: int) -> None:
         """Serve until ``commands`` (a descriptor) is at its end, or the run's last report is out."""
-        self._poller.register(commands, zmq.POLLIN)
-        unread = b""
+        self._loop.on(commands, lambda: self._obey(os.read(commands, 65536)))
         try:
-            while True:
-                ready = self._poller.poll(int(_TICK * 1000))
-                for source, _ in ready:
-                    if source == commands:
-                        data = os.read(commands, 65536)
-                        if not data:
-                            return
-                        *lines, unread = (unread + data).split(b"\n")
-                        for line in lines:
-                            self._command(line)
-                    else:
-                        self._handle(source)
+            while not self._over:
+                self._loop.step(_TICK)
                 now = time.monotonic()
                 if now >= self._next_tick:
                     self._tick(now)
                 self._flush(now)
-                if self._finishing and self._reported:
-                    return
         finally:
-            try:
-                self._last_word()
-            finally:
-                self._close()
+            _linux.kill_in(_END_SECONDS)
+            with contextlib.ExitStack() as last_first:
+                last_first.callback(self._close)
+                last_first.callback(self._last_word)
 
-    def _handle(self, source: Any) -> None:
-        if source is self._server.router:
-            for peer, data in self._server.receive(1000):
-                try:
-                    message = self._decode(data)
-                except msgspec.DecodeError:
-                    continue
-                self._on_message(peer, message)
-        elif source is self._server.zap:
-            self._server.answer_zap()
-        elif self._fds is not None and source == self._fds.fileno():
-            self._fds.answer()
-        else:
-            name = self._watch.ended(source)
-            if name is not None:
-                self._on_end(name, "ended")
+    def _receive(self) -> None:
+        for peer, data in self._server.receive(1000):
+            with contextlib.suppress(msgspec.DecodeError):
+                message = self._decode(data)
+                self._handlers[type(message)](peer, message)
 
     def _flush(self, now: float) -> None:
         self.ledger.pump(now)
-        outbox = self.ledger.outbox
-        for peer, message in outbox:
-            self._server.send(peer, encode(message))
-        outbox.clear()
+        for peer, message in self.ledger.outbox:
+            self._server.send(peer, message)
+        self.ledger.outbox.clear()
 
-    def _command(self, line: bytes) -> None:
-        if not line.strip():
-            return
-        command = msgspec.json.decode(line)
-        if command.get("type") == "fail":
-            self._fail(command["reason"])
-        if command.get("type") == "lost":
-            self._host_lost(f"h{command['vm']}", command["cause"])
-        if command.get("type") == "finish" and not self._finishing:
-            self._finish(time.monotonic())
+    def _obey(self, data: bytes) -> None:
+        """Do what the supervisor says; that it says no more is the end."""
+        self._over = self._over or not data
+        *lines, self._unread = (self._unread + data).split(b"\n")
+        for command in map(_decode_command, lines):
+            if isinstance(command, Failed):
+                self._fail(command.reason)
+            elif isinstance(command, HostLost):
+                self._host_lost(Peer("pool", command.vm), command.cause)
+            elif self._final_by is None:
+                self._finish(time.monotonic())
 
     # ── the end ───────────────────────────────────────────────────────────────────────────────────
 
     def _finish(self, now: float) -> None:
         """The ranks have ended: ask the planner where the loaders' generators are now."""
-        self._finishing, self._final_by = True, now + self.config.patience
+        self._final_by = now + self.config.patience
         self._tell_progress(now)
         begun = [(book.index, *book.last_begun) for book in self.ledger.book.loaders if book.last_begun]
-        if self._planner_died or not self._server.send("p", encode(FinishPlans(begun))):
+        if PLANNER in self._dead or not self._server.send(PLANNER, FinishPlans(begun)):
             self._finish_without("has died")
 
     def _finish_without(self, why: str) -> None:
         """The planner will not answer: what it would say is not worth a run that does not end."""
         begun = [book.facts.name for book in self.ledger.book.loaders if book.last_begun]
-        self._final(b"", dict.fromkeys(begun, f"the process that iterates its sampler {why}"))
+        self._end(Final(b"", dict.fromkeys(begun, f"the process that iterates its sampler {why}")))
 
-    def _final(self, states: bytes, unknown: dict[str, str]) -> None:
-        if self._reported:
+    def _end(self, final: Final) -> None:
+        if self._over:
             return
-        for name, why in unknown.items():
-            self._report(notices.generator_stays(name, why))
-        self._reported.append(states)
-        self._report(Final(states))
+        for name, why in final.unknown.items():
+            self._report(
+                Note(
+                    f"'{name}': {why}; so its generator stands in the notebook where it stood before the cell. Seed it "
+                    "anew if the order of the next cell's elements matters"
+                )
+            )
+        self._over = True
+        self._report(final)
+
+    @property
+    def _has_all(self) -> bool:
+        """Whether whoever makes elements is needed no more."""
+        return self._final_by is not None or self.ledger.book.is_over
 
     # ── messages ──────────────────────────────────────────────────────────────────────────────────
 
-    def _on_message(self, peer: str, message: Any) -> None:
-        kind = type(message)
-        ledger = self.ledger
-        if kind is Made:
-            ledger.made(peer, message.results)
-        elif kind is Progress:
-            rank = int(peer[1:])
-            for plan, consumed in message.consumed:
-                ledger.book.consume(rank, plan, consumed)
-            ledger.spoilt(message.spoilt)
-            ledger.released(message.released)
-            ledger.progressed(rank, message.waited, [plan for plan, _ in message.consumed])
-        elif kind is Planned:
-            ledger.book.planned(message)
-        elif kind is Announced:
-            ledger.announced(peer, message)
-        elif kind is Begin:
-            ledger.book.begin(int(peer[1:]), message)
-        elif kind is Close:
-            ledger.book.close(int(peer[1:]), message)
-        elif kind is Lacking:
-            ledger.lacking(message.asked, message.lacking)
-        elif kind is Beat and not self._hosts.is_lost(peer):
-            self._hosts.hear(peer, time.monotonic(), message.stopped)
-            self._suspect()
-        elif kind is not Beat:
-            self._on_arrival(peer, message)
+    def _on_worker_lost(self, pool: Peer, lost: WorkerLost) -> None:
+        worker = Peer("worker", pool.number, lost.serial)
+        self._dead.pop(worker, None)
+        self.ledger.worker_lost(worker, lost.attempt, lost.cause, lost.ahead)
 
-    def _on_arrival(self, peer: str, message: Any) -> None:
-        """Somebody joins, or says a last word."""
-        if isinstance(message, PlannerHello):
-            self._watch.add(peer, message.pid)  # it is on this host wherever the others are
-            self._on_planner(message)
-        elif isinstance(message, RankHello):
-            self.ledger.rank_joined(message)
-        elif isinstance(message, WorkerHello):
-            host = "h" + peer[1:].split(".")[0]
-            if self._hosts.is_lost(host):
-                return  # said before it was lost
-            self.ledger.worker_joined(peer, host, message.shared)
-            if self.config.shared:
-                self._watch.add(peer, message.pid)
-        elif isinstance(message, HostHello):
-            self._hosts.hear(peer, time.monotonic())
-            if message.error:
-                self._fail(f"a data VM cannot load the registered loaders:\n{message.error}")
-            elif self.config.shared:
-                self._watch.add(peer, message.pid)
-        elif isinstance(message, WorkerLost):
-            self._dead.pop(message.worker, None)
-            self.ledger.worker_lost(message.worker, message.attempt, message.cause, message.ahead)
-        elif isinstance(message, Stateless):
-            self._on_stateless(message)
-        elif isinstance(message, FinalStates):
-            self._final(message.states, message.unknown)
+    def _hear(self, pool: Peer) -> bool:
+        """Somebody of a data VM said something; False: it is struck."""
+        if self._heard.get(pool, 0.0) is None:
+            return False
+        self._heard[pool] = time.monotonic()
+        return True
 
-    def _on_planner(self, message: PlannerHello) -> None:
-        if message.loaders and not message.loaders[0].name:
-            self._fail(f"the planner cannot load the registered loaders:\n{message.loaders[0].error}")
+    def _on_beat(self, pool: Peer, beat: PoolBeat) -> None:
+        if self._hear(pool):
+            self.ledger.suspect(pool, beat.stopped)
+
+    def _on_hello(self, peer: Peer, hello: Hello) -> None:
+        if peer == PLANNER:
+            self._watch(peer, hello.pid)  # it is on this host wherever the others are
+            self._on_planner(hello)
+        elif peer.role == "rank":
+            self.ledger.rank_joined(peer.number, hello)
+        elif hello.error:
+            self._fail(f"a data VM cannot load the registered loaders:\n{hello.error}")
+        elif self._hear(peer.pool):  # else this was said before it was lost
+            if peer.role == "worker":
+                self.ledger.worker_joined(peer, hello.shared)
+            if self.config.folder:
+                self._watch(peer, hello.pid)
+
+    def _on_planner(self, hello: Hello) -> None:
+        if hello.error:
+            self._fail(f"the planner cannot load the registered loaders:\n{hello.error}")
             return
-        self.ledger.book.hello(message.loaders)
-        for rank in range(self.config.ranks):
-            self.ledger.welcome(rank)
+        self.ledger.planner_joined(hello)
         for book in self.ledger.book.loaders:
-            for note in notices.of_registration(book, self.config):
+            for note in notes_of_registration(book, self.config):
                 self._report(note)
 
-    def _on_stateless(self, message: Stateless) -> None:
-        if message.loader not in self._stateless:
-            self._stateless.add(message.loader)
-            book = self.ledger.book.loaders[message.loader]
-            self._report(notices.stream_is_read_again(book, message.reason))
+    def _tell_once(self, note: Note) -> None:
+        """Pass on what a data worker says: each may find the same."""
+        if note.text not in self._noted:
+            self._noted.add(note.text)
+            self._report(note)
 
-    def _suspect(self) -> None:
-        self.ledger.suspect(self._hosts.suspects(self.ledger.workers.values()))
+    # ── who is there ──────────────────────────────────────────────────────────────────────────────
 
-    def _on_end(self, name: str, cause: str) -> None:
+    def _watch(self, peer: Peer, pid: int) -> None:
+        """Hear of the end of a process on this host within milliseconds; of one that is gone already its host tells."""
+        with contextlib.suppress(OSError):
+            fd = os.pidfd_open(pid)
+            self._pidfds.add(fd)
+            self._loop.on(fd, lambda: self._on_end(fd, peer))
+
+    def _on_end(self, fd: int, peer: Peer) -> None:
         """A process on this host ended, for certain."""
-        if name.startswith("w"):
-            self._dead[name] = time.monotonic()  # its keeper is about to say what it was on
-        elif name == "p":
-            self._planner_died = True
-            if self._finishing:
-                self._finish_without("has died")
-            else:
-                self._fail("the process that iterates the registered loaders' samplers died")
-        elif name.startswith("h"):
-            self._host_lost(name, cause)
-
-    def _host_lost(self, host: str, cause: str) -> None:
-        if not self._hosts.lose(host):
+        self._loop.off(fd)
+        self._pidfds.remove(fd)
+        os.close(fd)
+        if peer.role == "pool":
+            self._host_lost(peer, "ended")
             return
-        if not self._finishing:
-            self._report(HostLost(int(host[1:]), cause))
-        if not self.config.shared:
-            for worker in [w.name for w in self.ledger.workers.values() if w.host == host]:
-                self.ledger.worker_lost(worker, -1, "its data VM is gone")
+        self._dead[peer] = time.monotonic()  # a worker's pool is about to say what it was on
+        if peer == PLANNER and self._final_by is not None:
+            self._finish_without("has died")
+        elif peer == PLANNER and not self._has_all:
+            self._fail("the process that iterates the registered loaders' samplers died")
 
-    # ── time ──────────────────────────────────────────────────────────────────────────────────────
+    def _host_lost(self, pool: Peer, cause: str) -> None:
+        if self._heard.get(pool, 0.0) is None:
+            return
+        self._heard[pool] = None
+        if not self._has_all:
+            self._report(HostLost(pool.number, cause))
+        if not self.config.folder:
+            for worker in [name for name in self.ledger.workers if name.pool == pool]:
+                self.ledger.worker_lost(worker, -1, "its data VM is gone")
 
     def _tick(self, now: float) -> None:
         self._next_tick = now + _TICK
-        for host in [] if self.config.shared else self._hosts.gone(now):
-            self._host_lost(host, self._hosts.silent_for)
-        if self._hosts.fall_silent(now):
-            self._suspect()
-        for worker, since in list(self._dead.items()):
-            if now - since > _TICK or "h" + worker[1:].split(".")[0] not in self._hosts:
-                del self._dead[worker]
-                self.ledger.worker_lost(worker, -1, "its data VM is gone, too")
-        if self._finishing and now > self._final_by:
+        for pool, heard in self._heard.items():
+            if not self.config.folder and heard is not None and now - heard > _GONE:
+                self._host_lost(pool, f"silent for {_GONE:.0f} s")
+        for peer, since in list(self._dead.items()):
+            if peer != PLANNER and (now - since > _TICK or self._heard.get(peer.pool) is None):
+                del self._dead[peer]
+                self.ledger.worker_lost(peer, -1, "its data VM is gone, too")
+        if self._final_by is not None and now > self._final_by:
             self._finish_without(f"has not answered for {self.config.patience:g} s")
         self.ledger.overdue(now)
-        if self.ledger.workers:
+        if self.ledger.workers or self._has_all:
             self._since_worker = now
-        elif now - self._since_worker > self.config.alone and any(rank.joined for rank in self.ledger.ranks):
+        elif now - self._since_worker > self.config.alone and any(r.joined for r in self.ledger.credit.ranks):
             self._fail(f"no data worker has been there for {self.config.alone:.0f} s: all data VMs are gone")
-        if not self._prebuffered and self._is_prebuffered():
-            self._begin()
-        self._tell_held_up()
         self._tell_progress(now)
 
-    def _is_prebuffered(self) -> bool:
-        books = self.ledger.book.loaders
-        return bool(books) and all(
-            self._lacks(book) <= 0
-            or book.facts.error
-            or any(plan.ended and not plan.rows for plan in book.plans.values())
-            or self.ledger.is_full(book)
-            for book in books
-        )
-
-    def _lacks(self, book: LoaderBook) -> int:
-        """Elements that are still to be made before the ranks begin."""
-        asked = self.ledger.book.prebuffer_rows * self.config.ranks
-        return min(asked, book.planned or 1) - book.prepared
-
-    def _begin(self) -> None:
-        self._prebuffered = True
-        for book in self.ledger.book.loaders:
-            if self._lacks(book) > 0 and self.ledger.is_full(book):
-                self._report(notices.prebuffer_is_too_large(book, self._lacks(book)))
-        self._report(Prebuffered())
-
-    def _tell_held_up(self) -> None:
-        for loader in self.ledger.held_up - self._held_up:
-            self._held_up.add(loader)
-            self._report(notices.ranks_are_held_up(self.ledger.book.loaders[loader]))
-
     def _tell_progress(self, now: float) -> None:
-        report = self._meter.read(now)
-        if report is not None:
+        for report in self._meter.read(now):
             self._report(report)
 
     def _fail(self, reason: str) -> None:
-        if self._failed:
-            return
-        self._failed = True
-        self._report(Failed(reason))
-        for rank in range(self.config.ranks):
-            self._server.send(f"r{rank}", encode(RunFailed(reason)))
-        self.ledger.fail(reason)
+        if not self.ledger.failure:
+            self._report(Failed(reason))
+            self.ledger.fail(reason)
 
     def _last_word(self) -> None:
         """Say where a run that is started again goes on, once all that dead ranks had said is heard."""
-        self._handle(self._server.router)
-        books = self.ledger.book.loaders
-        places = {book.facts.name: book.place for book in books}
+        self._receive()
         with contextlib.suppress(BrokenPipeError):  # the supervisor may be what is gone
-            self._report(Places({name: place for name, place in places.items() if place is not None}))
+            self._report(self._meter.report(time.monotonic()))
 
     def _close(self) -> None:
-        quit_now = encode(Quit())
-        for peer in ("p", *self._hosts, *self.ledger.workers):
-            self._server.send(peer, quit_now)
-        self._watch.close()
-        self._server.close()
-        if self._fds is not None:
-            self._fds.close()
-        for slab in self._slabs:
-            slab.close()
-        self._context.term()
+        """Tell all to quit; what cannot be closed keeps nothing else open."""
+        with contextlib.ExitStack() as last_first:
+            last_first.callback(self._context.term)
+            last_first.callback(self._slabs.close)
+            if self._slab_server is not None:
+                last_first.callback(self._slab_server.close)
+            last_first.callback(self._server.close)
+            for fd in self._pidfds:
+                last_first.callback(os.close, fd)
+            for peer in (PLANNER, *self._heard, *self.ledger.workers):
+                last_first.callback(self._server.send, peer, Quit())
 
 
 def main(config: DeliveryConfig, commands: int, reports: int) -> None:
     """Run one delivery; ``commands`` and ``reports`` are descriptors of JSON lines."""
     gc.collect()
     gc.freeze()  # collections look at tickets only, and stay short
-    encoder = msgspec.json.Encoder()
 
     def report(message: Report) -> None:
-        line = memoryview(encoder.encode(message) + b"\n")
+        line = memoryview(msgspec.json.encode(message) + b"\n")
         while line:
             _, writable, _ = select.select([], [reports], [])
             if writable:
@@ -401,4 +320,6 @@ def main(config: DeliveryConfig, commands: int, reports: int) -> None:
 if __name__ == "__main__":
     first = read_line(0)
     if first:  # else the run ended before it was known where to listen
+        raise_limit()
+        _linux.set_parent_death_signal(signal.SIGKILL)
         main(msgspec.json.decode(first, type=DeliveryConfig), 0, 1)

@@ -9,20 +9,21 @@ from __future__ import annotations
 
 import ctypes
 import io
-import math
 import operator
 import pickle
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from math import prod
+from multiprocessing.pool import RemoteTraceback  # type: ignore[attr-defined]
+from typing import Any, NoReturn
 
 import cloudpickle
 import numpy as np
 import torch
 from torch.utils.data._utils import collate as torch_collate
 
-__all__ = ["Region", "decode", "encode", "install_collate", "pack_failure", "stacking_into"]
+from taas.errors import DeliveryError
 
 _ALIGN = 64
 _DTYPES = [
@@ -34,7 +35,7 @@ _CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
 _SIZES = [dtype.itemsize for dtype in _DTYPES]
 
 
-class Region:
+class RawRegion:
     """Memory that one element is made in: a bump allocator over a writable buffer.
 
     ``needed`` grows past ``capacity`` when something did not fit; the element then needs a larger region.
@@ -49,7 +50,7 @@ class Region:
         )
 
     @classmethod
-    def of_size(cls, nbytes: int) -> Region:
+    def of_size(cls, nbytes: int) -> RawRegion:
         """Return a region of its own, not zeroed."""
         return cls(np.empty(nbytes, np.uint8).data)
 
@@ -71,15 +72,12 @@ class Region:
 
     def tensor(self, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
         """Return a contiguous tensor over bytes taken before."""
-        return torch.frombuffer(self.buffer, dtype=dtype, count=_count(shape), offset=offset).view(shape)
-
-
-_count = math.prod
+        return torch.frombuffer(self.buffer, dtype=dtype, count=prod(shape), offset=offset).view(shape)
 
 
 # ── collate ───────────────────────────────────────────────────────────────────────────────────────────
 
-_current: Region | None = None
+_current: RawRegion | None = None
 _dtype_of = operator.attrgetter("dtype")
 _needs_grad = operator.attrgetter("requires_grad")
 
@@ -97,8 +95,8 @@ def _stack(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
         and not any(map(_needs_grad, batch))
     ):
         shape = (len(batch), *first.shape)
-        offset = _current.take(first.dtype.itemsize * _count(shape))
-        if offset is not None and _count(shape):
+        offset = _current.take(first.dtype.itemsize * prod(shape))
+        if offset is not None and prod(shape):
             return torch.stack(batch, 0, out=_current.tensor(offset, first.dtype, shape))
     if first.is_nested or first.layout is not torch.strided:
         plain: torch.Tensor = torch_collate.collate_tensor_fn(batch, collate_fn_map=collate_fn_map)
@@ -112,7 +110,7 @@ def install_collate() -> None:
 
 
 @contextmanager
-def stacking_into(region: Region | None) -> Iterator[None]:
+def stacking_into(region: RawRegion | None) -> Iterator[None]:
     """Inside, ``default_collate`` uses ``region``."""
     global _current
     _current = region
@@ -125,23 +123,22 @@ def stacking_into(region: Region | None) -> Iterator[None]:
 # ── encode ────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class _Full(Exception):
-    """Something did not fit into the region."""
-
-
 class _Encoder(pickle.Pickler):
-    """Pickles an element; tensors and arrays become references into the region."""
+    """Pickles an element; tensors and arrays become references into the region.
 
-    def __init__(self, file: io.BytesIO, region: Region, buffers: list[tuple[int, int]]) -> None:
-        super().__init__(file, protocol=5, buffer_callback=self._out_of_band)
-        self._region, self._buffers = region, buffers
-        self._full = False
+    What does not fit is left out and counted, so that ``region.needed`` is what all of it takes.
+    """
+
+    def __init__(self, file: io.BytesIO, region: RawRegion) -> None:
+        super().__init__(file, protocol=5)
+        self._region = region
+        self.fits = True
 
     def reducer_override(self, obj: Any) -> Any:
         kind = type(obj)
         if kind is torch.Tensor:
             return self._tensor(obj)
-        if kind is np.ndarray and obj.dtype.kind in "biufcmM" and obj.dtype.isnative:
+        if kind is np.ndarray and obj.nbytes and obj.dtype.kind in "biufcmMSU" and obj.dtype.isnative:
             return self._array(obj)
         if isinstance(obj, type) and obj.__module__ == "__main__":
             return _notebook_class, (obj.__qualname__, cloudpickle.dumps(obj))
@@ -160,7 +157,7 @@ class _Encoder(pickle.Pickler):
         ):
             return NotImplemented
         shape, region = tuple(tensor.shape), self._region
-        nbytes = _SIZES[code] * _count(shape)
+        nbytes = _SIZES[code] * prod(shape)
         if not tensor.is_contiguous():
             return self._strided(tensor, code, shape, nbytes)
         if not nbytes:
@@ -169,7 +166,8 @@ class _Encoder(pickle.Pickler):
         offset = source - region.address
         if not 0 <= offset < region.capacity:
             offset = self._take(nbytes)
-            ctypes.memmove(region.address + offset, source, nbytes)
+            if self.fits:
+                ctypes.memmove(region.address + offset, source, nbytes)
         return _tensor, (offset, code, shape)
 
     def _strided(self, tensor: torch.Tensor, code: int, shape: tuple[int, ...], nbytes: int) -> Any:
@@ -177,29 +175,22 @@ class _Encoder(pickle.Pickler):
         order = _dense_order(tensor)
         offset = self._take(nbytes)
         source = tensor if order is None else tensor.permute(order)
-        self._region.tensor(offset, tensor.dtype, tuple(source.shape)).copy_(source)
+        if self.fits and nbytes:
+            self._region.tensor(offset, tensor.dtype, tuple(source.shape)).copy_(source)
         return _tensor, (offset, code, shape) if order is None else (offset, code, shape, tensor.stride())
 
     def _array(self, array: np.ndarray[Any, Any]) -> Any:
         fortran = array.flags.f_contiguous and not array.flags.c_contiguous
-        offset = 0
-        if array.nbytes:
-            offset = self._take(array.nbytes)
+        offset = self._take(array.nbytes)
+        if self.fits:
             target = np.frombuffer(self._region.buffer, array.dtype, array.size, offset)
             target.reshape(array.shape, order="F" if fortran else "C")[...] = array
         return _array, (offset, array.dtype.str, array.shape, fortran)
 
-    def _out_of_band(self, buffer: pickle.PickleBuffer) -> bool:
-        raw = buffer.raw()
-        offset = self._take(raw.nbytes)
-        self._region.buffer[offset : offset + raw.nbytes] = raw
-        self._buffers.append((offset, raw.nbytes))
-        return False
-
     def _take(self, nbytes: int) -> int:
         offset = self._region.take(nbytes)
         if offset is None:
-            raise _Full
+            self.fits, offset = False, 0
         return offset
 
 
@@ -214,56 +205,24 @@ def _dense_order(tensor: torch.Tensor) -> list[int] | None:
     return order
 
 
-def encode(element: Any, region: Region) -> tuple[bytes, list[tuple[int, int]]] | None:
-    """Return the pickle and the table of out-of-band buffers; None if the region is too small.
+def encode(element: Any, region: RawRegion) -> bytes | None:
+    """Return the pickle; None if the region is too small.
 
     What ``pickle`` cannot do is left to cloudpickle, with its arrays in band.
 
     Raises:
         Exception: neither can do it, or what the element's own ``__reduce__`` raised.
     """
-    file, buffers = io.BytesIO(), []  # type: tuple[io.BytesIO, list[tuple[int, int]]]
+    file = io.BytesIO()
     used, needed = region.used, region.needed
-    encoder = _Encoder(file, region, buffers)
+    encoder = _Encoder(file, region)
     try:
-        try:
-            encoder.dump(element)
-        except _Full:
-            _measure(element, region)
-            return None
+        encoder.dump(element)
     except (pickle.PicklingError, AttributeError, TypeError):
         region.used, region.needed = used, needed
-        return cloudpickle.dumps(element), []
-    finally:
-        encoder.clear_memo()  # it is in a cycle with its callback, and would hold the element until a collection
-    return file.getvalue(), buffers
-
-
-def _nothing() -> None:
-    """Stands for what ``_measure`` has counted."""
-
-
-def _measure(element: Any, region: Region) -> None:
-    """Find out how large a region this element takes: the tensors it holds, wherever they are."""
-    total = 0
-
-    class Meter(pickle.Pickler):
-        def reducer_override(self, obj: Any) -> Any:
-            nonlocal total
-            if type(obj) is np.ndarray or (type(obj) is torch.Tensor and obj.layout is torch.strided):
-                total += obj.nbytes + 2 * _ALIGN
-                return _nothing, ()
-            if isinstance(obj, type) and obj.__module__ == "__main__":
-                return _nothing, ()
-            return NotImplemented
-
-    def count(buffer: pickle.PickleBuffer) -> bool:
-        nonlocal total
-        total += buffer.raw().nbytes + 2 * _ALIGN
-        return False
-
-    Meter(io.BytesIO(), protocol=5, buffer_callback=count).dump(element)
-    region.needed = max(region.needed, total)
+        by_value: bytes = cloudpickle.dumps(element)
+        return by_value
+    return file.getvalue() if encoder.fits else None
 
 
 # ── decode ────────────────────────────────────────────────────────────────────────────────────────────
@@ -293,8 +252,8 @@ def _notebook_class(qualname: str, pickled: bytes) -> Any:
 
 
 class _Decoder(pickle.Unpickler):
-    def __init__(self, stream: Any, exporter: Any, buffers: Any) -> None:
-        super().__init__(io.BytesIO(stream), buffers=buffers)
+    def __init__(self, stream: Any, exporter: Any) -> None:
+        super().__init__(io.BytesIO(stream))
         self._exporter = exporter
 
     def find_class(self, module: str, name: str) -> Any:
@@ -306,31 +265,31 @@ class _Decoder(pickle.Unpickler):
         return super().find_class(module, name)
 
     def _tensor(self, offset: int, code: int, shape: tuple[int, ...], strides: Any = None) -> torch.Tensor:
-        count = _count(shape)
+        count = prod(shape)
         if not count:
             return torch.empty(shape, dtype=_DTYPES[code])
         flat = torch.frombuffer(self._exporter, dtype=_DTYPES[code], count=count, offset=offset)
         return flat.view(shape) if strides is None else flat.as_strided(shape, strides)
 
     def _array(self, offset: int, dtype: str, shape: tuple[int, ...], fortran: bool) -> Any:
-        count = _count(shape)
-        if not count:
-            return np.empty(shape, np.dtype(dtype))
-        flat = np.frombuffer(self._exporter, np.dtype(dtype), count, offset)
+        flat = np.frombuffer(self._exporter, np.dtype(dtype), prod(shape), offset)
         return flat.reshape(shape, order="F" if fortran else "C")
 
 
-def decode(stream: Any, exporter: Any, buffers: list[tuple[int, int]]) -> Any:
+def decode(stream: Any, exporter: Any) -> Any:
     """Rebuild an element over ``exporter``'s memory. The caller has authenticated ``stream``.
 
     Tensors and arrays alias that memory, may be written to, and keep ``exporter`` alive, also as views.
     """
-    view = memoryview(exporter).cast("B") if buffers else None
-    decoder = _Decoder(stream, exporter, [view[o : o + n] for o, n in buffers] if view is not None else ())
+    decoder = _Decoder(stream, exporter)
     try:
         return decoder.load()
     finally:
         decoder.memo.clear()  # it refers to the decoder itself, and would hold the element until a collection
+        torch._utils._validate_loaded_sparse_tensors()  # else torch keeps them, for the torch.load to come
+
+
+# ── what user code raised ─────────────────────────────────────────────────────────────────────────
 
 
 def pack_failure(error: BaseException, text: str) -> bytes:
@@ -341,3 +300,15 @@ def pack_failure(error: BaseException, text: str) -> bytes:
     except Exception:
         packed = pickle.dumps((None, text))
     return packed
+
+
+def raise_remote(packed: bytes) -> NoReturn:
+    """Raise what user code raised on the data side, with its traceback there as the cause.
+
+    What would end a loop, a generator or the cell without a word here (StopIteration, SystemExit, KeyboardInterrupt,
+    GeneratorExit) is a DeliveryError.
+    """
+    error, text = pickle.loads(packed)
+    if not isinstance(error, Exception) or isinstance(error, StopIteration):
+        raise DeliveryError(f"the registered loader's own code failed\n{text.rstrip()}")
+    raise error from RemoteTraceback(f'\n"""\n{text.rstrip()}\n"""')

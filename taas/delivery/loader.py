@@ -8,8 +8,8 @@ that is prepared, and leaves both alone.
 
 from __future__ import annotations
 
+import os
 import pickle
-import struct
 from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
@@ -17,27 +17,22 @@ import torch
 from torch.utils.data import DataLoader, _utils
 from torch.utils.data.distributed import DistributedSampler
 
-from taas.delivery.config import Place, RankConfig
-from taas.delivery.connection import Connection, Element
-from taas.delivery.messages import Doomed, Ended, LoaderFacts
-from taas.delivery.plan import killer, unpack_place
+from taas.delivery.config import DeliveryConfig, ResumePoint
+from taas.delivery.connection import DeliveryConnection, Element
+from taas.delivery.encoding import raise_remote
+from taas.delivery.messages import Ended, LoaderFacts
 from taas.errors import DeliveryError, RanksDisagree, UnitsExhausted
 
-__all__ = ["DeliveredLoader", "connect", "disconnect", "rebuild_loader", "resume"]
-
-_connection: Connection | None = None
-_places: dict[str, Place] = {}
-"""Where loaders begin that do not begin at their start, by name."""
-_START = Place(0, 0, 0)
-_begun = False
-"""Whether any loader has begun."""
+_connection: DeliveryConnection | None = None
+_parents: DeliveryConnection | None = None
+"""In a process that a rank forked, the rank's."""
+_START = ResumePoint(0, 0, 0)
 
 
-def connect(config: RankConfig) -> None:
+def connect(config: DeliveryConfig, rank: int, host: str) -> None:
     """Connect this process; from now on its DeliveredLoaders yield."""
-    global _connection, _begun
-    _connection, _begun = Connection(config), False
-    _places.clear()
+    global _connection
+    _connection = DeliveryConnection(config, rank, host)
 
 
 def disconnect() -> None:
@@ -48,7 +43,21 @@ def disconnect() -> None:
         _connection = None
 
 
-def _connected() -> Connection:
+def _leave_to_parent() -> None:
+    """In a process that the rank forked: its sockets stay the rank's."""
+    global _connection, _parents
+    _connection, _parents = None, _connection or _parents
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
+
+
+def _connected() -> DeliveryConnection:
+    if _parents is not None:
+        raise DeliveryError(
+            f"process {os.getpid()} was forked by a rank, and a registered loader yields in the rank alone: iterate it "
+            "there and hand what it yields to the process, or give the process a loader that is not registered"
+        )
     if _connection is None:
         raise DeliveryError(
             "this process has no data workers: a registered loader yields only in the ranks of a cell with --cpus"
@@ -56,7 +65,7 @@ def _connected() -> Connection:
     return _connection
 
 
-def resume(given: Mapping[str, tuple[int, int]]) -> dict[str, Place]:
+def resume(given: Mapping[str, tuple[int, int]]) -> dict[str, ResumePoint]:
     """Let loaders begin where an earlier start of the run was, or at a ``given`` (iteration, step); return where.
 
     Raises:
@@ -65,7 +74,7 @@ def resume(given: Mapping[str, tuple[int, int]]) -> dict[str, Place]:
     connection = _connection
     if connection is None:
         return {}
-    if _begun:
+    if connection.begun:
         raise DeliveryError(
             "taas.resume() comes too late: a loop over a registered loader has begun. Call it before the first one"
         )
@@ -82,45 +91,25 @@ def resume(given: Mapping[str, tuple[int, int]]) -> dict[str, Place]:
     places = connection.config.places | {
         name: _given_place(connection, known[name], *place) for name, place in given.items()
     }
-    _places.update((name, place) for name, place in places.items() if name in known)
-    return dict(_places)
+    connection.places.update((name, place) for name, place in places.items() if name in known)
+    return dict(connection.places)
 
 
-def _given_place(connection: Connection, facts: LoaderFacts, iteration: int, step: int) -> Place:
+def _given_place(
+    connection: DeliveryConnection, facts: LoaderFacts, iteration: int, step: int
+) -> ResumePoint:
     """Return a place with what was taken before it: as an earlier start knows, else whole iterations."""
     at = connection.config.places.get(facts.name)
     if at is not None and at.iteration == iteration:
-        return Place(iteration, step, at.taken)
-    return Place(iteration, step, iteration * (_steps(connection.config, facts) or 0))
+        return ResumePoint(iteration, step, at.taken)
+    return ResumePoint(iteration, step, iteration * (_steps(connection.config, facts) or 0))
 
 
-def _steps(config: RankConfig, facts: LoaderFacts) -> int | None:
+def _steps(config: DeliveryConfig, facts: LoaderFacts) -> int | None:
     """Return a rank's steps of one whole iteration; None for a loader without a length."""
     if facts.length is None:
         return None
     return -(-facts.length // config.ranks) if config.uneven == "pad" else facts.length // config.ranks
-
-
-class RemoteTraceback(Exception):
-    """The traceback in the data worker, as text."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self.text = text
-
-    def __str__(self) -> str:
-        return f'\n"""\n{self.text.rstrip()}\n"""'
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return RemoteTraceback, (self.text,)
-
-
-def raise_remote(packed: bytes) -> NoReturn:
-    """Raise what user code raised on the data side, with its traceback there as the cause."""
-    error, text = pickle.loads(packed)
-    if error is None or isinstance(error, StopIteration):
-        raise DeliveryError(f"the registered loader's own code failed\n{text.rstrip()}")
-    raise error from RemoteTraceback(text)
 
 
 class PlannedSampler(DistributedSampler[Any]):
@@ -164,7 +153,7 @@ class PlannedBatchSampler(PlannedSampler):
 
 
 class DeliveredLoader(DataLoader[Any]):
-    """A registered DataLoader in a rank. Made by ``rebuild_loader`` when names are unpacked."""
+    """A registered DataLoader in a rank. Made when names are unpacked, as ``registered.reduce_registered`` says."""
 
     __taas_stays__ = True  # capture: the notebook keeps the loader it has
 
@@ -206,18 +195,15 @@ class DeliveredLoader(DataLoader[Any]):
         """Steps of this rank in one iteration."""
         _, facts = self._facts()
         steps = _steps(_connected().config, facts)
+        steps = self._allowed() if steps is None else steps
         if steps is None:
-            allowed = self._allowed()
-            if allowed is None:
-                raise TypeError(
-                    f"registered loader '{self.taas_name}' has no length: its sampler or dataset has none"
-                )
-            return allowed
+            name = self.taas_name
+            raise TypeError(f"registered loader '{name}' has no length: its sampler or dataset has none")
         return steps
 
     def _allowed(self) -> int | None:
         config = _connected().config
-        units = config.units.get(self.taas_name, config.units.get("*"))
+        units = config.units_of(self.taas_name)
         return None if units is None else units // config.ranks
 
     def __iter__(self) -> Any:
@@ -229,31 +215,30 @@ class DeliveredLoader(DataLoader[Any]):
         """
         connection = _connected()
         index, facts = self._facts()
-        place = self._begin_at()
+        place = self._begin_at(connection)
         allowed = self._allowed()
         used_up = allowed is not None and self._yielded >= allowed
         if allowed is not None and used_up and place == _START:
-            taken = allowed * connection.config.ranks
+            ranks = connection.config.ranks
             raise UnitsExhausted(
-                f"--units: {taken} elements of '{self.taas_name}' were taken ({allowed} steps in each of "
-                f"{connection.config.ranks} ranks) and the cell asks for another iteration. Give more with "
+                f"--units: {allowed * ranks} elements of '{self.taas_name}' were taken ({allowed} steps in each of "
+                f"{ranks} ranks) and the cell asks for another iteration. Give more with "
                 f"--units {self.taas_name}=NUMBER, or iterate fewer times"
             )
         iteration = self._iterations
         self._iterations += 1
         epoch = None if facts.epoch is None else self._epoch
-        connection.begin(index, iteration, epoch, place.step, place.taken)
-        return DeliveredIterator(self, connection, index, iteration, place.step, empty=used_up)
+        plan = connection.begin(index, iteration, epoch, place)
+        return DeliveredIterator(self, connection, plan, place.step, empty=used_up)
 
-    def _begin_at(self) -> Place:
+    def _begin_at(self, connection: DeliveryConnection) -> ResumePoint:
         """Where the next iteration begins; what an earlier start of the run took counts as taken."""
-        global _begun
         place = _START
         if not self._begun:
-            place = _places.get(self.taas_name, place)
+            place = connection.places.get(self.taas_name, place)
             self._iterations = place.iteration
             self._yielded = place.taken + place.step
-        self._begun = _begun = True
+        self._begun = connection.begun = True
         return place
 
 
@@ -264,18 +249,9 @@ class DeliveredIterator:
     """
 
     def __init__(
-        self,
-        loader: DeliveredLoader,
-        connection: Connection,
-        index: int,
-        iteration: int,
-        first: int,
-        *,
-        empty: bool,
+        self, loader: DeliveredLoader, connection: DeliveryConnection, plan: int, first: int, *, empty: bool
     ) -> None:
-        self._loader, self._connection = loader, connection
-        self._index, self._iteration = index, iteration
-        self._plan = -1
+        self._loader, self._connection, self._plan = loader, connection, plan
         self._step = self._first = first
         self._over, self._empty = False, empty
 
@@ -293,38 +269,27 @@ class DeliveredIterator:
         if allowed is not None and loader._yielded >= allowed and not self._empty:
             self._finish()
             raise StopIteration
-        if self._plan < 0:
-            self._open()
         if self._empty:
             self._end(connection.ended(self._plan))
-        element = connection.take(self._plan, self._step, self._step)
+        element = connection.take(self._plan, self._step)
         if isinstance(element, Ended):
             self._end(element)
         self._step += 1
         loader._yielded += 1
         return self._unpack(element)
 
-    def _open(self) -> None:
-        opened = self._connection.opened(self._index, self._iteration)
-        if opened.plan < 0:
-            self._over = True
-            error = RanksDisagree if opened.disagree else DeliveryError
-            raise error(opened.refusal)
-        self._plan = opened.plan
-        self._connection.skip(self._plan, self._first)
-
     def _end(self, ended: Ended) -> NoReturn:
         self._finish(asked=self._step)
         if ended.failure:
             raise_remote(ended.failure)
+        if ended.index:
+            element = f"index {pickle.loads(ended.index)!r}"
+            raise DeliveryError(f"'{self._loader.taas_name}': {element} {ended.refusal}")
         if ended.refusal:
-            raise DeliveryError(f"'{self._loader.taas_name}': {ended.refusal}")
+            raise (RanksDisagree if ended.disagree else DeliveryError)(ended.refusal)
         raise StopIteration
 
     def _unpack(self, element: Element) -> Any:
-        if element.doomed is not None:
-            raise DeliveryError(self._obituary(element.doomed))
-        assert element.arrival is not None
         if element.arrival.failed:
             self._connection.discard(element)
             raise_remote(element.stream)
@@ -333,29 +298,12 @@ class DeliveredIterator:
             data = _utils.pin_memory.pin_memory(data)
         return data
 
-    def _obituary(self, doomed: Doomed) -> str:
-        try:
-            stream, position = unpack_place(doomed.index)
-            place = f"element {position} of stream {stream}"
-        except struct.error:
-            place = f"index {pickle.loads(doomed.index)!r}"
-        place = f"{place} (element {doomed.seq} of this iteration)"
-        return f"'{self._loader.taas_name}': {killer(place, doomed.cause)}"
-
     def _finish(self, asked: int | None = None) -> None:
         """Close the plan; whoever leaves the loop has not asked beyond its last step."""
         self._over = True
-        if self._plan >= 0:
-            asked = max(self._first, self._step - 1) if asked is None else asked
-            self._connection.close(self._plan, self._step, asked)
+        asked = max(self._first, self._step - 1) if asked is None else asked
+        self._connection.close(self._plan, self._step, asked)
 
     def __del__(self) -> None:
         if not self._over and _connection is self._connection:
-            if self._plan < 0:
-                self._connection.abandon(self._index, self._iteration)
             self._finish()
-
-
-def rebuild_loader(name: str, attributes: dict[str, Any], sampler: dict[str, Any]) -> DeliveredLoader:
-    """Return a rank's loader; what ``dataloader_registry.reduce_registered`` names in the pickle."""
-    return DeliveredLoader(name, attributes, sampler)

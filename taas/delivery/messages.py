@@ -1,78 +1,129 @@
-"""Structs on the delivery's wires. Control messages are msgpack, never pickle.
+"""What the processes of a delivery say: to each other in MessagePack over zmq, and to the supervisor in JSON lines.
 
-Each process decodes only the union of what its sender may say; what does not decode is dropped by the
-transport and counted. Opaque ``bytes`` fields hold pickles of user objects (an index, an exception): the
-coordinator passes them on unread.
+Each process decodes only the union of what its sender may say. Opaque ``bytes`` fields hold pickles of user objects
+(an index, an exception): the coordinator passes them on unread.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 
-from taas.delivery.board import NOTHING_AHEAD
+from taas.delivery.config import Delivered, ResumePoint
+from taas.wire.framing import Message
 
-__all__ = ["Decoder", "encode"]
+
+class Peer(NamedTuple):
+    """Who somebody is on the control channel."""
+
+    role: str  # planner, pool (a data VM's worker pool), worker or rank
+    number: int = 0  # of the rank, or of the data VM
+    serial: int = 0  # of a data worker, in the order its pool has forked them
+
+    @property
+    def identity(self) -> bytes:
+        """Its name on the wire."""
+        return b"%s %d %d" % (self.role.encode(), self.number, self.serial)
+
+    @property
+    def pool(self) -> Peer:
+        """The worker pool of a data worker's VM."""
+        return Peer("pool", self.number)
 
 
-class _Message(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """One control message."""
+@functools.lru_cache(1 << 16)
+def peer_named(identity: bytes) -> Peer:
+    """Undo ``Peer.identity``.
+
+    Raises:
+        ValueError: it is nobody's name.
+    """
+    role, number, serial = identity.decode("ascii").split()
+    return Peer(role, int(number), int(serial))
+
+
+PLANNER = Peer("planner")
+
+
+class StreamPlace(NamedTuple):
+    """An element of a stream; no such place is ``NOWHERE``."""
+
+    plan: int
+    stream: int
+    position: int
+
+
+NOWHERE = StreamPlace(-1, -1, -1)
+
+
+class Hello(Message, frozen=True):
+    """A peer is there: its name says what it is. The planner's is passed on to the ranks, a rank's to the workers.
+
+    The coordinator says it to the supervisor: peers can be started.
+    """
+
+    pid: int
+    error: str = ""  # why it is of no use: a planner or a worker pool cannot load the registered loaders
+    loaders: tuple[LoaderFacts, ...] = ()  # what the planner knows of them
+    shared: bool = False  # a worker, or a rank, has mapped the slabs
+    rank: int = -1  # which one it is, if it is one
+    address: str = ""  # where a rank takes elements, or the coordinator listens
+    key: bytes = b""  # its CURVE key there; empty on one host
+
+
+class Quit(Message, frozen=True):
+    """End now."""
+
+
+class Cancel(Message, frozen=True):
+    """Nobody will ask for this plan again. ``undone``: none had begun it; it shall be as if it had never been."""
+
+    plan: int
+    undone: bool = False
+
+
+class Note(Message, frozen=True):
+    """One line for the user."""
+
+    text: str
+
+
+class Failed(Message, frozen=True):
+    """No element will come any more, as the coordinator finds or is told; ranks raise this at the next request."""
+
+    reason: str
 
 
 # ── planner ───────────────────────────────────────────────────────────────────────────────────────────
 
 
 class LoaderFacts(msgspec.Struct, array_like=True, frozen=True):
-    """What only the unpickled loader can tell.
+    """What only the unpickled loader can tell."""
 
-    Attributes:
-        name: the registered name.
-        length: elements of one iteration, over all ranks; None if the loader has no length.
-        streams: 0 for a map-style dataset; else how many workers an IterableDataset is spread over.
-        epoch: the sampler's epoch at launch; None if it has no ``set_epoch``.
-        per_rank: the sampler is distributed: each rank has a stream of its own.
-        note: one line for the user, or "".
-        error: why this loader cannot be delivered, or "".
-    """
-
-    name: str
-    length: int | None = None
-    streams: int = 0
-    epoch: int | None = None
-    per_rank: bool = False
-    note: str = ""
-    error: str = ""
+    name: str  # as it was registered
+    length: int | None = None  # elements of one iteration, over all ranks; None if the loader has no length
+    streams: int = 0  # 0 for a map-style dataset; else how many workers an IterableDataset is spread over
+    epoch: int | None = None  # the sampler's at launch; None if it has no set_epoch
+    per_rank: bool = False  # the sampler is distributed: each rank has a stream of its own
+    note: str = ""  # one line for the user
+    error: str = ""  # why this loader cannot be delivered
 
 
-class PlannerHello(_Message, frozen=True):
-    """The planner has the loaders."""
-
-    pid: int
-    loaders: list[LoaderFacts]
-
-
-class OpenPlan(_Message, frozen=True):
-    """Begin iteration ``iteration`` of a loader; one begun before is begun again from the same RNG state.
-
-    ``repeat``: the run was started again and goes on here; iterate all iterations before this one first.
-    """
+class Draw(Message, frozen=True):
+    """Send about ``count`` more indices of a plan; at the first of these for a plan its iteration is begun."""
 
     plan: int
     loader: int
-    iteration: int
+    iteration: int  # of this loader; one begun before is begun again from the same state of its generators
     epoch: int | None
-    repeat: bool = False
-
-
-class Draw(_Message, frozen=True):
-    """Send about ``count`` more tickets of a plan."""
-
-    plan: int
     count: int
+    repeats: bool = False  # a restarted run goes on here: iterate all iterations before this one first
 
 
-class Planned(_Message, frozen=True):
+class Planned(Message, frozen=True):
     """The next indices of a plan, in order; ``failure`` is a packed exception of the user's sampler."""
 
     plan: int
@@ -82,119 +133,62 @@ class Planned(_Message, frozen=True):
     failure: bytes = b""
 
 
-class DropPlan(_Message, frozen=True):
-    """Nobody will ask for this plan again."""
+class FinishPlans(Message, frozen=True):
+    """The ranks have ended: tell where generators stand after these iterations (loader, last one begun, its epoch).
 
-    plan: int
+    The supervisor does not know these.
+    """
 
-
-class FinishPlans(_Message, frozen=True):
-    """Tell where generators stand after these iterations (loader, last iteration begun, its epoch)."""
-
-    begun: list[tuple[int, int, int | None]]
+    begun: Sequence[tuple[int, int, int | None]] = ()
 
 
-class FinalStates(_Message, frozen=True):
-    """Pickled ``{loader name: {attribute path: generator state or epoch}}``; why it is ``unknown`` of others, by name."""
+class Final(Message, frozen=True):
+    """Where the loaders' generators stand, for ``registered.apply_final``."""
 
-    states: bytes
-    unknown: dict[str, str] = {}
-
-
-# ── workers and their hosts ───────────────────────────────────────────────────────────────────────────
+    states: bytes  # pickled {loader name: {attribute path: generator state or epoch}}; empty: not known
+    unknown: dict[str, str] = msgspec.field(default_factory=dict)  # why it is not known of others, by name
 
 
-class HostHello(_Message, frozen=True):
-    """A data VM's keeper has the loaders and forks workers."""
-
-    pid: int
-    processes: int
-    error: str = ""
+# ── workers and their pools ───────────────────────────────────────────────────────────────────────────
 
 
-class Beat(_Message, frozen=True):
-    """A keeper lives; ``stopped`` are its workers that the system has stopped (SIGSTOP, debugger)."""
+class PoolBeat(Message, frozen=True):
+    """A worker pool lives; ``stopped`` are the serials of workers that the system has stopped (SIGSTOP, debugger)."""
 
-    stopped: list[str]
+    stopped: list[int]
 
 
-class WorkerLost(_Message, frozen=True):
-    """A worker ended. ``attempt`` is what it worked on, ``ahead`` what of a stream it made ahead (``Board``)."""
+class WorkerLost(Message, frozen=True):
+    """A worker of this pool ended. ``attempt`` is what it worked on, ``ahead`` what of a stream it made ahead."""
 
-    worker: str
+    serial: int
     attempt: int
     cause: str
-    ahead: tuple[int, int, int] = NOTHING_AHEAD
-
-
-class WorkerHello(_Message, frozen=True):
-    """A worker takes tickets. ``shared``: it has mapped the slabs."""
-
-    pid: int
-    shared: bool
+    ahead: StreamPlace = NOWHERE
 
 
 class Ticket(msgspec.Struct, array_like=True, frozen=True):
-    """One attempt at one element.
+    """One attempt at one element."""
 
-    Attributes:
-        attempt: unique over the run.
-        plan, loader, seq, rank: which element, for whom.
-        seed: what all RNGs are set to before it is made.
-        index: pickled index of the dataset, or ``(stream, position)`` packed, for iterable datasets.
-        offset, capacity: the slot in the rank's slab; capacity 0 asks for frames on the socket.
-    """
-
-    attempt: int
+    attempt: int  # unique over the run
     plan: int
     loader: int
     seq: int
-    rank: int
-    seed: int
-    index: bytes
-    offset: int = 0
-    capacity: int = 0
+    rank: int  # for whom
+    seed: int  # what all RNGs are set to before it is made
+    index: bytes  # pickled index of the dataset; (stream, position), packed, of an iterable one
+    offset: int = 0  # of the slot in the slabs
+    capacity: int = 0  # its bytes; 0 asks for frames on the socket
 
 
-class Lease(_Message, frozen=True):
-    """Make these, in this order."""
-
-    tickets: list[Ticket]
-
-
-class RankAddress(_Message, frozen=True):
-    """Where a rank takes elements."""
-
-    rank: int
-    address: str
-    key: bytes
-
-
-class Cancel(_Message, frozen=True):
-    """Rank ``rank`` closed this plan: skip what is not yet made. Rank -1: all ranks did.
-
-    ``undone``: none had begun it; it shall be as if it had never been.
-    """
-
-    plan: int
-    rank: int
-    undone: bool = False
-
-
-class StreamState(msgspec.Struct, array_like=True, frozen=True):
-    """Where a stream of an iterable dataset was when ``position`` was to be made next.
-
-    Attributes:
-        packed: a pickle, which only data workers open.
-        seal: its MAC, also over the stream and the position; empty while it is in its worker.
-    """
+class StreamState(NamedTuple):
+    """Where a stream of an iterable dataset was when ``position`` was to be made next; only data workers unpickle it."""
 
     position: int
     packed: bytes
-    seal: bytes = b""
 
 
-class Feed(_Message, frozen=True):
+class Feed(Message, frozen=True):
     """Own one stream of an iterable dataset, hold its positions from ``floor`` on, announce up to ``upto``.
 
     ``states``, for a worker that did not own it: begin at the last of them; without one, at the start.
@@ -207,218 +201,119 @@ class Feed(_Message, frozen=True):
     base_seed: int
     floor: int
     upto: int
-    states: list[StreamState] = []
+    states: tuple[StreamState, ...] = ()
 
 
-class Announced(_Message, frozen=True):
+class Announced(Message, frozen=True):
     """A stream's owner holds all positions below ``made``; ``ended``: there are no more; ``states`` are new."""
 
     plan: int
     stream: int
     made: int
     ended: bool
-    states: list[StreamState] = []
-
-
-class Stateless(_Message, frozen=True):
-    """A loader's dataset offers states, but for this reason they are of no use."""
-
-    loader: int
-    reason: str
-
-
-class Quit(_Message, frozen=True):
-    """End now."""
+    states: tuple[StreamState, ...] = ()
 
 
 class Result(msgspec.Struct, array_like=True, frozen=True):
-    """What became of one attempt.
-
-    Attributes:
-        nbytes: bytes of memory it takes.
-        seconds: what it took to make.
-        sent: False if it was cancelled.
-    """
+    """What became of one attempt: the bytes of memory it takes, and the seconds it took to make."""
 
     attempt: int
     loader: int
     nbytes: int
     seconds: float
-    sent: bool
-
-
-class Made(_Message, frozen=True):
-    """Attempts a worker is through with."""
-
-    results: list[Result]
 
 
 # ── ranks ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class RankHello(_Message, frozen=True):
-    """A rank takes elements at ``address``; ``key`` is its CURVE key there (empty on one host)."""
-
-    rank: int
-    pid: int
-    address: str
-    key: bytes
-    shared: bool
-
-
-class Welcome(_Message, frozen=True):
-    """What a rank needs to know: the loaders, and the bytes of its slab."""
-
-    loaders: list[LoaderFacts]
-    slab: int
-
-
-class Begin(_Message, frozen=True):
-    """The rank calls ``iter()`` on a loader for the ``iteration``-th time.
-
-    Attributes:
-        start: its first step; more than 0 only where a run goes on that was started again.
-        taken: steps that an earlier start of the run took of the iterations before.
-    """
+class Begin(Message, frozen=True):
+    """The rank calls ``iter()`` on a loader for the ``iteration``-th time."""
 
     loader: int
     iteration: int
     epoch: int | None
-    start: int = 0
-    taken: int = 0
+    start: int = 0  # its first step; more than 0 only where a run goes on that was started again
+    taken: int = 0  # steps that an earlier start of the run took of the iterations before
 
 
-class Opened(_Message, frozen=True):
-    """That iteration is this plan; a ``refusal`` that is not empty says why it is none.
-
-    ``disagree``: because another rank asked for something else.
-    """
-
-    loader: int
-    iteration: int
-    plan: int
-    refusal: str = ""
-    disagree: bool = False
-
-
-class Ended(_Message, frozen=True):
-    """A plan gives the rank ``steps`` elements and no more; then ``failure`` is raised, if any."""
+class Ended(Message, frozen=True):
+    """A plan gives the rank ``steps`` elements and no more; then it raises what there is to raise."""
 
     plan: int
     steps: int
-    failure: bytes = b""
-    refusal: str = ""
+    failure: bytes = b""  # packed exception of the user's sampler
+    refusal: str = ""  # why there is no more, though there should be
+    index: bytes = b""  # of the element that it is about, if any; only ranks unpickle it
+    disagree: bool = False  # it was refused because another rank asked for something else
 
 
-class Forget(_Message, frozen=True):
-    """This plan was made for nothing: give back what arrived of it."""
-
-    plan: int
-
-
-class Progress(_Message, frozen=True):
-    """What a rank has done with its elements.
-
-    Attributes:
-        consumed: steps consumed per plan.
-        released: attempts whose memory is free again.
-        waited: seconds spent waiting in all.
-        spoilt: attempts whose slot the data worker's user code still holds: nobody may be given it again. The
-            rank says so, since only its own word is sure to come before its release.
-    """
-
-    consumed: list[tuple[int, int]]
-    released: list[int]
-    waited: float
-    spoilt: list[int] = []
-
-
-class Close(_Message, frozen=True):
-    """The rank is through with a plan after ``consumed`` steps; it has asked for the one after the first ``asked``."""
+class PlanProgress(NamedTuple):
+    """The rank has consumed so many steps of a plan, has asked for the one after the first ``asked``, or is through."""
 
     plan: int
     consumed: int
     asked: int
+    closed: bool = False
 
 
-class Which(_Message, frozen=True):
-    """A worker died, or is stopped: which of these attempts did not arrive?"""
+class Progress(Message, frozen=True):
+    """What a rank has done with its elements."""
+
+    plans: list[PlanProgress]
+    released: list[int]  # attempts whose memory is free, or that never arrived and will be ignored
+    waited: float  # seconds spent waiting in all
+
+
+class ReceivedQuery(Message, frozen=True):
+    """A worker died, or is stopped: those of these attempts that did not arrive shall be released."""
 
     attempts: list[int]
-
-
-class Lacking(_Message, frozen=True):
-    """Of the attempts ``asked``, these never arrived and will be ignored if they do."""
-
-    asked: list[int]
-    lacking: list[int]
-
-
-class Doomed(_Message, frozen=True):
-    """Element ``seq`` killed several workers; raise it at its place."""
-
-    plan: int
-    seq: int
-    index: bytes
-    cause: str
-
-
-class RunFailed(_Message, frozen=True):
-    """No element will come any more; raise this at the next request."""
-
-    reason: str
 
 
 # ── the data path (worker → rank), frame 0 after its MAC ──────────────────────────────────────────────
 
 
-class Arrival(msgspec.Struct, array_like=True, frozen=True):
-    """Where an element lies. Several may travel in one message, their pickles in one frame, in this order.
-
-    Attributes:
-        attempt, plan, seq: which.
-        offset, capacity: its slot; offset -1: its memory is the frame that follows.
-        used: bytes of memory.
-        failed: the pickle is a packed exception.
-        buffers: extents of protocol-5 buffers in the memory.
-        pickled: bytes of its pickle.
-        spoilt: the data worker's user code still holds memory of the slot.
-    """
+class ElementArrival(msgspec.Struct, array_like=True, frozen=True):
+    """Where an element lies. Several may travel in one message, their pickles in one frame, in this order."""
 
     attempt: int
     plan: int
     seq: int
-    offset: int
-    capacity: int
-    used: int
-    failed: bool
-    buffers: list[tuple[int, int]]
-    pickled: int
-    spoilt: bool = False
+    offset: int  # of its slot; -1: its memory is the frame that follows
+    capacity: int  # bytes of the slot
+    used: int  # bytes of memory
+    failed: bool  # the pickle is a packed exception
+    pickled: int  # bytes of its pickle
+    leaked: bool = False  # the data worker's user code still holds memory of the slot: it is never released
 
 
-FromPlanner = PlannerHello | Planned | FinalStates
-ToPlanner = OpenPlan | Draw | DropPlan | FinishPlans | Quit
-FromWorker = WorkerHello | Made | Announced | Stateless | HostHello | Beat | WorkerLost
-ToWorker = Lease | RankAddress | Cancel | Feed | Quit
-FromRank = RankHello | Begin | Progress | Close | Lacking
-ToRank = Welcome | Opened | Ended | Forget | Which | Doomed | RunFailed
-ToCoordinator = FromPlanner | FromWorker | FromRank
-
-_encoder = msgspec.msgpack.Encoder()
-encode = _encoder.encode
+# ── the coordinator and the supervisor ────────────────────────────────────────────────────────────────
 
 
-class Decoder:
-    """Decodes one union of messages."""
+class ProgressReport(Message, frozen=True):
+    """How far the delivery is; the last one is the coordinator's last word."""
 
-    def __init__(self, union: Any) -> None:
-        self._decode = msgspec.msgpack.Decoder(union).decode
+    delivered: Delivered
+    workers: int
+    prebuffered: bool  # every loader's first elements are ready: the ranks can be asked for
+    over: bool  # every unit was consumed: whoever makes elements is needed no more
+    places: dict[str, ResumePoint]  # where each loader that ranks have begun would go on, by name
 
-    def __call__(self, data: bytes | memoryview) -> Any:
-        """Return the message.
 
-        Raises:
-            msgspec.DecodeError: the bytes are none of this union's messages.
-        """
-        return self._decode(data)
+class HostLost(Message, frozen=True):
+    """A data VM is gone; what it had leased is made elsewhere. Who sees it tells the other."""
+
+    vm: int
+    cause: str
+
+
+FromPlanner = Planned | Final
+ToPlanner = Draw | Cancel | FinishPlans | Quit
+FromWorker = list[Result] | Announced | Note | PoolBeat | WorkerLost
+ToWorker = list[Ticket] | Hello | Cancel | Feed | Quit
+"""Tickets are to be made in their order."""
+FromRank = Begin | Progress
+ToRank = Hello | Ended | Cancel | ReceivedQuery | Failed
+ToCoordinator = Hello | FromPlanner | FromWorker | FromRank
+Command = FinishPlans | Failed | HostLost
+Report = Hello | Note | ProgressReport | HostLost | Failed | Final

@@ -8,17 +8,23 @@ run's ``uneven`` rule.
 
 from __future__ import annotations
 
+import itertools
 import struct
-from collections import Counter, deque
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import InitVar, dataclass, field
 from typing import Literal
 
-__all__ = ["Plan", "StreamOrder", "Uneven", "Work", "element_seed", "killer", "pack_place", "unpack_place"]
+from taas.delivery.messages import Peer, StreamState
 
 Uneven = Literal["drop", "pad", "raise"]
 
 _MASK = (1 << 64) - 1
+
+
+def plan_number(loader: int, iteration: int, epoch: int | None) -> int:
+    """Return the number of a plan, which a rank so knows without asking."""
+    return element_seed(loader, iteration, -1 if epoch is None else element_seed(epoch, 0, 0))
 
 
 def element_seed(base_seed: int, iteration: int, seq: int) -> int:
@@ -46,11 +52,19 @@ def unpack_place(index: bytes) -> tuple[int, int]:
     return stream, position
 
 
-def killer(place: str, cause: str) -> str:
-    """Return the obituary of those who tried to make an element, for the user."""
+def poisonous(cause: str) -> str:
+    """Return what is said of an element that kills whoever makes it."""
     return (
-        f"{place} killed the data worker that made it, again and again ({cause}). Look at what the dataset does there, "
-        "or leave it out"
+        f"killed the data worker that made it, again and again ({cause}). Look at what the dataset does there, or leave "
+        "it out"
+    )
+
+
+def unshared(elements: int, ranks: int) -> str:
+    """Return what is said of an iteration whose last row is incomplete."""
+    return (
+        f"has {elements} elements, which {ranks} ranks cannot share evenly. Use --uneven drop (leaves out the last "
+        f"{elements % ranks}) or --uneven pad (repeats the first ones), or choose a batch size that divides"
     )
 
 
@@ -68,12 +82,9 @@ class Work:
     stream: int = -1
     attempts: set[int] = field(default_factory=set)
     deaths: int = 0
-    over: bool = False
-    """Consumed, or nobody wants it any more."""
-    prepared: bool = False
-    """Some worker has made it, or none needs to."""
-    queued: bool = False
-    """Waits to be leased again."""
+    over: bool = False  # consumed, or nobody wants it any more
+    prepared: bool = False  # some worker has made it, or none needs to
+    queued: bool = False  # waits to be leased again
 
 
 @dataclass(slots=True)
@@ -83,53 +94,57 @@ class RankView:
     begun: bool = False
     closed: bool = False
     consumed: int = 0
-    asked: int = 0
-    """Steps that it has asked beyond; a rank that leaves its loop has consumed the last one without asking on."""
+    asked: int = 0  # steps it has asked beyond; who leaves its loop consumed the last without asking on
     told_end: bool = False
-    queue: deque[Work] = field(default_factory=deque)
-    """Planned, leased to nobody yet, in order of steps."""
-    unconsumed: deque[Work] = field(default_factory=deque)
-    """Leased or made, in order of steps."""
+    queue: deque[Work] = field(default_factory=deque)  # planned, leased to nobody yet, in order of steps
+    unconsumed: deque[Work] = field(default_factory=deque)  # leased or made, in order of steps
 
 
+@dataclass(slots=True, eq=False)
 class Plan:
     """One iteration of one loader, and where each rank stands in it.
 
-    Attributes:
-        drawn: indices received from the sampler.
-        rows: rows that have left, that is, steps planned for every rank.
-        ended: the sampler has no more.
-        steps: steps of this plan once that is known, else None.
-        last: rows after which it is cut, once they are drawn; None where its sampler ends it.
-        failure: packed exception of the user's sampler, raised after ``steps``.
-        refusal: why there is no more, though there should be: ``uneven raise``, or an element that kills; or "".
-        broken: which element of a stream ends it, because it kills whoever makes it, or "".
-        skipped: elements of each stream that nobody is to make.
-        undone: it was made for nothing, before any rank began it.
+    ``refusal`` is ``uneven raise``, or about the element at ``index``, which kills whoever makes it.
     """
 
-    def __init__(
-        self, ident: int, loader: int, iteration: int, epoch: int | None, ranks: int, uneven: Uneven
-    ) -> None:
-        self.ident, self.loader, self.iteration, self.epoch = ident, loader, iteration, epoch
-        self.ranks = [RankView() for _ in range(ranks)]
-        self.uneven = uneven
-        self.drawn = self.rows = 0
-        self.asked = False
-        self.ended = False
-        self.undone = False
-        self.steps: int | None = None
-        self.last: int | None = None
-        self.failure = b""
-        self.refusal = self.broken = ""
-        self.skipped: Counter[int] = Counter()
-        self._row: list[tuple[bytes, int, int]] = []
-        self._first: list[tuple[bytes, int, int]] = []
+    ident: int
+    loader: int
+    iteration: int
+    epoch: int | None
+    size: InitVar[int]  # of the world
+    uneven: Uneven
+    order: StreamOrder | None = None  # of an iterable dataset: in which its streams' elements leave
+    ranks: list[RankView] = field(init=False)
+    base_seed: int | None = None  # what its elements' seeds come from; None while the planner has not said
+    drawn: int = 0  # indices received from the sampler
+    rows: int = 0  # rows that have left, that is, steps planned for every rank
+    asked: bool = False  # the planner has yet to answer
+    ended: bool = False  # the sampler has no more
+    steps: int | None = None  # of this plan, once that is known
+    last: int | None = None  # rows after which it is cut, once they are drawn; None where its sampler ends it
+    failure: bytes = b""  # packed exception of the user's sampler, raised after ``steps``
+    refusal: str = ""  # why there is no more, though there should be
+    index: bytes = b""
+    _row: list[tuple[bytes, int, int]] = field(default_factory=list)
+    _first: list[tuple[bytes, int, int]] = field(default_factory=list)
+
+    def __post_init__(self, size: int) -> None:
+        self.ranks = [RankView() for _ in range(size)]
+
+    @property
+    def streams(self) -> Sequence[PlanStream]:
+        """Those of an iterable dataset."""
+        return () if self.order is None else self.order.streams
 
     @property
     def begun(self) -> bool:
         """Whether a rank has asked for this iteration."""
         return any(view.begun for view in self.ranks)
+
+    @property
+    def broken(self) -> bool:
+        """Whether it ends with an error."""
+        return bool(self.failure or self.refusal)
 
     @property
     def closed(self) -> bool:
@@ -140,11 +155,8 @@ class Plan:
         """Append the sampler's next indices; complete rows become work."""
         n = len(self.ranks)
         for at, index in enumerate(indices):
-            entry = (
-                index,
-                element_seed(base_seed, self.iteration, self.drawn),
-                streams[at] if streams else -1,
-            )
+            seed = element_seed(base_seed, self.iteration, self.drawn)
+            entry = index, seed, streams[at] if streams else -1
             self.drawn += 1
             if len(self._first) < n:
                 self._first.append(entry)
@@ -158,25 +170,26 @@ class Plan:
         if failure or refusal:
             self._row.clear()
         if self._row and self.uneven == "pad":
-            at = 0
-            while len(self._row) < len(self.ranks):
-                self._row.append(self._first[at % len(self._first)])
-                at += 1
+            missing = len(self.ranks) - len(self._row)
+            self._row += itertools.islice(itertools.cycle(self._first), missing)
             self._release_row()
         elif self._row and self.uneven == "raise":
-            self.refusal = (
-                f"this iteration has {self.drawn} elements, which {len(self.ranks)} ranks cannot share "
-                f"evenly. Use --uneven drop (leaves out the last {len(self._row)}) or --uneven pad "
-                "(repeats the first ones), or choose a batch size that divides"
-            )
+            self.refusal = f"this iteration {unshared(self.drawn, len(self.ranks))}"
         self._row.clear()
         self.steps = self.rows
 
-    def cut(self, rows: int) -> None:
-        """Close the plan after so many rows, whatever its sampler has."""
-        self.ended, self.steps = True, min(self.rows, rows)
-        self.failure, self.refusal = b"", ""
+    def cut(self, rows: int, refusal: str = "", index: bytes = b"") -> None:
+        """Close the plan after so many rows, whatever its sampler has: what was planned beyond them is nobody's."""
+        self.ended = True
+        self.rows = self.steps = min(self.rows, rows)
+        self.failure, self.refusal, self.index = b"", refusal, index
         self._row.clear()
+        for view in self.ranks:
+            view.told_end = False
+            while view.queue and view.queue[-1].step >= rows:
+                view.queue.pop().over = True
+            for work in view.unconsumed:
+                work.over = work.over or work.step >= rows
 
     def _release_row(self) -> None:
         n = len(self.ranks)
@@ -184,7 +197,7 @@ class Plan:
             seq = self.rows * n + rank
             view = self.ranks[rank]
             if view.closed or self.rows < view.consumed:
-                self.skipped[stream] += 1
+                self.left(stream)
             else:
                 view.queue.append(Work(self.ident, self.loader, seq, rank, self.rows, seed, index, stream))
         self.rows += 1
@@ -204,24 +217,29 @@ class Plan:
     def skip(self, start: int) -> list[Work]:
         """Begin at a step: what is before counts as consumed by all ranks; return such work as there is."""
         below = [work for rank in range(len(self.ranks)) for work in self.consume(rank, start)]
-        self.skipped.update(work.stream for work in below if not (work.attempts or work.prepared))
+        for work in below:
+            if not (work.attempts or work.prepared):
+                self.left(work.stream)
         for view in self.ranks:
             view.asked = start
         return below
 
-    def close(self, rank: int) -> list[Work]:
-        """The rank wants no more; return the work that is under way for it."""
+    def left(self, stream: int) -> None:
+        """An element of a stream, if it is of one, was made for its rank, or nobody is to make it."""
+        if self.order is not None:
+            self.order.streams[stream].left += 1
+
+    def close(self, rank: int) -> None:
+        """The rank wants no more; what workers make for it yet is made for nobody."""
         view = self.ranks[rank]
         view.begun = view.closed = True
-        under_way = list(view.unconsumed)
-        for work in (*view.queue, *under_way):
+        for work in (*view.queue, *view.unconsumed):
             work.over = True
             if not work.prepared:
-                work.prepared = True  # where some worker makes it yet, that changes nothing
-                self.skipped[work.stream] += 1
+                work.prepared = True
+                self.left(work.stream)
         view.queue.clear()
         view.unconsumed.clear()
-        return under_way
 
     def waiting(self, stream: int) -> Iterator[int]:
         """Yield the positions of a stream that are planned and not consumed, also of a row that is not whole yet."""
@@ -241,58 +259,103 @@ class Plan:
         return work
 
 
+# ── streams of an iterable dataset ────────────────────────────────────────────────────────────────────
+
+
+class States:
+    """Kept states of one stream, in their order: of its start, the newest that serves all that may be asked for, later ones.
+
+    Three at most, where one is added only when the last has become usable.
+    """
+
+    def __init__(self, known: Iterable[StreamState] = ()) -> None:
+        self.known = list(known)
+
+    @property
+    def last(self) -> int:
+        """Position of the newest one; -1 if there is none."""
+        return self.known[-1].position if self.known else -1
+
+    def add(self, state: StreamState) -> None:
+        """Keep one that was taken after all that are known."""
+        if state.position > self.last:
+            self.known.append(state)
+
+    def before(self, position: int) -> list[StreamState]:
+        """Return those from which the element at ``position`` can be made, the one with least to make last."""
+        return [state for state in self.known if state.position <= position]
+
+    def settle(self, floor: int) -> None:
+        """Nothing below ``floor`` will be asked for, but by ``--uneven pad``, which begins at the start again."""
+        usable = self.before(floor)
+        if usable:
+            self.known = [s for s in self.known if s.position == 0 or s.position >= usable[-1].position]
+
+    def forget_after(self, floor: int) -> None:
+        """Another owner takes over, and will take later ones itself."""
+        self.known = self.before(floor)
+
+
+@dataclass(slots=True)
+class PlanStream:
+    """One stream in one plan: how far it is, and who makes it."""
+
+    number: int
+    made: int = 0  # elements, by whomever got furthest
+    end: int | None = None  # how many there are, once that is known
+    broken_at: int | None = None  # the position of an element that nobody can make
+    left: int = 0  # elements made for their ranks, or that nobody is to make
+    told: tuple[Peer, int] | None = None  # who makes it, and up to which position
+    deaths: int = 0  # how many owners died on it, since ``died_at`` of its elements were made
+    died_at: int = -1
+    states: States = field(default_factory=States)
+
+
 class StreamOrder:
     """The order of a DataLoader with workers over an IterableDataset, from what each stream announces.
 
     torch gives workers their turns in a circle and leaves out those at their end: round j yields the j-th
     element of every stream that has one.
+
+    Attributes:
+        round: positions below this one have left in every stream.
+        broken: which element ends it, because it kills whoever makes it, or "".
     """
 
     def __init__(self, streams: int) -> None:
-        self._made = [0] * streams
-        self._ended: list[int | None] = [None] * streams
-        self._broken: dict[int, int] = {}
-        self._round = self._stream = 0
+        self.streams = [PlanStream(number) for number in range(streams)]
+        self.broken = ""
+        self.round = self._stream = 0
 
     def announce(self, stream: int, made: int, ended: bool) -> None:
         """``stream`` holds its positions below ``made``; if ``ended``, there are no more."""
-        self._made[stream] = max(self._made[stream], made)
+        of = self.streams[stream]
+        of.made = max(of.made, made)
         if ended:
-            self._ended[stream] = made
+            of.end = made
 
-    def break_off(self, stream: int, position: int) -> None:
+    def break_off(self, stream: int, position: int, why: str) -> None:
         """Nobody can make this stream's element at ``position``: the order ends before its place."""
-        self._broken[stream] = position
-
-    def makeable(self, stream: int, upto: int) -> int:
-        """Return how many of a stream's first ``upto`` elements somebody may be told to make."""
-        return min(upto, self._broken.get(stream, upto))
-
-    def made(self, stream: int) -> int:
-        """Return how many elements of a stream have been made, by whomever got furthest."""
-        return self._made[stream]
-
-    def floor(self) -> int:
-        """Positions below this one have left in every stream."""
-        return self._round
+        self.streams[stream].broken_at = position
+        self.broken = why
 
     def advance(self) -> tuple[list[tuple[int, int]], bool]:
         """Return the (stream, position) pairs whose place is now settled, and whether no more will be."""
         settled: list[tuple[int, int]] = []
         while True:
-            if self._stream == len(self._made):
+            if self._stream == len(self.streams):
                 self._stream = 0
-                self._round += 1
-            ends = [end for end in self._ended if end is not None]
-            if len(ends) == len(self._made) and self._round >= max(ends):
+                self.round += 1
+            ends = [of.end for of in self.streams if of.end is not None]
+            if len(ends) == len(self.streams) and self.round >= max(ends):
                 return settled, True
-            if self._round >= self._broken.get(self._stream, self._round + 1):
+            stream = self.streams[self._stream]
+            if stream.broken_at is not None and self.round >= stream.broken_at:
                 return settled, True
-            end = self._ended[self._stream]
-            if end is not None and self._round >= end:
+            if stream.end is not None and self.round >= stream.end:
                 self._stream += 1
-            elif self._round < self._made[self._stream]:
-                settled.append((self._stream, self._round))
+            elif self.round < stream.made:
+                settled.append((self._stream, self.round))
                 self._stream += 1
             else:
                 return settled, False

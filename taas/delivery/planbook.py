@@ -1,38 +1,41 @@
 """Which plans are open, how far they are planned, who has begun and closed them. Pure; no I/O.
 
-The book talks with the planner (open an iteration, draw indices) and answers the ranks (this iteration is
-that plan; it ends there). Messages for others are left in ``outbox`` as ``(peer, message)``.
+The book talks with the planner (open an iteration, draw indices) and answers the ranks (their iteration ends there).
+Messages for others are left in ``outbox`` as ``(peer, message)``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from taas.delivery.config import Place
+from taas.delivery.config import DeliveryConfig, ResumePoint
 from taas.delivery.messages import (
+    PLANNER,
     Begin,
-    Close,
+    Cancel,
     Draw,
-    DropPlan,
     Ended,
-    Forget,
     LoaderFacts,
-    Opened,
-    OpenPlan,
+    Peer,
     Planned,
+    StreamPlace,
+    Ticket,
 )
-from taas.delivery.plan import Plan, StreamOrder, Uneven, Work, killer, pack_place, unpack_place
-
-__all__ = ["LoaderBook", "PlanBook", "rank_peer"]
+from taas.delivery.plan import (
+    Plan,
+    StreamOrder,
+    Work,
+    pack_place,
+    plan_number,
+    poisonous,
+    unpack_place,
+    unshared,
+)
+from taas.wire.framing import Message
 
 _BACKLOG = 100_000
 """Tickets planned for a slow rank while others run ahead; a ticket is some 300 bytes."""
-
-
-def rank_peer(rank: int) -> str:
-    """Name of a rank on the wire."""
-    return f"r{rank}"
 
 
 @dataclass(slots=True)
@@ -41,21 +44,23 @@ class LoaderBook:
 
     index: int
     facts: LoaderFacts
+    ranks: int
     rows_allowed: int | None
     plans: dict[int, Plan] = field(default_factory=dict)
-    orders: dict[int, StreamOrder] = field(default_factory=dict)
-    base_seeds: dict[int, int] = field(default_factory=dict)
     rows_closed: int = 0
-    rows_before: int = 0
-    """Of these, the rows before the plan that was closed last."""
+    rows_before: int = 0  # of these, the rows before the plan that was closed last
+    stuck: ResumePoint | None = None  # where the first plan ended that ended with an error
     begun_by: set[int] = field(default_factory=set)
-    begun_at: tuple[int, int] | None = None
-    """Iteration and step of the first one that this start of the run began."""
+    begun_at: tuple[int, int] | None = None  # iteration and step that this start of the run began with
     last_begun: tuple[int, int | None] | None = None
-    epoch_step: int = 1
-    planned: int = 0
+    rows_past: int = 0  # planned in plans that are closed, or taken by an earlier start
     prepared: int = 0
     delivered: int = 0
+
+    @property
+    def units(self) -> int | None:
+        """Elements that ``--units`` allows in all; None without a limit."""
+        return None if self.rows_allowed is None else self.rows_allowed * self.ranks
 
     @property
     def ready(self) -> int:
@@ -65,11 +70,14 @@ class LoaderBook:
         )
 
     @property
-    def planned_for_begun(self) -> int:
-        """Elements planned, without iterations that are only prepared for."""
-        return self.planned - sum(
-            plan.rows * len(plan.ranks) for plan in self.plans.values() if not plan.begun
-        )
+    def is_over(self) -> bool:
+        """Whether ranks have consumed all that ``--units`` allows, or nothing of it can be delivered."""
+        return bool(self.facts.error) or (self.units is not None and self.delivered >= self.units)
+
+    def planned(self, *, begun: bool = False) -> int:
+        """Return how many elements are planned; ``begun``: without iterations that are only prepared for."""
+        rows = sum(plan.rows for plan in self.plans.values() if plan.begun or not begun)
+        return (self.rows_past + rows) * self.ranks
 
     def rows_left(self, plan: Plan | None = None) -> int | None:
         """Rows that ``--units`` leaves for a plan (None: the next one); None without a limit.
@@ -88,143 +96,132 @@ class LoaderBook:
         return max(0, self.rows_allowed - self.rows_closed - taken)
 
     def predicted_epoch(self, iteration: int) -> int | None:
-        """Guess what ``set_epoch`` will be told: the step seen last, or one up."""
-        if self.facts.epoch is None:
-            return None
+        """Guess what ``set_epoch`` will be told: one up each time."""
         if self.last_begun is None or self.last_begun[1] is None:
             return self.facts.epoch
-        return self.last_begun[1] + self.epoch_step * (iteration - self.last_begun[0])
+        return self.last_begun[1] + iteration - self.last_begun[0]
 
     @property
-    def place(self) -> Place | None:
+    def place(self) -> ResumePoint | None:
         """Where a run that is started again would go on; None where no rank has begun."""
-        if self.last_begun is None:
-            return None
+        if self.last_begun is None or self.stuck is not None:
+            return self.stuck
         begun = [plan for plan in self.plans.values() if plan.begun]
         if begun:
             plan = min(begun, key=lambda plan: plan.iteration)
             iteration, taken, step = plan.iteration, self.rows_closed, min(view.asked for view in plan.ranks)
-            over = plan.steps is not None and step >= plan.steps
+            over = plan.steps is not None and step >= plan.steps and not plan.broken
         else:
             iteration, taken, over = self.last_begun[0], self.rows_before, True
             step = self.rows_closed - taken
         if over and not self.used_up(taken + step):
-            return Place(iteration + 1, 0, taken + step)
-        return Place(iteration, step, taken)
+            return ResumePoint(iteration + 1, 0, taken + step)
+        return ResumePoint(iteration, step, taken)
 
     def used_up(self, rows: int) -> bool:
         """Whether ``--units`` allows no more than so many rows: the iteration that took the last ends with it."""
         return self.rows_allowed is not None and rows >= self.rows_allowed
 
-    def note_begun(self, iteration: int, epoch: int | None) -> None:
-        """Remember the latest iteration a rank began, and by how much the epoch went up."""
-        if self.last_begun is not None and iteration <= self.last_begun[0]:
-            return
-        if self.last_begun is not None and epoch is not None and self.last_begun[1] is not None:
-            self.epoch_step = epoch - self.last_begun[1]
-        self.last_begun = (iteration, epoch)
-
 
 class PlanBook:
     """The plans of all loaders."""
 
-    def __init__(self, ranks: int, uneven: Uneven, units: dict[str, int], prebuffer: int) -> None:
-        self.n = ranks
-        self.uneven = uneven
-        self.units = units
-        self.prebuffer_rows = max(1, -(-prebuffer // ranks))
+    def __init__(self, config: DeliveryConfig) -> None:
+        self.n, self.uneven, self._config = config.ranks, config.uneven, config
+        prebuffer = 2 * self.n if config.prebuffer is None else config.prebuffer
+        self.prebuffer_rows = max(1, -(-prebuffer // self.n))
         self.loaders: list[LoaderBook] = []
         self.plans: dict[int, Plan] = {}
-        self.outbox: list[tuple[str, object]] = []
-        self.newly_cancelled: list[tuple[Plan, int, list[Work]]] = []
+        self.outbox: list[tuple[Peer, Message | list[Ticket]]] = []
         self.newly_consumed: list[Work] = []
-        self._waiting: list[tuple[int, Begin]] = []
-        self._idents = 0
+
+    def tell(self, rank: int, message: Message) -> None:
+        """Leave a message for a rank."""
+        self.outbox.append((Peer("rank", rank), message))
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every unit was consumed: nothing is to be made any more."""
+        return bool(self.loaders) and all(book.is_over for book in self.loaders)
 
     # ── planner ───────────────────────────────────────────────────────────────────────────────────
 
-    def hello(self, facts: list[LoaderFacts]) -> None:
+    def hello(self, facts: Iterable[LoaderFacts]) -> None:
         """The planner has the loaders: open the first iteration of each."""
         for index, fact in enumerate(facts):
-            units = self.units.get(fact.name, self.units.get("*"))
-            self.loaders.append(LoaderBook(index, fact, None if units is None else units // self.n))
+            units = self._config.units_of(fact.name)
+            self.loaders.append(LoaderBook(index, fact, self.n, None if units is None else units // self.n))
         for book in self.loaders:
             if not book.facts.error:
                 self._open(book, 0, book.facts.epoch)
-        waiting, self._waiting = self._waiting, []
-        for rank, message in waiting:
-            self.begin(rank, message)
 
-    def planned(self, message: Planned) -> Plan | None:
-        """Indices arrived. Return their plan, None if nobody wants it any more."""
+    def planned(self, message: Planned) -> None:
+        """Indices arrived, maybe of a plan that nobody wants any more."""
         plan = self.plans.get(message.plan)
-        if plan is None:
-            return None
+        if plan is None or plan.ended:
+            return
         book = self.loaders[plan.loader]
         plan.asked = False
-        before = plan.rows
-        if book.facts.streams:
-            book.base_seeds[plan.ident] = message.base_seed
+        plan.base_seed = message.base_seed
         plan.extend(message.indices, message.base_seed)
         if message.ended:
             plan.end(message.failure)
-        self._cut(book, plan)
-        book.planned += (plan.rows - before) * self.n
-        self._tell_end(plan)
-        return plan
+        self._cut_used_up(book, plan)
 
     def announced(self, plan_id: int, stream: int, made: int, ended: bool) -> None:
         """A stream's owner holds more elements: those whose place is settled become work."""
         plan = self.plans.get(plan_id)
-        if plan is None or plan.ended:
-            return
-        book = self.loaders[plan.loader]
-        book.orders[plan_id].announce(stream, made, ended)
-        self._settle(book, plan)
+        if plan is not None and plan.order is not None:
+            plan.order.announce(stream, made, ended)
+            self._settle(plan)
 
-    def break_off(self, plan_id: int, stream: int, position: int, cause: str) -> list[Work]:
-        """Whoever makes this element of a stream dies: the plan ends before it. Return what is not made from there on."""
+    def cut(self, plan_id: int, step: int, refusal: str, index: bytes = b"") -> None:
+        """A plan ends before this step, with an error."""
         plan = self.plans.get(plan_id)
-        if plan is None:
-            return []
-        book = self.loaders[plan.loader]
-        book.orders[plan_id].break_off(stream, position)
-        plan.broken = killer(f"element {position} of stream {stream}", cause)
-        if not plan.ended:
-            self._settle(book, plan)
-        return [
-            work
+        if plan is not None:
+            plan.cut(step, refusal, index)
+            self._tell_end(plan)
+
+    def break_off(self, place: StreamPlace, cause: str) -> None:
+        """Whoever makes this element of a stream dies: the plan ends before it, and before what else is not made yet."""
+        plan = self.plans.get(place.plan)
+        if plan is None or plan.order is None:
+            return
+        why = f"element {place.position} of stream {place.stream} {poisonous(cause)}"
+        plan.order.break_off(place.stream, place.position, why)
+        self._settle(plan)
+        unmade = [
+            work.step
             for view in plan.ranks
             for work in (*view.unconsumed, *view.queue)
-            if work.stream == stream
+            if work.stream == place.stream
             and not (work.prepared or work.over)
-            and unpack_place(work.index)[1] >= position
+            and unpack_place(work.index)[1] >= place.position
         ]
+        if unmade:
+            self.cut(plan.ident, min(unmade), why)
 
-    def _settle(self, book: LoaderBook, plan: Plan) -> None:
-        settled, over = book.orders[plan.ident].advance()
-        before = plan.rows
-        plan.extend(
-            [pack_place(*place) for place in settled],
-            book.base_seeds[plan.ident],
-            [stream for stream, _ in settled],
-        )
+    def _settle(self, plan: Plan) -> None:
+        if plan.ended or plan.order is None:
+            return
+        assert plan.base_seed is not None
+        settled, over = plan.order.advance()
+        indices = [pack_place(*place) for place in settled]
+        plan.extend(indices, plan.base_seed, [stream for stream, _ in settled])
         if over:
-            plan.end(refusal=plan.broken)
-        book.planned += (plan.rows - before) * self.n
+            plan.end(refusal=plan.order.broken)
         self._tell_end(plan)
 
     def refill(self) -> None:
         """Ask the planner for what will be needed soon: more indices, or the next iteration."""
         for book in self.loaders:
             for plan in list(book.plans.values()):
-                if not plan.ended and not plan.asked and not book.facts.streams:
-                    self._draw(book, plan)
+                self._draw(book, plan)
             latest = book.plans.get(max(book.plans)) if book.plans else None
             if (
                 latest is not None
                 and latest.ended
-                and not (latest.failure or latest.broken)
+                and not latest.broken
                 and latest.begun
                 and latest.rows
                 and not any(view.queue for view in latest.ranks)
@@ -233,54 +230,53 @@ class PlanBook:
                 self._open(book, latest.iteration + 1, book.predicted_epoch(latest.iteration + 1))
 
     def _draw(self, book: LoaderBook, plan: Plan) -> None:
+        """Ask for indices that will be needed soon; the first time in any case, for the plan's seed."""
+        count = 0 if book.facts.streams else self._indices_wanted(book, plan)
+        if not (plan.ended or plan.asked) and (count > 0 or plan.base_seed is None):
+            plan.asked = True
+            goes_on = book.begun_at is not None and plan.iteration == book.begun_at[0] > 0
+            draw = Draw(plan.ident, book.index, plan.iteration, plan.epoch, max(count, 0), goes_on)
+            self.outbox.append((PLANNER, draw))
+
+    def _indices_wanted(self, book: LoaderBook, plan: Plan) -> int:
         queues = [len(view.queue) for view in plan.ranks if not view.closed]
         if not queues or min(queues) > 128 or sum(queues) > _BACKLOG:
-            return
+            return 0
         count = max(512, 64 * self.n) if plan.begun else 4 * self.prebuffer_rows * self.n
         left = book.rows_left(plan)
-        if left is not None:
-            count = min(count, left * self.n - plan.drawn)
-        if count > 0:
-            plan.asked = True
-            self.outbox.append(("p", Draw(plan.ident, count)))
+        return count if left is None else min(count, left * self.n - plan.drawn)
 
-    def _open(self, book: LoaderBook, iteration: int, epoch: int | None, *, repeat: bool = False) -> Plan:
-        self._idents += 1
-        plan = Plan(self._idents, book.index, iteration, epoch, self.n, self.uneven)
+    def _open(self, book: LoaderBook, iteration: int, epoch: int | None) -> Plan:
+        order = StreamOrder(book.facts.streams) if book.facts.streams else None
+        number = plan_number(book.index, iteration, epoch)
+        plan = Plan(number, book.index, iteration, epoch, self.n, self.uneven, order)
         self.plans[plan.ident] = book.plans[iteration] = plan
-        if book.facts.streams:
-            book.orders[plan.ident] = StreamOrder(book.facts.streams)
-        self.outbox.append(("p", OpenPlan(plan.ident, book.index, iteration, epoch, repeat)))
         return plan
 
     # ── ranks ─────────────────────────────────────────────────────────────────────────────────────
 
     def begin(self, rank: int, message: Begin) -> None:
-        """A rank calls ``iter()``: tell it which plan that is."""
-        if not self.loaders:
-            self._waiting.append((rank, message))
-            return
+        """A rank calls ``iter()``, for which it has to know the loaders."""
         book = self.loaders[message.loader]
-        disagreement, refusal = self._disagreement(rank, book, message), self._refusal(book)
-        if disagreement or refusal:
-            opened = Opened(
-                message.loader, message.iteration, -1, disagreement or refusal, bool(disagreement)
-            )
-            self.outbox.append((rank_peer(rank), opened))
+        disagreement = self._disagreement(rank, book, message)
+        refusal = disagreement or self._refusal(book)
+        if refusal:
+            number = plan_number(message.loader, message.iteration, message.epoch)
+            self.tell(rank, Ended(number, 0, refusal=refusal, disagree=bool(disagreement)))
             return
         plan = book.plans.get(message.iteration)
         if plan is not None and plan.epoch != message.epoch:
             self._drop(plan)  # planned ahead for another epoch than the ranks then chose
             plan = None
         if plan is None:
-            repeat = not book.begun_by and message.iteration > 0
-            plan = self._open(book, message.iteration, message.epoch, repeat=repeat)
+            plan = self._open(book, message.iteration, message.epoch)
         if not book.begun_by:
             self._go_on(book, plan, message)
         book.begun_by.add(rank)
         plan.ranks[rank].begun = True
-        book.note_begun(message.iteration, plan.epoch)
-        self.outbox.append((rank_peer(rank), Opened(message.loader, message.iteration, plan.ident)))
+        if book.last_begun is None or message.iteration > book.last_begun[0]:
+            book.last_begun = message.iteration, plan.epoch
+        self._draw(book, plan)
         self._tell_end(plan)
 
     def _go_on(self, book: LoaderBook, plan: Plan, message: Begin) -> None:
@@ -289,17 +285,18 @@ class PlanBook:
         for earlier in [other for other in book.plans.values() if other.iteration < plan.iteration]:
             self._drop(earlier)
         book.rows_closed = message.taken
-        book.planned += message.taken * self.n
+        book.rows_past = message.taken
         book.delivered += (message.taken + message.start) * self.n
         self.newly_consumed += plan.skip(message.start)
         if book.used_up(message.taken + message.start):
             plan.last = book.rows_left(plan)
-            self._cut(book, plan)
+            self._cut_used_up(book, plan)
 
-    def _cut(self, book: LoaderBook, plan: Plan) -> None:
+    def _cut_used_up(self, book: LoaderBook, plan: Plan) -> None:
         """A plan that is empty, its units having been taken by an earlier start, ends where its sampler was then."""
         if plan.last is not None and (book.facts.streams or plan.rows >= plan.last):
             plan.cut(plan.last)
+        self._tell_end(plan)
 
     def _disagreement(self, rank: int, book: LoaderBook, message: Begin) -> str:
         here = (message.iteration, message.start)
@@ -324,25 +321,23 @@ class PlanBook:
             return book.facts.error
         length = book.facts.length
         if self.uneven == "raise" and length is not None and not book.facts.per_rank and length % self.n:
-            return (
-                f"'{book.facts.name}' has {length} elements, which {self.n} ranks cannot share evenly. Use "
-                f"--uneven drop (leaves out the last {length % self.n}) or --uneven pad (repeats the first ones), "
-                "or choose a batch size that divides"
-            )
+            return f"'{book.facts.name}' {unshared(length, self.n)}"
         return ""
 
-    def close(self, rank: int, message: Close) -> None:
+    def close(self, rank: int, plan_id: int) -> None:
         """A rank is through with a plan."""
-        plan = self.plans.get(message.plan)
+        plan = self.plans.get(plan_id)
         if plan is None or plan.ranks[rank].closed:
             return
-        self.consume(rank, message.plan, message.consumed, message.asked)
-        under_way = plan.close(rank)
-        self.newly_cancelled.append((plan, rank, under_way))
+        plan.close(rank)
         if plan.closed:
             book = self.loaders[plan.loader]
             book.rows_before = book.rows_closed
+            if plan.broken and book.stuck is None:
+                asked = min(view.asked for view in plan.ranks)
+                book.stuck = ResumePoint(plan.iteration, asked, book.rows_closed)
             book.rows_closed += min(view.consumed for view in plan.ranks)
+            book.rows_past += plan.rows
             self._forget(plan)
 
     def consume(self, rank: int, plan_id: int, consumed: int, asked: int | None = None) -> None:
@@ -358,26 +353,24 @@ class PlanBook:
     def _tell_end(self, plan: Plan) -> None:
         if plan.steps is None:
             return
+        name = self.loaders[plan.loader].facts.name
+        refusal = plan.refusal if plan.index or not plan.refusal else f"'{name}': {plan.refusal}"
+        ended = Ended(plan.ident, plan.steps, plan.failure, refusal, plan.index)
         for rank, view in enumerate(plan.ranks):
             if view.begun and not view.closed and not view.told_end:
                 view.told_end = True
-                end = Ended(plan.ident, plan.steps, plan.failure, plan.refusal)
-                self.outbox.append((rank_peer(rank), end))
+                self.tell(rank, ended)
 
     def _drop(self, plan: Plan) -> None:
-        plan.undone = True
         for rank in range(self.n):
-            self.newly_cancelled.append((plan, rank, plan.close(rank)))
-            self.outbox.append((rank_peer(rank), Forget(plan.ident)))
-        self.loaders[plan.loader].planned -= plan.rows * self.n
-        self._forget(plan)
+            plan.close(rank)
+            self.tell(rank, Cancel(plan.ident, undone=True))
+        self._forget(plan, undone=True)
 
-    def _forget(self, plan: Plan) -> None:
-        book = self.loaders[plan.loader]
-        del self.plans[plan.ident], book.plans[plan.iteration]
-        book.orders.pop(plan.ident, None)
-        book.base_seeds.pop(plan.ident, None)
-        self.outbox.append(("p", DropPlan(plan.ident)))
+    def _forget(self, plan: Plan, *, undone: bool = False) -> None:
+        del self.plans[plan.ident], self.loaders[plan.loader].plans[plan.iteration]
+        makers = {stream.told[0] for stream in plan.streams if stream.told is not None}
+        self.outbox += [(peer, Cancel(plan.ident, undone)) for peer in (PLANNER, *makers)]
 
     # ── leasing ───────────────────────────────────────────────────────────────────────────────────
 

@@ -1,4 +1,4 @@
-"""The notebook's own order: a loader's sampler iterated exactly as torch's DataLoader would iterate it.
+"""One loader's iterations: its samplers, run exactly as torch's DataLoader would.
 
 torch draws in a fixed sequence, which these plans repeat (``torch/utils/data/dataloader.py``): a new
 iterator calls ``iter(index_sampler)``, then draws its base seed from the loader's generator; with workers it
@@ -12,57 +12,18 @@ loader is planned ahead never shows in the order of another.
 from __future__ import annotations
 
 import copy
-import random
-import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.utils.data import BatchSampler
 from torch.utils.data.distributed import DistributedSampler
 
+from taas.delivery.making import RngStates, apply_rngs, rngs_now
 from taas.delivery.messages import LoaderFacts
-from taas.delivery.parts import LoaderParts
-
-__all__ = ["LoaderPlans", "RngStates"]
-
-
-@dataclass(slots=True)
-class RngStates:
-    """States of the process-wide generators that samplers draw from."""
-
-    torch_state: Any
-    random_state: Any
-    numpy_state: Any = None
-
-    @classmethod
-    def of_notebook(cls, states: tuple[Any, Any, Any] | None) -> RngStates:
-        """Return the notebook's at launch (torch, random, numpy), this process's where one is missing."""
-        here = cls.now()
-        if states is None:
-            return here
-        given = (
-            new if new is not None else old
-            for new, old in zip(states, (here.torch_state, here.random_state, here.numpy_state), strict=True)
-        )
-        return cls(*given)
-
-    @classmethod
-    def now(cls) -> RngStates:
-        """Return this process's."""
-        numpy = sys.modules.get("numpy")
-        return cls(
-            torch.get_rng_state(), random.getstate(), None if numpy is None else numpy.random.get_state()
-        )
-
-    def apply(self) -> None:
-        """Make them this process's."""
-        torch.set_rng_state(self.torch_state)
-        random.setstate(self.random_state)
-        numpy = sys.modules.get("numpy")
-        if numpy is not None and self.numpy_state is not None:
-            numpy.random.set_state(self.numpy_state)
+from taas.delivery.registered import LoaderParts
 
 
 @dataclass(slots=True)
@@ -74,13 +35,15 @@ class _Snapshot:
 
 
 @dataclass(slots=True)
-class _Open:
-    iteration: int
-    base_seed: int
-    streams: list[Iterator[Any]]
+class Iteration:
+    """One iteration of a loader, drawn as far as was asked; ``error`` is what its sampler raised, after all drawn before."""
+
+    number: int
+    base_seed: int = 0
+    streams: list[Iterator[Any]] = field(default_factory=list)
     turn: int = 0
     ended: bool = False
-    error: Exception | None = None
+    error: BaseException | None = None
 
 
 class LoaderPlans:
@@ -94,25 +57,19 @@ class LoaderPlans:
         self._starts: dict[int, _Snapshot] = {}
         self._ends: dict[int, _Snapshot] = {}
         self._base_seed = 0
-        self._open: dict[int, _Open] = {}
         self._distributed = _find_distributed(parts)
         self._index_samplers = [parts.index_sampler]
         if self._distributed is not None:
             self._index_samplers = self._per_rank(self._distributed)
-            parts = self.parts
         self.facts = self._facts()
 
     def _facts(self) -> LoaderFacts:
-        epochs = [getattr(s, "epoch", None) for s in _samplers(self.parts) if hasattr(s, "set_epoch")]
+        epochs = [
+            getattr(s, "epoch", None) for s in _samplers(self.parts.index_sampler) if hasattr(s, "set_epoch")
+        ]
         epoch = epochs[0] if epochs and isinstance(epochs[0], int) else None
-        return LoaderFacts(
-            self.name,
-            self._length(),
-            self.parts.streams,
-            epoch,
-            self._distributed is not None,
-            self.note,
-        )
+        per_rank = self._distributed is not None
+        return LoaderFacts(self.name, self._length(), self.parts.streams, epoch, per_rank, self.note)
 
     def _length(self) -> int | None:
         try:
@@ -143,108 +100,111 @@ class LoaderPlans:
 
     # ── iterations ────────────────────────────────────────────────────────────────────────────────
 
-    def open(self, plan: int, iteration: int, epoch: int | None) -> int:
-        """Begin an iteration; return its base seed. One begun before starts from the same state again."""
-        if iteration in self._starts:
-            self._restore(self._starts[iteration])
-        self._rngs.apply()
-        self._starts[iteration] = self._snapshot()
-        self._starts.pop(iteration - 8, None)
-        self._ends.pop(iteration - 8, None)
-        self._set_epoch(epoch)
-        goes_on = self.parts.persistent_workers and iteration > 0
+    def open(self, number: int, epoch: int | None, *, repeats: bool = False) -> Iteration:
+        """Begin an iteration; one begun before starts from the same state again.
+
+        Where it ``repeats``, all iterations before it run to their ends first, as in an earlier start of the run.
+        """
+        opened = Iteration(number)
+        try:
+            if repeats:
+                self._repeat(number, epoch)
+            self._begin(opened, epoch)
+        except BaseException as error:
+            opened.error = error
+        opened.base_seed = self._base_seed
+        return opened
+
+    def _begin(self, opened: Iteration, epoch: int | None) -> None:
+        number = opened.number
         streams: list[Iterator[Any]] = []
+        if number in self._starts:
+            self._restore(self._starts[number])
+        apply_rngs(self._rngs)
+        self._starts[number] = self._snapshot()
+        self._starts.pop(number - 8, None)
+        self._ends.pop(number - 8, None)
+        self._set_epoch(epoch)
+        goes_on = self.parts.persistent_workers and number > 0
         try:
             for sampler in self._index_samplers:
                 iterator = iter(sampler)
                 if not goes_on and not streams:
-                    self._base_seed = self._draw_base_seed()
+                    drawn = torch.empty((), dtype=torch.int64).random_(generator=self.parts.generator)
+                    self._base_seed = int(drawn.item())
                 if not goes_on and self.parts.num_workers > 0:
                     iterator = iter(sampler)
                 streams.append(iterator)
         finally:
-            self._rngs = RngStates.now()
-        self._open[plan] = _Open(iteration, self._base_seed, [] if self.parts.streams else streams)
-        return self._base_seed
+            self._rngs = rngs_now()
+        opened.streams = [] if self.parts.streams else streams
 
-    def repeat(self, iteration: int, epoch: int | None) -> None:
-        """Run all iterations before this one to their ends, as an earlier start of the run has."""
-        for earlier in range(iteration):
-            if all(opened.iteration != earlier for opened in self._open.values()):
-                self.open(_PAST, earlier, None if epoch is None else epoch - iteration + earlier)
-            self._run_out(earlier, most=(self._length() or 0) + 1)
-            self.drop(_PAST)
+    def _repeat(self, number: int, epoch: int | None) -> None:
+        for earlier in range(number):
+            past = self.open(earlier, None if epoch is None else epoch - number + earlier)
+            self._run_out(past, most=(self._length() or 0) + 1)
+            self.drop(past)
 
-    def draw(self, plan: int, count: int, until: float, clock: Any) -> tuple[list[Any], bool, int]:
-        """Return up to ``count`` indices (fewer when ``clock()`` passes ``until``), whether that is all, the seed.
-
-        Raises:
-            Exception: what the sampler raised, after the indices before it were returned.
-        """
-        opened = self._open[plan]
-        if opened.error is not None:
-            raise opened.error
+    def draw(
+        self, opened: Iteration, count: int, until: float, pack: Callable[[Any], Any] = lambda index: index
+    ) -> list[Any]:
+        """Return up to ``count`` indices, fewer at the iteration's end or error, or when the clock passes ``until``."""
         indices: list[Any] = []
-        if opened.ended or not opened.streams:
-            return indices, opened.ended, opened.base_seed
-        self._rngs.apply()
+        if opened.ended or opened.error is not None or not opened.streams:
+            return indices
+        apply_rngs(self._rngs)
         try:
             while len(indices) < count:
                 index = next(opened.streams[opened.turn], _END)
                 if index is _END:
                     opened.ended = True
                     break
-                indices.append(index)
+                indices.append(pack(index))
                 opened.turn = (opened.turn + 1) % len(opened.streams)
-                if len(indices) % 32 == 0 and clock() > until:
+                if len(indices) % 32 == 0 and time.monotonic() > until:
                     break
-        except Exception as error:
+        except BaseException as error:
             opened.error = error
-            if not indices:
-                raise
         finally:
-            self._rngs = RngStates.now()
+            self._rngs = rngs_now()
         if opened.ended:
-            self._ends[opened.iteration] = self._snapshot()
-        return indices, opened.ended, opened.base_seed
+            self._ends[opened.number] = self._snapshot()
+        return indices
 
-    def drop(self, plan: int) -> None:
-        """Nobody will draw from this plan again."""
-        opened = self._open.pop(plan, None)
-        if opened is not None and not opened.ended:
-            self._ends.setdefault(opened.iteration, self._snapshot())
+    def drop(self, opened: Iteration) -> None:
+        """Nobody will draw from it again."""
+        if not opened.ended:
+            self._ends.setdefault(opened.number, self._snapshot())
 
-    def final_states(self, iteration: int, epoch: int | None) -> dict[str, Any]:
-        """Where the loader's own generators stand after ``iteration``, by attribute path; and its epoch."""
-        end = self._ends.get(iteration)
-        if end is None:
-            end = self._run_out(iteration) or self._snapshot()
+    def final_states(self, number: int, epoch: int | None, opened: Iteration | None) -> dict[str, Any]:
+        """Where the loader's own generators stand after an iteration, by attribute path; and its epoch.
+
+        ``opened`` is that iteration, if it was not dropped.
+
+        Raises:
+            Exception: what the sampler raised.
+        """
+        if opened is not None and number not in self._ends:
+            self._run_out(opened)
+        end = self._ends.get(number) or self._snapshot()
         states: dict[str, Any] = {f"{path}!state": state for path, state in end.generators.items()}
         if epoch is not None:
             states["epoch"] = epoch
         return states
 
-    def _run_out(self, iteration: int, most: int = 1_000_000) -> _Snapshot | None:
+    def _run_out(self, opened: Iteration, most: int = 1_000_000) -> None:
         """Draw the rest of an iteration that the ranks left early, if it is no more than ``most`` indices."""
-        for plan, opened in self._open.items():
-            if opened.iteration == iteration and opened.streams and self._length() is not None:
-                left = most
-                while left > 0:
-                    indices, ended, _ = self.draw(plan, min(left, 1000), float("inf"), lambda: 0.0)
-                    if ended:
-                        return self._ends[iteration]
-                    left -= len(indices)
-        return None
-
-    def _draw_base_seed(self) -> int:
-        return int(torch.empty((), dtype=torch.int64).random_(generator=self.parts.generator).item())
+        left = most if self._length() is not None and opened.streams else 0
+        while left > 0 and not opened.ended and opened.error is None:
+            left -= len(self.draw(opened, min(left, 1000), float("inf")))
+        if opened.error is not None:
+            raise opened.error
 
     def _set_epoch(self, epoch: int | None) -> None:
         if epoch is None:
             return
         for index_sampler in self._index_samplers:
-            sampler: Any
-            for sampler in (index_sampler, getattr(index_sampler, "sampler", None)):
+            for sampler in _samplers(index_sampler):
                 if hasattr(sampler, "set_epoch"):
                     sampler.set_epoch(epoch)
 
@@ -258,19 +218,15 @@ class LoaderPlans:
 
 
 _END = object()
-_PAST = -1
-"""The plan of an iteration that is only repeated."""
 
 
-def _samplers(parts: LoaderParts) -> list[Any]:
+def _samplers(index_sampler: Any) -> list[Any]:
     """The index sampler and the sampler inside it."""
-    outer = parts.index_sampler
-    inner = getattr(outer, "sampler", None)
-    return [s for s in (outer, inner) if s is not None]
+    return [s for s in (index_sampler, getattr(index_sampler, "sampler", None)) if s is not None]
 
 
 def _find_distributed(parts: LoaderParts) -> Any:
-    for sampler in _samplers(parts):
+    for sampler in _samplers(parts.index_sampler):
         if isinstance(sampler, DistributedSampler) or (
             hasattr(sampler, "num_replicas") and hasattr(sampler, "rank") and hasattr(sampler, "set_epoch")
         ):
@@ -293,7 +249,9 @@ def _generators_of(parts: LoaderParts) -> dict[str, torch.Generator]:
     """Every torch.Generator that the loader or its samplers hold, by attribute path, once each."""
     found: dict[str, torch.Generator] = {}
     places = [("generator", parts.generator)]
-    for path, holder in zip(("index_sampler", "index_sampler.sampler"), _samplers(parts), strict=False):
+    for path, holder in zip(
+        ("index_sampler", "index_sampler.sampler"), _samplers(parts.index_sampler), strict=False
+    ):
         places += [(f"{path}.{name}", value) for name, value in getattr(holder, "__dict__", {}).items()]
     for path, value in places:
         if isinstance(value, torch.Generator) and not any(value is known for known in found.values()):

@@ -1,62 +1,62 @@
 """Slabs: shared memory that elements are made in and read from, without a copy between.
 
-The coordinator makes one memfd per rank. Its size is address space; memory is reserved page by page with
-``posix_fallocate``, because a page that cannot be had when it is first written is a SIGBUS and no exception.
+The coordinator makes one memfd, in which each rank has its slab; offsets are the file's. Its size is address space;
+memory is reserved page by page with ``posix_fallocate``, because a page that cannot be had when it is first written is a
+SIGBUS and no exception.
 Ready elements outlive the worker that made them. A rank's tensors hang on a lease, a ctypes object that
-exports the slot's buffer: when nothing refers to the buffer any more, the lease says so.
+exports the slot's buffer: when nothing refers to the buffer any more, the lease says so. Room is given out first fit,
+lowest offset first, so that a rank that keeps up touches few pages.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
+from bisect import bisect_left
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["Lease", "Slab", "SlabFile", "lease_slot"]
-
+_PAGE = 4096
 _RESERVE = 8 << 20
 _POPULATE_WRITE = 23
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class SlabFile:
-    """The coordinator's side: the file and how much of it is reserved."""
+    """The coordinator's side: the file and how much of each rank's slab, of ``size`` bytes, is reserved."""
 
-    def __init__(self, size: int, name: str) -> None:
-        self.size = size
-        self.fd = os.memfd_create(f"taas-{name}", os.MFD_CLOEXEC)
+    def __init__(self, size: int, ranks: int) -> None:
+        self._size = size
+        self._reserved = [rank * size for rank in range(ranks)]
+        self.fd = os.memfd_create("taas-slabs", os.MFD_CLOEXEC)
         try:
-            os.ftruncate(self.fd, size)
+            os.ftruncate(self.fd, size * ranks)
         except OSError:
-            self.size = 0  # a limit on file sizes: elements travel as frames
-        self._reserved = 0
+            self._size = 0  # a limit on file sizes: elements travel as frames
 
-    def reserve(self, upto: int) -> int:
-        """Reserve memory up to a byte; return up to which it is reserved, less when memory is short."""
-        if upto > self._reserved:
-            goal = min(self.size, max(upto, self._reserved + _RESERVE))
-            if goal <= self._reserved:
-                return self._reserved
-            try:
-                os.posix_fallocate(self.fd, self._reserved, goal - self._reserved)
-            except OSError:
-                return self._reserved
-            self._reserved = goal
-        return self._reserved
+    def reserve(self, rank: int, upto: int) -> int:
+        """Reserve memory of a rank's slab up to a byte; return up to which it is reserved, less when memory is short."""
+        reserved = self._reserved[rank]
+        goal = min((rank + 1) * self._size, max(upto, reserved + _RESERVE))
+        if reserved < upto and reserved < goal:
+            with contextlib.suppress(OSError):
+                os.posix_fallocate(self.fd, reserved, goal - reserved)
+                self._reserved[rank] = goal
+        return self._reserved[rank]
 
     def close(self) -> None:
         """Close the file; mappings elsewhere keep the memory until they end."""
         os.close(self.fd)
 
 
-class Slab:
-    """A worker's or rank's mapping of one slab."""
+class Slabs:
+    """A worker's or rank's mapping of all slabs."""
 
     def __init__(self, fd: int) -> None:
         self.size = os.fstat(fd).st_size
-        self.map = mmap.mmap(fd, self.size, mmap.MAP_SHARED) if self.size else mmap.mmap(-1, mmap.PAGESIZE)
+        self.map = mmap.mmap(fd, self.size, mmap.MAP_SHARED)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.map))
         self._faulted: set[tuple[int, int]] = set()
 
@@ -65,14 +65,11 @@ class Slab:
         if (offset, nbytes) not in self._faulted:
             self._faulted.add((offset, nbytes))
             length = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-            _libc.madvise(
-                ctypes.c_void_p(self.address + offset),
-                ctypes.c_size_t(length),
-                ctypes.c_int(_POPULATE_WRITE),
-            )
+            start = ctypes.c_void_p(self.address + offset)
+            _libc.madvise(start, ctypes.c_size_t(length), ctypes.c_int(_POPULATE_WRITE))
 
 
-class Lease(ctypes.Array[ctypes.c_char]):
+class SlotLease(ctypes.Array[ctypes.c_char]):
     """A slot's buffer as Python objects see it. Subclasses have a length; see ``lease_slot``."""
 
     _type_ = ctypes.c_char
@@ -88,16 +85,80 @@ class Lease(ctypes.Array[ctypes.c_char]):
 _lease_types: dict[int, Any] = {}
 
 
-def lease_slot(slab: Slab, offset: int, capacity: int, on_free: Callable[[], None]) -> Lease:
+def lease_slot(slabs: Slabs, offset: int, capacity: int, on_free: Callable[[], None]) -> SlotLease:
     """Return the buffer of one slot; ``on_free`` is called, in any thread, when nobody uses it any more.
 
-    Slots come in few sizes (``slots.slot_size``), so the types made here stay few.
+    Slots come in few sizes (``slot_size``), so the types made here stay few.
     """
     kind: Any = _lease_types.get(capacity)
     if kind is None:
-        kind = _lease_types[capacity] = type(
-            "Lease", (Lease,), {"_length_": capacity, "_type_": ctypes.c_char}
-        )
-    lease: Lease = kind.from_buffer(slab.map, offset)
+        members = {"_length_": capacity, "_type_": ctypes.c_char}
+        kind = _lease_types[capacity] = type("Lease", (SlotLease,), members)
+    lease: SlotLease = kind.from_buffer(slabs.map, offset)
     lease.on_free = on_free
     return lease
+
+
+def slot_size(nbytes: int) -> int:
+    """Round up to a whole page, at most an eighth above: few different sizes, so freed room fits again."""
+    step = max(_PAGE, (1 << max(nbytes - 1, 1).bit_length()) // 16)
+    return max(_PAGE, -(-nbytes // step) * step)
+
+
+class SlotTable:
+    """Free extents of one slab, sorted by offset, merged with their neighbours.
+
+    The slab's memory is reserved as it is first needed: ``reserve(upto)`` returns up to which offset it is safe to touch.
+    What cannot be reserved is not part of the slab.
+    """
+
+    def __init__(self, size: int, reserve: Callable[[int], int] | None = None, start: int = 0) -> None:
+        self.size, self._start = size, start
+        self._reserve = reserve
+        self._reserved = start + size if reserve is None else start
+        self._extents = [(start, size)] if size else []
+        """Start and length of each."""
+
+    @property
+    def free(self) -> int:
+        """Bytes free in all, in one piece or not."""
+        return sum(length for _, length in self._extents)
+
+    def take(self, nbytes: int) -> int | None:
+        """Return the offset of ``nbytes`` free bytes, or None."""
+        for at, (start, length) in enumerate(self._extents):
+            if length < nbytes:
+                continue
+            if start + nbytes > self._reserved and not self._grow(start + nbytes):
+                return None
+            self._extents[at : at + 1] = [(start + nbytes, length - nbytes)] if length > nbytes else []
+            return start
+        return None
+
+    def give(self, offset: int, nbytes: int) -> None:
+        """Take back what ``take`` gave."""
+        extents, end = self._extents, offset + nbytes
+        first = last = bisect_left(extents, (offset, 0))
+        if last < len(extents) and extents[last][0] == end:
+            end += extents[last][1]
+            last += 1
+        if first > 0 and sum(extents[first - 1]) == offset:
+            first -= 1
+            offset = extents[first][0]
+        extents[first:last] = [(offset, end - offset)]
+
+    def _grow(self, upto: int) -> bool:
+        """Reserve up to a byte; where that cannot be had, free room behind what is reserved is forgotten."""
+        assert self._reserve is not None
+        self._reserved = self._reserve(upto)
+        if self._reserved >= upto:
+            return True
+        end = self._reserved
+        self.size = max(0, end - self._start)
+        self._extents = [(at, min(length, end - at)) for at, length in self._extents if at < end]
+        return False
+
+
+def slab_size(buffer: int, ranks: int) -> int:
+    """Return the bytes of elements that may be under way per rank: its share of ``buffer``, at least 4 MiB."""
+    return max(4 << 20, buffer // ranks // (1 << 20) * (1 << 20))

@@ -1,41 +1,31 @@
-"""Sockets of the delivery: the control channel, the data path, and file descriptors of slabs.
+"""Ways of the delivery: the control channel, the data path, the slabs' descriptor, the coordinator's pipes.
 
-Control is one CURVE ROUTER at the coordinator; only the run's own client key gets in (ZAP, answered by the
-same loop). Data goes from worker to rank on one PUSH socket per pair. On one host that is an abstract unix
-socket, which no file outlives; between hosts TCP under CURVE, or plain where the user chose so. On either, a
-MAC over header and pickle is checked before anything is unpickled: who lacks the run's key gets nothing read.
+Control is one CURVE ROUTER at the coordinator; only the run's own client key gets in. Data goes from worker to rank on
+one PUSH socket per pair. On one host all are UNIX sockets in a folder that nobody else can enter; between hosts they
+are TCP under CURVE, data under PLAIN where the user chose so. On either, a MAC over header and pickle is checked before
+anything is unpickled (``taas.wire.framing``).
 """
 
 from __future__ import annotations
 
-import array
+import contextlib
 import hmac
 import os
-import secrets
 import socket
 from collections.abc import Iterator
 from hashlib import blake2b
 from typing import Any
 
 import zmq
-from zmq.utils import z85
 
-from taas.delivery.config import Keys
+from taas.delivery.config import DeliveryConfig, Keys
+from taas.delivery.messages import Peer, Report, Result, Ticket, peer_named
+from taas.delivery.slab import Slabs
+from taas.wire.child import Child
+from taas.wire.curve import Gate, make_dealer, make_router, serve_curve, show_key
+from taas.wire.framing import Message, MessageReader, pack
 
-__all__ = [
-    "ControlServer",
-    "DataReceiver",
-    "FdServer",
-    "authenticate",
-    "connect_control",
-    "connect_data",
-    "fetch_fds",
-    "new_context",
-    "seal",
-]
-
-_CONTROL_LIMIT = 64 << 20
-_MAC = 16
+_SLABS = "slabs"
 
 
 def new_context() -> zmq.Context[zmq.Socket[bytes]]:
@@ -45,76 +35,45 @@ def new_context() -> zmq.Context[zmq.Socket[bytes]]:
     return context
 
 
-def seal(key: bytes, header: bytes, body: bytes) -> bytes:
-    """Return the MAC of one element's header and pickle."""
-    digest = blake2b(header, key=key, digest_size=_MAC)
-    digest.update(body)
-    return digest.digest()
+def _bind(server: zmq.Socket[bytes], folder: str, name: str, host: str) -> str:
+    """Let a socket listen in the folder, or where there is none at the host's address; returns where."""
+    if folder:
+        endpoint = f"ipc://{folder}/{name}"
+        server.bind(endpoint)
+        return endpoint
+    return f"tcp://{host}:{server.bind_to_random_port(f'tcp://{host}')}"
 
 
-def authenticate(key: bytes, frame: bytes, body: Any) -> bytes | None:
-    """Return the header in ``frame`` if its MAC holds, else None."""
-    header = frame[_MAC:]
-    return header if hmac.compare_digest(frame[:_MAC], seal(key, header, body)) else None
-
-
-def connect_control(context: Any, endpoint: str, keys: Keys, identity: str) -> zmq.Socket[bytes]:
-    """Connect to the coordinator under a name."""
-    control: zmq.Socket[bytes] = context.socket(zmq.DEALER)
-    control.setsockopt(zmq.IDENTITY, identity.encode())
-    control.setsockopt(zmq.LINGER, 1000)
-    control.setsockopt(zmq.MAXMSGSIZE, _CONTROL_LIMIT)
-    control.set_hwm(0)
-    control.curve_serverkey = keys.server_public.encode()
-    control.curve_publickey = keys.client_public.encode()
-    control.curve_secretkey = keys.client_secret.encode()
-    control.connect(endpoint)
-    return control
+def _gate_for(context: Any, secret: bytes) -> Gate:
+    return Gate(context, lambda shown: hmac.compare_digest(shown, secret))
 
 
 class ControlServer:
-    """The coordinator's end: ``poll`` these sockets, answer ZAP, receive and send named messages."""
+    """The coordinator's end: ``poll`` its router and its gate's socket, receive and send named messages."""
 
-    def __init__(self, context: Any, host: str, keys: Keys) -> None:
-        self._allowed = keys.client_public.encode()
-        self.zap: zmq.Socket[bytes] = context.socket(zmq.REP)
-        self.zap.setsockopt(zmq.LINGER, 0)
-        self.zap.bind("inproc://zeromq.zap.01")
-        self.router: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
+    def __init__(self, context: Any, config: DeliveryConfig) -> None:
+        keys = config.keys
+        self.gate = _gate_for(context, keys.client_public.encode())
+        self.router = make_router(context, keys.server_public.encode(), keys.server_secret.encode())
         self.router.setsockopt(zmq.LINGER, 500)
-        self.router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self.router.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        self.router.setsockopt(zmq.MAXMSGSIZE, _CONTROL_LIMIT)
-        self.router.set_hwm(0)
-        self.router.curve_server = True
-        self.router.curve_publickey = keys.server_public.encode()
-        self.router.curve_secretkey = keys.server_secret.encode()
-        port = self.router.bind_to_random_port(f"tcp://{host}")
-        self.endpoint = f"tcp://{host}:{port}"
+        self.endpoint = _bind(self.router, config.folder, "control", config.host)
 
-    def answer_zap(self) -> None:
-        """Let in, or keep out, the clients that are at the door (RFC 27, ZAP)."""
-        while self.zap.poll(0):
-            version, request, _, _, _, mechanism, *credentials = self.zap.recv_multipart()
-            key = z85.encode(credentials[0]) if mechanism == b"CURVE" and credentials else b""
-            known = hmac.compare_digest(key, self._allowed)
-            status = (b"200", b"OK", b"peer") if known else (b"400", b"unknown key", b"")
-            self.zap.send_multipart([version, request, *status, b""])
-
-    def receive(self, most: int) -> Iterator[tuple[str, bytes]]:
-        """Yield up to ``most`` messages that are there, with their senders' names."""
+    def receive(self, most: int) -> Iterator[tuple[Peer, bytes]]:
+        """Yield up to ``most`` messages that are there, with their senders."""
         for _ in range(most):
             try:
-                frames = self.router.recv_multipart(zmq.NOBLOCK)
+                identity, *frames = self.router.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            if len(frames) == 2:
-                yield frames[0].decode("ascii", "replace"), frames[1]
+            with contextlib.suppress(ValueError):  # nobody of ours
+                if len(frames) == 1:
+                    yield peer_named(identity), frames[0]
 
-    def send(self, peer: str, message: bytes) -> bool:
+    def send(self, peer: Peer, message: Message | list[Ticket]) -> bool:
         """Send; False if no such peer is connected."""
         try:
-            self.router.send_multipart([peer.encode(), message], zmq.NOBLOCK)
+            self.router.send_multipart([peer.identity, pack(message)], zmq.NOBLOCK)
         except zmq.ZMQError:
             return False
         return True
@@ -122,28 +81,90 @@ class ControlServer:
     def close(self) -> None:
         """Close both sockets."""
         self.router.close()
-        self.zap.close()
+        self.gate.socket.close()
+
+
+class ControlClient:
+    """A peer's connection to the coordinator.
+
+    Args:
+        hears: the union of messages that the coordinator sends it.
+    """
+
+    def __init__(self, context: Any, config: DeliveryConfig, name: Peer, hears: Any) -> None:
+        keys = config.keys
+        self.socket = make_dealer(context, keys.server_public, keys.client_public, keys.client_secret)
+        self.socket.setsockopt(zmq.IDENTITY, name.identity)
+        self.socket.setsockopt(zmq.LINGER, 1000)
+        self.socket.connect(config.endpoint)
+        self._read = MessageReader(hears)
+
+    def send(self, message: Message | list[Result]) -> None:
+        """Send a message."""
+        self.socket.send(pack(message))
+
+    def receive(self, flags: int = 0) -> Any:
+        """Return the next message; waits for it.
+
+        Raises:
+            zmq.Again: there is none yet, and ``flags`` are ``zmq.NOBLOCK``.
+        """
+        return self._read(self.socket.recv(flags))
+
+    def close(self) -> None:
+        """Close it; what was sent is on its way for a second."""
+        self.socket.close()
+
+
+@contextlib.contextmanager
+def connected(config: DeliveryConfig, name: Peer, hears: Any) -> Iterator[ControlClient]:
+    """Have a connection to the coordinator, as :class:`ControlClient` takes it, and nothing beside."""
+    context = new_context()
+    control = ControlClient(context, config, name, hears)
+    try:
+        yield control
+    finally:
+        control.close()
+        context.term()
 
 
 class DataReceiver:
-    """A rank's end of the data path. ``address`` and ``key`` are what workers need to connect."""
+    """A rank's end of the data path.
 
-    def __init__(self, context: Any, *, local: bool, host: str, encrypt: bool) -> None:
+    On TCP who connects is asked for a secret first: the server's public key, which only peers have, or without
+    encryption a password, so that nobody else fills this process's memory.
+
+    Attributes:
+        address, key: what workers need to connect.
+        gate: to be answered, where there is one; workers wait for it.
+    """
+
+    def __init__(self, context: Any, config: DeliveryConfig, rank: int, host: str) -> None:
+        folder = config.folder
         self.socket: zmq.Socket[bytes] = context.socket(zmq.PULL)
         self.socket.set_hwm(0)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.key = b""
-        if local:
-            self.address = f"ipc://@taas-{secrets.token_hex(16)}"
-            self.socket.bind(self.address)
-            return
-        if encrypt:
+        self.gate: Gate | None = None
+        if not folder:
+            self.socket.setsockopt(zmq.RCVBUF, 4 << 20)
+        if not folder and config.encrypt:
             self.key, secret = zmq.curve_keypair()
-            self.socket.curve_server = True
-            self.socket.curve_publickey, self.socket.curve_secretkey = self.key, secret
-        self.socket.setsockopt(zmq.RCVBUF, 4 << 20)
-        port = self.socket.bind_to_random_port(f"tcp://{host}")
-        self.address = f"tcp://{host}:{port}"
+            serve_curve(self.socket, self.key, secret)
+        elif not folder:
+            self.gate = _gate_for(context, _password(config.keys))
+            self.socket.plain_server = True
+        self.address = _bind(self.socket, folder, f"rank-{rank}", host)
+
+    def close(self) -> None:
+        """Close its sockets."""
+        self.socket.close()
+        if self.gate is not None:
+            self.gate.socket.close()
+
+
+def _password(keys: Keys) -> bytes:
+    return blake2b(b"password", key=keys.mac).hexdigest().encode()
 
 
 def connect_data(context: Any, address: str, key: bytes, keys: Keys) -> zmq.Socket[bytes]:
@@ -152,33 +173,27 @@ def connect_data(context: Any, address: str, key: bytes, keys: Keys) -> zmq.Sock
     data.set_hwm(0)
     data.setsockopt(zmq.LINGER, 0)
     if key:
-        data.curve_serverkey = key
-        data.curve_publickey = keys.client_public.encode()
-        data.curve_secretkey = keys.client_secret.encode()
+        show_key(data, key, keys.client_public, keys.client_secret)
+    elif address.startswith("tcp"):
+        data.plain_username, data.plain_password = b"worker", _password(keys)
     if address.startswith("tcp"):
         data.setsockopt(zmq.SNDBUF, 4 << 20)
     data.connect(address)
     return data
 
 
-def _token(keys: Keys) -> bytes:
-    return blake2b(b"slabs", key=keys.mac, digest_size=32).digest()
+class SlabServer:
+    """Hands the slabs' descriptor to whoever connects: nobody else can enter the folder.
 
-
-class FdServer:
-    """Hands the slabs' descriptors to whoever knows the run's key, over an abstract unix socket.
-
-    Descriptors travel as ancillary data, not as ``/proc/<pid>/fd`` paths: a rank whose storage guard dropped
-    its capabilities may no longer look into other processes.
+    It travels as ancillary data, not as a ``/proc/<pid>/fd`` path: a rank whose storage guard dropped its capabilities may
+    no longer look into other processes.
     """
 
-    def __init__(self, keys: Keys, fds: list[int]) -> None:
-        self.name = f"taas-{secrets.token_hex(16)}"
-        self._token = _token(keys)
-        self._fds = fds
+    def __init__(self, folder: str, fd: int) -> None:
+        self._fd = fd
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listener.bind("\0" + self.name)
-        self._listener.listen(64)
+        self._listener.bind(f"{folder}/{_SLABS}")
+        self._listener.listen(1024)
         self._listener.setblocking(False)
 
     def fileno(self) -> int:
@@ -186,47 +201,38 @@ class FdServer:
         return self._listener.fileno()
 
     def answer(self) -> None:
-        """Serve one client; one that is slow or wrong is hung up on."""
-        try:
+        """Serve one client, and wait for none: what it has not read yet lies in its socket."""
+        with contextlib.suppress(OSError):
             client, _ = self._listener.accept()
-        except BlockingIOError:
-            return
-        with client:
-            client.settimeout(1.0)
-            try:
-                if hmac.compare_digest(client.recv(32, socket.MSG_WAITALL), self._token):
-                    for start in range(0, len(self._fds), 64):
-                        socket.send_fds(client, [b"s"], self._fds[start : start + 64])
-            except OSError:
-                return
+            with client:
+                client.setblocking(False)
+                socket.send_fds(client, [b"s"], [self._fd])
 
     def close(self) -> None:
         """Stop listening."""
         self._listener.close()
 
 
-def fetch_fds(keys: Keys, name: str, count: int) -> list[int]:
-    """Return the descriptors of ``count`` slabs.
-
-    Raises:
-        OSError: there is no such server here (another host, another network namespace), or it refused.
-    """
-    fds: list[int] = []
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+def map_slabs(folder: str) -> Slabs | None:
+    """Map all slabs; None where they are on another host, or not to be had: frames on the socket do."""
+    if not folder:
+        return None
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
         client.settimeout(10.0)
-        client.connect("\0" + name)
-        client.sendall(_token(keys))
-        room = socket.CMSG_LEN(64 * array.array("i").itemsize)
-        while len(fds) < count:
-            data, ancillary, _, _ = client.recvmsg(1, room, getattr(socket, "MSG_CMSG_CLOEXEC", 0))
-            if not data:
-                break
-            for _, _, raw in ancillary:
-                numbers = array.array("i")
-                numbers.frombytes(raw[: len(raw) - len(raw) % numbers.itemsize])
-                fds.extend(numbers)
-    if len(fds) != count:
-        for fd in fds:
-            os.close(fd)
-        raise OSError(f"got {len(fds)} of {count} slabs")
-    return fds
+        client.connect(f"{folder}/{_SLABS}")
+        for fd in socket.recv_fds(client, 1, 1, socket.MSG_CMSG_CLOEXEC)[1]:
+            try:
+                return Slabs(fd)
+            except ValueError:  # empty, by a limit on file sizes
+                return None
+            finally:
+                os.close(fd)
+    return None
+
+
+class CoordinatorProcess(Child):
+    """A run's coordinator. What it is told first is its DeliveryConfig."""
+
+    def __init__(self, module: str = "taas.delivery.coordinator") -> None:
+        environ = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        super().__init__(["-P", "-m", module], Report, env=environ)

@@ -1,4 +1,14 @@
-"""Where VMs come from: the contract that the supervisor has with an engine."""
+"""Where VMs come from: the contract that the supervisor has with an engine.
+
+An engine is an :class:`Engine` that gives :class:`Machine` objects, in a file beside this one. It is entered in
+``engines/chosen.py`` (all but ``choose``), ``config.py`` (``engine.default`` and keys of its own),
+``notebook/verbs.py`` (usage and Tab), ``notebook/doctor.py`` and an extra of ``pyproject.toml``. Where code asks for ``kind == "local"``, any
+other kind counts as one with machines elsewhere.
+
+Who calls it: ``Fleet`` (``supervisor/fleet.py``) starts machines, gives them back and closes the engine, ``Supervisor``
+(``supervisor/loop.py``) polls the ``fileno`` of the engine and of each machine and calls ``step``; ``Run`` and ``DataSide``
+read how a machine stands.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +22,16 @@ class EngineChoice(msgspec.Struct, frozen=True):
     """Which engine gives a run its VMs.
 
     Attributes:
-        kind: ``local`` or ``ray``.
+        kind: ``local`` or ``ray``; any but ``local`` has its machines elsewhere.
         address: where the Ray cluster is; empty: the one that this machine is part of.
         wait: seconds that VMs may be waited for.
+        idle: seconds that VMs elsewhere stay after a run, for the next one.
     """
 
     kind: str = "local"
     address: str = ""
     wait: float = 600.0
+    idle: float = 60.0
 
 
 class Demand(msgspec.Struct, frozen=True):
@@ -42,15 +54,22 @@ class Demand(msgspec.Struct, frozen=True):
     environ: dict[str, str] = {}
     changed: tuple[str, ...] = ()
 
+    @property
+    def shape(self) -> tuple[str | None, int, bool]:
+        """What VMs have in common of which one may stand for another."""
+        return self.instance, self.gpus, self.rehearse
+
 
 class AgentConfig(msgspec.Struct, frozen=True):
     """What an engine writes to an agent's standard input, as one line of JSON.
 
     Attributes:
-        endpoint: the supervisor's zmq address; an engine with VMs elsewhere fills it in.
+        endpoint: the supervisor's zmq address; an engine with VMs elsewhere fills it in, with all that is of a
+            remote VM below.
         server_key, public_key, secret_key: CURVE keys in Z85.
         scratch: a folder that the agent may fill; it goes with the agent.
         data: a data VM: data workers run there, and no ranks.
+        idle: nobody waits for it yet: libraries are imported at a low priority until there is an order.
         remote: the supervisor may be on another host: nothing is read through /proc, the wire beats, and the
             agent leaves its starter's process tree.
         environ: of a remote VM, the environment that programs have there.
@@ -65,6 +84,7 @@ class AgentConfig(msgspec.Struct, frozen=True):
     secret_key: str
     scratch: str
     data: bool = False
+    idle: bool = False
     remote: bool = False
     environ: dict[str, str] = {}
     ahead: dict[str, str] = {}
@@ -105,12 +125,10 @@ class Engine(Protocol):
     """Gives VMs and takes them back.
 
     Attributes:
-        keeps_warm: whether a VM may stay for the next run of the same kernel.
         remote: whether VMs are, or may be, other hosts.
         here: the address under which VMs reach this machine; empty while it is not known.
     """
 
-    keeps_warm: bool
     remote: bool
     here: str
 

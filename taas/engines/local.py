@@ -1,19 +1,23 @@
-"""The embedded engine: every VM is an agent on this machine."""
+"""The local engine: every VM is an agent on this machine; and which GPUs this machine has.
+
+They are found without CUDA: asking CUDA would cost a context, or poison a fork.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import os
+import re
 import select
 import signal
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import msgspec
-
 from taas.engines import AgentConfig, Demand, Machine
+from taas.errors import NotEnoughDevices
+from taas.header.options import RunSpec
+from taas.wire.child import Child
+from taas.wire.poll_loop import as_found
+from taas.wording import counted
 
 _END_SECONDS = 5.0
 _LINE_BYTES = 4096
@@ -31,20 +35,17 @@ class LocalMachine:
         scratch = Path(config.scratch)
         scratch.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._log = os.open(scratch / "agent.log", os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "taas.agent"],
-            stdin=subprocess.PIPE,
-            stdout=self._log,
-            stderr=self._log,
-            env={**os.environ, "TMPDIR": config.scratch},
-            start_new_session=True,
-        )
-        self.pid = self._process.pid
+        with as_found():
+            self._agent = Child(
+                ["-P", "-m", "taas.agent"],
+                stdout=self._log,
+                stderr=self._log,
+                env={**os.environ, "TMPDIR": config.scratch},
+                start_new_session=True,
+            )
+        self.pid = self._agent.process.pid
         self._pidfd = os.pidfd_open(self.pid)
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it is gone already: the pidfd says so
-            self._process.stdin.write(msgspec.json.encode(config) + b"\n")
-            self._process.stdin.flush()
+        self._agent.send(config)
 
     @property
     def ended(self) -> bool:
@@ -57,7 +58,7 @@ class LocalMachine:
 
     def how_it_ended(self) -> str:
         """Return the signal or the status the agent ended with, and the error that it wrote last."""
-        code = self._process.wait()
+        code = self._agent.process.wait()
         if code < 0:
             return f"killed by {signal.Signals(-code).name}"
         error = self._last_line() if code else ""
@@ -70,9 +71,7 @@ class LocalMachine:
 
     def ask_to_end(self) -> None:
         """Close the agent's standard input."""
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
+        self._agent.hang_up()
 
     def end(self) -> None:
         """Ask the agent to end and wait for it; kill it when it does not."""
@@ -82,17 +81,16 @@ class LocalMachine:
         poll = select.poll()
         poll.register(self._pidfd, select.POLLIN)
         if not poll.poll(_END_SECONDS * 1000):
-            self._process.kill()
-        self._process.wait()
+            self._agent.process.kill()
+        self._agent.process.wait()
         os.close(self._pidfd)
         os.close(self._log)
         self._pidfd = -1
 
 
 class LocalEngine:
-    """Agents on this machine; they stay warm for the next run."""
+    """Agents on this machine."""
 
-    keeps_warm = True
     remote = False
     here = LocalMachine.host
 
@@ -126,3 +124,49 @@ class LocalEngine:
         for machine in self._machines:
             machine.end()
         self._machines.clear()
+
+
+# ---------------------------------------------------------------- which GPUs this machine has
+
+
+def present_gpus() -> int:
+    """Count this machine's NVIDIA GPUs: the driver makes a device file for each."""
+    return sum(re.fullmatch(r"nvidia\d+", path.name) is not None for path in Path("/dev").glob("nvidia*"))
+
+
+def visible_gpus() -> tuple[str, ...]:
+    """Return this machine's NVIDIA GPUs as CUDA_VISIBLE_DEVICES names them.
+
+    ``CUDA_VISIBLE_DEVICES``, where it is set, chooses among those that are present
+    (https://docs.nvidia.com/cuda/cuda-c-programming-guide/#env-vars). An entry that is no GPU ends its list.
+    """
+    present = present_gpus()
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is None or not present:
+        return tuple(str(number) for number in range(present))
+    visible: list[str] = []
+    for entry in (part.strip() for part in chosen.split(",")):
+        known = entry.startswith(("GPU-", "MIG-")) or (entry.isdigit() and int(entry) < present)
+        if not known or entry in visible:
+            break
+        visible.append(entry)
+    return tuple(visible)
+
+
+def check_devices(spec: RunSpec, present: int) -> None:
+    """Refuse a run that needs more GPUs than there are, before anything starts; none at all means a rehearsal."""
+    needed = spec.world_size * spec.gpus_per_rank
+    if present and needed > present and not spec.rehearse:
+        raise NotEnoughDevices(
+            f"{needed} GPUs asked for, and this machine has {present}. Ask for {present} or fewer (--gpus auto), "
+            "rehearse on CPU ranks (--rehearse), or take an engine with more machines (%taas engine ray ADDRESS)."
+        )
+
+
+def device_in_words(spec: RunSpec, present: int) -> str:
+    """Say what the ranks of a run work on."""
+    if not spec.gpus_per_rank:
+        return "CPU"
+    if not present or spec.rehearse:
+        return f"rehearsed on CPU ({'as --rehearse asks' if present else 'no GPU here'})"
+    return counted(spec.world_size * spec.gpus_per_rank, "GPU")

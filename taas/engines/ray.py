@@ -4,18 +4,75 @@ from __future__ import annotations
 
 import contextlib
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 import msgspec
 
-from taas.engines import AgentConfig, Demand, Machine, ray_wire
-from taas.engines.ray_wire import Acquire, Connected, Gone, Got, Release, Severed, Unreachable, Waiting
+from taas.engines import AgentConfig, Demand, Machine
+from taas.wire.child import Child
+from taas.wire.framing import Message
 
-__all__ = ["RayEngine"]
+# ---------------------------------------------------------------- what the two say: one JSON line each
+
+
+class Acquire(Message, frozen=True):
+    """Get a VM for each configuration, each on a node of its own.
+
+    Attributes:
+        machines: their numbers.
+        lost: the numbers of those whose places they take, if they do.
+    """
+
+    machines: tuple[int, ...]
+    demand: Demand
+    configs: tuple[AgentConfig, ...]
+    lost: tuple[int, ...] = ()
+
+
+class ReleaseVm(Message, frozen=True):
+    """Give a VM back, or stop waiting for it."""
+
+    machine: int
+
+
+class ClusterReport(Message, frozen=True):
+    """The driver is part of the cluster, or none, and ends.
+
+    Attributes:
+        host: this node's address there.
+        why_not: why the driver could not become part of it, or is no part of it any more, in words.
+    """
+
+    host: str = ""
+    why_not: str = ""
+
+
+class VmReport(Message, frozen=True):
+    """How a VM stands.
+
+    Attributes:
+        state: ``waiting``; ``there``: its agent starts; ``gone``, or it cannot be had.
+        text: what it waits for, or how it went, in words that go on after "the agent of g2.8-0 was".
+        host: its address.
+        gpus: its GPUs, as CUDA_VISIBLE_DEVICES names them.
+        error: the class of :mod:`taas.errors` for one that is gone.
+    """
+
+    machine: int
+    state: Literal["waiting", "there", "gone"]
+    text: str = ""
+    host: str = ""
+    gpus: tuple[str, ...] = ()
+    error: str = "RunLost"
+
+
+Asks = Acquire | ReleaseVm
+Reports = ClusterReport | VmReport
+
+
+# ---------------------------------------------------------------- the supervisor's side
 
 _END_SECONDS = 12.0
 _LOG_TAIL = 500
@@ -65,7 +122,7 @@ class RayMachine:
 
 
 class RayEngine:
-    """VMs of a Ray cluster; every one is given back when its run ends.
+    """VMs of a Ray cluster.
 
     Args:
         address: where the cluster is; empty: the one that this machine is a node of.
@@ -73,7 +130,6 @@ class RayEngine:
         log: where the driver's standard error goes.
     """
 
-    keeps_warm = False
     remote = True
 
     def __init__(self, address: str, listen: Callable[[str], str], log: Path) -> None:
@@ -83,28 +139,19 @@ class RayEngine:
         self._count = 0
         self._endpoint = self.here = ""
         self._early: list[Acquire] = []
-        self._rest = b""
-        self._read = ray_wire.decoder(ray_wire.Reports)
-        self._why_not = self._why_lost = ""
+        self._why = ""
         self._reached = False
-        self._driver: subprocess.Popen[bytes] | None = None
+        self._driver: Child | None = None
         self._start_driver(0.0)
 
     def _start_driver(self, patience: float) -> None:
+        arguments = ["-m", "taas.engines.ray_driver", self._address, str(patience)]
         with self._log.open("ab") as log:
-            self._driver = subprocess.Popen(
-                [sys.executable, "-m", "taas.engines.ray_driver", self._address, str(patience)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                start_new_session=True,
-            )
-        assert self._driver.stdout is not None
-        os.set_blocking(self._driver.stdout.fileno(), False)
+            self._driver = Child(arguments, Reports, stderr=log, start_new_session=True)
 
     def pids(self) -> list[int]:
         """Return the driver's process id."""
-        return [self._driver.pid] if self._driver is not None else []
+        return [self._driver.process.pid] if self._driver is not None else []
 
     def start(
         self, demand: Demand, configs: Sequence[AgentConfig], lost: Sequence[Machine] = ()
@@ -133,55 +180,51 @@ class RayEngine:
 
     def fileno(self) -> int:
         """Return the driver's standard output; -1 while there is no driver."""
-        if self._driver is None:
-            return -1
-        assert self._driver.stdout is not None
-        return self._driver.stdout.fileno()
+        return -1 if self._driver is None else self._driver.fileno()
 
     def step(self) -> None:
         """Read what the driver said."""
-        try:
-            data = os.read(self.fileno(), 1 << 16)
-        except BlockingIOError:
-            return
-        if not data:
+        assert self._driver is not None
+        reports = self._driver.read()
+        if reports is None:
             self._lose_driver()
-            return
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        for line in lines:
-            self._take(self._read.decode(line))
+        for report in reports or ():
+            self._take(report)
 
-    def _take(self, report: Any) -> None:
-        if isinstance(report, Connected):
+    def _take(self, report: ClusterReport | VmReport) -> None:
+        if isinstance(report, VmReport):
+            self._take_of_vm(report)
+        elif report.host:
             self._endpoint, self.here, self._reached = self._listen(report.host), report.host, True
             for ask in self._early:
                 self._ask(ask)
             self._early.clear()
-        elif isinstance(report, Unreachable):
-            self._why_not = (
-                f"the Ray cluster at {self._address} cannot be reached: {report.message}. Is it running (`ray status`), "
+        elif self._endpoint:
+            self._why = f"lost: {report.why_not}"
+        else:
+            self._why = (
+                f"the Ray cluster at {self._address} cannot be reached: {report.why_not}. Is it running (`ray status`), "
                 "and is this machine one of its nodes (`ray start --address=HOST:PORT --num-cpus=0`)?"
             )
-        elif isinstance(report, Severed):
-            self._why_lost = f"lost: {report.message}"
-        elif (machine := self._machines.get(report.machine)) is None:
-            return  # given back meanwhile
-        elif isinstance(report, Waiting):
-            machine.waiting = report.text
-        elif isinstance(report, Got):
-            machine.come(report.host, report.gpus)
-        elif isinstance(report, Gone):
-            del self._machines[report.machine]
-            machine.go(report.how, report.error)
 
-    def _ask(self, ask: Acquire | Release) -> None:
+    def _take_of_vm(self, report: VmReport) -> None:
+        machine = self._machines.get(report.machine)
+        if machine is None:
+            return  # given back meanwhile
+        if report.state == "waiting":
+            machine.waiting = report.text
+        elif report.state == "there":
+            machine.come(report.host, report.gpus)
+        else:
+            del self._machines[report.machine]
+            machine.go(report.text, report.error)
+
+    def _ask(self, ask: Acquire | ReleaseVm) -> None:
         if isinstance(ask, Acquire):
             configs = (msgspec.structs.replace(config, endpoint=self._endpoint) for config in ask.configs)
             ask = msgspec.structs.replace(ask, configs=tuple(configs))
-        if self._driver is not None and self._driver.stdin is not None:
-            with contextlib.suppress(BrokenPipeError):  # its standard output says the same
-                self._driver.stdin.write(ray_wire.encode(ask) + b"\n")
-                self._driver.stdin.flush()
+        if self._driver is not None:
+            self._driver.send(ask)
 
     def _give_back(self, number: int) -> None:
         self._machines.pop(number, None)
@@ -190,25 +233,20 @@ class RayEngine:
                 self._early.remove(ask)
                 break
         else:
-            self._ask(Release(number))
+            self._ask(ReleaseVm(number))
 
     def _lose_driver(self) -> None:
         """The driver has ended: it could not connect, or its node, or the cluster's head, is gone."""
-        driver, self._driver = self._driver, None
-        assert driver is not None and driver.stdin is not None and driver.stdout is not None
-        with contextlib.suppress(BrokenPipeError):
-            driver.stdin.close()
-        driver.stdout.close()
-        driver.wait()
+        self._end_driver()
         if self._endpoint:
-            error = "RunLost"
-            why = self._why_lost or f"lost: Ray ended this notebook's driver ({self._last_words()})"
+            why, error = f"lost: Ray ended this notebook's driver ({self._last_words()})", "RunLost"
         else:
-            error = "EngineError"
-            why = (
-                self._why_not or f"this notebook's Ray driver ended while it connected: {self._last_words()}"
+            why, error = (
+                f"this notebook's Ray driver ended while it connected: {self._last_words()}",
+                "EngineError",
             )
-        self._endpoint, self._why_not, self._why_lost, self._rest = "", "", "", b""
+        why = self._why or why
+        self._endpoint = self._why = ""
         self._early.clear()
         machines, self._machines = list(self._machines.values()), {}
         for machine in machines:
@@ -223,17 +261,13 @@ class RayEngine:
 
     def close(self) -> None:
         """Give everything back, and end the driver."""
-        if self._driver is None:
-            return
-        assert self._driver.stdin is not None and self._driver.stdout is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._driver.stdin.close()
-        if not self._endpoint:  # it still tries to connect, and holds nothing
-            self._driver.kill()
-        try:
-            self._driver.wait(_END_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._driver.kill()
-            self._driver.wait()
-        self._driver.stdout.close()
-        self._driver = None
+        if self._driver is not None:
+            if not self._endpoint:  # it still tries to connect, and holds nothing
+                self._driver.process.kill()
+            self._end_driver()
+
+    def _end_driver(self) -> None:
+        """Let the driver end, and forget it; it may have ended."""
+        driver, self._driver = self._driver, None
+        assert driver is not None
+        driver.close(_END_SECONDS)

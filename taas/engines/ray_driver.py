@@ -2,7 +2,8 @@
 
 Ray ends a driver whose node or head is lost, and blocks one whose cluster does not answer. Neither may happen to
 the supervisor, so it has a child for it. The child ends with its standard input, or with the cluster's head; Ray
-then takes back all it held: nothing here is detached. The only module that imports ray.
+then takes back all it held: nothing here is detached. Beside the actor on the nodes (ray_vm) it is the only module
+that imports ray.
 """
 
 from __future__ import annotations
@@ -21,9 +22,17 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from taas.engines import AgentConfig, Demand, ray_head, ray_vm, ray_wire
-from taas.engines.ray_needs import bundle, differing_versions, what_is_missing
-from taas.engines.ray_wire import Acquire, Connected, Gone, Got, Release, Severed, Unreachable, Waiting
+from taas.engines import AgentConfig, Demand, ray_vm
+from taas.engines.ray import Acquire, Asks, ClusterReport, ReleaseVm, Reports, VmReport
+from taas.engines.ray_cluster import (
+    SILENCE_SECONDS,
+    bundle,
+    differing_versions,
+    reach,
+    watch,
+    what_is_missing,
+)
+from taas.wire import short_folder
 from taas.wording import first_line
 
 _LOOK_SECONDS = 1.0
@@ -70,14 +79,20 @@ class _Vm:
                 ray.kill(self.actor)
 
 
+def _wait_until_gone(vms: list[_Vm]) -> None:
+    deadline = time.monotonic() + _PARTING_SECONDS
+    for vm in vms:
+        vm.gone.wait(max(0.0, deadline - time.monotonic()))
+
+
 class _CannotBeHadError(Exception):
     """The cluster does not give a VM; the text says why."""
 
 
 class Group:
-    """The VMs of one run: a placement group, and an actor in each of its bundles."""
+    """VMs that were asked for together: a placement group, and an actor in each of its bundles."""
 
-    def __init__(self, demand: Demand, report: Callable[[ray_wire.Reports], None]) -> None:
+    def __init__(self, demand: Demand, report: Callable[[Reports], None]) -> None:
         self._demand, self._report = demand, report
         self._bundles: dict[int, int] = {}
         self._placement: PlacementGroup | None = None
@@ -107,8 +122,9 @@ class Group:
         """Whether all its VMs are gone."""
         return not self._left
 
-    def run(self, vms: list[_Vm]) -> None:
-        """Get VMs, and serve until all of them are gone; a thread's."""
+    def run(self, vms: list[_Vm], leaving: list[_Vm]) -> None:
+        """Get VMs, as soon as those that are leaving are gone, and serve until all of them are; a thread's."""
+        _wait_until_gone(leaving)
         try:
             new = self._placement is None
             why_not = self._wait(self._placement or self._place(_nodes(), len(vms)), vms, new=new)
@@ -147,7 +163,7 @@ class Group:
             if missing != said:
                 said = missing
                 for vm in vms:
-                    self._report(Waiting(vm.number, missing))
+                    self._report(VmReport(vm.number, "waiting", missing))
         return None
 
     def _start_actor(self, vm: _Vm) -> Any:
@@ -207,7 +223,7 @@ class Group:
                 how, error = f"{differing} (node {host})", "VersionMismatch"
             elif not vm.released:
                 vm.serves = True
-                self._report(Got(vm.number, host, tuple(seen["gpus"])))
+                self._report(VmReport(vm.number, "there", host=host, gpus=tuple(seen["gpus"])))
                 log = ray.get(vm.actor.serve.remote(msgspec.json.encode(vm.config)))
                 how = f"ended by itself; its log says: {log}" if log else "ended"
         except _CannotBeHadError as why_not:
@@ -228,7 +244,7 @@ class Group:
         if last and self._placement is not None:
             with contextlib.suppress(Exception):
                 remove_placement_group(self._placement)
-        self._report(Gone(vm.number, how, error))
+        self._report(VmReport(vm.number, "gone", how, error=error))
         vm.gone.set()
 
 
@@ -246,31 +262,35 @@ class Driver:
         self._out = out
         self._lock = threading.Lock()
         self._vms: dict[int, _Vm] = {}
+        self._leaving: list[_Vm] = []
         self._groups: list[Group] = []
         self.over = threading.Event()
 
-    def report(self, line: ray_wire.Reports) -> None:
+    def report(self, line: Reports) -> None:
         """Tell the supervisor something; it may be gone."""
         with self._lock, contextlib.suppress(OSError):
-            data = memoryview(ray_wire.encode(line) + b"\n")
+            data = memoryview(msgspec.json.encode(line) + b"\n")
             while data:
                 data = data[os.write(self._out, data) :]
 
     def serve(self) -> None:
         """Do what standard input says, until its end; then give all VMs back."""
-        read = ray_wire.decoder(ray_wire.Asks)
+        read = msgspec.json.Decoder(Asks)
         for line in sys.stdin.buffer:
             ask = read.decode(line)
             if isinstance(ask, Acquire):
                 self._acquire(ask)
-            elif isinstance(ask, Release) and ask.machine in self._vms:
-                self._vms.pop(ask.machine).release()
+            elif isinstance(ask, ReleaseVm) and ask.machine in self._vms:
+                self._release(ask.machine)
         self.over.set()
-        for vm in self._vms.values():
-            vm.release()
-        deadline = time.monotonic() + _PARTING_SECONDS
-        for vm in self._vms.values():
-            vm.gone.wait(max(0.0, deadline - time.monotonic()))
+        for number in list(self._vms):
+            self._release(number)
+        _wait_until_gone(self._leaving)
+
+    def _release(self, number: int) -> None:
+        vm = self._vms.pop(number)
+        self._leaving = [one for one in self._leaving if not one.gone.is_set()] + [vm]
+        vm.release()
 
     def _acquire(self, ask: Acquire) -> None:
         self._groups = [group for group in self._groups if not group.over]
@@ -282,7 +302,7 @@ class Driver:
             vms = group.take(ask)
             self._groups.append(group)
         self._vms |= {vm.number: vm for vm in vms}
-        threading.Thread(target=group.run, args=(vms,), daemon=True).start()
+        threading.Thread(target=group.run, args=(vms, self._leaving), daemon=True).start()
 
 
 def _connect(address: str, patience: float) -> str:
@@ -295,7 +315,7 @@ def _connect(address: str, patience: float) -> str:
     deadline = time.monotonic() + patience
     while True:
         try:
-            ray_head.reach(address, deadline - time.monotonic())
+            reach(address, deadline - time.monotonic())
             ray.init(address=address, namespace="taas", log_to_driver=False)
             return str(ray.util.get_node_ip_address())
         except Exception:
@@ -316,10 +336,10 @@ def _watch_head(address: str, driver: Driver) -> None:
         except RayError as error:
             return False if "WrongClusterID" in str(error) else None
 
-    silence = float(os.environ.get(_RAYS_PATIENCE) or ray_head.SILENCE_SECONDS)
-    why = ray_head.watch(ask, silence, driver.over)
+    silence = float(os.environ.get(_RAYS_PATIENCE) or SILENCE_SECONDS)
+    why = watch(ask, silence, driver.over)
     if why:
-        driver.report(Severed(f"the head of the Ray cluster at {address} {why}"))
+        driver.report(ClusterReport(why_not=f"the head of the Ray cluster at {address} {why}"))
         os._exit(1)
 
 
@@ -330,10 +350,11 @@ def main() -> None:
     address, patience = sys.argv[1], float(sys.argv[2])
     driver = Driver(out)
     try:
-        ray.cloudpickle.register_pickle_by_value(ray_vm)
-        driver.report(Connected(_connect(address, patience)))
+        for module in (ray_vm, short_folder):
+            ray.cloudpickle.register_pickle_by_value(module)
+        driver.report(ClusterReport(_connect(address, patience)))
     except Exception as error:
-        driver.report(Unreachable(first_line(error)))
+        driver.report(ClusterReport(why_not=first_line(error)))
         return
     where = ray.get_runtime_context().gcs_address
     threading.Thread(target=_watch_head, args=(where, driver), daemon=True).start()

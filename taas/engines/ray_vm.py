@@ -1,7 +1,7 @@
 """A VM of a Ray cluster: the actor that holds its resources and keeps its agent.
 
 The class travels to the node by value (``ray_driver`` sees to that), so that a node without taas can say so.
-Beside Ray it needs the standard library only.
+Beside Ray it needs the standard library, and `short_folder`, which travels with it.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+from taas.wire.short_folder import make_short_folder
 
 COMPARED = ("jupyter-taas", "torch", "cloudpickle", "numpy", "msgspec", "pyzmq")
 """Distributions whose versions a VM tells."""
@@ -71,7 +73,7 @@ class VmActor:
         Args:
             line: its configuration, without its scratch and its environment.
         """
-        scratch = tempfile.mkdtemp(prefix="taas-")
+        scratch = make_short_folder()
         environ = {name: value for name, value in os.environ.items() if not name.startswith(_RAYS_OWN)}
         environ["CUDA_VISIBLE_DEVICES"] = ",".join(there(given_gpus()))
         config = {**json.loads(line), "scratch": scratch, "environ": environ}

@@ -1,9 +1,11 @@
-"""A rank lives no longer than its agent and its forkserver, whatever it is doing.
+"""Nobody lives longer than who needs him, whatever he is doing: the chain of kernel, supervisor, agent and rank.
 
-Two ties, both held by the operating system, so that they work while C code holds the GIL: the parent-death
-signal for the forkserver (prctl(2), PR_SET_PDEATHSIG), and for the agent, which is no parent, a SIGKILL to the
-rank's session on end-of-file of the pipe whose writing end only the agent has (fcntl(2), F_SETSIG). Children
-that leave the session stay in the agent's process tree and are found there (agent/endings.py).
+Two ties, both held by the operating system, so that they work while C code holds the GIL, and on processes that are
+stopped: the parent-death signal where the other one is the parent (prctl(2), PR_SET_PDEATHSIG), else a SIGKILL on
+end-of-file of a pipe whose writing end only the other one has (fcntl(2), F_SETSIG). Children that leave a rank's session
+stay in the agent's process tree and are found there (agent/endings.py, supervisor/sweeper.py).
+
+And what ``ps`` and ``top`` call those that are not ranks yet (proc_pid_comm(5)).
 """
 
 from __future__ import annotations
@@ -13,10 +15,20 @@ import multiprocessing
 import os
 import select
 import signal
+from pathlib import Path
 
 from taas import _linux
 
 _F_SETOWN, _F_SETSIG = 8, 10
+_COMM = Path("/proc/self/comm")
+FORKSERVER_NAME, SPARE_NAME = "taas-forkserver", "taas-spare"
+OWN_NAME = _COMM.read_text().rstrip("\n")
+"""The name this process began with; in a rank it is the one that any Python process has."""
+
+
+def name_process(name: str) -> None:
+    """Give this process's main thread a name of up to 15 characters."""
+    _COMM.write_text(name)
 
 
 def tie_to_agent() -> None:
@@ -26,11 +38,22 @@ def tie_to_agent() -> None:
     _linux.set_parent_death_signal(signal.SIGKILL)
     agent = multiprocessing.parent_process()
     assert agent is not None, "a rank is started by an agent"
-    pipe = int(agent.sentinel)
-    fcntl.fcntl(pipe, _F_SETOWN, -os.getpid())
+    tie_to_pipe(int(agent.sentinel), -os.getpid())
+    if os.getppid() != forkserver:  # it was gone before the tie held
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def tie_to_pipe(pipe: int, owner: int) -> None:
+    """Have the system SIGKILL a process, or minus a session's leader the session, at a pipe's end-of-file."""
+    fcntl.fcntl(pipe, _F_SETOWN, owner)
     fcntl.fcntl(pipe, _F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
     poll = select.poll()
     poll.register(pipe, select.POLLIN)
-    if poll.poll(0) or os.getppid() != forkserver:  # they were gone before the ties held
+    if poll.poll(0):  # it came before the tie held
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def untie(pipe: int) -> None:
+    """Let a pipe's end-of-file be what it is elsewhere."""
+    fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) & ~os.O_ASYNC)

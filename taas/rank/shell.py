@@ -1,16 +1,22 @@
-"""The IPython shell that runs a cell in a rank."""
+"""The IPython shell that runs a cell in a rank, and the process made ready for it."""
 
 from __future__ import annotations
 
 import builtins
+import io
+import multiprocessing.context
+import os
 import signal
 import sys
+import tempfile
 import threading
 import traceback
 import types
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from functools import partial
+from typing import Any
 
 from IPython.core.displayhook import DisplayHook
 from IPython.core.displaypub import DisplayPublisher
@@ -18,7 +24,13 @@ from IPython.core.interactiveshell import ExecutionResult, InteractiveShell
 from traitlets import Instance, Type
 from traitlets.config import Config
 
+from taas.capture.process_state import ProcessState
+from taas.notebook.comms import open_comms_to
 from taas.rank.streams import Outlet
+from taas.wire.ranks import Preparation
+from taas.wording import fitting_lines, text_of
+
+_OF_TERMINALS = "TerminalInteractiveShell"
 
 
 class RankPublisher(DisplayPublisher):
@@ -37,9 +49,11 @@ class RankPublisher(DisplayPublisher):
         **_: Any,
     ) -> None:
         """Send one MIME bundle."""
-        self.outlet.publish(
-            "update" if update else "display", data=data, metadata=metadata or {}, transient=transient or {}
-        )
+        arguments = {"data": data, "metadata": metadata or {}, "transient": transient or {}}
+        if update:
+            self.outlet.update(arguments)
+        else:
+            self.outlet.publish("display", **arguments)
 
     def clear_output(self, wait: bool = False) -> None:
         """Ask the cell to clear what it shows."""
@@ -69,7 +83,9 @@ class RankShell(InteractiveShell):
     display_pub_class = Type(RankPublisher)
     displayhook_class = Type(RankDisplayHook)
     outlet = Instance(Outlet)
+    is_rank = True
     last_traceback: tuple[str, ...] = ()
+    _own: ExecutionResult | None = None  # of the cell, not of one that runs within
 
     def init_display_pub(self) -> None:
         """Make the publisher that writes to the outlet."""
@@ -83,6 +99,16 @@ class RankShell(InteractiveShell):
     def enable_gui(self, gui: str | None = None) -> None:
         """A rank runs no event loop of a GUI toolkit."""
 
+    @contextmanager
+    def _tee(self, channel: str) -> Iterator[None]:
+        """Keep no copy of what the cell prints: it is in the rank's files, and the history is the notebook's.
+
+        IPython's own leaves a stream with its ``write`` as an attribute; a captured one comes back to the notebook.
+        """
+        stream = getattr(sys, channel)
+        yield
+        stream.write = stream.write
+
     def ask_exit(self) -> None:
         """``exit`` in a cell ends it as ``sys.exit(0)`` does."""
         raise SystemExit(0)
@@ -91,7 +117,7 @@ class RankShell(InteractiveShell):
         """Leave the names as they are: clearing them, a full garbage collection, takes longer than the start."""
 
     def showtraceback(self, exc_tuple: Any = None, *args: Any, **options: Any) -> None:
-        """Note the traceback of an error of the cell.
+        """Make the traceback of an error.
 
         An interrupt that comes while it is made is that of a run which another rank's error ends already.
         """
@@ -104,11 +130,29 @@ class RankShell(InteractiveShell):
                 super().showtraceback(exc_tuple, *args, **options)
 
     def _showtraceback(self, etype: Any, evalue: Any, stb: list[str]) -> None:
-        self.last_traceback = tuple(stb)
+        """Note how the cell's own error looks; show those that IPython shows and goes on (``%run``, a cell within)."""
+        own = self._own
+        if own is None or evalue is own.error_in_exec or evalue is own.error_before_exec:
+            self.last_traceback = tuple(stb)
+        else:
+            self.outlet.publish(
+                "error", ename=etype.__name__, evalue=text_of(evalue), traceback=fitting_lines(tuple(stb))
+            )
+
+    def _format_exception_for_storage(self, *_: Any, **__: Any) -> dict[str, Any]:
+        """The notebook's history is the notebook's: nothing is stored here."""
+        return {}
+
+    async def run_code(self, code_obj: Any, result: ExecutionResult | None = None, **options: Any) -> bool:
+        """Run code; the first that runs is the cell's."""
+        self._own = self._own or result
+        failed: bool = await super().run_code(code_obj, result, **options)
+        return failed
 
     def run(self, cell: str) -> ExecutionResult:
-        """Run a cell as the notebook would, without storing history."""
-        result: ExecutionResult = self.run_cell(_magic_on_top(cell), store_history=False, silent=False)
+        """Run a cell as the notebook would."""
+        self._own = None
+        result: ExecutionResult = self.run_cell(_magic_on_top(cell), store_history=True, silent=False)
         return result
 
 
@@ -150,33 +194,61 @@ def make_main() -> types.ModuleType:
     return main
 
 
-def make_shell(main: types.ModuleType, outlet: Outlet, *, colors: str) -> RankShell:
-    """Build the shell on a module."""
+def make_shell(main: types.ModuleType, outlet: Outlet, *, colors: str, shell_class: str) -> RankShell:
+    """Build the shell on a module.
+
+    Libraries that draw bars and tables ask for the name of its class, and whether a kernel configured it: they are
+    told what the notebook's own shell would tell them.
+    """
     config = Config()
+    RankShell.__name__ = shell_class
+    if shell_class != _OF_TERMINALS:
+        config.IPKernelApp = Config()
     config.HistoryManager.enabled = False
     config.InteractiveShell.colors = colors
     RankShell.clear_instance()
     shell: RankShell = RankShell.instance(
         config=config, user_module=main, user_ns=main.__dict__, outlet=outlet
     )
+    if shell_class != _OF_TERMINALS:
+        shell.kernel = None  # pandas asks whether there is the attribute
     for prompt in ("ps1", "ps2", "ps3"):  # Lightning takes a process that has them for a notebook
         if hasattr(sys, prompt):
             delattr(sys, prompt)
-    builtins.input = _no_input
-    sys.breakpointhook = _no_debugger
+    warnings.filterwarnings("ignore", message="To exit: use", category=UserWarning)
+    open_comms_to(partial(outlet.publish, "comm"))
     return shell
 
 
-def _no_input(prompt: object = "", /) -> str:
-    if str(prompt).lstrip("(").lower().startswith(("pdb", "ipdb")):
-        _no_debugger()
-    raise RuntimeError(
-        f"input({str(prompt)!r}) cannot ask: a rank has no keyboard. Ask in a cell of its own before the run, and use the answer's name in this one."
-    )
+# ---------------------------------------------------------------- what a process does before it knows which rank it is
+#
+# Spares do it while nobody waits.
 
 
-def _no_debugger(*_args: object, **_kwargs: object) -> NoReturn:
-    """Stand in for ``breakpoint()``."""
-    raise RuntimeError(
-        "a debugger cannot ask: a rank has no keyboard. Print what you want to see, let %taas stacks show where all ranks stand, or call the code in a cell without #pragma taas."
-    )
+def make_ready(preparation: Preparation, outlet: Outlet) -> RankShell:
+    """Do all that is the same in every rank of a notebook; returns the shell on a fresh ``__main__``.
+
+    Args:
+        preparation: what the notebook's ranks have in common.
+        outlet: where the shell will write; it may be opened later.
+    """
+    _forget_forkserver()
+    os.environ.clear()
+    os.environ.update(preparation.environ)
+    os.chdir(preparation.project)
+    shell = make_shell(make_main(), outlet, colors=preparation.colors, shell_class=preparation.shell_class)
+    shell.run_cell("pass", silent=True, store_history=False)
+    ProcessState({}, None).mark()
+    return shell
+
+
+def _forget_forkserver() -> None:
+    """Drop what the forkserver's machinery left in this process that a fresh Python would not have."""
+    tempfile.tempdir = None
+    default: Any = multiprocessing.context._default_context
+    default._actual_context = None  # the cell may call set_start_method, as a script may
+    default._default_context = multiprocessing.get_context(
+        "fork"
+    )  # also where Python's default is forkserver
+    sys.stdin = io.TextIOWrapper(io.BytesIO())
+    signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,44 +1,84 @@
-"""What a rank prints and displays, in one sequence, in one file.
+"""What a rank prints and displays, written in one sequence to one file (runs/events.py describes it).
 
-A rank appends records to its event file and never waits for a reader. Each record carries the sizes that the
-rank's C-level stdout and stderr files had when it was written, so that a reader can put both kinds of output
-into one order. A record is written with one write(2) to a file opened for appending: records of forked children
-do not mix, and a rank that is killed leaves whole ones.
-
-Record: ``<BIQQ`` (kind, bytes of the body, size of stdout file, size of stderr file), then the body: UTF-8 text
-for streams (kinds 0 and 1), else MessagePack.
+Updates of displays are bounded: a bar that is drawn anew at each step reaches the cell ten times a second. An update
+replaces what its display shows, so of several within a moment only the last one matters.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import io
+import numbers
 import os
-import struct
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from taas.messages.wire import pack
+import msgspec
 
-RECORD = struct.Struct("<BIQQ")
-KINDS = ("stdout", "stderr", "display", "update", "clear", "result")
-EVENTS, STDOUT, STDERR = "events", "stdout", "stderr"
-_LINE_LIMIT = 1 << 16
+from taas.runs.events import EVENTS, KINDS, LARGEST_TEXT, RECORD, STDERR, STDOUT
+
 _PARTIAL_LINE_SECONDS = 0.02
+_UPDATE_SECONDS = 0.1
+
+
+class Soon:
+    """Calls a function a moment after it was asked to, once for all that asked meanwhile, in a thread of its own.
+
+    Args:
+        seconds: the moment.
+        function: what to call.
+    """
+
+    def __init__(self, seconds: float, function: Callable[[], None]) -> None:
+        self._seconds, self._function = seconds, function
+        self._forget_thread()
+        os.register_at_fork(after_in_child=self._forget_thread)
+
+    def _forget_thread(self) -> None:
+        self._asked = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def ask(self) -> None:
+        """Have it called; whoever asks holds the lock under which that function works."""
+        self._asked.set()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._serve, name="taas-output", daemon=True)
+            self._thread.start()
+
+    def _serve(self) -> None:
+        pause = threading.Event()
+        while True:
+            self._asked.wait()
+            pause.wait(self._seconds)
+            self._asked.clear()
+            self._function()
 
 
 class EventFile:
-    """The event file of this rank.
+    """The event file of this rank; a kept rank has one after the other, and threads of its cells may go on writing.
 
     Once the disk is full, records are dropped and counted: the rank goes on.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._fd = os.open(folder / EVENTS, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        self._raw = (os.dup(1), os.dup(2))
+    def __init__(self) -> None:
+        self._fd = -1
+        self._raw = (-1, -1)
+        self.lost_bytes = 0
+
+    def open(self, folder: Path) -> None:
+        """Write to the file of a folder from now on; its C-level stdout and stderr are open already."""
+        opened = os.open(folder / EVENTS, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        if self._fd < 0:
+            self._fd, self._raw = opened, (os.dup(1), os.dup(2))
+        else:
+            for source, target in ((opened, self._fd), (1, self._raw[0]), (2, self._raw[1])):
+                os.dup2(source, target, inheritable=False)
+            os.close(opened)
         self.lost_bytes = 0
 
     def append(self, kind: int, body: bytes | bytearray) -> None:
@@ -55,110 +95,104 @@ class EventFile:
             self.lost_bytes += len(record)
 
 
-class RankStream(io.TextIOBase):
-    """``sys.stdout`` or ``sys.stderr`` of a rank: line-buffered, with an unfinished line sent a moment later."""
+class RankStream(io.RawIOBase):
+    """The bytes of ``sys.stdout`` or ``sys.stderr`` of a rank: sent by lines, an unfinished one a moment later."""
 
     def __init__(self, events: EventFile, kind: int) -> None:
         self._events, self._kind = events, kind
         self._pending = bytearray()
         self._lock = threading.RLock()
-        self._unfinished = threading.Event()
-        self._flusher: threading.Thread | None = None
-        self.buffer = _Bytes(self)
-        os.register_at_fork(before=self.flush, after_in_child=self._forget_threads)
+        self._soon = Soon(_PARTIAL_LINE_SECONDS, self.flush)
+        self.name = f"<{KINDS[kind]}>"  # as CPython names its own streams
+        os.register_at_fork(before=self.flush, after_in_child=self._forget_lock)
 
-    encoding = "utf-8"
-    errors = "backslashreplace"
-    line_buffering = True
+    def as_text(self) -> io.TextIOWrapper:
+        """Return the stream to print to."""
+        # the encoding as a kernel's own spells it
+        return io.TextIOWrapper(self, "UTF-8", "backslashreplace", line_buffering=True, write_through=True)
 
-    @property
-    def name(self) -> str:
-        """As CPython names its own streams."""
-        return f"<{KINDS[self._kind]}>"
-
-    def _forget_threads(self) -> None:
-        self._lock, self._flusher, self._unfinished = threading.RLock(), None, threading.Event()
+    def _forget_lock(self) -> None:
+        self._lock = threading.RLock()
 
     def writable(self) -> bool:
         """Return True."""
         return True
 
-    def isatty(self) -> bool:
-        """Return False: a rank has no terminal."""
-        return False
-
     def fileno(self) -> int:
         """Return the C-level descriptor, for children that are given this stream."""
         return self._kind + 1
 
-    def write(self, text: str) -> int:
-        """Append text; it is sent at the end of each line."""
-        self.write_bytes(text.encode("utf-8", self.errors))
-        return len(text)
-
-    def write_bytes(self, data: bytes) -> None:
+    def write(self, data: Any) -> int:
         """Append bytes; what is not UTF-8 is shown as the replacement character."""
+        data = bytes(data)
         with self._lock:
             self._pending += data
-            if b"\n" in data or b"\r" in data or len(self._pending) >= _LINE_LIMIT:
-                self._send()
+            if b"\n" in data or b"\r" in data or len(self._pending) >= LARGEST_TEXT:
+                self.flush()
             else:
-                self._unfinished.set()
-                if self._flusher is None:
-                    self._flusher = threading.Thread(
-                        target=self._flush_later, name="taas-output", daemon=True
-                    )
-                    self._flusher.start()
+                self._soon.ask()
+        return len(data)
 
     def flush(self) -> None:
         """Send what is pending."""
+        if not self._pending:  # a text stream asks after each line
+            return
         with self._lock:
-            if self._pending:
-                self._send()
-
-    def _send(self) -> None:
-        self._events.append(self._kind, self._pending)
-        self._pending = bytearray()
-        self._unfinished.clear()
-
-    def _flush_later(self) -> None:
-        pause = threading.Event()
-        while True:
-            self._unfinished.wait()
-            pause.wait(_PARTIAL_LINE_SECONDS)
-            self.flush()
-            self._unfinished.clear()
+            for at in range(0, len(self._pending), LARGEST_TEXT):
+                self._events.append(self._kind, self._pending[at : at + LARGEST_TEXT])
+            self._pending = bytearray()
 
 
-class _Bytes(io.RawIOBase):
-    """``sys.stdout.buffer`` of a rank."""
+class Updates:
+    """Passes on the updates of each display: at once after a pause, else the latest of each tenth of a second.
 
-    def __init__(self, stream: RankStream) -> None:
-        self._stream = stream
+    Args:
+        publish: sends one update, given as its arguments.
+    """
 
-    def writable(self) -> bool:
-        return True
+    def __init__(self, publish: Callable[..., None]) -> None:
+        self._publish = publish
+        self._forget()
+        self._soon = Soon(_UPDATE_SECONDS, self.flush)
+        os.register_at_fork(after_in_child=self._forget)
 
-    def fileno(self) -> int:
-        return self._stream.fileno()
+    def _forget(self) -> None:
+        self._waiting: dict[Any, dict[str, Any]] = {}
+        self._sent: dict[Any, float] = {}
+        self._lock = threading.RLock()
 
-    def write(self, data: Any) -> int:
-        view = bytes(data)
-        self._stream.write_bytes(view)
-        return len(view)
+    def update(self, display: Any, arguments: dict[str, Any]) -> None:
+        """Send an update of a display, now or a moment later."""
+        with self._lock:
+            if time.monotonic() - self._sent.get(display, -_UPDATE_SECONDS) >= _UPDATE_SECONDS:
+                self._waiting.pop(display, None)
+                self._send(display, arguments)
+            else:
+                self._waiting[display] = arguments
+                self._soon.ask()
 
     def flush(self) -> None:
-        self._stream.flush()
+        """Send what waits."""
+        with self._lock:
+            waiting, self._waiting = self._waiting, {}
+            for display, arguments in waiting.items():
+                self._send(display, arguments)
+
+    def _send(self, display: Any, arguments: dict[str, Any]) -> None:
+        now = time.monotonic()
+        self._sent = {known: at for known, at in self._sent.items() if now - at < _UPDATE_SECONDS}
+        self._sent[display] = now
+        self._publish(**arguments)
 
 
 class Outlet:
     """All ways out of a rank: the two streams, and IPython's display messages; open once the rank has its folder."""
 
-    events: EventFile
-    streams: tuple[RankStream, RankStream]
-
     def __init__(self) -> None:
+        self.events = EventFile()
+        self.streams: tuple[io.TextIOWrapper, ...] = ()
         self._libc = ctypes.CDLL(None)
+        self._updates = Updates(functools.partial(self.publish, "update"))
 
     def open(self, folder: Path) -> None:
         """Write to a folder from now on, what C code and child processes write to descriptors 1 and 2 included."""
@@ -168,42 +202,62 @@ class Outlet:
             os.close(fd)
             # C's printf by lines, as a terminal has it, rather than by 4 KiB
             self._libc.setvbuf(ctypes.c_void_p.in_dll(self._libc, name), None, 1, 0)
-        self.events = EventFile(folder)
-        self.streams = RankStream(self.events, 0), RankStream(self.events, 1)
+        self.events.open(folder)
+        self.streams = self.streams or tuple(RankStream(self.events, kind).as_text() for kind in (0, 1))
         sys.stdout, sys.stderr = self.streams
-        sys.__stdout__, sys.__stderr__ = self.streams  # type: ignore[misc,assignment]
+        sys.__stdout__, sys.__stderr__ = self.streams  # type: ignore[misc]
 
     def publish(self, kind: str, **arguments: Any) -> None:
         """Send a display message, after what was printed before it."""
         self.flush()
         self.events.append(KINDS.index(kind), pack_display(arguments))
 
+    def update(self, arguments: dict[str, Any]) -> None:
+        """Send a display message that replaces an earlier one, or let a later one replace it first."""
+        self._updates.update(arguments["transient"].get("display_id"), arguments)
+
     def flush(self) -> None:
         """Send what Python and C hold back."""
+        self._updates.flush()
         for stream in self.streams:
             stream.flush()
         self._libc.fflush(None)
 
 
-def pack_display(arguments: dict[str, Any], *, fallback: Callable[[Any], Any] = repr) -> bytes:
-    """Encode a display message; what MessagePack has no form for is sent as its ``repr``."""
+def pack_display(arguments: dict[str, Any]) -> bytes:
+    """Encode a display message; what MessagePack has no form for is sent as the nearest thing that has one."""
     try:
-        return pack(arguments)
-    except (TypeError, OverflowError):
-        import msgspec
-
-        return msgspec.msgpack.encode(arguments, enc_hook=fallback)
-    except UnicodeEncodeError:
-        return pack_display(_as_utf8(arguments), fallback=fallback)
+        return _encode(arguments)
+    except (UnicodeEncodeError, OverflowError):
+        return _encode(_encodable(arguments))
 
 
-def _as_utf8(value: Any) -> Any:
-    """Return a display message with the lone surrogates of file names that are not UTF-8 written out."""
+def _nearest(value: Any) -> Any:
+    """Return the number, text or container that an object of another class is, such as one of NumPy's; else its ``repr``."""
+    match value:
+        case str():
+            return str.__str__(value)
+        case dict():
+            return dict(value)
+        case numbers.Integral():
+            return int(value)
+        case numbers.Real():
+            return float(value)
+    return repr(value)
+
+
+_encode = msgspec.msgpack.Encoder(enc_hook=_nearest).encode
+
+
+def _encodable(value: Any) -> Any:
+    """Return a display message with lone surrogates, of file names that are not UTF-8, and huge integers written out."""
     match value:
         case str():
             return value.encode("utf-8", "backslashreplace").decode()
         case dict():
-            return {_as_utf8(key): _as_utf8(item) for key, item in value.items()}
+            return {_encodable(key): _encodable(item) for key, item in value.items()}
         case list() | tuple():
-            return [_as_utf8(item) for item in value]
+            return [_encodable(item) for item in value]
+        case int() if not -(2**63) <= value < 2**64:
+            return str(value)
     return value

@@ -3,11 +3,11 @@
 Covered: process groups (``nccl`` → ``gloo``), devices in every form (``"cuda"``, ``torch.device``, a number,
 ``with torch.device``, the default device), ``torch.cuda`` and ``torch.accelerator``, streams and events, seeds and
 generators, autocast and GradScaler, ``torch.load`` with any ``map_location``, pinned memory, DDP, FSDP1, FSDP2,
-DTensor and meshes, ZeRO, SyncBatchNorm, ``torch.cuda.comm``, ``torch.compile`` (eagerly), TorchScript; children
+DTensor and meshes, ZeRO, SyncBatchNorm, ``torch.compile`` (eagerly), TorchScript; children
 forked or spawned by ``multiprocessing``.
 
 Not covered, and refused by name where it is called: CUDA graphs, CUDA and Triton kernels, cupy, NVML, GPU memory
-snapshots. Memory figures are 0, with one warning. Tensors tell the truth: ``x.device`` is ``cpu`` and ``x.is_cuda``
+snapshots, ``torch.cuda.comm``. Memory figures are 0, with one warning. Tensors tell the truth: ``x.device`` is ``cpu`` and ``x.is_cuda``
 False, so ``assert x.is_cuda`` and ``x.device == device`` fail here. Programs started with ``subprocess`` see the
 machine as it is. The time and memory a rehearsal takes say nothing about GPUs.
 
@@ -18,21 +18,21 @@ breaks FSDP and DTensor), over two dispatcher kernels that catch what the patche
 
 from __future__ import annotations
 
-import sys
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from taas.errors import RehearsalWarning
+from taas.import_hooks import after_import
 
 __all__ = ["RehearsalWarning", "install"]
 
 _installed = False
 
 
-class RehearsalWarning(UserWarning):
-    """What was asked for has no meaning in a rehearsal; the answer is neutral."""
-
-
 def install(local_rank: int, device_count: int) -> None:
-    """Make this process a rehearsed rank, for good.
+    """Make this process a rehearsed rank, for good; a second call only names another device.
 
-    Call it once, in a freshly forked rank, with torch and torch.distributed imported and no library that builds on
+    Call it in a freshly forked rank, with torch and torch.distributed imported and no library that builds on
     torch. A forkserver whose ranks are all rehearsed may import ``taas.rehearsal.ahead``, which leaves nothing but
     naming the device; another may import ``taas.rehearsal.stages``, which leaves about 10 ms. With real GPUs in the
     machine set ``CUDA_VISIBLE_DEVICES=""`` first.
@@ -45,12 +45,40 @@ def install(local_rank: int, device_count: int) -> None:
         ValueError: the local rank has no device.
     """
     global _installed
-    if _installed:
-        return
-    from taas.rehearsal.stages import install_all, place
+    from taas.rehearsal import stages  # imports torch: a child that never does shall not pay for it
 
-    if "taas.rehearsal.ahead" in sys.modules:
-        place(local_rank, device_count)
-    else:
-        install_all(local_rank, device_count)
+    stages.place(local_rank, device_count)
+    if not _installed:
+        stages.install_all()
     _installed = True
+    _rehearse_children(local_rank, device_count)
+
+
+# ---------------------------------------------------------------- processes that a rank starts afresh
+#
+# Forked ones inherit the rehearsal. ``spawn`` and ``forkserver`` pickle the ``multiprocessing.Process``, its target
+# and arguments in it: a first entry of its state installs the rehearsal as it is unpickled, so before the dataset of
+# a DataLoader worker is.
+
+
+class _Reinstall:
+    def __init__(self, local_rank: int, device_count: int) -> None:
+        self.local_rank, self.device_count = local_rank, device_count
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _install_in_child, (self.local_rank, self.device_count)
+
+
+def _install_in_child(local_rank: int, device_count: int) -> _Reinstall:
+    after_import("torch", lambda torch: install(local_rank, device_count))
+    return _Reinstall(local_rank, device_count)
+
+
+def _rehearse_children(local_rank: int, device_count: int) -> None:
+    """Let ``multiprocessing.Process`` carry the rehearsal."""
+    carried = _Reinstall(local_rank, device_count)
+
+    def state(self: BaseProcess) -> dict[str, Any]:
+        return {"_rehearsal": carried, **self.__dict__}
+
+    BaseProcess.__getstate__ = state  # type: ignore[assignment, method-assign]

@@ -1,5 +1,5 @@
 """Importing this rehearses a forkserver: its forks only have to say which device is theirs."""
 
-from taas.rehearsal.stages import install_all
+from taas.rehearsal import install
 
-install_all(0, 1)
+install(0, 1)

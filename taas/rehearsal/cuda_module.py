@@ -1,22 +1,27 @@
 """The face of ``torch.cuda`` and ``torch.accelerator``: GPUs are there, as many as the run has on this VM.
 
-Every name of ``torch.cuda.__all__`` is rehearsed here or in ``random_streams``, ``streams`` and
-``memory_figures``, refused in ``refused``, or works by itself without a GPU; a test holds the list against torch.
+Every name of ``torch.cuda.__all__`` is rehearsed here or in ``streams``, refused in
+``refused``, or works by itself without a GPU; a test holds the list against torch.
+
+Memory figures are not rehearsed: programs that print them go on, with 0 and one warning by name. ``mem_get_info``
+and ``total_memory`` are the rehearsed GPU's size, since programs divide by them.
 """
 
 from __future__ import annotations
 
+import warnings
+from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from types import TracebackType
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.cuda.nvtx
 import torch.cuda.profiler
 
+from taas.errors import RehearsalWarning
 from taas.rehearsal.devices import existing, machine, ordinal
-from taas.rehearsal.patches import replace_all
+from taas.rehearsal.patches import always, replace_all
 
 _GIB = 1 << 30
 
@@ -44,7 +49,7 @@ class DeviceProperties:
     is_integrated: int = 0
     is_multi_gpu_board: int = 0
     gcnArchName: str = ""  # noqa: N815 - torch's name
-    uuid: str = field(default="00000000-0000-0000-0000-000000000000")
+    uuid: str = "00000000-0000-0000-0000-000000000000"
     pci_bus_id: int = 0
     pci_device_id: int = 0
     pci_domain_id: int = 0
@@ -62,17 +67,6 @@ def get_device_properties(device: Any = None) -> DeviceProperties:
     if not 0 <= ordinal(device) < machine.device_count:
         raise AssertionError("Invalid device id")
     return _PROPERTIES
-
-
-def get_device_name(device: Any = None) -> str:
-    """The name of the device."""
-    return get_device_properties(device).name
-
-
-def get_device_capability(device: Any = None) -> tuple[int, int]:
-    """Major and minor CUDA capability."""
-    properties = get_device_properties(device)
-    return properties.major, properties.minor
 
 
 def set_device(device: Any) -> None:
@@ -93,9 +87,7 @@ class device:  # noqa: N801 - torch's name
         self.prev_idx = machine.current
         set_device(self.idx)
 
-    def __exit__(
-        self, etype: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         machine.current = self.prev_idx
 
 
@@ -106,104 +98,123 @@ class device_of(device):  # noqa: N801 - torch's name
         super().__init__(-1)
 
 
-def can_device_access_peer(device: Any, peer_device: Any) -> bool:
-    """Whether one device reads another's memory: any other."""
-    return existing(device) != existing(peer_device)
-
-
 def _exchange_device(index: int) -> int:
     before = machine.current
     set_device(index)
     return before
 
 
-def _always(value: Any) -> Callable[..., Any]:
-    def answer(*args: Any, **kwargs: Any) -> Any:
-        return value
-
-    return answer
-
-
 def _synchronize(device: Any = None) -> None:
     existing(device)
 
 
-def _accelerator(check_available: bool = False) -> torch.device:
-    return torch.device("cuda")
-
-
 CUDA: dict[str, Any] = {
     "_exchange_device": _exchange_device,
-    "_is_compiled": _always(True),
-    "_is_in_bad_fork": _always(False),
-    "_lazy_init": _always(None),
+    "_is_compiled": always(True),
+    "_is_in_bad_fork": always(False),
+    "_lazy_init": always(None),
     "_maybe_exchange_device": _exchange_device,
-    "_sleep": _always(None),
-    "can_device_access_peer": can_device_access_peer,
-    "check_error": _always(None),
+    "_sleep": always(None),
+    "can_device_access_peer": lambda device, peer_device: existing(device) != existing(peer_device),
+    "check_error": always(None),
     "current_device": lambda: machine.current,
     "device": device,
     "device_count": lambda: machine.device_count,
     "device_of": device_of,
     "get_arch_list": lambda: ["sm_80"],
-    "get_device_capability": get_device_capability,
-    "get_device_name": get_device_name,
+    "get_device_capability": lambda device=None: ((of := get_device_properties(device)).major, of.minor),
+    "get_device_name": lambda device=None: get_device_properties(device).name,
     "get_device_properties": get_device_properties,
     "get_gencode_flags": lambda: "-gencode compute=compute_80,code=sm_80",
-    "get_sync_debug_mode": _always(0),
-    "init": _always(None),
-    "ipc_collect": _always(None),
-    "is_available": _always(True),
-    "is_bf16_supported": _always(True),
-    "is_current_stream_capturing": _always(False),
-    "is_initialized": _always(True),
-    "is_tf32_supported": _always(True),
+    "get_sync_debug_mode": always(0),
+    "init": always(None),
+    "ipc_collect": always(None),
+    "is_available": always(True),
+    "is_bf16_supported": always(True),
+    "is_current_stream_capturing": always(False),
+    "is_initialized": always(True),
+    "is_tf32_supported": always(True),
     "set_device": set_device,
-    "set_sync_debug_mode": _always(None),
+    "set_sync_debug_mode": always(None),
     "synchronize": _synchronize,
 }
 
 # what needs no GPU: modules, classes, flags, and switches that only set a variable
 BY_ITSELF = (
     *("ComplexDoubleStorage", "ComplexFloatStorage", "CudaError", "DeferredCudaCallError", "cudaStatus"),
-    *(
-        "amp",
-        "graph_annotations",
-        "graphs",
-        "jiterator",
-        "memory",
-        "nccl",
-        "nvtx",
-        "profiler",
-        "random",
-        "sparse",
-    ),
-    *(
-        "caching_allocator_disabled",
-        "caching_allocator_enable",
-        "get_allocator_backend",
-        "streams",
-        "tunable",
-    ),
+    *("amp", "graph_annotations", "graphs", "jiterator", "memory", "nccl", "nvtx", "profiler", "random", "sparse"),
+    *("caching_allocator_disabled", "caching_allocator_enable", "get_allocator_backend", "streams", "tunable"),
     *("has_half", "has_magma"),
-)
+)  # fmt: skip
 
 ACCELERATOR: dict[str, Any] = {
-    "current_accelerator": _accelerator,
+    "current_accelerator": lambda check_available=False: torch.device("cuda"),
     "current_device_idx": lambda: machine.current,
     "current_device_index": lambda: machine.current,
     "device_count": lambda: machine.device_count,
     "device_index": device,
-    "is_available": _always(True),
+    "is_available": always(True),
     "set_device_idx": set_device,
     "set_device_index": set_device,
     "synchronize": _synchronize,
 }
 
-PROFILER = {"init": _always(None), "start": _always(None), "stop": _always(None)}
+PROFILER = {"init": always(None), "start": always(None), "stop": always(None)}
 
-NVTX = {"mark": _always(None), "range_push": _always(0), "range_pop": _always(0), "range_start": _always(0),
-        "range_end": _always(None)}  # fmt: skip
+NVTX = {"mark": always(None), "range_push": always(0), "range_pop": always(0), "range_start": always(0),
+        "range_end": always(None)}  # fmt: skip
+
+
+# ---------------------------------------------------------------- memory figures
+
+
+class _Zeros(OrderedDict[str, int]):
+    def __missing__(self, key: str) -> int:
+        return 0
+
+
+FIGURES: dict[str, Callable[[], Any]] = {
+    **dict.fromkeys(
+        ("host_memory_allocated", "max_memory_allocated", "max_memory_cached", "max_memory_reserved",
+         "memory_allocated", "memory_cached", "memory_reserved"), lambda: 0),
+    **dict.fromkeys(
+        ("host_memory_stats", "host_memory_stats_as_nested_dict", "memory_stats", "memory_stats_as_nested_dict"),
+        _Zeros),
+    **dict.fromkeys(("mem_get_info", "get_memory_info"), lambda: (_PROPERTIES.total_memory,) * 2),
+    **dict.fromkeys(("list_gpu_processes", "memory_summary"), lambda: "memory figures are not rehearsed"),
+}  # fmt: skip
+"""What each answers, after a warning."""
+SILENT = (
+    "empty_cache", "empty_host_cache", "reset_accumulated_host_memory_stats", "reset_accumulated_memory_stats",
+    "reset_max_memory_allocated", "reset_max_memory_cached", "reset_peak_host_memory_stats", "reset_peak_memory_stats",
+    "set_per_process_memory_fraction",
+)  # fmt: skip
+"""Nothing is held, so there is nothing to empty, to reset or to limit."""
+_told: set[str] = set()
+
+
+def _figure(name: str, answer: Callable[[], Any]) -> Callable[..., Any]:
+    def figure(*args: Any, **kwargs: Any) -> Any:
+        if name not in _told:
+            _told.add(name)
+            warnings.warn(
+                f"{name}: memory figures are not rehearsed; it gives a neutral answer on CPU ranks. "
+                "Measure memory in a run on GPUs.",
+                RehearsalWarning,
+                stacklevel=2,
+            )
+        return answer()
+
+    return figure
+
+
+def memory_face(module: str) -> dict[str, Callable[..., Any]]:
+    """The figures that stand in for those of ``torch.cuda`` or ``torch.accelerator``, by name."""
+    return {
+        **{name: _figure(f"{module}.{name}", answer) for name, answer in FIGURES.items()},
+        **dict.fromkeys(SILENT, always(None)),
+        "get_per_process_memory_fraction": always(1.0),
+    }
 
 
 def _get_device_module(device: Any = None) -> Any:
@@ -214,10 +225,13 @@ _device_module = torch.get_device_module
 
 
 def install() -> None:
-    """Replace the face of ``torch.cuda`` and ``torch.accelerator``."""
+    """Replace the face of ``torch.cuda`` and ``torch.accelerator``, and their figures as far as torch has them."""
     replace_all(torch.cuda, CUDA)
     torch.cuda._initialized = True
     replace_all(torch.accelerator, ACCELERATOR)
     replace_all(torch.cuda.profiler, PROFILER)
     replace_all(torch.cuda.nvtx, NVTX)
     replace_all(torch, {"get_device_module": _get_device_module})
+    for module in (torch.cuda, torch.cuda.memory, torch.accelerator):
+        figures = memory_face("torch.cuda" if module is torch.cuda.memory else module.__name__)
+        replace_all(module, {name: new for name, new in figures.items() if hasattr(module, name)})

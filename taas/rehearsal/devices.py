@@ -10,34 +10,27 @@ from typing import Any
 
 import torch
 
+from taas.rehearsal.patches import stand_in
+
 CPU = torch.device("cpu")
 
-_CudaError: type[RuntimeError] = getattr(
-    torch, "AcceleratorError", RuntimeError
-)  # torch < 2.8 has no class of its own
-_ACCEPTED_BY_CPU_BUILDS = torch.version.cuda is not None or torch.version.hip is not None
+# torch < 2.8 has no class of its own
+_CudaError: type[RuntimeError] = getattr(torch, "AcceleratorError", RuntimeError)
 
 
 @dataclass
-class Machine:
-    """What the rank is told it has.
+class RehearsedMachine:
+    """What the rank is told it has: GPUs of the run on this VM, the same for all its ranks there, and the current one."""
 
-    Attributes:
-        local_rank: the device that is current when the cell starts.
-        device_count: GPUs of the run on this VM, the same for all its ranks there.
-        current: what ``torch.cuda.current_device()`` says.
-    """
-
-    local_rank: int
-    device_count: int
-    current: int
+    device_count: int = 1
+    current: int = 0
 
 
-machine = Machine(local_rank=0, device_count=1, current=0)
+machine = RehearsedMachine()
 
 
-def install(local_rank: int, device_count: int) -> None:
-    """Set what the machine has.
+def place(local_rank: int, device_count: int) -> None:
+    """Set what the machine has; the local rank's device is current.
 
     Raises:
         ValueError: the local rank has no device.
@@ -46,26 +39,18 @@ def install(local_rank: int, device_count: int) -> None:
         raise ValueError(
             f"local rank {local_rank} has no GPU among {device_count}: a rehearsed rank needs 0 <= rank < GPUs"
         )
-    machine.local_rank = machine.current = local_rank
-    machine.device_count = device_count
-    if not _ACCEPTED_BY_CPU_BUILDS:
-        _accept_numbers()
-
-
-def invalid_ordinal(index: int) -> RuntimeError:
-    """What CUDA raises for a device that isn't there, with the devices that are."""
-    last = machine.device_count - 1
-    return _CudaError(
-        f"CUDA error: invalid device ordinal\ncuda:{index} was asked for; this run has cuda:0"
-        + (f" to cuda:{last}" if last else "")
-        + " on this VM (rehearsed on the CPU)."
-    )
+    machine.device_count, machine.current = device_count, local_rank
 
 
 def check(index: int | None) -> None:
-    """Raise what CUDA raises when there is no device of this index."""
+    """Raise what CUDA raises for a device that isn't there, with the devices that are."""
     if index is not None and not 0 <= index < machine.device_count:
-        raise invalid_ordinal(index)
+        last = machine.device_count - 1
+        raise _CudaError(
+            f"CUDA error: invalid device ordinal\ncuda:{index} was asked for; this run has cuda:0"
+            + (f" to cuda:{last}" if last else "")
+            + " on this VM (rehearsed on the CPU)."
+        )
 
 
 def as_cpu(device: Any) -> Any:
@@ -122,24 +107,19 @@ def existing(device: Any = None) -> int:
     return index
 
 
-def _accept_numbers() -> None:
-    """Let ``torch.device(0)`` mean ``cuda:0`` where torch is a CPU build, which refuses numbers.
+def install() -> None:
+    """Let ``torch.device(0)`` mean ``cuda:0`` where torch refuses numbers: CPU builds, and without GPUs torch 2.6."""
+    try:
+        torch.device(0)
+    except RuntimeError:
+        torch.device = stand_in("device", _Device, _device)  # type: ignore[assignment, misc]
+        torch.jit._builtins._register_builtin(torch.device, "aten::device")  # scripts name it, too
 
-    ``torch.device`` cannot be patched in place, so a class stands in for it that makes and recognises the real
-    ones.
-    """
-    real = torch.device
 
-    class Meta(type):
-        def __call__(cls, *args: Any, **kwargs: Any) -> torch.device:
-            if len(args) == 1 and not kwargs and isinstance(args[0], int):
-                return real("cuda", args[0])
-            return real(*args, **kwargs)
+_Device = torch.device
 
-        def __instancecheck__(cls, instance: object) -> bool:
-            return isinstance(instance, real)
 
-        def __subclasscheck__(cls, subclass: type) -> bool:
-            return issubclass(subclass, real)
-
-    torch.device = Meta("device", (), {"__module__": "torch"})  # type: ignore[assignment, misc]
+def _device(*args: Any, **kwargs: Any) -> torch.device:
+    if len(args) == 1 and not kwargs and isinstance(args[0], int):
+        return _Device("cuda", args[0])
+    return _Device(*args, **kwargs)

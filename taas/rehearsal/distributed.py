@@ -1,22 +1,27 @@
 """Process groups, meshes and the wrappers for many GPUs: gloo in the place of NCCL, CPUs in the place of GPUs.
 
-Each patch rewrites arguments and calls torch's own function, so meaning and errors stay torch's.
+Where a patch can, it rewrites arguments and calls torch's own function, so meaning and errors stay torch's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 import torch.cpu
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed import device_mesh
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
-from taas.rehearsal.after_import import patch_module
+from taas.import_hooks import after_import
 from taas.rehearsal.devices import CPU, as_cpu, existing
-from taas.rehearsal.patches import Arguments, replace_everywhere, rewrite_calls
+from taas.rehearsal.patches import Arguments, always, replace, replace_everywhere, rewrite_calls
 
 
 def gloo_for(backend: Any) -> Any:
@@ -44,24 +49,6 @@ def _rewrite_init(arguments: Arguments) -> None:
     _rewrite_group(arguments)
     arguments.setdefault("backend", "gloo")
     arguments["backend"] = arguments["backend"] or "gloo"  # torch would ask its default for CUDA
-
-
-def _flatten(arguments: Arguments, whole: str, part: str) -> None:
-    """NCCL counts elements, and takes any shapes of the whole and a rank's part; gloo wants them to agree."""
-    tensors = arguments[whole], arguments[part]
-    sizes = [tensor.numel() for tensor in tensors]
-    if sizes[0] == sizes[1] * dist.get_world_size(arguments.get("group")) and all(
-        tensor.is_contiguous() for tensor in tensors
-    ):
-        arguments[whole], arguments[part] = (tensor.detach().view(-1) for tensor in tensors)
-
-
-def _flatten_gathered(arguments: Arguments) -> None:
-    _flatten(arguments, whole="output_tensor", part="input_tensor")
-
-
-def _flatten_scattered(arguments: Arguments) -> None:
-    _flatten(arguments, whole="input", part="output")
 
 
 def _without_devices(arguments: Arguments) -> None:
@@ -105,27 +92,191 @@ def _split_group(
     return mine
 
 
-def _patch_fsdp(module: Any) -> None:
-    rewrite_calls(module.FullyShardedDataParallel, "__init__", _rewrite_fsdp)
-
-
 def _accept_cpu_modules(module: Any) -> None:
     """FSDP1 broadcasts modules that are on their GPU only (``sync_module_states``); here that is the CPU."""
     module._check_module_states_for_sync_module_states = lambda module_states: None
 
 
 def _let_streams_wait() -> None:
-    """FSDP1 waits for the current stream where parameters are offloaded; the CPU's stand-in cannot."""
-    if not hasattr(torch.cpu.Stream, "synchronize"):
-        torch.cpu.Stream.synchronize = lambda self: None  # type: ignore[attr-defined]
+    """FSDP waits for streams and events; the CPU's stand-in cannot, before torch 2.7 less than today."""
+    for name in {"synchronize", "record_event", "wait_event"} - vars(torch.cpu.Stream).keys():
+        setattr(torch.cpu.Stream, name, lambda self, *_: None)
 
 
-def install() -> None:
-    """Rewrite the calls that name NCCL or a CUDA device."""
-    rewrite_calls(dist, "init_process_group", _rewrite_init)
-    for name in ("new_group", "new_subgroups", "new_subgroups_by_enumeration"):
-        rewrite_calls(dist, name, _rewrite_group)
-    rewrite_calls(dist, "barrier", _without_devices)
+def _split_unnoticed(all_gathered: Any, sizes: Any, dim: int = 0, *, out: Any = None) -> Any:
+    """FSDP2's copy from what it gathered: torch 2.6 relies on CUDA's kernel, which autograd counts as no change."""
+    with ExitStack() as counted:
+        for tensor in out or ():
+            counted.enter_context(torch.autograd._unsafe_preserve_version_counter(tensor))
+        return _split_with_sizes_copy(all_gathered, sizes, dim, out=out)
+
+
+_split_with_sizes_copy = torch.split_with_sizes_copy
+
+
+# ---------------------------------------------------------------- SyncBatchNorm: the sums go over all ranks
+#
+# In fp32 for half-precision inputs, as CUDA's kernels keep them (aten/src/ATen/native/cuda/Normalization.cuh).
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """The sum of the ranks' values; the gradient of a rank's value is the sum of the ranks' gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        total = value.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        total = grad.clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
+
+
+def _norm_forward(self: nn.SyncBatchNorm, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
+    self._check_input_dim(input)
+    self._check_non_zero_input_channels(input)
+    group = (self.process_group or dist.group.WORLD) if self.training and dist.is_initialized() else None
+    if group is None or dist.get_world_size(group) == 1:
+        return _BatchNorm.forward(self, input)
+
+    def summed(value: Tensor) -> Tensor:
+        total: Tensor = _SumOverRanks.apply(value, group)
+        return total
+
+    x = input.float() if input.dtype.itemsize < 4 else input
+    others = [dim for dim in range(x.dim()) if dim != 1]
+    shape = (1, -1, *[1] * (x.dim() - 2))
+    count = summed(x.new_tensor(float(x.numel() // x.shape[1])))
+    mean = summed(x.sum(others)) / count
+    centred = x - mean.view(shape)
+    var = summed(centred.square().sum(others)) / count
+    _move_running_statistics(self, mean.detach(), var.detach() * count / max(float(count) - 1, 1))
+    out = centred * torch.rsqrt(var + self.eps).view(shape)
+    if self.affine:
+        out = out * self.weight.view(shape) + self.bias.view(shape)
+    return out.to(input.dtype)
+
+
+def _move_running_statistics(norm: nn.SyncBatchNorm, mean: Tensor, var: Tensor) -> None:
+    if not norm.track_running_stats:
+        return
+    momentum = norm.momentum or 0.0
+    if norm.num_batches_tracked is not None:
+        norm.num_batches_tracked.add_(1)
+        if norm.momentum is None:  # a cumulative average
+            momentum = 1.0 / float(norm.num_batches_tracked)
+    for running, value in ((norm.running_mean, mean), (norm.running_var, var)):
+        if running is not None:
+            running.lerp_(value.to(running.dtype), momentum)
+
+
+# ---------------------------------------------------------------- what NCCL takes and gloo does not
+#
+# NCCL counts elements, where gloo wants the shapes of the whole and of a rank's part to agree. With older torch gloo has no
+# averages and no lists of tensors: an average is a sum and a division, a list is one flat tensor.
+
+COMPLETE = (2, 15)  # the oldest torch whose gloo was seen to have averages and lists
+AVERAGING = {  # the collective, and the argument that holds its result
+    "all_reduce": "tensor",
+    "reduce": "tensor",
+    "reduce_scatter": "output",
+    "reduce_scatter_tensor": "output",
+}
+
+
+def _flatten(arguments: Arguments, whole: str, part: str) -> None:
+    tensors = arguments[whole], arguments[part]
+    sizes = [tensor.numel() for tensor in tensors]
+    if sizes[0] == sizes[1] * dist.get_world_size(arguments.get("group")) and all(
+        tensor.is_contiguous() for tensor in tensors
+    ):
+        arguments[whole], arguments[part] = (tensor.detach().view(-1) for tensor in tensors)
+
+
+_flatten_gathered = functools.partial(_flatten, whole="output_tensor", part="input_tensor")
+_flatten_scattered = functools.partial(_flatten, whole="input", part="output")
+
+
+class _Later:
+    """Work under way whose result needs a last step, taken when somebody waits for it."""
+
+    def __init__(self, work: Any, finish: Callable[[], object]) -> None:
+        self._work = work
+        self._finish: Callable[[], object] | None = finish
+
+    def wait(self, *args: Any, **kwargs: Any) -> Any:
+        """Wait for the work, and finish it at the first call."""
+        done = self._work.wait(*args, **kwargs)
+        if self._finish is not None:
+            self._finish()
+            self._finish = None
+        return done
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+
+def _then(work: Any, finish: Callable[[], object]) -> Any:
+    if work is not None:
+        return _Later(work, finish)
+    finish()
+    return None
+
+
+def _averaging(original: Callable[..., Any], result: str) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def collective(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        if bound.arguments.get("op") != dist.ReduceOp.AVG:
+            return original(*args, **kwargs)
+        bound.arguments["op"] = dist.ReduceOp.SUM
+        tensor, size = bound.arguments[result].detach(), dist.get_world_size(bound.arguments.get("group"))
+        return _then(original(*bound.args, **bound.kwargs), lambda: tensor.copy_(tensor / size))
+
+    return collective
+
+
+def _flat(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def _reduce_scatter(
+    output: Tensor,
+    input_list: Sequence[Tensor],
+    op: Any = dist.ReduceOp.SUM,
+    group: Any = None,
+    async_op: bool = False,
+) -> Any:
+    mine = output.new_empty(output.numel())
+    work = dist.reduce_scatter_tensor(mine, _flat(input_list), op, group, async_op)
+    return _then(work, lambda: output.detach().copy_(mine.view_as(output)))
+
+
+def _all_to_all(
+    output_tensor_list: Sequence[Tensor],
+    input_tensor_list: Sequence[Tensor],
+    group: Any = None,
+    async_op: bool = False,
+) -> Any:
+    flat = _flat(input_tensor_list)
+    counts, sent = ([t.numel() for t in tensors] for tensors in (output_tensor_list, input_tensor_list))
+    received = flat.new_empty(sum(counts))
+
+    def hand_out() -> None:
+        for output, piece in zip(output_tensor_list, received.split(counts), strict=True):
+            output.detach().copy_(piece.view_as(output))
+
+    return _then(dist.all_to_all_single(received, flat, counts, sent, group, async_op), hand_out)
+
+
+def _install_collectives() -> None:
+    """Accept what NCCL accepts, and fill in what this torch's gloo lacks."""
     for rewrite, names in (
         (_flatten_gathered, ("all_gather_into_tensor", "all_gather_single")),
         (_flatten_scattered, ("reduce_scatter_tensor", "reduce_scatter_single")),
@@ -133,10 +284,32 @@ def install() -> None:
         for name in names:
             if hasattr(dist, name):  # the second came with torch 2.13
                 rewrite_calls(dist, name, rewrite)
-    replace_everywhere(dist, "is_nccl_available", lambda: True)
+    if torch.__version__ >= COMPLETE:  # type: ignore[operator]  # TorchVersion compares with tuples
+        return
+    replace_everywhere(dist, "reduce_scatter", _reduce_scatter)
+    replace_everywhere(dist, "all_to_all", _all_to_all)
+    for name, result in AVERAGING.items():
+        replace_everywhere(dist, name, _averaging(getattr(dist, name), result))
+
+
+def install() -> None:
+    """Rewrite the calls that name NCCL or a CUDA device, and do what only NCCL or CUDA does."""
+    rewrite_calls(dist, "init_process_group", _rewrite_init)
+    for name in ("new_group", "new_subgroups", "new_subgroups_by_enumeration"):
+        rewrite_calls(dist, name, _rewrite_group)
+    rewrite_calls(dist, "barrier", _without_devices)
+    replace(torch, "split_with_sizes_copy", _split_unnoticed)
+    replace_everywhere(dist, "is_nccl_available", always(True))
     replace_everywhere(dist, "split_group", _split_group)
     rewrite_calls(DistributedDataParallel, "__init__", _rewrite_ddp)
     rewrite_calls(device_mesh.DeviceMesh, "__init__", _rewrite_mesh)
-    patch_module("torch.distributed.fsdp._init_utils", _accept_cpu_modules)
-    patch_module("torch.distributed.fsdp.fully_sharded_data_parallel", _patch_fsdp)
+    after_import("torch.distributed.fsdp._init_utils", _accept_cpu_modules)
+    after_import(
+        "torch.distributed.fsdp.fully_sharded_data_parallel",
+        lambda module: rewrite_calls(module.FullyShardedDataParallel, "__init__", _rewrite_fsdp),
+    )
     _let_streams_wait()
+    replace(nn.SyncBatchNorm, "forward", _norm_forward)
+    # It keeps DDP from taking SyncBatchNorm.
+    replace(DistributedDataParallel, "_passing_sync_batchnorm_handle", always(None))
+    _install_collectives()

@@ -32,8 +32,9 @@ def replace_all(owner: Any, table: Mapping[str, Any]) -> None:
         replace(owner, name, new)
 
 
-def rewriting(original: Callable[..., Any], rewrite: Callable[[Arguments], None]) -> Callable[..., Any]:
-    """Call ``original`` with arguments that ``rewrite`` has changed; it gets those the caller gave, by name."""
+def rewrite_calls(owner: Any, name: str, rewrite: Callable[[Arguments], None]) -> None:
+    """Let a function or method be called with arguments that ``rewrite`` has changed; it gets those given, by name."""
+    original = getattr(owner, name)
     signature = inspect.signature(original)
 
     @functools.wraps(original)
@@ -42,12 +43,7 @@ def rewriting(original: Callable[..., Any], rewrite: Callable[[Arguments], None]
         rewrite(bound.arguments)
         return original(*bound.args, **bound.kwargs)
 
-    return rewritten
-
-
-def rewrite_calls(owner: Any, name: str, rewrite: Callable[[Arguments], None]) -> None:
-    """Replace a function or method by one that rewrites its arguments."""
-    replace_everywhere(owner, name, rewriting(getattr(owner, name), rewrite))
+    replace_everywhere(owner, name, rewritten)
 
 
 def replace_everywhere(owner: Any, name: str, new: Any) -> None:
@@ -58,6 +54,31 @@ def replace_everywhere(owner: Any, name: str, new: Any) -> None:
         for module in _DISTRIBUTED:
             if vars(module).get(name) is old:
                 setattr(module, name, new)
+
+
+def stand_in(name: str, real: type, make: Callable[..., Any], module: str = "torch") -> type:
+    """A class of torch that cannot be patched in place: calls of it ``make`` objects, and it recognises real ones."""
+
+    class Meta(type):
+        def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+            return make(*args, **kwargs)
+
+        def __instancecheck__(cls, instance: object) -> bool:
+            return isinstance(instance, real)
+
+        def __subclasscheck__(cls, subclass: type) -> bool:
+            return issubclass(subclass, real)
+
+    return Meta(name, (), {"__module__": module, "__doc__": real.__doc__})
+
+
+def always(value: Any) -> Callable[..., Any]:
+    """A function that gives one answer, whatever it is asked."""
+
+    def answer(*args: Any, **kwargs: Any) -> Any:
+        return value
+
+    return answer
 
 
 # at import, so before the fork: looking through sys.modules in a fork copies the pages of all modules

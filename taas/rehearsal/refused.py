@@ -6,6 +6,7 @@ as if it were not installed, for the same libraries.
 
 from __future__ import annotations
 
+import functools
 import importlib.abc
 import sys
 from collections.abc import Callable, Sequence
@@ -14,10 +15,11 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 import torch
+from torch.nn.parallel import comm  # torch.cuda.comm takes its names from here
 
 from taas.errors import CannotRehearse
-from taas.rehearsal.after_import import patch_module
-from taas.rehearsal.patches import replace
+from taas.import_hooks import after_import
+from taas.rehearsal.patches import Arguments, replace, rewrite_calls
 
 GRAPHS = "CUDA graphs record what a GPU executes"
 NVML = "it reads the sensors of a GPU"
@@ -26,32 +28,21 @@ KERNELS = "it compiles or runs a CUDA kernel"
 RAW = "it hands out the CUDA library itself"
 
 TORCH_CUDA = {
-    "CUDAGraph": GRAPHS,
-    "CUDAPluggableAllocator": MEMORY,
-    "GreenContext": RAW,
-    "MemPool": MEMORY,
-    "MemPoolContext": MEMORY,
+    **dict.fromkeys(
+        ("CUDAGraph", "export_dot", "export_graph_data", "graph", "graph_pool_handle", "make_graphed_callables"),
+        GRAPHS,
+    ),
+    **dict.fromkeys(
+        ("CUDAPluggableAllocator", "MemPool", "MemPoolContext", "caching_allocator_alloc", "caching_allocator_delete",
+         "change_current_allocator", "memory_snapshot", "use_mem_pool"),
+        MEMORY,
+    ),
+    **dict.fromkeys(
+        ("clock_rate", "device_memory_used", "memory_usage", "power_draw", "temperature", "utilization"), NVML
+    ),
+    **dict.fromkeys(("GreenContext", "cudart", "current_blas_handle", "current_solver_handle"), RAW),
     "_compile_kernel": KERNELS,
-    "caching_allocator_alloc": MEMORY,
-    "caching_allocator_delete": MEMORY,
-    "change_current_allocator": MEMORY,
-    "clock_rate": NVML,
-    "cudart": RAW,
-    "current_blas_handle": RAW,
-    "current_solver_handle": RAW,
-    "device_memory_used": NVML,
-    "export_dot": GRAPHS,
-    "export_graph_data": GRAPHS,
-    "graph": GRAPHS,
-    "graph_pool_handle": GRAPHS,
-    "make_graphed_callables": GRAPHS,
-    "memory_snapshot": MEMORY,
-    "memory_usage": NVML,
-    "power_draw": NVML,
-    "temperature": NVML,
-    "use_mem_pool": MEMORY,
-    "utilization": NVML,
-}
+}  # fmt: skip
 TORCH_CUDA_MEMORY = dict.fromkeys(
     ("_record_memory_history", "_snapshot", "_dump_snapshot", "memory_snapshot"), MEMORY
 )
@@ -61,14 +52,10 @@ TORCH_CUDA_NCCL = dict.fromkeys(
     "it calls NCCL; use torch.distributed",
 )
 
-
-def refuse(name: str, reason: str) -> NoReturn:
-    """Raise the error that names what was called.
-
-    Raises:
-        CannotRehearse: always.
-    """
-    raise CannotRehearse(_message(name, reason))
+TORCH_CUDA_COMM = dict.fromkeys(
+    ("broadcast", "gather", "reduce_add", "reduce_add_coalesced", "scatter"),
+    "it copies from GPU to GPU; use nn.DataParallel, or torch.distributed",
+)
 
 
 def _message(name: str, reason: str) -> str:
@@ -80,7 +67,7 @@ def _message(name: str, reason: str) -> str:
 
 def _refusing(name: str, reason: str) -> Callable[..., NoReturn]:
     def refused(*args: Any, **kwargs: Any) -> NoReturn:
-        refuse(name, reason)
+        raise CannotRehearse(_message(name, reason))
 
     return refused
 
@@ -97,29 +84,23 @@ def _refuse_names(module: Any, table: dict[str, str], called: str | None = None)
 
 def _refuse_cuda_sources(module: Any) -> None:
     """``torch.utils.cpp_extension``: C++ extensions build, CUDA ones are refused."""
-    load, load_inline = module.load, module.load_inline
+    for name in ("load", "load_inline"):
+        rewrite_calls(module, name, functools.partial(_check_sources, name))
 
-    def load_without_cuda(name: str, sources: Any, *args: Any, **kwargs: Any) -> Any:
-        files = [sources] if isinstance(sources, str) else list(sources)
-        if kwargs.get("with_cuda") or any(str(file).endswith((".cu", ".cuh")) for file in files):
-            refuse(f"torch.utils.cpp_extension.load({name!r}) with CUDA sources", KERNELS)
-        return load(name, sources, *args, **kwargs)
 
-    def load_inline_without_cuda(
-        name: str, cpp_sources: Any, cuda_sources: Any = None, *args: Any, **kwargs: Any
-    ) -> Any:
-        if cuda_sources or kwargs.get("with_cuda"):
-            refuse(f"torch.utils.cpp_extension.load_inline({name!r}) with CUDA sources", KERNELS)
-        return load_inline(name, cpp_sources, cuda_sources, *args, **kwargs)
-
-    module.load, module.load_inline = load_without_cuda, load_inline_without_cuda
+def _check_sources(function: str, given: Arguments) -> None:
+    sources = given.get("sources", ())
+    files = [sources] if isinstance(sources, str) else list(sources)
+    kernels = given.get("cuda_sources") or any(str(file).endswith((".cu", ".cuh")) for file in files)
+    if kernels or given.get("with_cuda"):
+        _refusing(f"torch.utils.cpp_extension.{function}({given['name']!r}) with CUDA sources", KERNELS)()
 
 
 def _refuse_triton(module: Any) -> None:
     """``triton.runtime.jit``: kernels may be defined, launching one is refused under its name."""
 
     def run(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
-        refuse(f"the Triton kernel {self.fn.__name__}", "Triton compiles for a GPU")
+        _refusing(f"the Triton kernel {self.fn.__name__}", "Triton compiles for a GPU")()
 
     module.JITFunction.run = run
 
@@ -167,9 +148,10 @@ def install() -> None:
     _refuse_names(torch.cuda.memory, TORCH_CUDA_MEMORY)
     _refuse_names(torch.cuda.jiterator, TORCH_CUDA_JITERATOR)
     _refuse_names(torch.cuda.nccl, TORCH_CUDA_NCCL)
+    _refuse_names(comm, TORCH_CUDA_COMM, "torch.cuda.comm")
     _refuse_names(torch.accelerator, {"Graph": GRAPHS})
-    patch_module("torch.utils.cpp_extension", _refuse_cuda_sources)
-    patch_module("torch.utils._triton", _no_triton)
-    patch_module("triton.runtime.jit", _refuse_triton)
-    patch_module("pynvml", _refuse_nvml)
+    after_import("torch.utils.cpp_extension", _refuse_cuda_sources)
+    after_import("torch.utils._triton", _no_triton)
+    after_import("triton.runtime.jit", _refuse_triton)
+    after_import("pynvml", _refuse_nvml)
     sys.meta_path.insert(0, _NoCupy())

@@ -2,53 +2,20 @@
 
 from __future__ import annotations
 
-from taas.rehearsal import (
-    amp,
-    backends,
-    children,
-    compiling,
-    cuda_module,
-    device_copies,
-    devices,
-    dispatcher_net,
-    distributed,
-    factories,
-    loading,
-    memory_figures,
-    older_gloo,
-    random_streams,
-    refused,
-    streams,
-    sync_batch_norm,
-    tensors,
-)
+from taas.rehearsal import cuda_module, devices, distributed, operators, refused, streams, tensors
+
+place = devices.place
 
 
-def install_all(local_rank: int, device_count: int) -> None:
-    """Install every stage."""
-    place(local_rank, device_count)
+def install_all() -> None:
+    """Install every stage; all of them ask which device is the process's own when they are called."""
     for stage in (
+        devices,
         cuda_module,
-        random_streams,
         streams,
-        memory_figures,
-        factories,
+        operators,
         tensors,
-        amp,
-        backends,
-        loading,
-        compiling,
-        sync_batch_norm,
-        device_copies,
         distributed,
-        older_gloo,
-        dispatcher_net,
         refused,  # last: it looks at what the stages before left of torch
     ):
         stage.install()
-
-
-def place(local_rank: int, device_count: int) -> None:
-    """Say which device is this process's own; all that the stages put in place asks when it is called."""
-    devices.install(local_rank, device_count)
-    children.install(local_rank, device_count)

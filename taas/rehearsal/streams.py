@@ -1,16 +1,22 @@
-"""Streams and events of a rehearsal: every operator has ended when it returns, so there is nothing to wait for."""
+"""What each rehearsed GPU has of its own: streams of work, with their events, and a stream of random numbers.
+
+Every operator has ended when it returns, so there is nothing to wait for. ``torch.cuda.manual_seed`` does not reseed the
+CPU, and ``torch.rand(3, device="cuda")`` repeats after ``torch.cuda.manual_seed(0)``. What draws inside an operator
+(dropout) has a CPU tensor and draws from the CPU's stream; the numbers are a CPU generator's, never the GPU's.
+"""
 
 from __future__ import annotations
 
 import itertools
 import time
-from types import TracebackType
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 
-from taas.rehearsal.devices import existing, machine
-from taas.rehearsal.patches import replace_all
+from taas.rehearsal.devices import as_cpu, existing, machine
+from taas.rehearsal.patches import always, replace_all, stand_in
 
 _ids = itertools.count(1)
 
@@ -36,15 +42,8 @@ class Event:
         """Take the time."""
         self._recorded = time.perf_counter()
 
-    def query(self) -> bool:
-        """Whether the work before the event has ended: always."""
-        return True
-
-    def wait(self, stream: Stream | None = None) -> None:
-        """Let a stream wait: there is nothing to wait for."""
-
-    def synchronize(self) -> None:
-        """Wait for the event: there is nothing to wait for."""
+    query = always(True)
+    wait = synchronize = always(None)
 
     def elapsed_time(self, end_event: Event) -> float:
         """Milliseconds of CPU time between two recorded events.
@@ -71,23 +70,10 @@ class Stream:
         self.device_type = 1
         self._before: list[tuple[int, Stream]] = []
 
-    @staticmethod
-    def priority_range() -> tuple[int, int]:
-        """Lowest and highest priority, as on current GPUs."""
-        return (0, -5)
-
-    def query(self) -> bool:
-        """Whether all work has ended: always."""
-        return True
-
-    def synchronize(self) -> None:
-        """Wait for the work: there is none."""
-
-    def wait_event(self, event: Event) -> None:
-        """Wait for an event: there is nothing to wait for."""
-
-    def wait_stream(self, stream: Stream) -> None:
-        """Wait for another stream: there is nothing to wait for."""
+    priority_range = staticmethod(always((0, -5)))
+    query = always(True)
+    is_capturing = always(False)
+    synchronize = wait_event = wait_stream = always(None)
 
     def record_event(self, event: Event | None = None) -> Event:
         """Record an event, a new one unless given."""
@@ -95,22 +81,15 @@ class Stream:
         event.record(self)
         return event
 
-    def is_capturing(self) -> bool:
-        """Whether a CUDA graph is being captured: never."""
-        return False
-
     def __enter__(self) -> Stream:
         self._before.append((machine.current, current_stream()))
         set_stream(self)
         return self
 
-    def __exit__(
-        self, etype: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         index, stream = self._before.pop()
-        _current[self.device_index] = (
-            stream if stream.device_index == self.device_index else _default(self.device_index)
-        )
+        here = self.device_index
+        _current[here] = stream if stream.device_index == here else _default(here)
         machine.current = index
 
     def __repr__(self) -> str:
@@ -128,11 +107,6 @@ def _default(index: int) -> Stream:
     return _defaults[index]
 
 
-def default_stream(device: Any = None) -> Stream:
-    """The stream a device has from the start."""
-    return _default(existing(device))
-
-
 def current_stream(device: Any = None) -> Stream:
     """The stream selected on a device."""
     index = existing(device)
@@ -146,46 +120,136 @@ def set_stream(stream: Stream | None) -> None:
         machine.current = stream.device_index
 
 
-class StreamContext:
+class StreamContext(ExitStack):
     """``with torch.cuda.stream(s)``; ``None`` selects nothing."""
 
     def __init__(self, stream: Stream | None) -> None:
+        super().__init__()
         self.stream = stream
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> None:  # type: ignore[override]
         if self.stream is not None:
-            self.stream.__enter__()
-
-    def __exit__(
-        self, etype: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
-        if self.stream is not None:
-            self.stream.__exit__(etype, error, tb)
+            self.enter_context(self.stream)
 
 
-def external_stream(data_ptr: int, device: Any = None) -> Stream:
-    """A stream that another library owns: as empty as any."""
-    return Stream(device)
+# ---------------------------------------------------------------- random numbers
+
+_RealGenerator = torch.Generator
+_GPU_STATE_BYTES = 16  # of a CUDA generator: seed and offset, int64 each
 
 
-CUDA = {
+class DeviceGenerators(Sequence[torch.Generator]):
+    """``torch.cuda.default_generators``.
+
+    Made at first use, from the seed the CPU has then: names that travelled, and their seeds, come after install.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[int, torch.Generator] = {}
+
+    def __len__(self) -> int:
+        return machine.device_count
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        if not 0 <= index < len(self):
+            raise IndexError(f"cuda:{index} is not among the {len(self)} devices of this run")
+        if index not in self._made:
+            self._made[index] = _RealGenerator().manual_seed(torch.initial_seed())
+        return self._made[index]
+
+
+generators = DeviceGenerators()
+
+
+def _make_generator(device: Any = "cpu") -> torch.Generator:
+    return _RealGenerator(as_cpu(device))
+
+
+def _generator() -> torch.Generator:
+    return generators[machine.current]  # type: ignore[no-any-return]
+
+
+def manual_seed(seed: int) -> None:
+    """Seed the current device's stream, and no other."""
+    _generator().manual_seed(int(seed))
+
+
+def manual_seed_all(seed: int) -> None:
+    """Seed the streams of all devices; ``torch.manual_seed`` calls this."""
+    for generator in generators:
+        generator.manual_seed(int(seed))
+
+
+def seed() -> None:
+    """Seed the current device's stream from the system."""
+    _generator().seed()
+
+
+def seed_all() -> None:
+    """Seed the streams of all devices from the system."""
+    for generator in generators:
+        generator.seed()
+
+
+def get_rng_state(device: Any = "cuda") -> torch.Tensor:
+    """The state of one device's stream: 5056 bytes, where a GPU's has 16."""
+    state: torch.Tensor = generators[existing(device)].get_state()
+    return state
+
+
+def set_rng_state(new_state: torch.Tensor, device: Any = "cuda") -> None:
+    """Set one device's stream; a state that a GPU saved sets its seed."""
+    generator = generators[existing(device)]
+    if new_state.numel() == _GPU_STATE_BYTES:
+        generator.manual_seed(int(new_state[:8].view(torch.int64).item()))
+    else:
+        generator.set_state(new_state)
+
+
+def set_rng_state_all(new_states: Iterable[torch.Tensor]) -> None:
+    """Set the streams of the devices, in order."""
+    for index, state in enumerate(new_states):
+        set_rng_state(state, index)
+
+
+RANDOM: dict[str, Any] = {
+    "default_generators": generators,
+    "get_rng_state": get_rng_state,
+    "get_rng_state_all": lambda: [generator.get_state() for generator in generators],
+    "initial_seed": lambda: _generator().initial_seed(),
+    "manual_seed": manual_seed,
+    "manual_seed_all": manual_seed_all,
+    "seed": seed,
+    "seed_all": seed_all,
+    "set_rng_state": set_rng_state,
+    "set_rng_state_all": set_rng_state_all,
+}
+
+CUDA: dict[str, Any] = {
+    **RANDOM,
     "Event": Event,
     "ExternalStream": Stream,
     "Stream": Stream,
     "StreamContext": StreamContext,
     "current_stream": current_stream,
-    "default_stream": default_stream,
-    "get_stream_from_external": external_stream,
+    "default_stream": lambda device=None: _default(existing(device)),
+    "get_stream_from_external": lambda data_ptr, device=None: Stream(device),
     "set_stream": set_stream,
     "stream": StreamContext,
 }
 
 
 def install() -> None:
-    """Replace the streams and events of ``torch``, ``torch.cuda`` and ``torch.accelerator``."""
+    """Replace the streams, events and generators of ``torch``, ``torch.cuda`` and ``torch.accelerator``."""
     for cls in (Event, Stream):
         cls.__module__ = "torch.cuda"
     replace_all(torch, {"Stream": Stream, "Event": Event})
     replace_all(torch.accelerator, {"current_stream": current_stream, "set_stream": set_stream})
     replace_all(torch.cuda.streams, {"Stream": Stream, "Event": Event, "ExternalStream": Stream})
     replace_all(torch.cuda, CUDA)
+    torch.Generator = stand_in("Generator", _RealGenerator, _make_generator)  # type: ignore[assignment, misc]
+    replace_all(
+        torch.cuda.random, {name: new for name, new in RANDOM.items() if name != "default_generators"}
+    )

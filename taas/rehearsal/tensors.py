@@ -7,13 +7,16 @@ taken. ``x.cuda()`` is ``x``; but ``x.cpu()`` and ``x.to("cpu")`` copy, as they 
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import _functions, comm
 
-from taas.rehearsal.devices import CPU, as_cpu, existing, is_device_like
-from taas.rehearsal.patches import replace, replace_all
+from taas.rehearsal.devices import CPU, as_cpu, existing, is_device_like, machine
+from taas.rehearsal.patches import always, replace, replace_all, stand_in
 
 _to = torch.Tensor.to
 _type = torch.Tensor.type
@@ -71,22 +74,14 @@ def _itself(self: Any, device: Any = None) -> Any:
     return self
 
 
-def _never(self: Any, device: Any = None) -> bool:
-    return False
-
-
-def _nothing(self: Any, stream: Any) -> None:
-    """Streams of a rehearsal have no work under way that could outlive a tensor."""
-
-
 TENSOR = {
     "to": _tensor_to,
     "cuda": _tensor_cuda,
     "cpu": _tensor_cpu,
     "type": _tensor_type,
     "pin_memory": _itself,
-    "is_pinned": _never,
-    "record_stream": _nothing,
+    "is_pinned": always(False),
+    "record_stream": always(None),  # no work is under way that could outlive a tensor
 }
 
 
@@ -123,42 +118,115 @@ def _storage_to_on_the_cpu(self: Any, *, device: Any, non_blocking: bool = False
     return _storage_to(self, device=as_cpu(device), non_blocking=non_blocking)
 
 
-class _LegacyType(type):
-    """``torch.cuda.FloatTensor`` and the like: makes CPU tensors, recognises none (none is a CUDA tensor)."""
+_legacy: dict[Any, Any] = {}
+"""``torch.cuda.FloatTensor`` and the like, each with the CPU's: they make CPU tensors, and recognise none."""
 
-    cpu: Any
 
-    def __call__(cls, *args: Any, **kwargs: Any) -> torch.Tensor:
-        kwargs.pop("device", None)
-        return cls.cpu(*args, **kwargs)  # type: ignore[no-any-return]
+class _CudaTensor:
+    """What they would recognise."""
 
-    def __instancecheck__(cls, instance: object) -> bool:
-        return False
+
+def _legacy_type(cpu: Any) -> type:
+    def make(*args: Any, device: Any = None, **kwargs: Any) -> Any:
+        return cpu(*args, **kwargs)
+
+    legacy = stand_in(cpu.__name__, _CudaTensor, make, module="torch.cuda")
+    _legacy[legacy] = cpu
+    return legacy
 
 
 def _cpu_type(dtype: Any) -> Any:
     if isinstance(dtype, str):
         return dtype.replace("torch.cuda.", "torch.")
-    return dtype.cpu if isinstance(dtype, _LegacyType) else dtype
+    return _legacy.get(dtype, dtype)
 
 
 def _set_cpu_tensor_type(t: Any) -> None:
     _set_default_tensor_type(_cpu_type(t))
 
 
+def _deserialize(storage: Any, location: str) -> Any:
+    """Let checkpoints saved on GPUs, or loaded onto them, land on the CPU: in whatever form ``map_location`` says it."""
+    if not location.startswith("cuda"):
+        return None
+    index = torch.device(location).index
+    if index is not None and index >= machine.device_count:
+        raise RuntimeError(
+            f"Attempting to deserialize object on CUDA device {index} but torch.cuda.device_count() is "
+            f"{machine.device_count}. Please use torch.load with map_location to map your storages to an existing device."
+        )
+    return storage
+
+
+_BEFORE_TORCHS_OWN = 5  # torch's deserialiser for the CPU has 10, for CUDA 20
+
+
+# ---------------------------------------------------------------- nn.DataParallel in one process
+#
+# What it sends to a device is a copy, or a view that autograd follows. In a run of several ranks ``adopt`` gives it its
+# meaning over the ranks; this is the one of a single process that has several GPUs.
+
+
+def _broadcast(target_gpus: Sequence[Any], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """A view of every input for each device, the first device's inputs first; their gradients add up."""
+    return tuple(tensor.view_as(tensor) for _ in target_gpus for tensor in inputs)
+
+
+def _scatter(
+    target_gpus: Sequence[Any], chunk_sizes: Any, dim: int, tensor: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    devices = [existing(device) for device in target_gpus]
+    pieces = tensor.chunk(len(devices), dim) if chunk_sizes is None else tensor.split(list(chunk_sizes), dim)
+    return tuple(piece.clone() for piece in pieces)
+
+
+def _broadcast_coalesced(
+    tensors: Sequence[torch.Tensor], devices: Sequence[Any], buffer_size: int = 0
+) -> list[list[torch.Tensor]]:
+    """Copies of all tensors, which are buffers of the module, a list for each device."""
+    return [[tensor.clone() for tensor in tensors] for _ in devices]
+
+
+def _gather(target_device: Any, dim: int, *inputs: torch.Tensor) -> torch.Tensor:
+    if dim == 0 and all(tensor.dim() == 0 for tensor in inputs):
+        warnings.warn(
+            "Was asked to gather along dimension 0, but all input tensors were scalars; "
+            "will instead unsqueeze and return a vector.",
+            stacklevel=4,
+        )
+        return torch.stack(inputs)
+    return torch.cat(inputs, dim)
+
+
+def _data_parallel_init(self: Any, *args: Any, **kwargs: Any) -> None:
+    _init(self, *args, **kwargs)
+    for device in self.device_ids:
+        existing(device)
+    self.src_device_obj = CPU  # where its parameters are, honestly
+
+
+_init = nn.DataParallel.__init__
+
+
 def install() -> None:
-    """Replace what moves tensors, storages and modules."""
+    """Replace what moves tensors, storages and modules, and what loads them."""
+    torch.serialization.register_package(_BEFORE_TORCHS_OWN, lambda storage: None, _deserialize)
     replace_all(torch.Tensor, TENSOR)
     replace(torch._C._nn, "_parse_to", _parse_to_on_the_cpu)
     replace_all(nn.Module, {"cuda": _module_cuda, "to_empty": _module_to_empty})
     for storage in (torch.UntypedStorage, torch.TypedStorage):
-        replace_all(storage, {"cuda": _storage_cuda, "pin_memory": _itself, "is_pinned": _never})
+        replace_all(storage, {"cuda": _storage_cuda, "pin_memory": _itself, "is_pinned": always(False)})
     replace(torch.UntypedStorage, "to", _storage_to_on_the_cpu)
     torch.UntypedStorage.__new__ = staticmethod(_storage_new)  # type: ignore[method-assign]
     for name in LEGACY_TYPES:
-        legacy = _LegacyType(
-            f"{name}Tensor", (), {"cpu": getattr(torch, f"{name}Tensor"), "__module__": "torch.cuda"}
-        )
-        setattr(torch.cuda, f"{name}Tensor", legacy)
+        setattr(torch.cuda, f"{name}Tensor", _legacy_type(getattr(torch, f"{name}Tensor")))
         setattr(torch.cuda, f"{name}Storage", getattr(torch, f"{name}Storage"))
     replace(torch, "set_default_tensor_type", _set_cpu_tensor_type)
+    for function, apply in (
+        (_functions.Broadcast, _broadcast),
+        (_functions.Scatter, _scatter),
+        (_functions.Gather, _gather),
+    ):
+        function.apply = staticmethod(apply)
+    replace(comm, "broadcast_coalesced", _broadcast_coalesced)
+    replace(nn.DataParallel, "__init__", _data_parallel_init)

@@ -1,7 +1,7 @@
 """How the write rule is kept; ``taas.rank_storage`` says what it is.
 
 ``boundary``    where the project begins and ends: links, aliases, what beneath it stays writable
-``mount_wall``, ``landlock_wall``, ``audit_wall``  the three mechanisms; ``inherited`` what came from before them
+``walls``       the three mechanisms, and what came from before them
 ``denial``      what a rank is told that meets one
 ``overlay``     a rank's own version of the project: its diverted files first, then the live ones
 ``view``, ``diversion``  what Python's reading and writing calls mean over it; ``calls`` puts them in place

@@ -15,32 +15,23 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
-
 from taas import _linux
-
-__all__ = ["Boundary", "draw", "join", "resolve_beneath"]
+from taas.errors import HeaderError
+from taas.wording import shown
 
 _SYSTEM = ("/tmp", "/var/tmp", "/dev", "/proc", "/sys", "/run")  # noqa: S108 named, never written
 _CACHES = (
-    "XDG_CACHE_HOME",
-    "XDG_RUNTIME_DIR",
-    "HF_HOME",
-    "TORCH_HOME",
-    "TORCH_EXTENSIONS_DIR",
-    "TORCHINDUCTOR_CACHE_DIR",
-    "TRITON_CACHE_DIR",
-    "CUDA_CACHE_PATH",
-    "NUMBA_CACHE_DIR",
-    "IPYTHONDIR",
-    "TMPDIR",
-)
-_HOME_CACHES = (".cache", ".triton", ".nv", ".ipython")
+    "XDG_CACHE_HOME", "XDG_RUNTIME_DIR", "HF_HOME", "TORCH_HOME", "TORCH_EXTENSIONS_DIR", "TORCHINDUCTOR_CACHE_DIR",
+    "TRITON_CACHE_DIR", "CUDA_CACHE_PATH", "NUMBA_CACHE_DIR", "IPYTHONDIR", "TMPDIR",
+)  # fmt: skip
+HOME_CACHES = (".cache", ".triton", ".nv", ".ipython")
 
 
-class Boundary(msgspec.Struct, frozen=True):
+@dataclass(frozen=True)
+class Boundary:
     """The project of one run, resolved.
 
     Attributes:
@@ -65,10 +56,8 @@ class Boundary(msgspec.Struct, frozen=True):
             inside = resolve_beneath(real, root)
             if inside is not None:
                 inside = os.path.normpath(os.path.join(place, inside))
-                original = join(self.project, inside)
-                return (
-                    None if any(resolve_beneath(original, free) is not None for free in self.open) else inside
-                )
+                real = join(self.project, inside)
+                return None if any(resolve_beneath(real, free) is not None for free in self.open) else inside
         return None
 
 
@@ -97,17 +86,15 @@ def draw(project: str, shared: Iterable[str], writable: Iterable[str]) -> Bounda
         OSError: the project is not there, or a shared directory cannot be made.
     """
     root = os.path.realpath(project, strict=True)
-    shared = tuple(shared)
-    for path in shared:
-        Path(root, path).mkdir(parents=True, exist_ok=True)
-    wanted = [*(os.path.join(root, path) for path in shared), *writable, *_nobodys(root)]
+    places = [os.path.join(root, path) for path in shared]
+    for place in places:
+        Path(place).mkdir(parents=True, exist_ok=True)
+    wanted = [*places, *writable, *_nobodys(root)]
     inside: list[str] = []
     for real in sorted({os.path.realpath(path) for path in wanted if os.path.lexists(path)}, key=len):
         beneath = resolve_beneath(real, root)
-        if beneath is None or any(resolve_beneath(real, other) is not None for other in inside):
-            continue
-        # A writable place that is the project itself would undo the rule; only --shared . may ask for that.
-        if beneath != "." or any(os.path.realpath(os.path.join(root, path)) == root for path in shared):
+        # A writable place that is the project itself would undo the rule.
+        if beneath not in (None, ".") and all(resolve_beneath(real, other) is None for other in inside):
             inside.append(real)
     return Boundary(root, tuple(_aliases(root)), tuple(inside))
 
@@ -120,7 +107,7 @@ def _nobodys(root: str) -> list[str]:
         with contextlib.suppress(OSError):
             Path(home, ".cache").mkdir(mode=0o700, exist_ok=True)
     named = [os.environ[name] for name in _CACHES if os.environ.get(name)]
-    return [*_SYSTEM, *named, *(f"{home}/{name}" for name in _HOME_CACHES)]
+    return [*_SYSTEM, *named, *(f"{home}/{name}" for name in HOME_CACHES)]
 
 
 def _aliases(root: str) -> list[tuple[str, str]]:
@@ -152,3 +139,53 @@ def _same(one: str, other: str) -> bool:
         return os.path.samefile(one, other)
     except OSError:
         return False
+
+
+# ---------------------------------------------------------------- directories where every rank may write
+
+
+def missing_shared(project: Path, shared: tuple[str, ...]) -> list[Path]:
+    """Return those that have yet to be made.
+
+    Raises:
+        HeaderError: one is a file, is missing outside the project, or would open all of the project to every rank.
+    """
+    root, missing = project.resolve(), []
+    for path in shared:
+        place = (root / path).resolve()
+        if root.is_relative_to(place):
+            why = "which is the project itself" if place == root else "which holds the whole project"
+        elif place.is_dir():
+            continue
+        elif os.path.lexists(root / path):
+            why = "which is no directory"
+        elif place.is_relative_to(root):
+            missing.append(place)
+            continue
+        else:
+            why = "which is not there, and only directories of the project are made"
+        raise HeaderError(
+            f"--shared {shown(path)}, {why}: allowed is a directory inside the project, there or not, or one elsewhere "
+            "that is there; type --shared checkpoints"
+        )
+    return missing
+
+
+def make_shared(project: Path, shared: tuple[str, ...]) -> list[str]:
+    """Make those that are not there; returns a line for the user for each.
+
+    Raises:
+        HeaderError: one cannot be made.
+    """
+    said = []
+    for place in missing_shared(project, shared):
+        name = shown(str(place.relative_to(project.resolve())))
+        try:
+            place.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise HeaderError(
+                f"--shared {name} cannot be made ({error.strerror}): allowed is a directory that this user may make; "
+                "type --shared checkpoints"
+            ) from None
+        said.append(f"made the directory {name}, where every rank may write (--shared)")
+    return said

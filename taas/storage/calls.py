@@ -10,67 +10,48 @@ import _io
 import builtins
 import contextlib
 import io
-import itertools
 import os
 import sys
 from collections.abc import Callable
 from types import FunctionType, ModuleType
 from typing import Any
 
-from taas.storage import audit_wall
+from taas.import_hooks import imported_since
 from taas.storage.diversion import Diversion
+from taas.storage.view import View
+from taas.storage.walls import lifted
 
-__all__ = ["install", "survey"]
-
-_WRITERS = (
-    *("open", "access", "mkdir", "mkfifo", "mknod", "symlink", "link", "unlink", "remove", "rmdir", "rename"),
-    *("replace", "truncate", "chmod", "chown", "lchown", "utime", "setxattr", "removexattr"),
-)
-_READERS = (
-    *("stat", "lstat", "readlink", "statvfs", "getxattr", "listxattr", "listdir", "scandir", "chdir"),
-    *("getcwd", "getcwdb"),
-)
+# What the methods of a view stand for, and those that a diversion adds.
+_READERS, _WRITERS = ([name for name in vars(of) if name in os.__all__] for of in (View, Diversion))
 # Standard modules that bound the real functions as defaults or class attributes when they were imported.
 _BOUND_EARLY = ("tempfile", "shutil", "pathlib", "glob", "zipfile", "tarfile")
 _REAL = {"posix", "_io", "os", "io", "builtins"}
 
 
-class _Survey:
-    """Where modules hold real functions: known before the fork, applied in each rank.
-
-    A rank that looked through all modules again would touch, and so copy, the pages of each of them.
-    """
-
-    def __init__(self) -> None:
-        self.modules = 0
-        self.names: list[tuple[str, str, str]] = []  # module, its name for it, name of the real function
-        self.defaults: list[tuple[FunctionType, tuple[str, ...]]] = []  # "" keeps the default that is there
-        self.statics: list[tuple[type, str, str]] = []  # class, attribute, name of the real function
-
-
-_surveyed = _Survey()
+# Where modules hold real functions: known before the fork, applied in each rank. A rank that looked through all modules
+# again would touch, and so copy, the pages of each of them.
+_surveyed: set[str] = set()
+_names: list[tuple[str, str, str]] = []  # module, its name for it, name of the real function
+_defaults: list[tuple[FunctionType, tuple[str, ...]]] = []  # "" keeps the default that is there
+_statics: list[tuple[type, str, str]] = []  # class, attribute, name of the real function
 
 
 def survey() -> None:
     """Note which modules hold real functions by name: done once before forking, it costs a rank nothing."""
     originals = _originals()
-    count = len(sys.modules)
-    for name in list(itertools.islice(reversed(sys.modules), max(0, count - _surveyed.modules))):
+    for name in imported_since(_surveyed):
         module = sys.modules[name]
         if not isinstance(module, ModuleType) or _is_real(name):
             continue
         held = list(vars(module).items())
-        _surveyed.names += [
-            (name, key, originals[id(value)]) for key, value in held if id(value) in originals
-        ]
+        _names.extend((name, key, originals[id(value)]) for key, value in held if id(value) in originals)
         if name in _BOUND_EARLY:
             _survey_bound(module, originals)
-    _surveyed.modules = count
 
 
 def _originals() -> dict[int, str]:
     """Identity of each real function -> the name it is replaced under."""
-    found = {id(getattr(os, name)): name for name in (*_WRITERS, *_READERS) if hasattr(os, name)}
+    found = {id(getattr(os, name)): name for name in (*_WRITERS, *_READERS)}
     return {**found, id(builtins.open): "builtins.open"}
 
 
@@ -86,11 +67,11 @@ def _survey_bound(module: ModuleType, originals: dict[int, str]) -> None:
             ):
                 names = tuple(originals.get(id(default), "") for default in member.__defaults__)
                 if any(names):
-                    _surveyed.defaults.append((member, names))
+                    _defaults.append((member, names))
             elif isinstance(value, type) and isinstance(member, staticmethod):
                 name = originals.get(id(member.__func__), "")
                 if name:
-                    _surveyed.statics.append((value, key, name))
+                    _statics.append((value, key, name))
 
 
 def _is_real(module: str) -> bool:
@@ -105,35 +86,34 @@ def install(diversion: Diversion, *, audited: bool) -> None:
         audited: whether the audit wall stands; it must let through what is diverted.
     """
     survey()
-    readers = _READERS if diversion.denial.mode == "discard" else ()
-    replacements: dict[str, Callable[..., Any]] = {
-        name: getattr(diversion, name) for name in (*_WRITERS, *readers) if hasattr(os, name)
-    }
+    names = [*_WRITERS, *(_READERS if diversion.denial.mode == "discard" else ())]
+    replacements: dict[str, Callable[..., Any]] = {name: getattr(diversion, name) for name in names}
     replacements["builtins.open"] = _opener(diversion, audited)
-    for supported in (
-        os.supports_dir_fd,
-        os.supports_fd,
-        os.supports_follow_symlinks,
-        os.supports_effective_ids,
-    ):
+    options = os.supports_dir_fd, os.supports_fd, os.supports_follow_symlinks, os.supports_effective_ids
+    for supported in options:
         supported |= {new for name, new in replacements.items() if getattr(os, name, None) in supported}
-    for module, key, name in _surveyed.names:
-        if name in replacements and module in sys.modules:
-            setattr(sys.modules[module], key, replacements[name])
-    for function, names in _surveyed.defaults:
-        kept = function.__defaults__ or ()
-        function.__defaults__ = tuple(
-            replacements.get(name, default) for name, default in zip(names, kept, strict=True)
-        )
-    for owner, key, name in _surveyed.statics:
-        if name in replacements:
-            setattr(owner, key, staticmethod(replacements[name]))
+    _replace_surveyed(replacements)
     for name, new in replacements.items():
         if name != "builtins.open":
             setattr(os, name, new)
     builtins.open = io.open = replacements["builtins.open"]
     if "torch" in sys.modules:
         _divert_torch(sys.modules["torch"], diversion)
+
+
+def _replace_surveyed(replacements: dict[str, Callable[..., Any]]) -> None:
+    """Replace what modules have taken by name, or bound as defaults and static methods."""
+    for module, key, name in _names:
+        if name in replacements and module in sys.modules:
+            setattr(sys.modules[module], key, replacements[name])
+    for function, names in _defaults:
+        kept = function.__defaults__ or ()
+        function.__defaults__ = tuple(
+            replacements.get(name, default) for name, default in zip(names, kept, strict=True)
+        )
+    for owner, key, name in _statics:
+        if name in replacements:
+            setattr(owner, key, staticmethod(replacements[name]))
 
 
 def _opener(diversion: Diversion, audited: bool) -> Callable[..., Any]:
@@ -154,14 +134,14 @@ def _opener(diversion: Diversion, audited: bool) -> Callable[..., Any]:
     ) -> Any:
         if opener is None and not isinstance(file, int):
             opener = divert
-        with audit_wall.lifted() if audited else contextlib.nullcontext():
+        with lifted() if audited else contextlib.nullcontext():
             return _io.open(file, mode, buffering, encoding, errors, newline, closefd, opener)
 
     return open
 
 
 def _divert_torch(torch: Any, diversion: Diversion) -> None:
-    """The files that torch's C++ opens by name itself."""
+    """Let ``torch.save`` and ``torch.load(mmap=True)``, whose C++ opens files by name itself, follow."""
     real_writer = torch._C.PyTorchFileWriter
 
     class PyTorchFileWriter(real_writer):  # type: ignore[misc, valid-type]
@@ -171,18 +151,9 @@ def _divert_torch(torch: Any, diversion: Diversion) -> None:
             super().__init__(diversion.target(file) if isinstance(file, str) else file, *args, **options)
 
     torch._C.PyTorchFileWriter = PyTorchFileWriter
-    jit_save, map_storage, map_tensor = torch.jit.save, torch.UntypedStorage.from_file, torch.from_file
+    native_map = torch.UntypedStorage.from_file
 
-    def save(m: Any, f: Any, *args: Any, **options: Any) -> None:
-        jit_save(m, diversion.target(f) if isinstance(f, str | os.PathLike) else f, *args, **options)
+    def from_file(filename: Any, shared: bool = False, *args: Any, **options: Any) -> Any:
+        return native_map(filename if shared else diversion.source(filename), shared, *args, **options)
 
-    def mapped(real: Callable[..., Any]) -> Callable[..., Any]:
-        def from_file(filename: Any, shared: bool | None = False, *args: Any, **options: Any) -> Any:
-            path = diversion.writable(filename) if shared else diversion.source(filename)
-            return real(path, shared, *args, **options)
-
-        return from_file
-
-    torch.jit.save = save
-    torch.UntypedStorage.from_file = staticmethod(mapped(map_storage))
-    torch.from_file = mapped(map_tensor)
+    torch.UntypedStorage.from_file = staticmethod(from_file)

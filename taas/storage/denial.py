@@ -8,29 +8,35 @@ from __future__ import annotations
 import errno
 import os
 import re
-
-import msgspec
+import subprocess
+from dataclasses import dataclass
 
 from taas.errors import StorageDenied
 from taas.storage.boundary import Boundary
-
-__all__ = ["Denial"]
+from taas.wording import shown
 
 _WALL_ERRNOS = {errno.EROFS, errno.EACCES, errno.EPERM, errno.EXDEV, errno.EBADF}
-# What libraries in C make of the wall's errno: glibc, HDF5, Rust, SQLite.
-_WALL_TEXTS = re.compile(
-    r"read-only file system|errno[ =:]*30\b|os error 30\b|readonly database|unable to open database file",
-    re.IGNORECASE,
+# What the wall makes libraries in C and programs say: glibc, HDF5, Rust, SQLite. Landlock's errno has many causes, so its
+# words must end the line.
+_READ_ONLY = (
+    r"read-only file system|errno[ =:]*30\b|os error 30\b|readonly database|unable to open database file"
 )
+_SAID = re.compile(_READ_ONLY, re.IGNORECASE)
+_SAID_OR_DENIED = re.compile(
+    _READ_ONLY + r"|permission denied(?: \(13\))?(?:\W*|: '[^']*')$", re.IGNORECASE | re.MULTILINE
+)
+_ABSOLUTE = re.compile(r"""/[^\s:'"\u2018\u2019]+""")
 _NAMED = re.compile(r"""name = '([^']+)'|["']([^"']*/[^"']*)["']""")
 
 
-class Denial(msgspec.Struct, frozen=True):
+@dataclass(frozen=True)
+class Denial:
     """Words for one rank: which rank, which project, which rule."""
 
     rank: int
     mode: str
     boundary: Boundary
+    landlock: bool = False
 
     def error(self, path: str, why: str = "") -> StorageDenied:
         """A ``StorageDenied`` that names path, rank, rule and what to do."""
@@ -49,6 +55,10 @@ class Denial(msgspec.Struct, frozen=True):
             f"{self.boundary.project} (--rank-writes {self.mode}). {step}"
         )
 
+    @property
+    def _said(self) -> re.Pattern[str]:
+        return _SAID_OR_DENIED if self.landlock else _SAID
+
     def explain(self, error: BaseException) -> str | None:
         """A sentence for an error that came from the wall through C code or a child; None for any other."""
         seen: set[int] = set()
@@ -61,10 +71,33 @@ class Denial(msgspec.Struct, frozen=True):
             reason = "the system said: " + (str(link).strip() or type(link).__name__).splitlines()[0][:200]
             if named is not None:
                 return self.text(named, reason)
-            if _WALL_TEXTS.search(str(link)):
+            if isinstance(link, subprocess.CalledProcessError):
+                captured = (link.stderr or "", link.stdout or "")
+                return self.explain_output(
+                    "\n".join(c if isinstance(c, str) else c.decode(errors="replace") for c in captured)
+                )
+            # An OSError of a kind that has other causes has named its path above, if it is the project's.
+            if (_SAID if isinstance(link, OSError) else self._said).search(str(link)):
                 return "If this is about the project: " + self.text("it", reason)
             link = link.__cause__ or link.__context__
         return None
+
+    def explain_output(self, output: str) -> str | None:
+        """A sentence for what the wall made a program say that the rank started; None where it said no such thing."""
+        for line in output.splitlines() if self._said.search(output) else ():
+            line = line.rpartition("\0")[2]  # a record of an event file: its header ends in a zero
+            if self._said.search(line) and self._may_be_of_project(line):
+                return (
+                    f'"{shown(line.strip(), 200)}", said a program that ranks other than 0 started: only '
+                    f"rank 0 writes the project {self.boundary.project}. Start it in rank 0 only, let it write outside "
+                    "the project, or give the directory as --shared."
+                )
+        return None
+
+    def _may_be_of_project(self, line: str) -> bool:
+        """Whether a line names a path of the project, or none that is another's."""
+        named = _ABSOLUTE.findall(line.partition(":")[2])  # before the colon is the program
+        return not named or any(self.boundary.relative(os.path.realpath(path)) is not None for path in named)
 
     def _project_path(self, error: BaseException) -> str | None:
         """The project path that the wall refused, where the error names it."""

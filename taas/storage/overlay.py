@@ -18,17 +18,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import posix
-import signal
 import stat
-from collections.abc import Iterator
 from typing import NamedTuple
 
+from taas._linux import is_being_written
 from taas.storage.boundary import Boundary, join, resolve_beneath
-
-__all__ = ["MARK", "Overlay", "Seen"]
 
 MARK = "\x7ftaas-removed"
 _MAX_LINKS = 40  # as the kernel's MAXSYMLINKS
@@ -36,7 +32,7 @@ _MAX_REMEMBERED = 4096
 _SPARE_BYTES = 64 << 20
 
 
-class Seen(NamedTuple):
+class PathView(NamedTuple):
     """What stands at a place: its real path, its lstat, and whether it is this rank's own."""
 
     path: str
@@ -76,7 +72,7 @@ class Overlay:
         """Where the project's version of a place is, or would be."""
         return join(self.boundary.project, place)
 
-    def see(self, place: str) -> Seen | None:
+    def see(self, place: str) -> PathView | None:
         """What stands at a place in this rank's view, links not followed."""
         own, live = self._both(place)
         if own is None:
@@ -88,13 +84,13 @@ class Overlay:
         newer = live.status.st_ctime_ns > own.status.st_ctime_ns
         return live if newer and not _being_written(live.path) else own
 
-    def _both(self, place: str) -> tuple[Seen | None, Seen | None]:
+    def _both(self, place: str) -> tuple[PathView | None, PathView | None]:
         own_path, live_path = self.own(place), self.live(place)
         own, live = _lstat(own_path), _lstat(live_path)
         hidden = live is not None and place != "." and self._removed_at(place) >= live.st_ctime_ns
         return (
-            Seen(own_path, own, True) if own else None,
-            Seen(live_path, live, False) if live and not hidden else None,
+            PathView(own_path, own, True) if own else None,
+            PathView(live_path, live, False) if live and not hidden else None,
         )
 
     def _removed_at(self, place: str) -> int:
@@ -120,20 +116,6 @@ class Overlay:
     def mixed(self, place: str) -> bool:
         """Whether a directory's listing may differ from the live one."""
         return _lstat(self.own(place)) is not None or _lstat(self.gone) is not None
-
-    def diverted(self, place: str = ".") -> Iterator[tuple[str, int]]:
-        """Files and links of this rank's own tree: place and size in bytes."""
-        try:
-            entries = sorted(posix.listdir(self.own(place)))
-        except FileNotFoundError:
-            return
-        for name in entries:
-            below = _below(place, name)
-            status = posix.lstat(self.own(below))
-            if stat.S_ISDIR(status.st_mode):
-                yield from self.diverted(below)
-            elif stat.S_ISREG(status.st_mode) or stat.S_ISLNK(status.st_mode):
-                yield below, status.st_size
 
     # where a path leads ----------------------------------------------------------------------------
 
@@ -247,16 +229,21 @@ class Overlay:
             _make_directories(own)
             for name in self.names(place):
                 self.copy_up(_below(place, name))
-        elif stat.S_ISLNK(seen.status.st_mode):
-            posix.symlink(posix.readlink(seen.path), own)
         else:
-            self.copy(seen, own)
+            try:
+                _copy(seen, own)
+            except FileNotFoundError:
+                if not self.is_gone(seen):
+                    raise
+                return self.copy_up(place)
         return own
 
-    def own_directory(self, place: str) -> str:
-        """A directory of this rank's tree in the place of one that is seen."""
-        _make_directories(self.own(place))
-        return self.own(place)
+    def is_gone(self, seen: PathView) -> bool:
+        """Whether rank 0 has moved or removed what was seen: this rank's view has to be looked at again."""
+        if seen.own:
+            return False
+        now, then = _lstat(seen.path), seen.status
+        return now is None or (now.st_ino, now.st_ctime_ns) != (then.st_ino, then.st_ctime_ns)
 
     def drop(self, place: str) -> None:
         """Remove a file, link or empty directory from this rank's view."""
@@ -266,27 +253,31 @@ class Overlay:
         if live is not None:
             self.hide(place)
 
-    def copy(self, seen: Seen, target: str) -> None:
-        """Copy a regular file, its mode and its times."""
-        space = posix.statvfs(target.rpartition("/")[0])
-        if seen.status.st_size + _SPARE_BYTES > space.f_bavail * space.f_frsize:
-            raise OSError(
-                errno.ENOSPC, f"no room for a private copy of {seen.path}: write it in rank 0 only", target
-            )
-        source = posix.open(seen.path, os.O_RDONLY | os.O_CLOEXEC)
+
+def _copy(seen: PathView, target: str) -> None:
+    """Copy a link, or a regular file with its mode and its times."""
+    if stat.S_ISLNK(seen.status.st_mode):
+        posix.symlink(posix.readlink(seen.path), target)
+        return
+    space = posix.statvfs(target.rpartition("/")[0])
+    if seen.status.st_size + _SPARE_BYTES > space.f_bavail * space.f_frsize:
+        raise OSError(
+            errno.ENOSPC, f"no room for a private copy of {seen.path}: write it in rank 0 only", target
+        )
+    source = posix.open(seen.path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            posix.unlink(target)
+        fresh = posix.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            with contextlib.suppress(FileNotFoundError):
-                posix.unlink(target)
-            fresh = posix.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            try:
-                while posix.sendfile(fresh, source, None, 1 << 30):
-                    pass
-                posix.fchmod(fresh, stat.S_IMODE(seen.status.st_mode))
-                posix.utime(fresh, ns=(seen.status.st_atime_ns, seen.status.st_mtime_ns))
-            finally:
-                posix.close(fresh)
+            while posix.sendfile(fresh, source, None, 1 << 30):
+                pass
+            posix.fchmod(fresh, stat.S_IMODE(seen.status.st_mode))
+            posix.utime(fresh, ns=(seen.status.st_atime_ns, seen.status.st_mtime_ns))
         finally:
-            posix.close(source)
+            posix.close(fresh)
+    finally:
+        posix.close(source)
 
 
 def _lstat(path: str) -> os.stat_result | None:
@@ -322,12 +313,6 @@ def _being_written(path: str) -> bool:
     except OSError:
         return False
     try:
-        # A writer that comes just now signals the holder; SIGURG is ignored by default, SIGIO would end us.
-        fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGURG)
-        fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_RDLCK)
-        fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
-    except OSError as error:
-        return error.errno == errno.EAGAIN  # others: a file system or an owner without leases
+        return is_being_written(descriptor) is True  # None: a file system or an owner without leases
     finally:
         posix.close(descriptor)
-    return False

@@ -12,22 +12,21 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from taas.storage import audit_wall, landlock_wall
-
-__all__ = ["verdicts"]
+from taas import rank_storage
+from taas.errors import StorageDenied
+from taas.storage.walls import LIMITS
 
 _SECONDS = 30
-_LIMITS = {"landlock": landlock_wall.LIMITS, "audit": audit_wall.LIMITS}
 
 
-def verdicts(mechanisms: Sequence[str]) -> list[str]:
+def verdicts(mechanisms: Sequence[str] = rank_storage.MECHANISMS) -> list[str]:
     """One line for the wall that ranks get here, its limits, and one line for each stronger one refused."""
     refused: list[str] = []
     for mechanism in mechanisms:
         done = _try(mechanism)
         said = (done.stdout.strip() or done.stderr.strip() or f"status {done.returncode}").splitlines()[-1]
         if done.returncode == 0:
-            limits = [f"  limit: {limit}" for limit in _LIMITS.get(mechanism, ())]
+            limits = [f"  limit: {limit}" for limit in LIMITS.get(mechanism, ())]
             return [f"write rule: {mechanism} ({said})", *limits, *refused]
         refused.append(f"  {mechanism}: {said}")
     return ["write rule: none of the mechanisms works here; runs of several ranks do not start", *refused]
@@ -43,16 +42,10 @@ def _try(mechanism: str) -> subprocess.CompletedProcess[str]:
 
 def main(mechanism: str, folder: str) -> int:
     """Raise the wall and test it; what is printed last is the verdict."""
-    from taas import rank_storage
-    from taas.errors import StorageDenied
-
-    project = Path(folder, "project")
-    policy = rank_storage.Policy(
-        project=str(project), rank=1, scratch=str(Path(folder, "scratch")), mode="deny"
-    )
-    chosen = next(known for known in rank_storage.MECHANISMS if known == mechanism)
+    project, scratch = Path(folder, "project"), Path(folder, "scratch")
+    policy = rank_storage.Policy(project=str(project), rank=1, scratch=str(scratch), mode="deny")
     try:
-        guard = rank_storage.guard(policy, (chosen,))
+        guard = rank_storage.guard(policy, (mechanism,))
     except StorageDenied as error:
         print((error.strerror or "").partition(f"{mechanism}: ")[2])  # noqa: T201 the verdict
         return 1

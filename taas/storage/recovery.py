@@ -8,9 +8,8 @@ import time
 from pathlib import Path
 
 from taas.errors import HeaderError
-from taas.storage.settlement import Manifest, human_size, ranks_of, read_manifest, write_manifest
-
-__all__ = ["kept_runs", "recover", "retention"]
+from taas.storage.settlement import Manifest, move, read_manifest, write_manifest
+from taas.wording import counted, ranks_in_words, size_in_words
 
 _NOTICE_NS = 24 * 3600 * 10**9
 
@@ -41,39 +40,48 @@ def recover(run: str, kept_root: Path, project: Path | None = None, overwrite: b
         HeaderError: no such run or project, a path exists in the project and ``overwrite`` is False, or a file
             and a folder are in each other's way; then nothing was written.
     """
-    manifests = {manifest.run: manifest for manifest in kept_runs(kept_root)}
-    if run not in manifests:
-        others = f"Runs that kept writes: {', '.join(manifests)}." if manifests else "No run has kept writes."
-        raise HeaderError(f"%taas recover {run}: that run has no kept writes. {others}")
-    folder = kept_root / run
-    project = Path(manifests[run].project) if project is None else project
+    folder, manifest = kept_root / run, _manifest_of(run, kept_root)
+    project = Path(manifest.project) if project is None else project
     if not project.is_dir():
         raise HeaderError(
             f"%taas recover {run}: its project {project} is not there any more; what was kept lies in {folder}."
         )
-    moves: list[tuple[Path, Path]] = []
-    for file in manifests[run].files:
-        for number, rank in enumerate(file.ranks):
-            target = project / (file.path if number == 0 else f"{file.path}.rank{rank}")
-            moves.append((folder / f"rank{rank}" / file.path, target))
-    moves = [(source, target) for source, target in moves if os.path.lexists(source)]
-    for _, target in moves:
+    moves = [
+        (source, project / (file.path if number == 0 else f"{file.path}.rank{rank}"))
+        for file in manifest.files
+        for number, rank in enumerate(file.ranks)
+        if os.path.lexists(source := folder / f"rank{rank}" / file.path)
+    ]
+    _check_room([target for _, target in moves], run, project, overwrite=overwrite)
+    for source, target in moves:
+        move(source, target)
+    shutil.rmtree(folder)
+    return [target for _, target in moves]
+
+
+def _manifest_of(run: str, kept_root: Path) -> Manifest:
+    manifests = {manifest.run: manifest for manifest in kept_runs(kept_root)}
+    if run not in manifests:
+        others = f"Runs that kept writes: {', '.join(manifests)}." if manifests else "No run has kept writes."
+        raise HeaderError(f"%taas recover {run}: that run has no kept writes. {others}")
+    return manifests[run]
+
+
+def _check_room(targets: list[Path], run: str, project: Path, *, overwrite: bool) -> None:
+    """Refuse before anything is written what has no place in the project, or would replace what is there."""
+    for target in targets:
         if (obstacle := _obstacle(target, project)) is not None:
             raise HeaderError(
                 f"%taas recover {run}: {target.relative_to(project)} has no place in the project, for "
                 f"{obstacle.relative_to(project)} is a {'folder' if obstacle == target else 'file'} there; "
                 f"nothing was written. Move it away."
             )
-    taken = [str(target.relative_to(project)) for _, target in moves if os.path.lexists(target)]
+    taken = [str(target.relative_to(project)) for target in targets if os.path.lexists(target)]
     if taken and not overwrite:
         raise HeaderError(
             f"%taas recover {run}: {', '.join(taken[:3])}{' …' if len(taken) > 3 else ''} "
             f"exists in the project; nothing was written. Move it away, or add --overwrite."
         )
-    for source, target in moves:
-        _bring(source, target)
-    shutil.rmtree(folder)
-    return [target for _, target in moves]
 
 
 def _obstacle(target: Path, project: Path) -> Path | None:
@@ -84,17 +92,6 @@ def _obstacle(target: Path, project: Path) -> Path | None:
     return next(
         (project / f for f in folders if os.path.lexists(project / f) and not (project / f).is_dir()), None
     )
-
-
-def _bring(source: Path, target: Path) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_name(f".{target.name[:200]}.recovering")
-    try:
-        shutil.copy2(source, partial, follow_symlinks=False)
-        partial.replace(target)
-    finally:
-        partial.unlink(missing_ok=True)
-    source.unlink()
 
 
 def retention(kept_root: Path, limit_bytes: int, now_ns: int | None = None) -> list[str]:
@@ -114,12 +111,12 @@ def retention(kept_root: Path, limit_bytes: int, now_ns: int | None = None) -> l
         if excess <= 0:
             break
         excess -= manifest.size
-        what = f"{human_size(manifest.size)} of run {manifest.run}, {_described(manifest)}"
+        what = f"{size_in_words(manifest.size)} of run {manifest.run}, {_described(manifest)}"
         if not manifest.announced_ns:
             manifest.announced_ns = now
             write_manifest(kept_root / manifest.run, manifest)
             said.append(
-                f"kept writes exceed {human_size(limit_bytes)}: {what} will be removed after a day; "
+                f"kept writes exceed {size_in_words(limit_bytes)}: {what} will be removed after a day; "
                 f"%taas recover {manifest.run} saves them, kept_limit in taas.toml's [storage] raises the limit"
             )
         elif now - manifest.announced_ns >= _NOTICE_NS:
@@ -129,5 +126,5 @@ def retention(kept_root: Path, limit_bytes: int, now_ns: int | None = None) -> l
 
 
 def _described(manifest: Manifest) -> str:
-    ranks = ranks_of({rank for file in manifest.files for rank in file.ranks})
-    return f"{len(manifest.files)} file{'s' if len(manifest.files) > 1 else ''} from {ranks}"
+    ranks = ranks_in_words({rank for file in manifest.files for rank in file.ranks})
+    return f"{counted(len(manifest.files), 'file')} from {ranks}"

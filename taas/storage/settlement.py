@@ -16,40 +16,26 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
+from taas.runs.places import write_private
 from taas.storage.overlay import MARK
-
-__all__ = [
-    "KeptFile",
-    "Manifest",
-    "Settlement",
-    "human_size",
-    "ranks_of",
-    "read_manifest",
-    "settle",
-    "write_manifest",
-]
+from taas.wording import counted, ranks_in_words, size_in_words
 
 _SHOWN = 3
 _MANIFEST = "kept.json"
 
 
-class KeptFile(msgspec.Struct, frozen=True):
-    """A file that only ranks other than 0 wrote.
+class SettledFile(msgspec.Struct, frozen=True):
+    """A file that only ranks other than 0 wrote."""
 
-    Attributes:
-        path: relative to the project.
-        ranks: who wrote it, each version that differs once; the first rank's is the one ``recover`` puts there.
-        size: bytes of all versions together.
-    """
-
-    path: str
-    ranks: tuple[int, ...]
-    size: int
+    path: str  # relative to the project
+    ranks: tuple[int, ...]  # who wrote it, each version that differs once; the first rank's gets the path
+    size: int  # bytes of all versions together
 
 
 class Manifest(msgspec.Struct):
@@ -58,7 +44,7 @@ class Manifest(msgspec.Struct):
     run: str
     project: str
     made_ns: int
-    files: list[KeptFile]
+    files: list[SettledFile]
     announced_ns: int = 0
 
     @property
@@ -67,22 +53,15 @@ class Manifest(msgspec.Struct):
         return sum(file.size for file in self.files)
 
 
-class Settlement(msgspec.Struct, frozen=True):
-    """What became of the writes of all ranks but 0.
+@dataclass(frozen=True)
+class Settlement:
+    """What became of the writes of all ranks but 0."""
 
-    Attributes:
-        run: name to ``recover`` by.
-        dropped: paths rank 0 wrote too -> the ranks whose versions went.
-        kept: what only other ranks wrote.
-        unremoved: paths that other ranks removed and rank 0 did not -> those ranks; they are still there.
-        stuck: files that could not be moved to the kept folder, where they lie, and why.
-    """
-
-    run: str
-    dropped: dict[str, tuple[int, ...]]
-    kept: tuple[KeptFile, ...]
-    unremoved: dict[str, tuple[int, ...]]
-    stuck: tuple[str, ...] = ()
+    run: str  # name to ``recover`` by
+    dropped: dict[str, tuple[int, ...]]  # paths rank 0 wrote too -> the ranks whose versions went
+    kept: tuple[SettledFile, ...]  # what only other ranks wrote
+    unremoved: dict[str, tuple[int, ...]]  # paths still there that others removed, and rank 0 did not
+    stuck: tuple[str, ...] = ()  # files that could not be moved to the kept folder, where they lie, and why
 
     def lines(self) -> list[str]:
         """What the cell says about it; nothing when no other rank wrote."""
@@ -92,16 +71,16 @@ class Settlement(msgspec.Struct, frozen=True):
             it = "it" if len(counts) == 1 else "them"
             said.append(f"rank writes: {_some(counts)} dropped (rank 0 wrote {it})")
         if self.kept:
-            ranks = ranks_of({rank for file in self.kept for rank in file.ranks})
-            size = human_size(sum(file.size for file in self.kept))
-            files = "1 file" if len(self.kept) == 1 else f"{len(self.kept)} files"
+            ranks = ranks_in_words({rank for file in self.kept for rank in file.ranks})
+            size = size_in_words(sum(file.size for file in self.kept))
+            files = counted(len(self.kept), "file")
             named = _some([file.path for file in self.kept])
             said.append(
                 f"kept: {named} ({files}, {size}) from {ranks}, which rank 0 did not write: "
                 f"%taas recover {self.run} brings them into the project"
             )
         if self.unremoved:
-            ranks = ranks_of({rank for removers in self.unremoved.values() for rank in removers})
+            ranks = ranks_in_words({rank for removers in self.unremoved.values() for rank in removers})
             said.append(
                 f"rank writes: {_some(list(self.unremoved))} removed by {ranks} but not by rank 0: still there"
             )
@@ -112,7 +91,9 @@ class Settlement(msgspec.Struct, frozen=True):
         return said
 
 
-def settle(run_scratch: Path, project: Path, *, run: str, since_ns: int, kept_root: Path) -> Settlement:
+def settle(
+    run_scratch: Path, project: Path, *, run: str, since_ns: int, kept_root: Path, stay: bool = False
+) -> Settlement:
     """Sort what the ranks of an ended run diverted, and empty their scratch.
 
     Args:
@@ -122,6 +103,7 @@ def settle(run_scratch: Path, project: Path, *, run: str, since_ns: int, kept_ro
             the same name left some.
         since_ns: when the run began, ``time.time_ns()`` of before its first rank was started.
         kept_root: where kept writes of all runs are.
+        stay: the ranks do, and need their folders.
 
     Returns:
         What became of each write. A file that cannot be moved stays where it is, and is named.
@@ -144,9 +126,11 @@ def settle(run_scratch: Path, project: Path, *, run: str, since_ns: int, kept_ro
     unremoved = _unremoved(scratches, project, set(writers))
     for scratch in scratches.values():
         if not any(f"{scratch}/" in text for text in stuck):
-            shutil.rmtree(scratch, ignore_errors=True)
-    with contextlib.suppress(OSError):  # other things may lie there
-        run_scratch.rmdir()
+            for folder in (scratch / "tree", scratch / "gone") if stay else (scratch,):
+                shutil.rmtree(folder, ignore_errors=True)
+    if not stay:
+        with contextlib.suppress(OSError):  # other things may lie there
+            run_scratch.rmdir()
     return Settlement(run, dropped, tuple(kept), unremoved, tuple(stuck))
 
 
@@ -186,7 +170,7 @@ def _written_since(path: Path, since_ns: int) -> bool:
 
 def _keep(
     writers: dict[str, list[int]], scratches: dict[int, Path], folder: Path
-) -> tuple[list[KeptFile], list[str]]:
+) -> tuple[list[SettledFile], list[str]]:
     kept, stuck = [], []
     for path, ranks in writers.items():
         moved: list[int] = []
@@ -197,12 +181,12 @@ def _keep(
                 if any(_same(source, folder / f"rank{other}" / path) for other in moved):
                     continue
                 size += source.lstat().st_size
-                _move(source, folder / f"rank{rank}" / path)
+                move(source, folder / f"rank{rank}" / path)
                 moved.append(rank)
             except OSError as error:
                 stuck.append(f"{source} ({error.strerror or error})")
         if moved:
-            kept.append(KeptFile(path, tuple(moved), size))
+            kept.append(SettledFile(path, tuple(moved), size))
     return kept, stuck
 
 
@@ -212,9 +196,9 @@ def _same(one: Path, other: Path) -> bool:
     return filecmp.cmp(one, other, shallow=False)
 
 
-def _move(source: Path, target: Path) -> None:
+def move(source: Path, target: Path) -> None:
     """Move a file, complete or not at all."""
-    target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    target.parent.mkdir(parents=True, exist_ok=True)
     try:
         source.rename(target)
     except OSError as error:
@@ -247,9 +231,7 @@ def _unremoved(scratches: dict[int, Path], project: Path, written: set[str]) -> 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write a kept folder's manifest, complete or not at all."""
-    partial = folder / f".{_MANIFEST}"
-    partial.write_bytes(msgspec.json.encode(manifest))
-    partial.rename(folder / _MANIFEST)
+    write_private(folder / _MANIFEST, msgspec.json.encode(manifest))
 
 
 def read_manifest(folder: Path) -> Manifest | None:
@@ -263,25 +245,3 @@ def read_manifest(folder: Path) -> Manifest | None:
 def _some(names: list[str]) -> str:
     rest = len(names) - _SHOWN
     return ", ".join(names[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
-
-
-def ranks_of(ranks: Iterable[int]) -> str:
-    """Ranks for people: "rank 3", "ranks 1-3, 7", with a dash as typeset."""
-    spans: list[list[int]] = []
-    for rank in sorted(ranks):
-        if spans and rank == spans[-1][1] + 1:
-            spans[-1][1] = rank
-        else:
-            spans.append([rank, rank])
-    text = ", ".join(str(first) if first == last else f"{first}–{last}" for first, last in spans)
-    return f"rank {text}" if text.isdigit() else f"ranks {text}"
-
-
-def human_size(count: int) -> str:
-    """Bytes for people, in powers of 1000 as disks are sold."""
-    size = float(count)
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.0f} {unit}" if unit == "bytes" or size >= 10 else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.1f} TB"

@@ -14,18 +14,31 @@ import os
 import posix
 import stat
 from collections.abc import Callable, Iterator
-from types import TracebackType
+from contextlib import AbstractContextManager
 from typing import Any
 
 from taas.storage.denial import Denial
-from taas.storage.overlay import Overlay, Seen
-
-__all__ = ["View", "fail"]
+from taas.storage.overlay import Overlay, PathView
 
 
 def fail(code: int, path: Any) -> OSError:
     """The error the system gives for a path."""
     return OSError(code, os.strerror(code), path)
+
+
+def _reading(call: Callable[..., Any], follow: bool = True) -> Callable[..., Any]:
+    """A method in the place of a call that looks at what its first argument names; ``follow``: links, by default."""
+
+    def read(self: View, path: Any = None, *rest: Any, **options: Any) -> Any:
+        given = "." if path is None else path
+        followed = follow and options.get("follow_symlinks", True)
+        place = self.place(given, options.get("dir_fd"), followed) if self.overlay.touched else None
+        if place is None:
+            return call(given, *rest, **options)
+        options.pop("dir_fd", None)
+        return call(self._there(self.overlay.see(place), path), *rest, **options)
+
+    return read
 
 
 class View:
@@ -47,54 +60,20 @@ class View:
         return os.fsdecode(path) if place is None else self._there(self.overlay.see(place), path)
 
     @staticmethod
-    def _there(seen: Seen | None, path: Any) -> str:
+    def _there(seen: PathView | None, path: Any) -> str:
         if seen is None:
             raise fail(errno.ENOENT, path)
         return seen.path
 
     # looking ---------------------------------------------------------------------------------------
 
-    def _look(
-        self, call: Callable[..., Any], path: Any, dir_fd: int | None, follow: bool, **options: Any
-    ) -> Any:
-        place = self.place(path, dir_fd, follow) if self.overlay.touched else None
-        if place is None:
-            if dir_fd is not None:
-                options["dir_fd"] = dir_fd
-            return call(path, **options)
-        return call(self._there(self.overlay.see(place), path), **options)
-
-    def stat(self, path: Any, *, dir_fd: int | None = None, follow_symlinks: bool = True) -> os.stat_result:
-        result: os.stat_result = self._look(
-            posix.stat, path, dir_fd, follow_symlinks, follow_symlinks=follow_symlinks
-        )
-        return result
-
-    def lstat(self, path: Any, *, dir_fd: int | None = None) -> os.stat_result:
-        return self.stat(path, dir_fd=dir_fd, follow_symlinks=False)
-
-    def readlink(self, path: Any, *, dir_fd: int | None = None) -> Any:
-        return self._look(posix.readlink, path, dir_fd, False)
-
-    def statvfs(self, path: Any) -> os.statvfs_result:
-        result: os.statvfs_result = self._look(posix.statvfs, path, None, True)
-        return result
-
-    def getxattr(self, path: Any, attribute: Any, *, follow_symlinks: bool = True) -> bytes:
-        result: bytes = self._look(
-            posix.getxattr, path, None, follow_symlinks, attribute=attribute, follow_symlinks=follow_symlinks
-        )
-        return result
-
-    def listxattr(self, path: Any = None, *, follow_symlinks: bool = True) -> list[str]:
-        found: list[str] = self._look(
-            posix.listxattr,
-            "." if path is None else path,
-            None,
-            follow_symlinks,
-            follow_symlinks=follow_symlinks,
-        )
-        return found
+    stat = _reading(posix.stat)
+    lstat = _reading(posix.lstat, follow=False)
+    readlink = _reading(posix.readlink, follow=False)
+    statvfs = _reading(posix.statvfs)
+    getxattr = _reading(posix.getxattr)
+    listxattr = _reading(posix.listxattr)
+    chdir = _reading(posix.chdir)
 
     def access(
         self,
@@ -118,35 +97,27 @@ class View:
 
     def listdir(self, path: Any = None) -> list[Any]:
         given = "." if path is None else path
-        place = self._directory(given)
-        if place is None:
+        names = self._names(given)
+        if names is None:
             return posix.listdir(given)
-        names = self.overlay.names(place)
         return [os.fsencode(name) for name in names] if isinstance(given, bytes) else names
 
     def scandir(self, path: Any = None) -> Any:
         given = "." if path is None else path
-        place = self._directory(given)
-        if place is None:
-            return posix.scandir(given)
-        return Entries(self, given, self.overlay.names(place))
+        names = self._names(given)
+        return posix.scandir(given) if names is None else Entries(self, given, names)
 
-    def _directory(self, given: Any) -> str | None:
-        """The place of a directory whose listing may differ from the live one; None to list it as it is."""
+    def _names(self, given: Any) -> list[str] | None:
+        """What is in a directory whose listing may differ from the live one; None to list it as it is."""
         if not self.overlay.touched:
             return None
         place = self.place(f"/proc/self/fd/{given}" if isinstance(given, int) else given)
         if place is None or not self.overlay.mixed(place):
             return None
         seen = self.overlay.see(place)
-        if seen is None:
-            raise fail(errno.ENOENT, given)
-        if not seen.is_directory:
-            raise fail(errno.ENOTDIR, given)
-        return place
-
-    def chdir(self, path: Any) -> None:
-        self._look(posix.chdir, path, None, True)
+        if seen is None or not seen.is_directory:
+            raise fail(errno.ENOENT if seen is None else errno.ENOTDIR, given)
+        return self.overlay.names(place)
 
     def getcwd(self) -> str:
         return self.overlay.outward(posix.getcwd())
@@ -171,7 +142,8 @@ class Entry(os.PathLike[Any]):
         return f"<DirEntry {self.name!r}>"
 
     def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
-        return self._calls.stat(self._at or self.path, follow_symlinks=follow_symlinks)
+        status: os.stat_result = self._calls.stat(self._at or self.path, follow_symlinks=follow_symlinks)
+        return status
 
     def inode(self) -> int:
         return self.stat(follow_symlinks=False).st_ino
@@ -195,24 +167,18 @@ class Entry(os.PathLike[Any]):
             return False
 
 
-class Entries:
+class Entries(Iterator[Entry], AbstractContextManager["Entries"]):
     """What ``os.scandir`` returns: an iterator that is closed after use."""
 
     def __init__(self, calls: View, directory: Any, names: list[str]) -> None:
         given = directory if isinstance(directory, int) else os.fspath(directory)
-        self._entries: Iterator[Entry] = (Entry(calls, given, name) for name in names)
-
-    def __iter__(self) -> Entries:
-        return self
+        self._entries = (Entry(calls, given, name) for name in names)
 
     def __next__(self) -> Entry:
         return next(self._entries)
 
-    def __enter__(self) -> Entries:
-        return self
-
-    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
-        self._entries = iter(())
+        self._entries.close()

@@ -1,355 +1,358 @@
 """The data side of a run: its coordinator, planner and data workers, from before the ranks until after them.
 
-The coordinator is a child of the supervisor. The makers, which need torch and the user's datasets, are started by
-agents: the planner by one of this machine, and a keeper with its data workers by the agent of each data VM. A data VM
+The coordinator is a child of the supervisor. The data processes, which need torch and the user's datasets, are started by
+agents: the planner by one of this machine, and a worker pool with its data workers by the agent of each data VM. A data VM
 that is lost is replaced; until another one is there, the run goes on with those that are left.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import shutil
+import tempfile
+import time
+from enum import IntEnum, auto
+from pathlib import Path
 
 import msgspec
 
-from taas.delivery.config import DeliveryConfig, Place, PlannerConfig, RankConfig, WorkerConfig, new_keys
-from taas.delivery.reports import (
+from taas.delivery.config import DataOrder, Delivered, DeliveryConfig, ResumePoint, new_keys
+from taas.delivery.messages import (
+    Command,
     Failed,
     Final,
+    FinishPlans,
+    Hello,
     HostLost,
     Note,
-    Places,
-    Prebuffered,
     ProgressReport,
     Report,
-    Serving,
 )
-from taas.delivery.service import ChildProcess, Service, default_slab
+from taas.delivery.slab import slab_size
+from taas.delivery.transport import CoordinatorProcess
 from taas.errors import RunLost
-from taas.messages.agents import EndMakers, MakerEnded, StartMaker
-from taas.messages.clients import Delivered, Submit
-from taas.messages.hosts import WantPiece, WantProject, Wrote
-from taas.messages.wire import Message
-from taas.supervisor.data_carriage import DataCarriage
-from taas.supervisor.homecoming import Homecoming
+from taas.supervisor.data_vms import PLANNER, DataVms
+from taas.supervisor.transfer import Transfer
 from taas.supervisor.vms import Vm
+from taas.wire.agents import EndJob, JobHears, JobOver, JobRequest, OfJob, StartJob
+from taas.wire.clients import Submit
 
-_REPLACEMENTS = 3
-"""So many lost data VMs or keepers are replaced for each that was asked for; then it is the data that kills them."""
 _ALONE_SECONDS = 300.0
-_PLANNER = -1
+_END_SECONDS = 5.0
+"""So long agents have to end data processes, before they are taken for stuck; who sends what they printed is not."""
 
 
-@dataclass(frozen=True)
-class DataVms:
-    """VMs for the data of a run.
+class Phase(IntEnum):
+    """How far a delivery is; it never goes back."""
 
-    Attributes:
-        vms: those with data workers.
-        planner: one of this machine, which runs the planner.
-        here: tells the address under which the ranks' VMs and these reach this machine; empty while it is not known.
-    """
-
-    vms: list[Vm]
-    planner: Vm
-    here: Callable[[], str]
-
-    @property
-    def elsewhere(self) -> bool:
-        """Whether they are, or may be, other hosts."""
-        return any(vm.remote for vm in self.vms)
+    PREPARING = auto()
+    """The first elements are made; the ranks wait for them."""
+    DELIVERING = auto()
+    FINISHING = auto()
+    """The ranks have ended, or have all they asked for: what is lost from now on is not missed."""
+    OVER = auto()
+    """The coordinator has said its last."""
+    CLOSED = auto()
+    """Its processes are being ended."""
 
 
 class DataSide:
     """What the supervisor has of a delivery. ``step`` is to be called when ``fileno`` is readable.
 
+    Args:
+        run: its name.
+        submit: what was asked for.
+        vms: where the data processes are.
+        transfer: starts jobs.
+        log: file that takes what data processes print.
+        sockets: folder for the delivery's own.
+        places: where an earlier start of the run left its loaders.
+
     Attributes:
-        vms: the data VMs, by their number in the delivery.
-        ready: enough is prepared: the ranks may start.
-        over: nothing more will be reported.
+        vms: as given.
+        phase: how far it is.
         failed: why nothing is delivered any more, or "".
+        deserted: nobody is left who tells the ranks so.
         error: the class of :mod:`taas.errors` for that.
-        elsewhere: whether data VMs are, or may be, other hosts.
-        closed: its processes are being ended.
+        delivered: how far the loaders are, once that was said.
         final: the generators' states, for the notebook.
         places: where each loader goes on if the run is started again: as an earlier start left it, until it ends.
+        notes: lines for the user, in order.
     """
 
     def __init__(
         self,
         run: str,
         submit: Submit,
-        data: DataVms,
-        homecoming: Homecoming,
-        log: str,
-        changed: Callable[[], None],
-        progressed: Callable[[Delivered], None],
-        places: dict[str, Place],
+        vms: DataVms,
+        transfer: Transfer,
+        log: Path,
+        sockets: Path,
+        places: dict[str, ResumePoint],
     ) -> None:
         assert submit.delivery is not None
-        spec = submit.spec
-        units = (
-            spec.units if isinstance(spec.units, dict) else {} if spec.units is None else {"*": spec.units}
-        )
-        self._run, self._submit, self._order, self._log = run, submit, submit.delivery, log
-        self._changed, self._progressed = changed, progressed
-        self._carriage = DataCarriage(run, submit.delivery.payload, homecoming, log)
-        self._here, self.elsewhere = data.here, data.elsewhere
-        share = default_slab(spec.world_size)
-        config = DeliveryConfig(
+        self._run, self._submit, self._order = run, submit, submit.delivery
+        self.vms, self._transfer, self._log = vms, transfer, str(log)
+        self._coordinator = CoordinatorProcess()
+        self.places = places
+        self._config, self._endpoint = self._coordinator_config(sockets), ""
+        self.phase = Phase.PREPARING
+        self.failed, self.error, self.deserted = "", RunLost.__name__, False
+        self.delivered: Delivered | None = None
+        self.final = b""
+        self._reached: dict[str, ResumePoint] = {}
+        self.notes: list[str] = []
+        self._last_lost = ""
+        self._gone_by = 0.0
+        self._configure()
+
+    def _coordinator_config(self, sockets: Path) -> DeliveryConfig:
+        spec, elsewhere = self._submit.spec, self.vms.elsewhere
+        units = spec.units or {}
+        return DeliveryConfig(
             new_keys(),
             spec.world_size,
-            share if self._order.buffer is None else slab_of(self._order.buffer, spec.world_size),
+            slab_size(self._order.buffer, spec.world_size),
+            host="",  # until it is known
+            encrypt=self._order.encrypt,
             uneven=spec.uneven,
-            units=units,
+            units=units if isinstance(units, dict) else {"*": units},
             prebuffer=spec.prebuffer,
             hosts=spec.data_vms,
-            shared=not self.elsewhere,
-            alone=_ALONE_SECONDS + (submit.engine.wait if self.elsewhere else 0.0),
+            folder="" if elsewhere else tempfile.mkdtemp(prefix="data-", dir=sockets),
+            alone=_ALONE_SECONDS + (self._submit.engine.wait if elsewhere else 0.0),
+            places=self.places,
         )
-        self._coordinator = ChildProcess("taas.delivery.coordinator", reports=True)
-        self._service = Service(config, self._coordinator, "", "")
-        self._configured = False
-        self._planner = data.planner
-        self.vms = dict(enumerate(data.vms))
-        self._named = dict(self.vms)
-        self._started: dict[int, Vm] = {}
-        self._numbers = len(self.vms)
-        self._to_replace = _REPLACEMENTS * len(self.vms)
-        self._finishing = False
-        self.ready = self.over = self.closed = False
-        self.failed, self.error = "", RunLost.__name__
-        self.final = b""
-        self.places = places
-        self._notes: list[str] = []
-        self._last_lost = ""
-        self._configure()
 
     def fileno(self) -> int:
         """Return the descriptor on which the coordinator reports."""
-        assert self._coordinator.process.stdout is not None
-        return self._coordinator.process.stdout.fileno()
+        return self._coordinator.fileno()
 
     def pids(self) -> list[int]:
         """Return the processes that are the supervisor's own children."""
-        return [self._coordinator.pid]
+        return [self._coordinator.process.pid]
 
     @property
-    def notes(self) -> list[str]:
-        """Lines for the user, in order."""
-        return [*self._notes, *self._carriage.notices]
+    def ready(self) -> bool:
+        """Whether enough is prepared: the ranks may start."""
+        return self.phase >= Phase.DELIVERING
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing more will be reported."""
+        return self.phase >= Phase.OVER
+
+    @property
+    def closed(self) -> bool:
+        """Whether its processes are being ended."""
+        return self.phase is Phase.CLOSED
 
     @property
     def waiting(self) -> str:
         """What a run waits for that had data VMs and has none left; empty where one is there."""
-        coming = next(iter(self.vms.values()), None)
-        if coming is None or any(vm.up for vm in self.vms.values()):
-            return ""
-        return f"another data VM, since {self._last_lost}: {coming.machine.waiting or 'it starts'}"
+        coming = self.vms.starting
+        return (
+            f"another data VM, since {self._last_lost}: {coming.machine.waiting or 'it starts'}"
+            if coming
+            else ""
+        )
 
-    def rank_config(self, host: str) -> RankConfig:
-        """Return what every rank of a VM with this address is told; each fills in its own rank."""
-        return self._service.rank_config(0, host, encrypt=self._order.encrypt, places=self.places)
+    @property
+    def rank_config(self) -> DeliveryConfig:
+        """What every rank is told."""
+        return self._config.for_peers(self._endpoint)
 
     # ------------------------------------------------------------ the coordinator
 
     def _configure(self) -> None:
         """Let the coordinator listen, as soon as it is known where."""
-        here = self._here()
-        if here and not self._configured:
-            self._configured = True
-            self._service.config = msgspec.structs.replace(self._service.config, host=here)
-            self._coordinator.send(msgspec.json.encode(self._service.config))
+        here = self.vms.here()
+        if here and not self._config.host:
+            self._config = msgspec.structs.replace(self._config, host=here)
+            self._coordinator.send(self._config)
 
-    def _command(self, kind: str, **what: str | int) -> None:
-        if self._configured:
-            self._coordinator.send(msgspec.json.encode({"type": kind, **what}))
+    def _command(self, command: Command) -> None:
+        if self._config.host and not self.closed:
+            self._coordinator.send(command)
+
+    def _reach(self, phase: Phase) -> None:
+        self.phase = max(self.phase, phase)
 
     def step(self) -> None:
         """Take in what the coordinator has reported."""
-        reports = self._service.read()
+        reports = self._coordinator.read()
         if reports is None:
-            self.over = True
-            self.failed = self.failed or ("" if self.final else "the coordinator of the data workers ended")
+            if not self.final and not self.failed:
+                self.deserted = self.phase < Phase.FINISHING
+                self.failed = "the coordinator of the data workers ended"
+            self._reach(Phase.OVER)
         for report in reports or ():
             self._take(report)
-        self._changed()
 
     def _take(self, report: Report) -> None:
         match report:
-            case Serving():
-                self._service.endpoint, self._service.slabs = report.endpoint, report.slabs
-                self.start_makers()
-            case Prebuffered():
-                self.ready = True
+            case Hello():
+                self._endpoint = report.address
+                self.start_data_processes()
             case Failed():
                 self.failed = report.reason
             case Note():
-                self._notes.append(report.text)
+                self.notes.append(report.text)
             case HostLost():
                 lost = self._lost(report.vm, report.cause)
-                self._notes.append(f"{lost}; what it had not delivered was made elsewhere")
-                silent = self._started.get(report.vm)
-                if self.elsewhere and silent is not None:  # its agent is there, and starts another keeper
-                    silent.send(EndMakers(run=self._run))
+                self.notes.append(f"{lost}; what it had not delivered was made elsewhere")
+                if self.vms.elsewhere:  # its agent is there, and starts another worker pool
+                    self._end_job(report.vm)
             case ProgressReport():
-                self._progressed(_all_together(report))
+                if report.prebuffered:
+                    self._reach(Phase.DELIVERING)
+                if report.over:
+                    self._reach(Phase.FINISHING)
+                self.delivered, self._reached = report.delivered, report.places
             case Final():
-                self.final, self.over = report.states, True
-            case Places():
-                self.places = self.places | report.places
+                self.final = report.states
+                self._reach(Phase.OVER)
 
     def ask_for_final(self) -> None:
         """The ranks have ended: ask where the generators are now."""
-        self._finishing = True
-        self._command("finish")
+        self._reach(Phase.FINISHING)
+        self._command(FinishPlans())
 
-    # ------------------------------------------------------------ makers
+    def fail(self, why: str) -> None:
+        """Nothing can be delivered any more."""
+        self.failed = self.failed or why
+        self._command(Failed(reason=self.failed))
 
-    def start_makers(self) -> None:
-        """Start makers on all VMs that are up and have none; call it when one came up."""
+    # ------------------------------------------------------------ data processes
+
+    def start_data_processes(self) -> None:
+        """Start data processes on all VMs that are up and have none; call it when one came up."""
         if self.closed:
             return
         self._configure()
-        if not self._service.endpoint:
-            return
-        for number, vm in ((_PLANNER, self._planner), *self.vms.items()):
-            if vm.up and not vm.gone and number not in self._started:
-                self._started[number] = vm
-                vm.send(self._maker(number, elsewhere=vm.remote))
+        if self._endpoint:
+            for number, vm in list(self.vms.startable()):
+                self.vms.started[number] = vm
+                self._transfer.start(vm, self._data_process(number))
 
-    def _maker(self, number: int, *, elsewhere: bool) -> StartMaker:
-        submit, service = self._submit, self._service
-        planner = number == _PLANNER
-        config: PlannerConfig | WorkerConfig
-        if planner:
-            keys = service.config.keys.for_peers()
-            config = PlannerConfig(keys, service.endpoint, "", service.config.ranks)
-        else:
-            config = service.worker_config("", number, self._order.processes, self._order.encrypt, [], "")
-        rehearsed = bool(submit.spec.gpus_per_rank and not self._planner.gpus)
-        with_ranks = planner and not self.elsewhere
-        return StartMaker(
+    def _job(self, number: int) -> int:
+        """Data processes have the jobs after those of the ranks, the planner the first."""
+        return self._submit.spec.vms + number - PLANNER
+
+    def _end_job(self, number: int) -> None:
+        if number in self.vms.started:
+            self._tell(self.vms.started[number], self._job(number), EndJob())
+
+    def _tell(self, vm: Vm, job: int, said: JobHears) -> None:
+        vm.send(OfJob(run=self._run, job=job, said=said))
+
+    def _data_process(self, number: int) -> StartJob:
+        submit, planner = self._submit, number == PLANNER
+        rehearsed = bool(submit.spec.gpus_per_rank and self.vms.rehearse)
+        return StartJob(
             run=self._run,
-            number=number,
-            role="planner" if planner else "keeper",
-            config=msgspec.json.encode(config),
-            payload=self._carriage.payload if elsewhere else self._order.payload,
+            job=self._job(number),
+            name="the planner's VM" if planner else f"data VM {number}",
+            payload=self._order.payload,
             project=submit.project,
             environ=submit.environ,
-            rehearsed=rehearsed if with_ranks else None,
-            log=self._log,
             changed=submit.changed,
-            files=self._carriage.files() if elsewhere else None,
+            output=self._log,
+            work=DataOrder(
+                common=self._config.for_peers(self._endpoint),
+                vm=max(0, number),
+                processes=0 if planner else self._order.processes,
+                rehearsed=None if self.vms.elsewhere else rehearsed,
+            ),
         )
 
-    def hear(self, vm: Vm, message: Message) -> None:
-        """Take in what the agent of a data VM elsewhere asks for, or brings."""
-        if isinstance(message, WantPiece | WantProject | Wrote):
-            try:
-                answer = self._carriage.answer(message)
-            except OSError as error:
-                self.failed = self.failed or f"the project could not travel: {error}"
-                self._command("fail", reason=self.failed)
-                self._changed()
-            else:
-                if answer is not None:
-                    vm.send(answer)
+    @property
+    def _misses(self) -> bool:
+        """Whether a data process that is lost is missed."""
+        return self.phase < Phase.FINISHING and not self.failed
 
-    def _name(self, number: int) -> str:
-        vm = self._named.get(number)
-        place = "" if vm is None else vm.machine.place
-        return f"data VM {number} ({place})" if place else f"data VM {number}"
-
-    def maker_ended(self, message: MakerEnded) -> None:
-        """A maker is gone. A keeper is started anew; a planner's end is the run's, as the coordinator sees, too."""
-        vm = self._started.pop(message.number, None)
-        if vm is not None and not (self.closed or self._finishing or self.failed):
-            if message.number == _PLANNER:
-                said = f"the planner {message.how}; what it printed is in {self._log}"
-                self.failed = "" if self.ready else said
-            else:
-                self.vms.pop(message.number, None)
-                self._tell_lost(message.number, message.how)
-                self._replace(message.how, lambda: vm)
-        self._changed()
+    def process_over(self, job: int, over: JobOver) -> None:
+        """A data process is gone. A worker pool is started anew; a planner's end is the run's, as the coordinator sees, too."""
+        number = job - self._job(0)
+        misses, vm = self._misses, self.vms.lose(number)
+        self._transfer.lose(job)
+        if vm is None:
+            return
+        self._tell(vm, job, JobRequest(what="forget"))
+        if misses and number == PLANNER:
+            said = f"the planner {over.how}; what it printed is in {self._log}"
+            self.failed = "" if self.ready else said
+        elif misses:
+            self._tell_lost(number, over.how)
+            self._replace(over.how, vm)
 
     def _tell_lost(self, number: int, how: str) -> None:
         """Tell the coordinator what it does not see itself, of other hosts."""
         cause = how.removeprefix("lost: ")
         self._last_lost = self._lost(number, cause)
-        if self.elsewhere:
-            self._command("lost", vm=number, cause=cause)
+        if self.vms.elsewhere:
+            self._command(HostLost(vm=number, cause=cause))
 
     def _lost(self, number: int, cause: str) -> str:
-        return f"{self._name(number)} was lost ({cause})"
+        return f"{self.vms.name(number)} was lost ({cause})"
 
-    def lose(self, vm: Vm, how: str, another: Callable[[], Vm | None]) -> None:
-        """A data VM is lost, ``how`` in words: one that ``another`` leases takes its place."""
-        if vm is self._planner:  # the coordinator sees its planner's end
-            self._started.pop(_PLANNER, None)
-            self.failed = self.failed or f"the agent of the planner was {how}"
-        for number in [number for number, mine in self.vms.items() if mine is vm]:
-            del self.vms[number]
-            self._started.pop(number, None)
-            if self.closed or self._finishing or self.failed:
-                continue
-            if vm.up or vm.machine.error == RunLost.__name__:
+    def lose(self, vm: Vm, how: str, *, replace: bool = True) -> None:
+        """A data VM is lost, ``how`` in words: another one takes its place, if it is to be replaced."""
+        for number in self.vms.of(vm):
+            misses = self._misses
+            self.vms.lose(number)
+            self._transfer.lose(self._job(number))
+            if number == PLANNER:  # the coordinator sees its planner's end
+                self.failed = self.failed or f"the agent of the planner was {how}"
+            elif misses and (vm.up or vm.machine.error == RunLost.__name__):
                 self._tell_lost(number, how)
-                self._replace(how, another)
-            else:
+                if replace:
+                    self._replace(how)
+            elif misses:
                 self._do_without(number, how, vm.machine.error)
-        self._changed()
 
     def _do_without(self, number: int, why: str, error: str) -> None:
         """A data VM cannot be had: a run that has not begun fails, another goes on with those that it has."""
         if not self.ready:
             self.failed, self.error = why, error
-        elif self.vms:
-            self._notes.append(f"{self._name(number)} could not be had: {why}")
+        elif self.vms.by_number:
+            self.notes.append(f"{self.vms.name(number)} could not be had: {why}")
         else:
-            self._command("fail", reason=f"all data VMs were lost, and no other could be had: {why}")
+            self._command(Failed(reason=f"all data VMs were lost, and no other could be had: {why}"))
 
-    def _replace(self, how: str, another: Callable[[], Vm | None]) -> None:
-        """Start a keeper in place of one that is gone, under a new number, as long as that makes sense."""
-        vm = another() if self._to_replace > 0 else None
-        self._to_replace -= 1
-        if vm is not None:
-            self.vms[self._numbers] = self._named[self._numbers] = vm
-            self._numbers += 1
-            self.start_makers()
-        elif not self.vms:
+    def _replace(self, how: str, vm: Vm | None = None) -> None:
+        """Start a worker pool in place of one that is gone, as long as that makes sense: on this VM, or another one."""
+        if self.vms.replace(vm):
+            self.start_data_processes()
+        elif not self.vms.by_number:
             reason = f"all data VMs were lost, the last one {how}; what they printed is in {self._log}"
-            self.failed = self.failed or ("" if self._configured else reason)
-            self._command("fail", reason=reason)
+            self.failed = self.failed or ("" if self._config.host else reason)
+            self._command(Failed(reason=reason))
 
     # ------------------------------------------------------------ its end
 
     def close(self) -> None:
         """End all its processes; agents say when theirs are gone."""
-        self.closed = True
-        for report in self._service.close():
+        self._reach(Phase.CLOSED)
+        self.postpone_end()
+        for report in self._coordinator.close():
             self._take(report)
-        for vm in {id(vm): vm for vm in self._started.values()}.values():
-            vm.send(EndMakers(run=self._run))
+        self.places = self.places | self._reached
+        if self._config.folder:
+            shutil.rmtree(self._config.folder, ignore_errors=True)
+        for number in self.vms.started:
+            self._end_job(number)
+
+    def postpone_end(self) -> None:
+        """Somebody of the run is at work: its agents have their time from now on."""
+        self._gone_by = time.monotonic() + _END_SECONDS
+
+    @property
+    def overdue(self) -> list[Vm]:
+        """The VMs that have not ended their data processes in time."""
+        late = self.closed and time.monotonic() > self._gone_by
+        return [vm for vm in dict.fromkeys(self.vms.started.values()) if late and not vm.gone]
 
     @property
     def gone(self) -> bool:
         """Whether it was closed, and no process of it is left."""
-        return self.closed and all(vm.gone for vm in self._started.values())
-
-
-def slab_of(buffer: int, ranks: int) -> int:
-    """Return a rank's share of the buffer that ``[delivery] buffer`` asks for, in bytes; at least 4 MiB."""
-    return max(4 << 20, buffer // ranks // (1 << 20) * (1 << 20))
-
-
-def _all_together(report: ProgressReport) -> Delivered:
-    loaders = report.loaders
-    return Delivered(
-        ready=sum(loader.ready for loader in loaders),
-        delivered=sum(loader.delivered for loader in loaders),
-        planned=sum(loader.planned if loader.units is None else loader.units for loader in loaders),
-        rate=sum(loader.rate for loader in loaders),
-        waited=sum(report.waited) / max(1, len(report.waited)),
-    )
+        return self.closed and all(vm.gone for vm in self.vms.started.values())

@@ -1,79 +1,119 @@
-"""All VMs that the supervisor has, of all engines: leased to runs, replaced, taken back."""
+"""All VMs that the supervisor has, of all engines: leased to runs, idle between them, replaced, given back."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 
-from taas.agent.forkserver import read_at_import
-from taas.catalog import DATA_VM
-from taas.engines import Demand, Engine, EngineChoice
+import zmq
+
+from taas.config import DATA_VM
+from taas.engines import AgentConfig, Demand, Engine, EngineChoice
+from taas.engines.chosen import start_engine
 from taas.engines.local import LocalEngine
-from taas.errors import NotEnoughDevices
-from taas.messages.agents import Leave
-from taas.messages.clients import Submit
-from taas.messages.hosts import Beat
-from taas.records import read_records
-from taas.supervisor.data_side import DataVms
-from taas.supervisor.door import Door
-from taas.supervisor.vms import Pool, Vm
+from taas.errors import EngineError
+from taas.supervisor.control_socket import ControlSocket
+from taas.supervisor.data_vms import DataVms
+from taas.supervisor.vms import KEPT, Vm, demand_of, share_gpus
+from taas.wire.agents import Alive, Leave
+from taas.wire.clients import Submit
 
 
 class Fleet:
-    """The pools of all engines that were asked for; an engine is started when it is first asked for.
+    """The VMs of all engines that were asked for; an engine is started when it is first asked for.
 
     Args:
-        door: where agents come in.
+        control: where agents connect.
         scratch: folder for the agents' own.
+        started: called when there are new VMs, or a new engine.
         strike: called with each VM that is about to be given back.
     """
 
-    def __init__(self, door: Door, scratch: Path, strike: Callable[[Vm], None]) -> None:
-        self._door, self._scratch, self._strike = door, scratch, strike
-        address = (door.up.endpoint, door.up.server_key)
-        self._local = Pool(LocalEngine(), address, scratch, door.send)
-        self._local_data = Pool(self._local.engine, address, scratch, door.send, data=True)
-        self._pools = {"local": self._local, "local data": self._local_data}
+    def __init__(
+        self,
+        control: ControlSocket,
+        scratch: Path,
+        started: Callable[[], None],
+        strike: Callable[[Vm], None],
+    ) -> None:
+        self._control, self._scratch, self._started, self._strike = control, scratch, started, strike
+        self._local = LocalEngine()
+        self._engines: dict[str, Engine] = {"local": self._local}
+        self._of: dict[Vm, Engine] = {}
+        self._count = 0
 
     @property
     def vms(self) -> list[Vm]:
         """All of them."""
-        return [vm for pool in self._pools.values() for vm in pool.vms]
+        return list(self._of)
 
     @property
     def engines(self) -> list[Engine]:
         """Those that have been asked for."""
-        return list(dict.fromkeys(pool.engine for pool in self._pools.values()))
+        return list(self._engines.values())
 
     @property
     def has_remote(self) -> bool:
         """Whether one of them is on another machine."""
-        return any(vm.remote for vm in self.vms)
+        return any(vm.remote for vm in self._of)
 
     def find(self, key: str) -> Vm | None:
         """Return the VM whose agent has this key."""
-        return next((vm for vm in self.vms if vm.key == key), None)
+        return next((vm for vm in self._of if vm.key == key), None)
 
-    def warm_up(self) -> None:
-        """Start a VM here: whoever starts a supervisor is about to submit a run."""
-        self._local.start(Demand(), 1)
+    def warm_up(self, *, idle: bool) -> None:
+        """Start a VM here: whoever starts a supervisor is about to submit a run, or ``idle``: will some time."""
+        self._start(self._local, Demand(), 1, idle=idle)
 
-    def prepare(self, choice: EngineChoice) -> None:
-        """Start an engine."""
-        self._pool_of(choice)
-
-    def _pool_of(self, choice: EngineChoice, *, data: bool = False) -> Pool:
-        """Return the VMs of an engine for ranks, or for data."""
+    def prepare(self, choice: EngineChoice) -> Engine:
+        """Return an engine, started if it was not yet."""
         name = "local" if choice.kind == "local" else f"{choice.kind} {choice.address}"
-        if name not in self._pools:
-            from taas.engines.ray import RayEngine
+        if name not in self._engines:
+            self._engines[name] = start_engine(choice, self._control.listen, self._scratch)
+            self._started()
+        return self._engines[name]
 
-            engine = RayEngine(choice.address, self._door.listen, self._scratch / "ray.log")
-            address = ("", self._door.up.server_key)
-            self._pools[name] = Pool(engine, address, self._scratch, self._door.send)
-            self._pools[f"{name} data"] = Pool(engine, address, self._scratch, self._door.send, data=True)
-        return self._pools[f"{name} data" if data else name]
+    def _start(
+        self,
+        engine: Engine,
+        demand: Demand,
+        count: int,
+        lost: Sequence[Vm] = (),
+        *,
+        data: bool = False,
+        idle: bool = False,
+    ) -> list[Vm]:
+        """Ask an engine for VMs, in place of lost ones or not; they are up when their agents say so."""
+        up = self._control.up
+        configs = []
+        for _ in range(count):
+            public, secret = zmq.curve_keypair()
+            scratch = self._scratch / f"{'data' if data else 'agent'}-{self._count}"
+            self._count += 1
+            configs.append(
+                AgentConfig(
+                    endpoint="" if engine.remote else up.endpoint,
+                    server_key=up.server_key,
+                    public_key=public.decode(),
+                    secret_key=secret.decode(),
+                    scratch=str(scratch),
+                    data=data,
+                    idle=idle,
+                )
+            )
+        machines = engine.start(demand, configs, [vm.machine for vm in lost])
+        beside = tuple(vm for vm in self._of if self._of[vm] is engine)
+        started = [
+            Vm(machine, config.public_key, demand, self._control.send, remote=engine.remote, data=data)
+            for machine, config in zip(machines, configs, strict=True)
+        ]
+        for vm in started:
+            vm.group, vm.beside = tuple(started), beside
+            self._of[vm] = engine
+        self._started()
+        return started
 
     # ------------------------------------------------------------ for runs
 
@@ -84,18 +124,57 @@ class Fleet:
             EngineError: they cannot be had.
         """
         spec = submit.spec
-        gpus = () if spec.rehearse else _not_elsewhere(submit.gpus)
-        demand = _demand(submit, spec.instance, spec.ranks_per_vm * spec.gpus_per_rank)
-        return self._pool_of(submit.engine).lease(run, demand, spec.vms, gpus)
+        demand = demand_of(submit, spec.instance, spec.ranks_per_vm * spec.gpus_per_rank)
+        gpus = () if spec.rehearse else submit.gpus
+        return self._lease(self.prepare(submit.engine), run, demand, spec.vms, gpus)
+
+    def _lease(
+        self,
+        engine: Engine,
+        run: str,
+        demand: Demand,
+        count: int,
+        gpus: tuple[str, ...] = (),
+        *,
+        data: bool = False,
+    ) -> list[Vm]:
+        """Give a run VMs of an engine: idle ones first, then new ones, to which no idle one elsewhere may be in the way."""
+        self.step()
+        shares = share_gpus(self.vms, count, gpus, demand.gpus)
+        leased = self._fitting(engine, demand, count, data=data)
+        if not leased and engine.remote:
+            self.give_back(vm for vm in self._idle if self._of[vm] is engine)
+        if count > len(leased):
+            leased += self._start(engine, demand, count - len(leased), data=data)
+        for vm, share in zip(leased, shares, strict=True):
+            vm.run, vm.gpus, vm.demand = run, share, demand
+        return leased
+
+    def _fitting(self, engine: Engine, demand: Demand, count: int, *, data: bool) -> list[Vm]:
+        """Return idle ones for a run: of this machine as many as there are; else a group of this shape and size, or none."""
+        idle = [vm for vm in self._idle if self._of[vm] is engine and vm.data == data]
+        if not engine.remote:
+            return idle[:count]
+        groups = [vm.group for vm in idle if vm.demand.shape == demand.shape and len(vm.group) == count]
+        return list(groups[0]) if groups else []
 
     def replace(self, submit: Submit, vms: list[Vm]) -> list[Vm]:
-        """Return a run's VMs, with new ones in place of those it lost.
+        """Return a run's VMs, with new ones in place of those it lost, with the GPUs those had.
 
         Raises:
             EngineError: they cannot be had.
         """
-        new = self._pool_of(submit.engine).replace([vm for vm in vms if vm.gone])
-        return [new.get(vm, vm) for vm in vms]
+        lost = [vm for vm in vms if vm.gone]
+        if not lost:
+            return vms
+        new = self._start(self.prepare(submit.engine), lost[0].demand, len(lost), lost)
+        found = dict(zip(lost, new, strict=True))
+        for vm, another in found.items():
+            another.run, another.gpus = vm.run, vm.gpus
+        group = tuple(found.get(vm, vm) for vm in lost[0].group)
+        for vm in group:
+            vm.group = group
+        return [found.get(vm, vm) for vm in vms]
 
     def lease_data(self, run: str, submit: Submit, vms: list[Vm]) -> DataVms | None:
         """Return VMs for the data of a run, if it has any: those that it has already, and others.
@@ -105,98 +184,109 @@ class Fleet:
         """
         if submit.delivery is None:
             return None
-        pool = self._pool_of(submit.engine, data=True)
-        demand = _demand(submit, DATA_VM)
-        planner = vms[0] if pool is self._local_data else _own(run, self._local_data, 1, demand)[0]
-        data_vms = _own(run, pool, submit.spec.data_vms, demand)
-        return DataVms(data_vms, planner, lambda: pool.engine.here)
+        count, demand = submit.spec.data_vms, demand_of(submit, DATA_VM)
+        engine = self.prepare(submit.engine)
+        if not engine.remote:  # one machine has one agent: its data VMs are worker pools there
+            return DataVms([vms[0]] * count, vms[0], lambda: engine.here, lambda: None)
+        return DataVms(
+            self._own(run, engine, count, demand),
+            self._own(run, self._local, 1, demand)[0],
+            lambda: engine.here,
+            partial(self._another, run, engine, demand),
+        )
 
-    def lease_data_vm(self, run: str, submit: Submit) -> Vm:
-        """Give a run one more VM for its data.
+    def _own(self, run: str, engine: Engine, count: int, demand: Demand) -> list[Vm]:
+        """Return so many VMs for a run's data: those that it has, and others, asked for one by one, since each may come alone."""
+        data = engine.remote
+        own = [vm for vm in self._of if self._of[vm] is engine and vm.data == data and vm.run == run]
+        for _ in range(count - len(own)):
+            own += self._lease(engine, run, demand, 1, data=data)
+        return own
 
-        Raises:
-            EngineError: it cannot be had.
-        """
-        [vm] = self._pool_of(submit.engine, data=True).lease(run, _demand(submit, DATA_VM), 1, ())
-        return vm
+    def _another(self, run: str, engine: Engine, demand: Demand) -> Vm | None:
+        """Return one more VM for a run's data, if it can be had."""
+        try:
+            return self._lease(engine, run, demand, 1, data=True)[0]
+        except (EngineError, OSError):
+            return None
 
-    def release(self, run: str) -> None:
-        """Take all VMs of a run back."""
-        for pool in self._pools.values():
-            mine = [vm for vm in pool.vms if vm.run == run]
-            pool.release(mine)
-            if not pool.engine.keeps_warm:
-                for vm in mine:
-                    self._give_back(pool, vm)
+    def keep(self, run: str, vms: list[Vm], idle: float) -> None:
+        """Let a run's ranks stay on its VMs, and take its other VMs back."""
+        self.lease_kept(KEPT, vms)
+        self.release(run, idle)
+
+    def lease_kept(self, run: str, vms: list[Vm]) -> list[Vm]:
+        """Give the VMs of kept ranks to the run that has these ranks now."""
+        for vm in vms:
+            vm.run = run
+        return vms
+
+    def release(self, run: str, idle: float = 0.0) -> None:
+        """Take all VMs of a run back, for the next one; those elsewhere stay for ``idle`` seconds."""
+        for vm in self._of:
+            if vm.run == run:
+                vm.run, vm.gpus = None, ()
+                vm.until = time.monotonic() + idle if vm.remote else float("inf")
+        self.step()
+
+    # ------------------------------------------------------------ idle ones
+
+    @property
+    def _idle(self) -> list[Vm]:
+        """Those that no run has."""
+        return [vm for vm in self._of if vm.run is None]
+
+    def step(self) -> None:
+        """Give back VMs elsewhere for which no run has come in time, or which are no whole group any more."""
+        now = time.monotonic()
+        self.give_back(
+            vm
+            for vm in self._idle
+            if vm.remote and (now >= vm.until or any(other.gone or not other.up for other in vm.group))
+        )
+
+    def wait(self) -> float | None:
+        """Return the seconds until :meth:`step` has something to do; None: it has not."""
+        until = min((vm.until for vm in self._idle), default=float("inf"))
+        return None if until == float("inf") else max(0.0, until - time.monotonic())
 
     def release_idle(self) -> int:
         """Give back the VMs that no run uses; returns how many."""
-        idle = [(pool, vm) for pool in self._pools.values() for vm in pool.vms if vm.run is None]
-        for pool, vm in idle:
-            self._give_back(pool, vm)
-        return len(idle)
+        return self.give_back(self._idle)
 
-    def _give_back(self, pool: Pool, vm: Vm) -> None:
-        self._strike(vm)
-        pool.give_back(vm)
+    def give_back(self, vms: Iterable[Vm]) -> int:
+        """Give VMs back to their engine, as far as they are there; returns how many."""
+        there = [vm for vm in vms if not vm.gone]
+        for vm in there:
+            self._strike(vm)
+            vm.end()
+            self._forget(vm)
+        return len(there)
+
+    def _forget(self, vm: Vm) -> None:
+        vm.gone = True
+        del self._of[vm]
 
     # ------------------------------------------------------------ life and death
 
     def beat(self) -> list[Vm]:
         """Send signs of life to remote agents; returns the VMs that are out of reach."""
-        for vm in self.vms:
+        for vm in self._of:
             if vm.remote and vm.up:
-                vm.send(Beat())
-        return [vm for vm in self.vms if self._door.is_out_of_reach(vm.key)]
+                vm.send(Alive())
+        return [vm for vm in self._of if self._control.is_out_of_reach(vm.key)]
 
     def lose(self, vm: Vm, how: str) -> str:
         """Strike a VM whose agent is gone, or out of reach, as ``how`` says; returns how it ended."""
-        return next(pool for pool in self._pools.values() if vm in pool.vms).lose(vm, how)
+        self._forget(vm)
+        how = how or vm.machine.how_it_ended()
+        vm.end()
+        return how
 
     def close(self) -> None:
         """Give back everything."""
-        for vm in self.vms:
+        for vm in self._of:
             if vm.remote:
                 vm.send(Leave())
         for engine in self.engines:
             engine.close()
-
-
-def _demand(submit: Submit, instance: str | None, gpus: int = 0) -> Demand:
-    return Demand(
-        instance,
-        gpus,
-        submit.spec.rehearse,
-        submit.engine.wait,
-        read_at_import(submit.environ),
-        submit.changed,
-    )
-
-
-def _own(run: str, pool: Pool, count: int, demand: Demand) -> list[Vm]:
-    """Return so many VMs of a run: those that it has, and others, asked for one by one, since each may come alone."""
-    own = [vm for vm in pool.vms if vm.run == run]
-    for _ in range(count - len(own)):
-        own += pool.lease(run, demand, 1, ())
-    return own
-
-
-def _not_elsewhere(gpus: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the GPUs that no run of another kernel has.
-
-    Raises:
-        NotEnoughDevices: there is none.
-    """
-    if not gpus:
-        return gpus
-    mine = os.getpid()
-    others = [record for record in read_records() if record.live and record.supervisor.pid != mine]
-    taken = {gpu for record in others for gpu in record.gpus}
-    free = tuple(gpu for gpu in gpus if gpu not in taken)
-    if taken and not free:
-        names = ", ".join(record.name for record in others)
-        raise NotEnoughDevices(
-            f"runs of other notebooks have all {len(gpus)} GPUs ({names}). `%taas status` shows them; wait for "
-            "one, or `%taas stop` it."
-        )
-    return free

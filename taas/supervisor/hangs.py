@@ -1,7 +1,7 @@
 """Finding that a run makes no progress, and which rank is the odd one.
 
 From outside, cheaply, every now and then: what each rank has written, the processor time it has used, whether it
-is stopped. Only when that gives reason are ranks asked for their stacks, by a signal (rank/stacks.py). A run is in
+is stopped. Only when that gives reason are ranks asked for their stacks, by a signal (runs/stacks.py). A run is in
 trouble when
 
 * a rank is stopped (SIGSTOP), seen twice; or
@@ -17,13 +17,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-from taas.messages.agents import LookAtRanks, RanksSeen
-from taas.messages.clients import Stacks, Submit, Troubled
-from taas.messages.wire import Message
-from taas.stacks import Place, RankSeen, Trouble, fold, is_collective, ranks_in_words
-from taas.supervisor.vms import Vm
+from taas.runs.stacks import RankSeen, StackGroup, Trouble, fold, is_collective
+from taas.wire.agents import LookAtRanks, RanksSeen
+from taas.wire.clients import Stacks
+from taas.wire.framing import Message
+from taas.wording import ranks_in_words
+
+if TYPE_CHECKING:
+    from taas.supervisor.runs import Run
 
 _SHORTEST, _LONGEST = 0.25, 10.0
 _ENDED_OTHERS_SECONDS = 10.0
@@ -32,42 +35,24 @@ _IDLE_SHARE, _IDLE_SECONDS = 0.05, 0.02
 """Processor time a waiting rank may use: a share of the time between two looks, and the clock's grain."""
 
 
-class Watched(Protocol):
-    """What the watch has to know of a run."""
-
-    name: str
-    state: str
-    submit: Submit
-
-    def busy_vms(self) -> list[tuple[int, Vm]]:
-        """Return the VMs that have ranks, with their numbers in the run."""
-
-    def ended_ranks(self) -> set[int]:
-        """Return the ranks that have ended the cell."""
-
-
-class _Asked:
-    """A look on its way."""
-
-    def __init__(self, number: int, vms: Iterable[int], reply: Callable[[Message], object] | None) -> None:
-        self.number, self.reply = number, reply
-        self.missing = set(vms)
-        self.ranks: dict[int, RankSeen] = {}
-        self.at = time.monotonic()
-
-
 class HangWatch:
-    """Looks at one run's ranks."""
+    """Looks at one run's ranks.
 
-    def __init__(self, run: Watched, tell: Callable[[Message], None]) -> None:
-        self._run, self._tell = run, tell
+    Args:
+        run: whose they are.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
         self._timeout = run.submit.spec.hang_timeout
         self._period = min(max(self._timeout / 8, _SHORTEST), _LONGEST)
         elsewhere = run.submit.engine.kind != "local"
         self._spins = (elsewhere or bool(run.submit.gpus)) and not run.submit.spec.rehearse
         self._next = time.monotonic() + self._period
-        self._count = 0
-        self._asked: dict[int, _Asked] = {}
+        self._look_number, self._looked_at = 0, 0.0
+        self._missing: set[int] = set()
+        self._seen: dict[int, RankSeen] = {}
+        self._askers: list[Callable[[Message], object]] = []
         self._before: dict[int, RankSeen] = {}
         self._before_at = time.monotonic()
         self._quiet_since = time.monotonic()
@@ -82,65 +67,63 @@ class HangWatch:
         return max(0.0, self._next - time.monotonic()) if self._run.state == "running" else None
 
     def step(self) -> None:
-        """Look, if it is time."""
+        """Look, if it is time; a look on its way is waited for, if that is not too long."""
         if self.wait() == 0.0:
-            own = [asked for asked in self._asked.values() if asked.reply is None]
-            if any(time.monotonic() < asked.at + _OVERDUE_SECONDS for asked in own):
+            if self._missing and time.monotonic() < self._looked_at + _OVERDUE_SECONDS:
                 self._next = time.monotonic() + self._period
-                return
-            for asked in own:
-                del self._asked[asked.number]
-            self._look(stacks=self._suspicious, reply=None)
+            else:
+                self._look(stacks=self._suspicious or bool(self._askers))
 
     def ask(self, reply: Callable[[Message], object]) -> None:
         """Have somebody told where the ranks stand."""
-        self._look(stacks=True, reply=reply)
+        self._askers.append(reply)
+        self._look(stacks=True)
 
-    def _look(self, *, stacks: bool, reply: Callable[[Message], object] | None) -> None:
-        self._count += 1
-        self._next = time.monotonic() + self._period
-        vms = self._run.busy_vms()
-        asked = self._asked[self._count] = _Asked(self._count, (number for number, _ in vms), reply)
-        for _, vm in vms:
-            vm.send(LookAtRanks(run=self._run.name, look=self._count, stacks=stacks))
-        if not vms:
-            self._complete(asked)
+    def _look(self, *, stacks: bool) -> None:
+        """Begin to look, in place of a look that is on its way."""
+        self._look_number += 1
+        self._looked_at = time.monotonic()
+        self._next = self._looked_at + self._period
+        self._missing, self._seen = set(self._run.ranks.busy), {}
+        for number in tuple(self._missing):
+            self._run.ranks.tell(number, LookAtRanks(look=self._look_number, stacks=stacks))
+        if not self._missing:
+            self._complete()
 
-    def take(self, seen: RanksSeen) -> None:
+    def take(self, job: int, seen: RanksSeen) -> None:
         """Take in what an agent saw."""
-        asked = self._asked.get(seen.look)
-        if asked is None:
-            return  # too late
-        asked.ranks.update((rank.rank, rank) for rank in seen.ranks)
-        asked.missing.discard(seen.vm)
-        if not asked.missing:
-            self._complete(asked)
+        if seen.look == self._look_number:  # else it comes too late
+            self._seen.update((rank.rank, rank) for rank in seen.ranks)
+            self.lose_vm(job)
 
     def lose_vm(self, number: int) -> None:
-        """A VM will not answer any more."""
-        for asked in list(self._asked.values()):
-            asked.missing.discard(number)
-            if not asked.missing:
-                self._complete(asked)
+        """A VM has nothing more to say, or will not answer any more."""
+        if number in self._missing:
+            self._missing.discard(number)
+            if not self._missing:
+                self._complete()
 
-    def _complete(self, asked: _Asked) -> None:
-        del self._asked[asked.number]
-        if asked.reply is None:
-            self._judge(asked.ranks)
-        else:
-            seen = [rank for rank in asked.ranks.values() if rank.rank not in self._run.ended_ranks()]
-            asked.reply(Stacks(run=self._run.name, places=self._fold(seen)))
+    def _complete(self) -> None:
+        if self._run.state == "running":
+            self._judge(self._seen)
+        askers, self._askers = self._askers, []
+        if askers:
+            seen = [rank for rank in self._seen.values() if rank.rank not in self._run.found.ended]
+            stacks = Stacks(places=self._fold(seen))
+            for reply in askers:
+                reply(stacks)
 
     # ------------------------------------------------------------ judging
 
     def _judge(self, seen: dict[int, RankSeen]) -> None:
-        now, ended = time.monotonic(), self._run.ended_ranks()
+        now, ended = time.monotonic(), set(self._run.found.ended)
         there = {n: rank for n, rank in seen.items() if n not in ended and rank.status != "gone"}
         moved = ended != self._ended or any(
             self._progressed(self._before.get(number), rank, now - self._before_at)
             for number, rank in there.items()
         )
-        if moved or not there:
+        asks = bool(self._run.recorder.record.questions)  # a rank waits for a person, and the others for it
+        if moved or not there or asks:
             self._quiet_since = now
         stopped = [
             number
@@ -149,7 +132,8 @@ class HangWatch:
             and number in self._before
             and self._before[number].status == "stopped"
         ]
-        headline = self._headline(there, ended, stopped, now - self._quiet_since)
+        silent = now - self._quiet_since
+        headline = None if asks else self._headline(there, ended, stopped, silent)
         self._before, self._before_at, self._ended = seen, now, ended
         self._suspicious = bool(stopped or ended or now - self._quiet_since >= self._timeout / 2)
         if headline is not None:
@@ -160,15 +144,15 @@ class HangWatch:
     def _say(self, trouble: Trouble | None) -> None:
         if trouble != self._trouble:
             self._trouble = trouble
-            self._tell(Troubled(run=self._run.name, trouble=trouble))
+            self._run.recorder.note(trouble=trouble)
 
-    def _fold(self, ranks: Iterable[RankSeen]) -> tuple[Place, ...]:
+    def _fold(self, ranks: Iterable[RankSeen]) -> tuple[StackGroup, ...]:
         submit = self._run.submit
         return fold(
             ranks,
             cell=submit.cell,
             execution_count=submit.execution_count,
-            ended=self._run.ended_ranks(),
+            ended=set(self._run.found.ended),
         )
 
     def _progressed(self, old: RankSeen | None, new: RankSeen, seconds: float) -> bool:
@@ -182,7 +166,7 @@ class HangWatch:
         return new.cpu - old.cpu > _IDLE_SHARE * seconds + _IDLE_SECONDS
 
     def _headline(
-        self, there: dict[int, RankSeen], ended: set[int], stopped: list[int], quiet: float
+        self, there: dict[int, RankSeen], ended: set[int], stopped: list[int], silent: float
     ) -> str | None:
         """Say what is wrong, or None."""
         if stopped:
@@ -192,11 +176,11 @@ class HangWatch:
         if not there or len(placed) < len(there):
             return None
         waiting = all(is_collective(rank.frames or ()) for rank in placed)
-        if ended and waiting and quiet >= min(self._timeout, _ENDED_OTHERS_SECONDS):
+        if ended and waiting and silent >= min(self._timeout, _ENDED_OTHERS_SECONDS):
             return (
                 f"{ranks_in_words(ended)} ended the cell, and {ranks_in_words(there)} "
                 f"wait{'s' if len(there) == 1 else ''} in a collective that cannot end"
             )
-        if quiet >= self._timeout:
+        if silent >= self._timeout:
             return f"no rank has made progress for {self._timeout:g} s (no output, no processor time)"
         return None

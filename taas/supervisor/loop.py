@@ -7,50 +7,54 @@ import os
 import shutil
 import signal
 import sys
-import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import msgspec
-import zmq
 
+from taas import _linux
 from taas.agent.endings import become_subreaper, sweep_orphans
 from taas.engines import Engine
 from taas.errors import EngineError
-from taas.heartbeat import BEAT_SECONDS
-from taas.messages.agents import AgentSays, AgentUp, MakerEnded, Printed, Seen
-from taas.messages.clients import (
-    Abandon,
-    Accepted,
-    AnswerTaken,
-    AskStacks,
+from taas.notebook.connections import Connection
+from taas.notebook.supervised import SupervisorConfig
+from taas.rank.lifeline import tie_to_pipe, untie
+from taas.runs.places import ProcessMark, crash_report
+from taas.runs.retention import make_room
+from taas.supervisor.control_socket import ControlSocket
+from taas.supervisor.data_side import DataSide
+from taas.supervisor.fleet import Fleet
+from taas.supervisor.hangs import HangWatch
+from taas.supervisor.kept import KeptRanks
+from taas.supervisor.rank_writes import settle_leftovers
+from taas.supervisor.recorder import Recorder
+from taas.supervisor.runs import Run
+from taas.supervisor.sweeper import NAME as SWEEPER
+from taas.supervisor.sweeper import hold_folder, remove_folders_left
+from taas.supervisor.vms import Vm
+from taas.wire.agents import AgentSays, Alive, KeptGone
+from taas.wire.clients import (
     ClientSays,
-    Interrupt,
     Prepare,
     Refused,
     Release,
     Released,
+    RunRequest,
+    RunState,
     Stacks,
-    StartedAgain,
     Submit,
 )
-from taas.messages.wire import Message, Reader
-from taas.places import crash_report
-from taas.records import ProcessMark
-from taas.retention import make_room
-from taas.supervised import SupervisorConfig, SupervisorUp
-from taas.supervisor.books import Book
-from taas.supervisor.data_side import DataSide
-from taas.supervisor.door import Door
-from taas.supervisor.fleet import Fleet
-from taas.supervisor.rank_writes import settle_leftovers
-from taas.supervisor.runs import Run
-from taas.supervisor.vms import Vm
+from taas.wire.curve import BEAT_SECONDS
+from taas.wire.framing import Message, MessageReader
+from taas.wire.poll_loop import PollLoop, raise_limit
+from taas.wire.ranks import Answer
+from taas.wire.stopped import StoppedHelpers
+
+_END_SECONDS = 15.0
+"""So long the end of a supervisor may take: VMs elsewhere are given back."""
 
 
 class Supervisor:
@@ -59,82 +63,96 @@ class Supervisor:
     def __init__(self, config: SupervisorConfig, scratch: Path) -> None:
         self._config = config
         self._kernel = os.pidfd_open(config.kernel)
+        self._sweeper = os.pidfd_open(os.getppid())
         self._kernel_mark = ProcessMark.of(config.kernel)
         self._kernel_gone = False
-        self._door = Door(config.client_key, self._kernel_mark)
-        self._fleet = Fleet(self._door, scratch, self._strike)
+        self._control = ControlSocket(config.client_key, self._kernel_mark, scratch)
+        self._scratch = scratch
+        self._fleet = Fleet(self._control, scratch, self._watch_vms, self._strike)
+        self._kept = KeptRanks(self._fleet)
         self._runs: dict[str, Run] = {}
-        self._books: dict[str, Book] = {}
+        self._releases: list[bytes] = []
         self._next_beat = 0.0
-        self._poller = zmq.Poller()
-        self._actions: dict[Any, Callable[[], None]] = {}
-        self._read_client = Reader(ClientSays)
-        self._read_agent = Reader(AgentSays)
+        self._stopped = StoppedHelpers(SWEEPER)
+        self._alive = -1
+        self._sources = PollLoop()
+        self._read_client = MessageReader(ClientSays)
+        self._read_agent = MessageReader(AgentSays)
 
     @property
-    def up(self) -> SupervisorUp:
+    def up(self) -> Connection:
         """What the kernel has to know."""
-        return self._door.up
+        return self._control.up
 
     # ------------------------------------------------------------ the loop
 
     def run(self) -> None:
         """Serve until the kernel is gone and no run is left."""
-        self._on(self._door.socket, self._hear)
-        self._on(self._kernel, self._lose_kernel)
+        self._sources.on(self._control.gate.socket, self._control.gate.answer)
+        self._sources.on(self._control.socket, self._hear)
+        self._sources.on(self._kernel, self._lose_kernel)
+        self._sources.on(self._sweeper, self._lose_sweeper)
         settle_leftovers()
+        remove_folders_left(self._scratch)
         threading.Thread(target=make_room, name="taas-retention", daemon=True).start()
         if self._config.warm:
-            self._fleet.warm_up()
-            self._watch_vms()
+            self._fleet.warm_up(idle=self._config.idle)
         try:
             while not self._kernel_gone or self._runs:
-                for source, _ in self._poller.poll(self._pause_ms()):
-                    action = self._actions.get(source)
-                    if action is not None:  # an earlier action of this round may have removed it
-                        action()
-                for run in self._runs.values():
-                    run.hangs.step()
+                self._sources.step(self._wait())
+                for timed in self._timed:
+                    timed.step()
                 self._beat()
+                self._look_after()
                 self._conclude_runs()
+                self._release()
         finally:
-            self._door.hide()
-            self._fleet.close()
-            sweep_orphans(())
-            self._door.close()
+            _linux.kill_in(_END_SECONDS)
+            with contextlib.ExitStack() as last_first:
+                last_first.callback(shutil.rmtree, self._scratch, ignore_errors=True)
+                last_first.callback(self._control.close)
+                last_first.callback(sweep_orphans, ())
+                last_first.callback(self._fleet.close)
+                last_first.callback(self._control.hide)
 
-    def _pause_ms(self) -> int | None:
-        waits = [wait for run in self._runs.values() if (wait := run.hangs.wait()) is not None]
+    @property
+    def _timed(self) -> list[HangWatch | KeptRanks | Fleet]:
+        """Who has something to do at some time."""
+        return [*(run.hangs for run in self._runs.values()), self._kept, self._fleet]
+
+    def _wait(self) -> float | None:
+        waits = [wait for timed in self._timed if (wait := timed.wait()) is not None]
         if self._fleet.has_remote:
             waits.append(max(0.0, self._next_beat - time.monotonic()))
-        return int(min(waits) * 1000) + 1 if waits else None
-
-    def _on(self, source: Any, action: Callable[[], None]) -> None:
-        self._actions[source] = action
-        self._poller.register(source, zmq.POLLIN)
-
-    def _off(self, source: Any) -> None:
-        del self._actions[source]
-        self._poller.unregister(source)
+        if self._runs:
+            waits.append(self._stopped.wait())
+        return min(waits, default=None)
 
     def _hear(self) -> None:
-        for letter in self._door.letters():
-            if self._door.is_client(letter.key):
+        for key, route, data in self._control.receive():
+            if self._control.is_client(key):
                 with contextlib.suppress(msgspec.DecodeError):  # a terminal's taas of another release
-                    self._hear_client(letter.key, letter.route, self._read_client(letter.data))
+                    self._hear_client(key, route, self._read_client(data))
             else:
-                self._hear_agent(letter.key, self._read_agent(letter.data))
+                self._hear_agent(key, self._read_agent(data))
 
     def _lose_kernel(self) -> None:
         self._kernel_gone = True
-        self._off(self._kernel)
+        self._sources.off(self._kernel)
+        self._kept.end("their kernel ended")
+        self._fleet.release_idle()
         for run in list(self._runs.values()):
             if run.submit.waiting or run.state == "over":
-                self._abandon(run)
+                self._let_go(run)
 
-    def _abandon(self, run: Run) -> None:
+    def _lose_sweeper(self) -> None:
+        """Nobody sweeps after this process: it ends all itself when the kernel is gone, and may not be killed for that."""
+        self._sources.off(self._sweeper)
+        untie(self._config.life)
+
+    def _let_go(self, run: Run) -> None:
         if run.state == "over":
-            self._forget(run)  # its names were on their way
+            self._forget(run)  # its names were taken, or were on their way
         else:
             run.abandon()
 
@@ -143,66 +161,67 @@ class Supervisor:
     def _hear_client(self, key: str, route: bytes, message: Message) -> None:
         """Do what the kernel, or a visitor who could read the connection file, asks for."""
         run = self._runs.get(getattr(message, "run", ""))
-        if isinstance(message, Submit):
-            self._submit(key, message)
-        elif isinstance(message, Prepare):
-            self._fleet.prepare(message.engine)
-            self._watch_vms()
-        elif isinstance(message, Release):
-            self._door.reply(route, Released(count=self._fleet.release_idle()))
-        elif isinstance(message, AskStacks) and run is None:
-            self._door.reply(route, Stacks(run=message.run, places=()))
-        elif run is None:
-            return  # it ended meanwhile
-        elif isinstance(message, AskStacks):
-            run.hangs.ask(partial(self._door.reply, route))
-        elif isinstance(message, Interrupt):
-            run.interrupt()
-        elif isinstance(message, Abandon):
-            self._abandon(run)
-        elif isinstance(message, Seen):
-            run.vms[message.vm].send(message)
-        elif isinstance(message, AnswerTaken):
-            self._forget(run)
+        match message:
+            case Submit():
+                self._submit(key, message)
+            case Prepare():
+                self._fleet.prepare(message.engine)
+            case Release():
+                self._releases.append(route)
+            case RunRequest(what="stacks") if run is None:
+                self._control.reply(route, Stacks(places=()))
+            case _ if run is None:
+                return  # it ended meanwhile
+            case Answer():
+                run.ranks.answer(message)
+            case RunRequest(what="stacks"):
+                run.hangs.ask(partial(self._control.reply, route))
+            case RunRequest(what="interrupt"):
+                run.interrupt(message.place)
+            case RunRequest(what="let go"):
+                self._let_go(run)
+
+    def _release(self) -> None:
+        """Do what ``%taas release`` asked for, as soon as the names of runs that are over were taken: what they had is idle then."""
+        while self._releases and all(run.state != "over" for run in self._runs.values()):
+            ranks = self._kept.end("%taas release ended them")
+            released = Released(count=self._fleet.release_idle(), ranks=ranks)
+            self._control.reply(self._releases.pop(0), released)
 
     def _submit(self, key: str, submit: Submit) -> None:
-        book: Book | None = None
+        recorder = kept = None
         try:
             if submit.spec.name in self._runs:
                 raise EngineError(
                     f"a run called {submit.spec.name} is going on: give this one another --name"
                 )
-            book = Book(submit, self._kernel_mark)
-            name = book.record.name
-            vms = self._fleet.lease(name, submit)
+            kept = self._kept.find(submit)
+            recorder = Recorder(submit, self._kernel_mark)
+            name = recorder.record.name
+            vms = self._fleet.lease(name, submit) if kept is None else self._fleet.lease_kept(name, kept.vms)
             data = self._fleet.lease_data(name, submit, vms)
-            run = Run(name, book.submit, vms, data, book.record.folder, partial(self._tell, key, book))
+            recorder.begin(tuple(gpu for vm in vms for gpu in vm.gpus))
+            run = Run(recorder, vms, data, self._scratch, kept=kept)
         except (EngineError, OSError) as error:
-            if book is not None:
-                self._release(book.record.name)
-                book.discard()
-            if isinstance(error, EngineError):
-                refused = Refused(error=type(error).__name__, message=str(error))
-            else:
-                refused = Refused(error=EngineError.__name__, message=f"the run could not begin: {error}")
-            self._door.send(key, refused)
+            if recorder is not None:
+                vms = [] if kept is None else kept.vms
+                self._fleet.keep(recorder.record.name, vms, submit.engine.idle)
+                recorder.discard()
+            why = (
+                error if isinstance(error, EngineError) else EngineError(f"the run could not begin: {error}")
+            )
+            self._control.send(key, Refused(error=type(why).__name__, message=str(why)))
             return
-        self._watch_vms()
-        book.begin(tuple(gpu for vm in vms for gpu in vm.gpus))
-        self._door.send(key, Accepted(run=name, folder=str(book.record.folder)))
-        self._books[name] = book
+        if kept is not None:
+            self._kept.hand_over()
+        self._hold_life(submit)
+        self._control.send(key, RunState(record=recorder.record))
         self._begin(run)
-
-    def _tell(self, key: str, book: Book, message: Message) -> None:
-        """Write down what the client of a run is told, and tell it, if it waits."""
-        book.note(message)
-        if book.submit.waiting:
-            self._door.send(key, message)
 
     def _begin(self, run: Run) -> None:
         self._runs[run.name] = run
         if run.data is not None:
-            self._on(run.data.fileno(), partial(self._hear_data, run))
+            self._sources.on(run.data.fileno(), partial(self._hear_data, run))
         run.look_at_machines()
 
     def _restart(self, run: Run, why: str) -> bool:
@@ -212,35 +231,27 @@ class Supervisor:
             data = self._fleet.lease_data(run.name, run.submit, vms)
             again = run.again(vms, data)
         except (EngineError, OSError) as error:
-            run.say(f"it could not be started again: {error}")
+            run.notices.append(f"it could not be started again: {error}")
             return False
-        self._watch_vms()
-        run.tell(StartedAgain(run=run.name, restarts=again.restarts, why=why))
+        used = f"{again.restarts} of {run.submit.spec.max_restarts} restarts used"
+        losses = (*run.recorder.record.losses, f"{why}; started again ({used})")
+        run.recorder.note(
+            state=again.state, restarts=again.restarts, losses=losses, trouble=None, questions=()
+        )
         self._begin(again)
         return True
-
-    def _replace_data_vm(self, run: Run) -> Vm | None:
-        if run.state in ("ending", "over"):
-            return None
-        try:
-            vm = self._fleet.lease_data_vm(run.name, run.submit)
-        except (EngineError, OSError):
-            return None
-        self._watch_vms()
-        return vm
 
     def _hear_data(self, run: Run) -> None:
         assert run.data is not None
         source = run.data.fileno()
-        run.data.step()
+        run.step_data()
         if run.data.over:
-            self._off(source)
+            self._sources.off(source)
 
     def _end_data(self, data: DataSide) -> None:
         """End the data side of a run whose ranks have ended, before its client hears of the end."""
         if not data.closed:
-            if not data.over:
-                self._off(data.fileno())
+            self._sources.off(data.fileno())
             data.close()
 
     def _conclude_runs(self) -> None:
@@ -250,41 +261,53 @@ class Supervisor:
             if run.state != "over" and run.finished:
                 if run.loss and self._restart(run, run.loss):
                     continue
-                answered = run.conclude()
-                if not answered or self._kernel_gone or not run.submit.waiting:
+                ended = run.conclude()
+                if run.submit.waiting:
+                    self._control.send(self._config.client_key, ended)
+                if ended.answer is None or self._kernel_gone or not run.submit.waiting:
                     self._forget(run)
 
     def _forget(self, run: Run) -> None:
         run.forget()
-        self._release(run.name)
-        self._books.pop(run.name).close()
+        if run.ranks.stay and not self._kernel_gone:
+            self._kept.keep(run)
+        else:
+            to_go = run.found.stopped or self._kernel_gone
+            self._fleet.release(run.name, 0.0 if to_go else run.submit.engine.idle)
+        run.recorder.close()
         del self._runs[run.name]
+        self._hold_life()
 
-    def _release(self, run: str) -> None:
-        """Take all VMs of a run back, those included that were asked for just now."""
-        self._watch_vms()
-        self._fleet.release(run)
+    def _hold_life(self, *coming: Submit) -> None:
+        """Keep the life pipe open while there is a background run; nothing else outlives the kernel."""
+        submits = (*coming, *(run.submit for run in self._runs.values()))
+        background = any(not submit.waiting for submit in submits)
+        if background and self._alive < 0:
+            self._alive = os.open(f"/proc/self/fd/{self._config.life}", os.O_WRONLY | os.O_CLOEXEC)
+        elif not background and self._alive >= 0 and not self._kernel_gone:
+            os.close(self._alive)
+            self._alive = -1
 
     # ------------------------------------------------------------ agents
 
     def _watch_vms(self) -> None:
         for vm in self._fleet.vms:
-            if vm.machine.fileno() not in self._actions:
-                self._on(vm.machine.fileno(), partial(self._lose_vm, vm))
-            self._door.allow(vm.key)
+            if vm.machine.fileno() not in self._sources:
+                self._sources.on(vm.machine.fileno(), partial(self._lose_vm, vm))
+            self._control.allow(vm.key)
         for engine in self._fleet.engines:
             source = engine.fileno()
-            if source >= 0 and source not in self._actions:
-                self._on(source, partial(self._hear_engine, engine, source))
+            if source >= 0 and source not in self._sources:
+                self._sources.on(source, partial(self._hear_engine, engine, source))
 
     def _strike(self, vm: Vm) -> None:
-        self._off(vm.machine.fileno())
-        self._door.forbid(vm.key)
+        self._sources.off(vm.machine.fileno())
+        self._control.forbid(vm.key)
 
     def _hear_engine(self, engine: Engine, source: int) -> None:
         engine.step()
         if engine.fileno() != source:
-            self._off(source)
+            self._sources.off(source)
         for run in self._runs.values():
             run.look_at_machines()
 
@@ -296,51 +319,56 @@ class Supervisor:
         for vm in self._fleet.beat():
             self._lose_vm(vm, f"lost: {vm.machine.place} does not answer any more")
 
-    def _hear_agent(self, key: str, message: Message) -> None:
+    def _look_after(self) -> None:
+        """Let nobody wait for who is stopped, or does not end what it has to."""
+        for line in self._stopped.look() if self._runs else ():
+            for run in self._runs.values():
+                run.notices.append(line)
+        for run in list(self._runs.values()):
+            for vm in run.overdue:
+                vm.kill()
+                self._lose_vm(vm, "killed, since it did not end what it had started")
+
+    def _hear_agent(self, key: str, message: AgentSays) -> None:
         vm = self._fleet.find(key)
         if vm is None:
             return  # struck already: its last words came late
         run = self._runs.get(vm.run or "")
-        if isinstance(message, AgentUp):
+        if isinstance(message, Alive):
             vm.answered = True
             if run is not None:
                 run.look_at_machines()
-        elif run is None or message.run != run.name:  # type: ignore[attr-defined]
-            return
-        elif isinstance(message, MakerEnded):
-            if run.data is not None:
-                run.data.maker_ended(message)
-        elif vm not in run.vms:
-            if run.data is not None:
-                run.data.hear(vm, message)
-        elif isinstance(message, Printed):
-            self._door.send(self._config.client_key, message)
-        else:
-            run.hear(message)
+        elif isinstance(message, KeptGone):
+            if self._kept.has(vm):
+                self._kept.end(message.how)
+        elif run is not None and message.run == run.name:
+            run.hear(message.job, message.said)
 
     def _lose_vm(self, vm: Vm, how: str = "") -> None:
         self._strike(vm)
         how = self._fleet.lose(vm, how)
-        makers = [pid for run in self._runs.values() if run.data is not None for pid in run.data.pids()]
-        sweep_orphans([*makers, *(pid for engine in self._fleet.engines for pid in engine.pids())])
+        needed = [engine.pids() for engine in self._fleet.engines]
+        needed += [run.data.pids() for run in self._runs.values() if run.data is not None]
+        sweep_orphans([pid for pids in needed for pid in pids])
         run = self._runs.get(vm.run or "")
-        if run is None:
-            return
-        if vm in run.vms:
+        if run is not None:
             run.vm_lost(vm, how)
-        elif run.data is not None:
-            run.data.lose(vm, how, partial(self._replace_data_vm, run))
+        elif self._kept.has(vm):
+            self._kept.end(f"their agent was {how}")
 
 
-def main() -> None:
-    """Leave the kernel's process tree, read the configuration from standard input, and serve."""
-    if os.fork():
-        os._exit(0)  # an orphan is nobody's child: a kernel ends its children when it is shut down
-    os.setsid()
+def main(scratch: Path) -> None:
+    """Read the configuration from standard input, and serve.
+
+    Args:
+        scratch: folder for all sockets, which the sweeper removes.
+    """
     become_subreaper()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     config = msgspec.json.decode(sys.stdin.readline(), type=SupervisorConfig)
-    scratch = Path(tempfile.mkdtemp(prefix="taas-"))
+    tie_to_pipe(config.life, os.getpid())
+    raise_limit()
+    hold_folder(scratch)
     try:
         supervisor = Supervisor(config, scratch)
         sys.stdout.write(msgspec.json.encode(supervisor.up).decode() + "\n")
@@ -349,7 +377,6 @@ def main() -> None:
             os.dup2(os.open(scratch / "supervisor.log", os.O_WRONLY | os.O_CREAT, 0o600), 1)
             os.dup2(1, 2)
         supervisor.run()
-    except Exception:  # the agents end all ranks; the notebook says where to look
+    except Exception:  # its agents end with it; the notebook says where to look
+        sys.stdin.close()  # it may be that there was no descriptor left
         crash_report(os.getpid()).write_text(traceback.format_exc())
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)

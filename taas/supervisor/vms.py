@@ -1,23 +1,34 @@
-"""The VMs a supervisor has: asked of the engine, leased to runs, kept warm where the engine allows."""
+"""A VM as the supervisor knows it, what a run asks of one, and which of this machine's GPUs it gets."""
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
-import zmq
-
-from taas.engines import AgentConfig, Demand, Engine, Machine
+from taas.agent.forkserver import read_at_import
+from taas.engines import Demand, Machine
 from taas.errors import NotEnoughDevices
-from taas.messages.agents import Leave
-from taas.messages.wire import Message
+from taas.runs.records import read_records
+from taas.wire.agents import Leave
+from taas.wire.clients import Submit
+from taas.wire.framing import Message
+from taas.wording import counted
+
+KEPT = "%kept"
+"""What a VM with kept ranks has in the place of a run's name."""
 
 
 class Vm:
-    """A VM as the supervisor knows it.
+    """A VM, from the moment it is asked for until it is given back or lost.
 
     Attributes:
+        data: it is elsewhere, and for data workers.
         answered: its agent has said that it is there.
+        run: the name of the run that has it; None: it is idle.
+        until: when it is given back if it is idle still; on this machine never.
+        beside: those that the notebook had when it was asked for.
+        group: those that the engine gave together, it among them, in the order of their run.
     """
 
     def __init__(
@@ -28,13 +39,24 @@ class Vm:
         send: Callable[[str, Message], None],
         *,
         remote: bool,
+        data: bool = False,
     ) -> None:
-        self.machine, self.key, self.demand, self.remote = machine, key, demand, remote
+        self.machine, self.key, self.demand, self.remote, self.data = machine, key, demand, remote, data
         self.answered = False
         self.gone = False
         self.run: str | None = None
+        self.until = float("inf")
+        self.group: tuple[Vm, ...] = (self,)
+        self.beside: tuple[Vm, ...] = ()
         self.gpus: tuple[str, ...] = ()
         self._send = send
+
+    @property
+    def waiting(self) -> str:
+        """What it waits for, in words."""
+        kept = sum(vm.run == KEPT for vm in self.beside)
+        hint = f"; ranks that this notebook keeps have {counted(kept, 'VM')}: %taas release ends them"
+        return self.machine.waiting + (hint if kept else "")
 
     @property
     def up(self) -> bool:
@@ -46,6 +68,11 @@ class Vm:
         if not self.gone:
             self._send(self.key, message)
 
+    def kill(self) -> None:
+        """SIGKILL its agent, where that is a process of this machine, and so a child of this one."""
+        if self.machine.pid and not self.gone:
+            os.kill(self.machine.pid, signal.SIGKILL)
+
     def end(self) -> None:
         """Give it back; its agent is told by both ways there are."""
         if self.remote:
@@ -53,100 +80,64 @@ class Vm:
         self.machine.end()
 
 
-class Pool:
-    """All VMs that this supervisor has of one engine for ranks, or for data workers."""
+def demand_of(submit: Submit, instance: str | None, gpus: int = 0) -> Demand:
+    """Return what each VM of a run has to have: to be of an instance type, with so many GPUs."""
+    return Demand(
+        instance,
+        gpus,
+        submit.spec.rehearse,
+        submit.engine.wait,
+        read_at_import(submit.environ),
+        submit.changed,
+    )
 
-    def __init__(
-        self,
-        engine: Engine,
-        address: tuple[str, str],
-        scratch: Path,
-        send: Callable[[str, Message], None],
-        *,
-        data: bool = False,
-    ) -> None:
-        self.engine, self._scratch, self._send, self._data = engine, scratch, send, data
-        self._endpoint, self._server_key = address
-        self._count = 0
-        self.vms: list[Vm] = []
 
-    def start(self, demand: Demand, count: int, lost: Sequence[Vm] = ()) -> list[Vm]:
-        """Ask the engine for VMs, in place of lost ones or not; they are up when their agents say so."""
-        pairs = [zmq.curve_keypair() for _ in range(count)]
-        configs = [
-            AgentConfig(
-                endpoint=self._endpoint,
-                server_key=self._server_key,
-                public_key=public.decode(),
-                secret_key=secret.decode(),
-                scratch=str(self._scratch / f"{'data' if self._data else 'agent'}-{self._count + number}"),
-                data=self._data,
-            )
-            for number, (public, secret) in enumerate(pairs)
-        ]
-        self._count += count
-        machines = self.engine.start(demand, configs, [vm.machine for vm in lost])
-        started = [
-            Vm(machine, config.public_key, demand, self._send, remote=self.engine.remote)
-            for machine, config in zip(machines, configs, strict=True)
-        ]
-        self.vms += started
-        return started
+def share_gpus(
+    vms: Sequence[Vm], count: int, gpus: tuple[str, ...], gpus_per_vm: int
+) -> list[tuple[str, ...]]:
+    """Share out this machine's GPUs, of which other runs have some.
 
-    def lease(self, run: str, demand: Demand, count: int, gpus: tuple[str, ...]) -> list[Vm]:
-        """Give VMs to a run: idle ones first, then new ones.
+    Args:
+        vms: all that the supervisor has.
+        count: how many VMs a run asks for.
+        gpus: those it may have; none: it needs none, or the engine knows of them.
+        gpus_per_vm: how many each of its VMs needs.
 
-        Args:
-            run: its name.
-            demand: what each VM has to have.
-            count: how many.
-            gpus: this machine's GPUs that are free, for an engine that does not know of GPUs itself.
+    Raises:
+        NotEnoughDevices: other runs, of this kernel or of others, have them.
+    """
+    if not gpus:
+        return [()] * count
+    busy = {gpu for vm in vms if vm.run is not None for gpu in vm.gpus}
+    gpus = _not_elsewhere(gpus)
+    free = [gpu for gpu in gpus if gpu not in busy]
+    if len(free) < count * gpus_per_vm:
+        kept = any(vm.run == KEPT and vm.gpus for vm in vms)
+        advice = (
+            "ranks that this notebook keeps have some. `%taas release` ends them."
+            if kept
+            else "other runs have the rest. `%taas status` shows them; wait for one, or `%taas stop` it."
+        )
+        raise NotEnoughDevices(
+            f"GPUs needed: {count * gpus_per_vm}; free of this machine's {len(gpus)}: {len(free)}; {advice}"
+        )
+    return [tuple(free[i * gpus_per_vm : (i + 1) * gpus_per_vm]) for i in range(count)]
 
-        Raises:
-            NotEnoughDevices: other runs have the GPUs.
-        """
-        shares = self._share_gpus(count, gpus, demand.gpus)
-        leased = [vm for vm in self.vms if vm.run is None and not vm.gone][:count]
-        if count > len(leased):
-            leased += self.start(demand, count - len(leased))
-        for vm, share in zip(leased, shares, strict=True):
-            vm.run, vm.gpus = run, share
-        return leased
 
-    def _share_gpus(self, count: int, gpus: tuple[str, ...], gpus_per_vm: int) -> list[tuple[str, ...]]:
-        if not gpus:
-            return [()] * count
-        busy = {gpu for vm in self.vms if vm.run is not None for gpu in vm.gpus}
-        free = [gpu for gpu in gpus if gpu not in busy]
-        if len(free) < count * gpus_per_vm:
-            raise NotEnoughDevices(
-                f"GPUs needed: {count * gpus_per_vm}; free of this machine's {len(gpus)}: {len(free)}; "
-                "other runs have the rest. `%taas status` shows them; wait for one, or `%taas stop` it."
-            )
-        return [tuple(free[i * gpus_per_vm : (i + 1) * gpus_per_vm]) for i in range(count)]
+def _not_elsewhere(gpus: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the GPUs that no run of another kernel has.
 
-    def replace(self, lost: list[Vm]) -> dict[Vm, Vm]:
-        """Give a run new VMs for those it lost, with the GPUs those had."""
-        found = dict(zip(lost, self.start(lost[0].demand, len(lost), lost), strict=True)) if lost else {}
-        for vm, new in found.items():
-            new.run, new.gpus = vm.run, vm.gpus
-        return found
-
-    def release(self, vms: list[Vm]) -> None:
-        """Take VMs back from a run."""
-        for vm in vms:
-            vm.run, vm.gpus = None, ()
-
-    def give_back(self, vm: Vm) -> None:
-        """Give an idle VM back to the engine."""
-        vm.end()
-        vm.gone = True
-        self.vms.remove(vm)
-
-    def lose(self, vm: Vm, how: str) -> str:
-        """Strike a VM whose agent is gone, or out of reach, as ``how`` says; returns how it ended."""
-        vm.gone = True
-        self.vms.remove(vm)
-        how = how or vm.machine.how_it_ended()
-        vm.end()
-        return how
+    Raises:
+        NotEnoughDevices: there is none.
+    """
+    mine = os.getpid()
+    others = [record for record in read_records() if record.holds and record.supervisor.pid != mine]
+    taken = {gpu for record in others for gpu in record.gpus}
+    free = tuple(gpu for gpu in gpus if gpu not in taken)
+    if taken and not free:
+        names = ", ".join(record.name for record in others)
+        raise NotEnoughDevices(
+            f"other notebooks have all {len(gpus)} GPUs ({names}). `%taas status` shows them; wait for one, or "
+            "`%taas stop` it. Ranks that are kept end with a `%taas release` in their notebook."
+        )
+    return free

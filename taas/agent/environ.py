@@ -1,0 +1,74 @@
+"""The environment of a VM's processes: the notebook's, and a rank's own variables, as torchrun sets them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import psutil
+
+from taas.engines import AgentConfig
+from taas.engines.local import present_gpus
+from taas.wire.framing import LOOPBACK, StoreAddress
+from taas.wire.ranks import RankOrder, Staged
+
+_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
+
+def environment(notebook: dict[str, str], changed: Iterable[str], config: AgentConfig) -> dict[str, str]:
+    """Return the environment that ranks have on this VM.
+
+    A variable that the notebook set itself holds here, too; one that it inherited holds where this VM has none
+    of that name: PATH, HOME and their like are the VM's.
+
+    Args:
+        notebook: the notebook's environment, or a part of it.
+        changed: names of variables that the notebook set, changed or removed.
+        config: the agent's.
+    """
+    own = {name: value for name, value in config.environ.items() if name not in changed}
+    return {**notebook, **own}
+
+
+def interface_of(host: str) -> str | None:
+    """Return the name of the network interface that has an address; None if none has."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(address.address.partition("%")[0] == host for address in addresses):
+            return str(name)
+    return None
+
+
+def rank_environ(order: RankOrder, store: StoreAddress, staged: Staged, local_rank: int) -> dict[str, str]:
+    """Return the variables torchrun sets in a rank (https://docs.pytorch.org/docs/stable/elastic/run.html)."""
+    rank = order.first_rank + local_rank
+    environ = {
+        "RANK": rank,
+        "LOCAL_RANK": local_rank,
+        "WORLD_SIZE": order.spec.world_size,
+        "LOCAL_WORLD_SIZE": order.local_world_size,
+        "GROUP_RANK": order.group_rank,
+        "GROUP_WORLD_SIZE": order.spec.vms,
+        "ROLE_NAME": "default",
+        "ROLE_RANK": rank,
+        "ROLE_WORLD_SIZE": order.spec.world_size,
+        "MASTER_ADDR": store.host,
+        "MASTER_PORT": store.port,
+        "TORCHELASTIC_RUN_ID": order.run,
+        "TORCHELASTIC_RESTART_COUNT": order.restart_count,
+        "TORCHELASTIC_MAX_RESTARTS": order.spec.max_restarts,
+        "TORCHELASTIC_USE_AGENT_STORE": not store.folder,
+        "TORCHELASTIC_ERROR_FILE": Path(staged.output) / str(rank) / "error.json",
+    }
+    if order.gpus:
+        environ["CUDA_VISIBLE_DEVICES"] = ",".join(order.gpus)
+    elif present_gpus():  # a rehearsal, or a CPU type, on a machine that has some
+        environ["CUDA_VISIBLE_DEVICES"] = ""
+    if store.host == LOOPBACK:  # nothing of the run can be reached from another machine
+        interface: str | None = "lo"
+    else:
+        interface = interface_of(order.host)
+    if interface is not None:
+        environ |= {name: interface for name in _INTERFACES if name not in staged.environ}
+    if order.local_world_size > 1 and "OMP_NUM_THREADS" not in staged.environ:
+        environ["OMP_NUM_THREADS"] = 1
+    return {name: str(value) for name, value in environ.items()}

@@ -1,0 +1,283 @@
+"""The ranks of one run on one VM as a job: they say how they end, and hold rank 0's names until these were taken.
+
+Each process's sentinel is watched, and what the rank itself said last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from taas.agent.endings import reap_orphans
+from taas.agent.environ import rank_environ
+from taas.agent.job import Job, Services
+from taas.agent.outflow import ProjectChanges, output_of
+from taas.agent.processes import EXIT_SECONDS, ForkedProcess, Rank
+from taas.agent.rank_endings import Ending
+from taas.agent.run_store import RunStore
+from taas.agent.stacks import Look, last_words
+from taas.agent.staging import ProjectArrival
+from taas.wire.agents import How, LookAtRanks, RanksSeen, StartJob
+from taas.wire.framing import Memory, Message, StoreAddress, pack
+from taas.wire.ranks import (
+    Answer,
+    Asking,
+    Preparation,
+    RankEnded,
+    RankKept,
+    RankOrder,
+    RankRequest,
+    RankStage,
+    RankStart,
+    Staged,
+    preparation_of,
+)
+from taas.wire.transfer import chunks_of
+
+
+class RankJob(Job):
+    """All ranks of a run on this VM.
+
+    Attributes:
+        ranks: they, once their processes are there.
+        preparation: what a process does before it can become one of them.
+        stays: whether they were kept for the next run.
+    """
+
+    def __init__(self, order: StartJob, services: Services) -> None:
+        super().__init__(order, services)
+        assert isinstance(order.work, RankOrder)
+        self._work = order.work
+        self.ranks: list[Rank] = []
+        self.preparation: Preparation | None = None
+        self.stays = False
+        self._store: RunStore | None = None
+        self._changes: ProjectChanges | None = None
+        self._looks: list[Look] = []
+        self._folder = Path()
+        self._answer = -1
+        self._ending = Ending(order.work)
+
+    @property
+    def size(self) -> int:
+        """How many ranks the run has on this VM."""
+        return self._work.local_world_size
+
+    # ------------------------------------------------------------ beginning
+
+    def _rehearsed(self) -> bool | None:
+        return bool(self._work.rehearsed)
+
+    def _before(self) -> ProjectArrival | None:
+        return self._services.kept.project if self._work.continues else None
+
+    def _fork(self, staged: Staged) -> None:
+        assert self._staging is not None
+        work, services = self._work, self._services
+        if work.continues and not services.kept.there:
+            self.fail(f"the kept ranks of {self.name} are gone")
+            return
+        self._folder = Path(staged.output)
+        numbers = range(work.first_rank, work.first_rank + self.size)
+        folders = {number: self._folder / str(number) for number in numbers}
+        for folder in folders.values():
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if services.config.remote:
+            self._changes = ProjectChanges(
+                self._order.project, work, staged, self._staging.project, lambda: self.ended
+            )
+            self.sender.add(self._changes.chunks())
+            for number, folder in folders.items():
+                self.sender.add(output_of(number, folder, lambda: self.ended))
+                services.grows(folder)
+        store = self._open_store()
+        self.preparation = preparation_of(work, staged)
+        spares, kept = services.spares, services.kept
+        processes = kept.take() if work.continues else spares.take(self.preparation, self.size)
+        for local, process in enumerate(processes):
+            rank = Rank(numbers[local], process)
+            self.ranks.append(rank)
+            self.processes.append(process)
+            self._listen_to(rank)
+            start = RankStart(
+                order=work,
+                staged=staged,
+                store=store,
+                local_rank=local,
+                environ=rank_environ(work, store, staged, local),
+            )
+            process.tell(pack(start), staged.payload.fd)
+
+    def _open_store(self) -> StoreAddress:
+        """Return the run's store, opened here where that is this agent's part."""
+        wanted = self._work.store
+        if wanted.port:
+            return wanted
+        self._store = RunStore(wanted, self._work.spec.world_size, Path(self._services.config.scratch))
+        self._say(self._store.address)
+        return self._store.address
+
+    # ------------------------------------------------------------ what the supervisor and the ranks say
+
+    def hear(self, message: Message) -> None:
+        """Take in what the supervisor says about this job."""
+        match message:
+            case LookAtRanks():
+                reap_orphans(self._services.forkserver.own_pids())
+                processes = {rank.number: rank.process for rank in self.ranks}
+                self._looks.append(Look(processes, self._folder, message))
+                self._step_looks()
+            case Answer():
+                for rank in self.ranks:
+                    if rank.number == message.rank:
+                        rank.tell(message)
+            case _:
+                super().hear(message)
+
+    def _listen_to(self, rank: Rank) -> None:
+        assert rank.process.connection is not None
+        source = rank.process.connection.fileno()
+        self._services.on(source, partial(self._hear_rank, rank, source))
+
+    def _hear_rank(self, rank: Rank, source: int) -> None:
+        for said in rank.process.hear():
+            match said:
+                case RankEnded():
+                    self._rank_ended(rank, said)
+                case RankStage(stage="begun") | Asking():
+                    rank.started = True
+                    self._say(said)
+                case RankStage(stage="noticed"):
+                    rank.noticed = True
+                case RankStage(stage="packing"):
+                    rank.packing = True
+                case RankKept():
+                    rank.kept = said
+        if rank.process.connection is None:
+            self._services.off(source)
+
+    def _rank_ended(self, rank: Rank, said: RankEnded) -> None:
+        if said.answer is not None:
+            try:
+                said = msgspec.structs.replace(said, answer=self._hold_answer(said.answer))
+            except (FileNotFoundError, ProcessLookupError):
+                return  # killed, and the names with it: its sentinel says so
+            except OSError as error:
+                said = msgspec.structs.replace(said, answer=None)
+                self.fail(f"the names that the run made could not be taken: {error}")
+        rank.ended, rank.ended_at = said, time.monotonic()
+        if not self._work.spec.keep or rank.packing:  # then it is the last word of one that is stuck
+            rank.leave()
+        elif said.answer is not None:
+            rank.tell(RankRequest(what="taken"))
+        self._say(said)
+
+    def _hold_answer(self, answer: Memory) -> Memory:
+        """Open rank 0's answer here, so that the rank may go; returns it as the supervisor gets at it."""
+        self._answer = answer.open()
+        held = Memory(os.getpid(), self._answer, answer.nbytes)
+        if not self._services.config.remote:
+            return held
+        self.sender.add(chunks_of("answer", held))
+        return held.from_elsewhere()
+
+    # ------------------------------------------------------------ looking at them
+
+    def _step_looks(self) -> None:
+        for look in list(self._looks):
+            seen = look.result()
+            if seen is not None:
+                self._looks.remove(look)
+                self._say(RanksSeen(look=look.number, ranks=seen))
+
+    # ------------------------------------------------------------ how they end, or stay
+
+    @property
+    def ended(self) -> bool:
+        """Whether no process of it is at work: all are gone, or all stay."""
+        return super().ended or (bool(self.ranks) and all(rank.kept for rank in self.ranks))
+
+    def _keep(self) -> tuple[RankKept, ...]:
+        staying = {rank.number: rank.process for rank in self.ranks if rank.kept and not rank.process.gone}
+        if len(staying) < self.size or self._how is not None:
+            return ()
+        for process in staying.values():
+            self._services.off(process.sentinel)
+            if process.connection is not None:
+                self._services.off(process.connection.fileno())
+        assert self._staging is not None
+        self.stays = True
+        self._services.kept.keep(staying, self._store, self._staging.leave_to_ranks())
+        self._store = None
+        self.processes, kept, self.ranks = [], tuple(rank.kept for rank in self.ranks if rank.kept), []
+        return kept
+
+    def _dismiss(self) -> None:
+        """Let those leave that would have stayed, as another rank does not."""
+        if self._how is not None or any(rank.process.gone for rank in self.ranks):
+            for rank in self.ranks:
+                if rank.kept:
+                    rank.leave()
+
+    def _end_processes(self, how: How, *, names: bool) -> None:
+        self._ending.begin(how, names=names)
+
+    def _before_gone(self, process: ForkedProcess) -> None:
+        rank = next(rank for rank in self.ranks if rank.process is process)
+        if rank.process.connection is not None:
+            source = rank.process.connection.fileno()
+            self._hear_rank(rank, source)
+            self._services.off(source)
+            rank.process.disconnect()
+
+    def _process_gone(self, process: ForkedProcess) -> None:
+        rank = next(rank for rank in self.ranks if rank.process is process)
+        outlived = self._services.forkserver.outlived(process.exitcode)
+        if rank.ended is None:
+            rank.ended = self._explained(rank.post_mortem(forkserver_outlived=outlived))
+            self._say(rank.ended)
+
+    def _explained(self, ended: RankEnded) -> RankEnded:
+        """Add to the end of a rank that died where it stood."""
+        if ended.outcome != "died":
+            return ended
+        words = last_words(self._folder / str(ended.rank), self._work.cell, self._work.execution_count)
+        return msgspec.structs.replace(ended, message=ended.message + words)
+
+    def step(self) -> None:
+        """Do what is due."""
+        self._ending.step([rank for rank in self.ranks if not rank.process.gone])
+        self._dismiss()
+        super().step()
+        self._step_looks()
+        for rank in self.ranks:
+            if rank.late:
+                rank.send(signal.SIGKILL)
+
+    def wait(self) -> float | None:
+        """Return the seconds until :meth:`step` has something to do, if nothing is heard; None: never."""
+        waits: list[float | None] = [look.wait() for look in self._looks]
+        there = [rank for rank in self.ranks if not rank.process.gone]
+        if there:
+            waits.append(self._ending.wait())
+        if self._changes is not None and not self.ended and not self.sender.waits:
+            waits.append(self._changes.wait())
+        waits += [EXIT_SECONDS for rank in there if rank.ended is not None and not rank.kept]
+        return min((wait for wait in waits if wait is not None), default=None)
+
+    def close(self) -> None:
+        """Give back what it held; its processes are gone, or are ended with the agent's."""
+        with contextlib.ExitStack() as last_first:
+            last_first.callback(super().close)
+            if self._store is not None:
+                last_first.callback(self._store.close)
+            if self._answer >= 0:
+                last_first.callback(os.close, self._answer)
+            for rank in self.ranks:
+                rank.process.disconnect()

@@ -1,0 +1,203 @@
+"""What a job needs on its VM before its processes are forked: a memory, the project, an environment, places to write.
+
+Local is remote with a short cut: on the notebook's machine the memory is opened and all else is there; elsewhere
+the memory comes in chunks, and the project too where this VM does not see the notebook's disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from taas.agent.environ import environment
+from taas.engines import AgentConfig
+from taas.project_sync import archive, replica
+from taas.project_sync.tree import read_token
+from taas.wire.agents import JobRequest, StartJob
+from taas.wire.framing import Memory
+from taas.wire.ranks import RankOrder, Staged
+from taas.wire.transfer import Chunk, Incoming
+
+_COPY = "project"
+
+
+def _empty_folder(wanted: Path) -> Path:
+    """Return a folder for a job: that of earlier ones of its number, in which spares stand, if nothing is left in it."""
+    wanted.mkdir(mode=0o700, exist_ok=True)
+    left = [path for path in wanted.rglob("*") if path != wanted / _COPY]
+    return Path(tempfile.mkdtemp(prefix="job-", dir=wanted.parent)) if left else wanted
+
+
+class Staging:
+    """What one job needs, on its way to this VM and there until :meth:`close`.
+
+    Args:
+        order: the job's.
+        config: the agent's.
+        say: says something of the job to the supervisor.
+        before: the project, where the ranks that this VM has kept are in it.
+
+    Attributes:
+        project: the project's way here.
+
+    Raises:
+        OSError: there is no room for it, or its holder is gone.
+    """
+
+    def __init__(
+        self,
+        order: StartJob,
+        config: AgentConfig,
+        say: Callable[[JobRequest], None],
+        before: ProjectArrival | None = None,
+    ) -> None:
+        self._order = order
+        self._root: Path | None = None
+        self._stays = False
+        self._environ, self._output, self._scratch = order.environ, order.output, order.scratch
+        self._payload = Incoming(order.payload)
+        if config.remote:
+            root = before.root if before is not None else None
+            self._root = root = root or _empty_folder(Path(config.scratch) / f"job-{order.job}")
+            self._environ = environment(order.environ, order.changed, config)
+            self._output = str(root / Path(order.output).name)
+            self._scratch = str(root / "writes")
+            Path(self._scratch).mkdir(mode=0o700, exist_ok=True)
+        self.project = before or ProjectArrival(self._root)
+        self.project.expect(order)
+        if not self.project.ready:
+            say(JobRequest(what="project"))
+
+    @property
+    def complete(self) -> bool:
+        """Whether all of it is here."""
+        return self._payload.complete and self.project.ready
+
+    @property
+    def staged(self) -> Staged:
+        """Where all of it is."""
+        return Staged(
+            payload=self._payload.memory,
+            project=self.project.path,
+            replica=self.project.replica,
+            environ=self._environ,
+            output=self._output,
+            scratch=self._scratch,
+        )
+
+    def take(self, chunk: Chunk) -> None:
+        """Take in what the supervisor sends.
+
+        Raises:
+            OSError: it cannot be kept; the text says what.
+        """
+        what = "the cell's names" if isinstance(self._order.work, RankOrder) else "the registered loaders"
+        try:
+            if chunk.of == "payload":
+                self._payload.take(chunk)
+            else:
+                what = "the project"
+                self.project.take(chunk)
+        except (OSError, msgspec.DecodeError) as error:
+            raise OSError(f"{what} could not be taken: {error}") from error
+
+    def leave_to_ranks(self) -> ProjectArrival:
+        """Let the project stay for the ranks that do; what they diverted is on the notebook's machine."""
+        self._stays = True
+        if self._root is not None:
+            for folder in ("tree", "gone"):
+                for diverted in Path(self._scratch).glob(f"rank*/{folder}"):
+                    shutil.rmtree(diverted, ignore_errors=True)
+        return self.project
+
+    def close(self) -> None:
+        """Give back the memory, and remove what was made on this VM, but for what stays."""
+        with contextlib.ExitStack() as last_first:
+            if self._root is not None and self._stays:
+                last_first.callback(shutil.rmtree, self._output, ignore_errors=True)
+            elif self._root is not None:
+                if self.project.copy is not None:
+                    last_first.callback(self.project.copy.mkdir, parents=True, exist_ok=True)
+                last_first.callback(shutil.rmtree, self._root, ignore_errors=True)
+            if not self._stays:
+                last_first.callback(self.project.close)
+            last_first.callback(self._payload.close)
+
+
+class ProjectArrival:
+    """The project's way to a VM: the notebook's disk itself where that is seen, else a copy that is unpacked here.
+
+    Args:
+        root: a folder of this VM, which its owner removes; None on the notebook's machine.
+
+    Attributes:
+        root: as above.
+        ready: whether it is here, as it is now.
+        copy: where it was unpacked; None where the notebook's disk is seen.
+        path: where those who work with it find it.
+        replica: what they have to see in that place (:func:`taas.project_sync.replica.enter`); empty: what is there.
+        notices: lines for the user.
+    """
+
+    def __init__(self, root: Path | None) -> None:
+        self.root = root
+        self._vm = ""
+        self._packed: Incoming | None = None
+        self._room: replica.Room | None = None
+        self.path = self.replica = ""
+        self.copy: Path | None = None
+        self.notices: list[str] = []
+        self.ready = False
+
+    def expect(self, order: StartJob) -> None:
+        """A job needs the project as it is now; the copy that an earlier one left here is brought up to date."""
+        self._vm, self._packed, self.notices = order.name, None, []
+        self.path = self.path or order.project
+        seen = bool(order.token) and read_token(order.token_path) == order.token
+        self.ready = self.root is None or (seen and self.copy is None)
+
+    def take(self, chunk: Chunk) -> None:
+        """The supervisor sends a part of the packed project.
+
+        Raises:
+            OSError: there is no room for it.
+            msgspec.DecodeError: it is no project.
+        """
+        if self._packed is None:
+            self._packed = Incoming(Memory(0, 0, chunk.size))
+        self._packed.take(chunk)
+        if self._packed.complete:
+            self._unpack(self._packed.fd)
+            self._packed.close()
+            self.ready = True
+
+    def _unpack(self, fd: int) -> None:
+        assert self.root is not None
+        there, self.copy = self.copy is not None, self.root / _COPY
+        self.copy.mkdir(mode=0o700, exist_ok=True)
+        self.notices += archive.unpack(fd, str(self.copy))
+        if there:
+            return
+        replica.make_places(str(self.copy), self.path)
+        try:
+            self._room = replica.Room(self.path)
+        except OSError as error:
+            self.notices.append(
+                f"absolute paths of the project do not hold on {self._vm}: {self.path} may not be made there "
+                f"({error.strerror}); relative paths do"
+            )
+            self.path = str(self.copy)
+        else:
+            self.replica = str(self.copy)
+
+    def close(self) -> None:
+        """Remove what was made for the project outside its folder. Twice is harmless."""
+        if self._packed is not None:
+            self._packed.close()
+        if self._room is not None:
+            self._room.leave()

@@ -1,0 +1,260 @@
+"""Objects of libraries whose own protocols say less than there is, and the devices that state has to be on.
+
+* Optimizers and schedulers wrap each other's ``step`` in functions of this process, and their protocols drop hooks, and the
+  note that a scheduler follows.
+* pandas copies a block before it writes to it while another frame or series looks into the same memory, which it counts in
+  an object that such blocks have in common. Pickle leaves that out: a column taken from a frame would change with it.
+  A series' pickle leaves out the block itself.
+* Artists of matplotlib and objects with traits (widgets) tell somebody when they change, which their pickles leave out.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from taas.capture.loggers import read_handler
+from taas.capture.reading import (
+    Reading,
+    keeps_pickling_of_object,
+    make_plain,
+    read_reduced,
+    set_by_protocol,
+    turn_into,
+)
+
+_rebuilt: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Optimizers that were unpickled in this process and not stepped since."""
+
+_ReaderOf = Callable[[Any], Reading | None]
+
+
+def library_reader(cls: Any, *, answers: bool = False) -> _ReaderOf | None:
+    """Return what reads objects of such a class, or None for other classes.
+
+    Args:
+        cls: the class.
+        answers: whether what is read goes to the notebook, where all users of the memory of a block are.
+    """
+    artist = getattr(sys.modules.get("matplotlib.artist"), "Artist", None)
+    if artist is not None and issubclass(cls, artist):
+        return _read_artist
+    if issubclass(cls, logging.Handler) and keeps_pickling_of_object(cls):
+        return read_handler
+    traits = getattr(sys.modules.get("traitlets"), "HasTraits", None)
+    if traits is not None and issubclass(cls, traits) and cls.__setstate__ is traits.__setstate__:
+        return _read_traits
+    return _reader_of_optimizers(cls) or _reader_of_blocks(cls, answers=answers)
+
+
+# ---------------------------------------------------------------- optimizers and schedulers
+
+
+def _reader_of_optimizers(cls: Any) -> _ReaderOf | None:
+    optim, schedulers = sys.modules.get("torch.optim"), sys.modules.get("torch.optim.lr_scheduler")
+    if optim is None or schedulers is None or not keeps_pickling_of_object(cls):
+        return None
+    if issubclass(cls, optim.Optimizer) and cls.__getstate__ is optim.Optimizer.__getstate__:
+        return lambda value: _read(value, _set_optimizer, "step")
+    is_plain = cls.__getstate__ is object.__getstate__
+    if issubclass(cls, schedulers.LRScheduler) and is_plain:
+        return lambda value: _read(value, _set_scheduler, "")
+    return None
+
+
+def _read(value: Any, setter: Callable[[Any, Any], None], without: str) -> Reading:
+    attributes = {key: item for key, item in value.__dict__.items() if key != without}
+    return Reading(make_plain, (type(value),), setter, (attributes,), (".",), turn_into)
+
+
+def _set_optimizer(optimizer: Any, state: tuple[dict[str, Any]]) -> None:
+    step = optimizer.__dict__.get("step")
+    optimizer.__dict__.clear()
+    optimizer.__dict__.update(*state)
+    if step is not None:
+        optimizer.step = step
+    optimizer._patch_step_function()
+    _rebuilt.add(optimizer)
+
+
+def _set_scheduler(scheduler: Any, state: tuple[dict[str, Any]]) -> None:
+    scheduler.__dict__.clear()
+    scheduler.__dict__.update(*state)
+    if (optimizer := state[0].get("optimizer")) is not None:
+        _mark_step(optimizer)
+
+
+def _mark_step(optimizer: Any) -> None:
+    """Mark an optimizer's ``step`` as followed by a scheduler, as the scheduler's constructor does.
+
+    Optimizers pickle without this mark, and a scheduler then warns that ``step`` was overridden.
+    """
+    step = optimizer.step
+    if hasattr(step, "_wrapped_by_lr_sched"):
+        return
+
+    def marked(*args: Any, **kwargs: Any) -> Any:
+        optimizer._opt_called = True
+        return step(*args, **kwargs)
+
+    marked._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    optimizer.step = marked
+
+
+# ---------------------------------------------------------------- blocks of pandas
+
+
+def _reader_of_blocks(cls: Any, *, answers: bool) -> _ReaderOf | None:
+    internals = sys.modules.get("pandas._libs.internals")
+    references = getattr(internals, "BlockValuesRefs", None)
+    if references is None:  # pandas is not there, or copies nothing by itself
+        return None
+    if cls is references:
+        return (lambda _: Reading(cls, ())) if answers else _read_references
+    if cls is sys.modules["pandas.core.internals.managers"].SingleBlockManager:
+        return lambda manager: Reading(cls, (manager.blocks[0], manager.axes[0]))
+    return _read_block if issubclass(cls, internals.Block) else None  # type: ignore[union-attr]
+
+
+def _read_block(block: Any) -> Reading:
+    constructor, arguments = block.__reduce__()[:2]
+    return Reading(constructor, arguments, _set_references, (block.refs,), (".refs",))
+
+
+def _set_references(block: Any, state: tuple[Any]) -> None:
+    (block.refs,) = state
+    if all(known() is not block for known in block.refs.referenced_blocks):
+        block.refs.add_reference(block)
+
+
+def _read_references(references: Any) -> Reading:
+    return Reading(type(references), (), _set_shared, (references.has_reference(),), ("",))
+
+
+def _set_shared(references: Any, state: tuple[bool]) -> None:
+    if state[0]:
+        references.referenced_blocks.append(weakref.ref(_set_shared))  # it stands for frames of the notebook
+
+
+# ---------------------------------------------------------------- artists of matplotlib
+
+
+def _read_artist(artist: Any) -> Reading | None:
+    constructor, arguments, state = artist.__reduce_ex__(4)[:3]
+    told = artist.stale_callback
+    if not getattr(told, "__module__", "").startswith("matplotlib."):
+        told = None
+    state = {**state, "stale_callback": told}
+    return read_reduced(artist, (constructor, arguments, state, None, None, _set_artist))
+
+
+def _set_artist(artist: Any, state: dict[str, Any]) -> None:
+    """Set it; nobody is told of a change before all of it is there."""
+    set_by_protocol(artist, ({**state, "stale_callback": None}, None, None, None))
+    artist.__dict__["stale_callback"] = state["stale_callback"]
+
+
+# ---------------------------------------------------------------- traits: widgets
+
+
+def _read_traits(value: Any) -> Reading | None:
+    constructor, arguments, state = value.__reduce_ex__(4)[:3]
+    observers = {"_trait_notifiers": observers_of(value, of_class=False)}
+    return read_reduced(value, (constructor, arguments, {**state, **observers}, None, None, _set_traits))
+
+
+def observers_of(value: Any, *, of_class: bool) -> dict[Any, Any]:
+    """Return who hears of changes of traits: methods that the object's class says, or whom somebody has added."""
+    handler = sys.modules["traitlets"].EventHandler
+    found = {
+        name: {
+            kind: [one for one in ones if isinstance(one, handler) is of_class]
+            for kind, ones in kinds.items()
+        }
+        for name, kinds in value._trait_notifiers.items()
+    }
+    return {
+        name: left
+        for name, kinds in found.items()
+        if (left := {k: ones for k, ones in kinds.items() if ones})
+    }
+
+
+def _set_traits(value: Any, state: dict[str, Any]) -> None:
+    value.__setstate__({**state, "_trait_notifiers": {}})
+    for name, kinds in state["_trait_notifiers"].items():
+        for kind, observers in kinds.items():
+            for observer in observers:
+                value._add_notifiers(observer, name, kind)
+
+
+# ---------------------------------------------------------------- devices
+
+
+def wait_for_devices() -> None:
+    """Wait until CUDA devices have done all that this process asked of them: copies into pinned memory, too.
+
+    Raises:
+        RuntimeError: something failed on a device after the call that asked for it had returned.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None or not hasattr(torch, "cuda") or not torch.cuda.is_initialized():
+        return
+    has_context = getattr(torch._C, "_cuda_hasPrimaryContext", None)
+    for number in range(torch.cuda.device_count()):
+        if has_context is None or has_context(number):  # asking the others would give them one
+            torch.cuda.synchronize(number)
+
+
+def join_devices_at_first_step() -> None:
+    """In a rank: join the state of an optimizer that travelled when the cell first steps it.
+
+    Parameters that an earlier run trained on a GPU came back to host memory, and the state with them. The cell
+    moves the parameters again, but nobody moves the state.
+    """
+    if not _rebuilt:
+        return
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+    def join(optimizer: Any, arguments: Any, keywords: Any) -> None:
+        del arguments, keywords
+        if optimizer in _rebuilt:
+            _rebuilt.discard(optimizer)
+            join_devices([optimizer])
+
+    register_optimizer_step_pre_hook(join)
+
+
+def join_devices(objects: list[Any]) -> None:
+    """Bring new state of optimizers and new buffers of modules to the device of their parameters.
+
+    Parameters that a cell moved to a GPU come back to the device they had in the notebook; what the cell made
+    beside them on the GPU has to follow, or the next step in the notebook fails.
+
+    Args:
+        objects: what travelled; tensors among them stay where they are.
+    """
+    if "torch.optim" not in sys.modules:
+        return
+    import torch
+
+    known = {id(value) for value in objects}
+
+    def follow(holder: dict[str, Any], device: Any) -> None:
+        for key, value in holder.items():
+            if key == "step":  # of an optimizer: in host memory on purpose
+                continue
+            if isinstance(value, torch.Tensor) and id(value) not in known and value.device != device:
+                holder[key] = value.to(device)
+
+    for value in objects:
+        if isinstance(value, torch.optim.Optimizer):
+            for parameter, state in value.state.items():
+                follow(state, parameter.device)
+        elif isinstance(value, torch.nn.Module):
+            devices = {parameter.device for parameter in value.parameters()}
+            for module in value.modules() if len(devices) == 1 else ():
+                follow(module._buffers, *devices)

@@ -1,0 +1,146 @@
+"""What travels of modules beside their names: which to import first, and the data of the project's own.
+
+A module travels by its name. A cell may use what an import of another one did to it: the submodules that it has as attributes,
+the methods that a package's module gives the package's classes. The data of the project's modules travel by the same rule as the
+notebook's names: ``helper.counter`` stands among them, as that name, while names are packed, compared and put in place.
+Functions and classes are not data: they are what the module's file says. Where the file was edited since the notebook
+imported it, the data are what it says, too. An object that another process cannot rebuild from names (a lock, a library
+opened by ctypes) stays behind: the ranks' module has its own.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import sys
+import types
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from taas.capture.execution import words_in
+from taas.capture.loggers import list_named, lists_of_loggers, put_list
+from taas.capture.of_ipython import python_of
+from taas.capture.pickling import Pickler
+from taas.import_hooks import after_import, imported_since, is_edited
+
+_IMPORT = re.compile(r"(?:^|\\n|')[ \t]*(?:from|import)[ \t]+([\w.]+)", re.MULTILINE)
+"""Found also in a body that a magic was given, as text."""
+_CODE = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)
+_NOT_DATA_OF = ("typing", "__future__", "_frozen_importlib_external")
+_NOT_OF_PROJECTS = {"taas", "__main__", "__mp_main__", *sys.stdlib_module_names}
+_NOTHING = object()
+
+
+# ---------------------------------------------------------------- what to import
+
+
+def modules_used(
+    names: Iterable[str], words: Iterable[str], pickler: Pickler, namespace: dict[str, Any]
+) -> list[str]:
+    """Return modules to import before names are unpickled.
+
+    They are those that are used as attributes of captured ones (``concurrent.futures`` of ``concurrent``), and those that
+    earlier cells imported of packages that travel by reference: importing one may have changed the package's classes
+    (``import fastai.distributed`` gives learners methods), and the cell may rely on it without a name of it.
+    """
+    words = {*words}.union(*map(words_in, pickler.reader.functions))
+    waiting = [v.__name__ for name in names if isinstance(v := namespace.get(name), types.ModuleType)]
+    found: dict[str, None] = {}
+    while waiting:
+        parent = waiting.pop()
+        if hasattr(sys.modules.get(parent), "__path__"):
+            below = [f"{parent}.{word}" for word in words if f"{parent}.{word}" in sys.modules]
+            found |= dict.fromkeys(below)
+            waiting += below
+    stream = pickler.stream.getvalue()
+    for module in (module for cell in namespace.get("In", ()) for module in _IMPORT.findall(cell)):
+        if "." in module and module in sys.modules and module.partition(".")[0].encode() in stream:
+            found[module] = None
+    return list(found)
+
+
+def imported_by(cell: str) -> Iterator[str]:
+    """Yield the modules below others that a cell imports: the notebook's packages get them as attributes, too."""
+    for node in ast.walk(ast.parse(python_of(cell))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if "." in alias.name)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module
+
+
+# ---------------------------------------------------------------- data
+
+
+_known: set[str] = set()
+_maybe_of_projects: list[str] = []
+
+
+def survey() -> None:
+    """Note which modules may be a project's: done once before forking, it costs a rank nothing."""
+    _maybe_of_projects.extend(filter(_may_be_of_project, imported_since(_known)))
+
+
+def _may_be_of_project(name: str) -> bool:
+    file = getattr(sys.modules[name], "__file__", None) or ""
+    return file != "" and "site-packages" not in file and name.partition(".")[0] not in _NOT_OF_PROJECTS
+
+
+def _of_project(project: str) -> list[tuple[str, types.ModuleType]]:
+    survey()
+    below = project.rstrip(os.sep) + os.sep
+    modules = [(name, sys.modules[name]) for name in _maybe_of_projects if name in sys.modules]
+    return [
+        (n, module) for n, module in modules if (getattr(module, "__file__", None) or "").startswith(below)
+    ]
+
+
+def loaded_as(project: str) -> dict[str, Any]:
+    """Return of the project's modules that are imported what a reload makes anew, by dotted name."""
+    return {f"{name}.__spec__": module.__spec__ for name, module in _of_project(project)}
+
+
+def data_of_modules(project: str) -> dict[str, Any]:
+    """Return the data of the project's modules that are imported, by dotted name."""
+    return lists_of_loggers() | {
+        f"{name}.{attribute}": value
+        for name, module in _of_project(project)
+        if not is_edited(name)
+        for attribute, value in list(vars(module).items())
+        if not attribute.startswith("__") and _is_data(value)
+    }
+
+
+def _is_data(value: Any) -> bool:
+    cls = type(value)
+    return not isinstance(value, _CODE) and cls is not object and cls.__module__ not in _NOT_DATA_OF
+
+
+@contextmanager
+def among_names(namespace: dict[str, Any], project: str) -> Iterator[None]:
+    """Let it stand among the names for a while; what is bound to such a name then, holds in the module afterwards."""
+    before = data_of_modules(project)
+    namespace.update(before)
+    try:
+        yield
+    finally:
+        put_into_modules(namespace, before)
+
+
+def put_into_modules(namespace: dict[str, Any], before: dict[str, Any]) -> None:
+    """Take the data of modules from among the names, and put what is not as ``before`` where it belongs.
+
+    A module that is not imported gets it when it is.
+    """
+    for name in before.keys() - namespace.keys():
+        module, _, attribute = name.rpartition(".")
+        if list_named(name) is None:
+            vars(sys.modules[module]).pop(attribute, None)
+    for name in [name for name in namespace if "." in name]:
+        value, was = namespace.pop(name), before.get(name, _NOTHING)
+        module, _, attribute = name.rpartition(".")
+        if list_named(name) is not None:
+            put_list(name, value, [] if was is value or was is _NOTHING else was)
+        elif was is not value:
+            after_import(module, lambda module, a=attribute, v=value: setattr(module, a, v))  # type: ignore[misc]

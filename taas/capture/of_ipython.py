@@ -1,0 +1,169 @@
+"""What is IPython's: a cell's syntax on its way to Python, names that are not the user's, and what shells have.
+
+Ranks' shells have of the notebook's ``In``, ``Out`` and ``_``, its magics and extensions.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import functools
+import re
+import sys
+import types
+import warnings
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
+
+_HISTORY = re.compile(r"In|Out|_i{1,3}|_[iod]h|_i?\d+")
+_MODULE = {
+    *vars(type(re)("")), "__builtins__", "__builtin__", "__file__", "__cached__", "__warningregistry__",
+}  # fmt: skip
+_GIVEN = ("exit", "quit", "open", "get_ipython")
+"""What IPython puts into every namespace, where the user may bind something else."""
+_VALUE = re.compile(r"_{1,3}|_\d+")
+_OUT = ("Out", "_oh")
+_MAGIC = "%"
+
+
+# ---------------------------------------------------------------- cells and names
+
+
+@functools.cache
+def _transformers() -> Any:
+    from IPython.core.inputtransformer2 import TransformerManager
+
+    return TransformerManager()
+
+
+@functools.lru_cache(maxsize=16)  # a launch asks for it again and again
+def python_of(cell: str) -> str:
+    """Turn a cell into Python.
+
+    A cell magic (``%%time``) may stand below comments and blank lines, as the header of a taas cell is
+    comments to Python; IPython itself knows it on the first line only. Line numbers stay right.
+    """
+    lines = cell.splitlines(keepends=True)
+    first = next((n for n, line in enumerate(lines) if line.strip() and not line.lstrip().startswith("#")), 0)
+    if first and lines[first].startswith("%%"):
+        above = "".join("#\n" for _ in range(first))
+        text: str = above + _transformers().transform_cell("".join(lines[first:]))
+        return text
+    text = _transformers().transform_cell(cell)
+    missing = _leading_blank(cell) - _leading_blank(text)
+    return "\n" * missing + text
+
+
+def _leading_blank(text: str) -> int:
+    return next((count for count, line in enumerate(text.splitlines()) if line.strip()), 0)
+
+
+def check_syntax(cell: str, shell: InteractiveShell | None, number: int = 0) -> None:
+    """Compile a cell as IPython would, so that a typing error shows before anything starts.
+
+    Args:
+        cell: the cell as typed.
+        shell: whose compiler flags (``from __future__`` of earlier cells) count.
+        number: its ``In[n]``; 0 for the shell's count.
+
+    Raises:
+        SyntaxError: as IPython raises it for an ordinary cell, with the cell's lines.
+    """
+    source = python_of(cell)
+    flags = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+    if shell is None:
+        compile(source, "<cell>", "exec", flags, dont_inherit=True)
+        return
+    name = shell.compile.cache(source, number or shell.execution_count, raw_code=cell)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SyntaxWarning)  # rank 0 shows them
+        compile(source, name, "exec", flags | shell.compile.flags, dont_inherit=True)
+
+
+def is_of_ipython(name: str, value: Any = None) -> bool:
+    """Tell whether a name belongs to IPython or Python; a user's ``open``, or ``_`` of a loop, is the user's by its value."""
+    if name in _GIVEN:
+        home = getattr(value, "__globals__", {}).get("__name__", "")  # its ``open`` says that it is io's
+        modules = (home, *(str(getattr(known, "__module__", "")) for known in (value, type(value))))
+        return any(module.startswith(("IPython.", "ipykernel.")) for module in modules)
+    if name in ("_", "__", "___"):
+        shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+        return shell is None or getattr(shell.displayhook, name, value) is value
+    return name in _MODULE or _HISTORY.fullmatch(name) is not None
+
+
+# ---------------------------------------------------------------- shells
+
+
+def values_of_cells(words: Iterable[str], namespace: dict[str, Any]) -> set[str]:
+    """Return the names of earlier cells' values among the words of a cell; all of them where it reads ``Out``."""
+    found = {word for word in words if _VALUE.fullmatch(word)}
+    if not found.isdisjoint(_OUT) or any(word in _OUT for word in words):
+        found |= {f"_{number}" for number in namespace.get("_oh", ())}
+    return found & namespace.keys()
+
+
+@contextlib.contextmanager
+def magics_among_names(
+    words: Iterable[str], namespace: dict[str, Any], shell: InteractiveShell | None
+) -> Iterator[list[str]]:
+    """Let magics that are functions of the notebook, and among a cell's words, stand among the names, as ``%line name``.
+
+    Yields:
+        Extensions that have other magics among these words.
+    """
+    magics = {} if shell is None else shell.magics_manager.magics
+    named = {f"{_MAGIC}{kind} {w}": known[w] for kind, known in magics.items() for w in words if w in known}
+    own = {
+        name: magic
+        for name, magic in named.items()
+        if isinstance(magic, types.FunctionType) and magic.__globals__ is namespace
+    }
+    loaded = set() if shell is None else shell.extension_manager.loaded
+    modules = {getattr(magic, "__module__", "").partition(".")[0] for magic in named.values()}
+    namespace.update(own)
+    try:
+        yield [
+            name for name in loaded if name.partition(".")[0] in modules - {"IPython", "ipykernel", "taas"}
+        ]
+    finally:
+        for name in own:
+            del namespace[name]
+
+
+def history_of(shell: InteractiveShell | None) -> dict[str, Any]:
+    """Return what was typed in earlier cells, and which of ``_``, ``__`` and ``___`` are the shell's own."""
+    if shell is None:
+        return {}
+    history, hook = shell.history_manager, shell.displayhook
+    earlier = max(1, len(history.input_hist_parsed) - 1)
+    return {
+        "In": list(history.input_hist_parsed[:earlier]),
+        "typed": list(history.input_hist_raw[:earlier]),
+        "own": [name for name in ("_", "__", "___") if shell.user_ns.get(name) is getattr(hook, name, None)],
+    }
+
+
+def dress(
+    shell: InteractiveShell, namespace: dict[str, Any], history: dict[str, Any], extensions: list[str]
+) -> None:
+    """Give a rank's shell what the notebook's has."""
+    for name in extensions:
+        with contextlib.suppress(ImportError):  # its magic is not found, which is said where it is used
+            shell.extension_manager.load_extension(name)
+    for name in [name for name in namespace if name.startswith(_MAGIC)]:
+        kind, _, magic = name.removeprefix(_MAGIC).partition(" ")
+        shell.register_magic_function(namespace.pop(name), kind, magic)
+    if history:
+        manager, typed = shell.history_manager, history["typed"]
+        manager.input_hist_parsed[:], manager.input_hist_raw[:] = history["In"], typed
+        manager._iii, manager._ii, manager._i, manager._i00 = ["", "", "", *typed][-4:]
+        namespace.update({f"_i{number}": text for number, text in enumerate(typed) if number})
+        namespace.update(_i=manager._i00, _ii=manager._i, _iii=manager._ii)
+        for name in history["own"]:
+            setattr(shell.displayhook, name, namespace.get(name, ""))
+    values = [name for name in namespace if re.fullmatch(r"_\d+", name)]
+    namespace.get("_oh", {}).update({int(name[1:]): namespace[name] for name in values})

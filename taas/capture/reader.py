@@ -1,0 +1,188 @@
+"""Who reads what: one rule for all objects, and the kinds that need another word, each with its reason."""
+
+from __future__ import annotations
+
+import copyreg
+import enum
+import sys
+import types
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from taas.capture.arrays import array_reader, is_array, memory_of_array
+from taas.capture.code_by_value import READERS, dispatch_table, read_class, read_function
+from taas.capture.containers import container_reader, read_exception, read_reference, read_traceback
+from taas.capture.files import FILES, read_file
+from taas.capture.libraries import library_reader
+from taas.capture.memory import DeviceMemory
+from taas.capture.reading import (
+    ATOMS,
+    Reading,
+    import_or_stand_in,
+    is_only_python,
+    itself,
+    keeps_pickling_of_object,
+    keeps_state_of_object,
+    module_named,
+    read_plain,
+    read_reduced,
+)  # fmt: skip
+from taas.capture.tensors import is_tensor, memory_of_tensor, tensor_reader, whole_of
+from taas.delivery.registered import delivers, reduce_registered
+
+_ReaderOf = Callable[[Any], Reading | None]
+_UNKNOWN: Any = object()
+
+
+class Reader:
+    """Reads objects of a notebook, or of a rank.
+
+    Args:
+        namespace: the globals of the notebook's functions.
+        project: the folder whose modules hold data of the notebook.
+        unwrap: read the module in place of a parallel wrapper.
+        foreign: reads a function of another namespace.
+
+    Attributes:
+        functions: the code of the notebook's functions met so far.
+    """
+
+    def __init__(
+        self,
+        namespace: dict[str, Any],
+        *,
+        project: str = "",
+        unwrap: bool = False,
+        foreign: _ReaderOf = lambda _: None,
+    ) -> None:
+        self._namespace, self._project = namespace, project
+        self._unwrap, self._foreign = unwrap, foreign
+        self.functions: list[types.CodeType] = []
+        self._table = {**copyreg.dispatch_table, **dispatch_table()}
+        self._held: dict[str, dict[int, str]] = {}
+        self._readers: dict[type, _ReaderOf | None] = {
+            types.FunctionType: self._function,
+            **dict.fromkeys(FILES, read_file),
+            **dict.fromkeys(weakref.ProxyTypes, read_reference),
+            types.TracebackType: read_traceback,
+            **READERS,
+            **dict.fromkeys((*ATOMS, types.BuiltinFunctionType, types.CodeType)),
+        }
+
+    def read(self, value: Any) -> Reading | None:
+        """Return what an object consists of, or None: it goes by its name, or as pickle itself knows it.
+
+        Raises:
+            Exception: whatever the object's own protocol raises.
+        """
+        cls = type(value)
+        reader = self._readers.get(cls, _UNKNOWN)
+        if reader is _UNKNOWN:
+            reader = self._readers[cls] = self._reader_for(cls)
+        return None if reader is None else reader(value)
+
+    def _reader_for(self, cls: Any) -> _ReaderOf | None:
+        if issubclass(cls, type):
+            return read_class
+        if issubclass(cls, types.ModuleType):
+            return self._module
+        if getattr(cls, "__taas_stays__", False):  # a stand-in for the notebook's own object
+            return self._by_protocol
+        if delivers(cls):
+            return lambda value: read_reduced(value, reduce_registered(value) or value.__reduce_ex__(4))
+        if self._unwrap and is_wrapper(cls):
+            return lambda wrapper: Reading(itself, (wrapper.module,))
+        for choose in (tensor_reader, array_reader):
+            with_memory = choose(cls)
+            if with_memory is not None:
+                return lambda value: with_memory(value) or self._by_protocol(value)
+        reader = self._reader_of_object(cls)
+        in_library = cls.__module__ in sys.modules and cls.__module__ not in ("__main__", "builtins")
+        return self._unless_held(reader) if in_library and not issubclass(cls, enum.Enum) else reader
+
+    def _reader_of_object(self, cls: Any) -> _ReaderOf:
+        if cls in self._table:
+            return self._by_protocol
+        reader = container_reader(cls) or library_reader(cls, answers=self._unwrap)
+        if reader is not None:
+            return reader
+        if issubclass(cls, BaseException) and not isinstance(cls.__reduce__, types.FunctionType):
+            return read_exception
+        if issubclass(cls, weakref.ref):
+            return read_reference
+        new_takes_arguments = hasattr(cls, "__getnewargs__") or hasattr(cls, "__getnewargs_ex__")
+        is_plain = (keeps_state_of_object(cls) and is_only_python(cls)) or _leaves_out(cls)
+        rule = keeps_pickling_of_object(cls) and is_plain and not new_takes_arguments
+        return read_plain if rule else self._by_protocol
+
+    def _by_protocol(self, value: Any) -> Reading | None:
+        """Read an object as its own protocol has it."""
+        reducer = self._table.get(type(value))
+        return read_reduced(value, reducer(value) if reducer is not None else value.__reduce_ex__(4))
+
+    def _unless_held(self, reader: _ReaderOf) -> _ReaderOf:
+        """Read what its class' own module holds (``dataclasses.MISSING``) by its name there: there is only one."""
+
+        def read(value: Any) -> Reading | None:
+            module = type(value).__module__
+            if module not in self._held:
+                self._held[module] = self._held_by(module)
+            name = self._held[module].get(id(value))
+            return reader(value) if name is None else Reading(from_module, (module, name))
+
+        return read
+
+    def _held_by(self, module: str) -> dict[int, str]:
+        loaded = sys.modules[module]
+        file = getattr(loaded, "__file__", None) or ""
+        if self._project and file.startswith(self._project + "/") and "site-packages" not in Path(file).parts:
+            return {}  # its data are the notebook's
+        held = [*vars(loaded).items()]
+        return {id(value): name for name, value in held if getattr(type(value), "__module__", "") == module}
+
+    def _module(self, module: types.ModuleType) -> Reading | None:
+        known = module_named(module.__name__) is module
+        return Reading(import_or_stand_in, (module.__name__,)) if known else self._by_protocol(module)
+
+    def _function(self, function: types.FunctionType) -> Reading | None:
+        if function.__globals__ is not self._namespace:
+            return self._foreign(function)
+        self.functions.append(function.__code__)
+        return read_function(function, self._namespace)
+
+
+def memory_of(value: Any) -> DeviceMemory | None:
+    """Return the memory that a tensor or array looks into; None for anything else."""
+    if is_tensor(value):
+        return memory_of_tensor(value)
+    return memory_of_array(value) if is_array(value) else None
+
+
+def what_comes_back(value: Any) -> Any:
+    """Return what comes back of a value: the module in a parallel wrapper, the whole of a sharded tensor, or itself."""
+    return value.module if is_wrapper(type(value)) else whole_of(value)
+
+
+def is_wrapper(cls: type) -> bool:
+    """Tell whether objects of a class are wrappers around the module that comes back in their place."""
+    if getattr(cls, "__taas_unwrap__", False):
+        return True
+    parallel = sys.modules.get("torch.nn.parallel")
+    return parallel is not None and issubclass(cls, (parallel.DistributedDataParallel, parallel.DataParallel))
+
+
+def _leaves_out(cls: Any) -> bool:
+    """Tell whether torch's own protocol says less than there is.
+
+    It refuses objects of a class that it made for one module, since the class has no name; and a wrapped hook says nothing
+    of what it copied from its function.
+    """
+    made = getattr(cls.__getstate__, "__module__", "") == "torch.nn.utils.parametrize"
+    return made or (cls.__module__, cls.__qualname__) == ("torch.nn.modules.module", "_WrappedHook")
+
+
+def from_module(module: str, name: str) -> Any:
+    """Return what a module holds under a name."""
+    return getattr(import_or_stand_in(module), name)

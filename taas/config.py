@@ -1,0 +1,291 @@
+"""Instance types, and ``taas.toml``.
+
+A run asks for VMs of an *instance type*. The built-in types carry DataSphere's names and sizes, so that its
+notebooks mean the same here; ``taas.toml`` adds types and sets defaults::
+
+    [instances."x1.2"]           # a type of your own; a built-in name redefines that type
+    vcpus = 16
+    gpus = 2
+    gpu_model = "L40S"
+    vms = [1, 2, 3]              # numbers of VMs that one run may ask for; [1, 2, 4] where left out
+
+    [engine]
+    default = "local"            # or "ray"
+    address = "ray-head:6379"
+    wait = 600.0                 # seconds that a run waits for VMs; 0: it fails at once
+    idle = 60.0                  # so long VMs elsewhere stay after a run, for the next one; 0: they are given back at once
+
+    [keep]
+    idle = "30min"               # so long the ranks of a --keep cell stay where no other one comes
+
+    [storage]
+    shared = ["checkpoints"]     # directories where every rank may write
+    rank_writes = "discard"      # or "deny"
+    kept_limit = "2 GiB"         # of writes kept for %taas recover
+
+    [delivery]
+    encrypt = true
+    buffer = "4 GiB"             # of prepared elements; from the memory there is where left out
+
+    [run]
+    hang_timeout = 300.0         # seconds, or "5min"
+    max_restarts = 0
+    output = "0"                 # or "all", "none", "0,3-5"
+
+What an option of the cell header is called, too, takes what that option takes (`header.options`); the others stand in
+a table below.
+
+Two files are read, if they are there: ``taas.toml`` in the user's configuration folder
+(``$XDG_CONFIG_HOME/taas``, else ``~/.config/taas``), then ``taas.toml`` in the project, the kernel's working
+directory; what the project says wins, key by key. Parents of the project are not searched: a file nobody
+remembers would change runs. Unknown keys are errors (`ConfigError`) that name file, key and the nearest key.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from taas.errors import ConfigError, HeaderError
+from taas.header.arguments import Wrong, choice, seconds, seconds_or_none, size, text_of
+from taas.header.options import SETTINGS
+from taas.wording import nearest, shown
+
+TYPE_NAME = re.compile(r"[a-z]\d+\.\d+", re.ASCII)
+
+
+@dataclass(frozen=True, kw_only=True)
+class InstanceType:
+    """A kind of VM.
+
+    Attributes:
+        name: as written after ``#!``: a letter, digits, a dot, digits.
+        vcpus: virtual CPUs of one VM.
+        gpus: GPUs of one VM; 0 for a CPU type.
+        gpu_model: for the reader, who may look for a type by it.
+        vms: the numbers of VMs that one run may ask for.
+    """
+
+    name: str
+    vcpus: int
+    gpus: int = 0
+    gpu_model: str = ""
+    vms: tuple[int, ...] = (1, 2, 4)
+
+    @property
+    def in_words(self) -> str:
+        """What its GPUs are."""
+        return self.gpu_model or ("GPU" if self.gpus else "no GPU")
+
+    def __post_init__(self) -> None:
+        if not TYPE_NAME.fullmatch(self.name):
+            raise ValueError("an instance type is called like g2.8: a letter, digits, a dot, digits")
+        if self.vcpus < 1 or self.gpus < 0:
+            raise ValueError("vcpus is at least 1, gpus at least 0")
+        if not self.vms or min(self.vms) < 1:
+            raise ValueError("vms lists numbers of VMs of at least 1, such as [1, 2, 4]")
+
+
+def _g1(gpus: int) -> InstanceType:
+    return InstanceType(name=f"g1.{gpus}", vcpus=8 * gpus, gpus=gpus, gpu_model="V100")
+
+
+def _g2(gpus: int) -> InstanceType:
+    return InstanceType(name=f"g2.{gpus}", vcpus=28 * gpus, gpus=gpus, gpu_model="A100")
+
+
+BUILT_IN_TYPES: Mapping[str, InstanceType] = {
+    kind.name: kind
+    for kind in (
+        *(InstanceType(name=f"c1.{vcpus}", vcpus=vcpus) for vcpus in (4, 8, 32, 80)),
+        *map(_g1, (1, 2, 4)),
+        *map(_g2, (1, 2, 4, 8)),
+    )
+}
+
+
+DATA_VM = "c1.4"
+"""The type of the VMs that ``--cpus`` asks for."""
+
+
+class _Key(NamedTuple):
+    """A key of ``taas.toml`` that is called like no option of a header: what it takes, and what holds without it."""
+
+    convert: Callable[[str], Any]
+    default: Any
+
+
+_KEYS: Mapping[str, _Key] = {
+    "engine.default": _Key(choice("local", "ray"), "local"),
+    "engine.address": _Key(text_of("where the cluster's head is", "ray-head:6379"), None),
+    "engine.wait": _Key(seconds_or_none, 600.0),
+    "engine.idle": _Key(seconds_or_none, 60.0),
+    "keep.idle": _Key(seconds, 1800.0),
+    "storage.kept_limit": _Key(size, 2 << 30),
+    "delivery.encrypt": _Key(lambda text: choice("true", "false")(text.lower()) == "true", True),
+    "delivery.buffer": _Key(size, None),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Catalog:
+    """The instance types there are, and what ``taas.toml`` says; ``Catalog()`` is what holds without any file.
+
+    Attributes:
+        instances: by name.
+        settings: by section and key, such as ``run.hang_timeout``; only what was said.
+    """
+
+    instances: Mapping[str, InstanceType] = field(default_factory=lambda: BUILT_IN_TYPES)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def __getitem__(self, key: str) -> Any:
+        """What holds for a key that is no option of a header."""
+        return self.settings.get(key, _KEYS[key].default)
+
+    def find(self, name: str, before: str = "#!") -> InstanceType:
+        """The type called ``name``.
+
+        Args:
+            name: as it was typed.
+            before: what it was typed after.
+
+        Raises:
+            HeaderError: there is none; the message has the types there are, and the nearest one.
+        """
+        if name in self.instances:
+            return self.instances[name]
+        near = self._nearest(name.lower())
+        step = (
+            f"type {before}{near.name}"
+            if near is not None
+            else "type #pragma taas --gpus auto without it for the GPUs of this machine"
+        )
+        raise HeaderError(f"{before}{shown(name)} is no instance type: allowed is {self.in_words()}; {step}")
+
+    def _nearest(self, name: str) -> InstanceType | None:
+        """The type that was probably meant, by its family or its GPU, in the size asked for or the next larger one."""
+        families: dict[str, list[InstanceType]] = {}
+        for kind in self.instances.values():
+            families.setdefault(kind.name.partition(".")[0], []).append(kind)
+        asked, size = re.fullmatch(r"([^\W_]*)\W?(\d{0,9}).*", name, re.DOTALL).groups()  # type: ignore[union-attr]
+        near = nearest(asked, families, 0.5)
+        for family, kinds in families.items():
+            near = family if kinds[0].gpu_model and kinds[0].gpu_model.lower() in asked else near
+        if near is None:
+            return None
+        sizes = {int(kind.name.partition(".")[2]): kind for kind in families[near]}
+        return sizes[
+            min((number for number in sizes if number >= int(size or max(sizes))), default=max(sizes))
+        ]
+
+    def in_words(self) -> str:
+        """The types with what they have: ``c1.4, c1.8 (no GPU), g2.4, g2.8 (A100)``."""
+        by_model: dict[str, list[str]] = {}
+        for kind in self.instances.values():
+            by_model.setdefault(kind.in_words, []).append(kind.name)
+        return ", ".join(f"{', '.join(names)} ({model})" for model, names in by_model.items())
+
+
+def project_folder() -> Path:
+    """Return the notebook's directory.
+
+    Raises:
+        HeaderError: somebody removed it.
+    """
+    try:
+        return Path.cwd()
+    except FileNotFoundError:
+        raise HeaderError(
+            "the notebook's working directory was removed, and is the project of its runs: type %cd and a folder "
+            "that is there"
+        ) from None
+
+
+def load_catalog(project: Path | None = None) -> Catalog:
+    """Read the user's and the project's ``taas.toml``.
+
+    Args:
+        project: the project's directory; the working directory where None.
+
+    Raises:
+        ConfigError: a file cannot be read, is not TOML, or has a key or value that is not allowed.
+    """
+    home = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
+    catalog = Catalog()
+    for folder in (Path(home).expanduser() / "taas", project or project_folder()):
+        path = folder / "taas.toml"
+        if path.is_file():
+            catalog = _overlay(catalog, _read(path), path)
+    return catalog
+
+
+def _read(path: Path) -> dict[str, Any]:
+    import tomllib  # here, as msgspec below: most projects have no taas.toml, and `import taas` is to stay cheap
+
+    try:
+        with path.open("rb") as file:
+            return tomllib.load(file)
+    except (OSError, ValueError) as exc:
+        raise ConfigError(f"{path}: {' '.join(str(exc).split())}; correct the file or remove it") from exc
+
+
+def _overlay(catalog: Catalog, said: dict[str, Any], path: Path) -> Catalog:
+    """``catalog`` with what one file says; sections are merged key by key, instance types replaced whole."""
+    converters = {key: row.convert for key, row in _KEYS.items()} | {
+        key: o.convert for key, o in SETTINGS.items()
+    }
+    sections: dict[str, list[str]] = {"instances": []}
+    for key in converters:
+        sections.setdefault(key.partition(".")[0], []).append(key.partition(".")[2])
+    _refuse_unknown(said, tuple(sections), "section", path)
+    instances, settings = dict(catalog.instances), dict(catalog.settings)
+    for section, values in said.items():
+        if not isinstance(values, dict):
+            raise ConfigError(f"{path}: {section} is a section; write [{section}] on a line of its own")
+        if section == "instances":
+            instances |= _instances(values, path)
+            continue
+        _refuse_unknown(values, tuple(sections[section]), f"key in [{section}]", path)
+        for key, value in values.items():
+            where, convert = f"{section}.{key}", converters[f"{section}.{key}"]
+            assert convert is not None
+            try:
+                if where in SETTINGS and SETTINGS[where].repeats:
+                    settings[where] = tuple(
+                        convert(str(v)) for v in (value if isinstance(value, list) else [value])
+                    )
+                else:
+                    settings[where] = convert(str(value))
+            except Wrong as wrong:
+                wrote = f"{path}: [{section}] {key} = {shown(str(value))}"
+                raise ConfigError(f"{wrote}: allowed is {wrong.allowed}; write {wrong.instead}") from None
+    return Catalog(instances=instances, settings=settings)
+
+
+def _instances(values: dict[str, Any], path: Path) -> dict[str, InstanceType]:
+    import msgspec
+
+    types = {}
+    for name, entry in values.items():
+        where = f'instances."{shown(name)}"'
+        if not isinstance(entry, dict) or any(isinstance(value, dict) for value in entry.values()):
+            raise ConfigError(f'{path}: write [instances."g3.8"], with the dot of the name inside quotes')
+        _refuse_unknown(entry, tuple(f.name for f in fields(InstanceType))[1:], f"key in [{where}]", path)
+        try:
+            types[name] = msgspec.convert({"name": name, **entry}, InstanceType)
+        except msgspec.ValidationError as exc:
+            raise ConfigError(f"{path}: [{where}] {shown(str(exc), 300)}") from exc
+    return types
+
+
+def _refuse_unknown(values: dict[str, Any], allowed: tuple[str, ...], what: str, path: Path) -> None:
+    for key in values:
+        if key not in allowed:
+            raise ConfigError(
+                f"{path}: {shown(key)} is no {what}; allowed is {', '.join(allowed)}; write {nearest(key, allowed)}"
+            )

@@ -1,0 +1,347 @@
+"""A data VM's worker pool: holds the registered loaders once, forks the data workers, says how they end.
+
+The data VM's agent calls ``main`` in a process forked from its forkserver, where torch is imported already.
+Workers share the dataset's pages with the worker pool, so a VM has one copy of it. A worker takes tickets, makes
+elements, and writes them where the rank will read them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import mmap
+import os
+import signal
+import sys
+import time
+import traceback
+import warnings
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import zmq
+
+from taas import _linux
+from taas.delivery.config import DataOrder
+from taas.delivery.encoding import RawRegion, encode, install_collate, stacking_into
+from taas.delivery.making import Failure, MapFetcher, Rngs, WorkerStatus, place_of
+from taas.delivery.messages import (
+    NOWHERE,
+    Cancel,
+    ElementArrival,
+    Feed,
+    Hello,
+    Peer,
+    PoolBeat,
+    Quit,
+    Result,
+    Ticket,
+    ToWorker,
+    WorkerLost,
+)  # fmt: skip
+from taas.delivery.registered import Loaders, load_payload
+from taas.delivery.slab import slot_size
+from taas.delivery.streams import OwnedStreams
+from taas.delivery.transport import ControlClient, connect_data, connected, map_slabs, new_context
+from taas.wire.framing import Message, pack, seal
+from taas.wire.stopped import process
+from taas.wording import killed_by
+
+_FLUSH = 0.002
+"""Seconds for which results may wait to travel together."""
+
+
+class Worker:
+    """One process. ``status`` tells its worker pool what it is on.
+
+    Args:
+        number: what ``get_worker_info().id`` says.
+    """
+
+    def __init__(
+        self, config: DataOrder, name: Peer, number: int, loaders: Loaders, status: WorkerStatus
+    ) -> None:
+        common = config.common
+        self._keys, self._loaders, self._status = common.keys, loaders, status
+        count = max(common.hosts, config.vm + 1) * config.processes
+        self._fetchers = [MapFetcher(title, parts, number, count) for title, parts in loaders]
+        self._rngs = Rngs()
+        self._streams = OwnedStreams(loaders, self._rngs, status, self._send_at_once)
+        self._todo: deque[Ticket] = deque()
+        self._results: list[Result] = []
+        self._flushed = 0.0
+        self._sizes: dict[int, int] = {}
+        self._plain_stack: set[int] = set()
+        self._context = new_context()
+        self._control = ControlClient(self._context, common, name, ToWorker)
+        self._data: dict[int, zmq.Socket[bytes]] = {}
+        self._outgoing: dict[int, tuple[list[ElementArrival], list[bytes]]] = {}
+        self._unsent: dict[int, list[list[Any]]] = {}
+        self._slabs = map_slabs(common.folder)
+
+    # ── the loop ──────────────────────────────────────────────────────────────────────────────────
+
+    def run(self) -> None:
+        """Work until told to quit."""
+        self._control.send(Hello(os.getpid(), shared=self._slabs is not None))
+        while self._listen():
+            if self._todo:
+                self._serve(self._todo.popleft())
+            else:
+                self._streams.make_ahead()
+
+    def _listen(self) -> bool:
+        """Take what has come; wait for it if there is nothing to do. False: quit."""
+        idle = not (self._todo or self._streams.have_demand)
+        if idle or time.perf_counter() - self._flushed > _FLUSH:
+            self._flush()
+        if idle:
+            self._control.socket.poll()
+        while True:
+            try:
+                message = self._control.receive(zmq.NOBLOCK)
+            except zmq.Again:
+                return True
+            if isinstance(message, list):
+                self._todo.extend(message)
+            elif isinstance(message, Hello):
+                self._connect(message)
+            elif isinstance(message, Feed):
+                self._streams.feed(message)
+            elif isinstance(message, Cancel):
+                self._streams.cancel(message)
+            else:
+                return False
+
+    def _flush(self) -> None:
+        self._flushed = time.perf_counter()
+        for rank, (arrivals, streams) in self._outgoing.items():
+            self._post(rank, arrivals, b"".join(streams), None)
+        self._outgoing.clear()
+        if self._results:
+            self._control.send(self._results)
+            self._results = []
+
+    def _send_at_once(self, message: Message) -> None:
+        self._flush()
+        self._control.send(message)
+
+    def _connect(self, rank: Hello) -> None:
+        old = self._data.get(rank.rank)
+        if old is not None:
+            old.close(0)
+        data = self._data[rank.rank] = connect_data(self._context, rank.address, rank.key, self._keys)
+        for frames in self._unsent.pop(rank.rank, []):
+            data.send_multipart(frames, copy=False)
+
+    # ── elements ──────────────────────────────────────────────────────────────────────────────────
+
+    def _serve(self, ticket: Ticket) -> None:
+        self._status.attempt = ticket.attempt
+        began = time.perf_counter()
+        region = self._region(ticket)
+        with stacking_into(None if ticket.loader in self._plain_stack else region):
+            element = self._make(ticket)
+        if not isinstance(element, Failure):
+            try:
+                region, stream = self._encode(element, region)
+            except BaseException as error:
+                element = Failure(error, self._unpackable(ticket))
+        failed = isinstance(element, Failure)
+        if failed:
+            region.used, stream = 0, element.packed
+        del element
+        nbytes = region.used + len(stream)
+        self._send(ticket, region, stream, failed)
+        seconds = time.perf_counter() - began
+        self._results.append(Result(ticket.attempt, ticket.loader, nbytes, seconds))
+        self._status.attempt = -1
+
+    def _region(self, ticket: Ticket) -> RawRegion:
+        slabs = self._slabs
+        if ticket.capacity and slabs is not None:
+            slabs.fault_in(ticket.offset, ticket.capacity)
+            view = memoryview(slabs.map)[ticket.offset : ticket.offset + ticket.capacity]
+            return RawRegion(view, slot=True, address=slabs.address + ticket.offset)
+        return RawRegion.of_size(self._sizes.get(ticket.loader, 0))
+
+    def _encode(self, element: Any, region: RawRegion) -> tuple[RawRegion, bytes]:
+        while (stream := encode(element, region)) is None:
+            region = RawRegion.of_size(slot_size(max(region.needed, 2 * region.capacity)))
+        return region, stream
+
+    def _unpackable(self, ticket: Ticket) -> str:
+        title, parts = self._loaders[ticket.loader]
+        place = place_of(ticket.index, streams=bool(parts.streams))
+        return (
+            f"raised while '{title}' at {place} was packed for its rank. An element travels as a pickle: make what "
+            "cannot be pickled (a generator, a lock, an open file) in the loop, out of what the dataset returns"
+        )
+
+    def _make(self, ticket: Ticket) -> Any:
+        if self._loaders[ticket.loader][1].streams:
+            return self._streams.make(ticket.plan, ticket.index)
+        return self._fetchers[ticket.loader].make(ticket.index, ticket.seed, self._rngs)
+
+    def _send(self, ticket: Ticket, region: RawRegion, stream: bytes, failed: bool) -> None:
+        leaked = region.slot and region.is_held()
+        if leaked:
+            self._plain_stack.add(ticket.loader)
+        if not region.slot:
+            self._sizes[ticket.loader] = max(self._sizes.get(ticket.loader, 0), slot_size(region.used))
+        place = ticket.offset if region.slot else -1, ticket.capacity, region.used
+        arrival = ElementArrival(ticket.attempt, ticket.plan, ticket.seq, *place, failed, len(stream), leaked)
+        if not region.slot and region.used:
+            self._post(ticket.rank, [arrival], stream, region.buffer[: region.used])
+            return
+        arrivals, streams = self._outgoing.setdefault(ticket.rank, ([], []))
+        arrivals.append(arrival)
+        streams.append(stream)
+
+    def _post(self, rank: int, arrivals: list[ElementArrival], streams: bytes, memory: Any) -> None:
+        header = pack(arrivals)
+        frames: list[Any] = [seal(self._keys.mac, header, streams) + header, streams]
+        if memory is not None:
+            frames.append(memory)
+        data = self._data.get(rank)
+        if data is None:
+            self._unsent.setdefault(rank, []).append(frames)
+        else:
+            data.send_multipart(frames, copy=len(frames) == 2)
+
+
+# ── the pool ──────────────────────────────────────────────────────────────────────────────────────────
+
+_BEAT = 0.5
+
+
+@dataclass(slots=True)
+class _Child:
+    serial: int
+    number: int
+    pid: int
+
+
+class WorkerPool:
+    """Forks ``processes`` workers and replaces those that die."""
+
+    def __init__(self, config: DataOrder, loaders: Loaders) -> None:
+        self._config, self._loaders = config, loaders
+        self._serial = 0
+        slots = WorkerStatus * config.processes
+        self._slots = slots.from_buffer(mmap.mmap(-1, ctypes.sizeof(slots)))
+        self._children: dict[int, _Child] = {}
+
+    def run(self) -> None:
+        """Keep the workers until told to quit."""
+        for number in range(self._config.processes):
+            self._fork(number)
+        name = Peer("pool", self._config.vm)
+        with connected(self._config.common, name, ToWorker) as control:  # after the forks: it has threads
+            control.send(Hello(os.getpid()))
+            try:
+                self._watch(control)
+            finally:
+                self._end_all()
+
+    def _watch(self, control: ControlClient) -> None:
+        poller = zmq.Poller()
+        poller.register(control.socket, zmq.POLLIN)
+        for pidfd in self._children:
+            poller.register(pidfd, zmq.POLLIN)
+        next_beat = 0.0
+        while True:
+            for source, _ in poller.poll(int(_BEAT * 1000)):
+                if source is control.socket:
+                    if isinstance(control.receive(), Quit):
+                        return
+                else:
+                    poller.unregister(source)
+                    control.send(self._reap(source))
+                    poller.register(self._fork(self._children.pop(source).number), zmq.POLLIN)
+            if time.monotonic() >= next_beat:
+                next_beat = time.monotonic() + _BEAT
+                stopped = [child.serial for child in self._children.values() if _stopped(child.pid)]
+                control.send(PoolBeat(stopped))
+
+    def _fork(self, number: int) -> int:
+        serial = self._serial
+        self._serial += 1
+        status = self._slots[number]
+        status.attempt, status.ahead = -1, NOWHERE  # nobody works here yet
+        parent = os.getpid()
+        with warnings.catch_warnings():
+            # The only other thread is zmq's, whose locks a child never takes: it makes a context of its own.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            pid = os.fork()
+        if pid == 0:
+            self._become_worker(Peer("worker", self._config.vm, serial), number, parent, status)
+        pidfd = os.pidfd_open(pid)
+        self._children[pidfd] = _Child(serial, number, pid)
+        return pidfd
+
+    def _become_worker(self, name: Peer, number: int, parent: int, status: WorkerStatus) -> None:
+        code = 1
+        try:
+            _linux.set_parent_death_signal(signal.SIGKILL)
+            if os.getppid() != parent:
+                os._exit(0)
+            Path("/proc/self/comm").write_text("taas-worker")
+            worker = self._config.vm * self._config.processes + number
+            Worker(self._config, name, worker, self._loaders, status).run()
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            with contextlib.suppress(OSError, ValueError):
+                sys.stdout.flush()
+                sys.stderr.flush()
+            os._exit(code)
+
+    def _reap(self, pidfd: int) -> WorkerLost:
+        """A worker ended: return what it was on."""
+        child = self._children[pidfd]
+        os.close(pidfd)
+        _, code = os.waitpid(child.pid, 0)
+        status = self._slots[child.number]
+        return WorkerLost(child.serial, status.attempt, _cause(code), status.ahead)
+
+    def _end_all(self) -> None:
+        for pidfd, child in self._children.items():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child.pid, signal.SIGKILL)
+            os.waitpid(child.pid, 0)
+            os.close(pidfd)
+        self._children.clear()
+
+
+def _cause(status: int) -> str:
+    code = os.waitstatus_to_exitcode(status)
+    return killed_by(code) if code < 0 else f"exit code {code}"
+
+
+def _stopped(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        found = process(pid)
+        return found is not None and found.state in "Tt"
+    return False
+
+
+def main(config: DataOrder) -> None:
+    """Keep one data VM until told to quit."""
+    torch.set_num_threads(1)
+    _linux.keep_freed_memory(1 << 30)
+    install_collate()
+    try:
+        loaders = load_payload(config.payload)["loaders"]
+    except BaseException:
+        with connected(config.common, Peer("pool", config.vm), ToWorker) as control:
+            control.send(Hello(os.getpid(), traceback.format_exc()))
+        return
+    gc.collect()
+    gc.freeze()  # a collection in a worker would write to, and so copy, every page it shares
+    WorkerPool(config, loaders).run()

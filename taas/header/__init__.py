@@ -1,0 +1,1 @@
+"""What a cell header says: its text becomes a `RunSpec`."""

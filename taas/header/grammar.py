@@ -1,0 +1,319 @@
+"""The cell header's grammar: text to `RunSpec`, or a one-line `HeaderError`.
+
+::
+
+    #!g2.8                              the instance type; optional where a pragma stands
+    #pragma taas --gpus 16 --cpus 4     the options; optional where an instance type stands
+    <ordinary cell>
+
+``find_header`` looks at every cell the user runs: it is quick and never raises. Only blank lines and comments may stand
+above and between the two lines. What looks like a header and is none (``#pragma tass``, a header below code) is a
+problem to tell, never silently a comment. ``# pragma taas`` is a header: formatters put that space there. A header is
+switched off by commenting it out: ``##pragma taas`` or ``# #pragma taas``.
+
+``parse_header`` judges it, before anything starts, by the option table (`header.options`) and the instance types
+(`config`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from taas.config import BUILT_IN_TYPES, Catalog, InstanceType
+from taas.errors import HeaderError
+from taas.header.options import OPTIONS, RunSpec, read_options, spec_values
+from taas.wording import counted, nearest, shown
+
+__all__ = ["HeaderText", "RunSpec", "find_header", "has_code", "parse_header", "parse_magic_line"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeaderText:
+    """A header as found in a cell, not yet judged.
+
+    Attributes:
+        instance: what stands after ``#!``; None without such a line.
+        options: what stands after ``#pragma taas``; None without such a line.
+        problem: why this cannot be a header; None where it can.
+        magic: it is a ``%%taas`` line, which IPython has expanded already and where ``--on`` is allowed.
+    """
+
+    instance: str | None = None
+    options: str | None = None
+    problem: str | None = None
+    magic: bool = False
+
+
+_PLAIN_TYPE = re.compile(r"[A-Za-z]\d+\.\d+", re.ASCII)
+_SHEBANG = re.compile(r"#!\s*((?:\{[^{}]*\}|[^\s{}/])(?:\{[^{}]*\}|[^\s{}])*)\s*(.*)")
+# With a space after "#" too: formatters (black, ruff) put one there. Then only options may follow, not prose.
+_PRAGMA = re.compile(r"#(?:pragma\s+taas(?:\s+(.*))?|\s+pragma\s+taas(?:\s+([-{$#].*))?)")
+_NEARLY = re.compile(r"#(?!#)(?:\s*!?\s*pragma|!?(?=taas[\s,:;]+\W))(\W*)(\w+)[\s,:;]*(.*)", re.IGNORECASE)
+_SPACED_TYPE = re.compile(r"#\s*(?:!\s*)?([cgCG]\d+\.\d+)", re.ASCII)
+# Comments outside strings. Not `tokenize`: a cell is IPython's language, whose magics tokenize stumbles over.
+_LEXEME = re.compile(
+    r'''"""(?:\\.|[^\\])*?(?:"""|\Z)|\'\'\'(?:\\.|[^\\])*?(?:\'\'\'|\Z)'''
+    r"""|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*'|(?P<comment>\#[^\n]*)""",
+    re.DOTALL,
+)
+_PYTHON_MAGICS = ("%%time", "%%timeit", "%%capture", "%%prun")
+_DASHED = re.compile(r"[-\u2010-\u2015\u2212]+([\w-]+)")
+
+
+def find_header(cell: str) -> HeaderText | None:
+    """The header of a cell, or None for an ordinary cell. Never raises.
+
+    Cells that begin with a cell magic are ordinary, as what is in them may be another language, unless the magic
+    runs Python: ``%%time`` above a header would leave the header a comment.
+    """
+    if not any(word in cell for word in ("#!", "ragma", "RAGMA", "taas")):
+        return None
+    magic = cell.lstrip().split(maxsplit=1)[0]
+    if magic.startswith("%%") and magic not in _PYTHON_MAGICS:
+        return None
+    cell = cell.replace("\r\n", "\n").replace("\r", "\n")
+    top = _read_top(cell)
+    headed = top.instance is not None or top.options is not None
+    problem = top.problem or _misplaced(cell, top.body_at, headed=headed)
+    if problem is None and not headed:
+        return None
+    return HeaderText(instance=top.instance, options=top.options, problem=problem)
+
+
+def parse_magic_line(line: str) -> HeaderText:
+    """The header that a line ``%%taas --on g2.8 --gpus 16`` stands for."""
+    return HeaderText(options=line.strip(), magic=True)
+
+
+def has_code(cell: str) -> bool:
+    """Whether anything but comments stands in a cell."""
+    return any(line.strip() and not line.lstrip().startswith("#") for line in cell.splitlines())
+
+
+@dataclass
+class _Top:
+    """A cell's head, as far as it has been read.
+
+    Attributes:
+        instance, options: as in `HeaderText`.
+        doubtful: what may be meant as an instance type, if a pragma stands beside it.
+        body_at: where the first line of code begins.
+        problem: the first one.
+    """
+
+    instance: str | None = None
+    options: str | None = None
+    doubtful: str | None = None
+    body_at: int = 0
+    problem: str | None = None
+
+    def read(self, text: str) -> None:
+        """Take in a line that is blank or a comment."""
+        if (pragma := _PRAGMA.fullmatch(text)) is not None:
+            if self.options is None:
+                self.options = pragma[1] or pragma[2] or ""
+            else:
+                self.problem = "a second #pragma taas: allowed is one; type all options on one"
+        elif (shebang := _SHEBANG.fullmatch(text)) is not None and not _NEARLY.match(text):
+            self._read_type(text, *shebang.groups())
+        elif problem := _nearly(text, headed=self.instance is not None):
+            self.problem = problem
+        elif self.options is None and (spaced := _SPACED_TYPE.fullmatch(text)) is not None:
+            self.doubtful = self.doubtful or spaced[1]
+
+    def _read_type(self, text: str, name: str, rest: str) -> None:
+        if _PLAIN_TYPE.fullmatch(name) or "{" in name or "$" in name or _like_a_type(name):
+            self.problem = _type_line_problem(text, name, rest, self.instance, self.options)
+            self.instance = name if self.problem is None else self.instance
+        elif self.options is None:
+            self.doubtful = self.doubtful or name
+
+
+def _read_top(cell: str) -> _Top:
+    """Read the head of a cell, up to its first line of code or the first problem."""
+    top = _Top()
+    for line in cell.split("\n"):
+        text = line.strip()
+        if text and not text.startswith("#"):
+            break
+        top.body_at += len(line) + 1
+        top.read(text)
+        if top.problem is not None:
+            return top
+    if top.options is not None and top.instance is None:
+        # Beside a pragma it can only be meant as a type; the catalog says which is near.
+        top.instance = top.doubtful
+    return top
+
+
+def _like_a_type(name: str) -> bool:
+    """Whether it is a family or a GPU in place of a type: ``g2``, ``A100``, ``8xA100``."""
+    families = {kind.name.partition(".")[0] for kind in BUILT_IN_TYPES.values()}
+    models = {kind.gpu_model.lower() for kind in BUILT_IN_TYPES.values()} - {""}
+    return name.lower() in families or any(model in name.lower() for model in models)
+
+
+def _type_line_problem(
+    text: str, name: str, rest: str, instance: str | None, options: str | None
+) -> str | None:
+    if instance is not None:
+        return f"{shown(text)}: a second instance type: allowed is one; leave one of them out"
+    if options is not None:
+        return f"{shown(text)} stands below #pragma taas: allowed is above; type it on the line before"
+    if rest.startswith("#") and "pragma" in rest:
+        return f"{shown(text)}: allowed is {shown(rest)} on a line of its own; type it below #!{shown(name)}"
+    if rest and not rest.startswith("#"):
+        return f"{shown(text)}: allowed is #!{shown(name)} alone on its line; type #pragma taas {shown(rest)} below it"
+    return None
+
+
+def _nearly(comment: str, *, headed: bool) -> str | None:
+    """Why a comment that was surely meant as a pragma is none; None for an ordinary comment."""
+    match = _NEARLY.fullmatch(comment)
+    if match is None or _PRAGMA.fullmatch(comment):
+        return None
+    between, word, rest = match.groups()
+    if "-" in between and nearest(word, OPTIONS, 0.8):
+        meant = f"{between.strip()}{word} {rest}"
+    elif nearest(word, ["taas"], 0.75) and (_begins_with_option(rest) if rest else headed or word == "taas"):
+        meant = rest
+    else:
+        return None
+    return (
+        f"{shown(comment)} is a comment: allowed is #pragma taas and options; "
+        f"type {shown(f'#pragma taas {meant}'.strip())} (or ##pragma to switch it off)"
+    )
+
+
+def _begins_with_option(text: str) -> bool:
+    """Whether a word with dashes stands first and looks like one of the options."""
+    match = _DASHED.match(text)
+    return match is not None and nearest(match[1], OPTIONS, 0.7) is not None
+
+
+def _comments(cell: str) -> Iterator[tuple[int, str]]:
+    """Position and text of the comments of a cell, those in strings left out."""
+    for lexeme in _LEXEME.finditer(cell):
+        if lexeme["comment"] is not None:
+            yield lexeme.start(), lexeme["comment"].strip()
+
+
+def _misplaced(cell: str, body_at: int, *, headed: bool) -> str | None:
+    """The problem of a header that stands below code."""
+    for at, comment in _comments(cell):
+        if at < body_at:
+            continue
+        alone = cell[cell.rfind("\n", 0, at) + 1 : at].isspace() or cell[at - 1 : at] in ("", "\n")
+        shebang = _SHEBANG.fullmatch(comment) if alone else None
+        is_type = shebang is not None and _PLAIN_TYPE.fullmatch(shebang[1]) is not None
+        if is_type or _PRAGMA.fullmatch(comment) or _nearly(comment, headed=False):
+            where = f"line {cell.count(chr(10), 0, at) + 1}, {shown(comment)}, stands below code"
+            cure = "leave it out: the cell has a header" if headed else "move it to the top of the cell"
+            return f"{where}: allowed is only blank lines and comments above a header; {cure}"
+    return None
+
+
+# ---------------------------------------------------------------- judging it
+
+
+def parse_header(
+    header: HeaderText,
+    *,
+    expand: Callable[[str], str],
+    catalog: Catalog,
+    visible_gpus: int,
+    registered: Sequence[str],
+) -> RunSpec:
+    """Judge a header.
+
+    Args:
+        header: from `find_header` or `parse_magic_line`.
+        expand: what replaces ``{name}`` and ``$name``: IPython's ``shell.var_expand``.
+        catalog: instance types and defaults.
+        visible_gpus: GPUs of this machine, for ``--gpus auto``.
+        registered: names of the registered loaders.
+
+    Raises:
+        HeaderError: one line: what is wrong, what is allowed, what to type instead.
+    """
+    if header.problem is not None:
+        raise HeaderError(header.problem)
+    fill = (lambda text: text) if header.magic else expand
+    given = read_options(fill(header.options or ""), magic=header.magic)
+    name = given.pop("on", None) if header.magic else header.instance and fill(header.instance).strip()
+    before = "--on " if header.magic else "#!"
+    kind = catalog.find(name, before) if name is not None else None
+    _check_delivery(given, registered)
+    _check_keep(given)
+    shape = _shape(kind, given, visible_gpus, before)
+    return RunSpec(
+        instance=kind.name if kind else None,
+        **shape,
+        **spec_values(given, catalog.settings, shape["vms"] * shape["ranks_per_vm"]),
+    )
+
+
+def _shape(
+    kind: InstanceType | None, given: dict[str, Any], visible_gpus: int, before: str
+) -> dict[str, Any]:
+    """How many VMs, ranks on each, and GPUs for each rank; an instance type is typed after ``before``."""
+    if kind is None:
+        if "gpus" not in given:
+            raise HeaderError(
+                f"neither {before}TYPE nor --gpus: allowed is {before}g2.8, or --gpus N; type --gpus auto"
+            )
+        return {"vms": 1, "ranks_per_vm": given["gpus"] or visible_gpus or 2, "gpus_per_rank": 1}
+    if kind.gpus == 0:
+        for option in ("gpus", "rehearse"):
+            if option in given:
+                raise HeaderError(
+                    f"--{option} on {kind.name}, which has no GPU: allowed is one process without it; "
+                    f"leave --{option} out, or type {before}g2.8"
+                )
+    if "gpus" not in given:
+        return {"vms": 1, "ranks_per_vm": 1, "gpus_per_rank": kind.gpus}
+    ranks = given["gpus"] or kind.gpus
+    possible = {kind.gpus * vms: vms for vms in sorted(kind.vms)}
+    if ranks not in possible:
+        enough = [count for count in possible if count >= ranks] or [max(possible)]
+        raise HeaderError(
+            f"--gpus {ranks} on {kind.name}: allowed is {_either(list(possible))} ({_either(sorted(kind.vms))} "
+            f"{'VMs' if max(kind.vms) > 1 else 'VM'} of {counted(kind.gpus, 'GPU')}); type --gpus {enough[0]}"
+        )
+    return {"vms": possible[ranks], "ranks_per_vm": kind.gpus, "gpus_per_rank": 1}
+
+
+def _either(numbers: list[int]) -> str:
+    *most, last = map(str, numbers)
+    return f"{', '.join(most)} or {last}" if most else last
+
+
+def _check_keep(given: dict[str, Any]) -> None:
+    """Ranks stay for the cells of their notebook: not where it goes on without them, nor in a new start's place."""
+    for other, why in (("background", "its names come later"), ("max-restarts", "a new start has new ranks")):
+        if "keep" in given and given.get(other):
+            raise HeaderError(f"--keep with --{other}: allowed is one of them, as {why}; leave --{other} out")
+
+
+def _check_delivery(given: dict[str, Any], registered: Sequence[str]) -> None:
+    """Options about registered loaders need ``--cpus``, and ``--cpus`` needs a registered loader."""
+    asked = next((name for name in given if OPTIONS[name].delivers or name == "cpus"), None)
+    if asked is not None and not registered:
+        raise HeaderError(
+            f"--{asked}, and no DataLoader is registered: allowed is after taas.register(loader); "
+            f"type that in a cell above, or leave --{asked} out"
+        )
+    if asked is not None and "cpus" not in given:
+        raise HeaderError(
+            f"--{asked} without --cpus: allowed is with --cpus 1 to 8; type --cpus 1 --{asked} …"
+        )
+    units = given.get("units")
+    for name, count in units.items() if isinstance(units, dict) else ():
+        if name not in registered:
+            raise HeaderError(
+                f"--units {shown(name)}={count}: allowed is the registered {', '.join(registered)}; "
+                f"type --units {nearest(name, registered)}={count}"
+            )

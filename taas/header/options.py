@@ -1,0 +1,256 @@
+"""What a header may say, and what it comes to: the fields of `RunSpec`, each a row with the option that sets it.
+
+Adding an option is adding a row: a field, what it takes, one line of help, and what holds without it. Parsing, help,
+Tab, a key of ``taas.toml`` (``setting``) and the way to supervisor and ranks follow; who acts on it reads
+``submit.spec``, in a rank ``order.spec``. A test freezes the list of options (tests/test_header_parse.py).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal
+
+from taas.header.arguments import (
+    BACKENDS,
+    DASHES,
+    NUMBER,
+    Option,
+    RankRanges,
+    backend,
+    choice,
+    gpus,
+    ranks,
+    read_line,
+    returned,
+    run_name,
+    seconds,
+    split_words,
+    text_of,
+    units,
+    whole,
+)
+from taas.wording import nearest, shown
+
+
+def _row(
+    metavar: str,
+    convert: Callable[[str], Any] | None,
+    about: str,
+    default: Any,
+    option: str = "",
+    **more: Any,
+) -> Any:
+    """A field that an option sets: ``--field-name``, or what ``option`` says; the rest as in `Option`."""
+    return field(default=default, metadata={"option": Option(option, metavar, convert, about, **more)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSpec:
+    """What a header asks for, checked and complete; help says what the options do.
+
+    Attributes:
+        instance: instance type of the rank VMs; None for this machine, or what the engine has.
+        vms: rank VMs.
+        ranks_per_vm: ranks on each of them.
+        gpus_per_rank: 1; all GPUs of the VM where one process runs on it (``#!TYPE`` without ``--gpus``); 0
+            on a CPU type.
+        data_vms: 0 without ``--cpus``.
+        units: for each loader, or by loader name; None for no limit.
+        name: None to have one made.
+        backend: None for the one the cell asks for.
+        returned: None for all that are new or changed.
+        shared: those of ``taas.toml`` first.
+        prebuffer: None for two per rank.
+    """
+
+    instance: str | None = None
+    vms: int = 1
+    ranks_per_vm: int = 1
+    gpus_per_rank: int = 1
+    # fmt: off
+    data_vms: int = _row("1..8", whole(1, 8), "c1.4 VMs on which each registered DataLoader runs", 0, option="cpus")
+    units: int | dict[str, int] | None = _row(  # noqa: RUF009 - a field
+        "K|NAME=K,…", units, "elements taken from each registered loader in all", None, delivers=True)
+    name: str | None = _row("NAME", run_name, "what the run is called in %taas status, logs and stop", None)
+    background: bool = _row("", None, "give the prompt back at once; %taas attach brings the results", False,
+                            elsewhere=("bg", "detach", "async"))
+    rehearse: bool = _row("", None, "CPU ranks in place of GPUs, also where there are GPUs", False,
+                          elsewhere=("use-cpu", "dry-run"))
+    backend: str | None = _row(
+        "|".join(BACKENDS), backend, "torch.distributed backend in place of the one the cell asks for", None)
+    max_restarts: int = _row("R", whole(0, 100), "start again up to R times when a rank or VM is lost", 0,
+                             setting="run.max_restarts", elsewhere=("restarts", "retries"))
+    hang_timeout: float = _row("S", seconds, "seconds (or 5min) without progress after which the cell shows the stacks",
+                               300.0, setting="run.hang_timeout", elsewhere=("timeout",))
+    output: Literal["0", "all", "none"] | tuple[int, ...] = _row(
+        "0|all|none|LIST", ranks("0", "all", "none"), "ranks whose output the cell shows, such as 0,3-5", "0",
+        setting="run.output")
+    returned: tuple[str, ...] | None = _row(
+        "NAME,…|none", returned, "names that come back; all new and changed ones if not given", None, option="return")
+    rank_writes: Literal["discard", "deny"] = _row(
+        "discard|deny", choice("discard", "deny"), "writes of ranks other than 0", "discard",
+        setting="storage.rank_writes")
+    shared: tuple[str, ...] = _row(
+        "PATH", text_of("a directory", "checkpoints"), "a directory where every rank may write; may be repeated", (),
+        setting="storage.shared", repeats=True)
+    prebuffer: int | None = _row("UNITS", whole(0), "elements made ready before the ranks start", None, delivers=True)
+    uneven: Literal["drop", "pad", "raise"] = _row(
+        "drop|pad|raise", choice("drop", "pad", "raise"), "an uneven last round", "drop", delivers=True)
+    keep: bool = _row("", None, "the ranks stay, with their names, for the next --keep cell", False)
+    post_mortem: bool = _row("", None, "open the debugger in a rank that fails", False)
+    # fmt: on
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.vms * self.ranks_per_vm
+
+
+_GPUS = Option(  # it sets three fields, together with the instance type
+    "gpus",
+    "N|auto",
+    gpus,
+    "ranks, one GPU each; auto: every GPU there is (2 rehearsed ranks if none)",
+    elsewhere=(
+        *("n", "np", "nproc", "nproc-per-node", "num-processes", "num-procs", "world-size", "ranks"),
+        *("num-ranks", "num-gpus", "ngpus", "n-gpus", "n-gpu", "gpus-per-node", "devices", "workers"),
+    ),
+)
+_FIELDS: dict[str, Option] = {
+    row.name: replace(option, name=option.name or row.name.replace("_", "-"))
+    for row in fields(RunSpec)
+    if (option := row.metadata.get("option")) is not None
+}
+"""By the name of a field, the option that sets it."""
+OPTIONS: dict[str, Option] = {option.name: option for option in (_GPUS, *_FIELDS.values())}
+"""All that a header may ever say, and what help, completion and error messages name."""
+SETTINGS = {option.setting: option for option in OPTIONS.values() if option.setting}
+"""By section and key of ``taas.toml``, the option of which that says what holds in notebooks."""
+ON = Option(
+    "on",
+    "TYPE",
+    text_of("an instance type", "g2.8"),
+    "instance type, as #!TYPE above a cell (only on a %%taas line; see %taas types)",
+    elsewhere=("type", "instance", "instance-type", "machine", "vm"),
+)
+
+
+def options_table() -> str:
+    """The options as plain text, for ``%%taas?`` and ``--help``."""
+    rows = (ON, *OPTIONS.values())
+    width = max(len(option.usage) for option in rows)
+    return "\n".join(f"{option.usage:<{width}}  {option.help}" for option in rows)
+
+
+def read_options(text: str, *, magic: bool = False) -> dict[str, Any]:
+    """Read the options of a header or magic line.
+
+    Args:
+        text: what stands after ``#pragma taas`` or ``%%taas``, expanded.
+        magic: it is a ``%%taas`` line, where ``--on TYPE`` is allowed.
+
+    Returns:
+        Option name to value; options that were not given are not in it.
+
+    Raises:
+        HeaderError: one line: what is wrong, what is allowed, what to type instead.
+    """
+    table = {"on": ON, **OPTIONS} if magic else OPTIONS
+
+    def unknown(word: str, rest: list[str], before: Option | None) -> str:
+        return _unknown(word, rest, before, magic=magic)
+
+    return dict(read_line(split_words(text), table, unknown).options)
+
+
+def spec_values(given: Mapping[str, Any], settings: Mapping[str, Any], world_size: int) -> dict[str, Any]:
+    """Return the fields that the header sets, or else ``taas.toml``.
+
+    Raises:
+        HeaderError: a rank is named that the run does not have.
+    """
+    values: dict[str, Any] = {}
+    for name, option in _FIELDS.items():
+        said = [
+            where[key] for where, key in ((given, option.name), (settings, option.setting)) if key in where
+        ]
+        if option.repeats:  # those of taas.toml first
+            values[name] = tuple(dict.fromkeys(item for items in reversed(said) for item in items))
+        elif said:
+            value = said[0]
+            values[name] = value.within(world_size, option.name) if isinstance(value, RankRanges) else value
+    return values
+
+
+# ---------------------------------------------------------------- what was meant by a word that is no option
+
+_FOLLOWS = (
+    "nnodes", "num-nodes", "nodes", "num-machines", "machine-rank", "node-rank", "standalone", "local-rank",
+)  # fmt: skip
+"""Options of other launchers for what a run finds by itself."""
+
+
+def _unknown(word: str, rest: list[str], before: Option | None, *, magic: bool) -> str:
+    """Why a word that should be an option, after the option ``before``, is none."""
+    bare, equals, value = DASHES.sub("", word, count=1).partition("=")
+    if not equals and rest and not DASHES.match(rest[0]):
+        value = rest[0]
+    dashed = DASHES.match(word) is not None
+    name = bare.replace("_", "-").lower()
+    if known := _never_an_option(word, name, dashed=dashed):
+        return known
+    option = _meant(name, 0.8 if not dashed else 0.65 if len(name) > 3 else 0.5)
+    if option is None and not (dashed or equals):
+        return _alone(word, before, "--on " if magic else "#!")
+    if option is ON and not magic:
+        return (
+            f"{shown(word)}: allowed is a line of its own above #pragma taas; type #!{shown(value) or 'g2.8'}"
+        )
+    return _no_option(word, option, f"{equals or ' '}{shown(value)}" if value else "", magic=magic)
+
+
+def _never_an_option(word: str, name: str, *, dashed: bool) -> str | None:
+    """Why a word that people type out of habit belongs elsewhere, or is not needed."""
+    if word == "\\":
+        return "\\ at the end of the line: allowed is one line; type all options on it"
+    if dashed and name in ("help", "h"):
+        return f"{word}: allowed is %%taas? in a cell of its own, which shows all options; leave {word} out"
+    if name.startswith(("rdzv", "master-")) or name in _FOLLOWS:
+        return f"{shown(word)}: allowed is --gpus alone: how many VMs, and how ranks meet, follows from it; leave it out"
+    return None
+
+
+def _no_option(word: str, option: Option | None, value: str, *, magic: bool) -> str:
+    """Name the options there are, and the one that was meant."""
+    known = ", ".join(f"--{name}" for name in ({"on": ON, **OPTIONS} if magic else OPTIONS))
+    if option is None:
+        instead = "type one of them, or leave it out"
+    else:
+        instead = f"type --{option.name}{'' if option.convert is None else value}"
+    return f"{shown(word)} is no option: allowed is {known}; {instead}"
+
+
+def _alone(word: str, before: Option | None, type_mark: str) -> str:
+    """Why a word is no value of the option before it."""
+    fact = f"{shown(word)} stands alone: allowed is"
+    if re.fullmatch(r"[a-z]\d+\.\d+", word, re.ASCII):
+        return f"{fact} an instance type after {type_mark.strip()}; type {type_mark}{word}"
+    if before is None:
+        cure = f"type --gpus {shown(word)}" if NUMBER.fullmatch(word) else "leave it out"
+        return f"{fact} an option before it; {cure}"
+    if before.convert is None:
+        return f"{fact} --{before.name} without a value; leave {shown(word)} out"
+    joined = "join several by commas without blanks" if "," in before.metavar else "type quotes around both"
+    return f"{fact} one value after --{before.name}; {joined}, or leave {shown(word)} out"
+
+
+def _meant(name: str, likeness: float) -> Option | None:
+    """The option that somebody meant who typed this name: another launcher's word, or ours misspelt."""
+    own = {option.name: option for option in (ON, *OPTIONS.values())}
+    others = {word: option for option in own.values() for word in option.elsewhere}
+    if near := nearest(name, others, 0.85):
+        return others[near]
+    near = nearest(name, own, likeness)
+    return own[near] if near else None

@@ -1,0 +1,184 @@
+"""What ranks wrote, shown where a person looks: in a notebook's cell or in a terminal."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import msgspec
+
+from taas.notebook.comms import KernelEnds
+from taas.runs.events import Output
+from taas.runs.reader import LOOK_SECONDS, RunReader
+from taas.runs.records import RunRecord
+
+_TOGETHER_SECONDS = 0.005
+"""What ranks print within so short a time after something little was shown leaves as one message."""
+_LITTLE = 1 << 15
+_read_output = msgspec.msgpack.Decoder(dict[str, Any])
+
+
+def follow(
+    reader: RunReader,
+    screen: Screen,
+    look: Callable[[RunRecord], None] = lambda _: None,
+    wait: Callable[[float], None] | None = None,
+    ask: Callable[[RunRecord], bool] = lambda _: False,
+) -> RunRecord:
+    """Show what ranks have written and go on writing, until the run is over.
+
+    Args:
+        reader: the run.
+        screen: where it is shown.
+        look: called several times a second, and after each piece of output, with the run's record as it is then.
+        wait: waits so many seconds, or until there may be something new; None: as the reader does.
+        ask: puts what a rank asks to the person, once all that was written before is shown; returns whether it did.
+
+    Returns:
+        The run's last record.
+
+    Raises:
+        KeyboardInterrupt: the person at the keyboard has seen enough; the run goes on.
+    """
+    while True:
+        look(reader.look())
+        if items := reader.read():
+            screen.show(items)
+            if sum(len(item.text) + len(item.body) for item in items) < _LITTLE:
+                time.sleep(_TOGETHER_SECONDS)
+        elif reader.over:  # it was before the files were read: that was all
+            return reader.record
+        elif not ask(reader.record):
+            (wait or reader.wait)(LOOK_SECONDS)
+
+
+def show_written(record: RunRecord, ranks: Iterable[int], screen: Screen) -> None:
+    """Show what ranks have written until now, a rank after the other."""
+    for rank in ranks:
+        with RunReader(record, (rank,)) as reader:
+            while items := reader.read():
+                screen.show(items)
+
+
+def say(*lines: str) -> None:
+    """Tell the user something that is not the cell's own output."""
+    for line in lines:
+        sys.stdout.write(f"taas: {line}\n")
+    sys.stdout.flush()
+
+
+class Screen:
+    """Where output of ranks is shown: streams as this process's own, and what taas says.
+
+    Args:
+        plain: the rank whose lines carry no number; None: all carry one.
+    """
+
+    def __init__(self, plain: int | None = 0) -> None:
+        self._plain = plain
+        self._line_open: dict[int, bool] = {}
+
+    def show(self, items: Iterable[Output]) -> None:
+        """Show consecutive output of ranks."""
+        for item in items:
+            if item.kind not in ("clear", "update", "comm"):
+                self.settle()
+            if item.kind == "note":
+                say(item.text)
+            elif item.kind in ("stdout", "stderr"):
+                self._write(item.kind, item.rank, item.text)
+            else:
+                _flush()
+                self._display(item.rank, item.kind, _read_output.decode(item.body))
+        _flush()
+
+    def _write(self, stream: str, rank: int, text: str) -> None:
+        (sys.stdout if stream == "stdout" else sys.stderr).write(self._tagged(rank, text))
+
+    def _tagged(self, rank: int, text: str) -> str:
+        """Return a text with the rank's number before each of its lines."""
+        if rank == self._plain:
+            return text
+        tag, end = f"[rank {rank}] ", "\n" if text.endswith("\n") else ""
+        begins, self._line_open[rank] = not self._line_open.get(rank), not end
+        return (tag if begins else "") + text.removesuffix("\n").replace("\n", "\n" + tag) + end
+
+    def _display(self, rank: int, kind: str, arguments: dict[str, Any]) -> None:
+        """Show what is no text, with the arguments of IPython's publisher."""
+        raise NotImplementedError
+
+    def settle(self) -> None:
+        """Let what waits for the next thing to be shown happen now, with that thing at hand."""
+
+
+def _flush() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+
+
+class CellOutput(Screen):
+    """Output as the cell's own: streams, displays, the last expression's value.
+
+    Args:
+        shell: the notebook's.
+        plain: as in `Screen`.
+        live: it is shown as it is written.
+
+    Attributes:
+        above: shows again what stands above the output, which goes when a rank clears what the cell shows.
+    """
+
+    def __init__(self, shell: Any, plain: int | None = 0, *, live: bool = False) -> None:
+        super().__init__(plain)
+        self._shell = shell
+        self._clears_with_next = False
+        self._ends = KernelEnds(live=live) if hasattr(shell, "kernel") else None
+        self.above: Callable[[], None] = lambda: None
+
+    def _display(self, rank: int, kind: str, arguments: dict[str, Any]) -> None:
+        if kind == "clear":
+            self._clear(**arguments)
+        elif kind == "comm":
+            if self._ends is not None:  # without a front end there are no models
+                self._ends.take(arguments)
+        elif kind == "result":
+            hook = self._shell.displayhook
+            hook.start_displayhook()
+            hook.write_output_prompt()
+            hook.write_format_data(arguments["data"], arguments["metadata"])
+            hook.finish_displayhook()
+        elif kind == "error":  # one that IPython shows, and goes on
+            etype = type(arguments["ename"], (Exception,), {})
+            self._shell._showtraceback(etype, arguments["evalue"], arguments["traceback"])
+        else:
+            self._shell.display_pub.publish(update=kind == "update", **arguments)
+
+    def _clear(self, wait: bool) -> None:
+        """Clear what the cell shows: now, or with the next thing that it shows, so that nothing flickers."""
+        self._shell.display_pub.clear_output(wait=wait)
+        self._clears_with_next = True
+        if not wait:
+            self.settle()
+
+    def names_came(self) -> None:
+        """Let widgets among the names that came back be the notebook's."""
+        if self._ends is not None:
+            self._ends.settle()
+
+    def settle(self) -> None:
+        """Let a clear that waits for the next thing to be shown happen now, with that thing at hand."""
+        if self._clears_with_next:
+            self._clears_with_next = False
+            self.above()
+
+
+class TerminalOutput(Screen):
+    """Output as text; of displays their plain form."""
+
+    def _display(self, rank: int, kind: str, arguments: dict[str, Any]) -> None:
+        if kind == "error":
+            self._write("stderr", rank, "\n".join(arguments["traceback"]) + "\n")
+        elif kind not in ("clear", "comm"):
+            self._write("stdout", rank, arguments["data"].get("text/plain", "") + "\n")

@@ -1,0 +1,170 @@
+"""Widgets in ranks: what they say to their models in the front end, and the kernel's ends of these channels.
+
+A widget has a *comm*, a channel to its model in the front end, which draws it. What a rank's widget says goes where
+displays go, and the cell passes it on as the kernel's own. Since the rank ends with the cell, the kernel makes a
+*twin* of each widget, as it does of one that the front end opens: a page that is loaded again asks the kernel for
+all states, and sliders are moved when the rank is gone.
+
+A comm that travels with its widget, either way, becomes the comm with the same id there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copyreg
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import comm
+from comm.base_comm import BaseComm
+from traitlets import TraitError
+
+from taas.capture.libraries import observers_of
+
+_WIDGETS = "jupyter.widget"
+"""The comms of ipywidgets."""
+
+Publish = Callable[..., None]
+
+
+# ---------------------------------------------------------------- in a rank
+
+
+class _RankComm(BaseComm):
+    """A comm whose messages go out with the rank's displays; nobody answers while the cell runs, as in a notebook."""
+
+    __qualname__ = "BaseComm"  # as the kernel's: an object that comes back is checked by it
+    publish: Publish
+
+    def publish_msg(
+        self,
+        msg_type: str,
+        data: dict[str, Any] | None = None,
+        metadata: dict[str, Any] | None = None,
+        buffers: list[bytes] | None = None,
+        **keys: Any,
+    ) -> None:
+        """Send one message: ``comm_open``, ``comm_msg`` or ``comm_close``."""
+        self.publish(
+            comm_id=self.comm_id,
+            msg_type=msg_type,
+            data=data or {},
+            metadata=metadata or {},
+            buffers=[bytes(buffer) for buffer in buffers or ()],
+            keys=keys,
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _reduced(self)
+
+
+def open_comms_to(publish: Publish) -> None:
+    """Let libraries of this process open comms whose messages are given to ``publish``."""
+    _RankComm.publish = staticmethod(publish)
+    comm.create_comm = _RankComm
+
+
+# ---------------------------------------------------------------- travelling
+
+
+def let_comms_travel() -> None:
+    """Let pickles of this process hold comms of the kernel's, with the widgets that have them."""
+    from ipykernel.comm.comm import BaseComm as KernelComm
+
+    copyreg.pickle(KernelComm, _reduced)
+
+
+def _reduced(end: BaseComm) -> tuple[Any, ...]:
+    callbacks = {name: vars(end)[name] for name in ("_msg_callback", "_close_callback")}
+    return _end_of, (end.comm_id, end.target_name), callbacks
+
+
+def _end_of(comm_id: str, target_name: str) -> BaseComm:
+    """Return this process's end of a comm that is open already."""
+    manager = comm.get_comm_manager()
+    end = manager.comms.get(comm_id)
+    if end is None:
+        end = comm.create_comm(comm_id=comm_id, target_name=target_name, primary=False)
+        manager.register_comm(end)
+    return end
+
+
+# ---------------------------------------------------------------- in the kernel
+
+
+class KernelEnds:
+    """Passes on what the widgets of one run say.
+
+    Args:
+        live: it is said now, and not read later: widgets of the notebook that the run changes are changed here, too.
+    """
+
+    def __init__(self, *, live: bool) -> None:
+        self._live = live
+        self._opened: set[str] = set()
+
+    def take(self, said: dict[str, Any]) -> None:
+        """Pass a message on to the front end, and to the widget's twin.
+
+        Args:
+            said: the arguments that :func:`open_comms_to` gave to ``publish``.
+        """
+        comm_id, opens = said["comm_id"], said["msg_type"] == "comm_open"
+        known = comm_id in comm.get_comm_manager().comms
+        if opens and not known:
+            self._opened.add(comm_id)
+        elif opens or not known or not (self._live or comm_id in self._opened):
+            return  # shown before, and it may stand elsewhere now; or closed
+        end = _end_of(comm_id, said["keys"].get("target_name", ""))
+        if said["msg_type"] == "comm_close":
+            (_widget_of(end) or end).close()
+            return
+        end.publish_msg(said["msg_type"], said["data"], said["metadata"], said["buffers"], **said["keys"])
+        message = {"content": said, "metadata": said["metadata"], "buffers": said["buffers"]}
+        if opens and end.target_name == _WIDGETS:
+            _make_twin(end, message)
+        elif said["data"].get("method") == "update" and (twin := _widget_of(end)) is not None:
+            with _unobserved(twin):
+                twin._handle_msg(message)
+
+    def settle(self) -> None:
+        """Let widgets that came back with the run's names take their twins' places."""
+        widgets = _all_widgets()
+        for comm_id in self._opened & widgets.keys():
+            twin, widget = widgets[comm_id], _widget_of(widgets[comm_id].comm)
+            if widget not in (twin, None):
+                twin.comm = None  # it goes without closing what is the other's now
+                widgets[comm_id] = widget
+
+
+def _make_twin(end: BaseComm, message: dict[str, Any]) -> None:
+    """Make a widget on this end, as ipywidgets does of a model that the front end has made."""
+    # of a class that only the ranks have there is none: its model is seen, as long as the page is
+    with contextlib.suppress(ImportError, KeyError, TraitError):
+        importlib.import_module("ipywidgets")  # it registers what is called here
+        comm.get_comm_manager().targets[_WIDGETS](end, message)
+
+
+def _widget_of(end: Any) -> Any:
+    """Return the widget that hears a comm; None where something else does, or nothing."""
+    widget = getattr(end._msg_callback, "__self__", None)
+    return widget if hasattr(widget, "_handle_msg") else None
+
+
+def _all_widgets() -> dict[str, Any]:
+    """Return all widgets of this process by their comms' ids."""
+    module = sys.modules.get("ipywidgets.widgets.widget")
+    return module._instances if module is not None else {}
+
+
+@contextlib.contextmanager
+def _unobserved(widget: Any) -> Iterator[None]:
+    """Let a widget change without telling those who observe it: in the ranks, they have heard."""
+    observers = widget._trait_notifiers
+    widget._trait_notifiers = observers_of(widget, of_class=True)
+    try:
+        yield
+    finally:
+        widget._trait_notifiers = observers

@@ -1,0 +1,134 @@
+"""How other kernels and terminals find a supervisor: one file each, 0600, in Jupyter's runtime folder.
+
+The file holds a CURVE key pair that the supervisor lets in as a client: who can read the file may stop the runs,
+nobody else gets a word in. Kernels' connection files work the same way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+
+from taas.errors import EngineError
+from taas.runs.places import ProcessMark, runtime_folder, write_private
+from taas.runs.records import RunRecord
+from taas.wire.clients import ClientHears
+from taas.wire.curve import make_dealer
+from taas.wire.framing import Message, MessageReader, pack
+
+_ANSWER_SECONDS = 10.0
+
+
+class Connection(msgspec.Struct, frozen=True, kw_only=True):
+    """What a client needs to talk to a supervisor."""
+
+    endpoint: str
+    server_key: str
+    public_key: str
+    secret_key: str
+    supervisor: ProcessMark
+    kernel: ProcessMark
+
+
+def _folder() -> Path:
+    return runtime_folder("supervisors")
+
+
+def write_connection(connection: Connection) -> Path:
+    """Write a supervisor's connection file; it removes the file when it ends."""
+    name = f"{connection.supervisor.pid}-{os.urandom(3).hex()}.json"  # another machine may have this id, too
+    path = _folder() / name
+    write_private(path, msgspec.json.encode(connection))
+    return path
+
+
+def all_connections() -> list[Connection]:
+    """Return the supervisors that are there; files of those that were killed are removed."""
+    found = []
+    for path in _folder().glob("*.json"):
+        with contextlib.suppress(OSError, msgspec.MsgspecError):  # it ends just now
+            connection = msgspec.json.decode(path.read_bytes(), type=Connection)
+            if connection.supervisor.lives:
+                found.append(connection)
+            elif connection.supervisor.has_left(path):
+                path.unlink(missing_ok=True)
+    return found
+
+
+def connection_of(record: RunRecord) -> Connection:
+    """Return the way to the supervisor of a run that goes on.
+
+    Raises:
+        EngineError: it has gone.
+    """
+    for connection in all_connections():
+        if connection.supervisor == record.supervisor:
+            return connection
+    raise EngineError(
+        f"the supervisor of run {record.name} (process {record.supervisor.pid}) cannot be found: it has just ended, or "
+        "was started with another JUPYTER_RUNTIME_DIR. `%taas status` shows what goes on."
+    )
+
+
+class Wire:
+    """A client's way to a supervisor, to which it shows this key pair."""
+
+    def __init__(self, connection: Connection, public: str | bytes, secret: str | bytes) -> None:
+        self._context = zmq.Context()
+        self._socket = make_dealer(self._context, connection.server_key, public, secret)
+        self._socket.connect(connection.endpoint)
+        self._read = MessageReader(ClientHears)
+
+    def say(self, message: Message) -> None:
+        """Send a message."""
+        self._socket.send(pack(message))
+
+    def _hang_up(self, linger_ms: int) -> None:
+        self._socket.close(linger=linger_ms)
+        self._context.term()
+
+
+class Visit(Wire):
+    """A short talk with a supervisor. A context manager.
+
+    Raises:
+        EngineError: there is no way to it from here.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        path = connection.endpoint.removeprefix("ipc://")
+        if not os.path.exists(path):  # noqa: PTH110  also where the folder may not be entered
+            raise EngineError(
+                f"the supervisor (process {connection.supervisor.pid}) listens at {path}, which is not there for this "
+                "process: it sees another /tmp (systemd's PrivateTmp, a container). Use a terminal of Jupyter's own."
+            )
+        super().__init__(connection, connection.public_key, connection.secret_key)
+
+    def __enter__(self) -> Visit:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._hang_up(2000)
+
+    def ask(self, message: Message, kind: type[Any]) -> Any:
+        """Send a message and return the answer of a kind.
+
+        Raises:
+            EngineError: there was none.
+        """
+        self.say(message)
+        deadline = time.monotonic() + _ANSWER_SECONDS
+        while (left := deadline - time.monotonic()) > 0:
+            if self._socket.poll(int(left * 1000) + 1):
+                answer = self._read(self._socket.recv())
+                if isinstance(answer, kind):
+                    return answer
+        raise EngineError(
+            f"the supervisor did not answer within {_ANSWER_SECONDS:.0f} s. `taas doctor` looks for the cause."
+        )

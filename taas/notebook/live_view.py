@@ -1,0 +1,230 @@
+"""What a cell shows of runs, updated in place: its own run's line, above what its ranks show and ask, and ``%taas status``."""
+
+from __future__ import annotations
+
+import getpass
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from IPython.core.error import StdinNotImplementedError
+
+from taas.capture import NOTHING, Applied
+from taas.notebook.cell_output import CellOutput, follow, say
+from taas.notebook.tables import Shown, line, status
+from taas.runs.reader import RunReader
+from taas.runs.records import RunRecord, read_records
+from taas.wire.ranks import Answer, Asking
+
+_SHORTEST_SECONDS = 0.25
+_TABLE_SECONDS = 1.0
+_TURN_SECONDS = 0.3
+"""So long after an answer the next question is expected of the same rank: a debugger asks again and again."""
+
+
+class _Updated:
+    """A view that a front end replaces in place, when its text differs; the finished notebook keeps the last one."""
+
+    def __init__(self, publisher: Any) -> None:
+        self._publisher = publisher
+        self._transient = {"display_id": f"taas-{time.monotonic_ns()}"}
+        self._shown: str | None = None
+
+    def show(self, view: Shown, *, below: bool = False) -> None:
+        """Show it in place of the last one, or below what the cell shows now."""
+        if below or view.text != self._shown:
+            update, self._shown = self._shown is not None and not below, view.text
+            self._publisher.publish(
+                view._repr_mimebundle_(), metadata={}, transient=self._transient, update=update
+            )
+
+
+class _LiveLine:
+    """One run's line, updated four times a second at most.
+
+    Without a kernel (IPython in a terminal) an update would be one more line: there the run's beginning, what is
+    wrong, and its end are printed.
+    """
+
+    def __init__(self, record: RunRecord, shell: Any) -> None:
+        self.record = record
+        self._display = _Updated(shell.display_pub) if hasattr(shell, "kernel") else None
+        self._printed = ""
+        self._at = 0.0
+        self.refresh(final=True)
+
+    def show(self, record: RunRecord) -> None:
+        """Show what the record says now."""
+        before, self.record = self.record, record
+        news = (
+            (record.trouble is not None and record.trouble != before.trouble)
+            or (record.waiting and record.waiting != before.waiting)
+            or (record.state == "finishing" != before.state)
+        )
+        if self._display is None and news:
+            say(*line(record).text.splitlines())
+        elif self._display is not None:
+            self.refresh()
+
+    def refresh(self, *, final: bool = False) -> None:
+        """Update the line, if it is time."""
+        if not final and time.monotonic() < self._at + _SHORTEST_SECONDS:
+            return
+        self._at = time.monotonic()
+        shown = line(self.record, kept=self._display is not None)
+        if self._display is not None:
+            self._display.show(shown)
+        elif shown.text != self._printed:
+            self._printed = shown.text
+            say(*shown.text.splitlines())
+
+    def show_again(self) -> None:
+        """Show the line below what the cell shows now: the cell has cleared its output, and the line with it."""
+        if self._display is not None:
+            self._display.show(line(self.record, kept=True), below=True)
+
+
+class RunView:
+    """A run as its cell shows it: the cell that launched it, or one that came back to it. A context manager.
+
+    Args:
+        record: the run.
+        shell: the notebook's.
+        send: sends a person's answer to the run's supervisor.
+        live: it is shown as it is written.
+
+    Attributes:
+        reader: reads it.
+        line: says how it is going.
+        output: what its ranks show.
+    """
+
+    def __init__(
+        self, record: RunRecord, shell: Any, send: Callable[[Answer], None], *, live: bool = False
+    ) -> None:
+        self._shell, self._send, self.reader = shell, send, RunReader(record)
+        self.line, self.output = _LiveLine(record, shell), CellOutput(shell, live=live)
+        self.output.above = self.line.show_again
+        self._answered: set[tuple[int, int, int]] = set()
+        """By start of the run, rank and number: the questions that were answered here."""
+        self._turn, self._turn_until = -1, 0.0
+
+    def follow(
+        self,
+        look: Callable[[], None] = lambda: None,
+        wait: Callable[[float], None] | None = None,
+        ask: Callable[[RunRecord], bool] | None = None,
+    ) -> RunRecord:
+        """Show what there is and what comes, until the run is over; returns its last record.
+
+        Args:
+            look: called several times a second.
+            wait: as in :func:`~taas.notebook.cell_output.follow`.
+            ask: calls :meth:`ask`, if this is the time for it.
+        """
+
+        def look_round(record: RunRecord) -> None:
+            if record.live:  # its end is shown below all that it has printed
+                self.line.show(record)
+                for question in record.questions:
+                    self.output.show(self.reader.include(question.rank))
+            look()
+
+        return follow(self.reader, self.output, look_round, wait, ask or self.ask)
+
+    def ask(self, record: RunRecord) -> bool:
+        """Ask the person what a rank wants to know next; returns whether there was something.
+
+        A rank keeps its turn as long as it asks on.
+
+        Raises:
+            KeyboardInterrupt: the person did not answer.
+        """
+        start = record.restarts
+        found = [one for one in record.questions if (start, one.rank, one.number) not in self._answered]
+        asked = next((one for one in found if one.rank == self._turn), None)
+        if asked is None and time.monotonic() >= self._turn_until:
+            asked = next(iter(found), None)
+        if asked is None:
+            return False
+        self.line.refresh(final=True)  # it stands still until there is an answer
+        text, refused = self._read(asked, record)
+        self._answered.add((start, asked.rank, asked.number))
+        self._turn, self._turn_until = asked.rank, time.monotonic() + _TURN_SECONDS
+        self._send(Answer(run=record.name, rank=asked.rank, number=asked.number, text=text, refused=refused))
+        return True
+
+    def _read(self, asked: Asking, record: RunRecord) -> tuple[str, str]:
+        """Return the person's answer, and why there is none."""
+        prompt = asked.prompt if record.world_size == 1 else f"[rank {asked.rank}] {asked.prompt}"
+        kernel = getattr(self._shell, "kernel", None)
+        try:
+            if kernel is None:
+                return (getpass.getpass(prompt) if asked.hidden else input(prompt)), ""
+            return (kernel.getpass(prompt) if asked.hidden else kernel.raw_input(prompt)), ""
+        except EOFError:
+            return "", "the person at the keyboard closed the input"
+        except StdinNotImplementedError as error:
+            return "", str(error)
+
+    def take(self, applied: Applied, *, numbered: bool = True) -> None:
+        """Show what came with the names: ``Out[n]`` and ``_``, widgets, and what could not come.
+
+        Args:
+            applied: what became of the answer.
+            numbered: tracebacks may name the cells of its functions by their numbers, which are this notebook's.
+        """
+        if applied.value is not NOTHING:
+            self._shell.displayhook.update_user_ns(applied.value)
+        self.output.names_came()
+        if numbered:
+            self._shell.compile._filename_map.update(applied.cells)
+        if applied.lost:
+            say(f"did not come back: {'; '.join(applied.lost)}")
+
+    def end(self) -> None:
+        """Show how the run ended."""
+        record = self.reader.record
+        if record.notices or record.outcome != "done":
+            self.output.settle()  # there is more to be shown
+        self.line.record = record
+        self.line.refresh(final=True)
+        say(*record.notices)
+
+    def __enter__(self) -> RunView:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.line.show(self.reader.look(at_once=True))  # if the cell leaves it early, it may have been lost
+        self.line.refresh(final=True)
+        self.reader.close()
+
+
+class LiveTable:
+    """What goes on, in the cell that asked: its display is updated once a second, until no run goes on.
+
+    A newer table takes its place; the older one stays as it was last. The updates come from a thread of the
+    kernel, which ends with the last run.
+    """
+
+    _newest: LiveTable | None = None
+
+    def __init__(self, publisher: Any) -> None:
+        self._display = _Updated(publisher)
+        self._superseded = threading.Event()
+        if LiveTable._newest is not None:
+            LiveTable._newest._superseded.set()
+        LiveTable._newest = self
+        if self._show():
+            threading.Thread(target=self._follow, name="taas-status", daemon=True).start()
+
+    def _show(self) -> bool:
+        """Show what there is now; returns whether a run goes on."""
+        records = read_records()
+        self._display.show(status(records))
+        return any(record.live for record in records)
+
+    def _follow(self) -> None:
+        while not self._superseded.wait(_TABLE_SECONDS) and self._show():
+            pass

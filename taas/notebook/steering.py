@@ -1,0 +1,303 @@
+"""What the verbs of :mod:`taas.notebook.verbs` do, and where somebody sits who types one."""
+
+from __future__ import annotations
+
+import html
+import re
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+from taas import rank_storage
+from taas.config import Catalog, load_catalog, project_folder
+from taas.engines import chosen
+from taas.errors import EngineError, HeaderError
+from taas.header.arguments import Line, split_words
+from taas.notebook import connections, doctor, tables
+from taas.notebook.cell_output import Screen, TerminalOutput, follow, say, show_written
+from taas.notebook.supervised import supervised
+from taas.notebook.tables import Shown
+from taas.notebook.verbs import VERBS, help_text
+from taas.runs.reader import LOOK_SECONDS, RunReader
+from taas.runs.records import RunRecord, find_run, read_records
+from taas.supervisor import rank_writes
+from taas.wire.clients import Prepare, Release, Released, RunRequest, Stacks
+from taas.wording import counted, nearest, shown
+
+_STOP_SECONDS = 12.0
+
+
+class Frontend:
+    """Where somebody sits who types a verb: a terminal, unless it is a notebook.
+
+    Attributes:
+        kernel: process id of the notebook's kernel; 0 in a terminal.
+        place: that notebook or terminal in words, for whoever sees what was done from there.
+    """
+
+    kernel = 0
+
+    @property
+    def place(self) -> str:
+        """As above."""
+        return "a terminal"
+
+    def show(self, what: Shown) -> None:
+        """Show a view."""
+        sys.stdout.write(as_in_terminal(what.text) + "\n")
+
+    def show_status(self) -> None:
+        """Show which runs go on, for as long as they do where that can be shown in place."""
+        self.show(tables.status(read_records()))
+
+    def screen(self, plain: int | None) -> Screen:
+        """Return where ranks' output is shown; lines of the rank ``plain`` carry no number."""
+        return TerminalOutput(plain)
+
+    def attach(self, record: RunRecord) -> None:
+        """Follow a run, and take its names if there is a notebook to take them."""
+        try:
+            with RunReader(record) as reader:
+                record = follow(reader, TerminalOutput())
+        except KeyboardInterrupt:
+            say(f"detached; {record.name} goes on. `taas stop {record.name}` ends it")
+            return
+        say(tables.line(record).text)
+        if record.background and record.outcome == "done":
+            say(f"%taas attach {record.name} in a notebook brings its names")
+
+
+def as_in_terminal(text: str) -> str:
+    """Return a message as a terminal's user has to type it."""
+    return re.sub(r"(?<!%)%taas(?! \w+ in a notebook)", "taas", text)
+
+
+def _named(frontend: Frontend, line: Line, *, live: bool) -> RunRecord:
+    return find_run(line.words[0] if line.words else None, read_records(), live=live, kernel=frontend.kernel)
+
+
+def _status(frontend: Frontend, line: Line) -> None:
+    frontend.show_status()
+
+
+def _history(frontend: Frontend, line: Line) -> None:
+    frontend.show(tables.history(read_records()))
+
+
+def _logs(frontend: Frontend, line: Line) -> None:
+    record = _named(frontend, line, live=False)
+    asked = line.options.get("rank", "all")
+    size = record.world_size
+    ranks = list(range(size)) if asked == "all" else list(asked.within(size, "rank"))
+    screen = frontend.screen(ranks[0] if len(ranks) == 1 else None)
+    if "follow" in line.options:
+        try:
+            with RunReader(record, ranks) as reader:
+                follow(reader, screen)
+        except KeyboardInterrupt:
+            say(f"no longer followed; {record.name} goes on")
+    else:
+        show_written(record, ranks, screen)
+
+
+def _only_run(frontend: Frontend) -> RunRecord:
+    """Return the run that ``stop`` without a name means: this notebook's only one, in a terminal the only one there is.
+
+    Raises:
+        HeaderError: there is none, or there are several; other notebooks' runs are stopped by name only.
+    """
+    live = [record for record in read_records() if record.live]
+    mine = [record for record in live if frontend.kernel in (0, record.kernel.pid)]
+    if not live or len(mine) == 1:
+        return mine[0] if mine else _named(frontend, Line(), live=True)
+    names = ", ".join(f"{record.name} of {record.owner}" for record in mine or live)
+    fact = f"{len(mine)} runs go on" if mine else "no run of this notebook goes on, but of others"
+    raise HeaderError(f"%taas stop: {fact} ({names}); type %taas stop {(mine or live)[-1].name}")
+
+
+def _stop(frontend: Frontend, line: Line) -> None:
+    record = _named(frontend, line, live=True) if line.words else _only_run(frontend)
+    with connections.Visit(connections.connection_of(record)) as visit, RunReader(record, ()) as reader:
+        for _ in range(2 if "now" in line.options else 1):
+            visit.say(RunRequest(run=record.name, what="interrupt", place=frontend.place))
+        deadline = time.monotonic() + _STOP_SECONDS
+        while reader.look().live and not reader.removed:
+            if (left := deadline - time.monotonic()) <= 0:
+                hints = (
+                    f"`%taas stacks {record.name}` shows where its ranks stand; `%taas stop {record.name} --now` ends "
+                    "them at once"
+                )
+                if reader.record.state == "finishing":
+                    say(f"{record.name} was interrupted, and its cell is finishing. {hints}")
+                    return
+                raise EngineError(f"{record.name} has not ended within {_STOP_SECONDS:.0f} s. {hints}.")
+            reader.wait(min(left, LOOK_SECONDS))
+    say(f"{record.name} stopped after {tables.span(time.time() - record.submitted)}")
+
+
+def _stacks(frontend: Frontend, line: Line) -> None:
+    record = _named(frontend, line, live=True)
+    with connections.Visit(connections.connection_of(record)) as visit:
+        answer = visit.ask(RunRequest(run=record.name, what="stacks"), Stacks)
+    frontend.show(
+        tables.stacks(answer.places) if answer.places else Shown(f"{record.name} has no rank now", "")
+    )
+
+
+def _attach(frontend: Frontend, line: Line) -> None:
+    frontend.attach(_named(frontend, line, live=False))
+
+
+def _recover(frontend: Frontend, line: Line) -> None:
+    kept_root = rank_writes.kept_root()
+    kept = rank_storage.kept_runs(kept_root)
+    if not line.words and not kept:
+        raise HeaderError("%taas recover: no run has kept writes of ranks other than 0")
+    name = line.words[0] if line.words else kept[-1].run
+    paths = rank_storage.recover(name, kept_root, overwrite="overwrite" in line.options)
+    say(
+        f"{counted(len(paths), 'file')} of {name} recovered",
+        *(f"  {path}" for path in paths[:20]),
+    )
+
+
+def _engine(frontend: Frontend, line: Line) -> None:
+    if not line.words:
+        choice = chosen.chosen(project_folder())
+    elif frontend.kernel == 0:
+        chosen.read_choice(list(line.words), "taas engine", Catalog())
+        raise HeaderError(
+            "taas engine in a terminal changes nothing: allowed is %taas engine in a notebook; or write [engine] "
+            f'default = "{line.words[0]}" into taas.toml'
+        )
+    else:
+        choice = chosen.choose(list(line.words))
+        if choice.kind != "local":
+            supervised(warm=False).say(Prepare(engine=choice))  # it takes seconds to become part of a cluster
+    say(f"engine: {' '.join(word for word in (choice.kind, choice.address) if word)}")
+
+
+def _types(frontend: Frontend, line: Line) -> None:
+    frontend.show(tables.types(load_catalog(project_folder())))
+
+
+# ---------------------------------------------------------------- install: a line in IPython's startup folder
+
+_STARTUP_FILE = "50-taas.py"
+# IPython runs it in the user's namespace: it binds no name that stays.
+_LINES = """\
+# Written by `taas install`; `taas install --undo` removes it. It loads taas into each notebook and IPython.
+try:
+    get_ipython().extension_manager.load_extension("taas")
+except Exception as error:
+    if getattr(error, "name", "") != "taas":  # else taas is not in this environment, which is no fault
+        print(f"taas was not loaded, so that #pragma taas is a comment here: {type(error).__name__}: {error}")
+"""
+
+
+def _install(frontend: Frontend, line: Line) -> None:
+    """Have IPython load taas at every start, or no longer: without it a header in a notebook that forgot it is a comment.
+
+    Raises:
+        HeaderError: there is no such profile.
+        EngineError: the folder cannot be had or written.
+    """
+    path, undo = _startup_file(line.options.get("profile", "default")), "undo" in line.options
+    try:
+        there = path.exists() and (undo or path.read_text() == _LINES)
+        if undo:
+            path.unlink(missing_ok=True)
+        elif not there:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(_LINES)
+    except OSError as error:
+        raise EngineError(
+            f"{path}: {error.strerror or error}. Make its folder writable, or set IPYTHONDIR to one of yours."
+        ) from error
+    if undo:
+        say(f"{path} is removed: notebooks load taas by %load_ext taas" if there else f"there is no {path}")
+        return
+    say(
+        f"{path} is {'there already' if there else 'written'}: notebooks that are started from now on know "
+        "#pragma taas without %load_ext taas. `taas install --undo` removes it."
+    )
+
+
+def _startup_file(profile: str) -> Path:
+    from IPython.paths import get_ipython_dir
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # it would go on with a temporary folder
+        try:
+            folder = Path(get_ipython_dir())
+        except UserWarning as warning:
+            raise EngineError(
+                f"{warning} Make it writable, or set IPYTHONDIR to a folder of yours."
+            ) from None
+    found = sorted(path.name.removeprefix("profile_") for path in folder.glob("profile_*"))
+    if profile != "default" and profile not in found:
+        known = list(dict.fromkeys(["default", *found]))
+        raise HeaderError(
+            f"--profile {shown(profile)}: allowed is a profile of {folder}, {', '.join(known)}; type --profile "
+            f"{nearest(profile, known)}, or make it by ipython profile create {shown(profile)}"
+        )
+    return folder / f"profile_{profile}" / "startup" / _STARTUP_FILE
+
+
+# ---------------------------------------------------------------- a line
+
+
+def _release(frontend: Frontend, line: Line) -> None:
+    mine = [c for c in connections.all_connections() if frontend.kernel in (0, c.kernel.pid)]
+    released = []
+    for connection in mine:
+        with connections.Visit(connection) as visit:
+            released.append(visit.ask(Release(), Released))
+    count, ranks = sum(one.count for one in released), sum(one.ranks for one in released)
+    ended = f"{counted(ranks, 'kept rank')} ended" if ranks else ""
+    given = f"{counted(count, 'idle VM')} given back" if count or not ranks else ""
+    say(f"{', '.join(filter(None, (ended, given)))}; the next run starts new ones")
+
+
+def _doctor(frontend: Frontend, line: Line) -> None:
+    frontend.show(doctor.report(doctor.examine()))
+
+
+_HANDLERS: dict[str, Callable[[Frontend, Line], None]] = {
+    "status": _status,
+    "logs": _logs,
+    "stop": _stop,
+    "stacks": _stacks,
+    "attach": _attach,
+    "history": _history,
+    "recover": _recover,
+    "engine": _engine,
+    "types": _types,
+    "install": _install,
+    "release": _release,
+    "doctor": _doctor,
+}
+
+
+def do(text: str, frontend: Frontend) -> None:
+    """Do what a line says; an empty one is ``status``.
+
+    Raises:
+        HeaderError: one line: what is wrong with it, and what to type instead.
+        EngineError: a supervisor could not be reached.
+    """
+    name, *rest = split_words(text) or ["status"]
+    if name in ("help", "--help", "-h") or (name in VERBS and {"--help", "-h"} & set(rest)):
+        about = help_text(name if name in VERBS else rest[0] if rest and rest[0] in VERBS else None)
+        frontend.show(Shown(about, f"<pre>{html.escape(about)}</pre>"))
+        return
+    if name not in VERBS:
+        if name.startswith("-") and name.lstrip("-") not in VERBS:
+            said = shown(text.strip())
+            raise HeaderError(f"%taas {said}: options belong to a cell; type %%taas {said} above its code")
+        near = nearest(name.lstrip("-"), VERBS, 0.5)
+        hint = f"did you mean %taas {near}?" if near else f"allowed is {', '.join(VERBS)}"
+        raise HeaderError(f"%taas {shown(name)}: there is no such verb; {hint}")
+    _HANDLERS[name](frontend, VERBS[name].read(rest))

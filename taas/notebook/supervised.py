@@ -1,0 +1,215 @@
+"""A kernel's connection to its supervisor, which is started when it is first needed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+
+from taas.engines.chosen import chosen
+from taas.errors import EngineError, HeaderError, RunLost
+from taas.notebook.connections import Connection, Wire
+from taas.runs.places import crash_report
+from taas.runs.reader import RunReader
+from taas.wire.clients import Release
+from taas.wire.stopped import LOOK_SECONDS, let_go_on, process
+
+_START_SECONDS = 60.0
+
+
+class SupervisorConfig(msgspec.Struct, frozen=True):
+    """What a kernel writes to its supervisor's standard input, as one line of JSON.
+
+    Attributes:
+        kernel: process id of the kernel it serves.
+        life: the descriptor, in the supervisor, of the life pipe: at its end-of-file the supervisor is killed.
+        client_key: the kernel's public CURVE key in Z85.
+        warm: a VM of this machine is about to be asked for.
+        idle: nobody waits for it yet.
+    """
+
+    kernel: int
+    life: int
+    client_key: str
+    warm: bool = True
+    idle: bool = False
+
+
+class Supervised(Wire):
+    """The wire to one supervisor, and the end of the life pipe that only this process has."""
+
+    def __init__(self, *, warm: bool, idle: bool = False) -> None:
+        public, secret = zmq.curve_keypair()
+        life, self._life = os.pipe()
+        try:
+            up = _start(SupervisorConfig(os.getpid(), life, public.decode(), warm, idle))
+        except BaseException:
+            os.close(self._life)
+            raise
+        finally:
+            os.close(life)
+        os.register_at_fork(after_in_child=self._forget_life)  # a child may outlive this process
+        super().__init__(up, public, secret)
+        self.pid = up.supervisor.pid
+        self._pidfd = os.pidfd_open(self.pid)
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._pidfd, zmq.POLLIN)
+        self._next_look = 0.0
+
+    def hear(self, timeout_ms: int, reader: RunReader | None = None) -> Iterator[Any]:
+        """Yield the messages there are, or those that come within the time; what is not taken stays for later.
+
+        Args:
+            timeout_ms: the time.
+            reader: of a run; wait no longer than until there may be something new of it.
+
+        Raises:
+            RunLost: the supervisor is gone.
+        """
+        if reader is not None:
+            self._poller.register(reader, zmq.POLLIN)
+        try:
+            ready = dict(self._poller.poll(timeout_ms))
+        finally:
+            if reader is not None:
+                self._poller.unregister(reader)
+        if not ready:
+            self._let_go_on()
+        silent = True
+        with contextlib.suppress(zmq.Again):
+            while self._socket in ready:
+                yield self._read(self._socket.recv(zmq.NOBLOCK))
+                silent = False
+        if self._pidfd in ready and silent:
+            self.close()
+            raise RunLost(
+                f"the supervisor {self._how_it_ended()}, and all ranks with it. Nothing came back; the next cell "
+                "starts a new one."
+            )
+
+    def _let_go_on(self) -> None:
+        """See that a supervisor that says nothing is not stopped; its sweeper does so too, while no cell waits."""
+        now = time.monotonic()
+        if now >= self._next_look:
+            self._next_look = now + LOOK_SECONDS
+            if (one := process(self.pid)) is not None:
+                let_go_on([one])
+
+    @property
+    def alive(self) -> bool:
+        """Whether the supervisor is there."""
+        return self._pidfd >= 0 and not select.select([self._pidfd], [], [], 0)[0]
+
+    def _how_it_ended(self) -> str:
+        report = crash_report(self.pid)
+        if report.exists():
+            return f"broke down ({report.read_text().strip().splitlines()[-1]}; please report {report})"
+        return "was killed (by somebody, or the out-of-memory killer: see dmesg)"
+
+    def kill(self) -> None:
+        """SIGKILL a supervisor that does not answer; all that hangs on it goes with it."""
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+        self.close()
+
+    def close(self) -> None:
+        """Close the wire to a supervisor that is gone."""
+        if self._pidfd >= 0:
+            self._hang_up(0)
+            os.close(self._pidfd)
+            self._pidfd = -1
+            self._forget_life()
+
+    def _forget_life(self) -> None:
+        if self._life >= 0:
+            os.close(self._life)
+            self._life = -1
+
+
+def _start(config: SupervisorConfig) -> Connection:
+    """Start a supervisor and wait until it says where it listens."""
+    process = subprocess.Popen(
+        # -P: no module of the project's stands for one of Python's
+        [sys.executable, "-P", "-m", "taas.supervisor"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        pass_fds=(config.life,),
+    )
+    assert process.stdin and process.stdout and process.stderr
+    try:
+        process.stdin.write(msgspec.json.encode(config) + b"\n")
+        process.stdin.flush()
+        ready, _, _ = select.select([process.stdout], [], [], _START_SECONDS)
+        line = process.stdout.readline() if ready else b""
+        if not line:
+            tail = process.stderr.read().decode(errors="replace").strip().splitlines()[-1:] if ready else []
+            process.kill()  # it may be stuck; a child that it has by now ends with the life pipe
+            why = tail[0] if tail else f"it said nothing for {_START_SECONDS:.0f} s"
+            raise EngineError(f"the supervisor did not start: {why}. `taas doctor` looks for the cause.")
+        return msgspec.json.decode(line, type=Connection)
+    finally:
+        for pipe in (process.stdin, process.stdout, process.stderr):
+            pipe.close()
+        process.wait()  # it has left at once: the supervisor is its orphan
+
+
+_current: Supervised | None = None
+_ahead: threading.Thread | None = None
+
+
+def supervised(*, warm: bool = True) -> Supervised:
+    """Return this kernel's supervisor, starting one if there is none.
+
+    Args:
+        warm: a new one starts an agent on this machine at once.
+    """
+    global _current, _ahead
+    if _ahead is not None:
+        _ahead.join()
+        _ahead = None
+    if _current is None or not _current.alive:
+        if _current is not None:
+            _current.close()
+        _current = Supervised(warm=warm)
+    return _current
+
+
+def start_ahead() -> None:
+    """Start what the first cell will need, if that is of this machine; who needs it before it is there joins this."""
+    global _ahead
+    try:
+        if chosen(Path.cwd()).kind != "local":
+            return
+    except HeaderError:  # the first cell says what is wrong
+        return
+    if _current is None and _ahead is None:
+        _ahead = threading.Thread(target=_start_idle, name="taas-ahead", daemon=True)
+        _ahead.start()
+
+
+def _start_idle() -> None:
+    global _current
+    with contextlib.suppress(EngineError, OSError):  # the cell that needs one says why there is none
+        _current = Supervised(warm=True, idle=True)
+
+
+def release_ahead() -> None:
+    """Give back what waits for the next cell, if anything does."""
+    if _ahead is not None:
+        _ahead.join()
+    if _current is not None and _current.alive:
+        _current.say(Release())

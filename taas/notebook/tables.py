@@ -1,0 +1,302 @@
+"""Views of runs: one model, shown as HTML in notebooks and as plain text everywhere else."""
+
+from __future__ import annotations
+
+import html
+import os
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from taas.config import Catalog
+from taas.runs.records import RunRecord
+from taas.runs.retention import NOTICE_SECONDS
+from taas.runs.stacks import StackGroup
+from taas.wording import counted, ranks_in_words, size_in_words
+
+_MARKS = {"done": "✓", "failed": "✗", "interrupted": "■", "lost": "✗", "live": "▸"}
+_CELL_WIDTH = 44
+_WRAPPED_WIDTH = 20
+"""A column of a table that is wider than so many characters gives room to the others."""
+_NARROW, _BROAD = ";white-space:nowrap", ";min-width:9em"
+
+
+@dataclass(frozen=True)
+class Shown:
+    """The same thing twice."""
+
+    text: str
+    html: str
+
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
+        return {"text/plain": self.text, "text/html": self.html}
+
+    def __str__(self) -> str:
+        return self.text
+
+    def __add__(self, below: Shown) -> Shown:
+        return Shown(f"{self.text}\n{below.text}", self.html + below.html)
+
+
+def span(seconds: float) -> str:
+    """Return a length of time in words."""
+    if seconds < 10:
+        return f"{max(seconds, 0):.1f} s"
+    whole = int(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02} min"
+
+
+def ago(then: float, now: float) -> str:
+    """Return a moment in words."""
+    days = int((now - then) // 86400)
+    return time.strftime("%H:%M:%S" if days == 0 else "%Y-%m-%d %H:%M", time.localtime(then))
+
+
+def _state(record: RunRecord, *, kept: bool = False) -> str:
+    """Return how it stands; ``kept``: where that matters, whether its ranks stay."""
+    if kept and record.kept_ranks:
+        return f"{record.outcome}, ranks kept"
+    return record.state if record.live else record.outcome
+
+
+def _elapsed(record: RunRecord, now: float, *, kept: bool = False) -> str:
+    """Return how long it took, or has taken: whole seconds while it goes on, which is calmer to look at."""
+    if kept and record.kept_ranks:
+        return f"idle {span(max(0.0, now - record.ended) // 1).replace('.0 s', ' s')}"
+    if record.live:
+        return span(max(0.0, now - record.submitted) // 1).replace(".0 s", " s")
+    return span(record.ended - record.submitted)
+
+
+def _ranks(record: RunRecord) -> str:
+    """Return the shape in words: ``8 ranks on g2.8``, ``16 ranks on 2 g2.8``."""
+    many = counted(record.world_size, "rank")
+    if record.vms > 1:
+        return f"{many} on {record.vms} {record.instance or 'VMs'}"
+    return f"{many} on {record.instance}" if record.instance else many
+
+
+def _delivery(record: RunRecord) -> str:
+    d = record.delivered
+    if d is None:
+        return ""
+    ready = f"{d.ready:,} ready, " if record.live else ""  # then they are of an iteration that nobody began
+    return f"{d.delivered:,} of {d.planned:,} units, {ready}{d.rate:.0f}/s, waited {d.waited:.1f} s"
+
+
+def _memory(record: RunRecord) -> str:
+    """Return what kept ranks hold in all."""
+    ranks = record.kept_ranks or ()
+    held = {"": sum(rank.host_bytes for rank in ranks), " of GPUs": sum(rank.gpu_bytes for rank in ranks)}
+    return ", ".join(f"{size_in_words(size)}{what}" for what, size in held.items() if size)
+
+
+def _notebook(record: RunRecord) -> str:
+    return f"{record.owner} (this one)" if record.kernel.pid == os.getpid() else record.owner
+
+
+def _headline(record: RunRecord) -> str:
+    """Return the cell's first line that is not its header."""
+    lines = (line.strip() for line in record.cell.splitlines())
+    first = next((line for line in lines if line and not line.startswith(("#", "%"))), "")
+    return first if len(first) <= _CELL_WIDTH else first[: _CELL_WIDTH - 1] + "…"
+
+
+def _cell(record: RunRecord) -> str:
+    return f"In[{record.execution_count}] {_headline(record)}".rstrip()
+
+
+def why(record: RunRecord) -> str:
+    """Return how a run ended, in words; empty if there is nothing to say."""
+    first = record.first
+    if record.outcome == "failed" and first is not None:
+        said = f"{first.etype}: {first.message}" if first.outcome == "raised" else first.message
+        clue = f"{record.message}; " if record.message else ""
+        return f"{clue}rank {first.rank} on {record.vm}: {said}".splitlines()[0]
+    return record.message
+
+
+# ---------------------------------------------------------------- one run, in its cell
+
+
+def line(record: RunRecord, now: float | None = None, *, kept: bool = False) -> Shown:
+    """Show one run: a compact line, with what is wrong below it.
+
+    Args:
+        record: the run.
+        now: seconds since the epoch.
+        kept: the notebook keeps it: saved, or opened again, while the run goes on, it says where the rest is.
+    """
+    now = time.time() if now is None else now
+    state, elapsed = _state(record), _elapsed(record, now)
+    parts = [_ranks(record), elapsed, record.device]
+    if record.restarts:
+        parts.append(f"started again {'once' if record.restarts == 1 else f'{record.restarts} times'}")
+    if delivery := _delivery(record):
+        parts.append(delivery)
+    hint = f" · stale? %taas attach {record.name}" if kept and record.live else ""
+    mark = _MARKS.get(record.outcome or "live", "")
+    head = f"{mark} {record.name} {state}"
+    text = " · ".join([head, *parts]) + hint
+    quiet = html.escape(" · ".join(["", *parts]))
+    quiet += f'<span style="white-space:nowrap;font-size:90%">{html.escape(hint)}</span>' if hint else ""
+    shown = Shown(text, f'<div><b>{html.escape(head)}</b><span style="opacity:.75">{quiet}</span></div>')
+    if note := _note(record):
+        return shown + Shown(f"  {note}", plain(note).html)
+    trouble = record.trouble
+    if trouble is None or not record.live:
+        return shown
+    headline = Shown(f"! {trouble.headline}", f"<div><b>{html.escape(trouble.headline)}</b></div>")
+    advice = plain(f"The run goes on. To end it: interrupt the cell, or %taas stop {record.name}.")
+    whole = shown + headline + stacks(trouble.places) + advice
+    return Shown(whole.text, f'<div style="border-left:3px solid #c60;padding-left:.6em">{whole.html}</div>')
+
+
+def _note(record: RunRecord) -> str:
+    """Say what a run waits for, if it is a person or a machine."""
+    if record.state == "finishing":
+        return "interrupted: the cell is finishing; press again to end it"
+    if record.live and record.waiting:
+        return f"waiting for {record.waiting}. Interrupt the cell, or %taas stop {record.name}, to give up."
+    return _asks(record) if record.questions else ""
+
+
+def _asks(record: RunRecord) -> str:
+    """Say which ranks ask, and where they are answered."""
+    ranks = [one.rank for one in record.questions]
+    verb = "asks and waits" if len(ranks) == 1 else "ask and wait"
+    where = f": %taas attach {record.name} answers" if record.background else " for an answer in its cell"
+    others = ", and the other ranks with them" if record.world_size > len(ranks) else ""
+    return f"{ranks_in_words(ranks)} {verb}{where}{others}"
+
+
+def stacks(places: Iterable[StackGroup]) -> Shown:
+    """Show where ranks stand, with each place's stack."""
+    text: list[str] = []
+    marked: list[str] = []
+    for place in places:
+        text += [f"  {place}", *(f"      {frame}" for frame in place.stack)]
+        summary = html.escape(str(place))
+        frames = html.escape("\n".join(place.stack))
+        marked.append(
+            f"<details><summary>{summary}</summary><pre>{frames}</pre></details>"
+            if frames
+            else f"<div>{summary}</div>"
+        )
+    return Shown("\n".join(text), "".join(marked))
+
+
+# ---------------------------------------------------------------- many runs
+
+
+def status(records: Sequence[RunRecord], now: float | None = None) -> Shown:
+    """Show the runs that go on, those whose ranks are kept, and the last one that ended."""
+    now = time.time() if now is None else now
+    live = [record for record in records if record.live]
+    last = [record for record in records if not record.live][-1:]
+    ended = [record for record in records if not record.live and (record.kept_ranks or record in last)]
+    if not live and not ended:
+        return plain(
+            "no run yet: start one by a cell with `#pragma taas --gpus 8` on top (%%taas? has the options)"
+        )
+    rows = [_row(record, now) for record in (*live, *ended)]
+    heads = ("run", "state", "ranks", "time", "device", "memory", "delivered", "cell", "notebook")
+    shown = _table(heads, rows)
+    return sum((line(record, now) for record in live if record.trouble is not None), shown)
+
+
+def _row(record: RunRecord, now: float) -> tuple[str, ...]:
+    return (
+        record.name,
+        _state(record, kept=True),
+        _ranks(record),
+        _elapsed(record, now, kept=True),
+        record.device,
+        _memory(record),
+        _delivery(record),
+        _cell(record),
+        _notebook(record),
+    )
+
+
+def history(records: Sequence[RunRecord], now: float | None = None) -> Shown:
+    """Show all runs that are kept, how they ended and why."""
+    now = time.time() if now is None else now
+    if not records:
+        return plain("no run yet")
+    rows = [
+        (
+            record.name,
+            ago(record.submitted, now),
+            _state(record),
+            _ranks(record),
+            _elapsed(record, now),
+            _cell(record),
+            record.owner,
+        )
+        for record in records
+    ]
+    heads = ("run", "started", "outcome", "ranks", "time", "cell", "notebook")
+    shown = _table(heads, rows, [why(record) for record in records])
+    announced = [record for record in records if record.announced]
+    if not announced:
+        return shown
+    when = time.strftime("%Y-%m-%d %H:%M", time.localtime(announced[0].announced + NOTICE_SECONDS))
+    names = ", ".join(record.name for record in announced[:8]) + (" …" if len(announced) > 8 else "")
+    note = (
+        f"To make room, logs and names of {counted(len(announced), 'old run')} ({names}) will be "
+        f"removed after {when}. Copy what you need from {announced[0].folder.parent}."
+    )
+    return shown + plain(note)
+
+
+def types(catalog: Catalog) -> Shown:
+    """Show the instance types: what a VM of each has, and the numbers of ranks that one run may have on it."""
+    rows = [
+        (
+            f"#!{kind.name}",
+            f"{kind.gpus} {kind.gpu_model}".rstrip() if kind.gpus else "",
+            str(kind.vcpus),
+            ", ".join(str(kind.gpus * vms) for vms in sorted(kind.vms)) if kind.gpus else "",
+        )
+        for kind in catalog.instances.values()
+    ]
+    return _table(("type", "GPUs of a VM", "vCPUs", "--gpus"), rows)
+
+
+def plain(text: str) -> Shown:
+    """Show a sentence."""
+    return Shown(text, f"<div>{html.escape(text)}</div>")
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], remarks: Sequence[str] = ()) -> Shown:
+    """Show rows of short cells, without columns of empty ones; a remark on a row, of any length, stands below it."""
+    used = [column for column in range(len(heads)) if any(row[column] for row in rows)]
+    heads, *rows = ([row[column] for column in used] for row in (heads, *rows))
+    widths = [max(len(row[column]) for row in (heads, *rows)) for column in range(len(heads))]
+
+    def line_of(row: Sequence[str]) -> str:
+        return "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+
+    def cells(tag: str, row: Sequence[str]) -> str:
+        left = "text-align:left;vertical-align:top"
+        marked = (
+            f'<{tag} style="{left}{_BROAD if width > _WRAPPED_WIDTH else _NARROW}">{html.escape(cell)}</{tag}>'
+            for cell, width in zip(row, widths, strict=True)
+        )
+        return f'<tr style="background:none">{"".join(marked)}</tr>'
+
+    text, body = [line_of(heads)], ""
+    for row, remark in zip(rows, remarks or [""] * len(rows), strict=True):
+        text += [line_of(row), *([f"    {remark}"] if remark else [])]
+        body += cells("td", row)
+        if remark:
+            below = f'colspan="{len(heads)}" style="text-align:left;padding:0 0 .5em 2em"'
+            body += f'<tr style="background:none"><td {below}>{html.escape(remark)}</td></tr>'
+    marked = f"<table><thead>{cells('th', heads)}</thead><tbody>{body}</tbody></table>"
+    return Shown("\n".join(text), marked)

@@ -1,0 +1,137 @@
+"""What one can do with runs: one table, for ``%taas VERB`` in a notebook and ``taas VERB`` in a terminal.
+
+What each verb does is in :mod:`taas.notebook.steering`, which is loaded when one is used.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from taas.errors import HeaderError
+from taas.header.arguments import Line, Option, ranks, read_line, text_of
+from taas.wording import nearest, shown
+
+
+@dataclass(frozen=True)
+class Verb:
+    """One row of the table.
+
+    Attributes:
+        words: which words may follow, as help shows them.
+        options: the options it has.
+        runs: which runs complete its first word: ``live``, ``all`` or none.
+    """
+
+    name: str
+    words: str
+    help: str
+    options: tuple[Option, ...] = ()
+    runs: str = ""
+
+    @property
+    def usage(self) -> str:
+        """How it is typed."""
+        return " ".join((self.name, *self.words.split(), *(f"[{option.usage}]" for option in self.options)))
+
+    def read(self, words: list[str]) -> Line:
+        """Read what follows it.
+
+        Raises:
+            HeaderError: one line: what is wrong with it, and what to type instead.
+        """
+        try:
+            return read_line(words, {o.name: o for o in self.options}, self._unknown, len(self.words.split()))
+        except HeaderError as error:
+            raise HeaderError(f"%taas {self.name} {error}") from None
+
+    def _unknown(self, word: str, rest: list[str], before: Option | None) -> str:
+        if not word.startswith("-"):
+            return f"{shown(word)}: {shown(word)} is one word too many; type %taas {self.usage}"
+        names = [option.name for option in self.options]
+        near = nearest(word.lstrip("-").partition("=")[0], names, 0.4)
+        known = ", ".join(f"--{name}" for name in names)
+        hint = f"type --{near}" if near else f"it has {known or 'no options'}"
+        return f"{shown(word)}: there is no such option; {hint}"
+
+
+def help_text(name: str | None = None) -> str:
+    """Return what ``%taas?``, ``--help`` and ``%taas help VERB`` show."""
+    if name is not None:
+        verb = VERBS[name]
+        return f"%taas {verb.usage}\n    {verb.help}"
+    rows = [(verb.usage, verb.help) for verb in VERBS.values()]
+    width = max(len(left) for left, _ in rows)
+    table = "\n".join(f"  {left:<{width}}  {right}" for left, right in rows)
+    return (
+        "See and steer runs. %taas VERB in a notebook and taas VERB in a terminal are the same; %taas alone is\n"
+        f"%taas status. RUN is a run's name; without it the newest one is meant.\n\n{table}\n\n"
+        "A cell becomes a run by the line `#pragma taas --gpus 8` on top of it; %%taas? lists the options."
+    )
+
+
+def complete(line: str) -> list[str]:
+    """Return what may stand where the last word of a line is; the line begins after ``%taas``."""
+    words = line.split()
+    if not words or (len(words) == 1 and not line.endswith(" ")):
+        return list(VERBS)
+    verb = VERBS.get(words[0])
+    if verb is None:
+        return []
+    last = "" if line.endswith(" ") else words[-1]
+    if last.startswith("-"):
+        return [f"--{option.name}" for option in verb.options]
+    if verb.name == "engine":
+        return ["local", "ray"]
+    if not verb.runs:
+        return []
+    from taas.runs.records import (
+        read_records,
+    )  # only here: Tab is a part of `import taas`, which is to stay cheap
+
+    records = read_records()
+    return list(dict.fromkeys(r.name for r in reversed(records) if r.live or verb.runs == "all"))
+
+
+# ---------------------------------------------------------------- the table
+
+
+VERBS: dict[str, Verb] = {
+    verb.name: verb
+    for verb in (
+        Verb("status", "", "the runs that go on: state, ranks, time, device, delivery, what is wrong"),
+        Verb(
+            "logs",
+            "[RUN]",
+            "what all ranks have written, or some (--rank 0,3-5)",
+            (Option("rank", "R", ranks("all")), Option("follow")),
+            "all",
+        ),
+        Verb(
+            "stop",
+            "[RUN]",
+            "end this notebook's run, or any by its name, as the interrupt button ends a cell; again, or --now: at once",
+            options=(Option("now"),),
+            runs="live",
+        ),
+        Verb("stacks", "[RUN]", "where each rank stands now, ranks at one place together", runs="live"),
+        Verb("attach", "[RUN]", "a run's output from its beginning, then live, then its names", runs="all"),
+        Verb("history", "", "all runs that are kept, how they ended, and why"),
+        Verb(
+            "recover",
+            "[RUN]",
+            "bring what only ranks other than 0 wrote into the project",
+            (Option("overwrite"),),
+            "all",
+        ),
+        Verb("engine", "[local|ray ADDRESS]", "where machines come from"),
+        Verb("types", "", "the instance types that #!TYPE may name, and their GPUs"),
+        Verb(
+            "install",
+            "",
+            "have every notebook load taas: a file in IPython's startup folder",
+            (Option("undo"), Option("profile", "P", text_of("a profile of IPython's", "default"))),
+        ),
+        Verb("release", "", "give back warm ranks and machines that no run uses"),
+        Verb("doctor", "", "what this machine has, what it lacks, and what to do about it"),
+    )
+}

@@ -1,0 +1,186 @@
+"""One cell in one rank: it runs, and what is to be said of its end."""
+
+from __future__ import annotations
+
+import os
+import pdb
+import sys
+import time
+import traceback
+from bdb import BdbQuit
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from taas import adopt, capture
+from taas.rank import children
+from taas.rank.agent_link import AgentLink
+from taas.rank.keyboard import Keyboard
+from taas.rank.preparing import Prepared
+from taas.rank.streams import Outlet
+from taas.rank_storage import Guard
+from taas.runs.events import EVENTS, STDERR, STDOUT
+from taas.wire.framing import Memory
+from taas.wire.ranks import RankEnded, RankOrder, RankStage, RankStart
+from taas.wording import fitting_lines, text_of
+
+_LOOKED_THROUGH = 1 << 20
+"""So many bytes at the end of a rank's output are looked through for words of the system."""
+
+
+def run_cell(start: RankStart, rank: Prepared, link: AgentLink, outlet: Outlet) -> RankEnded:
+    """Run the cell of an order, and pack what it changed; returns how it ended in this rank."""
+    keyboard = Keyboard(start.rank, outlet.flush, link.send, lambda: link.in_cell)
+    keyboard.install()
+    link.begin_cell(lambda: _last_word(start.rank, rank.arrival), keyboard.answer)
+    ended, value = _run_to_end(start, rank, link)
+    if start.rank == 0 and link.in_rank:
+        ended = _pack_names(ended, rank.arrival, value)
+    outlet.flush()
+    return with_notices(ended, _met_the_wall(rank.wall, Path(start.staged.output) / str(start.rank)))
+
+
+def _run_to_end(start: RankStart, rank: Prepared, link: AgentLink) -> tuple[RankEnded, Any]:
+    """Run the cell until it is over, also on the GPUs; from then on no interrupt reaches this thread."""
+    value: Any = None
+    try:
+        try:
+            link.send(RankStage(stage="begun", rank=start.rank))  # from now on it may be interrupted
+            ended, value = _run_code(start, rank, link)
+        except KeyboardInterrupt as error:  # it came before the cell's first line, or after its last
+            ended = failed(start.rank, error)
+        link.end_cell()
+    except KeyboardInterrupt:  # it came when the end was known
+        link.end_cell()
+    return ended, value
+
+
+def _run_code(start: RankStart, rank: Prepared, link: AgentLink) -> tuple[RankEnded, Any]:
+    """Run the cell; whatever it does to the process, say how it ended."""
+    shell = rank.shell
+    result = shell.run(start.order.cell)
+    error = result.error_before_exec or result.error_in_exec
+    lines: Sequence[str] = shell.last_traceback
+    if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
+        error, lines = _error_of_gpus(start.order), ()
+    if error is None:
+        value = capture.NOTHING if result.result is None else result.result
+        return RankEnded(rank=start.rank, outcome="done", at=time.time()), value
+    if not isinstance(error, Exception):
+        return failed(start.rank, error, lines if isinstance(error, KeyboardInterrupt) else ()), None
+    lines = lines or "".join(traceback.format_exception_only(error)).splitlines()
+    if start.order.spec.post_mortem and not isinstance(error, BdbQuit):
+        print("\n".join(lines))  # noqa: T201  the cell shows it
+        pdb.post_mortem(error.__traceback__)
+    ended = failed(start.rank, error, lines, _reason(error, rank))
+    if link.broken_off and isinstance(
+        error, RuntimeError
+    ):  # what torch says of a collective that was broken off
+        ended = msgspec.structs.replace(ended, outcome="interrupted")
+    return ended, None
+
+
+def _error_of_gpus(order: RankOrder) -> BaseException | None:
+    """Let the GPUs finish what the cell asked of them; what fails there after its last line is its failure, too."""
+    if not order.gpus or order.rehearsed:
+        return None
+    try:
+        capture.wait_for_devices()
+    except KeyboardInterrupt as error:
+        return error
+    except Exception as error:
+        error.add_note(
+            "It failed on the GPU when the cell's last line had returned. To see which line asked for it, restart the "
+            "kernel, set os.environ['CUDA_LAUNCH_BLOCKING'] = '1' in the first cell, and run the cell again."
+        )
+        return error
+    return None
+
+
+def _reason(error: BaseException, rank: Prepared) -> str | None:
+    """What taas knows of an error that its user cannot know."""
+    left_behind = rank.arrival.left_behind
+    if isinstance(error, BdbQuit):
+        return "its debugger was quit"
+    if isinstance(error, NameError) and error.name in left_behind:
+        return f"it stayed in the notebook, because {left_behind[error.name]}"
+    return rank.wall.explain(error) or adopt.explain(error)
+
+
+def failed(
+    number: int, error: BaseException, lines: Sequence[str] = (), reason: str | None = None
+) -> RankEnded:
+    """Say how a cell ended that raised.
+
+    Args:
+        number: of this rank.
+        error: what it raised.
+        lines: of the traceback.
+        reason: what taas knows of it.
+    """
+    outcomes = ((KeyboardInterrupt, "interrupted"), (SystemExit, "exited"), (BaseException, "raised"))
+    text = text_of(error)
+    return RankEnded(
+        rank=number,
+        outcome=next(outcome for kind, outcome in outcomes if isinstance(error, kind)),
+        at=time.time(),
+        etype=type(error).__name__,
+        message=text if reason is None else f"{text}{' ' if text.endswith('.') else ': '}{reason}",
+        traceback=fitting_lines(lines),
+    )
+
+
+def _pack_names(ended: RankEnded, arrival: Any, value: Any) -> RankEnded:
+    """Pack rank 0's names, as they stand if the cell has failed.
+
+    A failure to do so is the run's failure, never silent; where the run has failed already, it says so besides.
+    """
+    done = ended.outcome == "done"
+    try:
+        fd = arrival.pack_answer(sys.modules["__main__"].__dict__, value if done else capture.NOTHING)
+    except BaseException as error:
+        if done:
+            return failed(ended.rank, error, "".join(traceback.format_exception(error)).splitlines())
+        return with_notices(ended, [f"rank 0's names could not be packed: {type(error).__name__}: {error}"])
+    return msgspec.structs.replace(ended, answer=Memory(os.getpid(), fd, os.fstat(fd).st_size))
+
+
+def _met_the_wall(wall: Guard, output: Path) -> tuple[str, ...]:
+    """Explain what programs of this rank said when they could not write the project: nobody raised it.
+
+    What ``!command`` says comes through Python, to the events.
+    """
+    if wall.denial is None:
+        return ()
+    for name in (STDERR, STDOUT, EVENTS):
+        with (output / name).open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _LOOKED_THROUGH))
+            said = wall.explain_output(file.read().decode(errors="replace"))
+        if said is not None:
+            return (f"rank writes: {said}",)
+    return ()
+
+
+def went_wrong(ended: RankEnded, outlet: Outlet) -> list[str]:
+    """Say what went wrong while the rank went on: children that died, output that was lost to a full disk."""
+    said = list(children.unnoticed_deaths()) if ended.outcome == "done" else []
+    lost = outlet.events.lost_bytes
+    if lost:
+        said.append(
+            f"{lost:,} bytes of the output of rank {ended.rank} were lost, because the disk of the run's folder is "
+            "full. The run went on. `%taas history` shows where old runs are kept; remove some, or set "
+            "JUPYTER_RUNTIME_DIR."
+        )
+    return said
+
+
+def _last_word(number: int, arrival: Any) -> RankEnded:
+    """Say how a rank ended whose main thread is stuck."""
+    return _pack_names(failed(number, KeyboardInterrupt()), arrival, None)
+
+
+def with_notices(ended: RankEnded, said: Sequence[str]) -> RankEnded:
+    """Add lines for the user."""
+    return msgspec.structs.replace(ended, notices=(*ended.notices, *said))

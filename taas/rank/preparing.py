@@ -1,0 +1,176 @@
+"""A process becomes a rank, at its first order, and takes in the names of each cell.
+
+The order is part of the design: the write rule while the process has one thread, the rehearsal before a library but
+torch is imported, the names before the shell.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from taas import adopt, capture, rehearsal
+from taas.project_sync import replica
+from taas.rank import children
+from taas.rank.shell import RankShell
+from taas.rank_storage import Guard, Policy, guard, scratch_of
+from taas.runs.stacks import answer_requests
+from taas.wire.ranks import RankOrder, RankStart
+
+
+@dataclass
+class Prepared:
+    """This process, from its first order to its last.
+
+    Attributes:
+        shell: where its cells run.
+        wall: the one around the project.
+        device: where CUDA tensors of the notebook land; None: in host memory.
+        environ: the notebook's, as it was last.
+        arrival: the names of the last cell as they arrived.
+    """
+
+    shell: RankShell
+    wall: Guard
+    device: str | None
+    environ: dict[str, str]
+    arrival: Any = None
+
+    def take_in(self, start: RankStart, payload: int) -> None:
+        """Make ready for a cell: its variables, loaders and names.
+
+        Args:
+            start: the order.
+            payload: a descriptor of the packed names.
+        """
+        order, staged = start.order, start.staged
+        self._take_environ(staged.environ)
+        os.environ.update(start.environ)
+        adopt.begin_run(start.store)
+        if order.delivery is not None:
+            from taas.delivery import loader
+
+            loader.connect(order.delivery, start.rank, order.host)
+        self.arrival = capture.arrive(payload, self.shell.user_ns, device=self.device, before=self.arrival)
+        self.shell.execution_count = order.execution_count
+        self.arrival.dress(self.shell)
+        answer_requests(Path(staged.output) / str(start.rank), self.shell.compile._filename_map)
+        if start.rank == 0:
+            self.arrival.mark()
+
+    def _take_environ(self, environ: dict[str, str]) -> None:
+        """Take over what the notebook has changed of its environment since the last cell."""
+        for name in self.environ.keys() - environ.keys():
+            os.environ.pop(name, None)
+        os.environ.update(environ.items() - self.environ.items())
+        self.environ = environ
+
+    def sizes(self) -> dict[str, int]:
+        """Return the memory that this process holds, as a `RankKept` has it."""
+        torch = sys.modules["torch"]
+        gpu = torch.cuda.memory_reserved() if self.device is not None and torch.cuda.is_initialized() else 0
+        return {"host_bytes": psutil.Process().memory_full_info().uss, "gpu_bytes": gpu}
+
+
+def become_rank(start: RankStart, shell: RankShell, payload: int) -> Prepared:
+    """Make this process what the contract says a rank is, but for the names."""
+    order, rank, local_rank, staged = start.order, start.rank, start.local_rank, start.staged
+    capture.check_versions(capture.peek(payload))
+    os.environ.update(start.environ)
+    project = _enter_replica(start)
+    wall = _enter_storage(start, project)
+    _enter_project(start, project)
+    device = _enter_device(order, local_rank)
+    membership = adopt.Membership(
+        rank=rank,
+        world_size=order.spec.world_size,
+        local_rank=local_rank,
+        local_world_size=order.local_world_size,
+        address=start.store,
+        rehearsed=bool(order.rehearsed),
+        notice=lambda text: print(f"taas: {text}"),  # noqa: T201  the cell shows it
+        project=Path(project),
+    )
+    adopt.install(membership, order.spec.backend)
+    children.install(membership)
+    return Prepared(shell, wall, device, staged.environ)
+
+
+def _enter_replica(start: RankStart) -> str:
+    """Let a copy of the project stand in its place, where there is one; returns where the project is."""
+    staged = start.staged
+    if not staged.replica:
+        return staged.project
+    try:
+        replica.enter(staged.replica, staged.project)
+    except OSError as error:
+        if start.rank == 0:
+            print(  # noqa: T201  the cell shows it
+                f"taas: absolute paths of the project do not hold on VM {start.order.vm}, relative ones do: {error}"
+            )
+        return staged.replica
+    return staged.project
+
+
+def _enter_storage(start: RankStart, project: str) -> Guard:
+    """Raise the wall around the project; this process has one thread, and has what it needs of others."""
+    order, staged = start.order, start.staged
+    scratch = scratch_of(Path(staged.scratch), start.rank)
+    scratch.mkdir(mode=0o700, parents=True, exist_ok=True)
+    sockets = "" if order.delivery is None else order.delivery.folder
+    ours = [staged.output, start.store.folder, sockets]
+    if order.spec.keep:  # later runs have other folders beside these
+        ours = [str(Path(path).parent) for path in ours if path]
+    return guard(
+        Policy(
+            project=project,
+            rank=start.rank,
+            mode=order.spec.rank_writes,
+            shared=order.spec.shared,
+            scratch=str(scratch),
+            writable=tuple(path for path in ours if path),
+        )
+    )
+
+
+def _enter_project(start: RankStart, project: str) -> None:
+    """Stand where the notebook stands, with the arguments that a script would have."""
+    os.chdir(project)
+    if sys.path[:1] != [project]:
+        sys.path.insert(0, project)
+    sys.argv = ["<cell>"]
+    for spelling in ("--local_rank", "--local-rank"):
+        if spelling in start.order.cell:
+            sys.argv = ["<cell>", f"{spelling}={start.local_rank}"]
+            break
+
+
+def _enter_device(order: RankOrder, local_rank: int) -> str | None:
+    """Select this rank's device and its share of the processor; returns where CUDA tensors of the notebook land."""
+    import torch
+
+    if "OMP_NUM_THREADS" in os.environ:
+        _limit_threads(int(os.environ["OMP_NUM_THREADS"]))
+    if order.rehearsed:
+        rehearsal.install(local_rank, order.rehearsed)
+        return None
+    if not order.gpus:
+        return None
+    if order.local_world_size > 1:
+        torch.cuda.set_device(local_rank)
+    return f"cuda:{local_rank}"
+
+
+def _limit_threads(count: int) -> None:
+    """Do what OMP_NUM_THREADS would do: the libraries read it at import, which was before the fork."""
+    import torch
+
+    from taas.rank.preloaded import THREAD_POOLS
+
+    torch.set_num_threads(count)
+    THREAD_POOLS.limit(limits=count)

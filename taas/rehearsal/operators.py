@@ -1,0 +1,269 @@
+"""Functions of torch that mean a GPU: those that make tensors, mixed precision, choices among kernels, compilation.
+
+Inside ``autocast("cuda")`` the CPU's autocast is on as well, with the same dtype: the CUDA flags are set as on a GPU
+(``torch.is_autocast_enabled()``, ``custom_fwd``), the CPU's do the work. With honest tensors ``GradScaler`` needs no
+help: it goes where the loss is. ``torch.compile`` runs eagerly: the same object shapes, no graph, no kernel.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.amp.autocast_mode
+import torch.fx.node
+import torch.jit._builtins
+import torch.utils._device
+from torch import _VF, nn
+from torch.nn import attention
+
+from taas.rehearsal.devices import CPU, as_cpu, machine, ordinal
+from taas.rehearsal.patches import Arguments, always, replace, replace_all, rewrite_calls
+from taas.rehearsal.streams import generators
+
+# ---------------------------------------------------------------- making tensors
+#
+# Random factories asked for a CUDA device draw from that device's own generator (``streams``), as on a GPU:
+# ``torch.randn(3, device="cuda")`` does not advance the CPU's stream.
+
+Factory = Callable[..., torch.Tensor]
+
+# torch's own list of what obeys `with torch.device(…)`, and those that take a device without obeying it
+LIKE = (
+    *("zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "randint_like"),
+    "normal",
+)
+NEW = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros")
+DRAWS = frozenset({"rand", "randn", "randint", "randperm"})
+
+_standing_in: dict[Any, Factory] = {}  # torch's own factory -> ours
+
+
+def _on_the_cpu(original: Factory, draws: bool = False) -> Factory:
+    @functools.wraps(original)
+    def factory(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if kwargs:
+            device = kwargs.get("device")
+            if device is not None:
+                cpu = kwargs["device"] = as_cpu(device)
+                if draws and cpu is CPU and device is not CPU and kwargs.get("generator") is None:
+                    kwargs["generator"] = generators[ordinal(device)]
+            if kwargs.get("pin_memory"):
+                kwargs["pin_memory"] = False
+        return original(*args, **kwargs)
+
+    return factory
+
+
+def _found() -> list[tuple[Any, str, Factory]]:
+    """Where the factories are: module, name, function."""
+    wanted = {*torch.utils._device._device_constructors(), *(getattr(torch, name) for name in LIKE)}
+    return [
+        (module, name, value)
+        for module in (torch, torch.fft, torch.nested)
+        for name, value in vars(module).items()
+        if callable(value)
+        and not isinstance(value, type)
+        and type(value).__hash__ is not None
+        and value in wanted
+    ]
+
+
+# at import, so before the fork: looking through torch in a fork copies the pages of all it looks at
+_FACTORIES = _found()
+
+
+def _install_factories() -> None:
+    """Wrap every factory of ``torch``, ``torch.fft``, ``torch.nested`` and ``torch.Tensor.new_*``; lay the net below."""
+    _register_kernels()
+    for module, name, original in _FACTORIES:
+        factory = _on_the_cpu(original, name in DRAWS)
+        _standing_in[original] = factory
+        replace(module, name, factory)
+        _tell_torchscript(original, factory)
+    for name in NEW:
+        replace(torch.Tensor, name, _on_the_cpu(getattr(torch.Tensor, name)))
+    replace(torch.utils._device.DeviceContext, "__init__", _device_context_init)
+    replace(torch.utils._device.DeviceContext, "__torch_function__", _device_context_function)
+    replace(torch.fx.node, "_find_module_of_method", _find_module_of_method)
+
+
+def _tell_torchscript(original: Any, factory: Factory) -> None:
+    """Keep ``torch.jit.script`` compiling the operator; it finds operators by the identity of the function."""
+    table = torch.jit._builtins._builtin_table
+    # Where there is no table yet, it will be built from torch's names, which are ours by then.
+    if table is not None and id(original) in table:
+        torch.jit._builtins._register_builtin(factory, table[id(original)])
+
+
+_context_init = torch.utils._device.DeviceContext.__init__
+_find_module = torch.fx.node._find_module_of_method
+
+
+def _device_context_init(self: Any, device: Any) -> None:
+    _context_init(self, device)
+    if self.device.type == "cuda" and self.device.index is None:  # torch.get_default_device() tells the index
+        self.device = torch.device("cuda", machine.current)
+
+
+def _device_context_function(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    kwargs = kwargs or {}
+    if func in torch.utils._device._device_constructors() and kwargs.get("device") is None:
+        kwargs["device"] = self.device
+        func = _standing_in.get(func, func)
+    return func(*args, **kwargs)
+
+
+def _find_module_of_method(orig_method: Any) -> str:
+    """Name the module of a factory that FX has traced; FX looks for the very function in ``torch``."""
+    if orig_method in _standing_in:
+        return _standing_in[orig_method].__module__
+    return _find_module(orig_method)
+
+
+# Below them two kernels for the CUDA dispatch key catch what bypasses ``torch``'s namespace: TorchScript, C++
+# extensions, and pickles that name ``torch._C._VariableFunctionsClass``.
+
+_library: torch.library.Library | None = None
+"""Lives as long as the process: its end would unregister the kernels."""
+
+
+def _empty(
+    size: Any, *, memory_format: Any = None, dtype: Any = None, layout: Any = None, **_: Any
+) -> torch.Tensor:
+    return torch.ops.aten.empty.memory_format(  # type: ignore[no-any-return]
+        size, dtype=dtype, layout=layout, device=CPU, memory_format=memory_format
+    )
+
+
+def _empty_strided(
+    size: Any, stride: Any, *, dtype: Any = None, layout: Any = None, **_: Any
+) -> torch.Tensor:
+    return torch.ops.aten.empty_strided(  # type: ignore[no-any-return]
+        size, stride, dtype=dtype, layout=layout, device=CPU
+    )
+
+
+def _register_kernels() -> None:
+    global _library
+    _library = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # they replace torch's own, which is their purpose
+        _library.impl("empty.memory_format", _empty, "CUDA")
+        _library.impl("empty_strided", _empty_strided, "CUDA")
+
+
+# ---------------------------------------------------------------- mixed precision
+
+_autocast = torch.amp.autocast_mode.autocast
+_enter, _exit = _autocast.__enter__, _autocast.__exit__
+_cast = torch.amp.autocast_mode._cast
+_lstm: Callable[..., Any] = _VF.lstm
+
+
+def _enter_both(self: Any) -> Any:
+    entered = _enter(self)
+    if self.device == "cuda":
+        inner = _autocast(
+            "cpu", dtype=self.fast_dtype, enabled=self._enabled, cache_enabled=self._cache_enabled
+        )
+        self.__dict__.setdefault("_on_the_cpu", []).append(inner)
+        _enter(inner)
+    return entered
+
+
+def _exit_both(self: Any, *exc: Any) -> Any:
+    if self.device == "cuda":
+        _exit(self._on_the_cpu.pop(), *exc)
+    return _exit(self, *exc)
+
+
+def _cast_on_the_cpu(value: Any, device_type: str, dtype: torch.dtype) -> Any:
+    """What ``custom_fwd(cast_inputs=…)`` casts are the tensors of its device, which are CPU tensors here."""
+    return _cast(value, "cpu" if device_type == "cuda" else device_type, dtype)
+
+
+def _lstm_in_single_precision(*args: Any, **kwargs: Any) -> Any:
+    """Run an LSTM under fp16 autocast in fp32, rounding what comes out: the CPU has no fp16 LSTM."""
+    if not (torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") is torch.float16):
+        return _lstm(*args, **kwargs)
+    with _autocast("cpu", enabled=False):
+        outputs = _lstm(*(_single(argument) for argument in args), **kwargs)
+    return tuple(output.half() for output in outputs)
+
+
+def _single(argument: Any) -> Any:
+    if isinstance(argument, torch.Tensor):
+        return argument.float() if argument.is_floating_point() else argument
+    if isinstance(argument, (list, tuple)):
+        return type(argument)(_single(item) for item in argument)
+    return argument
+
+
+# ---------------------------------------------------------------- attention
+
+_attention: Any = torch.nn.functional.scaled_dot_product_attention
+
+
+def _and_the_plain_one(arguments: Arguments) -> None:
+    """Flash and memory-efficient attention are chosen to be fast; what every device has is the plain one."""
+    backends = arguments["backends"]
+    chosen = [backends] if isinstance(backends, attention.SDPBackend) else list(backends)
+    arguments["backends"] = [*chosen, attention.SDPBackend.MATH]
+
+
+def _attention_over_shards(query: Any, *args: Any, **kwargs: Any) -> Any:
+    """``F.scaled_dot_product_attention``; of DTensors in its parts, since the CPU's kernel has no sharding strategy."""
+    distributed = sys.modules.get("torch.distributed.tensor")
+    if distributed is None or not isinstance(query, distributed.DTensor):
+        return _attention(query, *args, **kwargs)
+    # The causal mask is a plain tensor.
+    from torch.distributed.tensor.experimental import implicit_replication
+
+    with attention.sdpa_kernel(attention.SDPBackend.MATH), implicit_replication():
+        return _attention(query, *args, **kwargs)
+
+
+# ---------------------------------------------------------------- torch.compile
+
+
+def _compile(model: Any = None, **options: Any) -> Any:
+    """Return what behaves like the compiled model: ``_orig_mod``, its prefix in ``state_dict``, shared parameters."""
+    if model is None:
+        return functools.partial(_compile, **options)
+    if isinstance(model, nn.Module):
+        import torch._dynamo
+        from torch._dynamo.eval_frame import OptimizedModule
+
+        return OptimizedModule(model, torch._dynamo.disable())
+    if not callable(model):
+        raise RuntimeError(f"torch.compile takes a module or a function, not {type(model).__name__}")
+
+    @functools.wraps(model)
+    def eager(*args: Any, **kwargs: Any) -> Any:
+        return model(*args, **kwargs)
+
+    vars(eager)["_torchdynamo_orig_callable"] = model
+    return eager
+
+
+def install() -> None:
+    """Patch autocast in place, so ``torch.cuda.amp.autocast``, its subclass, follows; turn Dynamo off for all."""
+    _install_factories()
+    replace_all(_autocast, {"__enter__": _enter_both, "__exit__": _exit_both})
+    replace(torch.amp.autocast_mode, "_cast", _cast_on_the_cpu)
+    _VF.lstm = _lstm_in_single_precision
+    rewrite_calls(attention, "sdpa_kernel", _and_the_plain_one)
+    replace(torch.nn.functional, "scaled_dot_product_attention", _attention_over_shards)
+    replace_all(torch.backends.cuda, {"enable_math_sdp": always(None), "is_built": always(True)})
+    replace(torch.backends.cudnn, "is_available", always(True))
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    if "torch._dynamo.config" in sys.modules:
+        config: Any = sys.modules["torch._dynamo.config"]
+        config.disable = True
+    replace(torch, "compile", _compile)

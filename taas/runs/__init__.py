@@ -1,0 +1,1 @@
+"""A run's folder: its record, its events, its answer, and what reads them."""

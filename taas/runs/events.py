@@ -1,0 +1,255 @@
+"""The files in which a rank keeps what it prints and displays, and how they are read in order.
+
+A rank appends records to its event file and never waits for a reader (rank/streams.py). Each record carries the sizes
+that the rank's C-level stdout and stderr files had when it was written, so that a reader can put both kinds of output
+into one order. A record is written with one write(2) to a file opened for appending: records of forked children
+do not mix, and a rank that is killed leaves whole ones.
+
+Record: ``<BIQQ`` (kind, bytes of the body, size of stdout file, size of stderr file), then the body: UTF-8 text
+for streams (kinds 0 and 1), of bounded size, else MessagePack.
+
+Who reads is told by inotify(7) that files grew. A user has so many of its watches, and editors may have taken them all:
+who watches has to ask then.
+"""
+
+from __future__ import annotations
+
+import codecs
+import ctypes
+import os
+import struct
+from pathlib import Path
+from typing import NamedTuple
+
+from taas.wording import size_in_words
+
+RECORD = struct.Struct("<BIQQ")
+KINDS = ("stdout", "stderr", "display", "update", "clear", "result", "comm", "error")
+EVENTS, STDOUT, STDERR = "events", "stdout", "stderr"
+FILES = (EVENTS, STDOUT, STDERR)
+LARGEST_DISPLAY = 48 << 20
+"""A display of more bytes does not fit well into a notebook."""
+LARGEST_TEXT = 1 << 16
+"""Bytes of a stream in one record."""
+_BLOCK = 1 << 18
+_IN_MODIFY, _IN_MOVED_TO, _IN_CREATE, _IN_IGNORED = 0x2, 0x80, 0x100, 0x8000
+_WANTED = _IN_MODIFY | _IN_MOVED_TO | _IN_CREATE
+BLIND_SECONDS = 0.1
+_EVENT = struct.Struct("iIII")
+
+
+class Output(NamedTuple):
+    """Consecutive output of one rank.
+
+    Attributes:
+        rank: whose it is.
+        kind: ``stdout``, ``stderr``, ``display``, ``update``, ``clear``, ``result``, ``comm`` or ``error``; ``note``
+            for what taas says of the run between two outputs.
+        text: for the streams and notes.
+        body: for the others, the arguments of IPython's publisher, in MessagePack; for ``comm``, those of a widget's
+            message to the front end (:mod:`taas.notebook.comms`).
+    """
+
+    rank: int
+    kind: str
+    text: str = ""
+    body: bytes = b""
+
+
+class _Growing:
+    """A file that grows, read from where the last read ended; open once there is something in it."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._fd = -1
+        self.offset = 0
+
+    def size(self) -> int:
+        if self._fd >= 0:
+            return os.fstat(self._fd).st_size
+        try:
+            return os.stat(self._path).st_size  # noqa: PTH116  called for each rank again and again
+        except FileNotFoundError:
+            return 0
+
+    def peek(self, count: int, ahead: int = 0) -> bytes:
+        """Return up to ``count`` bytes, leaving them unread."""
+        if self.size() <= self.offset:
+            return b""
+        if self._fd < 0:
+            self._fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+        return os.pread(self._fd, count, self.offset + ahead)
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+class RankEvents:
+    """The output of one rank as one sequence.
+
+    Args:
+        folder: the rank's.
+        rank: its number.
+    """
+
+    def __init__(self, folder: Path, rank: int = 0) -> None:
+        self._rank = rank
+        self._events = _Growing(folder / EVENTS)
+        self._raw = _Growing(folder / STDOUT), _Growing(folder / STDERR)
+        self._decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in range(4)]
+        self._found: list[Output] = []
+        self._texts: list[str] = []  # of one stream, for the next Output
+        self._bodies: list[bytes] = []  # of one source, for the next of these texts
+        self._kind, self._source = "", -1
+
+    def read(self) -> list[Output]:
+        """Return what was written since the last call, a block or a display at most; neighbouring texts are one."""
+        while True:
+            before = self._position
+            self._read()
+            self._end_text()
+            found, self._found = self._found, []
+            if found or self._position == before:
+                return found  # else it was a part of a character
+
+    @property
+    def _position(self) -> tuple[int, ...]:
+        return self._events.offset, *(file.offset for file in self._raw)
+
+    def _read(self) -> None:
+        """Read a block of the event file, and the raw files as far as its records had seen them.
+
+        The raw files' sizes are taken before the events are read: what a rank printed before it wrote to them
+        is then among the events already.
+        """
+        sizes = self._raw[0].size(), self._raw[1].size()
+        block, at, left = self._events.peek(_BLOCK), 0, _BLOCK
+        while left > 0:
+            if len(block) - at < RECORD.size:
+                if len(block) < _BLOCK:  # all records are read
+                    self._take_raw(sizes, left)
+                break
+            kind, length, stdout, stderr = RECORD.unpack_from(block, at)
+            left -= self._take_raw((stdout, stderr), left)
+            if left <= 0:
+                break  # the record comes after what is left of these
+            end = at + RECORD.size + length
+            if end > len(block):  # it is large, or being written just now
+                if not at:
+                    self._take_large(kind, length)
+                break
+            self._take(kind, block[at + RECORD.size : end])
+            left -= end - at
+            at = end
+        self._events.offset += at
+
+    def _take(self, kind: int, body: bytes) -> None:
+        if kind < 2:
+            self._take_text(kind, body)
+        else:
+            self._end_text()
+            self._found.append(Output(self._rank, KINDS[kind], body=body))
+
+    def _take_large(self, kind: int, length: int) -> None:
+        """Take the record that the file is read up to, once it is whole."""
+        if self._events.size() < self._events.offset + RECORD.size + length:
+            return
+        if length <= LARGEST_DISPLAY:
+            self._take(kind, self._events.peek(length, RECORD.size))
+        else:
+            left_out = (
+                f"taas: a display of {size_in_words(length)} is left out, a notebook takes up to "
+                f"{size_in_words(LARGEST_DISPLAY)}: "
+                "let the cell save it to a file\n"
+            )
+            self._take_text(1, left_out.encode())
+        self._events.offset += RECORD.size + length
+
+    def _take_raw(self, sizes: tuple[int, int], limit: int) -> int:
+        taken = 0
+        for index, (file, size) in enumerate(zip(self._raw, sizes, strict=True)):
+            while file.offset < size and taken < limit:
+                data = file.peek(min(_BLOCK, size - file.offset))
+                if not data:
+                    break
+                file.offset += len(data)
+                taken += len(data)
+                self._take_text(2 + index, data)
+        return taken
+
+    def _take_text(self, source: int, body: bytes) -> None:
+        """Take bytes of a stream: Python's (0, 1) or C's (2, 3), each of which may end within a character."""
+        if source != self._source:
+            self._decode()
+            if KINDS[source % 2] != self._kind:
+                self._end_text()
+            self._source, self._kind = source, KINDS[source % 2]
+        self._bodies.append(body)
+
+    def _decode(self) -> None:
+        if self._bodies:
+            self._texts.append(self._decoders[self._source].decode(b"".join(self._bodies)))
+            self._bodies.clear()
+
+    def _end_text(self) -> None:
+        self._decode()
+        text = "".join(self._texts)
+        self._texts.clear()
+        if text:
+            self._found.append(Output(self._rank, self._kind, text))
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in (self._events, *self._raw):
+            file.close()
+
+
+class Inotify:
+    """Watches folders; :meth:`changed` names those in which a file was written.
+
+    Attributes:
+        blind: the system has no watch left for some of them; look every :data:`BLIND_SECONDS`.
+    """
+
+    def __init__(self) -> None:
+        self._libc = ctypes.CDLL(None, use_errno=True)
+        self._fd = self._libc.inotify_init1(os.O_CLOEXEC | os.O_NONBLOCK)
+        self.blind = self._fd < 0
+        if self.blind:
+            self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # never readable
+        self._folders: dict[int, Path] = {}
+
+    def fileno(self) -> int:
+        """Return the descriptor that becomes readable."""
+        return int(self._fd)
+
+    def add(self, folder: Path) -> None:
+        """Watch the files of a folder."""
+        watch = self._libc.inotify_add_watch(self._fd, os.fsencode(folder), _WANTED)
+        if watch < 0:
+            self.blind = True
+        else:
+            self._folders[watch] = folder
+
+    def changed(self) -> set[Path]:
+        """Return the folders in which something was written since the last call."""
+        found: set[Path] = set()
+        try:
+            data = os.read(self._fd, 1 << 16)
+        except BlockingIOError:
+            return found
+        offset = 0
+        while offset < len(data):
+            watch, mask, _, length = _EVENT.unpack_from(data, offset)
+            offset += _EVENT.size + length
+            if mask & _IN_IGNORED:  # the folder is gone, and its watch with it
+                self._folders.pop(watch, None)
+            elif watch in self._folders:
+                found.add(self._folders[watch])
+        return found
+
+    def close(self) -> None:
+        """Stop watching."""
+        os.close(self._fd)

@@ -1,0 +1,160 @@
+"""Folders of taas on this machine, which nobody else can enter, and whose the files there are.
+
+A process id is given to others later on, so what is kept of a process is the id and when it was born.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import socket
+import time
+from pathlib import Path
+
+import msgspec
+from jupyter_core.paths import jupyter_data_dir, jupyter_runtime_dir
+
+from taas.errors import EngineError
+from taas.wire.stopped import process
+from taas.wording import size_in_words
+
+_ROOM = 1 << 18
+"""Bytes that a run's record, sockets and first output take of the runtime folder, or its semaphores of /dev/shm."""
+_FORGOTTEN_SECONDS = 30 * 24 * 3600.0
+"""So old is what a process of another machine left behind when it is taken for left behind."""
+_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 where the system makes semaphores
+
+
+def runtime_folder(name: str) -> Path:
+    """Return a folder for what belongs to processes that run: connections, run records, locks."""
+    return _private(Path(jupyter_runtime_dir()) / "taas", name)
+
+
+def data_folder(name: str) -> Path:
+    """Return a folder for what outlives them: writes kept for ``%taas recover``."""
+    return _private(Path(jupyter_data_dir()) / "taas", name)
+
+
+def crash_report(pid: int) -> Path:
+    """Return where the supervisor with this process id writes why it broke, should it break."""
+    return runtime_folder("crashes") / f"supervisor-{pid}.log"
+
+
+def write_private(path: Path, data: bytes | mmap.mmap) -> None:
+    """Put a file in place in one step, for this user alone, or leave what was there.
+
+    Raises:
+        OSError: naming the file; the disk is full, for one.
+    """
+    partial = path.with_suffix(".new")
+    try:
+        partial.touch(0o600)
+        partial.write_bytes(data)
+        partial.replace(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from None
+
+
+def check_room(*, local: bool) -> None:
+    """Look whether a run can begin: its folder, and the semaphores that ranks of this machine are started with.
+
+    Raises:
+        EngineError: naming the folder, what it lacks, and what to do.
+    """
+    root = Path(jupyter_runtime_dir()) / "taas"
+    try:
+        runtime_folder("runs")
+        lack = _lack(root)
+    except OSError as error:
+        lack = f"cannot be made: {error.strerror}"
+    if lack:
+        raise EngineError(
+            f"{root}, where runs keep record and output, {lack}: nothing was started. Make room there, or start "
+            "Jupyter with JUPYTER_RUNTIME_DIR set to a folder that has some."
+        )
+    if local and (lack := _lack(_SHARED_MEMORY)):
+        raise EngineError(
+            f"{_SHARED_MEMORY}, where ranks and DataLoader workers share memory, {lack}: nothing was started. Remove "
+            "what other programs left in it, or mount one with room (docker run --shm-size=8g)."
+        )
+
+
+def _lack(folder: Path) -> str:
+    if not folder.is_dir():
+        return "is not there"
+    disk = os.statvfs(folder)
+    free = (disk.f_bavail if os.geteuid() else disk.f_bfree) * disk.f_frsize
+    if disk.f_flag & os.ST_RDONLY or not os.access(folder, os.W_OK):
+        return "is read-only"
+    if free < _ROOM:
+        return f"is full ({size_in_words(free)} left)"
+    return "is full (no file more)" if disk.f_files and not disk.f_ffree else ""
+
+
+def _private(root: Path, name: str) -> Path:
+    root.parent.mkdir(parents=True, exist_ok=True)
+    root.mkdir(mode=0o700, exist_ok=True)
+    (root / name).mkdir(mode=0o700, exist_ok=True)
+    return root / name
+
+
+class ProcessMark(msgspec.Struct, frozen=True):
+    """A process that cannot be taken for another one, also when the clock is set meanwhile.
+
+    Attributes:
+        pid: its id.
+        born: when it was born, in the system's ticks since it was booted.
+        boot: which start of which machine or container that was.
+        host: the machine's name; several may share a home directory.
+    """
+
+    pid: int
+    born: float
+    boot: str = ""
+    host: str = ""
+
+    @classmethod
+    def of(cls, pid: int) -> ProcessMark:
+        """Mark a living process.
+
+        Raises:
+            OSError: there is none.
+        """
+        found = process(pid)
+        if found is None:
+            raise ProcessLookupError(f"there is no process {pid}")
+        return cls(pid, found.born, _boot(), socket.gethostname())
+
+    @property
+    def lives(self) -> bool:
+        """Whether it is there, on this machine."""
+        with contextlib.suppress(OSError):
+            found = None if self.elsewhere else process(self.pid)
+            alive = found is not None and found.born == self.born and found.state not in "ZX"
+            return alive and self.boot == _boot()
+        return False
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether it is a process of another machine or container, which cannot be looked up here."""
+        return self.host not in ("", socket.gethostname())
+
+    def has_left(self, file: Path) -> bool:
+        """Whether it is gone for good, and with it the use of a file that it wrote.
+
+        Raises:
+            OSError: the file cannot be looked at.
+        """
+        if self.elsewhere:
+            return time.time() - file.stat().st_mtime > _FORGOTTEN_SECONDS
+        return not self.lives
+
+
+def _boot() -> str:
+    """Name this start of the system, and within it the container, whose process ids are its own."""
+    with contextlib.suppress(OSError):
+        started = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{started} {Path('/proc/self/ns/pid').readlink()}"
+    return ""

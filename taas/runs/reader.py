@@ -1,0 +1,132 @@
+"""Reading a run: all that is known of it lies in its folder (runs/records.py), and this is who reads it.
+
+The launching cell, ``attach``, ``logs`` and the command line are this reader, with another screen each. It needs no
+supervisor, holds nothing up, and what it has not read yet waits in the files.
+"""
+
+from __future__ import annotations
+
+import select
+import time
+from collections.abc import Iterable
+
+from taas.runs.events import BLIND_SECONDS, Inotify, Output, RankEvents
+from taas.runs.records import RunRecord, output_folder, read_record
+
+LOOK_SECONDS = 0.25
+"""So often whoever follows a run looks at its record, also where nobody says that it has changed."""
+_LAST_CHARACTERS = 1000
+"""So much of what a rank wrote unseen is shown when it asks something."""
+
+
+class RunReader:
+    """One run: its record as it is now, and what its ranks have written, over all its starts, each thing once.
+
+    Args:
+        record: the run, as it was when somebody found it.
+        ranks: whose output; None: that of the ranks which the run shows.
+
+    Attributes:
+        record: as it was read last.
+        removed: whether it is not there any more.
+    """
+
+    def __init__(self, record: RunRecord, ranks: Iterable[int] | None = None) -> None:
+        self.record, self.removed = record, False
+        self._folder = record.folder
+        self._ranks = tuple(record.shown_ranks() if ranks is None else ranks)
+        self._watch = Inotify()
+        self._watch.add(self._folder)
+        self._told = False
+        self._look_at = 0.0
+        self._open(0)
+
+    def _open(self, start: int) -> None:
+        """Begin to read what the ranks of a start write."""
+        self._start, self._output = start, output_folder(self._folder, start)
+        self._files = {rank: RankEvents(self._output / str(rank), rank) for rank in self._ranks}
+        self._unwatched = {self._output, *(self._output / str(rank) for rank in self._ranks)} - {self._folder}
+
+    def include(self, rank: int) -> list[Output]:
+        """Read what this rank writes, too, since it asks something; returns the last of what it has written."""
+        if rank in self._ranks:
+            return []
+        self._ranks = (*self._ranks, rank)
+        self._files[rank] = file = RankEvents(self._output / str(rank), rank)
+        self._unwatched.add(self._output / str(rank))
+        last: list[Output] = []
+        while found := file.read():
+            last = [item._replace(text=item.text[-_LAST_CHARACTERS:]) for item in found[-1:]]
+        return last
+
+    @property
+    def over(self) -> bool:
+        """Whether the run is over, as far as is known: what :meth:`read` finds then is all there is."""
+        return self.removed or not self.record.live
+
+    def fileno(self) -> int:
+        """Return a descriptor that becomes readable when there may be something new."""
+        return self._watch.fileno()
+
+    def wait(self, seconds: float) -> None:
+        """Wait until there may be something new, at most so long."""
+        select.select([self], [], [], min(seconds, BLIND_SECONDS) if self._watch.blind else seconds)
+
+    def look(self, *, at_once: bool = False) -> RunRecord:
+        """Read the record, if it may have changed, or at once."""
+        changed = self._folder in self._watch.changed()
+        if not self._told and (at_once or changed or time.monotonic() >= self._look_at):
+            self._look_at = time.monotonic() + LOOK_SECONDS
+            record = read_record(self._folder)
+            self.removed = record is None
+            self.record = record or self.record
+        return self.record
+
+    def read(self) -> list[Output]:
+        """Return what comes next, some hundred KiB at most; nothing where that is all by now.
+
+        A start of the run is read to its end before the next one, which the record knew before.
+        """
+        while True:
+            self._watch_folders()
+            for rank, file in list(self._files.items()):
+                if found := file.read():
+                    self._files[rank] = self._files.pop(rank)  # the others have their turn first
+                    return found
+            if self._start >= self.record.restarts:
+                return []
+            self._close_files()
+            self._open(self._start + 1)
+            if note := "".join(self.record.losses[self._start - 1 : self._start]):
+                return [Output(0, "note", note)]
+
+    def _watch_folders(self) -> None:
+        for folder in [folder for folder in self._unwatched if folder.is_dir()]:
+            self._watch.add(folder)
+            self._unwatched.discard(folder)
+
+    def _close_files(self) -> None:
+        for file in self._files.values():
+            file.close()
+
+    def end(self, record: RunRecord) -> None:
+        """Take the supervisor's word that the run is over, with its last record, which a full disk may lack."""
+        self.record, self._told = record, True
+
+    def skip(self) -> bool:
+        """Leave what was not read yet in the files; returns whether it was to be read until now."""
+        wanted = bool(self._files)
+        self._close_files()
+        self._files, self._start = {}, self.record.restarts
+        return wanted
+
+    def close(self) -> None:
+        """Close everything."""
+        self._watch.close()
+        self._close_files()
+
+    def __enter__(self) -> RunReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,118 @@
+"""What runs leave on disk, and for how long.
+
+A background run leaves files for ``%taas attach``, written whole, and read only as they were written: they are pickles, so
+what a full disk cut off or a bad one changed would be a riddle or, worse, other numbers. Old runs make room for new ones,
+announced a day before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import shutil
+import time
+import zlib
+from pathlib import Path
+
+from taas.errors import DamagedAnswer
+from taas.runs.places import write_private
+from taas.runs.records import ANNOUNCED, RunRecord, read_records
+
+KEPT_RUNS = 200
+KEPT_BYTES = 4 << 30
+NOTICE_SECONDS = 24 * 3600.0
+
+
+def make_room(
+    runs: int = KEPT_RUNS,
+    nbytes: int = KEPT_BYTES,
+    *,
+    now: float | None = None,
+    notice: float = NOTICE_SECONDS,
+) -> list[RunRecord]:
+    """Keep the folders of ended runs within limits.
+
+    Above a limit the oldest are announced, which ``%taas history`` shows; a run that was announced ``notice``
+    seconds ago and is still in the way is removed. The newest run stays.
+
+    Args:
+        runs: how many ended runs are kept.
+        nbytes: how much their folders may hold.
+        now: the time, in seconds since the epoch.
+        notice: seconds between announcement and removal.
+
+    Returns:
+        The runs that were removed.
+    """
+    now = time.time() if now is None else now
+    ended = [record for record in read_records() if not record.live and not _may_go_on(record)]
+    excess_runs = len(ended) - runs
+    sizes = {record.id: _size_of(record.folder) for record in ended}
+    excess_bytes = sum(sizes.values()) - nbytes
+    removed = []
+    for record in ended[:-1]:
+        if excess_runs <= 0 and excess_bytes <= 0:
+            break
+        excess_runs -= 1
+        excess_bytes -= sizes[record.id]
+        if not record.announced:
+            with contextlib.suppress(OSError):  # it stays, then
+                mark = record.folder / ANNOUNCED
+                mark.touch(0o600)
+                os.utime(mark, (now, now))
+        elif now - record.announced >= notice:
+            shutil.rmtree(record.folder, ignore_errors=True)
+            removed.append(record)
+    return removed
+
+
+def _may_go_on(record: RunRecord) -> bool:
+    """Whether it counts as lost only because its supervisor cannot be seen from this machine."""
+    return record.outcome == "lost" and record.supervisor.elsewhere
+
+
+def _size_of(folder: Path) -> int:
+    total = 0
+    for path in folder.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):
+            total += path.lstat().st_blocks * 512
+    return total
+
+
+def keep(record: RunRecord, name: str, source: int | bytes) -> None:
+    """Write a memory file, or bytes, into a run's folder, where it is complete once it is there; note its checksum.
+
+    Raises:
+        OSError: there is no room for it.
+    """
+    content = source if isinstance(source, bytes) else _content(source)
+    write_private(record.folder / name, content)
+    record.kept[name] = (len(content), zlib.crc32(content))
+
+
+def open_kept(record: RunRecord, name: str) -> int:
+    """Return a descriptor of a file that a run left.
+
+    Raises:
+        DamagedAnswer: it is not what the run wrote.
+        FileNotFoundError: it was removed.
+    """
+    path = record.folder / name
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    wanted, content = record.kept.get(name), _content(fd)
+    if wanted is None or (len(content), zlib.crc32(content)) == wanted:  # None: of an earlier release
+        return fd
+    os.close(fd)
+    what = f"{len(content):,} of {wanted[0]:,} bytes are there"
+    if len(content) == wanted[0]:
+        what = f"its {len(content):,} bytes have another checksum"
+    raise DamagedAnswer(
+        f"what {record.name} left cannot be read: {path} is not what was written, {what}. A full or failing disk does "
+        "that. Nothing in the notebook was changed by it: bring the file back from a copy, or run the cell again."
+    )
+
+
+def _content(fd: int) -> mmap.mmap | bytes:
+    nbytes = os.fstat(fd).st_size
+    return mmap.mmap(fd, nbytes, prot=mmap.PROT_READ) if nbytes else b""

@@ -1,0 +1,230 @@
+"""Where ranks stand: each says it when it is asked, and those that stand at the same place are folded, the odd one named.
+
+A rank says it also while C code holds the GIL, and when a fatal signal ends it: faulthandler's signal handler writes all
+threads' frames without running any Python
+(https://docs.python.org/3/library/faulthandler.html#faulthandler.register). The file begins with a line of JSON,
+the :class:`Preface`; each dump is appended. System calls go on after the signal but for those that the system
+never restarts (signal(7)): Python sees to that itself, C code's own ``sleep()`` returns early.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import linecache
+import os
+import signal
+import threading
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path, PurePath
+
+import msgspec
+
+from taas.wording import ranks_in_words
+
+_SHOWN_FRAMES = 12
+_SOURCE_WIDTH = 70
+STACKS = "stacks"
+SIGNAL = signal.SIGRTMIN + 11
+"""A real-time signal that neither glibc, CUDA nor profilers use."""
+_fd = -1
+
+
+class Frame(msgspec.Struct, frozen=True, array_like=True):
+    """One frame of a rank's main thread.
+
+    Attributes:
+        file: as Python names it.
+        line: counted from 1.
+        function: its name.
+        cell: the ``In[n]`` that the file is, or None.
+    """
+
+    file: str
+    line: int
+    function: str
+    cell: int | None = None
+
+
+class RankSeen(msgspec.Struct, frozen=True, array_like=True):
+    """A rank, looked at from outside.
+
+    Attributes:
+        rank: global rank.
+        pid: its process id.
+        status: as psutil names it (``sleeping``, ``running``, ``stopped``, …), or ``gone``.
+        cpu: processor seconds it has used.
+        written: bytes of output it has written.
+        frames: innermost first; None if it was not asked or did not answer.
+    """
+
+    rank: int
+    pid: int
+    status: str
+    cpu: float
+    written: int
+    frames: tuple[Frame, ...] | None = None
+
+
+class StackGroup(msgspec.Struct, frozen=True):
+    """Ranks that stand at one place.
+
+    Attributes:
+        ranks: their numbers.
+        where: the place in words.
+        odd: it is these that differ from the rest.
+        stack: a line for each frame, innermost last.
+    """
+
+    ranks: tuple[int, ...]
+    where: str
+    odd: bool = False
+    stack: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        mark = "   <- differs" if self.odd else ""
+        return f"{ranks_in_words(self.ranks)}: {self.where}{mark}"
+
+
+class Trouble(msgspec.Struct, frozen=True):
+    """Something is wrong with a run that goes on.
+
+    Attributes:
+        headline: what, in one line.
+        places: where the ranks stand.
+    """
+
+    headline: str
+    places: tuple[StackGroup, ...] = ()
+
+
+def is_collective(frames: Sequence[Frame]) -> str | None:
+    """Return the name of the torch.distributed function that the frames are in, or None."""
+    found = None
+    for frame in frames:  # innermost first
+        if "/torch/distributed/" in frame.file and "/elastic/" not in frame.file:
+            if frame.function not in ("wrapper", "<lambda>"):
+                found = frame.function
+        elif "/taas/adopt/" not in frame.file and (found or frame.cell is not None):
+            break
+    return found
+
+
+def fold(
+    seen: Iterable[RankSeen], *, cell: str, execution_count: int, ended: Iterable[int] = ()
+) -> tuple[StackGroup, ...]:
+    """Put together the ranks that stand at the same place.
+
+    Args:
+        seen: the ranks that are there, with their frames.
+        cell: text of the run's cell.
+        execution_count: its ``In[n]``.
+        ended: ranks that have ended the cell already.
+
+    Returns:
+        The places in the order of their ranks. Where there are several, all but the one with the most ranks
+        are odd; if two have as many, the one whose ranks wait in a collective counts as the rest.
+    """
+    source = _Source(cell, execution_count)
+    together: dict[str, list[RankSeen]] = defaultdict(list)
+    for rank in seen:
+        together[source.place_of(rank)].append(rank)
+    places = [
+        StackGroup(tuple(sorted(r.rank for r in ranks)), where, False, source.stack_of(ranks[0]))
+        for where, ranks in together.items()
+    ]
+    done = tuple(sorted(ended))
+    if done:
+        places.append(StackGroup(done, "ended the cell"))
+    waiting = {
+        where for where, ranks in together.items() if ranks[0].frames and is_collective(ranks[0].frames)
+    }
+    usual = max(places, key=lambda place: (len(place.ranks), place.where in waiting), default=None)
+    marked = [msgspec.structs.replace(place, odd=place is not usual) for place in places]
+    return tuple(sorted(marked, key=lambda place: place.ranks))
+
+
+class _Source:
+    """The text of frames' lines."""
+
+    def __init__(self, cell: str, execution_count: int) -> None:
+        self._lines = cell.splitlines()
+        self._count = execution_count
+
+    def _text(self, frame: Frame) -> str:
+        if frame.cell == self._count and frame.line <= len(self._lines):
+            text = self._lines[frame.line - 1].strip()
+        else:
+            text = linecache.getline(frame.file, frame.line).strip()
+        return text if len(text) <= _SOURCE_WIDTH else text[: _SOURCE_WIDTH - 1] + "…"
+
+    def _name(self, frame: Frame) -> str:
+        if frame.cell == self._count:
+            return f"cell line {frame.line}"
+        if frame.cell is not None:
+            return f"Cell In[{frame.cell}], line {frame.line}, in {frame.function}"
+        return f"{PurePath(frame.file).name}:{frame.line}, in {frame.function}"
+
+    def place_of(self, rank: RankSeen) -> str:
+        """Return the place of a rank in words: what it does, and the cell's line."""
+        if rank.status == "stopped":
+            return f"stopped by SIGSTOP (`kill -CONT {rank.pid}` lets it go on)"
+        if not rank.frames:
+            return "gave no answer" if rank.status != "gone" else "is gone"
+        doing = is_collective(rank.frames)
+        mine = next((frame for frame in rank.frames if frame.cell == self._count), None)
+        mine = mine or next((frame for frame in rank.frames if frame.cell is not None), None)
+        if mine is None:
+            innermost = rank.frames[0]
+            return f"{doing}, {self._name(innermost)}" if doing else self._name(innermost)
+        at = self._name(mine)
+        if doing:
+            return f"{doing}, {at}"
+        text = self._text(mine)
+        return f"{at}: {text}" if text else at
+
+    def stack_of(self, rank: RankSeen) -> tuple[str, ...]:
+        """Return a rank's innermost frames as lines, from the cell inwards."""
+        frames = list(rank.frames or ())
+        outermost = max((n for n, frame in enumerate(frames) if frame.cell is not None), default=len(frames))
+        lines = [
+            f"{self._name(frame)}: {text}" if (text := self._text(frame)) else self._name(frame)
+            for frame in reversed(frames[: outermost + 1])
+        ]
+        if len(lines) > _SHOWN_FRAMES:
+            lines = [*lines[:2], f"… {len(lines) - _SHOWN_FRAMES} more", *lines[2 - _SHOWN_FRAMES :]]
+        return tuple(lines)
+
+
+# ---------------------------------------------------------------- in a rank
+
+
+class Preface(msgspec.Struct, frozen=True):
+    """How to read the dumps.
+
+    Attributes:
+        main_thread: its identifier.
+        cells: ``In[n]`` of earlier cells, by the file name that frames have.
+    """
+
+    main_thread: int
+    cells: dict[str, int]
+
+
+def answer_requests(folder: Path, cells: dict[str, int]) -> None:
+    """From now on write this process's stacks into the folder at each signal, and at a fatal one; no more into another.
+
+    Args:
+        folder: the rank's output files.
+        cells: see :class:`Preface`.
+    """
+    global _fd
+    before, _fd = _fd, os.open(folder / STACKS, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    preface = Preface(threading.main_thread().ident or 0, cells)
+    with contextlib.suppress(OSError):  # a full disk: nobody sees where this rank stands, and its cell runs
+        os.write(_fd, msgspec.json.encode(preface) + b"\n")
+    faulthandler.enable(file=_fd, all_threads=True)
+    faulthandler.register(SIGNAL, file=_fd, all_threads=True, chain=False)
+    if before >= 0:
+        os.close(before)

@@ -1,0 +1,317 @@
+"""The three walls, the strongest first, and what a process brought along from before its wall.
+
+* A private mount namespace in which the project is mounted read-only. Holds for every call of every program the rank starts
+  (EROFS), with live reads, and is undone by nothing the rank can do: what would undo it (mounting, entering another
+  process's namespace through /proc, opening by file handle, raw devices) needs capabilities that are given up. As an ordinary
+  user a user namespace supplies the right to mount, and all its capabilities are given up afterwards.
+* Landlock, where namespaces are refused.
+* Python's audit hooks, where the kernel offers nothing. They see what Python itself opens and changes. C and C++ code and
+  every other program write past them, so they guard against accidents only.
+
+Each function raises one wall around this single-threaded process, and all that it will start, and returns how, for people.
+"""
+
+# Plain strings: a Path folds "..", which the kernel follows, and these run on every call of a rank.
+# ruff: noqa: PTH109, PTH115, PTH118, PTH208
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import os
+import stat
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import PurePath
+from typing import Any
+
+from taas import _linux
+from taas.storage.boundary import Boundary, resolve_beneath
+from taas.storage.denial import Denial
+
+LIMITS = {
+    "landlock": (
+        "mode, owner, times and extended attributes of project files can be changed by programs other than Python",
+        "nothing can be made, renamed or removed directly in the project's parent directories",
+        "as an ordinary user: sudo and other set-user-ID programs do not work in ranks other than 0",
+    ),
+    "audit": (
+        "only Python code in the rank and its forked workers is held back: C and C++ libraries (h5py, safetensors, "
+        "torch.jit.save), shells and other programs can write the project",
+        "sqlite3.connect to a database in the project needs file:...?mode=ro",
+    ),
+}
+
+# ---------------------------------------------------------------- the mount namespace
+
+# What root keeps is what root has in an ordinary container, less these; each could write past the mount.
+_WAYS_ROUND = (
+    _linux.CAP_SYS_ADMIN,  # mount, umount, setns
+    _linux.CAP_SYS_PTRACE,  # /proc/<pid>/root and memory of processes outside
+    _linux.CAP_DAC_READ_SEARCH,  # open_by_handle_at through another mount
+    _linux.CAP_SYS_MODULE,
+    _linux.CAP_SYS_RAWIO,
+    _linux.CAP_MKNOD,  # the disk itself
+    _linux.CAP_BPF,
+    _linux.CAP_CHECKPOINT_RESTORE,
+)
+
+
+def _raise_mount(boundary: Boundary, denial: Denial) -> str:
+    """Where this is refused, the process may afterwards be in a namespace of its own, which restricts nothing."""
+    with _linux.own_mounts(_WAYS_ROUND) as as_root:
+        _mount_readonly(boundary)
+    _verify(boundary)
+    return "as root" if as_root else "through a user namespace"
+
+
+def _mount_readonly(boundary: Boundary) -> None:
+    with _linux.still_seen(boundary.open):
+        for path in boundary.closed:
+            _linux.mount(path, path, _linux.MS_BIND | _linux.MS_REC)
+            if path == "/":
+                _enter_what_lies_on_root()
+            try:
+                _linux.mount_readonly(path)
+            except OSError as error:
+                if error.errno != errno.ENOSYS:
+                    raise
+                for entry in _linux.mounts():
+                    if resolve_beneath(entry.point, path) is not None:
+                        _linux.remount_readonly(entry)
+
+
+def _enter_what_lies_on_root() -> None:
+    """Absolute paths begin at this process's root, below what was mounted on it; ".." of the root lies above."""
+    os.chdir("/..")
+    os.chroot(".")
+
+
+def _verify(boundary: Boundary) -> None:
+    for path in boundary.closed:
+        if not os.statvfs(path).f_flag & os.ST_RDONLY:
+            raise OSError(errno.EPERM, f"{path} is still writable after it was mounted read-only")
+
+
+# ---------------------------------------------------------------- Landlock
+#
+# Landlock only grants. To deny one folder, everything else is granted: each entry of each of the project's
+# parent directories. Hence its limits: entries that appear directly in a parent later cannot be written, and
+# Landlock knows no rights for metadata. Source: landlock(7).
+
+_NUMBERS = {"create_ruleset": 444, "add_rule": 445, "restrict_self": 446}
+_VERSION, _PATH_BENEATH = 1, 1
+_REMOVE_AND_MAKE = sum(1 << bit for bit in range(4, 13))
+_WRITE_FILE, _REFER, _TRUNCATE = 1 << 1, 1 << 13, 1 << 14
+
+
+class _PathBeneath(ctypes.Structure):
+    _pack_ = 1
+    _layout_ = "ms"
+    _fields_ = (("allowed_access", ctypes.c_uint64), ("parent_fd", ctypes.c_int32))
+
+
+def _call(name: str, *arguments: object) -> int:
+    return _linux.check(_linux.libc.syscall(_NUMBERS[name], *arguments), f"landlock_{name}", "")
+
+
+def _raise_landlock(boundary: Boundary, denial: Denial) -> str:
+    """Restrict this process, and all it will start, to writing outside the project.
+
+    Returns:
+        How: the version of Landlock.
+
+    Raises:
+        OSError: the kernel refuses; the text says why.
+    """
+    version = _call("create_ruleset", None, 0, _VERSION)
+    rights = _WRITE_FILE | _REMOVE_AND_MAKE
+    rights |= (_REFER if version >= 2 else 0) | (_TRUNCATE if version >= 3 else 0)
+    ruleset = _call("create_ruleset", ctypes.byref(ctypes.c_uint64(rights)), 8, 0)
+    try:
+        for path in (*_free_entries(boundary), *boundary.open):
+            _grant(ruleset, path, rights)
+        if not _linux.has_capability(_linux.CAP_SYS_ADMIN):
+            _linux.set_no_new_privs()
+        _call("restrict_self", ruleset, 0)
+    finally:
+        os.close(ruleset)
+    return f"version {version}" + ("" if version >= 3 else ": truncation is not covered before version 3")
+
+
+def _free_entries(boundary: Boundary) -> list[str]:
+    """Entries of the project's parents that lead neither into the project nor to an alias of it."""
+    closed = set(boundary.closed)
+    parents = {str(parent) for path in closed for parent in PurePath(path).parents}
+    free = []
+    for parent in parents - closed:
+        if closed.intersection(map(str, PurePath(parent).parents)):
+            continue  # an alias inside the project's own tree
+        with contextlib.suppress(PermissionError):  # what cannot be listed stays denied
+            free += [entry.path for entry in os.scandir(parent) if not entry.is_symlink()]
+    return [path for path in free if path not in closed and path not in parents]
+
+
+def _grant(ruleset: int, path: str, rights: int) -> None:
+    try:
+        descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return  # gone since it was listed, or out of this user's reach
+    try:
+        if not stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            rights &= _WRITE_FILE | _TRUNCATE
+        rule = _PathBeneath(rights, descriptor)
+        _call("add_rule", ruleset, _PATH_BENEATH, ctypes.byref(rule), 0)
+    finally:
+        os.close(descriptor)
+
+
+# ---------------------------------------------------------------- audit hooks
+
+_WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+
+# Event -> positions of (path, dir_fd) pairs it changes; dir_fd None where the event carries none. Python's
+# audit event table: https://docs.python.org/3/library/audit_events.html
+_CHANGES: dict[str, tuple[tuple[int, int | None], ...]] = {
+    "os.mkdir": ((0, 2),),
+    "os.rmdir": ((0, 1),),
+    "os.remove": ((0, 1),),
+    "os.rename": ((0, 2), (1, 3)),
+    "os.link": ((0, 2), (1, 3)),
+    "os.symlink": ((1, 2),),
+    "os.truncate": ((0, None),),
+    "os.chmod": ((0, 2),),
+    "os.chown": ((0, 3),),
+    "os.utime": ((0, 3),),
+    "os.setxattr": ((0, None),),
+    "os.removexattr": ((0, None),),
+}
+
+
+_lift = threading.local()
+
+
+@contextlib.contextmanager
+def lifted() -> Iterator[None]:
+    """Let this thread's calls pass: for a call that names the project but opens a diverted file."""
+    before = getattr(_lift, "on", False)
+    _lift.on = True
+    try:
+        yield
+    finally:
+        _lift.on = before
+
+
+def _raise_audit(boundary: Boundary, denial: Denial) -> str:
+    """Make this interpreter refuse to write the project; an audit hook cannot be taken away again."""
+
+    def refuse(path: Any, dir_fd: int = -1) -> None:
+        real = _real(path, dir_fd)
+        if real is not None and boundary.relative(real) is not None:
+            raise denial.error(real)
+
+    sys.addaudithook(_hook(refuse))
+    return "Python only"
+
+
+def _hook(refuse: Callable[..., None]) -> Callable[[str, tuple[Any, ...]], None]:
+    def hook(event: str, args: tuple[Any, ...]) -> None:
+        if getattr(_lift, "on", False):
+            return
+        if event == "open":
+            path, _, flags = args
+            if isinstance(flags, int) and flags & _WRITES and not isinstance(path, int):
+                refuse(path)
+        elif event in _CHANGES:
+            for position, dir_fd in _CHANGES[event]:
+                refuse(args[position], -1 if dir_fd is None else args[dir_fd])
+        elif event == "sqlite3.connect" and not _reads_only(args[0]):
+            refuse(str(args[0]).removeprefix("file:").partition("?")[0])
+
+    return hook
+
+
+def _reads_only(database: Any) -> bool:
+    text = os.fsdecode(database) if isinstance(database, str | bytes | os.PathLike) else ""
+    return text in {"", ":memory:"} or ("?" in text and ("mode=ro" in text or "mode=memory" in text))
+
+
+def _real(path: Any, dir_fd: int) -> str | None:
+    if isinstance(path, int):
+        return _descriptor(path)
+    if not isinstance(path, str | bytes | os.PathLike):
+        return None
+    text = os.fsdecode(path)
+    base = _descriptor(dir_fd) if dir_fd is not None and dir_fd >= 0 else None
+    return os.path.realpath(os.path.join(base, text) if base else text)
+
+
+def _descriptor(number: int) -> str | None:
+    try:
+        return os.readlink(f"/proc/self/fd/{number}")
+    except OSError:
+        return None
+
+
+WALLS: dict[str, Callable[[Boundary, Denial], str]] = {
+    "mount": _raise_mount,
+    "landlock": _raise_landlock,
+    "audit": _raise_audit,
+}
+"""By mechanism. Each raises an OSError whose text says by what it is refused here."""
+
+# ---------------------------------------------------------------- what came from before the wall
+#
+# Working directory and descriptors name the project through the old, writable mount, so each is opened again by path, from
+# behind the wall. The paths are read before it stands: in a chroot the kernel names what was opened in the former mount
+# namespace from that namespace's root. A mapping made before cannot be taken back; a freshly forked rank has none.
+
+_KEPT = os.O_APPEND | os.O_NONBLOCK | os.O_DIRECTORY | os.O_PATH
+
+
+def inherited(boundary: Boundary) -> dict[int, str]:
+    """Find the descriptors beneath the project, and their paths.
+
+    What has no name any more is left as it is: nobody else finds it, and in a project ``/`` a memfd's
+    "/memfd:x (deleted)" is no path.
+    """
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        descriptor = int(name)
+        try:
+            path = os.readlink(f"/proc/self/fd/{descriptor}")
+            status = os.fstat(descriptor)
+        except OSError:
+            continue  # the listing's own descriptor, closed by now
+        named = status.st_nlink and (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode))
+        if named and boundary.relative(path) is not None:
+            found[descriptor] = path
+    return found
+
+
+def reopen(found: dict[int, str]) -> None:
+    """Open the working directory and these descriptors again, read-only.
+
+    A file that was open for writing can only be read afterwards: writing to it is EBADF.
+    """
+    with contextlib.suppress(OSError):  # a working directory that was removed stays what it is
+        os.chdir(os.getcwd())  # the string matters, not the directory
+    for descriptor, path in found.items():
+        _replace(descriptor, path, fcntl.fcntl(descriptor, fcntl.F_GETFL) & _KEPT)
+
+
+def _replace(descriptor: int, path: str, flags: int) -> None:
+    position = 0 if flags & os.O_PATH else os.lseek(descriptor, 0, os.SEEK_CUR)
+    inheritable = os.get_inheritable(descriptor)
+    try:
+        fresh = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
+    except OSError:
+        # Renamed or unreadable: closed descriptors surprise less when the number stays taken.
+        fresh = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
+    os.dup2(fresh, descriptor, inheritable=inheritable)
+    os.close(fresh)
+    with contextlib.suppress(OSError):
+        os.lseek(descriptor, position, os.SEEK_SET)

@@ -1,0 +1,211 @@
+"""The jobs of a run's ranks, one on each of its VMs: what each is told, when they are over, and by when they have to be."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from typing import TYPE_CHECKING
+
+from taas.delivery.config import DeliveryConfig
+from taas.errors import NotEnoughDevices
+from taas.supervisor.vms import Vm
+from taas.wire.agents import EndJob, How, JobHears, JobRequest, OfJob, StartJob
+from taas.wire.framing import LOOPBACK, StoreAddress
+from taas.wire.ranks import Answer, RankKept, RankOrder
+
+if TYPE_CHECKING:
+    from taas.supervisor.runs import Run
+
+_END_SECONDS = 4.0
+"""So long agents have to end ranks at once, rank 0's names included, before they are taken for stuck.
+
+What crosses hosts takes as long as it takes: who sends something is at work."""
+
+
+class RankJobs:
+    """The jobs of the ranks of one start of a run, by the number of their VM.
+
+    Args:
+        run: whose they are.
+        before: the jobs of the run whose ranks the VMs have kept for this one.
+
+    Attributes:
+        vms: those of the run.
+        continues: these are ranks that were kept.
+        told: those that were started.
+        done: those that are over, or lost, or will not be started.
+        kept: the ranks that stay on each VM.
+        store: where the ranks find each other, once it is open; None after a failure, which breaks groups off.
+    """
+
+    def __init__(self, run: Run, before: RankJobs | None) -> None:
+        self._run, self._submit, self.vms = run, run.submit, run.vms
+        self.store: StoreAddress | None = before.store if before else None
+        self.continues = before is not None
+        self.kept: dict[int, tuple[RankKept, ...]] = {}
+        self.told: set[int] = set()
+        self.done: set[int] = set()
+        self._end_by = self._patient_by = float("inf")
+
+    def name(self, number: int) -> str:
+        """Return what messages call a VM of this run, such as ``g2.8-0``."""
+        name = f"{self._submit.spec.instance or 'vm'}-{number}"
+        place = self.vms[number].machine.place
+        return f"{name} ({place})" if place else name
+
+    # ------------------------------------------------------------ GPUs
+
+    def check_gpus(self) -> None:
+        """See that the run is on GPUs as a whole, or rehearsed as a whole; the VMs are up.
+
+        Raises:
+            NotEnoughDevices: a VM has fewer GPUs than its ranks need, and not all have none.
+        """
+        spec = self._submit.spec
+        needed = spec.ranks_per_vm * spec.gpus_per_rank
+        given = {number: len(_gpus_of(vm)) for number, vm in enumerate(self.vms)}
+        short = [number for number, count in given.items() if count < needed]
+        if short and any(given.values()):
+            raise NotEnoughDevices(
+                f"{self.name(short[0])} has {given[short[0]]} of the {needed} GPUs that its ranks need, and that it was "
+                "said to have. `nvidia-smi` there tells whether its driver is loaded. Take it out of the cluster until "
+                "then (`ray stop` there), or rehearse the run on CPU ranks (--rehearse)."
+            )
+
+    def device_in_words(self) -> str:
+        """Say what the ranks run on, where only the engine knew; else nothing."""
+        spec = self._submit.spec
+        if self.vms[0].machine.gpus is None or not spec.gpus_per_rank:
+            return ""
+        count = sum(len(_gpus_of(vm)) for vm in self.vms)
+        if not count:
+            return f"rehearsed on CPU ({'as --rehearse asks' if spec.rehearse else 'no GPU there'})"
+        return f"{count} GPU{'s' if count > 1 else ''}"
+
+    # ------------------------------------------------------------ from start to end
+
+    def begin(self, delivery: DeliveryConfig | None) -> None:
+        """Start the ranks: at once where there is a store, else those of the first VM, whose agent opens one.
+
+        Args:
+            delivery: how they reach the run's data workers.
+        """
+        self._delivery = delivery
+        if self.store is not None:
+            self.take_store(self.store, start=0)
+            return
+        alone = len(self.vms) == 1  # its store need not be reached from anywhere else
+        host = LOOPBACK if alone else self.vms[0].machine.host
+        self._start(0, StoreAddress(host, secrets.token_bytes(32)))
+
+    def take_store(self, store: StoreAddress, start: int = 1) -> None:
+        """The store is open: start the ranks of the VMs that wait for it."""
+        self.store = store
+        for number in range(start, len(self.vms)):
+            self._start(number, store)
+
+    def _start(self, number: int, store: StoreAddress) -> None:
+        submit, name = self._submit, self.name(number)
+        order = StartJob(
+            run=self._run.name,
+            job=number,
+            name=f"VM {name}",
+            payload=submit.payload,
+            project=submit.project,
+            environ=submit.environ,
+            changed=submit.changed,
+            output=str(self._run.output),
+            scratch=str(self._run.scratch),
+            work=self._order(number, store),
+        )
+        self.told.add(number)
+        self._run.transfer.start(self.vms[number], order)
+
+    def _order(self, number: int, store: StoreAddress) -> RankOrder:
+        submit, vm = self._submit, self.vms[number]
+        return RankOrder(
+            run=self._run.name,
+            vm=self.name(number),
+            cell=submit.cell,
+            execution_count=submit.execution_count,
+            group_rank=number,
+            store=store,
+            gpus=_gpus_of(vm),
+            spec=submit.spec,
+            colors=submit.colors,
+            shell_class=submit.shell_class,
+            delivery=self._delivery,
+            restart_count=self._run.restarts,
+            host=vm.machine.host,
+            continues=self.continues,
+        )
+
+    @property
+    def busy(self) -> dict[int, Vm]:
+        """The VMs that have ranks."""
+        return {number: self.vms[number] for number in sorted(self.told - self.done)}
+
+    def tell(self, number: int, said: JobHears) -> None:
+        """Say something of a job to its agent."""
+        self.vms[number].send(OfJob(run=self._run.name, job=number, said=said))
+
+    def answer(self, answer: Answer) -> None:
+        """Hand on what somebody answers to a rank's question."""
+        number = answer.rank // self._submit.spec.ranks_per_vm
+        if number in self.busy:
+            self.tell(number, answer)
+
+    @property
+    def stay(self) -> tuple[RankKept, ...]:
+        """The ranks that stay: all of them, wherever they are, or none."""
+        everywhere = all(self.kept.get(number) for number in range(len(self.vms)))
+        return tuple(rank for ranks in self.kept.values() for rank in ranks) if everywhere else ()
+
+    @property
+    def over(self) -> bool:
+        """Whether every VM is done or lost."""
+        return len(self.done) == len(self.vms)
+
+    def end(self, how: How, *, names: bool, begun: bool) -> None:
+        """Let all ranks end, as :class:`taas.wire.agents.EndJob` says; VMs that were not told to start are done.
+
+        Where no rank has ``begun`` the cell, there is nothing that would have to be finished.
+        """
+        by = time.monotonic() + _END_SECONDS
+        if how == "now":
+            self._end_by = min(self._end_by, by)
+        elif not names or (how == "interrupt" and not begun):
+            self._patient_by = min(self._patient_by, by)
+        self.done |= set(range(len(self.vms))) - self.told
+        for number in self.busy:
+            self.tell(number, EndJob(how=how, names=names))
+
+    def postpone_end(self) -> None:
+        """Somebody of the run is at work: its agents have their time from now on."""
+        by = time.monotonic() + _END_SECONDS
+        self._end_by, self._patient_by = (
+            by if deadline < float("inf") else deadline for deadline in (self._end_by, self._patient_by)
+        )
+
+    @property
+    def overdue(self) -> list[Vm]:
+        """The VMs that have not ended in time what had to be ended.
+
+        Until all has to end now, a VM elsewhere may take its time: what the cell wrote there has to come home.
+        """
+        now = time.monotonic()
+        return [
+            vm
+            for vm in self.busy.values()
+            if now > (self._end_by if vm.remote else min(self._end_by, self._patient_by))
+        ]
+
+    def forget(self) -> None:
+        """Tell the agents that nobody needs what they hold."""
+        for number in range(len(self.vms)):
+            self.tell(number, JobRequest(what="forget"))
+
+
+def _gpus_of(vm: Vm) -> tuple[str, ...]:
+    """Return a VM's GPUs, as CUDA_VISIBLE_DEVICES names them; none: its ranks are rehearsed, if they need some."""
+    return vm.gpus if vm.machine.gpus is None else vm.machine.gpus

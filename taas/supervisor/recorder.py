@@ -1,0 +1,166 @@
+"""Who writes the record of a run into the run's folder (runs/records.py), and nobody else does."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from taas.header.grammar import RunSpec
+from taas.runs.places import ProcessMark
+from taas.runs.records import (
+    ANSWER,
+    LOADERS,
+    PAYLOAD,
+    RunRecord,
+    Verdict,
+    new_folder,
+    write_record,
+)
+from taas.runs.retention import keep
+from taas.wire.clients import Submit
+from taas.wire.framing import Memory
+from taas.wire.ranks import Asking, RankKept
+
+_RESERVE_BYTES = 64 << 10
+
+
+def shown_ranks(spec: RunSpec) -> tuple[int, ...] | None:
+    """The ranks whose output the cell shows; None for all."""
+    wanted = spec.output
+    if isinstance(wanted, tuple):
+        return wanted
+    return {"0": (0,), "all": None, "none": ()}[wanted]
+
+
+class Recorder:
+    """Writes the record of one run, and holds the run's payload, so that the kernel may go.
+
+    Attributes:
+        submit: what was asked for, with the payloads as they are held here.
+        record: as it is now.
+    """
+
+    def __init__(self, submit: Submit, kernel: ProcessMark) -> None:
+        spec = submit.spec
+        self._held: list[int] = []
+        delivery = submit.delivery
+        if delivery is not None:
+            delivery = msgspec.structs.replace(delivery, payload=self._hold(delivery.payload))
+        self.submit = msgspec.structs.replace(submit, payload=self._hold(submit.payload), delivery=delivery)
+        name, mark = new_folder(spec.name)
+        self.record = RunRecord(
+            name=name,
+            id=mark,
+            cell=submit.cell,
+            execution_count=submit.execution_count,
+            project=submit.project,
+            notebook=submit.notebook,
+            supervisor=ProcessMark.of(os.getpid()),
+            kernel=kernel,
+            background=not submit.waiting,
+            world_size=spec.world_size,
+            vms=spec.vms,
+            instance=spec.instance,
+            output=shown_ranks(spec),
+            device=submit.device,
+            names_nbytes=submit.payload.nbytes,
+        )
+
+    def _hold(self, memory: Memory) -> Memory:
+        """Open a memory of the kernel's; returns it as it is held here."""
+        self._held.append(memory.open())
+        return Memory(os.getpid(), self._held[-1], memory.nbytes)
+
+    def begin(self, gpus: tuple[str, ...]) -> None:
+        """Write down that the run exists, and which GPUs it has."""
+        self.record.gpus = gpus
+        with contextlib.suppress(OSError):
+            reserve = os.open(self._reserve, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                os.posix_fallocate(reserve, 0, _RESERVE_BYTES)
+            finally:
+                os.close(reserve)
+        self._write()
+
+    @property
+    def _reserve(self) -> Path:
+        """A file that holds room on the disk for the record's last version, however full the run makes it."""
+        return self.record.folder / "reserve"
+
+    def _write(self) -> None:
+        with contextlib.suppress(
+            OSError
+        ):  # the disk is full: the run goes on, and its client is told of the end
+            write_record(self.record)
+
+    def note(self, **changes: Any) -> None:
+        """Write down what has changed in the record, if anything has."""
+        if changes.get("state") == "running" != self.record.state:
+            self.record.began = time.time()
+        if any(getattr(self.record, name) != value for name, value in changes.items()):
+            for name, value in changes.items():
+                setattr(self.record, name, value)
+            self._write()
+
+    def note_question(self, asking: Asking) -> None:
+        """Write down what a rank asks now, or that it asks nothing."""
+        others = [one for one in self.record.questions if one.rank != asking.rank]
+        self.note(questions=(*others, asking) if asking.number else tuple(others))
+
+    def end(
+        self,
+        verdict: Verdict,
+        notices: tuple[str, ...],
+        answer: Memory | None = None,
+        loaders: bytes = b"",
+        kept_ranks: tuple[RankKept, ...] | None = None,
+    ) -> None:
+        """Write down how the run ended, and of a background run what `%taas attach` will bring.
+
+        Args:
+            verdict: how it ended.
+            notices: lines for the user.
+            answer: rank 0's names.
+            loaders: where the delivery left the generators of the registered loaders.
+            kept_ranks: its ranks, if they stay.
+        """
+        if self.record.background:
+            if answer is not None:
+                notices += self._keep_answer(answer)
+            if loaders:
+                with contextlib.suppress(OSError):  # the disk is full: the generators stay where they are
+                    keep(self.record, LOADERS, loaders)
+        self._reserve.unlink(missing_ok=True)
+        end = msgspec.structs.asdict(verdict)
+        now = {"state": "over", "ended": time.time(), "kept_ranks": kept_ranks}
+        self.note(**end, **now, trouble=None, questions=(), notices=notices)
+
+    def _keep_answer(self, answer: Memory) -> tuple[str, ...]:
+        """Copy rank 0's names into the run's folder, with the payload they refer to; returns what went wrong."""
+        try:
+            source = answer.open()
+            try:
+                keep(self.record, ANSWER, source)
+            finally:
+                os.close(source)
+            keep(self.record, PAYLOAD, self.submit.payload.fd)
+        except OSError as error:
+            lost = f"the names that the run made could not be kept: {error.strerror} ({self.record.folder})"
+            return (lost,)
+        return ()
+
+    def close(self) -> None:
+        """Give the payloads' memory back."""
+        while self._held:
+            os.close(self._held.pop())
+
+    def discard(self) -> None:
+        """Forget a run that was refused."""
+        self.close()
+        shutil.rmtree(self.record.folder, ignore_errors=True)

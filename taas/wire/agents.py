@@ -1,0 +1,160 @@
+"""What supervisor and agent say to each other: of a VM, and, in an :class:`OfJob`, of one of its jobs."""
+
+from __future__ import annotations
+
+from typing import Generic, Literal, TypeVar
+
+from taas.delivery.config import DataOrder
+from taas.runs.stacks import RankSeen
+from taas.wire.framing import Memory, Message, StoreAddress
+from taas.wire.ranks import Answer, Asking, RankEnded, RankKept, RankOrder, RankStage
+from taas.wire.transfer import Chunk, Taken
+
+How = Literal["interrupt", "failure", "now"]
+Said = TypeVar("Said")
+
+
+class Alive(Message, frozen=True):
+    """The sender is there. An agent says so once, when it is ready to start jobs.
+
+    The supervisor says so again and again: that it cannot be sent tells that the agent is out of reach.
+    """
+
+
+class Leave(Message, frozen=True):
+    """End all that was started, and yourself: the VM is given back."""
+
+
+class KeptGone(Message, frozen=True):
+    """The ranks that this VM has kept are gone, while no run had them.
+
+    Attributes:
+        how: in words.
+    """
+
+    how: str
+
+
+class OfJob(Message, Generic[Said], frozen=True):
+    """Something that is said of a job.
+
+    Attributes:
+        run, job: which (:class:`StartJob`).
+        said: what.
+    """
+
+    run: str
+    job: int
+    said: Said
+
+
+# ---------------------------------------------------------------- of a job, by its agent
+
+
+class JobOver(Message, frozen=True):
+    """No process of a job is left, or was ever started, and all that they wrote was mirrored.
+
+    Attributes:
+        how: of data processes, how they ended, in words; of ranks, why they could not be started, or could not go on:
+            empty where each was reported.
+        notices: lines for the user.
+        kept: the ranks that stay: all of this VM, or none.
+    """
+
+    how: str = ""
+    notices: tuple[str, ...] = ()
+    kept: tuple[RankKept, ...] = ()
+
+
+class RanksSeen(Message, frozen=True):
+    """An agent's look at its ranks.
+
+    Attributes:
+        look: the number of the question.
+    """
+
+    look: int
+    ranks: tuple[RankSeen, ...]
+
+
+class JobRequest(Message, frozen=True):
+    """What one of the two asks of the other for a job.
+
+    Attributes:
+        what: ``project``, by an agent: this VM does not see the notebook's disk: send the project, packed
+            (:mod:`taas.project_sync.archive`). ``forget``, by the supervisor: it has what it needs of a job that is
+            over: forget it.
+    """
+
+    what: Literal["project", "forget"]
+
+
+JobSays = StoreAddress | RankStage | Asking | RankEnded | JobOver | RanksSeen | JobRequest | Chunk | Taken
+"""A store's address: the agent of rank 0 opened it. What ranks said, or their agent says of them, is passed on."""
+AgentSays = Alive | KeptGone | OfJob[JobSays]
+
+
+# ---------------------------------------------------------------- of a job, by the supervisor
+
+
+class StartJob(Message, frozen=True):
+    """Start a job: a group of processes that is staged in, forked, watched, ended and reaped together.
+
+    All paths are those of the notebook's machine (:mod:`taas.agent.staging`).
+
+    Attributes:
+        job: its number in the run. The ranks of the run's VM ``n`` are job ``n``; data processes have higher numbers.
+        name: what the user calls the VM, such as ``VM g2.8-0``.
+        payload: packed names, or loaders; its chunks follow where the VM is another host.
+        project: absolute path of the project.
+        environ: the notebook's environment.
+        changed: variables of ``environ`` that the notebook set itself; the others it inherited on its machine.
+        output: of ranks, the folder with their output files; of a data process, the file that takes what it prints.
+        work: what they are to do.
+        scratch: folder for what ranks other than 0 write in the project's place.
+        token_path, token: a file in the project, and what is in it: who reads that there sees the notebook's disk.
+            An empty path: nobody elsewhere does.
+    """
+
+    run: str
+    job: int
+    name: str
+    payload: Memory
+    project: str
+    environ: dict[str, str]
+    changed: tuple[str, ...]
+    output: str
+    work: RankOrder | DataOrder
+    scratch: str = ""
+    token_path: str = ""
+    token: bytes = b""
+
+
+class EndJob(Message, frozen=True):
+    """End all processes of a job; the answer is :class:`JobOver`.
+
+    Attributes:
+        how: for ranks. ``interrupt``: SIGINT, and each cell runs to its end, however long; ``failure``: SIGINT, and
+            what is left soon after is ended; ``now``: what is left is ended. A later one is never more patient than an
+            earlier one. Data processes are ended now in any case.
+        names: whether somebody takes rank 0's names as they stand.
+    """
+
+    how: How = "now"
+    names: bool = True
+
+
+class LookAtRanks(Message, frozen=True):
+    """Look at all ranks of the run; the answer is :class:`RanksSeen`.
+
+    Attributes:
+        look: a number, for the answer.
+        stacks: ask the ranks for their stacks, too.
+    """
+
+    look: int
+    stacks: bool
+
+
+JobHears = EndJob | JobRequest | LookAtRanks | Answer | Chunk | Taken
+AgentHears = StartJob | Alive | Leave | OfJob[JobHears]

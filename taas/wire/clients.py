@@ -1,0 +1,134 @@
+"""What a client (a kernel, a terminal) and the supervisor say to each other."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from taas.engines import EngineChoice
+from taas.header.grammar import RunSpec
+from taas.runs.records import RunRecord
+from taas.runs.stacks import StackGroup
+from taas.wire.framing import Memory, Message
+from taas.wire.ranks import Answer
+
+
+class DeliveryOrder(msgspec.Struct, frozen=True):
+    """The registered loaders that data workers run for a run.
+
+    Attributes:
+        payload: the loaders, packed by ``delivery.registered.pack_registered``.
+        processes: data workers on each data VM.
+        encrypt: CURVE also for elements, where they cross hosts.
+        buffer: bytes of elements under way and ready, over all ranks.
+    """
+
+    payload: Memory
+    processes: int
+    encrypt: bool
+    buffer: int = 0
+
+
+class Submit(Message, frozen=True):
+    """Start a run.
+
+    Attributes:
+        gpus: GPUs that the notebook's machine has, as CUDA_VISIBLE_DEVICES names them; none: rehearse.
+        device: what the ranks run on, in words.
+        waiting: a foreground run: the client waits, and the run ends with it.
+        delivery: registered loaders that data workers run.
+        changed: variables of ``environ`` that the notebook set itself.
+        shell_class: name of the class of the notebook's shell, which libraries ask for.
+        engine: where the VMs come from.
+        notebook: its path; empty where the front end does not say it.
+        left_to: the id of the run whose kept ranks have names that the payload lacks; empty: it lacks none.
+        keep_idle: seconds that its ranks stay after it, if they do, and no other cell comes.
+    """
+
+    cell: str
+    execution_count: int
+    project: str
+    environ: dict[str, str]
+    payload: Memory
+    spec: RunSpec
+    gpus: tuple[str, ...]
+    device: str
+    colors: str
+    waiting: bool
+    shell_class: str = "ZMQInteractiveShell"
+    delivery: DeliveryOrder | None = None
+    changed: tuple[str, ...] = ()
+    engine: EngineChoice = EngineChoice()
+    notebook: str = ""
+    left_to: str = ""
+    keep_idle: float = 0.0
+
+
+class Prepare(Message, frozen=True):
+    """Runs will ask this engine for VMs: get as far as is possible without one. There is no answer."""
+
+    engine: EngineChoice
+
+
+class RunRequest(Message, frozen=True):
+    """What a client asks of a run.
+
+    Attributes:
+        what: ``interrupt``: to stop as a person at the keyboard does; a second time is final. ``stacks``: where each of
+            its ranks stands; the answer is :class:`Stacks`. ``let go``: nothing more: the client has opened the
+            answer, or shows it no more, and takes no names of it; a run that still goes on is stopped.
+        place: where the person is, in words: another notebook, a terminal; empty: at the run's own cell.
+    """
+
+    run: str
+    what: Literal["interrupt", "stacks", "let go"]
+    place: str = ""
+
+
+class Release(Message, frozen=True):
+    """Give back the VMs that no run uses; the answer is :class:`Released`."""
+
+
+ClientSays = Submit | Prepare | RunRequest | Release | Answer
+
+
+class Refused(Message, frozen=True):
+    """The supervisor will not or can not do what it was asked.
+
+    Attributes:
+        error: name of a class of :mod:`taas.errors`.
+    """
+
+    error: str
+    message: str
+
+
+class Stacks(Message, frozen=True):
+    """Where the ranks of a run stand."""
+
+    places: tuple[StackGroup, ...]
+
+
+class Released(Message, frozen=True):
+    """So many VMs were given back, and so many kept ranks ended."""
+
+    count: int
+    ranks: int = 0
+
+
+class RunState(Message, frozen=True):
+    """A run was accepted, and all that is to be known of it appears in its folder; or, for a client that waits, it is over.
+
+    Attributes:
+        record: at the end its last, and nobody writes to its folder any more; a full disk may have kept it out of there.
+        answer: rank 0's names, as they stood where the run is not done.
+        loaders: where the delivery left the registered loaders' generators (``delivery.registered.apply_final``).
+    """
+
+    record: RunRecord
+    answer: Memory | None = None
+    loaders: bytes = b""
+
+
+ClientHears = Refused | RunState | Stacks | Released

@@ -1,0 +1,148 @@
+"""Both ends of an encrypted connection: who serves proves its key, and lets in whose key it knows.
+
+CURVE (https://rfc.zeromq.org/spec/26/) with a key pair for each peer; the server's ZAP handler
+(https://rfc.zeromq.org/spec/27/) is answered by the loop that reads its socket: no thread of its own. Between hosts, a
+connection whose peer shows no sign of life is closed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import zmq
+from zmq.utils import z85
+
+from taas.wire.framing import WIRE_LIMIT
+
+_AT_ONCE = 64
+BEAT_SECONDS, SILENCE_SECONDS = 1.5, 6.0
+"""How often a sign of life is asked for, and how long it may take to come."""
+LAST_WORD_SECONDS = 2.0
+"""How long a connection that is gone waits for the engine, which may know why."""
+
+_CONNECT_SECONDS = 60.0
+
+Socket = zmq.Socket[Any]
+
+
+class Gate:
+    """Lets in, or keeps out, who connects to the servers of a context: ``answer`` when ``socket`` is readable.
+
+    Args:
+        context: theirs; the gate has to be there before they listen.
+        allows: whether a client may come in that shows this public CURVE key, or this password of PLAIN.
+    """
+
+    def __init__(self, context: Any, allows: Callable[[bytes], bool]) -> None:
+        self._allows = allows
+        self.socket: Socket = context.socket(zmq.REP)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.bind("inproc://zeromq.zap.01")
+
+    def answer(self) -> None:
+        """Decide about clients that are at the door, up to a number."""
+        for _ in range(_AT_ONCE):
+            if not self.socket.poll(0):
+                return
+            version, request, _, _, _, mechanism, *credentials = self.socket.recv_multipart()
+            shown = b""
+            if mechanism == b"CURVE" and credentials:
+                shown = z85.encode(credentials[0])
+            elif mechanism == b"PLAIN" and len(credentials) == 2:
+                shown = credentials[1]
+            user = shown if mechanism == b"CURVE" else b"peer"
+            status = (b"200", b"OK", user) if self._allows(shown) else (b"400", b"unknown key", b"")
+            self.socket.send_multipart([version, request, *status, b""])
+
+
+def serve_curve(socket: Any, public: bytes, secret: bytes) -> None:
+    """Let a socket's clients prove who they are; call it before it listens."""
+    socket.curve_server = True
+    socket.curve_publickey, socket.curve_secretkey = public, secret
+
+
+def show_key(socket: Any, server: str | bytes, public: str | bytes, secret: str | bytes) -> None:
+    """Let a socket prove who it is, to a server with this key; call it before it connects."""
+    socket.curve_serverkey, socket.curve_publickey, socket.curve_secretkey = (
+        key.encode() if isinstance(key, str) else key for key in (server, public, secret)
+    )
+
+
+def make_router(context: Any, public: bytes, secret: bytes) -> Socket:
+    """Return a server's socket for control messages: whom it cannot reach is heard of by sending."""
+    router: Socket = context.socket(zmq.ROUTER)
+    serve_curve(router, public, secret)
+    router.setsockopt(zmq.MAXMSGSIZE, WIRE_LIMIT)
+    router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    router.set_hwm(0)  # credits bound what is on its way
+    return router
+
+
+def make_dealer(context: Any, server: str | bytes, public: str | bytes, secret: str | bytes) -> Socket:
+    """Return a client's socket for control messages."""
+    dealer: Socket = context.socket(zmq.DEALER)
+    show_key(dealer, server, public, secret)
+    dealer.setsockopt(zmq.MAXMSGSIZE, WIRE_LIMIT)
+    dealer.set_hwm(0)  # credits bound what is on its way
+    return dealer
+
+
+def set_heartbeat(socket: Socket) -> None:
+    """Have zmq close connections of this socket, those made from now on, whose peer is silent.
+
+    zmq's own thread asks and answers (https://rfc.zeromq.org/spec/37/), whatever the process is busy with.
+    """
+    socket.set(zmq.HEARTBEAT_IVL, int(BEAT_SECONDS * 1000))
+    socket.set(zmq.HEARTBEAT_TIMEOUT, int(SILENCE_SECONDS * 1000))
+
+
+class SupervisorLink:
+    """Tells when the connection to a supervisor elsewhere is gone, or was never made.
+
+    A connection that broke is not taken up again: messages were lost with it.
+
+    Args:
+        socket: not connected yet.
+        endpoint: what it will be connected to.
+    """
+
+    def __init__(self, socket: Socket, endpoint: str) -> None:
+        self._monitor = socket.get_monitor_socket(
+            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+        )
+        self._socket, self._endpoint = socket, endpoint
+        self._made = False
+        self._until = time.monotonic() + _CONNECT_SECONDS
+
+    @property
+    def source(self) -> Socket:
+        """What becomes readable when there is something to hear."""
+        return self._monitor
+
+    def wait(self) -> float | None:
+        """Seconds until a connection that was not made is given up; None once it was made."""
+        return None if self._made else max(0.0, self._until - time.monotonic())
+
+    def gone(self) -> str:
+        """Read what happened; returns why the supervisor is gone for good, or nothing."""
+        from zmq.utils.monitor import recv_monitor_message  # it imports asyncio
+
+        while self._monitor.poll(0):
+            event = recv_monitor_message(self._monitor)["event"]
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._made = True
+            elif self._made or event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                return "the connection to the notebook's machine broke"
+        if not self._made and time.monotonic() > self._until:
+            return (
+                f"the notebook's machine could not be reached at {self._endpoint} within "
+                f"{_CONNECT_SECONDS:.0f} s: a firewall between them?"
+            )
+        return ""
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)

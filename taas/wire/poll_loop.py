@@ -1,0 +1,71 @@
+"""What the one thread of a process waits for: sockets and descriptors, each with what is done when it is readable.
+
+Where peers connect to it, a process may have as many of these open as the system lets it; what it starts for others
+finds the limit as it was: a rank has the one that it would have under torchrun.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import zmq
+
+
+class PollLoop:
+    """Sources and their actions."""
+
+    def __init__(self) -> None:
+        self._poller = zmq.Poller()
+        self._actions: dict[Any, Callable[[], object]] = {}
+
+    def __contains__(self, source: Any) -> bool:
+        return source in self._actions
+
+    def on(self, source: Any, action: Callable[[], object]) -> None:
+        """Begin to watch a source: a zmq socket, or a descriptor."""
+        self._actions[source] = action
+        self._poller.register(source, zmq.POLLIN)
+
+    def off(self, source: Any) -> None:
+        """Watch it no more. Twice is harmless."""
+        if self._actions.pop(source, None) is not None:
+            self._poller.unregister(source)
+
+    def step(self, wait: float | None) -> None:
+        """Wait until something is readable, ``wait`` seconds at most, and act on all that is; None: for ever."""
+        for source, _ in self._poller.poll(None if wait is None else int(wait * 1000) + 1):
+            action = self._actions.get(source)
+            if action is not None:  # an earlier action of this round may have removed it
+                action()
+
+
+_found: tuple[int, int] | None = None
+
+
+def raise_limit() -> None:
+    """Raise this process's soft limit to the hard one."""
+    global _found
+    _found = resource.getrlimit(resource.RLIMIT_NOFILE)
+    _set((_found[1], _found[1]))
+
+
+@contextlib.contextmanager
+def as_found() -> Iterator[None]:
+    """Start processes with the limit that this one was started with."""
+    raised = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if _found is not None:
+        _set(_found)
+    try:
+        yield
+    finally:
+        _set(raised)
+
+
+def _set(limits: tuple[int, int]) -> None:
+    with contextlib.suppress(
+        ValueError, OSError
+    ):  # some systems refuse "unlimited"; the limit stays as it is
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)

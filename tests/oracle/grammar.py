@@ -1,0 +1,186 @@
+"""Random small notebooks of ordinary code, for Hypothesis.
+
+A notebook is grown statement by statement from the table: each names the kinds of things that it needs, which
+earlier statements have made, and the kind that it makes, so that every notebook runs without an error.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from hypothesis import strategies as st
+
+from oracle.program import Program
+
+__all__ = ["notebooks"]
+
+_IMPORTS = (
+    "import collections, dataclasses, enum, functools, itertools, os, random, sys\n"
+    "import numpy as np, torch, torch.nn as nn"
+)
+_PLACE = re.compile(r"\{(\w+)\}")
+
+
+class Statement(NamedTuple):
+    """A line or more, with places for names.
+
+    Attributes:
+        text: ``{new}`` is the name it makes, ``{list}`` a list that is there, ``{any}`` anything that is there.
+        makes: the kind of the new name.
+    """
+
+    text: str
+    makes: str = ""
+
+
+S = Statement
+_CLASS = (
+    "class {new}:\n    made = []\n    def __init__(self, n={n}): self.n = n; self.held = []\n"
+    "    def grow(self, x):\n        self.n += 1; self.held.append(x)\n        return self.n\n"
+    "    @property\n    def twice(self): return self.n * 2"
+)
+STATEMENTS = [
+    # plain values
+    S("{new} = {n}", "int"), S("{new} = len({list}) + {int}", "int"), S("{new} = 's{n}' * 2", "str"),
+    S("{int} += {n}"), S("{int} = {int} * 2 - {n}"), S("{str} += '{n}'"), S("{new} = {n} / 7", "float"),
+    S("{new} = ({list}, {n}, {any})", "tuple"), S("{new} = {{1, {n}}}", "set"), S("{set}.add({n})"),
+    S("{new} = frozenset(({n}, 2))", "tuple"), S("{new} = b'x' * {n}", "str2"), S("{new} = {n} + 1j", "float"),
+    # containers
+    S("{new} = [{n}, {any}]", "list"), S("{new} = [x * {n} for x in range({n})]", "list"),
+    S("{new} = {list}", "list"), S("{new} = {list}[:]", "list"), S("{new} = [{list}, {dict}]", "list"),
+    S("{list}.append({any})"), S("{list} += [{n}]"), S("{list} = {list} + [{n}]"), S("{list}[:1] = [{any}, {n}]"),
+    S("{list}.insert(0, {list})"), S("{list}.reverse()"), S("del {list}[1:2]"), S("{list}.append({list})"),
+    S("{new} = dict(a={n}, b={any})", "dict"), S("{new} = {{'k{n}': {list}, {n}: 's'}}", "dict"),
+    S("{new} = {{k: {any} for k in 'ab'}}", "dict"), S("{new} = {dict}", "dict"), S("{dict}['k{n}'] = {any}"),
+    S("{dict}.pop('a', None)"), S("{dict}.update(z={n})"), S("{dict}['me'] = {dict}"),
+    S("{dict}['a'] = {dict}.pop('b', {n})"), S("{new} = {dict}.copy()", "dict"),
+    S("{new} = collections.defaultdict(list); {new}['x'].append({any})", "dict"),
+    S("{new} = collections.OrderedDict(a={any}, b={n})", "odict"), S("{odict}.move_to_end('a')"),
+    S("{new} = collections.Counter('abca')", "counter"), S("{counter}.update('bb')"),
+    S("{new} = collections.deque([{n}, {any}], maxlen=4)", "deque"), S("{deque}.extend([{n}, {any}])"),
+    S("{deque}.rotate(1)"), S("{new} = bytearray(b'abc')", "bytes"), S("{bytes} += b'x'"),
+    S("{new} = iter([{n}, {list}, 3])", "iter"), S("next({iter}, None)"), S("{new} = slice({n}), range({n})", "tuple"),
+    S("for i in range({n}):\n    {list}.append(i)"), S("for key in list({dict}):\n    {list}.append(key)"),
+    S("while len({list}) < {n}: {list}.append({any})"), S("{new}, *rest = [{any}, {n}, {list}]", "any2"),
+    S("if {int} > 3: {new} = [{int}]\nelse: {new} = [{any}]", "list"),
+    S("try:\n    {list}[99 + {n}]\nexcept IndexError as error:\n    {new} = str(error)", "str"),
+    S("try:\n    1 / 0\nexcept ZeroDivisionError as error:\n    {new} = error", "error"),
+    # classes
+    S(_CLASS, "class"), S("class {new}({class}):\n    def grow(self, x): return super().grow([x]) + 1", "class"),
+    S("{new} = {class}({n})", "object"), S("{new} = {object}", "object"), S("{object}.grow({any})"),
+    S("{object}.extra{n} = {any}"), S("{object}.held.append({object})"), S("{object}.n = {object}.twice"),
+    S("{new} = {object}.held", "list"), S("{new} = {object}.grow", "method"), S("{method}({n})"),
+    S("{object}.__dict__['direct'] = {n}"), S("{new} = vars({object})", "dict"),
+    S("{object}.__class__ = type({object})"), S("{new} = isinstance({object}, {class})", "int"),
+    S("@dataclasses.dataclass\nclass {new}:\n    n: int = {n}\n    held: list = dataclasses.field(default_factory=list)", "data"),
+    S("{new} = {data}({n}, {list})", "record"), S("{new} = {data}()", "record"), S("{record}.held.append({any})"), S("{record}.n += 1"),
+    S("{new} = dataclasses.replace({record}, n={n})", "record"),
+    S("class {new}(enum.Enum):\n    A = 1\n    B = [2]", "enum"), S("{new} = {enum}.A, {enum}['B']", "tuple"),
+    S("{list}.append({enum}.B)"), S("class {new}(dict):\n    def __missing__(self, key): return key", "mapping"),
+    S("{new} = {mapping}(a={any}); {new}.note = {new}['zz']", "dict"),
+    S("{new} = collections.namedtuple('{new}', 'x y')", "named"), S("{new} = {named}({list}, {n})", "tuple"),
+    S("class {new}:\n    __slots__ = ('a', 'b')\n    def __init__(self): self.a = {any}", "slots"), S("{new} = {slots}()", "slotted"),
+    S("{slotted}.b = {list}; {slotted}.a = {n}"),
+    # functions
+    S("def {new}(x=0, held=[]):\n    global {int}\n    {int} += 1\n    held.append(x)\n    return x, {int}, held", "function"),
+    S("{function}({any})"), S("{new} = {function}()", "tuple"), S("{function}.tag = {any}"), S("{new} = lambda x: (x, {list})", "lambda"),
+    S("{list}.append({lambda}({n}))"), S("{new} = functools.partial({lambda}, {any})", "partial"), S("{new} = {partial}()", "tuple"),
+    S("def make_{new}():\n    n = [{n}]; m = 0\n    def inc():\n        nonlocal m\n        m += 1; n.append(m)\n        return m\n    return inc\n{new} = make_{new}()", "closure"),
+    S("{closure}()"), S("{new} = {closure}() + {int}", "int"), S("{dict}['f'] = {closure}"), S("{new} = [{lambda}, {closure}, max]", "list"),
+    S("def {new}(n): return {n} if n < 1 else n * {new}(n - 1)", "recursive"), S("{int} += {recursive}(3)"),
+    S("def {new}(n):\n    for i in range(n): yield i, {list}", "generator"), S("{new} = [a for a, _ in {generator}({n})]", "list"),
+    # memory
+    S("{new} = np.arange(6. + {n})", "array"), S("{new} = {array}[1:]", "array"), S("{new} = {array}[::2]", "array"),
+    S("{new} = {array}.T", "array"), S("{new} = {array}.reshape(1, -1)[0]", "array"), S("{new} = {array} * {n}", "array"),
+    S("{array} += 1"), S("{array}[:1] = {n}"), S("{array} = {array} + {n}"), S("{new} = float({array}.sum())", "float"),
+    S("{new} = torch.from_numpy({array})", "tensor"), S("{new} = torch.arange(5. + {n})", "tensor"), S("{new} = {tensor}[1:]", "tensor"),
+    S("{new} = {tensor}.view(-1)", "tensor"), S("{new} = {tensor} + {n}", "tensor"), S("{tensor}.mul_(2)"), S("{tensor}[:2] = {n}"),
+    S("{new} = {tensor}.numpy()", "array"), S("{tensor} = {tensor}.clone()"), S("{new} = {tensor}.sum().item()", "float"),
+    S("{tensor}.tag = {any}"), S("{new} = torch.ones(3, requires_grad=True)", "leaf"), S("({leaf} * {n}).sum().backward()"),
+    S("{new} = np.zeros(2, dtype=[('a', 'i4'), ('b', 'f8')]); {new}['a'] = {n}", "records"), S("{records}['b'] += 1"),
+    S("{new} = np.array([{any}, {n}], dtype=object)", "objects"), S("{objects}[0] = {any}"),
+    # models
+    S("{new} = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))", "net"), S("{new} = {net}", "net"),
+    S("{new} = nn.ModuleList([{net}, nn.Linear(1, 1)])", "nets"), S("{nets}.append(nn.Linear(1, {n} + 1))"),
+    S("{new} = torch.optim.SGD({net}.parameters(), lr=.1, momentum=.9)", "optimizer"), S("{new} = torch.optim.Adam({net}.parameters())", "optimizer"),
+    S("{optimizer}.zero_grad(); {net}(torch.ones(4, 2)).sum().backward(); {optimizer}.step()"), S("{net}.zero_grad()"),
+    S("{new} = {net}[0].weight", "leaf2"), S("with torch.no_grad(): {net}[0].bias.add_({n})"), S("{net}.note = {list}"), S("{net}.eval()"),
+    S("{new} = {{k: v.clone() for k, v in {net}.state_dict().items()}}", "state"), S("{net}.load_state_dict({state})") if False else S("{state}['x'] = {n}"),
+    S("{new} = torch.optim.lr_scheduler.StepLR({optimizer}, 1, .5); {optimizer}.step(); {new}.step()", "schedule"), S("{schedule}.step()"),
+    # the process
+    S("{new} = random.random()", "float"), S("{new} = np.random.rand(2)", "array2"), S("{new} = torch.rand(2)", "tensor2"), S("random.seed({n})"),
+    S("torch.manual_seed({n})"), S("{new} = random.Random({n})", "rng"), S("{new} = np.random.default_rng({n})", "rng"), S("{list}.append({rng}.random())"),
+    S("random.shuffle({list})"), S("os.environ['PROGRAM_{n}'] = '{n}'"), S("os.environ.pop('PROGRAM_1', None)"), S("sys.path.append('/program/{n}')"),
+    S("import json as {new}", "module"), S("from math import pi as {new}", "float"), S("sys.setrecursionlimit(3000 + {n})"),
+    S("np.seterr(divide='ignore')"), S("np.set_printoptions(precision={n})"),
+    # what a cell shows
+    S("print({any})"), S("display({list})"), S("print('to stderr', file=sys.stderr)"), S("del {str}"), S("del {tuple}"), S("del {set}"),
+]  # fmt: skip
+_LAST = [S("{any}"), S("{list}, {int}"), S("{n};"), S("None")]
+_PRIVATE = {"str2", "any2", "array2", "tensor2", "leaf2", "module"}  # made, and used as {any} only
+_NEEDED = {kind for s in (*STATEMENTS, *_LAST) for kind in _PLACE.findall(s.text)} - {"new", "any", "n"}
+
+
+class _Grown:
+    """A notebook so far: the names that there are, by kind."""
+
+    def __init__(self, draw: st.DrawFn) -> None:
+        self._draw = draw
+        self._names: dict[str, list[str]] = {}
+        self._count = 0
+        self.statements = STATEMENTS
+        self.last = _LAST
+
+    def one_of(self, statements: list[Statement]) -> str:
+        """Draw a statement that can stand here, with its names."""
+        statement = self._draw(st.sampled_from([s for s in statements if self._can(s)]))
+        names = {
+            kind: self._name(kind)
+            for kind in set(_PLACE.findall(statement.text.replace("{{", "").replace("}}", "")))
+        }
+        if statement.makes:
+            self._count += 1
+            names["new"] = f"{statement.makes}_{self._count}"
+            self._names.setdefault(statement.makes, []).append(names["new"])
+        if statement.text.startswith("del {") and "[" not in statement.text:
+            kind = _PLACE.findall(statement.text)[0]
+            self._names[kind].remove(names[kind])
+        return statement.text.format(**names)
+
+    def _can(self, statement: Statement) -> bool:
+        places = set(_PLACE.findall(statement.text)) - {"new", "n"}
+        return all(self._names.get(kind) for kind in places - {"any"}) and (
+            "any" not in places or bool(self._names)
+        )
+
+    def _name(self, kind: str) -> str:
+        if kind == "n":
+            return str(self._draw(st.integers(0, 5)))
+        if kind == "new":
+            return ""
+        found = (
+            self._names.get(kind, [])
+            if kind != "any"
+            else [n for names in self._names.values() for n in names]
+        )
+        return self._draw(st.sampled_from(found)) if found else "None"
+
+
+@st.composite
+def notebooks(draw: st.DrawFn) -> Program:
+    """Draw a notebook.
+
+    Args:
+        draw: Hypothesis' own.
+    """
+    grown = _Grown(draw)
+    cells = []
+    for number in range(draw(st.integers(2, 4))):
+        lines = [_IMPORTS] if number == 0 else []
+        lines += [grown.one_of(grown.statements) for _ in range(draw(st.integers(3, 9)))]
+        if draw(st.booleans()):
+            lines.append(grown.one_of(grown.last))
+        cells.append("\n".join(lines))
+    headed = draw(st.sets(st.integers(0, len(cells) - 1), min_size=1))
+    return Program("random", tuple(cells), tuple(sorted(headed)))

@@ -1,0 +1,151 @@
+"""Another user of the machine, as a process of his: he tries every socket and file of a run.
+
+The doors are told to him, since a user who may not look into others' processes would try those of all runs here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import re
+import socket
+import stat
+import traceback
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+NOBODY = 65534
+MANY = 1500
+"""Connections: more than a process may have open, as most systems are set up."""
+GARBAGE = os.urandom(1 << 16)
+_LISTENS = 0x10000
+
+only_as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user for a while")
+
+
+class Bomb:
+    """Unpickling it leaves a trace."""
+
+    def __init__(self, trace: Path) -> None:
+        self.trace = trace
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.mkdir, (str(self.trace),)
+
+
+@dataclass
+class Doors:
+    """What processes listen on, and the private files among their folders."""
+
+    unix: list[str] = field(default_factory=list)
+    tcp: list[tuple[str, int]] = field(default_factory=list)
+
+
+def doors(processes: Iterable[psutil.Process]) -> Doors:
+    """Return what these processes listen on; a name in the abstract namespace begins with a zero byte."""
+    listening = {}
+    for line in Path("/proc/net/unix").read_text().splitlines()[1:]:
+        _, _, _, flags, _, _, inode, *path = line.split()
+        if int(flags, 16) & _LISTENS:
+            listening[inode] = re.sub("^@", "\0", path[0]) if path else ""
+    found = Doors()
+    for process in processes:
+        for fd in Path(f"/proc/{process.pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                inode = str(fd.readlink()).removeprefix("socket:[").removesuffix("]")
+                if inode in listening:
+                    found.unix.append(listening[inode])
+        for connection in process.net_connections("tcp"):
+            if connection.status == psutil.CONN_LISTEN:
+                found.tcp.append((connection.laddr.ip, connection.laddr.port))
+    found.unix, found.tcp = sorted(set(found.unix)), sorted(set(found.tcp))
+    return found
+
+
+def private(path: str, top: Path) -> bool:
+    """Whether one of the folders below ``top`` that a path leads through can be entered by its owner only."""
+    modes = [parent.stat().st_mode for parent in Path(path).parents if top in parent.parents]
+    return any(not mode & (stat.S_IRWXG | stat.S_IRWXO) for mode in modes)
+
+
+def as_stranger(deed: Callable[[], Any]) -> Any:
+    """Do something in a process of another user; returns what it returned, as JSON knows it."""
+    reader, writer = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter(
+            "ignore", DeprecationWarning
+        )  # the threads here are zmq's, of which the child uses none
+        pid = os.fork()
+    if pid == 0:
+        try:
+            os.close(reader)
+            os.setgroups([])
+            os.setresgid(NOBODY, NOBODY, NOBODY)
+            os.setresuid(NOBODY, NOBODY, NOBODY)
+            said = json.dumps(deed())
+        except BaseException:
+            said = json.dumps({"broke": traceback.format_exc()})
+        with os.fdopen(writer, "w") as file:
+            file.write(said)
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as file:
+        said = file.read()
+    os.waitpid(pid, 0)
+    return json.loads(said)
+
+
+def try_all(found: Doors, trace: Path) -> dict[str, list[str]]:
+    """Come in by every door: connect many times and stay, send rubbish and pickles, plant values in stores, read files.
+
+    Returns:
+        What he came into, by way; all lists are empty where nothing of it is open to him.
+    """
+    bomb = pickle.dumps(Bomb(trace))
+    entered: dict[str, list[str]] = {"unix": [], "tcp": [], "stores": [], "files": []}
+    held = []
+    for family, addresses in ((socket.AF_UNIX, found.unix), (socket.AF_INET, found.tcp)):
+        for address in addresses:
+            for _ in range(MANY // max(1, len(addresses))):
+                client = socket.socket(family)
+                client.setblocking(False)
+                try:
+                    client.connect(address)
+                except BlockingIOError:
+                    pass
+                except OSError:
+                    client.close()
+                    break
+                held.append(client)
+                with contextlib.suppress(OSError):
+                    client.send(bomb + GARBAGE)
+                entered["unix" if family == socket.AF_UNIX else "tcp"].append(str(address))
+    for host, port in found.tcp:
+        entered["stores"] += _plant(host, port, bomb)
+    for folder in {Path(path).parent for path in found.unix if not path.startswith("\0")}:
+        with contextlib.suppress(OSError):
+            entered["files"] += [str(path) for path in folder.iterdir()]
+    return entered
+
+
+def _plant(host: str, port: int, bomb: bytes) -> list[str]:
+    """Put pickles where ranks of an adopted ``mp.spawn`` would look for results."""
+    from torch.distributed import TCPStore
+
+    try:
+        store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=3))
+        for rank in range(2):
+            store.set(f"taas/0/spawn/1/results/{rank}/0", bomb)
+            store.set(f"taas/0/spawn/1/results/{rank}", "1")
+    except RuntimeError:  # it is no store
+        return []
+    return [f"{host}:{port}"]

@@ -1,0 +1,102 @@
+"""An agent and its ranks: what it does when one says half of something, or when their names cannot be taken."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vm_harness import Vm
+
+from taas.agent.forkserver import Forkserver
+from taas.agent.processes import Rank
+from taas.agent.rank_job import RankJob
+from taas.header.grammar import RunSpec
+from taas.wire.agents import JobOver, StartJob
+from taas.wire.framing import LOOPBACK, Memory, StoreAddress, pack
+from taas.wire.rank_connection import AgentConnection, RankConnection
+from taas.wire.ranks import RankEnded, RankOrder, RankStage
+
+
+def test_a_rank_that_stops_in_the_middle_of_a_message_holds_nobody() -> None:
+    """What it has said before is heard, and the rest when it goes on."""
+    ours, its = socket.socketpair()
+    connection, rank = RankConnection(ours), AgentConnection(its)
+    long = RankEnded(rank=3, outcome="raised", at=0.0, message="x" * (4 << 20))
+    try:
+        data = pack(long)
+        rank.send(pack(RankStage(stage="begun", rank=3)))
+        its.sendall(len(data).to_bytes(4, "big") + data[:1000])
+        assert connection.receive() == [RankStage(stage="begun", rank=3)]
+        assert connection.receive() == []
+        rest = threading.Thread(target=its.sendall, args=(data[1000:],))
+        rest.start()
+        heard: list[Any] = []
+        while not heard:
+            assert wait([connection], 30)
+            heard += connection.receive()
+        rest.join()
+        assert heard == [long]
+        rank.send(b"\xc1")
+        assert (connection.receive(), connection.closed) == ([], True)
+    finally:
+        connection.close()
+        its.close()
+
+
+@pytest.fixture
+def forkserver() -> Iterator[Forkserver]:
+    made = Forkserver()
+    made.start()
+    yield made
+    made._end()
+
+
+def test_names_that_cannot_be_opened_end_the_run_and_not_the_agent(
+    tmp_path: Path, forkserver: Forkserver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The supervisor is told why, and every rank ends; nobody looks ten times a second when all are gone."""
+    payload = os.memfd_create("payload")
+    vm = Vm(tmp_path, forkserver)
+    work = RankOrder(
+        run="golden-fox",
+        vm="vm-0",
+        cell="",
+        execution_count=1,
+        group_rank=0,
+        store=StoreAddress(LOOPBACK, b"0" * 32),
+        gpus=(),
+        spec=RunSpec(name="golden-fox", ranks_per_vm=2),
+        colors="nocolor",
+    )
+    order = StartJob(
+        run="golden-fox",
+        job=0,
+        name="VM vm-0",
+        payload=Memory(os.getpid(), payload, 0),
+        project=str(tmp_path),
+        environ=dict(os.environ),
+        changed=(),
+        output=str(tmp_path / "output"),
+        scratch=str(tmp_path / "writes"),
+        work=work,
+    )
+    job = RankJob(order, vm.services)
+    try:
+        job.begin()
+        rank: Rank = job.ranks[0]
+        wrong = Memory(os.getpid(), payload, 1)
+        job._rank_ended(rank, RankEnded(rank=0, outcome="done", at=0.0, answer=wrong))
+        heard = [message.said for message in vm.run(job)]
+        assert RankEnded(rank=0, outcome="done", at=0.0) in heard
+        [over] = [said for said in heard if isinstance(said, JobOver)]
+        assert over.how.startswith("the names that the run made could not be taken: /proc/")
+        assert job.wait() is None
+    finally:
+        job.close()
+        os.close(payload)

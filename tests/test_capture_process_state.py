@@ -1,0 +1,160 @@
+"""What cells did to their process holds in ranks, and what they do there holds in the notebook.
+
+GPUs are not needed; test_capture_cuda.py and test_gpu.py have what is.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from oracle import Program, compare, forkservers, play, row
+
+PRECISIONS = """[
+    torch.backends.fp32_precision, torch.backends.cuda.matmul.fp32_precision,
+    torch.backends.cudnn.conv.fp32_precision, torch.backends.cudnn.rnn.fp32_precision,
+    torch.backends.mkldnn.matmul.fp32_precision,
+]"""
+OLD_WORDS = """
+def old():
+    try:
+        return torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    except RuntimeError:
+        return "mixed"
+"""
+
+PROGRAMS = [
+    row(
+        f"TF32 by {setting.partition('=')[0].strip()} {where}",
+        ("import torch" + OLD_WORDS + (setting if where == "before" else ""),),
+        ("" if where == "before" else setting) + f"\nseen = {PRECISIONS}, old()",
+        f"{PRECISIONS}, old()",
+    )
+    for where in ("before", "in the cell")
+    for setting in (
+        "torch.backends.cuda.matmul.fp32_precision = 'tf32'",
+        "torch.backends.fp32_precision = 'tf32'",
+        "torch.backends.cudnn.conv.fp32_precision = 'ieee'",
+        "torch.backends.cudnn.allow_tf32 = False",
+        "torch.set_float32_matmul_precision('high')",
+    )
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def common_ancestors() -> Iterator[None]:
+    """What all programs of this module are forked from is no process that one test leaves behind."""
+    with forkservers():
+        yield
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.backends, "fp32_precision"), reason="torch has one setting for all backends"
+)
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)
+def test_precisions_of_float32_travel(program: Program, tmp_path: Path) -> None:
+    """Settings for one backend, for which torch's older functions raise, are in the rank, and come back."""
+    different = compare(program, tmp_path)
+    assert not different, "\n".join(different)
+
+
+class Change(NamedTuple):
+    """One kind of state: how an earlier cell sets it, how the cell does, and how it is seen."""
+
+    name: str
+    first: str
+    then: str
+    seen: str
+
+
+CHANGES = [
+    Change("decimal", "import decimal; decimal.getcontext().prec = 7", "decimal.getcontext().rounding = 'ROUND_UP'; decimal.Decimal(1) / 3", "decimal.getcontext()"),
+    Change("errors of NumPy", "import numpy as np; np.seterr(divide='raise')", "np.seterr(over='ignore')", "np.geterr()"),
+    Change("print options of NumPy", "import numpy as np; np.set_printoptions(precision=3)", "np.set_printoptions(suppress=True)", "np.get_printoptions()"),
+    Change("print options of torch", "import torch; torch.set_printoptions(precision=3)", "torch.set_printoptions(linewidth=50)", "vars(torch._tensor_str.PRINT_OPTS)"),
+    Change("gradient mode", "import torch; torch.set_grad_enabled(False)", "torch.set_grad_enabled(True)", "torch.is_grad_enabled()"),
+    Change("pandas", "import pandas as pd; pd.set_option('display.max_rows', 7)", "pd.options.display.precision = 2", "pd.get_option('display.max_rows'), str(pd.Series([1 / 3]))"),
+    Change("matplotlib", "import matplotlib as m; m.rcParams['lines.linewidth'] = 3; m.rcParams['axes.prop_cycle'] = m.cycler(color='rb', lw=[1, 2])", "m.rcParams['font.size'] = 5; m.rcParams['lines.linewidth'] = m.rcParamsDefault['lines.linewidth']", "m.rcParams['font.size'], m.rcParams['lines.linewidth'], list(m.rcParams['axes.prop_cycle'])"),
+    Change("time zone", "import os, time; os.environ['TZ'] = 'Asia/Tokyo'; time.tzset()", "os.environ['TZ'] = 'America/Lima'; time.tzset()", "time.tzname, time.localtime(0)[:5]"),
+    Change("time zone, not set", "import os, time; os.environ['TZ'] = 'Asia/Tokyo'", "os.environ.pop('TZ')", "time.tzname, os.environ.get('TZ')"),
+    Change("recursion limit", "import sys; sys.setrecursionlimit(5000)", "sys.setrecursionlimit(6000)", "sys.getrecursionlimit()"),
+    Change("arguments", "import sys; sys.argv = ['train.py', '--lr', '1']", "sys.argv.append('--fast')", "sys.argv"),
+    Change("log levels", "import logging; logging.getLogger('a').setLevel(10); logging.getLogger('b').setLevel(10)", "logging.getLogger('a.b').propagate = False; logging.getLogger('b').setLevel(0); logging.disable(5)", "[(x.level, x.propagate) for x in map(logging.getLogger, ('a', 'a.b', 'b'))], logging.root.manager.disable"),
+    Change("log handlers", "import logging, sys; logging.basicConfig(level=20, format='%(message)s', filename='a.log')", "logging.root.handlers.clear(); logging.getLogger('c').addHandler(logging.FileHandler('c.log'))", "[(type(x).__name__, x.formatter and x.formatter._fmt) for n in ('', 'c') for x in logging.getLogger(n).handlers]"),
+    Change("warnings", "import warnings; warnings.simplefilter('error', UserWarning)", "warnings.filterwarnings('ignore', 'noise')", "[(a, m and m.pattern, c) for a, m, c, *_ in warnings.filters[:2]]"),
+    Change("warnings reset", "import warnings; warnings.simplefilter('error', UserWarning)", "warnings.resetwarnings()", "warnings.filters[:1]"),
+    Change("%precision", "%precision 3", "%precision 5", "get_ipython().display_formatter.formatters['text/plain'].float_precision"),
+    Change("values of a cell", "get_ipython().ast_node_interactivity = 'all'", "get_ipython().ast_node_interactivity = 'last_expr'", "get_ipython().ast_node_interactivity"),
+    Change("aliases", "%alias greet echo hello", "%alias wave echo bye", "[a for a in get_ipython().alias_manager.aliases if a[0] in ('greet', 'wave')]"),
+    Change("path", "import sys; sys.path.append('/there/a'); sys.path.insert(0, '/there/b')", "sys.path.remove('/there/a'); sys.path.insert(0, '/there/c')", "[p for p in sys.path if p.startswith('/there')]"),
+    Change("environment", "import os; os.environ['PROGRAM_A'] = '1'; os.environ.pop('HOME', None)", "os.environ['HOME'] = '/there'; del os.environ['PROGRAM_A']", "os.environ.get('HOME'), os.environ.get('PROGRAM_A')"),
+    Change("random numbers", "import random, numpy as np, torch; random.seed(3); np.random.seed(3); torch.manual_seed(3)", "random.random(); np.random.rand(); torch.rand(1)", "random.getstate()[1][-1], np.random.get_state()[2], torch.get_rng_state().sum()"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.name)
+def test_state_travels_both_ways(change: Change, tmp_path: Path) -> None:
+    """A rank has what an earlier cell set, and the notebook has what the cell did."""
+    earlier = (f"{change.first}\nimport sys",)
+    different = compare(
+        row(change.name, earlier, f"print({change.seen})\n{change.then}", f"print({change.seen})"), tmp_path
+    )
+    assert not different, "\n".join(different)
+
+
+def test_a_library_takes_its_state_when_it_is_imported(tmp_path: Path) -> None:
+    """What an earlier cell set holds where the cell imports the library; nothing imports it before."""
+    cell = "import pandas\nrows = pandas.get_option('display.max_rows')\ndel pandas"
+    earlier = "import pandas as pd\npd.set_option('display.max_rows', 7)\ndel pd"
+    program = row("imported in the cell", (earlier,), cell, "rows")
+    assert play(program, tmp_path, plain=False).value == "7"
+
+
+BROKEN = [
+    row("in the rank", ("import random\nn = 0; seen = []",), "random.getstate = None\nn = 5; seen.append(n)", "n, seen"),
+    row("in the notebook", ("import random\nn = 0; seen = []\nrandom.setstate = None",), "x = random.random(); del x\nn = 5; seen.append(n)", "n, seen"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("program", BROKEN, ids=lambda program: program.name)
+def test_names_come_back_where_the_state_of_the_process_cannot(program: Program, tmp_path: Path) -> None:
+    """What cannot be found out of the process, or be done to it, is said; what was trained is not lost."""
+    back = play(program, tmp_path, plain=False)
+    assert back.value == "(5, [5])"
+    (line,) = back.lost
+    assert line.startswith("the state of the process") and "TypeError" in line
+
+
+DEFAULTS = """
+import torch
+from taas.capture.settings import rows
+def set_here(wanted, own, count):
+    torch.cuda.is_available, torch.cuda.device_count = lambda: count > 0, lambda: count
+    torch.set_default_device(None)
+    (row,) = [row for row in rows(own) if row.name == "default device of torch"]
+    row.put(torch, wanted)
+    return row.take(torch)
+print(set_here("cuda", "cuda:1", 2), set_here("cuda:0", "cuda:1", 2))  # the second rank
+print(set_here("cuda", None, 0), set_here("cuda:1", None, 0), torch.zeros(1).device)  # a CPU type
+print(set_here("cuda:1", None, 2), set_here("cuda:1", None, 1))  # a notebook, or a rehearsed rank
+print(set_here("meta", "cuda:1", 2))
+"""
+
+
+def test_a_default_device_is_each_ranks_own(tmp_path: Path) -> None:
+    """``cuda`` stays the current device, a number becomes the rank's; without CUDA the CPU stays the default."""
+    ran = subprocess.run(
+        [sys.executable, "-c", DEFAULTS],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        cwd=tmp_path,
+    )
+    assert ran.stderr == ""
+    assert ran.stdout.splitlines() == ["cuda cuda:1", "cpu cpu cpu", "cuda:1 cuda", "meta"]

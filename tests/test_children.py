@@ -1,0 +1,239 @@
+"""Processes that a cell starts itself: they know the notebook's names, end with their rank, and their deaths are told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from notebook_harness import Notebook, gone
+
+pytestmark = pytest.mark.slow
+
+TRAINING = """
+import os, socket
+import taas, torch, torch.distributed as dist, torch.multiprocessing as mp
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+SCALE = 3.0
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+
+    def forward(self, x):
+        return self.layer(x) * SCALE
+
+def free_port():
+    with socket.socket() as found:
+        found.bind(("localhost", 0))
+        return str(found.getsockname()[1])
+
+def setup(rank, world, port):
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "localhost", port
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", rank=rank, world_size=world)
+
+def train(rank, world, port, path):
+    setup(rank, world, port)
+    torch.manual_seed(0)
+    model = nn.parallel.DistributedDataParallel(Net().to(rank), device_ids=[rank])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in range(3):
+        loss = model(torch.full((2, 4), float(rank + step)).to(rank)).square().mean()
+        optimizer.zero_grad(); loss.backward(); optimizer.step()
+    print("child", rank, "of", torch.cuda.device_count(), "on", torch.cuda.current_device())
+    if rank == 0:
+        torch.save(model.module.state_dict(), path)
+    dist.destroy_process_group()
+
+def start(how, function, *args):
+    processes = [mp.get_context(how).Process(target=function, args=(rank, *args)) for rank in range(2)]
+    for process in processes: process.start()
+    for process in processes: process.join()
+    return [process.exitcode for process in processes]
+
+def bad():
+    raise KeyError("no such key")
+
+def crash():
+    os.kill(os.getpid(), 11)
+"""
+
+
+@pytest.fixture(scope="module")
+def book(notebook: Notebook) -> Notebook:
+    notebook.good(TRAINING)
+    return notebook
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(book: Notebook) -> Iterator[None]:
+    """After each program neither a rank nor a child of one is there."""
+    yield
+    found = book.processes()
+    assert not found.ranks
+    assert gone(found.others)
+
+
+def same_model(book: Notebook, path: str) -> bool:
+    """Whether a saved model is the one that two ranks train, in which ``mp.spawn`` is adopted."""
+    book.good("#!g2.2\n#pragma taas --gpus 2\nmp.spawn(train, args=(2, free_port(), 'ranks.pt'), nprocs=2)")
+    compared = f"all(torch.equal(a, b) for a, b in zip(torch.load('{path}').values(), torch.load('ranks.pt').values()))"
+    return book.value(compared) == "True"
+
+
+def test_mp_spawn_in_a_process_that_sees_all_gpus(book: Notebook) -> None:
+    """A type alone: the tutorial's DDP program starts real children, a rehearsed GPU each, which meet where it says."""
+    ran = book.good(
+        "#!g2.2\nmp.spawn(train, args=(torch.cuda.device_count(), free_port(), 'spawned.pt'), "
+        "nprocs=torch.cuda.device_count())"
+    )
+    assert sorted(ran.own.splitlines()) == ["child 0 of 2 on 0", "child 1 of 2 on 1"]
+    assert same_model(book, "spawned.pt")
+
+
+@pytest.mark.parametrize("how", ["fork", "spawn", "forkserver"])
+def test_processes_of_multiprocessing_train_together(book: Notebook, how: str) -> None:
+    """The same program over ``mp.Process``, however they are started, and however OpenMP was used before."""
+    ran = book.good(f"#!g2.2\n(torch.ones(600, 600) @ torch.ones(600, 600)).sum()\n"
+                    f"print(start('{how}', train, 2, free_port(), '{how}.pt'))")  # fmt: skip
+    assert "[0, 0]" in ran.own
+    assert same_model(book, f"{how}.pt")
+
+
+def test_notebook_launcher_in_a_process_that_sees_all_gpus(book: Notebook) -> None:
+    """accelerate's ``notebook_launcher(num_processes=2)`` forks two processes, as in a plain notebook."""
+    ran = book.good("""#!g2.2
+from accelerate import notebook_launcher
+def loop(text):
+    from accelerate import Accelerator
+    accelerator = Accelerator()
+    found = accelerator.gather(torch.tensor([accelerator.process_index], device=accelerator.device))
+    accelerator.print(text, accelerator.num_processes, found.tolist())
+notebook_launcher(loop, args=("gathered",), num_processes=2, use_port=free_port())
+""")
+    assert "gathered 2 [0, 1]\n" in ran.own
+
+
+def test_lightning_starts_its_processes_in_a_process_that_sees_all_gpus(book: Notebook) -> None:
+    """``ddp_notebook`` over two devices forks them, and the trained module is the notebook's afterwards."""
+    ran = book.good("""#!g2.2
+import lightning.pytorch as pl
+class Module(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+    def on_train_start(self):
+        print(f"rank {self.global_rank} of {self.trainer.world_size}")
+    def training_step(self, batch, index):
+        return self.layer(batch[0]).square().mean()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+module = Module()
+first = module.layer.weight.detach().clone()
+trainer = pl.Trainer(max_epochs=1, accelerator="gpu", devices=2, strategy="ddp_notebook", logger=False,
+                     enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+trainer.fit(module, DataLoader(TensorDataset(torch.ones(16, 4)), batch_size=2))
+del trainer
+""")
+    assert sorted(ran.own.splitlines()) == ["rank 0 of 2", "rank 1 of 2"]
+    assert book.value("torch.equal(first, module.layer.weight)") == "False"
+
+
+def test_an_error_in_a_spawned_process_is_the_cells(book: Notebook) -> None:
+    """``mp.spawn`` raises it in the cell, with the lines of the cell where it was."""
+    ran = book.run(
+        "#!g2.2\ndef part(rank):\n    if rank == 1:\n        raise ValueError('no part')\nmp.spawn(part, nprocs=2)"
+    )
+    assert ran.ename == "CellFailed"
+    assert "ValueError: no part" in ran.traceback
+    assert "raise ValueError('no part')" in ran.traceback
+
+
+def test_children_end_with_the_rank(book: Notebook) -> None:
+    """An interrupt ends the cell and what it spawned."""
+    book.start("#!g2.2\ndef wait(rank):\n    print('here', rank)\n    threading.Event().wait()\n"
+               "import threading\nmp.spawn(wait, nprocs=2)")  # fmt: skip
+    book.wait_for("here 0")
+    book.wait_for("here 1")
+    book.interrupt()
+    assert book.end().ename == "KeyboardInterrupt"
+
+
+def test_objects_of_the_notebook_go_to_children_and_back(book: Notebook) -> None:
+    """Instances of a cell's class, a queue, a lock and shared memory reach a spawned child; what it puts comes back."""
+    ran = book.good("""#pragma taas --gpus 2
+class Box:
+    def __init__(self, value): self.value = value
+    def more(self): return Box(self.value + SCALE)
+def work(queue, lock, shared, box):
+    with lock: shared += 1
+    queue.put(box.more())
+context = mp.get_context("spawn")
+queue, lock, shared = context.Queue(), context.Lock(), torch.zeros(2).share_memory_()
+process = context.Process(target=work, args=(queue, lock, shared, Box(4)))
+process.start()
+came = queue.get(); process.join()
+print(type(came) is Box, came.value, shared.tolist())
+del process, context, queue, lock
+""")
+    assert ran.own == "True 7.0 [1.0, 1.0]\n"
+
+
+def test_a_death_that_nobody_asked_about_is_told(book: Notebook) -> None:
+    """The cell ends well, as in a notebook, and says which child died, in which rank, and what to do."""
+    ran = book.good("""#pragma taas --gpus 2
+for how, target in (("spawn", bad), ("fork", crash)):
+    process = mp.get_context(how).Process(target=target); process.start(); process.join()
+del process
+""")
+    told = [line for line in ran.stdout.splitlines() if " died " in line]
+    assert len(told) == 4
+    for rank in (0, 1):
+        assert any(
+            f"rank {rank}: the process SpawnProcess-" in line and "bad(), died (an exception)" in line
+            for line in told
+        )
+        assert any(f"rank {rank}: " in line and "crash(), died (SIGSEGV)" in line for line in told)
+    assert all("exitcode" in line for line in told)
+    assert 'raise KeyError("no such key")' in ran.stderr
+
+
+def test_a_death_that_the_program_knows_of_needs_no_word(book: Notebook) -> None:
+    """One whose exit code was read, one that the program ended itself, and one that ended well."""
+    ran = book.good("""#pragma taas --gpus 1
+import time
+asked, ended, well = (mp.get_context("fork").Process(target=f) for f in (bad, lambda: time.sleep(60), lambda: None))
+for process in (asked, ended, well): process.start()
+ended.terminate()
+for process in (asked, ended, well): process.join()
+print(asked.exitcode)
+del asked, ended, well, process
+""")
+    assert ran.stdout.count("died") == 0
+
+
+@pytest.mark.parametrize("how", ["fork", "spawn"])
+def test_groups_of_children_are_refused_by_name_in_several_ranks(book: Notebook, how: str) -> None:
+    """Each rank would start them: the children say so, where they would wait for each other's."""
+    ran = book.good(f"#pragma taas --gpus 2\nprint(start('{how}', setup, 2, free_port()))")
+    assert "[1, 1]" in ran.own
+    assert "init_process_group was called in a process that rank 0 started itself" in ran.stderr
+
+
+def test_a_registered_loader_in_a_forked_process_is_an_error(book: Notebook) -> None:
+    """It yields in the rank alone, also in a child that runs on with the cell; neither hangs."""
+    ran = book.good("""numbers = DataLoader(TensorDataset(torch.arange(64.)), batch_size=4)
+taas.register(numbers)""")
+    ran = book.good("""#pragma taas --gpus 2 --cpus 1
+batches = iter(numbers)
+first, child = next(batches), os.fork()
+if child == 0:
+    next(batches)
+print(1 + sum(1 for batch in batches), os.waitpid(child, 0)[1] >> 8)
+""")
+    assert ran.own == "8 1\n"
+    assert "a registered loader yields in the rank alone" in ran.stderr
+    book.good("taas.unregister(numbers)")

@@ -1,0 +1,87 @@
+"""The cells in the README and the docs run as they are written, in a real kernel and real ranks.
+
+A block that begins with ``python`` is a cell; those of one document are one notebook, in order. What a document does
+not show stands in comments, which are run, too: ``<!-- cell``, its lines, ``-->``. A cell that cannot run here stands
+below ``<!-- not run: why -->``.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from notebook_harness import Notebook
+
+from taas.config import Catalog, load_catalog
+from taas.header.grammar import find_header, parse_header
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+BLOCK = re.compile(
+    r"^<!-- cell\n(?P<hidden>.*?)^-->$|^(?P<not_run><!-- not run: .+ -->\n)?```(?P<info>\w*)\n(?P<text>.*?)^```$",
+    re.DOTALL | re.MULTILINE,
+)
+
+
+def cells(document: Path) -> list[str]:
+    """The cells of a document that are run."""
+    found = BLOCK.finditer(document.read_text())
+    return [
+        block["hidden"] or block["text"]
+        for block in found
+        if block["hidden"] or (block["info"] == "python" and not block["not_run"])
+    ]
+
+
+WITH_CELLS = [document for document in DOCUMENTS if cells(document)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("document", WITH_CELLS, ids=lambda path: path.name)
+def test_cells_run_as_written(document: Path, tmp_path: Path) -> None:
+    """Pasted into an empty notebook one after the other, each ends well."""
+    notebook = Notebook(tmp_path)
+    try:
+        if document.name != "README.md":  # whose first cell shows it
+            notebook.good("%load_ext taas")
+        for cell in cells(document):
+            ran = notebook.run(cell, seconds=280)
+            assert ran.status == "ok", f"{cell}\n{ran.stderr}{ran.traceback}"
+    finally:
+        notebook.close()
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_what_looks_like_a_cell_is_one(document: Path) -> None:
+    """A block with a header, or magics, says that it is Python; so that the test above does not pass it by."""
+    text = document.read_text()
+    assert len(re.findall(r"^```", text, re.MULTILINE)) == 2 * len(
+        re.findall(r"^```\w*\n.*?^```$", text, re.DOTALL | re.MULTILINE)
+    )
+    for block in BLOCK.finditer(text):
+        if block["text"] is not None and block["info"] not in ("python", "bash", "toml", "yaml"):
+            assert not re.search(r"^(#!\S|#pragma|%+\w|import |from )", block["text"], re.MULTILINE), block[
+                "text"
+            ]
+
+
+@pytest.mark.parametrize("document", WITH_CELLS, ids=lambda path: path.name)
+def test_headers_are_right(document: Path) -> None:
+    """Each header of a document is one that the built-in instance types allow."""
+    headers = [header for header in map(find_header, cells(document)) if header is not None]
+    assert headers
+    for header in headers:
+        parse_header(header, expand=str, catalog=Catalog(), visible_gpus=8, registered=["loader"])
+
+
+def test_configuration_files_are_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ``toml`` block is a ``taas.toml``."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    found = [
+        block for path in DOCUMENTS for block in BLOCK.finditer(path.read_text()) if block["info"] == "toml"
+    ]
+    assert found
+    for block in found:
+        (tmp_path / "taas.toml").write_text(block["text"])
+        load_catalog(tmp_path)

@@ -1,0 +1,455 @@
+"""However a run ends, what was trained is not lost: rank 0's names come back as they stood (contract, section 4)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from notebook_harness import Notebook, Ran, gone
+
+pytestmark = pytest.mark.slow
+
+GROUP = (
+    "import time, torch, torch.distributed as dist\ndist.init_process_group('gloo')\nrank = dist.get_rank()\n"
+)
+STOOD = "rank 0's names came back as they stood"
+
+
+READY = """
+import os, pathlib, time
+def ready():
+    "Say that all ranks have come here."
+    places = pathlib.Path(ready_at)
+    (places / os.environ["RANK"]).touch()
+    while os.environ["RANK"] == "0" and len(list(places.iterdir())) < int(os.environ["WORLD_SIZE"]): time.sleep(0.01)
+    if os.environ["RANK"] == "0": print("ready", flush=True)
+
+def after_rank_0():
+    "Wait until rank 0 is at its last line, or on its way from there: what it waits in, it enters without a sign."
+    while not pathlib.Path(ready_at, "0").exists(): time.sleep(0.01)
+    time.sleep(0.3)
+"""
+COMES = "pathlib.Path(ready_at, '0').touch()"
+"""Rank 0 says that it is at its last line."""
+
+
+@pytest.fixture(autouse=True)
+def no_rank_is_left(notebook: Notebook, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """After each ending no rank is left; that a run in the same notebook succeeds shows the next test."""
+    places = tmp_path_factory.mktemp("ready")
+    notebook.good(f"{READY}\nready_at = {str(places)!r}")
+    yield
+    assert not notebook.processes().ranks
+
+
+@pytest.fixture(autouse=True, scope="module")
+def next_cell_runs(notebook: Notebook) -> Iterator[None]:
+    """So does one after them all."""
+    yield
+    assert notebook.good("#pragma taas --gpus 2\nimport os\nprint(os.environ['WORLD_SIZE'])").own == "2\n"
+
+
+def interrupted(notebook: Notebook, body: str, world_size: int = 2) -> Ran:
+    """Run a cell, and press interrupt once it has printed "ready"."""
+    notebook.start(f"#pragma taas --gpus {world_size}\n{body}")
+    notebook.wait_for("ready")
+    notebook.interrupt()
+    return notebook.end()
+
+
+# ---------------------------------------------------------------- patience
+
+
+def test_a_handled_interrupt_ends_well_however_long_it_takes(notebook: Notebook) -> None:
+    """A checkpoint that takes 4 s is whole, the cell succeeds, and all names come back."""
+    ran = interrupted(
+        notebook,
+        "import os, time\n"
+        "steps = 0\n"
+        "try:\n"
+        "    ready()\n"
+        "    while True:\n"
+        "        steps += 1\n"
+        "        time.sleep(0.01)\n"
+        "except KeyboardInterrupt:\n"
+        "    if os.environ['RANK'] == '0':\n"
+        "        with open('checkpoint', 'wb') as file:\n"
+        "            for _ in range(40):\n"
+        "                file.write(bytes(100_000)); file.flush(); time.sleep(0.1)\n"
+        "    saved = True\n",
+    )
+    assert ran.status == "ok", ran.evalue
+    assert (notebook.folder / "checkpoint").stat().st_size == 4_000_000
+    assert notebook.value("saved, steps > 0") == "True True"
+    lines = [update["data"]["text/plain"] for update in ran.updates]
+    assert any("interrupted: the cell is finishing; press again to end it" in line for line in lines)
+
+
+def test_an_interrupt_that_comes_when_the_cell_has_just_ended(notebook: Notebook) -> None:
+    """It changes nothing any more, in whichever line of taas it finds the rank."""
+    notebook.good(
+        "#pragma taas --gpus 2\n"
+        "import signal, sys\n"
+        "def press(frame, event, argument):\n"
+        "    if event == 'call' and frame.f_code.co_name == 'end_cell':\n"
+        "        sys.setprofile(None)\n"
+        "        signal.raise_signal(signal.SIGINT)\n"
+        "sys.setprofile(press)\n"
+        "trained = 1\n"
+    )
+    assert notebook.value("trained") == "1"
+
+
+def test_a_group_that_cannot_be_closed_costs_no_names(notebook: Notebook) -> None:
+    """The rank stays until its agent has them, and runs what libraries registered for its exit."""
+    notebook.good(
+        "#pragma taas --gpus 2\n"
+        "import atexit, os, pathlib, taas.adopt\n"
+        "def fail(**options): raise RuntimeError('this group was broken off')\n"
+        "taas.adopt.finish = fail\n"
+        "if os.environ['RANK'] == '0': atexit.register(pathlib.Path('flushed').touch)\n"
+        "trained = 1\n"
+    )
+    assert notebook.value("trained") == "1"
+    assert (notebook.folder / "flushed").exists()
+
+
+def test_an_unhandled_interrupt_brings_the_model_as_it_stood(notebook: Notebook) -> None:
+    """In the middle of training with DDP: the notebook's own model has the trained weights, history its entries."""
+    notebook.good(
+        "import torch\nmodel = torch.nn.Linear(4, 1)\nbefore = model.weight.detach().clone()\nhistory = []\nown = model"
+    )
+    ran = interrupted(
+        notebook,
+        GROUP + "from torch.nn.parallel import DistributedDataParallel as DDP\n"
+        "net = DDP(model)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), 0.01)\n"
+        "while True:\n"
+        "    loss = net(torch.ones(8, 4)).square().mean()\n"
+        "    optimizer.zero_grad(); loss.backward(); optimizer.step()\n"
+        "    history.append(loss.item())\n"
+        "    if len(history) == 20: ready()\n",
+    )
+    assert ran.ename == "KeyboardInterrupt"
+    assert STOOD in ran.evalue
+    assert (
+        notebook.value("len(history) >= 20, own is model, bool((model.weight != before).any())")
+        == "True True True"
+    )
+
+
+def test_a_handler_of_the_cells_own_is_asked(notebook: Notebook) -> None:
+    """``signal.signal(SIGINT, …)`` works as in a script: the loop ends when it has seen the flag."""
+    ran = interrupted(
+        notebook,
+        "import signal, time\n"
+        "stopped = []\n"
+        "before = signal.signal(signal.SIGINT, lambda number, frame: stopped.append(number))\n"
+        "ready()\n"
+        "while not stopped: time.sleep(0.05)\n"
+        "time.sleep(4)\n"
+        "after = 'saved'\n",
+    )
+    assert ran.status == "ok", ran.evalue
+    assert notebook.value("after, stopped") == "saved [2]"
+
+
+def test_what_fails_while_the_cell_is_finishing_is_said(notebook: Notebook) -> None:
+    """The checkpoint that could not be written is not silently missing."""
+    ran = interrupted(
+        notebook,
+        "import time\n"
+        "try:\n    ready()\n    time.sleep(600)\n"
+        "finally:\n    raise OSError('no room for the checkpoint')",
+    )
+    assert ran.ename == "KeyboardInterrupt"
+    assert "raised OSError: no room for the checkpoint" in ran.evalue
+
+
+def test_a_rank_that_does_not_notice_holds_nobody(notebook: Notebook) -> None:
+    """Rank 1 is stuck in C; rank 0 finishes all the same."""
+    ran = interrupted(
+        notebook,
+        "import ctypes, os, time\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    ready()\n    ctypes.PyDLL(None).pause()\n    ctypes.PyDLL(None).sleep(600)\n"
+        "try:\n    ready(); time.sleep(600)\nfinally:\n    time.sleep(3); finished = True",
+    )
+    assert ran.ename == "KeyboardInterrupt"
+    assert STOOD in ran.evalue
+    assert notebook.value("finished") == "True"
+
+
+# ---------------------------------------------------------------- waiting in C
+
+WAITS = {
+    "all_reduce": "dist.all_reduce(torch.ones(4))",
+    "work.wait": "dist.all_reduce(torch.ones(4), async_op=True).wait()",
+    "barrier": "dist.barrier()",
+    "monitored barrier": "dist.monitored_barrier()",
+    "recv": "dist.recv(torch.ones(4), 1)",
+    "new group": "dist.new_group([0, 1])",
+    "store": "dist.distributed_c10d._get_default_store().wait(['never'])",
+}
+"""What rank 0 waits in while rank 1 does not come."""
+
+
+@pytest.mark.parametrize("what", WAITS)
+def test_an_interrupt_breaks_off_what_rank_0_waits_in(notebook: Notebook, what: str) -> None:
+    """Its ``finally`` runs, and its names come back."""
+    ran = interrupted(
+        notebook,
+        f"{GROUP}import threading\ndone = [1]\n"
+        "if rank:\n    ready()\n    time.sleep(600)\n"
+        "try:\n"
+        "    threading.Timer(0.5, ready).start()  # it waits by then; if not, the interrupt finds it in Python code\n"
+        f"    {WAITS[what]}\nfinally:\n    done.append(2)",
+    )
+    assert ran.ename == "KeyboardInterrupt"
+    assert STOOD in ran.evalue
+    assert notebook.value("done") == "[1, 2]"
+
+
+@pytest.mark.parametrize("what", WAITS)
+def test_an_error_in_rank_1_while_rank_0_waits(notebook: Notebook, what: str) -> None:
+    """Rank 1's error is the cell's, and rank 0's names come back."""
+    ran = notebook.run(
+        f"#pragma taas --gpus 2\n{GROUP}done = [1]\n"
+        "if rank:\n    after_rank_0()\n    raise ValueError('bad batch')\n"
+        f"import os, pathlib\ntry:\n    {COMES}\n    {WAITS[what]}\nfinally:\n    done.append(2)"
+    )
+    assert ran.ename == "CellFailed"
+    assert "rank 1 on vm-0 raised ValueError: bad batch" in ran.evalue
+    assert STOOD in ran.evalue
+    assert notebook.value("done") == "[1, 2]"
+
+
+def test_an_interrupt_before_all_ranks_have_come_to_the_group(notebook: Notebook) -> None:
+    """Rank 0 waits in ``init_process_group``."""
+    ran = interrupted(
+        notebook,
+        "import os, time, torch.distributed as dist\nseen = 1\nready()\n"
+        "if os.environ['RANK'] == '1': time.sleep(600)\n"
+        "dist.init_process_group('gloo')",
+    )
+    assert ran.ename == "KeyboardInterrupt"
+    assert STOOD in ran.evalue
+    assert notebook.value("seen") == "1"
+
+
+# ---------------------------------------------------------------- failures
+
+
+def test_an_error_in_rank_0(notebook: Notebook) -> None:
+    """Changed in place and rebound, as in a notebook whose cell raised; statements that did not run have done nothing."""
+    notebook.good("rows, table = [1], {'a': 1}\nsame = rows")
+    ran = notebook.run(
+        "#pragma taas --gpus 2\nimport os, time\nrows.append(2)\ntable['b'] = 2\nmade = 3\n"
+        "if os.environ['RANK'] == '0': raise ValueError('late')\ntime.sleep(600)\nnever = 4"
+    )
+    assert ran.ename == "CellFailed"
+    assert f"All ranks were ended; {STOOD}" in ran.evalue
+    assert notebook.value("rows, same is rows, table, made, 'never' in globals()") == (
+        "[1, 2] True {'a': 1, 'b': 2} 3 False"
+    )
+
+
+def test_sys_exit_in_rank_0(notebook: Notebook) -> None:
+    """So does a cell that gives up."""
+    ran = notebook.run(
+        "#pragma taas --gpus 2\nimport os, sys, time\ngiven_up = 1\n"
+        "if os.environ['RANK'] == '0': sys.exit(3)\ntime.sleep(600)"
+    )
+    assert ran.ename == "CellFailed"
+    assert notebook.value("given_up") == "1"
+
+
+def test_rank_1_is_killed_while_rank_0_waits(notebook: Notebook) -> None:
+    """Rank 0 is freed, and its names come back."""
+    ran = notebook.run(
+        f"#pragma taas --gpus 2\n{GROUP}import os, pathlib, signal\nstep = 7\n"
+        "if rank:\n    after_rank_0()\n    os.kill(os.getpid(), signal.SIGKILL)\n"
+        f"{COMES}\ndist.all_reduce(torch.ones(1))"
+    )
+    assert "rank 1 on vm-0 killed by SIGKILL: out of memory?" in ran.evalue
+    assert STOOD in ran.evalue
+    assert notebook.value("step") == "7"
+
+
+def test_rank_0_is_killed(notebook: Notebook) -> None:
+    """Nothing comes, and the error says so."""
+    ran = notebook.run(
+        "#pragma taas --gpus 2\nimport os, signal, time\nlost = 1\n"
+        "if os.environ['RANK'] == '0': os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(600)"
+    )
+    assert "no names came back: rank 0 was killed by SIGKILL" in ran.evalue
+    assert notebook.value("'lost' in globals()") == "False"
+
+
+def test_rank_0_is_stuck_in_c_code(notebook: Notebook) -> None:
+    """Its names are packed beside it, while it stays where it is."""
+    ran = notebook.run(
+        "#pragma taas --gpus 2\nimport ctypes, os, pathlib, time\nkept = {'step': 3}\n"
+        "if os.environ['RANK'] == '1':\n    after_rank_0()\n    raise ValueError('bad batch')\n"
+        f"{COMES}\nwhile True: ctypes.CDLL(None).sleep(600)"
+    )
+    assert "raised ValueError: bad batch" in ran.evalue
+    assert STOOD in ran.evalue
+    assert notebook.value("kept") == "{'step': 3}"
+
+
+def test_rank_0_goes_on_after_anothers_error(notebook: Notebook) -> None:
+    """It swallows the interrupt and changes its names all the time: it is parked while they are packed."""
+    ran = notebook.run(
+        "#pragma taas --gpus 2\nimport os, pathlib, time\ncounts = {}\n"
+        "if os.environ['RANK'] == '1':\n    after_rank_0()\n    raise ValueError('bad batch')\n"
+        f"{COMES}\n"
+        "while True:\n"
+        "    try:\n        counts[len(counts)] = object(); counts[len(counts) - 1] = 1\n"
+        "    except KeyboardInterrupt:\n        pass"
+    )
+    assert STOOD in ran.evalue
+    assert notebook.value("set(counts.values()) <= {1} or len(counts)") != "0"
+
+
+def test_what_cannot_be_packed_after_an_error_is_said(notebook: Notebook) -> None:
+    """The others come; the error is the cell's own."""
+    ran = notebook.run(
+        "#pragma taas --gpus 2\nimport threading\nlock = threading.Lock()\nkept = 1\nraise ValueError('mine')"
+    )
+    assert "raised ValueError: mine" in ran.evalue
+    assert "lock" in ran.stdout + ran.stderr
+    assert notebook.value("kept") == "1"
+
+
+def test_return_narrows_what_comes_after_an_error(notebook: Notebook) -> None:
+    """``--return NAME`` and ``--return none`` hold for every ending."""
+    notebook.run("#pragma taas --gpus 2 --return asked\nasked = other = 1\nraise ValueError")
+    assert notebook.value("asked, 'other' in globals()") == "1 False"
+    ran = notebook.run("#pragma taas --gpus 2 --return none\nnothing = 1\nraise ValueError")
+    assert "no names came back, as --return none asks" in ran.evalue
+    assert notebook.value("'nothing' in globals()") == "False"
+
+
+# ---------------------------------------------------------------- a second press
+
+DEAF = (
+    "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+    "stage = 'begun'\n"
+    "while True:\n"
+    "    try:\n        ready(); time.sleep(600)\n"
+    "    except KeyboardInterrupt:\n        stage = 'noticed'; print('noticed', flush=True)\n"
+)
+
+
+def test_a_second_press_ends_everything(notebook: Notebook) -> None:
+    """Also ranks that swallow interrupts and ignore SIGTERM; names come as they stood."""
+    notebook.start(f"#pragma taas --gpus 2\n{DEAF}")
+    notebook.wait_for("ready")
+    ranks = notebook.processes().ranks
+    notebook.interrupt()
+    notebook.wait_for("noticed")
+    notebook.interrupt()
+    ran = notebook.end()
+    assert ran.ename == "KeyboardInterrupt"
+    assert STOOD in ran.evalue
+    assert gone(ranks, 0)
+    assert notebook.value("stage") == "noticed"
+
+
+def test_a_second_press_while_rank_0_holds_the_gil(notebook: Notebook) -> None:
+    """Nobody answers: nothing comes, and the error says it."""
+    notebook.start("#pragma taas --gpus 2\nimport itertools\nready()\nsum(itertools.repeat(0.5))")
+    notebook.wait_for("ready")
+    for rank in notebook.processes().ranks:
+        begun = rank.cpu_times().user
+        while rank.cpu_times().user < begun + 0.2:  # then it is in the loop
+            time.sleep(0.02)
+    notebook.interrupt()
+    notebook.wait_for_line("press again to end it")
+    notebook.interrupt()
+    ran = notebook.end()
+    assert ran.ename == "KeyboardInterrupt"
+    assert "no names came back: rank 0 had no time to pack them" in ran.evalue
+
+
+# ---------------------------------------------------------------- from elsewhere
+
+
+@pytest.fixture(scope="module")
+def other(notebook: Notebook, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
+    """Another notebook."""
+    found = Notebook(tmp_path_factory.mktemp("other"))
+    found.good("%load_ext taas")
+    yield found
+    found.close()
+
+
+def test_stop_is_one_press(notebook: Notebook, other: Notebook) -> None:
+    """The cell's ``finally`` runs; its error says who stopped it."""
+    notebook.start(
+        "#pragma taas --gpus 2 --name long\nimport time\n"
+        "try:\n    ready()\n    time.sleep(600)\nfinally:\n    time.sleep(2); finished = 1"
+    )
+    notebook.wait_for("ready")
+    assert "long stopped" in other.good("%taas stop long").stdout
+    ran = notebook.end()
+    assert ran.ename == "KeyboardInterrupt"
+    assert "stopped from" in ran.evalue
+    assert STOOD in ran.evalue
+    assert notebook.value("finished") == "1"
+
+
+def test_stop_now_is_two(notebook: Notebook, other: Notebook) -> None:
+    """The cell's own patience is over."""
+    notebook.start(f"#pragma taas --gpus 2 --name deaf\n{DEAF}")
+    notebook.wait_for("ready")
+    assert "deaf stopped" in other.good("%taas stop deaf --now").stdout
+    assert notebook.end().ename == "KeyboardInterrupt"
+    assert notebook.value("stage in ('begun', 'noticed')") == "True"
+
+
+def test_a_background_run_that_fails_leaves_its_names(notebook: Notebook, other: Notebook) -> None:
+    """``attach`` brings them, in place where it began and rebound elsewhere, and raises."""
+    notebook.good("rows = [1]\nsame = rows")
+    notebook.good(
+        "#pragma taas --gpus 2 --background --name bad\nrows.append(2)\nmade = 3\nraise ValueError('late')"
+    )
+    there = other.run("%taas attach bad")
+    assert there.ename == "CellFailed"
+    assert STOOD in there.evalue
+    assert other.value("rows, made") == "[1, 2] 3"
+    assert notebook.run("%taas attach bad").ename == "CellFailed"
+    assert notebook.value("rows, same is rows, made") == "[1, 2] True 3"
+
+
+def test_a_background_run_that_is_stopped_leaves_its_names(notebook: Notebook) -> None:
+    """So does one that was stopped."""
+    notebook.good(
+        "#pragma taas --gpus 2 --background --name stopped\nimport os, pathlib, time\nmade = 3\n"
+        "if os.environ['RANK'] == '0': pathlib.Path('up').touch()\ntime.sleep(600)"
+    )
+    notebook.good("import pathlib, time\nwhile not pathlib.Path('up').exists(): time.sleep(0.05)")
+    notebook.good("%taas stop stopped")
+    assert STOOD in notebook.good("%taas attach stopped").stdout
+    assert notebook.value("made") == "3"
+
+
+def test_the_kernel_dies_and_nobody_waits_for_the_cell(
+    notebook: Notebook, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Patience is for who waits: a run whose kernel is gone is ended."""
+    doomed, places = Notebook(tmp_path), tmp_path_factory.mktemp("ready")
+    try:
+        doomed.good(f"%load_ext taas\n{READY}\nready_at = {str(places)!r}")
+        doomed.start(f"#pragma taas --gpus 2\n{DEAF}")
+        doomed.wait_for("ready")
+        ranks = doomed.processes().ranks
+        os.kill(doomed.pid, signal.SIGKILL)
+        assert gone(ranks)
+    finally:
+        doomed.close()

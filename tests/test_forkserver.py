@@ -1,0 +1,77 @@
+"""When the forkserver starts anew: for a package installed meanwhile, or killed, but never under a run."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+PROGRAM = """
+import os, pathlib, sys
+from taas.agent.forkserver import Forkserver
+
+installed = pathlib.Path(sys.argv[1], "site-packages")
+installed.mkdir()
+sys.path.append(str(installed))
+server = Forkserver(data=True)
+began = []
+for run in ("fox", "fox", "owl"):
+    (installed / f"package {len(began)}").mkdir()
+    server.fit(run, dict(os.environ), rehearsed=None)
+    began.append(server.pid)
+print(began[0] == began[1], began[1] == began[2])
+server._end()
+"""
+
+FEW_DESCRIPTORS = """
+import os, resource, signal
+from taas.agent.forkserver import Forkserver
+from taas.agent.processes import fork
+
+server = Forkserver(data=True)
+server.start()
+began = server.pid
+for free in range(9):
+    held = [os.open(os.devnull, os.O_RDONLY) for _ in range(free)]
+    lowest = os.dup(0)
+    for one in (lowest, *held):
+        os.close(one)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
+    try:
+        fork(os.getpid).join()
+    except OSError as error:
+        assert error.errno == 24, error
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    fork(os.getpid).join()
+os.kill(server.pid, signal.SIGSTOP)
+fork(os.getpid).join()
+print(server.pid == began)
+os.kill(server.pid, signal.SIGKILL)
+fork(os.getpid).join()
+print(server.pid != began)
+server._end()
+"""
+
+
+def test_a_package_installed_while_a_run_starts(tmp_path: Path) -> None:
+    """The run keeps the forkserver it began with; the next one finds the package."""
+    done = subprocess.run([sys.executable, "-c", PROGRAM, str(tmp_path)], capture_output=True, text=True)
+    assert (done.stdout, done.returncode) == ("True False\n", 0), done.stderr
+
+
+def test_few_descriptors_a_stop_and_a_kill() -> None:
+    """However few files an agent may open: its forkserver lives, and forks as soon as there is room.
+
+    One that is stopped is told to go on, one that is killed is started anew.
+    """
+    done = subprocess.run([sys.executable, "-c", FEW_DESCRIPTORS], capture_output=True, text=True)
+    assert (done.stdout, done.returncode) == ("True\nTrue\n", 0), done.stderr
+
+
+def test_an_agent_imports_no_library_for_its_ranks() -> None:
+    """torch and IPython are in the forkserver alone: an agent that waits costs 30 MB."""
+    heavy = ("torch", "numpy", "IPython", "ray", "cloudpickle")
+    code = f"import sys, taas.agent.loop; print([name for name in {heavy!r} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout == "[]\n"

@@ -1,0 +1,272 @@
+"""Ranks that stay: cells of a notebook in the same processes, one after the other."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from notebook_harness import Notebook, gone, there, until
+
+from taas.runs.records import read_records
+
+
+@pytest.fixture(autouse=True)
+def released(notebook: Notebook) -> Iterator[None]:
+    """End the kept ranks of each test."""
+    yield
+    notebook.run("%taas release")
+    (notebook.folder / "taas.toml").unlink(missing_ok=True)
+
+
+KEEP = "#pragma taas --gpus 2 --keep\n"
+GROUP = "import torch, torch.distributed as dist\ndist.init_process_group('gloo')\n"
+PIDS = (
+    "import os, torch.distributed as dist\npids = [None, None]\ndist.all_gather_object(pids, os.getpid())\n"
+)
+
+
+def pids_of(notebook: Notebook) -> list[int]:
+    """Ask the ranks, by a collective of the group that an earlier cell made, for their process ids."""
+    notebook.good(KEEP + PIDS)
+    return [int(pid) for pid in notebook.value("*pids").split()]
+
+
+def test_the_next_cell_runs_in_the_same_ranks(notebook: Notebook) -> None:
+    """They have what only they had, their group, and streams that an earlier cell took hold of."""
+    notebook.good(KEEP + GROUP + PIDS + "import sys\nown, out = iter(range(9)), sys.stdout\nnext(own)")
+    first = notebook.value("*pids")
+    ran = notebook.good(KEEP + PIDS + "print(next(own))\nprint('again', file=out)")
+    assert (ran.own, notebook.value("*pids")) == ("1\nagain\n", first)
+    shown = notebook.good("%taas status").displays[0]["data"]["text/plain"]
+    assert re.search(r"done, ranks kept +2 ranks +idle \d.*MB", shown)
+
+
+@pytest.mark.parametrize("cell", [
+    "raise ValueError('wrong')",
+    "if dist.get_rank():\n    raise ValueError('wrong')\ndist.barrier()",
+])  # fmt: skip
+def test_an_error_leaves_ranks_names_and_a_group(notebook: Notebook, cell: str) -> None:
+    """The group that was broken off is made anew, and the cell says so."""
+    notebook.good(KEEP + GROUP + PIDS + "own = iter(range(9))")
+    first = notebook.value("*pids")
+    ran = notebook.run(KEEP + "next(own)\n" + cell)
+    assert "wrong" in ran.traceback
+    assert "All ranks stay; rank 0's names came back as they stood." in ran.evalue
+    ran = notebook.good(KEEP + PIDS + "print(next(own))")
+    assert "made anew" in ran.stdout
+    assert (ran.own, notebook.value("*pids")) == ("1\n", first)
+
+
+def test_an_interrupt_leaves_ranks_names_and_a_group(notebook: Notebook) -> None:
+    """Rank 0 computes, rank 1 waits for it in a barrier."""
+    notebook.good(KEEP + GROUP + PIDS)
+    first = notebook.value("*pids")
+    notebook.start(KEEP + "print('on')\nx = 1\nwhile dist.get_rank() == 0:\n    pass\ndist.barrier()")
+    notebook.wait_for("on")
+    notebook.interrupt()
+    assert notebook.end().ename == "KeyboardInterrupt"
+    assert notebook.value("x") == "1"
+    assert [str(pid) for pid in pids_of(notebook)] == first.split()
+
+
+_STUCK = """
+import collections, itertools, time
+if dist.get_rank():
+    open(sign, "w").close()
+    while True:
+        try: collections.deque(itertools.repeat(0), maxlen=0)
+        except KeyboardInterrupt: pass  # it came before
+while not os.path.exists(sign): time.sleep(0.01)
+print("on")
+dist.barrier()
+"""
+
+
+def test_a_rank_that_is_stuck_ends_them(notebook: Notebook, tmp_path: Path) -> None:
+    """C code that holds the GIL notices nothing; rank 0's names came back before, and the next cell has new ranks."""
+    notebook.good(KEEP + GROUP + PIDS + "x = 1")
+    before = [psutil.Process(int(pid)) for pid in notebook.value("*pids").split()]
+    notebook.good(f"import os; sign = {str(tmp_path / 'sign')!r}")
+    notebook.start(KEEP + _STUCK)
+    notebook.wait_for("on")
+    notebook.interrupt()
+    ran = notebook.end()
+    assert (ran.ename, "its ranks are gone" in ran.stdout) == ("KeyboardInterrupt", True)
+    assert gone(before)
+    assert notebook.good(KEEP + "print(x)").own == "1\n"
+
+
+def test_names_that_came_back_are_held_nowhere_else(notebook: Notebook) -> None:
+    """The memory that brought them is given back by rank 0, which stays."""
+    notebook.good(KEEP + "import os, torch")
+    count = "len(os.listdir('/proc/self/fd'))"
+    counts = []
+    for _ in range(3):
+        notebook.good(KEEP + f"big = torch.ones(1 << 20)\ncount = {count}")
+        counts.append(notebook.value("count"))
+    assert len(set(counts[1:])) == 1, counts
+
+
+def test_a_rank_that_dies_in_a_cell_takes_the_others_along(notebook: Notebook) -> None:
+    """The cell says that they are gone; the next one has new ranks, and the notebook's names."""
+    notebook.good(KEEP + GROUP + PIDS + "kept = 5")
+    before = [int(pid) for pid in notebook.value("*pids").split()]
+    ran = notebook.run(
+        KEEP
+        + "import os, signal\nif dist.get_rank():\n    os.kill(os.getpid(), signal.SIGKILL)\ndist.barrier()"
+    )
+    assert "its ranks are gone" in ran.stdout
+    ran = notebook.good(KEEP + "print(kept, dist.is_initialized())")
+    assert ran.own == "5 False\n"
+    assert not there(before)
+
+
+def test_a_rank_that_dies_while_it_waits(notebook: Notebook) -> None:
+    """The next cell says so and starts new ones, to which all names travel."""
+    notebook.good(KEEP + GROUP + PIDS + "kept = 5")
+    before = [psutil.Process(int(pid)) for pid in notebook.value("*pids").split()]
+    os.kill(before[1].pid, signal.SIGKILL)
+    assert gone(before)
+    until(lambda: "ranks kept" not in str(notebook.good("%taas status")))
+    ran = notebook.good(KEEP + "print(kept)")
+    assert ran.own == "5\n"
+    assert "rank 1 was killed by SIGKILL); all names that the cell needs travel" in ran.stdout
+
+
+def test_ranks_that_die_when_a_cell_was_ordered(notebook: Notebook) -> None:
+    """Nobody knows it when the cell is sent, as their agent is stopped: it runs in new ranks, with all names."""
+    notebook.good(KEEP + GROUP + PIDS + "big = torch.ones(3)")
+    before = there(int(pid) for pid in notebook.value("*pids").split())
+    (agent,) = notebook.processes().agents
+    agent.suspend()
+    for process in before:
+        process.kill()
+    ran = notebook.good(KEEP + "print(os.getpid(), big.sum().item())")
+    assert "the ranks that this notebook kept are gone" in ran.stdout
+    assert "all names that the cell needs travel" in ran.stdout
+    assert ran.own.split()[-1] == "3.0"
+    assert "next --keep cell" not in notebook.good(KEEP + "print(big.sum().item())").stdout
+
+
+_OVERTAKE = """
+import threading
+from taas.notebook.connections import Visit, all_connections
+from taas.notebook.foreground import Foreground
+from taas.wire.clients import Release, Released, RunRequest, Stacks
+[here] = [c for c in all_connections() if c.kernel.pid == __import__("os").getpid()]
+released, ends = [], Foreground._end
+
+def overtaken(self, ended):
+    with Visit(here) as visit:
+        visit.say(Release())
+        visit.ask(RunRequest(run="none", what="stacks"), Stacks)  # answered after the release was heard
+        ends(self, ended)
+        released.append(visit.ask(RunRequest(run="none", what="stacks"), Released))
+
+Foreground._end = overtaken
+"""
+
+
+def test_a_model_that_stays_does_not_travel_again(notebook: Notebook) -> None:
+    """The runs' records say what did: 40 MB once, then the state of the process."""
+    notebook.good("import torch\nmodel = torch.nn.Linear(1000, 10_000)")
+    for _ in range(3):
+        notebook.good(KEEP + "total = model.weight.sum().item()")
+    sizes = [
+        record.names_nbytes for record in sorted(read_records(), key=lambda record: record.submitted)[-3:]
+    ]
+    assert sizes[0] > 40_000_000
+    assert max(sizes[1:]) < 1_000_000
+
+
+def test_release_ends_them(notebook: Notebook) -> None:
+    """And frees what they had."""
+    notebook.good(KEEP + GROUP + PIDS)
+    before = [psutil.Process(int(pid)) for pid in notebook.value("*pids").split()]
+    assert "2 kept ranks ended" in notebook.good("%taas release").stdout
+    assert gone(before)
+    ran = notebook.good(KEEP + "print(dist.is_initialized())")
+    assert ran.own == "False\n"
+    assert "%taas release ended them" in ran.stdout
+
+
+def test_a_release_that_overtakes_the_end_of_a_cell(notebook: Notebook) -> None:
+    """What is asked for before the supervisor knows that the answer was taken is done when it does."""
+    notebook.good(_OVERTAKE)
+    notebook.good("#pragma taas --gpus 2 --keep\nn = 1")
+    assert notebook.value("[told.ranks for told in released]") == "[2]"
+    assert "ranks kept" not in str(notebook.good("%taas status").displays[-1]["data"])
+    notebook.good("Foreground._end = ends")
+
+
+def test_they_end_when_no_cell_comes(notebook: Notebook) -> None:
+    """After the time that taas.toml gives."""
+    (notebook.folder / "taas.toml").write_text('[keep]\nidle = "1s"\n')
+    notebook.good(KEEP + GROUP + PIDS)
+    pids = notebook.value("*pids").split()
+    until(lambda: not any(psutil.pid_exists(int(pid)) for pid in pids))
+    assert "[keep] idle" in notebook.good(KEEP + "print(1)").stdout
+
+
+def test_a_cell_that_does_not_start_leaves_them(notebook: Notebook) -> None:
+    """They keep what only they have, and the notebook knows what they hold."""
+    notebook.good("import threading\nlock = threading.Lock()\nbig = list(range(100_000))")
+    notebook.good(KEEP + "own = iter(range(9)); n = len(big)")
+    assert notebook.run(KEEP + "lock.acquire()").ename == "CaptureError"
+    assert notebook.run("#pragma taas --gpus 2\nlock.acquire()").ename == "CaptureError"
+    ran = notebook.good(KEEP + "n += len(big)\nprint(next(own))")
+    assert (ran.own, notebook.value("n")) == ("0\n", "200000")
+
+
+def test_registered_loaders_deliver_to_them(notebook: Notebook) -> None:
+    """Each cell has data workers of its own; one without has the loader itself."""
+    notebook.good(
+        "import taas, torch\nfrom torch.utils.data import DataLoader\n"
+        "numbers = DataLoader(torch.arange(12), batch_size=2)\ntaas.register(numbers)"
+    )
+    mine, all_of_it = (" --cpus 1", "[0, 4, 8]"), ("", "[0, 2, 4, 6, 8, 10]")
+    for options, seen in (mine, mine, all_of_it, mine):
+        notebook.good(KEEP.rstrip() + options + "\nseen = [int(batch[0]) for batch in numbers]")
+        assert notebook.value("seen") == seen
+
+
+def test_another_shape_is_refused(notebook: Notebook) -> None:
+    """And they stay; a plain cell has ranks of its own."""
+    notebook.good(KEEP + GROUP + PIDS)
+    first = notebook.value("*pids")
+    ran = notebook.run("#pragma taas --gpus 3 --keep\nprint(1)")
+    assert "have another number (2) than this cell asks for (3)" in ran.evalue
+    assert "%taas release" in ran.evalue
+    ran = notebook.run(KEEP.rstrip() + " --rank-writes deny\nprint(1)")
+    assert "another --rank-writes (discard) than this cell asks for (deny)" in ran.evalue
+    assert notebook.good("#pragma taas --gpus 2\nimport os\nprint(os.getpid())").own.strip() not in first
+    assert [str(pid) for pid in pids_of(notebook)] == first.split()
+
+
+def test_what_other_ranks_write_is_settled_after_each_cell(notebook: Notebook) -> None:
+    """In the same walls, for the run that wrote it."""
+    notebook.good(KEEP + GROUP)
+    for name in ("one", "two"):
+        ran = notebook.good(KEEP + f"if dist.get_rank():\n    open('{name}.txt', 'w').write('mine')")
+        assert f"kept: {name}.txt" in ran.stdout
+    assert not (notebook.folder / "one.txt").exists()
+    ran = notebook.good(
+        KEEP + "import os\nprint(os.path.exists('one.txt'))\n" + "found = [None, None]\n"
+        "dist.all_gather_object(found, os.path.exists('one.txt'))"
+    )
+    assert notebook.value("found") == "[False, False]"
+
+
+def test_the_environment_goes_on(notebook: Notebook) -> None:
+    """What the notebook sets, changes and removes."""
+    notebook.good("import os\nos.environ['MINE'] = '1'")
+    notebook.good(KEEP + "print(os.environ['MINE'])")
+    notebook.good("os.environ['MINE'] = '2'\nos.environ['OTHER'] = '3'")
+    assert notebook.good(KEEP + "print(os.environ['MINE'], os.environ['OTHER'])").own == "2 3\n"
+    notebook.good("del os.environ['MINE']")
+    assert notebook.good(KEEP + "print('MINE' in os.environ)").own == "False\n"

@@ -1,0 +1,63 @@
+"""Ranks that stay hold their names, and the notebook is what it would be without them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from oracle import Program, compare, forkservers
+
+TORCH = "import torch, torch.nn as nn\n"
+NET = TORCH + "net = nn.Linear(2, 2); opt = torch.optim.SGD(net.parameters(), lr=.1, momentum=.9)\n"
+HEADER = "#pragma taas --gpus 2 --keep\n"
+STEP = "opt.zero_grad(); net(torch.ones(2)).sum().backward(); opt.step(); w = net.weight.detach()"
+
+
+def kept(name: str, *cells: str, **more: Any) -> Program:
+    """A notebook whose cells that begin with ``#r`` run in ranks that stay."""
+    headed = tuple(n for n, cell in enumerate(cells) if cell.startswith("#r\n"))
+    return Program(name, tuple(c.removeprefix("#r\n") for c in cells), headed, header=HEADER, **more)
+
+
+K = kept
+ROWS = [
+    K("nothing changed", "a = [1]; n = 3", "#r\nb = [a, n]", "#r\nb.append(a); a.append(n)", "#r\nc = b[0] is a, n", "c, b"),
+    K("rebound", "a = [1]", "#r\na.append(2); b = a", "a = [5]", "#r\na.append(6); b.append(7)", "a, b, a is b"),
+    K("object changed in place", "a = [1]; d = {'a': a}", "#r\na.append(2); b = a", "a.append(3)", "#r\na.append(4); n = len(b), d['a'] is a", "a, b is a, n"),
+    K("attribute changed in place", "class A: pass\na = A(); a.n = 1; k = [a]", "#r\na.n += 1", "a.n = 10", "#r\na.n += 1; same = k[0] is a", "a.n, k[0] is a, same"),
+    K("array changed in place", "import numpy as np\nx = np.arange(6.); v = x[2:]", "#r\nx += 1", "x[0] = 50; v[1] = 7", "#r\ny = x.copy(); x *= 2; s = np.shares_memory(x, v)", "x.tolist(), v.tolist(), y.tolist(), s"),
+    K("array of a cell changed in place", "import numpy as np", "#r\nx = np.arange(6.); v = x[2:]", "v[1] = 7", "#r\nx *= 2; s = np.shares_memory(x, v)", "#r\nx += 1; y = v + 1", "x.tolist(), v.tolist(), y.tolist(), s"),
+    K("tensor changed behind its counter", NET, "#r\n" + STEP, "net.weight.data.add_(1)", "#r\n" + STEP, "w, opt.state"),
+    K("training goes on", NET, *["#r\n" + STEP] * 4, "w, opt.state_dict()"),
+    K("training of a model that a cell made", "#r\n" + NET + STEP, *["#r\n" + STEP] * 3, "w, net(torch.ones(2))"),
+    K("signs of all numbers", "import numpy as np", "#r\nx = np.arange(8, dtype='f8'); y = np.arange(9, dtype='f4')", "np.negative(x, out=x); np.negative(y, out=y)", "#r\nz = x.sum() + y.sum()", "z"),
+    K("aliases of held names", "a = [1]; b = {'a': a}; c = [b, a]", "#r\na.append(2)", "d = [a, b]", "#r\nd[0].append(3); e = d[1] is b, d[0] is a, c[0] is b", "a, b, c, d, e, c[1] is d[0]"),
+    K("part of a held name", "class A: pass\nh = A(); h.inner = [1]; o = [h.inner]", "#r\nh.inner.append(2)", "p = [h.inner, h]", "#r\np[0].append(3); same = p[0] is h.inner is o[0], p[1] is h", "h.inner, p, same, o[0] is p[0]"),
+    K("deleted in the notebook", "a = [1]; b = 2", "#r\na.append(b); c = a", "del a", "#r\nhere = 'a' in globals(), c", "here, c"),
+    K("deleted in a cell", "a = [1]; b = [2]", "#r\na.append(1)", "#r\ndel a\nb.append(3)", "#r\nhere = 'a' in globals()", "here, b"),
+    K("error in the middle", "a = [1]; b = []", "#r\na.append(2)", "#r\na.append(3)\nb = [a]\n1 / 0", "#r\na.append(4); n = b[0] is a", "a, b, n", goes_on=True),
+    K("functions and classes", "n = 1\ndef f(): return n\nclass A:\n    k = 1\n    def m(self): return f() + self.k\na = A()", "#r\nr = f(), a.m()", "n = 5; A.k = 7", "#r\nr2 = f(), a.m(), type(a) is A", "def f(): return n * 2", "#r\nr3 = f(), a.m(); b = A(); b.x = 1", "#r\nb.x += a.m(); same = type(b) is A", "r, r2, r3, b.x, same"),
+    K("class of a cell", "#r\nclass B:\n    def __init__(self): self.l = []\nb = B()", "c = B(); c.l.append(b)", "#r\nc.l.append(B()); b.l.append(c); t = type(c) is B", "#r\nb.l[0].l.append(3); u = b.l[0] is c", "t, u, [type(x) is B for x in c.l[:2]], c.l[0] is b"),
+    K("large leaves", "rows = [{'n': i} for i in range(2000)]; nums = list(range(5000))", "#r\nrows[3]['n'] = -1; nums[1] = 9", "rows[4]['n'] = -2", "#r\nrows[5]['n'] = -3; nums.append(1); one = rows[7]", "del rows", "one['n'] = 70", "#r\none['m'] = nums[1]", "one, len(nums)"),
+    K("rows of a leaf that is gone", "rows = [{'n': i} for i in range(2000)]; one = [rows[7]]", "#r\none[0]['a'] = 1", "rows = None", "#r\none[0]['b'] = rows", "one[0]['c'] = 2", "#r\nsame = dict(one[0])", "one, same"),
+    K("values of cells", "#r\n[1, 2]", "_.append(3)", "#r\nv = _", "v"),
+    K("what could not be changed in place", "t = (1, [2]); d = {'t': t}", "#r\nd['t'] = (3, t[1]); t = d['t']", "t[1].append(5)", "#r\nt[1].append(6); s = d['t'] is t", "t, d, s"),
+    K("data of a module", "import helper", "#r\nhelper.counter += 1; helper.seen.append(1)", "helper.counter += 10", "#r\nhelper.seen.append(helper.counter); c = helper.counter", "#r\nhelper.counter += 1", "helper.counter, helper.seen, c", files=(("helper.py", "counter = 0\nseen = []\n"),)),
+    K("names of texts", "v1 = [1]; v2 = [2]", "#r\nv1.append(0)", "v2.append(5)", "#r\nr = [globals()[f'v{i}'] for i in (1, 2)]", "r, r[0] is v1"),
+    K("20 cells", NET + "log = []", *["#r\n" + STEP + "\nlog.append(float(w.sum()))", "log.append('here')"] * 10, "log"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forkservers() -> Iterator[None]:
+    with forkservers():
+        yield
+
+
+@pytest.mark.parametrize("program", ROWS, ids=lambda program: program.name)
+def test_a_notebook_is_what_it_is_without_ranks_that_stay(program: Program, tmp_path: Path) -> None:
+    """Each headed cell runs in the processes of the one before; names, aliases and memory are as in a plain notebook."""
+    found = compare(program, tmp_path)
+    assert not found, "\n".join(found)

@@ -1,0 +1,72 @@
+"""Folders with long names, as Slurm and pytest make them: a socket's path has 107 bytes, and runs do not care."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from notebook_harness import Notebook, gone
+
+from taas.wire.short_folder import LONGEST_BASE, make_short_folder
+
+TRAIN = """#pragma taas --gpus 2 --cpus 1
+import torch.distributed as dist, torch.multiprocessing as mp
+dist.init_process_group("gloo")
+seen = [None, None]
+dist.all_gather_object(seen, sum(batch.sum().item() for batch in loader))
+workers = list(DataLoader(torch.arange(4.0), num_workers=2, batch_size=2))  # tensors come by sockets of multiprocessing's
+with mp.Manager() as manager:
+    shared = manager.list([len(workers)])[0]
+print(sum(seen), torch.cat(workers).tolist(), shared)
+del workers
+"""
+
+
+@pytest.fixture
+def long_named(tmp_path: Path) -> Iterator[Notebook]:
+    """A notebook with 150 characters in the names of its folder for temporary files and of Jupyter's for runs."""
+    environ = {}
+    for name in ("TMPDIR", "JUPYTER_RUNTIME_DIR"):
+        folder = tmp_path / name.lower().ljust(150, "x")
+        folder.mkdir(mode=0o700)
+        environ[name] = str(folder)
+    (tmp_path / "project").mkdir()
+    book = Notebook(tmp_path / "project", environ=environ)
+    yield book
+    everything = book.processes()
+    book.close()
+    assert gone([*everything.supervisor, *everything.agents])
+
+
+@pytest.mark.slow
+def test_runs_where_folders_have_long_names(long_named: Notebook) -> None:
+    """Ranks, data workers, the cell's own workers and managers: all that talks over sockets does."""
+    long_named.good(
+        "%load_ext taas\nimport taas, torch\nfrom torch.utils.data import DataLoader\n"
+        "loader = DataLoader(torch.arange(12.0), batch_size=2)\ntaas.register(loader)"
+    )
+    assert long_named.good(TRAIN).own == "66.0 [0.0, 1.0, 2.0, 3.0] 2\n"
+
+
+def test_the_folder_for_sockets_is_private_and_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It lies in TMPDIR where that is short enough; the error names every place that was tried."""
+    monkeypatch.setattr(tempfile, "tempdir", "/tmp")
+    inside = Path(make_short_folder())
+    inside.rmdir()
+    assert inside.parent == Path("/tmp")
+    long = tmp_path / ("x" * LONGEST_BASE)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    instead = Path(make_short_folder())
+    mode = instead.stat().st_mode & 0o777
+    instead.rmdir()
+    assert instead.parent == Path("/tmp")
+    assert mode == 0o700
+    monkeypatch.setattr("taas.wire.short_folder._INSTEAD", (os.devnull,))
+    with pytest.raises(
+        OSError, match=r"too long for the path of a socket; /dev/null: Not a directory.*Set TMPDIR"
+    ):
+        make_short_folder()

@@ -1,0 +1,185 @@
+"""Ranks ask the person at the keyboard: input, getpass, debuggers."""
+
+from __future__ import annotations
+
+import re
+import time
+
+import pytest
+from notebook_harness import Notebook
+
+pytestmark = pytest.mark.slow
+
+
+def test_input_and_getpass_as_in_a_plain_cell(notebook: Notebook) -> None:
+    """Each prompt comes once all before it is shown; the answer is the cell's."""
+    notebook.start(
+        "#pragma taas --gpus 1\nimport getpass\nprint('before')\n"
+        "name = input('name? ')\nsecret = getpass.getpass()\n",
+        keyboard=True,
+    )
+    assert notebook.asked() == "name? "
+    assert not notebook.hidden
+    notebook.answer("Ada")
+    assert notebook.asked() == "Password: "
+    assert notebook.hidden
+    notebook.answer("x y")
+    ran = notebook.end()
+    assert ran.status == "ok", ran
+    assert ran.own == "before\n"
+    assert notebook.value("name, secret") == "Ada x y"
+
+
+def test_a_breakpoint_in_one_rank_of_four(notebook: Notebook) -> None:
+    """What it prints is shown though the rank's output is not; the others wait in a collective, and all go on."""
+    notebook.start(
+        "#pragma taas --gpus 4 --hang-timeout 2\nimport torch, torch.distributed as dist\n"
+        "dist.init_process_group('nccl')\nrank = dist.get_rank()\nx = torch.ones(1) * rank\n"
+        "if rank == 3:\n    breakpoint()\n    x += 1\ndist.all_reduce(x)\ntotal = x.item()\n",
+        keyboard=True,
+    )
+    assert notebook.asked() == "[rank 3] (Pdb) "
+    notebook.wait_for("[rank 3] -> ")
+    notebook.answer("p rank * 100")
+    assert notebook.asked() == "[rank 3] (Pdb) "
+    assert "[rank 3] 300" in notebook.wait_for("300").stdout
+    time.sleep(4)  # a person thinks for longer than a run may hang
+    notebook.answer("x += 10")
+    assert notebook.asked() == "[rank 3] (Pdb) "
+    notebook.answer("n")
+    notebook.asked()
+    notebook.answer("c")
+    ran = notebook.end()
+    assert ran.status == "ok", ran
+    assert not [update for update in ran.updates if "progress" in update["data"]["text/plain"]]
+    assert notebook.value("total") == str(0.0 + 1 + 2 + 3 + 10 + 1)
+
+
+def test_two_ranks_take_turns(notebook: Notebook) -> None:
+    """One is led to its end before the other one is asked."""
+    notebook.start(
+        "#pragma taas --gpus 2\nimport os\nfirst = input('a') + input('b') + input('c')\n", keyboard=True
+    )
+    prompts = []
+    for number in range(6):
+        prompts.append(notebook.asked())
+        notebook.answer(str(number))
+    assert notebook.end().status == "ok"
+    assert sorted(prompts[:3]) == sorted(f"{prompts[0][:9]}{letter}" for letter in "abc")
+    assert {prompt[:9] for prompt in prompts} == {"[rank 0] ", "[rank 1] "}
+    assert len({prompt[:9] for prompt in prompts[3:]}) == 1
+    assert notebook.value("first") in ("012", "345")
+
+
+@pytest.mark.parametrize("module", ["pdb", "IPython.core.debugger"])
+def test_quitting_a_debugger_ends_the_run_in_all_ranks(notebook: Notebook, module: str) -> None:
+    """The error says so, and no rank is left."""
+    notebook.start(
+        "#pragma taas --gpus 2\nimport torch.distributed as dist\ndist.init_process_group('gloo')\n"
+        f"if dist.get_rank() == 1:\n    from {module} import set_trace; set_trace()\n    pass\ndist.barrier()\n",
+        keyboard=True,
+    )
+    assert re.fullmatch(r"\[rank 1\] (\(Pdb\)|ipdb>) ", notebook.asked())
+    notebook.answer("q")
+    ran = notebook.end()
+    assert ran.ename == "CellFailed"
+    assert "its debugger was quit" in ran.evalue
+    assert not notebook.processes().ranks
+
+
+@pytest.mark.parametrize("ask", ["input('? ')", "breakpoint()\n    pass"], ids=["input", "debugger"])
+def test_an_interrupt_at_the_prompt(notebook: Notebook, ask: str) -> None:
+    """It means the run, and one press is enough."""
+    notebook.start(
+        f"#pragma taas --gpus 2\nimport os\nif os.environ['RANK'] == '1':\n    {ask}\n", keyboard=True
+    )
+    notebook.asked()
+    notebook.interrupt()
+    assert notebook.end().ename == "KeyboardInterrupt"
+    assert not notebook.processes().ranks
+
+
+def test_a_front_end_without_a_keyboard(notebook: Notebook) -> None:
+    """The rank hears what a plain cell would."""
+    ran = notebook.run("#pragma taas --gpus 1\nx = input('? ')")
+    assert "StdinNotImplementedError" in ran.evalue
+    plain = notebook.run("x = input('? ')")
+    assert plain.ename == "StdinNotImplementedError"
+    assert plain.evalue in ran.evalue
+
+
+def test_post_mortem(notebook: Notebook) -> None:
+    """The debugger opens where the error was, in the rank that had it, with the error shown above."""
+    notebook.start(
+        "#pragma taas --gpus 2 --post-mortem\nimport os\nrank = int(os.environ['RANK'])\n"
+        "def divide(a):\n    return a / (1 - rank)\ndivide(7)\n",
+        keyboard=True,
+    )
+    assert notebook.asked() == "[rank 1] (Pdb) "
+    assert "ZeroDivisionError" in notebook.wait_for("-> ").stdout
+    notebook.answer("p a * 6")
+    notebook.asked()
+    assert "42" in notebook.wait_for("42").stdout
+    notebook.answer("q")
+    ran = notebook.end()
+    assert ran.ename == "CellFailed"
+    assert "ZeroDivisionError" in ran.evalue
+
+
+def test_a_background_run_asks_who_attaches(notebook: Notebook) -> None:
+    """It waits for an answer; its line says where one can be given."""
+    notebook.good("#pragma taas --gpus 2 --background --name shy\nx = input('who? ')")
+    notebook.start("%taas attach shy", keyboard=True)
+    prompts = []
+    for _ in range(2):
+        prompts.append(notebook.asked())
+        notebook.answer("me")
+    assert sorted(prompts) == ["[rank 0] who? ", "[rank 1] who? "]
+    assert notebook.end().status == "ok"
+    assert notebook.value("x") == "me"
+
+
+def test_a_child_of_a_rank_cannot_ask(notebook: Notebook) -> None:
+    """It is told so at once."""
+    ran = notebook.run(
+        "#pragma taas --gpus 1\nimport os, sys\nif not (pid := os.fork()):\n    try:\n        input('? ')\n"
+        "    except EOFError as error:\n        os.write(1, str(error).encode())\n    os._exit(0)\n"
+        "status = os.waitpid(pid, 0)[1]\n"
+    )
+    assert ran.status == "ok", ran
+    assert "only the rank itself can ask" in ran.stdout
+
+
+def test_a_run_that_starts_again_asks_again(notebook: Notebook) -> None:
+    """Its ranks count their questions anew; one that nobody answered is gone with its rank."""
+    notebook.start(
+        "#pragma taas --gpus 1 --max-restarts 1 --name twice\nimport os, signal\nfirst = input('first? ')\n"
+        "if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0': os.kill(os.getpid(), signal.SIGKILL)\n",
+        keyboard=True,
+    )
+    for number in range(2):
+        assert notebook.asked() == "first? "
+        notebook.answer(str(number))
+    assert notebook.end().status == "ok"
+    assert notebook.value("first") == "1"
+
+
+def test_debug_opens_the_rank_that_failed(notebook: Notebook) -> None:
+    """After a cell with --keep its frames are there still."""
+    notebook.run(
+        "#pragma taas --gpus 2 --keep\nimport os\n\ndef work(x):\n    y = 2 * x\n    raise ValueError(y)\n\n"
+        "if os.environ['RANK'] == '1':\n    work(21)"
+    )
+    notebook.start("%debug", keyboard=True)
+    assert notebook.asked() == "[rank 1] ipdb> "
+    notebook.answer("p x, y")
+    assert notebook.asked() == "[rank 1] ipdb> "
+    assert "(21, 42)" in notebook.wait_for("(21, 42)").stdout
+    notebook.answer("q")
+    assert notebook.end().status == "ok"
+    notebook.run("1 / 0")
+    notebook.start("%debug", keyboard=True)
+    assert notebook.asked() == "ipdb> "  # that of the notebook's own error
+    notebook.answer("q")
+    notebook.end()
+    notebook.run("%taas release")

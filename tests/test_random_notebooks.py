@@ -1,0 +1,46 @@
+"""Random notebooks, with and without headers on random cells.
+
+``TAAS_NOTEBOOKS=2000 pytest tests/test_random_notebooks.py --hypothesis-seed=7`` plays more of them, or again. Without the
+variable they are the same in every run. A cell that raises in ranks brings no names yet: such notebooks do not count.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, note, settings
+from oracle import Program, compare, forkservers
+from oracle.grammar import notebooks
+
+pytestmark = pytest.mark.slow
+COUNT = int(os.environ.get("TAAS_NOTEBOOKS", "200"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def common_ancestors() -> Iterator[None]:
+    """What all notebooks of this module are forked from is no process that one test leaves behind."""
+    with forkservers():
+        yield
+
+
+@pytest.mark.timeout(60 + 5 * COUNT)
+@settings(
+    max_examples=COUNT,
+    phases=[Phase.generate],  # a notebook is small as it is
+    database=None,
+    derandomize="TAAS_NOTEBOOKS" not in os.environ,
+    print_blob=True,
+    suppress_health_check=list(HealthCheck),
+)
+@given(program=notebooks())
+def test_random_cells_in_ranks_leave_what_they_leave_in_the_notebook(program: Program) -> None:
+    """Whatever ordinary code the cells are made of."""
+    with tempfile.TemporaryDirectory() as folder:
+        different = compare(program, Path(folder), raising=False)
+    for number, cell in enumerate(program.cells):
+        note(f"# ---- cell {number}{', headed' * (number in program.headed)}\n{cell}")
+    assert not different, "\n".join(different)

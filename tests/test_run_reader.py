@@ -1,0 +1,127 @@
+"""A run is its folder: its record and what its ranks wrote are read there, by whoever wants to see it."""
+
+from __future__ import annotations
+
+import select
+import threading
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from taas.notebook.cell_output import follow, show_written
+from taas.runs.events import EVENTS, RECORD, Output
+from taas.runs.reader import RunReader
+from taas.runs.records import RunRecord, output_folder, write_record
+
+
+class Shown:
+    """A screen that remembers."""
+
+    def __init__(self) -> None:
+        self.items: list[Output] = []
+
+    def show(self, items: Iterable[Output]) -> None:
+        self.items += items
+
+    @property
+    def text(self) -> str:
+        return "".join(f"<{item.text}>" if item.kind == "note" else item.text for item in self.items)
+
+
+def change(record: RunRecord, **changes: Any) -> None:
+    """Write another record, as the supervisor does."""
+    for name, value in changes.items():
+        setattr(record, name, value)
+    write_record(record)
+
+
+def prints(record: RunRecord, text: str, rank: int = 0) -> None:
+    """Let a rank of the run's newest start print something."""
+    folder = output_folder(record.folder, record.restarts) / str(rank)
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / EVENTS).open("ab") as file:
+        file.write(RECORD.pack(0, len(text), 0, 0) + text.encode())
+
+
+def test_who_waits_is_woken_by_output_and_by_the_record(record: RunRecord) -> None:
+    """Also by the first output of a rank that was not there before, and by a new start's."""
+    with RunReader(record) as reader:
+
+        def woken() -> bool:
+            return bool(select.select([reader], [], [], 30)[0])
+
+        def news() -> str:
+            found = []
+            deadline = time.monotonic() + 30
+            while not found and time.monotonic() < deadline:
+                assert woken()
+                reader.look()
+                found = reader.read()
+            return "".join(item.text for item in found)
+
+        prints(record, "first\n")
+        assert news() == "first\n"
+        prints(record, "second\n")
+        assert news() == "second\n"
+        change(record, state="running")
+        assert woken() and reader.look().state == "running"
+        change(record, restarts=1, losses=("rank 1 died; started again",))
+        assert news() == "rank 1 died; started again"
+        prints(record, "third\n")
+        assert news() == "third\n"
+
+
+def test_what_was_written_before_a_run_was_over_is_shown(record: RunRecord) -> None:
+    """Whoever follows it, from its beginning or later, has shown all of it when it says that the run is over."""
+    shown = Shown()
+    lines = [f"{number}\n" for number in range(2000)]
+
+    def write() -> None:
+        for line in lines:
+            prints(record, line)
+        change(record, state="over", outcome="done")
+
+    writer = threading.Thread(target=write)
+    with RunReader(record) as reader:
+        writer.start()
+        assert follow(reader, shown).outcome == "done"
+        writer.join()
+    later = Shown()
+    with RunReader(record) as reader:
+        follow(reader, later)
+    assert shown.text == later.text == "".join(lines)
+
+
+def test_a_start_is_shown_to_its_end_before_the_next(record: RunRecord) -> None:
+    """Between them stands what was lost."""
+    prints(record, "one\n")
+    change(record, restarts=1, losses=("lost; started again (1 of 1 restarts used)",))
+    prints(record, "two\n")
+    change(record, state="over", outcome="done")
+    shown = Shown()
+    with RunReader(record) as reader:
+        follow(reader, shown)
+    assert shown.text == "one\n<lost; started again (1 of 1 restarts used)>two\n"
+
+
+def test_no_rank_waits_for_the_end_of_anothers_output(record: RunRecord) -> None:
+    """Ranks that print much take turns; ``logs`` shows them one after the other."""
+    for rank in range(2):
+        for _ in range(64):
+            prints(record, "x" * 16_384, rank)
+    with RunReader(record, (0, 1, 2)) as reader:
+        turns = [items[0].rank for items in iter(reader.read, [])]
+    assert turns[:4] == [0, 1, 0, 1]
+    shown = Shown()
+    show_written(record, (0, 1, 2), shown)
+    ranks = [item.rank for item in shown.items]
+    assert ranks == sorted(ranks)
+    assert len(shown.text) == 2 * 64 * 16_384
+
+
+def test_a_run_that_is_removed_is_over(record: RunRecord) -> None:
+    """Nobody waits for ever for a folder that is gone."""
+    with RunReader(record) as reader:
+        (record.folder / "record.json").unlink()
+        assert follow(reader, Shown()).live
+        assert reader.removed and reader.over

@@ -1,0 +1,154 @@
+"""Ordinary things that cells do, each with what it is that has to be right, in ranks as in the notebook."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from oracle import Program, compare, forkservers, play, row
+
+P = row
+TORCH = "import torch, torch.nn as nn\n"
+CALLED = "seen = []\ndef note(*what): seen.append(len(seen))\n"
+HELPER = "import ctypes, logging, threading\nlock = threading.Lock()\nlog = logging.getLogger(__name__)\nlibc = ctypes.CDLL(None)\ncounter = 1\n"
+
+VALUES = [
+    P("array of objects", ("import numpy as np\no = np.array([1, 'a', None], dtype=object); v = o[1:]",), "o[0] = 'new'; v[0] = [2]", "o.tolist(), v.tolist(), np.shares_memory(o, v)"),
+    P("records with objects", ("import numpy as np\nr = np.zeros(2, dtype=[('n', 'O'), ('k', 'i4')]); col = r['n']",), "col[0] = [1]; r['k'] = 3; r[1] = ('x', 4)", "r.tolist()"),
+    P("object column", ("import pandas as pd\ndf = pd.DataFrame({'a': pd.Series(['x', 'y'], dtype=object), 'n': [1, 2]})",), "df.loc[0, 'a'] = 'z'; df['b'] = df['n'] * 2", "df"),
+    P("forward hook beside the notebook's", (TORCH + CALLED + "net = nn.Linear(1, 1); h = net.register_forward_hook(note)",), "g = net.register_forward_hook(note); net(torch.ones(1)); n = len(net._forward_hooks)", "h.remove(), len(net._forward_hooks), seen"),
+    P("tensor hooks of the notebook", (TORCH + CALLED + "t = torch.ones(2, requires_grad=True); t.register_hook(note); t.register_post_accumulate_grad_hook(note)",), "(t * 2).sum().backward()", "(t * 2).sum().backward(), seen"),
+    P("tensor hooks of the cell", (TORCH + CALLED + "t = torch.ones(2, requires_grad=True)",), "h = t.register_hook(note); k = t.register_post_accumulate_grad_hook(note)", "(t * 2).sum().backward(), seen"),
+    P("dataclass subclassed", ("from dataclasses import dataclass, field\n@dataclass\nclass A:\n    n: int\n    l: list = field(default_factory=list)",), "@dataclass\nclass B(A):\n    m: int = 2\nb = B(1)", "b, B(3, [4]), A(5)"),
+    P("attributes are the object itself", ("class Bunch(dict):\n    def __init__(self, **k):\n        super().__init__(**k); self.__dict__ = self\nb = Bunch(n=1)",), "b.n += 1; b['m'] = 3", "b.m, b['n'], b.__dict__ is b"),
+    P("settings as attributes and as a dict", ("import argparse\nargs = argparse.Namespace(lr=.1); cfg = vars(args)",), "cfg['lr'] = .2; args.n = 3", "args, cfg, vars(args) is cfg"),
+    P("state shared by instances", ("class Borg:\n    state = {}\n    def __init__(self): self.__dict__ = Borg.state\na = Borg(); b = Borg()",), "a.x = 1; c = Borg()", "b.x, c.x, a.__dict__ is b.__dict__ is Borg.state"),
+    P("lazy modules take their shape", (TORCH + "net = nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d()); first = net[0]",), "y = net(torch.ones(2, 4)).sum().item()", "type(net[0]).__name__, first is net[0], net(torch.ones(2, 4)).shape, net"),
+    P("parametrization", (TORCH + "net = nn.Linear(2, 2); k = [net]",), "from torch.nn.utils.parametrizations import weight_norm\nw = weight_norm(net)", "net(torch.ones(2)).shape, k[0] is net, sorted(net.state_dict())"),
+    P("class of an object changed", ("class A: pass\nclass B:\n    def hi(self): return 'hi'\na = A(); a.n = 1; k = [a]",), "a.__class__ = B; a.n = 2", "a.hi(), k[0] is a, type(k[0]) is B"),
+    P("recarray and its column", ("import numpy as np\nr = np.rec.array([(1, 2.), (3, 4.)], dtype=[('a', 'i4'), ('b', 'f8')]); a = r['a']",), "r.a[0] = 7; a[1] = 8", "r.tolist(), a.tolist(), np.shares_memory(a, r)"),
+    P("masked array and its data", ("import numpy as np\nd = np.arange(4.); m = np.ma.array(d, mask=[0, 1, 0, 0], copy=False)",), "d[0] = 5; m[2] = np.ma.masked; m[3] = 9", "m.tolist(), d.tolist(), np.shares_memory(d, m)"),
+    P("array given another shape", ("import numpy as np\na = np.arange(6); b = a; v = a[:2]",), "a.shape = 2, 3; a[0, 0] = 9", "a is b, b.shape, v.tolist()"),
+    P("not a number in a list", ("nan = float('nan'); l = [nan, 1]",), "here = nan in l; l.append(2)", "here, nan in l, l.index(nan)"),
+    P("registry of a metaclass", ("class Meta(type):\n    classes = {}\n    def __new__(mcs, name, bases, ns):\n        cls = super().__new__(mcs, name, bases, ns); mcs.classes[name] = cls; return cls\nclass A(metaclass=Meta): pass",), "class B(A): pass\nn = len(Meta.classes)", "n, sorted(Meta.classes), Meta.classes['A'] is A, Meta.classes['B'] is B"),
+    P("members of a class in their order", ("class A:\n    z = 1\n    def b(self): pass\n    a = 2",), "class B(A):\n    y = 1\n    def c(self): pass\n    b = 2", "[n for n in vars(A) if n[0] != '_'], [n for n in vars(B) if n[0] != '_']"),
+    P("files that were closed", ("with open('a.txt', 'w', encoding='latin-1') as made: n = made.write('one')\nfiles = [made]",), "with open('a.txt') as f: text = f.read()\nwith open('a.txt', 'rb') as g: size = len(g.read())\nwith open('b.txt', 'x') as h: files.append(h)\nwith open('b.txt', 'ab', buffering=0) as raw: pass\nagain = made.name", "made, f, g, h, raw, again, files[0] is made, files[1] is h, [x.closed for x in (made, f, g, h, raw)], f.encoding, made.encoding"),
+    P("weak set", ("import weakref\nclass A:\n    def __init__(self, n): self.n = n\n    def __hash__(self): return self.n\na = A(1); ws = weakref.WeakSet([a]); k = [ws]",), "b = A(2); ws.add(b); made = weakref.WeakSet([a, b])", "len(ws), a in ws, b in ws, k[0] is ws, len(made), b in made"),
+    P("weak references", ("import weakref\nclass A: pass\na = A(); r = weakref.ref(a); d = weakref.WeakValueDictionary(a=a); k = weakref.WeakKeyDictionary(); k[a] = 1",), "b = A(); d['b'] = b; k[a] += 1; same = d['a'] is r() is a", "same, sorted(d), r() is a, k[a]"),
+    P("function by type", ("import functools\n@functools.singledispatch\ndef f(x): return 'any'\n@f.register\ndef _(x: int): return 'int'",), "@f.register\ndef g(x: list): return 'list'\nr = f(1), f([]), f('s')", "f(1), f([]), f('s'), r"),
+    P("metaclass that names itself", ("class Meta(type):\n    def __init__(cls, name, bases, ns):\n        super(Meta, cls).__init__(name, bases, ns); cls.tag = name\nclass A(metaclass=Meta): pass",), "class B(A): pass\nr = B.tag, A.tag", "B.tag"),
+    P("annotated names", ("n: int = 1",), "m: float = n / 2\nseen = sorted(__annotations__)", "__annotations__"),
+    P("exception with its cause", ("errors = []",), "try:\n    try: 1 / 0\n    except ZeroDivisionError as e: raise ValueError('bad') from e\nexcept ValueError as e: errors.append(e)", "import traceback\nrepr(errors[0].__cause__), ''.join(traceback.format_exception(errors[0])).count('line')"),
+    P("lock behind __getstate__", ("import threading\nclass Safe:\n    def __init__(self): self.n = 0; self.lock = threading.Lock()\n    def __getstate__(self): return {'n': self.n}\n    def __setstate__(self, s): self.__dict__.update(s); self.lock = threading.Lock()\ns = Safe(); lock = s.lock",), "s.n += 1", "s.n, s.lock is lock"),
+    P("dict that needs arguments", ("class Table(dict):\n    def __init__(self, name): super().__init__(); self.name = name\nt = Table('t'); t['a'] = 1; k = t",), "t['b'] = 2; u = Table('u'); u['x'] = t", "t, t.name, k is t, u.name, u['x'] is t"),
+]  # fmt: skip
+
+NAMES = [
+    P("annotations of a class in the cell", ("from typing import Optional\nfrom dataclasses import dataclass",), "@dataclass\nclass A:\n    n: Optional[int] = None\na = A(3)", "a, A.__annotations__"),
+    P("annotation of a name", ("from typing import List",), "n: List[int] = [1]", "n"),
+    P("imports below a package", (), "import xml.dom, xml.etree.ElementTree\nimport importlib.resources as r", "xml.dom.Node.TEXT_NODE, xml.etree.ElementTree.Element('a').tag"),
+    P("names that IPython has", ("open = 3; display = [1]; exit = 'no'",), "display.append(open); exit += '!'; quit = 4", "open, display, exit, quit"),
+    P("loop over a name that IPython has", ("n = 0",), "for _ in range(3): n += 1", "n, _"),
+    P("names built by the cell", ("n1 = [1]; n2 = [2]; total = 0",), "for i in (1, 2): total += globals()[f'n{i}'][0]\nglobals()['n3'] = [n1, n2]", "total, n3[0] is n1"),
+    P("attributes of __main__", ("import __main__\na = 1; b = [2]",), "r = getattr(__main__, 'a'), __main__.b\n__main__.b.append(3)\n__main__.c = 4", "r, b, c"),
+    P("text evaluated", ("x = 2; code = 'x * y'; y = [3]",), "r = eval(code); exec('z = [y, r]')", "r, z[0] is y"),
+    P("%run -i", ("a = [1]; b = 2",), "%run -i script.py", "a, b, c", (("script.py", "a.append(b)\nb = 5\nc = [a]\n"),)),
+    P("module that torch makes", ("import torch.backends.cudnn as cudnn, torch.backends.mkldnn as mkldnn\nimport torch\nops = torch.ops.aten",), "cudnn.benchmark = True; r = mkldnn.is_available() in (True, False), ops.add(torch.ones(1), 1).item()", "cudnn.benchmark, r"),
+]  # fmt: skip
+
+SHELL = [
+    P("last value with a semicolon", ("x = 3",), "x;", "_, sorted(Out)"),
+    P("last value and names of it", (), "[1, 2]", "_, _2 if '_2' in globals() else _1, Out"),
+    P("value of None and display", (), "display([1]); None", "sorted(Out)"),
+    P("error in %run", ("n = 1",), "%run bad.py\nn = 2", "n", (("bad.py", "print('begin')\n1 / 0\n"),), goes_on=True),
+    P("error in a cell within", ("n = 1",), "get_ipython().run_cell('1 / 0')\nn = 2", "n", goes_on=True),
+    P("%%capture with an error", (), "%%capture out\nprint('x'); 3", "out.stdout, len(out.outputs)"),
+    P("output captured", ("n = 3",), "%%capture out\nprint(n); display(n)", "out.stdout, len(out.outputs)"),
+    P("history of the notebook", ("a = 5\na + 1",), "r = _, _1, Out[1], In[1]", "r"),
+    P("magic of the notebook", ("from IPython.core.magic import register_line_magic\n@register_line_magic\ndef double(line): return int(line) * k\nk = 2",), "r = %double 4\nprint(r)", "r"),
+    P("every value is shown", ("get_ipython().ast_node_interactivity = 'all'",), "1\n[2]", ""),
+    P("alias of the notebook", ("%alias hello echo hello",), "%hello", ""),
+]  # fmt: skip
+
+PROCESS = [
+    P("sys.argv", ("import sys\nsys.argv = ['train.py', '--epochs', '3']",), "import argparse\np = argparse.ArgumentParser(); p.add_argument('--epochs', type=int, default=1)\nn = p.parse_args().epochs; del p", "n"),
+    P("sys.argv set in the cell", ("import sys",), "sys.argv = ['x', '--a']", "sys.argv"),
+    P("objects of the project's modules that stay there", ("import helper\nhelper.counter = 41",), "with helper.lock:\n    helper.counter += helper.libc is not None", "helper.counter", (("helper.py", HELPER),)),
+    P("a module of the project that the cell imports", ("n = 1",), "import helper\nhelper.counter += n", "helper.counter, helper.lock.locked()", (("helper.py", HELPER),)),
+    P("data of the project's modules", ("import helper\nhelper.counter = 41; helper.items.append(1)",), "helper.counter += 1; helper.items.append(helper.counter); r = helper.bump()", "helper.counter, helper.items, r", (("helper.py", "counter = 0\nitems = []\ndef bump():\n    global counter\n    counter += 1\n    return counter\n"),)),
+    *(
+        P(f"{name} {where}", (f"{imports}\n{set_ if where == 'there' else ''}",), f"{'' if where == 'there' else set_}\nr = {get}", get)
+        for name, imports, set_, get in (
+            ("sys.path with an entry twice", "import sys", "sys.path += ['/there/a', '/there/a']; sys.path.insert(1, '/there/b')", "[p for p in sys.path if p.startswith('/there')]"),
+            ("default dtype", "import torch", "torch.set_default_dtype(torch.float64)", "torch.ones(1).dtype"),
+        )
+        for where in ("there", "back")
+    ),
+]  # fmt: skip
+
+MESSAGES = [
+    P("quantized tensor", ("import torch\nq = torch.quantize_per_tensor(torch.ones(2), .1, 0, torch.qint8)",), "r = q.dequantize().tolist(); k = [q]", "r, k[0] is q"),
+]  # fmt: skip
+
+FOUND = [
+    P("a column of pandas", ("import pandas as pd\ndf = pd.DataFrame({'a': [1, 2, 3], 'b': [4, 5, 6]}); s = df['a']; k = df['b']",), "s.iloc[0] = 50; df.loc[1, 'b'] = 9", "df, s, k"),
+    P("a column that stays behind", ("import pandas as pd\ndf = pd.DataFrame({'a': [1, 2, 3]}); s = df['a']",), "df.loc[0, 'a'] = 9; new = df['a']; v = df[['a']]", "s.iloc[2] = 7\ndf, s, new, v"),
+    P("a column taken in the cell", ("import pandas as pd",), "df = pd.DataFrame({'a': [1, 2, 3]}); s = df['a']; w = df.copy(deep=False)", "s.__setitem__(0, 5), w.__setitem__('b', 1), df, s, w"),
+    P("a frame changed in place", ("import pandas as pd\ndf = pd.DataFrame({'a': [3, 1, 2]}, index=list('xyz')); k = df; col = df['a']; arr = df.to_numpy()",), "df.sort_values('a', inplace=True); df.drop('x', inplace=True); df.columns = ['A']; df['B'] = pd.array([1, None], dtype='Int64')", "k is df, df, col, arr"),
+    P("pandas first imported in the cell", ("x = 1",), "import pandas as pd", "pd.get_option('display.max_columns'), pd.get_option('display.width')"),
+    P("text and bytes in memory", ("import io\ns = io.StringIO('abc')",), "s.read(1); s.write('x'); t = io.StringIO('q'); b = io.BytesIO(b'q')", "s.getvalue(), s.tell(), t.getvalue(), b.getvalue()"),
+    P("parser of an earlier cell", ("import argparse\nap = argparse.ArgumentParser(); ap.add_argument('--lr', type=float, default=.1)",), "r = ap.parse_args(['--lr', '3'])", "r, ap.parse_args([])"),
+    P("namespace in a dict", ("import types\nns = types.SimpleNamespace(a=[1]); d = {}",), "ns.b = ns.a; ns.a.append(1); d['ns'] = ns", "ns, ns.b is ns.a, d['ns'] is ns"),
+    P("frozen parameters", (TORCH + "net = nn.Linear(2, 1); x = torch.ones(1, requires_grad=True)",), "for p in net.parameters(): p.requires_grad = False\nnet.bias.requires_grad_(True); x.requires_grad_(False)", "[p.requires_grad for p in net.parameters()], x"),
+    P("forest", ("from sklearn.ensemble import RandomForestClassifier\nimport numpy as np\nX = np.arange(20.).reshape(10, 2); y = np.arange(10) % 2; rf = RandomForestClassifier(3, random_state=0)",), "rf.fit(X, y)", "rf.predict(X), rf.feature_importances_"),
+    P("records by attributes", ("import numpy as np\ndata = np.zeros(2, dtype=[('age', 'i4')])",), "r = data.view(np.recarray); r.age += 3", "type(r) is np.recarray, r['age'], r.age"),
+    P("memory of a file", ("import numpy as np\nmm = np.memmap('m.bin', dtype='i4', mode='w+', shape=3); mm[:] = 1; mm.flush()",), "mm[0] = 5; mm.flush(); s = mm.sum()", "mm, s, open('m.bin', 'rb').read()"),
+    P("namespace of exec", ("ns = {}; exec('y = 2\\ndef g(): return y', ns)",), "r = ns['g'](); ns['y'] = 3", "ns['g'](), r, ns['__builtins__'] is __builtins__.__dict__"),
+    P("library that draws when it is imported", ("import drawing, random\nrandom.seed(3)",), "from drawing import n\nr = random.random()", "n, r, random.random()", (("drawing.py", "import random\nn = random.random()\n"),)),
+    P("gradient that was retained", (TORCH + "w = torch.ones(2, requires_grad=True); held = []",), "out = w * 2; out.retain_grad(); held.append(out); (out ** 2).sum().backward()", "out.grad, held[0] is out, w.grad"),
+    P("log in a buffer", ("import io, logging\nbuffer = io.StringIO(); log = logging.getLogger('train'); h = logging.StreamHandler(buffer); log.addHandler(h); log.setLevel('INFO'); log.propagate = False",), "log.info('one'); log.addHandler(logging.StreamHandler(buffer)); log.info('two')", "buffer.getvalue(), log.info('three'), buffer.getvalue(), log.handlers[0] is h, log.removeHandler(h), len(log.handlers)"),
+    P("log in a list", ("import logging\nseen = []\nclass Seen(logging.Handler):\n    def __init__(self): super().__init__(); self.own = []\n    def emit(self, record): self.own.append(record.getMessage()); seen.append(len(self.own))\nh = Seen(); log = logging.getLogger('a.b'); log.addHandler(h); log.propagate = False",), "log.error('one'); log.addFilter(lambda record: record.msg != 'no'); log.error('no'); k = Seen(); log.handlers.insert(0, k); log.error('two')", "h.own, k.own, seen, log.handlers == [k, h], log.error('no'), log.removeHandler(h), log.error('yes'), h.own, k.own"),
+    P("log in a file of the notebook", ("import logging\nh = logging.FileHandler('a.log', mode='w'); log = logging.getLogger('file'); log.addHandler(h); log.propagate = False; log.error('one')",), "log.error('two'); h.setLevel('CRITICAL'); log.error('no'); log.critical('three')", "log.error('no'), log.critical('four'), log.handlers == [h], log.removeHandler(h), h.close(), open('a.log').read()"),
+    P("handler of the cell, removed later", ("import logging, sys\nlog = logging.getLogger('out'); log.propagate = False; out = sys.stdout",), "h = logging.StreamHandler(sys.stdout); log.addHandler(h); log.error('one'); print('two', file=out); same = out is sys.stdout", "log.error('three'), log.handlers == [h], same, out is sys.stdout, log.removeHandler(h), log.handlers"),
+    P("formatter of a class of its own", ("import logging, sys\nclass Loud(logging.Formatter):\n    def format(self, record): return super().format(record).upper()\nlog = logging.getLogger('loud'); h = logging.StreamHandler(sys.stdout); h.setFormatter(Loud('%(message)s')); log.addHandler(h); log.propagate = False",), "log.error('one')", "log.error('two'), log.handlers == [h]"),
+    P("weak proxy", ("import weakref\nclass A: n = 0\na = A(); p = weakref.proxy(a); k = [p]; l = [1]",), "p.n += 1; b = A(); q = weakref.proxy(b); q.n = 5; l.append(2)", "a.n, k[0] is p, p.n, b.n, q.n, l"),
+    P("group of exceptions", ("errors = []",), "errors += [KeyError('k'), ValueError(3)]\ngroup = ExceptionGroup('both', errors)\nerrors.append(group)", "group.exceptions[0] is errors[0], len(group.exceptions), errors[2] is group, group.message"),
+    P("module reloaded", ("import helper\nm = helper.Model(2); helper.seen.append(m.n)",), "with open('helper.py', 'a') as file: rank0 = file.write('\\ndef more(): return N\\n')\nimport importlib\nimportlib.reload(helper)\nr = helper.more(), helper.f(); new = helper.Model(5)", "r, helper.more(), helper.seen, m.n, type(new) is helper.Model, type(m) is helper.Model", (("helper.py", "N = 3\nseen = []\nclass Model:\n    def __init__(self, n): self.n = n\ndef f(): return N\n"),)),
+    P("names listed by a magic", ("a = 1; b = 2; c = 'c'",), "w = %who_ls int\n%who", "w"),
+]  # fmt: skip
+"""By public notebooks and odd cells."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def common_ancestors() -> Iterator[None]:
+    """What all programs of this module are forked from is no process that one test leaves behind."""
+    with forkservers():
+        yield
+
+
+@pytest.mark.parametrize(
+    "program", [*VALUES, *NAMES, *SHELL, *PROCESS, *MESSAGES, *FOUND], ids=lambda program: program.name
+)
+def test_the_same_cells_with_and_without_the_header(program: Program, tmp_path: Path) -> None:
+    """What they show and leave is the same, without a line of taas that something did not come back."""
+    different = compare(program, tmp_path)
+    assert not different, "\n".join(different)
+
+
+FIGURES = P("figures", ("import matplotlib.pyplot as plt\nfig, ax = plt.subplots(); lines = ax.plot([1, 2])",), "lines += ax.plot([3, 4]); title = ax.set_title('t'); made, (left, right) = plt.subplots(1, 2)", "def heard(artist, figure):\n    figure.stale = False; [setattr(part, 'stale', False) for part in figure.findobj(include_self=False)]; artist.set_alpha(.5); return figure.stale\n[heard(*pair) for pair in ((lines[0], fig), (lines[1], fig), (title, fig), (left.patch, made), (right.title, made))]")  # fmt: skip
+
+
+def test_what_is_in_a_figure_tells_it_of_changes(tmp_path: Path) -> None:
+    """Also what a cell added to it, and what is in one that the cell made; how often each was drawn is its own."""
+    assert play(FIGURES, tmp_path, plain=False).value == "[True, True, True, True, True]"
+
+
+DEAF = P("handler with a lock", ("import logging, threading\nclass Own(logging.Handler):\n    def __init__(self): super().__init__(); self.own = threading.Lock(); self.seen = []\n    def emit(self, record): self.seen.append(record.getMessage())\nh = Own(); log = logging.getLogger('own'); log.addHandler(h); log.propagate = False",), "log.error('one')", "log.error('two'), h.seen, log.handlers == [h]")  # fmt: skip
+
+
+def test_a_handler_that_cannot_travel_is_named(tmp_path: Path) -> None:
+    """Whatever the cell logs: that does not reach the handler, which stays."""
+    played = play(DEAF, tmp_path, plain=False)
+    assert played.value == "(None, ['two'], True)"
+    assert [line for line in played.said if "logging.getLogger('own').handlers[0].own is a" in line]

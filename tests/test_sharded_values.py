@@ -1,0 +1,72 @@
+"""Sharded values come back whole, or are said not to: never as rank 0's shard under the whole's name."""
+
+from __future__ import annotations
+
+import pytest
+from notebook_harness import Notebook
+
+pytestmark = pytest.mark.slow
+
+MODELS = """
+import torch, torch.distributed as dist
+from torch import nn
+torch.manual_seed(0)
+net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+alone, one, two = nn.Linear(2, 2), nn.Linear(4, 4), nn.Linear(4, 4)
+before = {name: value.clone() for name, value in net.state_dict().items()}
+"""
+
+PROGRAM = """#pragma taas --gpus 2
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+mesh = dist.init_device_mesh("cuda", (2,))
+parallelize_module(net, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+net(torch.ones(3, 4)).sum().backward(); optimizer.step()
+full = get_model_state_dict(net, options=StateDictOptions(full_state_dict=True))
+numbers = torch.arange(6.).reshape(2, 3)
+sharded, replicated = (distribute_tensor(numbers, mesh, [kind]) for kind in (Shard(0), Replicate()))
+gathered = sharded.full_tensor()
+distribute_module(alone, mesh)
+alone(distribute_tensor(torch.ones(1, 2), mesh, [Replicate()])).to_local().sum().backward()
+held = [sharded, 5]
+fsdp = fully_shard(nn.Linear(4, 4), mesh=mesh)
+for wrapped in (FullyShardedDataParallel(one), FullyShardedDataParallel(two, use_orig_params=True)):
+    wrapped(torch.ones(2, 4)).sum().backward()
+del wrapped
+"""
+
+
+def test_sharded_values_are_whole_or_named(notebook: Notebook) -> None:
+    """What rank 0 has all of is an ordinary tensor or parameter; a shard is listed with the line to type."""
+    notebook.good(MODELS)
+    ran = notebook.good(PROGRAM)
+    said = next(line for line in ran.stdout.splitlines() if line.startswith("taas: did not come back"))
+    for name in ("net", "optimizer", "sharded", "held", "fsdp", "one", "two"):
+        assert f" {name}" in said, name
+    assert "full_tensor()" in said
+    assert "full_state_dict=True" in said
+    assert notebook.value("[n for n in ('sharded', 'held', 'fsdp') if n in globals()]") == "[]"
+    plain = "all(type(p) is nn.Parameter and p.shape == before[n].shape for n, p in net.named_parameters())"
+    assert notebook.value(plain) == "True"
+    assert notebook.value("[m.weight.shape == (4, 4) for m in (one, two)]") == "[True, True]"
+    assert notebook.value("type(replicated), replicated.equal(numbers), gathered.equal(numbers)") == (
+        "<class 'torch.Tensor'> True True"
+    )
+    assert notebook.value("type(alone.weight) is nn.Parameter, alone.weight.grad.shape") == (
+        "True torch.Size([2, 2])"
+    )
+
+
+def test_a_gathered_state_dict_is_what_one_process_trains(notebook: Notebook) -> None:
+    """The line that is given brings the trained model: as the same step here, without ranks."""
+    notebook.good("""
+net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+net.load_state_dict(before)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1); optimizer.zero_grad()
+net(torch.ones(3, 4)).sum().backward(); optimizer.step()
+""")
+    compared = "all(torch.allclose(full[name], value) for name, value in net.state_dict().items())"
+    assert notebook.value(compared) == "True"

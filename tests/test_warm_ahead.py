@@ -1,0 +1,91 @@
+"""`%load_ext taas` starts what the first cell will need, at a low priority; what ends it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from notebook_harness import Notebook, Processes, gone, until
+
+pytestmark = pytest.mark.slow
+
+IDLE = """
+import os
+from multiprocessing import get_context
+from taas.agent.forkserver import Forkserver
+from taas.agent.import_idly import MODULES
+
+def look(answer):
+    import sys
+    answer.send((os.getpriority(os.PRIO_PROCESS, 0), "taas.rank.entry" in sys.modules, MODULES in os.environ))
+
+if __name__ == "__main__":
+    server = Forkserver(idle=True)
+    server.start()
+    ours, its = get_context("forkserver").Pipe()
+    process = get_context("forkserver").Process(target=look, args=(its,))
+    process.start()
+    print(ours.recv() == (os.getpriority(os.PRIO_PROCESS, 0), True, False))
+    process.join()
+    server._end()
+"""
+
+
+@pytest.fixture
+def book(tmp_path: Path) -> Iterator[Notebook]:
+    """A notebook that has not loaded taas."""
+    book = Notebook(tmp_path)
+    try:
+        yield book
+    finally:
+        book.close()
+
+
+def _warm(book: Notebook) -> Processes:
+    """Wait until there is a forkserver."""
+    until(lambda: book.processes().forkservers)
+    return book.processes()
+
+
+def test_the_first_cell_finds_what_load_ext_started(book: Notebook) -> None:
+    """Its ranks are forked from that forkserver; the machine has one agent."""
+    book.good("%load_ext taas")
+    before = _warm(book)
+    assert book.good("#pragma taas --gpus 2\nprint('there')").own == "there\n"
+    after = book.processes()
+    assert (after.supervisor, after.agents) == (before.supervisor, before.agents)
+    assert len(after.forkservers) == 1
+
+
+def test_unload_ext_ends_it(book: Notebook) -> None:
+    """Agent and forkserver go."""
+    book.good("%load_ext taas")
+    found = _warm(book)
+    book.good("%unload_ext taas")
+    assert gone(found.agents + found.forkservers)
+
+
+def test_release_ends_it(book: Notebook) -> None:
+    """As it ends whatever else waits for the next run."""
+    book.good("%load_ext taas")
+    found = _warm(book)
+    assert "1 idle VM given back" in book.good("%taas release").stdout
+    assert gone(found.agents + found.forkservers)
+
+
+def test_nothing_is_started_for_another_engine(book: Notebook) -> None:
+    """The VMs of a cluster are asked for by a run; a plain import starts nothing either."""
+    book.good("import os; os.environ['TAAS_ENGINE'] = 'ray 10.0.0.1:6379'\n%load_ext taas")
+    book.good("import taas\nfrom taas.notebook import supervised")
+    assert book.value("supervised._ahead, supervised._current") == "None None"
+
+
+def test_what_is_imported_idly_is_inherited_at_the_ordinary_priority(tmp_path: Path) -> None:
+    """The modules are there in what is forked, whose niceness is the test's own; the variable that named them is gone."""
+    program = tmp_path / "idle.py"
+    program.write_text(IDLE)
+    done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=300)
+    assert (done.stdout, done.returncode) == ("True\n", 0), done.stderr

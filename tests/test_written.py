@@ -1,0 +1,451 @@
+"""Which pages were written to: no way to change memory is missed, and what nobody changed is not read."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from taas.capture.checksums import MemorySnapshot
+from taas.capture.memory import Stretch
+from taas.capture.written import Watch
+
+PAGE = mmap.PAGESIZE
+SIZE = 1024 * PAGE
+HUGE, NO_HUGE, DONTNEED, FREE, COLLAPSE, POPULATE_WRITE = 14, 15, 4, 8, 25, 23
+SHARED, PRIVATE, ANONYMOUS, FIXED = 1, 2, 0x20, 0x10
+MAYMOVE, FIXED_MOVE = 1, 2
+
+libc = ctypes.CDLL(None, use_errno=True)
+libc.mmap.restype = libc.mremap.restype = ctypes.c_void_p
+
+
+def watches() -> bool:
+    """Tell whether this machine's kernel can watch, as it does for private memory of no file."""
+    memory = mmap.mmap(-1, 4 * PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    watch = Watch([(address, address + 4 * PAGE)])
+    return bool(watch.inner)
+
+
+WATCHES = watches()
+watching = pytest.mark.skipif(not WATCHES, reason="the kernel is older than 6.7, or refuses userfaultfd")
+
+
+class Memory:
+    """Private memory of no file: 1024 pages of threes, watched, between two pages that are not."""
+
+    def __init__(self, advice: int = NO_HUGE) -> None:
+        self.base = map_anew(None, SIZE + (4 << 20), PRIVATE | ANONYMOUS)
+        self.start = -(-self.base // (2 << 20)) * (2 << 20)
+        self.advise(advice)
+        self.array: Any = np.frombuffer((ctypes.c_ubyte * SIZE).from_address(self.start), np.uint8)
+        self.array[:] = 3
+        self.before = self.array.copy()
+        self.snapshot = self.take()
+        assert bool(self.snapshot._watch.inner) == WATCHES
+
+    def __del__(self) -> None:
+        libc.munmap(ctypes.c_void_p(self.base), ctypes.c_size_t(SIZE + (4 << 20)))
+
+    def take(self, before: MemorySnapshot | None = None) -> MemorySnapshot:
+        """Note what is there now."""
+        stretch = Stretch(self.start, SIZE, None, spans=((100, SIZE - 100),))
+        return MemorySnapshot({0: stretch}, before)
+
+    def advise(self, advice: int, first: int = 0, pages: int = SIZE // PAGE) -> None:
+        """Call madvise(2)."""
+        done = libc.madvise(ctypes.c_void_p(self.start + first * PAGE), ctypes.c_size_t(pages * PAGE), advice)
+        if done < 0:
+            pytest.skip(f"madvise {advice}: {os.strerror(ctypes.get_errno())}")
+
+    def changed(self) -> set[int]:
+        """Return the pages in which something differs, as the snapshot has it."""
+        [spans] = self.snapshot.changed([0]).values()
+        return {page for start, end in spans for page in range(start // PAGE, -(-end // PAGE))}
+
+    def view(self, page: int, pages: int = 1) -> memoryview:
+        """Return pages as a buffer."""
+        return memoryview(self.array)[page * PAGE : (page + pages) * PAGE]
+
+
+def map_anew(address: int | None, size: int, flags: int, fd: int = -1) -> int:
+    """Call mmap(2)."""
+    found = libc.mmap(ctypes.c_void_p(address), ctypes.c_size_t(size), 3, flags, fd, ctypes.c_long(0))
+    assert found != ctypes.c_void_p(-1).value, os.strerror(ctypes.get_errno())
+    return int(found)
+
+
+def move(old: int, new: int) -> None:
+    """Move what is watched of memory by mremap(2)."""
+    old, new, size = old + PAGE, new + PAGE, ctypes.c_size_t(SIZE - 2 * PAGE)
+    found = libc.mremap(ctypes.c_void_p(old), size, size, MAYMOVE | FIXED_MOVE, ctypes.c_void_p(new))
+    assert found == new, os.strerror(ctypes.get_errno())
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Iterator[Path]:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(range(256)) * (SIZE // 256))
+    yield path
+
+
+# ---------------------------------------------------------------- ways to change memory
+
+Change = Callable[[Memory, Path], None]
+
+
+def by_numpy(memory: Memory, _: Path) -> None:
+    memory.array[5 * PAGE] = 4
+
+
+def by_torch(memory: Memory, _: Path) -> None:
+    torch.from_numpy(memory.array).view(torch.float32)[5 * PAGE // 4] += 1
+
+
+def by_torch_in_place_past_its_counter(memory: Memory, _: Path) -> None:
+    torch.from_numpy(memory.array).data[5 * PAGE : 9 * PAGE].mul_(2)
+
+
+def at_the_edges(memory: Memory, _: Path) -> None:
+    memory.array[100] = memory.array[SIZE - 101] = 4
+
+
+def by_read(memory: Memory, file: Path) -> None:
+    with file.open("rb", buffering=0) as source:
+        source.readinto(memory.view(7))
+
+
+def by_pread(memory: Memory, file: Path) -> None:
+    with file.open("rb") as source:
+        os.preadv(source.fileno(), [memory.view(7, 3)], PAGE)
+
+
+def by_direct_read(memory: Memory, file: Path) -> None:
+    try:
+        fd = os.open(file, os.O_RDONLY | os.O_DIRECT)
+    except OSError as error:
+        pytest.skip(f"O_DIRECT: {error}")
+    os.preadv(fd, [memory.view(7, 3)], PAGE)
+    os.close(fd)
+
+
+def by_socket(memory: Memory, _: Path) -> None:
+    import socket
+
+    ours, theirs = socket.socketpair()
+    theirs.sendall(b"x" * 100)
+    ours.recv_into(memory.view(7), 100)
+    ours.close()
+    theirs.close()
+
+
+def by_proc_mem(memory: Memory, _: Path) -> None:
+    with Path("/proc/self/mem").open("r+b", buffering=0) as mem:
+        mem.seek(memory.start + 9 * PAGE)
+        mem.write(b"x")
+
+
+def by_another_process(memory: Memory, _: Path) -> None:
+    code = f"import sys; mem = open('/proc/{os.getpid()}/mem', 'r+b', 0); mem.seek({memory.start + 9 * PAGE}); mem.write(b'x')"
+    with suppress(AttributeError):
+        libc.prctl(0x59616D61, ctypes.c_ulong(-1))  # PR_SET_PTRACER, PR_SET_PTRACER_ANY
+    if subprocess.run([sys.executable, "-c", code], check=False, capture_output=True).returncode:
+        pytest.skip("a process may not write into another one's memory here")
+
+
+def by_a_thread(memory: Memory, _: Path) -> None:
+    thread = threading.Thread(target=memory.array.__setitem__, args=(slice(5 * PAGE, 6 * PAGE), 9))
+    thread.start()
+    thread.join()
+
+
+def mapped_anew(memory: Memory, _: Path) -> None:
+    map_anew(memory.start + 5 * PAGE, PAGE, PRIVATE | ANONYMOUS | FIXED)
+
+
+def mapped_anew_and_read(memory: Memory, _: Path) -> None:
+    map_anew(memory.start + 5 * PAGE, PAGE, PRIVATE | ANONYMOUS | FIXED)
+    assert memory.array[5 * PAGE] == 0
+
+
+def mapped_anew_and_written(memory: Memory, _: Path) -> None:
+    libc.munmap(ctypes.c_void_p(memory.start), ctypes.c_size_t(SIZE))
+    map_anew(memory.start, SIZE, PRIVATE | ANONYMOUS | FIXED)
+    memory.array[:] = 4
+
+
+def mapped_anew_from_a_file(memory: Memory, file: Path) -> None:
+    with file.open("r+b") as source:
+        map_anew(memory.start, SIZE, SHARED | FIXED, source.fileno())
+
+
+def given_back(memory: Memory, _: Path) -> None:
+    memory.advise(DONTNEED, 5, 1)
+
+
+def given_back_and_read(memory: Memory, _: Path) -> None:
+    memory.advise(DONTNEED, 5, 600)
+    assert not memory.array[5 * PAGE : 605 * PAGE].any()
+
+
+def populated(memory: Memory, _: Path) -> None:
+    memory.advise(DONTNEED, 5, 1)
+    memory.advise(POPULATE_WRITE, 5, 1)
+
+
+def moved_away_and_back(memory: Memory, _: Path) -> None:
+    elsewhere = map_anew(None, SIZE, PRIVATE | ANONYMOUS)
+    move(memory.start, elsewhere)
+    (ctypes.c_ubyte * SIZE).from_address(elsewhere)[5 * PAGE] = 9
+    move(elsewhere, memory.start)
+
+
+def moved_in(memory: Memory, _: Path) -> None:
+    other = Memory()
+    other.array[:] = 9
+    other.snapshot = other.take(other.snapshot)  # protected as well, by another watch
+    move(other.start, memory.start)
+
+
+def after_a_fork(memory: Memory, _: Path) -> None:
+    wait_in, wait_out = os.pipe()
+    if (pid := os.fork()) == 0:
+        os.read(wait_in, 1)
+        os._exit(0)
+    memory.array[5 * PAGE] = 4  # copied: the child has the old page
+    os.write(wait_out, b"x")
+    os.waitpid(pid, 0)
+    os.close(wait_in)
+    os.close(wait_out)
+
+
+def after_a_child_had_the_watch(memory: Memory, _: Path) -> None:
+    if (pid := os.fork()) == 0:
+        memory.snapshot.changed([0])
+        memory.take(memory.snapshot)
+        memory.array[:] = 9
+        memory.take()
+        del memory.snapshot
+        os._exit(0)
+    os.waitpid(pid, 0)
+    memory.array[5 * PAGE] = 4
+
+
+def under_protection(memory: Memory, _: Path) -> None:
+    for access in (1, 3):
+        libc.mprotect(ctypes.c_void_p(memory.start), ctypes.c_size_t(SIZE), access)
+    memory.array[5 * PAGE] = 4
+
+
+def locked(memory: Memory, _: Path) -> None:
+    if libc.mlock(ctypes.c_void_p(memory.start), ctypes.c_size_t(64 * PAGE)):
+        pytest.skip("mlock is refused here")
+    memory.array[5 * PAGE] = 4
+    libc.munlock(ctypes.c_void_p(memory.start), ctypes.c_size_t(64 * PAGE))
+
+
+def by_collapsing(memory: Memory, _: Path) -> None:
+    memory.array[5 * PAGE] = 4
+    memory.advise(HUGE)
+    libc.madvise(ctypes.c_void_p(memory.start), ctypes.c_size_t(SIZE), COLLAPSE)
+
+
+def watched_again(memory: Memory, _: Path) -> None:
+    memory.array[5 * PAGE] = 4
+    second = memory.take()
+    memory.array[6 * PAGE] = 4
+    assert second.changed([0])[0]  # by checksums: there is one watch of a page
+
+
+def without_a_descriptor(memory: Memory, _: Path) -> None:
+    fd = memory.snapshot._watch._fd
+    if fd < 0:
+        pytest.skip("nothing is watched here")
+    other = os.open("/dev/null", os.O_RDONLY)
+    os.dup2(other, fd)  # whoever closes descriptors that are not his
+    os.close(other)
+    memory.array[5 * PAGE] = 4
+
+
+CHANGES: list[Change] = [
+    by_numpy, by_torch, by_torch_in_place_past_its_counter, at_the_edges, by_read, by_pread, by_direct_read, by_socket, by_proc_mem,
+    by_another_process, by_a_thread, mapped_anew, mapped_anew_and_read, mapped_anew_and_written, mapped_anew_from_a_file,
+    given_back, given_back_and_read, populated, moved_away_and_back, moved_in, after_a_fork, after_a_child_had_the_watch,
+    under_protection, locked, by_collapsing, watched_again, without_a_descriptor,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("advice", [NO_HUGE, HUGE], ids=["pages", "huge pages"])
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_no_change_is_missed(change: Change, advice: int, file: Path) -> None:
+    """Also where the same memory was watched before, by whoever hands its watch on."""
+    for again in (False, True):
+        memory = Memory(advice)
+        if again:
+            memory.array[5 * PAGE : 700 * PAGE] = 3
+            memory.snapshot = memory.take(memory.snapshot)
+        change(memory, file)
+        differ = set(np.flatnonzero(memory.array != memory.before) // PAGE)
+        assert differ
+        assert differ <= memory.changed()
+
+
+def reading(memory: Memory) -> None:
+    """Look at all of it."""
+    assert memory.array.sum() == 3 * SIZE
+
+
+def a_child_that_writes(memory: Memory) -> None:
+    """Fork, and write in the child."""
+    if (pid := os.fork()) == 0:
+        memory.array[:] = 9
+        os._exit(0)
+    os.waitpid(pid, 0)
+
+
+def collapsing(memory: Memory) -> None:
+    """Ask for huge pages in place of small ones; of protected pages the system makes none."""
+    libc.madvise(ctypes.c_void_p(memory.start), ctypes.c_size_t(SIZE), COLLAPSE)
+
+
+def neighbours(memory: Memory) -> None:
+    """Write into the same pages, beside what is watched."""
+    memory.array[:100] = memory.array[-100:] = 9
+
+
+@watching
+@pytest.mark.parametrize("advice", [NO_HUGE, HUGE], ids=["pages", "huge pages"])
+@pytest.mark.parametrize("what", [reading, a_child_that_writes, neighbours, collapsing])
+def test_what_nobody_changed_is_unchanged(what: Callable[[Memory], None], advice: int) -> None:
+    """Reading, children, and neighbours on the same page change nothing; one write is one page."""
+    memory = Memory(advice)
+    what(memory)
+    assert memory.changed() == set()
+    memory.array[5 * PAGE] = 4
+    assert memory.changed() == {5}
+    memory.snapshot = memory.take(memory.snapshot)
+    assert memory.changed() == set()
+
+
+@watching
+def test_memory_that_was_never_touched(file: Path) -> None:
+    """It is zeros, and watched as well."""
+    start = map_anew(None, SIZE, PRIVATE | ANONYMOUS)
+    snapshot = MemorySnapshot({0: Stretch(start, SIZE, None, spans=((0, SIZE),))})
+    assert snapshot.changed([0]) == {0: []}
+    with file.open("rb") as source:
+        os.preadv(source.fileno(), [(ctypes.c_ubyte * PAGE).from_address(start + 5 * PAGE)], 0)
+    assert snapshot.changed([0]) == {0: [(5 * PAGE, 6 * PAGE)]}
+
+
+def shared(file: Path) -> int:
+    return map_anew(None, SIZE, SHARED | ANONYMOUS)
+
+
+def of_a_file(file: Path) -> int:
+    with file.open("r+b") as source:
+        return map_anew(None, SIZE, PRIVATE, source.fileno())
+
+
+def of_an_open_memfd(file: Path) -> int:
+    fd = os.memfd_create("mine")
+    os.ftruncate(fd, SIZE)
+    start = map_anew(None, SIZE, PRIVATE, fd)
+    os.close(fd)
+    return start
+
+
+@pytest.mark.parametrize("made", [shared, of_a_file, of_an_open_memfd], ids=lambda made: made.__name__)
+def test_memory_that_others_may_change_is_read(made: Callable[[Path], int], file: Path) -> None:
+    """It is compared by checksums."""
+    start = made(file)
+    assert not Watch([(start, start + SIZE)]).inner
+    snapshot = MemorySnapshot({0: Stretch(start, SIZE, None, spans=((0, SIZE),))})
+    if made is of_a_file:
+        with file.open("r+b") as target:
+            target.seek(5 * PAGE)
+            target.write(b"xyz")
+    else:
+        (ctypes.c_ubyte * SIZE).from_address(start)[5 * PAGE] = 9
+    assert snapshot.changed([0])[0]
+
+
+@watching
+def test_names_that_travelled_are_watched() -> None:
+    """They are in a sealed file, of which a rank has a private mapping."""
+    from taas.capture.payload import NAME
+
+    fd = os.memfd_create(NAME, os.MFD_ALLOW_SEALING)
+    os.write(fd, b"x" * SIZE)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
+    start = map_anew(None, SIZE, PRIVATE, fd)
+    os.close(fd)
+    array = np.frombuffer((ctypes.c_ubyte * SIZE).from_address(start), np.uint8)
+    array[PAGE] = 1
+    watch = Watch([(start, start + SIZE)])
+    assert array.sum()
+    assert watch.unwritten() == [(start, start + SIZE)]
+    array[PAGE] = array[9 * PAGE] = 2
+    ends = [start + page * PAGE for page in (0, 1, 2, 9, 10)]
+    assert watch.unwritten() == [(ends[0], ends[1]), (ends[2], ends[3]), (ends[4], start + SIZE)]
+
+
+@watching
+def test_a_watch_can_begin_again_while_a_child_lives() -> None:
+    """A forked child holds the descriptor of the first one."""
+    memory = Memory()
+    wait_in, wait_out = os.pipe()
+    if (pid := os.fork()) == 0:
+        os.read(wait_in, 1)
+        os._exit(0)
+    memory.snapshot._watch.close()
+    assert memory.take()._watch.inner
+    os.write(wait_out, b"x")
+    os.waitpid(pid, 0)
+    os.close(wait_in)
+    os.close(wait_out)
+
+
+@watching
+def test_an_ordinary_user_may_watch(tmp_path: Path) -> None:
+    """Without any capability; writes of the system's for it are seen as well."""
+    code = (
+        "import os, mmap, ctypes\nimport taas.capture.written as written\n"
+        "if not os.getuid():\n    os.setgroups([]); os.setgid(65534); os.setuid(65534)\n"
+        "    ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)\n"  # PR_SET_DUMPABLE, which setuid takes away
+        "m = mmap.mmap(-1, 1 << 20, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)\n"
+        "at = ctypes.addressof(ctypes.c_char.from_buffer(m))\n"
+        "w = written.Watch([(at, at + (1 << 20))])\n"
+        "open('/proc/self/status', 'rb', 0).readinto(memoryview(m)[4096:8192])\n"
+        "print(len(w.inner), [(a - at, b - at) for a, b in w.unwritten()])"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert said.stdout == f"1 [(0, 4096), (8192, {1 << 20})]\n"
+
+
+@watching
+def test_what_is_pinned_is_read() -> None:
+    """What a device was given to write into, here io_uring's registered buffers, is not watched."""
+    memory = Memory()
+    parameters = (ctypes.c_uint32 * 30)()
+    ring = libc.syscall(425, 1, parameters)
+    if ring < 0:
+        pytest.skip("io_uring is refused here")
+    buffers = (ctypes.c_uint64 * 2)(memory.start, SIZE)
+    if libc.syscall(427, ring, 0, buffers, 1) < 0:
+        pytest.skip("io_uring registers no buffers here")
+    assert not memory.take()._watch.inner
+    os.close(ring)

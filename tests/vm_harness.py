@@ -1,0 +1,53 @@
+"""A VM without its agent's process: jobs run in the test's own, and what the agent would say is collected."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+from taas.agent.forkserver import Forkserver
+from taas.agent.job import Job, Services
+from taas.agent.kept import KeptProcesses
+from taas.agent.spares import Spares
+from taas.engines import AgentConfig
+
+DEADLINE = 120.0
+
+
+class Vm:
+    """What jobs have of their VM, and the loop over one of them."""
+
+    def __init__(self, scratch: Path, forkserver: Forkserver) -> None:
+        self._actions: dict[Any, Callable[[], None]] = {}
+        self._said: deque[Any] = deque()
+        self.services = Services(
+            config=AgentConfig("", "", "", "", str(scratch)),
+            forkserver=forkserver,
+            spares=Spares(lambda _: None, lambda _: None),
+            kept=KeptProcesses(self._actions.__setitem__, self._actions.pop, self._said.append),
+            on=self._actions.__setitem__,
+            off=lambda source: self._actions.pop(source, None),
+            grows=lambda _: None,
+            say=self._said.append,
+            renewed=lambda: None,
+            sweep=lambda: None,
+        )
+
+    def run(self, job: Job) -> Iterator[Any]:
+        """Give what a job that has begun says, until it is over."""
+        heard = time.monotonic()
+        while not job.over:
+            due = job.wait()
+            for source in wait(list(self._actions), DEADLINE if due is None else due):
+                heard = time.monotonic()
+                if source in self._actions:
+                    self._actions[source]()
+            if time.monotonic() - heard > DEADLINE:
+                raise TimeoutError("ranks of the test do not answer")
+            job.step()
+            while self._said:
+                yield self._said.popleft()
