@@ -19,6 +19,8 @@ from urllib.request import Request, urlopen
 import conftest
 import pytest
 
+from taas.runs.records import read_records
+
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 sync_api = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed")
 pytest.importorskip("jupyterlab", reason="JupyterLab is not installed")
@@ -118,6 +120,18 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     assert not conftest._left(before), "the server left processes"
 
 
+def where_ranks_stand() -> str:
+    """Return what taas says of each run that goes on, and the machine's load: a failure that cannot be repeated tells enough."""
+    said = [f"load {os.getloadavg()}"]
+    for record in read_records():
+        if record.live:
+            for verb in ("stacks", "logs"):
+                line = [sys.executable, "-m", "taas.cli", verb, record.name]
+                asked = subprocess.run(line, check=False, capture_output=True, text=True, timeout=60)
+                said += [f"taas {verb} {record.name}:", asked.stdout[-4000:], asked.stderr]
+    return "\n".join(said)
+
+
 class Person:
     """Somebody who types into a notebook."""
 
@@ -170,7 +184,11 @@ class Person:
 
     def sees(self, text: str) -> None:
         """Wait until a text is to be seen among the outputs."""
-        sync_api.expect(self.cell(text)).to_be_visible(timeout=_PATIENCE)
+        try:
+            sync_api.expect(self.cell(text)).to_be_visible(timeout=_PATIENCE)
+        except AssertionError as error:
+            error.add_note(where_ranks_stand())
+            raise
 
     def restarts(self) -> None:
         """Restart the kernel by the keyboard."""
