@@ -115,6 +115,7 @@ FOUND = [
     P("weak proxy", ("import weakref\nclass A: n = 0\na = A(); p = weakref.proxy(a); k = [p]; l = [1]",), "p.n += 1; b = A(); q = weakref.proxy(b); q.n = 5; l.append(2)", "a.n, k[0] is p, p.n, b.n, q.n, l"),
     P("group of exceptions", ("errors = []",), "errors += [KeyError('k'), ValueError(3)]\ngroup = ExceptionGroup('both', errors)\nerrors.append(group)", "group.exceptions[0] is errors[0], len(group.exceptions), errors[2] is group, group.message"),
     P("module reloaded", ("import helper\nm = helper.Model(2); helper.seen.append(m.n)",), "with open('helper.py', 'a') as file: rank0 = file.write('\\ndef more(): return N\\n')\nimport importlib\nimportlib.reload(helper)\nr = helper.more(), helper.f(); new = helper.Model(5)", "r, helper.more(), helper.seen, m.n, type(new) is helper.Model, type(m) is helper.Model", (("helper.py", "N = 3\nseen = []\nclass Model:\n    def __init__(self, n): self.n = n\ndef f(): return N\n"),)),
+    P("views of memory", ("b = bytearray(b'abcdef'); m = memoryview(b)[2:4]; k = [m]; import array, numpy as np\na = array.array('i', [1, 2]); v = memoryview(a); n = np.zeros((2, 3)); w = memoryview(n); r = memoryview(b'xyz')[1:]; e = m[:0]",), "b[0] = 90; m[0] = 90; v[1] = 7; w[1, 2] = 5; new = memoryview(b)[1:]; new[0] = 65", "b, bytes(m), k[0] is m, a, v[1], n, w.shape, bytes(r), r.readonly, len(e), b.__setitem__(1, 66), bytes(new)"),
     P("names listed by a magic", ("a = 1; b = 2; c = 'c'",), "w = %who_ls int\n%who", "w"),
 ]  # fmt: skip
 """By public notebooks and odd cells."""

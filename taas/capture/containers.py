@@ -1,4 +1,4 @@
-"""Containers: their items, and the insides of their subclasses; exceptions, weak references.
+"""Containers: their items, and the insides of their subclasses; views of memory, exceptions, weak references.
 
 Items are put by the methods of the built-in class, so that no method of a subclass runs that may need what is not
 there yet; a cell's own ``__setitem__`` ran when the cell put them.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import array
 import collections
 import contextlib
+import ctypes
 import functools
 import types
 import weakref
@@ -128,6 +129,33 @@ def _make(cls: Any, given: Any) -> Any:
 def _fill(value: Any, state: tuple[Any, Any, tuple[Any, ...]]) -> None:
     set_insides(value, state[:2])
     put_items(value, state[2])
+
+
+# ---------------------------------------------------------------- views of memory
+
+
+def read_view(view: memoryview) -> Reading:
+    """Read a ``memoryview`` as a part of the object that it looks into; pickle has nothing of it, cloudpickle a copy.
+
+    Raises:
+        TypeError: its items do not lie side by side, or it must not write to what others may change.
+        ValueError: it was released.
+    """
+    whole, start = view.obj, 0
+    if view.readonly and isinstance(whole, bytes):
+        whole = bytes(view)
+    elif view.nbytes:
+        start = _address_of(view) - _address_of(whole)
+    return Reading(_make_view, (whole, start, view.nbytes, view.format, view.shape))
+
+
+def _address_of(writable: Any) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(writable))
+
+
+def _make_view(whole: Any, start: int, nbytes: int, form: str, shape: tuple[int, ...]) -> memoryview:
+    part = memoryview(whole).cast("B")[start : start + nbytes]
+    return part.cast(form, shape) if nbytes else part.cast(form)  # type: ignore[call-overload,no-any-return]
 
 
 # ---------------------------------------------------------------- weak references

@@ -13,7 +13,13 @@ from typing import Any
 
 from taas.capture.arrays import array_reader, is_array, memory_of_array
 from taas.capture.code_by_value import READERS, dispatch_table, read_class, read_function
-from taas.capture.containers import container_reader, read_exception, read_reference, read_traceback
+from taas.capture.containers import (
+    container_reader,
+    read_exception,
+    read_reference,
+    read_traceback,
+    read_view,
+)
 from taas.capture.files import FILES, read_file
 from taas.capture.libraries import library_reader
 from taas.capture.memory import DeviceMemory
@@ -67,6 +73,7 @@ class Reader:
             **dict.fromkeys(FILES, read_file),
             **dict.fromkeys(weakref.ProxyTypes, read_reference),
             types.TracebackType: read_traceback,
+            memoryview: read_view,
             **READERS,
             **dict.fromkeys((*ATOMS, types.BuiltinFunctionType, types.CodeType)),
         }
