@@ -265,7 +265,7 @@ class World:
         found = None
         for attempt, (p, s, ticket) in list(self.here[rank].items()):
             if p == plan and s == seq:
-                found = pickle.loads(ticket.index)
+                found = pickle.loads(ticket.which)
             if p == plan and s <= seq:
                 del self.here[rank][attempt]
                 self.free(rank, ticket)
@@ -453,7 +453,7 @@ class Owners:
             self.ended[peer.number] = message
         elif isinstance(message, list) and peer in self.busy:
             for ticket in message:
-                stream, position = unpack_place(ticket.index)
+                stream, position = unpack_place(ticket.which)
                 if stream == self.deadly[0] and position >= self.deadly[1]:
                     self.die(peer, ticket.attempt)
                     return

@@ -31,9 +31,9 @@ from taas.agent.spares import Spares
 from taas.delivery.config import read_line
 from taas.engines import AgentConfig
 from taas.runs.events import BLIND_SECONDS, Inotify
-from taas.wire.agents import AgentHears, Alive, JobRequest, Leave, StartJob
+from taas.wire.agents import AgentHears, JobRequest, StartJob
 from taas.wire.curve import SupervisorLink, make_dealer, set_heartbeat
-from taas.wire.framing import Message, MessageReader, pack
+from taas.wire.framing import Alive, Leave, Message, MessageReader, pack
 from taas.wire.poll_loop import PollLoop, raise_limit
 from taas.wire.ranks import RankOrder
 from taas.wire.stopped import StoppedHelpers

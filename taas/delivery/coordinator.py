@@ -34,9 +34,7 @@ from taas.delivery.messages import (
     Note,
     Peer,
     Planned,
-    PoolBeat,
     Progress,
-    Quit,
     Report,
     ToCoordinator,
     WorkerLost,
@@ -44,7 +42,7 @@ from taas.delivery.messages import (
 from taas.delivery.progress import ProgressMeter, notes_of_registration
 from taas.delivery.slab import SlabFile
 from taas.delivery.transport import ControlServer, SlabServer, new_context
-from taas.wire.framing import MessageReader
+from taas.wire.framing import Alive, Leave, MessageReader
 from taas.wire.poll_loop import PollLoop, raise_limit
 
 _decode_command = msgspec.json.Decoder(Command).decode
@@ -86,7 +84,7 @@ class Coordinator:
             Hello: self._on_hello,
             Note: lambda _, note: self._tell_once(note),
             Final: lambda _, final: self._end(final),
-            PoolBeat: self._on_beat,
+            Alive: self._on_beat,
             WorkerLost: self._on_worker_lost,
         }
         """What is done on hearing something."""
@@ -189,7 +187,7 @@ class Coordinator:
         self._heard[pool] = time.monotonic()
         return True
 
-    def _on_beat(self, pool: Peer, beat: PoolBeat) -> None:
+    def _on_beat(self, pool: Peer, beat: Alive) -> None:
         if self._hear(pool):
             self.ledger.suspect(pool, beat.stopped)
 
@@ -299,7 +297,7 @@ class Coordinator:
             for fd in self._pidfds:
                 last_first.callback(os.close, fd)
             for peer in (PLANNER, *self._heard, *self.ledger.workers):
-                last_first.callback(self._server.send, peer, Quit())
+                last_first.callback(self._server.send, peer, Leave())
 
 
 def main(config: DeliveryConfig, commands: int, reports: int) -> None:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import msgspec
 
 from taas.delivery.config import Delivered, ResumePoint
-from taas.wire.framing import Message
+from taas.wire.framing import Alive, Leave, Message
 
 
 class Peer(NamedTuple):
@@ -74,10 +74,6 @@ class Hello(Message, frozen=True):
     key: bytes = b""  # its CURVE key there; empty on one host
 
 
-class Quit(Message, frozen=True):
-    """End now."""
-
-
 class Cancel(Message, frozen=True):
     """Nobody will ask for this plan again. ``undone``: none had begun it; it shall be as if it had never been."""
 
@@ -100,7 +96,7 @@ class Failed(Message, frozen=True):
 # ── planner ───────────────────────────────────────────────────────────────────────────────────────────
 
 
-class LoaderFacts(msgspec.Struct, array_like=True, frozen=True):
+class LoaderFacts(NamedTuple):
     """What only the unpickled loader can tell."""
 
     name: str  # as it was registered
@@ -152,12 +148,6 @@ class Final(Message, frozen=True):
 # ── workers and their pools ───────────────────────────────────────────────────────────────────────────
 
 
-class PoolBeat(Message, frozen=True):
-    """A worker pool lives; ``stopped`` are the serials of workers that the system has stopped (SIGSTOP, debugger)."""
-
-    stopped: list[int]
-
-
 class WorkerLost(Message, frozen=True):
     """A worker of this pool ended. ``attempt`` is what it worked on, ``ahead`` what of a stream it made ahead."""
 
@@ -167,7 +157,7 @@ class WorkerLost(Message, frozen=True):
     ahead: StreamPlace = NOWHERE
 
 
-class Ticket(msgspec.Struct, array_like=True, frozen=True):
+class Ticket(NamedTuple):
     """One attempt at one element."""
 
     attempt: int  # unique over the run
@@ -176,7 +166,7 @@ class Ticket(msgspec.Struct, array_like=True, frozen=True):
     seq: int
     rank: int  # for whom
     seed: int  # what all RNGs are set to before it is made
-    index: bytes  # pickled index of the dataset; (stream, position), packed, of an iterable one
+    which: bytes  # element: a pickled index of the dataset; (stream, position), packed, of an iterable one
     offset: int = 0  # of the slot in the slabs
     capacity: int = 0  # its bytes; 0 asks for frames on the socket
 
@@ -214,7 +204,7 @@ class Announced(Message, frozen=True):
     states: tuple[StreamState, ...] = ()
 
 
-class Result(msgspec.Struct, array_like=True, frozen=True):
+class Result(NamedTuple):
     """What became of one attempt: the bytes of memory it takes, and the seconds it took to make."""
 
     attempt: int
@@ -273,7 +263,7 @@ class ReceivedQuery(Message, frozen=True):
 # ── the data path (worker → rank), frame 0 after its MAC ──────────────────────────────────────────────
 
 
-class ElementArrival(msgspec.Struct, array_like=True, frozen=True):
+class ElementArrival(NamedTuple):
     """Where an element lies. Several may travel in one message, their pickles in one frame, in this order."""
 
     attempt: int
@@ -308,9 +298,9 @@ class HostLost(Message, frozen=True):
 
 
 FromPlanner = Planned | Final
-ToPlanner = Draw | Cancel | FinishPlans | Quit
-FromWorker = list[Result] | Announced | Note | PoolBeat | WorkerLost
-ToWorker = list[Ticket] | Hello | Cancel | Feed | Quit
+ToPlanner = Draw | Cancel | FinishPlans | Leave
+FromWorker = list[Result] | Announced | Note | Alive | WorkerLost
+ToWorker = list[Ticket] | Hello | Cancel | Feed | Leave
 """Tickets are to be made in their order."""
 FromRank = Begin | Progress
 ToRank = Hello | Ended | Cancel | ReceivedQuery | Failed

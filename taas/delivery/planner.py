@@ -27,12 +27,12 @@ from taas.delivery.messages import (
     Hello,
     LoaderFacts,
     Planned,
-    Quit,
     ToPlanner,
 )
 from taas.delivery.registered import load_payload
 from taas.delivery.sampling import Iteration, LoaderPlans
 from taas.delivery.transport import connected
+from taas.wire.framing import Leave
 
 _SLICE = 0.02
 """Seconds after which a slow sampler's indices are sent, even if more were asked for."""
@@ -123,7 +123,7 @@ def main(config: DataOrder) -> None:
             planner = Planner([])
             hello = Hello(os.getpid(), traceback.format_exc())
         control.send(hello)
-        while not isinstance(message := control.receive(), Quit):
+        while not isinstance(message := control.receive(), Leave):
             reply = planner.answer(message)
             if reply is not None:
                 control.send(reply)

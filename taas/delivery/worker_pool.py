@@ -36,8 +36,6 @@ from taas.delivery.messages import (
     Feed,
     Hello,
     Peer,
-    PoolBeat,
-    Quit,
     Result,
     Ticket,
     ToWorker,
@@ -47,7 +45,7 @@ from taas.delivery.registered import Loaders, load_payload
 from taas.delivery.slab import slot_size
 from taas.delivery.streams import OwnedStreams
 from taas.delivery.transport import ControlClient, connect_data, connected, map_slabs, new_context
-from taas.wire.framing import Message, pack, seal
+from taas.wire.framing import Alive, Leave, Message, pack, seal
 from taas.wire.stopped import process
 from taas.wording import killed_by
 
@@ -176,7 +174,7 @@ class Worker:
 
     def _unpackable(self, ticket: Ticket) -> str:
         title, parts = self._loaders[ticket.loader]
-        place = place_of(ticket.index, streams=bool(parts.streams))
+        place = place_of(ticket.which, streams=bool(parts.streams))
         return (
             f"raised while '{title}' at {place} was packed for its rank. An element travels as a pickle: make what "
             "cannot be pickled (a generator, a lock, an open file) in the loop, out of what the dataset returns"
@@ -184,8 +182,8 @@ class Worker:
 
     def _make(self, ticket: Ticket) -> Any:
         if self._loaders[ticket.loader][1].streams:
-            return self._streams.make(ticket.plan, ticket.index)
-        return self._fetchers[ticket.loader].make(ticket.index, ticket.seed, self._rngs)
+            return self._streams.make(ticket.plan, ticket.which)
+        return self._fetchers[ticket.loader].make(ticket.which, ticket.seed, self._rngs)
 
     def _send(self, ticket: Ticket, region: RawRegion, stream: bytes, failed: bool) -> None:
         leaked = region.slot and region.is_held()
@@ -257,7 +255,7 @@ class WorkerPool:
         while True:
             for source, _ in poller.poll(int(_BEAT * 1000)):
                 if source is control.socket:
-                    if isinstance(control.receive(), Quit):
+                    if isinstance(control.receive(), Leave):
                         return
                 else:
                     poller.unregister(source)
@@ -266,7 +264,7 @@ class WorkerPool:
             if time.monotonic() >= next_beat:
                 next_beat = time.monotonic() + _BEAT
                 stopped = [child.serial for child in self._children.values() if _stopped(child.pid)]
-                control.send(PoolBeat(stopped))
+                control.send(Alive(tuple(stopped)))
 
     def _fork(self, number: int) -> int:
         serial = self._serial

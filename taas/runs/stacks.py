@@ -18,6 +18,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path, PurePath
+from typing import NamedTuple
 
 import msgspec
 
@@ -31,7 +32,7 @@ SIGNAL = signal.SIGRTMIN + 11
 _fd = -1
 
 
-class Frame(msgspec.Struct, frozen=True, array_like=True):
+class Frame(NamedTuple):
     """One frame of a rank's main thread.
 
     Attributes:
@@ -47,7 +48,7 @@ class Frame(msgspec.Struct, frozen=True, array_like=True):
     cell: int | None = None
 
 
-class RankSeen(msgspec.Struct, frozen=True, array_like=True):
+class RankSeen(NamedTuple):
     """A rank, looked at from outside.
 
     Attributes:

@@ -17,8 +17,8 @@ from taas.errors import EngineError
 from taas.supervisor.control_socket import ControlSocket
 from taas.supervisor.data_vms import DataVms
 from taas.supervisor.vms import KEPT, Vm, demand_of, share_gpus
-from taas.wire.agents import Alive, Leave
 from taas.wire.clients import Submit
+from taas.wire.framing import Alive, Leave
 
 
 class Fleet:

@@ -35,7 +35,7 @@ from taas.supervisor.runs import Run
 from taas.supervisor.sweeper import NAME as SWEEPER
 from taas.supervisor.sweeper import hold_folder, remove_folders_left
 from taas.supervisor.vms import Vm
-from taas.wire.agents import AgentSays, Alive, KeptGone
+from taas.wire.agents import AgentSays, KeptGone
 from taas.wire.clients import (
     ClientSays,
     Prepare,
@@ -48,7 +48,7 @@ from taas.wire.clients import (
     Submit,
 )
 from taas.wire.curve import BEAT_SECONDS
-from taas.wire.framing import Message, MessageReader
+from taas.wire.framing import Alive, Message, MessageReader
 from taas.wire.poll_loop import PollLoop, raise_limit
 from taas.wire.ranks import Answer
 from taas.wire.stopped import StoppedHelpers

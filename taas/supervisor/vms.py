@@ -10,9 +10,8 @@ from taas.agent.forkserver import read_at_import
 from taas.engines import Demand, Machine
 from taas.errors import NotEnoughDevices
 from taas.runs.records import read_records
-from taas.wire.agents import Leave
 from taas.wire.clients import Submit
-from taas.wire.framing import Message
+from taas.wire.framing import Leave, Message
 from taas.wording import counted
 
 KEPT = "%kept"

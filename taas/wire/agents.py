@@ -6,23 +6,12 @@ from typing import Generic, Literal, TypeVar
 
 from taas.delivery.config import DataOrder
 from taas.runs.stacks import RankSeen
-from taas.wire.framing import Memory, Message, StoreAddress
+from taas.wire.framing import Alive, Leave, Memory, Message, StoreAddress
 from taas.wire.ranks import Answer, Asking, RankEnded, RankKept, RankOrder, RankStage
 from taas.wire.transfer import Chunk, Taken
 
 How = Literal["interrupt", "failure", "now"]
 Said = TypeVar("Said")
-
-
-class Alive(Message, frozen=True):
-    """The sender is there. An agent says so once, when it is ready to start jobs.
-
-    The supervisor says so again and again: that it cannot be sent tells that the agent is out of reach.
-    """
-
-
-class Leave(Message, frozen=True):
-    """End all that was started, and yourself: the VM is given back."""
 
 
 class KeptGone(Message, frozen=True):

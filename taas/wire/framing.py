@@ -22,6 +22,23 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Base of all messages: immutable, tagged with their class's name."""
 
 
+class Alive(Message, frozen=True):
+    """The sender is there.
+
+    An agent says so once, when it is ready to start jobs; a worker pool again and again, and so does the supervisor: that
+    it cannot be sent tells that the agent is out of reach.
+
+    Attributes:
+        stopped: of a worker pool, the serials of workers that the system has stopped (SIGSTOP, debugger).
+    """
+
+    stopped: tuple[int, ...] = ()
+
+
+class Leave(Message, frozen=True):
+    """End all that was started, and yourself."""
+
+
 class Memory(msgspec.Struct, frozen=True):
     """A memory file of another process.
 
