@@ -1,6 +1,6 @@
 """What capture costs: names into a payload, out of it in a rank, changes back into the notebook.
 
-Each line is the median of several rounds in this process, which plays all parts; the plain pickle beside it
+Each line is the median of several rounds in a process of its own, which plays all parts; the plain pickle beside it
 is `pickle.dumps(..., protocol=5)` and `pickle.loads` of the same objects, or one copy of the same memory. The
 last columns compare all of it with pickle: times, and the most memory that Python had allocated (what lies in the
 shared file does not count, pickle's bytes do).
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import pickle
 import statistics
@@ -20,6 +21,7 @@ import time
 import tracemalloc
 import types
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -149,8 +151,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    torch.set_num_threads(1)
-    results = {name: measure(setup, cell, options.rounds) for name, (setup, cell) in CASES.items()}
+    results = {}
+    spawn = multiprocessing.get_context("spawn")
+    for name, (setup, cell) in CASES.items():  # each in a heap of its own
+        with ProcessPoolExecutor(1, spawn, torch.set_num_threads, (1,)) as process:
+            results[name] = process.submit(measure, setup, cell, options.rounds).result()
     columns = ("capture", "arrive", "mark", "answer", "apply", "plain", "times", "memory")
     print(f"{'ms':<24}" + "".join(f"{column:>10}" for column in columns))
     for name, row in results.items():
