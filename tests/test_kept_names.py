@@ -121,3 +121,13 @@ def test_a_write_into_large_memory_is_seen_on_both_sides(book: Notebook) -> None
         assert book.sizes[-1] > 8e6
     book.there("total = a.sum()")
     assert (book["total"], book.sizes[-1] < 1_000_000) == (12, True)
+
+
+def test_a_row_that_holds_an_object_is_seen_to_change(book: Notebook) -> None:
+    """A row of a large list of plain dicts is given a set by the ranks, then another number by the notebook."""
+    book.here("rows = [{'i': n} for n in range(2000)]")
+    book.there("rows[5]['kept'] = {1j}; rows[9]['kept'] = range(3)")
+    book.here("rows[5]['i'] = 'here'")
+    book.there("seen = rows[5]['i'], rows[6]['i']; rows[7]['i'] = rows[5]['kept']")
+    assert book["seen"] == ("here", 6)
+    assert book["rows"][7]["i"] is book["rows"][5]["kept"]
