@@ -534,7 +534,7 @@ def stall(_rounds: int) -> list[Row]:
 
     with DeliveryRun({"d": loader}, ranks=2, processes=WORKERS) as run:
         share, ours, theirs = map(max, zip(*run.ranks(body), strict=True))
-    return [{"case": "2 ranks with a sleeping step", "taas": f"{share * 100:.2f} % stalled, {ours * 100:.1f} % in next()", "peer": f"{theirs * 100:.1f} % in next()", "ratio": 0.02 / share, "goal": "< 2 %", "met": share < 0.02}]  # fmt: skip
+    return [{"case": "2 ranks with a sleeping step", "taas": f"{share * 100:.2f} % stalled, {ours * 100:.1f} % in next()", "peer": f"{theirs * 100:.1f} % in next()", "ratio": 0.02 / share if share else math.inf, "goal": "< 2 %", "met": share < 0.02}]  # fmt: skip
 
 
 CASES = {
