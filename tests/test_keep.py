@@ -138,6 +138,14 @@ def test_a_rank_that_dies_while_it_waits(notebook: Notebook) -> None:
     assert "rank 1 was killed by SIGKILL); all names that the cell needs travel" in ran.stdout
 
 
+def test_a_rank_that_was_stopped_while_it_waited(notebook: Notebook) -> None:
+    """It goes on with the next cell."""
+    notebook.good(KEEP + GROUP + PIDS + "kept = 5")
+    for pid in notebook.value("*pids").split():
+        psutil.Process(int(pid)).suspend()
+    assert notebook.good(KEEP + "dist.barrier(); kept += 1; print(kept)").own == "6\n"
+
+
 def test_ranks_that_die_when_a_cell_was_ordered(notebook: Notebook) -> None:
     """Nobody knows it when the cell is sent, as their agent is stopped: it runs in new ranks, with all names."""
     notebook.good(KEEP + GROUP + PIDS + "big = torch.ones(3)")

@@ -66,6 +66,7 @@ def _be_data_process(order: DataOrder, staged: Staged) -> None:
     """Be a planner or a worker pool, in a process forked from the forkserver."""
     from threadpoolctl import threadpool_limits  # as all that a data process needs and an agent does not
 
+    from taas.project_sync import replica
     from taas.rank.lifeline import tie_to_agent
 
     tie_to_agent()
@@ -73,7 +74,7 @@ def _be_data_process(order: DataOrder, staged: Staged) -> None:
     os.environ.clear()
     os.environ.update(staged.environ | _AS_A_C1_4)
     _write_to(staged.output)
-    project = _enter_project(staged)
+    project = replica.entered(staged.replica, staged.project, lambda text: sys.stderr.write(f"{text}\n"))
     os.chdir(project)
     sys.path[:0] = [] if project in sys.path else [project]
     threadpool_limits(1)  # the variable alone is read at import, which was before the fork
@@ -86,20 +87,6 @@ def _be_data_process(order: DataOrder, staged: Staged) -> None:
         from taas.delivery import worker_pool
 
         worker_pool.main(order)
-
-
-def _enter_project(staged: Staged) -> str:
-    """Let a copy of the project stand in its place, where there is one; returns where the project is."""
-    if not staged.replica:
-        return staged.project
-    from taas.project_sync import replica
-
-    try:
-        replica.enter(staged.replica, staged.project)
-    except OSError as error:
-        sys.stderr.write(f"absolute paths of the project do not hold here, relative ones do: {error}\n")
-        return staged.replica
-    return staged.project
 
 
 def _write_to(log: str) -> None:

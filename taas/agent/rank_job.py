@@ -81,7 +81,7 @@ class RankJob(Job):
         assert self._staging is not None
         work, services = self._work, self._services
         if work.continues and not services.kept.there:
-            self.fail(f"the kept ranks of {self.name} are gone")
+            self.fail(f"those of {self.name} had ended before")
             return
         self._folder = Path(staged.output)
         numbers = range(work.first_rank, work.first_rank + self.size)
@@ -113,6 +113,7 @@ class RankJob(Job):
                 environ=rank_environ(work, store, staged, local),
             )
             process.tell(pack(start), staged.payload.fd)
+            process.send(signal.SIGCONT)  # one that was stopped while it waited would hold the cell
 
     def _open_store(self) -> StoreAddress:
         """Return the run's store, opened here where that is this agent's part."""

@@ -18,7 +18,7 @@ import errno
 import fcntl
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from taas import _linux
@@ -99,6 +99,18 @@ def _remove(made: Iterable[str]) -> None:
     for path in reversed(list(made)):
         with contextlib.suppress(OSError):
             os.rmdir(path)
+
+
+def entered(replica: str, project: str, say: Callable[[str], object]) -> str:
+    """Let a copy of the project stand in its place, if there is one; return where the project is, and say why it is not there."""
+    if not replica:
+        return project
+    try:
+        enter(replica, project)
+    except OSError as error:
+        say(f"absolute paths of the project do not hold here, relative ones do: {error}")
+        return replica
+    return project
 
 
 def enter(replica: str, project: str) -> None:

@@ -6,6 +6,7 @@ torch is imported, the names before the shell.
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from dataclasses import dataclass
@@ -82,7 +83,7 @@ def become_rank(start: RankStart, shell: RankShell, payload: int) -> Prepared:
     order, rank, local_rank, staged = start.order, start.rank, start.local_rank, start.staged
     capture.check_versions(capture.peek(payload))
     os.environ.update(start.environ)
-    project = _enter_replica(start)
+    project = replica.entered(staged.replica, staged.project, functools.partial(_tell, start))
     wall = _enter_storage(start, project)
     _enter_project(start, project)
     device = _enter_device(order, local_rank)
@@ -101,20 +102,10 @@ def become_rank(start: RankStart, shell: RankShell, payload: int) -> Prepared:
     return Prepared(shell, wall, device, staged.environ)
 
 
-def _enter_replica(start: RankStart) -> str:
-    """Let a copy of the project stand in its place, where there is one; returns where the project is."""
-    staged = start.staged
-    if not staged.replica:
-        return staged.project
-    try:
-        replica.enter(staged.replica, staged.project)
-    except OSError as error:
-        if start.rank == 0:
-            print(  # noqa: T201  the cell shows it
-                f"taas: absolute paths of the project do not hold on VM {start.order.vm}, relative ones do: {error}"
-            )
-        return staged.replica
-    return staged.project
+def _tell(start: RankStart, text: str) -> None:
+    """Show a line in the cell, once for all ranks."""
+    if start.rank == 0:
+        print(f"taas: VM {start.order.vm}: {text}")  # noqa: T201
 
 
 def _enter_storage(start: RankStart, project: str) -> Guard:
