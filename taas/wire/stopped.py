@@ -91,7 +91,6 @@ class StoppedHelpers:
 
     def __init__(self, parent: str = "") -> None:
         self._parent = parent
-        self._programs: dict[tuple[int, int], str] = {}
         self._next = 0.0
 
     def wait(self) -> float:
@@ -118,15 +117,13 @@ class StoppedHelpers:
         if parent is not None and parent.name == self._parent:
             yield parent, f"the process {parent.name}"
         known = {os.getpid(): ""}
-        programs, self._programs = self._programs, {}
         for one in below(os.getpid()):
             if one.parent not in known:
                 continue
             if one.name.startswith(_OWN_NAME):
                 name = f"the process {one.name}"
             elif known[one.parent] in ("", _PROGRAMS["taas.agent"]):
-                key = one.pid, one.born
-                name = self._programs[key] = programs.get(key) or _program(one.pid)
+                name = _program(one.pid)  # each time: before its exec it is still its parent's
             else:
                 continue
             if name != "other":
