@@ -4,7 +4,7 @@ cloudpickle rebuilds a function on a private dict of globals, gives every closur
 the way back overwrites the methods of classes that are already there. Here instead
 
 * a function of the notebook is rebuilt on the namespace of the place it arrives at, so that it sees what
-  the cell rebinds and ``global`` works;
+  the cell rebinds and ``global`` works; one that a module has made, on that module's;
 * closures that share a variable go on sharing it: cells travel as objects;
 * a class that is already known keeps its methods; only its identity is looked up.
 
@@ -110,6 +110,26 @@ def read_function(function: types.FunctionType, namespace: dict[str, Any]) -> Re
     arguments = (function.__code__, namespace, function.__closure__)
     insides = read_insides(function, *_OF_FUNCTIONS)
     return Reading(_make_function, arguments, set_insides, insides, (".", "."), _change_code)
+
+
+def read_of_module(function: types.FunctionType) -> Reading | None:
+    """Read a function that a module's code has made, such as a library's wrapper around one of the notebook's.
+
+    Returns:
+        None for a function that goes by its name, or is of no module that could be imported where it arrives.
+    """
+    module = sys.modules.get(function.__globals__["__name__"])
+    if getattr(module, "__spec__", None) is None or vars(module) is not function.__globals__:
+        return None
+    if _cloudpickle._should_pickle_by_reference(function):
+        return None
+    arguments = (function.__code__, function.__globals__["__name__"], function.__closure__)
+    insides = read_insides(function, *_OF_FUNCTIONS)
+    return Reading(_make_of_module, arguments, set_insides, insides, (".", "."), _change_code)
+
+
+def _make_of_module(code: types.CodeType, module: str, closure: Any) -> Any:
+    return _make_function(code, vars(import_or_stand_in(module)), closure)
 
 
 def _change_code(function: types.FunctionType, code: types.CodeType, *_: Any) -> None:

@@ -21,7 +21,7 @@ from taas.capture.losing import Paths
 from taas.capture.memory import DeviceMemory, MemoryTable, Stretch, find_place
 from taas.capture.pickling import NAMESPACE, Table
 from taas.capture.reader import memory_of
-from taas.capture.reading import ATOMS
+from taas.capture.reading import is_atom
 
 _NONE = object()
 """What the notebook has where it lacks a name."""
@@ -114,7 +114,9 @@ class Kept:
 
     def parts(self) -> frozenset[int]:
         """Return the ids of the objects that a name does not share with what travels without it."""
-        noted = (value for number, value in self.table.objects.items() if self._notes.is_noted(number))
+        noted = (
+            v for n, v in self.table.objects.items() if self._notes.is_noted(n) or type(v) in (float, complex)
+        )  # a NaN
         rows = (row for _, items in self.table.rows for row in items)
         return frozenset(map(id, noted)) | frozenset(map(id, rows))
 
@@ -232,11 +234,11 @@ class _Web:
     """
 
     def __init__(self, namespace: dict[str, Any], roots: list[Any], stretches: dict[int, Stretch]) -> None:
-        self.holders: dict[int, list[int]] = {id(value): [] for value in roots if type(value) not in ATOMS}
+        self.holders: dict[int, list[int]] = {id(value): [] for value in roots if not is_atom(value)}
         self._parts: dict[int, list[int]] = {}
         paths = Paths(namespace)
         self._places = MemoryTable(stretches, (), strict=True).places()
-        waiting = [value for value in roots if type(value) not in ATOMS]
+        waiting = [value for value in roots if not is_atom(value)]
         alive: list[Any] = []  # so that no id is given twice
         while waiting:
             value = waiting.pop()

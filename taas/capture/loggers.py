@@ -14,6 +14,7 @@ import logging
 import os
 import pickle
 import sys
+from collections import Counter
 from collections.abc import Collection
 from typing import Any
 
@@ -52,14 +53,14 @@ def put_loggers(_: Any, told: dict[str, Any]) -> None:
         logger = logging.getLogger(name)
         level, logger.propagate, logger.disabled, handlers = state or _UNSET
         logger.setLevel(level)
-        here = {_described(handler): handler for handler in logger.handlers}
-        for described, handler in here.items():
-            if described is not None and described not in handlers:
+        left = Counter(handlers)
+        for handler, described in [(handler, _described(handler)) for handler in logger.handlers]:
+            left[described] -= 1
+            if described is not None and left[described] < 0:
                 logger.removeHandler(handler)
-        for described in handlers:
-            if described not in here:
-                free = _free_handlers() if free is None else free
-                logger.addHandler(free.get(described) or _new_handler(*described))
+        for described in left.elements():
+            free = _free_handlers() if free is None else free
+            logger.addHandler(free.pop(described) if described in free else _new_handler(*described))
 
 
 def _free_handlers() -> dict[Any, logging.Handler]:

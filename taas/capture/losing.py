@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from taas.capture.looking import Looker
 from taas.capture.reader import Reader
-from taas.capture.reading import ATOMS
+from taas.capture.reading import is_atom
 
 _DEPTH = 40
 _WIDTH = 10_000
@@ -55,7 +55,7 @@ class Paths:
         """Yield what an object holds, and how it is written; nothing where its own protocol fails."""
         with contextlib.suppress(Exception):  # whatever a user's __reduce__ raises
             for label, part in self._looker.look(value).parts:
-                if type(part) not in ATOMS and part is not self._namespace:
+                if not is_atom(part) and part is not self._namespace:
                     yield label, part
 
     def walk(self, roots: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:

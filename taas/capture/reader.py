@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from taas.capture.arrays import array_reader, is_array, memory_of_array
-from taas.capture.code_by_value import READERS, dispatch_table, read_class, read_function
+from taas.capture.code_by_value import READERS, dispatch_table, read_class, read_function, read_of_module
 from taas.capture.containers import (
     container_reader,
     read_exception,
@@ -49,7 +49,7 @@ class Reader:
         namespace: the globals of the notebook's functions.
         project: the folder whose modules hold data of the notebook.
         unwrap: read the module in place of a parallel wrapper.
-        foreign: reads a function of another namespace.
+        foreign: reads a function whose namespace is neither the notebook's nor a module's.
 
     Attributes:
         functions: the code of the notebook's functions met so far.
@@ -154,10 +154,11 @@ class Reader:
         return Reading(import_or_stand_in, (module.__name__,)) if known else self._by_protocol(module)
 
     def _function(self, function: types.FunctionType) -> Reading | None:
-        if function.__globals__ is not self._namespace:
-            return self._foreign(function)
-        self.functions.append(function.__code__)
-        return read_function(function, self._namespace)
+        if function.__globals__ is self._namespace:
+            self.functions.append(function.__code__)
+        elif "__name__" in function.__globals__:  # else it is a dict that ``exec`` was given
+            return read_of_module(function) or self._foreign(function)
+        return read_function(function, function.__globals__)
 
 
 def memory_of(value: Any) -> DeviceMemory | None:
