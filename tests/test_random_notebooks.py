@@ -27,8 +27,7 @@ def common_ancestors() -> Iterator[None]:
         yield
 
 
-@pytest.mark.timeout(60 + 5 * COUNT)
-@settings(
+_SETTINGS = settings(
     max_examples=COUNT,
     phases=[Phase.generate],  # a notebook is small as it is
     database=None,
@@ -36,11 +35,27 @@ def common_ancestors() -> Iterator[None]:
     print_blob=True,
     suppress_health_check=list(HealthCheck),
 )
-@given(program=notebooks())
-def test_random_cells_in_ranks_leave_what_they_leave_in_the_notebook(program: Program) -> None:
-    """Whatever ordinary code the cells are made of."""
+
+
+def _compare(program: Program) -> None:
     with tempfile.TemporaryDirectory() as folder:
         different = compare(program, Path(folder), raising=False)
     for number, cell in enumerate(program.cells):
         note(f"# ---- cell {number}{', headed' * (number in program.headed)}\n{cell}")
     assert not different, "\n".join(different)
+
+
+@pytest.mark.timeout(60 + 5 * COUNT)
+@_SETTINGS
+@given(program=notebooks())
+def test_random_cells_in_ranks_leave_what_they_leave_in_the_notebook(program: Program) -> None:
+    """Whatever ordinary code the cells are made of."""
+    _compare(program)
+
+
+@pytest.mark.timeout(60 + 10 * COUNT)
+@_SETTINGS
+@given(program=notebooks(kept=True))
+def test_random_cells_in_ranks_that_stay(program: Program) -> None:
+    """Whatever the cells between have changed of what the ranks hold."""
+    _compare(program)

@@ -18,7 +18,7 @@ from taas.capture.applying import Applied
 from taas.capture.changes import Notes
 from taas.capture.checksums import MemorySnapshot
 from taas.capture.losing import Paths
-from taas.capture.memory import DeviceMemory, MemoryTable, Stretch, find_place
+from taas.capture.memory import DeviceMemory, MemoryTable, Stretch, overlapping
 from taas.capture.pickling import NAMESPACE, Table
 from taas.capture.reader import memory_of
 from taas.capture.reading import is_atom
@@ -163,6 +163,10 @@ class Held:
         kept = self._kept
         return [(name, v) for name, v in kept.names.items() if name not in kept.own and v is not _UNSURE]
 
+    def regions(self, memory: DeviceMemory) -> set[int]:
+        """Return what memory of names that hold is, or was, in a memory that travels."""
+        return self._web.regions(memory)
+
     def new_table(self) -> Table:
         """Return a table that goes on behind what both sides know."""
         table = self._kept.table
@@ -244,15 +248,15 @@ class _Web:
             value = waiting.pop()
             alive.append(value)
             found = [part for _, part in paths.parts(value)]
-            self._parts[id(value)] = [*map(id, found), *self._regions(value)]
+            memory = value if type(value) is DeviceMemory else memory_of(value)
+            self._parts[id(value)] = [*map(id, found), *(self.regions(memory) if memory else ())]
             waiting += {id(part): part for part in found if id(part) not in self.holders}.values()
             for node in self._parts[id(value)]:
                 self.holders.setdefault(node, []).append(id(value))
 
-    def _regions(self, value: Any) -> list[int]:
-        memory = value if type(value) is DeviceMemory else memory_of(value)
-        place = find_place(self._places, memory.address, memory.nbytes) if memory is not None else None
-        return [] if place is None else [_node(place[0])]
+    def regions(self, memory: DeviceMemory) -> set[int]:
+        """Return the regions that have some of a memory."""
+        return {_node(region) for region in overlapping(self._places, memory.address, memory.nbytes)}
 
     def holding(self, nodes: set[int]) -> set[int]:
         """Return objects, and all that hold them."""

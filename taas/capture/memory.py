@@ -81,6 +81,15 @@ def find_place(places: list[Place], address: int, nbytes: int) -> tuple[int, int
     return (place.region, place.start + inside) if inside + nbytes <= place.nbytes else None
 
 
+def overlapping(places: list[Place], address: int, nbytes: int) -> Iterator[int]:
+    """Yield the regions that have some of a memory, of sorted places."""
+    for place in islice(places, max(bisect.bisect(places, (address, sys.maxsize)) - 1, 0), None):
+        if place.address >= address + nbytes:
+            break
+        if place.address + place.nbytes > address:
+            yield place.region
+
+
 @dataclass(slots=True, eq=False)
 class DeviceMemory:
     """What a tensor or an array looks into.

@@ -166,7 +166,7 @@ class Pickler(BasePickler):
         reader: tells what objects consist of.
         parts: those that were written.
         nobodys: the numbers of states that protocols made only to be pickled: no change of them could matter.
-        shared: ids of objects met that the receiver holds as parts of names that do not travel.
+        shared: ids of objects met, and of memory, that the receiver holds as parts of names that do not travel.
         detached: how many tensors had to leave a graph behind.
     """
 
@@ -199,6 +199,7 @@ class Pickler(BasePickler):
         self._answers = answers
         self._names_held = {} if held is None else held.named
         self._parts_held = frozenset() if held is None else held.parts
+        self._regions_held = (lambda _: set()) if held is None else held.regions
         self._held = {id(getattr(sys.modules[m], n)): (m, n) for m, n in _HELD if m in sys.modules}
         self._refers = self._by_name = False
 
@@ -270,6 +271,7 @@ class Pickler(BasePickler):
             return self._leaf(value)  # it is told by which object it is: ``nan in numbers``
         if cls is DeviceMemory:
             self.sent.add(value)
+            self.shared |= self._regions_held(value)
             self.detached += any(not tensor.is_leaf for tensor in value.tensors)
             return value.opener, value.address, value.nbytes
         return self._leaf(value) if cls in _LEAVES and len(value) >= _LEAF and _is_leaf(value) else None

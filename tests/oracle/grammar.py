@@ -11,9 +11,11 @@ from typing import NamedTuple
 
 from hypothesis import strategies as st
 
-from oracle.program import Program
+from oracle.program import HEADER, Program
 
 __all__ = ["notebooks"]
+
+KEPT = "#pragma taas --gpus 2 --keep\n"
 
 _IMPORTS = (
     "import collections, dataclasses, enum, functools, itertools, os, random, sys\n"
@@ -168,19 +170,20 @@ class _Grown:
 
 
 @st.composite
-def notebooks(draw: st.DrawFn) -> Program:
+def notebooks(draw: st.DrawFn, *, kept: bool = False) -> Program:
     """Draw a notebook.
 
     Args:
         draw: Hypothesis' own.
+        kept: whether its ranks stay, and it is longer.
     """
     grown = _Grown(draw)
     cells = []
-    for number in range(draw(st.integers(2, 4))):
+    for number in range(draw(st.integers(4, 7) if kept else st.integers(2, 4))):
         lines = [_IMPORTS] if number == 0 else []
         lines += [grown.one_of(grown.statements) for _ in range(draw(st.integers(3, 9)))]
         if draw(st.booleans()):
             lines.append(grown.one_of(grown.last))
         cells.append("\n".join(lines))
-    headed = draw(st.sets(st.integers(0, len(cells) - 1), min_size=1))
-    return Program("random", tuple(cells), tuple(sorted(headed)))
+    headed = draw(st.sets(st.integers(0, len(cells) - 1), min_size=2 if kept else 1))
+    return Program("random", tuple(cells), tuple(sorted(headed)), header=KEPT if kept else HEADER)
