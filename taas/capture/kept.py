@@ -61,10 +61,9 @@ class Kept:
         self.next_region = next_region
         roots = [value for name, value in self.names.items() if name not in self.own and value is not _UNSURE]
         table, stretches = table or Table(namespace), stretches or {}
-        self.web = _Web(namespace, roots, stretches)
-        self.table = table.cut(
-            {number for number, value in table.copy().objects.items() if id(value) in self.web.holders}
-        )
+        objects = table.copy().objects
+        self.web = _Web(roots, Paths(namespace, {*map(id, objects.values())}), stretches)
+        self.table = table.cut({number for number, v in objects.items() if id(v) in self.web.holders})
         self.stretches = {n: stretch for n, stretch in stretches.items() if _node(n) in self.web.holders}
         self._notes = Notes(self.table.objects, self.table.rows, namespace, project)
         self._classes = {
@@ -237,10 +236,9 @@ class _Web:
         holders: of each object and each region of memory.
     """
 
-    def __init__(self, namespace: dict[str, Any], roots: list[Any], stretches: dict[int, Stretch]) -> None:
+    def __init__(self, roots: list[Any], paths: Paths, stretches: dict[int, Stretch]) -> None:
         self.holders: dict[int, list[int]] = {id(value): [] for value in roots if not is_atom(value)}
         self._parts: dict[int, list[int]] = {}
-        paths = Paths(namespace)
         self._places = MemoryTable(stretches, (), strict=True).places()
         waiting = [value for value in roots if not is_atom(value)]
         alive: list[Any] = []  # so that no id is given twice
