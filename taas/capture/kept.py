@@ -112,7 +112,7 @@ class Kept:
         return found | {_node(n) for n in self.stretches if changed.get(n, True)}
 
     def parts(self) -> frozenset[int]:
-        """Return the ids of the objects that a name does not share with what travels without it."""
+        """Return the ids of the objects that a name does not share with what travels without it; constants are told by a name."""
         noted = (
             v for n, v in self.table.objects.items() if self._notes.is_noted(n) or type(v) in (float, complex)
         )  # a NaN
@@ -152,7 +152,9 @@ class Held:
             for name, value in kept.names.items()
             if namespace.get(name, _NONE) is value and id(value) not in never
         }
-        self._shared = kept.parts() | {_node(n) for n in kept.stretches}
+        constants = {id(v) for v in namespace.values() if type(v) in (tuple, frozenset) and v}
+        self._objects = kept.parts() | constants
+        self._shared = self._objects | {_node(n) for n in kept.stretches}
         self.parts: frozenset[int] = frozenset()
         self.named: dict[int, str] = {}
         gone = [value for name, value in self._roots() if name not in self.names]
@@ -199,7 +201,7 @@ class Held:
             and "." not in name
             and (id(value) in self._shared or _is_of_notebook(value))
         }
-        self.named, self.parts = named, self._kept.parts() - named.keys()
+        self.named, self.parts = named, self._objects - named.keys()
 
     def known(self) -> tuple[dict[int, Any], dict[int, Stretch]]:
         """Return what is held: the objects by number, and the memory by region."""
