@@ -1,7 +1,7 @@
 """Random notebooks, with and without headers on random cells.
 
 ``TAAS_NOTEBOOKS=2000 pytest tests/test_random_notebooks.py --hypothesis-seed=7`` plays more of them, or again. Without the
-variable they are the same in every run. A cell that raises in ranks brings no names yet: such notebooks do not count.
+variable they are the same in every run. Some cells raise, and later ones miss what those did not get to.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _SETTINGS = settings(
 
 def _compare(program: Program) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        different = compare(program, Path(folder), raising=False)
+        different = compare(program, Path(folder))
     for number, cell in enumerate(program.cells):
         note(f"# ---- cell {number}{', headed' * (number in program.headed)}\n{cell}")
     assert not different, "\n".join(different)
@@ -53,8 +53,8 @@ def test_random_cells_in_ranks_leave_what_they_leave_in_the_notebook(program: Pr
     _compare(program)
 
 
-@pytest.mark.timeout(60 + 10 * COUNT)
-@_SETTINGS
+@pytest.mark.timeout(60 + 5 * COUNT)
+@settings(_SETTINGS, max_examples=COUNT // 2)
 @given(program=notebooks(kept=True))
 def test_random_cells_in_ranks_that_stay(program: Program) -> None:
     """Whatever the cells between have changed of what the ranks hold."""

@@ -11,6 +11,7 @@ import collections
 import contextlib
 import ctypes
 import functools
+import gc
 import types
 import weakref
 from collections.abc import Callable
@@ -156,6 +157,13 @@ def _address_of(writable: Any) -> int:
 def _make_view(whole: Any, start: int, nbytes: int, form: str, shape: tuple[int, ...]) -> memoryview:
     part = memoryview(whole).cast("B")[start : start + nbytes]
     return part.cast(form, shape) if nbytes else part.cast(form)  # type: ignore[call-overload,no-any-return]
+
+
+def read_proxy(proxy: types.MappingProxyType[Any, Any]) -> Reading:
+    """Read a ``MappingProxyType`` with the very mapping that it shows, but for a class's; cloudpickle has a copy of each."""
+    (shown,) = gc.get_referents(proxy)
+    of_class = {"__module__", "__doc__"} <= proxy.keys()
+    return Reading(types.MappingProxyType, (dict(shown) if of_class else shown,))
 
 
 # ---------------------------------------------------------------- weak references

@@ -16,6 +16,7 @@ from taas.capture.code_by_value import READERS, dispatch_table, read_class, read
 from taas.capture.containers import (
     container_reader,
     read_exception,
+    read_proxy,
     read_reference,
     read_traceback,
     read_view,
@@ -74,6 +75,7 @@ class Reader:
             **dict.fromkeys(weakref.ProxyTypes, read_reference),
             types.TracebackType: read_traceback,
             memoryview: read_view,
+            types.MappingProxyType: read_proxy,
             **READERS,
             **dict.fromkeys((*ATOMS, types.BuiltinFunctionType, types.CodeType)),
         }

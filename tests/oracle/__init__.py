@@ -32,17 +32,9 @@ _VARYING = re.compile(
 """Durations, addresses, and what kernels and ranks call the file of a cell."""
 
 
-def compare(program: Program, folder: Path, *, raising: bool = True) -> list[str]:
-    """Play a notebook with and without its headers; returns what differs, a line each.
-
-    Args:
-        program: the notebook.
-        folder: where it is played.
-        raising: whether it counts if its cells raise without headers; else nothing of it does.
-    """
+def compare(program: Program, folder: Path) -> list[str]:
+    """Play a notebook in a folder with and without its headers; returns what differs, a line each."""
     plain = play(program, folder, plain=True)
-    if not raising and any(ran.ename for ran in plain.cells):
-        return []
     (folder / "project").rename(folder / "plain")
     return _compared(plain, play(program, folder, plain=False), goes_on=program.goes_on)
 

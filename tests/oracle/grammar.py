@@ -18,7 +18,8 @@ __all__ = ["notebooks"]
 KEPT = "#pragma taas --gpus 2 --keep\n"
 
 _IMPORTS = (
-    "import collections, dataclasses, enum, functools, itertools, os, random, sys\n"
+    "import abc, array, collections, contextlib, copy, dataclasses, datetime, decimal, enum, fractions, functools, heapq, io\n"
+    "import itertools, logging, operator, os, pathlib, random, re, string, sys, types, typing, uuid, warnings, weakref\n"
     "import numpy as np, torch, torch.nn as nn"
 )
 _PLACE = re.compile(r"\{(\w+)\}")
@@ -92,6 +93,33 @@ STATEMENTS = [
     S("{closure}()"), S("{new} = {closure}() + {int}", "int"), S("{dict}['f'] = {closure}"), S("{new} = [{lambda}, {closure}, max]", "list"),
     S("def {new}(n): return {n} if n < 1 else n * {new}(n - 1)", "recursive"), S("{int} += {recursive}(3)"),
     S("def {new}(n):\n    for i in range(n): yield i, {list}", "generator"), S("{new} = [a for a, _ in {generator}({n})]", "list"),
+    S("class {new}:\n    def __get__(self, one, cls): return self if one is None else one.__dict__.get('kept', {n})\n    def __set__(self, one, x): one.__dict__['kept'] = x", "descriptor"),
+    S("class {new}:\n    kept = {descriptor}()", "described"), S("{new} = {described}(); {new}.kept = {any}", "managed"), S("{managed}.kept = [{managed}.kept]"),
+    S("class {new}:\n    @functools.cached_property\n    def once(self): return [{n}]\n    @classmethod\n    def make(cls): return cls()\n    @staticmethod\n    def three(): return 3", "lazy"),
+    S("{new} = {lazy}.make(); {new}.first = {new}.once", "cached"), S("{cached}.once.append({any})"), S("{new} = {cached}.make", "method0"), S("{new} = {method0}()", "cached"),
+    S("@functools.wraps({lambda})\ndef {new}(*args): return {lambda}(*args)", "lambda"),
+    S("@contextlib.contextmanager\ndef {new}(x):\n    yield [x]", "manager"),
+    S("with {manager}({any}) as {new}: {new}.append({n})", "list"),
+    S("class {new}(abc.ABC):\n    @abc.abstractmethod\n    def f(self): ...", "abstract"), S("class {new}({abstract}):\n    def f(self): return {list}", "concrete"),
+    S("{new} = {concrete}()", "instance"), S("{new} = {instance}.f()", "list"), S("{new} = isinstance({instance}, {abstract})", "int"),
+    S("class {new}(Exception):\n    def __init__(self, what):\n        super().__init__(what); self.what = what", "raised"), S("try: raise {raised}({any})\nexcept {raised} as error: {new} = error", "error"),
+    S("class {new}(type):\n    made = []\n    def __new__(mcs, name, bases, ns):\n        mcs.made.append(name)\n        return super().__new__(mcs, name, bases, ns)", "meta"),
+    S("class {new}(metaclass={meta}): n = {n}", "class0"), S("{new} = {class0}(); {new}.x = {any}", "thing"), S("{thing}.y = {list}"),
+    S("class {new}(list):\n    def __init__(self, *a):\n        super().__init__(a); self.tag = {n}", "listed"), S("{new} = {listed}({n}, {any})", "list"),
+    S("class {new}:\n    def __init__(self): self.n = {n}\n    def __getstate__(self): return {{'n': self.n}}\n    def __eq__(self, o): return isinstance(o, {new}) and o.n == self.n\n    def __hash__(self): return hash(self.n)", "hashed"),
+    S("{new} = {hashed}()", "key"), S("{dict}[{key}] = {any}"), S("{new} = {{{key}, {n}}}", "keys"), S("{keys}.discard({key})"), S("{new} = {key} in {keys}", "int"),
+    # the standard library
+    S("{new} = types.SimpleNamespace(a={any}, b=[{n}])", "simple"), S("{simple}.b.append({any})"), S("{simple}.c = {simple}"), S("{new} = collections.ChainMap({dict}, {dict})", "chain"), S("{chain}['new{n}'] = {any}"),
+    S("{new} = weakref.ref({object})", "weak"), S("{new} = {weak}()", "any3"), S("{new} = weakref.WeakKeyDictionary(); {new}[{object}] = {n}", "weakly"), S("{new} = len({weakly})", "int"), S("{new} = weakref.WeakValueDictionary(k={object})", "weakly"),
+    S("{new} = copy.copy({object})", "object"), S("{new} = copy.deepcopy({list})", "list"), S("{new} = copy.deepcopy({net})", "net"), S("{new} = itertools.count({n})", "counting"), S("{new} = next({counting})", "int"),
+    S("{new} = itertools.cycle([{n}, {list}])", "cycle"), S("{new} = [next({cycle}), {n}]", "list"), S("{new} = array.array('d', [{n}, 2.5])", "packed"), S("{packed}.append({n})"), S("{packed}[0] = {n}"), S("{new} = memoryview({packed}).tolist()", "list"),
+    S("{new} = io.StringIO('text{n}')", "text"), S("{text}.seek(0, 2); {text}.write('more')"), S("{new} = {text}.getvalue()", "str"), S("{new} = datetime.date(2020, 1, {n} + 1), decimal.Decimal('{n}.5'), fractions.Fraction({n}, 3)", "tuple"),
+    S("{new} = decimal.Decimal(1) / 7", "decimal"), S("decimal.getcontext().prec = 10 + {n}"), S("{new} = pathlib.Path('folder') / 'f{n}'", "path"), S("{new} = re.compile('a{{{n}}}').findall('aaa')", "list"),
+    S("{new} = heapq.nsmallest(2, range({n}, 9)); heapq.heapify({new})", "heap"), S("heapq.heappush({heap}, {n})"), S("{new} = operator.itemgetter({n})", "getter"), S("{new} = string.Template('$a{n}')", "template"), S("{new} = enumerate({list}, {n})", "enumerated"), S("next({enumerated}, None)"),
+    S("{new} = types.MappingProxyType({dict})", "proxied"), S("{new} = dict({proxied})", "dict"), S("{new} = uuid.UUID(int={n})", "uuid"), S("{new} = collections.UserDict(a={any})", "user"), S("{user}['z'] = {n}; {user}.note = {list}"),
+    S("logging.getLogger('program{n}').setLevel({n} * 10)"), S("{new} = logging.getLogger('program{n}')", "logger"), S("{logger}.setLevel(30)"), S("warnings.filterwarnings('ignore', message='program{n}')"), S("{new} = dict.fromkeys('ab', {list})", "dict"), S("{new} = zip([1, 2], {list})", "zipped"),
+    S("{new} = dataclasses.make_dataclass('{new}', ['p', 'q'])", "made"), S("{new} = {made}({any}, {n})", "record2"), S("{record2}.q = {list}"), S("{new} = typing.NamedTuple('{new}', [('u', int)])({n})", "tuple"), S("{new}: int = {n}", "int"),
+    S("class {new}(enum.Flag):\n    R = enum.auto()\n    W = enum.auto()", "flag"), S("{new} = {flag}.R | {flag}.W", "flags"),
     # memory
     S("{new} = np.arange(6. + {n})", "array"), S("{new} = {array}[1:]", "array"), S("{new} = {array}[::2]", "array"),
     S("{new} = {array}.T", "array"), S("{new} = {array}.reshape(1, -1)[0]", "array"), S("{new} = {array} * {n}", "array"),
@@ -102,13 +130,20 @@ STATEMENTS = [
     S("{tensor}.tag = {any}"), S("{new} = torch.ones(3, requires_grad=True)", "leaf"), S("({leaf} * {n}).sum().backward()"),
     S("{new} = np.zeros(2, dtype=[('a', 'i4'), ('b', 'f8')]); {new}['a'] = {n}", "records"), S("{records}['b'] += 1"),
     S("{new} = np.array([{any}, {n}], dtype=object)", "objects"), S("{objects}[0] = {any}"),
+    S("{new} = np.ma.masked_array([1., 2.], [0, {n} % 2])", "masked"), S("{masked}[0] = {n}"), S("{new} = np.array([[1., {n}], [3., 4.]], order='F')", "array"), S("np.add({array}, 1, out={array})"), S("{array}.setflags(write=True)"),
+    S("{new} = {tensor}.unsqueeze(0).expand(2, -1)", "tensor3"), S("{tensor}.data = {tensor}.data + 1"), S("{tensor}.requires_grad_(False)"), S("{new} = torch.tensor({n})", "scalar"), S("{scalar} += 1"), S("{new} = {tensor}.to(torch.float64)", "tensor"), S("{new} = {tensor}.untyped_storage()", "storage"), S("{new} = torch.Generator().manual_seed({n})", "torch_rng"), S("{new} = torch.rand(2, generator={torch_rng})", "tensor"),
+    S("{new} = torch.utils.data.TensorDataset(torch.arange(4.), torch.ones(4))", "data_set"), S("{new} = torch.utils.data.DataLoader({data_set}, 2, shuffle=True)", "loader"), S("{new} = [x.sum().item() for x, y in {loader}]", "list"),
     # models
     S("{new} = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))", "net"), S("{new} = {net}", "net"),
     S("{new} = nn.ModuleList([{net}, nn.Linear(1, 1)])", "nets"), S("{nets}.append(nn.Linear(1, {n} + 1))"),
     S("{new} = torch.optim.SGD({net}.parameters(), lr=.1, momentum=.9)", "optimizer"), S("{new} = torch.optim.Adam({net}.parameters())", "optimizer"),
     S("{optimizer}.zero_grad(); {net}(torch.ones(4, 2)).sum().backward(); {optimizer}.step()"), S("{net}.zero_grad()"),
     S("{new} = {net}[0].weight", "leaf2"), S("with torch.no_grad(): {net}[0].bias.add_({n})"), S("{net}.note = {list}"), S("{net}.eval()"),
-    S("{new} = {{k: v.clone() for k, v in {net}.state_dict().items()}}", "state"), S("{net}.load_state_dict({state})") if False else S("{state}['x'] = {n}"),
+    S("{net}.append(nn.Linear(1, 1))"), S("{net}[0] = nn.Linear(2, 3)"), S("for p in {net}.parameters(): p.requires_grad_(False)"), S("{net}.register_buffer('b{n}', torch.ones({n} + 1))"), S("{new} = {net}.register_forward_hook(lambda m, i, o: o + {n})", "hook"), S("{hook}.remove()"),
+    S("class {new}(nn.Module):\n    def __init__(self):\n        super().__init__()\n        self.w = nn.Parameter(torch.ones(2)); self.seen = []\n    def forward(self, x):\n        self.seen.append(len(x))\n        return x * self.w", "module_class"),
+    S("{new} = {module_class}()", "own_net"), S("{own_net}(torch.ones(2)).sum().backward()"), S("{own_net}.w = nn.Parameter({own_net}.w.detach() + 1)"), S("{own_net}.inner = {net}"), S("{new} = torch.optim.AdamW({own_net}.parameters(), weight_decay=.{n})", "own_optimizer"), S("{own_optimizer}.step()"),
+    S("nn.utils.parametrizations.weight_norm({net}[0]) if not hasattr({net}[0], 'parametrizations') else None"), S("{net}.half().float()"), S("nn.init.constant_({net}[0].weight, {n})"), S("{own_net}.load_state_dict({own_net}.state_dict())"), S("{optimizer}.param_groups[0]['lr'] *= .5"),
+    S("{new} = {{k: v.clone() for k, v in {net}.state_dict().items()}}", "state"), S("{state}['x'] = {n}"),
     S("{new} = torch.optim.lr_scheduler.StepLR({optimizer}, 1, .5); {optimizer}.step(); {new}.step()", "schedule"), S("{schedule}.step()"),
     # the process
     S("{new} = random.random()", "float"), S("{new} = np.random.rand(2)", "array2"), S("{new} = torch.rand(2)", "tensor2"), S("random.seed({n})"),
@@ -117,11 +152,10 @@ STATEMENTS = [
     S("import json as {new}", "module"), S("from math import pi as {new}", "float"), S("sys.setrecursionlimit(3000 + {n})"),
     S("np.seterr(divide='ignore')"), S("np.set_printoptions(precision={n})"),
     # what a cell shows
+    S("{list}[99]"), S("1 / 0"), S("raise {raised}({n})"),
     S("print({any})"), S("display({list})"), S("print('to stderr', file=sys.stderr)"), S("del {str}"), S("del {tuple}"), S("del {set}"),
 ]  # fmt: skip
 _LAST = [S("{any}"), S("{list}, {int}"), S("{n};"), S("None")]
-_PRIVATE = {"str2", "any2", "array2", "tensor2", "leaf2", "module"}  # made, and used as {any} only
-_NEEDED = {kind for s in (*STATEMENTS, *_LAST) for kind in _PLACE.findall(s.text)} - {"new", "any", "n"}
 
 
 class _Grown:
@@ -186,4 +220,6 @@ def notebooks(draw: st.DrawFn, *, kept: bool = False) -> Program:
             lines.append(grown.one_of(grown.last))
         cells.append("\n".join(lines))
     headed = draw(st.sets(st.integers(0, len(cells) - 1), min_size=2 if kept else 1))
-    return Program("random", tuple(cells), tuple(sorted(headed)), header=KEPT if kept else HEADER)
+    return Program(
+        "random", tuple(cells), tuple(sorted(headed)), header=KEPT if kept else HEADER, goes_on=True
+    )
