@@ -117,6 +117,12 @@ def _is_data(value: Any) -> bool:
     return not isinstance(value, _CODE) and cls is not object and cls.__module__ not in _NOT_DATA_OF
 
 
+def is_gone(name: str, namespace: dict[str, Any]) -> bool:
+    """Tell whether a name that was there is not; of a module that is not imported nobody knows."""
+    module = "" if list_named(name) else name.rpartition(".")[0]
+    return name not in namespace and (not module or module in sys.modules)
+
+
 @contextmanager
 def among_names(namespace: dict[str, Any], project: str) -> Iterator[None]:
     """Let it stand among the names for a while; what is bound to such a name then, holds in the module afterwards."""

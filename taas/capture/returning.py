@@ -14,7 +14,7 @@ from taas.capture.fingerprint import Fingerprints
 from taas.capture.loggers import list_named
 from taas.capture.losing import Paths
 from taas.capture.memory import SentMemory
-from taas.capture.modules import loaded_as
+from taas.capture.modules import is_gone, loaded_as
 from taas.capture.of_ipython import is_of_ipython
 from taas.capture.payload import write_file
 from taas.capture.pickling import Pickler, Table, check_of, early
@@ -93,7 +93,7 @@ class Packing:
 
     def _deleted(self) -> list[str]:
         arrival = self._arrival
-        gone = [name for name in (*arrival.names, *arrival.held) if name not in self._namespace]
+        gone = [name for name in (*arrival.names, *arrival.held) if is_gone(name, self._namespace)]
         return [name for name in gone if self._is_returned(name)]
 
     def _new_pickler(self, without: Any = None) -> Pickler:

@@ -22,6 +22,29 @@ _IMPORTS = (
     "import itertools, logging, operator, os, pathlib, random, re, string, sys, types, typing, uuid, warnings, weakref\n"
     "import numpy as np, torch, torch.nn as nn"
 )
+_HELPER = """
+counter = 0
+items = []
+registry = {}
+class Thing:
+    def __init__(self, x):
+        self.x = x
+        items.append(self)
+    def grow(self, y):
+        self.x = [self.x, y]
+def bump():
+    global counter
+    counter += 1
+    return counter
+def counted(f):
+    n = 0
+    def counting(*args):
+        nonlocal n
+        n += 1
+        registry["calls"] = n
+        return f(*args)
+    return counting
+"""
 _PLACE = re.compile(r"\{(\w+)\}")
 
 
@@ -151,6 +174,10 @@ STATEMENTS = [
     S("random.shuffle({list})"), S("os.environ['PROGRAM_{n}'] = '{n}'"), S("os.environ.pop('PROGRAM_1', None)"), S("sys.path.append('/program/{n}')"),
     S("import json as {new}", "module"), S("from math import pi as {new}", "float"), S("sys.setrecursionlimit(3000 + {n})"),
     S("np.seterr(divide='ignore')"), S("np.set_printoptions(precision={n})"),
+    # a module of the project
+    S("import helper as {new}", "helper"), S("{helper}.counter += {n}"), S("{helper}.items.append({any})"), S("{new} = {helper}.Thing({any})", "thing2"), S("{thing2}.grow({any})"),
+    S("{new} = {helper}.counted({lambda})", "lambda"), S("from helper import items as {new}", "list"), S("{helper}.registry[{n}] = {any}"), S("{helper}.added{n} = {any}"), S("{new} = {helper}.bump()", "int"),
+    S("{new} = {helper}.items[-1:]", "list"), S("class {new}({helper}.Thing):\n    def grow(self, y): return super().grow([y])", "own_thing"), S("{new} = {own_thing}({n})", "thing2"), S("{helper}.items = {list}"), S("{new} = {helper}.bump", "bump"), S("{bump}()"),
     # what a cell shows
     S("{list}[99]"), S("1 / 0"), S("raise {raised}({n})"),
     S("print({any})"), S("display({list})"), S("print('to stderr', file=sys.stderr)"), S("del {str}"), S("del {tuple}"), S("del {set}"),
@@ -221,5 +248,10 @@ def notebooks(draw: st.DrawFn, *, kept: bool = False) -> Program:
         cells.append("\n".join(lines))
     headed = draw(st.sets(st.integers(0, len(cells) - 1), min_size=2 if kept else 1))
     return Program(
-        "random", tuple(cells), tuple(sorted(headed)), header=KEPT if kept else HEADER, goes_on=True
+        "random",
+        tuple(cells),
+        tuple(sorted(headed)),
+        header=KEPT if kept else HEADER,
+        files=(("helper.py", _HELPER),),
+        goes_on=True,
     )
