@@ -3,9 +3,9 @@
 A module travels by its name. A cell may use what an import of another one did to it: the submodules that it has as attributes,
 the methods that a package's module gives the package's classes. The data of the project's modules travel by the same rule as the
 notebook's names: ``helper.counter`` stands among them, as that name, while names are packed, compared and put in place.
-Functions and classes are not data: they are what the module's file says. Where the file was edited since the notebook
-imported it, the data are what it says, too. An object that another process cannot rebuild from names (a lock, a library
-opened by ctypes) stays behind: the ranks' module has its own.
+Functions and classes are not data, unless they are the notebook's own: they are what the module's file says. Where the file was
+edited since the notebook imported it, the data are what it says, too. An object that another process cannot rebuild from names (a
+lock, a library opened by ctypes) stays behind: the ranks' module has its own.
 """
 
 from __future__ import annotations
@@ -75,6 +75,8 @@ def imported_by(cell: str) -> Iterator[str]:
 
 _known: set[str] = set()
 _maybe_of_projects: list[str] = []
+_put: set[str] = set()
+"""Names of data that were put into modules: what takes their place is data, too."""
 
 
 def survey() -> None:
@@ -103,18 +105,21 @@ def loaded_as(project: str) -> dict[str, Any]:
 
 def data_of_modules(project: str) -> dict[str, Any]:
     """Return the data of the project's modules that are imported, by dotted name."""
-    return lists_of_loggers() | {
+    found = {
         f"{name}.{attribute}": value
         for name, module in _of_project(project)
         if not is_edited(name)
         for attribute, value in list(vars(module).items())
-        if not attribute.startswith("__") and _is_data(value)
+        if not attribute.startswith("__") and (_is_data(value) or f"{name}.{attribute}" in _put)
     }
+    return lists_of_loggers() | found
 
 
 def _is_data(value: Any) -> bool:
+    if isinstance(value, _CODE):
+        return getattr(value, "__module__", "") == "__main__"  # the notebook has put it there
     cls = type(value)
-    return not isinstance(value, _CODE) and cls is not object and cls.__module__ not in _NOT_DATA_OF
+    return cls is not object and cls.__module__ not in _NOT_DATA_OF
 
 
 def is_gone(name: str, namespace: dict[str, Any]) -> bool:
@@ -149,4 +154,5 @@ def put_into_modules(namespace: dict[str, Any], before: dict[str, Any]) -> None:
         if list_named(name) is not None:
             put_list(name, value, [] if was is value or was is _NOTHING else was)
         elif was is not value:
+            _put.add(name)
             after_import(module, lambda module, a=attribute, v=value: setattr(module, a, v))  # type: ignore[misc]

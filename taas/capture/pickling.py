@@ -299,7 +299,8 @@ class Pickler(BasePickler):
         reading = self.reader.read(value)
         if reading is None:
             return NotImplemented
-        if self._by_name and isinstance(value, (type, types.FunctionType)) and value.__module__ != "__main__":
+        is_code = isinstance(value, (type, types.FunctionType))
+        if self._by_name and is_code and value.__module__ not in ("__main__", "builtins"):
             raise pickle.PicklingError(f"{value.__qualname__} is not found by its name")
         made: tuple[Any, Any] = reading[:2]
         state: Any = reading.state
