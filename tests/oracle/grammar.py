@@ -176,7 +176,7 @@ STATEMENTS = [
     S("np.seterr(divide='ignore')"), S("np.set_printoptions(precision={n})"),
     # a module of the project
     S("import helper as {new}", "helper"), S("{helper}.counter += {n}"), S("{helper}.items.append({any})"), S("{new} = {helper}.Thing({any})", "thing2"), S("{thing2}.grow({any})"),
-    S("{new} = {helper}.counted({lambda})", "lambda"), S("from helper import items as {new}", "list"), S("{helper}.registry[{n}] = {any}"), S("{helper}.added{n} = {any}"), S("{new} = {helper}.bump()", "int"),
+    S("{new} = {helper}.counted({lambda})", "lambda"), S("from helper import items as {new}", "list"), S("{helper}.registry[{n}] = {any}"), S("{helper}.added{n} = {list}"), S("{new} = {helper}.bump()", "int"),
     S("{new} = {helper}.items[-1:]", "list"), S("class {new}({helper}.Thing):\n    def grow(self, y): return super().grow([y])", "own_thing"), S("{new} = {own_thing}({n})", "thing2"), S("{helper}.items = {list}"), S("{new} = {helper}.bump", "bump"), S("{bump}()"),
     # what a cell shows
     S("{list}[99]"), S("1 / 0"), S("raise {raised}({n})"),
