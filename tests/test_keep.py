@@ -138,6 +138,32 @@ def test_a_rank_that_dies_while_it_waits(notebook: Notebook) -> None:
     assert "rank 1 was killed by SIGKILL); all names that the cell needs travel" in ran.stdout
 
 
+_DIES = """
+import psutil
+from taas.notebook.foreground import Foreground
+ends = Foreground._end
+
+def dying(self, ended):
+    agent = psutil.Process(int(pids[0])).parent().parent()
+    agent.kill()
+    agent.wait()
+    ends(self, ended)
+
+Foreground._end = dying
+"""
+
+
+def test_an_agent_that_dies_before_the_names_are_taken(notebook: Notebook) -> None:
+    """The ranks of a run that is over are not kept yet, and will not be."""
+    notebook.good(KEEP + GROUP + PIDS)
+    notebook.good(_DIES)
+    assert notebook.run(KEEP + "kept = 5").ename == "RunLost"
+    notebook.good("Foreground._end = ends")
+    until(lambda: "ranks kept" not in str(notebook.good("%taas status")))
+    ran = notebook.good(KEEP + "print(os.path.exists(f'/proc/{pids[1]}'))")
+    assert ran.own == "False\n"
+
+
 def test_a_rank_that_was_stopped_while_it_waited(notebook: Notebook) -> None:
     """It goes on with the next cell."""
     notebook.good(KEEP + GROUP + PIDS + "kept = 5")

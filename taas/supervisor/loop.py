@@ -271,6 +271,8 @@ class Supervisor:
         run.forget()
         if run.ranks.stay and not self._kernel_gone:
             self._kept.keep(run)
+            if run.ranks.lost:
+                self._kept.end(run.ranks.lost)
         else:
             to_go = run.found.stopped or self._kernel_gone
             self._fleet.release(run.name, 0.0 if to_go else run.submit.engine.idle)
@@ -339,8 +341,7 @@ class Supervisor:
             if run is not None:
                 run.look_at_machines()
         elif isinstance(message, KeptGone):
-            if self._kept.has(vm):
-                self._kept.end(message.how)
+            self._lose_kept(vm, message.how)
         elif run is not None and message.run == run.name:
             run.hear(message.job, message.said)
 
@@ -353,8 +354,15 @@ class Supervisor:
         run = self._runs.get(vm.run or "")
         if run is not None:
             run.vm_lost(vm, how)
-        elif self._kept.has(vm):
-            self._kept.end(f"their agent was {how}")
+        self._lose_kept(vm, f"their agent was {how}")
+
+    def _lose_kept(self, vm: Vm, how: str) -> None:
+        """Ranks that wait for the next cell have died, or those of a run that is over, whose names are still being taken."""
+        run = self._runs.get(vm.run or "")
+        if self._kept.has(vm):
+            self._kept.end(how)
+        elif run is not None and run.state == "over":
+            run.ranks.lost = how
 
 
 def main(scratch: Path) -> None:

@@ -35,6 +35,7 @@ class RankJobs:
         told: those that were started.
         done: those that are over, or lost, or will not be started.
         kept: the ranks that stay on each VM.
+        lost: how these ranks died since; empty while they are there.
         store: where the ranks find each other, once it is open; None after a failure, which breaks groups off.
     """
 
@@ -43,6 +44,7 @@ class RankJobs:
         self.store: StoreAddress | None = before.store if before else None
         self.continues = before is not None
         self.kept: dict[int, tuple[RankKept, ...]] = {}
+        self.lost = ""
         self.told: set[int] = set()
         self.done: set[int] = set()
         self._end_by = self._patient_by = float("inf")
