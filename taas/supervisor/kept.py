@@ -42,6 +42,8 @@ class KeptRanks:
         """Keep the ranks of a run that is over."""
         self._fleet.keep(run.name, run.vms, run.submit.engine.idle)
         self._run, self._until = run, time.monotonic() + run.submit.keep_idle
+        if run.ranks.lost:
+            self.end(run.ranks.lost)
 
     def find(self, submit: Submit) -> Run | None:
         """Return the run whose ranks a cell has to run in, if it has to.
@@ -73,6 +75,13 @@ class KeptRanks:
         self._fleet.give_back(run.vms)
         settle_scratch(run.scratch)
         return run.submit.spec.world_size
+
+    def lose(self, vm: Vm, run: Run | None, how: str) -> None:
+        """Ranks have died on a VM: some of these, or those of a run that is over, and that will give them once its names were taken."""
+        if self.has(vm):
+            self.end(how)
+        elif run is not None and run.state == "over":
+            run.ranks.lost = how
 
     def wait(self) -> float | None:
         """Return the seconds until :meth:`step` has something to do; None: it has not."""

@@ -271,8 +271,6 @@ class Supervisor:
         run.forget()
         if run.ranks.stay and not self._kernel_gone:
             self._kept.keep(run)
-            if run.ranks.lost:
-                self._kept.end(run.ranks.lost)
         else:
             to_go = run.found.stopped or self._kernel_gone
             self._fleet.release(run.name, 0.0 if to_go else run.submit.engine.idle)
@@ -341,7 +339,7 @@ class Supervisor:
             if run is not None:
                 run.look_at_machines()
         elif isinstance(message, KeptGone):
-            self._lose_kept(vm, message.how)
+            self._kept.lose(vm, run, message.how)
         elif run is not None and message.run == run.name:
             run.hear(message.job, message.said)
 
@@ -354,15 +352,7 @@ class Supervisor:
         run = self._runs.get(vm.run or "")
         if run is not None:
             run.vm_lost(vm, how)
-        self._lose_kept(vm, f"their agent was {how}")
-
-    def _lose_kept(self, vm: Vm, how: str) -> None:
-        """Ranks that wait for the next cell have died, or those of a run that is over, whose names are still being taken."""
-        run = self._runs.get(vm.run or "")
-        if self._kept.has(vm):
-            self._kept.end(how)
-        elif run is not None and run.state == "over":
-            run.ranks.lost = how
+        self._kept.lose(vm, run, f"their agent was {how}")
 
 
 def main(scratch: Path) -> None:
