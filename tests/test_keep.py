@@ -233,9 +233,9 @@ def test_a_release_that_overtakes_the_end_of_a_cell(notebook: Notebook) -> None:
     """What is asked for before the supervisor knows that the answer was taken is done when it does."""
     notebook.good(_OVERTAKE)
     notebook.good("#pragma taas --gpus 2 --keep\nn = 1")
+    notebook.good("Foreground._end = ends")
     assert notebook.value("[told.ranks for told in released]") == "[2]"
     assert "ranks kept" not in str(notebook.good("%taas status").displays[-1]["data"])
-    notebook.good("Foreground._end = ends")
 
 
 def test_they_end_when_no_cell_comes(notebook: Notebook) -> None:
