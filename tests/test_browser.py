@@ -445,6 +445,7 @@ def test_a_debugger_in_a_rank(room: Room) -> None:
     sync_api.expect(person.page.locator(".jp-Stdin-prompt")).to_contain_text("[rank 1]", timeout=_PATIENCE)
     prompt.fill("p 'half is', half")
     prompt.press("Enter")
+    person.sees("ipdb> p 'half is', half")
     person.sees("('half is', 0.5)")
     sync_api.expect(prompts).to_have_count(1, timeout=_PATIENCE)
     prompt.fill("q")
