@@ -190,6 +190,15 @@ class Person:
             error.add_note(where_ranks_stand())
             raise
 
+    def answers(self, text: str) -> None:
+        """Type it at a prompt; JupyterLab takes that away then, and the next one comes before or after."""
+        prompts = self.page.locator(".jp-Stdin-input")
+        sync_api.expect(prompts).to_have_count(1, timeout=_PATIENCE)
+        prompt = prompts.element_handle()
+        prompt.fill(text)
+        prompt.press("Enter")
+        prompt.wait_for_element_state("hidden", timeout=_PATIENCE)
+
     def restarts(self) -> None:
         """Restart the kernel by the keyboard."""
         self.page.keyboard.press("Escape")
@@ -412,8 +421,6 @@ def test_stop_in_another_notebook(room: Room) -> None:
 def test_a_debugger_in_a_rank(room: Room) -> None:
     """Its prompt is JupyterLab's own; what is typed reaches the rank, and the answers stand in the cell; so it is with %debug."""
     person = room.opens("debugger")
-    prompts = person.page.locator(".jp-Stdin-input")
-    prompt = prompts.last  # JupyterLab may still be taking the one before away
     person.enter("%load_ext taas")
     person.enter(
         "#pragma taas --gpus 4 --name looked\nimport os, torch, torch.distributed as dist\n"
@@ -426,13 +433,10 @@ def test_a_debugger_in_a_rank(room: Room) -> None:
     person.sees("rank 3 asks and waits for an answer in its cell")
     person.photograph("asked")
     for typed, seen in (("p 'x is', x", "('x is', tensor([1.]))"), ("n", "--Return--")):
-        prompt.fill(typed)
-        prompt.press("Enter")
-        person.sees(f"(Pdb) {typed}")  # it stands in the prompt's place
+        person.answers(typed)
+        person.sees(f"(Pdb) {typed}")
         person.sees(seen)
-        sync_api.expect(prompts).to_have_count(1, timeout=_PATIENCE)
-    prompt.fill("c")
-    prompt.press("Enter")
+    person.answers("c")
     person.sees("sum 5.0")
     person.sees("looked done")
     person.photograph("done")
@@ -443,12 +447,8 @@ def test_a_debugger_in_a_rank(room: Room) -> None:
     person.waits_for_the_kernel()
     person.enter("%debug")
     sync_api.expect(person.page.locator(".jp-Stdin-prompt")).to_contain_text("[rank 1]", timeout=_PATIENCE)
-    prompt.fill("p 'half is', half")
-    prompt.press("Enter")
-    person.sees("ipdb> p 'half is', half")
+    person.answers("p 'half is', half")
     person.sees("('half is', 0.5)")
-    sync_api.expect(prompts).to_have_count(1, timeout=_PATIENCE)
-    prompt.fill("q")
-    prompt.press("Enter")
+    person.answers("q")
     person.waits_for_the_kernel()
     person.photograph("looked-into")
