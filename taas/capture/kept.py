@@ -165,7 +165,7 @@ class Held:
         return [(name, v) for name, v in kept.names.items() if name not in kept.own and v is not _UNSURE]
 
     def regions(self, memory: DeviceMemory) -> set[int]:
-        """Return what memory of names that hold is, or was, in a memory that travels."""
+        """Return the nodes of what the ranks hold of a memory that travels."""
         return self._web.regions(memory)
 
     def new_table(self) -> Table:

@@ -83,11 +83,11 @@ def find_place(places: list[Place], address: int, nbytes: int) -> tuple[int, int
 
 def overlapping(places: list[Place], address: int, nbytes: int) -> Iterator[int]:
     """Yield the regions that have some of a memory, of sorted places."""
-    for place in islice(places, max(bisect.bisect(places, (address, sys.maxsize)) - 1, 0), None):
-        if place.address >= address + nbytes:
-            break
-        if place.address + place.nbytes > address:
-            yield place.region
+    at = max(bisect.bisect(places, (address, sys.maxsize)) - 1, 0)
+    while at < len(places) and places[at].address < address + nbytes:
+        if places[at].address + places[at].nbytes > address:
+            yield places[at].region
+        at += 1
 
 
 @dataclass(slots=True, eq=False)

@@ -77,7 +77,7 @@ class KeptRanks:
         return run.submit.spec.world_size
 
     def lose(self, vm: Vm, run: Run | None, how: str) -> None:
-        """Ranks have died on a VM: some of these, or those of a run that is over, and that will give them once its names were taken."""
+        """End them as some of them died on a VM; those of a run whose names are still being taken will not be kept."""
         if self.has(vm):
             self.end(how)
         elif run is not None and run.state == "over":
