@@ -25,6 +25,8 @@ _SAID = re.compile(_READ_ONLY, re.IGNORECASE)
 _SAID_OR_DENIED = re.compile(
     _READ_ONLY + r"|permission denied(?: \(13\))?(?:\W*|: '[^']*')$", re.IGNORECASE | re.MULTILINE
 )
+_COLORS = re.compile(r"\x1b\[[\d;]*m")
+"""Python 3.13 and later colours tracebacks, where a kernel's environment asks for it."""
 _ABSOLUTE = re.compile(r"""/[^\s:'"\u2018\u2019]+""")
 _NAMED = re.compile(r"""name = '([^']+)'|["']([^"']*/[^"']*)["']""")
 
@@ -84,6 +86,7 @@ class Denial:
 
     def explain_output(self, output: str) -> str | None:
         """A sentence for what the wall made a program say that the rank started; None where it said no such thing."""
+        output = _COLORS.sub("", output)
         for line in output.splitlines() if self._said.search(output) else ():
             line = line.rpartition("\0")[2]  # a record of an event file: its header ends in a zero
             if self._said.search(line) and self._may_be_of_project(line):
