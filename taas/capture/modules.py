@@ -105,14 +105,13 @@ def loaded_as(project: str) -> dict[str, Any]:
 
 def data_of_modules(project: str) -> dict[str, Any]:
     """Return the data of the project's modules that are imported, by dotted name."""
-    found = {
+    return lists_of_loggers() | {
         f"{name}.{attribute}": value
         for name, module in _of_project(project)
         if not is_edited(name)
         for attribute, value in list(vars(module).items())
         if not attribute.startswith("__") and (_is_data(value) or f"{name}.{attribute}" in _put)
     }
-    return lists_of_loggers() | found
 
 
 def _is_data(value: Any) -> bool:

@@ -1,7 +1,7 @@
 """Random small notebooks of ordinary code, for Hypothesis.
 
 A notebook is grown statement by statement from the table: each names the kinds of things that it needs, which
-earlier statements have made, and the kind that it makes, so that every notebook runs without an error.
+earlier statements have made, and the kind that it makes, so that a notebook runs, but for the statements that raise.
 """
 
 from __future__ import annotations
@@ -178,8 +178,9 @@ STATEMENTS = [
     S("import helper as {new}", "helper"), S("{helper}.counter += {n}"), S("{helper}.items.append({any})"), S("{new} = {helper}.Thing({any})", "thing2"), S("{thing2}.grow({any})"),
     S("{new} = {helper}.counted({lambda})", "lambda"), S("from helper import items as {new}", "list"), S("{helper}.registry[{n}] = {any}"), S("{helper}.added{n} = {list}"), S("{new} = {helper}.bump()", "int"),
     S("{new} = {helper}.items[-1:]", "list"), S("class {new}({helper}.Thing):\n    def grow(self, y): return super().grow([y])", "own_thing"), S("{new} = {own_thing}({n})", "thing2"), S("{helper}.items = {list}"), S("{new} = {helper}.bump", "bump"), S("{bump}()"),
-    # what a cell shows
+    # errors
     S("{list}[99]"), S("1 / 0"), S("raise {raised}({n})"),
+    # what a cell shows
     S("print({any})"), S("display({list})"), S("print('to stderr', file=sys.stderr)"), S("del {str}"), S("del {tuple}"), S("del {set}"),
 ]  # fmt: skip
 _LAST = [S("{any}"), S("{list}, {int}"), S("{n};"), S("None")]
