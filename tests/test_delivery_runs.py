@@ -53,6 +53,19 @@ def test_each_rank_gets_its_share_in_the_notebooks_order(registered: Notebook) -
     assert registered.value("type(loader).__name__, len(loader)") == "DataLoader 20"
 
 
+def test_a_loader_in_other_objects(notebook: Notebook) -> None:
+    """It is the same loader, there and afterwards; and nothing is said of one that stays in the notebook."""
+    notebook.good(
+        "import taas, torch\nfrom torch.utils.data import DataLoader\n"
+        "numbers = DataLoader(torch.arange(4), batch_size=2)\ntaas.register(numbers); held = {'l': numbers}"
+    )
+    ran = notebook.good(
+        "#pragma taas --gpus 2 --cpus 1\nseen = [int(b[0]) for b in numbers]; new = [numbers]; same = held['l'] is numbers"
+    )
+    assert "did not come back" not in ran.stdout
+    assert notebook.value("seen, same, new[0] is numbers, held['l'] is numbers") == "[0] True True True"
+
+
 def test_units_end_the_loops(registered: Notebook) -> None:
     """``--units 24`` are 12 batches a rank: the second epoch ends early, and the cell goes on."""
     registered.good(HEAD + " --units 24" + EPOCHS)

@@ -274,6 +274,43 @@ def test_what_cannot_come_back_is_one_line(notebook: Notebook) -> None:
     assert notebook.value("fine") == "3"
 
 
+def test_what_a_cell_began_is_ended_as_at_the_end_of_a_program(notebook: Notebook) -> None:
+    """Threads and executors finish, and what was written to files is in them."""
+    notebook.good(
+        "#pragma taas --gpus 2\nimport concurrent.futures, threading\ngo = threading.Event()\n"
+        "def save(name):\n    go.wait()\n    open(name, 'w').write('saved')\n"
+        "threading.Thread(target=save, args=('a.txt',)).start()\n"
+        "pool = concurrent.futures.ThreadPoolExecutor(1); done = pool.submit(save, 'b.txt')\n"
+        "log = open('log.csv', 'w'); print('one', file=log)\nimport atexit; threading._register_atexit(go.set)"
+    )
+    assert notebook.value("[open(name).read() for name in ('a.txt', 'b.txt', 'log.csv')]") == (
+        "['saved', 'saved', 'one\\n']"
+    )
+
+
+def test_a_model_that_an_earlier_cell_has_compiled(notebook: Notebook) -> None:
+    """A rehearsal runs it eagerly, as one that the cell compiles."""
+    notebook.good("import torch\nmodel = torch.compile(torch.nn.Linear(4, 1))")
+    notebook.good("#pragma taas --gpus 2\nmodel(torch.ones(1, 4)).sum().backward()")
+    assert notebook.value("model.weight.grad.tolist()") == "[[1.0, 1.0, 1.0, 1.0]]"
+
+
+def test_loaders_whose_workers_persist(notebook: Notebook) -> None:
+    """They are each process' own; also where a cell has asked the loader before."""
+    notebook.good(
+        "import torch\nfrom torch.utils.data import DataLoader\nworkers = dict(num_workers=1, persistent_workers=True)\n"
+        "here = same = DataLoader(torch.arange(3), **workers)\nfirst = next(iter(here))"
+    )
+    ran = notebook.good(
+        "#pragma taas --gpus 2\nseen = [*map(int, here)]; here.note = 1\n"
+        "there = DataLoader(torch.arange(2), **workers); seen += map(int, there)"
+    )
+    assert "did not come back" not in ran.stdout
+    assert notebook.value("seen, [*map(int, here)], [*map(int, there)], here is same, same.note") == (
+        "[0, 1, 2, 0, 1] [0, 1, 2] [0, 1] True 1"
+    )
+
+
 @pytest.mark.parametrize("ask", ["input('how many? ')", "breakpoint()", "import pdb; pdb.set_trace()"])
 def test_a_question_where_nobody_can_answer(notebook: Notebook, ask: str) -> None:
     """Nobody waits for ever for an answer that cannot come."""

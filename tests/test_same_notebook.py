@@ -124,6 +124,15 @@ FOUND = [
     P("code put into a module", ("import helper\ndef twice(x): return x * 2\nhelper.f = twice\nclass A: pass\nhelper.A = A",), "r = helper.run(3), isinstance(helper.A(), A); helper.g = lambda x: x + 1; helper.f = helper.g\nclass B(A): pass\nhelper.B = B", "r, helper.run(3), helper.f is helper.g, helper.B is B, helper.A is A", files=(("helper.py", "def f(x): return x\ndef run(x): return f(x)\n"),)),
     P("code of a module, put back", ("import helper\ndef twice(x): return x * 2\nold = helper.f\nhelper.f = twice",), "r = helper.run(3); helper.f = old", "r, helper.run(3), helper.f is old", files=(("helper.py", "def f(x): return x\ndef run(x): return f(x)\n"),)),
     P("views of memory", ("b = bytearray(b'abcdef'); m = memoryview(b)[2:4]; k = [m]; import array, numpy as np\na = array.array('i', [1, 2]); v = memoryview(a); n = np.zeros((2, 3)); w = memoryview(n); r = memoryview(b'xyz')[1:]; e = m[:0]",), "b[0] = 90; m[0] = 90; v[1] = 7; w[1, 2] = 5; new = memoryview(b)[1:]; new[0] = 65", "b, bytes(m), k[0] is m, a, v[1], n, w.shape, bytes(r), r.readonly, len(e), b.__setitem__(1, 66), bytes(new)"),
+    P("quantized and nested tensors", (TORCH + "import warnings; warnings.simplefilter('ignore'); n = torch.nested.nested_tensor([torch.ones(1), torch.ones(3)]); k = n; a, b = n.unbind()",), "q = torch.quantize_per_tensor(torch.ones(2), .1, 2, torch.quint8); b.mul_(3); m = n * 2", "q, n is k, [x.tolist() for x in (a, b, *n.unbind(), *m.unbind())]"),
+    P("figure shown again", ("import matplotlib.pyplot as plt\nfig, ax = plt.subplots(); l = ax.plot([1, 2])",), "ax.plot([2, 3]); display(fig)", "fig"),
+    P("figure of the cell shown later", (), "import matplotlib.pyplot as plt\nfig, ax = plt.subplots(); l = ax.plot([1, 2])", "ax.set_title('t'); fig"),
+    P("format of figures", ("%config InlineBackend.figure_format = 'retina'",), "import matplotlib.pyplot as plt\nplt.plot([1, 2]);\n%config InlineBackend.figure_format = 'png'", "plt.plot([1, 3]);"),
+    P("functions that show numbers", ("import numpy as np, pandas as pd\nnp.set_printoptions(formatter={'float': lambda x: 'F'}); pd.options.display.float_format = lambda x: '%.1f!' % x",), "a = np.ones(2); df = pd.DataFrame({'a': [1.25]}); print(a, df); pd.options.display.float_format = lambda x: '?'; np.set_printoptions(precision=3)", "print(a, df)"),
+    P("functions of the cell that show numbers", ("import numpy as np, pandas as pd\na = np.ones(2); df = pd.DataFrame({'a': [1.25]})",), "np.set_printoptions(formatter={'float': lambda x: 'F'}); pd.options.display.float_format = lambda x: '%.1f!' % x", "print(a, df)"),
+    P("how a class is shown", ("class A: pass\nf = get_ipython().display_formatter.formatters['text/html'].for_type(A, lambda a: '<b>A</b>')",), "display(A())\nclass B: pass\nf = get_ipython().display_formatter.formatters['text/html'].for_type(B, lambda b: '<i>B</i>')", "display(A(), B())"),
+    P("table with columns of two kinds", ("import pandas as pd\na = pd.DataFrame([[1, 2], [3, 4]])",), "a['p'] = 1; b = pd.DataFrame({0: [1], 'a': [2]})", "a, b"),
+    P("functions of torch under other names", ("import torch",), "from torch import randn, as_tensor, cat\nt2 = torch.as_tensor; fs = [torch.zeros]", "randn is torch.randn, t2 is as_tensor is torch.as_tensor, fs[0] is torch.zeros, cat"),
     P("names listed by a magic", ("a = 1; b = 2; c = 'c'",), "w = %who_ls int\n%who", "w"),
 ]  # fmt: skip
 """By public notebooks and odd cells."""
@@ -145,7 +154,7 @@ def test_the_same_cells_with_and_without_the_header(program: Program, tmp_path: 
     assert not different, "\n".join(different)
 
 
-FIGURES = P("figures", ("import matplotlib.pyplot as plt\nfig, ax = plt.subplots(); lines = ax.plot([1, 2])",), "lines += ax.plot([3, 4]); title = ax.set_title('t'); made, (left, right) = plt.subplots(1, 2)", "def heard(artist, figure):\n    figure.stale = False; [setattr(part, 'stale', False) for part in figure.findobj(include_self=False)]; artist.set_alpha(.5); return figure.stale\n[heard(*pair) for pair in ((lines[0], fig), (lines[1], fig), (title, fig), (left.patch, made), (right.title, made))]")  # fmt: skip
+FIGURES = P("figures", ("import matplotlib.pyplot as plt\nfig, ax = plt.subplots(); lines = ax.plot([1, 2])",), "lines += ax.plot([3, 4]); title = ax.set_title('t'); made = plt.Figure(); left, right = made.subplots(1, 2)", "def heard(artist, figure):\n    figure.stale = False; [setattr(part, 'stale', False) for part in figure.findobj(include_self=False)]; artist.set_alpha(.5); return figure.stale\n[heard(*pair) for pair in ((lines[0], fig), (lines[1], fig), (title, fig), (left.spines['top'], made), (right.title, made))]")  # fmt: skip
 
 
 def test_what_is_in_a_figure_tells_it_of_changes(tmp_path: Path) -> None:

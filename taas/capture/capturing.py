@@ -16,7 +16,6 @@ from taas.capture.applying import Applied, apply_answer
 from taas.capture.code_by_value import global_names
 from taas.capture.kept import Held, Kept
 from taas.capture.libraries import wait_for_devices
-from taas.capture.loggers import list_named
 from taas.capture.losing import Paths
 from taas.capture.memory import SentMemory
 from taas.capture.modules import among_names, imported_by, modules_used
@@ -24,6 +23,7 @@ from taas.capture.names import Needs, needs_of
 from taas.capture.of_ipython import history_of, is_of_ipython, magics_among_names, values_of_cells
 from taas.capture.payload import check_room, packed_numbers, write_file
 from taas.capture.pickling import NAMESPACE, Pickler, no_collection
+from taas.capture.places import place_of
 from taas.errors import CaptureError, HeaderError
 from taas.wording import first_line, nearest, shown, size_in_words
 
@@ -205,9 +205,9 @@ class Capture:
             if size > LARGE
         ]
         found += [
-            f"{why} What the cell logs does not reach it."
+            f"{why} {place.without}"
             for name, why in self.left_behind.items()
-            if list_named(name)
+            if (place := place_of(name)) is not None
         ]
         if unwrapped := self._held.unwrapped(self.sizes):
             found.append(
@@ -266,7 +266,7 @@ def capture(
             held = Held(kept or Kept(namespace), namespace, anew)
             _check_returned(needs, namespace, {*(returned or ())} - held.names)
             needs.sure |= {name for name in seed_names if name in namespace}
-            needs.maybe |= {name for name in namespace if name.startswith("%") or list_named(name)}
+            needs.maybe |= {name for name in namespace if name.startswith("%") or place_of(name)}
             _wait_for_devices()
             captured = Capture(namespace, needs, str(project), held)
             while held.let_go(captured.shared()):  # what travels has parts of them

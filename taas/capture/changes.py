@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from taas.capture.containers import items_of, put_items
 from taas.capture.looking import Looker, labelled
-from taas.capture.reader import Reader
+from taas.capture.reader import Reader, stays
 from taas.capture.reading import ATOMS, Reading, is_only_python, read_insides, set_by_protocol, set_insides
 from taas.capture.tensors import is_tensor, stamp_of
 
@@ -160,7 +160,7 @@ class Notes:
                 continue
             if cls in _CONTAINERS:
                 self._notes[number] = items_of(value)
-            elif cls not in _UNNOTED and not isinstance(value, (type, types.ModuleType)):
+            elif not (cls in _UNNOTED or isinstance(value, (type, types.ModuleType)) or stays(cls)):
                 try:
                     self._notes[number] = self._steady(number, value)
                 except Exception as error:  # a user's __getstate__ may raise anything: it cannot come back

@@ -12,7 +12,8 @@ import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from taas.capture.looking import Looker
+from taas.capture.arrays import is_array
+from taas.capture.looking import Glance, Looker, labelled
 from taas.capture.reader import Reader, what_comes_back
 from taas.capture.reading import ATOMS
 
@@ -96,11 +97,18 @@ class Fingerprints:
                 if cls not in ATOMS and cls is not tuple:
                     met[id(part)] = len(met)
                     kept.append(part)
-                look = self._looker.look(part)
+                look = self._look(part)
                 self._asked |= look.asked
                 yield _token(*look.what), here
                 waiting.append(iter(look.parts))
                 path = here
+
+    def _look(self, part: Any) -> Glance:
+        """Look at a part; libraries make views of arrays that arrive, and drawing changes what is in a figure."""
+        if is_array(part) and part.dtype.hasobject:
+            return Glance((type(part).__qualname__, part.shape), labelled("[]", part.ravel().tolist()))
+        look = self._looker.look(part)
+        return look._replace(parts=()) if type(part).__module__.startswith("matplotlib.") else look
 
 
 def _token(*parts: Any) -> int:

@@ -10,6 +10,8 @@ it. When the next cell is captured, :class:`Held` says which of these names hold
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import types
 from collections.abc import Collection, Container, Iterable
 from typing import Any
@@ -17,8 +19,10 @@ from typing import Any
 from taas.capture.applying import Applied
 from taas.capture.changes import Notes
 from taas.capture.checksums import MemorySnapshot
+from taas.capture.execution import bound_by
 from taas.capture.losing import Paths
 from taas.capture.memory import DeviceMemory, MemoryTable, Stretch, overlapping
+from taas.capture.of_ipython import python_of
 from taas.capture.pickling import NAMESPACE, Table
 from taas.capture.reader import memory_of
 from taas.capture.reading import is_atom
@@ -56,7 +60,7 @@ class Kept:
         next_region: int = 0,
         before: Kept | None = None,
     ) -> None:
-        self.names = names or {}
+        self.names, self.cells = names or {}, len(namespace.get("In", ()))
         self.own, self.wrapped = frozenset(own), frozenset(wrapped)
         self.next_region = next_region
         roots = [value for name, value in self.names.items() if name not in self.own and value is not _UNSURE]
@@ -147,11 +151,9 @@ class Held:
         self._kept, self._web = kept, kept.web
         self.own, self.next_region = kept.own, kept.next_region
         never = {id(value) for value in anew}
-        self.names = {
-            name
-            for name, value in kept.names.items()
-            if namespace.get(name, _NONE) is value and id(value) not in never
-        }
+        here = {name for name, value in kept.names.items() if namespace.get(name, _NONE) is value}
+        bound = {name for name in _bound_since(kept, namespace) & here if is_atom(kept.names[name])}
+        self.names = {name for name in here - bound if id(kept.names[name]) not in never}
         constants = {id(v) for v in namespace.values() if type(v) in (tuple, frozenset) and v}
         self._objects = kept.parts() | constants
         self._shared = self._objects | {_node(n) for n in kept.stretches}
@@ -217,6 +219,16 @@ class Held:
     def unwrapped(self, sent: Collection[str]) -> list[str]:
         """Return the names that travel without the wrapper that the ranks have around them."""
         return sorted(self._kept.wrapped & {*sent})
+
+
+def _bound_since(kept: Kept, namespace: dict[str, Any]) -> set[str]:
+    """Return what the notebook's cells have bound since: a constant that is bound anew is the same object as before."""
+    found: set[str] = set()
+    for cell in namespace.get("In", ())[kept.cells : -1]:
+        with contextlib.suppress(SyntaxError):
+            code = compile(python_of(cell), "", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
+            found |= bound_by(code, "STORE_NAME")
+    return found
 
 
 def _is_of_notebook(value: Any) -> bool:

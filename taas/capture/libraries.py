@@ -5,6 +5,7 @@
 * pandas copies a block before it writes to it while another frame or series looks into the same memory, which it counts in
   an object that such blocks have in common. Pickle leaves that out: a column taken from a frame would change with it.
   A series' pickle leaves out the block itself.
+* DataLoaders with persistent workers hold these.
 * Artists of matplotlib and objects with traits (widgets) tell somebody when they change, which their pickles leave out.
 """
 
@@ -47,7 +48,17 @@ def library_reader(cls: Any, *, answers: bool = False) -> _ReaderOf | None:
     traits = getattr(sys.modules.get("traitlets"), "HasTraits", None)
     if traits is not None and issubclass(cls, traits) and cls.__setstate__ is traits.__setstate__:
         return _read_traits
+    data = getattr(sys.modules.get("torch.utils.data"), "DataLoader", None)
+    if data is not None and issubclass(cls, data) and keeps_pickling_of_object(cls):
+        return lambda value: _read(value, _set_loader, "_iterator")
     return _reader_of_optimizers(cls) or _reader_of_blocks(cls, answers=answers)
+
+
+def _set_loader(loader: Any, state: tuple[dict[str, Any]]) -> None:
+    """Set a DataLoader, whose workers that persist are its process' own."""
+    iterator = vars(loader).get("_iterator")
+    vars(loader).clear()
+    vars(loader).update(*state, _iterator=iterator)
 
 
 # ---------------------------------------------------------------- optimizers and schedulers

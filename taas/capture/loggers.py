@@ -21,7 +21,8 @@ from typing import Any
 from taas.capture.reading import Reading, make_plain, turn_into
 
 _UNSET = 0, True, False, ()
-_NAME = "logging.getLogger("
+NAME = "logging.getLogger("
+"""Begins the names of lists of loggers."""
 _lists: dict[str, list[Any]] = {}
 """As they stood among the names last: it is the same object each time."""
 
@@ -126,7 +127,7 @@ def lists_of_loggers() -> dict[str, list[Any]]:
         for attribute in ("handlers", "filters"):
             if not (_lists or getattr(log, attribute)):
                 continue
-            name = f"{_NAME}{log.name!r}).{attribute}"
+            name = f"{NAME}{log.name!r}).{attribute}"
             own = [item for item in getattr(log, attribute) if not _comes_with_modules(log, item)]
             if name in _lists or not all(map(_described, own)):
                 found[name] = _lists.setdefault(name, own)
@@ -145,19 +146,14 @@ def _comes_with_modules(log: logging.Logger, item: Any) -> bool:
     return isinstance(stream.name, int) or stream.name in ("<stdout>", "<stderr>")
 
 
-def list_named(name: str) -> tuple[logging.Logger, str] | None:
-    """Return the logger and the attribute that such a name means; None for other names."""
-    if not name.startswith(_NAME):
-        return None
-    logger, _, attribute = name.removeprefix(_NAME).rpartition(").")
-    return logging.getLogger(ast.literal_eval(logger)), attribute
-
-
-def put_list(name: str, told: list[Any], stays: Collection[Any]) -> None:
-    """Make a list what was told, beside what stays and what is not the notebook's."""
-    log, attribute = list_named(name) or (logging.root, "")
+def put_list(name: str, told: list[Any] | None, before: Collection[Any] | None) -> None:
+    """Make a list what was told, beside what was there before it and what is not the notebook's."""
+    if told is None:
+        return
+    logger, _, attribute = name.removeprefix(NAME).rpartition(").")
+    log = logging.getLogger(ast.literal_eval(logger))
     here = getattr(log, attribute)
-    others = [item for item in here if item in stays or _comes_with_modules(log, item)]
+    others = [item for item in here if item in (before or ()) or _comes_with_modules(log, item)]
     there = {_described(item) for item in others} - {None}
     here[:] = [*others, *(item for item in told if item not in others and _described(item) not in there)]
     _lists[name] = told

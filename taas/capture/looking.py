@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from taas.capture.arrays import is_array
 from taas.capture.containers import items_of
 from taas.capture.memory import DeviceMemory
-from taas.capture.reader import Reader, from_module
+from taas.capture.reader import Reader, from_module, stays
 from taas.capture.reading import ATOMS, Reading, set_by_protocol
 from taas.capture.tensors import is_sharded, is_tensor, refuse_flat_shard, span_of, storage_of
 from taas.delivery.registered import delivers
@@ -100,13 +100,14 @@ class Looker:
             return known
         if value is sys.stdout or value is sys.stderr:  # of another class in ranks
             return Glance(("sys.stdout" if value is sys.stdout else "sys.stderr",), named=True)
-        if isinstance(value, _SHALLOW) or getattr(cls, "__taas_stays__", False) or delivers(cls):
-            return Glance((getattr(value, "__qualname__", name),), self._of_class(value))
+        if isinstance(value, _SHALLOW) or stays(cls) or delivers(cls):
+            return Glance((getattr(value, "__name__", name),), self._of_class(value))
         content = self._content(value)
         reading = self.reader.read(value)
         if reading is None:
-            named = getattr(value, "__qualname__", None)
-            return Glance((name, named or (repr(value) if cls.__module__ == "torch" else "")), named=True)
+            named = getattr(value, "__name__", None)  # a rehearsal's functions are of another class
+            named = (named,) if named else (name, repr(value) if cls.__module__ == "torch" else "")
+            return Glance(named, named=True)
         made = getattr(reading.constructor, "__qualname__", "")
         parts = self._parts(value, reading, arguments=content is None)
         named = reading.constructor is from_module

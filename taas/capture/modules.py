@@ -20,9 +20,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from taas.capture.execution import words_in
-from taas.capture.loggers import list_named, lists_of_loggers, put_list
 from taas.capture.of_ipython import python_of
 from taas.capture.pickling import Pickler
+from taas.capture.places import held_by_libraries, place_of
 from taas.import_hooks import after_import, imported_since, is_edited
 
 _IMPORT = re.compile(r"(?:^|\\n|')[ \t]*(?:from|import)[ \t]+([\w.]+)", re.MULTILINE)
@@ -105,7 +105,7 @@ def loaded_as(project: str) -> dict[str, Any]:
 
 def data_of_modules(project: str) -> dict[str, Any]:
     """Return the data of the project's modules that are imported, by dotted name."""
-    return lists_of_loggers() | {
+    return held_by_libraries() | {
         f"{name}.{attribute}": value
         for name, module in _of_project(project)
         if not is_edited(name)
@@ -123,7 +123,8 @@ def _is_data(value: Any) -> bool:
 
 def is_gone(name: str, namespace: dict[str, Any]) -> bool:
     """Tell whether a name that was there is not; of a module that is not imported nobody knows."""
-    module = "" if list_named(name) else name.rpartition(".")[0]
+    place = place_of(name)
+    module = name.rpartition(".")[0] if place is None else place.library
     return name not in namespace and (not module or module in sys.modules)
 
 
@@ -145,13 +146,15 @@ def put_into_modules(namespace: dict[str, Any], before: dict[str, Any]) -> None:
     """
     for name in before.keys() - namespace.keys():
         module, _, attribute = name.rpartition(".")
-        if list_named(name) is None:
+        if (place := place_of(name)) is not None:
+            place.put(name, None, before[name])
+        else:
             vars(sys.modules[module]).pop(attribute, None)
     for name in [name for name in namespace if "." in name]:
         value, was = namespace.pop(name), before.get(name, _NOTHING)
         module, _, attribute = name.rpartition(".")
-        if list_named(name) is not None:
-            put_list(name, value, [] if was is value or was is _NOTHING else was)
+        if (place := place_of(name)) is not None:
+            place.put(name, value, None if was is value or was is _NOTHING else was)
         elif was is not value:
             _put.add(name)
             after_import(module, lambda module, a=attribute, v=value: setattr(module, a, v))  # type: ignore[misc]

@@ -47,6 +47,13 @@ _LEAVES = frozenset({list, dict, set, tuple, frozenset})
 _ROWS = frozenset({dict, list, tuple})
 _IN_LEAVES = ATOMS - {complex}
 _FLOATS = frozenset({float, complex})
+_ALIKE = {
+    "builtins.type": "type",
+    "builtins.function": "function", "builtins.builtin_function_or_method": "function",
+    "torch.utils.data.dataloader.DataLoader": "DataLoader",
+}  # fmt: skip
+"""Classes whose objects may be of another one there: a rehearsal's types have metaclasses of its own, its functions are
+Python's; and a registered DataLoader is a delivered one in the ranks."""
 _HELD = (
     ("math", "nan"), ("numpy", "nan"), ("argparse", "SUPPRESS"), ("builtins", "__dict__"), ("dataclasses", "_EMPTY_METADATA"),
     ("sys", "stdout"), ("sys", "stderr"), ("traitlets", "All"),
@@ -145,8 +152,14 @@ class Table:
 @functools.cache
 def check_of(cls: Any) -> int:
     """Return 16 bits that a reference to an object of a class carries: a wrong number would corrupt silently."""
-    name = "type" if issubclass(cls, type) else cls.__qualname__  # a rehearsal's have metaclasses of its own
-    return zlib.crc32(name.encode()) & 0xFFFF
+    alike = next(
+        (what for base, what in _ALIKE.items() if base in map(_name_of, cls.__mro__)), cls.__qualname__
+    )
+    return zlib.crc32(alike.encode()) & 0xFFFF
+
+
+def _name_of(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 class Pickler(BasePickler):

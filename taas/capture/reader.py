@@ -97,7 +97,7 @@ class Reader:
             return read_class
         if issubclass(cls, types.ModuleType):
             return self._module
-        if getattr(cls, "__taas_stays__", False):  # a stand-in for the notebook's own object
+        if stays(cls):
             return self._by_protocol
         if delivers(cls):
             return lambda value: read_reduced(value, reduce_registered(value) or value.__reduce_ex__(4))
@@ -161,6 +161,11 @@ class Reader:
         elif "__name__" in function.__globals__:  # else it is a dict that ``exec`` was given
             return read_of_module(function) or self._foreign(function)
         return read_function(function, function.__globals__)
+
+
+def stays(cls: type) -> bool:
+    """Tell whether objects of a class stand in a rank for the notebook's own, which stay there as they are."""
+    return getattr(cls, "__taas_stays__", False)
 
 
 def memory_of(value: Any) -> DeviceMemory | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import operator
 import sys
 import types
@@ -71,29 +72,40 @@ def setting(name: str, library: str, get: str, put: str) -> Row:
 # ---------------------------------------------------------------- how things look
 
 _PLAIN = (str, int, float, bool, type(None))
-_NOT_OF_RANKS = ("backend", "interactive", "toolbar", "webagg", "tk.", "macosx", "savefig.directory")
+_AN_OBJECT = "an object of the notebook"
+"""What an option is that stands among the names (:mod:`~taas.capture.places`)."""
+_NOT_OF_RANKS = ("backend", "toolbar", "webagg", "tk.", "macosx", "savefig.directory")
 
 
-def _is_plain(value: Any) -> bool:
+def is_plain(value: Any) -> bool:
     """Tell whether a setting is a plain value, or a method of one (``"{:.2f}".format``)."""
     if isinstance(value, types.BuiltinMethodType):
         return isinstance(value.__self__, _PLAIN)
-    return isinstance(value, _PLAIN) or (isinstance(value, (list, tuple)) and all(map(_is_plain, value)))
+    return isinstance(value, _PLAIN) or (isinstance(value, (list, tuple)) and all(map(is_plain, value)))
 
 
-def _pandas_options(pandas: Any) -> dict[str, Any]:
+def pandas_options(pandas: Any) -> dict[str, Any]:
+    """Return all options of pandas, without what asking for some says."""
     config = pandas._config.config
-    found = {
+    return {
         name: functools.reduce(operator.getitem, name.split("."), config._global_config)
         for name in config._registered_options
     }
-    return {name: value for name, value in found.items() if _is_plain(value)}
+
+
+def _plain_options(pandas: Any) -> dict[str, Any]:
+    return {name: v if is_plain(v) else _AN_OBJECT for name, v in pandas_options(pandas).items()}
+
+
+def _put_option(pandas: Any, name: str, value: Any) -> None:
+    if value != _AN_OBJECT:
+        pandas.set_option(name, value)
 
 
 def _plot_settings(matplotlib: Any) -> dict[str, Any]:
     found: dict[str, Any] = {name: dict.get(matplotlib.rcParams, name) for name in matplotlib.rcParams}
     cycle = found.pop("axes.prop_cycle")
-    plain = {n: v for n, v in found.items() if not n.startswith(_NOT_OF_RANKS) and _is_plain(v)}
+    plain = {n: v for n, v in found.items() if not n.startswith(_NOT_OF_RANKS) and is_plain(v)}
     return {**plain, "axes.prop_cycle": tuple(cycle)}
 
 
@@ -101,6 +113,33 @@ def _put_plot_setting(matplotlib: Any, name: str, value: Any) -> None:
     if name == "axes.prop_cycle":
         value = matplotlib.cycler(**{key: [entry[key] for entry in value] for key in value[0]})
     matplotlib.rcParams[name] = value
+
+
+_INLINE = "matplotlib_inline.backend_inline"
+
+
+def _inline_settings(config: Any) -> dict[str, Any] | None:
+    """Return ``%config InlineBackend``."""
+    if not config.InlineBackend.initialized():
+        return None
+    backend = config.InlineBackend.instance()
+    return {
+        "figure_formats": sorted(backend.figure_formats),
+        "print_figure_kwargs": backend.print_figure_kwargs,
+        "close_figures": backend.close_figures,
+    }
+
+
+def _put_inline_setting(config: Any, name: str, value: Any) -> None:
+    setattr(config.InlineBackend.instance(), name, value)
+
+
+def _show_figures(_: Any, told: bool) -> None:
+    """Let the shell show figures, as from a kernel's first one on; pyplot does it by itself where it is being imported."""
+    del told
+    pyplot = sys.modules.get("matplotlib.pyplot")
+    if pyplot is None or hasattr(pyplot, "switch_backend"):
+        importlib.import_module(_INLINE)
 
 
 def _formats(ipython: Any) -> dict[str, Any] | None:
@@ -216,8 +255,10 @@ def rows(own: str | None, *, rank: bool = False) -> tuple[Row, ...]:
         Row("errors of NumPy", "numpy", lambda n: n.geterr(), lambda n, told: n.seterr(**told)),
         Row("print options of NumPy", "numpy",
             lambda n: {k: v for k, v in n.get_printoptions().items() if k not in ("formatter", "override_repr")},
-            lambda n, told: n.set_printoptions(**told)),
-        _options("options of pandas", "pandas", _pandas_options, lambda pandas, *one: pandas.set_option(*one)),
+            lambda n, told: n.set_printoptions(**told, formatter=n.get_printoptions()["formatter"])),
+        _options("options of pandas", "pandas", _plain_options, _put_option),
+        _options("how figures are shown", "matplotlib_inline.config", _inline_settings, _put_inline_setting),
+        Row("figures are shown", "matplotlib.figure", lambda _: _INLINE in sys.modules or None, _show_figures),
         _options("settings of matplotlib", "matplotlib", _plot_settings, _put_plot_setting),
         setting("default dtype", "torch", "get_default_dtype", "set_default_dtype"),
         setting("gradient mode", "torch", "is_grad_enabled", "set_grad_enabled"),

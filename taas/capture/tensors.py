@@ -37,7 +37,7 @@ def storage_of(tensor: torch.Tensor) -> Any:
     dense = (
         tensor.layout is torch.strided
         and tensor.device.type in ("cpu", "cuda")
-        and not tensor.is_quantized
+        and not (tensor.is_quantized or tensor.is_nested)
         and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
     )
     return tensor.untyped_storage() if dense else None
@@ -154,6 +154,7 @@ def _make_tensor(cls: Any, storage: Any, dtype: torch.dtype, *view: Any) -> torc
 
 def _make_other(cls: Any, constructor: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     made = _made_by(constructor, arguments)
+    made._backward_hooks = None  # those of quantized tensors are made with an empty dict of them
     return made if type(made) is cls else made.as_subclass(cls)
 
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
+import io
 import os
 import socket
 import sys
+import threading
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -70,7 +73,7 @@ class _Orders:
         done = ended is None or ended.outcome == "done"
         if ended is not None:
             self._leave(done)
-        _run_exit_functions()
+        _end_as_python_does(wait=done)
         return 0 if done else 1
 
     def _be(self, start: RankStart, payload: int) -> RankEnded:
@@ -134,6 +137,12 @@ def _leave_delivery(order: RankOrder) -> None:
         loader.disconnect()
 
 
-def _run_exit_functions() -> None:
-    """Run what libraries registered for the exit of the process, such as loggers that flush."""
+def _end_as_python_does(*, wait: bool) -> None:
+    """Do what the end of Python would, which this process does not come to: wait for threads, exit functions, flushing."""
+    if wait:
+        with contextlib.suppress(KeyboardInterrupt):
+            threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
+    for file in [part for part in gc.get_objects() if isinstance(part, io.IOBase)]:
+        with contextlib.suppress(OSError, ValueError):  # it is closed, or what it writes to is
+            file.flush()

@@ -8,7 +8,6 @@ help: it goes where the loss is. ``torch.compile`` runs eagerly: the same object
 from __future__ import annotations
 
 import functools
-import os
 import sys
 import warnings
 from collections.abc import Callable
@@ -22,6 +21,7 @@ import torch.utils._device
 from torch import _VF, nn
 from torch.nn import attention
 
+from taas.import_hooks import after_import
 from taas.rehearsal.devices import CPU, as_cpu, machine, ordinal
 from taas.rehearsal.patches import Arguments, always, replace, replace_all, rewrite_calls
 from taas.rehearsal.streams import generators
@@ -252,6 +252,11 @@ def _compile(model: Any = None, **options: Any) -> Any:
     return eager
 
 
+def _turn_off(config: Any) -> None:
+    """Let compiled models that arrive run eagerly, too; what is set holds in one context only."""
+    config._config["disable"].default = True
+
+
 def install() -> None:
     """Patch autocast in place, so ``torch.cuda.amp.autocast``, its subclass, follows; turn Dynamo off for all."""
     _install_factories()
@@ -262,8 +267,5 @@ def install() -> None:
     replace(torch.nn.functional, "scaled_dot_product_attention", _attention_over_shards)
     replace_all(torch.backends.cuda, {"enable_math_sdp": always(None), "is_built": always(True)})
     replace(torch.backends.cudnn, "is_available", always(True))
-    os.environ["TORCHDYNAMO_DISABLE"] = "1"
-    if "torch._dynamo.config" in sys.modules:
-        config: Any = sys.modules["torch._dynamo.config"]
-        config.disable = True
+    after_import("torch._dynamo.config", _turn_off)
     replace(torch, "compile", _compile)

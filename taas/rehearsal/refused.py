@@ -107,7 +107,7 @@ def _refuse_triton(module: Any) -> None:
 
 def _no_triton(module: Any) -> None:
     """``torch.utils._triton``: libraries that choose Triton kernels where there are GPUs keep to their others."""
-    module.has_triton = lambda: False
+    module.has_triton = lambda *args, **kwargs: False
 
 
 def _refuse_nvml(module: Any) -> None:

@@ -27,9 +27,9 @@ __all__ = ["HEADER", "Program", "compare", "compare_kernels", "forkservers", "pl
 
 _LINES = 20
 _VARYING = re.compile(
-    r"[\d.e+]+ (?:ns|us|µs|μs|ms|s)\b|\b0[xX][0-9a-fA-F]{6,}|[\w/.-]*/ipykernel_\d+/\d+\.py|<ipython-input-[-\w]+>"
+    r"[\d.e+]+ (?:ns|us|µs|μs|ms|s)\b|\b0[xX][0-9a-fA-F]{6,}|[\w/.-]*/ipykernel_\d+/\d+\.py|<ipython-input-[-\w]+>|sk-container-id-\d+"
 )
-"""Durations, addresses, and what kernels and ranks call the file of a cell."""
+"""Durations, addresses, what kernels and ranks call the file of a cell, and numbers of scikit-learn's diagrams."""
 
 
 def compare(program: Program, folder: Path) -> list[str]:

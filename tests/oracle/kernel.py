@@ -117,7 +117,7 @@ class _Kernel:
         from traitlets.config import Config
 
         os.chdir(folder)
-        os.environ["OMP_NUM_THREADS"] = "1"
+        os.environ |= {"OMP_NUM_THREADS": "1", "MPLBACKEND": "module://matplotlib_inline.backend_inline"}
         sys.path[:] = dict.fromkeys(["", *sys.path])  # forks have some entries twice
         sys.argv = ["ipykernel_launcher.py", "-f", "kernel.json"]
         sys.modules["torch"].set_num_threads(1)

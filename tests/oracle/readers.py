@@ -7,6 +7,7 @@ import collections
 import enum
 import functools
 import hashlib
+import io
 import logging
 import re
 import sys
@@ -101,6 +102,8 @@ def _tensor(describer: Describer, number: int, tensor: Any) -> Read:
 
     if torch.nn.parameter.is_lazy(tensor):
         return {}, _attributes(tensor)
+    if tensor.is_nested:
+        return {"values": [part.tolist() for part in tensor.unbind()]}, _attributes(tensor)
     facts = {"dtype": str(tensor.dtype), "device": str(tensor.device), "shape": tuple(tensor.shape)}
     if tensor.layout is not torch.strided:
         return facts | {"values": tensor.to_dense().tolist()}, []
@@ -185,6 +188,17 @@ def _frame(describer: Describer, number: int, value: Any) -> Read:
 def _type_only(describer: Describer, number: int, value: Any) -> Read:
     """matplotlib: counters and registries by id, which every plot moves on."""
     return {}, []
+
+
+def _artist(describer: Describer, number: int, value: Any) -> Read:
+    """matplotlib: what a figure looks like, and what is in it; the rest moves on with every plot."""
+    facts = {}
+    if hasattr(value, "savefig"):
+        shown = io.BytesIO()
+        value.savefig(shown, format="rgba", dpi=30)
+        facts["shown"] = hashlib.sha1(shown.getvalue()).hexdigest()
+    held = [(".figure", value.figure), (".axes", value.axes), (".note", getattr(value, "note", None))]
+    return facts, [*held, *_items(value.get_children())]
 
 
 def _optimizer(describer: Describer, number: int, value: Any) -> Read:
@@ -362,6 +376,7 @@ READERS: list[tuple[Callable[[Any], bool], Callable[..., Read]]] = [
     (_from("random", "Random"), _generator),
     (_from("pandas", "DataFrame", "Series"), _frame),
     (_from("pandas", "Index"), _index),
+    (_from("matplotlib.artist", "Artist"), _artist),
     (_from("matplotlib.transforms", "TransformNode"), _type_only),
     (_from("matplotlib.cbook", "CallbackRegistry"), _type_only),
     (_from("pandas.api.extensions", "ExtensionArray"), _extension_array),

@@ -15,6 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from oracle.atoms import ADDRESS
+
 __all__ = ["process_state"]
 
 
@@ -40,7 +42,7 @@ def _pandas_options() -> Any:
     if pandas is None or not hasattr(pandas, "options"):
         return None
     names = [name for name in pandas._config.config._registered_options if not name.startswith("plotting.")]
-    return {name: str(pandas.get_option(name)) for name in sorted(names)}
+    return {name: ADDRESS.sub("", str(pandas.get_option(name))) for name in sorted(names)}
 
 
 def _plot_settings() -> Any:
@@ -105,7 +107,9 @@ ROWS: dict[str, Callable[[], Any]] = {
     "torch precision": _torch(_precision),
     "torch print options": _torch(lambda t: repr(vars(t._tensor_str.PRINT_OPTS))),
     "numpy errors": _numpy(lambda n: n.geterr()),
-    "numpy print options": _numpy(lambda n: {k: str(v) for k, v in n.get_printoptions().items()}),
+    "numpy print options": _numpy(
+        lambda n: {k: ADDRESS.sub("", str(v)) for k, v in n.get_printoptions().items()}
+    ),
     "pandas options": _pandas_options,
     "matplotlib settings": _plot_settings,
     "random draws": lambda: repr(random.getstate()),
