@@ -52,6 +52,13 @@ CELLS = (
     "import numpy\nslider = widgets.FloatSlider()\nslider.max = numpy.float32(200)\n"
     "slider.value = numpy.int64(150)\ndisplay(slider)",
     "picture = widgets.Image(value=bytes(range(256)))\ndisplay(picture)\npicture.value = b'x' * 1000",
+    "box = widgets.VBox([of(options=['a', 'b', 'c']) for of in (widgets.Dropdown, widgets.RadioButtons,"
+    " widgets.ToggleButtons, widgets.SelectionSlider)])\nfor one in box.children: one.value = 'b'\n"
+    "box.children[0].options = ['x']\ndisplay(box)",
+    "many = widgets.SelectMultiple(options={'a': 1, 'b': 2})\nmany.value = (2,)\ndisplay(many)",
+    "display(widgets.interactive(lambda opt: None, opt=['a', 'b']))",
+    "one, two = widgets.IntSlider(), widgets.IntSlider()\ntie = widgets.jslink((one, 'value'), (two, 'value'))\n"
+    "display(one, two)",
 )
 
 
@@ -113,6 +120,44 @@ def test_widgets_of_the_cell_are_the_notebooks_afterwards(notebook: Notebook) ->
     notebook.good("made.comm.handle_msg({'content': {'data': {'method': 'update', 'state': {'value': 8}}}})")
     notebook.good(HEAD + "made.value += 1\nboth = widgets.HBox([made])")
     assert notebook.value("made.value, both.children[0] is made") == "9 True"
+
+
+def test_selections_of_the_cell_and_of_the_notebook(notebook: Notebook) -> None:
+    """They are the notebook's afterwards, with options and values that no model has; nothing is said of them."""
+    notebook.good("first = widgets.Dropdown(options=[('one', 1)])")
+    ran = notebook.good(
+        HEAD + "first.options = {'two': 2, 'three': 3}\nfirst.value = 3\n"
+        "made = widgets.Dropdown(options={'four': 4, 'five': 5})\nmade.value = 5\n"
+        "tie = widgets.jslink((first, 'index'), (made, 'index'))"
+    )
+    assert (ran.stdout, ran.stderr, ran.traceback) == ("", "", "")
+    notebook.good("made.comm.handle_msg({'content': {'data': {'method': 'update', 'state': {'index': 0}}}})")
+    assert notebook.value("first.value, first.index, made.value, tie.target[0] is made") == "3 1 4 True"
+
+
+FAULTY = """
+def refuses(value, widget):
+    if value != widget.good: raise ValueError("not\\nhere")
+    return value
+@widgets.register
+class Faulty(widgets.DOMWidget):
+    good = 7
+    _model_name = traitlets.Unicode("FaultyModel").tag(sync=True)
+    number = traitlets.Int(7).tag(sync=True, from_json=refuses)
+known = Faulty()
+"""
+
+
+def test_a_library_that_cannot_make_a_twin(notebook: Notebook) -> None:
+    """It is said in one line, once, and the run goes on; so it is where a widget of the notebook cannot follow."""
+    notebook.good("import traitlets" + FAULTY)
+    for cell in ("made = Faulty(number=3)\nmade.number = 4\nagain = Faulty(number=5)", "known.number = 6"):
+        ran = notebook.good(HEAD + cell + "\nprint('goes on')\nacc = .9")
+        assert ran.own == "goes on\n"
+        assert [line for line in ran.stdout.splitlines() if "Faulty" in line] == [
+            "taas: a page that is loaded again may not draw this Faulty as it is now: ValueError: not\\nhere"
+        ]
+    assert notebook.value("made.number, again.number, known.number, acc") == "4 5 6 0.9"
 
 
 def test_attach_shows_widgets_in_another_kernel(notebook: Notebook, tmp_path: Path) -> None:

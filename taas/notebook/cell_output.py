@@ -134,7 +134,7 @@ class CellOutput(Screen):
         super().__init__(plain)
         self._shell = shell
         self._clears_with_next = False
-        self._ends = KernelEnds(live=live) if hasattr(shell, "kernel") else None
+        self._ends = KernelEnds(live=live, say=say) if hasattr(shell, "kernel") else None
         self.above: Callable[[], None] = lambda: None
 
     def _display(self, rank: int, kind: str, arguments: dict[str, Any]) -> None:

@@ -3,7 +3,7 @@
 A widget has a *comm*, a channel to its model in the front end, which draws it. What a rank's widget says goes where
 displays go, and the cell passes it on as the kernel's own. Since the rank ends with the cell, the kernel makes a
 *twin* of each widget, as it does of one that the front end opens: a page that is loaded again asks the kernel for
-all states, and sliders are moved when the rank is gone.
+all states, and sliders are moved when the rank is gone. A twin has its model's state and does nothing of its own.
 
 A comm that travels with its widget, either way, becomes the comm with the same id there.
 """
@@ -15,16 +15,19 @@ import copyreg
 import importlib
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import comm
 from comm.base_comm import BaseComm
-from traitlets import TraitError
 
 from taas.capture.libraries import observers_of
+from taas.wording import shown, text_of
 
 _WIDGETS = "jupyter.widget"
 """The comms of ipywidgets."""
+_CLASS = tuple(f"_{of}_{what}" for of in ("model", "view") for what in ("module", "module_version", "name"))
+"""What a model's state says of its class, in the order in which ipywidgets asks for it."""
 
 Publish = Callable[..., None]
 
@@ -99,11 +102,13 @@ class KernelEnds:
 
     Args:
         live: it is said now, and not read later: widgets of the notebook that the run changes are changed here, too.
+        say: tells the user a line.
     """
 
-    def __init__(self, *, live: bool) -> None:
-        self._live = live
+    def __init__(self, *, live: bool, say: Callable[[str], None]) -> None:
+        self._live, self._say = live, say
         self._opened: set[str] = set()
+        self._failed: set[str] = set()
 
     def take(self, said: dict[str, Any]) -> None:
         """Pass a message on to the front end, and to the widget's twin.
@@ -119,15 +124,29 @@ class KernelEnds:
             return  # shown before, and it may stand elsewhere now; or closed
         end = _end_of(comm_id, said["keys"].get("target_name", ""))
         if said["msg_type"] == "comm_close":
-            (_widget_of(end) or end).close()
+            with self._explained(said):
+                (_widget_of(end) or end).close()
             return
         end.publish_msg(said["msg_type"], said["data"], said["metadata"], said["buffers"], **said["keys"])
-        message = {"content": said, "metadata": said["metadata"], "buffers": said["buffers"]}
-        if opens and end.target_name == _WIDGETS:
-            _make_twin(end, message)
-        elif said["data"].get("method") == "update" and (twin := _widget_of(end)) is not None:
-            with _unobserved(twin):
-                twin._handle_msg(message)
+        with self._explained(said):
+            if opens and end.target_name == _WIDGETS:
+                _make_twin(end, said)
+            elif said["data"].get("method") == "update" and (twin := _widget_of(end)) is not None:
+                with _unobserved(twin):
+                    _set_state(twin, said)
+
+    @contextlib.contextmanager
+    def _explained(self, said: dict[str, Any]) -> Iterator[None]:
+        """Tell the user what a widget's library raises here, once for all widgets of a kind; the run goes on."""
+        try:
+            yield
+        except Exception as error:
+            known, told = _all_widgets().get(said["comm_id"]), said["data"].get("state", {})
+            kind = getattr(known, "_model_name", told.get("_model_name", "widget")).removesuffix("Model")
+            if kind not in self._failed:
+                self._failed.add(kind)
+                why = f"{type(error).__name__}: {shown(text_of(error), 200)}"
+                self._say(f"a page that is loaded again may not draw this {kind} as it is now: {why}")
 
     def settle(self) -> None:
         """Let widgets that came back with the run's names take their twins' places."""
@@ -139,12 +158,27 @@ class KernelEnds:
                 widgets[comm_id] = widget
 
 
-def _make_twin(end: BaseComm, message: dict[str, Any]) -> None:
-    """Make a widget on this end, as ipywidgets does of a model that the front end has made."""
+def _make_twin(end: BaseComm, said: dict[str, Any]) -> None:
+    """Make a widget on this end, as unpickling does: constructors, and what a class observes, want more than a model has."""
+    state = said["data"]["state"]
     # of a class that only the ranks have there is none: its model is seen, as long as the page is
-    with contextlib.suppress(ImportError, KeyError, TraitError):
-        importlib.import_module("ipywidgets")  # it registers what is called here
-        comm.get_comm_manager().targets[_WIDGETS](end, message)
+    with contextlib.suppress(ImportError, KeyError):
+        registry = importlib.import_module("ipywidgets.widgets.widget")._registry
+        of_class = registry.get(*(state[name] for name in _CLASS))
+        twin = of_class.__new__(of_class)
+        twin._trait_notifiers, twin._trait_validators = {}, {}
+        _set_state(twin, said)
+        twin.comm, twin._model_id = end, end.comm_id
+        end.on_msg(twin._handle_msg)
+        _all_widgets()[end.comm_id] = twin
+
+
+def _set_state(widget: Any, said: dict[str, Any]) -> None:
+    """Give a widget what its model was told."""
+    state = said["data"]["state"]
+    put_buffers = sys.modules["ipywidgets.widgets.widget"]._put_buffers
+    put_buffers(state, said["data"].get("buffer_paths", ()), said["buffers"])
+    widget.set_state(state)
 
 
 def _widget_of(end: Any) -> Any:
@@ -163,8 +197,17 @@ def _all_widgets() -> dict[str, Any]:
 def _unobserved(widget: Any) -> Iterator[None]:
     """Let a widget change without telling those who observe it: in the ranks, they have heard."""
     observers = widget._trait_notifiers
-    widget._trait_notifiers = observers_of(widget, of_class=True)
+    widget._trait_notifiers = {
+        name: {kind: [partial(_try, widget, one) for one in ones] for kind, ones in kinds.items()}
+        for name, kinds in observers_of(widget, of_class=True).items()
+    }
     try:
         yield
     finally:
         widget._trait_notifiers = observers
+
+
+def _try(widget: Any, handler: Any, change: Any) -> None:
+    """Let a class hear of a change; it may need what no model has, and that comes with the run's names."""
+    with contextlib.suppress(Exception):
+        getattr(widget, handler.name)(change)
