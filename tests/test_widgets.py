@@ -47,6 +47,8 @@ CELLS = (
     "for step in tqdm(range(5), desc='train'): pass",
     "for step in tqdm(range(5), leave=False): pass",
     "with tqdm(total=10) as bar:\n    for step in range(4): bar.update(2)\ndel bar",
+    "from tqdm.auto import tqdm as automatic\nfor step in automatic(range(5)): pass",
+    "for step in automatic(range(5)): pass",
     "box = widgets.VBox([widgets.IntSlider(value=3), widgets.HTML('<b>x</b>')])\n"
     "box.children[0].value = 5\ndisplay(box)",
     "import numpy\nslider = widgets.FloatSlider()\nslider.max = numpy.float32(200)\n"
@@ -158,6 +160,19 @@ def test_a_library_that_cannot_make_a_twin(notebook: Notebook) -> None:
             "taas: a page that is loaded again may not draw this Faulty as it is now: ValueError: not\\nhere"
         ]
     assert notebook.value("made.number, again.number, known.number, acc") == "4 5 6 0.9"
+
+
+@pytest.mark.parametrize(
+    ("output", "drawn"), [("0", [1, 0]), ("1", [0, 1]), ("all", [1, 1]), ("none", [0, 0])]
+)
+def test_tqdm_auto_draws_where_the_cell_shows_it(notebook: Notebook, output: str, drawn: list[int]) -> None:
+    """It is a widget in ranks whose output the cell shows, and text in the others."""
+    notebook.good(
+        f"#pragma taas --gpus 2 --output {output}\nimport torch.distributed as dist\nfrom tqdm import auto, notebook\n"
+        "dist.init_process_group('gloo')\ndrawn = [None, None]\n"
+        "dist.all_gather_object(drawn, int(issubclass(auto.tqdm, notebook.tqdm)))"
+    )
+    assert notebook.value("drawn") == str(drawn)
 
 
 def test_attach_shows_widgets_in_another_kernel(notebook: Notebook, tmp_path: Path) -> None:

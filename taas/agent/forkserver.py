@@ -43,6 +43,7 @@ PRELOAD = (
     "IPython.core.oinspect",
     "IPython.utils.generics",
     "IPython.utils.wildcard",
+    "ipykernel.zmqshell",  # tqdm.auto draws a widget where this is imported
 )
 DATA_PRELOAD = (
     "torch",

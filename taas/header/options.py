@@ -102,6 +102,12 @@ class RunSpec:
     post_mortem: bool = _row("", None, "open the debugger in a rank that fails", False)
     # fmt: on
 
+    def shown_ranks(self) -> tuple[int, ...] | None:
+        """Return the ranks whose output the cell shows; None for all."""
+        if isinstance(self.output, tuple):
+            return self.output
+        return {"0": (0,), "all": None, "none": ()}[self.output]
+
     @property
     def world_size(self) -> int:
         """Number of ranks."""

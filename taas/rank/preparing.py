@@ -82,6 +82,9 @@ def become_rank(start: RankStart, shell: RankShell, payload: int) -> Prepared:
     """Make this process what the contract says a rank is, but for the names."""
     order, rank, local_rank, staged = start.order, start.rank, start.local_rank, start.staged
     capture.check_versions(capture.peek(payload))
+    shown = order.spec.shown_ranks()
+    if not hasattr(shell, "kernel") or not (shown is None or rank in shown):
+        sys.modules.pop("ipykernel.zmqshell", None)  # its bars are text: nobody would see widgets
     os.environ.update(start.environ)
     project = replica.entered(staged.replica, staged.project, functools.partial(_tell, start))
     wall = _enter_storage(start, project)

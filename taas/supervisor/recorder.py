@@ -11,7 +11,6 @@ from typing import Any
 
 import msgspec
 
-from taas.header.grammar import RunSpec
 from taas.runs.places import ProcessMark
 from taas.runs.records import (
     ANSWER,
@@ -28,14 +27,6 @@ from taas.wire.framing import Memory
 from taas.wire.ranks import Asking, RankKept
 
 _RESERVE_BYTES = 64 << 10
-
-
-def shown_ranks(spec: RunSpec) -> tuple[int, ...] | None:
-    """The ranks whose output the cell shows; None for all."""
-    wanted = spec.output
-    if isinstance(wanted, tuple):
-        return wanted
-    return {"0": (0,), "all": None, "none": ()}[wanted]
 
 
 class Recorder:
@@ -67,7 +58,7 @@ class Recorder:
             world_size=spec.world_size,
             vms=spec.vms,
             instance=spec.instance,
-            output=shown_ranks(spec),
+            output=spec.shown_ranks(),
             device=submit.device,
             names_nbytes=submit.payload.nbytes,
         )
