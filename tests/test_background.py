@@ -206,6 +206,35 @@ def test_stop_without_a_name_is_for_this_notebooks_run(notebook: Notebook, tmp_p
         other.close()
 
 
+def test_a_restarted_kernel_attaches_to_its_own_notebooks_run(tmp_path: Path) -> None:
+    """Another notebook's run of the same name, which began later, is taken by nobody but that notebook."""
+
+    def opened(who: str) -> Notebook:
+        book = Notebook(tmp_path, environ={"JPY_SESSION_NAME": str(tmp_path / f"{who}.ipynb")})
+        book.good("%load_ext taas")
+        return book
+
+    books = {who: opened(who) for who in "AB"}
+    try:
+        for who, book in books.items():
+            book.good(f"#pragma taas --gpus 1 --background --name twice\nwho = {who!r}\nprint(who)")
+        books["A"].close()
+        books["A"] = opened("A")
+        assert books["A"].good("%taas attach twice").own == "A\n"
+        assert books["A"].value("who") == "A"
+        assert "A.ipynb (this one)" in books["A"].good("%taas status").displays[0]["data"]["text/plain"]
+        books["C"] = opened("C")
+        refused = books["C"].run("%taas logs twice").stderr
+        typed = re.findall(r"(twice-\w+) of \S+/([AB])\.ipynb", refused)
+        assert sorted(who for _, who in typed) == ["A", "B"], refused
+        for name, who in typed:
+            assert books["C"].good(f"%taas logs {name}").own == f"{who}\n"
+            assert name in terminal("history").stdout
+    finally:
+        for book in books.values():
+            book.close()
+
+
 def test_history_says_that_the_supervisor_was_killed(notebook: Notebook) -> None:
     """SIGKILL of the supervisor ends everything cleanly; the history says why."""
     notebook.good("#pragma taas --gpus 2 --background --name doomed" + GATED.format(gate="never"))

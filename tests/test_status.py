@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import pytest
 from notebook_harness import Notebook
 
 from taas.delivery.config import Delivered
+from taas.errors import HeaderError
 from taas.notebook import tables
 from taas.notebook.connections import Connection, all_connections, write_connection
 from taas.runs.places import ProcessMark
@@ -26,6 +28,7 @@ from taas.runs.records import (
     _user,
     find_run,
     new_folder,
+    of_notebook,
     read_records,
     write_record,
 )
@@ -168,6 +171,36 @@ def test_runs_are_found_by_name_the_live_one_first(make: Make) -> None:
         find_run("bb", records, live=False, kernel=0)
     with pytest.raises(Exception, match="run b is over"):
         find_run("b", records, live=True, kernel=0)
+
+
+def test_a_notebooks_own_run_is_found_before_others_of_its_name(make: Make) -> None:
+    """Its kernel may be another one by now; among several others' nobody chooses but the person."""
+    gone, other = ProcessMark(1, 1.0), ProcessMark.of(os.getppid())
+    mine = make("a", state="over", outcome="done", kernel=gone, notebook="/x/mine.ipynb", submitted=1.0)
+    theirs = make("a", state="running", kernel=other, notebook="/x/theirs.ipynb", submitted=2.0)
+    records, found = read_records(), partial(find_run, "a", kernel=os.getpid(), project="/project")
+    assert found(records, live=False, notebook="/x/mine.ipynb").id == mine.id
+    assert found(records, live=False, notebook="/x/theirs.ipynb").id == theirs.id
+    with pytest.raises(HeaderError, match=rf"run a is over .* other notebooks' \(a-{theirs.id} of x/theirs"):
+        found(records, live=True, notebook="/x/mine.ipynb")
+    assert found(records, live=True, notebook="/x/new.ipynb").id == theirs.id
+    with pytest.raises(HeaderError, match=f"a-{mine.id} of x/mine.ipynb, a-{theirs.id} of x/theirs.ipynb"):
+        found(records, live=False, notebook="/x/new.ipynb")
+    assert [row.split()[0] for row in tables.history(records, 10.0).text.splitlines()[1:]] == [
+        f"a-{mine.id}", f"a-{theirs.id}",
+    ]  # fmt: skip
+
+
+def test_a_notebook_without_a_path_has_the_runs_of_its_project_whose_kernel_is_gone(make: Make) -> None:
+    """Another kernel of the project is another notebook, while it lives."""
+    mine = make("a", state="over", outcome="done", kernel=ProcessMark(1, 1.0), submitted=1.0)
+    theirs = make("a", state="running", kernel=ProcessMark.of(os.getppid()), submitted=2.0)
+    make("b", state="over", outcome="done", kernel=ProcessMark.of(os.getppid()), submitted=3.0)
+    records = read_records()
+    assert find_run("a", records, live=False, kernel=os.getpid(), project="/project").id == mine.id
+    own = of_notebook(records, os.getpid(), "", "/project")
+    shown = tables.status(records, 10.0, own).text.splitlines()[1:]
+    assert [row.split()[0] for row in shown] == [f"a-{theirs.id}", f"a-{mine.id}", "b"]
 
 
 def test_a_run_whose_supervisor_is_gone_was_lost(make: Make) -> None:

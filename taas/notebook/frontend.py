@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from typing import Any
@@ -54,12 +55,14 @@ class NotebookFrontend(Frontend):
 
     def __init__(self, shell: Any) -> None:
         self._shell = shell
-        self.kernel = os.getpid()
+        self.kernel, self.notebook = os.getpid(), notebook_path(shell)
+        with contextlib.suppress(HeaderError):  # somebody removed it
+            self.project = str(project_folder())
 
     @property
     def place(self) -> str:
         """The notebook's name, or its project."""
-        return in_words(notebook_path(self._shell), str(project_folder()))
+        return in_words(self.notebook, self.project)
 
     def show(self, what: Shown) -> None:
         """Show a view: as a table in a front end, as text in a terminal."""
@@ -71,7 +74,7 @@ class NotebookFrontend(Frontend):
     def show_status(self) -> None:
         """Show a table that is updated, where there is a front end to do so."""
         if hasattr(self._shell, "kernel"):
-            LiveTable(self._shell.display_pub)
+            LiveTable(self._shell.display_pub, self.own)
         else:
             super().show_status()
 

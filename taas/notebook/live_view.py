@@ -210,8 +210,8 @@ class LiveTable:
 
     _newest: LiveTable | None = None
 
-    def __init__(self, publisher: Any) -> None:
-        self._display = _Updated(publisher)
+    def __init__(self, publisher: Any, own: Callable[[list[RunRecord]], list[RunRecord]]) -> None:
+        self._display, self._own = _Updated(publisher), own
         self._superseded = threading.Event()
         if LiveTable._newest is not None:
             LiveTable._newest._superseded.set()
@@ -222,7 +222,7 @@ class LiveTable:
     def _show(self) -> bool:
         """Show what there is now; returns whether a run goes on."""
         records = read_records()
-        self._display.show(status(records))
+        self._display.show(status(records, own=self._own(records)))
         return any(record.live for record in records)
 
     def _follow(self) -> None:

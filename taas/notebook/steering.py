@@ -7,7 +7,7 @@ import re
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from taas import rank_storage
@@ -21,7 +21,7 @@ from taas.notebook.supervised import supervised
 from taas.notebook.tables import Shown
 from taas.notebook.verbs import VERBS, help_text
 from taas.runs.reader import LOOK_SECONDS, RunReader
-from taas.runs.records import RunRecord, find_run, read_records
+from taas.runs.records import RunRecord, find_run, of_notebook, read_records, told_apart
 from taas.supervisor import rank_writes
 from taas.wire.clients import Prepare, Release, Released, RunRequest, Stacks
 from taas.wording import counted, nearest, shown
@@ -34,15 +34,21 @@ class Frontend:
 
     Attributes:
         kernel: process id of the notebook's kernel; 0 in a terminal.
+        notebook, project: the notebook's path, where its front end says it, and its folder; empty in a terminal.
         place: that notebook or terminal in words, for whoever sees what was done from there.
     """
 
     kernel = 0
+    notebook = project = ""
 
     @property
     def place(self) -> str:
         """As above."""
         return "a terminal"
+
+    def own(self, records: Iterable[RunRecord]) -> list[RunRecord]:
+        """Return those of the runs that are of this notebook; in a terminal none is."""
+        return of_notebook(records, self.kernel, self.notebook, self.project)
 
     def show(self, what: Shown) -> None:
         """Show a view."""
@@ -75,7 +81,14 @@ def as_in_terminal(text: str) -> str:
 
 
 def _named(frontend: Frontend, line: Line, *, live: bool) -> RunRecord:
-    return find_run(line.words[0] if line.words else None, read_records(), live=live, kernel=frontend.kernel)
+    return find_run(
+        line.words[0] if line.words else None,
+        read_records(),
+        live=live,
+        kernel=frontend.kernel,
+        notebook=frontend.notebook,
+        project=frontend.project,
+    )
 
 
 def _status(frontend: Frontend, line: Line) -> None:
@@ -109,12 +122,12 @@ def _only_run(frontend: Frontend) -> RunRecord:
         HeaderError: there is none, or there are several; other notebooks' runs are stopped by name only.
     """
     live = [record for record in read_records() if record.live]
-    mine = [record for record in live if frontend.kernel in (0, record.kernel.pid)]
+    mine = frontend.own(live) if frontend.kernel else live
     if not live or len(mine) == 1:
         return mine[0] if mine else _named(frontend, Line(), live=True)
-    names = ", ".join(f"{record.name} of {record.owner}" for record in mine or live)
+    names = ", ".join(f"{told_apart(record, live)} of {record.owner}" for record in mine or live)
     fact = f"{len(mine)} runs go on" if mine else "no run of this notebook goes on, but of others"
-    raise HeaderError(f"%taas stop: {fact} ({names}); type %taas stop {(mine or live)[-1].name}")
+    raise HeaderError(f"%taas stop: {fact} ({names}); type %taas stop {told_apart((mine or live)[-1], live)}")
 
 
 def _stop(frontend: Frontend, line: Line) -> None:

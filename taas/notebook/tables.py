@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from taas.config import Catalog
-from taas.runs.records import RunRecord
+from taas.runs.records import RunRecord, told_apart
 from taas.runs.retention import NOTICE_SECONDS
 from taas.runs.stacks import StackGroup
 from taas.wording import counted, ranks_in_words, size_in_words
@@ -96,8 +96,9 @@ def _memory(record: RunRecord) -> str:
     return ", ".join(f"{size_in_words(size)}{what}" for what, size in held.items() if size)
 
 
-def _notebook(record: RunRecord) -> str:
-    return f"{record.owner} (this one)" if record.kernel.pid == os.getpid() else record.owner
+def _notebook(record: RunRecord, own: Sequence[RunRecord]) -> str:
+    mine = record.kernel.pid == os.getpid() or record in own
+    return f"{record.owner} (this one)" if mine else record.owner
 
 
 def _headline(record: RunRecord) -> str:
@@ -194,25 +195,25 @@ def stacks(places: Iterable[StackGroup]) -> Shown:
 # ---------------------------------------------------------------- many runs
 
 
-def status(records: Sequence[RunRecord], now: float | None = None) -> Shown:
-    """Show the runs that go on, those whose ranks are kept, and the last one that ended."""
+def status(records: Sequence[RunRecord], now: float | None = None, own: Sequence[RunRecord] = ()) -> Shown:
+    """Show the runs that go on, those whose ranks are kept, and the last one that ended, of this notebook's own, too."""
     now = time.time() if now is None else now
     live = [record for record in records if record.live]
-    last = [record for record in records if not record.live][-1:]
+    last = [record for some in (records, own) for record in [r for r in some if not r.live][-1:]]
     ended = [record for record in records if not record.live and (record.kept_ranks or record in last)]
     if not live and not ended:
         return plain(
             "no run yet: start one by a cell with `#pragma taas --gpus 8` on top (%%taas? has the options)"
         )
-    rows = [_row(record, now) for record in (*live, *ended)]
+    rows = [_row(record, now, told_apart(record, (*live, *ended)), own) for record in (*live, *ended)]
     heads = ("run", "state", "ranks", "time", "device", "memory", "delivered", "cell", "notebook")
     shown = _table(heads, rows)
     return sum((line(record, now) for record in live if record.trouble is not None), shown)
 
 
-def _row(record: RunRecord, now: float) -> tuple[str, ...]:
+def _row(record: RunRecord, now: float, name: str, own: Sequence[RunRecord]) -> tuple[str, ...]:
     return (
-        record.name,
+        name,
         _state(record, kept=True),
         _ranks(record),
         _elapsed(record, now, kept=True),
@@ -220,7 +221,7 @@ def _row(record: RunRecord, now: float) -> tuple[str, ...]:
         _memory(record),
         _delivery(record),
         _cell(record),
-        _notebook(record),
+        _notebook(record, own),
     )
 
 
@@ -231,7 +232,7 @@ def history(records: Sequence[RunRecord], now: float | None = None) -> Shown:
         return plain("no run yet")
     rows = [
         (
-            record.name,
+            told_apart(record, records),
             ago(record.submitted, now),
             _state(record),
             _ranks(record),

@@ -64,7 +64,7 @@ def help_text(name: str | None = None) -> str:
     table = "\n".join(f"  {left:<{width}}  {right}" for left, right in rows)
     return (
         "See and steer runs. %taas VERB in a notebook and taas VERB in a terminal are the same; %taas alone is\n"
-        f"%taas status. RUN is a run's name; without it the newest one is meant.\n\n{table}\n\n"
+        f"%taas status. RUN is a run's name, this notebook's own first; without it its newest is meant.\n\n{table}\n\n"
         "A cell becomes a run by the line `#pragma taas --gpus 8` on top of it; %%taas? lists the options."
     )
 

@@ -144,6 +144,12 @@ class RunRecord(Verdict, kw_only=True):
         """Where it is kept."""
         return runs_root() / f"{self.name}-{self.id}"
 
+    def is_of(self, kernel: int, notebook: str) -> bool:
+        """Whether it is surely of the notebook with this kernel and this path, which may have had another kernel then."""
+        return bool(notebook and self.notebook == notebook) or (
+            self.kernel.pid == kernel and self.kernel.lives
+        )
+
     def shown_ranks(self) -> range | tuple[int, ...]:
         """Return the ranks whose output it shows."""
         return range(self.world_size) if self.output is None else self.output
@@ -247,30 +253,82 @@ def read_records() -> list[RunRecord]:
     return sorted(found, key=lambda record: record.submitted)
 
 
-def find_run(name: str | None, records: Iterable[RunRecord], *, live: bool, kernel: int) -> RunRecord:
-    """Find the run that a person means.
+def told_apart(record: RunRecord, records: Iterable[RunRecord]) -> str:
+    """Return what to type for a run: its name, with its id where others of these have that name, too."""
+    alike = [other for other in records if other.name == record.name]
+    return f"{record.name}-{record.id}" if len(alike) > 1 else record.name
+
+
+def of_notebook(
+    records: Iterable[RunRecord], kernel: int, notebook: str = "", project: str = ""
+) -> list[RunRecord]:
+    """Return a notebook's runs, those of its earlier kernels, too.
+
+    Where front ends do not say their notebooks' paths, and its kernel has none, those of its project that may be its
+    own, since their kernels are gone.
+    """
+    records = list(records)
+    return [record for record in records if record.is_of(kernel, notebook)] or [
+        record
+        for record in records
+        if not (notebook or record.notebook) and record.project == project and not record.kernel.lives
+    ]
+
+
+def find_run(
+    name: str | None,
+    records: Iterable[RunRecord],
+    *,
+    live: bool,
+    kernel: int,
+    notebook: str = "",
+    project: str = "",
+) -> RunRecord:
+    """Find the run that a person means: this notebook's; else, where only one other notebook has such a run, that.
 
     Args:
         name: as typed: its name, or its name and id; None: the newest.
         records: all runs, oldest first.
         live: only one that goes on will do.
-        kernel: whose runs are preferred, if several have the name.
+        kernel: process id of that of the notebook where it was typed; 0 in a terminal.
+        notebook: that notebook's path; empty where nobody says it.
+        project: its folder.
 
     Raises:
-        HeaderError: there is none, or it is over.
+        HeaderError: there is none, it is over, or several other notebooks have one.
     """
+
+    def standing(record: RunRecord) -> tuple[bool, bool, float]:
+        return record.live, record.kernel.pid == kernel, record.submitted
+
     everything = list(records)
-    fitting = [r for r in everything if name is None or name in (r.name, f"{r.name}-{r.id}")]
-    if not fitting:
-        if name is None:
-            raise HeaderError("there is no run yet: start one by a cell with #pragma taas on top")
-        near = nearest(name, {record.name for record in everything}, 0.5)
-        hint = f"; did you mean {near}?" if near else "; `%taas history` lists what there is"
-        raise HeaderError(f"no run is called {shown(name)}{hint}")
-    best = max(fitting, key=lambda r: (r.live, r.kernel.pid == kernel, r.submitted))
+    fitting = _called(name, everything)
+    wanted = [r for r in fitting if r.live or not live]
+    mine = of_notebook(fitting, kernel, notebook, project)
+    *_, best = standings = sorted(mine or wanted or fitting, key=standing)
+    newest = {r.notebook or r.kernel: r for r in standings}.values()
+    if len(newest) > 1 and (name or kernel) and not best.is_of(kernel, notebook):
+        what = f"a run called {shown(name)}" if name else "runs, but not this one"
+        raise HeaderError(f"several notebooks have {what}; type one of {_choice(newest, everything)}")
     if live and not best.live:
         what = f"run {best.name}" if name else f"the last run, {best.name},"
-        raise HeaderError(
-            f"{what} is over ({best.outcome}); no other goes on. `%taas history` lists all runs"
+        others = (
+            f"type one of other notebooks' ({_choice(wanted, everything)})" if wanted else "no other goes on"
         )
+        raise HeaderError(f"{what} is over ({best.outcome}); {others}. `%taas history` lists all runs")
     return best
+
+
+def _called(name: str | None, everything: list[RunRecord]) -> list[RunRecord]:
+    fitting = [r for r in everything if name is None or name in (r.name, f"{r.name}-{r.id}")]
+    if fitting:
+        return fitting
+    if name is None:
+        raise HeaderError("there is no run yet: start one by a cell with #pragma taas on top")
+    near = nearest(name, {record.name for record in everything}, 0.5)
+    hint = f"; did you mean {near}?" if near else "; `%taas history` lists what there is"
+    raise HeaderError(f"no run is called {shown(name)}{hint}")
+
+
+def _choice(records: Iterable[RunRecord], everything: list[RunRecord]) -> str:
+    return ", ".join(f"{told_apart(record, everything)} of {record.owner}" for record in records)
