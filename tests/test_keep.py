@@ -69,7 +69,9 @@ def test_an_interrupt_leaves_ranks_names_and_a_group(notebook: Notebook) -> None
     notebook.start(KEEP + "print('on')\nx = 1\nwhile dist.get_rank() == 0:\n    pass\ndist.barrier()")
     notebook.wait_for("on")
     notebook.interrupt()
-    assert notebook.end().ename == "KeyboardInterrupt"
+    ran = notebook.end()
+    assert ran.ename == "KeyboardInterrupt"
+    assert "was interrupted: all its ranks stay; rank 0's names came back as they stood" in ran.evalue
     assert notebook.value("x") == "1"
     assert [str(pid) for pid in pids_of(notebook)] == first.split()
 
@@ -97,6 +99,7 @@ def test_a_rank_that_is_stuck_ends_them(notebook: Notebook, tmp_path: Path) -> N
     notebook.interrupt()
     ran = notebook.end()
     assert (ran.ename, "its ranks are gone" in ran.stdout) == ("KeyboardInterrupt", True)
+    assert "was interrupted: all its ranks have ended" in ran.evalue
     assert gone(before)
     assert notebook.good(KEEP + "print(x)").own == "1\n"
 
