@@ -272,6 +272,22 @@ def test_run_folders_and_connection_files_are_private(notebook: Notebook, own_ru
     assert {modes[connection] for connection in connections} == {0o600}
 
 
+@pytest.mark.parametrize("end", ["shut down", "killed"])
+def test_no_key_is_left_when_a_kernel_ends(end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However it ends: its supervisor's connection file goes, without a verb that looks for it."""
+    monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path))
+    book = open_notebook(tmp_path)
+    try:
+        book.good("#pragma taas --gpus 1\npass")
+        files = tmp_path / "taas" / "supervisors"
+        assert len(list(files.iterdir())) == 1
+        if end == "killed":
+            book.kill()
+    finally:
+        book.close()
+    until(lambda: not list(files.iterdir()), 30)
+
+
 def test_a_stray_client_gets_nothing(notebook: Notebook) -> None:
     """Without the key of the connection file a client is not heard; with a wrong one neither."""
     import zmq

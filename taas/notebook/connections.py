@@ -41,7 +41,8 @@ def _folder() -> Path:
 
 
 def write_connection(connection: Connection) -> Path:
-    """Write a supervisor's connection file; it removes the file when it ends."""
+    """Write a supervisor's connection file, in place of those of dead ones; its sweeper removes it when it ends."""
+    all_connections()
     name = f"{connection.supervisor.pid}-{os.urandom(3).hex()}.json"  # another machine may have this id, too
     path = _folder() / name
     write_private(path, msgspec.json.encode(connection))

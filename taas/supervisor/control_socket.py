@@ -11,6 +11,7 @@ import zmq
 
 from taas.notebook.connections import Connection, write_connection
 from taas.runs.places import ProcessMark
+from taas.supervisor.sweeper import CONNECTION
 from taas.wire.curve import LAST_WORD_SECONDS, Gate, make_router, set_heartbeat
 from taas.wire.framing import Message, pack
 
@@ -49,6 +50,7 @@ class ControlSocket:
             kernel=kernel,
         )
         self._connection_file = write_connection(self.up)
+        (folder / CONNECTION).symlink_to(self._connection_file.absolute())
         self._routes: dict[str, bytes] = {}
         self._endpoints: dict[str, str] = {}
         self._unreachable: dict[str, float] = {}

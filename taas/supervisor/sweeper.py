@@ -20,6 +20,8 @@ from taas.wire.short_folder import PREFIX, make_short_folder
 from taas.wire.stopped import Process, below, let_go_on, process
 
 NAME = "taas-sweeper"
+CONNECTION = "connection"
+"""In the folder, a link to the file by which clients find the supervisor; it has a key, and goes with the folder."""
 _PR_SET_CHILD_SUBREAPER = 36
 _REST_SECONDS = 2.0
 _STOPPED_SECONDS = 6.0
@@ -59,9 +61,16 @@ def remove_folders_left(beside: Path) -> None:
             fd = os.open(socket.parent, os.O_RDONLY | os.O_CLOEXEC)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(socket.parent, ignore_errors=True)
+                _remove(socket.parent)
             finally:
                 os.close(fd)
+
+
+def _remove(folder: Path) -> None:
+    with contextlib.suppress(OSError):
+        if folder.lstat().st_uid == os.geteuid():  # another user's link would have this one remove any file
+            (folder / CONNECTION).readlink().unlink()
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _sweep_after(supervisor: int, folder: Path) -> None:
@@ -74,7 +83,7 @@ def _sweep_after(supervisor: int, folder: Path) -> None:
         _await_end(supervisor)
         _end_descendants()
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        _remove(folder)
         os._exit(0)
 
 
