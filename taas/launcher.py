@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from taas.capture import Capture, Kept, capture, check_syntax
@@ -31,7 +32,7 @@ from taas.notebook.supervised import supervised
 from taas.runs.endings import finish
 from taas.runs.places import check_room
 from taas.runs.records import RunRecord
-from taas.storage.boundary import make_shared
+from taas.storage.boundary import make_shared, missing_shared
 from taas.wire.clients import DeliveryOrder, Submit
 from taas.wire.framing import Memory
 
@@ -94,7 +95,8 @@ def launch(spec: RunSpec, cell: str, shell: Any) -> RunHandle | None:
 
 def _launch(spec: RunSpec, cell: str, shell: Any, left: KeptRun | None) -> RunHandle | None:
     global _kept
-    project = project_folder()
+    project = project_of(left)
+    missing_shared(project, spec.shared)
     engine = chosen(project)
     local = engine.kind == "local"
     check_installed(engine)
@@ -118,7 +120,7 @@ def _launch(spec: RunSpec, cell: str, shell: Any, left: KeptRun | None) -> RunHa
         used, unused = loaders_in_use(loaders, captured.names)
         with packed_loaders(used, spec, local=local) as delivery:
             say(*unused, *captured.notices)
-            submit = ordered(spec, cell, shell, engine, captured, delivery, left.record.id if left else "")
+            submit = ordered(spec, cell, shell, engine, captured, delivery, left)
             say(*make_shared(project, spec.shared))
             with Interrupts() as interrupts:
                 supervisor = supervised(warm=local)
@@ -132,6 +134,11 @@ def _launch(spec: RunSpec, cell: str, shell: Any, left: KeptRun | None) -> RunHa
         apply_final(ended.loaders, loaders)
     finish(ended.record)
     return None
+
+
+def project_of(left: KeptRun | None) -> Path:
+    """Return the project of a cell: that of the kept ranks in which it is to run, else the notebook's folder."""
+    return project_folder() if left is None else Path(left.record.project)
 
 
 @contextmanager
@@ -174,7 +181,7 @@ def ordered(
     engine: EngineChoice,
     captured: Capture,
     delivery: DeliveryOrder | None,
-    left_to: str = "",
+    left: KeptRun | None = None,
 ) -> Submit:
     """Return the order for a run of a cell, as this notebook is now; say what of its environment cannot be sent."""
     local = engine.kind == "local"
@@ -185,7 +192,8 @@ def ordered(
     return Submit(
         cell=cell,
         execution_count=cell_number(shell),
-        project=str(project_folder()),
+        project=str(project_of(left)),
+        directory=str(project_folder()),
         environ=environ,
         payload=Memory(os.getpid(), captured.fd, captured.nbytes),
         spec=spec,
@@ -198,8 +206,8 @@ def ordered(
         changed=tuple(filter(is_utf8, changed_variables())),
         engine=engine,
         notebook=notebook_path(shell),
-        left_to=left_to,
-        keep_idle=load_catalog(project_folder())["keep.idle"],
+        left_to=left.record.id if left else "",
+        keep_idle=load_catalog(project_of(left))["keep.idle"],
     )
 
 

@@ -307,6 +307,29 @@ def test_what_other_ranks_write_is_settled_after_each_cell(notebook: Notebook) -
     assert notebook.value("found") == "[False, False]"
 
 
+def test_the_working_directory_goes_on(notebook: Notebook) -> None:
+    """That of the notebook, or as rank 0 left it; the project stays the one that the ranks were made in."""
+    (notebook.folder / "sub").mkdir()
+    where = "import os\nplaces = [None, None]\ndist.all_gather_object(places, os.getcwd())\n"
+    notebook.good(KEEP + GROUP + PIDS)
+    first, sub = notebook.value("*pids"), str(notebook.folder / "sub")
+    try:
+        notebook.good("%cd sub")
+        ran = notebook.good(
+            KEEP + PIDS + where + "if dist.get_rank():\n    open('../one.txt', 'w').write('mine')"
+        )
+        assert "kept: one.txt" in ran.stdout
+        assert (notebook.value("*pids"), notebook.value("*places")) == (first, f"{sub} {sub}")
+        notebook.good(KEEP + "os.chdir('..')")
+        assert notebook.value("os.getcwd()") == str(notebook.folder)
+        notebook.good(KEEP + "if dist.get_rank() == 0:\n    os.chdir('sub')")
+        assert notebook.value("os.getcwd()") == sub
+        notebook.good(KEEP + PIDS + where)
+        assert (notebook.value("*pids"), notebook.value("*places")) == (first, f"{sub} {sub}")
+    finally:
+        notebook.good(f"%cd {notebook.folder}")
+
+
 def test_the_environment_goes_on(notebook: Notebook) -> None:
     """What the notebook sets, changes and removes."""
     notebook.good("import os\nos.environ['MINE'] = '1'")

@@ -20,7 +20,6 @@ from taas.notebook.live_view import LiveTable
 from taas.notebook.steering import Frontend, do
 from taas.notebook.tables import Shown
 from taas.runs.records import RunRecord, in_words
-from taas.storage.boundary import missing_shared
 from taas.wording import visible
 
 __all__ = ["NotebookFrontend", "check_syntax", "debug_kept", "do", "run_cell"]
@@ -42,7 +41,6 @@ def run_cell(header: HeaderText, cell: str, shell: Any) -> RunHandle | None:
         visible_gpus=len(visible_gpus()),
         registered=[loader.name for loader in registered(shell.user_ns)],
     )
-    missing_shared(project_folder(), spec.shared)
     if not has_code(cell):
         raise HeaderError(
             "a header and no code below it: allowed is both in one cell; write the code below the header"

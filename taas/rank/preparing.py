@@ -33,6 +33,7 @@ class Prepared:
         wall: the one around the project.
         device: where CUDA tensors of the notebook land; None: in host memory.
         environ: the notebook's, as it was last.
+        project: where it is on this VM.
         arrival: the names of the last cell as they arrived.
     """
 
@@ -40,6 +41,7 @@ class Prepared:
     wall: Guard
     device: str | None
     environ: dict[str, str]
+    project: Path
     arrival: Any = None
 
     def take_in(self, start: RankStart, payload: int) -> None:
@@ -52,6 +54,8 @@ class Prepared:
         order, staged = start.order, start.staged
         self._take_environ(staged.environ)
         os.environ.update(start.environ)
+        if order.continues:
+            self._enter_directory(Path(order.directory), staged.project)
         adopt.begin_run(start.store)
         if order.delivery is not None:
             from taas.delivery import loader
@@ -70,6 +74,13 @@ class Prepared:
             os.environ.pop(name, None)
         os.environ.update(environ.items() - self.environ.items())
         self.environ = environ
+
+    def _enter_directory(self, there: Path, project: str) -> None:
+        """Go where the notebook is, if this VM has that directory."""
+        if there.is_relative_to(project):
+            there = self.project / there.relative_to(project)
+        if there.is_dir():
+            os.chdir(there)
 
     def sizes(self) -> dict[str, int]:
         """Return the memory that this process holds, as a `RankKept` has it."""
@@ -102,7 +113,7 @@ def become_rank(start: RankStart, shell: RankShell, payload: int) -> Prepared:
     )
     adopt.install(membership, order.spec.backend)
     children.install(membership)
-    return Prepared(shell, wall, device, staged.environ)
+    return Prepared(shell, wall, device, staged.environ, Path(project))
 
 
 def _tell(start: RankStart, text: str) -> None:

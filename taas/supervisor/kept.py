@@ -18,7 +18,7 @@ _OF_ONE_CELL = (
     "data_vms", "hang_timeout", "keep", "name", "output", "post_mortem", "prebuffer", "returned", "uneven", "units",
 )  # fmt: skip
 """Fields of a header that may be others in each cell."""
-_IN_WORDS = {"world_size": "number", "instance": "instance type"}
+_IN_WORDS = {"world_size": "number", "instance": "instance type", "project": "project folder"}
 
 
 class KeptRanks:

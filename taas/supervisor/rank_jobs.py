@@ -136,6 +136,7 @@ class RankJobs:
             spec=submit.spec,
             colors=submit.colors,
             shell_class=submit.shell_class,
+            directory=submit.directory,
             delivery=self._delivery,
             restart_count=self._run.restarts,
             host=vm.machine.host,

@@ -44,6 +44,7 @@ class Submit(Message, frozen=True):
         notebook: its path; empty where the front end does not say it.
         left_to: the id of the run whose kept ranks have names that the payload lacks; empty: it lacks none.
         keep_idle: seconds that its ranks stay after it, if they do, and no other cell comes.
+        directory: where the notebook is now; kept ranks have the project in which they were made.
     """
 
     cell: str
@@ -63,6 +64,7 @@ class Submit(Message, frozen=True):
     notebook: str = ""
     left_to: str = ""
     keep_idle: float = 0.0
+    directory: str = ""
 
 
 class Prepare(Message, frozen=True):

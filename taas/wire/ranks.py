@@ -167,6 +167,7 @@ class RankOrder(Message, frozen=True):
         delivery: how a rank reaches the run's data workers.
         host: this VM's own address, as the run's other VMs reach it.
         continues: these are the ranks that this VM has kept.
+        directory: where they are to be then, as the notebook is; others begin in the project.
     """
 
     run: str
@@ -183,6 +184,7 @@ class RankOrder(Message, frozen=True):
     restart_count: int = 0
     host: str = "127.0.0.1"
     continues: bool = False
+    directory: str = ""
 
     @property
     def local_world_size(self) -> int:
