@@ -23,7 +23,7 @@ _printers: dict[str, dict[Any, Any]] = {}
 """As they stood among the names last: it is the same object each time."""
 
 
-class Place(NamedTuple):
+class LibraryPlace(NamedTuple):
     """One kind of place.
 
     Attributes:
@@ -47,7 +47,7 @@ def held_by_libraries() -> dict[str, Any]:
     return {n: v for place, module in loaded if module is not None for n, v in place.take(module).items()}
 
 
-def place_of(name: str) -> Place | None:
+def place_of(name: str) -> LibraryPlace | None:
     """Return the kind of place that a name means; None for other names."""
     return next((place for place in _PLACES if name.startswith(place.begins)), None)
 
@@ -82,7 +82,8 @@ def _formatters() -> Iterator[tuple[str, Any]]:
 
 def _own_printers(formatter: Any) -> dict[Any, Any]:
     """Return what shows which class, but for IPython's own; a library's class by its name, as IPython takes it, too."""
-    known = {f"{c.__module__}.{c.__qualname__}" if c.__module__ != "__main__" else c: f for c, f in formatter.type_printers.items()}  # fmt: skip
+    known = {c if c.__module__ == "__main__" else f"{c.__module__}.{c.__qualname__}": printer
+             for c, printer in formatter.type_printers.items()}  # fmt: skip
     known |= {".".join(names): printer for names, printer in formatter.deferred_printers.items()}
     homes = {key: getattr(printer, "__module__", None) or "" for key, printer in known.items()}
     return {key: printer for key, printer in known.items() if not homes[key].startswith(_OF_KERNELS)}
@@ -116,9 +117,9 @@ def _put_printers(name: str, told: dict[Any, Any] | None, before: Any) -> None:
 
 _LOOKS = "The ranks show values without it."
 _PLACES = (
-    Place(loggers.NAME, "logging", lambda _: loggers.lists_of_loggers(), loggers.put_list,
+    LibraryPlace(loggers.NAME, "logging", lambda _: loggers.lists_of_loggers(), loggers.put_list,
           "What the cell logs does not reach it."),
-    Place(_NUMPY, "numpy", _numpy_formatter, _put_numpy_formatter, _LOOKS),
-    Place(_PANDAS, "pandas", _options_of_pandas, _put_option_of_pandas, _LOOKS),
-    Place(_PRINTERS, "IPython", _taken_printers, _put_printers, _LOOKS),
+    LibraryPlace(_NUMPY, "numpy", _numpy_formatter, _put_numpy_formatter, _LOOKS),
+    LibraryPlace(_PANDAS, "pandas", _options_of_pandas, _put_option_of_pandas, _LOOKS),
+    LibraryPlace(_PRINTERS, "IPython", _taken_printers, _put_printers, _LOOKS),
 )  # fmt: skip

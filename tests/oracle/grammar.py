@@ -27,7 +27,7 @@ class _Grown:
         self._draw = draw
         self._names: dict[str, list[str]] = {}
         self._count = 0
-        self.theme = draw(st.sampled_from([None, *THEMES.values()]))
+        self.theme = draw(st.sampled_from([*THEMES.values(), *[None] * len(THEMES)]))
         self.last = LAST
 
     @property
