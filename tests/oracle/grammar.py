@@ -7,11 +7,12 @@ earlier statements have made, and the kind that it makes, so that a notebook run
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
 from oracle.program import HEADER, Program
-from oracle.statements import HELPER, IMPORTS, LAST, STATEMENTS, THEMES, Statement
+from oracle.statements import HELPER, IMPORTS, LAST, STATEMENTS, Statement, Theme
 
 __all__ = ["notebooks"]
 
@@ -23,11 +24,11 @@ _PLACE = re.compile(r"\{(\w+)\}")
 class _Grown:
     """A notebook so far: the names that there are, by kind."""
 
-    def __init__(self, draw: st.DrawFn) -> None:
+    def __init__(self, draw: st.DrawFn, themes: Sequence[Theme]) -> None:
         self._draw = draw
         self._names: dict[str, list[str]] = {}
         self._count = 0
-        self.theme = draw(st.sampled_from([*THEMES.values(), *[None] * len(THEMES)]))
+        self.theme = draw(st.sampled_from([*themes, *[None] * len(themes)])) if themes else None
         self.last = LAST
 
     @property
@@ -75,14 +76,15 @@ class _Grown:
 
 
 @st.composite
-def notebooks(draw: st.DrawFn, *, kept: bool = False) -> Program:
+def notebooks(draw: st.DrawFn, *, kept: bool = False, themes: Sequence[Theme] = ()) -> Program:
     """Draw a notebook.
 
     Args:
         draw: Hypothesis' own.
         kept: whether its ranks stay, and it is longer.
+        themes: one of these is that of every second notebook.
     """
-    grown = _Grown(draw)
+    grown = _Grown(draw, themes)
     cells = []
     for number in range(draw(st.integers(4, 7) if kept else st.integers(2, 4))):
         lines = [grown.imports] if number == 0 else []
