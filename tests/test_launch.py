@@ -277,7 +277,8 @@ def test_what_cannot_come_back_is_one_line(notebook: Notebook) -> None:
 def test_what_a_cell_began_is_ended_as_at_the_end_of_a_program(notebook: Notebook) -> None:
     """Threads and executors finish, and what was written to files is in them."""
     notebook.good(
-        "#pragma taas --gpus 2\nimport concurrent.futures, threading\ngo = threading.Event()\n"
+        "#pragma taas --gpus 2\nimport concurrent.futures, sys, threading, weakref\ngo = threading.Event()\n"
+        "class Gone: pass\nsys.held = weakref.proxy(Gone())\n"
         "def save(name):\n    go.wait()\n    open(name, 'w').write('saved')\n"
         "threading.Thread(target=save, args=('a.txt',)).start()\n"
         "pool = concurrent.futures.ThreadPoolExecutor(1); done = pool.submit(save, 'b.txt')\n"

@@ -26,6 +26,7 @@ from taas.capture.of_ipython import python_of
 from taas.capture.pickling import NAMESPACE, Table
 from taas.capture.reader import memory_of
 from taas.capture.reading import is_atom
+from taas.capture.spelled_out import SpelledOut
 
 _NONE = object()
 """What the notebook has where it lacks a name."""
@@ -226,8 +227,8 @@ def _bound_since(kept: Kept, namespace: dict[str, Any]) -> set[str]:
     found: set[str] = set()
     for cell in namespace.get("In", ())[kept.cells : -1]:
         with contextlib.suppress(SyntaxError):
-            code = compile(python_of(cell), "", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
-            found |= bound_by(code, "STORE_NAME")
+            said = SpelledOut(ast.parse(python_of(cell)), {}, lazy=False)  # with what magics run (``%%time``)
+            found |= bound_by(said.code, "STORE_NAME")
     return found
 
 

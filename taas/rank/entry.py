@@ -50,8 +50,12 @@ def main(agent: socket.socket, preparation: Preparation) -> NoReturn:
     except (EOFError, BrokenPipeError):  # the agent is gone
         status = 1
     finally:
-        # Threads of the cell must not hold the rank, nor half-destroyed process groups abort it.
+        # Threads that still run must not hold the rank, nor half-destroyed process groups abort it.
         os._exit(status)
+
+
+_FILES = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
+"""What keeps back what is written to it."""
 
 
 class _Orders:
@@ -143,6 +147,8 @@ def _end_as_python_does(*, wait: bool) -> None:
         with contextlib.suppress(KeyboardInterrupt):
             threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
-    for file in [part for part in gc.get_objects() if isinstance(part, io.IOBase)]:
+    for file in [
+        part for part in gc.get_objects() if issubclass(type(part), _FILES)
+    ]:  # asks no proxy what it is
         with contextlib.suppress(OSError, ValueError):  # it is closed, or what it writes to is
             file.flush()
