@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import re
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -143,8 +146,12 @@ class Notebook:
     def end(self, seconds: float = 120) -> Ran:
         """Wait for the end of the cell that was started."""
         deadline = time.monotonic() + seconds
-        while not self._next(deadline):
-            pass
+        try:
+            while not self._next(deadline):
+                pass
+        except queue.Empty:
+            shown = replace(self._ran, updates=self._ran.updates[-1:], shown=[])
+            raise AssertionError(f"the cell has not ended in {seconds} s: {shown}\n{_stacks()}") from None
         reply = self._client.get_shell_msg(timeout=30)
         while reply["parent_header"].get("msg_id") != self._pending:
             reply = self._client.get_shell_msg(timeout=30)
@@ -235,6 +242,13 @@ class Notebook:
             else:
                 found["others"].append(process)
         return Processes(**found)
+
+
+def _stacks() -> str:
+    """Where the ranks of the run stand, if there is one."""
+    command = [sys.executable, "-m", "taas.cli", "stacks"]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+    return done.stdout + done.stderr
 
 
 def _row(process: psutil.Process) -> tuple[psutil.Process, str, int, str] | None:
