@@ -90,7 +90,9 @@ def test_few_descriptors_a_stop_and_a_kill() -> None:
 @pytest.mark.parametrize("who", ["nobody", "forkserver"])
 def test_an_agent_that_is_killed_leaves_nobody_whom_it_has_just_forked(who: str) -> None:
     """Its processes end with it, even if they were stopped before they were tied to it."""
-    with subprocess.Popen([sys.executable, "-c", STOPPED_AT_ONCE], stdout=subprocess.PIPE, text=True) as agent:
+    with subprocess.Popen(
+        [sys.executable, "-c", STOPPED_AT_ONCE], stdout=subprocess.PIPE, text=True
+    ) as agent:
         assert agent.stdout is not None
         forkserver, forked = map(psutil.Process, map(int, agent.stdout.readline().split()))
         until(lambda: forked.status() == psutil.STATUS_STOPPED)

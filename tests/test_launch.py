@@ -275,18 +275,29 @@ def test_what_cannot_come_back_is_one_line(notebook: Notebook) -> None:
 
 
 def test_what_a_cell_began_is_ended_as_at_the_end_of_a_program(notebook: Notebook) -> None:
-    """Threads and executors finish, and what was written to files is in them."""
+    """Threads and executors finish, names are as they left them, and what was written to files is in them."""
     notebook.good(
-        "#pragma taas --gpus 2\nimport concurrent.futures, sys, threading, weakref\ngo = threading.Event()\n"
+        "#pragma taas --gpus 2\nimport concurrent.futures, sys, threading, weakref\ngo, saved = threading.Event(), []\n"
         "class Gone: pass\nsys.held = weakref.proxy(Gone())\n"
-        "def save(name):\n    go.wait()\n    open(name, 'w').write('saved')\n"
+        "def save(name):\n    go.wait()\n    saved.append(open(name, 'w').write('saved'))\n"
         "threading.Thread(target=save, args=('a.txt',)).start()\n"
         "pool = concurrent.futures.ThreadPoolExecutor(1); done = pool.submit(save, 'b.txt')\n"
         "log = open('log.csv', 'w'); print('one', file=log)\nimport atexit; threading._register_atexit(go.set)"
     )
-    assert notebook.value("[open(name).read() for name in ('a.txt', 'b.txt', 'log.csv')]") == (
-        "['saved', 'saved', 'one\\n']"
+    assert notebook.value("saved, [open(name).read() for name in ('a.txt', 'b.txt', 'log.csv')]") == (
+        "[5, 5] ['saved', 'saved', 'one\\n']"
     )
+
+
+def test_a_thread_that_does_not_end(notebook: Notebook) -> None:
+    """The cell says what it waits for, until it is interrupted; its names are there."""
+    notebook.start(
+        "#pragma taas --gpus 2\nimport threading\nthreading.Thread(target=threading.Event().wait, name='mine').start()\na = 5"
+    )
+    notebook.wait_for("taas: rank 0 has run the cell's last line, and waits for 1 thread(s): mine")
+    notebook.interrupt()
+    assert notebook.end().ename == "KeyboardInterrupt"
+    assert notebook.value("a") == "5"
 
 
 def test_a_model_that_an_earlier_cell_has_compiled(notebook: Notebook) -> None:

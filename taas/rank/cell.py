@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pdb
 import sys
+import threading
 import time
 import traceback
 from bdb import BdbQuit
@@ -26,6 +27,8 @@ from taas.wire.framing import Memory
 from taas.wire.ranks import RankEnded, RankOrder, RankStage, RankStart
 from taas.wording import fitting_lines, text_of
 
+_LATE_SECONDS = 5.0
+"""Threads that take longer after the cell's last line are named."""
 _LOOKED_THROUGH = 1 << 20
 """So many bytes at the end of a rank's output are looked through for words of the system."""
 
@@ -64,6 +67,8 @@ def _run_code(start: RankStart, rank: Prepared, link: AgentLink) -> tuple[RankEn
     error = result.error_before_exec or result.error_in_exec
     lines: Sequence[str] = shell.last_traceback
     if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
+        if not start.order.spec.keep:
+            wait_for_threads(start.rank)
         error, lines = _error_of_gpus(start.order), ()
     if error is None:
         value = capture.NOTHING if result.result is None else result.result
@@ -80,6 +85,26 @@ def _run_code(start: RankStart, rank: Prepared, link: AgentLink) -> tuple[RankEn
     ):  # what torch says of a collective that was broken off
         ended = msgspec.structs.replace(ended, outcome="interrupted")
     return ended, None
+
+
+def wait_for_threads(rank: int) -> None:
+    """Let threads that are no daemons, and executors, come to their end, as the end of Python does; say so if that lasts."""
+    late = threading.Timer(_LATE_SECONDS, _say_who_is_late, [rank])
+    late.daemon = True
+    late.start()
+    try:
+        threading._shutdown()  # type: ignore[attr-defined]
+    finally:
+        late.cancel()
+
+
+def _say_who_is_late(rank: int) -> None:
+    main = threading.main_thread()
+    names = [thread.name for thread in threading.enumerate() if not thread.daemon and thread is not main]
+    if names:
+        print(  # noqa: T201  the cell shows it
+            f"taas: rank {rank} has run the cell's last line, and waits for {len(names)} thread(s): {', '.join(names)}"
+        )
 
 
 def _error_of_gpus(order: RankOrder) -> BaseException | None:

@@ -9,7 +9,6 @@ import io
 import os
 import socket
 import sys
-import threading
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import NoReturn
 from taas import adopt
 from taas.rank import lifeline
 from taas.rank.agent_link import AgentLink
-from taas.rank.cell import failed, run_cell, went_wrong, with_notices
+from taas.rank.cell import failed, run_cell, wait_for_threads, went_wrong, with_notices
 from taas.rank.preparing import Prepared, become_rank
 from taas.rank.shell import RankShell, make_ready
 from taas.rank.streams import Outlet
@@ -77,7 +76,9 @@ class _Orders:
         done = ended is None or ended.outcome == "done"
         if ended is not None:
             self._leave(done)
-        _end_as_python_does(wait=done)
+            if done:  # of kept ranks
+                wait_for_threads(ended.rank)
+        _end_as_python_does()
         return 0 if done else 1
 
     def _be(self, start: RankStart, payload: int) -> RankEnded:
@@ -141,14 +142,12 @@ def _leave_delivery(order: RankOrder) -> None:
         loader.disconnect()
 
 
-def _end_as_python_does(*, wait: bool) -> None:
-    """Do what the end of Python would, which this process does not come to: wait for threads, exit functions, flushing."""
-    if wait:
-        with contextlib.suppress(KeyboardInterrupt):
-            threading._shutdown()  # type: ignore[attr-defined]
+def _end_as_python_does() -> None:
+    """Do what the end of Python would, which this process does not come to: exit functions, flushing."""
     atexit._run_exitfuncs()
-    for file in [
+    files = [
         part for part in gc.get_objects() if issubclass(type(part), _FILES)
-    ]:  # asks no proxy what it is
+    ]  # isinstance would ask proxies
+    for file in files:
         with contextlib.suppress(OSError, ValueError):  # it is closed, or what it writes to is
             file.flush()
