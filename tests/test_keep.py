@@ -46,6 +46,23 @@ def test_the_next_cell_runs_in_the_same_ranks(notebook: Notebook) -> None:
     assert re.search(r"done, ranks kept +2 ranks +idle \d.*MB", shown)
 
 
+def test_a_wrapped_model_is_trained_on(notebook: Notebook) -> None:
+    """The wrapper stays in the ranks; what it notes there of its own work is no change of anything here."""
+    notebook.good("import torch\nnet = torch.nn.Linear(2, 1)\nclass Trainer: pass\ntrainer = Trainer()")
+    notebook.good(
+        KEEP + GROUP + "model = trainer.model = torch.nn.parallel.DistributedDataParallel(net)\n"
+        "opt = torch.optim.SGD(model.parameters(), lr=1.0)"
+    )
+    for _ in range(2):
+        before = notebook.value("net.weight.tolist()")
+        ran = notebook.good(
+            KEEP + "trainer.model(torch.ones(1, 2)).sum().backward()\nopt.step()\nprint(type(model).__name__)"
+        )
+        assert ran.stdout == "DistributedDataParallel\n"
+        assert notebook.value("net.weight.tolist()") != before
+        assert notebook.value("model is net, trainer.model is net") == "True True"
+
+
 @pytest.mark.parametrize("cell", [
     "raise ValueError('wrong')",
     "if dist.get_rank():\n    raise ValueError('wrong')\ndist.barrier()",

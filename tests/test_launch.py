@@ -300,6 +300,37 @@ def test_a_thread_that_does_not_end(notebook: Notebook) -> None:
     assert notebook.value("a") == "5"
 
 
+@pytest.mark.parametrize("wrapper", ["DistributedDataParallel", "DataParallel"])
+def test_what_holds_a_wrapped_model_holds_the_model(notebook: Notebook, wrapper: str) -> None:
+    """It comes back without the wrapper, the one object under all its names and in all that holds it."""
+    notebook.good(
+        "import torch\nfrom torch import nn\nnet = nn.Linear(2, 1)\n"
+        "class Trainer:\n    def __init__(self, model): self.model = model"
+    )
+    notebook.good(
+        "#pragma taas --gpus 2\ntorch.distributed.init_process_group()\n"
+        f"model = nn.parallel.{wrapper}(net)\ntrainer = Trainer(model)\nheld = [model, trainer]\n"
+        f"own = nn.parallel.{wrapper}(nn.Linear(1, 1))\nowner = Trainer(own)"
+    )
+    assert notebook.value("model is net, trainer.model is net, held[0] is net, held[1] is trainer") == (
+        "True True True True"
+    )
+    assert notebook.value("type(own).__name__, owner.model is own") == "Linear True"
+
+
+def test_what_holds_a_tensor_of_all_ranks_holds_it(notebook: Notebook) -> None:
+    """A replicated DTensor comes back as a plain tensor, under all its names."""
+    notebook.good(
+        "#pragma taas --gpus 2\nimport torch\nfrom torch.distributed import tensor\n"
+        "mesh = torch.distributed.init_device_mesh('cpu', (2,))\n"
+        "whole = tensor.distribute_tensor(torch.ones(2), mesh, [tensor.Replicate()])\nholder = {'it': whole}\ndel mesh"
+    )
+    assert (
+        notebook.value("type(whole).__name__, whole.tolist(), holder['it'] is whole")
+        == "Tensor [1.0, 1.0] True"
+    )
+
+
 def test_a_model_that_an_earlier_cell_has_compiled(notebook: Notebook) -> None:
     """A rehearsal runs it eagerly, as one that the cell compiles."""
     notebook.good("import torch\nmodel = torch.compile(torch.nn.Linear(4, 1))")

@@ -50,10 +50,10 @@ _FLOATS = frozenset({float, complex})
 _ALIKE = {
     "builtins.type": "type",
     "builtins.function": "function", "builtins.builtin_function_or_method": "function",
-    "torch.utils.data.dataloader.DataLoader": "DataLoader",
+    "torch.utils.data.dataloader.DataLoader": "DataLoader", "torch.Tensor": "Tensor",
 }  # fmt: skip
 """Classes whose objects may be of another one there: a rehearsal's types have metaclasses of its own, its functions are
-Python's; and a registered DataLoader is a delivered one in the ranks."""
+Python's; a registered DataLoader is a delivered one in the ranks, and a sharded tensor a whole one in the notebook."""
 _HELD = (
     ("math", "nan"), ("numpy", "nan"), ("argparse", "SUPPRESS"), ("builtins", "__dict__"), ("dataclasses", "_EMPTY_METADATA"),
     ("sys", "stdout"), ("sys", "stderr"), ("traitlets", "All"),
@@ -257,6 +257,8 @@ class Pickler(BasePickler):
             cls = type(value)
             if cls in ATOMS or value is make or value is fill:  # an unpickler has its own for them
                 continue
+            if cls in self.reader.wrappers:  # the receiver has none
+                continue
             if cls not in _LEAVES or references != _NOBODYS:
                 self.table.objects[first + number] = value
                 self.known[id(value)] = first + number
@@ -272,6 +274,8 @@ class Pickler(BasePickler):
             return "held", *held
         if cls in ATOMS and (cls not in _FLOATS or value == value):
             return None
+        if cls in self.reader.wrappers:
+            value, cls = value.module, type(value.module)
         number = self.known.get(id(value))
         if number is not None:
             self._refers |= number != NAMESPACE

@@ -54,6 +54,7 @@ class Reader:
 
     Attributes:
         functions: the code of the notebook's functions met so far.
+        wrappers: classes of parallel wrappers met, in whose place the module is read.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class Reader:
         self._namespace, self._project = namespace, project
         self._unwrap, self._foreign = unwrap, foreign
         self.functions: list[types.CodeType] = []
+        self.wrappers: set[type] = set()
         self._table = {**copyreg.dispatch_table, **dispatch_table()}
         self._held: dict[str, dict[int, str]] = {}
         self._readers: dict[type, _ReaderOf | None] = {
@@ -102,6 +104,7 @@ class Reader:
         if delivers(cls):
             return lambda value: read_reduced(value, reduce_registered(value) or value.__reduce_ex__(4))
         if self._unwrap and is_wrapper(cls):
+            self.wrappers.add(cls)
             return lambda wrapper: Reading(itself, (wrapper.module,))
         for choose in (tensor_reader, array_reader):
             with_memory = choose(cls)
