@@ -22,7 +22,7 @@ from taas.dataloader_registry import registered
 from taas.delivery.registered import Registration, apply_final, delivering, loaders_in_use, pack_registered
 from taas.engines import EngineChoice
 from taas.engines.chosen import check_installed, chosen
-from taas.engines.local import check_devices, device_in_words, visible_gpus
+from taas.engines.local import check_devices, check_memory, device_in_words, visible_gpus
 from taas.errors import CaptureError, DeliveryError, EngineError, HeaderError, RanksGone
 from taas.header.grammar import RunSpec
 from taas.notebook.background import RunHandle, keep_capture
@@ -103,6 +103,8 @@ def _launch(spec: RunSpec, cell: str, shell: Any, left: KeptRun | None) -> RunHa
     check_room(local=local)
     if local:
         check_devices(spec, len(visible_gpus()))
+    if local and left is None:
+        check_memory(spec.world_size)
     known = registered(shell.user_ns)
     loaders = known if spec.data_vms else []
     with (

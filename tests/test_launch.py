@@ -10,6 +10,9 @@ import sys
 import pytest
 from notebook_harness import Notebook
 
+from taas.engines.local import check_memory
+from taas.errors import EngineError
+
 TORCHRUN = [
     "RANK",
     "LOCAL_RANK",
@@ -89,6 +92,13 @@ def test_a_line_without_a_cell_is_an_error(notebook: Notebook, cell: str, said: 
     assert ran.stderr.startswith("UsageError: ")
     assert ran.stderr.count("\n") == 1
     assert not ran.displays
+
+
+def test_more_ranks_than_there_is_memory_for() -> None:
+    """They are not begun: a machine without memory would end other programs."""
+    check_memory(2)
+    with pytest.raises(EngineError, match="1,000,000 ranks on this machine need 25000 GB of memory"):
+        check_memory(1_000_000)
 
 
 def test_syntax_errors_belong_to_the_notebook(notebook: Notebook) -> None:

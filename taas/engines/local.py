@@ -12,8 +12,10 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 
+import psutil
+
 from taas.engines import AgentConfig, Demand, Machine
-from taas.errors import NotEnoughDevices
+from taas.errors import EngineError, NotEnoughDevices
 from taas.header.options import RunSpec
 from taas.wire.child import Child
 from taas.wire.poll_loop import as_found
@@ -21,6 +23,8 @@ from taas.wording import counted
 
 _END_SECONDS = 5.0
 _LINE_BYTES = 4096
+_RANK_BYTES = 25_000_000
+"""A rank's own memory once it has joined a group; measured with 32 of them."""
 
 
 class LocalMachine:
@@ -154,12 +158,30 @@ def visible_gpus() -> tuple[str, ...]:
 
 
 def check_devices(spec: RunSpec, present: int) -> None:
-    """Refuse a run that needs more GPUs than there are, before anything starts; none at all means a rehearsal."""
+    """Refuse a run that needs more GPUs than there are, before anything starts; none at all means a rehearsal.
+
+    Raises:
+        NotEnoughDevices: saying how many there are.
+    """
     needed = spec.world_size * spec.gpus_per_rank
     if present and needed > present and not spec.rehearse:
         raise NotEnoughDevices(
             f"{needed} GPUs asked for, and this machine has {present}. Ask for {present} or fewer (--gpus auto), "
             "rehearse on CPU ranks (--rehearse), or take an engine with more machines (%taas engine ray ADDRESS)."
+        )
+
+
+def check_memory(ranks: int) -> None:
+    """Refuse more ranks than this machine has memory for, before they hold anything.
+
+    Raises:
+        EngineError: saying what they need, and what there is.
+    """
+    needed, free = ranks * _RANK_BYTES, psutil.virtual_memory().available
+    if needed > free:
+        raise EngineError(
+            f"{ranks:,} ranks on this machine need {needed / 1e9:.0f} GB of memory before they hold anything, and "
+            f"{free / 1e9:.0f} GB are free: nothing was started. Ask for fewer (--gpus)."
         )
 
 
