@@ -61,6 +61,8 @@ def test_a_wrapped_model_is_trained_on(notebook: Notebook) -> None:
         assert ran.stdout == "DistributedDataParallel\n"
         assert notebook.value("net.weight.tolist()") != before
         assert notebook.value("model is net, trainer.model is net") == "True True"
+    ran = notebook.good(KEEP + "model = torch.nn.parallel.DistributedDataParallel(net)")
+    assert not ran.stdout
 
 
 @pytest.mark.parametrize("cell", [

@@ -136,8 +136,8 @@ class Table:
         return found
 
     def numbers(self) -> dict[int, int]:
-        """Return the numbers of the objects by their ids."""
-        return {id(value): number for number, value in self.objects.items()}
+        """Return the numbers of the objects by their ids; the first one's where a parallel wrapper was sent besides."""
+        return {id(value): number for number, value in reversed(self.objects.items())}
 
     def add_leaf(self, number: int, leaf: Any) -> Any:
         """Note a leaf, and its rows."""
