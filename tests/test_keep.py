@@ -65,6 +65,27 @@ def test_a_wrapped_model_is_trained_on(notebook: Notebook) -> None:
     assert not ran.stdout
 
 
+def test_a_sharded_model_is_trained_on(notebook: Notebook) -> None:
+    """It stays in the ranks: that is one line, and another where the notebook's own takes its place there."""
+    notebook.good("import torch\nnet = torch.nn.Sequential(torch.nn.Linear(2, 2))")
+    ran = notebook.good(
+        KEEP + GROUP + "from torch.distributed.fsdp import fully_shard\nfully_shard(net)\n"
+        "opt = torch.optim.SGD(net.parameters(), lr=1.0)"
+    )
+    said = re.findall(r"did not come back: (.*): rank 0 has only a shard of it. Gather it .*\n", ran.stdout)
+    assert [{*names.split(", ")} for names in said] == [{"net", "opt"}]
+    assert ran.stdout.count("did not come back") == ran.stdout.count("shard of it") == 1
+    train = "net(torch.ones(1, 2)).sum().backward()\nopt.step()\nprint(type(net[0].weight).__name__)"
+    for _ in range(2):
+        ran = notebook.good(KEEP + train)
+        assert ran.own == "DTensor\n"
+        assert ran.stdout.count("\n") < 3
+    notebook.good("torch.nn.init.ones_(net[0].weight)")
+    ran = notebook.good(KEEP + "print(type(net[0].weight).__name__)")
+    assert ran.own == "Parameter\n"
+    assert "net: changed in the notebook since the last cell, so it travels anew, without" in ran.stdout
+
+
 @pytest.mark.parametrize("cell", [
     "raise ValueError('wrong')",
     "if dist.get_rank():\n    raise ValueError('wrong')\ndist.barrier()",

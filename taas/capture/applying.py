@@ -12,7 +12,7 @@ from taas.capture import process_state
 from taas.capture.changes import apply_change
 from taas.capture.fingerprint import Fingerprints
 from taas.capture.libraries import join_devices
-from taas.capture.losing import Losses, Paths
+from taas.capture.losing import Losses, Paths, in_few_lines
 from taas.capture.memory import Stretch
 from taas.capture.of_ipython import is_of_ipython
 from taas.capture.payload import Payload
@@ -44,7 +44,7 @@ class Applied:
         cells: file names of the cells whose functions came, with their numbers ``In[n]``.
         there: names that rank 0 has.
         own: of these, names that are something else there.
-        wrapped: of these, names that have a parallel wrapper there around what they have here.
+        wrapped: of these, names that have a parallel wrapper, or shards, there of what they have here.
         table: the objects that both know now.
         memory: the memory that both know now, by region.
         next_region: the number of the region that comes next.
@@ -167,12 +167,13 @@ class _Answer:
                 applied.lost.append(process_state.not_brought(error))
         applied.changed += len({patch.region for patch in header.patches})
         self._compare()
+        applied.lost = in_few_lines(applied.lost, self._preface["sharded"])
         self._note_what_is_known()
         return applied
 
     def _note_what_is_known(self) -> None:
         applied, preface = self._applied, self._preface
-        applied.there, applied.wrapped = preface["there"], preface["wrapped"]
+        applied.there, applied.wrapped = preface["there"], [*preface["wrapped"], *preface["sharded"]]
         unbound = {name for name in self._payload.header.names if name} - {*applied.rebound}
         applied.own = [*preface["own"], *unbound]
         applied.table = self._before.cut(range(self._before.next_leaf + 1, self._before.next))

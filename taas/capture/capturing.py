@@ -212,7 +212,7 @@ class Capture:
         if unwrapped := self._held.unwrapped(self.sizes):
             found.append(
                 f"{', '.join(unwrapped)}: changed in the notebook since the last cell, so it travels anew, without the "
-                "parallel wrapper that the ranks had around it; wrap it again before it is trained."
+                "parallel wrapper or the sharding that it had in the ranks; wrap it again before it is trained."
             )
         if self._detached:
             names = ", ".join(self._detached)

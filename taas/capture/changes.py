@@ -11,7 +11,7 @@ from __future__ import annotations
 import marshal
 import operator
 import types
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from taas.capture.containers import items_of, put_items
@@ -137,6 +137,7 @@ class Notes:
         rows: leaves of rows: the number of the first of the rows, which count downwards, and the rows.
         namespace: the globals of the notebook's functions.
         project: the folder whose modules hold data of the notebook.
+        told: the numbers of those of which an earlier cell said it, if they cannot come back.
     """
 
     def __init__(
@@ -145,6 +146,8 @@ class Notes:
         rows: list[tuple[int, tuple[Any, ...]]],
         namespace: dict[str, Any],
         project: str,
+        *,
+        told: Container[int] = (),
     ) -> None:
         self._objects, self._rows = objects, [(first, items, _digests(items)) for first, items in rows]
         self._known = {*map(id, objects.values())}
@@ -164,7 +167,7 @@ class Notes:
                 try:
                     self._notes[number] = self._steady(number, value)
                 except Exception as error:  # a user's __getstate__ may raise anything: it cannot come back
-                    self._notes[number] = error
+                    self._notes[number] = None if number in told else error
 
     def _steady(self, number: int, value: Any) -> _Note | None:
         """Return a note without what a state says anew each time it is asked (matplotlib's counters of callbacks)."""

@@ -10,14 +10,16 @@ from __future__ import annotations
 import collections
 import contextlib
 import gc
+import re
 import types
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Collection, Container, Iterable, Iterator
 from itertools import islice
 from typing import Any, NamedTuple
 
 from taas.capture.looking import Looker
 from taas.capture.reader import Reader
 from taas.capture.reading import is_atom
+from taas.capture.tensors import ONLY_A_SHARD
 
 _DEPTH = 40
 _WIDTH = 10_000
@@ -110,6 +112,14 @@ def _failure(value: Any, write: Callable[[Any], Exception | None]) -> str | None
     except Exception as raised:  # whatever a user's __reduce__ or __getstate__ raises
         error = raised
     return None if error is None else f"{type(error).__name__}: {error}".partition("\n")[0]
+
+
+def in_few_lines(lost: Iterable[str], sharded: Collection[str] = ()) -> list[str]:
+    """Say once of names that ranks have shards of that they have: whatever parts of them could not come, it is for that."""
+    names = {line: re.match(r"\w*", line)[0] for line in lost}  # type: ignore[index]
+    shards = {name: None for line, name in names.items() if name in sharded or ONLY_A_SHARD in line}
+    once = [f"{', '.join(shards)}: {ONLY_A_SHARD}"] if shards else []
+    return once + [line for line, name in names.items() if name not in shards]
 
 
 # ---------------------------------------------------------------- what cannot be rebuilt

@@ -36,7 +36,7 @@ from taas.capture.reading import (
     read_plain,
     read_reduced,
 )  # fmt: skip
-from taas.capture.tensors import is_tensor, memory_of_tensor, tensor_reader, whole_of
+from taas.capture.tensors import is_sharded, is_tensor, memory_of_tensor, tensor_reader, whole_of
 from taas.delivery.registered import delivers, reduce_registered
 
 _ReaderOf = Callable[[Any], Reading | None]
@@ -189,6 +189,14 @@ def is_wrapper(cls: type) -> bool:
         return True
     parallel = sys.modules.get("torch.nn.parallel")
     return parallel is not None and issubclass(cls, (parallel.DistributedDataParallel, parallel.DataParallel))
+
+
+def holds_shards(value: Any) -> bool:
+    """Tell whether this is a model whose parameters are sharded over the ranks."""
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(value, torch.nn.Module):
+        return False
+    return any(is_sharded(type(part)) for part in value.parameters())
 
 
 def _leaves_out(cls: Any) -> bool:

@@ -19,7 +19,7 @@ from taas.capture.payload import write_file
 from taas.capture.pickling import Pickler, Table, check_of, early
 from taas.capture.places import place_of
 from taas.capture.process_state import not_brought
-from taas.capture.reader import is_wrapper
+from taas.capture.reader import holds_shards, is_wrapper
 
 if TYPE_CHECKING:
     from taas.capture.arriving import Arrival
@@ -80,6 +80,7 @@ class Packing:
             "there": [*self._visible],
             "own": [*arrival.untold, *(name for name in rebound if name not in names)],
             "wrapped": [name for name, item in self._visible.items() if is_wrapper(type(item))],
+            "sharded": [name for name, item in self._visible.items() if holds_shards(item)],
             "next": (pickler.table.next, pickler.table.next_leaf),
         }
         fd = write_file(pickler, names, answer, list(arrival.patches()))[0]
@@ -174,6 +175,8 @@ class Packing:
         self._checks: dict[int, int] = {}
         for number, change in notes.changes(self._arrival.wanted):
             value = self._table.objects[number]
+            if (was := notes.was(number)) is not None:
+                self._checks[number] = check_of(was)
             if isinstance(change, Exception):
                 path = self._paths.path_to(value, self._visible)
                 self._lost.append(f"{path}: {type(change).__name__}: {change}")
@@ -181,8 +184,6 @@ class Packing:
                 self._replaced[id(value)] = value
             else:
                 found[number] = change
-                if (was := notes.was(number)) is not None:
-                    self._checks[number] = check_of(was)
         if self._replaced:
             found |= dict.fromkeys(self._holders(), Change(anew=False))
         return found

@@ -22,6 +22,10 @@ from taas.capture.reading import Reading, itself, read_reduced
 if TYPE_CHECKING:
     import torch
 
+ONLY_A_SHARD = (
+    "rank 0 has only a shard of it. Gather it in the cell, in all ranks: tensor.full_tensor(), or for a model "
+    "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)) of torch.distributed.checkpoint.state_dict"
+)
 _SHARDED = {"torch.distributed.tensor.DTensor", "torch.distributed._shard.sharded_tensor.api.ShardedTensor"}
 
 
@@ -272,8 +276,4 @@ def refuse_flat_shard(tensor: Any) -> None:
 
 
 def _refuse_shard() -> NoReturn:
-    raise pickle.PicklingError(
-        "rank 0 has only a shard of it. Gather it in the cell, in all ranks: tensor.full_tensor(), or for a model "
-        "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)) of "
-        "torch.distributed.checkpoint.state_dict"
-    )
+    raise pickle.PicklingError(ONLY_A_SHARD)
