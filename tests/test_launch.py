@@ -284,6 +284,14 @@ def test_what_cannot_come_back_is_one_line(notebook: Notebook) -> None:
     assert notebook.value("fine") == "3"
 
 
+def test_what_comes_back_as_what_its_module_has(notebook: Notebook) -> None:
+    """That is how its class has it (Lightning's loaders hold one): no line says that it did not come back."""
+    ran = notebook.good(
+        "#pragma taas --gpus 2\nfrom torch.utils._pytree import LeafSpec\nspecs = [LeafSpec()]"
+    )
+    assert not ran.stdout
+
+
 def test_what_a_cell_began_is_ended_as_at_the_end_of_a_program(notebook: Notebook) -> None:
     """Threads and executors finish, names are as they left them, and what was written to files is in them."""
     notebook.good(

@@ -108,10 +108,12 @@ class Looker:
             named = getattr(value, "__name__", None)  # a rehearsal's functions are of another class
             named = (named,) if named else (name, repr(value) if cls.__module__ == "torch" else "")
             return Glance(named, named=True)
+        named = reading.constructor is from_module
+        if named or not (reading.arguments or reading.state or content):  # there, it may be the one that a module has
+            return Glance((name,), named=named)
         made = getattr(reading.constructor, "__qualname__", "")
         parts = self._parts(value, reading, arguments=content is None)
-        named = reading.constructor is from_module
-        return Glance((name, made, content), parts, reading.setter is set_by_protocol, named)
+        return Glance((name, made, content), parts, reading.setter is set_by_protocol)
 
     def _of_known_type(self, value: Any) -> Glance | None:
         """Look at a plain value, memory or a builtin container; None for anything else."""
