@@ -211,8 +211,9 @@ class Capture:
         ]
         if unwrapped := self._held.unwrapped(self.sizes):
             found.append(
-                f"{', '.join(unwrapped)}: changed in the notebook since the last cell, so it travels anew, without the "
-                "parallel wrapper or the sharding that it had in the ranks; wrap it again before it is trained."
+                f"{', '.join(unwrapped)}: changed in the notebook since the last cell, or shares objects with what did. So it "
+                "travels anew, without the parallel wrapper or the sharding that it had in the ranks; wrap it again before "
+                "it is trained."
             )
         if self._detached:
             names = ", ".join(self._detached)

@@ -109,7 +109,9 @@ class Looker:
             named = (named,) if named else (name, repr(value) if cls.__module__ == "torch" else "")
             return Glance(named, named=True)
         named = reading.constructor is from_module
-        if named or not (reading.arguments or reading.state or content):  # there, it may be the one that a module has
+        if named or not (
+            reading.arguments or reading.state or content
+        ):  # there, it may be the one that a module has
             return Glance((name,), named=named)
         made = getattr(reading.constructor, "__qualname__", "")
         parts = self._parts(value, reading, arguments=content is None)
