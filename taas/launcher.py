@@ -23,7 +23,7 @@ from taas.delivery.registered import Registration, apply_final, delivering, load
 from taas.engines import EngineChoice
 from taas.engines.chosen import check_installed, chosen
 from taas.engines.local import check_devices, check_memory, device_in_words, visible_gpus
-from taas.errors import CaptureError, DeliveryError, EngineError, HeaderError, RanksGone
+from taas.errors import CaptureError, DeliveryError, EngineError, HeaderError, RanksGone, RunFailed
 from taas.header.grammar import RunSpec
 from taas.notebook.background import RunHandle, keep_capture
 from taas.notebook.cell_output import say
@@ -228,17 +228,18 @@ def notebook_path(shell: Any) -> str:
     return str(shell.user_ns.get("__vsc_ipynb_file__") or os.environ.get("JPY_SESSION_NAME", ""))
 
 
-def debug_kept(shell: Any) -> bool:
-    """Open the debugger in the kept rank that the notebook's last error is from; returns whether there is one."""
+def debug_rank(shell: Any) -> bool:
+    """Open the debugger in the kept rank that the notebook's last error is from; returns whether that is a rank's."""
     error = getattr(sys, "last_value", None)
-    first = None if _kept is None else _kept.record.first
-    if (
-        _kept is None
-        or first is None
-        or first.outcome != "raised"
-        or getattr(error, "run", "") != _kept.record.name
-    ):
+    if not isinstance(error, RunFailed):
         return False
+    first = None if _kept is None or _kept.record.name != error.run else _kept.record.first
+    if _kept is None or first is None or first.outcome != "raised":
+        say(
+            f"the ranks of {error.run} have ended, and with them the frames of its error. With --post-mortem in the header "
+            "the debugger opens at once; with --keep the ranks stay, and %debug opens it there"
+        )
+        return True
     spec = replace(_kept.spec, name=None, units=None, data_vms=0, prebuffer=None)
     in_that_rank = f"__import__('os').environ['RANK'] == '{first.rank}'"
     launch(spec, f"if {in_that_rank}:\n    get_ipython().run_line_magic('debug', '')", shell)

@@ -99,8 +99,8 @@ class TaasMagics(Magics):
 
     @line_magic("debug")
     def debug(self, line: str) -> None:
-        """IPython's ``%debug``; after a cell with ``--keep`` that failed, in the rank that did."""
-        if line.strip() or not _frontend().debug_kept(self.shell):
+        """IPython's ``%debug``; after a cell that failed in ranks, in the rank that did, if that was kept."""
+        if line.strip() or not _frontend().debug_rank(self.shell):
             self._native_debug(line)
 
 

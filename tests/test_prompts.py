@@ -183,3 +183,12 @@ def test_debug_opens_the_rank_that_failed(notebook: Notebook) -> None:
     notebook.answer("q")
     notebook.end()
     notebook.run("%taas release")
+
+
+def test_debug_says_that_the_ranks_have_ended(notebook: Notebook) -> None:
+    """Without --keep the frames of a cell's error are gone; those of taas are of no use to anybody."""
+    notebook.run("#pragma taas --gpus 2 --name gone\n1 / 0")
+    assert (
+        "the ranks of gone have ended, and with them the frames of its error"
+        in notebook.good("%debug").stdout
+    )

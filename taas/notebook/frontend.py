@@ -13,7 +13,7 @@ from taas.dataloader_registry import registered
 from taas.engines.local import visible_gpus
 from taas.errors import HeaderError
 from taas.header.grammar import HeaderText, has_code, parse_header
-from taas.launcher import debug_kept, launch, notebook_path
+from taas.launcher import debug_rank, launch, notebook_path
 from taas.notebook.background import RunHandle, attach
 from taas.notebook.cell_output import CellOutput, Screen
 from taas.notebook.live_view import LiveTable
@@ -22,7 +22,7 @@ from taas.notebook.tables import Shown
 from taas.runs.records import RunRecord, in_words
 from taas.wording import visible
 
-__all__ = ["NotebookFrontend", "check_syntax", "debug_kept", "do", "run_cell"]
+__all__ = ["NotebookFrontend", "check_syntax", "debug_rank", "do", "run_cell"]
 
 _NO_FRAME = 1 << 30
 """Where no frame is: names in a header are the notebook's, not those of a function of IPython."""
