@@ -69,7 +69,6 @@ class Arrival:
                 self._owed = before.changed_memory({n for n in known if not before.is_asked(n)})
             self._untold_before = before if before.wanted is not None else None
             before.close()
-        self._from_before = {*self.table.objects}
         self.memory: MemoryTable = self.payload.mapped(device, known)
         self.next_region = self.payload.next_region
         self.names = self.payload.header.names
@@ -119,10 +118,9 @@ class Arrival:
 
     def mark(self) -> None:
         """Take the state that changes are found against, right before the cell runs."""
+        told = numbers_in(self.payload.preface["held"]["numbers"])
         with no_collection():
-            self.notes = Notes(
-                self.table.objects, self.table.rows, self._namespace, self.project, told=self._from_before
-            )
+            self.notes = Notes(self.table.objects, self.table.rows, self._namespace, self.project, told=told)
         self.names_before = {
             **self._namespace,
             **data_of_modules(self.project),
