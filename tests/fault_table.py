@@ -137,7 +137,7 @@ def table() -> list[Fault]:
         Fault("training", "supervisor", "EMFILE", "interrupt", ("KeyboardInterrupt", *lost)),
         Fault("delivering", "coordinator", "EMFILE", "goes on", ("", *lost, *failed)),
         Fault("delivering", "data agent", "EMFILE", "goes on", ("", *lost)),
-        Fault("idle", "agent", "EMFILE", "goes on", ("", *lost)),
+        Fault("idle", "agent", "EMFILE", "goes on", ("",)),
         Fault("kept", "agent", "EMFILE", "goes on", ("", *lost)),
     ]
     return stopped + killed + starved

@@ -23,7 +23,7 @@ import pytest
 import torch
 import zmq
 from delivery_run import DeliveryRun
-from notebook_harness import SWEEPER, Notebook, Processes, gone
+from notebook_harness import Notebook, Processes, gone
 from ranks_harness import run_ranks, warm  # noqa: F401
 from stranger import Bomb, as_stranger, doors, only_as_root, private, try_all
 from torch.utils.data import DataLoader
@@ -79,6 +79,7 @@ LIMIT = 64 << 20
 def everybody(found: Processes) -> list[psutil.Process]:
     """All processes of taas for a notebook."""
     kinds = (
+        found.sweepers,
         found.supervisor,
         found.agents,
         found.forkservers,
@@ -96,8 +97,6 @@ def public() -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix="public-", dir="/tmp"))
     folder.chmod(0o1777)
     yield folder
-    everywhere = psutil.Process().children(recursive=True)
-    assert gone([child for child in everywhere if child.name() == SWEEPER])  # it takes the folder away
     left = list(folder.glob("taas-*"))
     shutil.rmtree(folder)
     assert not left, "the notebook left a folder"

@@ -80,7 +80,11 @@ class Spares:
         if not self._waiting and not self._wanted:
             return
         now = time.monotonic()
-        if now > self._until or _memory_is_short():
+        try:
+            short = _memory_is_short()
+        except OSError:  # no descriptor is left: another look may have one
+            return
+        if now > self._until or short:
             self.end()
         elif self._missing and now >= self._from and all(spare.ready for spare in self._waiting):
             self._make_one()
