@@ -168,7 +168,7 @@ def test_functions_of_earlier_cells_are_looked_through() -> None:
 
 
 def test_methods_of_earlier_classes_are_looked_through() -> None:
-    """An instance brings what its class's methods, properties and bases use."""
+    """An instance brings its class and bases, by whose names pickle finds them, and what their methods and properties use."""
     namespace: dict[str, Any] = {"__name__": "__main__", "k": 1, "m": 2, "p": 3}
     exec(
         "class A:\n    def f(self): return k\n"
@@ -176,8 +176,8 @@ def test_methods_of_earlier_classes_are_looked_through() -> None:
         "b = B()\ninside = {'x': [b]}",
         namespace,
     )
-    assert {"k", "m", "p"} == needs_of("b", namespace).maybe
-    assert {"k", "m", "p"} == needs_of("inside", namespace).maybe
+    assert {"k", "m", "p", "A", "B"} == needs_of("b", namespace).maybe
+    assert {"k", "m", "p", "A", "B"} == needs_of("inside", namespace).maybe
     assert {"k"} == needs_of("A()", namespace).maybe
 
 

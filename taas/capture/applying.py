@@ -218,7 +218,7 @@ class _Answer:
             try:
                 where = found.difference(value, name, theirs, opened=not name)
             except Exception as error:  # what is read by a user's own protocol may raise
-                where = f" ({first_line(error)})"
+                where = f"{name} ({first_line(error)})"
             if where is not None:
                 self._applied.lost.append(
                     f"{'' if name else self._path(value)}{where}: it is not what rank 0 had, for the way its class is "

@@ -112,19 +112,19 @@ class Capture:
     # ------------------------------------------------------------ packing
 
     def _pack(self) -> None:
-        """Write the names, with those that their functions turn out to use."""
+        """Write the names, with those that their functions turn out to use, and those of their classes."""
         needs, namespace = self._needs, self._namespace
         waiting = sorted((needs.sure | needs.maybe) - self._held.names)
         met = {*waiting, *self._held.names}
         while waiting:
             waiting.sort(key=lambda name: not isinstance(namespace[name], _CODE))
             name = waiting.pop(0)
-            functions = len(self._pickler.reader.functions)
+            met_before = len(self._pickler.reader.names)
             error = self._add(name)
             if error is not None:
                 self.left_behind[name] = self._why(name, error)
                 continue
-            used = sorted(self._pickler.wanted(functions) - met - needs.settled)
+            used = sorted(self._pickler.wanted(met_before) - met - needs.settled)
             new = [name for name in used if name in namespace and not is_of_ipython(name, namespace[name])]
             waiting += new
             met.update(new)

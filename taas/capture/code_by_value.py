@@ -67,6 +67,14 @@ def global_names(code: types.CodeType) -> frozenset[str]:
     return known
 
 
+def defined_name(code: types.FunctionType | type) -> str:
+    """Return the name that a function or class was defined under in its module, or that of the class that it is in.
+
+    That is what pickle looks it up by. Empty for what was defined in a function.
+    """
+    return "" if "<locals>" in code.__qualname__ else code.__qualname__.partition(".")[0]
+
+
 # ---------------------------------------------------------------- closures
 
 
@@ -165,7 +173,7 @@ def read_class(cls: type) -> Reading | None:
     inherited = [base.__dict__ for base in cls.__mro__[1:]]
     again = {n for n, v in cls.__dict__.items() if any(base.get(n, reduced) is v for base in inherited)}
     own = {n: told.get(n, value) for n, value in cls.__dict__.items() if n in told or n in again}
-    return _with_slots(
+    return _with_name_and_slots(
         cls, reduced[0], reduced[1], {**own, **{n: v for n, v in told.items() if n not in own}}, slots
     )
 
@@ -209,22 +217,25 @@ def _without_hooks(bases: tuple[Any, ...]) -> Iterator[None]:
             type.__setattr__(cls, "__init_subclass__", hook)
 
 
-def _with_slots(
+def _with_name_and_slots(
     cls: type, constructor: Any, arguments: Any, attributes: dict[str, Any], slots: Any
 ) -> Reading:
-    """Have the class made by :func:`_make_class` with its slots; cloudpickle sets them afterwards, to no effect.
+    """Have the class made by :func:`_make_class` with its full name and its slots.
 
-    ``typing.NamedTuple`` makes them itself, and refuses to be told.
+    Of these, cloudpickle forgets the one, and sets the others afterwards, to no effect. ``typing.NamedTuple`` makes slots
+    itself, and refuses to be told.
     """
     if constructor is not _cloudpickle._make_skeleton_class:
         return Reading(constructor, arguments, _set_class, (attributes, slots), (".", "."))
+    meta, name, bases, keywords, *rest = arguments
+    keywords = {**keywords, "__qualname__": cls.__qualname__}
     told = typing.NamedTuple not in cls.__dict__.get("__orig_bases__", ())
     if told and "__slots__" in cls.__dict__:
-        meta, name, bases, keywords, *rest = arguments
-        arguments = (meta, name, bases, {**keywords, "__slots__": cls.__dict__["__slots__"]}, *rest)
+        keywords["__slots__"] = cls.__dict__["__slots__"]
         others = [pair for pair in attributes.items() if not isinstance(pair[1], types.MemberDescriptorType)]
         attributes = {key: value for key, value in others if key != "__slots__"}
-    return Reading(_make_class, arguments, _set_class, (attributes, slots), (".", "."))
+    made = (meta, name, bases, keywords, *rest)
+    return Reading(_make_class, made, _set_class, (attributes, slots), (".", "."))
 
 
 @contextlib.contextmanager

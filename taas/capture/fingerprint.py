@@ -104,10 +104,16 @@ class Fingerprints:
                 path = here
 
     def _look(self, part: Any) -> Glance:
-        """Look at a part; libraries make views of arrays that arrive, and drawing changes what is in a figure."""
+        """Look at a part; libraries make views of arrays that arrive, and drawing changes what is in a figure.
+
+        Bytes that a protocol makes are what it has pickled by itself: of the same objects, not always the same.
+        """
         if is_array(part) and part.dtype.hasobject:
             return Glance((type(part).__qualname__, part.shape), labelled("[]", part.ravel().tolist()))
         look = self._looker.look(part)
+        if look.asked:
+            parts = ((label, bytes if type(inner) is bytes else inner) for label, inner in look.parts)
+            look = look._replace(parts=parts)
         return look._replace(parts=()) if type(part).__module__.startswith("matplotlib.") else look
 
 

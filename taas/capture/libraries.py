@@ -87,7 +87,8 @@ def _set_optimizer(optimizer: Any, state: tuple[dict[str, Any]]) -> None:
     optimizer.__dict__.update(*state)
     if step is not None:
         optimizer.step = step
-    optimizer._patch_step_function()
+    if "_zero_grad_profile_name" in optimizer.__dict__:  # that comes of it
+        optimizer._patch_step_function()
     _rebuilt.add(optimizer)
 
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-from taas.capture.code_by_value import global_names
+from taas.capture.code_by_value import defined_name, global_names
 from taas.capture.execution import bound_by, codes_in, steps_of, words_in
 from taas.capture.of_ipython import is_of_ipython, python_of
 from taas.capture.spelled_out import ANY, SpelledOut
@@ -173,7 +173,7 @@ _NO_CODE = (types.ModuleType, types.CodeType, str, bytes, int, float, complex, t
 
 
 def _names_used_by(value: Any, namespace: Mapping[str, Any]) -> _Names:
-    """Return the names that functions and classes of the notebook in a value use."""
+    """Return the names that functions and classes of the notebook in a value use, and that pickle finds them by."""
     names: set[str] = set()
     seen = {id(namespace)}
     waiting = collections.deque([value])
@@ -182,9 +182,11 @@ def _names_used_by(value: Any, namespace: Mapping[str, Any]) -> _Names:
         if isinstance(part, _NO_CODE) or id(part) in seen:
             continue
         seen.add(id(part))
+        if isinstance(part, type) and part.__module__ == "__main__":
+            names.add(defined_name(part))
         if isinstance(part, types.FunctionType):
             if part.__globals__ is namespace:
-                names |= global_names(part.__code__) | _looked_up_by(part.__code__)
+                names |= {defined_name(part), *global_names(part.__code__), *_looked_up_by(part.__code__)}
             waiting += (part.__closure__, part.__dict__, part.__defaults__, part.__kwdefaults__)
         else:
             waiting += _parts(part)
@@ -195,9 +197,9 @@ def _parts(value: Any) -> Iterable[Any]:
     if isinstance(value, type) and value.__module__ != "__main__":
         return ()
     if isinstance(value, dict):
-        return islice(value.values(), _ITEMS)
+        return (type(value), *islice(value.values(), _ITEMS))
     if isinstance(value, (list, tuple, set, frozenset)):
-        return islice(value, _ITEMS)
+        return (type(value), *islice(value, _ITEMS))
     return gc.get_referents(value)
 
 

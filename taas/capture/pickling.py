@@ -29,7 +29,7 @@ from collections.abc import Callable, Container, Iterable, Iterator
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from taas.capture.code_by_value import BasePickler, global_names
+from taas.capture.code_by_value import BasePickler
 from taas.capture.losing import Losses, Lost, fill, make
 from taas.capture.memory import DeviceMemory, MemoryTable, SentMemory
 from taas.capture.reader import Reader
@@ -335,8 +335,8 @@ class Pickler(BasePickler):
     # ------------------------------------------------------------ what was written
 
     def wanted(self, since: int = 0) -> set[str]:
-        """Return names that the notebook's functions use, from the ``since``-th on."""
-        return {name for code in self.reader.functions[since:] for name in global_names(code)}
+        """Return names that the notebook's functions use, and that they and its classes have, from the ``since``-th on."""
+        return set().union(*self.reader.names[since:])
 
     def sources(self) -> dict[str, tuple[int, list[str]]]:
         """Return the text of the cells that the functions met so far were defined in."""

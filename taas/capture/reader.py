@@ -12,7 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from taas.capture.arrays import array_reader, is_array, memory_of_array
-from taas.capture.code_by_value import READERS, dispatch_table, read_class, read_function, read_of_module
+from taas.capture.code_by_value import (
+    READERS,
+    defined_name,
+    dispatch_table,
+    global_names,
+    read_class,
+    read_function,
+    read_of_module,
+)
 from taas.capture.containers import (
     container_reader,
     read_exception,
@@ -54,6 +62,7 @@ class Reader:
 
     Attributes:
         functions: the code of the notebook's functions met so far.
+        names: what each of them, and of its classes, uses, and by which name pickle finds it.
         wrappers: classes of parallel wrappers met, in whose place the module is read.
     """
 
@@ -68,6 +77,7 @@ class Reader:
         self._namespace, self._project = namespace, project
         self._unwrap, self._foreign = unwrap, foreign
         self.functions: list[types.CodeType] = []
+        self.names: list[set[str]] = []
         self.wrappers: set[type] = set()
         self._table = {**copyreg.dispatch_table, **dispatch_table()}
         self._held: dict[str, dict[int, str]] = {}
@@ -96,7 +106,7 @@ class Reader:
 
     def _reader_for(self, cls: Any) -> _ReaderOf | None:
         if issubclass(cls, type):
-            return read_class
+            return self._class
         if issubclass(cls, types.ModuleType):
             return self._module
         if stays(cls):
@@ -158,9 +168,16 @@ class Reader:
         known = module_named(module.__name__) is module
         return Reading(import_or_stand_in, (module.__name__,)) if known else self._by_protocol(module)
 
+    def _class(self, cls: type) -> Reading | None:
+        reading = read_class(cls)
+        if reading is not None and cls.__module__ == "__main__":
+            self.names.append({defined_name(cls)})
+        return reading
+
     def _function(self, function: types.FunctionType) -> Reading | None:
         if function.__globals__ is self._namespace:
             self.functions.append(function.__code__)
+            self.names.append({defined_name(function), *global_names(function.__code__)})
         elif "__name__" in function.__globals__:  # else it is a dict that ``exec`` was given
             return read_of_module(function) or self._foreign(function)
         return read_function(function, function.__globals__)
