@@ -1,4 +1,4 @@
-"""Containers: their items, and the insides of their subclasses; views of memory, exceptions, weak references.
+"""Containers: their items, and the insides of their subclasses; iterators, views of memory, exceptions, weak references.
 
 Items are put by the methods of the built-in class, so that no method of a subclass runs that may need what is not
 there yet; a cell's own ``__setitem__`` ran when the cell put them.
@@ -130,6 +130,36 @@ def _make(cls: Any, given: Any) -> Any:
 def _fill(value: Any, state: tuple[Any, Any, tuple[Any, ...]]) -> None:
     set_insides(value, state[:2])
     put_items(value, state[2])
+
+
+# ---------------------------------------------------------------- iterators of dicts and sets
+
+
+def _iterate_keys(items: list[Any]) -> Any:
+    return iter(dict.fromkeys(items))
+
+
+def _iterate_values(items: list[Any]) -> Any:
+    return iter(dict(enumerate(items)).values())
+
+
+def _iterate_pairs(items: list[tuple[Any, Any]]) -> Any:
+    return iter(dict(items).items())
+
+
+def _iterate_set(items: list[Any]) -> Any:
+    return iter(set(items))
+
+
+_ITERATORS = {type(make([])): make for make in (_iterate_keys, _iterate_values, _iterate_pairs, _iterate_set)}
+
+
+def _read_iterator(iterator: Any) -> Reading:
+    """Read an iterator as one of what is left; pickle makes a list's of it, which is of another class."""
+    return Reading(_ITERATORS[type(iterator)], iterator.__reduce__()[1])
+
+
+ITERATOR_READERS = dict.fromkeys(_ITERATORS, _read_iterator)
 
 
 # ---------------------------------------------------------------- views of memory

@@ -16,6 +16,7 @@ import functools
 import gc
 import inspect
 import linecache
+import re
 import types
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -183,14 +184,24 @@ def _names_used_by(value: Any, namespace: Mapping[str, Any]) -> _Names:
             continue
         seen.add(id(part))
         if isinstance(part, type) and part.__module__ == "__main__":
-            names.add(defined_name(part))
+            names |= {defined_name(part), *_words_in_annotations(part)}
         if isinstance(part, types.FunctionType):
             if part.__globals__ is namespace:
                 names |= {defined_name(part), *global_names(part.__code__), *_looked_up_by(part.__code__)}
+                names |= _words_in_annotations(part)
             waiting += (part.__closure__, part.__dict__, part.__defaults__, part.__kwdefaults__)
         else:
             waiting += _parts(part)
     return frozenset(names)
+
+
+def _words_in_annotations(code: types.FunctionType | type) -> set[str]:
+    """Return the words of annotations that are texts: ``typing.get_type_hints`` looks them up as names."""
+    if getattr(code, "__annotate__", None) is not None:  # made where somebody asks (Python 3.14), by code
+        return set()
+    annotations = vars(code).get("__annotations__") if isinstance(code, type) else code.__annotations__
+    texts = [text for text in (annotations or {}).values() if isinstance(text, str)]
+    return {*re.findall(r"\w+", " ".join(texts))}
 
 
 def _parts(value: Any) -> Iterable[Any]:

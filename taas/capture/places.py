@@ -18,8 +18,10 @@ from taas.import_hooks import after_import
 _NUMPY = "numpy.get_printoptions()['formatter']"
 _PANDAS = "pandas.options."
 _PRINTERS = "get_ipython().display_formatter.formatters["
+_SAFE = "torch.serialization.get_safe_globals()"
 _OF_KERNELS = ("IPython.", "ipykernel.", "matplotlib_inline.")
 _printers: dict[str, dict[Any, Any]] = {}
+_safe: dict[str, list[Any]] = {}
 """As they stood among the names last: it is the same object each time."""
 
 
@@ -115,6 +117,37 @@ def _put_printers(name: str, told: dict[Any, Any] | None, before: Any) -> None:
     _printers[name] = told
 
 
+# ---------------------------------------------------------------- what torch may unpickle
+
+
+def _own_safe_globals(serialization: ModuleType) -> list[Any]:
+    """Return what ``add_safe_globals`` was told, but for what torch tells itself where it is imported."""
+    told: list[Any] = getattr(serialization, "get_safe_globals", list)()
+    of = {id(entry): entry[0] if isinstance(entry, tuple) else entry for entry in told}
+    return [entry for entry in told if not (of[id(entry)].__module__ or "").startswith("torch.")]
+
+
+def _taken_safe_globals(serialization: ModuleType) -> dict[str, Any]:
+    own = _own_safe_globals(serialization)
+    if own and {*own} != {*_safe.get(_SAFE, ())}:
+        _safe.setdefault(_SAFE, [])[:] = own
+    return {_SAFE: _safe[_SAFE]} if own else {}
+
+
+def _put_safe_globals(name: str, told: list[Any] | None, before: Any) -> None:
+    del before
+    _safe[name] = [] if told is None else told
+
+    def put(serialization: ModuleType) -> None:
+        own = {*_own_safe_globals(serialization)}
+        if own != {*_safe[name]}:
+            others = [entry for entry in serialization.get_safe_globals() if entry not in own]
+            serialization.clear_safe_globals()
+            serialization.add_safe_globals([*others, *_safe[name]])
+
+    after_import("torch.serialization", put)
+
+
 _LOOKS = "The ranks show values without it."
 _PLACES = (
     LibraryPlace(loggers.NAME, "logging", lambda _: loggers.lists_of_loggers(), loggers.put_list,
@@ -122,4 +155,6 @@ _PLACES = (
     LibraryPlace(_NUMPY, "numpy", _numpy_formatter, _put_numpy_formatter, _LOOKS),
     LibraryPlace(_PANDAS, "pandas", _options_of_pandas, _put_option_of_pandas, _LOOKS),
     LibraryPlace(_PRINTERS, "IPython", _taken_printers, _put_printers, _LOOKS),
+    LibraryPlace(_SAFE, "torch.serialization", _taken_safe_globals, _put_safe_globals,
+          "torch.load(…, weights_only=True) refuses them in the ranks."),
 )  # fmt: skip

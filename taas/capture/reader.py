@@ -22,6 +22,7 @@ from taas.capture.code_by_value import (
     read_of_module,
 )
 from taas.capture.containers import (
+    ITERATOR_READERS,
     container_reader,
     read_exception,
     read_proxy,
@@ -89,6 +90,7 @@ class Reader:
             memoryview: read_view,
             types.MappingProxyType: read_proxy,
             **READERS,
+            **ITERATOR_READERS,
             **dict.fromkeys((*ATOMS, types.BuiltinFunctionType, types.CodeType)),
         }
 

@@ -87,7 +87,15 @@ def read_insides(value: Any, *members: str) -> tuple[Any, tuple[tuple[str, Any],
     """Return an object's own ``__dict__`` (None without), and its slots, and members kept in C, with their values."""
     slots = (*_slot_names(type(value)), *members) if members else _slot_names(type(value))
     attributes = value.__dict__ if type(value).__dictoffset__ else None
-    return attributes, tuple((name, getattr(value, name, Unset)) for name in slots) if slots else ()
+    return attributes, tuple((name, _in_slot(value, name)) for name in slots) if slots else ()
+
+
+def _in_slot(value: Any, name: str) -> Any:
+    """Return what a slot has, past whatever its class does with attributes: ``__getattr__`` may use slots that are empty yet."""
+    try:
+        return object.__getattribute__(value, name)
+    except AttributeError:
+        return Unset
 
 
 def set_insides(value: Any, insides: tuple[Any, tuple[tuple[str, Any], ...]]) -> None:
@@ -98,7 +106,7 @@ def set_insides(value: Any, insides: tuple[Any, tuple[tuple[str, Any], ...]]) ->
     for name, item in slots:
         if item is not Unset:
             object.__setattr__(value, name, item)
-        elif hasattr(value, name):
+        elif _in_slot(value, name) is not Unset:
             object.__delattr__(value, name)
 
 
