@@ -4,7 +4,8 @@ The cell is spelled out (:mod:`~taas.capture.spelled_out`) and compiled, and its
 (:mod:`~taas.capture.execution`). A name that is surely bound before its first read is not needed: else the second run of a
 cell would ship the first run's model. A name that is read whatever happens is *surely* needed; one that is read in a branch,
 in a function or by a text, *maybe*. The body of a function counts where its name is read, as it can run from there on;
-the same holds for functions and classes of earlier cells.
+the same holds for functions and classes of earlier cells. What an object holds of them has its name with it: pickle looks
+it up by that.
 """
 
 from __future__ import annotations
@@ -207,10 +208,11 @@ def _words_in_annotations(code: types.FunctionType | type) -> set[str]:
 def _parts(value: Any) -> Iterable[Any]:
     if isinstance(value, type) and value.__module__ != "__main__":
         return ()
+    own = (type(value),) if type(value).__module__ == "__main__" else ()
     if isinstance(value, dict):
-        return (type(value), *islice(value.values(), _ITEMS))
+        return (*own, *islice(value.values(), _ITEMS))
     if isinstance(value, (list, tuple, set, frozenset)):
-        return (type(value), *islice(value, _ITEMS))
+        return (*own, *islice(value, _ITEMS))
     return gc.get_referents(value)
 
 
