@@ -67,12 +67,14 @@ def global_names(code: types.CodeType) -> frozenset[str]:
     return known
 
 
-def defined_name(code: types.FunctionType | type) -> str:
-    """Return the name that a function or class was defined under in its module, or that of the class that it is in.
+def names_of(code: types.FunctionType | type) -> set[str]:
+    """Return the names that a function uses, and the one that pickle finds it, or a class, by: its own, or its class's.
 
-    That is what pickle looks it up by. Empty for what was defined in a function.
+    What was made in a function is found by none.
     """
-    return "" if "<locals>" in code.__qualname__ else code.__qualname__.partition(".")[0]
+    used = global_names(code.__code__) if isinstance(code, types.FunctionType) else ()
+    outermost, *inner = code.__qualname__.split(".")
+    return {*used} if "<locals>" in inner else {*used, outermost}
 
 
 # ---------------------------------------------------------------- closures

@@ -87,7 +87,7 @@ def _set_optimizer(optimizer: Any, state: tuple[dict[str, Any]]) -> None:
     optimizer.__dict__.update(*state)
     if step is not None:
         optimizer.step = step
-    if "_zero_grad_profile_name" in optimizer.__dict__:  # that comes of it
+    if "_zero_grad_profile_name" in optimizer.__dict__:  # that method sets it; some wrappers never called it
         optimizer._patch_step_function()
     _rebuilt.add(optimizer)
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-from taas.capture.code_by_value import defined_name, global_names
+from taas.capture.code_by_value import global_names, names_of
 from taas.capture.execution import bound_by, codes_in, steps_of, words_in
 from taas.capture.of_ipython import is_of_ipython, python_of
 from taas.capture.spelled_out import ANY, SpelledOut
@@ -185,11 +185,10 @@ def _names_used_by(value: Any, namespace: Mapping[str, Any]) -> _Names:
             continue
         seen.add(id(part))
         if isinstance(part, type) and part.__module__ == "__main__":
-            names |= {defined_name(part), *_words_in_annotations(part)}
+            names |= names_of(part) | _words_in_annotations(part)
         if isinstance(part, types.FunctionType):
             if part.__globals__ is namespace:
-                names |= {defined_name(part), *global_names(part.__code__), *_looked_up_by(part.__code__)}
-                names |= _words_in_annotations(part)
+                names |= names_of(part) | _looked_up_by(part.__code__) | _words_in_annotations(part)
             waiting += (part.__closure__, part.__dict__, part.__defaults__, part.__kwdefaults__)
         else:
             waiting += _parts(part)

@@ -20,9 +20,8 @@ _PANDAS = "pandas.options."
 _PRINTERS = "get_ipython().display_formatter.formatters["
 _SAFE = "torch.serialization.get_safe_globals()"
 _OF_KERNELS = ("IPython.", "ipykernel.", "matplotlib_inline.")
-_printers: dict[str, dict[Any, Any]] = {}
-_safe: dict[str, list[Any]] = {}
-"""As they stood among the names last: it is the same object each time."""
+_last: dict[str, Any] = {}
+"""What stood among the names last, where it is made for that: it is the same object each time."""
 
 
 class LibraryPlace(NamedTuple):
@@ -95,8 +94,8 @@ def _taken_printers(_: ModuleType) -> dict[str, Any]:
     found = {}
     for name, formatter in _formatters():
         own = _own_printers(formatter)
-        if own or name in _printers:
-            found[name] = _printers.setdefault(name, own)
+        if own or name in _last:
+            found[name] = _last.setdefault(name, own)
             if own != found[name]:
                 found[name].clear()
                 found[name].update(own)
@@ -114,7 +113,7 @@ def _put_printers(name: str, told: dict[Any, Any] | None, before: Any) -> None:
     for key, printer in told.items():
         if here.get(key) is not printer:
             formatter.for_type(key, printer)
-    _printers[name] = told
+    _last[name] = told
 
 
 # ---------------------------------------------------------------- what torch may unpickle
@@ -122,28 +121,31 @@ def _put_printers(name: str, told: dict[Any, Any] | None, before: Any) -> None:
 
 def _own_safe_globals(serialization: ModuleType) -> list[Any]:
     """Return what ``add_safe_globals`` was told, but for what torch tells itself where it is imported."""
-    told: list[Any] = getattr(serialization, "get_safe_globals", list)()
-    of = {id(entry): entry[0] if isinstance(entry, tuple) else entry for entry in told}
-    return [entry for entry in told if not (of[id(entry)].__module__ or "").startswith("torch.")]
+    told: list[Any] = getattr(serialization, "get_safe_globals", list)()  # it may be half imported
+    return [entry for entry in told if not _is_of_torch(entry)]
+
+
+def _is_of_torch(entry: Any) -> bool:
+    code = entry[0] if isinstance(entry, tuple) else entry
+    return (getattr(code, "__module__", None) or "").startswith("torch.")
 
 
 def _taken_safe_globals(serialization: ModuleType) -> dict[str, Any]:
     own = _own_safe_globals(serialization)
-    if own and {*own} != {*_safe.get(_SAFE, ())}:
-        _safe.setdefault(_SAFE, [])[:] = own
-    return {_SAFE: _safe[_SAFE]} if own else {}
+    if {*own} != {*_last.setdefault(_SAFE, [])}:
+        _last[_SAFE][:] = own
+    return {_SAFE: _last[_SAFE]} if own else {}
 
 
 def _put_safe_globals(name: str, told: list[Any] | None, before: Any) -> None:
     del before
-    _safe[name] = [] if told is None else told
+    _last[name] = own = told or []
 
     def put(serialization: ModuleType) -> None:
-        own = {*_own_safe_globals(serialization)}
-        if own != {*_safe[name]}:
-            others = [entry for entry in serialization.get_safe_globals() if entry not in own]
+        if {*_own_safe_globals(serialization)} != {*own}:
+            others = [entry for entry in serialization.get_safe_globals() if _is_of_torch(entry)]
             serialization.clear_safe_globals()
-            serialization.add_safe_globals([*others, *_safe[name]])
+            serialization.add_safe_globals([*others, *own])
 
     after_import("torch.serialization", put)
 

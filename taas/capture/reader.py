@@ -14,9 +14,8 @@ from typing import Any
 from taas.capture.arrays import array_reader, is_array, memory_of_array
 from taas.capture.code_by_value import (
     READERS,
-    defined_name,
     dispatch_table,
-    global_names,
+    names_of,
     read_class,
     read_function,
     read_of_module,
@@ -63,7 +62,7 @@ class Reader:
 
     Attributes:
         functions: the code of the notebook's functions met so far.
-        names: what each of them, and of its classes, uses, and by which name pickle finds it.
+        names: those that each of them, and of its classes, uses and is found by.
         wrappers: classes of parallel wrappers met, in whose place the module is read.
     """
 
@@ -173,13 +172,13 @@ class Reader:
     def _class(self, cls: type) -> Reading | None:
         reading = read_class(cls)
         if reading is not None and cls.__module__ == "__main__":
-            self.names.append({defined_name(cls)})
+            self.names.append(names_of(cls))
         return reading
 
     def _function(self, function: types.FunctionType) -> Reading | None:
         if function.__globals__ is self._namespace:
             self.functions.append(function.__code__)
-            self.names.append({defined_name(function), *global_names(function.__code__)})
+            self.names.append(names_of(function))
         elif "__name__" in function.__globals__:  # else it is a dict that ``exec`` was given
             return read_of_module(function) or self._foreign(function)
         return read_function(function, function.__globals__)
