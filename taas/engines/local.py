@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import os
 import re
-import select
 import signal
 from collections.abc import Sequence
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import psutil
@@ -82,9 +82,7 @@ class LocalMachine:
         if self._pidfd < 0:
             return
         self.ask_to_end()
-        poll = select.poll()
-        poll.register(self._pidfd, select.POLLIN)
-        if not poll.poll(_END_SECONDS * 1000):
+        if not wait([self._pidfd], _END_SECONDS):
             self._agent.process.kill()
         self._agent.process.wait()
         os.close(self._pidfd)

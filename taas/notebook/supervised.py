@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +110,7 @@ class Supervised(Wire):
     @property
     def alive(self) -> bool:
         """Whether the supervisor is there."""
-        return self._pidfd >= 0 and not select.select([self._pidfd], [], [], 0)[0]
+        return self._pidfd >= 0 and not wait([self._pidfd], 0)
 
     def _how_it_ended(self) -> str:
         report = crash_report(self.pid)
@@ -153,7 +153,7 @@ def _start(config: SupervisorConfig) -> Connection:
     try:
         process.stdin.write(msgspec.json.encode(config) + b"\n")
         process.stdin.flush()
-        ready, _, _ = select.select([process.stdout], [], [], _START_SECONDS)
+        ready = wait([process.stdout.fileno()], _START_SECONDS)
         line = process.stdout.readline() if ready else b""
         if not line:
             tail = process.stderr.read().decode(errors="replace").strip().splitlines()[-1:] if ready else []
