@@ -75,7 +75,7 @@ class ControlSocket:
         """
         for _ in range(_AT_ONCE):
             try:
-                route, frame = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                route, *_, frame = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
             key = str(frame.get("User-Id"))

@@ -133,8 +133,14 @@ class Supervisor:
             if self._control.is_client(key):
                 with contextlib.suppress(msgspec.DecodeError):  # a terminal's taas of another release
                     self._hear_client(key, route, self._read_client(data))
-            else:
-                self._hear_agent(key, self._read_agent(data))
+            elif (vm := self._fleet.find(key)) is not None:  # else struck already: its last words came late
+                try:
+                    said = self._read_agent(data)
+                except msgspec.DecodeError as error:
+                    vm.kill()
+                    self._lose_vm(vm, f"given up, since it said what nobody understands ({error})")
+                else:
+                    self._hear_agent(vm, said)
 
     def _lose_kernel(self) -> None:
         self._kernel_gone = True
@@ -329,10 +335,7 @@ class Supervisor:
                 vm.kill()
                 self._lose_vm(vm, "killed, since it did not end what it had started")
 
-    def _hear_agent(self, key: str, message: AgentSays) -> None:
-        vm = self._fleet.find(key)
-        if vm is None:
-            return  # struck already: its last words came late
+    def _hear_agent(self, vm: Vm, message: AgentSays) -> None:
         run = self._runs.get(vm.run or "")
         if isinstance(message, Alive):
             vm.answered = True
