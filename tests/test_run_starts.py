@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -254,6 +255,31 @@ def test_an_abandoned_run_has_a_deadline_here(
     assert begun.run.overdue == []
     begun.run.abandon()
     assert len(begun.run.overdue) == overdue
+
+
+@pytest.mark.parametrize("ahead", [-60.0, 60.0])
+@pytest.mark.parametrize("first", [0, 2])
+@pytest.mark.parametrize("outcome", ["raised", "died"])
+def test_the_first_to_fail_is_found_whatever_clocks_say(
+    begin: Callable[..., Beginning], ahead: float, first: int, outcome: str
+) -> None:
+    """The second VM's clock is wrong by a minute; who died is to blame for what others raise just before that is seen."""
+    begun = begin()
+    _all_come(begun, (), ())
+
+    def clock(rank: int) -> float:
+        return time.time() + (ahead if rank >= 2 else 0.0)
+
+    for rank in range(4):
+        begun.run.hear(rank // 2, RankStage(stage="begun", rank=rank, at=clock(rank)))
+    second = 2 - first
+    order = (second, first) if outcome == "died" else (first, second)
+    for rank in order:
+        how = outcome if rank == first else "raised"
+        begun.run.hear(rank // 2, RankEnded(rank=rank, outcome=how, at=clock(rank), message=f"of {rank}"))
+    verdict = begun.ended()
+    assert verdict.first is not None and verdict.first.rank == first
+    assert verdict.vm.startswith(f"g2.2-{first // 2} ")
 
 
 def test_names_that_were_not_packed_in_time_are_said_to_be(begin: Callable[..., Beginning]) -> None:

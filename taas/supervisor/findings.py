@@ -35,6 +35,8 @@ class Findings:
         lost: which VM, and how.
         trouble: what else keeps it from going on.
         error: the class of :mod:`taas.errors` that tells of these two.
+        clocks: what the clock of a VM elsewhere, by its number, is behind this process's, in seconds: no message of its was
+            on its way for a shorter time.
     """
 
     def __init__(self, spec: RunSpec, vm_name: Callable[[int], str], *, kept: bool) -> None:
@@ -47,6 +49,7 @@ class Findings:
         self.lost: str | None = None
         self.trouble: str | None = None
         self.error = RunLost.__name__
+        self.clocks: dict[int, float] = {}
 
     @property
     def all_done(self) -> bool:
@@ -82,7 +85,7 @@ class Findings:
             message = self.lost or self.trouble or self._forkserver_lost(orphaned[0])
             return over(outcome="lost", message=message, error=self.error)
         if undone:
-            first = blame(failed or undone)
+            first = self._blame(failed or undone)
             others = max(0, len(failed) - 1)
             return over(
                 outcome="failed",
@@ -98,7 +101,7 @@ class Findings:
         own = [ended for ended in failed if ended.outcome == "raised" and not failed_in_collective(ended)]
         if not own:
             return self.stopped
-        first = blame(own)
+        first = self._blame(own)
         return (
             f"{self.stopped or 'interrupted'}, then rank {first.rank} raised {first.etype}: {first.message}"
         )
@@ -126,13 +129,27 @@ class Findings:
         """Name the ranks that had ended well when a collective of the first one failed: it may have missed them."""
         if not failed_in_collective(first):
             return ""
-        left = [
-            ended.rank for ended in self.ended.values() if ended.outcome == "done" and ended.at < first.at
-        ]
+        done = [ended for ended in self.ended.values() if ended.outcome == "done"]
+        left = [ended.rank for ended in done if self._when(ended) < self._when(first)]
         return f"{ranks_in_words(left)} had ended the cell" if left else ""
 
     def _forkserver_lost(self, orphan: RankEnded) -> str:
         return f"the forkserver of {self._vm_of(orphan.rank)} was killed; its ranks went with it"
+
+    def _blame(self, failed: list[RankEnded]) -> RankEnded:
+        """Return what failed first, among ranks that may have failed because of each other.
+
+        The earliest wins, but for a rank that died: its peers' collectives fail at once, while its own death is
+        stamped when its agent sees it.
+        """
+        earliest = min(failed, key=self._when)
+        until = self._when(earliest) + _DEATH_IS_THE_CAUSE_SECONDS
+        causes = [ended for ended in failed if ended.outcome == "died" and self._when(ended) <= until]
+        return min(causes, key=self._when) if causes else earliest
+
+    def _when(self, ended: RankEnded) -> float:
+        """Return when a rank ended, by one clock for all VMs."""
+        return ended.at + self.clocks.get(ended.rank // self._spec.ranks_per_vm, 0.0)
 
     def _vm_of(self, rank: int) -> str:
         return self._vm_name(rank // self._spec.ranks_per_vm)
@@ -155,15 +172,3 @@ def failed_in_collective(ended: RankEnded) -> bool:
         "torch/distributed/" in said
         or re.search("gloo|nccl|ProcessGroup", ended.message, re.IGNORECASE) is not None
     )
-
-
-def blame(failed: list[RankEnded]) -> RankEnded:
-    """Return what failed first, among ranks that may have failed because of each other.
-
-    The earliest wins, but for a rank that died: its peers' collectives fail at once, while its own death is
-    stamped when its agent sees it.
-    """
-    earliest = min(failed, key=lambda ended: ended.at)
-    deaths = [ended for ended in failed if ended.outcome == "died"]
-    causes = [ended for ended in deaths if ended.at <= earliest.at + _DEATH_IS_THE_CAUSE_SECONDS]
-    return min(causes, key=lambda ended: ended.at) if causes else earliest

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 from taas.delivery.config import ResumePoint
@@ -119,6 +120,9 @@ class Run:
 
     def hear(self, job: int, said: JobSays) -> None:
         """Take in what an agent of this run says of a job."""
+        if isinstance(said, RankStage | RankEnded) and job < len(self.vms) and self.vms[job].remote:
+            clocks = self.found.clocks
+            clocks[job] = min(clocks.get(job, float("inf")), time.monotonic() - said.at)
         match said:
             case Chunk() | Taken() | JobRequest():
                 self._carry(job, said)
