@@ -22,6 +22,7 @@ from taas.errors import EngineError, HeaderError, RunLost
 from taas.notebook.connections import Connection, Wire
 from taas.runs.places import crash_report
 from taas.runs.reader import RunReader
+from taas.supervisor.sweeper import CONNECTION, SOCKET
 from taas.wire.clients import Release
 from taas.wire.stopped import LOOK_SECONDS, let_go_on, process
 
@@ -62,6 +63,7 @@ class Supervised(Wire):
         os.register_at_fork(after_in_child=self._forget_life)  # a child may outlive this process
         super().__init__(up, public, secret)
         self.pid = up.supervisor.pid
+        self._folder = Path(up.endpoint.removeprefix("ipc://")).parent
         self._pidfd = os.pidfd_open(self.pid)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
@@ -111,6 +113,11 @@ class Supervised(Wire):
     def alive(self) -> bool:
         """Whether the supervisor is there."""
         return self._pidfd >= 0 and not wait([self._pidfd], 0)
+
+    @property
+    def usable(self) -> bool:
+        """Whether it is there for runs to come: a cleaner may have removed what it keeps in folders for temporary files."""
+        return self.alive and (self._folder / SOCKET).exists() and (self._folder / CONNECTION).exists()
 
     def _how_it_ended(self) -> str:
         report = crash_report(self.pid)
@@ -181,7 +188,7 @@ def supervised(*, warm: bool = True) -> Supervised:
     if _ahead is not None:
         _ahead.join()
         _ahead = None
-    if _current is None or not _current.alive:
+    if _current is None or not _current.usable:  # a background run of an old one goes on, and is its last
         if _current is not None:
             _current.close()
         _current = Supervised(warm=warm)

@@ -34,7 +34,7 @@ from taas.supervisor.recorder import Recorder
 from taas.supervisor.runs import Run
 from taas.supervisor.sweeper import NAME as SWEEPER
 from taas.supervisor.sweeper import hold_folder, remove_folders_left
-from taas.supervisor.vms import Vm
+from taas.supervisor.vms import Vm, choosing
 from taas.wire.agents import AgentSays, KeptGone
 from taas.wire.clients import (
     ClientSays,
@@ -204,9 +204,14 @@ class Supervisor:
             kept = self._kept.find(submit)
             recorder = Recorder(submit, self._kernel_mark)
             name = recorder.record.name
-            vms = self._fleet.lease(name, submit) if kept is None else self._fleet.lease_kept(name, kept.vms)
+            with choosing(submit.gpus):
+                vms = (
+                    self._fleet.lease(name, submit)
+                    if kept is None
+                    else self._fleet.lease_kept(name, kept.vms)
+                )
+                recorder.begin(tuple(gpu for vm in vms for gpu in vm.gpus))
             data = self._fleet.lease_data(name, submit, vms)
-            recorder.begin(tuple(gpu for vm in vms for gpu in vm.gpus))
             run = Run(recorder, vms, data, self._scratch, kept=kept)
         except (EngineError, OSError) as error:
             if recorder is not None:
@@ -280,6 +285,8 @@ class Supervisor:
         else:
             to_go = run.found.stopped or self._kernel_gone
             self._fleet.release(run.name, 0.0 if to_go else run.submit.engine.idle)
+        if run.found.trouble:  # who could not do this may not do the next
+            self._fleet.give_back(run.vms)
         run.recorder.close()
         del self._runs[run.name]
         self._hold_life()

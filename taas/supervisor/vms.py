@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import signal
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 
 from taas.agent.forkserver import read_at_import
 from taas.engines import Demand, Machine
-from taas.errors import NotEnoughDevices
+from taas.errors import EngineError, NotEnoughDevices
+from taas.runs.places import runtime_folder
 from taas.runs.records import read_records
 from taas.wire.clients import Submit
 from taas.wire.framing import Leave, Message
 from taas.wording import counted
 
+_CHOOSING_SECONDS, _TRY_AGAIN_SECONDS = 2.0, 0.01
 KEPT = "%kept"
 """What a VM with kept ranks has in the place of a run's name."""
 
@@ -89,6 +94,38 @@ def demand_of(submit: Submit, instance: str | None, gpus: int = 0) -> Demand:
         read_at_import(submit.environ),
         submit.changed,
     )
+
+
+@contextlib.contextmanager
+def choosing(gpus: tuple[str, ...]) -> Iterator[None]:
+    """Let no other kernel's supervisor choose among this machine's GPUs until what is taken here is written down.
+
+    Raises:
+        EngineError: another one has been at it for too long.
+    """
+    if not gpus:
+        yield
+        return
+    with (runtime_folder("locks") / "gpus").open("ab") as lock:
+        until = time.monotonic() + _CHOOSING_SECONDS
+        while not _taken(lock.fileno()):
+            if time.monotonic() > until:
+                raise EngineError(
+                    f"another notebook has been choosing among this machine's GPUs for {_CHOOSING_SECONDS:.0f} s: its "
+                    "supervisor may be stopped. Run the cell again; `%taas status` shows who has GPUs."
+                )
+            time.sleep(_TRY_AGAIN_SECONDS)  # nothing tells of a lock that is free but to have it
+        yield
+
+
+def _taken(lock: int) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks
+        return True
+    return True
 
 
 def share_gpus(
