@@ -57,7 +57,9 @@ def test_an_agent_waits_for_no_rank_that_does_not_hear() -> None:
     os.write(payload, b"names")
     try:
         order = os.urandom(8 << 20)
-        sending = threading.Thread(target=lambda: (connection.send(order, payload), connection.send(b"short")))
+        sending = threading.Thread(
+            target=lambda: (connection.send(order, payload), connection.send(b"short"))
+        )
         sending.daemon = True
         sending.start()
         sending.join(30)

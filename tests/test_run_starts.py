@@ -22,9 +22,11 @@ from taas.supervisor.data_vms import DataVms
 from taas.supervisor.recorder import Recorder
 from taas.supervisor.runs import Run
 from taas.supervisor.vms import Vm
+from taas.supervisor.work_thread import WorkThread
 from taas.wire.agents import JobOver, StartJob
 from taas.wire.clients import DeliveryOrder, Submit
 from taas.wire.framing import Memory, Message
+from taas.wire.poll_loop import PollLoop
 from taas.wire.ranks import RankEnded, RankStage
 
 
@@ -66,7 +68,9 @@ class Beginning:
         )
         recorder = Recorder(submit, ProcessMark.of(os.getpid()))
         recorder.begin(())
-        self.run = Run(recorder, self.vms, self.data(data_vms), project)
+        self._loop = PollLoop()
+        self._worker = WorkThread(self._loop.soon)
+        self.run = Run(recorder, self.vms, self.data(data_vms), project, self._worker)
 
     def _vms(self, count: int) -> list[Vm]:
         machines = [RayMachine(number, lambda number: None) for number in range(count)]
@@ -85,7 +89,7 @@ class Beginning:
 
     def again(self, data_vms: int) -> None:
         """Start it again."""
-        self._end_data()
+        self._settle(self.run)
         self.run = self.run.again(self.vms, self.data(data_vms))
 
     def started(self) -> list[StartJob]:
@@ -102,18 +106,27 @@ class Beginning:
     def ended(self) -> RunRecord:
         """End it, and return what is known of it then."""
         self.run.end()
-        self._end_data()
-        if self.run.state != "over":
+        if self.run.recorder.record.live:
+            self._settle(self.run)
             self.run.conclude()
         return self.record
 
-    def _end_data(self) -> None:
-        if self.run.data is not None and not self.run.data.closed:
-            self.run.data.close()
+    def _settle(self, run: Run) -> None:
+        if run.data is not None and not run.data.closed:
+            run.data.close()
+        self.work()
+        run.settle(lambda settled: None)
+        self.work()
+
+    def work(self) -> None:
+        """Wait for the worker."""
+        while self._worker.pending:
+            self._loop.step(None)
 
     def close(self) -> None:
         """End what never ran."""
         self.ended()
+        self._worker.close()
         for machine in self.machines:
             machine.end()
         self.run.recorder.discard()
@@ -237,6 +250,7 @@ def test_an_agent_that_dies_takes_the_names_that_it_held(begin: Callable[..., Be
     begun.run.hear(0, JobOver())
     begun.run.vm_lost(begun.vms[0], "killed by SIGKILL")
     begun.run.hear(1, JobOver())
+    begun.work()
     assert begun.run.finished
     ended = begun.ended()
     assert (ended.outcome, ended.names) == ("lost", "no names came back")

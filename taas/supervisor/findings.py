@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+import time
 from functools import partial
 
 from taas.errors import RanksGone, RunLost
 from taas.header.options import RunSpec
 from taas.runs.records import Verdict
+from taas.supervisor.rank_jobs import RankJobs
 from taas.wire.framing import Memory
 from taas.wire.ranks import RankEnded
 from taas.wording import ranks_in_words
@@ -23,8 +24,7 @@ class Findings:
 
     Args:
         spec: what was asked for.
-        vm_name: what messages call a VM, by its number.
-        kept: whether the ranks are those of an earlier run.
+        ranks: its ranks, which may be those of an earlier run, and the VMs that they are on.
 
     Attributes:
         started: the ranks that have begun the cell.
@@ -35,12 +35,10 @@ class Findings:
         lost: which VM, and how.
         trouble: what else keeps it from going on.
         error: the class of :mod:`taas.errors` that tells of these two.
-        clocks: what the clock of a VM elsewhere, by its number, is behind this process's, in seconds: no message of its was
-            on its way for a shorter time.
     """
 
-    def __init__(self, spec: RunSpec, vm_name: Callable[[int], str], *, kept: bool) -> None:
-        self._spec, self._vm_name, self._kept = spec, vm_name, kept
+    def __init__(self, spec: RunSpec, ranks: RankJobs) -> None:
+        self._spec, self._ranks = spec, ranks
         self.started: set[int] = set()
         self.ended: dict[int, RankEnded] = {}
         self.presses = 0
@@ -49,7 +47,15 @@ class Findings:
         self.lost: str | None = None
         self.trouble: str | None = None
         self.error = RunLost.__name__
-        self.clocks: dict[int, float] = {}
+        self._clocks: dict[int, float] = {}
+        """What the clock of a VM elsewhere is behind this process's, in seconds."""
+
+    def measure_clock(self, rank: int, at: float) -> None:
+        """Compare a rank's clock with this process's, by what the rank has just said; the quickest message tells best."""
+        number = rank // self._spec.ranks_per_vm
+        if 0 <= number < self._spec.vms and self._ranks.vms[number].remote:
+            behind = time.monotonic() - at
+            self._clocks[number] = min(self._clocks.get(number, behind), behind)
 
     @property
     def all_done(self) -> bool:
@@ -68,7 +74,7 @@ class Findings:
         Kept ranks that were lost before one of them began the cell are ranks that are gone: it runs in new ones.
         """
         verdict = self._verdict(answer)
-        lost = what_was_lost(verdict) if self._kept and not self.started else ""
+        lost = what_was_lost(verdict) if self._ranks.continues and not self.started else ""
         if not lost or self.error != RunLost.__name__:
             return verdict
         gone = f"the ranks that this notebook kept are gone ({lost})"
@@ -149,10 +155,10 @@ class Findings:
 
     def _when(self, ended: RankEnded) -> float:
         """Return when a rank ended, by one clock for all VMs."""
-        return ended.at + self.clocks.get(ended.rank // self._spec.ranks_per_vm, 0.0)
+        return ended.at + self._clocks.get(ended.rank // self._spec.ranks_per_vm, 0.0)
 
     def _vm_of(self, rank: int) -> str:
-        return self._vm_name(rank // self._spec.ranks_per_vm)
+        return self._ranks.name(rank // self._spec.ranks_per_vm)
 
 
 def what_was_lost(verdict: Verdict) -> str:

@@ -118,29 +118,33 @@ class Recorder:
         self,
         verdict: Verdict,
         notices: tuple[str, ...],
-        answer: Memory | None = None,
-        loaders: bytes = b"",
         kept_ranks: tuple[RankKept, ...] | None = None,
     ) -> None:
-        """Write down how the run ended, and of a background run what `%taas attach` will bring.
+        """Write down how the run ended.
 
         Args:
             verdict: how it ended.
             notices: lines for the user.
-            answer: rank 0's names.
-            loaders: where the delivery left the generators of the registered loaders.
             kept_ranks: its ranks, if they stay.
         """
-        if self.record.background:
-            if answer is not None:
-                notices += self._keep_answer(answer)
-            if loaders:
-                with contextlib.suppress(OSError):  # the disk is full: the generators stay where they are
-                    keep(self.record, LOADERS, loaders)
         self._reserve.unlink(missing_ok=True)
         end = msgspec.structs.asdict(verdict)
         now = {"state": "over", "ended": time.time(), "kept_ranks": kept_ranks}
         self.note(**end, **now, trouble=None, questions=(), notices=notices)
+
+    def keep(self, answer: Memory | None, loaders: bytes) -> tuple[str, ...]:
+        """Keep of a background run what `%taas attach` will bring; any thread may. Returns what went wrong.
+
+        Args:
+            answer: rank 0's names.
+            loaders: where the delivery left the generators of the registered loaders.
+        """
+        if not self.record.background:
+            return ()
+        if loaders:
+            with contextlib.suppress(OSError):  # the disk is full: the generators stay where they are
+                keep(self.record, LOADERS, loaders)
+        return () if answer is None else self._keep_answer(answer)
 
     def _keep_answer(self, answer: Memory) -> tuple[str, ...]:
         """Copy rank 0's names into the run's folder, with the payload they refer to; returns what went wrong."""

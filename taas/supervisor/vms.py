@@ -14,6 +14,7 @@ from taas.engines import Demand, Machine
 from taas.errors import EngineError, NotEnoughDevices
 from taas.runs.places import runtime_folder
 from taas.runs.records import read_records
+from taas.supervisor.work_thread import WorkThread
 from taas.wire.clients import Submit
 from taas.wire.framing import Leave, Message
 from taas.wording import counted
@@ -28,6 +29,7 @@ class Vm:
 
     Attributes:
         data: it is elsewhere, and for data workers.
+        unfit: its agent could not do what it was told, and may not do the next: a cleaner may have removed its folder.
         answered: its agent has said that it is there.
         run: the name of the run that has it; None: it is idle.
         until: when it is given back if it is idle still; on this machine never.
@@ -46,7 +48,7 @@ class Vm:
         data: bool = False,
     ) -> None:
         self.machine, self.key, self.demand, self.remote, self.data = machine, key, demand, remote, data
-        self.answered = False
+        self.answered = self.unfit = False
         self.gone = False
         self.run: str | None = None
         self.until = float("inf")
@@ -77,11 +79,13 @@ class Vm:
         if self.machine.pid and not self.gone:
             os.kill(self.machine.pid, signal.SIGKILL)
 
-    def end(self) -> None:
-        """Give it back; its agent is told by both ways there are."""
+    def end(self, worker: WorkThread) -> None:
+        """Give it back; its agent is told by both ways there are. One of this machine is waited for by a worker."""
         if self.remote:
             self._send(self.key, Leave())
-        self.machine.end()
+            self.machine.end()
+        else:
+            worker.do(self.machine.end)
 
 
 def demand_of(submit: Submit, instance: str | None, gpus: int = 0) -> Demand:
