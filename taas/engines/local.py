@@ -5,9 +5,11 @@ They are found without CUDA: asking CUDA would cost a context, or poison a fork.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
+import subprocess
 from collections.abc import Sequence
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -84,7 +86,8 @@ class LocalMachine:
         self.ask_to_end()
         if not wait([self._pidfd], _END_SECONDS):
             self._agent.process.kill()
-        self._agent.process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # it is in a system call that does not end
+            self._agent.process.wait(_END_SECONDS)
         os.close(self._pidfd)
         os.close(self._log)
         self._pidfd = -1
