@@ -49,6 +49,52 @@ def test_a_rank_that_stops_in_the_middle_of_a_message_holds_nobody() -> None:
         its.close()
 
 
+def test_an_agent_waits_for_no_rank_that_does_not_hear() -> None:
+    """A rank that is stuck reads nothing: an order of any length is there for it, with its descriptors, when it goes on."""
+    ours, its = socket.socketpair()
+    connection, rank = RankConnection(ours), AgentConnection(its)
+    payload = os.memfd_create("payload")
+    os.write(payload, b"names")
+    try:
+        order = os.urandom(8 << 20)
+        sending = threading.Thread(
+            target=lambda: (connection.send(order, payload), connection.send(b"short"))
+        )
+        sending.daemon = True
+        sending.start()
+        sending.join(30)
+        assert not sending.is_alive()
+        heard, [descriptor] = rank.receive()
+        assert heard == order
+        assert os.pread(descriptor, 9, 0) == b"names"
+        os.close(descriptor)
+        assert rank.receive() == (b"short", [])
+    finally:
+        connection.close()
+        its.close()
+        os.close(payload)
+
+
+def test_a_rank_that_never_hears_is_cut_off() -> None:
+    """However many messages it is sent; what it had not read until then is there for it, and then the end."""
+    ours, its = socket.socketpair()
+    connection, rank = RankConnection(ours), AgentConnection(its)
+    try:
+        sending = threading.Thread(target=lambda: [connection.send(bytes(4000)) for _ in range(1000)])
+        sending.daemon = True
+        sending.start()
+        sending.join(30)
+        assert not sending.is_alive()
+        assert (connection.receive(), connection.closed) == ([], True)
+        assert rank.receive() == (bytes(4000), [])
+        with pytest.raises(EOFError):
+            for _ in range(1000):
+                rank.receive()
+    finally:
+        connection.close()
+        its.close()
+
+
 @pytest.fixture
 def forkserver() -> Iterator[Forkserver]:
     made = Forkserver()

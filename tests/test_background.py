@@ -165,6 +165,31 @@ def test_two_background_runs_never_mix(notebook: Notebook) -> None:
         assert notebook.value(f"{name}_done") == "200"
 
 
+def test_a_disk_that_takes_its_time_holds_up_no_other_run(notebook: Notebook) -> None:
+    """While the names of one are written down, others begin, are interrupted and end."""
+    notebook.good(f"#pragma taas --gpus 1 --background --name owl{GATED.format(gate='written')}made = 7")
+    [owl] = [record for record in read_records() if record.name == "owl"]
+    disk = owl.folder / "answer.new"
+
+    def state() -> str:
+        record = read_record(owl.folder)
+        assert record is not None
+        return record.state
+
+    os.mkfifo(disk)  # it takes nothing until somebody reads
+    (notebook.folder / "written").touch()
+    until(lambda: not notebook.processes().ranks)
+    assert notebook.good("#pragma taas --gpus 1\nprint('beside')").own == "beside\n"
+    notebook.start(f"#pragma taas --gpus 1{GATED.format(gate='never')}")
+    notebook.wait_for("ready")
+    notebook.interrupt()
+    assert notebook.end().ename == "KeyboardInterrupt"
+    assert state() == "running"
+    disk.read_bytes()
+    until(lambda: state() == "over")
+    (owl.folder / "answer").unlink()
+
+
 def test_stop_from_a_terminal_beside_a_busy_kernel(notebook: Notebook) -> None:
     """A foreground run ends by ``taas stop`` as by the interrupt button, and its cell says who did it."""
     notebook.start("#pragma taas --gpus 2 --name busy" + GATED.format(gate="never"))

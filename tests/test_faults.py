@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
@@ -202,6 +203,50 @@ def test_a_message_of_another_release(notebook: Notebook) -> None:
         visit._socket.send(b"\x81\xa4type\xa6Future")
         visit.ask(RunRequest(run="", what="stacks"), Stacks)
     assert notebook.processes().supervisor == before
+
+
+CONFUSED = """
+import gc, signal, sys
+
+def talk(number, frame):
+    from taas.agent.loop import Agent
+    [agent] = [one for one in gc.get_objects() if isinstance(one, Agent)]
+    agent._socket.send_multipart({words!r})
+
+if "taas.agent" in sys.orig_argv:
+    signal.signal(signal.SIGUSR1, talk)
+"""
+
+
+@pytest.mark.parametrize("words", [[b"\xc1"], [b"\x81\xa4type\xa6Future"], [b"two", b"frames"]])
+def test_an_agent_that_talks_nonsense_loses_its_own_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[bytes]
+) -> None:
+    """Whatever broke in it: the run of the other agent goes on to its end, and the next cell runs."""
+    (tmp_path / "sitecustomize.py").write_text(CONFUSED.format(words=words))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    notebook = Notebook(tmp_path)
+    try:
+        notebook.good("%load_ext taas\nimport os, time\nfrom pathlib import Path")
+        notebook.good(
+            "#pragma taas --gpus 1 --background --name owl\n"
+            "while not Path('go').exists(): time.sleep(0.02)\n"
+            "saved = 42"
+        )
+        notebook.start("#pragma taas --gpus 1\nprint('child of', os.getppid(), flush=True)\ntime.sleep(600)")
+        forkserver = psutil.Process(int(notebook.wait_for("child of ").own.split()[-1]))
+        confused = forkserver.parent()
+        assert confused in notebook.processes().agents
+        confused.send_signal(signal.SIGUSR1)
+        ran = notebook.end()
+        assert ran.ename == "RunLost"
+        assert "the agent of vm-0 was given up, since it said what nobody understands (" in ran.evalue
+        (tmp_path / "go").touch()
+        notebook.good("%taas attach owl")
+        assert notebook.value("saved") == "42"
+        assert notebook.good("#pragma taas --gpus 1\nprint('next')").own == "next\n"
+    finally:
+        notebook.close()
 
 
 def test_a_group_of_exceptions_is_shown(notebook: Notebook) -> None:

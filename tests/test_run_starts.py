@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,11 @@ from taas.supervisor.data_vms import DataVms
 from taas.supervisor.recorder import Recorder
 from taas.supervisor.runs import Run
 from taas.supervisor.vms import Vm
+from taas.supervisor.work_thread import WorkThread
 from taas.wire.agents import JobOver, StartJob
 from taas.wire.clients import DeliveryOrder, Submit
 from taas.wire.framing import Memory, Message
+from taas.wire.poll_loop import PollLoop
 from taas.wire.ranks import RankEnded, RankStage
 
 
@@ -65,7 +68,9 @@ class Beginning:
         )
         recorder = Recorder(submit, ProcessMark.of(os.getpid()))
         recorder.begin(())
-        self.run = Run(recorder, self.vms, self.data(data_vms), project)
+        self._loop = PollLoop()
+        self._worker = WorkThread(self._loop.soon)
+        self.run = Run(recorder, self.vms, self.data(data_vms), project, self._worker)
 
     def _vms(self, count: int) -> list[Vm]:
         machines = [RayMachine(number, lambda number: None) for number in range(count)]
@@ -84,7 +89,7 @@ class Beginning:
 
     def again(self, data_vms: int) -> None:
         """Start it again."""
-        self._end_data()
+        self._settle(self.run)
         self.run = self.run.again(self.vms, self.data(data_vms))
 
     def started(self) -> list[StartJob]:
@@ -101,18 +106,27 @@ class Beginning:
     def ended(self) -> RunRecord:
         """End it, and return what is known of it then."""
         self.run.end()
-        self._end_data()
-        if self.run.state != "over":
+        if self.run.recorder.record.live:
+            self._settle(self.run)
             self.run.conclude()
         return self.record
 
-    def _end_data(self) -> None:
-        if self.run.data is not None and not self.run.data.closed:
-            self.run.data.close()
+    def _settle(self, run: Run) -> None:
+        if run.data is not None and not run.data.closed:
+            run.data.close()
+        self.work()
+        run.settle(lambda settled: None)
+        self.work()
+
+    def work(self) -> None:
+        """Wait for the worker."""
+        while self._worker.pending:
+            self._loop.step(None)
 
     def close(self) -> None:
         """End what never ran."""
         self.ended()
+        self._worker.close()
         for machine in self.machines:
             machine.end()
         self.run.recorder.discard()
@@ -236,6 +250,7 @@ def test_an_agent_that_dies_takes_the_names_that_it_held(begin: Callable[..., Be
     begun.run.hear(0, JobOver())
     begun.run.vm_lost(begun.vms[0], "killed by SIGKILL")
     begun.run.hear(1, JobOver())
+    begun.work()
     assert begun.run.finished
     ended = begun.ended()
     assert (ended.outcome, ended.names) == ("lost", "no names came back")
@@ -254,6 +269,31 @@ def test_an_abandoned_run_has_a_deadline_here(
     assert begun.run.overdue == []
     begun.run.abandon()
     assert len(begun.run.overdue) == overdue
+
+
+@pytest.mark.parametrize("ahead", [-60.0, 60.0])
+@pytest.mark.parametrize("first", [0, 2])
+@pytest.mark.parametrize("outcome", ["raised", "died"])
+def test_the_first_to_fail_is_found_whatever_clocks_say(
+    begin: Callable[..., Beginning], ahead: float, first: int, outcome: str
+) -> None:
+    """The second VM's clock is wrong by a minute; who died is to blame for what others raise just before that is seen."""
+    begun = begin()
+    _all_come(begun, (), ())
+
+    def clock(rank: int) -> float:
+        return time.time() + (ahead if rank >= 2 else 0.0)
+
+    for rank in range(4):
+        begun.run.hear(rank // 2, RankStage(stage="begun", rank=rank, at=clock(rank)))
+    second = 2 - first
+    order = (second, first) if outcome == "died" else (first, second)
+    for rank in order:
+        how = outcome if rank == first else "raised"
+        begun.run.hear(rank // 2, RankEnded(rank=rank, outcome=how, at=clock(rank), message=f"of {rank}"))
+    verdict = begun.ended()
+    assert verdict.first is not None and verdict.first.rank == first
+    assert verdict.vm.startswith(f"g2.2-{first // 2} ")
 
 
 def test_names_that_were_not_packed_in_time_are_said_to_be(begin: Callable[..., Beginning]) -> None:

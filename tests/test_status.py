@@ -254,6 +254,20 @@ def test_scratch_of_another_machine_is_left_alone(tmp_path: Path, monkeypatch: p
     assert folder.exists()
 
 
+def test_a_record_is_decoded_anew_when_it_has_changed(make: Make) -> None:
+    """A live table of hundreds of runs costs what is new in it. What a reader changes in its own is nobody else's."""
+    fox, owl = make(), make()
+    before = {record.id: record for record in read_records()}
+    before[fox.id].names = "changed by a reader"
+    owl.state = "running"
+    write_record(owl)
+    after = {record.id: record for record in read_records()}
+    assert after[fox.id].cell is before[fox.id].cell
+    assert after[fox.id].names == fox.names
+    assert after[owl.id].cell is not before[owl.id].cell
+    assert after[owl.id].state == "running"
+
+
 def test_a_user_without_a_name(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a container that is run with a number: the record has the number."""
 

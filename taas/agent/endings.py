@@ -20,7 +20,8 @@ from taas import _linux
 
 _PR_SET_CHILD_SUBREAPER = 36
 _SWEEP_SECONDS = 2.0
-_SWEEPS = 10
+SWEEPS = 10
+"""So often what is left is killed: while a tree is being killed, what is left of it is handed on."""
 
 
 def become_subreaper() -> None:
@@ -109,13 +110,17 @@ def sweep_orphans(own: Iterable[int]) -> None:
     Again until there are none: while a tree is being killed, what is left of it is handed on to this process.
     """
     kept = set(own)
-    for _ in range(_SWEEPS):
-        orphans = [
-            child for child in psutil.Process().children() if child.pid not in kept and not _ended(child)
-        ]
-        if not orphans:
+    for _ in range(SWEEPS):
+        left = orphans(kept)
+        if not left:
             return
-        kill_tree(orphans)
+        kill_tree(left)
+
+
+def orphans(own: Iterable[int]) -> list[psutil.Process]:
+    """Return this process's children but those in ``own``, and those of which nothing is left to end."""
+    kept = set(own)
+    return [child for child in psutil.Process().children() if child.pid not in kept and not _ended(child)]
 
 
 def _ended(child: psutil.Process) -> bool:

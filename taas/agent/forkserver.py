@@ -9,13 +9,13 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
-import select
 import signal
 import sys
 import time
 from collections.abc import Callable
 from multiprocessing import forkserver as _mp
 from multiprocessing import resource_tracker
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +92,7 @@ def _ends(pid: int | None, seconds: float) -> bool:
     except OSError as error:
         return isinstance(error, ProcessLookupError)
     try:
-        return bool(select.select([handle], [], [], seconds)[0])
+        return bool(wait([handle], seconds))
     finally:
         os.close(handle)
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import select
 import signal
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
+from multiprocessing.connection import wait
 from typing import Any
 
 from taas.agent.processes import RankProcess
@@ -93,4 +93,4 @@ class KeptProcesses:
 def _wait_for_end(sentinels: Iterable[int]) -> None:
     left, until = set(sentinels), time.monotonic() + _LEAVING_SECONDS
     while left and (seconds := until - time.monotonic()) > 0:
-        left -= set(select.select(list(left), [], [], seconds)[0])
+        left.difference_update(wait(left, seconds))

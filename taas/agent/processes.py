@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import select
 import signal
 import socket
 import time
 from functools import partial
+from multiprocessing.connection import wait
 from typing import Any
 
 import psutil
@@ -47,7 +47,7 @@ class ForkedProcess:
     @property
     def alive(self) -> bool:
         """Whether it is there."""
-        return not select.select([self.sentinel], [], [], 0)[0]
+        return not wait([self.sentinel], 0)
 
     @property
     def exitcode(self) -> int | None:

@@ -305,12 +305,14 @@ def main(config: DeliveryConfig, commands: int, reports: int) -> None:
     gc.collect()
     gc.freeze()  # collections look at tickets only, and stay short
 
+    writable = select.poll()
+    writable.register(reports, select.POLLOUT)
+
     def report(message: Report) -> None:
         line = memoryview(msgspec.json.encode(message) + b"\n")
         while line:
-            _, writable, _ = select.select([], [reports], [])
-            if writable:
-                line = line[os.write(reports, line) :]
+            writable.poll()
+            line = line[os.write(reports, line) :]
 
     Coordinator(config, report).serve(commands)
 

@@ -5,11 +5,13 @@ They are found without CUDA: asking CUDA would cost a context, or poison a fork.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
-import select
 import signal
+import subprocess
 from collections.abc import Sequence
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import psutil
@@ -82,11 +84,10 @@ class LocalMachine:
         if self._pidfd < 0:
             return
         self.ask_to_end()
-        poll = select.poll()
-        poll.register(self._pidfd, select.POLLIN)
-        if not poll.poll(_END_SECONDS * 1000):
+        if not wait([self._pidfd], _END_SECONDS):
             self._agent.process.kill()
-        self._agent.process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # it is in a system call that does not end
+            self._agent.process.wait(_END_SECONDS)
         os.close(self._pidfd)
         os.close(self._log)
         self._pidfd = -1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
@@ -142,6 +143,7 @@ class RayEngine:
         self._why = ""
         self._reached = False
         self._driver: Child | None = None
+        self._leaving: list[Child] = []
         self._start_driver(0.0)
 
     def _start_driver(self, patience: float) -> None:
@@ -150,8 +152,9 @@ class RayEngine:
             self._driver = Child(arguments, Reports, stderr=log, start_new_session=True)
 
     def pids(self) -> list[int]:
-        """Return the driver's process id."""
-        return [self._driver.process.pid] if self._driver is not None else []
+        """Return the process ids of the driver, and of those that are on their way out."""
+        drivers = [*self._leaving, *([] if self._driver is None else [self._driver])]
+        return [driver.process.pid for driver in drivers if driver.process.poll() is None]
 
     def start(
         self, demand: Demand, configs: Sequence[AgentConfig], lost: Sequence[Machine] = ()
@@ -264,10 +267,13 @@ class RayEngine:
         if self._driver is not None:
             if not self._endpoint:  # it still tries to connect, and holds nothing
                 self._driver.process.kill()
-            self._end_driver()
+            self._end_driver().join()
 
-    def _end_driver(self) -> None:
-        """Let the driver end, and forget it; it may have ended."""
+    def _end_driver(self) -> threading.Thread:
+        """Let the driver end, and forget it; it may have ended. Returns the thread that waits for that."""
         driver, self._driver = self._driver, None
         assert driver is not None
-        driver.close(_END_SECONDS)
+        self._leaving.append(driver)
+        waits = threading.Thread(target=driver.close, args=(_END_SECONDS,), daemon=True)
+        waits.start()
+        return waits

@@ -101,7 +101,8 @@ def attach(record: RunRecord, shell: Any) -> None:
         if loaders and (record.folder / LOADERS).exists():  # their generators stand where the run left them
             with os.fdopen(open_kept(record, LOADERS), "rb") as file:
                 apply_final(file.read(), loaders)
-        if record.outcome == "done" or ANSWER in record.kept:
+        needed = {ANSWER} if captured is not None else {ANSWER, PAYLOAD}
+        if needed <= record.kept.keys() or not record.background:  # else its notices say why there are none
             _bring_names(record, shell, captured, view)
     _kept.pop(record.id, None)
     if record.outcome == "interrupted":

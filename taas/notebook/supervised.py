@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from taas.errors import EngineError, HeaderError, RunLost
 from taas.notebook.connections import Connection, Wire
 from taas.runs.places import crash_report
 from taas.runs.reader import RunReader
+from taas.supervisor.sweeper import CONNECTION, SOCKET
 from taas.wire.clients import Release
 from taas.wire.stopped import LOOK_SECONDS, let_go_on, process
 
@@ -62,6 +63,7 @@ class Supervised(Wire):
         os.register_at_fork(after_in_child=self._forget_life)  # a child may outlive this process
         super().__init__(up, public, secret)
         self.pid = up.supervisor.pid
+        self._folder = Path(up.endpoint.removeprefix("ipc://")).parent
         self._pidfd = os.pidfd_open(self.pid)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
@@ -110,7 +112,12 @@ class Supervised(Wire):
     @property
     def alive(self) -> bool:
         """Whether the supervisor is there."""
-        return self._pidfd >= 0 and not select.select([self._pidfd], [], [], 0)[0]
+        return self._pidfd >= 0 and not wait([self._pidfd], 0)
+
+    @property
+    def usable(self) -> bool:
+        """Whether it is there for runs to come: a cleaner may have removed what it keeps in folders for temporary files."""
+        return self.alive and (self._folder / SOCKET).exists() and (self._folder / CONNECTION).exists()
 
     def _how_it_ended(self) -> str:
         report = crash_report(self.pid)
@@ -153,7 +160,7 @@ def _start(config: SupervisorConfig) -> Connection:
     try:
         process.stdin.write(msgspec.json.encode(config) + b"\n")
         process.stdin.flush()
-        ready, _, _ = select.select([process.stdout], [], [], _START_SECONDS)
+        ready = wait([process.stdout.fileno()], _START_SECONDS)
         line = process.stdout.readline() if ready else b""
         if not line:
             tail = process.stderr.read().decode(errors="replace").strip().splitlines()[-1:] if ready else []
@@ -181,7 +188,7 @@ def supervised(*, warm: bool = True) -> Supervised:
     if _ahead is not None:
         _ahead.join()
         _ahead = None
-    if _current is None or not _current.alive:
+    if _current is None or not _current.usable:  # a background run of an old one goes on, and is its last
         if _current is not None:
             _current.close()
         _current = Supervised(warm=warm)

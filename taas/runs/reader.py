@@ -6,9 +6,9 @@ supervisor, holds nothing up, and what it has not read yet waits in the files.
 
 from __future__ import annotations
 
-import select
 import time
 from collections.abc import Iterable
+from multiprocessing import connection
 
 from taas.runs.events import BLIND_SECONDS, Inotify, Output, RankEvents
 from taas.runs.records import RunRecord, output_folder, read_record
@@ -70,7 +70,7 @@ class RunReader:
 
     def wait(self, seconds: float) -> None:
         """Wait until there may be something new, at most so long."""
-        select.select([self], [], [], min(seconds, BLIND_SECONDS) if self._watch.blind else seconds)
+        connection.wait([self.fileno()], min(seconds, BLIND_SECONDS) if self._watch.blind else seconds)
 
     def look(self, *, at_once: bool = False) -> RunRecord:
         """Read the record, if it may have changed, or at once."""

@@ -25,6 +25,8 @@ import os
 import re
 import time
 from collections.abc import Iterable
+from copy import copy
+from functools import lru_cache
 from pathlib import Path
 
 import msgspec
@@ -221,19 +223,19 @@ def read_record(folder: Path) -> RunRecord | None:
 
     A run that nobody looks after any more was lost with its supervisor, which could not write that down.
     """
+    path = folder / _RECORD
     try:
-        data = (folder / _RECORD).read_bytes()
-        written = (folder / _RECORD).stat().st_mtime
-        record = msgspec.json.decode(data, type=RunRecord)
+        file = path.stat()
+        record = copy(_decoded(path, file.st_ino, file.st_mtime_ns, file.st_size))
     except (OSError, msgspec.MsgspecError):  # removed meanwhile, or of another version of taas
         return None
     if record.kept_ranks is not None and not record.supervisor.lives:
         record.kept_ranks = None
     if record.live and not record.supervisor.lives:
-        again = msgspec.json.decode((folder / _RECORD).read_bytes(), type=RunRecord)
+        again = msgspec.json.decode(path.read_bytes(), type=RunRecord)
         if not again.live:
             return again  # it ended in the very moment
-        record.state, record.outcome, record.ended = "over", "lost", written
+        record.state, record.outcome, record.ended = "over", "lost", file.st_mtime
         killed = "the supervisor was killed, and all ranks with it"
         record.message = (
             killed if record.kernel.lives else "the notebook's kernel ended, and all ranks with it"
@@ -245,6 +247,12 @@ def read_record(folder: Path) -> RunRecord | None:
             )
         record.trouble, record.questions = None, ()
     return record
+
+
+@lru_cache(maxsize=1024)
+def _decoded(path: Path, *_: int) -> RunRecord:
+    """Decode a record, once for each file that there was: it is replaced as a whole."""
+    return msgspec.json.decode(path.read_bytes(), type=RunRecord)
 
 
 def read_records() -> list[RunRecord]:

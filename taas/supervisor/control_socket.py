@@ -11,7 +11,7 @@ import zmq
 
 from taas.notebook.connections import Connection, write_connection
 from taas.runs.places import ProcessMark
-from taas.supervisor.sweeper import CONNECTION
+from taas.supervisor.sweeper import CONNECTION, SOCKET
 from taas.wire.curve import LAST_WORD_SECONDS, Gate, make_router, set_heartbeat
 from taas.wire.framing import Message, pack
 
@@ -39,7 +39,7 @@ class ControlSocket:
         self.gate = Gate(self._context, lambda key: key.decode() in self._allowed)
         public, secret = zmq.curve_keypair()
         self.socket = make_router(self._context, public, secret)
-        endpoint = f"ipc://{folder}/supervisor"
+        endpoint = f"ipc://{folder / SOCKET}"
         self.socket.bind(endpoint)
         self.up = Connection(
             endpoint=endpoint,
@@ -75,7 +75,7 @@ class ControlSocket:
         """
         for _ in range(_AT_ONCE):
             try:
-                route, frame = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                route, *_, frame = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
             key = str(frame.get("User-Id"))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 import time
+from concurrent.futures import Future
 from enum import IntEnum, auto
 from pathlib import Path
 
@@ -92,17 +93,14 @@ class DataSide:
         assert submit.delivery is not None
         self._run, self._submit, self._order = run, submit, submit.delivery
         self.vms, self._transfer, self._log = vms, transfer, str(log)
-        self._coordinator = CoordinatorProcess()
-        self.places = places
+        self._coordinator, self.places = CoordinatorProcess(), places
         self._config, self._endpoint = self._coordinator_config(sockets), ""
-        self.phase = Phase.PREPARING
+        self.phase, self.final = Phase.PREPARING, b""
         self.failed, self.error, self.deserted = "", RunLost.__name__, False
         self.delivered: Delivered | None = None
-        self.final = b""
         self._reached: dict[str, ResumePoint] = {}
         self.notes: list[str] = []
-        self._last_lost = ""
-        self._gone_by = 0.0
+        self._last_lost, self._gone_by = "", float("inf")
         self._configure()
 
     def _coordinator_config(self, sockets: Path) -> DeliveryConfig:
@@ -331,14 +329,17 @@ class DataSide:
     # ------------------------------------------------------------ its end
 
     def close(self) -> None:
-        """End all its processes; agents say when theirs are gone."""
+        """End all its processes; agents say when theirs are gone, and the worker is at it until the coordinator is."""
         self._reach(Phase.CLOSED)
-        self.postpone_end()
-        for report in self._coordinator.close():
+        self._transfer.worker.do(self._coordinator.close, self._take_last)
+
+    def _take_last(self, done: Future[list[Report]]) -> None:
+        for report in done.result():
             self._take(report)
         self.places = self.places | self._reached
         if self._config.folder:
             shutil.rmtree(self._config.folder, ignore_errors=True)
+        self.postpone_end()
         for number in self.vms.started:
             self._end_job(number)
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+import time
 from functools import partial
 
 from taas.errors import RanksGone, RunLost
 from taas.header.options import RunSpec
 from taas.runs.records import Verdict
+from taas.supervisor.rank_jobs import RankJobs
 from taas.wire.framing import Memory
 from taas.wire.ranks import RankEnded
 from taas.wording import ranks_in_words
@@ -23,8 +24,7 @@ class Findings:
 
     Args:
         spec: what was asked for.
-        vm_name: what messages call a VM, by its number.
-        kept: whether the ranks are those of an earlier run.
+        ranks: its ranks, which may be those of an earlier run, and the VMs that they are on.
 
     Attributes:
         started: the ranks that have begun the cell.
@@ -37,8 +37,8 @@ class Findings:
         error: the class of :mod:`taas.errors` that tells of these two.
     """
 
-    def __init__(self, spec: RunSpec, vm_name: Callable[[int], str], *, kept: bool) -> None:
-        self._spec, self._vm_name, self._kept = spec, vm_name, kept
+    def __init__(self, spec: RunSpec, ranks: RankJobs) -> None:
+        self._spec, self._ranks = spec, ranks
         self.started: set[int] = set()
         self.ended: dict[int, RankEnded] = {}
         self.presses = 0
@@ -47,6 +47,15 @@ class Findings:
         self.lost: str | None = None
         self.trouble: str | None = None
         self.error = RunLost.__name__
+        self._clocks: dict[int, float] = {}
+        """What the clock of a VM elsewhere is behind this process's, in seconds."""
+
+    def measure_clock(self, rank: int, at: float) -> None:
+        """Compare a rank's clock with this process's, by what the rank has just said; the quickest message tells best."""
+        number = rank // self._spec.ranks_per_vm
+        if 0 <= number < self._spec.vms and self._ranks.vms[number].remote:
+            behind = time.monotonic() - at
+            self._clocks[number] = min(self._clocks.get(number, behind), behind)
 
     @property
     def all_done(self) -> bool:
@@ -65,7 +74,7 @@ class Findings:
         Kept ranks that were lost before one of them began the cell are ranks that are gone: it runs in new ones.
         """
         verdict = self._verdict(answer)
-        lost = what_was_lost(verdict) if self._kept and not self.started else ""
+        lost = what_was_lost(verdict) if self._ranks.continues and not self.started else ""
         if not lost or self.error != RunLost.__name__:
             return verdict
         gone = f"the ranks that this notebook kept are gone ({lost})"
@@ -82,7 +91,7 @@ class Findings:
             message = self.lost or self.trouble or self._forkserver_lost(orphaned[0])
             return over(outcome="lost", message=message, error=self.error)
         if undone:
-            first = blame(failed or undone)
+            first = self._blame(failed or undone)
             others = max(0, len(failed) - 1)
             return over(
                 outcome="failed",
@@ -98,7 +107,7 @@ class Findings:
         own = [ended for ended in failed if ended.outcome == "raised" and not failed_in_collective(ended)]
         if not own:
             return self.stopped
-        first = blame(own)
+        first = self._blame(own)
         return (
             f"{self.stopped or 'interrupted'}, then rank {first.rank} raised {first.etype}: {first.message}"
         )
@@ -126,16 +135,30 @@ class Findings:
         """Name the ranks that had ended well when a collective of the first one failed: it may have missed them."""
         if not failed_in_collective(first):
             return ""
-        left = [
-            ended.rank for ended in self.ended.values() if ended.outcome == "done" and ended.at < first.at
-        ]
+        done = [ended for ended in self.ended.values() if ended.outcome == "done"]
+        left = [ended.rank for ended in done if self._when(ended) < self._when(first)]
         return f"{ranks_in_words(left)} had ended the cell" if left else ""
 
     def _forkserver_lost(self, orphan: RankEnded) -> str:
         return f"the forkserver of {self._vm_of(orphan.rank)} was killed; its ranks went with it"
 
+    def _blame(self, failed: list[RankEnded]) -> RankEnded:
+        """Return what failed first, among ranks that may have failed because of each other.
+
+        The earliest wins, but for a rank that died: its peers' collectives fail at once, while its own death is
+        stamped when its agent sees it.
+        """
+        earliest = min(failed, key=self._when)
+        until = self._when(earliest) + _DEATH_IS_THE_CAUSE_SECONDS
+        causes = [ended for ended in failed if ended.outcome == "died" and self._when(ended) <= until]
+        return min(causes, key=self._when) if causes else earliest
+
+    def _when(self, ended: RankEnded) -> float:
+        """Return when a rank ended, by one clock for all VMs."""
+        return ended.at + self._clocks.get(ended.rank // self._spec.ranks_per_vm, 0.0)
+
     def _vm_of(self, rank: int) -> str:
-        return self._vm_name(rank // self._spec.ranks_per_vm)
+        return self._ranks.name(rank // self._spec.ranks_per_vm)
 
 
 def what_was_lost(verdict: Verdict) -> str:
@@ -155,15 +178,3 @@ def failed_in_collective(ended: RankEnded) -> bool:
         "torch/distributed/" in said
         or re.search("gloo|nccl|ProcessGroup", ended.message, re.IGNORECASE) is not None
     )
-
-
-def blame(failed: list[RankEnded]) -> RankEnded:
-    """Return what failed first, among ranks that may have failed because of each other.
-
-    The earliest wins, but for a rank that died: its peers' collectives fail at once, while its own death is
-    stamped when its agent sees it.
-    """
-    earliest = min(failed, key=lambda ended: ended.at)
-    deaths = [ended for ended in failed if ended.outcome == "died"]
-    causes = [ended for ended in deaths if ended.at <= earliest.at + _DEATH_IS_THE_CAUSE_SECONDS]
-    return min(causes, key=lambda ended: ended.at) if causes else earliest

@@ -17,7 +17,9 @@ from taas.errors import EngineError
 from taas.supervisor.control_socket import ControlSocket
 from taas.supervisor.data_vms import DataVms
 from taas.supervisor.vms import KEPT, Vm, demand_of, share_gpus
+from taas.supervisor.work_thread import WorkThread
 from taas.wire.clients import Submit
+from taas.wire.curve import BEAT_SECONDS
 from taas.wire.framing import Alive, Leave
 
 
@@ -29,6 +31,7 @@ class Fleet:
         scratch: folder for the agents' own.
         started: called when there are new VMs, or a new engine.
         strike: called with each VM that is about to be given back.
+        worker: waits for the ends of agents of this machine.
     """
 
     def __init__(
@@ -37,12 +40,14 @@ class Fleet:
         scratch: Path,
         started: Callable[[], None],
         strike: Callable[[Vm], None],
+        worker: WorkThread,
     ) -> None:
+        self._worker = worker
         self._control, self._scratch, self._started, self._strike = control, scratch, started, strike
         self._local = LocalEngine()
         self._engines: dict[str, Engine] = {"local": self._local}
         self._of: dict[Vm, Engine] = {}
-        self._count = 0
+        self._count, self._next_beat = 0, 0.0
 
     @property
     def vms(self) -> list[Vm]:
@@ -53,11 +58,6 @@ class Fleet:
     def engines(self) -> list[Engine]:
         """Those that have been asked for."""
         return list(self._engines.values())
-
-    @property
-    def has_remote(self) -> bool:
-        """Whether one of them is on another machine."""
-        return any(vm.remote for vm in self._of)
 
     def find(self, key: str) -> Vm | None:
         """Return the VM whose agent has this key."""
@@ -117,12 +117,14 @@ class Fleet:
 
     # ------------------------------------------------------------ for runs
 
-    def lease(self, run: str, submit: Submit) -> list[Vm]:
-        """Give a run the VMs for its ranks.
+    def lease(self, run: str, submit: Submit, kept: Sequence[Vm] = ()) -> list[Vm]:
+        """Give a run the VMs for its ranks: those of ranks that were ``kept`` for it, if there are any.
 
         Raises:
             EngineError: they cannot be had.
         """
+        if kept:
+            return self.lease_kept(run, [*kept])
         spec = submit.spec
         demand = demand_of(submit, spec.instance, spec.ranks_per_vm * spec.gpus_per_rank)
         gpus = () if spec.rehearse else submit.gpus
@@ -237,17 +239,20 @@ class Fleet:
         return [vm for vm in self._of if vm.run is None]
 
     def step(self) -> None:
-        """Give back VMs elsewhere for which no run has come in time, or which are no whole group any more."""
+        """Give back who is unfit, and VMs elsewhere for which no run has come in time, or which are no whole group any more."""
         now = time.monotonic()
         self.give_back(
             vm
             for vm in self._idle
-            if vm.remote and (now >= vm.until or any(other.gone or not other.up for other in vm.group))
+            if vm.unfit
+            or (vm.remote and (now >= vm.until or any(other.gone or not other.up for other in vm.group)))
         )
 
     def wait(self) -> float | None:
         """Return the seconds until :meth:`step` has something to do; None: it has not."""
         until = min((vm.until for vm in self._idle), default=float("inf"))
+        if any(vm.remote for vm in self._of):
+            until = min(until, self._next_beat)
         return None if until == float("inf") else max(0.0, until - time.monotonic())
 
     def release_idle(self) -> int:
@@ -259,7 +264,7 @@ class Fleet:
         there = [vm for vm in vms if not vm.gone]
         for vm in there:
             self._strike(vm)
-            vm.end()
+            vm.end(self._worker)
             self._forget(vm)
         return len(there)
 
@@ -270,7 +275,10 @@ class Fleet:
     # ------------------------------------------------------------ life and death
 
     def beat(self) -> list[Vm]:
-        """Send signs of life to remote agents; returns the VMs that are out of reach."""
+        """Send signs of life to remote agents, if it is time; returns the VMs that are out of reach."""
+        if time.monotonic() < self._next_beat:
+            return []
+        self._next_beat = time.monotonic() + BEAT_SECONDS
         for vm in self._of:
             if vm.remote and vm.up:
                 vm.send(Alive())
@@ -280,7 +288,7 @@ class Fleet:
         """Strike a VM whose agent is gone, or out of reach, as ``how`` says; returns how it ended."""
         self._forget(vm)
         how = how or vm.machine.how_it_ended()
-        vm.end()
+        vm.end(self._worker)
         return how
 
     def close(self) -> None:

@@ -8,7 +8,6 @@ import shutil
 import signal
 import sys
 import threading
-import time
 import traceback
 from functools import partial
 from pathlib import Path
@@ -16,16 +15,14 @@ from pathlib import Path
 import msgspec
 
 from taas import _linux
-from taas.agent.endings import become_subreaper, sweep_orphans
+from taas.agent.endings import SWEEPS, become_subreaper, kill_tree, orphans, sweep_orphans
 from taas.engines import Engine
 from taas.errors import EngineError
-from taas.notebook.connections import Connection
 from taas.notebook.supervised import SupervisorConfig
 from taas.rank.lifeline import tie_to_pipe, untie
 from taas.runs.places import ProcessMark, crash_report
 from taas.runs.retention import make_room
 from taas.supervisor.control_socket import ControlSocket
-from taas.supervisor.data_side import DataSide
 from taas.supervisor.fleet import Fleet
 from taas.supervisor.hangs import HangWatch
 from taas.supervisor.kept import KeptRanks
@@ -34,7 +31,8 @@ from taas.supervisor.recorder import Recorder
 from taas.supervisor.runs import Run
 from taas.supervisor.sweeper import NAME as SWEEPER
 from taas.supervisor.sweeper import hold_folder, remove_folders_left
-from taas.supervisor.vms import Vm
+from taas.supervisor.vms import Vm, choosing
+from taas.supervisor.work_thread import WorkThread
 from taas.wire.agents import AgentSays, KeptGone
 from taas.wire.clients import (
     ClientSays,
@@ -47,7 +45,6 @@ from taas.wire.clients import (
     Stacks,
     Submit,
 )
-from taas.wire.curve import BEAT_SECONDS
 from taas.wire.framing import Alive, Message, MessageReader
 from taas.wire.poll_loop import PollLoop, raise_limit
 from taas.wire.ranks import Answer
@@ -58,7 +55,7 @@ _END_SECONDS = 15.0
 
 
 class Supervisor:
-    """All runs of one kernel."""
+    """All runs of one kernel; ``up`` is what that has to know."""
 
     def __init__(self, config: SupervisorConfig, scratch: Path) -> None:
         self._config = config
@@ -67,22 +64,18 @@ class Supervisor:
         self._kernel_mark = ProcessMark.of(config.kernel)
         self._kernel_gone = False
         self._control = ControlSocket(config.client_key, self._kernel_mark, scratch)
-        self._scratch = scratch
-        self._fleet = Fleet(self._control, scratch, self._watch_vms, self._strike)
-        self._kept = KeptRanks(self._fleet)
+        self._scratch, self.up = scratch, self._control.up
+        self._sources = PollLoop()
+        self._worker = WorkThread(self._sources.soon)
+        self._fleet = Fleet(self._control, scratch, self._watch_vms, self._strike, self._worker)
+        self._kept = KeptRanks(self._fleet, self._worker)
         self._runs: dict[str, Run] = {}
+        self._submits: list[tuple[str, Submit]] = []
         self._releases: list[bytes] = []
-        self._next_beat = 0.0
         self._stopped = StoppedHelpers(SWEEPER)
         self._alive = -1
-        self._sources = PollLoop()
         self._read_client = MessageReader(ClientSays)
         self._read_agent = MessageReader(AgentSays)
-
-    @property
-    def up(self) -> Connection:
-        """What the kernel has to know."""
-        return self._control.up
 
     # ------------------------------------------------------------ the loop
 
@@ -92,28 +85,24 @@ class Supervisor:
         self._sources.on(self._control.socket, self._hear)
         self._sources.on(self._kernel, self._lose_kernel)
         self._sources.on(self._sweeper, self._lose_sweeper)
-        settle_leftovers()
-        remove_folders_left(self._scratch)
+        self._worker.do(settle_leftovers)
+        self._worker.do(partial(remove_folders_left, self._scratch))
         threading.Thread(target=make_room, name="taas-retention", daemon=True).start()
         if self._config.warm:
             self._fleet.warm_up(idle=self._config.idle)
         try:
-            while not self._kernel_gone or self._runs:
+            while not self._kernel_gone or self._runs or self._worker.pending:
                 self._sources.step(self._wait())
                 for timed in self._timed:
                     timed.step()
-                self._beat()
                 self._look_after()
                 self._conclude_runs()
                 self._release()
+                # who was given back may have GPUs until it is gone
+                while self._submits and not self._worker.pending:
+                    self._submit(*self._submits.pop(0))
         finally:
-            _linux.kill_in(_END_SECONDS)
-            with contextlib.ExitStack() as last_first:
-                last_first.callback(shutil.rmtree, self._scratch, ignore_errors=True)
-                last_first.callback(self._control.close)
-                last_first.callback(sweep_orphans, ())
-                last_first.callback(self._fleet.close)
-                last_first.callback(self._control.hide)
+            _end(self._control, self._fleet, self._scratch)
 
     @property
     def _timed(self) -> list[HangWatch | KeptRanks | Fleet]:
@@ -122,8 +111,6 @@ class Supervisor:
 
     def _wait(self) -> float | None:
         waits = [wait for timed in self._timed if (wait := timed.wait()) is not None]
-        if self._fleet.has_remote:
-            waits.append(max(0.0, self._next_beat - time.monotonic()))
         if self._runs:
             waits.append(self._stopped.wait())
         return min(waits, default=None)
@@ -133,11 +120,18 @@ class Supervisor:
             if self._control.is_client(key):
                 with contextlib.suppress(msgspec.DecodeError):  # a terminal's taas of another release
                     self._hear_client(key, route, self._read_client(data))
-            else:
-                self._hear_agent(key, self._read_agent(data))
+            elif (vm := self._fleet.find(key)) is not None:  # else struck already: its last words came late
+                try:
+                    said = self._read_agent(data)
+                except msgspec.DecodeError as error:
+                    vm.kill()
+                    self._lose_vm(vm, f"given up, since it said what nobody understands ({error})")
+                else:
+                    self._hear_agent(vm, said)
 
     def _lose_kernel(self) -> None:
         self._kernel_gone = True
+        self._submits.clear()
         self._sources.off(self._kernel)
         self._kept.end("their kernel ended")
         self._fleet.release_idle()
@@ -151,10 +145,11 @@ class Supervisor:
         untie(self._config.life)
 
     def _let_go(self, run: Run) -> None:
-        if run.state == "over":
-            self._forget(run)  # its names were taken, or were on their way
-        else:
+        if run.state != "over":
             run.abandon()
+        elif not run.recorder.record.live:
+            self._forget(run)  # its names were taken, or were on their way
+        run.let_go = True
 
     # ------------------------------------------------------------ clients
 
@@ -163,7 +158,7 @@ class Supervisor:
         run = self._runs.get(getattr(message, "run", ""))
         match message:
             case Submit():
-                self._submit(key, message)
+                self._submits.append((key, message))
             case Prepare():
                 self._fleet.prepare(message.engine)
             case Release():
@@ -186,10 +181,10 @@ class Supervisor:
         while self._releases and all(run.state != "over" for run in self._runs.values()):
             ranks = self._kept.end("%taas release ended them")
             released = Released(count=self._fleet.release_idle(), ranks=ranks)
-            self._control.reply(self._releases.pop(0), released)
+            self._worker.after(partial(self._control.reply, self._releases.pop(0), released))
 
     def _submit(self, key: str, submit: Submit) -> None:
-        recorder = kept = None
+        recorder = kept = worker = None
         try:
             if submit.spec.name in self._runs:
                 raise EngineError(
@@ -198,15 +193,19 @@ class Supervisor:
             kept = self._kept.find(submit)
             recorder = Recorder(submit, self._kernel_mark)
             name = recorder.record.name
-            vms = self._fleet.lease(name, submit) if kept is None else self._fleet.lease_kept(name, kept.vms)
+            with choosing(submit.gpus):
+                vms = self._fleet.lease(name, submit, [] if kept is None else kept.vms)
+                recorder.begin(tuple(gpu for vm in vms for gpu in vm.gpus))
             data = self._fleet.lease_data(name, submit, vms)
-            recorder.begin(tuple(gpu for vm in vms for gpu in vm.gpus))
-            run = Run(recorder, vms, data, self._scratch, kept=kept)
-        except (EngineError, OSError) as error:
+            worker = WorkThread(self._sources.soon)
+            run = Run(recorder, vms, data, self._scratch, worker, kept=kept)
+        except (EngineError, OSError, RuntimeError) as error:
             if recorder is not None:
                 vms = [] if kept is None else kept.vms
                 self._fleet.keep(recorder.record.name, vms, submit.engine.idle)
                 recorder.discard()
+            if worker is not None:
+                worker.close()
             why = (
                 error if isinstance(error, EngineError) else EngineError(f"the run could not begin: {error}")
             )
@@ -248,24 +247,22 @@ class Supervisor:
         if run.data.over:
             self._sources.off(source)
 
-    def _end_data(self, data: DataSide) -> None:
-        """End the data side of a run whose ranks have ended, before its client hears of the end."""
-        if not data.closed:
-            self._sources.off(data.fileno())
-            data.close()
-
     def _conclude_runs(self) -> None:
         for run in list(self._runs.values()):
-            if run.data is not None and run.settled:
-                self._end_data(run.data)
-            if run.state != "over" and run.finished:
-                if run.loss and self._restart(run, run.loss):
-                    continue
-                ended = run.conclude()
-                if run.submit.waiting:
-                    self._control.send(self._config.client_key, ended)
-                if ended.answer is None or self._kernel_gone or not run.submit.waiting:
-                    self._forget(run)
+            if run.data is not None and run.settled and not run.data.closed:
+                self._sources.off(run.data.fileno())
+                run.data.close()
+            if run.finished and not self._worker.pending:  # all that lost agents left is gone
+                run.settle(self._conclude)
+
+    def _conclude(self, run: Run) -> None:
+        if run.loss and self._restart(run, run.loss):
+            return
+        ended = run.conclude()
+        if run.submit.waiting:
+            self._control.send(self._config.client_key, ended)
+        if ended.answer is None or self._kernel_gone or run.let_go or not run.submit.waiting:
+            self._forget(run)
 
     def _forget(self, run: Run) -> None:
         run.forget()
@@ -274,7 +271,8 @@ class Supervisor:
         else:
             to_go = run.found.stopped or self._kernel_gone
             self._fleet.release(run.name, 0.0 if to_go else run.submit.engine.idle)
-        run.recorder.close()
+        run.worker.do(run.recorder.close)
+        run.worker.close()
         del self._runs[run.name]
         self._hold_life()
 
@@ -311,16 +309,10 @@ class Supervisor:
         for run in self._runs.values():
             run.look_at_machines()
 
-    def _beat(self) -> None:
-        """Find out which remote agents are out of reach."""
-        if time.monotonic() < self._next_beat:
-            return
-        self._next_beat = time.monotonic() + BEAT_SECONDS
+    def _look_after(self) -> None:
+        """Let nobody wait for who is out of reach, is stopped, or does not end what it has to."""
         for vm in self._fleet.beat():
             self._lose_vm(vm, f"lost: {vm.machine.place} does not answer any more")
-
-    def _look_after(self) -> None:
-        """Let nobody wait for who is stopped, or does not end what it has to."""
         for line in self._stopped.look() if self._runs else ():
             for run in self._runs.values():
                 run.notices.append(line)
@@ -329,10 +321,7 @@ class Supervisor:
                 vm.kill()
                 self._lose_vm(vm, "killed, since it did not end what it had started")
 
-    def _hear_agent(self, key: str, message: AgentSays) -> None:
-        vm = self._fleet.find(key)
-        if vm is None:
-            return  # struck already: its last words came late
+    def _hear_agent(self, vm: Vm, message: AgentSays) -> None:
         run = self._runs.get(vm.run or "")
         if isinstance(message, Alive):
             vm.answered = True
@@ -346,13 +335,30 @@ class Supervisor:
     def _lose_vm(self, vm: Vm, how: str = "") -> None:
         self._strike(vm)
         how = self._fleet.lose(vm, how)
-        needed = [engine.pids() for engine in self._fleet.engines]
-        needed += [run.data.pids() for run in self._runs.values() if run.data is not None]
-        sweep_orphans([pid for pids in needed for pid in pids])
+        self._sweep()
         run = self._runs.get(vm.run or "")
         if run is not None:
             run.vm_lost(vm, how)
         self._kept.lose(vm, run, f"their agent was {how}")
+
+    def _sweep(self, times: int = SWEEPS) -> None:
+        """End what lost agents have left, again until there is nothing, as :func:`sweep_orphans` does."""
+        own = [pid for engine in self._fleet.engines for pid in engine.pids()]
+        own += [pid for run in self._runs.values() if run.data is not None for pid in run.data.pids()]
+        left = orphans(own)
+        if left and times:
+            self._worker.do(partial(kill_tree, left), lambda _: self._sweep(times - 1))
+
+
+def _end(control: ControlSocket, fleet: Fleet, scratch: Path) -> None:
+    """End all that there is, whatever goes wrong with one thing."""
+    _linux.kill_in(_END_SECONDS)
+    with contextlib.ExitStack() as last_first:
+        last_first.callback(shutil.rmtree, scratch, ignore_errors=True)
+        last_first.callback(control.close)
+        last_first.callback(sweep_orphans, ())
+        last_first.callback(fleet.close)
+        last_first.callback(control.hide)
 
 
 def main(scratch: Path) -> None:

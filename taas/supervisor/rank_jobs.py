@@ -55,6 +55,14 @@ class RankJobs:
         place = self.vms[number].machine.place
         return f"{name} ({place})" if place else name
 
+    def loss(self, number: int, how: str) -> str:
+        """Say what was lost with a VM, ``how`` in words."""
+        agent = f"the agent of {self.name(number)} was {how}"
+        if number in self.told:
+            what = "its ranks" if number in self.busy else "rank 0's names"
+            return f"{agent}; it took {what} with it"
+        return how.removeprefix("lost: ") if self.vms[number].remote else f"{agent} before its ranks began"
+
     # ------------------------------------------------------------ GPUs
 
     def check_gpus(self) -> None:

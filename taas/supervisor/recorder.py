@@ -35,16 +35,20 @@ class Recorder:
     Attributes:
         submit: what was asked for, with the payloads as they are held here.
         record: as it is now.
+
+    Raises:
+        OSError: a payload's holder is gone, or there is no room for the run's folder; nothing is held then.
     """
 
     def __init__(self, submit: Submit, kernel: ProcessMark) -> None:
         spec = submit.spec
         self._held: list[int] = []
-        delivery = submit.delivery
-        if delivery is not None:
-            delivery = msgspec.structs.replace(delivery, payload=self._hold(delivery.payload))
-        self.submit = msgspec.structs.replace(submit, payload=self._hold(submit.payload), delivery=delivery)
-        name, mark = new_folder(spec.name)
+        try:
+            self.submit = self._holding(submit)
+            name, mark = new_folder(spec.name)
+        except OSError:
+            self.close()
+            raise
         self.record = RunRecord(
             name=name,
             id=mark,
@@ -62,6 +66,12 @@ class Recorder:
             device=submit.device,
             names_nbytes=submit.payload.nbytes,
         )
+
+    def _holding(self, submit: Submit) -> Submit:
+        delivery = submit.delivery
+        if delivery is not None:
+            delivery = msgspec.structs.replace(delivery, payload=self._hold(delivery.payload))
+        return msgspec.structs.replace(submit, payload=self._hold(submit.payload), delivery=delivery)
 
     def _hold(self, memory: Memory) -> Memory:
         """Open a memory of the kernel's; returns it as it is held here."""
@@ -108,42 +118,49 @@ class Recorder:
         self,
         verdict: Verdict,
         notices: tuple[str, ...],
-        answer: Memory | None = None,
-        loaders: bytes = b"",
         kept_ranks: tuple[RankKept, ...] | None = None,
     ) -> None:
-        """Write down how the run ended, and of a background run what `%taas attach` will bring.
+        """Write down how the run ended.
 
         Args:
             verdict: how it ended.
             notices: lines for the user.
-            answer: rank 0's names.
-            loaders: where the delivery left the generators of the registered loaders.
             kept_ranks: its ranks, if they stay.
         """
-        if self.record.background:
-            if answer is not None:
-                notices += self._keep_answer(answer)
-            if loaders:
-                with contextlib.suppress(OSError):  # the disk is full: the generators stay where they are
-                    keep(self.record, LOADERS, loaders)
         self._reserve.unlink(missing_ok=True)
         end = msgspec.structs.asdict(verdict)
         now = {"state": "over", "ended": time.time(), "kept_ranks": kept_ranks}
         self.note(**end, **now, trouble=None, questions=(), notices=notices)
 
+    def keep(self, answer: Memory | None, loaders: bytes) -> tuple[str, ...]:
+        """Keep of a background run what `%taas attach` will bring; any thread may. Returns what went wrong.
+
+        Args:
+            answer: rank 0's names.
+            loaders: where the delivery left the generators of the registered loaders.
+        """
+        if not self.record.background:
+            return ()
+        if loaders:
+            with contextlib.suppress(OSError):  # the disk is full: the generators stay where they are
+                keep(self.record, LOADERS, loaders)
+        return () if answer is None else self._keep_answer(answer)
+
     def _keep_answer(self, answer: Memory) -> tuple[str, ...]:
         """Copy rank 0's names into the run's folder, with the payload they refer to; returns what went wrong."""
+        what = "the names that the run made could not be kept"
         try:
             source = answer.open()
             try:
                 keep(self.record, ANSWER, source)
             finally:
                 os.close(source)
+            what = (
+                "only the kernel that started the run can take its names, as what it gave could not be kept"
+            )
             keep(self.record, PAYLOAD, self.submit.payload.fd)
         except OSError as error:
-            lost = f"the names that the run made could not be kept: {error.strerror} ({self.record.folder})"
-            return (lost,)
+            return (f"{what}: {error.strerror} ({self.record.folder})",)
         return ()
 
     def close(self) -> None:

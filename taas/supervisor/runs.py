@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from taas.delivery.config import ResumePoint
@@ -16,6 +18,7 @@ from taas.supervisor.rank_writes import make_scratch, settle_scratch
 from taas.supervisor.recorder import Recorder
 from taas.supervisor.transfer import ProjectSync, Transfer
 from taas.supervisor.vms import Vm
+from taas.supervisor.work_thread import WorkThread
 from taas.wire.agents import How, JobOver, JobRequest, JobSays, RanksSeen
 from taas.wire.clients import RunState
 from taas.wire.framing import Memory, StoreAddress
@@ -42,15 +45,17 @@ class Run:
         vms: list[Vm],
         data: DataVms | None,
         sockets: Path,
+        worker: WorkThread,
         *,
         restarts: int = 0,
         places: dict[str, ResumePoint] | None = None,
         kept: Run | None = None,
     ) -> None:
-        self.recorder, self.vms, self.restarts = recorder, vms, restarts
+        self.recorder, self.vms, self.worker, self.restarts = recorder, vms, worker, restarts
         self.submit = submit = recorder.submit
         self.name = name = recorder.record.name
         self.state = "acquiring"
+        self.let_go = self._settling = False  # its client takes no names of it; and settle() has begun
         self.answer: Memory | None = None
         self.output, self._sockets = output_folder(recorder.record.folder, restarts), sockets
         self.scratch: Path = make_scratch(name, submit.project, kept.scratch if kept else None)
@@ -59,9 +64,9 @@ class Run:
         self._project_sync: ProjectSync = ProjectSync(
             name, submit.project, self.scratch, submit.spec.ranks_per_vm, known
         )
-        self.transfer = Transfer(name, submit.spec, self.output, self._project_sync)
+        self.transfer = Transfer(name, submit.spec, self.output, self._project_sync, worker, self._failed)
         self.ranks: RankJobs = RankJobs(self, before)
-        self.found = Findings(submit.spec, self.ranks.name, kept=self.ranks.continues)
+        self.found = Findings(submit.spec, self.ranks)
         self.hangs = HangWatch(self)
         self.data: DataSide | None = None
         if data is not None:
@@ -131,6 +136,7 @@ class Run:
             case StoreAddress() if self.state == "starting":
                 self.ranks.take_store(said)
             case RankStage():
+                self.found.measure_clock(said.rank, said.at)
                 self.found.started.add(said.rank)
                 if len(self.found.started) == self.submit.spec.world_size and self.state == "starting":
                     if self.data is None or not self.data.vms.elsewhere:  # else one may join at any time
@@ -139,6 +145,7 @@ class Run:
             case Asking():
                 self.recorder.note_question(said)
             case RankEnded():
+                self.found.measure_clock(said.rank, said.at)
                 self._rank_ended(said)
             case JobOver():
                 self._vm_done(job, said)
@@ -149,6 +156,7 @@ class Run:
         self.hangs.lose_vm(number)
         self.notices += over.notices
         if over.how:
+            self.vms[number].unfit = True
             self._trouble(over.how)
         if not over.how or self.found.all_done:  # its ranks were, and then their names could not be taken
             self._ask_for_final()
@@ -157,14 +165,14 @@ class Run:
         self.ranks.postpone_end()
         if self.data is not None:
             self.data.postpone_end()
-        try:
-            self.transfer.hear(job, said)
-        except OSError as error:
-            if job < len(self.vms):
-                self._trouble(str(error))
-            elif self.data is not None:
-                self.data.fail(str(error))
-                self._data_changed()
+        self.transfer.hear(job, said)
+
+    def _failed(self, job: int, why: str) -> None:
+        if job < len(self.vms):
+            self._trouble(why)
+        elif self.data is not None:
+            self.data.fail(why)
+            self._data_changed()
 
     def _trouble(self, what: str, error: str = RunLost.__name__) -> None:
         """Something keeps the run from going on; ``error`` is the class of :mod:`taas.errors` for it."""
@@ -195,22 +203,16 @@ class Run:
 
     def _rank_vm_lost(self, number: int, how: str) -> None:
         vm = self.vms[number]
-        held = self.answer is not None and self.answer.pid == vm.machine.pid and self.state != "over"
+        held = self.answer is not None and self.answer.pid == vm.machine.pid and not self._settling
         if held:  # its names went with it
             self.answer = None
         if number in self.ranks.done and not held:
             return
-        agent = f"the agent of {self.ranks.name(number)} was {how}"
-        if number in self.ranks.told:
-            what = "its ranks" if number in self.ranks.busy else "rank 0's names"
-            lost = f"{agent}; it took {what} with it"
-        else:
-            lost = how.removeprefix("lost: ") if vm.remote else f"{agent} before its ranks began"
         if self.found.lost is None:
-            self.found.lost, self.found.error = lost, vm.machine.error
+            self.found.lost, self.found.error = self.ranks.loss(number, how), vm.machine.error
         self.ranks.done.add(number)
         self.transfer.lose(number)
-        self._project_sync.lose(number)
+        self.worker.do(partial(self._project_sync.lose, number))
         self.hangs.lose_vm(number)
         self.end()
         if self.found.all_done:  # it was lost when its ranks had said so, and before it did
@@ -266,8 +268,9 @@ class Run:
 
     @property
     def finished(self) -> bool:
-        """Whether it is settled, and no process of its data side is left."""
-        return self.settled and (self.data is None or self.data.gone)
+        """Whether it is settled, no process of its data side is left, and all that came of it was written down."""
+        gone = self.data is None or self.data.gone
+        return self.settled and gone and not self._settling and not self.worker.pending
 
     @property
     def loss(self) -> str:
@@ -284,41 +287,46 @@ class Run:
         Raises:
             OSError: there is no room for it; then this start is what it was.
         """
-        new = Run(
-            self.recorder,
-            vms,
-            data,
-            self._sockets,
-            restarts=self.restarts + 1,
-            places=None if self.data is None else self.data.places,
-        )
+        number, places = self.restarts + 1, None if self.data is None else self.data.places
+        new = Run(self.recorder, vms, data, self._sockets, self.worker, restarts=number, places=places)
         self.forget()
-        new.notices = self._settle(well=True)
+        self.recorder.record.kept.clear()
+        new.notices = self.notices
         new._project_sync.take_along(self._project_sync.written)
         return new
 
+    def settle(self, then: Callable[[Run], None]) -> None:
+        """Bring what was written to where it belongs, now that no rank is left; ``then`` it is concluded, or started again.
+
+        One that will not be started again is over: nothing changes how it ended.
+        """
+        self.answer = self.transfer.answer or self.answer
+        well = bool(self.loss) or self.found.verdict(self.answer).outcome != "failed"
+        self._settling, self.state = True, self.state if self.loss else "over"
+        work = partial(self._settle, self.answer, well=well, stay=bool(self.ranks.stay))
+        self.worker.do(work, lambda done: then(done.result()))
+
+    def _settle(self, answer: Memory | None, *, well: bool, stay: bool) -> Run:
+        """Do what :meth:`settle` says, in the worker."""
+        notes, final = ([], b"") if self.data is None else (self.data.notes, self.data.final)
+        self.notices += [*notes, *self._project_sync.notices(well=well)]
+        self._project_sync.close()
+        self.notices += [*self.transfer.notices, *settle_scratch(self.scratch, stay=stay)]
+        self.notices += self.recorder.keep(answer, final)
+        return self
+
     def conclude(self) -> RunState:
-        """Write down how it ended; returns what its client is told, with the answer, which its agent holds."""
+        """Write down how it ended, settled as it is; returns what its client is told, with the answer, which its agent holds."""
         self.state = "over"
-        answer = self.answer = self.transfer.answer or self.answer
-        verdict = self.found.verdict(answer)
-        loaders = b"" if self.data is None else self.data.final
+        verdict = self.found.verdict(self.answer)
         gone = [_NOT_KEPT] if self.submit.spec.keep and not self.ranks.stay else []
-        notices = (*self._settle(well=verdict.outcome != "failed"), *gone)
         if not self.found.all_done:
             self.ranks.store = None  # it may have been broken off
-        self.recorder.end(verdict, notices, answer, loaders, self.ranks.stay or None)
-        return RunState(record=self.recorder.record, answer=answer, loaders=loaders)
-
-    def _settle(self, *, well: bool) -> list[str]:
-        """Bring what was written to where it belongs, now that no rank is left; returns the lines for the user."""
-        data = [] if self.data is None else self.data.notes
-        files = self._project_sync.notices(well=well)
-        self._project_sync.close()
-        written = settle_scratch(self.scratch, stay=bool(self.ranks.stay))
-        return [*self.notices, *data, *files, *self.transfer.notices, *written]
+        self.recorder.end(verdict, (*self.notices, *gone), self.ranks.stay or None)
+        loaders = b"" if self.data is None else self.data.final
+        return RunState(record=self.recorder.record, answer=self.answer, loaders=loaders)
 
     def forget(self) -> None:
         """Tell the agents that nobody needs what they hold for this run."""
         self.ranks.forget()
-        self.transfer.close()
+        self.worker.do(self.transfer.close)  # memory of gigabytes takes a while to be given back

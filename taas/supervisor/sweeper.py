@@ -20,8 +20,9 @@ from taas.wire.short_folder import PREFIX, make_short_folder
 from taas.wire.stopped import Process, below, let_go_on, process
 
 NAME = "taas-sweeper"
-CONNECTION = "connection"
-"""In the folder, a link to the file by which clients find the supervisor; it has a key, and goes with the folder."""
+SOCKET, CONNECTION = "supervisor", "connection"
+"""In the folder, where the supervisor listens, and a link to the file by which clients find it; that has a key, and goes
+with the folder."""
 _PR_SET_CHILD_SUBREAPER = 36
 _REST_SECONDS = 2.0
 _STOPPED_SECONDS = 6.0
@@ -56,7 +57,7 @@ def hold_folder(folder: Path) -> None:
 
 def remove_folders_left(beside: Path) -> None:
     """Remove folders of supervisors whose sweepers were lost with them; a supervisor holds its own before it listens there."""
-    for socket in beside.parent.glob(f"{PREFIX}*/supervisor"):
+    for socket in beside.parent.glob(f"{PREFIX}*/{SOCKET}"):
         with contextlib.suppress(OSError):  # another user's, or somebody was faster
             fd = os.open(socket.parent, os.O_RDONLY | os.O_CLOEXEC)
             try:

@@ -6,8 +6,11 @@ A job on this host needs none of it: it opens the memory, and writes to the run'
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -18,6 +21,7 @@ from taas.project_sync.tree import FileState, Token, decode_all
 from taas.rank_storage import scratch_of
 from taas.runs.events import FILES
 from taas.supervisor.vms import Vm
+from taas.supervisor.work_thread import WorkThread
 from taas.wire.agents import JobRequest, OfJob, StartJob
 from taas.wire.framing import Memory
 from taas.wire.transfer import Chunk, Incoming, Sender, Taken, chunks_of
@@ -34,10 +38,21 @@ class Transfer:
         spec: what was asked for.
         output: where this start's ranks write (``runs.records.output_folder``).
         project_sync: the run's project.
+        worker: writes down what comes, and packs what goes.
+        failed: is told the job for which that could not be done, and why.
     """
 
-    def __init__(self, run: str, spec: RunSpec, output: Path, project_sync: ProjectSync) -> None:
+    def __init__(
+        self,
+        run: str,
+        spec: RunSpec,
+        output: Path,
+        project_sync: ProjectSync,
+        worker: WorkThread,
+        failed: Callable[[int, str], None],
+    ) -> None:
         self._run, self._spec, self._output, self._project_sync = run, spec, output, project_sync
+        self.worker, self._failed = worker, failed
         self._senders: dict[int, Sender] = {}
         self._answer: Incoming | None = None
         self._answering = -1
@@ -87,35 +102,50 @@ class Transfer:
         return self._answer.memory if self._answer is not None and self._answer.complete else None
 
     def hear(self, job: int, said: Chunk | Taken | JobRequest) -> None:
-        """Take in what the agent of a job brings, has taken or asks for.
+        """Take in what the agent of a job brings, has taken or asks for."""
+        match said:
+            case _ if job not in self._senders:
+                return  # lost meanwhile, or on this host
+            case JobRequest():
+                self.worker.do(self._project_sync.packed, partial(self._go_on, job, said))
+            case Taken():
+                self._senders[job].taken(said.nbytes)
+                self._step(job)
+            case Chunk():
+                self.worker.do(partial(self._take, job, said), partial(self._go_on, job, said))
 
-        Raises:
-            OSError: it cannot be kept, or not be sent; the text says what.
-        """
-        sender = self._senders.get(job)
-        if sender is None:
-            return  # lost meanwhile, or on this host
-        what = "project could not travel"
+    def _take(self, job: int, chunk: Chunk) -> None:
+        """Write a chunk down; the worker's."""
+        match chunk.of:
+            case "answer" if self._answer is not None and job == self._answering:
+                self._answer.take(chunk)
+            case "output":
+                self._write(job, chunk)
+            case "change" if job < self._spec.vms:
+                self._project_sync.apply(job, chunk.rank, chunk.data)
+
+    def _go_on(self, job: int, said: Chunk | JobRequest, done: Future[Any]) -> None:
+        """Something was written down, or packed, or could not be: let the agent send more, or send it more."""
         try:
-            match said:
-                case JobRequest():
-                    sender.add(chunks_of("project", self._project_sync.packed()))
-                case Taken():
-                    sender.taken(said.nbytes)
-                case Chunk(of="answer"):
-                    what = "names that the run made could not be taken"
-                    if self._answer is not None and job == self._answering:
-                        self._answer.take(said)
-                case Chunk(of="output"):
-                    self._write(job, said)
-                case Chunk(of="change") if job < self._spec.vms:
-                    self._project_sync.apply(job, said.rank, said.data)
-            sender.step()
+            result = done.result()
         except (OSError, msgspec.DecodeError) as error:
-            raise OSError(f"the {what}: {error}") from error
-        finally:
-            if isinstance(said, Chunk):  # also where it was not kept: the run's end waits for the agent
-                sender.acknowledge(said)
+            of_answer = isinstance(said, Chunk) and said.of == "answer"
+            what = "names that the run made could not be taken" if of_answer else "project could not travel"
+            self._failed(job, f"the {what}: {error}")
+        else:
+            if isinstance(said, JobRequest) and job in self._senders:
+                self._senders[job].add(chunks_of("project", result))
+                self._step(job)
+        if (
+            isinstance(said, Chunk) and job in self._senders
+        ):  # also where it was not kept: the run's end waits for the agent
+            self._senders[job].acknowledge(said)
+
+    def _step(self, job: int) -> None:
+        try:
+            self._senders[job].step()
+        except OSError as error:
+            self._failed(job, f"the project could not travel: {error}")
 
     def _write(self, job: int, chunk: Chunk) -> None:
         """Write what a job wrote to the same place here; a full disk loses output, as it does in a rank."""

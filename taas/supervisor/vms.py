@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import signal
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 
 from taas.agent.forkserver import read_at_import
 from taas.engines import Demand, Machine
-from taas.errors import NotEnoughDevices
+from taas.errors import EngineError, NotEnoughDevices
+from taas.runs.places import runtime_folder
 from taas.runs.records import read_records
+from taas.supervisor.work_thread import WorkThread
 from taas.wire.clients import Submit
 from taas.wire.framing import Leave, Message
 from taas.wording import counted
 
+_CHOOSING_SECONDS, _TRY_AGAIN_SECONDS = 2.0, 0.01
 KEPT = "%kept"
 """What a VM with kept ranks has in the place of a run's name."""
 
@@ -23,6 +29,7 @@ class Vm:
 
     Attributes:
         data: it is elsewhere, and for data workers.
+        unfit: its agent could not do what it was told, and may not do the next: a cleaner may have removed its folder.
         answered: its agent has said that it is there.
         run: the name of the run that has it; None: it is idle.
         until: when it is given back if it is idle still; on this machine never.
@@ -41,7 +48,7 @@ class Vm:
         data: bool = False,
     ) -> None:
         self.machine, self.key, self.demand, self.remote, self.data = machine, key, demand, remote, data
-        self.answered = False
+        self.answered = self.unfit = False
         self.gone = False
         self.run: str | None = None
         self.until = float("inf")
@@ -72,11 +79,13 @@ class Vm:
         if self.machine.pid and not self.gone:
             os.kill(self.machine.pid, signal.SIGKILL)
 
-    def end(self) -> None:
-        """Give it back; its agent is told by both ways there are."""
+    def end(self, worker: WorkThread) -> None:
+        """Give it back; its agent is told by both ways there are. One of this machine is waited for by a worker."""
         if self.remote:
             self._send(self.key, Leave())
-        self.machine.end()
+            self.machine.end()
+        else:
+            worker.do(self.machine.end)
 
 
 def demand_of(submit: Submit, instance: str | None, gpus: int = 0) -> Demand:
@@ -89,6 +98,38 @@ def demand_of(submit: Submit, instance: str | None, gpus: int = 0) -> Demand:
         read_at_import(submit.environ),
         submit.changed,
     )
+
+
+@contextlib.contextmanager
+def choosing(gpus: tuple[str, ...]) -> Iterator[None]:
+    """Let no other kernel's supervisor choose among this machine's GPUs until what is taken here is written down.
+
+    Raises:
+        EngineError: another one has been at it for too long.
+    """
+    if not gpus:
+        yield
+        return
+    with (runtime_folder("locks") / "gpus").open("ab") as lock:
+        until = time.monotonic() + _CHOOSING_SECONDS
+        while not _taken(lock.fileno()):
+            if time.monotonic() > until:
+                raise EngineError(
+                    f"another notebook has been choosing among this machine's GPUs for {_CHOOSING_SECONDS:.0f} s: its "
+                    "supervisor may be stopped. Run the cell again; `%taas status` shows who has GPUs."
+                )
+            time.sleep(_TRY_AGAIN_SECONDS)  # nothing tells of a lock that is free but to have it
+        yield
+
+
+def _taken(lock: int) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks
+        return True
+    return True
 
 
 def share_gpus(

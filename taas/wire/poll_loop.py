@@ -1,4 +1,4 @@
-"""What the one thread of a process waits for: sockets and descriptors, each with what is done when it is readable.
+"""What the main thread of a process waits for: sockets and descriptors, each with what is done when it is readable.
 
 Where peers connect to it, a process may have as many of these open as the system lets it; what it starts for others
 finds the limit as it was: a rank has the one that it would have under torchrun.
@@ -7,7 +7,9 @@ finds the limit as it was: a rank has the one that it would have under torchrun.
 from __future__ import annotations
 
 import contextlib
+import os
 import resource
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,6 +22,9 @@ class PollLoop:
     def __init__(self) -> None:
         self._poller = zmq.Poller()
         self._actions: dict[Any, Callable[[], object]] = {}
+        self._soon: deque[Callable[[], object]] = deque()
+        self._bell = os.eventfd(0, os.EFD_CLOEXEC)
+        self.on(self._bell, self._act_soon)
 
     def __contains__(self, source: Any) -> bool:
         return source in self._actions
@@ -33,6 +38,16 @@ class PollLoop:
         """Watch it no more. Twice is harmless."""
         if self._actions.pop(source, None) is not None:
             self._poller.unregister(source)
+
+    def soon(self, action: Callable[[], object]) -> None:
+        """Act so in the next step; any thread may ask for that."""
+        self._soon.append(action)
+        os.eventfd_write(self._bell, 1)
+
+    def _act_soon(self) -> None:
+        os.eventfd_read(self._bell)
+        while self._soon:
+            self._soon.popleft()()
 
     def step(self, wait: float | None) -> None:
         """Wait until something is readable, ``wait`` seconds at most, and act on all that is; None: for ever."""

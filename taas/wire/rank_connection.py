@@ -1,15 +1,18 @@
 """The socket pair between an agent and a rank, which has no name: nobody else can connect.
 
 A message has its length before it. Descriptors go with it, since a rank behind its wall may not open those of
-other processes by ``/proc``.
+other processes by ``/proc``. What an agent says never waits for the rank to hear it: a long message is a memory file, of
+which the last descriptor is sent, and its length is minus one.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import struct
 import threading
+from array import array
 from collections.abc import Iterator
 
 import msgspec
@@ -22,10 +25,12 @@ _LENGTH = struct.Struct("!i")
 _READ_BYTES, _READS = 1 << 16, 16
 """A dead process has left no more than this: it is more than a socket holds."""
 _MOST_DESCRIPTORS = 4
+_SHORT = 4096
+"""Bytes of a message that the socket takes as a whole, or not at all."""
 
 
 class RankConnection:
-    """The agent's end; it never waits for a rank to say all it began.
+    """The agent's end; it never waits for a rank to hear, or to say all it began.
 
     Attributes:
         closed: whether one of the two has closed its end.
@@ -40,13 +45,27 @@ class RankConnection:
         return self._socket.fileno()
 
     def send(self, message: bytes, *descriptors: int) -> None:
-        """Send the rank a message, and with it descriptors of this process."""
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # killed: its sentinel says so
-            if descriptors:
-                socket.send_fds(self._socket, [_LENGTH.pack(len(message))], descriptors)
-                self._socket.sendall(message)
-            else:
-                self._socket.sendall(_LENGTH.pack(len(message)) + message)
+        """Send the rank a message, and with it descriptors of this process.
+
+        A rank that has left hundreds of messages unheard is cut off: :meth:`receive` finds the connection closed.
+
+        Raises:
+            OSError: there is no memory or descriptor for a long one.
+        """
+        with contextlib.ExitStack() as stack:
+            said = _LENGTH.pack(len(message)) + message
+            if len(said) > _SHORT:
+                file = stack.enter_context(os.fdopen(os.memfd_create("taas-message"), "wb"))
+                file.write(message)
+                file.flush()
+                said, descriptors = _LENGTH.pack(-1), (*descriptors, file.fileno())
+            rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", descriptors))
+            try:  # socket.send_fds has flags, and does not use them
+                self._socket.sendmsg([said], [rights] if descriptors else [], socket.MSG_DONTWAIT)
+            except (BrokenPipeError, ConnectionResetError):  # killed: its sentinel says so
+                pass
+            except BlockingIOError:
+                self._socket.shutdown(socket.SHUT_RDWR)
 
     def receive(self) -> list[RankSays]:
         """Return the whole messages that are there; closes it when the rank has, or says what no rank says."""
@@ -112,7 +131,11 @@ class AgentConnection:
             self._socket, _LENGTH.size, _MOST_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
         )
         [size] = _LENGTH.unpack(header + self._read(_LENGTH.size - len(header)))
-        return self._read(size), descriptors
+        if size >= 0:
+            return self._read(size), descriptors
+        with os.fdopen(descriptors.pop(), "rb") as file:
+            file.seek(0)  # its place is the sender's, too
+            return file.read(), descriptors
 
     def _read(self, size: int) -> bytes:
         data = bytearray()

@@ -20,10 +20,12 @@ class RankStage(Message, frozen=True):
             cell begins to run. ``noticed``: the main thread of a rank that is interrupted runs Python code: what the
             cell makes of it takes its time. ``packing``: it packs its names, and its :class:`RankEnded` follows.
         rank: which; -1 before its order.
+        at: of ``begun``: wall-clock time of its machine in seconds since the epoch.
     """
 
     stage: Literal["ready", "begun", "noticed", "packing"]
     rank: int = -1
+    at: float = 0.0
 
 
 class RankEnded(Message, frozen=True):
@@ -34,7 +36,7 @@ class RankEnded(Message, frozen=True):
         outcome: ``done``, ``raised``, ``exited`` (``sys.exit(n)``, n ≠ 0), ``interrupted``, or, said by the
             agent, ``died`` (by a signal, or without a word), ``orphaned`` (with its forkserver) and ``ended`` (by a
             signal of the agent's).
-        at: wall-clock time in seconds since the epoch.
+        at: wall-clock time of its machine in seconds since the epoch.
         etype: class name of the exception, or the signal's name.
         message: the exception's text, or what is known.
         traceback: formatted lines.

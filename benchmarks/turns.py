@@ -1,0 +1,106 @@
+"""How long the supervisor's loop is at something while large names arrive, in which it hears nobody else.
+
+A run's answer comes from an agent elsewhere (in chunks, which are written down here), for the notebook's cell or for a
+background run that keeps it on disk; and from an agent here, kept on disk. A turn is from the return of poll(2) to its next
+call, less the time in which the thread was ready to run and another process had the processor (/proc/thread-self/schedstat).
+
+    python benchmarks/turns.py [--gigabytes 2] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+from elsewhere import install
+from notebook_harness import Notebook
+
+TURNS = """
+import os, sys
+if "taas.supervisor" in sys.orig_argv:
+    import threading, time
+    import zmq
+    wait, main, since = zmq.Poller.poll, threading.main_thread(), []
+    longest = [0.0]
+
+    def now():
+        with open("/proc/thread-self/schedstat") as file:
+            processor, ready, _ = map(int, file.read().split())
+        return time.monotonic(), processor / 1e9, ready / 1e9
+
+    def poll(self, timeout=None):
+        if threading.current_thread() is not main or len(self.sockets) < 4:
+            return wait(self, timeout)
+        wall, processor, ready = [b - a for a, b in zip(since, now())] or [0.0] * 3
+        if wall - ready > longest[0]:
+            longest[0] = wall - ready
+            with open(os.environ["TAAS_TURNS"], "a") as file:
+                print(wall - ready, processor, file=file)
+        try:
+            return wait(self, timeout)
+        finally:
+            since[:] = now()
+
+    zmq.Poller.poll = poll
+"""
+CELL = """#pragma taas --gpus 1{options}
+import torch
+made = torch.ones({count} << 28)
+"""
+CASES = {
+    "elsewhere, for the cell": (True, ""),
+    "elsewhere, kept on disk": (True, " --background --name large"),
+    "here, kept on disk": (False, " --background --name large"),
+}
+
+
+def longest(folder: Path, gigabytes: int, *, remote: bool, options: str) -> tuple[float, float]:
+    """Run a cell with a large answer; returns the longest turn from its start to its end, and its processor time, in seconds."""
+    environ = install(folder / "site") if remote else {"PYTHONPATH": str(folder / "site")}
+    (folder / "site").mkdir(exist_ok=True)
+    with (folder / "site" / "sitecustomize.py").open("a") as file:
+        file.write(TURNS)
+    turns = folder / "turns"
+    (folder / "project").mkdir()
+    book = Notebook(
+        folder / "project",
+        environ={**environ, "TAAS_TURNS": str(turns), "JUPYTER_RUNTIME_DIR": str(folder / "runtime")},
+    )
+    try:
+        book.good("%load_ext taas")
+        book.good("#pragma taas --gpus 1\npass", seconds=300)
+        started = len(turns.read_text().splitlines())  # agents and engines start once
+        print("    before:", turns.read_text().splitlines()[-1], file=sys.stderr)
+        book.good(CELL.format(options=options, count=gigabytes), seconds=900)
+        if options:
+            book.good("%taas attach large", seconds=900)
+        assert book.value("made.numel()") == str(gigabytes << 28)
+        lines = turns.read_text().splitlines()
+        wall, processor = map(float, (lines[started:] or lines)[-1].split())
+    finally:
+        book.close()
+    return wall, processor
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--gigabytes", type=int, default=2)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    found = {}
+    for name, (remote, options) in CASES.items():
+        with tempfile.TemporaryDirectory() as folder:
+            wall, processor = longest(Path(folder), arguments.gigabytes, remote=remote, options=options)
+        found[name] = {"turn_ms": 1000 * wall, "processor_ms": 1000 * processor}
+        print(f"{name:26} {1000 * wall:7.1f} ms, of which {1000 * processor:.1f} ms processor", flush=True)
+    if arguments.json:
+        arguments.json.write_text(json.dumps({"load": os.getloadavg(), "turns": found}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
