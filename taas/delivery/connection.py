@@ -177,7 +177,7 @@ class DeliveryConnection:
         self._failed = ""
         self._flushed = self._drained = 0.0
         address, key = self._receiver.address, self._receiver.key
-        self._control.send(Hello(os.getpid(), shared=slabs is not None, rank=rank, address=address, key=key))
+        self._control.send(Hello(os.getpid(), shared=slabs is not None, address=address, key=key))
 
     # ── what a loader asks ────────────────────────────────────────────────────────────────────────
 
