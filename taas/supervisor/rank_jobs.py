@@ -120,6 +120,7 @@ class RankJobs:
             changed=submit.changed,
             output=str(self._run.output),
             scratch=str(self._run.scratch),
+            since_ns=self._run.since_ns,
             work=self._order(number, store),
         )
         self.told.add(number)

@@ -53,7 +53,8 @@ class Run:
         self.state = "acquiring"
         self.answer: Memory | None = None
         self.output, self._sockets = output_folder(recorder.record.folder, restarts), sockets
-        self.scratch: Path = make_scratch(name, submit.project, kept.scratch if kept else None)
+        self.scratch: Path
+        self.scratch, self.since_ns = make_scratch(name, submit.project, kept.scratch if kept else None)
         self.notices: list[str] = []  # what the cell says when it is over
         before, known = (kept.ranks, kept._project_sync.known) if kept else (None, None)
         self._project_sync: ProjectSync = ProjectSync(name, submit.project, self.scratch, submit.spec, known)
