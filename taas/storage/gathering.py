@@ -30,14 +30,15 @@ def install(project: str, run_scratch: Path) -> None:
     root = os.path.realpath(project)
 
     def change(module: ModuleType) -> None:
-        writer: Any = getattr(module, "_FileSystemWriter", module.FileSystemWriter)
+        writer: Any = module.FileSystemWriter
         native = writer.finish
 
         @functools.wraps(native)
         def finish(self: Any, metadata: Any, results: Any) -> None:
-            names = {str(result.storage_data.relative_path) for of_rank in results for result in of_rank}
-            place = resolve_beneath(os.path.realpath(self.path), root)
+            files = isinstance(self.fs, module.FileSystem)  # others write to places of another kind
+            place = resolve_beneath(os.path.realpath(self.path), root) if files else None
             if place is not None:
+                names = {str(result.storage_data.relative_path) for of_rank in results for result in of_rank}
                 _gather(Path(root, place), place, names, run_scratch)
             native(self, metadata, results)
 

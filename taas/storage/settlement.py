@@ -59,7 +59,6 @@ class Settlement:
     """What became of the writes of all ranks but 0."""
 
     run: str  # name to ``recover`` by
-    dropped: dict[str, tuple[int, ...]]  # paths rank 0 wrote too -> the ranks whose versions went
     kept: tuple[SettledFile, ...]  # what only other ranks wrote
     unremoved: dict[str, tuple[int, ...]]  # paths still there that others removed, and rank 0 did not
     stuck: tuple[str, ...] = ()  # files that could not be moved to the kept folder, where they lie, and why
@@ -116,10 +115,11 @@ def settle(
     for rank, scratch in scratches.items():
         for path in _files(scratch / "tree"):
             writers.setdefault(path, []).append(rank)
-    dropped = {
-        path: tuple(ranks) for path, ranks in writers.items() if changed_since(str(project / path), since_ns)
+    only_others = {
+        path: ranks
+        for path, ranks in sorted(writers.items())
+        if not changed_since(str(project / path), since_ns)
     }
-    only_others = {path: ranks for path, ranks in sorted(writers.items()) if path not in dropped}
     run = _free_name(kept_root, run)
     kept, stuck = _keep(only_others, scratches, kept_root / run)
     if kept:
@@ -132,7 +132,7 @@ def settle(
     if not stay:
         with contextlib.suppress(OSError):  # other things may lie there
             run_scratch.rmdir()
-    return Settlement(run, dropped, tuple(kept), unremoved, tuple(stuck))
+    return Settlement(run, tuple(kept), unremoved, tuple(stuck))
 
 
 def _free_name(kept_root: Path, run: str) -> str:
