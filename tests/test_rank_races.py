@@ -121,3 +121,27 @@ def test_ranks_of_a_cell_race_for_folders_and_files(notebook: Notebook) -> None:
         "old", *(f"d{i}{name}" for i in range(20) for name in ("", "/e", *(() if i % 2 else ("/g",))))
     }  # fmt: skip
     assert {(notebook.folder / f"d{i}" / "g").read_text() for i in range(0, 20, 2)} == {"0"}
+
+
+def test_kept_ranks_know_when_their_cell_began(notebook: Notebook) -> None:
+    """What an earlier cell has made was there before this one, in every rank; what rank 0 makes in this one was not."""
+    cell = (
+        "#pragma taas --gpus 2 --keep\nimport os, torch, torch.distributed as dist\n"
+        "if not dist.is_initialized(): dist.init_process_group('gloo')\n"
+        "if dist.get_rank(): dist.barrier()  # rank 0 is first\n"
+        "made = 0\n"
+        "for name in ('first', 'second'):\n"
+        "    try: os.mkdir(name)\n"
+        "    except FileExistsError: continue\n"
+        "    made += 1\n"
+        "    if made == {count}: break\n"
+        "if dist.get_rank() == 0: dist.barrier()\n"
+        "count = torch.tensor(made); dist.all_reduce(count); print(name, int(count))\n"
+        "del dist, count"
+    )
+    try:
+        assert notebook.good(cell.format(count=1)).own == "first 2\n"
+        assert notebook.good(cell.format(count=1)).own == "second 2\n"
+        assert notebook.good(cell.format(count=1)).own == "second 0\n"
+    finally:
+        notebook.good("%taas release")
