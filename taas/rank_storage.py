@@ -29,7 +29,8 @@ from pathlib import Path
 from typing import Literal
 
 from taas.errors import StorageDenied
-from taas.storage import boundary, calls, walls
+from taas.storage import boundary, calls, gathering, walls
+from taas.storage.boundary import NEVER
 from taas.storage.denial import Denial
 from taas.storage.diversion import Diversion
 from taas.storage.overlay import Overlay
@@ -54,6 +55,7 @@ class Policy:
         rank: global rank.
         mode: what becomes of writes to the project.
         shared: directories where every rank may write, relative to the project or absolute; made if absent.
+        since_ns: when the run began, by the clock of the project's file system: what changed there since is rank 0's doing.
         scratch: this rank's private folder for diverted files, made by the agent (``scratch_of``); it may
             lie beneath the project.
         writable: absolute paths that taas itself needs to write in this rank: output files, sockets.
@@ -65,6 +67,7 @@ class Policy:
     shared: tuple[str, ...] = ()
     scratch: str
     writable: tuple[str, ...] = ()
+    since_ns: int = NEVER
 
 
 @dataclass(frozen=True)
@@ -76,12 +79,19 @@ class Guard:
         how: its variant, for people ("as root", "version 7").
         why_not: stronger mechanisms that were tried, each with the reason it failed.
         denial: what this rank is told that meets the wall; None in rank 0.
+        overlay: what it sees of the project; None in rank 0.
     """
 
     mechanism: str
     how: str = ""
     why_not: tuple[str, ...] = ()
     denial: Denial | None = None
+    overlay: Overlay | None = None
+
+    def begin_run(self, since_ns: int) -> None:
+        """Another run begins in this rank, at a time as :class:`Policy` has it."""
+        if self.overlay is not None:
+            self.overlay.since_ns = since_ns
 
     def explain(self, error: BaseException) -> str | None:
         """A sentence for an error the wall raised through C code; None when the wall had no part in it."""
@@ -105,7 +115,8 @@ def prepare() -> None:
 def guard(policy: Policy, mechanisms: Sequence[str] = MECHANISMS) -> Guard:
     """Put this rank behind the wall; the first thing a freshly forked rank does.
 
-    The process must have one thread and must not yet have opened the project. Rank 0 is left as it is.
+    The process must have one thread and must not yet have opened the project. Rank 0 is left as it is, but that it
+    completes checkpoints which all ranks write.
     Descriptors that a rank needs from other processes by ``/proc/<pid>/fd`` must be opened before.
 
     Args:
@@ -116,9 +127,11 @@ def guard(policy: Policy, mechanisms: Sequence[str] = MECHANISMS) -> Guard:
         StorageDenied: no mechanism works; unguarded ranks do not run.
     """
     if policy.rank == 0:
+        gathering.install(policy.project, Path(policy.scratch).parent)
         return Guard("none (rank 0)")
     edge = boundary.draw(policy.project, policy.shared, (*policy.writable, policy.scratch))
     brought_along = walls.inherited(edge)
+    overlay = Overlay(edge, policy.scratch, policy.since_ns)
     why_not: list[str] = []
     for mechanism in mechanisms:
         denial = Denial(policy.rank, policy.mode, edge, landlock=mechanism == "landlock")
@@ -130,8 +143,8 @@ def guard(policy: Policy, mechanisms: Sequence[str] = MECHANISMS) -> Guard:
         walls.reopen(brought_along)
         if mechanism == "landlock":
             _move_temporary_files(edge, policy)
-        calls.install(Diversion(Overlay(edge, policy.scratch), denial), audited=mechanism == "audit")
-        return Guard(mechanism, how, tuple(why_not), denial)
+        calls.install(Diversion(overlay, denial), audited=mechanism == "audit")
+        return Guard(mechanism, how, tuple(why_not), denial, overlay)
     raise StorageDenied(
         errno.EPERM, f"rank {policy.rank} cannot be kept from writing the project: {'; '.join(why_not)}"
     )

@@ -25,7 +25,17 @@ from taas.capture.generators import states_of_generators
 from taas.delivery import loader as rank_side
 from taas.delivery import planner, worker_pool
 from taas.delivery.config import DataOrder, DeliveryConfig, ResumePoint, new_keys
-from taas.delivery.messages import Failed, Final, FinishPlans, Hello, ProgressReport, Report
+from taas.delivery.messages import (
+    PLANNER,
+    Failed,
+    Final,
+    FinishPlans,
+    Hello,
+    Peer,
+    ProgressReport,
+    Report,
+    holders,
+)
 from taas.delivery.registered import Registration, delivering, pack_registered, reduce_registered
 from taas.delivery.transport import CoordinatorProcess
 from taas.wire.short_folder import make_short_folder
@@ -143,7 +153,9 @@ class DeliveryRun:
         pack_registered(self.registrations, states_of_generators(cuda=False), self._write)
         self._folder = make_short_folder()
         folder = self._folder if shared else ""
-        self.config = DeliveryConfig(new_keys(), ranks, slab, folder, encrypt=encrypt, hosts=vms, **config)
+        self.config = DeliveryConfig(
+            new_keys(holders(ranks, vms + 1)), ranks, slab, folder, encrypt=encrypt, hosts=vms, **config
+        )
         self._places = places
         self.payload = f"/proc/{os.getpid()}/fd/{self._payload}"
         self.reports: list[Report] = []
@@ -158,10 +170,17 @@ class DeliveryRun:
         self.coordinator.send(self.config)
         [serving, *_] = self.coordinator.read() or ()
         assert isinstance(serving, Hello)
-        self.common = self.config.for_peers(serving.address)
-        plan = DataOrder(common=self.common, payload=self.payload)
-        pools = [replace(plan, vm=vm, processes=processes) for vm in range(self.config.hosts)]
+        self._endpoint = serving.address
+        plan = DataOrder(common=self.told(PLANNER), payload=self.payload)
+        pools = [
+            replace(plan, common=self.told(Peer("pool", vm)), vm=vm, processes=processes)
+            for vm in range(self.config.hosts)
+        ]
         return [Child(planner.main, plan), *(Child(worker_pool.main, pool) for pool in pools)]
+
+    def told(self, peer: Peer) -> DeliveryConfig:
+        """What a peer is told, its key among it."""
+        return self.config.for_peers(self._endpoint, peer.holder)
 
     def _write(self, data: Any) -> None:
         view = memoryview(data).cast("B") if len(data) else memoryview(b"")
@@ -192,7 +211,9 @@ class DeliveryRun:
         with delivering(self.registrations):
             _Pickler(file).dump(self._loaders)
         return [
-            Rank(replace(self.common, places=self._places or {}), rank, file.getvalue(), body)
+            Rank(
+                replace(self.told(Peer("rank", rank)), places=self._places or {}), rank, file.getvalue(), body
+            )
             for rank in range(self.n)
         ]
 

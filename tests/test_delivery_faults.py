@@ -863,15 +863,16 @@ def test_generators_come_back_where_the_last_iteration_leaves_them() -> None:
 def test_strangers_get_nothing() -> None:
     """Who has not the run's keys gets no answer, and nothing of theirs is unpickled."""
     from taas.delivery.config import new_keys
-    from taas.delivery.messages import Hello, Peer, ToWorker
+    from taas.delivery.messages import PLANNER, Hello, Peer, ToWorker
     from taas.delivery.transport import ControlClient, new_context
 
     with DeliveryRun({"d": DataLoader(Slow(10, 0.0))}) as run:
         context = new_context()
-        strange = new_keys()
+        worker = Peer("worker", 9, 9)
+        strange = new_keys([worker.holder])
         keys = msgspec.structs.replace(strange, server_public=run.config.keys.server_public)
-        config = msgspec.structs.replace(run.common, keys=keys)
-        half_right = ControlClient(context, config, Peer("worker", 9, 9), ToWorker)
+        config = msgspec.structs.replace(run.told(PLANNER), keys=keys)
+        half_right = ControlClient(context, config, worker, ToWorker)
         half_right.socket.sndtimeo = 500
         with contextlib.suppress(zmq.Again):  # refused already: nobody takes it
             half_right.send(Hello(1))

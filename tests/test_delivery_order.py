@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import pickle
 import random
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -651,8 +651,8 @@ def test_used_up_units_leave_an_empty_loop_before_the_save(name: str, units: int
     assert ends == 3 * [ends[0]]
 
 
-def states(final: bytes) -> dict[str, Any]:
-    return {path: value.tolist() for path, value in pickle.loads(final)["d"].items()}
+def states(final: bytes) -> dict[str, bytes | int]:
+    return msgspec.msgpack.decode(final)["d"]
 
 
 def test_a_checkpoint_may_say_where_to_go_on() -> None:

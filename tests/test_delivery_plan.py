@@ -9,6 +9,7 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -554,7 +555,7 @@ def test_a_sampler_that_raises_after_the_cell_leaves_the_other_loaders_their_sta
     for index in range(2):
         planner.answer(Draw(index, index, 0, None, 0))
     final = planner.answer(FinishPlans([(0, 0, None), (1, 0, None)]))
-    assert list(pickle.loads(final.states)) == ["well"]
+    assert list(msgspec.msgpack.decode(final.states)) == ["well"]
     assert final.unknown == {"late": "its sampler raised ValueError: no such index file"}
 
 

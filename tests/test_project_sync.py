@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from taas.header.grammar import RunSpec
 from taas.project_sync import archive
 from taas.project_sync.applier import Applier
 from taas.project_sync.tree import PIECE, FileState, PathChange, Token, decode_all, encode, is_own, read_token
@@ -681,7 +682,8 @@ class Home:
     def __init__(self, folder: Path) -> None:
         self.project, self.scratch = folder / "project", folder / "scratch"
         self.project.mkdir()
-        self.project_sync = ProjectSync("golden-fox", str(self.project), self.scratch, 2)
+        spec = RunSpec(vms=2, ranks_per_vm=2, shared=("ckpt", "a/../deep/shared"))
+        self.project_sync = ProjectSync("golden-fox", str(self.project), self.scratch, spec)
 
     def arrive(self, vm: int, rank: int, change: PathChange) -> None:
         """Let a VM bring a change."""
@@ -739,6 +741,24 @@ def test_what_several_vms_write_into_a_shared_directory_is_no_conflict(home: Hom
     assert "the run's is ckpt/latest.golden-fox.txt" in said
 
 
+OUTSIDE = ["model.py", "ckpt.py", "ckpt/../model.py", "deep", "deep/x", "../model.py"]
+
+
+@pytest.mark.parametrize("path", OUTSIDE)
+def test_a_vm_without_rank_0_changes_nothing_but_shared_directories(home: Home, path: str) -> None:
+    """Its agent may say what it likes: the project is rank 0's to write."""
+    (home.project / "model.py").write_text("mine")
+    (home.project / "deep").mkdir()
+    home.arrive(1, 0, PathChange(b"deep/shared", FileState("directory", 0o755)))
+    home.arrive(1, 0, whole("deep/shared/1.pt", b"its shard"))
+    home.arrive(1, 0, whole(path, b"not its"))
+    home.arrive(1, 0, PathChange(path.encode()))
+    home.arrive(1, 0, PathChange(b"deep"))
+    assert home.files() == {"model.py": b"mine", "1.pt": b"its shard"}
+    home.arrive(0, 0, whole("new.py", b"rank 0's"))
+    assert home.files() == {"model.py": b"mine", "1.pt": b"its shard", "new.py": b"rank 0's"}
+
+
 def test_the_same_file_may_come_from_two_vms_at_once(home: Home) -> None:
     """Each version is whole, and what a lost VM was sending does not count."""
     texts = [b"0" * (PIECE + 1), b"1" * (PIECE + 1)]
@@ -747,7 +767,7 @@ def test_the_same_file_may_come_from_two_vms_at_once(home: Home) -> None:
             home.arrive(
                 vm,
                 0,
-                piece(b"x", len(text), offset, text[offset:][:PIECE]),
+                piece(b"ckpt/x", len(text), offset, text[offset:][:PIECE]),
             )
             if vm == 1 and offset == 0:
                 home.project_sync.lose(1)

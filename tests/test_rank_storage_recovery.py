@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import shutil
 import time
 from pathlib import Path
 
@@ -38,14 +40,14 @@ def write(path: str, text: str):
 
 
 def test_every_rank_saves_the_model(run: Run):
-    """torch.save in eight ranks: one file, rank 0's, and one line about it."""
+    """torch.save in eight ranks: one file, rank 0's, and not a word about it."""
     since = run.now()
     for rank in range(8):
         run.rank(lambda guard, rank=rank: torch.save({"rank": rank}, "mnist_cnn.pt"), rank=rank)
     told = settled(run, since)
     assert torch.load(run.project / "mnist_cnn.pt") == {"rank": 0}
     assert [path.name for path in run.project.iterdir()] == ["mnist_cnn.pt"]
-    assert told.lines() == ["rank writes: mnist_cnn.pt ×7 dropped (rank 0 wrote it)"]
+    assert told.lines() == []
     assert not run.kept.exists()
     assert not run.scratch.exists()
 
@@ -70,7 +72,7 @@ def test_what_only_others_wrote_is_kept_and_recovered(run: Run):
     told = settled(run, since)
     assert told.lines() == [
         "kept: ckpt/shard1, ckpt/shard2, ckpt/shard3 (3 files, 4.5 kB) from ranks 1–3, which rank 0 did not write: "
-        "%taas recover run-1 brings them into the project"
+        "%taas recover run-1 brings them into the project, and with --shared ckpt every rank writes there itself"
     ]
     written = recover("run-1", run.kept, run.project)
     assert written == [run.project / "ckpt" / f"shard{rank}" for rank in (1, 2, 3)]
@@ -219,11 +221,12 @@ def test_retention_tells_before_it_removes(run: Run):
 WORLD = 3
 
 
-def save_sharded(run: Run, store: Path, **options) -> None:
-    """Every rank saves its part of one checkpoint, as FSDP programs do."""
+def save_sharded(run: Run, store: Path, scratches: dict[int, str] | None = None, **options) -> None:
+    """Every rank saves its part of one checkpoint, as FSDP programs do; ``scratches``: of ranks on other VMs."""
 
     def rank_process(rank):
         policy = run.policy(rank, **options)
+        policy = dataclasses.replace(policy, scratch=(scratches or {}).get(rank, policy.scratch))
 
         def body():
             rank_storage.guard(policy)
@@ -246,15 +249,39 @@ def load_sharded(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_a_sharded_checkpoint_is_kept_and_recovered(run: Run, tmp_path: Path):
-    """Without --shared nothing of it is lost: the cell says how to recover it, and then it loads."""
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:Detected an existing checkpoint")
+def test_a_sharded_checkpoint_is_made_whole_by_rank_0(run: Run, tmp_path: Path):
+    """Without --shared, too, it loads as soon as it is complete, and so does the next one in its place."""
     since = run.now()
-    save_sharded(run, tmp_path / "store")
+    for number in range(2):
+        save_sharded(run, tmp_path / f"store{number}")
+        loaded = load_sharded(run.project / "ckpt")
+        assert [float(loaded[f"part{rank}"].sum()) for rank in range(WORLD)] == [0.0, 4.0, 8.0]
+        for shard in (run.project / "ckpt").glob("*.distcp"):
+            shard.write_text("an older checkpoint's")
+    assert settled(run, since).lines() == []
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_sharded_checkpoint_of_several_vms_is_kept_and_recovered(
+    run: Run, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
+    """What ranks of other VMs wrote rank 0 does not reach: the cell says what to type, and nothing of it is lost."""
+    since = run.now()
+    elsewhere = tmp_path / "elsewhere" / "rank2"
+    elsewhere.mkdir(parents=True)
+    save_sharded(run, tmp_path / "store", scratches={2: str(elsewhere)})
+    assert "the checkpoint ckpt lacks __2_0.distcp: only rank 0 writes the project" in capfd.readouterr().out
+    shutil.rmtree(run.scratch / "rank2")
+    elsewhere.rename(run.scratch / "rank2")  # as it comes home
     told = settled(run, since)
-    assert [file.path for file in told.kept] == ["ckpt/__1_0.distcp", "ckpt/__2_0.distcp"]
-    assert "%taas recover run-1" in told.lines()[-1]
-    with pytest.raises(CheckpointException, match=r"__[12]_0"):
+    assert [file.path for file in told.kept] == ["ckpt/__2_0.distcp"]
+    [line] = told.lines()
+    assert line.endswith(
+        "%taas recover run-1 brings them into the project, and with --shared ckpt every rank writes there itself"
+    )
+    with pytest.raises(CheckpointException, match=r"__2_0"):
         load_sharded(run.project / "ckpt")
     recover("run-1", run.kept, run.project)
     loaded = load_sharded(run.project / "ckpt")

@@ -23,11 +23,12 @@ from taas.supervisor.recorder import Recorder
 from taas.supervisor.runs import Run
 from taas.supervisor.vms import Vm
 from taas.supervisor.work_thread import WorkThread
-from taas.wire.agents import JobOver, StartJob
+from taas.wire.agents import JobOver, JobSays, StartJob
 from taas.wire.clients import DeliveryOrder, Submit
-from taas.wire.framing import Memory, Message
+from taas.wire.framing import Memory, Message, StoreAddress
 from taas.wire.poll_loop import PollLoop
-from taas.wire.ranks import RankEnded, RankStage
+from taas.wire.ranks import Asking, RankEnded, RankStage
+from taas.wire.transfer import Chunk
 
 
 class Beginning:
@@ -95,6 +96,10 @@ class Beginning:
     def started(self) -> list[StartJob]:
         """The orders to start ranks."""
         return [told for _, told in self.told if isinstance(told, StartJob)]
+
+    def hear(self, job: int, said: JobSays) -> None:
+        """Let the agent of a job say something of it."""
+        self.run.hear(self.vms[job], job, said)
 
     @property
     def record(self) -> RunRecord:
@@ -223,8 +228,8 @@ def test_a_vm_that_is_lost_when_its_ranks_have_ended_well(begin: Callable[..., B
     run.data.phase = Phase.DELIVERING
     _all_come(begun, (), ())
     for rank in range(4):
-        run.hear(rank // 2, RankEnded(rank=rank, outcome="done", at=0.0))
-    run.hear(0, JobOver())
+        begun.hear(rank // 2, RankEnded(rank=rank, outcome="done", at=0.0))
+    begun.hear(0, JobOver())
     run.vm_lost(begun.vms[1], "lost: node 10.0.0.2 does not answer any more")
     while not run.settled:
         assert select.select([run.data], [], [], 30)[0], (
@@ -236,9 +241,9 @@ def test_a_vm_that_is_lost_when_its_ranks_have_ended_well(begin: Callable[..., B
 
 def _all_end_well(begun: Beginning, answer: Memory | None = None) -> None:
     for rank in range(4):
-        begun.run.hear(rank // 2, RankStage(stage="begun", rank=rank))
+        begun.hear(rank // 2, RankStage(stage="begun", rank=rank))
         ended = RankEnded(rank=rank, outcome="done", at=0.0, answer=answer if rank == 0 else None)
-        begun.run.hear(rank // 2, ended)
+        begun.hear(rank // 2, ended)
 
 
 def test_an_agent_that_dies_takes_the_names_that_it_held(begin: Callable[..., Beginning]) -> None:
@@ -247,9 +252,9 @@ def test_an_agent_that_dies_takes_the_names_that_it_held(begin: Callable[..., Be
     _all_come(begun, (), ())
     begun.machines[0].pid = 4242
     _all_end_well(begun, Memory(4242, 9, 100))
-    begun.run.hear(0, JobOver())
+    begun.hear(0, JobOver())
     begun.run.vm_lost(begun.vms[0], "killed by SIGKILL")
-    begun.run.hear(1, JobOver())
+    begun.hear(1, JobOver())
     begun.work()
     assert begun.run.finished
     ended = begun.ended()
@@ -265,7 +270,7 @@ def test_an_abandoned_run_has_a_deadline_here(
     monkeypatch.setattr(rank_jobs, "_END_SECONDS", -1.0)
     begun = begin(remote=remote)
     _all_come(begun, (), ())
-    begun.run.hear(0, begun.started()[0].work.store)
+    begun.hear(0, begun.started()[0].work.store)
     assert begun.run.overdue == []
     begun.run.abandon()
     assert len(begun.run.overdue) == overdue
@@ -300,7 +305,46 @@ def test_names_that_were_not_packed_in_time_are_said_to_be(begin: Callable[..., 
     """The agent says what its rank had not done: to answer is one thing, to pack is another one."""
     begun = begin()
     _all_come(begun, (), ())
-    begun.run.hear(0, RankStage(stage="begun", rank=0))
+    begun.hear(0, RankStage(stage="begun", rank=0))
     late = RankEnded(rank=0, outcome="ended", at=0.0, message="had not packed them after 60 s")
-    begun.run.hear(0, late)
+    begun.hear(0, late)
     assert begun.ended().names == "no names came back: rank 0 had not packed them after 60 s"
+
+
+ANSWER = Memory(0, 0, 4)
+FOREIGN: list[tuple[int, JobSays]] = [
+    (0, RankEnded(rank=0, outcome="done", at=0.0, answer=ANSWER)),
+    (1, RankEnded(rank=0, outcome="done", at=0.0, answer=ANSWER)),
+    (-1, RankEnded(rank=0, outcome="done", at=0.0, answer=ANSWER)),
+    (0, Chunk(of="answer", data=b"evil", size=4)),
+    (0, Chunk(of="change", data=b"")),
+    (0, Chunk(of="output", data=b"evil", file="events")),
+    (1, Chunk(of="output", data=b"evil", file="events")),
+    (1, RankStage(stage="begun", rank=0)),
+    (1, Asking(rank=0, number=1, prompt="password?")),
+    (1, StoreAddress("10.0.0.66", b"evil", port=6)),
+    (0, JobOver()),
+    (3, JobOver()),
+]
+
+
+def test_an_agent_speaks_of_its_own_job_and_ranks_only(begin: Callable[..., Beginning]) -> None:
+    """What the second VM says of the first one's ranks, or of data processes, changes nothing: names are rank 0's."""
+    begun = begin(data_vms=1)
+    assert begun.run.data is not None
+    begun.run.data.phase = Phase.DELIVERING
+    _all_come(begun, (), ())
+    before = begun.record, list(begun.told), list(begun.run.output.rglob("*"))
+    for job, said in FOREIGN:
+        begun.run.hear(begun.vms[1], job, said)
+    assert (begun.record, begun.told, list(begun.run.output.rglob("*"))) == before
+    assert not (begun.run.found.ended or begun.run.found.started or begun.run.ranks.done)
+    assert (begun.run.answer, begun.run.transfer.answer, begun.run.ranks.store) == (None, None, None)
+
+
+def test_names_are_taken_from_rank_0_alone(begin: Callable[..., Beginning]) -> None:
+    """Another rank of its VM may name a memory: nobody opens it."""
+    begun = begin()
+    _all_come(begun, (), ())
+    begun.hear(0, RankEnded(rank=1, outcome="done", at=0.0, answer=Memory(os.getpid(), 9, 100)))
+    assert begun.run.answer is None

@@ -31,12 +31,25 @@ from zmq.utils.monitor import recv_monitor_message
 
 from taas.capture.payload import seal
 from taas.delivery import loader as rank_side
-from taas.delivery.transport import SlabServer, connect_data, map_slabs
+from taas.delivery.messages import (
+    PLANNER,
+    Failed,
+    Final,
+    Hello,
+    HostLost,
+    Note,
+    Peer,
+    Result,
+    ToRank,
+    WorkerLost,
+)
+from taas.delivery.registered import Registration, apply_final
+from taas.delivery.transport import ControlClient, SlabServer, connect_data, map_slabs, new_context
 from taas.errors import EngineError
 from taas.header.grammar import RunSpec
 from taas.notebook.connections import Visit, all_connections
 from taas.wire.clients import RunRequest, Submit
-from taas.wire.framing import Memory, pack
+from taas.wire.framing import Memory, Message, pack
 
 pytestmark = pytest.mark.slow
 
@@ -72,6 +85,7 @@ seen = [None, None]
 dist.all_gather_object(seen, dist.get_rank())
 print(seen)
 """
+POOL = Peer("pool", 0)
 LIMIT = 64 << 20
 """Bytes by which a stranger may make the processes of a run grow."""
 
@@ -378,3 +392,50 @@ def test_where_the_user_chose_no_encryption_strangers_stay_out_and_floods_come_b
         [(fared, left, total)] = run.ranks(_flooded)
     assert fared != zmq.EVENT_HANDSHAKE_SUCCEEDED
     assert (left, total) == (True, 780.0)
+
+
+LIES: dict[str, tuple[Peer, Peer, Message | list[Result]]] = {
+    "a data VM as the planner": (POOL, PLANNER, Final(b"", {"d": "a lie"})),
+    "a data VM says what the planner says": (POOL, POOL, Final(b"", {"d": "a lie"})),
+    "a rank as the planner": (Peer("rank", 1), PLANNER, Final(b"", {"d": "a lie"})),
+    "a rank as another rank": (Peer("rank", 1), Peer("rank", 0), Hello(1, address="ipc:///nowhere")),
+    "a rank says what a data VM says": (Peer("rank", 1), Peer("rank", 1), WorkerLost(0, -1, "a lie")),
+    "a data VM as another one": (POOL, Peer("pool", 1), Hello(1, "a lie")),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_key_is_good_for_its_own_words_only(lie: str) -> None:
+    """A node of a run has the keys of what runs there: what it says as another one, or of another's affairs, is not heard."""
+    holder, claimed, message = LIES[lie]
+    loader = DataLoader(torch.arange(40), batch_size=2, shuffle=True, generator=torch.Generator())
+    with DeliveryRun({"d": loader}, ranks=2) as run:
+        told = run.told(holder)
+        keys = msgspec.structs.replace(
+            told.keys, clients=told.keys.clients | {claimed.holder: told.keys.clients[holder.holder]}
+        )
+        context = new_context()
+        liar = ControlClient(context, msgspec.structs.replace(told, keys=keys), claimed, ToRank)
+        honest = ControlClient(context, run.told(POOL), Peer("worker", 0, 99), ToRank)
+        liar.send(message)
+        honest.send(Note("the liar has spoken"))
+        run.wait_for(Note)
+        assert run.ranks(lambda r, loaders: len(list(loaders["d"]))) == [10, 10]
+        final = run.finish()
+        heard = liar.socket.poll(0) if claimed != holder else 0
+        liar.close()
+        honest.close()
+        context.term()
+    assert final.states
+    assert not final.unknown
+    assert not heard
+    assert not [report for report in run.reports if isinstance(report, Failed | HostLost)]
+
+
+def test_where_generators_stand_is_plain_data(tmp_path: Path) -> None:
+    """The notebook unpickles rank 0's answer and nothing else, not even what its own planner says."""
+    trace = tmp_path / "trace"
+    loader = DataLoader(torch.arange(4), generator=torch.Generator())
+    with pytest.raises(msgspec.DecodeError):
+        apply_final(pickle.dumps({"d": Bomb(trace)}), [Registration("d", loader)])
+    assert not trace.exists()

@@ -246,7 +246,7 @@ def test_scratch_of_another_machine_is_left_alone(tmp_path: Path, monkeypatch: p
     """What its ranks write there now is not sorted by a supervisor here."""
     monkeypatch.setenv("JUPYTER_DATA_DIR", str(tmp_path))
     monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path))
-    folder = make_scratch("run", str(tmp_path))
+    folder, _ = make_scratch("run", str(tmp_path))
     note = json.loads((folder / "run.json").read_bytes())
     note["supervisor"] |= {"pid": 1 << 30, "host": "another"}  # no process of this machine
     (folder / "run.json").write_text(json.dumps(note))

@@ -44,8 +44,8 @@ class Hosts:
         self.told: deque[Message] = deque()
         self._machine = RayMachine(0, lambda number: None)
         self.vm = Vm(self._machine, "vm0", Demand(), self._tell, remote=True)
-        self._project_sync = ProjectSync(RUN, str(self.project), folder / "scratch", 2)
         spec = RunSpec(name=RUN, vms=2, ranks_per_vm=2)
+        self._project_sync = ProjectSync(RUN, str(self.project), folder / "scratch", spec)
         self.failed: list[str] = []
         self._loop = PollLoop()
         self.worker = WorkThread(self._loop.soon)
@@ -146,8 +146,8 @@ def test_an_empty_project_arrives_and_the_next_one_where_it_was(hosts: Hosts, tm
             path.unlink()
         if text:
             (hosts.project / "model.py").write_text(text)
-        project_sync = ProjectSync(RUN, str(hosts.project), tmp_path, 2)
         spec = RunSpec(name=RUN)
+        project_sync = ProjectSync(RUN, str(hosts.project), tmp_path, spec)
         transfer = Transfer(RUN, spec, hosts.output, project_sync, hosts.worker, pytest.fail)
         transfer.start(hosts.vm, hosts.order(0, b"names"))
         order = hosts.told.popleft()

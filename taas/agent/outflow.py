@@ -12,7 +12,7 @@ from pathlib import Path
 from time import monotonic
 
 from taas.agent.staging import ProjectArrival
-from taas.project_sync.tree import encode
+from taas.project_sync.tree import encode, shared_places
 from taas.project_sync.watcher import Watcher
 from taas.rank_storage import scratch_of
 from taas.runs.events import EVENTS, STDERR, STDOUT
@@ -94,20 +94,15 @@ class ProjectChanges:
         arrival: ProjectArrival,
         ended: Callable[[], bool],
     ) -> None:
-        self._home, self._order, self._staged = home, order, staged
+        self._order, self._staged = order, staged
         self._arrival, self._ended = arrival, ended
         self._watched: list[tuple[int, Watcher]] = []
         self._next_look = 0.0
         copy = arrival.copy
         if copy is not None and order.first_rank == 0:
             self._watched.append((0, Watcher(str(copy))))
-        elif copy is not None and (shared := self._shared_places()):
+        elif copy is not None and (shared := shared_places(home, order.spec.shared)):
             self._watched.append((0, Watcher(str(copy), only=shared)))
-
-    def _shared_places(self) -> list[str]:
-        """The ``--shared`` directories in the project, where the ranks of every VM write."""
-        paths = [Path(self._home, path) for path in self._order.spec.shared]
-        return [str(path.relative_to(self._home)) for path in paths if path.is_relative_to(self._home)]
 
     def wait(self) -> float | None:
         """Return the seconds until the next look; None: nothing is to be seen."""

@@ -18,6 +18,7 @@ from taas.agent.environ import environment
 from taas.engines import AgentConfig
 from taas.project_sync import archive, replica
 from taas.project_sync.tree import read_token
+from taas.storage.boundary import clock_of
 from taas.wire.agents import JobRequest, StartJob
 from taas.wire.framing import Memory
 from taas.wire.ranks import RankOrder, Staged
@@ -88,6 +89,7 @@ class Staging:
             environ=self._environ,
             output=self._output,
             scratch=self._scratch,
+            since_ns=self.project.since_ns,
         )
 
     def take(self, chunk: Chunk) -> None:
@@ -140,6 +142,7 @@ class ProjectArrival:
         ready: whether it is here, as it is now.
         copy: where it was unpacked; None where the notebook's disk is seen.
         path: where those who work with it find it.
+        since_ns: what changed there later, the run changed; by the clock of the file system it is on.
         replica: what they have to see in that place (:func:`taas.project_sync.replica.enter`); empty: what is there.
         notices: lines for the user.
     """
@@ -151,12 +154,14 @@ class ProjectArrival:
         self._room: replica.Room | None = None
         self.path = self.replica = ""
         self.copy: Path | None = None
+        self.since_ns = 0
         self.notices: list[str] = []
         self.ready = False
 
     def expect(self, order: StartJob) -> None:
         """A job needs the project as it is now; the copy that an earlier one left here is brought up to date."""
         self._vm, self._packed, self.notices = order.name, None, []
+        self.since_ns = order.since_ns
         self.path = self.path or order.project
         seen = bool(order.token) and read_token(order.token_path) == order.token
         self.ready = self.root is None or (seen and self.copy is None)
@@ -181,6 +186,7 @@ class ProjectArrival:
         there, self.copy = self.copy is not None, self.root / _COPY
         self.copy.mkdir(mode=0o700, exist_ok=True)
         self.notices += archive.unpack(fd, str(self.copy))
+        self.since_ns = clock_of(str(self.copy))
         if there:
             return
         replica.make_places(str(self.copy), self.path)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import secrets
+from collections.abc import Iterable
 from typing import Literal
 
 import msgspec
@@ -21,8 +22,9 @@ class Keys(msgspec.Struct, frozen=True):
 
     server_public: str  # the coordinator's CURVE pair
     server_secret: str  # of which peers get an empty secret
-    client_public: str  # the pair that every peer of this run proves itself with
-    client_secret: str
+    clients: dict[
+        str, tuple[str, str]
+    ]  # of each peer, by ``Peer.holder``: the pair that it, and nobody else, proves itself with
     mac: bytes  # key of the MAC over each element's header on the data path
 
 
@@ -37,10 +39,15 @@ def read_line(fd: int) -> bytes:
     return bytes(line)
 
 
-def new_keys() -> Keys:
-    """Return fresh keys for one run."""
-    server, client = ([half.decode() for half in zmq.curve_keypair()] for _ in range(2))
-    return Keys(server[0], server[1], client[0], client[1], secrets.token_bytes(32))
+def new_keys(holders: Iterable[str] = ()) -> Keys:
+    """Return fresh keys for one run, and a pair for each of its peers."""
+    clients = {holder: _new_pair() for holder in holders}
+    return Keys(*_new_pair(), clients, secrets.token_bytes(32))
+
+
+def _new_pair() -> tuple[str, str]:
+    public, secret = zmq.curve_keypair()
+    return public.decode(), secret.decode()
 
 
 class ResumePoint(msgspec.Struct, frozen=True):
@@ -87,9 +94,10 @@ class DeliveryConfig(msgspec.Struct, frozen=True):
     patience: float = 30.0
     places: dict[str, ResumePoint] = {}
 
-    def for_peers(self, endpoint: str) -> DeliveryConfig:
-        """Return what the others are told: where the coordinator listens, and not the key that only it may hold."""
-        keys = msgspec.structs.replace(self.keys, server_secret="")
+    def for_peers(self, endpoint: str, *holders: str) -> DeliveryConfig:
+        """Return what peers with these names are told: where the coordinator listens, and of all keys their own."""
+        clients = {holder: self.keys.clients[holder] for holder in holders}
+        keys = msgspec.structs.replace(self.keys, server_secret="", clients=clients)
         return msgspec.structs.replace(self, keys=keys, endpoint=endpoint)
 
     def units_of(self, name: str) -> int | None:

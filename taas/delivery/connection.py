@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import time
 from collections import defaultdict, deque
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +36,7 @@ from taas.delivery.messages import (
     ReceivedQuery,
     ToRank,
 )
+from taas.delivery.pinning import Pinning
 from taas.delivery.plan import plan_number
 from taas.delivery.slab import Slabs, lease_slot
 from taas.delivery.transport import ControlClient, DataReceiver, map_slabs, new_context
@@ -51,6 +55,7 @@ class Element:
     arrival: ElementArrival
     stream: Any
     frame: Any
+    pinned: Future[Any] | None = None  # its object, once that is asked for
 
 
 @dataclass(slots=True)
@@ -142,8 +147,44 @@ def _exporter(frame: Any) -> Any:
     return frame.buffer
 
 
+class Turn:
+    """``with`` it, a thread has the sockets to itself; what others, or a collection of garbage, leave to it is done then.
+
+    An interrupt that strikes on the way in keeps nobody out: the same thread may come in again.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._left = threading.RLock(), deque[Callable[[], None]]()
+        self._inside, self._thread = False, threading.get_ident()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        self._inside, self._thread = True, threading.get_ident()
+        try:
+            while self._left:
+                self._left.popleft()()
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        self._inside = False
+        self._lock.release()
+
+    def leave(self, what: Callable[[], None]) -> None:
+        """Have something done by the thread that has, or last had, its turn: at once if it is this one, and free."""
+        self._left.append(what)
+        free = self._thread == threading.get_ident() and not self._inside
+        if free and self._lock.acquire(blocking=False):
+            try:
+                with self:
+                    pass
+            finally:
+                self._lock.release()
+
+
 class DeliveryConnection:
-    """All delivery of one rank. Used by one thread at a time.
+    """All delivery of one rank. Used by one thread at a time, which alone touches the sockets.
 
     Args:
         host: where data VMs elsewhere can reach it.
@@ -156,6 +197,8 @@ class DeliveryConnection:
 
     def __init__(self, config: DeliveryConfig, rank: int, host: str) -> None:
         self.config, self._rank = config, rank
+        self._turn = Turn()
+        self._pinning: Pinning | None = None
         self.places: dict[str, ResumePoint] = {}
         self.begun = False
         self.waited = 0.0
@@ -177,26 +220,31 @@ class DeliveryConnection:
         self._failed = ""
         self._flushed = self._drained = 0.0
         address, key = self._receiver.address, self._receiver.key
-        self._control.send(Hello(os.getpid(), shared=slabs is not None, rank=rank, address=address, key=key))
+        self._control.send(Hello(os.getpid(), shared=slabs is not None, address=address, key=key))
 
     # ── what a loader asks ────────────────────────────────────────────────────────────────────────
 
     def welcome(self) -> tuple[LoaderFacts, ...]:
         """Return the loaders' facts; waits until the planner has them."""
-        while not self.facts:
-            self._wait()
-        return self.facts
+        with self._turn:
+            while not self.facts:
+                self._wait()
+            return self.facts
 
     def begin(self, loader: int, iteration: int, epoch: int | None, place: ResumePoint) -> int:
         """Say that ``iter()`` was called, for an iteration that begins where ``place`` says; return its plan."""
         plan = plan_number(loader, iteration, epoch)
-        self._control.send(Begin(loader, iteration, epoch, place.step, place.taken))
+        with self._turn:
+            self._begin(plan, Begin(loader, iteration, epoch, place.step, place.taken))
+        return plan
+
+    def _begin(self, plan: int, begin: Begin) -> None:
+        self._control.send(begin)
         self._closed.discard(plan)
         begun = self._iterations[plan]
-        begun.next = place.step
-        for seq in [seq for seq in begun.ready if seq // self.config.ranks < place.step]:
+        begun.next = begin.start
+        for seq in [seq for seq in begun.ready if seq // self.config.ranks < begin.start]:
             self.discard(begun.ready.pop(seq))
-        return plan
 
     def take(self, plan: int, step: int) -> Element | Ended:
         """Return this rank's element of a plan, or how the plan ended. The step before counts as consumed.
@@ -204,6 +252,10 @@ class DeliveryConnection:
         Raises:
             DeliveryError: nothing will come any more.
         """
+        with self._turn:
+            return self._take(plan, step)
+
+    def _take(self, plan: int, step: int) -> Element | Ended:
         self._progress[plan] = PlanProgress(plan, step, step)
         iteration = self._iterations[plan]
         iteration.next = step
@@ -228,9 +280,10 @@ class DeliveryConnection:
         Raises:
             DeliveryError: nothing will come any more.
         """
-        while (ended := self._iterations[plan].ended) is None:
-            self._wait()
-        return ended
+        with self._turn:
+            while (ended := self._iterations[plan].ended) is None:
+                self._wait()
+            return ended
 
     def _wait_for(self, iteration: _Iteration, seq: int, step: int) -> Element | Ended:
         began = time.perf_counter()
@@ -245,16 +298,40 @@ class DeliveryConnection:
         finally:
             self.waited += time.perf_counter() - began
 
+    def upcoming(self, plan: int, step: int) -> Element | None:
+        """Return this rank's element of a plan if it is here already; it is not asked for by that."""
+        return self._iterations[plan].ready.get(step * self.config.ranks + self._rank)
+
     def build(self, element: Element) -> Any:
         """Return the element's object."""
         return self._holdings.build(element)
 
+    def pin(self, element: Element) -> Future[Any]:
+        """Have the element's object in page-locked memory, which another thread copies; twice is harmless."""
+        if element.pinned is None:
+            element.pinned = Future()
+            self._pinning = self._pinning or Pinning()
+            try:
+                self._pinning.pin(element.pinned, self._holdings.build(element))
+            except Exception as error:  # it is raised at the element's own step
+                element.pinned.set_exception(error)
+        return element.pinned
+
     def discard(self, element: Element) -> None:
-        """Give an element back unused."""
-        self._holdings.release(element)
+        """Give an element back unused; an object that was made of it does so itself."""
+        if element.pinned is None:
+            self._holdings.release(element)
+
+    def abandon(self, plan: int, consumed: int, asked: int) -> None:
+        """Close a plan, whichever thread says so, in the middle of whatever."""
+        self._turn.leave(lambda: self._close(plan, consumed, asked))
 
     def close(self, plan: int, consumed: int, asked: int) -> None:
         """No more of this plan: what is here of it is given back. ``asked``: steps that were asked beyond."""
+        with self._turn:
+            self._close(plan, consumed, asked)
+
+    def _close(self, plan: int, consumed: int, asked: int) -> None:
         self._give_back(plan)
         self._iterations.pop(plan, None)
         self._progress[plan] = PlanProgress(plan, consumed, asked, closed=True)
@@ -268,7 +345,10 @@ class DeliveryConnection:
 
     def shut(self) -> None:
         """End the connection; delivered elements stay valid."""
-        self._flush()
+        with self._turn:
+            self._flush()
+        if self._pinning is not None:
+            self._pinning.close()
         self._control.close()
         self._receiver.close()
         self._context.term()

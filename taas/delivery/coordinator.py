@@ -29,6 +29,10 @@ from taas.delivery.messages import (
     Failed,
     Final,
     FinishPlans,
+    FromPlanner,
+    FromPool,
+    FromRank,
+    FromWorker,
     Hello,
     HostLost,
     Note,
@@ -36,7 +40,6 @@ from taas.delivery.messages import (
     Planned,
     Progress,
     Report,
-    ToCoordinator,
     WorkerLost,
 )
 from taas.delivery.progress import ProgressMeter, notes_of_registration
@@ -46,6 +49,13 @@ from taas.wire.framing import Alive, Leave, MessageReader
 from taas.wire.poll_loop import PollLoop, raise_limit
 
 _decode_command = msgspec.json.Decoder(Command).decode
+_decode = {
+    "planner": MessageReader(FromPlanner),
+    "pool": MessageReader(FromPool),
+    "worker": MessageReader(FromWorker),
+    "rank": MessageReader(FromRank),
+}
+"""By role: nobody is understood who says what is another's to say."""
 _TICK = 0.25
 _GONE = 20.0
 """Seconds without a beat after which a data VM elsewhere counts as lost."""
@@ -73,7 +83,6 @@ class Coordinator:
         self._heard: dict[Peer, float | None] = {}
         """When each data VM's worker pool was last heard; None: it is struck, though it may say more."""
         self._meter = ProgressMeter(self.ledger)
-        self._decode = MessageReader(ToCoordinator)
         ledger = self.ledger
         self._handlers: dict[type, Callable[[Peer, Any], object]] = {
             list: lambda _, results: ledger.made(results),
@@ -119,7 +128,7 @@ class Coordinator:
     def _receive(self) -> None:
         for peer, data in self._server.receive(1000):
             with contextlib.suppress(msgspec.DecodeError):
-                message = self._decode(data)
+                message = _decode[peer.role](data)
                 self._handlers[type(message)](peer, message)
 
     def _flush(self, now: float) -> None:
@@ -196,7 +205,7 @@ class Coordinator:
             self._watch(peer, hello.pid)  # it is on this host wherever the others are
             self._on_planner(hello)
         elif peer.role == "rank":
-            self.ledger.rank_joined(peer.number, hello)
+            self.ledger.rank_joined(peer.number, msgspec.structs.replace(hello, rank=peer.number))
         elif hello.error:
             self._fail(f"a data VM cannot load the registered loaders:\n{hello.error}")
         elif self._hear(peer.pool):  # else this was said before it was lost

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
-from torch.utils.data import DataLoader, _utils
+from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from taas.delivery.config import DeliveryConfig, ResumePoint
@@ -293,17 +293,24 @@ class DeliveredIterator:
         if element.arrival.failed:
             self._connection.discard(element)
             raise_remote(element.stream)
-        data = self._connection.build(element)
-        if self._loader.pin_memory and torch.cuda.is_available():
-            data = _utils.pin_memory.pin_memory(data)
-        return data
+        if not (self._loader.pin_memory and torch.cuda.is_available()):
+            return self._connection.build(element)
+        pinned = self._connection.pin(element)
+        ahead = self._connection.upcoming(self._plan, self._step)
+        if ahead is not None and not ahead.arrival.failed:
+            self._connection.pin(ahead)
+        return pinned.result()
 
     def _finish(self, asked: int | None = None) -> None:
         """Close the plan; whoever leaves the loop has not asked beyond its last step."""
         self._over = True
-        asked = max(self._first, self._step - 1) if asked is None else asked
+        asked = self._left_at if asked is None else asked
         self._connection.close(self._plan, self._step, asked)
+
+    @property
+    def _left_at(self) -> int:
+        return max(self._first, self._step - 1)
 
     def __del__(self) -> None:
         if not self._over and _connection is self._connection:
-            self._finish()
+            self._connection.abandon(self._plan, self._step, self._left_at)

@@ -7,6 +7,7 @@ Each process decodes only the union of what its sender may say. Opaque ``bytes``
 from __future__ import annotations
 
 import functools
+import secrets
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -24,9 +25,9 @@ class Peer(NamedTuple):
     serial: int = 0  # of a data worker, in the order its pool has forked them
 
     @property
-    def identity(self) -> bytes:
-        """Its name on the wire."""
-        return b"%s %d %d" % (self.role.encode(), self.number, self.serial)
+    def holder(self) -> str:
+        """Under whose name it has its key: a data worker has its pool's."""
+        return f"{'pool' if self.role == 'worker' else self.role} {self.number}"
 
     @property
     def pool(self) -> Peer:
@@ -34,18 +35,31 @@ class Peer(NamedTuple):
         return Peer("pool", self.number)
 
 
+PLANNER = Peer("planner")
+
+
+def new_identity(peer: Peer) -> bytes:
+    """Return a name for a peer's connection, which nobody else can take."""
+    return f"{peer.role} {peer.number} {peer.serial} {secrets.token_hex(8)}".encode()
+
+
 @functools.lru_cache(1 << 16)
 def peer_named(identity: bytes) -> Peer:
-    """Undo ``Peer.identity``.
+    """Return whose connection's name it says it is.
 
     Raises:
-        ValueError: it is nobody's name.
+        ValueError: it is nobody's.
     """
-    role, number, serial = identity.decode("ascii").split()
+    role, number, serial, _ = identity.decode("ascii").split()
     return Peer(role, int(number), int(serial))
 
 
-PLANNER = Peer("planner")
+def holders(ranks: int, pools: int) -> list[str]:
+    """Return who has a key in a run with so many ranks and worker pools."""
+    peers = [Peer("rank", number) for number in range(ranks)] + [
+        Peer("pool", number) for number in range(pools)
+    ]
+    return [peer.holder for peer in (PLANNER, *peers)]
 
 
 class StreamPlace(NamedTuple):
@@ -69,7 +83,7 @@ class Hello(Message, frozen=True):
     error: str = ""  # why it is of no use: a planner or a worker pool cannot load the registered loaders
     loaders: tuple[LoaderFacts, ...] = ()  # what the planner knows of them
     shared: bool = False  # a worker, or a rank, has mapped the slabs
-    rank: int = -1  # which one it is, if it is one
+    rank: int = -1  # which one it is, as the coordinator tells workers
     address: str = ""  # where a rank takes elements, or the coordinator listens
     key: bytes = b""  # its CURVE key there; empty on one host
 
@@ -141,7 +155,9 @@ class FinishPlans(Message, frozen=True):
 class Final(Message, frozen=True):
     """Where the loaders' generators stand, for ``registered.apply_final``."""
 
-    states: bytes  # pickled {loader name: {attribute path: generator state or epoch}}; empty: not known
+    states: (
+        bytes  # packed {loader name: {attribute path: a generator's state, or an epoch}}; empty: not known
+    )
     unknown: dict[str, str] = msgspec.field(default_factory=dict)  # why it is not known of others, by name
 
 
@@ -297,13 +313,13 @@ class HostLost(Message, frozen=True):
     cause: str
 
 
-FromPlanner = Planned | Final
+FromPlanner = Hello | Planned | Final
 ToPlanner = Draw | Cancel | FinishPlans | Leave
-FromWorker = list[Result] | Announced | Note | Alive | WorkerLost
+FromWorker = Hello | list[Result] | Announced | Note
+FromPool = Hello | Alive | WorkerLost
 ToWorker = list[Ticket] | Hello | Cancel | Feed | Leave
 """Tickets are to be made in their order."""
-FromRank = Begin | Progress
+FromRank = Hello | Begin | Progress
 ToRank = Hello | Ended | Cancel | ReceivedQuery | Failed
-ToCoordinator = Hello | FromPlanner | FromWorker | FromRank
 Command = FinishPlans | Failed | HostLost
 Report = Hello | Note | ProgressReport | HostLost | Failed | Final

@@ -32,7 +32,7 @@ from taas.delivery.messages import (
 from taas.delivery.registered import load_payload
 from taas.delivery.sampling import Iteration, LoaderPlans
 from taas.delivery.transport import connected
-from taas.wire.framing import Leave
+from taas.wire.framing import Leave, pack
 
 _SLICE = 0.02
 """Seconds after which a slow sampler's indices are sent, even if more were asked for."""
@@ -86,7 +86,7 @@ class Planner:
                     states[plans.name] = plans.final_states(iteration, epoch, next(drawn, None))
                 except BaseException as error:
                     unknown[plans.name] = f"its sampler raised {type(error).__name__}: {error}"
-        return Final(pickle.dumps(states), unknown)
+        return Final(pack(states), unknown)
 
 
 def _pack_index(index: Any) -> bytes:

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import cloudpickle
+import msgspec
 
 from taas.errors import HeaderError
 
@@ -168,13 +169,16 @@ def _sampler_facts(loader: Any) -> dict[str, Any]:
 # ── back to the notebook ──────────────────────────────────────────────────────────────────────────────
 
 
+_read_states = msgspec.msgpack.Decoder(dict[str, dict[str, bytes | int]]).decode
+
+
 def apply_final(states: bytes, loaders: Iterable[Registration]) -> None:
     """Set the loaders' own generators to where the run's last iteration leaves them.
 
-    ``states`` is what the coordinator's ``Final`` holds; empty changes nothing.
+    ``states`` is what the coordinator's ``Final`` holds; empty changes nothing. Nothing is unpickled.
     """
     known = {entry.name: entry.loader for entry in loaders}
-    for name, values in pickle.loads(states).items() if states else ():
+    for name, values in _read_states(states).items() if states else ():
         for path, value in values.items():
             if name in known:
                 _set(known[name], path, value)
@@ -191,7 +195,9 @@ def _set(loader: Any, path: str, value: Any) -> None:
     for part in path.removesuffix("!state").split("."):
         target = getattr(target, "_index_sampler" if part == "index_sampler" else part, None)
     if target is not None:
-        target.set_state(value)
+        import torch  # the loader's
+
+        target.set_state(torch.frombuffer(bytearray(value), dtype=torch.uint8))
 
 
 # ── in one file ───────────────────────────────────────────────────────────────────────────────────────

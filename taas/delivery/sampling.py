@@ -176,7 +176,9 @@ class LoaderPlans:
         if not opened.ended:
             self._ends.setdefault(opened.number, self._snapshot())
 
-    def final_states(self, number: int, epoch: int | None, opened: Iteration | None) -> dict[str, Any]:
+    def final_states(
+        self, number: int, epoch: int | None, opened: Iteration | None
+    ) -> dict[str, bytes | int]:
         """Where the loader's own generators stand after an iteration, by attribute path; and its epoch.
 
         ``opened`` is that iteration, if it was not dropped.
@@ -187,7 +189,9 @@ class LoaderPlans:
         if opened is not None and number not in self._ends:
             self._run_out(opened)
         end = self._ends.get(number) or self._snapshot()
-        states: dict[str, Any] = {f"{path}!state": state for path, state in end.generators.items()}
+        states: dict[str, bytes | int] = {
+            f"{path}!state": state.numpy().tobytes() for path, state in end.generators.items()
+        }
         if epoch is not None:
             states["epoch"] = epoch
         return states

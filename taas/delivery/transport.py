@@ -1,6 +1,6 @@
 """Ways of the delivery: the control channel, the data path, the slabs' descriptor, the coordinator's pipes.
 
-Control is one CURVE ROUTER at the coordinator; only the run's own client key gets in. Data goes from worker to rank on
+Control is one CURVE ROUTER at the coordinator; each peer has a key pair, and can speak as itself only. Data goes from worker to rank on
 one PUSH socket per pair. On one host all are UNIX sockets in a folder that nobody else can enter; between hosts they
 are TCP under CURVE, data under PLAIN where the user chose so. On either, a MAC over header and pickle is checked before
 anything is unpickled (``taas.wire.framing``).
@@ -19,7 +19,7 @@ from typing import Any
 import zmq
 
 from taas.delivery.config import DeliveryConfig, Keys
-from taas.delivery.messages import Peer, Report, Result, Ticket, peer_named
+from taas.delivery.messages import Peer, Report, Result, Ticket, new_identity, peer_named
 from taas.delivery.slab import Slabs
 from taas.wire.child import Child
 from taas.wire.curve import Gate, make_dealer, make_router, serve_curve, show_key
@@ -44,36 +44,38 @@ def _bind(server: zmq.Socket[bytes], folder: str, name: str, host: str) -> str:
     return f"tcp://{host}:{server.bind_to_random_port(f'tcp://{host}')}"
 
 
-def _gate_for(context: Any, secret: bytes) -> Gate:
-    return Gate(context, lambda shown: hmac.compare_digest(shown, secret))
-
-
 class ControlServer:
     """The coordinator's end: ``poll`` its router and its gate's socket, receive and send named messages."""
 
     def __init__(self, context: Any, config: DeliveryConfig) -> None:
         keys = config.keys
-        self.gate = _gate_for(context, keys.client_public.encode())
+        self._holders = {public: holder for holder, (public, _) in keys.clients.items()}
+        self._routes: dict[Peer, bytes] = {}
+        self.gate = Gate(context, lambda shown: shown.decode() in self._holders)
         self.router = make_router(context, keys.server_public.encode(), keys.server_secret.encode())
         self.router.setsockopt(zmq.LINGER, 500)
         self.router.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self.endpoint = _bind(self.router, config.folder, "control", config.host)
 
     def receive(self, most: int) -> Iterator[tuple[Peer, bytes]]:
-        """Yield up to ``most`` messages that are there, with their senders."""
+        """Yield up to ``most`` messages that are there, with their senders, who have these peers' keys."""
         for _ in range(most):
             try:
-                identity, *frames = self.router.recv_multipart(zmq.NOBLOCK)
+                name, *frames = self.router.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
             with contextlib.suppress(ValueError):  # nobody of ours
-                if len(frames) == 1:
-                    yield peer_named(identity), frames[0]
+                peer = peer_named(name.bytes)
+                if len(frames) == 1 and peer.holder == self._holders[str(frames[0].get("User-Id"))]:
+                    self._routes[peer] = name.bytes
+                    yield peer, frames[0].bytes
 
     def send(self, peer: Peer, message: Message | list[Ticket]) -> bool:
         """Send; False if no such peer is connected."""
+        if peer not in self._routes:
+            return False
         try:
-            self.router.send_multipart([peer.identity, pack(message)], zmq.NOBLOCK)
+            self.router.send_multipart([self._routes[peer], pack(message)], zmq.NOBLOCK)
         except zmq.ZMQError:
             return False
         return True
@@ -93,8 +95,8 @@ class ControlClient:
 
     def __init__(self, context: Any, config: DeliveryConfig, name: Peer, hears: Any) -> None:
         keys = config.keys
-        self.socket = make_dealer(context, keys.server_public, keys.client_public, keys.client_secret)
-        self.socket.setsockopt(zmq.IDENTITY, name.identity)
+        self.socket = make_dealer(context, keys.server_public, *keys.clients[name.holder])
+        self.socket.setsockopt(zmq.IDENTITY, new_identity(name))
         self.socket.setsockopt(zmq.LINGER, 1000)
         self.socket.connect(config.endpoint)
         self._read = MessageReader(hears)
@@ -152,7 +154,8 @@ class DataReceiver:
             self.key, secret = zmq.curve_keypair()
             serve_curve(self.socket, self.key, secret)
         elif not folder:
-            self.gate = _gate_for(context, _password(config.keys))
+            password = _password(config.keys)
+            self.gate = Gate(context, lambda shown: hmac.compare_digest(shown, password))
             self.socket.plain_server = True
         self.address = _bind(self.socket, folder, f"rank-{rank}", host)
 
@@ -173,7 +176,7 @@ def connect_data(context: Any, address: str, key: bytes, keys: Keys) -> zmq.Sock
     data.set_hwm(0)
     data.setsockopt(zmq.LINGER, 0)
     if key:
-        show_key(data, key, keys.client_public, keys.client_secret)
+        show_key(data, key, *zmq.curve_keypair())
     elif address.startswith("tcp"):
         data.plain_username, data.plain_password = b"worker", _password(keys)
     if address.startswith("tcp"):

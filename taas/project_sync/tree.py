@@ -159,6 +159,21 @@ def decode_all(data: memoryview | bytes) -> Iterator[PathChange]:
         offset += size
 
 
+def shared_places(project: str, shared: tuple[str, ...]) -> list[str]:
+    """Return the ``--shared`` directories in the project, where the ranks of every VM write; relative to it."""
+    paths = (os.path.normpath(os.path.join(project, path)) for path in shared)
+    return [os.path.relpath(path, project) for path in paths if path.startswith(os.path.join(project, ""))]
+
+
+def is_in(places: list[str], change: PathChange) -> bool:
+    """Whether a change is made in one of these directories, or makes one, or a folder that it is in."""
+    made = change.state is not None and change.state.kind == "directory"
+    return any(
+        (change.path + b"/").startswith(place + b"/") or (made and place.startswith(change.path + b"/"))
+        for place in map(os.fsencode, places)
+    )
+
+
 def open_to_read(root: bytes, path: bytes) -> int:
     """Open a regular file beneath a directory; raises OSError where it is none any more."""
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC

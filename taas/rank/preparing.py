@@ -56,6 +56,7 @@ class Prepared:
         os.environ.update(start.environ)
         if order.continues:
             self._enter_directory(Path(order.directory), staged.project)
+        self.wall.begin_run(staged.since_ns)
         adopt.begin_run(start.store)
         if order.delivery is not None:
             from taas.delivery import loader
@@ -138,6 +139,7 @@ def _enter_storage(start: RankStart, project: str) -> Guard:
             mode=order.spec.rank_writes,
             shared=order.spec.shared,
             scratch=str(scratch),
+            since_ns=staged.since_ns,
             writable=tuple(path for path in ours if path),
         )
     )

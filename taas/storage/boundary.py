@@ -14,6 +14,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import posix
+import sys
+import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +30,7 @@ _CACHES = (
     "XDG_CACHE_HOME", "XDG_RUNTIME_DIR", "HF_HOME", "TORCH_HOME", "TORCH_EXTENSIONS_DIR", "TORCHINDUCTOR_CACHE_DIR",
     "TRITON_CACHE_DIR", "CUDA_CACHE_PATH", "NUMBA_CACHE_DIR", "IPYTHONDIR", "TMPDIR",
 )  # fmt: skip
+NEVER = sys.maxsize
 HOME_CACHES = (".cache", ".triton", ".nv", ".ipython")
 
 
@@ -59,6 +63,26 @@ class Boundary:
                 real = join(self.project, inside)
                 return None if any(resolve_beneath(real, free) is not None for free in self.open) else inside
         return None
+
+
+def clock_of(folder: str) -> int:
+    """Return the time in nanoseconds by the clock of a folder's file system, which may be another machine's.
+
+    Where nothing may be made, nobody will have written: a time that will never come.
+    """
+    try:
+        with tempfile.TemporaryFile(dir=folder, prefix=".taas-clock-") as touched:
+            return os.fstat(touched.fileno()).st_ctime_ns
+    except OSError:
+        return NEVER
+
+
+def changed_since(path: str, since_ns: int) -> bool:
+    """Whether what stands at a path, or a link there, was changed after a time of :func:`clock_of`; False: perhaps not."""
+    try:
+        return posix.lstat(path).st_ctime_ns > since_ns
+    except (FileNotFoundError, NotADirectoryError):
+        return False
 
 
 def join(root: str, inside: str) -> str:

@@ -11,6 +11,7 @@ import builtins
 import contextlib
 import io
 import os
+import shutil
 import sys
 from collections.abc import Callable
 from types import FunctionType, ModuleType
@@ -52,7 +53,7 @@ def survey() -> None:
 def _originals() -> dict[int, str]:
     """Identity of each real function -> the name it is replaced under."""
     found = {id(getattr(os, name)): name for name in (*_WRITERS, *_READERS)}
-    return {**found, id(builtins.open): "builtins.open"}
+    return {**found, id(builtins.open): "builtins.open", id(shutil.rmtree): "shutil.rmtree"}
 
 
 def _survey_bound(module: ModuleType, originals: dict[int, str]) -> None:
@@ -89,12 +90,13 @@ def install(diversion: Diversion, *, audited: bool) -> None:
     names = [*_WRITERS, *(_READERS if diversion.denial.mode == "discard" else ())]
     replacements: dict[str, Callable[..., Any]] = {name: getattr(diversion, name) for name in names}
     replacements["builtins.open"] = _opener(diversion, audited)
+    replacements["shutil.rmtree"] = diversion.rmtree(shutil.rmtree)
     options = os.supports_dir_fd, os.supports_fd, os.supports_follow_symlinks, os.supports_effective_ids
     for supported in options:
         supported |= {new for name, new in replacements.items() if getattr(os, name, None) in supported}
     _replace_surveyed(replacements)
     for name, new in replacements.items():
-        if name != "builtins.open":
+        if "." not in name:
             setattr(os, name, new)
     builtins.open = io.open = replacements["builtins.open"]
     if "torch" in sys.modules:

@@ -11,6 +11,7 @@ a live file are accepted and forgotten: copying a data set to note its new mode 
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import posix
 import stat
@@ -20,6 +21,8 @@ from typing import Any
 from taas.storage.overlay import PathView
 from taas.storage.view import View, fail
 
+_TRIES = 20
+"""So often a tree is removed that another rank removes, too."""
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
@@ -44,13 +47,14 @@ def _noting(call: Callable[..., Any], follow: bool = True) -> Callable[..., Any]
 
 
 def _making(call: Callable[..., Any]) -> Callable[..., Any]:
-    """A method in the place of a call that makes what its first argument names, and fails where something is."""
+    """A method in the place of a call that makes what its first argument names, and fails where something was."""
 
     def make(self: Diversion, path: Any, *rest: Any, dir_fd: int | None = None, **options: Any) -> Any:
         place = self.place(path, dir_fd, follow=False)
         if place is None:
             return call(path, *rest, dir_fd=dir_fd, **options)
-        if self.overlay.see(place) is not None:
+        seen = self.overlay.see(place)
+        if seen is not None and not self.overlay.is_rank_0s(place, seen):
             raise fail(errno.EEXIST, path)
         self._allow(place)
         return call(self.overlay.claim(place), *rest, **options)
@@ -68,7 +72,8 @@ def _removing(call: Callable[..., None], *, directory: bool) -> Callable[..., No
             return
         seen = self.overlay.see(place)
         if seen is None:
-            raise fail(errno.ENOENT, path)
+            self._miss(place, path)
+            return
         if seen.is_directory != directory:
             raise fail(errno.ENOTDIR if directory else errno.EISDIR, path)
         if directory and self.overlay.names(place):
@@ -114,7 +119,10 @@ class Diversion(View):
             self._allow(place)
             return self.overlay.claim(place)
         if flags & os.O_CREAT and flags & os.O_EXCL:
-            raise fail(errno.EEXIST, path)
+            if not self.overlay.is_rank_0s(place, seen):
+                raise fail(errno.EEXIST, path)
+            self._allow(place)
+            return self.overlay.claim(place)
         if seen.is_directory:
             raise fail(errno.EISDIR, path)  # an O_TMPFILE, too: who asks for one has another way
         if not stat.S_ISREG(seen.status.st_mode):
@@ -142,6 +150,11 @@ class Diversion(View):
             return os.fsdecode(path)
         return self._for_writing(place, self.overlay.see(place), os.O_CREAT | os.O_TRUNC | os.O_WRONLY, path)
 
+    def _miss(self, place: str, path: Any) -> None:
+        """What a call is about is missing: an error, unless rank 0 has taken it away, as this rank was about to."""
+        if not self.overlay.is_rank_0s(place, None):
+            raise fail(errno.ENOENT, path)
+
     # making, removing, moving ------------------------------------------------------------------------
 
     mkdir = _making(posix.mkdir)
@@ -157,6 +170,24 @@ class Diversion(View):
 
     unlink = remove = _removing(posix.unlink, directory=False)
     rmdir = _removing(posix.rmdir, directory=True)
+
+    def rmtree(self, native: Callable[..., None]) -> Callable[..., None]:
+        """Return ``shutil.rmtree`` as it is where rank 0 removes the same tree at the same time."""
+
+        @functools.wraps(native)
+        def rmtree(path: Any, *args: Any, **options: Any) -> None:
+            for _ in range(_TRIES):
+                try:
+                    return native(path, *args, **options)
+                except FileNotFoundError:
+                    place = self.place(path, options.get("dir_fd"), follow=False)
+                    if place is None or not self.overlay.is_rank_0s(place, self.overlay.see(place)):
+                        raise
+                    if self.overlay.see(place) is None:
+                        return None
+            return native(path, *args, **options)
+
+        return rmtree
 
     def _vanish(self, place: str) -> None:
         if place == ".":
@@ -177,7 +208,8 @@ class Diversion(View):
             raise fail(errno.EXDEV, dst)  # as between file systems: shutil.move copies then
         moved = self.overlay.see(source)
         if moved is None:
-            raise fail(errno.ENOENT, src)
+            self._miss(source, src)
+            return
         if source == target:
             return
         if source == ".":
@@ -196,6 +228,8 @@ class Diversion(View):
         if old.is_directory != moved.is_directory:
             raise fail(errno.EISDIR if old.is_directory else errno.ENOTDIR, dst)
         if old.is_directory:
+            if self.overlay.is_rank_0s(target, old):
+                return
             if self.overlay.names(target):
                 raise fail(errno.ENOTEMPTY, dst)
             self._vanish(target)

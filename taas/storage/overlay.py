@@ -6,7 +6,7 @@ On disk, in the rank's scratch, so that the rank's forked workers share it::
     gone/a/b/<mark>  the rank removed what was at a/b when the mark was made
 
 Nothing is cached about the project: what rank 0 saves is seen at once. Of two versions of a file the newer
-one is seen, unless somebody is writing rank 0's at this moment: then this rank's own complete one is.
+one is seen (the project's file system may be another machine's, with another clock: what that differs is known), unless somebody is writing rank 0's at this moment: then this rank's own complete one is.
 
 Only ``posix`` functions are called here: those of ``os`` are the diverted ones by then.
 """
@@ -24,11 +24,13 @@ import stat
 from typing import NamedTuple
 
 from taas._linux import is_being_written
-from taas.storage.boundary import Boundary, join, resolve_beneath
+from taas.storage.boundary import NEVER, Boundary, changed_since, clock_of, join, resolve_beneath
 
 MARK = "\x7ftaas-removed"
 _MAX_LINKS = 40  # as the kernel's MAXSYMLINKS
 _MAX_REMEMBERED = 4096
+_SKEW = 10**8
+"""Nanoseconds by which the clocks of two file systems of one machine do not differ: theirs tick, some more often."""
 _SPARE_BYTES = 64 << 20
 
 
@@ -46,10 +48,18 @@ class PathView(NamedTuple):
 
 
 class Overlay:
-    """The view of one rank. A *place* is a path relative to the project; "." is the project."""
+    """The view of one rank, made before its wall stands. A *place* is a path relative to the project; "." is the project.
 
-    def __init__(self, boundary: Boundary, scratch: str) -> None:
-        self.boundary = boundary
+    Args:
+        boundary: the project's.
+        scratch: the rank's folder.
+        since_ns: when the run began, by the clock of the project's file system.
+    """
+
+    def __init__(self, boundary: Boundary, scratch: str, since_ns: int) -> None:
+        self.boundary, self.since_ns = boundary, since_ns
+        ahead = clock_of(boundary.project) - clock_of(scratch)
+        self._ahead = ahead if _SKEW < abs(ahead) < NEVER // 2 else 0
         self.tree = os.path.join(os.path.realpath(scratch), "tree")
         self.gone = os.path.join(os.path.realpath(scratch), "gone")
         self._touched = False
@@ -81,13 +91,15 @@ class Overlay:
             return own
         if own.is_directory or live.is_directory:
             return live if own.is_directory else own
-        newer = live.status.st_ctime_ns > own.status.st_ctime_ns
+        newer = live.status.st_ctime_ns - self._ahead > own.status.st_ctime_ns
         return live if newer and not _being_written(live.path) else own
 
     def _both(self, place: str) -> tuple[PathView | None, PathView | None]:
         own_path, live_path = self.own(place), self.live(place)
         own, live = _lstat(own_path), _lstat(live_path)
-        hidden = live is not None and place != "." and self._removed_at(place) >= live.st_ctime_ns
+        hidden = (
+            live is not None and place != "." and self._removed_at(place) >= live.st_ctime_ns - self._ahead
+        )
         return (
             PathView(own_path, own, True) if own else None,
             PathView(live_path, live, False) if live and not hidden else None,
@@ -104,6 +116,19 @@ class Overlay:
             if mark is not None:
                 latest = max(latest, mark.st_ctime_ns)
         return latest
+
+    def is_rank_0s(self, place: str, seen: PathView | None) -> bool:
+        """Whether rank 0 may have put there what is seen, or taken away what is missing, since the run began.
+
+        Then this rank, which does the same a moment later, is not failed by it.
+        """
+        if seen is not None:
+            return not seen.own and seen.status.st_ctime_ns > self.since_ns
+        if self._removed_at(place) >= 0:
+            return False  # this rank took it away
+        while place != "." and _lstat(self.live(place)) is None:
+            place = _above(place)  # who takes something away changes the folder that is left
+        return changed_since(self.live(place), self.since_ns)
 
     def names(self, place: str) -> list[str]:
         """Entries of a directory in this rank's view."""

@@ -1,9 +1,9 @@
 """The end of a run: what the ranks diverted is sorted, and nothing that only they wrote is lost.
 
 A path that the project shows as written since the run began was rank 0's too: the other ranks' versions
-are replicas and go. Any other path is kept, with a manifest, until ``recover`` or retention. The file
-system's own clock decides (``ctime``, which no program can set back), so rank 0 runs unobserved and
-unslowed, and files that C code wrote count. In doubt, a write is kept.
+are replicas and go. Any other path is kept, with a manifest, until ``recover`` or retention. The clock of the
+project's file system decides (``ctime``, which no program can set back, against one taken there when the run began), so
+rank 0 runs unobserved and unslowed, and files that C code wrote count. In doubt, a write is kept.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from pathlib import Path
 import msgspec
 
 from taas.runs.places import write_private
+from taas.storage.boundary import changed_since
 from taas.storage.overlay import MARK
-from taas.wording import counted, ranks_in_words, size_in_words
+from taas.wording import counted, ranks_in_words, shown, size_in_words
 
 _SHOWN = 3
 _MANIFEST = "kept.json"
@@ -58,18 +59,13 @@ class Settlement:
     """What became of the writes of all ranks but 0."""
 
     run: str  # name to ``recover`` by
-    dropped: dict[str, tuple[int, ...]]  # paths rank 0 wrote too -> the ranks whose versions went
     kept: tuple[SettledFile, ...]  # what only other ranks wrote
     unremoved: dict[str, tuple[int, ...]]  # paths still there that others removed, and rank 0 did not
     stuck: tuple[str, ...] = ()  # files that could not be moved to the kept folder, where they lie, and why
 
     def lines(self) -> list[str]:
-        """What the cell says about it; nothing when no other rank wrote."""
+        """What the cell says about it; nothing of what rank 0 wrote too."""
         said = []
-        if self.dropped:
-            counts = [f"{path} ×{len(ranks)}" for path, ranks in self.dropped.items()]
-            it = "it" if len(counts) == 1 else "them"
-            said.append(f"rank writes: {_some(counts)} dropped (rank 0 wrote {it})")
         if self.kept:
             ranks = ranks_in_words({rank for file in self.kept for rank in file.ranks})
             size = size_in_words(sum(file.size for file in self.kept))
@@ -77,7 +73,7 @@ class Settlement:
             named = _some([file.path for file in self.kept])
             said.append(
                 f"kept: {named} ({files}, {size}) from {ranks}, which rank 0 did not write: "
-                f"%taas recover {self.run} brings them into the project"
+                f"%taas recover {self.run} brings them into the project{self._how_to_share()}"
             )
         if self.unremoved:
             ranks = ranks_in_words({rank for removers in self.unremoved.values() for rank in removers})
@@ -90,6 +86,10 @@ class Settlement:
         ]
         return said
 
+    def _how_to_share(self) -> str:
+        folder = os.path.commonpath([Path(file.path).parent for file in self.kept])
+        return f", and with --shared {shown(folder)} every rank writes there itself" if folder else ""
+
 
 def settle(
     run_scratch: Path, project: Path, *, run: str, since_ns: int, kept_root: Path, stay: bool = False
@@ -101,7 +101,7 @@ def settle(
         project: the notebook's directory.
         run: name of the run; the kept files go to ``kept_root/<run>``, or ``<run>-2`` where an earlier run of
             the same name left some.
-        since_ns: when the run began, ``time.time_ns()`` of before its first rank was started.
+        since_ns: when the run began, before its first rank was started, by the clock of the project's file system.
         kept_root: where kept writes of all runs are.
         stay: the ranks do, and need their folders.
 
@@ -115,15 +115,16 @@ def settle(
     for rank, scratch in scratches.items():
         for path in _files(scratch / "tree"):
             writers.setdefault(path, []).append(rank)
-    dropped = {
-        path: tuple(ranks) for path, ranks in writers.items() if _written_since(project / path, since_ns)
+    only_others = {
+        path: ranks
+        for path, ranks in sorted(writers.items())
+        if not changed_since(str(project / path), since_ns)
     }
-    only_others = {path: ranks for path, ranks in sorted(writers.items()) if path not in dropped}
     run = _free_name(kept_root, run)
     kept, stuck = _keep(only_others, scratches, kept_root / run)
     if kept:
         write_manifest(kept_root / run, Manifest(run, str(project), time.time_ns(), kept))
-    unremoved = _unremoved(scratches, project, set(writers))
+    unremoved = _unremoved(scratches, project, set(writers), since_ns)
     for scratch in scratches.values():
         if not any(f"{scratch}/" in text for text in stuck):
             for folder in (scratch / "tree", scratch / "gone") if stay else (scratch,):
@@ -131,7 +132,7 @@ def settle(
     if not stay:
         with contextlib.suppress(OSError):  # other things may lie there
             run_scratch.rmdir()
-    return Settlement(run, dropped, tuple(kept), unremoved, tuple(stuck))
+    return Settlement(run, tuple(kept), unremoved, tuple(stuck))
 
 
 def _free_name(kept_root: Path, run: str) -> str:
@@ -159,13 +160,6 @@ def _open_up(scratch: Path) -> None:
 def _files(tree: Path) -> list[str]:
     found = (path for path in tree.rglob("*") if path.is_symlink() or path.is_file())
     return sorted(str(path.relative_to(tree)) for path in found)
-
-
-def _written_since(path: Path, since_ns: int) -> bool:
-    try:
-        return path.lstat().st_ctime_ns >= since_ns
-    except (FileNotFoundError, NotADirectoryError):
-        return False
 
 
 def _keep(
@@ -213,18 +207,16 @@ def move(source: Path, target: Path) -> None:
         source.unlink()
 
 
-def _unremoved(scratches: dict[int, Path], project: Path, written: set[str]) -> dict[str, tuple[int, ...]]:
+def _unremoved(
+    scratches: dict[int, Path], project: Path, written: set[str], since_ns: int
+) -> dict[str, tuple[int, ...]]:
     removers: dict[str, list[int]] = {}
     for rank, scratch in scratches.items():
         for mark in (scratch / "gone").rglob(MARK):
             place = str(mark.parent.relative_to(scratch / "gone"))
             live = project / place
-            # Written again by the same rank, or anew by rank 0: then its removal is of no interest.
-            if (
-                place not in written
-                and os.path.lexists(live)
-                and live.lstat().st_ctime_ns <= mark.lstat().st_ctime_ns
-            ):
+            # Written again by the same rank, or by rank 0: then its removal is of no interest.
+            if place not in written and os.path.lexists(live) and not changed_since(str(live), since_ns):
                 removers.setdefault(place, []).append(rank)
     return {place: tuple(ranks) for place, ranks in sorted(removers.items())}
 

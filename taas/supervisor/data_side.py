@@ -25,8 +25,10 @@ from taas.delivery.messages import (
     Hello,
     HostLost,
     Note,
+    Peer,
     ProgressReport,
     Report,
+    holders,
 )
 from taas.delivery.slab import slab_size
 from taas.delivery.transport import CoordinatorProcess
@@ -34,7 +36,7 @@ from taas.errors import RunLost
 from taas.supervisor.data_vms import PLANNER, DataVms
 from taas.supervisor.transfer import Transfer
 from taas.supervisor.vms import Vm
-from taas.wire.agents import EndJob, JobHears, JobOver, JobRequest, OfJob, StartJob
+from taas.wire.agents import EndJob, JobOver, JobRequest, OfJob, StartJob
 from taas.wire.clients import Submit
 
 _ALONE_SECONDS = 300.0
@@ -107,7 +109,7 @@ class DataSide:
         spec, elsewhere = self._submit.spec, self.vms.elsewhere
         units = spec.units or {}
         return DeliveryConfig(
-            new_keys(),
+            new_keys(holders(spec.world_size, self.vms.most)),
             spec.world_size,
             slab_size(self._order.buffer, spec.world_size),
             host="",  # until it is known
@@ -147,17 +149,15 @@ class DataSide:
     @property
     def waiting(self) -> str:
         """What a run waits for that had data VMs and has none left; empty where one is there."""
-        coming = self.vms.starting
-        return (
-            f"another data VM, since {self._last_lost}: {coming.machine.waiting or 'it starts'}"
-            if coming
-            else ""
-        )
+        if (coming := self.vms.starting) is None:
+            return ""
+        return f"another data VM, since {self._last_lost}: {coming.machine.waiting or 'it starts'}"
 
-    @property
-    def rank_config(self) -> DeliveryConfig:
-        """What every rank is told."""
-        return self._config.for_peers(self._endpoint)
+    def rank_config(self, number: int) -> DeliveryConfig:
+        """What the ranks of the run's VM with this number are told."""
+        width = self._submit.spec.ranks_per_vm
+        ranks = (Peer("rank", rank).holder for rank in range(number * width, (number + 1) * width))
+        return self._config.for_peers(self._endpoint, *ranks)
 
     # ------------------------------------------------------------ the coordinator
 
@@ -196,7 +196,7 @@ class DataSide:
             case Note():
                 self.notes.append(report.text)
             case HostLost():
-                lost = self._lost(report.vm, report.cause)
+                lost = f"{self.vms.name(report.vm)} was lost ({report.cause})"
                 self.notes.append(f"{lost}; what it had not delivered was made elsewhere")
                 if self.vms.elsewhere:  # its agent is there, and starts another worker pool
                     self._end_job(report.vm)
@@ -236,15 +236,17 @@ class DataSide:
         """Data processes have the jobs after those of the ranks, the planner the first."""
         return self._submit.spec.vms + number - PLANNER
 
-    def _end_job(self, number: int) -> None:
-        if number in self.vms.started:
-            self._tell(self.vms.started[number], self._job(number), EndJob())
+    def has(self, vm: Vm, job: int) -> bool:
+        """Whether this VM was told to start a data process as this job."""
+        return self.vms.started.get(job - self._job(0)) is vm
 
-    def _tell(self, vm: Vm, job: int, said: JobHears) -> None:
-        vm.send(OfJob(run=self._run, job=job, said=said))
+    def _end_job(self, number: int) -> None:
+        if (vm := self.vms.started.get(number)) is not None:
+            vm.send(OfJob(run=self._run, job=self._job(number), said=EndJob()))
 
     def _data_process(self, number: int) -> StartJob:
         submit, planner = self._submit, number == PLANNER
+        peer = Peer("planner") if planner else Peer("pool", number)
         rehearsed = bool(submit.spec.gpus_per_rank and self.vms.rehearse)
         return StartJob(
             run=self._run,
@@ -256,7 +258,7 @@ class DataSide:
             changed=submit.changed,
             output=self._log,
             work=DataOrder(
-                common=self._config.for_peers(self._endpoint),
+                common=self._config.for_peers(self._endpoint, peer.holder),
                 vm=max(0, number),
                 processes=0 if planner else self._order.processes,
                 rehearsed=None if self.vms.elsewhere else rehearsed,
@@ -275,7 +277,7 @@ class DataSide:
         self._transfer.lose(job)
         if vm is None:
             return
-        self._tell(vm, job, JobRequest(what="forget"))
+        vm.send(OfJob(run=self._run, job=job, said=JobRequest(what="forget")))
         if misses and number == PLANNER:
             said = f"the planner {over.how}; what it printed is in {self._log}"
             self.failed = "" if self.ready else said
@@ -286,12 +288,9 @@ class DataSide:
     def _tell_lost(self, number: int, how: str) -> None:
         """Tell the coordinator what it does not see itself, of other hosts."""
         cause = how.removeprefix("lost: ")
-        self._last_lost = self._lost(number, cause)
+        self._last_lost = f"{self.vms.name(number)} was lost ({cause})"
         if self.vms.elsewhere:
             self._command(HostLost(vm=number, cause=cause))
-
-    def _lost(self, number: int, cause: str) -> str:
-        return f"{self.vms.name(number)} was lost ({cause})"
 
     def lose(self, vm: Vm, how: str, *, replace: bool = True) -> None:
         """A data VM is lost, ``how`` in words: another one takes its place, if it is to be replaced."""

@@ -26,6 +26,7 @@ class DataVms:
 
     Attributes:
         by_number: those that are there or come.
+        most: so many numbers are given at most.
         started: the VMs that were told to start the data process of a number, and have not said that it is gone.
         elsewhere: whether they are, or may be, other hosts.
     """
@@ -38,7 +39,7 @@ class DataVms:
         self.elsewhere = any(vm.remote for vm in vms)
         self.here, self._another, self._planner = here, another, planner
         self._all = dict(self.by_number)
-        self._most = (1 + _REPLACEMENTS) * len(vms)
+        self.most = (1 + _REPLACEMENTS) * len(vms)
 
     @property
     def rehearse(self) -> bool:
@@ -68,7 +69,7 @@ class DataVms:
 
     def replace(self, vm: Vm | None = None) -> bool:
         """Take a VM in place of a lost one: this one, or another; returns whether there is one."""
-        if len(self._all) < self._most:
+        if len(self._all) < self.most:
             vm = vm or self._another()
             if vm is not None:
                 self.by_number[len(self._all)] = self._all[len(self._all)] = vm

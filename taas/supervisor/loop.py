@@ -330,7 +330,7 @@ class Supervisor:
         elif isinstance(message, KeptGone):
             self._kept.lose(vm, run, message.how)
         elif run is not None and message.run == run.name:
-            run.hear(message.job, message.said)
+            run.hear(vm, message.job, message.said)
 
     def _lose_vm(self, vm: Vm, how: str = "") -> None:
         self._strike(vm)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from taas.delivery.config import DeliveryConfig
 from taas.errors import NotEnoughDevices
 from taas.supervisor.vms import Vm
-from taas.wire.agents import EndJob, How, JobHears, JobRequest, OfJob, StartJob
+from taas.wire.agents import EndJob, How, JobHears, JobRequest, JobSays, OfJob, StartJob
 from taas.wire.framing import LOOPBACK, StoreAddress
 from taas.wire.ranks import Answer, RankKept, RankOrder
+from taas.wire.transfer import Chunk
 
 if TYPE_CHECKING:
     from taas.supervisor.runs import Run
@@ -94,11 +96,11 @@ class RankJobs:
 
     # ------------------------------------------------------------ from start to end
 
-    def begin(self, delivery: DeliveryConfig | None) -> None:
+    def begin(self, delivery: Callable[[int], DeliveryConfig] | None) -> None:
         """Start the ranks: at once where there is a store, else those of the first VM, whose agent opens one.
 
         Args:
-            delivery: how they reach the run's data workers.
+            delivery: tells how those of a VM reach the run's data workers.
         """
         self._delivery = delivery
         if self.store is not None:
@@ -126,6 +128,7 @@ class RankJobs:
             changed=submit.changed,
             output=str(self._run.output),
             scratch=str(self._run.scratch),
+            since_ns=self._run.since_ns,
             work=self._order(number, store),
         )
         self.told.add(number)
@@ -145,7 +148,7 @@ class RankJobs:
             colors=submit.colors,
             shell_class=submit.shell_class,
             directory=submit.directory,
-            delivery=self._delivery,
+            delivery=None if self._delivery is None else self._delivery(number),
             restart_count=self._run.restarts,
             host=vm.machine.host,
             continues=self.continues,
@@ -155,6 +158,12 @@ class RankJobs:
     def busy(self) -> dict[int, Vm]:
         """The VMs that have ranks."""
         return {number: self.vms[number] for number in sorted(self.told - self.done)}
+
+    def may_say(self, vm: Vm, job: int, said: JobSays) -> bool:
+        """Whether it is this VM's job that is spoken of, and a rank of it, or what ranks of all VMs may write."""
+        rank = None if isinstance(said, Chunk) and said.of == "change" else getattr(said, "rank", None)
+        own = rank is None or rank // self._submit.spec.ranks_per_vm == job
+        return own and 0 <= job < len(self.vms) and self.vms[job] is vm
 
     def tell(self, number: int, said: JobHears) -> None:
         """Say something of a job to its agent."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-import time
 from pathlib import Path
 
 import msgspec
@@ -16,6 +15,7 @@ import msgspec
 from taas.config import load_catalog
 from taas.errors import ConfigError
 from taas.runs.places import ProcessMark, data_folder
+from taas.storage.boundary import clock_of
 from taas.storage.recovery import retention
 from taas.storage.settlement import settle
 
@@ -36,8 +36,11 @@ def kept_root() -> Path:
     return data_folder("kept")
 
 
-def make_scratch(run: str, project: str, kept: Path | None = None) -> Path:
+def make_scratch(run: str, project: str, kept: Path | None = None) -> tuple[Path, int]:
     """Make the scratch folder of a run that begins, or begins again: something may be left of an earlier one.
+
+    Returns:
+        It, and the time by the clock of the project's file system: what changes there from now on, rank 0 changes.
 
     Args:
         run: its name.
@@ -48,14 +51,14 @@ def make_scratch(run: str, project: str, kept: Path | None = None) -> Path:
         OSError: there is no room for it.
     """
     folder = kept or Path(tempfile.mkdtemp(prefix=f"{os.getpid()}-{run}-", dir=data_folder("scratch")))
-    note = _ScratchNote(run, project, time.time_ns(), ProcessMark.of(os.getpid()))
+    note = _ScratchNote(run, project, clock_of(project), ProcessMark.of(os.getpid()))
     try:
         (folder / _NOTE).write_bytes(msgspec.json.encode(note))
     except OSError:
         if kept is None:
             shutil.rmtree(folder, ignore_errors=True)
         raise
-    return folder
+    return folder, note.since_ns
 
 
 def settle_scratch(folder: Path, *, stay: bool = False) -> list[str]:

@@ -58,12 +58,11 @@ class Run:
         self.let_go = self._settling = False  # its client takes no names of it; and settle() has begun
         self.answer: Memory | None = None
         self.output, self._sockets = output_folder(recorder.record.folder, restarts), sockets
-        self.scratch: Path = make_scratch(name, submit.project, kept.scratch if kept else None)
+        self.scratch: Path
+        self.scratch, self.since_ns = make_scratch(name, submit.project, kept.scratch if kept else None)
         self.notices: list[str] = []  # what the cell says when it is over
         before, known = (kept.ranks, kept._project_sync.known) if kept else (None, None)
-        self._project_sync: ProjectSync = ProjectSync(
-            name, submit.project, self.scratch, submit.spec.ranks_per_vm, known
-        )
+        self._project_sync: ProjectSync = ProjectSync(name, submit.project, self.scratch, submit.spec, known)
         self.transfer = Transfer(name, submit.spec, self.output, self._project_sync, worker, self._failed)
         self.ranks: RankJobs = RankJobs(self, before)
         self.found = Findings(submit.spec, self.ranks)
@@ -122,18 +121,24 @@ class Run:
 
     # ------------------------------------------------------------ what agents say
 
-    def hear(self, job: int, said: JobSays) -> None:
-        """Take in what an agent of this run says of a job."""
+    def hear(self, vm: Vm, job: int, said: JobSays) -> None:
+        """Take in what an agent of this run says of a job; what is another agent's to say is not heard."""
+        if self.data is not None and self.data.has(vm, job):
+            if isinstance(said, JobOver):
+                self.data.process_over(job, said)
+                self._data_changed()
+            elif isinstance(said, Chunk | Taken | JobRequest):
+                self._carry(job, said)
+        elif self.ranks.may_say(vm, job, said):
+            self._hear_ranks(job, said)
+
+    def _hear_ranks(self, job: int, said: JobSays) -> None:
         match said:
             case Chunk() | Taken() | JobRequest():
                 self._carry(job, said)
-            case JobOver() if job >= len(self.vms):
-                if self.data is not None:
-                    self.data.process_over(job, said)
-                    self._data_changed()
             case RanksSeen():
                 self.hangs.take(job, said)
-            case StoreAddress() if self.state == "starting":
+            case StoreAddress() if self.state == "starting" and job == 0:
                 self.ranks.take_store(said)
             case RankStage():
                 self.found.measure_clock(said.rank, said.at)
@@ -182,13 +187,14 @@ class Run:
     def _rank_ended(self, ended: RankEnded) -> None:
         self.found.ended[ended.rank] = ended
         self.recorder.note_question(Asking(rank=ended.rank))
-        if ended.answer is not None and ended.answer.elsewhere:
+        answer = ended.answer if ended.rank == 0 else None
+        if answer is not None and answer.elsewhere:
             try:
-                self.transfer.expect(ended.rank // self.submit.spec.ranks_per_vm, ended.answer)
+                self.transfer.expect(0, answer)
             except OSError as error:
                 self._trouble(f"the names that the run made could not be taken: {error}")
         else:
-            self.answer = ended.answer or self.answer
+            self.answer = answer or self.answer
         self.notices += [line for line in ended.notices if line not in self.notices]
         if ended.outcome != "done":
             self.end()

@@ -17,7 +17,7 @@ import msgspec
 from taas.header.grammar import RunSpec
 from taas.project_sync import archive
 from taas.project_sync.applier import Applier
-from taas.project_sync.tree import FileState, Token, decode_all
+from taas.project_sync.tree import FileState, Token, decode_all, is_in, shared_places
 from taas.rank_storage import scratch_of
 from taas.runs.events import FILES
 from taas.supervisor.vms import Vm
@@ -151,7 +151,7 @@ class Transfer:
         """Write what a job wrote to the same place here; a full disk loses output, as it does in a rank."""
         if job >= self._spec.vms:  # data processes of all VMs have one file
             path, flags = self._output / "data.log", os.O_APPEND
-        elif chunk.file in FILES and 0 <= chunk.rank < self._spec.world_size:
+        elif chunk.file in FILES:
             path, flags = self._output / str(chunk.rank) / chunk.file, 0
         else:
             return
@@ -192,7 +192,7 @@ class ProjectSync:
         run: its name.
         project: the notebook's directory.
         scratch: the run's folder for what ranks other than 0 write in the project's place.
-        ranks_per_vm: ranks on each VM.
+        spec: what was asked for.
         known: what an earlier run has left on its VMs, where their ranks were kept for this one.
     """
 
@@ -201,11 +201,12 @@ class ProjectSync:
         run: str,
         project: str,
         scratch: Path,
-        ranks_per_vm: int,
+        spec: RunSpec,
         known: Mapping[bytes, FileState] | None = None,
     ) -> None:
         self._known = dict(known or {})
-        self._run, self._project, self._scratch, self._width = run, project, scratch, ranks_per_vm
+        self._run, self._project, self._scratch, self._width = run, project, scratch, spec.ranks_per_vm
+        self._shared = shared_places(project, spec.shared)
         self._token: Token | None = None
         self._archive: archive.Archive | None = None
         self._appliers: dict[int, Applier] = {}
@@ -255,8 +256,8 @@ class ProjectSync:
 
         Args:
             vm: the VM, by its number.
-            rank: 0: it is a change of the project, or of a shared directory in it, where ranks of all VMs write; else of
-                what this rank has in its scratch.
+            rank: 0: it is a change of the project, which rank 0's VM makes, or of a ``--shared`` directory in it, where
+                ranks of all VMs write; else of what this rank has in its scratch.
             change: encoded.
 
         Raises:
@@ -267,7 +268,8 @@ class ProjectSync:
         if rank not in self._appliers:
             self._appliers[rank] = self._applier(rank)
         for decoded in decode_all(change):
-            self._appliers[rank].take(decoded, vm)
+            if rank or vm == 0 or is_in(self._shared, decoded):
+                self._appliers[rank].take(decoded, vm)
 
     def _applier(self, rank: int) -> Applier:
         if rank == 0:

@@ -101,6 +101,7 @@ class StartJob(Message, frozen=True):
         output: of ranks, the folder with their output files; of a data process, the file that takes what it prints.
         work: what they are to do.
         scratch: folder for what ranks other than 0 write in the project's place.
+        since_ns: when the run began, by the clock of the project's file system.
         token_path, token: a file in the project, and what is in it: who reads that there sees the notebook's disk.
             An empty path: nobody elsewhere does.
     """
@@ -115,6 +116,7 @@ class StartJob(Message, frozen=True):
     output: str
     work: RankOrder | DataOrder
     scratch: str = ""
+    since_ns: int = 0
     token_path: str = ""
     token: bytes = b""
 

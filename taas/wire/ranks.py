@@ -141,6 +141,7 @@ class Staged(msgspec.Struct, frozen=True):
         environ: the environment to have.
         output: folder of the ranks' output files, or a data process's log.
         scratch: folder for what ranks other than 0 write in the project's place.
+        since_ns: when the run began, by the clock of the file system that the project, or its copy, is on.
     """
 
     payload: Memory
@@ -149,6 +150,7 @@ class Staged(msgspec.Struct, frozen=True):
     environ: dict[str, str]
     output: str
     scratch: str
+    since_ns: int
 
 
 class RankOrder(Message, frozen=True):
