@@ -29,6 +29,7 @@ from torch.utils.data.distributed import DistributedSampler
 from taas.adopt.membership import Membership, abort_nccl, in_time
 from taas.errors import CannotAdopt, HeaderError
 from taas.rehearsal.patches import Arguments, rewrite_calls
+from taas.wording import text_of
 
 Meeting = tuple[Store, int, int]
 Handler = Callable[..., Iterator[Meeting]]
@@ -136,7 +137,7 @@ class Rendezvous:
     def explain(self, error: BaseException) -> str | None:
         """What a store says that waited in vain is short: name the ranks that never came to the last group."""
         name, size = self._last
-        if not (name and isinstance(error, RuntimeError) and "timeout" in str(error).lower()):
+        if not (name and isinstance(error, RuntimeError) and "timeout" in text_of(error).lower()):
             return None
         try:
             store = self.membership.store(name)
