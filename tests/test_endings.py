@@ -268,6 +268,25 @@ def test_sys_exit_in_rank_0(notebook: Notebook) -> None:
     assert notebook.value("given_up") == "1"
 
 
+@pytest.mark.parametrize("error", ["SystemExit(2)", "ValueError(2)"])
+def test_rank_1_is_at_its_end_before_rank_0_has_begun(notebook: Notebook, error: str) -> None:
+    """Rank 0 comes to the same end, and its names come back."""
+    notebook.good(
+        "import os, pathlib, psutil\nclass Late:\n    def __setstate__(self, state):\n"
+        "        if os.environ.get('RANK') == '0':\n"
+        "            while not (one := pathlib.Path(ready_at, '1')).exists() or not one.read_text(): pass\n"
+        "            while psutil.pid_exists(int(one.read_text())): pass\n"
+        "late, x = Late(), 0\nlate.is_one = True"
+    )
+    ran = notebook.run(
+        "#pragma taas --gpus 2\nlate\npathlib.Path(ready_at, os.environ['RANK']).write_text(str(os.getpid()))\n"
+        f"x = 1\nraise {error}"
+    )
+    assert ran.ename == "CellFailed"
+    assert STOOD in ran.evalue
+    assert notebook.value("x") == "1"
+
+
 def test_rank_1_is_killed_while_rank_0_waits(notebook: Notebook) -> None:
     """Rank 0 is freed, and its names come back."""
     ran = notebook.run(

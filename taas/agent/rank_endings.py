@@ -2,7 +2,7 @@
 
 After an interrupt each rank runs the cell's own ``except`` and ``finally``, however long they take. A rank that has not
 even noticed is stuck in C code: it is ended once no rank of this VM that has noticed is still at work. After a failure
-all ranks have the same short time. Who is out of time gets SIGTERM and SIGKILL; rank 0 is asked for its names before.
+all ranks have the same short time, and are not interrupted before they can have come to the same end. Who is out of time gets SIGTERM and SIGKILL; rank 0 is asked for its names before.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ NOTICE_SECONDS = 2.0
 """So long a rank may take to notice an interrupt."""
 FAILURE_SECONDS = 2.5
 """So long the cell may go on in a rank after another one has failed."""
+_SAME_END_SECONDS = 0.5
+"""So long a rank that has begun the cell may go on unhindered after another one has failed: it may fail itself."""
 _TERM_SECONDS = 0.6
 """So long after SIGTERM comes SIGKILL."""
 _ANSWER_SECONDS = 10.0
@@ -42,6 +44,7 @@ class Ending:
         self._how: How | None = None
         self._began = 0.0
         self._names = True
+        self._seen: dict[int, float] = {}
         self._interrupted: set[int] = set()
         self._asked = 0.0
         self._packing = 0.0
@@ -72,8 +75,11 @@ class Ending:
                 self._end(rank)
 
     def _interrupt(self, ranks: list[Rank]) -> None:
+        now, failure = time.monotonic(), self._how == "failure"
         for rank in ranks:
-            if rank.number in self._interrupted or (self._stayed and not rank.started):
+            if rank.number in self._interrupted or ((self._stayed or failure) and not rank.started):
+                continue
+            if now < self._seen.setdefault(rank.number, now) + _SAME_END_SECONDS * failure:
                 continue
             self._interrupted.add(rank.number)
             if rank.started:
