@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
 import signal
 import time
@@ -9,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from notebook_harness import Notebook, Ran, gone
+from notebook_harness import Notebook, Ran, gone, until
 
 pytestmark = pytest.mark.slow
 
@@ -116,6 +118,38 @@ def test_a_group_that_cannot_be_closed_costs_no_names(notebook: Notebook) -> Non
     )
     assert notebook.value("trained") == "1"
     assert (notebook.folder / "flushed").exists()
+
+
+@pytest.mark.parametrize("library", ["CDLL", "PyDLL"])
+def test_an_interrupt_waits_for_c_code_that_takes_its_time(notebook: Notebook, library: str) -> None:
+    """The line says what it is in; ``except`` runs, and groups are whole. Also of code that holds the GIL."""
+    with (notebook.folder / "spin").open("w+b") as file:
+        file.truncate(4)
+        lock = ctypes.byref(ctypes.c_int.from_buffer(mmap.mmap(file.fileno(), 4)))
+    ctypes.CDLL(None).pthread_spin_init(lock, 1)  # shared with rank 0, which then spins on it in C
+    notebook.start(
+        f"#pragma taas --gpus 2\n{GROUP}import ctypes, mmap\nstages = []\n"
+        "try:\n    if rank: ready(); time.sleep(600)\n    with open('spin', 'r+b') as file:\n"
+        "        lock = ctypes.byref(ctypes.c_int.from_buffer(mmap.mmap(file.fileno(), 4)))\n"
+        f"    ctypes.{library}(None).pthread_spin_lock(lock)\n    ready()\n"
+        f"    ctypes.{library}(None).pthread_spin_lock(lock)\n"
+        "except KeyboardInterrupt:\n    dist.barrier()\n    stages.append('saved')\n"
+        "if not rank: del lock"
+    )
+    try:
+        notebook.wait_for("ready")
+        ranks = notebook.processes().ranks
+        begun = [rank.cpu_times().user for rank in ranks]
+        until(lambda: any(r.cpu_times().user > b + 0.2 for r, b in zip(ranks, begun, strict=True)))
+        notebook.interrupt()
+        notebook.wait_for_line(
+            f"press again to end it (rank 0: cell line 13: ctypes.{library}(None).pthread_spin"
+        )
+    finally:
+        ctypes.CDLL(None).pthread_spin_unlock(lock)
+    ran = notebook.end()
+    assert ran.status == "ok", ran.evalue
+    assert notebook.value("stages") == "['saved']"
 
 
 def test_an_unhandled_interrupt_brings_the_model_as_it_stood(notebook: Notebook) -> None:

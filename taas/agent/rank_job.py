@@ -154,8 +154,8 @@ class RankJob(Job):
                 case RankStage(stage="begun") | Asking():
                     rank.started = True
                     self._say(said)
-                case RankStage(stage="noticed"):
-                    rank.noticed = True
+                case RankStage(stage="at work"):
+                    rank.at_work = True
                 case RankStage(stage="packing"):
                     rank.packing = True
                 case RankKept():

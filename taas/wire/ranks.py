@@ -22,7 +22,7 @@ class RankStage(Message, frozen=True):
         rank: which; -1 before its order.
     """
 
-    stage: Literal["ready", "begun", "noticed", "packing"]
+    stage: Literal["ready", "begun", "at work", "packing"]
     rank: int = -1
 
 
@@ -103,8 +103,8 @@ class RankRequest(Message, frozen=True):
     """What an agent asks of a process that is, or was prepared to be, a rank.
 
     Attributes:
-        what: ``notice``: a SIGINT was sent to the rank: say when it is noticed, and break off a collective that keeps it
-            from that. ``names``: pack the names as they stand, by another thread if the main one is stuck, and leave.
+        what: ``notice``: a SIGINT was sent to the rank: say when it is noticed, and break off a wait that keeps it from
+            that. ``names``: pack the names as they stand, by another thread while the main one waits, and leave.
             ``taken``: the agent has rank 0's names: forget them. ``leave``: there is no other order, and the agent has
             all it needs: exit.
     """
