@@ -248,6 +248,35 @@ def test_an_interrupt_breaks_off_what_rank_0_waits_in(notebook: Notebook, what: 
     assert notebook.value("done") == "[1, 2]"
 
 
+def test_an_interrupt_breaks_off_data_parallel(notebook: Notebook) -> None:
+    """Its group is none of torch's own."""
+    ran = interrupted(
+        notebook,
+        "import threading, time, torch\nmodel = torch.nn.DataParallel(torch.nn.Linear(2, 1).cuda())\n"
+        "x, done = torch.ones(4, 2).cuda(), [1]\nmodel(x)\n"
+        "if os.environ['RANK'] == '1':\n    ready()\n    time.sleep(600)\n"
+        "try:\n    threading.Timer(0.5, ready).start()\n    model(x)\nfinally:\n    done.append(2)",
+    )
+    assert ran.ename == "KeyboardInterrupt"
+    assert STOOD in ran.evalue
+    assert notebook.value("done") == "[1, 2]"
+
+
+def test_names_are_given_before_an_abort_that_may_end_the_process(notebook: Notebook) -> None:
+    """As NCCL's may: a group that stands for one of its groups does so."""
+    ran = interrupted(
+        notebook,
+        f"{GROUP}import os, threading, taas.adopt.nccl as nccl\nstep = 7\n"
+        "class ProcessGroupNCCL:\n    def abort(self): os.abort()\n"
+        "if rank:\n    ready()\n    time.sleep(600)\n"
+        "nccl.backends = lambda own: [ProcessGroupNCCL()]\n"
+        "threading.Timer(0.5, ready).start()\ndist.recv(torch.ones(4), 1)\ntime.sleep(600)",
+    )
+    assert ran.ename == "KeyboardInterrupt"
+    assert STOOD in ran.evalue
+    assert notebook.value("step") == "7"
+
+
 @pytest.mark.parametrize("what", WAITS)
 def test_an_error_in_rank_1_while_rank_0_waits(notebook: Notebook, what: str) -> None:
     """Rank 1's error is the cell's, and rank 0's names come back."""

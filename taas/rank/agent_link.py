@@ -35,6 +35,8 @@ _BREAK_OFF_SECONDS = 1.0
 """A main thread that has slept for so long waits for others, as far as can be seen."""
 _STILL_SECONDS = 0.2
 """One that has slept for so long changes no names, and those are asked for."""
+_AHEAD_SECONDS = 5.0
+"""So long names may take to be packed before a wait on GPUs is aborted; copies of a GPU that hangs may take for ever."""
 _SLEEPERS_SHARE, _SLEEPERS_SECONDS = 0.05, 0.02
 """Processor time that a wait may use: a share of its time, as a store looks again and again, and the clock's grain."""
 _read = MessageReader(RankHears)
@@ -63,9 +65,9 @@ class AgentLink:
         self._names_asked = self._noticed_before_asked = False
         self._orders: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
         self._noticed = -1
-        self._pack_names: Callable[[], RankEnded]
+        self._pack_names: Callable[..., RankEnded]
         self._answered: Callable[[Answer | None], None]
-        self.answer = -1
+        self.answer = self._ahead = -1
         self.broken_off = False
 
     @property
@@ -93,12 +95,13 @@ class AgentLink:
         return self.in_rank and self._noticed >= 0 and not self._speaker
 
     def begin_cell(
-        self, pack_names: Callable[[], RankEnded], answered: Callable[[Answer | None], None]
+        self, pack_names: Callable[..., RankEnded], answered: Callable[[Answer | None], None]
     ) -> None:
         """Let the agent be answered while a cell runs; called by the main thread, once it need not be the only one.
 
         Args:
-            pack_names: makes the rank's last word with its names as they stand.
+            pack_names: makes the rank's last word with its names as they stand; with ``last=False``, one that holds
+                if it says no other.
             answered: takes what the person at the keyboard answered; None: they have interrupted the cell.
         """
         self._pack_names, self._answered, self.broken_off = pack_names, answered, False
@@ -179,8 +182,9 @@ class AgentLink:
                 self._names_asked = True
                 self._ask_main_thread(_NAMES, "packing")
             case RankRequest(what="taken"):
-                os.close(self.answer)
-                self.answer = -1
+                for fd in {self.answer, self._ahead} - {-1}:
+                    os.close(fd)
+                self.answer = self._ahead = -1
             case RankRequest(what="leave") if self._given:
                 os._exit(1)
             case Answer():
@@ -199,6 +203,8 @@ class AgentLink:
     def _ask_again(self, asked: _Sleep) -> None:
         """Do what can be done for a main thread that is in C code."""
         slept = asked.seconds()
+        if slept < _BREAK_OFF_SECONDS and adopt.waits_on_gpus() and adopt.nccl.is_busy():
+            slept = asked.age
         if slept == 0.0:  # it will do what it is asked when it comes back
             if not asked.told and asked.age >= _BREAK_OFF_SECONDS:
                 asked.told = True
@@ -208,9 +214,26 @@ class AgentLink:
         signal.pthread_kill(self._main_thread, NOTICE)
         if slept >= _BREAK_OFF_SECONDS and not self.broken_off:
             self.broken_off = True
-            _break_off()
+            threading.Thread(target=self._break_off, name="taas-breaks-off", daemon=True).start()
         elif slept >= _STILL_SECONDS and self._names_asked and not self._speaker and self._speaks():
             self._give_names()
+
+    def _break_off(self) -> None:
+        """Let the main thread's waits fail, when the agent has the names: NCCL may end the process at an abort."""
+        try:
+            if adopt.waits_on_gpus():
+                packing = threading.Thread(target=self._give_names_ahead, name="taas-packs", daemon=True)
+                packing.start()
+                packing.join(_AHEAD_SECONDS)
+            adopt.break_off()
+        except Exception:  # no descriptor left, NCCL: the wait lasts
+            traceback.print_exc()
+
+    def _give_names_ahead(self) -> None:
+        ended = self._pack_names(last=False)
+        if ended.answer is not None:
+            self._ahead = ended.answer.fd
+            self.send(ended)
 
 
 class _Sleep:
@@ -253,13 +276,6 @@ def _main_thread() -> tuple[str, float]:
 def _order(data: bytes, descriptors: list[int]) -> Order | None:
     said = _read(data)
     return (said, descriptors[0]) if isinstance(said, RankStart) else None
-
-
-def _break_off() -> None:
-    try:
-        adopt.break_off()
-    except Exception:  # no descriptor left, NCCL: the wait lasts, and this thread is needed all the more
-        traceback.print_exc()
 
 
 def _take_no_notice(number: int, frame: object) -> None:

@@ -33,7 +33,7 @@ class RankEnded(Message, frozen=True):
         rank: global rank.
         outcome: ``done``, ``raised``, ``exited`` (``sys.exit(n)``, n ≠ 0), ``interrupted``, or, said by the
             agent, ``died`` (by a signal, or without a word), ``orphaned`` (with its forkserver) and ``ended`` (by a
-            signal of the agent's).
+            signal of the agent's). ``stood``: it has not ended; these are its names if it says no more.
         at: wall-clock time in seconds since the epoch.
         etype: class name of the exception, or the signal's name.
         message: the exception's text, or what is known.
