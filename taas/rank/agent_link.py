@@ -35,7 +35,7 @@ _BREAK_OFF_SECONDS = 1.0
 """A main thread that has slept for so long waits for others, as far as can be seen."""
 _STILL_SECONDS = 0.2
 """One that has slept for so long changes no names, and those are asked for."""
-_AHEAD_SECONDS = 5.0
+_AHEAD_SECONDS = 20.0
 """So long names may take to be packed before a wait on GPUs is aborted; copies of a GPU that hangs may take for ever."""
 _SLEEPERS_SHARE, _SLEEPERS_SECONDS = 0.05, 0.02
 """Processor time that a wait may use: a share of its time, as a store looks again and again, and the clock's grain."""
