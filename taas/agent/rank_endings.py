@@ -18,7 +18,7 @@ from taas.wire.ranks import RankOrder, RankRequest
 
 NOTICE_SECONDS = 2.0
 """So long a rank may take to say that it is at work on an interrupt."""
-FAILURE_SECONDS = 3.0
+FAILURE_SECONDS = 3.5
 """So long the cell may go on in a rank after another one has failed."""
 _SAME_END_SECONDS = 0.3
 """So long a rank that has begun the cell may go on unhindered after another one has failed: it may fail itself."""
