@@ -133,6 +133,14 @@ def _note_files(_result: object) -> None:
     note_files()
 
 
+def _release_what_is_left(_result: object) -> None:
+    """After the cell that has unloaded taas: end what waits, and ranks that stay, unless it loads taas again (``%reload_ext``)."""
+    shell = get_ipython()
+    shell.events.unregister("post_run_cell", _release_what_is_left)
+    if headed_cell not in shell.input_transformers_cleanup and "taas.notebook.supervised" in sys.modules:
+        _supervised().release_ahead()
+
+
 def late_for_header(shell: Any) -> str | None:
     """Say that the running cell has a header and loads taas itself, by which the header came too early; else None."""
     cell = shell.history_manager.input_hist_raw[-1]
@@ -154,5 +162,4 @@ def deactivate(shell: Any) -> None:
         shell.register_magic_function(shell.find_line_magic("debug").__self__._native_debug, "line", "debug")
         shell.Completer.custom_matchers.remove(header_matcher)
         shell.events.unregister("post_run_cell", _note_files)
-        if "taas.notebook.supervised" in sys.modules:
-            _supervised().release_ahead()
+        shell.events.register("post_run_cell", _release_what_is_left)

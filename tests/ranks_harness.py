@@ -20,7 +20,7 @@ import threading
 import time
 import traceback
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -85,15 +85,24 @@ def run_ranks(
     grace: float = GRACE,
     imports: tuple[str, ...] = (),
     host: str = LOOPBACK,
+    environ: Mapping[str, str] | None = None,
 ) -> list[Any]:
     """Run ``function(*args)`` in ``world`` ranks on ``vms`` pretended VMs; returns what each returned.
 
     With ``fails=True`` the outcomes are returned instead, and failures are expected; where every rank's own is,
     ``grace=DEADLINE`` waits for them all, however late one begins. ``imports`` are modules that a rank has imported
-    when taas is installed in it, as the forkserver's preload may do.
+    when taas is installed in it, as the forkserver's preload may do; ``environ`` are variables beside torchrun's.
     """
     outcomes = launch(
-        function, world, *args, vms=vms, rehearsed=rehearsed, grace=grace, imports=imports, host=host
+        function,
+        world,
+        *args,
+        vms=vms,
+        rehearsed=rehearsed,
+        grace=grace,
+        imports=imports,
+        host=host,
+        environ=environ,
     )
     if fails:
         return outcomes
@@ -111,6 +120,7 @@ def launch(
     grace: float = GRACE,
     imports: tuple[str, ...] = (),
     host: str = LOOPBACK,
+    environ: Mapping[str, str] | None = None,
 ) -> list[Outcome]:
     """As ``run_ranks``, but returns how each rank ended; with another ``host`` through a TCPStore."""
     scratch = tempfile.mkdtemp(prefix="ranks-")
@@ -119,7 +129,7 @@ def launch(
     pipes, processes = [], []
     for rank in range(world):
         mine, its = context.Pipe(duplex=False)
-        environment = _torchrun(rank, world, world // vms, store.address)
+        environment = {**_torchrun(rank, world, world // vms, store.address), **(environ or {})}
         process = context.Process(
             target=_rank,
             args=(its, environment, store.address, rehearsed, imports, str(Path.cwd()), function, args),

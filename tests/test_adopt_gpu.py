@@ -5,15 +5,23 @@ Last run in November 2026 on one H200 (driver 580, CUDA 13.0, torch 2.11, Python
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
+import threading
+import time
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from adopt_programs import PROGRAMS, Reference, mlp
 from ranks_harness import DEADLINE, run_ranks, warm  # noqa: F401
 from test_adopt_data_parallel import _flat
 from torch import nn
+
+from taas import adopt
+from taas.adopt import nccl
 
 pytestmark = [
     pytest.mark.gpu,
@@ -55,8 +63,6 @@ def test_programs_on_two_ranks_of_one_gpu():
 
 
 def _nccl_of_one():
-    from pathlib import Path
-
     from taas.adopt.membership import Membership
     from taas.adopt.replica_group import ReplicaGroup
     from taas.wire.framing import StoreAddress
@@ -113,3 +119,80 @@ def test_a_late_disagreement_is_found_in_its_pass():
     for outcome in run_ranks(_late_disagreement, 2, rehearsed=False, fails=True, grace=DEADLINE):
         assert outcome.error == "RanksDisagree", outcome.trace
         assert "at forward pass 12 " in outcome.text
+
+
+# ---------------------------------------------------------------- waits (not run on a GPU yet)
+
+
+def _copies_beside_a_busy_stream():
+    weights = torch.ones(1 << 20, device="cuda")
+    torch.cuda.synchronize()
+    idle = nccl.is_busy()
+    torch.cuda._sleep(10_000_000_000)  # some seconds on the default stream
+    copied = []
+
+    def copy():
+        with nccl.beside_its_work():
+            copied.append(weights.cpu().sum().item())
+
+    thread = threading.Thread(target=copy)
+    thread.start()
+    thread.join()
+    return idle, copied, nccl.is_busy()
+
+
+def test_names_are_packed_beside_a_stream_that_hangs():
+    """Copies of the packing thread do not wait for what the GPU was asked before, and it is seen to be busy."""
+    assert run_ranks(_copies_beside_a_busy_stream, 1, rehearsed=False) == [(False, [float(1 << 20)], True)]
+
+
+def _waits_for_a_rank_that_does_not_come(debug):
+    torch.cuda.set_device(rank := int(os.environ["RANK"]))
+    if debug:
+        os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
+        dist.set_debug_level_from_env()
+    dist.init_process_group(None if debug else "nccl")
+    dist.all_reduce(torch.ones(1, device="cuda"))
+    dist.new_group([0, 1])
+    torch.cuda.synchronize()
+    kinds = [type(backend).__name__ for backend in nccl.backends()]
+    dist.barrier()
+    if rank == 1:
+        time.sleep(5)  # it is interrupted there, and aborts, too
+        adopt.break_off()
+        return kinds
+    breaker = threading.Timer(2.0, adopt.break_off)
+    breaker.start()
+    waits = torch.ones(1, device="cuda")
+    dist.all_reduce(waits)
+    with contextlib.suppress(RuntimeError):  # torch.AcceleratorError, or that the communicator was aborted
+        torch.cuda.synchronize()
+    breaker.join()
+    return kinds
+
+
+@pytest.mark.skipif(len([*Path("/dev").glob("nvidia[0-9]*")]) < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("debug", [False, True])
+def test_a_wait_in_nccl_is_broken_off_and_the_process_lives(debug):
+    """Also in a group that was made without a backend, and behind torch's own wrapper for debugging."""
+    for kinds in run_ranks(_waits_for_a_rank_that_does_not_come, 2, debug, rehearsed=False):
+        assert set(kinds) == {"ProcessGroupNCCL"}
+
+
+def test_nccl2_is_not_aborted():
+    """Its abort would end the process: the names come from beside it, and the rank is ended then."""
+    if not hasattr(dist, "ProcessGroupNCCL2"):
+        pytest.skip("this torch has one NCCL backend")
+    told = {"TORCH_DIST_USE_NCCL2": "1"}
+    assert run_ranks(_group_of_one, 1, rehearsed=False, environ=told) == [["ProcessGroupNCCL2"]]
+
+
+def _group_of_one():
+    dist.init_process_group("nccl")
+    dist.all_reduce(torch.ones(1, device="cuda"))
+    torch.cuda.synchronize()
+    kinds = [type(backend).__name__ for backend in nccl.backends()]
+    nccl.abort(nccl.backends())  # which leaves it alone
+    dist.all_reduce(torch.ones(1, device="cuda"))
+    torch.cuda.synchronize()
+    return kinds

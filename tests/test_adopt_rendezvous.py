@@ -315,3 +315,23 @@ def test_processes_that_several_ranks_start_are_refused_by_name():
 def test_install_starts_nothing():
     """No thread and no connection before the program asks for one."""
     assert run_ranks(_cost_of_install, 1)[0][1] == 1
+
+
+def _maker_of_nccl():
+    register = getattr(dist.Backend, "_ensure_backend_registered", None)
+    if register is not None:  # before torch 2.15, "nccl" is never another one
+        register("nccl")
+    known = dist.Backend._plugins.get("NCCL")
+    return "" if known is None else known.creator_fn.__name__
+
+
+@pytest.mark.parametrize(
+    ("asked", "maker"), [(None, "_create_nccl_process_group"), ("1", "_create_nccl2_process_group")]
+)
+def test_nccl_is_the_backend_that_can_be_aborted(asked, maker, monkeypatch):
+    """Where the notebook's environment does not ask for the other one, whose aborts end the process."""
+    if not hasattr(dist, "ProcessGroupNCCL2"):
+        pytest.skip("this torch has one NCCL backend")
+    monkeypatch.delenv("TORCH_DIST_USE_NCCL2", raising=False)
+    told = {} if asked is None else {"TORCH_DIST_USE_NCCL2": asked}
+    assert run_ranks(_maker_of_nccl, 1, rehearsed=False, environ=told) == [maker]

@@ -462,3 +462,29 @@ def test_another_notebook_that_cannot_take_a_run_stays_as_it_was(
         rebind_answer(one.captured.fd, answer, other)
     os.close(answer)
     assert other == {"lr": 5}
+
+
+REFUSES = """
+class Stubborn:
+    level = 1
+    def __setstate__(self, state):
+        self.__dict__ = dict(state)
+        if self.level == 3: raise ERROR
+first, stubborn, last = [1], Stubborn(), [1]
+stubborn.level = 2
+"""
+
+
+@pytest.mark.parametrize("error", ["ValueError", "SystemExit", "KeyboardInterrupt"])
+def test_an_object_that_cannot_be_set_costs_itself_whatever_it_raises(error: str) -> None:
+    """All else of the answer comes, and what does not is named: also where a class of the user's asks Python to end."""
+    cell = (
+        "first.append(2); stubborn.level = 3; last.append(2); made = Stubborn(); made.level = 3; number = 1"
+    )
+    round_ = Round(REFUSES.replace("ERROR", error), cell)
+    applied = round_.run(cell)
+    there = round_.notebook
+    assert (there["first"], there["last"], there["number"]) == ([1, 2], [1, 2], 1)
+    assert "made" not in there
+    assert [line.split()[0] for line in applied.lost] == ["made:", "stubborn"]
+    assert error in applied.lost[0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
 import signal
 import time
@@ -9,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from notebook_harness import Notebook, Ran, gone
+from notebook_harness import Notebook, Ran, gone, until
 
 pytestmark = pytest.mark.slow
 
@@ -118,6 +120,38 @@ def test_a_group_that_cannot_be_closed_costs_no_names(notebook: Notebook) -> Non
     assert (notebook.folder / "flushed").exists()
 
 
+@pytest.mark.parametrize("library", ["CDLL", "PyDLL"])
+def test_an_interrupt_waits_for_c_code_that_takes_its_time(notebook: Notebook, library: str) -> None:
+    """The line says what it is in; ``except`` runs, and groups are whole. Also of code that holds the GIL."""
+    with (notebook.folder / "spin").open("w+b") as file:
+        file.truncate(4)
+        lock = ctypes.byref(ctypes.c_int.from_buffer(mmap.mmap(file.fileno(), 4)))
+    ctypes.CDLL(None).pthread_spin_init(lock, 1)  # shared with rank 0, which then spins on it in C
+    notebook.start(
+        f"#pragma taas --gpus 2\n{GROUP}import ctypes, mmap\nstages = []\n"
+        "try:\n    if rank: ready(); time.sleep(600)\n    with open('spin', 'r+b') as file:\n"
+        "        lock = ctypes.byref(ctypes.c_int.from_buffer(mmap.mmap(file.fileno(), 4)))\n"
+        f"    ctypes.{library}(None).pthread_spin_lock(lock)\n    ready()\n"
+        f"    ctypes.{library}(None).pthread_spin_lock(lock)\n"
+        "except KeyboardInterrupt:\n    dist.barrier()\n    stages.append('saved')\n"
+        "if not rank: del lock"
+    )
+    try:
+        notebook.wait_for("ready")
+        ranks = notebook.processes().ranks
+        begun = [rank.cpu_times().user for rank in ranks]
+        until(lambda: any(r.cpu_times().user > b + 0.2 for r, b in zip(ranks, begun, strict=True)))
+        notebook.interrupt()
+        notebook.wait_for_line(
+            f"press again to end it (rank 0: cell line 13: ctypes.{library}(None).pthread_spin"
+        )
+    finally:
+        ctypes.CDLL(None).pthread_spin_unlock(lock)
+    ran = notebook.end()
+    assert ran.status == "ok", ran.evalue
+    assert notebook.value("stages") == "['saved']"
+
+
 def test_an_unhandled_interrupt_brings_the_model_as_it_stood(notebook: Notebook) -> None:
     """In the middle of training with DDP: the notebook's own model has the trained weights, history its entries."""
     notebook.good(
@@ -214,6 +248,35 @@ def test_an_interrupt_breaks_off_what_rank_0_waits_in(notebook: Notebook, what: 
     assert notebook.value("done") == "[1, 2]"
 
 
+def test_an_interrupt_breaks_off_data_parallel(notebook: Notebook) -> None:
+    """Its group is none of torch's own."""
+    ran = interrupted(
+        notebook,
+        "import threading, time, torch\nmodel = torch.nn.DataParallel(torch.nn.Linear(2, 1).cuda())\n"
+        "x, done = torch.ones(4, 2).cuda(), [1]\nmodel(x)\n"
+        "if os.environ['RANK'] == '1':\n    ready()\n    time.sleep(600)\n"
+        "try:\n    threading.Timer(0.5, ready).start()\n    model(x)\nfinally:\n    done.append(2)",
+    )
+    assert ran.ename == "KeyboardInterrupt"
+    assert STOOD in ran.evalue
+    assert notebook.value("done") == "[1, 2]"
+
+
+def test_names_are_given_before_an_abort_that_may_end_the_process(notebook: Notebook) -> None:
+    """As NCCL's may: a group that stands for one of its groups does so."""
+    ran = interrupted(
+        notebook,
+        f"{GROUP}import os, threading, taas.adopt.nccl as nccl\nstep = 7\n"
+        "class ProcessGroupNCCL:\n    def abort(self): os.abort()\n"
+        "if rank:\n    ready()\n    time.sleep(600)\n"
+        "nccl.backends = lambda own: [ProcessGroupNCCL()]\n"
+        "threading.Timer(0.5, ready).start()\ndist.recv(torch.ones(4), 1)\ntime.sleep(600)",
+    )
+    assert ran.ename == "KeyboardInterrupt"
+    assert STOOD in ran.evalue
+    assert notebook.value("step") == "7"
+
+
 @pytest.mark.parametrize("what", WAITS)
 def test_an_error_in_rank_1_while_rank_0_waits(notebook: Notebook, what: str) -> None:
     """Rank 1's error is the cell's, and rank 0's names come back."""
@@ -266,6 +329,25 @@ def test_sys_exit_in_rank_0(notebook: Notebook) -> None:
     )
     assert ran.ename == "CellFailed"
     assert notebook.value("given_up") == "1"
+
+
+@pytest.mark.parametrize("error", ["SystemExit(2)", "ValueError(2)"])
+def test_rank_1_is_at_its_end_before_rank_0_has_begun(notebook: Notebook, error: str) -> None:
+    """Rank 0 comes to the same end, and its names come back."""
+    notebook.good(
+        "import os, pathlib, psutil\nclass Late:\n    def __setstate__(self, state):\n"
+        "        if os.environ.get('RANK') == '0':\n"
+        "            while not (one := pathlib.Path(ready_at, '1')).exists() or not one.read_text(): pass\n"
+        "            while psutil.pid_exists(int(one.read_text())): pass\n"
+        "late, x = Late(), 0\nlate.is_one = True"
+    )
+    ran = notebook.run(
+        "#pragma taas --gpus 2\nlate\npathlib.Path(ready_at, os.environ['RANK']).write_text(str(os.getpid()))\n"
+        f"x = 1\nraise {error}"
+    )
+    assert ran.ename == "CellFailed"
+    assert STOOD in ran.evalue
+    assert notebook.value("x") == "1"
 
 
 def test_rank_1_is_killed_while_rank_0_waits(notebook: Notebook) -> None:

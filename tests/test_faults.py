@@ -120,14 +120,39 @@ UNSPEAKABLE = {
 }
 
 
+@pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("what", UNSPEAKABLE)
-def test_an_exception_that_is_hard_to_tell(notebook: Notebook, what: str) -> None:
-    """The cell says what failed, on which line, whatever the error is like."""
+def test_an_exception_that_is_hard_to_tell(notebook: Notebook, what: str, rank: int) -> None:
+    """The cell says what failed, on which line, whatever the error is like, and whichever rank had it."""
     body, said = UNSPEAKABLE[what]
-    ran = notebook.run(f"#pragma taas --gpus 1\n{body}")
+    ran = notebook.run(
+        f"#pragma taas --gpus 2\nimport os, time\nif os.environ['RANK'] != '{rank}': time.sleep(600)\n{body}"
+    )
     assert ran.ename == "CellFailed"
-    assert said in ran.evalue
+    assert f"rank {rank} on vm-0 {said}" in ran.evalue
     assert "raise " in ran.traceback
+
+
+STREAMS = [
+    "sys.stdout.close(); sys.stderr.close()",
+    "sys.stdout.buffer.close(); sys.stderr.buffer.close()",
+    "sys.stdout = sys.stderr = None",
+    "sys.stdout = open('printed', 'w'); sys.stdout.close()",
+    "os.close(1); os.close(2)",
+    "del sys.stdout, sys.stderr; 1 / 0",  # without the error IPython misses them, in a plain cell, too
+]
+
+
+@pytest.mark.parametrize("error", ["", "\n1 / 0"])
+@pytest.mark.parametrize("act", STREAMS)
+def test_what_a_cell_does_to_its_streams_ends_nothing(notebook: Notebook, act: str, error: str) -> None:
+    """Its names come, what it printed before is shown, and an error is its own."""
+    ran = notebook.run(
+        "#pragma taas --gpus 2\nimport os, sys\nbefore, made = sys.stdout, 1\nprint('shown')\n" + act + error
+    )
+    assert ("raised ZeroDivisionError" in ran.evalue) == ("1 / 0" in act + error), ran.evalue
+    assert ran.own == "shown\n"
+    assert notebook.value("made, before is __import__('sys').stdout") == "1 True"
 
 
 DIES_IN_THE_MIDDLE = """

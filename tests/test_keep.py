@@ -269,7 +269,19 @@ def test_release_ends_them(notebook: Notebook) -> None:
     assert gone(before)
     ran = notebook.good(KEEP + "print(dist.is_initialized())")
     assert ran.own == "False\n"
-    assert "%taas release ended them" in ran.stdout
+    assert "%taas release, or %unload_ext taas, ended them" in ran.stdout
+
+
+def test_reload_ext_leaves_them(notebook: Notebook) -> None:
+    """``%reload_ext taas`` is no release, and ``%unload_ext taas`` is one, which the next cell says."""
+    notebook.good(KEEP + "import os\npid = os.getpid()")
+    stay = [psutil.Process(int(notebook.value("pid")))]
+    notebook.good("%reload_ext taas")
+    assert notebook.good(KEEP + f"print(os.getpid() == {stay[0].pid})").stdout.endswith("True\n")
+    notebook.good("%unload_ext taas")
+    assert gone(stay)
+    notebook.good("%load_ext taas")
+    assert "or %unload_ext taas, ended them" in notebook.good(KEEP + "1").stdout
 
 
 def test_a_release_that_overtakes_the_end_of_a_cell(notebook: Notebook) -> None:

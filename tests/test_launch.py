@@ -445,3 +445,19 @@ def test_a_data_set_of_a_library_is_all_there(notebook: Notebook) -> None:
         notebook.value("iris.data.shape, iris.target_names.tolist()")
         == "(150, 4) ['setosa', 'versicolor', 'virginica']"
     )
+
+
+def test_a_module_that_was_edited_after_its_import_is_named(notebook: Notebook) -> None:
+    """Ranks run the file, the notebook what it imported: one line says so, in cells that use it, until it is reloaded."""
+    file, said = notebook.folder / "recipe.py", "recipe: edited since this notebook imported it"
+    file.write_text("def rate(): return 1\n")
+    notebook.good("import importlib, os, recipe\nfrom recipe import rate")
+    cell = "#pragma taas --gpus 2\nr = rate(), recipe.rate()"
+    assert said not in notebook.good(cell).stdout
+    file.write_text("def rate(): return 22\n")
+    ran = notebook.good(cell)
+    assert ran.stdout.count(said) == 1
+    assert notebook.value("r, rate(), recipe.rate()") == "(22, 22) 1 1"
+    assert said not in notebook.good("#pragma taas --gpus 2\nx = 1").stdout
+    notebook.good("importlib.reload(recipe)")
+    assert said not in notebook.good("#pragma taas --gpus 2\nr = recipe.rate()").stdout

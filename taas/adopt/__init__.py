@@ -8,20 +8,19 @@ needs it.
 * ``spawn``, ``libraries``: launchers run their function in the ranks instead of new processes; rich's bars are displays.
 * ``data_parallel``: ``nn.DataParallel`` splits the batch over the ranks.
 * ``downloads``: one rank downloads, the others find it there.
-* ``membership``: the run's store; waiting for other ranks in C code can be broken off.
+* ``membership``: the run's store; waiting for other ranks in C code can be broken off, with ``nccl`` on GPUs.
 """
 
 from __future__ import annotations
 
-from taas.adopt.membership import Membership, Waits
+from taas.adopt.membership import Membership
 from taas.wire.framing import StoreAddress
 
-from . import data_parallel, downloads, libraries, rendezvous, spawn
+from . import data_parallel, downloads, libraries, nccl, rendezvous, spawn
 
-__all__ = ["Membership", "begin_run", "break_off", "explain", "finish", "install"]
+__all__ = ["Membership", "begin_run", "break_off", "explain", "finish", "install", "nccl", "waits_on_gpus"]
 
 _meeting: rendezvous.Rendezvous | None = None
-_waits: Waits | None = None
 
 
 def install(membership: Membership, backend: str | None = None) -> None:
@@ -33,10 +32,11 @@ def install(membership: Membership, backend: str | None = None) -> None:
     """
     if backend is not None:
         rendezvous.choose_backend(backend)
-    global _meeting, _waits
+    global _meeting
+    if not membership.rehearsed:
+        nccl.prefer_abortable()
     _meeting = rendezvous.install(membership)
-    _waits = Waits(membership)
-    _waits.install()
+    membership.waits.install()
     adopter = spawn.install(membership, _meeting)
     libraries.install(membership, adopter)
     if membership.world_size > 1:
@@ -58,8 +58,13 @@ def explain(error: BaseException) -> str | None:
 
 def break_off() -> None:
     """Let this rank's waiting for other ranks fail: it is to end. For a thread other than the one that waits."""
-    if _waits is not None:
-        _waits.break_off()
+    if _meeting is not None:
+        _meeting.membership.waits.break_off(_meeting.membership)
+
+
+def waits_on_gpus() -> bool:
+    """Whether this rank has groups in which it may wait on its GPU."""
+    return _meeting is not None and bool(_meeting.membership.waits.on_gpus())
 
 
 def finish(*, failed: bool = False) -> None:

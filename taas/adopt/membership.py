@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-import torch
 import torch.distributed as dist
 from torch.distributed import FileStore, PrefixStore, Store, TCPStore
 
+from taas.adopt import nccl
 from taas.wire.framing import SEAL_BYTES, StoreAddress, authenticate, seal
 
 CONNECT_TIMEOUT = timedelta(seconds=60)
@@ -46,6 +46,7 @@ class Membership:
     notice: Callable[[str], None]  # shows one line to the user; called on rank 0 only
     project: Path  # the notebook's directory tree; only rank 0 writes it
     pid: int = field(default_factory=os.getpid)
+    waits: Waits = field(default_factory=lambda: Waits())
     _client: TCPStore | None = None
     _files: dict[str, FileStore] = field(default_factory=dict)
     _told: set[str] = field(default_factory=set)
@@ -53,7 +54,7 @@ class Membership:
 
     def __getstate__(self) -> dict[str, Any]:
         """What a child that is started afresh knows: it tells nothing, and has no connection."""
-        return {**self.__dict__, "notice": None, "_client": None, "_files": {}}
+        return {**self.__dict__, "notice": None, "waits": Waits(), "_client": None, "_files": {}}
 
     @property
     def active(self) -> bool:
@@ -178,7 +179,7 @@ def in_time(seconds: float, close: Callable[[], object]) -> bool:
 #   one is left alone, since gloo ends the process if that fails.
 # * A store on one machine is a file that each wait opens again and again: a link to itself in its place cannot be opened.
 # * A store on several machines is a TCP connection of this rank's own.
-# * NCCL has its own abort. (From its source; not seen on GPUs yet.)
+# * NCCL has its own abort (``nccl``).
 #
 # A group that is made afterwards has another store, and works.
 
@@ -186,8 +187,9 @@ def in_time(seconds: float, close: Callable[[], object]) -> bool:
 class Waits:
     """What this rank may be waiting on in C code."""
 
-    def __init__(self, membership: Membership) -> None:
-        self._membership = membership
+    def __init__(self) -> None:
+        self.own_backends: list[Any] = []
+        """Those for GPUs that are no torch's groups."""
         self._sockets: set[int] = set()
         self._before: set[int] | None = None
         """Inodes of the sockets that were there before the group that is being made."""
@@ -198,13 +200,14 @@ class Waits:
         native = module._new_process_group_helper
 
         def make(*args: Any, **kwargs: Any) -> Any:
-            with self._noted():
+            with self.noted():
                 return native(*args, **kwargs)
 
         module._new_process_group_helper = make
 
     @contextlib.contextmanager
-    def _noted(self) -> Iterator[None]:
+    def noted(self) -> Iterator[None]:
+        """Note the sockets of a group that is made in the body."""
         outer, before = self._before, set(_connections())
         self._before = before if outer is None else outer
         try:
@@ -213,18 +216,22 @@ class Waits:
             self._sockets |= set(_connections()) - before
             self._before = outer
 
-    def break_off(self) -> None:
+    def on_gpus(self) -> list[Any]:
+        """Return the backends in which this rank may wait on its GPU."""
+        return nccl.backends(self.own_backends)
+
+    def break_off(self, membership: Membership) -> None:
         """Let every wait of this rank fail; called by a thread that does not wait."""
-        before, store = self._before, self._membership.address
+        before, store = self._before, membership.address
         for inode, (fd, port) in _connections().items():
             of_gloo = inode in self._sockets or (before is not None and inode not in before)
             if of_gloo or (not store.folder and port == store.port):
                 with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as ours:
                     ours.shutdown(socket.SHUT_RDWR)
-        for path in self._membership.leave_store():
+        for path in membership.leave_store():
             with contextlib.suppress(OSError):
                 _replace_by_loop(path)
-        abort_nccl()
+        nccl.abort(self.on_gpus())
 
 
 def _connections() -> dict[int, tuple[int, int]]:
@@ -244,10 +251,3 @@ def _replace_by_loop(path: Path) -> None:
     loop = path.with_name(f".{os.getpid()}-{path.name}")
     loop.symlink_to(path.name)
     loop.replace(path)
-
-
-def abort_nccl() -> None:
-    """Let all that waits in NCCL fail."""
-    for group, (backends, _) in list(dist.distributed_c10d._world.pg_map.items()):
-        if "nccl" in backends:
-            group._get_backend(torch.device("cuda")).abort()

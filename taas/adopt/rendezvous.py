@@ -26,9 +26,11 @@ from torch.distributed import Store
 from torch.distributed.constants import default_pg_timeout
 from torch.utils.data.distributed import DistributedSampler
 
-from taas.adopt.membership import Membership, abort_nccl, in_time
+from taas.adopt import nccl
+from taas.adopt.membership import Membership, in_time
 from taas.errors import CannotAdopt, HeaderError
 from taas.rehearsal.patches import Arguments, rewrite_calls
+from taas.wording import text_of
 
 Meeting = tuple[Store, int, int]
 Handler = Callable[..., Iterator[Meeting]]
@@ -111,7 +113,7 @@ class Rendezvous:
         """Make the default group anew that the end of the last cell broke off, if every rank had one."""
         me, backend = self.membership, dist.get_backend() if dist.is_initialized() else ""
         self._last, self._parted = ("", 0), ""
-        abort_nccl()
+        nccl.abort(me.waits.on_gpus())
         close_default_group()
         store = me.store("backends")
         store.set(str(me.rank), backend)
@@ -136,7 +138,7 @@ class Rendezvous:
     def explain(self, error: BaseException) -> str | None:
         """What a store says that waited in vain is short: name the ranks that never came to the last group."""
         name, size = self._last
-        if not (name and isinstance(error, RuntimeError) and "timeout" in str(error).lower()):
+        if not (name and isinstance(error, RuntimeError) and "timeout" in text_of(error).lower()):
             return None
         try:
             store = self.membership.store(name)

@@ -51,7 +51,8 @@ class ReplicaGroup:
         self.rank, self.size = membership.rank, membership.world_size
         self._membership = membership
         store = membership.store("data-parallel/gloo")
-        self._gloo: Backend = dist.ProcessGroupGloo(store, self.rank, self.size, default_pg_timeout)
+        with membership.waits.noted():
+            self._gloo: Backend = dist.ProcessGroupGloo(store, self.rank, self.size, default_pg_timeout)
         self._cuda: Backend | None = None
         self._exchanges = 0
 
@@ -65,6 +66,7 @@ class ReplicaGroup:
             if not shared:
                 store, options = self._membership.store("data-parallel/nccl"), dist.ProcessGroupNCCL.Options()
                 self._cuda = dist.ProcessGroupNCCL(store, self.rank, self.size, options)
+                self._membership.waits.own_backends.append(self._cuda)
         return self._cuda
 
     def exchange(self, message: Any) -> list[Any]:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from taas.adopt import batch
 from taas.adopt.replica_group import Crossing, Inward, Outward, ReplicaGroup, Slices
 from taas.errors import CannotAdopt, RanksDisagree
+from taas.wording import text_of
 
 GRACE_SECONDS = 2.0
 STATISTIC_BYTES = 1 << 20
@@ -99,7 +100,7 @@ class ReplicaPass:
                 self._output = self._module(*own_args, **own_kwargs)
             self._describe_output(told=replicas < self._group.size and self._group.rank == 0)
         except Exception as error:  # every rank must hear of it, or the others would wait in the exchange
-            self._error, self._report.failure = error, (type(error).__name__, str(error))
+            self._error, self._report.failure = error, (type(error).__name__, text_of(error))
         self._report.buffers = [
             (name, tuple(buffer.shape), buffer.dtype)
             for name, buffer in self._module.named_buffers()

@@ -31,6 +31,7 @@ from torch.multiprocessing import ProcessContext, ProcessRaisedException
 from taas.adopt.membership import Membership
 from taas.adopt.rendezvous import Rendezvous, close_default_group
 from taas.errors import CannotAdopt
+from taas.wording import text_of
 
 spawn_module = sys.modules["torch.multiprocessing.spawn"]  # the package's attribute is the function
 
@@ -83,7 +84,7 @@ class Adopter:
                     body(self.membership.local_rank)
                 results.publish(store)
             except BaseException as error:
-                store.set(ENDED, f"{self.membership.rank} {type(error).__name__}: {error}"[:2000])
+                store.set(ENDED, f"{self.membership.rank} {type(error).__name__}: {text_of(error)}"[:2000])
                 raise
             store.set(f"ended/{self.membership.rank}", "")
             if store.add("count", 1) == all_of_them:

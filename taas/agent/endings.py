@@ -29,7 +29,7 @@ def become_subreaper() -> None:
     _linux.prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def send(process: psutil.Process, number: signal.Signals) -> None:
+def send(process: psutil.Process, number: int) -> None:
     """Signal a recorded process; SIGKILL goes to the whole session that it leads.
 
     psutil compares the process's start time first: a pid that was given to somebody else is left alone.

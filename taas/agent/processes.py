@@ -55,7 +55,7 @@ class ForkedProcess:
         code: int | None = self._process.exitcode
         return code
 
-    def send(self, number: signal.Signals) -> None:
+    def send(self, number: int) -> None:
         """Signal it, if it is the process that was started here; SIGKILL goes to its session."""
         if self._recorded is not None and not self.gone:
             send(self._recorded, number)
@@ -114,7 +114,7 @@ class Rank:
 
     Attributes:
         started: whether it has begun the cell.
-        noticed: whether it has noticed that it is interrupted.
+        at_work: whether it has noticed that it is interrupted, or is in C code that takes its time.
         packing: whether it packs its names.
         ended: how the cell ended in it.
         kept: it waits for the next order.
@@ -124,7 +124,7 @@ class Rank:
 
     def __init__(self, number: int, process: RankProcess) -> None:
         self.number, self.process = number, process
-        self.started = self.noticed = self.packing = False
+        self.started = self.at_work = self.packing = False
         self.ended: RankEnded | None = None
         self.kept: RankKept | None = None
         self.ended_at = 0.0

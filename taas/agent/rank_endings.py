@@ -1,8 +1,9 @@
 """How the ranks of a run are brought to their end: by patience, by patience with a limit, or now.
 
-After an interrupt each rank runs the cell's own ``except`` and ``finally``, however long they take. A rank that has not
-even noticed is stuck in C code: it is ended once no rank of this VM that has noticed is still at work. After a failure
-all ranks have the same short time. Who is out of time gets SIGTERM and SIGKILL; rank 0 is asked for its names before.
+After an interrupt each rank comes out of the call of C that it is in, and runs the cell's own ``except`` and ``finally``,
+however long that takes. A rank other than 0 that gives no sign of it is stuck: it is ended once no other rank of this VM
+is still at work. After a failure
+all ranks have the same short time, and are not interrupted before they can have come to the same end. Who is out of time gets SIGTERM and SIGKILL; rank 0 is asked for its names before.
 """
 
 from __future__ import annotations
@@ -12,12 +13,15 @@ import time
 
 from taas.agent.processes import Rank
 from taas.wire.agents import How
+from taas.wire.rank_connection import NOTICE
 from taas.wire.ranks import RankOrder, RankRequest
 
 NOTICE_SECONDS = 2.0
-"""So long a rank may take to notice an interrupt."""
-FAILURE_SECONDS = 2.5
+"""So long a rank may take to say that it is at work on an interrupt."""
+FAILURE_SECONDS = 3.5
 """So long the cell may go on in a rank after another one has failed."""
+_SAME_END_SECONDS = 0.3
+"""So long a rank that has begun the cell may go on unhindered after another one has failed: it may fail itself."""
 _TERM_SECONDS = 0.6
 """So long after SIGTERM comes SIGKILL."""
 _ANSWER_SECONDS = 10.0
@@ -42,6 +46,7 @@ class Ending:
         self._how: How | None = None
         self._began = 0.0
         self._names = True
+        self._seen: dict[int, float] = {}
         self._interrupted: set[int] = set()
         self._asked = 0.0
         self._packing = 0.0
@@ -72,12 +77,18 @@ class Ending:
                 self._end(rank)
 
     def _interrupt(self, ranks: list[Rank]) -> None:
+        now, failure = time.monotonic(), self._how == "failure"
         for rank in ranks:
-            if rank.number in self._interrupted or (self._stayed and not rank.started):
+            if rank.number in self._interrupted or ((self._stayed or failure) and not rank.started):
+                continue
+            if now < self._seen.setdefault(rank.number, now) + _SAME_END_SECONDS * failure:
                 continue
             self._interrupted.add(rank.number)
             if rank.started:
                 rank.send(signal.SIGINT)
+                rank.process.send(
+                    NOTICE
+                )  # at once: its except may wait for others by the time that it has the message
                 rank.tell(RankRequest(what="notice"))
             else:  # it has nothing to finish, and may be deaf to SIGINT yet
                 rank.send(signal.SIGTERM)
@@ -86,8 +97,10 @@ class Ending:
         """Whether ranks that are still in the cell are to be ended."""
         passed = time.monotonic() - self._began
         if self._how == "interrupt":
-            at_work = any(rank.noticed and rank.ended is None for rank in ranks)
-            return passed >= NOTICE_SECONDS and not at_work
+            at_work = [
+                rank.at_work or (rank.number == 0 and rank.started) for rank in ranks if rank.ended is None
+            ]
+            return passed >= NOTICE_SECONDS and not any(at_work)
         return passed >= FAILURE_SECONDS or self._how == "now"
 
     def _end(self, rank: Rank) -> None:

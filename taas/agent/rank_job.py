@@ -62,6 +62,7 @@ class RankJob(Job):
         self._looks: list[Look] = []
         self._folder = Path()
         self._answer = -1
+        self._stood: Memory | None = None
         self._ending = Ending(order.work)
 
     @property
@@ -149,13 +150,16 @@ class RankJob(Job):
     def _hear_rank(self, rank: Rank, source: int) -> None:
         for said in rank.process.hear():
             match said:
+                case RankEnded(outcome="stood", answer=Memory() as answer):
+                    with contextlib.suppress(OSError):  # it is gone: its sentinel says so
+                        self._answer, self._stood = answer.open(), answer
                 case RankEnded():
                     self._rank_ended(rank, said)
                 case RankStage(stage="begun") | Asking():
                     rank.started = True
                     self._say(said)
-                case RankStage(stage="noticed"):
-                    rank.noticed = True
+                case RankStage(stage="at work"):
+                    rank.at_work = True
                 case RankStage(stage="packing"):
                     rank.packing = True
                 case RankKept():
@@ -181,7 +185,10 @@ class RankJob(Job):
 
     def _hold_answer(self, answer: Memory) -> Memory:
         """Open rank 0's answer here, so that the rank may go; returns it as the supervisor gets at it."""
-        self._answer = answer.open()
+        if answer is not self._stood:
+            if self._answer >= 0:
+                os.close(self._answer)
+            self._answer = answer.open()
         held = Memory(os.getpid(), self._answer, answer.nbytes)
         if not self._services.config.remote:
             return held
@@ -241,8 +248,11 @@ class RankJob(Job):
         rank = next(rank for rank in self.ranks if rank.process is process)
         outlived = self._services.forkserver.outlived(process.exitcode)
         if rank.ended is None:
-            rank.ended = self._explained(rank.post_mortem(forkserver_outlived=outlived))
-            self._say(rank.ended)
+            ended = self._explained(rank.post_mortem(forkserver_outlived=outlived))
+            if rank.number == 0 and self._stood is not None:
+                ended = msgspec.structs.replace(ended, answer=self._hold_answer(self._stood))
+            rank.ended = ended
+            self._say(ended)
 
     def _explained(self, ended: RankEnded) -> RankEnded:
         """Add to the end of a rank that died where it stood."""

@@ -105,13 +105,13 @@ class _Answer:
         for name in self._preface["reloaded"]:
             try:
                 importlib.reload(sys.modules[name])
-            except Exception as error:  # what a module's own code raises
+            except BaseException as error:  # what a module's own code raises
                 self._lose(f"the reload of {name}", f"{type(error).__name__}: {error}")
         for name, read in self._payload.parts(self._memory, self._table, self._losses):
             what = "new contents of some objects" if name is None else name or "the cell's last value"
             try:
                 found = read()
-            except Exception as error:  # what a user's __hash__ raises
+            except BaseException as error:  # what a user's __hash__ raises, or a person who has waited for it
                 self._lose(what, f"it cannot be rebuilt here ({type(error).__name__}: {error})")
                 continue
             if name is None:
@@ -186,9 +186,10 @@ class _Answer:
         for _, value, change in self._changes:
             try:
                 apply_change(value, change)
-            except Exception as error:  # a user's __setstate__ may raise anything
+            except BaseException as error:  # a user's __setstate__ may raise anything
                 self._applied.lost.append(
-                    f"a {type(value).__qualname__} of the notebook refused its new contents: {error}"
+                    f"a {type(value).__qualname__} of the notebook refused its new contents: "
+                    f"{type(error).__name__}: {error}"
                 )
             else:
                 self._applied.changed += 1

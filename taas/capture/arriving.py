@@ -141,18 +141,19 @@ class Arrival:
         """Tell whether the memory of a region was asked for."""
         return self.wanted is None or number in self._asked
 
-    def pack_answer(self, namespace: dict[str, Any], value: Any = NOTHING) -> int:
+    def pack_answer(self, namespace: dict[str, Any], value: Any = NOTHING, *, last: bool = True) -> int:
         """Write what the cell changed into a sealed memfd; a rank with a GPU has waited for it before.
 
         Args:
             namespace: the rank's names after the cell.
             value: the last expression's value.
+            last: no other answer is to be written that counts in its place.
 
         Returns:
             The descriptor, which the caller owns.
         """
         with no_collection(), among_names(namespace, self.project):
-            return Packing(self, namespace).write(value)
+            return Packing(self, namespace).write(value, last=last)
 
     def patches(self) -> Iterator[tuple[int, int, memoryview]]:
         """Yield what changed of the memory that the notebook knows: region, start and bytes."""

@@ -18,7 +18,7 @@ from taas.capture.kept import Held, Kept
 from taas.capture.libraries import wait_for_devices
 from taas.capture.losing import Paths
 from taas.capture.memory import SentMemory
-from taas.capture.modules import among_names, imported_by, modules_used
+from taas.capture.modules import among_names, edited_modules, imported_by, modules_used
 from taas.capture.names import Needs, needs_of
 from taas.capture.of_ipython import history_of, is_of_ipython, magics_among_names, values_of_cells
 from taas.capture.payload import check_room, packed_numbers, write_file
@@ -73,6 +73,7 @@ class Capture:
         self.left_behind: dict[str, str] = {}
         self._detached: list[str] = []
         self._too_large: list[str] = []
+        self._edited: Sequence[str] = ()
         self._pack()
 
     def __enter__(self) -> Capture:
@@ -157,6 +158,7 @@ class Capture:
         """
         check_room(self.sizes)
         pickler, (held, memory) = self._pickler, self._held.known()
+        self._edited = () if held else edited_modules(self._project, pickler.stream.getvalue())
         del self._pickler
         last = self._held.new_table()
         new = {n: v for n, v in pickler.table.objects.items() if n >= last.next or n <= last.next_leaf}
@@ -214,6 +216,11 @@ class Capture:
                 f"{', '.join(unwrapped)}: changed in the notebook since the last cell, or shares objects with what did. So it "
                 "travels anew, without the parallel wrapper or the sharding that it had in the ranks; wrap it again before "
                 "it is trained."
+            )
+        if self._edited:
+            found.append(
+                f"{', '.join(self._edited)}: edited since this notebook imported it. The ranks run the file as it is now, the "
+                f"notebook what it imported; importlib.reload({self._edited[0]}) in a cell of its own takes the file here, too."
             )
         if self._detached:
             names = ", ".join(self._detached)

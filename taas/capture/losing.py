@@ -170,7 +170,7 @@ class Losses:
         because = self._find((constructor, arguments))
         try:
             value = constructor(*arguments)
-        except Exception as error:  # whatever a user's own protocol raises
+        except BaseException as error:  # whatever a user's own protocol raises
             return self._lose(Lost(), "a part of it", error, because)
         return value if because is None else self._note(value, because)
 
@@ -181,7 +181,7 @@ class Losses:
         try:
             if id(value) not in self._lost:
                 setter(value, inner)
-        except Exception as error:  # whatever a user's own protocol raises
+        except BaseException as error:  # whatever a user's own protocol raises
             self._lose(value, f"an object of {type(value).__qualname__} in it", error, because)
             with contextlib.suppress(TypeError):  # so that it can be a key, whatever its class' hash needs
                 object.__setattr__(value, "__class__", Lost)
@@ -193,7 +193,7 @@ class Losses:
         """Return what stands for a class or function that is not here."""
         return self._lose(Lost(), name, error, None)
 
-    def _lose(self, value: Any, what: str, error: Exception, because: _Loss | None) -> Any:
+    def _lose(self, value: Any, what: str, error: BaseException, because: _Loss | None) -> Any:
         return self._note(value, because or _Loss(value, what, f"{type(error).__name__}: {error}"))
 
     def _note(self, value: Any, loss: _Loss) -> Any:

@@ -103,6 +103,11 @@ def loaded_as(project: str) -> dict[str, Any]:
     return {f"{name}.__spec__": module.__spec__ for name, module in _of_project(project)}
 
 
+def edited_modules(project: str, stream: bytes) -> list[str]:
+    """Return those of the project's modules that a stream names, and whose file was edited since the notebook imported it."""
+    return [name for name, _ in _of_project(project) if is_edited(name) and name.encode() in stream]
+
+
 def data_of_modules(project: str) -> dict[str, Any]:
     """Return the data of the project's modules that are imported, by dotted name."""
     return held_by_libraries() | {

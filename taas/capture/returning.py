@@ -54,7 +54,7 @@ class Packing:
     def _is_returned(self, name: str) -> bool:
         return self._arrival.returned is None or name in self._arrival.returned
 
-    def write(self, value: Any) -> int:
+    def write(self, value: Any, *, last: bool) -> int:
         """Write what changed, and the value of the cell's last expression; return the file's descriptor."""
         arrival = self._arrival
         changes = self._changes()
@@ -84,7 +84,7 @@ class Packing:
             "next": (pickler.table.next, pickler.table.next_leaf),
         }
         fd = write_file(pickler, names, answer, list(arrival.patches()))[0]
-        if pickler.parts:
+        if pickler.parts and last:
             arrival.learn(pickler, [n for n, v in arrival.table.objects.items() if id(v) in self._replaced])
         return fd
 

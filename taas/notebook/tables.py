@@ -14,9 +14,10 @@ from taas.runs.records import RunRecord, told_apart
 from taas.runs.retention import NOTICE_SECONDS
 from taas.runs.stacks import StackGroup
 from taas.wording import counted, ranks_in_words, size_in_words
+from taas.wording import shown as on_one_line
 
 _MARKS = {"done": "✓", "failed": "✗", "interrupted": "■", "lost": "✗", "live": "▸"}
-_CELL_WIDTH = 44
+_CELL_WIDTH, _WHERE_WIDTH = 44, 120
 _WRAPPED_WIDTH = 20
 """A column of a table that is wider than so many characters gives room to the others."""
 _NARROW, _BROAD = ";white-space:nowrap", ";min-width:9em"
@@ -161,7 +162,8 @@ def line(record: RunRecord, now: float | None = None, *, kept: bool = False) -> 
 def _note(record: RunRecord) -> str:
     """Say what a run waits for, if it is a person or a machine."""
     if record.state == "finishing":
-        return "interrupted: the cell is finishing; press again to end it"
+        where = f" ({on_one_line(record.waiting, _WHERE_WIDTH)})" if record.waiting else ""
+        return f"interrupted: the cell is finishing; press again to end it{where}"
     if record.live and record.waiting:
         return f"waiting for {record.waiting}. Interrupt the cell, or %taas stop {record.name}, to give up."
     return _asks(record) if record.questions else ""

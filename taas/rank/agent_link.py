@@ -1,18 +1,18 @@
 """A rank's connection to its agent, read by a thread of its own from its first cell on.
 
-So a rank whose main thread is stuck in C code can still be asked:
+So a rank whose main thread is in C code can still be asked:
 
-* It is interrupted. A real-time signal, whose Python-level handler runs as soon as the main thread runs Python code,
-  proves that the interrupt is noticed, whatever handler of SIGINT the cell has. A main thread that has not noticed after
-  a second may wait for other ranks in C code: that is broken off (:mod:`taas.adopt.membership`), and the KeyboardInterrupt
-  comes out. While C code holds the GIL nobody answers, and the agent's patience ends.
-* It is to pack its names as they stand. The main thread is parked before its next line of Python, or the names would
-  change while they are packed; one that is in C code stays there. Then this thread says the rank's last word.
+* It is interrupted. A real-time signal that follows the SIGINT, whose Python-level handler runs as soon as the main thread runs Python code,
+  proves that the interrupt is noticed, whatever handler of SIGINT the cell has. A main thread that uses the processor in
+  C code (it saves a large model) has the time it needs. One that has slept for a second may wait for other ranks: that
+  is broken off (:mod:`taas.adopt.membership`), and the KeyboardInterrupt comes out. While C code holds the GIL nobody
+  answers.
+* It is to pack its names as they stand: the main thread does so before its next line of Python, or this one while the
+  main one sleeps in C code, which changes nothing then. The first of the two says the rank's last word.
 """
 
 from __future__ import annotations
 
-import _thread
 import os
 import queue
 import select
@@ -21,18 +21,24 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from typing import NoReturn
+from pathlib import Path
+from typing import Literal
 
 from taas import adopt
 from taas.wire.framing import Message, MessageReader, pack
-from taas.wire.rank_connection import AgentConnection
+from taas.wire.rank_connection import NOTICE, AgentConnection
 from taas.wire.ranks import Answer, RankEnded, RankHears, RankRequest, RankStage, RankStart
 
-_NOTICE, _PARK = signal.SIGRTMIN + 12, signal.SIGRTMIN + 13
-"""Real-time signals that neither glibc, CUDA nor profilers use; the stacks' is the one before."""
-_BREAK_OFF_SECONDS = 1.0
+_NAMES = NOTICE + 1
 _ASK_AGAIN_SECONDS = 0.1
-_PARKING_SECONDS = 0.1
+_BREAK_OFF_SECONDS = 1.0
+"""A main thread that has slept for so long waits for others, as far as can be seen."""
+_STILL_SECONDS = 0.2
+"""One that has slept for so long changes no names, and those are asked for."""
+_AHEAD_SECONDS = 20.0
+"""So long names may take to be packed before a wait on GPUs is aborted; copies of a GPU that hangs may take for ever."""
+_SLEEPERS_SHARE, _SLEEPERS_SECONDS = 0.05, 0.02
+"""Processor time that a wait may use: a share of its time, as a store looks again and again, and the clock's grain."""
 _read = MessageReader(RankHears)
 
 Order = tuple[RankStart, int]
@@ -53,13 +59,15 @@ class AgentLink:
     def __init__(self, agent: AgentConnection) -> None:
         self._agent, self._pid = agent, os.getpid()
         self._main_thread = threading.get_ident()
-        self._last_word = threading.Lock()
-        self._parked = threading.Event()
+        self._speaker: dict[str, int] = {}
+        self._given = False
+        self._asked: _Sleep | None = None
+        self._names_asked = self._noticed_before_asked = False
         self._orders: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
         self._noticed = -1
-        self._pack_names: Callable[[], RankEnded]
+        self._pack_names: Callable[..., RankEnded]
         self._answered: Callable[[Answer | None], None]
-        self.answer = -1
+        self.answer = self._ahead = -1
         self.broken_off = False
 
     @property
@@ -84,33 +92,49 @@ class AgentLink:
     @property
     def in_cell(self) -> bool:
         """Whether this process is the rank, and its cell runs: the agent is heard."""
-        return self.in_rank and self._noticed >= 0 and not self._last_word.locked()
+        return self.in_rank and self._noticed >= 0 and not self._speaker
 
     def begin_cell(
-        self, pack_names: Callable[[], RankEnded], answered: Callable[[Answer | None], None]
+        self, pack_names: Callable[..., RankEnded], answered: Callable[[Answer | None], None]
     ) -> None:
         """Let the agent be answered while a cell runs; called by the main thread, once it need not be the only one.
 
         Args:
-            pack_names: makes the rank's last word with its names as they stand.
+            pack_names: makes the rank's last word with its names as they stand; with ``last=False``, one that holds
+                if it says no other.
             answered: takes what the person at the keyboard answered; None: they have interrupted the cell.
         """
         self._pack_names, self._answered, self.broken_off = pack_names, answered, False
         if self._noticed >= 0:
-            self._last_word.release()
+            self._speaker.clear()
+            self._noticed_before_asked = False
             signal.signal(signal.SIGINT, signal.default_int_handler)
             return
         self._noticed = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        signal.signal(_NOTICE, lambda number, frame: os.eventfd_write(self._noticed, 1))
-        signal.signal(_PARK, lambda number, frame: self._park())
+        signal.signal(NOTICE, lambda number, frame: os.eventfd_write(self._noticed, 1))
+        signal.signal(_NAMES, lambda number, frame: self._stop_here())
         threading.Thread(target=self._serve, name="taas-agent-link", daemon=True).start()
 
-    def _park(self) -> NoReturn:
-        """Stand still until the process ends, in the main thread: its names are being packed."""
+    def _speaks(self) -> bool:
+        """Whether this thread says how the cell ended: the first one that asks."""
+        me = threading.get_ident()
+        return self._speaker.setdefault("thread", me) == me
+
+    def _stop_here(self) -> None:
+        """Give the names in the main thread, if the other one does not; it runs no more of the cell."""
+        if self._speaker.get("thread") == self._main_thread:
+            return  # it is at its end, and packs them anyhow
         signal.signal(signal.SIGINT, _take_no_notice)
-        self._parked.set()
+        if self._speaks():
+            self._give_names()
         while True:
             signal.pause()
+
+    def _give_names(self) -> None:
+        """Pack the names as they stand, and say the last word; the process ends when the agent has them."""
+        self.send(RankStage(stage="packing"))
+        ended, self._given = self._pack_names(), True
+        self.send(ended)
 
     def end_cell(self) -> None:
         """Let interrupts change nothing from now on, and have the last word; called by the main thread.
@@ -122,7 +146,8 @@ class AgentLink:
                 signal.signal(signal.SIGINT, _take_no_notice)
             except KeyboardInterrupt:  # the last that came
                 continue
-        self._last_word.acquire()
+        while not self._speaks():
+            signal.pause()
 
     # ------------------------------------------------------------ the other thread
 
@@ -130,70 +155,127 @@ class AgentLink:
         poll = select.poll()
         poll.register(self._agent.fileno(), select.POLLIN)
         poll.register(self._noticed, select.POLLIN)
-        asked: float | None = None  # since when the main thread has been asked to notice
         while True:
-            ready = dict(poll.poll(None if asked is None else _ASK_AGAIN_SECONDS * 1000))
+            ready = dict(poll.poll(None if self._asked is None else _ASK_AGAIN_SECONDS * 1000))
             if self._noticed in ready:
                 os.eventfd_read(self._noticed)
-                asked = None
-                self.send(RankStage(stage="noticed"))
+                self._noticed_before_asked = self._asked is None
+                self._asked = None
+                self.send(RankStage(stage="at work"))
             if self._agent.fileno() in ready:
                 try:
                     data, descriptors = self._agent.receive()
                 except (EOFError, OSError):  # the agent went, and the system ends this process
                     self._orders.put(None)
                     return
-                match said := _read(data):
-                    case RankRequest(what="notice"):
-                        self._answered(None)
-                        asked = self._ask_main_thread()
-                    case RankRequest(what="names"):
-                        self._take_names()
-                    case RankRequest(what="taken"):
-                        os.close(self.answer)
-                        self.answer = -1
-                    case Answer():
-                        self._answered(said)
-                    case _:
-                        self._orders.put(_order(data, descriptors))
-            elif asked is not None:
-                if not self.broken_off and time.monotonic() >= asked + _BREAK_OFF_SECONDS:
-                    self.broken_off = True
-                    _break_off()
-                # again: a signal that comes between the last line of Python and a system call ends no system call
-                signal.pthread_kill(self._main_thread, _NOTICE)
+                self._hear(data, descriptors)
+            elif self._asked is not None:
+                self._ask_again(self._asked)
 
-    def _ask_main_thread(self) -> float | None:
-        """Ask the main thread to notice; returns since when it is asked, or None: it need not."""
-        if self._last_word.locked():  # the cell is over: it packs, or leaves
-            self.send(RankStage(stage="noticed"))
-            return None
-        signal.pthread_kill(self._main_thread, _NOTICE)
-        return time.monotonic()
+    def _hear(self, data: bytes, descriptors: list[int]) -> None:
+        match said := _read(data):
+            case RankRequest(what="notice"):
+                self._answered(None)
+                if not self._noticed_before_asked:
+                    self._ask_main_thread(NOTICE, "at work")
+            case RankRequest(what="names"):
+                self._names_asked = True
+                self._ask_main_thread(_NAMES, "packing")
+            case RankRequest(what="taken"):
+                for fd in {self.answer, self._ahead} - {-1}:
+                    os.close(fd)
+                self.answer = self._ahead = -1
+            case RankRequest(what="leave") if self._given:
+                os._exit(1)
+            case Answer():
+                self._answered(said)
+            case _:
+                self._orders.put(_order(data, descriptors))
 
-    def _take_names(self) -> None:
-        """Pack the names, say the last word and end the process; leave it to the main thread if that is at its end."""
-        self.send(RankStage(stage="packing"))
-        if not self._last_word.acquire(blocking=False):
+    def _ask_main_thread(self, number: int, at_its_end: Literal["at work", "packing"]) -> None:
+        """Ask the main thread for something; if the cell is over, it does it already."""
+        if self._speaker:
+            self.send(RankStage(stage=at_its_end))
             return
-        _thread.interrupt_main(_PARK)  # type: ignore[arg-type]  # no member of the enum has its number
-        self._parked.wait(_PARKING_SECONDS)
-        self.send(self._pack_names())
-        while _read(self._agent.receive()[0]) != RankRequest(what="leave"):
-            continue  # the memory lives in this process until the agent holds it, too
-        os._exit(1)
+        self._asked = self._asked or _Sleep()
+        signal.pthread_kill(self._main_thread, number)
+
+    def _ask_again(self, asked: _Sleep) -> None:
+        """Do what can be done for a main thread that is in C code."""
+        slept = asked.seconds()
+        if slept < _BREAK_OFF_SECONDS and adopt.waits_on_gpus() and adopt.nccl.is_busy():
+            slept = asked.age
+        if slept == 0.0:  # it will do what it is asked when it comes back
+            if not asked.told and asked.age >= _BREAK_OFF_SECONDS:
+                asked.told = True
+                self.send(RankStage(stage="at work"))
+            return
+        # again: a signal that comes between the last line of Python and a system call ends no system call
+        signal.pthread_kill(self._main_thread, NOTICE)
+        if slept >= _BREAK_OFF_SECONDS and not self.broken_off:
+            self.broken_off = True
+            threading.Thread(target=self._break_off, name="taas-breaks-off", daemon=True).start()
+        elif slept >= _STILL_SECONDS and self._names_asked and not self._speaker and self._speaks():
+            self._give_names()
+
+    def _break_off(self) -> None:
+        """Let the main thread's waits fail, when the agent has the names: NCCL may end the process at an abort."""
+        try:
+            if adopt.waits_on_gpus():
+                packing = threading.Thread(target=self._give_names_ahead, name="taas-packs", daemon=True)
+                packing.start()
+                packing.join(_AHEAD_SECONDS)
+            adopt.break_off()
+        except Exception:  # no descriptor left, NCCL: the wait lasts
+            traceback.print_exc()
+
+    def _give_names_ahead(self) -> None:
+        ended = self._pack_names(last=False)
+        if ended.answer is not None:
+            self._ahead = ended.answer.fd
+            self.send(ended)
+
+
+class _Sleep:
+    """How long the main thread has slept in the system, since this was made.
+
+    Attributes:
+        told: whether the agent knows that it does not.
+    """
+
+    def __init__(self) -> None:
+        self._began = self._since = time.monotonic()
+        self._used = _main_thread()[1]
+        self.told = False
+
+    @property
+    def age(self) -> float:
+        """Seconds since this was made."""
+        return time.monotonic() - self._began
+
+    def seconds(self) -> float:
+        """Return for how many seconds it has slept; 0: it uses the processor, or a disk."""
+        now, (state, used) = time.monotonic(), _main_thread()
+        if state != "S" or used - self._used > _SLEEPERS_SHARE * (now - self._since) + _SLEEPERS_SECONDS:
+            self._since, self._used = now, used
+        return now - self._since
+
+
+def _main_thread() -> tuple[str, float]:
+    """Return the main thread's state, as proc(5) has it, and the processor time that it has used, in seconds.
+
+    Where no file can be opened any more, it is taken to sleep.
+    """
+    try:
+        fields = Path(f"/proc/self/task/{os.getpid()}/stat").read_bytes().rpartition(b")")[2].split()
+    except OSError:
+        return "S", 0.0
+    return fields[0].decode(), (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _order(data: bytes, descriptors: list[int]) -> Order | None:
     said = _read(data)
     return (said, descriptors[0]) if isinstance(said, RankStart) else None
-
-
-def _break_off() -> None:
-    try:
-        adopt.break_off()
-    except Exception:  # no descriptor left, NCCL: the wait lasts, and this thread is needed all the more
-        traceback.print_exc()
 
 
 def _take_no_notice(number: int, frame: object) -> None:

@@ -10,6 +10,7 @@ import time
 import traceback
 from bdb import BdbQuit
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ def run_cell(start: RankStart, rank: Prepared, link: AgentLink, outlet: Outlet) 
     """Run the cell of an order, and pack what it changed; returns how it ended in this rank."""
     keyboard = Keyboard(start.rank, outlet.flush, link.send, lambda: link.in_cell)
     keyboard.install()
-    link.begin_cell(lambda: _last_word(start.rank, rank.arrival), keyboard.answer)
+    link.begin_cell(partial(_last_word, start.rank, rank.arrival), keyboard.answer)
     ended, value = _run_to_end(start, rank, link)
     if start.rank == 0 and link.in_rank:
         ended = _pack_names(ended, rank.arrival, value)
@@ -159,14 +160,15 @@ def failed(
     )
 
 
-def _pack_names(ended: RankEnded, arrival: Any, value: Any) -> RankEnded:
-    """Pack rank 0's names, as they stand if the cell has failed.
+def _pack_names(ended: RankEnded, arrival: Any, value: Any, *, last: bool = True) -> RankEnded:
+    """Pack rank 0's names, as they stand if the cell has failed; ``last``: for good.
 
     A failure to do so is the run's failure, never silent; where the run has failed already, it says so besides.
     """
     done = ended.outcome == "done"
     try:
-        fd = arrival.pack_answer(sys.modules["__main__"].__dict__, value if done else capture.NOTHING)
+        value = value if done else capture.NOTHING
+        fd = arrival.pack_answer(sys.modules["__main__"].__dict__, value, last=last)
     except BaseException as error:
         if done:
             return failed(ended.rank, error, "".join(traceback.format_exception(error)).splitlines())
@@ -203,9 +205,13 @@ def went_wrong(ended: RankEnded, outlet: Outlet) -> list[str]:
     return said
 
 
-def _last_word(number: int, arrival: Any) -> RankEnded:
-    """Say how a rank ended whose main thread is stuck."""
-    return _pack_names(failed(number, KeyboardInterrupt()), arrival, None)
+def _last_word(number: int, arrival: Any, *, last: bool = True) -> RankEnded:
+    """Say how a rank ended whose main thread is stuck; not the ``last`` word: how it stands, should it end now."""
+    ended = failed(number, KeyboardInterrupt())
+    if not last:
+        ended = msgspec.structs.replace(ended, outcome="stood")
+    with adopt.nccl.beside_its_work():
+        return _pack_names(ended, arrival, None, last=last) if number == 0 else ended
 
 
 def with_notices(ended: RankEnded, said: Sequence[str]) -> RankEnded:

@@ -152,8 +152,10 @@ class RankShell(InteractiveShell):
     def run(self, cell: str) -> ExecutionResult:
         """Run a cell as the notebook would."""
         self._own = None
-        result: ExecutionResult = self.run_cell(_magic_on_top(cell), store_history=True, silent=False)
-        return result
+        try:
+            return self.run_cell(_magic_on_top(cell), store_history=True, silent=False)
+        finally:
+            self.outlet.take_back()
 
 
 @contextmanager

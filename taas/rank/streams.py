@@ -95,8 +95,19 @@ class EventFile:
             self.lost_bytes += len(record)
 
 
+class _Text(io.TextIOWrapper):
+    """What a cell prints to; it keeps its bytes, as a kernel's own stream does."""
+
+    def detach(self) -> Any:
+        """Refuse."""
+        raise io.UnsupportedOperation("detach")
+
+
 class RankStream(io.RawIOBase):
-    """The bytes of ``sys.stdout`` or ``sys.stderr`` of a rank: sent by lines, an unfinished one a moment later."""
+    """The bytes of ``sys.stdout`` or ``sys.stderr`` of a rank: sent by lines, an unfinished one a moment later.
+
+    It is never closed, whatever a cell does: others print to it.
+    """
 
     def __init__(self, events: EventFile, kind: int) -> None:
         self._events, self._kind = events, kind
@@ -109,7 +120,7 @@ class RankStream(io.RawIOBase):
     def as_text(self) -> io.TextIOWrapper:
         """Return the stream to print to."""
         # the encoding as a kernel's own spells it
-        return io.TextIOWrapper(self, "UTF-8", "backslashreplace", line_buffering=True, write_through=True)
+        return _Text(self, "UTF-8", "backslashreplace", line_buffering=True, write_through=True)
 
     def _forget_lock(self) -> None:
         self._lock = threading.RLock()
@@ -117,6 +128,10 @@ class RankStream(io.RawIOBase):
     def writable(self) -> bool:
         """Return True."""
         return True
+
+    def close(self) -> None:
+        """Send what is pending."""
+        self.flush()
 
     def fileno(self) -> int:
         """Return the C-level descriptor, for children that are given this stream."""
@@ -204,8 +219,12 @@ class Outlet:
             self._libc.setvbuf(ctypes.c_void_p.in_dll(self._libc, name), None, 1, 0)
         self.events.open(folder)
         self.streams = self.streams or tuple(RankStream(self.events, kind).as_text() for kind in (0, 1))
-        sys.stdout, sys.stderr = self.streams
         sys.__stdout__, sys.__stderr__ = self.streams  # type: ignore[misc]
+        self.take_back()
+
+    def take_back(self) -> None:
+        """Be what this process prints to, whatever a cell has put, or left, in the streams' place."""
+        sys.stdout, sys.stderr = self.streams
 
     def publish(self, kind: str, **arguments: Any) -> None:
         """Send a display message, after what was printed before it."""

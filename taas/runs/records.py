@@ -93,7 +93,8 @@ class RunRecord(Verdict, kw_only=True):
         names_nbytes: size of the names that travelled to its ranks, in bytes.
         state: ``acquiring``, ``starting``, ``running``, ``finishing`` (interrupted: the cell's own ``except`` and
             ``finally`` run), ``ending`` or ``over``.
-        waiting: what it waits for while it is ``acquiring``, or while it has lost its last data VM.
+        waiting: what it waits for while it is ``acquiring``, or while it has lost its last data VM; where its ranks
+            stand while it is ``finishing``.
         submitted, began, ended: seconds since the epoch, 0 before; ``began``: all ranks are in the cell.
         restarts: how often it was started again.
         losses: what was lost each time, a line for the user each.

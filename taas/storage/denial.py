@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from taas.errors import StorageDenied
 from taas.storage.boundary import Boundary
-from taas.wording import shown
+from taas.wording import shown, text_of
 
 _WALL_ERRNOS = {errno.EROFS, errno.EACCES, errno.EPERM, errno.EXDEV, errno.EBADF}
 # What the wall makes libraries in C and programs say: glibc, HDF5, Rust, SQLite. Landlock's errno has many causes, so its
@@ -70,7 +70,8 @@ class Denial:
             if isinstance(link, StorageDenied):
                 return None  # it speaks for itself
             named = self._project_path(link)
-            reason = "the system said: " + (str(link).strip() or type(link).__name__).splitlines()[0][:200]
+            text = text_of(link)
+            reason = "the system said: " + (text.strip() or type(link).__name__).splitlines()[0][:200]
             if named is not None:
                 return self.text(named, reason)
             if isinstance(link, subprocess.CalledProcessError):
@@ -79,7 +80,7 @@ class Denial:
                     "\n".join(c if isinstance(c, str) else c.decode(errors="replace") for c in captured)
                 )
             # An OSError of a kind that has other causes has named its path above, if it is the project's.
-            if (_SAID if isinstance(link, OSError) else self._said).search(str(link)):
+            if (_SAID if isinstance(link, OSError) else self._said).search(text):
                 return "If this is about the project: " + self.text("it", reason)
             link = link.__cause__ or link.__context__
         return None
@@ -108,7 +109,7 @@ class Denial:
             return None
         named = error.filename
         found = [os.fsdecode(named)] if isinstance(named, str | bytes) else []
-        found += [one or other for one, other in _NAMED.findall(str(error))]
+        found += [one or other for one, other in _NAMED.findall(text_of(error))]
         for path in found:
             real = os.path.realpath(path)
             unreadable = error.errno == errno.EACCES and os.path.exists(real) and not os.access(real, os.R_OK)

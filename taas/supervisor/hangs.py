@@ -10,7 +10,8 @@ trouble when
 * for the hang timeout no rank has written anything, used the processor or changed its place. On GPUs a rank that
   waits in a collective may spin: there its processor time says nothing.
 
-The run goes on: the cell says what is wrong, and its user decides.
+The run goes on: the cell says what is wrong, and its user decides. While an interrupted cell is finishing, it says where
+its ranks stand.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 _SHORTEST, _LONGEST = 0.25, 10.0
 _ENDED_OTHERS_SECONDS = 10.0
 _OVERDUE_SECONDS = 5.0
+_FINISHING_SECONDS = 1.5
+"""An interrupted cell that takes longer to finish is looked at, and again after as long."""
 _IDLE_SHARE, _IDLE_SECONDS = 0.05, 0.02
 """Processor time a waiting rank may use: a share of the time between two looks, and the clock's grain."""
 
@@ -64,7 +67,13 @@ class HangWatch:
 
     def wait(self) -> float | None:
         """Return the seconds until :meth:`step` has something to do."""
-        return max(0.0, self._next - time.monotonic()) if self._run.state == "running" else None
+        looks = self._run.state in ("running", "finishing")
+        return max(0.0, self._next - time.monotonic()) if looks else None
+
+    def watch_finish(self) -> None:
+        """The run is finishing: look where its ranks stand, if that lasts."""
+        self._period = _FINISHING_SECONDS
+        self._next = time.monotonic() + self._period
 
     def step(self) -> None:
         """Look, if it is time; a look on its way is waited for, if that is not too long."""
@@ -72,7 +81,8 @@ class HangWatch:
             if self._missing and time.monotonic() < self._looked_at + _OVERDUE_SECONDS:
                 self._next = time.monotonic() + self._period
             else:
-                self._look(stacks=self._suspicious or bool(self._askers))
+                finishing = self._run.state == "finishing"
+                self._look(stacks=finishing or self._suspicious or bool(self._askers))
 
     def ask(self, reply: Callable[[Message], object]) -> None:
         """Have somebody told where the ranks stand."""
@@ -107,11 +117,16 @@ class HangWatch:
         if self._run.state == "running":
             self._judge(self._seen)
         askers, self._askers = self._askers, []
-        if askers:
-            seen = [rank for rank in self._seen.values() if rank.rank not in self._run.found.ended]
-            stacks = Stacks(places=self._fold(seen))
-            for reply in askers:
-                reply(stacks)
+        finishing = self._run.state == "finishing"
+        if not askers and not finishing:
+            return
+        seen = [rank for rank in self._seen.values() if rank.rank not in self._run.found.ended]
+        places = self._fold(seen)
+        if finishing:
+            at_work = [f"{ranks_in_words(place.ranks)}: {place.where}" for place in places if place.stack]
+            self._run.recorder.note(waiting="; ".join(at_work))
+        for reply in askers:
+            reply(Stacks(places=places))
 
     # ------------------------------------------------------------ judging
 

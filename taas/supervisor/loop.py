@@ -179,7 +179,7 @@ class Supervisor:
     def _release(self) -> None:
         """Do what ``%taas release`` asked for, as soon as the names of runs that are over were taken: what they had is idle then."""
         while self._releases and all(run.state != "over" for run in self._runs.values()):
-            ranks = self._kept.end("%taas release ended them")
+            ranks = self._kept.end("%taas release, or %unload_ext taas, ended them")
             released = Released(count=self._fleet.release_idle(), ranks=ranks)
             self._worker.after(partial(self._control.reply, self._releases.pop(0), released))
 

@@ -250,6 +250,7 @@ class Run:
             self.found.interrupted = True
             self.found.stopped = f"stopped from {place}" if place else ""
             self._end_ranks("finishing", "interrupt")
+            self.hangs.watch_finish()
 
     def abandon(self) -> None:
         """Stop as its client is gone: nobody takes its names."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 import struct
 import threading
@@ -20,6 +21,8 @@ import msgspec
 from taas.wire.framing import WIRE_LIMIT, MessageReader
 from taas.wire.ranks import RankSays
 
+NOTICE = signal.SIGRTMIN + 12
+"""Asks the main thread of a rank to say that it runs Python code; neither glibc, CUDA nor profilers use it."""
 _read_rank = MessageReader(RankSays)
 _LENGTH = struct.Struct("!i")
 _READ_BYTES, _READS = 1 << 16, 16
@@ -110,7 +113,7 @@ class AgentConnection:
 
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
-        self._sending = threading.Lock()
+        self._sending = threading.RLock()  # a handler of signals may send, too
 
     def fileno(self) -> int:
         """Return its descriptor."""

@@ -23,7 +23,7 @@ class RankStage(Message, frozen=True):
         at: of ``begun``: wall-clock time of its machine in seconds since the epoch.
     """
 
-    stage: Literal["ready", "begun", "noticed", "packing"]
+    stage: Literal["ready", "begun", "at work", "packing"]
     rank: int = -1
     at: float = 0.0
 
@@ -35,7 +35,7 @@ class RankEnded(Message, frozen=True):
         rank: global rank.
         outcome: ``done``, ``raised``, ``exited`` (``sys.exit(n)``, n ≠ 0), ``interrupted``, or, said by the
             agent, ``died`` (by a signal, or without a word), ``orphaned`` (with its forkserver) and ``ended`` (by a
-            signal of the agent's).
+            signal of the agent's). ``stood``: it has not ended; these are its names if it says no more.
         at: wall-clock time of its machine in seconds since the epoch.
         etype: class name of the exception, or the signal's name.
         message: the exception's text, or what is known.
@@ -105,8 +105,8 @@ class RankRequest(Message, frozen=True):
     """What an agent asks of a process that is, or was prepared to be, a rank.
 
     Attributes:
-        what: ``notice``: a SIGINT was sent to the rank: say when it is noticed, and break off a collective that keeps it
-            from that. ``names``: pack the names as they stand, by another thread if the main one is stuck, and leave.
+        what: ``notice``: a SIGINT was sent to the rank: say when it is noticed, and break off a wait that keeps it from
+            that. ``names``: pack the names as they stand, by another thread while the main one waits, and leave.
             ``taken``: the agent has rank 0's names: forget them. ``leave``: there is no other order, and the agent has
             all it needs: exit.
     """
