@@ -29,6 +29,12 @@ HEADERS = {
     "#!g28\n#pragma taas --gpus 8": ("g28", "--gpus 8"),
     "# g2.8\n#pragma taas --gpus 8": ("g2.8", "--gpus 8"),
     "#!G2.8\nprint()": ("G2.8", None),
+    "#!g2.4\n# pragma taas gpus=4\nprint()": ("g2.4", "gpus=4"),
+    "#!g2.8\n# more of it: --gpus 16\n#pragma taas --gpus 8\n# was --gpus 4\nprint()": ("g2.8", "--gpus 8"),
+    "#!g2-4\nprint()": ("g2-4", None),
+    "#!g24\nprint()": ("g24", None),
+    "#!G2,8\nprint()": ("G2,8", None),
+    "#!gg2.8\nprint()": ("gg2.8", None),
     "# v1.2\n#pragma taas --gpus 8\n# g2.8\n#!odd\nprint()": (None, "--gpus 8"),
     "#!g2.8\n#pragma taas --gpus 8\n'''\n#pragma taas\n'''": ("g2.8", "--gpus 8"),
 }
@@ -42,7 +48,6 @@ ORDINARY = [
     "#!fast\nprint()",
     "# g2.8 is quick\nprint()",
     "def f():  # pragma: no cover\n    pass",
-    "# pragma taas is what starts the ranks\nprint()",
     "# the header is #pragma taas --gpus 8\nprint()",
     "##!g2.8\n##pragma taas --gpus 8\nprint()",
     "# #!g2.8\n# #pragma taas --gpus 8\nprint()",
@@ -53,8 +58,14 @@ ORDINARY = [
     "%%writefile cell.py\n#!g2.8\n#pragma taas --gpus 8\n",
     "\n%%bash\n#!g2.8\n",
     "#pragma omp parallel\nprint()",
-    "# taas --gpus 8 is fast\nprint()",
+    "# see taas --gpus 8 in the docs\nprint()",
     "#taas\nprint()",
+    "# pragma: no cover\nprint()",
+    "# task --name night\nprint()",
+    "# program --gpus 8 of the sponsor\nprint()",
+    "# torchrun --nproc-per-node 8\nprint()",
+    "x = 1\n# torchrun --gpus 8\n",
+    "##pragma taas --gpus 8\nprint()",
     "#%%taas --gpus 8\nprint()",
     "#!node\nprint()",
     "#pragma task --parallel\nprint()",
@@ -89,8 +100,28 @@ PROBLEMS = {
     "#pragma taas, --gpus 8\n": "type #pragma taas --gpus 8",
     "#taas --gpus 8\n": "type #pragma taas --gpus 8",
     "#!taas --gpus 8\n": "type #pragma taas --gpus 8",
-    "# pragma taas \u2013gpus 8\n": "type #pragma taas \u2013gpus 8",
+    "# pragmas taas \u2013gpus 8\n": "type #pragma taas --gpus 8",
     "x = 1\n# pragma taas\n": "line 2",
+    "x = 1\n# taas --gpus 4": "line 2",
+    **{  # below a right type, where all ranks but one would be missing, and alone
+        f"{above}{line}\nprint()": "type #pragma taas --gpus 4"
+        for above in ("#!g2.4\n", "")
+        for line in (
+            "#prgama taas --gpus 4",
+            "#pragmas taas --gpus 4",
+            "# taas --gpus 4",
+            "# progma tass --gpus 4",
+            "#prgam taas --gpu 4",
+            "#paragma --gpus 4",
+            "#taas: --gpus 4",
+        )
+    },
+    "#prgama taas gpus 4\n": "type #pragma taas gpus 4",
+    "#prgama tass\n": "type #pragma taas (or",
+    "#!g2.4\n# --gpus 4\n": "type #pragma taas --gpus 4",
+    "#!g2.4\n# trains with --gpus 4\n": "type #pragma taas --gpus 4",
+    "#!g2.4\n#pragma\n": "type #pragma taas (or",
+    "#!g2.4\n#!pragma taas --background\n": "type #pragma taas --background",
 }
 
 
