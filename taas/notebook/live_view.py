@@ -148,6 +148,7 @@ class RunView:
             asked = next(iter(found), None)
         if asked is None:
             return False
+        self.output.send()
         self.line.refresh(final=True)  # it stands still until there is an answer
         text, refused = self._read(asked, record)
         self._answered.add((start, asked.rank, asked.number))
