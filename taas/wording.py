@@ -56,6 +56,11 @@ def counted(count: int, thing: str) -> str:
     return f"{count} {thing}" if count == 1 else f"{count} {thing}s"
 
 
+def named(word: str, name: str) -> str:
+    """A name after a word, such as `` on g2.8-0``; nothing where nothing has to be named: this machine, alone, is no VM."""
+    return f" {word} {name}" if name else ""
+
+
 def first_line(error: BaseException) -> str:
     """The first line of another library's message, where CUDA's and Ray's go on for ten; else the error's type."""
     lines = str(error).strip().splitlines()

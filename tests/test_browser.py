@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -312,6 +313,22 @@ def test_a_day_at_the_notebook(room: Room, front: str) -> None:
     person.sees("Sequential and 8 losses")
 
 
+def test_a_hundred_thousand_lines(room: Room) -> None:
+    """The tab shows the last of them as a plain cell's, and then takes the next cell."""
+    person = room.opens("lines")
+    person.enter("%load_ext taas")
+    printing = "for i in range(100_000): print('{} line', i)\nprint('{} all')"
+    for kind, header in (("plain", ""), ("headed", "#pragma taas --gpus 2\n")):
+        began = time.monotonic()
+        person.enter(header + printing.format(kind, kind))
+        person.waits_for_the_kernel()
+        person.sees(f"{kind} all")
+        person.enter(f"print('after', '{kind}')")
+        person.sees(f"after {kind}")
+        print(f"{kind}: {time.monotonic() - began:.1f} s")
+    person.photograph("lines")
+
+
 def test_tab_in_a_header(room: Room) -> None:
     """Types, options and values, and none of Python's names."""
     person = room.opens("completion")
@@ -380,7 +397,9 @@ def test_a_notebook_that_is_opened_again(room: Room) -> None:
     person.saves()
     person.page.close()
     person = room.opens("again", again=True)
-    person.sees("stale? %taas attach long")
+    sync_api.expect(person.cell("long running")).to_contain_text(
+        re.compile(r" · at \d\d:\d\d"), timeout=_PATIENCE
+    )
     person.photograph("opened")
     (room.project / "on").touch()
     person.enter("%taas attach long")

@@ -50,7 +50,9 @@ class RankJobs:
         self._end_by = self._patient_by = float("inf")
 
     def name(self, number: int) -> str:
-        """Return what messages call a VM of this run, such as ``g2.8-0``."""
+        """Return what messages call a VM of this run, such as ``g2.8-0``; empty where that is this machine, alone."""
+        if len(self.vms) == 1 and not self.vms[0].remote:
+            return ""
         name = f"{self._submit.spec.instance or 'vm'}-{number}"
         place = self.vms[number].machine.place
         return f"{name} ({place})" if place else name
@@ -111,7 +113,7 @@ class RankJobs:
         order = StartJob(
             run=self._run.name,
             job=number,
-            name=f"VM {name}",
+            name=f"VM {name}" if name else "this machine",
             payload=submit.payload,
             project=submit.project,
             environ=submit.environ,

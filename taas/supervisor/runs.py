@@ -21,6 +21,7 @@ from taas.wire.clients import RunState
 from taas.wire.framing import Memory, StoreAddress
 from taas.wire.ranks import Asking, RankEnded, RankStage
 from taas.wire.transfer import Chunk, Taken
+from taas.wording import named
 
 _NOT_KEPT = (
     "its ranks are gone, and with them what only they had; the next --keep cell starts new ones, to which the notebook's "
@@ -200,7 +201,7 @@ class Run:
             self.answer = None
         if number in self.ranks.done and not held:
             return
-        agent = f"the agent of {self.ranks.name(number)} was {how}"
+        agent = f"the agent{named('of', self.ranks.name(number))} was {how}"
         if number in self.ranks.told:
             what = "its ranks" if number in self.ranks.busy else "rank 0's names"
             lost = f"{agent}; it took {what} with it"
