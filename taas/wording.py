@@ -45,8 +45,6 @@ def misspelt(typed: str, meant: str, most: int) -> bool:
             row.append(min(before[j] + (letter != other), before[j + 1] + 1, row[j] + 1))
             if i and j and letter == meant[j - 1] and typed[i - 1] == other:
                 row[-1] = min(row[-1], older[j - 1] + 1)
-        if min(row) > most:
-            return False
         older, before = before, row
     return before[-1] <= most
 

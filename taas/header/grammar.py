@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 from taas.config import BUILT_IN_TYPES, Catalog, InstanceType
@@ -78,12 +78,11 @@ def find_header(cell: str) -> HeaderText | None:
     if magic.startswith("%%") and magic not in _PYTHON_MAGICS:
         return None
     cell = cell.replace("\r\n", "\n").replace("\r", "\n")
-    top = _read_top(cell)
-    headed = top.instance is not None or top.options is not None
-    problem = top.problem or _misplaced(cell, top.body_at, headed=headed)
-    if problem is None and not headed:
-        return None
-    return HeaderText(instance=top.instance, options=top.options, problem=problem)
+    header, body_at = _read_top(cell)
+    headed = header.instance is not None or header.options is not None
+    if header.problem is None:
+        header = replace(header, problem=_misplaced(cell, body_at, headed=headed))
+    return header if headed or header.problem is not None else None
 
 
 def parse_magic_line(line: str) -> HeaderText:
@@ -96,61 +95,31 @@ def has_code(cell: str) -> bool:
     return any(line.strip() and not line.lstrip().startswith("#") for line in cell.splitlines())
 
 
-@dataclass
-class _Top:
-    """A cell's head, as far as it has been read.
-
-    Attributes:
-        instance, options: as in `HeaderText`.
-        doubtful: what may be meant as an instance type, if a pragma stands beside it.
-        comments: the others.
-        body_at: where the first line of code begins.
-        problem: the first one.
-    """
-
-    instance: str | None = None
-    options: str | None = None
-    doubtful: str | None = None
-    comments: list[str] = field(default_factory=list)
-    body_at: int = 0
-    problem: str | None = None
-
-    def read(self, text: str) -> None:
-        """Take in a line that is blank or a comment."""
-        shebang = _SHEBANG.fullmatch(text)
-        if (pragma := _PRAGMA.fullmatch(text)) is not None:
-            if self.options is None:
-                self.options = pragma[1] or ""
-            else:
-                self.problem = "a second #pragma taas: allowed is one; type all options on one"
-        elif shebang is not None and _like_a_type(shebang[1]):
-            self.problem = _type_line_problem(text, shebang[1], shebang[2], self.instance, self.options)
-            self.instance = shebang[1] if self.problem is None else self.instance
-        elif problem := _nearly(text):
-            self.problem = problem
-        else:
-            self.comments.append(text)
-        if self.options is None and (doubtful := shebang or _SPACED_TYPE.fullmatch(text)) is not None:
-            self.doubtful = self.doubtful or doubtful[1]
-
-
-def _read_top(cell: str) -> _Top:
-    """Read the head of a cell, up to its first line of code or the first problem."""
-    top = _Top()
+def _read_top(cell: str) -> tuple[HeaderText, int]:
+    """Read the head of a cell, up to its first line of code, whose place is the second result, or to the first problem."""
+    instance = options = problem = None
+    comments, at = [], 0
     for line in cell.split("\n"):
         text = line.strip()
-        if text and not text.startswith("#"):
+        if problem is not None or (text and not text.startswith("#")):
             break
-        top.body_at += len(line) + 1
-        top.read(text)
-        if top.problem is not None:
-            return top
-    if top.options is not None:
-        # Beside a pragma it can only be meant as a type; the catalog says which is near.
-        top.instance = top.instance or top.doubtful
-    elif top.instance is not None:
-        top.problem = next(filter(None, (_nearly(comment, headed=True) for comment in top.comments)), None)
-    return top
+        at += len(line) + 1
+        shebang = _SHEBANG.fullmatch(text)
+        if (pragma := _PRAGMA.fullmatch(text)) is not None:
+            if options is not None:
+                problem = "a second #pragma taas: allowed is one; type all options on one"
+            options = options or pragma[1] or ""
+        elif shebang is not None and _like_a_type(shebang[1]):
+            problem = _type_line_problem(shebang, instance, options)
+            instance = instance or shebang[1]
+        elif (problem := _nearly(text)) is None and options is None:
+            comments.append(text)
+    if options is not None:  # what stands above can only be meant as a type; the catalog says which is near
+        doubtful = (_SHEBANG.fullmatch(text) or _SPACED_TYPE.fullmatch(text) for text in comments)
+        instance = instance or next((found[1] for found in doubtful if found), None)
+    elif instance is not None:
+        problem = problem or next(filter(None, (_nearly(text, headed=True) for text in comments)), None)
+    return HeaderText(instance=instance, options=options, problem=problem), at
 
 
 def _like_a_type(name: str) -> bool:
@@ -163,17 +132,15 @@ def _like_a_type(name: str) -> bool:
     )
 
 
-def _type_line_problem(
-    text: str, name: str, rest: str, instance: str | None, options: str | None
-) -> str | None:
+def _type_line_problem(line: re.Match[str], instance: str | None, options: str | None) -> str | None:
+    text, name, rest = shown(line[0]), shown(line[1]), line[2]
     if instance is not None:
-        return f"{shown(text)}: a second instance type: allowed is one; leave one of them out"
+        return f"{text}: a second instance type: allowed is one; leave one of them out"
     if options is not None:
-        return f"{shown(text)} stands below #pragma taas: allowed is above; type it on the line before"
-    if _PRAGMA.fullmatch(rest) or (rest.startswith("#") and _nearly(rest, headed=True)):
-        return f"{shown(text)}: allowed is {shown(rest)} on a line of its own; type it below #!{shown(name)}"
-    if rest and not rest.startswith("#"):
-        return f"{shown(text)}: allowed is #!{shown(name)} alone on its line; type #pragma taas {shown(rest)} below it"
+        return f"{text} stands below #pragma taas: allowed is above; type it on the line before"
+    pragma = rest if rest.startswith("#") else rest and f"#pragma taas {rest}"
+    if pragma and (_PRAGMA.fullmatch(pragma) or _nearly(pragma, headed=True)):
+        return f"{text}: allowed is #!{name} alone on its line; type {shown(pragma)} below it"
     return None
 
 
