@@ -1,7 +1,8 @@
 """How fast a rank's output reaches the cell, beside the same cell in a plain kernel, in one run of this file.
 
-100,000 printed lines, from the cell's start to its end, and in how many messages; the time from one print to its message at the front end;
-what the rank keeps of what it has printed.
+100,000 printed lines, from the cell's start to its end, and in how many messages of each second and in all, which is
+what a front end pays for; the time from a print after a pause to its message at the front end; what the rank keeps of
+what it has printed.
 
     python benchmarks/output.py [--rounds 5] [--json FILE]
 """
@@ -28,9 +29,9 @@ LINES = 100_000
 PRINTED = f"for i in range({LINES}): print('line', i)"
 STAMPS = """
 import time
-for i in range(200):
+for i in range(60):
     print("stamp", time.time(), flush=True)
-    time.sleep(0.011)
+    time.sleep(0.211)  # text that comes sooner waits for more of it
 """
 KEPT = f"""
 import psutil
@@ -87,6 +88,7 @@ def main() -> None:
         rows[name] = {
             "lines_s": statistics.median(seconds for seconds, _ in took[name]),
             "messages": statistics.median(messages for _, messages in took[name]),
+            "messages_a_second": statistics.median(messages / seconds for seconds, messages in took[name]),
             "print_to_cell_ms": 1000 * statistics.median(waits),
             "print_to_cell_p95_ms": 1000 * waits[len(waits) * 95 // 100],
         }

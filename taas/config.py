@@ -168,7 +168,10 @@ class Catalog:
         raise HeaderError(f"{before}{shown(name)} is no instance type: allowed is {self.in_words()}; {step}")
 
     def _nearest(self, name: str) -> InstanceType | None:
-        """The type that was probably meant, by its family or its GPU, in the size asked for or the next larger one."""
+        """The type that was probably meant: by its letters and digits; by its family or GPU, as large as asked or the next."""
+        for kind in self.instances.values():
+            if kind.name.replace(".", "") == re.sub(r"\W", "", name):
+                return kind
         families: dict[str, list[InstanceType]] = {}
         for kind in self.instances.values():
             families.setdefault(kind.name.partition(".")[0], []).append(kind)

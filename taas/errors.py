@@ -119,7 +119,7 @@ class CellFailed(RunFailed):
 
     Attributes:
         rank: global rank that failed first.
-        vm: name of the VM it ran on.
+        vm: name of the VM it ran on; empty where the run has this machine alone.
         etype: name of the exception's class in the rank (``"SIGKILL"`` for a signal).
         traceback_lines: the rank's traceback, formatted as IPython formats it.
         others: how many other ranks failed after it.

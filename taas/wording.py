@@ -33,9 +33,30 @@ def nearest(text: str, allowed: Iterable[str], cutoff: float = 0.0) -> str | Non
     return found[0] if found else None
 
 
+def misspelt(typed: str, meant: str, most: int) -> bool:
+    """Whether a word is typed with so many slips at most: a letter wrong, missing, too many, or swapped with the next one."""
+    if abs(len(typed) - len(meant)) > most:
+        return False
+    older: list[int] = []
+    before = list(range(len(meant) + 1))
+    for i, letter in enumerate(typed):
+        row = [i + 1]
+        for j, other in enumerate(meant):
+            row.append(min(before[j] + (letter != other), before[j + 1] + 1, row[j] + 1))
+            if i and j and letter == meant[j - 1] and typed[i - 1] == other:
+                row[-1] = min(row[-1], older[j - 1] + 1)
+        older, before = before, row
+    return before[-1] <= most
+
+
 def counted(count: int, thing: str) -> str:
     """A number of things: ``1 GPU``, ``8 GPUs``."""
     return f"{count} {thing}" if count == 1 else f"{count} {thing}s"
+
+
+def named(word: str, name: str) -> str:
+    """A name after a word, such as `` on g2.8-0``; nothing where nothing has to be named: this machine, alone, is no VM."""
+    return f" {word} {name}" if name else ""
 
 
 def first_line(error: BaseException) -> str:

@@ -107,9 +107,9 @@ def test_the_cell_returns_a_handle_and_attach_changes_objects_in_place(notebook:
         + GATED.format(gate="go")
         + "history.append('run')\nweights += 1\nanswer = 42\nprint('last words')"
     )
-    assert ran.result is not None
-    assert "%taas attach train" in ran.result["text/plain"]
-    assert "train" in ran.result["text/html"]
+    handle = ran.displays[-1]
+    assert "%taas attach train" in handle["data"]["text/plain"]
+    assert "train" in handle["data"]["text/html"]
     assert notebook.value("history") == "['before']"  # nothing is applied while the user works
     (notebook.folder / "go").touch()
     ran = notebook.good("%taas attach train")
@@ -120,6 +120,14 @@ def test_the_cell_returns_a_handle_and_attach_changes_objects_in_place(notebook:
         == "['before', 'run'] [1.0, 1.0, 1.0] [1.0] 42"
     )
     assert "since it was attached before" in notebook.good("%taas attach train").stdout
+
+
+def test_the_cell_goes_on_saying_how_its_run_is_doing(notebook: Notebook) -> None:
+    """Nobody has to ask: what is shown below the cell changes until the run is over."""
+    notebook.good("#pragma taas --gpus 1 --background --name told" + GATED.format(gate="goes"))
+    notebook.wait_for_line("told running")
+    (notebook.folder / "goes").touch()
+    notebook.wait_for_line("✓ told done")
 
 
 def test_an_interrupt_while_attached_detaches(notebook: Notebook) -> None:

@@ -150,8 +150,7 @@ class Person:
 
     def knocks(self) -> None:
         """Run the first cell until its kernel is connected and answers; what JupyterLab asks first is closed."""
-        question = self.page.locator("dialog.jp-Dialog")
-        self.page.add_locator_handler(question, self._closes)
+        question = self.dismisses_questions()
         self.page.locator(".jp-Notebook .jp-Cell .cm-content").first.click()
         self.page.keyboard.insert_text("pass")
         answered = self.page.locator(".jp-InputPrompt", has_text="[1]:").first
@@ -164,6 +163,12 @@ class Person:
         self.page.remove_locator_handler(question)
         self.page.keyboard.press("Escape")
         self.page.keyboard.press("b")
+
+    def dismisses_questions(self) -> Any:
+        """Close whatever JupyterLab asks from now on; returns what its questions are shown in."""
+        question = self.page.locator("dialog.jp-Dialog")
+        self.page.add_locator_handler(question, self._closes)
+        return question
 
     def _closes(self, question: Any) -> None:
         print("JupyterLab asked:", question.inner_text())
@@ -312,6 +317,18 @@ def test_a_day_at_the_notebook(room: Room, front: str) -> None:
     person.sees("Sequential and 8 losses")
 
 
+def test_a_hundred_thousand_lines(room: Room) -> None:
+    """The tab shows the last of them, and then takes the next cell."""
+    person = room.opens("lines")
+    person.dismisses_questions()  # a page that is late asks whether the file has changed
+    person.enter("%load_ext taas")
+    person.enter("#pragma taas --gpus 2\nfor i in range(100_000): print('line', i)\nprint('all', 'printed')")
+    sync_api.expect(person.cell("all printed")).to_be_visible(timeout=4 * _PATIENCE)
+    person.enter("print('and', 'after')")
+    person.sees("and after")
+    person.photograph("lines")
+
+
 def test_tab_in_a_header(room: Room) -> None:
     """Types, options and values, and none of Python's names."""
     person = room.opens("completion")
@@ -380,7 +397,9 @@ def test_a_notebook_that_is_opened_again(room: Room) -> None:
     person.saves()
     person.page.close()
     person = room.opens("again", again=True)
-    person.sees("stale? %taas attach long")
+    sync_api.expect(person.cell("long running")).to_contain_text(
+        re.compile(r" · at \d\d:\d\d"), timeout=_PATIENCE
+    )
     person.photograph("opened")
     (room.project / "on").touch()
     person.enter("%taas attach long")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
-from notebook_harness import Notebook
+from notebook_harness import Notebook, Ran
 
 pytestmark = pytest.mark.slow
 
@@ -89,6 +91,53 @@ def test_a_hundred_thousand_lines(notebook: Notebook) -> None:
     """All lines arrive, in order, while another rank is quiet."""
     text = printed(notebook, "for i in range(100_000): print('line', i)", "#pragma taas --gpus 2\n")
     assert text == "".join(f"line {i}\n" for i in range(100_000))
+
+
+def _kinds(ran: Ran) -> str:
+    """What a cell has shown, in its order: a letter for each message or, of consecutive text, for all of it."""
+    shown = [text if kind == "stdout" else kind[:1].upper() for kind, text in ran.shown if not _of_taas(text)]
+    return "".join(shown)
+
+
+def _of_taas(content: object) -> bool:
+    return isinstance(content, dict) and str(content.get("transient", {}).get("display_id")).startswith(
+        "taas-"
+    )
+
+
+def test_messages_are_no_more_than_a_plain_cells(notebook: Notebook) -> None:
+    """A stream sends one in 0.2 s, as ipykernel does; all text is there, and the last of it when the cell has ended."""
+    began = time.monotonic()
+    ran = notebook.good(
+        HEAD + "import sys\nfor i in range(20_000): print('line', i); print('error', i, file=sys.stderr)"
+    )
+    seconds = time.monotonic() - began
+    assert ran.own == "".join(f"line {i}\n" for i in range(20_000))
+    assert ran.stderr == "".join(f"error {i}\n" for i in range(20_000))
+    assert sum(kind == "stdout" for kind, _ in ran.shown) < 5 * seconds + 5
+
+
+def test_the_first_text_comes_at_once_and_the_rest_before_the_cell_goes_on_to_something_else(
+    notebook: Notebook,
+) -> None:
+    """Text waits for more only among text: displays, updates, cleared outputs and results come after what was printed before."""
+    ran = notebook.good(
+        HEAD + "from IPython.display import clear_output\n"
+        "for i in range(3):\n    print('a', i)\n    print('b', i)\n    h = display(i, display_id=f'd{i}')\n"
+        "print('c')\nh.update('e')\nprint('f')\nclear_output(wait=True)\nprint('g\\rh', end='')\n'value'"
+    )
+    text = "a 0\nb 0\nDa 1\nb 1\nDa 2\nb 2\nDc\nUf\nCg\rhR"
+    assert _kinds(ran) == text
+
+
+def test_a_question_comes_after_what_was_printed_before(notebook: Notebook) -> None:
+    """Also where that came within a moment after other text."""
+    body = "for i in range(50): print('line', i)\nprint('all read'); x = input('go on? ')\nprint('got', x)"
+    notebook.start(HEAD + body, keyboard=True)
+    assert notebook.asked() == "go on? "
+    assert "all read" in notebook.wait_for("all read").own
+    notebook.answer("yes")
+    assert notebook.end().own.endswith("all read\ngot yes\n")
 
 
 def test_the_last_expression_is_the_cells_result(notebook: Notebook) -> None:

@@ -8,16 +8,17 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from taas.notebook.cell_output import follow, show_written
+from taas.notebook.cell_output import Screen, follow, show_written
 from taas.runs.events import EVENTS, RECORD, Output
 from taas.runs.reader import RunReader
 from taas.runs.records import RunRecord, output_folder, write_record
 
 
-class Shown:
+class Shown(Screen):
     """A screen that remembers."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.items: list[Output] = []
 
     def show(self, items: Iterable[Output]) -> None:

@@ -32,7 +32,6 @@ class Option:
         setting: section and key of ``taas.toml`` that say what holds without it.
         repeats: may be given several times.
         delivers: concerns registered loaders only, so that it needs ``--cpus``.
-        elsewhere: what other launchers call it.
     """
 
     name: str
@@ -42,7 +41,6 @@ class Option:
     setting: str = ""
     repeats: bool = False
     delivers: bool = False
-    elsewhere: tuple[str, ...] = ()
 
     @property
     def choices(self) -> list[str]:
@@ -66,8 +64,8 @@ class Line:
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
-Unknown = Callable[[str, list[str], Option | None], str]
-"""Says why a word, before other words and after an option, is none of the table's."""
+Unknown = Callable[[str, Option | None], str]
+"""Says why a word, after an option, is none of the table's."""
 
 
 def split_words(text: str) -> list[str]:
@@ -109,7 +107,7 @@ def read_line(words: list[str], table: Mapping[str, Option], unknown: Unknown, m
             alone.append(word)
             continue
         if not word.startswith("--") or name not in table:
-            raise HeaderError(unknown(word, waiting, table[list(given)[-1]] if given else None))
+            raise HeaderError(unknown(word, table[list(given)[-1]] if given else None))
         option = table[name]
         if name in given and not option.repeats:
             raise HeaderError(f"--{name} is given twice: allowed is once; leave one of them out")
@@ -193,9 +191,7 @@ def gpus(text: str) -> int | None:
     try:
         return whole(1, MAX_GPUS)(text)
     except Wrong as wrong:
-        every = "auto" if text in ("all", "max", "-1") else nearest(text, ["auto"], 0.6)
-        instead = wrong.instead if NUMBER.match(text) else every or "8"
-        raise Wrong(f"{wrong.allowed}, or auto", instead) from None
+        raise Wrong(f"{wrong.allowed}, or auto", wrong.instead if NUMBER.match(text) else "auto") from None
 
 
 def units(text: str) -> int | dict[str, int]:

@@ -8,8 +8,8 @@
 
 ``find_header`` looks at every cell the user runs: it is quick and never raises. Only blank lines and comments may stand
 above and between the two lines. What looks like a header and is none (``#pragma tass``, a header below code) is a
-problem to tell, never silently a comment. ``# pragma taas`` is a header: formatters put that space there. A header is
-switched off by commenting it out: ``##pragma taas`` or ``# #pragma taas``.
+problem to tell, never silently a comment (`_nearly`). ``# pragma taas`` is a header: formatters put that space there. A
+header is switched off by commenting it out: ``##pragma taas`` or ``# #pragma taas``.
 
 ``parse_header`` judges it, before anything starts, by the option table (`header.options`) and the instance types
 (`config`).
@@ -19,13 +19,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from taas.config import BUILT_IN_TYPES, Catalog, InstanceType
 from taas.errors import HeaderError
 from taas.header.options import OPTIONS, RunSpec, read_options, spec_values
-from taas.wording import counted, nearest, shown
+from taas.wording import counted, misspelt, nearest, shown
 
 __all__ = ["HeaderText", "RunSpec", "find_header", "has_code", "parse_header", "parse_magic_line"]
 
@@ -49,18 +49,21 @@ class HeaderText:
 
 _PLAIN_TYPE = re.compile(r"[A-Za-z]\d+\.\d+", re.ASCII)
 _SHEBANG = re.compile(r"#!\s*((?:\{[^{}]*\}|[^\s{}/])(?:\{[^{}]*\}|[^\s{}])*)\s*(.*)")
-# With a space after "#" too: formatters (black, ruff) put one there. Then only options may follow, not prose.
-_PRAGMA = re.compile(r"#(?:pragma\s+taas(?:\s+(.*))?|\s+pragma\s+taas(?:\s+([-{$#].*))?)")
-_NEARLY = re.compile(r"#(?!#)(?:\s*!?\s*pragma|!?(?=taas[\s,:;]+\W))(\W*)(\w+)[\s,:;]*(.*)", re.IGNORECASE)
-_SPACED_TYPE = re.compile(r"#\s*(?:!\s*)?([cgCG]\d+\.\d+)", re.ASCII)
+_PRAGMA = re.compile(r"#\s*pragma\s+taas(?:\s+(.*))?")
+_SPACED_TYPE = re.compile(r"#\s*([cg]\d+\.\d+)", re.ASCII | re.IGNORECASE)
+_WORD = re.compile(r"([^\W\d_]*)[\s:,;]*")
+_SLIPS = {"pragma": 2, "taas": 1, "pragmataas": 2}
+"""With how many slips a word of the header is still known."""
+_OPTION = re.compile(r"(?:(?<!\w)[-\u2010-\u2015\u2212]+|--)(\w[\w-]*)")
 # Comments outside strings. Not `tokenize`: a cell is IPython's language, whose magics tokenize stumbles over.
 _LEXEME = re.compile(
     r'''"""(?:\\.|[^\\])*?(?:"""|\Z)|\'\'\'(?:\\.|[^\\])*?(?:\'\'\'|\Z)'''
     r"""|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*'|(?P<comment>\#[^\n]*)""",
     re.DOTALL,
 )
+_WORTH_READING = ("#!", "--", "taas", "pragma")
+"""What stands in code that may have a header among it; most cells have nothing of it, and many comments."""
 _PYTHON_MAGICS = ("%%time", "%%timeit", "%%capture", "%%prun")
-_DASHED = re.compile(r"[-\u2010-\u2015\u2212]+([\w-]+)")
 
 
 def find_header(cell: str) -> HeaderText | None:
@@ -69,18 +72,17 @@ def find_header(cell: str) -> HeaderText | None:
     Cells that begin with a cell magic are ordinary, as what is in them may be another language, unless the magic
     runs Python: ``%%time`` above a header would leave the header a comment.
     """
-    if not any(word in cell for word in ("#!", "ragma", "RAGMA", "taas")):
+    if "#" not in cell:
         return None
-    magic = cell.lstrip().split(maxsplit=1)[0]
+    magic = cell.split(maxsplit=1)[0]
     if magic.startswith("%%") and magic not in _PYTHON_MAGICS:
         return None
     cell = cell.replace("\r\n", "\n").replace("\r", "\n")
-    top = _read_top(cell)
-    headed = top.instance is not None or top.options is not None
-    problem = top.problem or _misplaced(cell, top.body_at, headed=headed)
-    if problem is None and not headed:
-        return None
-    return HeaderText(instance=top.instance, options=top.options, problem=problem)
+    header, body_at = _read_top(cell)
+    headed = header.instance is not None or header.options is not None
+    if header.problem is None:
+        header = replace(header, problem=_misplaced(cell, body_at, headed=headed))
+    return header if headed or header.problem is not None else None
 
 
 def parse_magic_line(line: str) -> HeaderText:
@@ -93,105 +95,83 @@ def has_code(cell: str) -> bool:
     return any(line.strip() and not line.lstrip().startswith("#") for line in cell.splitlines())
 
 
-@dataclass
-class _Top:
-    """A cell's head, as far as it has been read.
-
-    Attributes:
-        instance, options: as in `HeaderText`.
-        doubtful: what may be meant as an instance type, if a pragma stands beside it.
-        body_at: where the first line of code begins.
-        problem: the first one.
-    """
-
-    instance: str | None = None
-    options: str | None = None
-    doubtful: str | None = None
-    body_at: int = 0
-    problem: str | None = None
-
-    def read(self, text: str) -> None:
-        """Take in a line that is blank or a comment."""
-        if (pragma := _PRAGMA.fullmatch(text)) is not None:
-            if self.options is None:
-                self.options = pragma[1] or pragma[2] or ""
-            else:
-                self.problem = "a second #pragma taas: allowed is one; type all options on one"
-        elif (shebang := _SHEBANG.fullmatch(text)) is not None and not _NEARLY.match(text):
-            self._read_type(text, *shebang.groups())
-        elif problem := _nearly(text, headed=self.instance is not None):
-            self.problem = problem
-        elif self.options is None and (spaced := _SPACED_TYPE.fullmatch(text)) is not None:
-            self.doubtful = self.doubtful or spaced[1]
-
-    def _read_type(self, text: str, name: str, rest: str) -> None:
-        if _PLAIN_TYPE.fullmatch(name) or "{" in name or "$" in name or _like_a_type(name):
-            self.problem = _type_line_problem(text, name, rest, self.instance, self.options)
-            self.instance = name if self.problem is None else self.instance
-        elif self.options is None:
-            self.doubtful = self.doubtful or name
-
-
-def _read_top(cell: str) -> _Top:
-    """Read the head of a cell, up to its first line of code or the first problem."""
-    top = _Top()
+def _read_top(cell: str) -> tuple[HeaderText, int]:
+    """Read the head of a cell, up to its first line of code, whose place is the second result, or to the first problem."""
+    instance = options = problem = None
+    comments, at = [], 0
     for line in cell.split("\n"):
         text = line.strip()
-        if text and not text.startswith("#"):
+        if problem is not None or (text and not text.startswith("#")):
             break
-        top.body_at += len(line) + 1
-        top.read(text)
-        if top.problem is not None:
-            return top
-    if top.options is not None and top.instance is None:
-        # Beside a pragma it can only be meant as a type; the catalog says which is near.
-        top.instance = top.doubtful
-    return top
+        at += len(line) + 1
+        shebang = _SHEBANG.fullmatch(text)
+        if (pragma := _PRAGMA.fullmatch(text)) is not None:
+            if options is not None:
+                problem = "a second #pragma taas: allowed is one; type all options on one"
+            options = options or pragma[1] or ""
+        elif shebang is not None and _like_a_type(shebang[1]):
+            problem = _type_line_problem(shebang, instance, options)
+            instance = instance or shebang[1]
+        elif (problem := _nearly(text)) is None and options is None:
+            comments.append(text)
+    if options is not None:  # what stands above can only be meant as a type; the catalog says which is near
+        doubtful = (_SHEBANG.fullmatch(text) or _SPACED_TYPE.fullmatch(text) for text in comments)
+        instance = instance or next((found[1] for found in doubtful if found), None)
+    elif instance is not None:
+        problem = problem or next(filter(None, (_nearly(text, headed=True) for text in comments)), None)
+    return HeaderText(instance=instance, options=options, problem=problem), at
 
 
 def _like_a_type(name: str) -> bool:
-    """Whether it is a family or a GPU in place of a type: ``g2``, ``A100``, ``8xA100``."""
-    families = {kind.name.partition(".")[0] for kind in BUILT_IN_TYPES.values()}
-    models = {kind.gpu_model.lower() for kind in BUILT_IN_TYPES.values()} - {""}
-    return name.lower() in families or any(model in name.lower() for model in models)
-
-
-def _type_line_problem(
-    text: str, name: str, rest: str, instance: str | None, options: str | None
-) -> str | None:
-    if instance is not None:
-        return f"{shown(text)}: a second instance type: allowed is one; leave one of them out"
-    if options is not None:
-        return f"{shown(text)} stands below #pragma taas: allowed is above; type it on the line before"
-    if rest.startswith("#") and "pragma" in rest:
-        return f"{shown(text)}: allowed is {shown(rest)} on a line of its own; type it below #!{shown(name)}"
-    if rest and not rest.startswith("#"):
-        return f"{shown(text)}: allowed is #!{shown(name)} alone on its line; type #pragma taas {shown(rest)} below it"
-    return None
-
-
-def _nearly(comment: str, *, headed: bool) -> str | None:
-    """Why a comment that was surely meant as a pragma is none; None for an ordinary comment."""
-    match = _NEARLY.fullmatch(comment)
-    if match is None or _PRAGMA.fullmatch(comment):
-        return None
-    between, word, rest = match.groups()
-    if "-" in between and nearest(word, OPTIONS, 0.8):
-        meant = f"{between.strip()}{word} {rest}"
-    elif nearest(word, ["taas"], 0.75) and (_begins_with_option(rest) if rest else headed or word == "taas"):
-        meant = rest
-    else:
-        return None
-    return (
-        f"{shown(comment)} is a comment: allowed is #pragma taas and options; "
-        f"type {shown(f'#pragma taas {meant}'.strip())} (or ##pragma to switch it off)"
+    """Whether it is surely meant as a type: one, nearly one, a family, or a GPU: ``g2.8``, ``g2-8``, ``g2``, ``8xA100``."""
+    if _PLAIN_TYPE.fullmatch(name) or "{" in name or "$" in name:
+        return True
+    types, name = BUILT_IN_TYPES.values(), name.lower()
+    return any(kind.gpu_model.lower() in name for kind in types if kind.gpu_model) or any(
+        misspelt(name, word, 1) for kind in types for word in (kind.name, kind.name.partition(".")[0])
     )
 
 
-def _begins_with_option(text: str) -> bool:
-    """Whether a word with dashes stands first and looks like one of the options."""
-    match = _DASHED.match(text)
-    return match is not None and nearest(match[1], OPTIONS, 0.7) is not None
+def _type_line_problem(line: re.Match[str], instance: str | None, options: str | None) -> str | None:
+    text, name, rest = shown(line[0]), shown(line[1]), line[2]
+    if instance is not None:
+        return f"{text}: a second instance type: allowed is one; leave one of them out"
+    if options is not None:
+        return f"{text} stands below #pragma taas: allowed is above; type it on the line before"
+    pragma = rest if rest.startswith("#") else rest and f"#pragma taas {rest}"
+    if pragma and (_PRAGMA.fullmatch(pragma) or _nearly(pragma, headed=True)):
+        return f"{text}: allowed is #!{name} alone on its line; type {shown(pragma)} below it"
+    return None
+
+
+def _nearly(comment: str, *, headed: bool = False) -> str | None:
+    """Why a comment that was surely meant as a pragma is none; None for an ordinary comment.
+
+    Of ``pragma``, ``taas`` and an option, nearly as they are spelt, it has two; or one, where it is ``headed`` by an
+    instance type alone: there the cell would train in one rank.
+    """
+    said, rest = 0, comment.removeprefix("#").lstrip("! \t")
+    while (word := _WORD.match(rest)) and _is_of_header(word[1].lower()):
+        said, rest = said + 1, rest[word.end() :]
+    option, at = next(
+        (
+            (near, match.end())
+            for match in _OPTION.finditer(rest)
+            if (near := nearest(match[1], OPTIONS, 0.7))
+        ),
+        ("", 0),
+    )
+    if not (said > 1 or (option and (said or headed)) or (headed and said and not rest)):
+        return None
+    meant = f"#pragma taas {f'--{option}{rest[at:]}' if option else rest}".strip()
+    return (
+        f"{shown(comment)} is a comment: allowed is #pragma taas and options; type {shown(meant)} "
+        "(or ##pragma to switch it off)"
+    )
+
+
+def _is_of_header(word: str) -> bool:
+    return any(misspelt(word, meant, most) for meant, most in _SLIPS.items())
 
 
 def _comments(cell: str) -> Iterator[tuple[int, str]]:
@@ -203,13 +183,16 @@ def _comments(cell: str) -> Iterator[tuple[int, str]]:
 
 def _misplaced(cell: str, body_at: int, *, headed: bool) -> str | None:
     """The problem of a header that stands below code."""
+    body = cell[body_at:].lower()
+    if not any(word in body for word in _WORTH_READING):
+        return None
     for at, comment in _comments(cell):
         if at < body_at:
             continue
         alone = cell[cell.rfind("\n", 0, at) + 1 : at].isspace() or cell[at - 1 : at] in ("", "\n")
         shebang = _SHEBANG.fullmatch(comment) if alone else None
         is_type = shebang is not None and _PLAIN_TYPE.fullmatch(shebang[1]) is not None
-        if is_type or _PRAGMA.fullmatch(comment) or _nearly(comment, headed=False):
+        if is_type or _PRAGMA.fullmatch(comment) or _nearly(comment):
             where = f"line {cell.count(chr(10), 0, at) + 1}, {shown(comment)}, stands below code"
             cure = "leave it out: the cell has a header" if headed else "move it to the top of the cell"
             return f"{where}: allowed is only blank lines and comments above a header; {cure}"
@@ -248,7 +231,7 @@ def parse_header(
     kind = catalog.find(name, before) if name is not None else None
     _check_delivery(given, registered)
     _check_keep(given)
-    shape = _shape(kind, given, visible_gpus, before)
+    shape = _shape(kind, given, visible_gpus, before, catalog)
     return RunSpec(
         instance=kind.name if kind else None,
         **shape,
@@ -257,7 +240,7 @@ def parse_header(
 
 
 def _shape(
-    kind: InstanceType | None, given: dict[str, Any], visible_gpus: int, before: str
+    kind: InstanceType | None, given: dict[str, Any], visible_gpus: int, before: str, catalog: Catalog
 ) -> dict[str, Any]:
     """How many VMs, ranks on each, and GPUs for each rank; an instance type is typed after ``before``."""
     if kind is None:
@@ -278,12 +261,26 @@ def _shape(
     ranks = given["gpus"] or kind.gpus
     possible = {kind.gpus * vms: vms for vms in sorted(kind.vms)}
     if ranks not in possible:
-        enough = [count for count in possible if count >= ranks] or [max(possible)]
         raise HeaderError(
             f"--gpus {ranks} on {kind.name}: allowed is {_either(list(possible))} ({_either(sorted(kind.vms))} "
-            f"{'VMs' if max(kind.vms) > 1 else 'VM'} of {counted(kind.gpus, 'GPU')}); type --gpus {enough[0]}"
+            f"{'VMs' if max(kind.vms) > 1 else 'VM'} of {counted(kind.gpus, 'GPU')}); "
+            f"type {_for_ranks(ranks, kind, before, catalog)}"
         )
     return {"vms": possible[ranks], "ranks_per_vm": kind.gpus, "gpus_per_rank": 1}
+
+
+def _for_ranks(ranks: int, kind: InstanceType, before: str, catalog: Catalog) -> str:
+    """What to type for so many ranks, or the next larger number, on the same GPUs: this type, another, in few VMs."""
+    enough = [
+        (other.gpus * vms, other is not kind, vms, other.name)
+        for other in catalog.instances.values()
+        if other.gpus and other.gpu_model == kind.gpu_model
+        for vms in other.vms
+        if other.gpus * vms >= ranks
+    ]
+    count, another, _, name = min(enough, default=(kind.gpus * max(kind.vms), False, 0, kind.name))
+    said = [f"{before}{name}"] * another + [f"--gpus {count}"] * (count != ranks)
+    return " and ".join(said)
 
 
 def _either(numbers: list[int]) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import Any, Literal
 
 from taas.header.arguments import (
@@ -74,16 +75,14 @@ class RunSpec:
     units: int | dict[str, int] | None = _row(  # noqa: RUF009 - a field
         "K|NAME=K,…", units, "elements taken from each registered loader in all", None, delivers=True)
     name: str | None = _row("NAME", run_name, "what the run is called in %taas status, logs and stop", None)
-    background: bool = _row("", None, "give the prompt back at once; %taas attach brings the results", False,
-                            elsewhere=("bg", "detach", "async"))
-    rehearse: bool = _row("", None, "CPU ranks in place of GPUs, also where there are GPUs", False,
-                          elsewhere=("use-cpu", "dry-run"))
+    background: bool = _row("", None, "give the prompt back at once; %taas attach brings the results", False)
+    rehearse: bool = _row("", None, "CPU ranks in place of GPUs, also where there are GPUs", False)
     backend: str | None = _row(
         "|".join(BACKENDS), backend, "torch.distributed backend in place of the one the cell asks for", None)
     max_restarts: int = _row("R", whole(0, 100), "start again up to R times when a rank or VM is lost", 0,
-                             setting="run.max_restarts", elsewhere=("restarts", "retries"))
+                             setting="run.max_restarts")
     hang_timeout: float = _row("S", seconds, "seconds (or 5min) without progress after which the cell shows the stacks",
-                               300.0, setting="run.hang_timeout", elsewhere=("timeout",))
+                               300.0, setting="run.hang_timeout")
     output: Literal["0", "all", "none"] | tuple[int, ...] = _row(
         "0|all|none|LIST", ranks("0", "all", "none"), "ranks whose output the cell shows, such as 0,3-5", "0",
         setting="run.output")
@@ -115,14 +114,7 @@ class RunSpec:
 
 
 _GPUS = Option(  # it sets three fields, together with the instance type
-    "gpus",
-    "N|auto",
-    gpus,
-    "ranks, one GPU each; auto: every GPU there is (2 rehearsed ranks if none)",
-    elsewhere=(
-        *("n", "np", "nproc", "nproc-per-node", "num-processes", "num-procs", "world-size", "ranks"),
-        *("num-ranks", "num-gpus", "ngpus", "n-gpus", "n-gpu", "gpus-per-node", "devices", "workers"),
-    ),
+    "gpus", "N|auto", gpus, "ranks, one GPU each; auto: every GPU there is (2 rehearsed ranks if none)"
 )
 _FIELDS: dict[str, Option] = {
     row.name: replace(option, name=option.name or row.name.replace("_", "-"))
@@ -139,7 +131,6 @@ ON = Option(
     "TYPE",
     text_of("an instance type", "g2.8"),
     "instance type, as #!TYPE above a cell (only on a %%taas line; see %taas types)",
-    elsewhere=("type", "instance", "instance-type", "machine", "vm"),
 )
 
 
@@ -163,12 +154,8 @@ def read_options(text: str, *, magic: bool = False) -> dict[str, Any]:
     Raises:
         HeaderError: one line: what is wrong, what is allowed, what to type instead.
     """
-    table = {"on": ON, **OPTIONS} if magic else OPTIONS
-
-    def unknown(word: str, rest: list[str], before: Option | None) -> str:
-        return _unknown(word, rest, before, magic=magic)
-
-    return dict(read_line(split_words(text), table, unknown).options)
+    table, type_mark = ({"on": ON, **OPTIONS}, "--on ") if magic else (OPTIONS, "#!")
+    return dict(read_line(split_words(text), table, partial(_unknown, table, type_mark)).options)
 
 
 def spec_values(given: Mapping[str, Any], settings: Mapping[str, Any], world_size: int) -> dict[str, Any]:
@@ -192,50 +179,18 @@ def spec_values(given: Mapping[str, Any], settings: Mapping[str, Any], world_siz
 
 # ---------------------------------------------------------------- what was meant by a word that is no option
 
-_FOLLOWS = (
-    "nnodes", "num-nodes", "nodes", "num-machines", "machine-rank", "node-rank", "standalone", "local-rank",
-)  # fmt: skip
-"""Options of other launchers for what a run finds by itself."""
 
-
-def _unknown(word: str, rest: list[str], before: Option | None, *, magic: bool) -> str:
+def _unknown(table: Mapping[str, Option], type_mark: str, word: str, before: Option | None) -> str:
     """Why a word that should be an option, after the option ``before``, is none."""
-    bare, equals, value = DASHES.sub("", word, count=1).partition("=")
-    if not equals and rest and not DASHES.match(rest[0]):
-        value = rest[0]
     dashed = DASHES.match(word) is not None
-    name = bare.replace("_", "-").lower()
-    if known := _never_an_option(word, name, dashed=dashed):
-        return known
-    option = _meant(name, 0.8 if not dashed else 0.65 if len(name) > 3 else 0.5)
-    if option is None and not (dashed or equals):
-        return _alone(word, before, "--on " if magic else "#!")
-    if option is ON and not magic:
-        return (
-            f"{shown(word)}: allowed is a line of its own above #pragma taas; type #!{shown(value) or 'g2.8'}"
-        )
-    return _no_option(word, option, f"{equals or ' '}{shown(value)}" if value else "", magic=magic)
-
-
-def _never_an_option(word: str, name: str, *, dashed: bool) -> str | None:
-    """Why a word that people type out of habit belongs elsewhere, or is not needed."""
-    if word == "\\":
-        return "\\ at the end of the line: allowed is one line; type all options on it"
-    if dashed and name in ("help", "h"):
-        return f"{word}: allowed is %%taas? in a cell of its own, which shows all options; leave {word} out"
-    if name.startswith(("rdzv", "master-")) or name in _FOLLOWS:
-        return f"{shown(word)}: allowed is --gpus alone: how many VMs, and how ranks meet, follows from it; leave it out"
-    return None
-
-
-def _no_option(word: str, option: Option | None, value: str, *, magic: bool) -> str:
-    """Name the options there are, and the one that was meant."""
-    known = ", ".join(f"--{name}" for name in ({"on": ON, **OPTIONS} if magic else OPTIONS))
-    if option is None:
-        instead = "type one of them, or leave it out"
-    else:
-        instead = f"type --{option.name}{'' if option.convert is None else value}"
-    return f"{shown(word)} is no option: allowed is {known}; {instead}"
+    bare, equals, _ = DASHES.sub("", word, count=1).partition("=")
+    near = nearest(bare.replace("_", "-"), table, 0.6 if dashed else 0.8)
+    if near is None and not (dashed or equals):
+        return _alone(word, before, type_mark)
+    known = ", ".join(f"--{name}" for name in table)
+    above = "" if "on" in table else "#!TYPE on the line above, "
+    step = f"type --{near}" if near else "leave it out, or see %%taas?"
+    return f"{shown(word)} is no option: allowed is {above}{known}; {step}"
 
 
 def _alone(word: str, before: Option | None, type_mark: str) -> str:
@@ -246,17 +201,6 @@ def _alone(word: str, before: Option | None, type_mark: str) -> str:
     if before is None:
         cure = f"type --gpus {shown(word)}" if NUMBER.fullmatch(word) else "leave it out"
         return f"{fact} an option before it; {cure}"
-    if before.convert is None:
-        return f"{fact} --{before.name} without a value; leave {shown(word)} out"
-    joined = "join several by commas without blanks" if "," in before.metavar else "type quotes around both"
-    return f"{fact} one value after --{before.name}; {joined}, or leave {shown(word)} out"
-
-
-def _meant(name: str, likeness: float) -> Option | None:
-    """The option that somebody meant who typed this name: another launcher's word, or ours misspelt."""
-    own = {option.name: option for option in (ON, *OPTIONS.values())}
-    others = {word: option for option in own.values() for word in option.elsewhere}
-    if near := nearest(name, others, 0.85):
-        return others[near]
-    near = nearest(name, own, likeness)
-    return own[near] if near else None
+    one = "one value, several joined by commas, one with blanks in quotes"
+    takes = f"{one}, after --{before.name}" if before.convert else f"--{before.name} without a value"
+    return f"{fact} {takes}; leave {shown(word)} out"

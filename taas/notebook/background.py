@@ -8,11 +8,13 @@ import types
 from functools import partial
 from typing import Any
 
+from IPython.core.getipython import get_ipython
+
 from taas.capture import Applied, Capture, rebind_answer
 from taas.delivery.registered import Registration, apply_final
 from taas.notebook import connections
 from taas.notebook.cell_output import say
-from taas.notebook.live_view import RunView
+from taas.notebook.live_view import LiveDisplay, RunView
 from taas.notebook.tables import Shown, line, plain
 from taas.runs.endings import finish
 from taas.runs.places import ProcessMark
@@ -34,7 +36,7 @@ _brought: set[str] = set()
 
 
 class RunHandle:
-    """A run that goes on by itself; shown, it says how it is doing now.
+    """A run that goes on by itself; shown, it says how it is doing, and in a notebook goes on saying so.
 
     Attributes:
         name: what ``%taas attach``, ``logs``, ``stop`` take.
@@ -56,20 +58,28 @@ class RunHandle:
         record = self.record
         return "removed" if record is None else record.state if record.live else record.outcome
 
-    def _shown(self) -> Shown:
+    def _look(self) -> tuple[Shown, bool]:
+        """Return what there is to be shown now, and whether the run goes on."""
         record, name = self.record, self.name
         if record is None:
-            return plain(f"{name} was removed")
+            return plain(f"{name} was removed"), False
         hints = f"%taas attach {name} brings its output and its names"
         if record.live:
             hints += f"; %taas logs {name} its output alone; %taas stop {name} ends it"
-        return line(record) + Shown(hints, f'<div style="opacity:.75">{html.escape(hints)}</div>')
+        below = Shown(hints, f'<div style="opacity:.75">{html.escape(hints)}</div>')
+        return line(record, kept=True) + below, record.live
 
     def __repr__(self) -> str:
-        return self._shown().text
+        return self._look()[0].text
 
     def _repr_html_(self) -> str:
-        return self._shown().html
+        return self._look()[0].html
+
+    def _ipython_display_(self) -> None:
+        shell = get_ipython()
+        if not hasattr(shell, "kernel"):
+            raise NotImplementedError  # then IPython shows its text
+        LiveDisplay(shell.display_pub, self._look)
 
 
 def keep_capture(run_id: str, captured: Capture, loaders: list[Registration]) -> None:

@@ -1,4 +1,8 @@
-"""What ranks wrote, shown where a person looks: in a notebook's cell or in a terminal."""
+"""What ranks wrote, shown where a person looks: in a notebook's cell or in a terminal.
+
+A front end pays for messages, not for text: 900 of them keep JupyterLab busy for a minute and a half. So text waits for
+more of it, as long as ipykernel lets a plain cell's wait.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +21,10 @@ from taas.runs.records import RunRecord
 _TOGETHER_SECONDS = 0.005
 """What ranks print within so short a time after something little was shown leaves as one message."""
 _LITTLE = 1 << 15
+_MESSAGE_SECONDS = 0.2
+"""As ipykernel does it: a message of each stream in so long a time, the first one at once."""
+_LARGEST_MESSAGE = 1_000_000
+"""So many characters wait for no more."""
 _read_output = msgspec.msgpack.Decoder(dict[str, Any])
 
 
@@ -42,16 +50,19 @@ def follow(
     Raises:
         KeyboardInterrupt: the person at the keyboard has seen enough; the run goes on.
     """
-    while True:
-        look(reader.look())
-        if items := reader.read():
-            screen.show(items)
-            if sum(len(item.text) + len(item.body) for item in items) < _LITTLE:
-                time.sleep(_TOGETHER_SECONDS)
-        elif reader.over:  # it was before the files were read: that was all
-            return reader.record
-        elif not ask(reader.record):
-            (wait or reader.wait)(LOOK_SECONDS)
+    try:
+        while True:
+            look(reader.look())
+            if items := reader.read():
+                screen.show(items)
+                if sum(len(item.text) + len(item.body) for item in items) < _LITTLE:
+                    time.sleep(_TOGETHER_SECONDS)
+            elif reader.over:  # it was before the files were read: that was all
+                return reader.record
+            elif not ask(reader.record):
+                (wait or reader.wait)(min(LOOK_SECONDS, screen.send_due()))
+    finally:
+        screen.send()
 
 
 def show_written(record: RunRecord, ranks: Iterable[int], screen: Screen) -> None:
@@ -60,6 +71,7 @@ def show_written(record: RunRecord, ranks: Iterable[int], screen: Screen) -> Non
         with RunReader(record, (rank,)) as reader:
             while items := reader.read():
                 screen.show(items)
+    screen.send()
 
 
 def say(*lines: str) -> None:
@@ -74,28 +86,52 @@ class Screen:
 
     Args:
         plain: the rank whose lines carry no number; None: all carry one.
+        pause: seconds between two messages of a stream.
     """
 
-    def __init__(self, plain: int | None = 0) -> None:
-        self._plain = plain
+    def __init__(self, plain: int | None = 0, pause: float = 0.0) -> None:
+        self._plain, self._pause = plain, pause
         self._line_open: dict[int, bool] = {}
+        self._waiting: dict[str, list[str]] = {}  # by stream, in the order in which they began to wait
+        self._size, self._next = 0, 0.0
 
     def show(self, items: Iterable[Output]) -> None:
-        """Show consecutive output of ranks."""
+        """Show consecutive output of ranks: text when it is due, at :meth:`send`, or before what is no text."""
         for item in items:
+            if item.kind in ("stdout", "stderr"):
+                self._write(item.kind, item.rank, item.text)
+                continue
+            self.send()
             if item.kind not in ("clear", "update", "comm"):
                 self.settle()
             if item.kind == "note":
                 say(item.text)
-            elif item.kind in ("stdout", "stderr"):
-                self._write(item.kind, item.rank, item.text)
             else:
-                _flush()
                 self._display(item.rank, item.kind, _read_output.decode(item.body))
-        _flush()
 
     def _write(self, stream: str, rank: int, text: str) -> None:
-        (sys.stdout if stream == "stdout" else sys.stderr).write(self._tagged(rank, text))
+        self._waiting.setdefault(stream, []).append(self._tagged(rank, text))
+        self._size += len(text)
+        self.send_due()
+
+    def send_due(self) -> float:
+        """Send the text that waits, if it is time; returns the seconds until it is, infinite where none waits."""
+        left = self._next - time.monotonic()
+        if left <= 0 or self._size >= _LARGEST_MESSAGE:
+            self.send()
+        return left if self._waiting else float("inf")
+
+    def send(self) -> None:
+        """Send the text that waits."""
+        if not self._waiting:
+            return
+        self.settle()
+        waiting, self._waiting, self._size = self._waiting, {}, 0
+        for stream, texts in waiting.items():
+            (sys.stdout if stream == "stdout" else sys.stderr).write("".join(texts))
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self._next = time.monotonic() + self._pause
 
     def _tagged(self, rank: int, text: str) -> str:
         """Return a text with the rank's number before each of its lines."""
@@ -113,11 +149,6 @@ class Screen:
         """Let what waits for the next thing to be shown happen now, with that thing at hand."""
 
 
-def _flush() -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
-
-
 class CellOutput(Screen):
     """Output as the cell's own: streams, displays, the last expression's value.
 
@@ -131,7 +162,7 @@ class CellOutput(Screen):
     """
 
     def __init__(self, shell: Any, plain: int | None = 0, *, live: bool = False) -> None:
-        super().__init__(plain)
+        super().__init__(plain, _MESSAGE_SECONDS if hasattr(shell, "kernel") else 0.0)
         self._shell = shell
         self._clears_with_next = False
         self._ends = KernelEnds(live=live, say=say) if hasattr(shell, "kernel") else None

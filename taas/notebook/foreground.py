@@ -19,7 +19,6 @@ from taas.notebook.cell_output import say
 from taas.notebook.live_view import RunView
 from taas.notebook.supervised import Supervised
 from taas.runs.endings import interrupted
-from taas.runs.reader import RunReader
 from taas.runs.records import RunRecord
 from taas.wire.clients import Refused, RunRequest, RunState, Submit
 
@@ -138,15 +137,16 @@ class Foreground:
         reader = view.reader
         try:
             view.follow(
-                lambda: self._hear(0, reader),
-                lambda seconds: self._hear(min(int(seconds * 1000), _LOOK_ROUND_MS), reader),
+                lambda: self._hear(0, view),
+                lambda seconds: self._hear(min(int(seconds * 1000), _LOOK_ROUND_MS), view),
                 partial(self._ask, view),
             )
             while self._ended is None:  # its record says it already
-                self._hear(_LOOK_ROUND_MS, reader)
+                self._hear(_LOOK_ROUND_MS, view)
         except RunLost:
             while self._interrupts.count == self._relayed and (items := reader.read()):
                 view.output.show(items)  # what its ranks had written until then
+            view.output.send()
             raise
         try:
             if self._ended.answer is not None:
@@ -165,15 +165,16 @@ class Foreground:
             except KeyboardInterrupt:
                 return True
 
-    def _hear(self, timeout_ms: int, reader: RunReader) -> None:
+    def _hear(self, timeout_ms: int, view: RunView) -> None:
         """Take in what the supervisor says, and what the person at the keyboard wants."""
+        reader = view.reader
         for message in self._supervisor.hear(timeout_ms, reader):
             self._interrupts.heard()
             if isinstance(message, RunState) and message.record.id == reader.record.id:
                 self._end(message)  # that of another run was abandoned
         if self._ended is not None:
             reader.end(self._ended.record)
-        self._relay_interrupts(reader)
+        self._relay_interrupts(view)
 
     def _end(self, ended: RunState) -> None:
         """Open the answer at once: the run's machines are free while its output is shown and its names are unpacked."""
@@ -183,13 +184,14 @@ class Foreground:
                 self._answer = ended.answer.open()
             self._supervisor.say(RunRequest(run=ended.record.name, what="let go"))
 
-    def _relay_interrupts(self, reader: RunReader) -> None:
-        name = reader.record.name
+    def _relay_interrupts(self, view: RunView) -> None:
+        name = view.reader.record.name
         while self._relayed < self._interrupts.count:
             self._relayed += 1
             if self._ended is None:
                 self._supervisor.say(RunRequest(run=name, what="interrupt"))
-            elif reader.skip():  # the person wants the prompt, and the run is over
+            elif view.reader.skip():  # the person wants the prompt, and the run is over
+                view.output.send()
                 say(f"the rest of its output stays in its folder; %taas logs {name} shows it")
         if self._ended is None:
             self._interrupts.check(self._supervisor)

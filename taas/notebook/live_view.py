@@ -18,7 +18,7 @@ from taas.runs.records import RunRecord, read_records
 from taas.wire.ranks import Answer, Asking
 
 _SHORTEST_SECONDS = 0.25
-_TABLE_SECONDS = 1.0
+_DISPLAY_SECONDS = 1.0
 _TURN_SECONDS = 0.3
 """So long after an answer the next question is expected of the same rank: a debugger asks again and again."""
 
@@ -148,6 +148,7 @@ class RunView:
             asked = next(iter(found), None)
         if asked is None:
             return False
+        self.output.send()
         self.line.refresh(final=True)  # it stands still until there is an answer
         text, refused = self._read(asked, record)
         self._answered.add((start, asked.rank, asked.number))
@@ -201,30 +202,41 @@ class RunView:
         self.reader.close()
 
 
-class LiveTable:
-    """What goes on, in the cell that asked: its display is updated once a second, until no run goes on.
+class LiveDisplay:
+    """What goes on, in the cell that asked: updated once a second by a thread of the kernel, until it is over.
 
-    A newer table takes its place; the older one stays as it was last. The updates come from a thread of the
-    kernel, which ends with the last run.
+    Args:
+        publisher: the shell's.
+        look: returns what there is to be shown now, and whether it goes on.
     """
+
+    def __init__(self, publisher: Any, look: Callable[[], tuple[Shown, bool]]) -> None:
+        self._display, self._look = _Updated(publisher), look
+        self._superseded = threading.Event()
+        if self._show():
+            threading.Thread(target=self._follow, name="taas-display", daemon=True).start()
+
+    def _show(self) -> bool:
+        shown, goes_on = self._look()
+        self._display.show(shown)
+        return goes_on
+
+    def _follow(self) -> None:
+        while not self._superseded.wait(_DISPLAY_SECONDS) and self._show():
+            pass
+
+
+class LiveTable(LiveDisplay):
+    """The table of runs; a newer one takes its place, and the older one stays as it was last."""
 
     _newest: LiveTable | None = None
 
     def __init__(self, publisher: Any, own: Callable[[list[RunRecord]], list[RunRecord]]) -> None:
-        self._display, self._own = _Updated(publisher), own
-        self._superseded = threading.Event()
+        def look() -> tuple[Shown, bool]:
+            records = read_records()
+            return status(records, own=own(records)), any(record.live for record in records)
+
+        super().__init__(publisher, look)
         if LiveTable._newest is not None:
             LiveTable._newest._superseded.set()
         LiveTable._newest = self
-        if self._show():
-            threading.Thread(target=self._follow, name="taas-status", daemon=True).start()
-
-    def _show(self) -> bool:
-        """Show what there is now; returns whether a run goes on."""
-        records = read_records()
-        self._display.show(status(records, own=self._own(records)))
-        return any(record.live for record in records)
-
-    def _follow(self) -> None:
-        while not self._superseded.wait(_TABLE_SECONDS) and self._show():
-            pass

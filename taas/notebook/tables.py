@@ -13,7 +13,7 @@ from taas.config import Catalog
 from taas.runs.records import RunRecord, told_apart
 from taas.runs.retention import NOTICE_SECONDS
 from taas.runs.stacks import StackGroup
-from taas.wording import counted, ranks_in_words, size_in_words
+from taas.wording import counted, named, ranks_in_words, size_in_words
 from taas.wording import shown as on_one_line
 
 _MARKS = {"done": "✓", "failed": "✗", "interrupted": "■", "lost": "✗", "live": "▸"}
@@ -119,7 +119,7 @@ def why(record: RunRecord) -> str:
     if record.outcome == "failed" and first is not None:
         said = f"{first.etype}: {first.message}" if first.outcome == "raised" else first.message
         clue = f"{record.message}; " if record.message else ""
-        return f"{clue}rank {first.rank} on {record.vm}: {said}".splitlines()[0]
+        return f"{clue}rank {first.rank}{named('on', record.vm)}: {said}".splitlines()[0]
     return record.message
 
 
@@ -132,7 +132,7 @@ def line(record: RunRecord, now: float | None = None, *, kept: bool = False) -> 
     Args:
         record: the run.
         now: seconds since the epoch.
-        kept: the notebook keeps it: saved, or opened again, while the run goes on, it says where the rest is.
+        kept: the notebook keeps it: saved, or opened again, while the run goes on, it says of when it is.
     """
     now = time.time() if now is None else now
     state, elapsed = _state(record), _elapsed(record, now)
@@ -141,13 +141,15 @@ def line(record: RunRecord, now: float | None = None, *, kept: bool = False) -> 
         parts.append(f"started again {'once' if record.restarts == 1 else f'{record.restarts} times'}")
     if delivery := _delivery(record):
         parts.append(delivery)
-    hint = f" · stale? %taas attach {record.name}" if kept and record.live else ""
+    if kept and record.live:
+        parts.append(f"at {time.strftime('%H:%M', time.localtime(now))}")
     mark = _MARKS.get(record.outcome or "live", "")
     head = f"{mark} {record.name} {state}"
-    text = " · ".join([head, *parts]) + hint
     quiet = html.escape(" · ".join(["", *parts]))
-    quiet += f'<span style="white-space:nowrap;font-size:90%">{html.escape(hint)}</span>' if hint else ""
-    shown = Shown(text, f'<div><b>{html.escape(head)}</b><span style="opacity:.75">{quiet}</span></div>')
+    shown = Shown(
+        " · ".join([head, *parts]),
+        f'<div><b>{html.escape(head)}</b><span style="opacity:.75">{quiet}</span></div>',
+    )
     if note := _note(record):
         return shown + Shown(f"  {note}", plain(note).html)
     trouble = record.trouble

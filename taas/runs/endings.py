@@ -7,7 +7,7 @@ import re
 from taas import errors
 from taas.errors import CellFailed, RunLost
 from taas.runs.records import RunRecord
-from taas.wording import counted
+from taas.wording import counted, named
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -47,7 +47,7 @@ def cell_failed(record: RunRecord) -> CellFailed:
 
     def told(fact: str) -> str:
         fact = fact.removesuffix(".")
-        return f"{clue}rank {first.rank} on {record.vm} {fact}.{others} {fate}; {record.names}."
+        return f"{clue}rank {first.rank}{named('on', record.vm)} {fact}.{others} {fate}; {record.names}."
 
     error = CellFailed(told(fact))
     shown = _COLOURS.sub("", "\n".join(first.traceback)).rstrip()

@@ -56,7 +56,7 @@ class Verdict(msgspec.Struct, kw_only=True):
     Attributes:
         outcome: ``done``, ``failed``, ``interrupted`` or ``lost``; empty before.
         first: what the first failing rank said.
-        vm: where that was.
+        vm: where that was; empty where the run has this machine alone.
         others: how many ranks failed after it.
         message: for ``lost``: what was; for ``failed``: who had ended before; for ``interrupted``: from where, if
             that was not its own cell, and what failed while the cell was finishing.

@@ -12,7 +12,7 @@ from taas.runs.records import Verdict
 from taas.supervisor.rank_jobs import RankJobs
 from taas.wire.framing import Memory
 from taas.wire.ranks import RankEnded
-from taas.wording import ranks_in_words
+from taas.wording import named, ranks_in_words
 
 _DEATH_IS_THE_CAUSE_SECONDS = 2.0
 """A rank that was killed is to blame for errors others had up to this long before its agent saw it."""
@@ -140,7 +140,7 @@ class Findings:
         return f"{ranks_in_words(left)} had ended the cell" if left else ""
 
     def _forkserver_lost(self, orphan: RankEnded) -> str:
-        return f"the forkserver of {self._vm_of(orphan.rank)} was killed; its ranks went with it"
+        return f"the forkserver{named('of', self._vm_of(orphan.rank))} was killed; its ranks went with it"
 
     def _blame(self, failed: list[RankEnded]) -> RankEnded:
         """Return what failed first, among ranks that may have failed because of each other.
@@ -167,7 +167,7 @@ def what_was_lost(verdict: Verdict) -> str:
         return verdict.message
     first = verdict.first
     if verdict.outcome == "failed" and first is not None and first.outcome == "died":
-        return f"rank {first.rank} on {verdict.vm} {first.message}"
+        return f"rank {first.rank}{named('on', verdict.vm)} {first.message}"
     return ""
 
 

@@ -14,6 +14,7 @@ from taas.wire.agents import EndJob, How, JobHears, JobRequest, JobSays, OfJob, 
 from taas.wire.framing import LOOPBACK, StoreAddress
 from taas.wire.ranks import Answer, RankKept, RankOrder
 from taas.wire.transfer import Chunk
+from taas.wording import named
 
 if TYPE_CHECKING:
     from taas.supervisor.runs import Run
@@ -52,14 +53,16 @@ class RankJobs:
         self._end_by = self._patient_by = float("inf")
 
     def name(self, number: int) -> str:
-        """Return what messages call a VM of this run, such as ``g2.8-0``."""
+        """Return what messages call a VM of this run, such as ``g2.8-0``; empty where that is this machine, alone."""
+        if len(self.vms) == 1 and not self.vms[0].remote:
+            return ""
         name = f"{self._submit.spec.instance or 'vm'}-{number}"
         place = self.vms[number].machine.place
         return f"{name} ({place})" if place else name
 
     def loss(self, number: int, how: str) -> str:
         """Say what was lost with a VM, ``how`` in words."""
-        agent = f"the agent of {self.name(number)} was {how}"
+        agent = f"the agent{named('of', self.name(number))} was {how}"
         if number in self.told:
             what = "its ranks" if number in self.busy else "rank 0's names"
             return f"{agent}; it took {what} with it"
@@ -121,7 +124,7 @@ class RankJobs:
         order = StartJob(
             run=self._run.name,
             job=number,
-            name=f"VM {name}",
+            name=f"VM {name}" if name else "this machine",
             payload=submit.payload,
             project=submit.project,
             environ=submit.environ,
