@@ -202,10 +202,61 @@ def what_comes_from_the_gpu_is_a_copy():
     assert torch.equal(also["weight"], before["weight"])
     assert not torch.equal(net.weight, before["weight"])
     batch = torch.ones(2)
-    assert batch.cuda() is batch
-    assert batch.to("cpu", torch.float32, False, False) is batch
     assert batch.to(net.weight) is batch
     assert batch.to(net.weight.device) is batch
+
+
+def what_goes_to_the_gpu_is_a_copy():
+    """In-place work on a batch that was sent leaves the one in host memory alone, and what was sent is dense."""
+    batch = torch.arange(12).reshape(3, 4)
+    for send in (
+        lambda: batch.to("cuda"),
+        lambda: batch.to(0),
+        lambda: batch.to(torch.device("cuda"), torch.int64, True),
+        lambda: batch.to(device="cuda:0", copy=False),
+        lambda: batch.cuda(),
+        lambda: batch.type(torch.cuda.LongTensor),
+        lambda: torch.as_tensor(batch, device="cuda"),
+        lambda: torch.as_tensor(batch.numpy(), device="cuda"),
+        lambda: torch.asarray(batch.numpy(), device="cuda"),
+    ):
+        sent = send()
+        sent.zero_()
+        assert batch.sum() == 66
+    assert batch[:, 1:].to("cuda").view(-1).tolist() == [1, 2, 3, 5, 6, 7, 9, 10, 11]
+    assert batch[:, 1:].cuda().is_contiguous()
+    assert batch.t().to("cuda").stride() == (1, 4)
+    image = torch.ones(2, 3, 4, 4).to(memory_format=torch.channels_last)
+    assert image.to("cuda").is_contiguous(memory_format=torch.channels_last)
+    assert torch.eye(2).to_sparse().cuda().to_dense().tolist() == [[1, 0], [0, 1]]
+    assert torch.func.vmap(lambda row: row.to("cuda") + 1)(batch).tolist() == (batch + 1).tolist()
+
+
+def what_is_on_the_gpu_stays():
+    """Sending a tensor where it is gives the same tensor; to another device, a copy."""
+    data = {"a": torch.ones(2)}
+    stored = io.BytesIO()
+    torch.save(data, stored)
+    stored.seek(0)
+    net = nn.BatchNorm1d(2).to("cuda")
+    for here in (
+        torch.ones(2).to("cuda"),
+        torch.ones(2).cuda()[1:],
+        torch.zeros(2, device="cuda"),
+        torch.zeros_like(torch.ones(2), device=0),
+        torch.as_tensor([1.0], device="cuda"),
+        torch.load(stored, map_location="cuda")["a"],
+        net.running_mean,
+        net.weight.detach(),
+        nn.BatchNorm1d(2).cuda().running_var,
+    ):
+        assert here.to("cuda") is here
+        assert here.to("cuda:0", torch.float32) is here
+        assert here.cuda() is here
+        assert torch.as_tensor(here, device="cuda") is here
+        assert here.cpu().cuda() is not here
+    weight = torch.ones(2, requires_grad=True)
+    assert weight.to("cuda") is weight  # a leaf of a graph stays the leaf
 
 
 def seeds_of_cuda_are_its_own():

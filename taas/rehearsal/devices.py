@@ -42,9 +42,9 @@ def place(local_rank: int, device_count: int) -> None:
     machine.device_count, machine.current = device_count, local_rank
 
 
-def check(index: int | None) -> None:
+def check(index: int) -> None:
     """Raise what CUDA raises for a device that isn't there, with the devices that are."""
-    if index is not None and not 0 <= index < machine.device_count:
+    if not 0 <= index < machine.device_count:
         last = machine.device_count - 1
         raise _CudaError(
             f"CUDA error: invalid device ordinal\ncuda:{index} was asked for; this run has cuda:0"
@@ -53,24 +53,33 @@ def check(index: int | None) -> None:
         )
 
 
+def cuda_index(device: Any) -> int | None:
+    """The index of a device-like that means CUDA; None for anything else.
+
+    Raises:
+        RuntimeError: the device isn't there, as CUDA raises it.
+    """
+    if isinstance(device, str):
+        if not device.startswith("cuda"):
+            return None
+        device = torch.device(device)
+    if isinstance(device, torch.device):
+        if device.type != "cuda":
+            return None
+        device = machine.current if device.index is None else device.index
+    elif not isinstance(device, int) or isinstance(device, bool):
+        return None
+    check(device)
+    return device  # type: ignore[no-any-return]
+
+
 def as_cpu(device: Any) -> Any:
     """The CPU for a device-like that means CUDA; anything else as it is.
 
     Raises:
         RuntimeError: the device isn't there, as CUDA raises it.
     """
-    if isinstance(device, str):
-        if device.startswith("cuda"):
-            check(torch.device(device).index)
-            return CPU
-    elif isinstance(device, torch.device):
-        if device.type == "cuda":
-            check(device.index)
-            return CPU
-    elif isinstance(device, int) and not isinstance(device, bool):
-        check(device)
-        return CPU
-    return device
+    return device if cuda_index(device) is None else CPU
 
 
 def is_device_like(value: Any) -> bool:
