@@ -5,6 +5,7 @@ A *device-like* is what torch takes for a device: ``"cuda"``, ``"cuda:1"``, ``to
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,10 +21,21 @@ _CudaError: type[RuntimeError] = getattr(torch, "AcceleratorError", RuntimeError
 
 @dataclass
 class RehearsedMachine:
-    """What the rank is told it has: GPUs of the run on this VM, the same for all its ranks there, and the current one."""
+    """What the rank is told it has: GPUs of the run on this VM, the same for all its ranks there, and the current one.
+
+    Attributes:
+        used: whether this process, or the one it was forked from, has used a device.
+        forked: whether it was forked from one that had: CUDA does not work there.
+    """
 
     device_count: int = 1
     current: int = 0
+    used: bool = False
+    forked: bool = False
+
+    def note_fork(self) -> None:
+        """Do in a forked child what CUDA does."""
+        self.forked = self.used
 
 
 machine = RehearsedMachine()
@@ -42,8 +54,19 @@ def place(local_rank: int, device_count: int) -> None:
     machine.device_count, machine.current = device_count, local_rank
 
 
+def use() -> None:
+    """Raise what CUDA raises in a child that was forked after its parent had used a device."""
+    if machine.forked:
+        raise RuntimeError(
+            "Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, you must use the "
+            "'spawn' start method"
+        )
+    machine.used = True
+
+
 def check(index: int) -> None:
-    """Raise what CUDA raises for a device that isn't there, with the devices that are."""
+    """Use a device; raise what CUDA raises for one that isn't there, with the devices that are."""
+    use()
     if not 0 <= index < machine.device_count:
         last = machine.device_count - 1
         raise _CudaError(
@@ -117,7 +140,8 @@ def existing(device: Any = None) -> int:
 
 
 def install() -> None:
-    """Let ``torch.device(0)`` mean ``cuda:0`` where torch refuses numbers: CPU builds, and without GPUs torch 2.6."""
+    """Heed forks. Let ``torch.device(0)`` mean ``cuda:0`` where torch refuses numbers: CPU builds, and without GPUs torch 2.6."""
+    os.register_at_fork(after_in_child=machine.note_fork)
     try:
         torch.device(0)
     except RuntimeError:

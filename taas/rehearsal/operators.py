@@ -26,6 +26,7 @@ from taas.rehearsal.devices import CPU, cuda_index, machine
 from taas.rehearsal.patches import Arguments, always, replace, replace_all, rewrite_calls
 from taas.rehearsal.streams import generators
 from taas.rehearsal.there import put, send
+from taas.rehearsal.warned import passed_over
 
 # ---------------------------------------------------------------- making tensors
 #
@@ -47,6 +48,7 @@ _standing_in: dict[Any, Factory] = {}  # torch's own factory -> ours
 
 
 def _on_the_cpu(original: Factory, draws: bool = False, arrive: Callable[..., Any] = put) -> Factory:
+    @passed_over
     @functools.wraps(original)
     def factory(*args: Any, **kwargs: Any) -> torch.Tensor:
         if not kwargs:
@@ -248,6 +250,7 @@ def _compile(model: Any = None, **options: Any) -> Any:
     if not callable(model):
         raise RuntimeError(f"torch.compile takes a module or a function, not {type(model).__name__}")
 
+    @passed_over
     @functools.wraps(model)
     def eager(*args: Any, **kwargs: Any) -> Any:
         return model(*args, **kwargs)
