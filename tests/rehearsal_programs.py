@@ -257,8 +257,12 @@ def what_is_on_the_gpu_stays():
         assert here.cuda() is here
         assert torch.as_tensor(here, device="cuda") is here
         assert here.cpu().cuda() is not here
+
+
+def leaves_stay_leaves():
+    """A tensor that requires a gradient stays what an optimizer has."""
     weight = torch.ones(2, requires_grad=True)
-    assert weight.to("cuda") is weight  # a leaf of a graph stays the leaf
+    assert weight.to("cuda") is weight
 
 
 def seeds_of_cuda_are_its_own():
