@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import copy
 import io
+import multiprocessing
+import os
 import pickle
 import warnings
 
@@ -202,10 +204,65 @@ def what_comes_from_the_gpu_is_a_copy():
     assert torch.equal(also["weight"], before["weight"])
     assert not torch.equal(net.weight, before["weight"])
     batch = torch.ones(2)
-    assert batch.cuda() is batch
-    assert batch.to("cpu", torch.float32, False, False) is batch
     assert batch.to(net.weight) is batch
     assert batch.to(net.weight.device) is batch
+
+
+def what_goes_to_the_gpu_is_a_copy():
+    """In-place work on a batch that was sent leaves the one in host memory alone, and what was sent is dense."""
+    batch = torch.arange(12).reshape(3, 4)
+    for send in (
+        lambda: batch.to("cuda"),
+        lambda: batch.to(0),
+        lambda: batch.to(torch.device("cuda"), torch.int64, True),
+        lambda: batch.to(device="cuda:0", copy=False),
+        lambda: batch.cuda(),
+        lambda: batch.type(torch.cuda.LongTensor),
+        lambda: torch.as_tensor(batch, device="cuda"),
+        lambda: torch.as_tensor(batch.numpy(), device="cuda"),
+        lambda: torch.asarray(batch.numpy(), device="cuda"),
+    ):
+        sent = send()
+        sent.zero_()
+        assert batch.sum() == 66
+    assert batch[:, 1:].to("cuda").view(-1).tolist() == [1, 2, 3, 5, 6, 7, 9, 10, 11]
+    assert batch[:, 1:].cuda().is_contiguous()
+    assert batch.t().to("cuda").stride() == (1, 4)
+    image = torch.ones(2, 3, 4, 4).to(memory_format=torch.channels_last)
+    assert image.to("cuda").is_contiguous(memory_format=torch.channels_last)
+    assert torch.eye(2).to_sparse().cuda().to_dense().tolist() == [[1, 0], [0, 1]]
+    assert torch.func.vmap(lambda row: row.to("cuda") + 1)(batch).tolist() == (batch + 1).tolist()
+
+
+def what_is_on_the_gpu_stays():
+    """Sending a tensor where it is gives the same tensor; to another device, a copy."""
+    data = {"a": torch.ones(2)}
+    stored = io.BytesIO()
+    torch.save(data, stored)
+    stored.seek(0)
+    net = nn.BatchNorm1d(2).to("cuda")
+    for here in (
+        torch.ones(2).to("cuda"),
+        torch.ones(2).cuda()[1:],
+        torch.zeros(2, device="cuda"),
+        torch.zeros_like(torch.ones(2), device=0),
+        torch.as_tensor([1.0], device="cuda"),
+        torch.load(stored, map_location="cuda")["a"],
+        net.running_mean,
+        net.weight.detach(),
+        nn.BatchNorm1d(2).cuda().running_var,
+    ):
+        assert here.to("cuda") is here
+        assert here.to("cuda:0", torch.float32) is here
+        assert here.cuda() is here
+        assert torch.as_tensor(here, device="cuda") is here
+        assert here.cpu().cuda() is not here
+
+
+def leaves_stay_leaves():
+    """A tensor that requires a gradient stays what an optimizer has."""
+    weight = torch.ones(2, requires_grad=True)
+    assert weight.to("cuda") is weight
 
 
 def seeds_of_cuda_are_its_own():
@@ -479,22 +536,77 @@ class _Pinnable:
 class _SeesCuda(torch.utils.data.Dataset):
     """A dataset of this module, whose items say what their process sees."""
 
-    def __init__(self):
-        self.offset = torch.ones(1, device="cuda")
+    def __init__(self, device="cuda"):
+        self.device = device
+        self.offset = torch.ones(1)
 
     def __len__(self):
         return 2
 
     def __getitem__(self, index):
-        here = [float(torch.cuda.is_available()), torch.cuda.device_count(), torch.cuda.current_device()]
-        return torch.tensor(here, device="cuda") + self.offset.cuda() - 1
+        here = [float(torch.cuda.is_available()), torch.cuda.device_count()]
+        return torch.tensor(here, device=self.device) + self.offset.to(self.device) - 1
 
 
 def loader_workers_are_rehearsed():
     """Workers are rehearsed as their rank is, however they are started."""
     for context in ("fork", "spawn", "forkserver"):
-        loader = torch.utils.data.DataLoader(_SeesCuda(), num_workers=1, multiprocessing_context=context)
-        assert [item[0].tolist() for item in loader] == [[1.0, 1.0, 0.0]] * 2, context
+        data = _SeesCuda("cpu" if context == "fork" else "cuda")
+        loader = torch.utils.data.DataLoader(data, num_workers=1, multiprocessing_context=context)
+        assert [item[0].tolist() for item in loader] == [[1.0, 1.0]] * 2, context
+
+
+def forked_children_have_no_cuda():
+    """Once a process has used CUDA, its forks cannot, and say what CUDA says; seeds do no harm."""
+    torch.ones(1).cuda()
+    loader = torch.utils.data.DataLoader(_SeesCuda(), num_workers=1)
+    with pytest.raises(RuntimeError, match="Cannot re-initialize CUDA in forked subprocess"):
+        list(loader)
+    for use in (
+        lambda: torch.ones(1).to("cuda"),
+        lambda: torch.zeros(1, device="cuda"),
+        lambda: nn.Linear(1, 1).cuda(),
+        torch.cuda.current_device,
+        torch.cuda.synchronize,
+        torch.cuda.get_device_properties,
+        torch.cuda.init,
+        lambda: torch.cuda.set_device(0),
+    ):
+        assert "Cannot re-initialize CUDA" in _raised_in_fork(use)
+    assert _raised_in_fork(lambda: torch.manual_seed(1)) == ""
+    assert _raised_in_fork(lambda: print(torch.cuda.is_initialized() and 1 / 0)) == ""
+
+
+def forks_of_who_has_not_used_cuda_may():
+    """A program that only asked how many devices there are may use them in forks of its own."""
+    child = multiprocessing.get_context("spawn").Process(target=_asks_and_forks)
+    child.start()
+    child.join()
+    assert child.exitcode == 0
+
+
+def _asks_and_forks():
+    assert torch.cuda.device_count() == 1
+    assert torch.cuda.is_available()
+    torch.cuda.manual_seed_all(1)
+    torch.device("cuda")
+    assert _raised_in_fork(lambda: torch.ones(1).cuda()) == ""
+
+
+def _raised_in_fork(function):
+    """What a function raises in a forked child."""
+    receiving, sending = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            function()
+        except BaseException as error:
+            os.write(sending, repr(error).encode())
+        os._exit(0)
+    os.close(sending)
+    os.waitpid(child, 0)
+    with os.fdopen(receiving) as said:
+        return said.read()
 
 
 def memory_figures_are_neutral():
@@ -584,6 +696,52 @@ def compiled_models_run_eagerly():
     assert net(x).shape == (1, 2)
 
 
+_WARNS = """
+import torch, types, warnings
+def old(n=0):
+    warnings.warn("old", DeprecationWarning, stacklevel=2)
+library = types.SimpleNamespace(old=old)
+rewrite_calls(library, "old", lambda arguments: None)
+compiled = torch.compile(old)
+def run():
+    library.old()
+    library.old(n=1)
+    compiled()
+    torch.tensor(torch.ones(1))
+    torch.tensor(torch.ones(1), device="cuda")
+"""
+
+
+def _warned(*filters, runs=1):
+    """The lines of _WARNS that were warned of, by a program that is ``__main__``."""
+    from taas.rehearsal.patches import rewrite_calls
+
+    program = {"__name__": "__main__", "rewrite_calls": rewrite_calls}
+    exec(compile(_WARNS, "<the cell>", "exec"), program)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.resetwarnings()
+        for action in filters:
+            warnings.filterwarnings(**action)
+        for _ in range(runs):
+            program["run"]()
+    assert {one.filename for one in caught} <= {"<the cell>"}, [str(one) for one in caught]
+    return [one.lineno for one in caught]
+
+
+def warnings_name_the_line_of_the_program():
+    """Warnings that torch attributes to its caller name the program's line, and its filters hold."""
+    every, ignored = {"action": "default"}, {"action": "ignore", "category": DeprecationWarning}
+    assert _warned(every, runs=2) == [9, 10, 11, 12, 13]
+    assert _warned(every, {"action": "always"}, runs=2) == [9, 10, 11, 12, 13] * 2
+    assert _warned(ignored, {"action": "default", "module": "__main__"}) == [9, 10, 11, 12, 13]
+    assert _warned(every, {"action": "ignore", "module": "__main__"}) == []
+    assert _warned({"action": "once"}, runs=2) == [9, 12]
+    with pytest.raises(DeprecationWarning):
+        _warned(every, {"action": "error", "category": DeprecationWarning, "module": "__main__"})
+    with pytest.raises(UserWarning, match="copy construct"):
+        _warned(every, {"action": "error", "message": "To copy", "module": "__main__"})
+
+
 def torchscript_compiles():
     """Scripted functions that make tensors on CUDA run."""
 
@@ -646,6 +804,7 @@ def optimizers_step():
         lambda p: torch.optim.RMSprop(p, lr=0.1),
         lambda p: torch.optim.LBFGS(p, lr=0.1),
     ):
+        torch.manual_seed(0)
         net = nn.Linear(2, 1).cuda()
         optimizer = make(net.parameters())
 

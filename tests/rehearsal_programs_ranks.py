@@ -389,6 +389,16 @@ def data_parallel_in_one_process():
     assert torch.allclose(nn.parallel.gather(nn.parallel.parallel_apply(replicas, inputs), 0), alone(x))
 
 
+def devices_have_memory_of_their_own():
+    """What is sent from one device to the other is a copy."""
+    first = torch.zeros(2, device="cuda:0")
+    second = first.to("cuda:1")
+    second.add_(1)
+    assert first.tolist() == [0, 0]
+    assert second.cuda(1) is second
+    assert first.to("cuda:0") is first
+
+
 def groups_can_be_made_again():
     """A group may be destroyed and made again, with the backend torch would choose itself."""
     folder = [tempfile.mkdtemp() if RANK == 0 else None]

@@ -38,6 +38,8 @@ def run(
 ) -> dict[str, str]:
     """Run a file's programs in ``ranks`` rehearsed ranks, which have a device each unless told otherwise.
 
+    With 0 devices nothing is rehearsed: the programs see the machine as it is.
+
     Returns:
         For each program ``"ok"``, or the tracebacks of the ranks where it failed; a program that a rank never came
         to has the rank's last words.
@@ -69,7 +71,7 @@ def run(
                 module,
                 str(folder),
                 str(rank),
-                str(devices or ranks),
+                str(ranks if devices is None else devices),
                 *chosen,
             ]
             children.append(
@@ -109,7 +111,8 @@ def _main(module: str, folder: str, rank: str, devices: str, *names: str) -> Non
 
     from taas.rehearsal import install
 
-    install(int(rank), int(devices))
+    if int(devices):
+        install(int(rank), int(devices))
     loaded = importlib.import_module(module)
     with (Path(folder) / f"{rank}.json").open("w") as verdicts:
         for name in names:

@@ -17,6 +17,7 @@ from pathlib import Path
 import psutil
 
 from taas.engines import AgentConfig, Demand, Machine
+from taas.engines.unseen import unseen_gpu
 from taas.errors import EngineError, NotEnoughDevices
 from taas.header.options import RunSpec
 from taas.wire.child import Child
@@ -191,5 +192,10 @@ def device_in_words(spec: RunSpec, present: int) -> str:
     if not spec.gpus_per_rank:
         return "CPU"
     if not present or spec.rehearse:
-        return f"rehearsed on CPU ({'as --rehearse asks' if present else 'no GPU here'})"
+        return f"rehearsed on CPU ({'as --rehearse asks' if present else _why_none()})"
     return counted(spec.world_size * spec.gpus_per_rank, "GPU")
+
+
+def _why_none() -> str:
+    unseen = None if present_gpus() else unseen_gpu()  # those that are present are hidden, as the user asked
+    return "no GPU here" if unseen is None else f"{unseen[0]} is here, but no GPU to use: see %taas doctor"

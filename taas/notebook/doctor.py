@@ -19,7 +19,8 @@ from typing import Literal
 import psutil
 from jupyter_core.paths import jupyter_runtime_dir
 
-from taas.engines.local import visible_gpus
+from taas.engines.local import present_gpus, visible_gpus
+from taas.engines.unseen import unseen_gpu
 from taas.notebook.tables import Shown
 from taas.storage import probe
 from taas.wording import counted, size_in_words
@@ -103,6 +104,13 @@ def _torch() -> Iterable[Finding]:
     elif present:
         names = ", ".join(f"{said['gpus'].count(name)} × {name}" for name in dict.fromkeys(said["gpus"]))
         yield Finding("ok", "GPUs", names)
+    elif (unseen := unseen_gpu()) is not None and not present_gpus():
+        yield Finding(
+            "note",
+            "GPUs",
+            f"{unseen[0]} is here, but no GPU to use: cells are rehearsed on CPU ranks",
+            unseen[1],
+        )
     else:
         fact = "none here: cells are rehearsed on CPU ranks"
         yield Finding("note", "GPUs", fact, "nothing, or run where there are GPUs")

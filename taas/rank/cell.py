@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from taas import adopt, capture
+from taas.engines.local import present_gpus
 from taas.rank import children
 from taas.rank.agent_link import AgentLink
 from taas.rank.keyboard import Keyboard
@@ -41,7 +42,8 @@ def run_cell(start: RankStart, rank: Prepared, link: AgentLink, outlet: Outlet) 
     link.begin_cell(partial(_last_word, start.rank, rank.arrival), keyboard.answer)
     ended, value = _run_to_end(start, rank, link)
     if start.rank == 0 and link.in_rank:
-        ended = _pack_names(ended, rank.arrival, value)
+        said = _remembered(rank.arrival) if start.order.rehearsed and not present_gpus() else ()
+        ended = with_notices(_pack_names(ended, rank.arrival, value), said)
     outlet.flush()
     return with_notices(ended, _met_the_wall(rank.wall, Path(start.staged.output) / str(start.rank)))
 
@@ -174,6 +176,17 @@ def _pack_names(ended: RankEnded, arrival: Any, value: Any, *, last: bool = True
             return failed(ended.rank, error, "".join(traceback.format_exception(error)).splitlines())
         return with_notices(ended, [f"rank 0's names could not be packed: {type(error).__name__}: {error}"])
     return msgspec.structs.replace(ended, answer=Memory(os.getpid(), fd, os.fstat(fd).st_size))
+
+
+def _remembered(arrival: Any) -> tuple[str, ...]:
+    """Say which names that come back were made for devices that the notebook does not have."""
+    from taas.rehearsal.remembered import remembered  # brings torch, which rehearsed ranks have
+
+    names, before = sys.modules["__main__"].__dict__, arrival.names_before
+    asked = names if arrival.returned is None else names.keys() & arrival.returned
+    return remembered(
+        {n: v for n, v in names.items() if n in asked and before.get(n) is not v and n[0] != "_"}
+    )
 
 
 def _met_the_wall(wall: Guard, output: Path) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ import torch.cuda.nvtx
 import torch.cuda.profiler
 
 from taas.errors import RehearsalWarning
-from taas.rehearsal.devices import existing, machine, ordinal
+from taas.rehearsal.devices import existing, machine, ordinal, use
 from taas.rehearsal.patches import always, replace_all
 
 _GIB = 1 << 30
@@ -64,6 +64,7 @@ def get_device_properties(device: Any = None) -> DeviceProperties:
     Raises:
         AssertionError: the device isn't there, as torch raises it.
     """
+    use()
     if not 0 <= ordinal(device) < machine.device_count:
         raise AssertionError("Invalid device id")
     return _PROPERTIES
@@ -111,13 +112,13 @@ def _synchronize(device: Any = None) -> None:
 CUDA: dict[str, Any] = {
     "_exchange_device": _exchange_device,
     "_is_compiled": always(True),
-    "_is_in_bad_fork": always(False),
-    "_lazy_init": always(None),
+    "_is_in_bad_fork": lambda: machine.forked,
+    "_lazy_init": lambda: use(),
     "_maybe_exchange_device": _exchange_device,
     "_sleep": always(None),
     "can_device_access_peer": lambda device, peer_device: existing(device) != existing(peer_device),
     "check_error": always(None),
-    "current_device": lambda: machine.current,
+    "current_device": lambda: existing(),
     "device": device,
     "device_count": lambda: machine.device_count,
     "device_of": device_of,
@@ -127,12 +128,12 @@ CUDA: dict[str, Any] = {
     "get_device_properties": get_device_properties,
     "get_gencode_flags": lambda: "-gencode compute=compute_80,code=sm_80",
     "get_sync_debug_mode": always(0),
-    "init": always(None),
+    "init": lambda: use(),
     "ipc_collect": always(None),
     "is_available": always(True),
     "is_bf16_supported": always(True),
     "is_current_stream_capturing": always(False),
-    "is_initialized": always(True),
+    "is_initialized": lambda: not machine.forked,
     "is_tf32_supported": always(True),
     "set_device": set_device,
     "set_sync_debug_mode": always(None),

@@ -5,6 +5,7 @@ A *device-like* is what torch takes for a device: ``"cuda"``, ``"cuda:1"``, ``to
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,10 +21,21 @@ _CudaError: type[RuntimeError] = getattr(torch, "AcceleratorError", RuntimeError
 
 @dataclass
 class RehearsedMachine:
-    """What the rank is told it has: GPUs of the run on this VM, the same for all its ranks there, and the current one."""
+    """What the rank is told it has: GPUs of the run on this VM, the same for all its ranks there, and the current one.
+
+    Attributes:
+        used: whether this process, or the one it was forked from, has used a device.
+        forked: whether it was forked from one that had: CUDA does not work there.
+    """
 
     device_count: int = 1
     current: int = 0
+    used: bool = False
+    forked: bool = False
+
+    def note_fork(self) -> None:
+        """Do in a forked child what CUDA does."""
+        self.forked = self.used
 
 
 machine = RehearsedMachine()
@@ -42,9 +54,20 @@ def place(local_rank: int, device_count: int) -> None:
     machine.device_count, machine.current = device_count, local_rank
 
 
-def check(index: int | None) -> None:
-    """Raise what CUDA raises for a device that isn't there, with the devices that are."""
-    if index is not None and not 0 <= index < machine.device_count:
+def use() -> None:
+    """Raise what CUDA raises in a child that was forked after its parent had used a device."""
+    if machine.forked:
+        raise RuntimeError(
+            "Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, you must use the "
+            "'spawn' start method"
+        )
+    machine.used = True
+
+
+def check(index: int) -> None:
+    """Use a device; raise what CUDA raises for one that isn't there, with the devices that are."""
+    use()
+    if not 0 <= index < machine.device_count:
         last = machine.device_count - 1
         raise _CudaError(
             f"CUDA error: invalid device ordinal\ncuda:{index} was asked for; this run has cuda:0"
@@ -53,24 +76,33 @@ def check(index: int | None) -> None:
         )
 
 
+def cuda_index(device: Any) -> int | None:
+    """The index of a device-like that means CUDA; None for anything else.
+
+    Raises:
+        RuntimeError: the device isn't there, as CUDA raises it.
+    """
+    if isinstance(device, str):
+        if not device.startswith("cuda"):
+            return None
+        device = torch.device(device)
+    if isinstance(device, torch.device):
+        if device.type != "cuda":
+            return None
+        device = machine.current if device.index is None else device.index
+    elif not isinstance(device, int) or isinstance(device, bool):
+        return None
+    check(device)
+    return device  # type: ignore[no-any-return]
+
+
 def as_cpu(device: Any) -> Any:
     """The CPU for a device-like that means CUDA; anything else as it is.
 
     Raises:
         RuntimeError: the device isn't there, as CUDA raises it.
     """
-    if isinstance(device, str):
-        if device.startswith("cuda"):
-            check(torch.device(device).index)
-            return CPU
-    elif isinstance(device, torch.device):
-        if device.type == "cuda":
-            check(device.index)
-            return CPU
-    elif isinstance(device, int) and not isinstance(device, bool):
-        check(device)
-        return CPU
-    return device
+    return device if cuda_index(device) is None else CPU
 
 
 def is_device_like(value: Any) -> bool:
@@ -108,7 +140,8 @@ def existing(device: Any = None) -> int:
 
 
 def install() -> None:
-    """Let ``torch.device(0)`` mean ``cuda:0`` where torch refuses numbers: CPU builds, and without GPUs torch 2.6."""
+    """Heed forks. Let ``torch.device(0)`` mean ``cuda:0`` where torch refuses numbers: CPU builds, and without GPUs torch 2.6."""
+    os.register_at_fork(after_in_child=machine.note_fork)
     try:
         torch.device(0)
     except RuntimeError:

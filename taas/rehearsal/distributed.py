@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from taas.import_hooks import after_import
 from taas.rehearsal.devices import CPU, as_cpu, existing
 from taas.rehearsal.patches import Arguments, always, replace, replace_everywhere, rewrite_calls
+from taas.rehearsal.warned import passed_over
 
 
 def gloo_for(backend: Any) -> Any:
@@ -230,6 +231,7 @@ def _then(work: Any, finish: Callable[[], object]) -> Any:
 def _averaging(original: Callable[..., Any], result: str) -> Callable[..., Any]:
     signature = inspect.signature(original)
 
+    @passed_over
     @functools.wraps(original)
     def collective(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)

@@ -22,9 +22,11 @@ from torch import _VF, nn
 from torch.nn import attention
 
 from taas.import_hooks import after_import
-from taas.rehearsal.devices import CPU, as_cpu, machine, ordinal
+from taas.rehearsal.devices import CPU, cuda_index, machine
 from taas.rehearsal.patches import Arguments, always, replace, replace_all, rewrite_calls
 from taas.rehearsal.streams import generators
+from taas.rehearsal.there import put, send
+from taas.rehearsal.warned import passed_over
 
 # ---------------------------------------------------------------- making tensors
 #
@@ -40,22 +42,26 @@ LIKE = (
 )
 NEW = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros")
 DRAWS = frozenset({"rand", "randn", "randint", "randperm"})
+SHARES = frozenset({"as_tensor", "asarray"})  # on the CPU they take what they are given
 
 _standing_in: dict[Any, Factory] = {}  # torch's own factory -> ours
 
 
-def _on_the_cpu(original: Factory, draws: bool = False) -> Factory:
+def _on_the_cpu(original: Factory, draws: bool = False, arrive: Callable[..., Any] = put) -> Factory:
+    @passed_over
     @functools.wraps(original)
     def factory(*args: Any, **kwargs: Any) -> torch.Tensor:
-        if kwargs:
-            device = kwargs.get("device")
-            if device is not None:
-                cpu = kwargs["device"] = as_cpu(device)
-                if draws and cpu is CPU and device is not CPU and kwargs.get("generator") is None:
-                    kwargs["generator"] = generators[ordinal(device)]
-            if kwargs.get("pin_memory"):
-                kwargs["pin_memory"] = False
-        return original(*args, **kwargs)
+        if not kwargs:
+            return original(*args)
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
+        index = cuda_index(kwargs.get("device"))
+        if index is None:
+            return original(*args, **kwargs)
+        kwargs["device"] = CPU
+        if draws and kwargs.get("generator") is None:
+            kwargs["generator"] = generators[index]
+        return arrive(original(*args, **kwargs), index)  # type: ignore[no-any-return]
 
     return factory
 
@@ -82,7 +88,7 @@ def _install_factories() -> None:
     """Wrap every factory of ``torch``, ``torch.fft``, ``torch.nested`` and ``torch.Tensor.new_*``; lay the net below."""
     _register_kernels()
     for module, name, original in _FACTORIES:
-        factory = _on_the_cpu(original, name in DRAWS)
+        factory = _on_the_cpu(original, name in DRAWS, send if name in SHARES else put)
         _standing_in[original] = factory
         replace(module, name, factory)
         _tell_torchscript(original, factory)
@@ -244,6 +250,7 @@ def _compile(model: Any = None, **options: Any) -> Any:
     if not callable(model):
         raise RuntimeError(f"torch.compile takes a module or a function, not {type(model).__name__}")
 
+    @passed_over
     @functools.wraps(model)
     def eager(*args: Any, **kwargs: Any) -> Any:
         return model(*args, **kwargs)

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from taas.rehearsal import cuda_module, devices, distributed, operators, refused, streams, tensors
+from taas.rehearsal import (
+    cuda_module,
+    devices,
+    distributed,
+    operators,
+    patches,
+    refused,
+    streams,
+    tensors,
+    warned,
+)
 
 place = devices.place
 
 
 def install_all() -> None:
     """Install every stage; all of them ask which device is the process's own when they are called."""
-    for stage in (
+    stages = (
         devices,
         cuda_module,
         streams,
@@ -17,5 +27,7 @@ def install_all() -> None:
         tensors,
         distributed,
         refused,  # last: it looks at what the stages before left of torch
-    ):
+    )
+    for stage in stages:
         stage.install()
+    warned.install((patches, *stages))

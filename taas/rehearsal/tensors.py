@@ -1,8 +1,8 @@
 """Tensors, storages and modules stay where they are, on the CPU, when they are sent to a CUDA device.
 
 A tensor tells the truth (``x.device`` is ``cpu``, ``x.is_cuda`` is False), so branches to custom kernels are not
-taken. ``x.cuda()`` is ``x``; but ``x.cpu()`` and ``x.to("cpu")`` copy, as they do from a GPU: a program that keeps
-``{name: p.cpu() for …}`` as its best model must not find the last one there.
+taken. What is sent to a device becomes a copy unless it is there (``there``), and ``x.cpu()`` and ``x.to("cpu")`` copy, as
+they do from a GPU: a program that keeps ``{name: p.cpu() for …}`` as its best model must not find the last one there.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ import torch
 from torch import nn
 from torch.nn.parallel import _functions, comm
 
-from taas.rehearsal.devices import CPU, as_cpu, existing, is_device_like, machine
+from taas.rehearsal.devices import CPU, as_cpu, cuda_index, existing, is_device_like, machine
 from taas.rehearsal.patches import always, replace, replace_all, stand_in
+from taas.rehearsal.there import is_there, put, send
 
 _to = torch.Tensor.to
 _type = torch.Tensor.type
 _parse_to = torch._C._nn._parse_to
+_to_module = nn.Module.to
 _to_empty = nn.Module.to_empty
 _set_default_tensor_type = torch.set_default_tensor_type
 _storage_to = torch.UntypedStorage.to
@@ -31,21 +33,19 @@ LEGACY_TYPES = ("Float", "Double", "Half", "BFloat16", "Int", "Long", "Short", "
 
 
 def _tensor_to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    if args:
-        device = args[0]
-        if is_device_like(device):
-            if device == "cpu":
-                if len(args) < _TO_COPY:
-                    kwargs.setdefault("copy", True)
-            else:
-                args = (as_cpu(device), *args[1:])
-    elif kwargs:
-        device = kwargs.get("device")
-        if isinstance(device, str) and device == "cpu":
-            kwargs.setdefault("copy", True)
-        elif device is not None:
-            kwargs["device"] = as_cpu(device)
-    return _to(self, *args, **kwargs)
+    device = args[0] if args else kwargs.get("device")
+    if not is_device_like(device):
+        return _to(self, *args, **kwargs)
+    index = cuda_index(device)
+    if index is not None:
+        if args:
+            args = (CPU, *args[1:])
+        else:
+            kwargs["device"] = CPU
+    if len(args) < _TO_COPY and (device == "cpu" if index is None else not is_there(self, index)):
+        kwargs["copy"] = True
+    moved = _to(self, *args, **kwargs)
+    return moved if index is None else put(moved, index)
 
 
 def _tensor_cuda(
@@ -54,8 +54,8 @@ def _tensor_cuda(
     non_blocking: bool = False,
     memory_format: torch.memory_format = torch.preserve_format,
 ) -> torch.Tensor:
-    existing(device)
-    return _to(self, CPU, memory_format=memory_format)
+    index = existing(device)
+    return put(_to(self, CPU, copy=not is_there(self, index), memory_format=memory_format), index)
 
 
 def _tensor_cpu(
@@ -67,7 +67,9 @@ def _tensor_cpu(
 def _tensor_type(self: torch.Tensor, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
     if dtype is None:
         return _type(self)
-    return _type(self, _cpu_type(dtype), non_blocking, **kwargs)
+    cpu = _cpu_type(dtype)
+    cast = _type(self, cpu, non_blocking, **kwargs)
+    return cast if cpu == dtype else send(cast, machine.current)
 
 
 def _itself(self: Any, device: Any = None) -> Any:
@@ -94,9 +96,20 @@ def _parse_to_on_the_cpu(*args: Any, **kwargs: Any) -> Any:
     return _parse_to(*args, **kwargs)
 
 
+def _module_to(self: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+    """Leave its tensors what they are: a large model that nobody trains is in memory once, for all ranks."""
+    moved: nn.Module = _to_module(self, *args, **kwargs)
+    device = args[0] if args else kwargs.get("device")
+    index = cuda_index(device) if is_device_like(device) else None
+    if index is not None:
+        for tensor in (*moved.parameters(), *moved.buffers()):
+            put(tensor, index)
+    return moved
+
+
 def _module_cuda(self: nn.Module, device: Any = None) -> nn.Module:
-    existing(device)
-    moved: nn.Module = self._apply(lambda tensor: _to(tensor, CPU))
+    index = existing(device)
+    moved: nn.Module = self._apply(lambda tensor: put(_to(tensor, CPU), index))
     return moved
 
 
@@ -155,7 +168,7 @@ def _deserialize(storage: Any, location: str) -> Any:
             f"Attempting to deserialize object on CUDA device {index} but torch.cuda.device_count() is "
             f"{machine.device_count}. Please use torch.load with map_location to map your storages to an existing device."
         )
-    return storage
+    return put(storage, machine.current if index is None else index)
 
 
 _BEFORE_TORCHS_OWN = 5  # torch's deserialiser for the CPU has 10, for CUDA 20
@@ -213,7 +226,7 @@ def install() -> None:
     torch.serialization.register_package(_BEFORE_TORCHS_OWN, lambda storage: None, _deserialize)
     replace_all(torch.Tensor, TENSOR)
     replace(torch._C._nn, "_parse_to", _parse_to_on_the_cpu)
-    replace_all(nn.Module, {"cuda": _module_cuda, "to_empty": _module_to_empty})
+    replace_all(nn.Module, {"to": _module_to, "cuda": _module_cuda, "to_empty": _module_to_empty})
     for storage in (torch.UntypedStorage, torch.TypedStorage):
         replace_all(storage, {"cuda": _storage_cuda, "pin_memory": _itself, "is_pinned": always(False)})
     replace(torch.UntypedStorage, "to", _storage_to_on_the_cpu)
