@@ -113,17 +113,20 @@ def undrawn() -> Iterator[None]:
 
 def _set_cuda_state(torch: Any, data: bytes, device: int) -> None:
     """Set a device's generator; where CUDA isn't initialised, when the user does that."""
-    state = _byte_tensor(torch, data)
-    if torch.cuda.is_initialized():
-        torch.cuda.set_rng_state(state, device)
-        return
-    seed = torch.initial_seed()
+    state, seed = _byte_tensor(torch, data), torch.initial_seed()
+
+    def set_own() -> None:
+        generators = torch.cuda.default_generators  # of the devices that the program has left visible
+        generators[device if device < len(generators) else 0].set_state(state)
 
     def set_all() -> None:  # called inside torch's lock: nothing in here may ask for it again
         for generator in torch.cuda.default_generators:
             generator.manual_seed(seed)
-        torch.cuda.default_generators[device].set_state(state)
+        set_own()
 
+    if torch.cuda.is_initialized():
+        set_own()
+        return
     # torch runs queued seeds after all other queued calls, so set_rng_state by itself would be overridden
     torch.cuda._lazy_call(set_all, seed_all=True)
     _waiting[:] = [(set_all, data)]

@@ -31,7 +31,7 @@ class Prepared:
     Attributes:
         shell: where its cells run.
         wall: the one around the project.
-        device: where CUDA tensors of the notebook land; None: in host memory.
+        device: where CUDA tensors of the notebook land; ``cuda``: on the device they had; None: in host memory.
         environ: the notebook's, as it was last.
         project: where it is on this VM.
         arrival: the names of the last cell as they arrived.
@@ -166,9 +166,18 @@ def _enter_device(order: RankOrder, local_rank: int) -> str | None:
         return None
     if not order.gpus:
         return None
-    if order.local_world_size > 1:
-        torch.cuda.set_device(local_rank)
+    if order.local_world_size == 1:
+        return "cuda"
+    torch.cuda._lazy_call(functools.partial(_select_device, local_rank))
     return f"cuda:{local_rank}"
+
+
+def _select_device(local_rank: int) -> None:
+    """Select this rank's device when the program first uses CUDA, which it may do in children, or with fewer visible."""
+    import torch
+
+    if local_rank < torch.cuda.device_count():
+        torch.cuda.set_device(local_rank)
 
 
 def _limit_threads(count: int) -> None:
