@@ -377,6 +377,20 @@ def test_a_gigabyte_on_the_gpu_travels(notebook: Notebook) -> None:
     notebook.good("del large\ntorch.cuda.empty_cache()")
 
 
+def test_kept_memory_is_compared_on_the_gpu(notebook: Notebook) -> None:
+    """One element of a kept tensor that changes comes to the notebook; comparing takes little room. Not run on a GPU yet."""
+    keep = "#pragma taas --gpus 1 --keep\n"
+    notebook.good(f"{keep}large = torch.zeros((1 << 28) + 3, device='cuda')")
+    ran = notebook.good(
+        f"{keep}print(torch.cuda.max_memory_allocated() - large.nbytes < 200 << 20)\nlarge[-1] = 1.0"
+    )
+    assert ran.own == "True\n"
+    assert notebook.value("large.device, large.sum().item()") == "cpu 1.0"
+    ran = notebook.good(f"{keep}print(large.device, large.sum().item())")
+    assert ran.own == "cuda:0 1.0\n"
+    notebook.good("%taas release\ndel large")
+
+
 # ---------------------------------------------------------------- training
 
 LOADED = """#pragma taas --gpus 1
