@@ -55,9 +55,9 @@ class Replicas:
 
     @property
     def group(self) -> ReplicaGroup:
-        """The ranks; connected when the program first needs them."""
-        if self._group is None:
-            self._group = ReplicaGroup(self.membership)
+        """The ranks; connected when the program first needs them, and again when it has destroyed all groups."""
+        if self._group is None or self._group.ended:
+            self._group = ReplicaGroup(self.membership, cuda=self.cuda)
         return self._group
 
     @property
@@ -78,7 +78,7 @@ class Replicas:
             self._numbers[module] = len(self._numbers)
             self.group.take_from_rank_0([*module.parameters(), *module.buffers()])
             states = states_of_generators(cuda=self.cuda) if self.membership.rank == 0 else None
-            restore(self.group.exchange(states)[0])
+            set_generators(self.group.exchange(states)[0], cuda=self.cuda)
         return self._numbers[module]
 
     def _settle(self, module: nn.Module) -> None:
@@ -166,13 +166,7 @@ class ReplicaRandom:
         try:
             yield
         finally:
-            restore(outside)
-
-
-def restore(states: dict[str, Any]) -> None:
-    """Put the generators back into these states, the current GPU's where it is among them."""
-    device = f"cuda:{torch.cuda.current_device()}" if "cuda" in states else None
-    set_generators(states, rank=True, device=device)
+            set_generators(outside, cuda=cuda)
 
 
 _replicas: Replicas | None = None

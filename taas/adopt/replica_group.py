@@ -1,7 +1,8 @@
 """What DataParallel's replicas exchange: messages, and tensors that autograd follows.
 
-The process group is taas' own, not torch's default one, which belongs to the program and may never exist. Messages and
-CPU tensors go through gloo, CUDA tensors through NCCL, or through gloo where two ranks share a GPU, which NCCL refuses.
+The process group is not torch's default one, which belongs to the program and may never exist, but it is made and known as
+torch's own are: its backends are those that torch chooses, and what ends or breaks off all groups finds it. Messages and
+CPU tensors go through gloo, CUDA tensors through NCCL, or through gloo where ranks share a GPU, which NCCL refuses.
 
 Outside the wrapped module every rank computes the same: parameters, batch, outputs, loss. Inside, each has its own
 slice. A tensor crosses inward as a copy for each replica (a parameter) or as the replica's slice (an input); outward as
@@ -16,10 +17,9 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -31,41 +31,46 @@ from torch.distributed.constants import default_pg_timeout
 from taas.adopt.membership import Membership
 from taas.errors import CannotAdopt, RanksDisagree
 
-Backend = Any  # ProcessGroupGloo or ProcessGroupNCCL; torch's stubs lack their collectives
-
 MESSAGE_BYTES = 1024  # what one exchange carries at once; longer messages take a second one
 LENGTH_BYTES = 8
 BUCKET_BYTES = 64 << 20
-LEAVING = "data-parallel/left"
+TORCHS: Any = dist.distributed_c10d
 
 
 class ReplicaGroup:
     """Collectives over all ranks of the run; every rank must call the same ones in the same order.
+
+    Args:
+        membership: this rank's place in the run.
+        cuda: whether ranks compute on GPUs.
 
     Attributes:
         rank: this rank.
         size: ranks of the run.
     """
 
-    def __init__(self, membership: Membership) -> None:
+    def __init__(self, membership: Membership, *, cuda: bool) -> None:
         self.rank, self.size = membership.rank, membership.world_size
-        self._membership = membership
-        store = membership.store("data-parallel/gloo")
-        self._gloo: Backend = dist.ProcessGroupGloo(store, self.rank, self.size, default_pg_timeout)
-        self._cuda: Backend | None = None
-        self._exchanges = 0
+        self._membership, self._exchanges = membership, 0
+        name = membership.numbered("data-parallel")
+        self._store = membership.store(name)
+        with_nccl = cuda and torch.cuda.device_count() >= membership.local_world_size
+        self._group, _ = TORCHS._new_process_group_helper(
+            self.size,
+            self.rank,
+            [],
+            "cpu:gloo,cuda:nccl" if with_nccl else "gloo",
+            self._store,
+            f"taas/{name}",
+            timeout=default_pg_timeout,
+            device_id=torch.device("cuda", torch.cuda.current_device()) if with_nccl else None,
+        )
+        TORCHS._world.pg_group_ranks[self._group] = {rank: rank for rank in range(self.size)}
 
-    def _backend(self, device: torch.device) -> Backend:
-        if device.type == "cpu":
-            return self._gloo
-        if self._cuda is None:
-            mine = socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid)
-            shared = len(set(self.exchange(mine))) < self.size
-            self._cuda = self._gloo
-            if not shared:
-                store, options = self._membership.store("data-parallel/nccl"), dist.ProcessGroupNCCL.Options()
-                self._cuda = dist.ProcessGroupNCCL(store, self.rank, self.size, options)
-        return self._cuda
+    @property
+    def ended(self) -> bool:
+        """Whether the program has destroyed all groups since."""
+        return self._group not in TORCHS._world.pg_map
 
     def exchange(self, message: Any) -> list[Any]:
         """Every rank's small picklable message, by rank.
@@ -103,7 +108,7 @@ class ReplicaGroup:
         mine = torch.from_numpy(np.frombuffer(bytearray(content.ljust(width, b"\0")), dtype=np.uint8))
         every = torch.empty(self.size * width, dtype=torch.uint8, device="cpu")
         try:
-            self._gloo._allgather_base(every, mine).wait()
+            self._group._allgather_base(every, mine).wait()
         except RuntimeError as error:  # a connection is cut, and all that gloo knows is the address
             self._explain(error)
             raise
@@ -113,8 +118,7 @@ class ReplicaGroup:
     def _explain(self, error: RuntimeError) -> None:
         """Raise what is behind an error of a collective, if that is known: a rank has ended its cell, and well."""
         with contextlib.suppress(dist.DistError):  # the store is gone as well
-            store = self._membership.store(LEAVING)
-            left = [rank for rank in range(self.size) if store.check([str(rank)])]
+            left = [rank for rank in range(self.size) if self._store.check([f"left/{rank}"])]
             if left:
                 raise RanksDisagree(
                     f"Rank(s) {', '.join(map(str, left))} had ended the cell when rank {self.rank} called the "
@@ -132,7 +136,7 @@ class ReplicaGroup:
         every = rows.new_empty((self.size, most, *rest))
         if every.numel():
             mine = rows.contiguous()
-            self._backend(tensor.device)._allgather_base(_bytes(every), _bytes(mine)).wait()
+            self._group._allgather_base(_bytes(every), _bytes(mine)).wait()
         if all(size == most for size in sizes):
             return every.flatten(0, 1).movedim(0, dim)
         return torch.cat([part[:size] for part, size in zip(every, sizes, strict=True)]).movedim(0, dim)
@@ -142,7 +146,7 @@ class ReplicaGroup:
         parts = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
         pending = []
         for bucket, flat in _flattened(parts):
-            pending.append((bucket, flat, self._backend(flat.device).allreduce([flat])))
+            pending.append((bucket, flat, self._group.allreduce([flat])))
         totals: list[Tensor] = []
         for bucket, flat, work in pending:
             work.wait()
@@ -160,21 +164,21 @@ class ReplicaGroup:
         with torch.no_grad():
             for bucket, flat in _flattened([tensor.detach() for tensor in tensors]):
                 if flat.numel():
-                    self._backend(flat.device).broadcast([_bytes(flat)], options).wait()
+                    self._group.broadcast([_bytes(flat)], options).wait()
                 if self.rank:
                     for part, value in zip(bucket, _unflattened(flat, bucket), strict=True):
                         part.copy_(value)
 
     def close(self, *, failed: bool = False) -> None:
-        """Shut the groups down, so that their threads don't outlive the interpreter.
+        """Shut the group down, so that its threads don't outlive the interpreter.
 
         A rank that ``failed`` leaves no word: the cell's error explains more than that it is gone.
         """
         if not failed:
             with contextlib.suppress(dist.DistError):
-                self._membership.store(LEAVING).set(str(self.rank), "")
-        for backend in {id(b): b for b in (self._cuda, self._gloo) if b is not None}.values():
-            backend.shutdown()
+                self._store.set(f"left/{self.rank}", "")
+        if not self.ended:
+            dist.destroy_process_group(self._group)
 
 
 def _bytes(tensor: Tensor) -> Tensor:
@@ -197,8 +201,7 @@ def _unflattened(flat: Tensor, bucket: Sequence[Tensor]) -> list[Tensor]:
 # ---------------------------------------------------------------- crossings
 
 
-@dataclass(frozen=True)
-class Slices:
+class Slices(NamedTuple):
     """How a tensor is divided over the ranks."""
 
     sizes: tuple[int, ...]  # each rank's extent along ``dim``; 0 for ranks that compute nothing

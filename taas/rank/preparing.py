@@ -168,16 +168,18 @@ def _enter_device(order: RankOrder, local_rank: int) -> str | None:
         return None
     if order.local_world_size == 1:
         return "cuda"
-    torch.cuda._lazy_call(functools.partial(_select_device, local_rank))
-    return f"cuda:{local_rank}"
+    own = order.gpus[local_rank]
+    torch.cuda._lazy_call(functools.partial(_select_device, own))
+    return f"cuda:{os.environ['CUDA_VISIBLE_DEVICES'].split(',').index(own)}"
 
 
-def _select_device(local_rank: int) -> None:
-    """Select this rank's device when the program first uses CUDA, which it may do in children, or with fewer visible."""
+def _select_device(own: str) -> None:
+    """Select this rank's device at the first use of CUDA: children may use it as well, and a program hide the others."""
     import torch
 
-    if local_rank < torch.cuda.device_count():
-        torch.cuda.set_device(local_rank)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    if own in visible[: torch.cuda.device_count()]:
+        torch.cuda.set_device(visible.index(own))
 
 
 def _limit_threads(count: int) -> None:
