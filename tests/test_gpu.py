@@ -510,6 +510,24 @@ def test_data_parallel_of_one_rank_is_torchs_own(notebook: Notebook) -> None:
     )
 
 
+@pytest.mark.skipif(len(GPUS) < 2, reason="needs two GPUs")
+def test_data_parallel_as_the_tutorial_has_it(notebook: Notebook) -> None:
+    """``cuda:0`` is each rank's own GPU, and no rank holds memory on another's. Not run on GPUs yet."""
+    ran = notebook.good(
+        f"#pragma taas --gpus {len(GPUS)} --output all\n"
+        "import os\n"
+        "device = torch.device('cuda:0' if torch.cuda.is_available() else 'cpu')\n"
+        "net = nn.Linear(8, 4)\n"
+        "if torch.cuda.device_count() > 1:\n    net = nn.DataParallel(net)\n"
+        "net.to(device)\n"
+        "for step in range(3):\n    net(torch.ones(16, 8).to(device)).sum().backward()\n"
+        "used = [n for n in range(torch.cuda.device_count()) if torch.cuda.memory_allocated(n)]\n"
+        "print('said', os.environ['RANK'], os.environ['CUDA_VISIBLE_DEVICES'].split(',')[0], used)\n"
+    )
+    said = sorted(re.findall(r"said (.*)", ran.stdout))
+    assert said == sorted(f"{rank} {gpu} [0]" for rank, gpu in enumerate(GPUS))
+
+
 @pytest.mark.slow
 def test_a_compiled_model_trains_and_leaves_no_compiler_behind(notebook: Notebook) -> None:
     """``torch.compile`` works in a rank; its worker processes end with it."""

@@ -47,13 +47,15 @@ class ReplicaGroup:
     Attributes:
         rank: this rank.
         size: ranks of the run.
+        samples: of batches that the other ranks were not told of yet, by pass.
     """
 
     def __init__(self, membership: Membership, *, cuda: bool) -> None:
+        self.samples: dict[int, Any] = {}
         self.rank, self.size = membership.rank, membership.world_size
         self._membership, self._exchanges = membership, 0
-        name = membership.numbered("data-parallel")
-        self._store = membership.store(name)
+        self._name = membership.numbered("data-parallel")
+        self._store = membership.store(self._name)
         with_nccl = cuda and torch.cuda.device_count() >= membership.local_world_size
         self._group, _ = TORCHS._new_process_group_helper(
             self.size,
@@ -61,7 +63,7 @@ class ReplicaGroup:
             [],
             "cpu:gloo,cuda:nccl" if with_nccl else "gloo",
             self._store,
-            f"taas/{name}",
+            f"taas/{self._name}",
             timeout=default_pg_timeout,
             device_id=torch.device("cuda", torch.cuda.current_device()) if with_nccl else None,
         )
@@ -92,7 +94,7 @@ class ReplicaGroup:
         return [self._opened(rank, parts[rank][LENGTH_BYTES : ends[rank]]) for rank in range(self.size)]
 
     def _title(self, rank: int) -> str:
-        return f"replica {rank}, exchange {self._exchanges}"
+        return f"{self._name}: replica {rank}, exchange {self._exchanges}"
 
     def _opened(self, rank: int, sealed: bytes) -> Any:
         pickled = self._membership.opened(self._title(rank), sealed)
