@@ -284,6 +284,26 @@ def test_nccl_bound_to_the_device_and_gloo_beside_it(notebook: Notebook) -> None
     assert ran.stderr == ""
 
 
+@pytest.mark.skipif(len(GPUS) < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("binding", ["", ", device_id=device"])
+def test_nccl_between_all_gpus(notebook: Notebook, binding: str) -> None:
+    """Every pair of ranks meets, by P2P where the machine has it; to be run as an ordinary user, too. Not run on GPUs yet."""
+    ran = notebook.good(
+        f"#pragma taas --gpus {len(GPUS)} --output all\n"
+        "import os, torch.distributed as dist\n"
+        "device = torch.device('cuda', int(os.environ['LOCAL_RANK']))\n"
+        f"dist.init_process_group('nccl'{binding})\n"
+        "me, size = dist.get_rank(), dist.get_world_size()\n"
+        "mine, got = torch.full((size, 1 << 20), float(me), device='cuda'), torch.empty(size, 1 << 20, device='cuda')\n"
+        "dist.all_to_all_single(got, mine)\n"
+        "print('said', me, mine.device.index, got.mean(1).tolist() == list(map(float, range(size))))\n",
+        seconds=170,
+    )
+    assert sorted(re.findall(r"said (.*)", ran.stdout)) == [
+        f"{rank} {rank} True" for rank in range(len(GPUS))
+    ]
+
+
 # ---------------------------------------------------------------- names
 
 
