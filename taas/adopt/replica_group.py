@@ -29,7 +29,7 @@ from torch._utils import _reorder_tensors_as, _take_tensors
 from torch.distributed.constants import default_pg_timeout
 
 from taas.adopt.membership import Membership
-from taas.errors import CannotAdopt, RanksDisagree
+from taas.errors import RanksDisagree
 
 MESSAGE_BYTES = 1024  # what one exchange carries at once; longer messages take a second one
 LENGTH_BYTES = 8
@@ -145,19 +145,15 @@ class ReplicaGroup:
 
     def sum(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The sum over ranks of each tensor; bitwise the same on every rank."""
-        parts = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
-        pending = []
-        for bucket, flat in _flattened(parts):
-            pending.append((bucket, flat, self._group.allreduce([flat])))
+        pending = [
+            (bucket, flat, dist.all_reduce(flat, group=self._group, async_op=True))
+            for bucket, flat in _flattened(tensors)
+        ]
         totals: list[Tensor] = []
         for bucket, flat, work in pending:
             work.wait()
             totals += _unflattened(flat, bucket)
-        ordered = _reorder_tensors_as(totals, parts)
-        return [
-            torch.view_as_complex(total) if tensor.is_complex() else total
-            for tensor, total in zip(tensors, ordered, strict=True)
-        ]
+        return list(_reorder_tensors_as(totals, tensors))
 
     def take_from_rank_0(self, tensors: Sequence[Tensor]) -> None:
         """Overwrite the tensors with rank 0's, in place."""
@@ -232,9 +228,12 @@ class Inward(torch.autograd.Function):
         ctx.crossing, ctx.outer_devices = crossing, [tensor.device for tensor in outer]
         token = torch.zeros((), device=crossing.device)
         ctx.save_for_backward(token)
-        return token, *(
-            _inward(crossing, way, tensor) for way, tensor in zip(crossing.ways, outer, strict=True)
-        )
+        rank, inner = crossing.group.rank, []
+        for way, tensor in zip(crossing.ways, outer, strict=True):
+            # A slice is a copy: the module may change its input in place, which autograd forbids for a view.
+            mine = tensor.view_as(tensor) if way is None else way.of(tensor, rank)
+            inner.append(mine.to(crossing.device, copy=way is not None))
+        return token, *inner
 
     @staticmethod
     def backward(ctx: Any, token_grad: Tensor, *inner_grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -256,32 +255,15 @@ class Outward(torch.autograd.Function):
     def forward(ctx: Any, crossing: Crossing, token: Tensor, *inner: Tensor) -> tuple[Tensor, ...]:
         """Compute from all ranks' tensors what every rank has."""
         ctx.crossing = crossing
-        return _outward(crossing, inner)
+        totals = iter(
+            crossing.group.sum([t for t, way in zip(inner, crossing.ways, strict=True) if way is None])
+        )
+        return tuple(
+            next(totals) if way is None else crossing.group.gather(tensor, way.sizes, way.dim)
+            for tensor, way in zip(inner, crossing.ways, strict=True)
+        )
 
     @staticmethod
     def backward(ctx: Any, *outer_grads: Tensor) -> tuple[Tensor | None, ...]:
         """Replicate or slice the gradient, which every rank has."""
         return None, *Inward.apply(ctx.crossing, *outer_grads)
-
-
-def _inward(crossing: Crossing, way: Slices | None, tensor: Tensor) -> Tensor:
-    if way is None:
-        return tensor.view_as(tensor).to(crossing.device)
-    # A copy: the module may change its input in place, which autograd forbids for a view.
-    return way.of(tensor, crossing.group.rank).to(crossing.device, copy=True)
-
-
-def _outward(crossing: Crossing, inner: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    if any(tensor.is_sparse for tensor in inner):
-        raise CannotAdopt(
-            "nn.DataParallel over ranks cannot add up sparse gradients. Make the embedding with sparse=False, "
-            "or wrap the model in DistributedDataParallel."
-        )
-    whole = [index for index, way in enumerate(crossing.ways) if way is None]
-    outer = list(inner)
-    for index, total in zip(whole, crossing.group.sum([inner[index] for index in whole]), strict=True):
-        outer[index] = total
-    for index, way in enumerate(crossing.ways):
-        if way is not None:
-            outer[index] = crossing.group.gather(inner[index], way.sizes, way.dim)
-    return tuple(outer)
