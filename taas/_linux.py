@@ -95,6 +95,41 @@ def map_own_ids(uid: int, gid: int) -> None:
             raise OSError(error.errno, refused.rstrip()) from error
 
 
+_user_namespace: int | None = None
+"""A descriptor of the one for all processes that are forked from this one."""
+
+
+def share_user_namespace() -> None:
+    """Make one user namespace for all who are forked from this process and mount (:func:`own_mounts`), if they need one.
+
+    From different ones they may not look into each other, by pidfd_getfd(2), process_vm_readv(2) or /proc/PID (ptrace(2)).
+    Where none can be made, or entered, each makes its own, and says why it cannot.
+    """
+    global _user_namespace
+    if has_capability(CAP_SYS_ADMIN):
+        return
+    uid, gid = os.geteuid(), os.getegid()
+    child = os.fork()
+    if child == 0:
+        with contextlib.suppress(OSError):
+            unshare(CLONE_NEWUSER)
+            map_own_ids(uid, gid)
+            os.kill(os.getpid(), signal.SIGSTOP)  # until it is opened, and lasts
+        os._exit(0)
+    if os.WIFSTOPPED(os.waitpid(child, os.WUNTRACED)[1]):
+        _user_namespace = os.open(f"/proc/{child}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def _enter_user_namespace() -> None:
+    """Enter the one that is there for this process, else one of its own."""
+    uid, gid = os.geteuid(), os.getegid()
+    if _user_namespace is None or libc.setns(_user_namespace, CLONE_NEWUSER) < 0:
+        unshare(CLONE_NEWUSER)
+        map_own_ids(uid, gid)
+
+
 def mount(source: str | None, target: str, flags: int) -> None:
     """Bind, remount or change propagation: the call without a filesystem type."""
     source_bytes = None if source is None else os.fsencode(source)
@@ -334,13 +369,13 @@ def own_mounts(give_up: Sequence[int]) -> Iterator[bool]:
     """
     signal = parent_death_signal()
     as_root = has_capability(CAP_SYS_ADMIN)
-    uid, gid = os.geteuid(), os.getegid()
     if as_root:
         unshare(CLONE_NEWNS)
     else:
-        unshare(CLONE_NEWUSER | CLONE_NEWNS)
-        map_own_ids(uid, gid)
+        _enter_user_namespace()
     try:
+        if not as_root:
+            unshare(CLONE_NEWNS)
         mount(None, "/", MS_REC | MS_PRIVATE)
         yield as_root
     finally:

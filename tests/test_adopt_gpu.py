@@ -69,22 +69,27 @@ def _nccl_of_one():
 
     with tempfile.TemporaryDirectory() as folder:
         address = StoreAddress("127.0.0.1", b"key", 1, folder)
-        return _nccl_in(ReplicaGroup(Membership(0, 1, 0, 1, address, False, lambda text: None, Path.cwd())))
+        me = Membership(0, 1, 0, 1, address, False, lambda text: None, Path.cwd())
+        return _nccl_in(ReplicaGroup(me, cuda=True))
 
 
 def _nccl_in(group):
     values = torch.arange(6.0, device="cuda").reshape(2, 3)
     gathered, (total,) = group.gather(values > 2, [2], 0), group.sum([values])
     group.take_from_rank_0([values])
-    kind = type(group._backend(values.device)).__name__
+    kind = type(group._group._get_backend(values.device)).__name__
+    chosen = [backend for backend, _ in torch.distributed.distributed_c10d._world.pg_map.values()]
     group.close()
-    return kind, gathered.tolist(), total.tolist(), values.tolist()
+    return kind.startswith("ProcessGroupNCCL"), chosen, gathered.tolist(), total.tolist(), values.tolist()
 
 
 def test_group_speaks_nccl_where_each_rank_has_a_gpu():
-    """One rank is enough to see that every collective is one NCCL has."""
+    """One rank is enough to see that every collective is one NCCL has, of the class that torch chooses (since 2.15 a new one).
+
+    Not run on a GPU since the group is one of torch's own.
+    """
     rows = [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
-    expected = ("ProcessGroupNCCL", [[False] * 3, [True] * 3], rows, rows)
+    expected = (True, ["cpu:gloo,cuda:nccl"], [[False] * 3, [True] * 3], rows, rows)
     assert run_ranks(_nccl_of_one, 1, rehearsed=False) == [expected]
 
 
@@ -115,7 +120,7 @@ def _late_disagreement():
 
 
 def test_a_late_disagreement_is_found_in_its_pass():
-    """Also where batches lie on the GPU; the message names the pass."""
+    """Also where batches lie on the GPU, which is not waited for: the next pass says it, and names this one."""
     for outcome in run_ranks(_late_disagreement, 2, rehearsed=False, fails=True, grace=DEADLINE):
         assert outcome.error == "RanksDisagree", outcome.trace
         assert "at forward pass 12 " in outcome.text

@@ -1,4 +1,4 @@
-"""CUDA tensors travel to the rank's GPU and come back to the device they had.
+"""CUDA tensors travel to the rank's GPU and come back to the device they had; new ones come to host memory.
 
 Last run: torch 2.11.0+cu130, Python 3.12.3, one NVIDIA H200. The eight programs about tensors, modules and
 gradients passed. The two about random state hung in torch's initialisation lock; how the state is set there
@@ -36,15 +36,16 @@ def _program(name: str, earlier: str, cell: str, probe: str = "", here_also: str
 
 PROGRAMS = [
     _program("in place, with a view", "import torch\nt = torch.zeros(4, device='cuda'); v = t[1:3]; w = t", "v += 1; t[0] = 5"),
-    _program("rebound and new", "import torch\nt = torch.ones(2, device='cuda')", "u = t * 2; v = u[1:]; t = t + 1", "u.data_ptr() + 4 == v.data_ptr()"),
+    _program("rebound and new", "import torch\nt = torch.ones(2, device='cuda')", "u = t * 2; v = u[1:]; t = t + 1", "u.data_ptr() + 4 == v.data_ptr()",
+             "\nu, t = u.cpu(), t.cpu()\nv = u[1:]"),
     _program("new view of old memory", "import torch\nt = torch.zeros(4, device='cuda')", "v = t[1:]", "v.fill_(3), t.tolist()"),
     _program("dtypes and empty", "import torch\nts = [torch.ones(2, dtype=d, device='cuda') for d in (torch.bfloat16, torch.int64, torch.bool)] + [torch.empty(0, device='cuda')]", "for t in ts[:3]: t[0] = 0"),
     _program("net and Adam on the GPU", NET + "net.cuda(); opt = torch.optim.Adam(net.parameters())", TRAIN, "opt.param_groups[0]['params'][0] is net[0].weight"),
     _program("net moved in the cell", NET + "opt = torch.optim.SGD(net.parameters(), lr=.1, momentum=.9)", "net.cuda()\n" + TRAIN,
              "net(torch.ones(2, 4)).sum().backward(), opt.step(), str(net[0].weight.device)",
              "\nnet.cpu()\nfor s in opt.state.values(): s['momentum_buffer'] = s['momentum_buffer'].cpu()\nfor p in net.parameters(): p.grad = p.grad.cpu()\ndel s, p"),
-    _program("only made in the cell", "import torch", "u = torch.arange(3, device='cuda')"),
-    _program("random state, CUDA used before", "import torch\ntorch.manual_seed(3); x = torch.rand(2, device='cuda')", "y = torch.rand(2, device='cuda')", "torch.rand(2, device='cuda').tolist()"),
+    _program("only made in the cell", "import torch", "u = torch.arange(3, device='cuda')", "", "\nu = u.cpu()"),
+    _program("random state, CUDA used before", "import torch\ntorch.manual_seed(3); x = torch.rand(2, device='cuda')", "y = torch.rand(2, device='cuda')", "torch.rand(2, device='cuda').tolist()", "\ny = y.cpu()"),
     _program("random state, CUDA not used before", "import torch\ntorch.manual_seed(3)", "y = torch.rand(2, device='cuda').tolist()", "torch.rand(2, device='cuda').tolist()"),
     _program("gradients", "import torch\np = torch.ones(2, device='cuda', requires_grad=True)", "(p * 3).sum().backward()", "p.grad.device"),
 ]  # fmt: skip

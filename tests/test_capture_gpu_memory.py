@@ -38,23 +38,46 @@ def said(program: str) -> list[str]:
     return printed(SETUP + program)
 
 
-def test_new_tensors_that_the_gpu_has_no_room_for_stay_in_host_memory() -> None:
-    """They come as CPU tensors, with a line that says why and what to do; other names come as ever."""
+def test_new_tensors_of_a_gpu_come_to_host_memory() -> None:
+    """The notebook's GPU is where the next rank computes: only what the notebook has there takes room there."""
     lines = said("""
+captured, answer = cell("import torch; old = torch.zeros(1)", '''
+made = torch.arange(4.); view = made[1:]; old += 1; net = torch.nn.Linear(2, 1); optimizer = torch.optim.Adam(net.parameters())
+net(torch.ones(2)).sum().backward(); optimizer.step()
+''', gpu_there=True)
 torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: 1
-captured, answer = cell("import torch", "made = torch.arange(4.); view = made[1:]; count = 3", gpu_there=True)
 memory.moved = refuse
 applied = captured.apply(answer)
-print(notebook["made"].tolist(), notebook["made"].device, notebook["count"])
+print(applied.lost, notebook["made"].tolist(), notebook["made"].device, notebook["old"].item())
 print(notebook["view"].data_ptr() - notebook["made"].data_ptr())
-print(*applied.lost, sep="\\n")
+state = notebook["optimizer"].state[notebook["net"].weight]
+print({t.device.type for t in (notebook["net"].weight, notebook["net"].weight.grad, *state.values())})
 """)
-    assert lines[:2] == ["[0.0, 1.0, 2.0, 3.0] cpu 3", "4"]
-    (lost,) = lines[2:]
-    assert lost == (
-        "to cuda:0: 16 bytes of new tensors, which are in host memory now (CUDA out of memory.); "
-        'make room on the GPU and move them there with .to("cuda:0")'
-    )
+    assert lines == ["[] [0.0, 1.0, 2.0, 3.0] cpu 1.0", "4", "{'cpu'}"]
+
+
+def test_memory_of_several_gpus_stays_apart_in_the_process_that_has_them_all() -> None:
+    """Each tensor lands on the device of its number, where the rank has that; in one of several ranks, on its own."""
+    lines = said("""
+exec("a, b, c = torch.zeros(1), torch.ones(1), torch.ones(2)", {"torch": torch}, notebook)
+numbers = {notebook[name].untyped_storage().data_ptr(): f"cuda:{number}" for number, name in enumerate("abc")}
+
+def on_gpus(storage):
+    found = plain_memory_of(storage)
+    found.device = numbers[storage.data_ptr()]
+    return found
+
+tensors.memory_of_storage = on_gpus
+captured = capture("a, b, c", notebook, None, project=Path.cwd())
+tensors.memory_of_storage = plain_memory_of
+torch.cuda.device_count = lambda: 2
+for device in ("cuda", "cuda:1"):
+    asked = []
+    memory.moved = lambda storage, device: asked.append(device) or storage
+    arrive(captured.fd, {}, device=device).close()
+    print(asked)
+""")
+    assert lines == ["['cuda:0', 'cuda:1', 'cuda:0']", "['cuda:1', 'cuda:1', 'cuda:1']"]
 
 
 WAITING = """

@@ -103,10 +103,62 @@ def test_taas_leaves_cuda_to_the_ranks(fresh: Notebook) -> None:
     assert fresh.end().ename == "KeyboardInterrupt"
 
 
-def test_a_new_cuda_tensor_stays_on_cuda_in_a_kernel_that_has_not_used_it(fresh: Notebook) -> None:
-    """The machine has CUDA, so the tensor is where it would be had the cell run here."""
+def test_a_new_cuda_tensor_comes_to_host_memory(fresh: Notebook) -> None:
+    """The kernel's GPU is where the next rank 0 computes; a kernel that has not used CUDA goes on not using it."""
     fresh.good("#pragma taas --gpus 1\nimport torch\nmade = torch.arange(3, device='cuda')")
-    assert fresh.value("made.device, made.tolist()") == "cuda:0 [0, 1, 2]"
+    assert fresh.value("made.device, made.tolist()") == "cpu [0, 1, 2]"
+    assert fresh.value("torch.cuda.is_initialized()") == "False"
+
+
+def test_what_a_cell_makes_on_the_gpu_leaves_it_with_the_rank(notebook: Notebook) -> None:
+    """Model, gradients and the optimizer's state take no room there that the next cell needs. Not run on a GPU yet."""
+    before = notebook.value("torch.cuda.memory_allocated()")
+    notebook.good(
+        "#pragma taas --gpus 1\n"
+        "made = nn.Linear(4096, 4096, device='cuda')\n"
+        "adam = torch.optim.Adam(made.parameters())\n"
+        "made(torch.ones(1, 4096, device='cuda')).sum().backward()\n"
+        "adam.step()\n"
+    )
+    assert notebook.value("torch.cuda.memory_allocated()") == before
+    assert notebook.value("made.weight.device, made.weight.grad.device") == "cpu cpu"
+    assert notebook.value("{s['exp_avg'].device.type for s in adam.state.values()}") == "{'cpu'}"
+    notebook.good(
+        "#pragma taas --gpus 1\nmade.cuda()(torch.ones(1, 4096, device='cuda')).sum().backward()\nadam.step()"
+    )
+    notebook.good("del made, adam")
+
+
+@pytest.mark.skipif(len(GPUS) < 2, reason="needs two GPUs")
+def test_memory_of_two_gpus_stays_on_two_in_one_process(notebook: Notebook) -> None:
+    """``#!g2.2`` alone sees all GPUs: a model that is split over them stays so, there and back. Not run on GPUs yet."""
+    notebook.good("halves = [torch.zeros(2, device=f'cuda:{n}') for n in (0, 1)]")
+    ran = notebook.good("#!g2.2\nprint(*(half.device for half in halves))\nhalves[1] += 1")
+    assert ran.own == "cuda:0 cuda:1\n"
+    assert notebook.value("halves[1].device, halves[1].tolist()") == "cuda:1 [1.0, 1.0]"
+
+
+@pytest.mark.parametrize("count", [1, len(GPUS)])
+def test_cuda_is_the_programs_to_use_first(fresh: Notebook, count: int) -> None:
+    """Until then children that the cell forks may use it, and each rank may leave its own GPU alone visible. Not run on GPUs yet.
+
+    With two GPUs or more the ranks above 0 are behind their walls.
+    """
+    ran = fresh.good(
+        f"#pragma taas --gpus {count} --output all\n"
+        "import os, torch, torch.multiprocessing as mp\n"
+        "def child(found):\n    found.put(torch.ones(1, device='cuda').item())\n"
+        "context = mp.get_context('fork')\n"
+        "found = context.SimpleQueue()\n"
+        "process = context.Process(target=child, args=(found,))\n"
+        "process.start(), process.join()\n"
+        "rank = os.environ['LOCAL_RANK']\n"
+        "os.environ['CUDA_VISIBLE_DEVICES'] = os.environ['CUDA_VISIBLE_DEVICES'].split(',')[int(rank)]\n"
+        "print('said', rank, torch.cuda.is_initialized(), found.get(), torch.cuda.device_count(),"
+        " torch.cuda.current_device(), torch.rand(1, device='cuda').device)\n"
+    )
+    said = sorted(re.findall(r"said (.*)", ran.stdout))
+    assert said == [f"{rank} False 1.0 1 0 cuda:0" for rank in sorted(map(str, range(count)))]
 
 
 def test_a_rank_has_its_device_from_the_start(notebook: Notebook) -> None:
@@ -198,7 +250,7 @@ def test_a_notebook_that_hides_its_gpus_rehearses(fresh: Notebook) -> None:
 
 
 def test_nccl_of_one_rank(notebook: Notebook) -> None:
-    """A real NCCL group on the GPU, left open by the cell; the result is a CUDA tensor in the notebook."""
+    """A real NCCL group on the GPU, left open by the cell; the result comes to the notebook."""
     ran = notebook.good(
         "#pragma taas --gpus 1\n"
         "import os, torch.distributed as dist\n"
@@ -212,7 +264,7 @@ def test_nccl_of_one_rank(notebook: Notebook) -> None:
     )
     assert ran.own == "nccl 1\n"
     assert ran.stderr == ""
-    assert notebook.value("total.device, total.tolist()") == "cuda:0 [0.0, 1.0, 2.0, 3.0]"
+    assert notebook.value("total.device, total.tolist()") == "cpu [0.0, 1.0, 2.0, 3.0]"
     assert notebook.value("gathered[0].tolist()") == "[0.0, 1.0, 2.0, 3.0]"
 
 
@@ -230,6 +282,26 @@ def test_nccl_bound_to_the_device_and_gloo_beside_it(notebook: Notebook) -> None
     )
     assert ran.own == "cpu cuda:0\n"
     assert ran.stderr == ""
+
+
+@pytest.mark.skipif(len(GPUS) < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("binding", ["", ", device_id=device"])
+def test_nccl_between_all_gpus(notebook: Notebook, binding: str) -> None:
+    """Every pair of ranks meets, by P2P where the machine has it; to be run as an ordinary user, too. Not run on GPUs yet."""
+    ran = notebook.good(
+        f"#pragma taas --gpus {len(GPUS)} --output all\n"
+        "import os, torch.distributed as dist\n"
+        "device = torch.device('cuda', int(os.environ['LOCAL_RANK']))\n"
+        f"dist.init_process_group('nccl'{binding})\n"
+        "me, size = dist.get_rank(), dist.get_world_size()\n"
+        "mine, got = torch.full((size, 1 << 20), float(me), device='cuda'), torch.empty(size, 1 << 20, device='cuda')\n"
+        "dist.all_to_all_single(got, mine)\n"
+        "print('said', me, mine.device.index, got.mean(1).tolist() == list(map(float, range(size))))\n",
+        seconds=170,
+    )
+    assert sorted(re.findall(r"said (.*)", ran.stdout)) == [
+        f"{rank} {rank} True" for rank in range(len(GPUS))
+    ]
 
 
 # ---------------------------------------------------------------- names
@@ -260,7 +332,7 @@ def test_captured_cuda_tensors_change_in_place(notebook: Notebook) -> None:
         "[1.0, 1.0] [2.0, 2.0, 2.0, 2.0] True"
     )
     assert notebook.value("new.is_cuda, new_tail.data_ptr() - new.data_ptr(), host_copy.is_cuda") == (
-        "True 4 False"
+        "False 4 False"
     )
 
 
@@ -323,6 +395,20 @@ def test_a_gigabyte_on_the_gpu_travels(notebook: Notebook) -> None:
     assert ran.own == f"True {length * (length - 1) // 2}\n"
     assert notebook.value("large.is_cuda, large.sum().item()") == f"True {length * (length + 1) // 2}"
     notebook.good("del large\ntorch.cuda.empty_cache()")
+
+
+def test_kept_memory_is_compared_on_the_gpu(notebook: Notebook) -> None:
+    """One element of a kept tensor that changes comes to the notebook; comparing takes little room. Not run on a GPU yet."""
+    keep = "#pragma taas --gpus 1 --keep\n"
+    notebook.good(f"{keep}large = torch.zeros((1 << 28) + 3, device='cuda')")
+    ran = notebook.good(
+        f"{keep}print(torch.cuda.max_memory_allocated() - large.nbytes < 200 << 20)\nlarge[-1] = 1.0"
+    )
+    assert ran.own == "True\n"
+    assert notebook.value("large.device, large.sum().item()") == "cpu 1.0"
+    ran = notebook.good(f"{keep}print(large.device, large.sum().item())")
+    assert ran.own == "cuda:0 1.0\n"
+    notebook.good("%taas release\ndel large")
 
 
 # ---------------------------------------------------------------- training
@@ -468,6 +554,24 @@ def test_data_parallel_of_one_rank_is_torchs_own(notebook: Notebook) -> None:
     )
 
 
+@pytest.mark.skipif(len(GPUS) < 2, reason="needs two GPUs")
+def test_data_parallel_as_the_tutorial_has_it(notebook: Notebook) -> None:
+    """``cuda:0`` is each rank's own GPU, and no rank holds memory on another's. Not run on GPUs yet."""
+    ran = notebook.good(
+        f"#pragma taas --gpus {len(GPUS)} --output all\n"
+        "import os\n"
+        "device = torch.device('cuda:0' if torch.cuda.is_available() else 'cpu')\n"
+        "net = nn.Linear(8, 4)\n"
+        "if torch.cuda.device_count() > 1:\n    net = nn.DataParallel(net)\n"
+        "net.to(device)\n"
+        "for step in range(3):\n    net(torch.ones(16, 8).to(device)).sum().backward()\n"
+        "used = [n for n in range(torch.cuda.device_count()) if torch.cuda.memory_allocated(n)]\n"
+        "print('said', os.environ['RANK'], os.environ['CUDA_VISIBLE_DEVICES'].split(',')[0], used)\n"
+    )
+    said = sorted(re.findall(r"said (.*)", ran.stdout))
+    assert said == sorted(f"{rank} {gpu} [0]" for rank, gpu in enumerate(GPUS))
+
+
 @pytest.mark.slow
 def test_a_compiled_model_trains_and_leaves_no_compiler_behind(notebook: Notebook) -> None:
     """``torch.compile`` works in a rank; its worker processes end with it."""
@@ -503,7 +607,7 @@ def test_a_gpu_in_use_is_refused_and_its_run_attached(notebook: Notebook) -> Non
     (notebook.folder / "go").unlink()
     notebook.good("%taas attach first")
     assert notebook.value("kept.tolist(), kept is x, made.device, made.tolist()") == (
-        "[1.0, 1.0] True cuda:0 [2.0, 2.0]"
+        "[1.0, 1.0] True cpu [2.0, 2.0]"
     )
 
 

@@ -13,6 +13,7 @@ import shutil
 import signal
 import sqlite3
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -545,3 +546,69 @@ def test_doctor_says_what_this_machine_gives():
     assert lines[0].startswith("write rule: ")
     weakest = probe.verdicts(("audit",))
     assert any("limit:" in line for line in weakest)
+
+
+LOOKS_INTO = """
+import ctypes, os, signal, sys, tempfile
+from pathlib import Path
+from taas import _linux, rank_storage
+from storage_ranks import fork, join
+
+class Vector(ctypes.Structure):
+    _fields_ = ("base", ctypes.c_void_p), ("length", ctypes.c_size_t)
+
+def tried(call):
+    try:
+        return call()
+    except OSError:
+        return "refused"
+
+def read(pid, address):
+    found = ctypes.create_string_buffer(5)
+    here, there = Vector(ctypes.addressof(found), 5), Vector(address, 5)
+    _linux.check(_linux.libc.process_vm_readv(pid, ctypes.byref(here), 1, ctypes.byref(there), 1, 0), "read", "")
+    return found.value.decode()
+
+def take(pid, fd):
+    return os.read(_linux.check(_linux.libc.syscall(438, os.pidfd_open(pid), fd, 0), "pidfd_getfd", ""), 5).decode()
+
+def rank(number, body):
+    scratch = rank_storage.scratch_of(base / "scratch", number)
+    scratch.mkdir(parents=True)
+    wall = rank_storage.guard(rank_storage.Policy(project=str(base / "project"), rank=number, scratch=str(scratch)))
+    return body(wall)
+
+def look(_):
+    return [tried(lambda: read(pid, address)), tried(lambda: take(pid, pipe)), tried(lambda: Path(f"/proc/{pid}/fd/{pipe}").stat() and "opens")]
+
+def be_looked_into(wall):
+    os.write(ready, wall.mechanism.encode())
+    signal.pause()
+
+base = Path(tempfile.mkdtemp(dir="/tmp"))
+(base / "project").mkdir()
+import taas.rank.forkserver_tie
+memory = ctypes.create_string_buffer(b"there")
+address = ctypes.addressof(memory)
+pipe, filled = os.pipe()
+os.write(filled, b"taken" * 2)
+told, ready = os.pipe()
+for other in 2, 0:
+    pid, _ = fork(lambda: rank(other, be_looked_into))
+    mechanism = os.read(told, 100).decode()
+    print(mechanism, *join(fork(lambda: rank(1 + other, look))))
+    os.kill(pid, signal.SIGKILL)
+"""
+
+
+@needs_mounts
+@needs_user_namespaces
+def test_ranks_of_an_ordinary_user_may_look_into_each_other():
+    """As libraries for GPUs do to share memory; but not into rank 0, which stays in the user's own namespace."""
+    user = [] if os.geteuid() else ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
+    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    ran = subprocess.run(
+        [*user, sys.executable, "-c", LOOKS_INTO], capture_output=True, text=True, env=environ, check=False
+    )
+    assert ran.stderr == ""
+    assert ran.stdout.splitlines() == ["mount there taken opens", "none (rank 0) refused refused refused"]

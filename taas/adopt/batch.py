@@ -73,22 +73,42 @@ def _chunks(length: int, ranks: int) -> tuple[int, ...]:
     return tuple(min(step, length - start) for start in range(0, length, step)) or (0,)
 
 
-def describe(batch: Any) -> str:
-    """Shapes of the batch's tensors, for a message."""
-    return ", ".join("x".join(map(str, t.shape)) or "scalar" for t in tensors(batch)) or "no tensor"
+class Sample:
+    """Some elements of each tensor of a batch. Those on a GPU are copied by it: it is waited for when they are read.
+
+    Attributes:
+        shapes: of the tensors, for a message.
+        late: the copies, and what tells that they are done; None where all was in host memory.
+    """
+
+    def __init__(self, batch: Any) -> None:
+        self.shapes = (
+            ", ".join("x".join(map(str, t.shape)) or "scalar" for t in tensors(batch)) or "no tensor"
+        )
+        plain = [leaf for leaf in leaves(batch) if isinstance(leaf, PLAIN)]
+        self._sum = zlib.crc32(repr(([(tuple(t.shape), t.dtype) for t in tensors(batch)], plain)).encode())
+        self.late: tuple[list[Tensor], Any] | None = None
+        copies = []
+        for part in tensors(batch):
+            if part.layout == torch.strided and part.is_cuda:
+                copies.append(_some(part.detach()).to("cpu", non_blocking=True))
+            elif part.layout == torch.strided:
+                self._sum = zlib.crc32(_some(part.detach()).numpy().data, self._sum)
+        if copies:
+            self.late = copies, torch.cuda.current_stream().record_event()
+
+    def checksum(self) -> int:
+        """A number that differs, as good as surely, where two ranks' samples differ."""
+        if self.late is not None:
+            copies, done = self.late
+            done.synchronize()
+            for part in copies:
+                self._sum = zlib.crc32(part.numpy().data, self._sum)
+            self.late = None
+        return self._sum
 
 
-def checksum(batch: Any) -> int:
-    """A number that differs, as good as surely, where two ranks' tensors differ."""
-    plain = [leaf for leaf in leaves(batch) if isinstance(leaf, PLAIN)]
-    value = zlib.crc32(repr(([(tuple(t.shape), t.dtype) for t in tensors(batch)], plain)).encode())
-    for part in tensors(batch):
-        if part.layout == torch.strided:
-            value = zlib.crc32(_sample(part.detach()).cpu().numpy().data, value)
-    return value
-
-
-def _sample(tensor: Tensor) -> Tensor:
+def _some(tensor: Tensor) -> Tensor:
     """Bytes of some elements spread over the tensor, as a flat ``uint8`` tensor on its device."""
     # Of some rows only: a transposed tensor is copied.
     rows = tensor[:: max(1, tensor.shape[0] // SAMPLED_ROWS)] if tensor.dim() else tensor

@@ -20,6 +20,7 @@ import sys
 import threading
 import weakref
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -38,6 +39,7 @@ ADVICE = (
     "DistributedDataParallel with a DistributedSampler, or a loader registered with taas.register(), is faster."
 )
 CLOSE_SECONDS = 5.0
+EXAMINED_EVERY = 64  # passes of a module, in one of which the ranks compare its parameters
 OVERRIDABLE = ("replicate", "scatter", "parallel_apply", "gather")
 
 
@@ -47,7 +49,7 @@ class Replicas:
     def __init__(self, membership: Membership) -> None:
         self.membership = membership
         self.random = ReplicaRandom(membership.rank)
-        self.passes = 0
+        self._passes: Counter[int] = Counter()
         self._group: ReplicaGroup | None = None
         self._numbers: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
         self._homes: weakref.WeakKeyDictionary[nn.Module, torch.device] = weakref.WeakKeyDictionary()
@@ -55,9 +57,9 @@ class Replicas:
 
     @property
     def group(self) -> ReplicaGroup:
-        """The ranks; connected when the program first needs them."""
-        if self._group is None:
-            self._group = ReplicaGroup(self.membership)
+        """The ranks; connected when the program first needs them, and again when it has destroyed all groups."""
+        if self._group is None or self._group.ended:
+            self._group = ReplicaGroup(self.membership, cuda=self.cuda)
         return self._group
 
     @property
@@ -78,7 +80,7 @@ class Replicas:
             self._numbers[module] = len(self._numbers)
             self.group.take_from_rank_0([*module.parameters(), *module.buffers()])
             states = states_of_generators(cuda=self.cuda) if self.membership.rank == 0 else None
-            restore(self.group.exchange(states)[0])
+            set_generators(self.group.exchange(states)[0], cuda=self.cuda)
         return self._numbers[module]
 
     def _settle(self, module: nn.Module) -> None:
@@ -108,11 +110,12 @@ class Replicas:
             CannotAdopt: the output cannot be gathered.
         """
         number = self.take_in(module)
-        self.passes += 1
+        examined = self._passes[number] % EXAMINED_EVERY == 0
+        self._passes[number] += 1
         device = _device_of(module)
-        one = ReplicaPass(self.group, module, device, dim, self.passes, number)
+        one = ReplicaPass(self.group, module, device, dim, (self._passes.total(), number))
         with self._as_replica(), self.random.stream(self.cuda):
-            one.compute(args, kwargs)
+            one.compute(args, kwargs, examined=examined)
         output = one.collect()
         home = home or self._homes.get(module, device)
         return output if home == device else batch.map_tensors(output, lambda tensor: tensor.to(home))
@@ -166,13 +169,7 @@ class ReplicaRandom:
         try:
             yield
         finally:
-            restore(outside)
-
-
-def restore(states: dict[str, Any]) -> None:
-    """Put the generators back into these states, the current GPU's where it is among them."""
-    device = f"cuda:{torch.cuda.current_device()}" if "cuda" in states else None
-    set_generators(states, rank=True, device=device)
+            set_generators(outside, cuda=cuda)
 
 
 _replicas: Replicas | None = None

@@ -188,8 +188,6 @@ class Waits:
     """What this rank may be waiting on in C code."""
 
     def __init__(self) -> None:
-        self.own_backends: list[Any] = []
-        """Those for GPUs that are no torch's groups."""
         self._sockets: set[int] = set()
         self._before: set[int] | None = None
         """Inodes of the sockets that were there before the group that is being made."""
@@ -218,7 +216,7 @@ class Waits:
 
     def on_gpus(self) -> list[Any]:
         """Return the backends in which this rank may wait on its GPU."""
-        return nccl.backends(self.own_backends)
+        return nccl.backends()
 
     def break_off(self, membership: Membership) -> None:
         """Let every wait of this rank fail; called by a thread that does not wait."""

@@ -29,9 +29,9 @@ def prefer_abortable() -> None:
     os.environ.setdefault("TORCH_DIST_USE_NCCL2", "0")
 
 
-def backends(own: Iterable[Any] = ()) -> list[Any]:
-    """Return the NCCL backends of this process: of all torch's groups, whatever they were asked for, and some ``own`` ones."""
-    found = [*own]
+def backends() -> list[Any]:
+    """Return the NCCL backends of this process: of all torch's groups, whatever they were asked for."""
+    found: list[Any] = []
     for group in [*dist.distributed_c10d._world.pg_names]:
         with contextlib.suppress(
             RuntimeError, AttributeError

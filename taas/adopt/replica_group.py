@@ -1,7 +1,8 @@
 """What DataParallel's replicas exchange: messages, and tensors that autograd follows.
 
-The process group is taas' own, not torch's default one, which belongs to the program and may never exist. Messages and
-CPU tensors go through gloo, CUDA tensors through NCCL, or through gloo where two ranks share a GPU, which NCCL refuses.
+The process group is not torch's default one, which belongs to the program and may never exist, but it is made and known as
+torch's own are: its backends are those that torch chooses, and what ends or breaks off all groups finds it. Messages and
+CPU tensors go through gloo, CUDA tensors through NCCL, or through gloo where ranks share a GPU, which NCCL refuses.
 
 Outside the wrapped module every rank computes the same: parameters, batch, outputs, loss. Inside, each has its own
 slice. A tensor crosses inward as a copy for each replica (a parameter) or as the replica's slice (an input); outward as
@@ -16,10 +17,9 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,45 +29,50 @@ from torch._utils import _reorder_tensors_as, _take_tensors
 from torch.distributed.constants import default_pg_timeout
 
 from taas.adopt.membership import Membership
-from taas.errors import CannotAdopt, RanksDisagree
-
-Backend = Any  # ProcessGroupGloo or ProcessGroupNCCL; torch's stubs lack their collectives
+from taas.errors import RanksDisagree
 
 MESSAGE_BYTES = 1024  # what one exchange carries at once; longer messages take a second one
 LENGTH_BYTES = 8
 BUCKET_BYTES = 64 << 20
-LEAVING = "data-parallel/left"
+TORCHS: Any = dist.distributed_c10d
 
 
 class ReplicaGroup:
     """Collectives over all ranks of the run; every rank must call the same ones in the same order.
 
+    Args:
+        membership: this rank's place in the run.
+        cuda: whether ranks compute on GPUs.
+
     Attributes:
         rank: this rank.
         size: ranks of the run.
+        samples: of batches that the other ranks were not told of yet, by pass.
     """
 
-    def __init__(self, membership: Membership) -> None:
+    def __init__(self, membership: Membership, *, cuda: bool) -> None:
+        self.samples: dict[int, Any] = {}
         self.rank, self.size = membership.rank, membership.world_size
-        self._membership = membership
-        store = membership.store("data-parallel/gloo")
-        with membership.waits.noted():
-            self._gloo: Backend = dist.ProcessGroupGloo(store, self.rank, self.size, default_pg_timeout)
-        self._cuda: Backend | None = None
-        self._exchanges = 0
+        self._membership, self._exchanges = membership, 0
+        self._name = membership.numbered("data-parallel")
+        self._store = membership.store(self._name)
+        with_nccl = cuda and torch.cuda.device_count() >= membership.local_world_size
+        self._group, _ = TORCHS._new_process_group_helper(
+            self.size,
+            self.rank,
+            [],
+            "cpu:gloo,cuda:nccl" if with_nccl else "gloo",
+            self._store,
+            f"taas/{self._name}",
+            timeout=default_pg_timeout,
+            device_id=torch.device("cuda", torch.cuda.current_device()) if with_nccl else None,
+        )
+        TORCHS._world.pg_group_ranks[self._group] = {rank: rank for rank in range(self.size)}
 
-    def _backend(self, device: torch.device) -> Backend:
-        if device.type == "cpu":
-            return self._gloo
-        if self._cuda is None:
-            mine = socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid)
-            shared = len(set(self.exchange(mine))) < self.size
-            self._cuda = self._gloo
-            if not shared:
-                store, options = self._membership.store("data-parallel/nccl"), dist.ProcessGroupNCCL.Options()
-                self._cuda = dist.ProcessGroupNCCL(store, self.rank, self.size, options)
-                self._membership.waits.own_backends.append(self._cuda)
-        return self._cuda
+    @property
+    def ended(self) -> bool:
+        """Whether the program has destroyed all groups since."""
+        return self._group not in TORCHS._world.pg_map
 
     def exchange(self, message: Any) -> list[Any]:
         """Every rank's small picklable message, by rank.
@@ -89,7 +94,7 @@ class ReplicaGroup:
         return [self._opened(rank, parts[rank][LENGTH_BYTES : ends[rank]]) for rank in range(self.size)]
 
     def _title(self, rank: int) -> str:
-        return f"replica {rank}, exchange {self._exchanges}"
+        return f"{self._name}: replica {rank}, exchange {self._exchanges}"
 
     def _opened(self, rank: int, sealed: bytes) -> Any:
         pickled = self._membership.opened(self._title(rank), sealed)
@@ -105,7 +110,7 @@ class ReplicaGroup:
         mine = torch.from_numpy(np.frombuffer(bytearray(content.ljust(width, b"\0")), dtype=np.uint8))
         every = torch.empty(self.size * width, dtype=torch.uint8, device="cpu")
         try:
-            self._gloo._allgather_base(every, mine).wait()
+            self._group._allgather_base(every, mine).wait()
         except RuntimeError as error:  # a connection is cut, and all that gloo knows is the address
             self._explain(error)
             raise
@@ -115,8 +120,7 @@ class ReplicaGroup:
     def _explain(self, error: RuntimeError) -> None:
         """Raise what is behind an error of a collective, if that is known: a rank has ended its cell, and well."""
         with contextlib.suppress(dist.DistError):  # the store is gone as well
-            store = self._membership.store(LEAVING)
-            left = [rank for rank in range(self.size) if store.check([str(rank)])]
+            left = [rank for rank in range(self.size) if self._store.check([f"left/{rank}"])]
             if left:
                 raise RanksDisagree(
                     f"Rank(s) {', '.join(map(str, left))} had ended the cell when rank {self.rank} called the "
@@ -134,26 +138,22 @@ class ReplicaGroup:
         every = rows.new_empty((self.size, most, *rest))
         if every.numel():
             mine = rows.contiguous()
-            self._backend(tensor.device)._allgather_base(_bytes(every), _bytes(mine)).wait()
+            self._group._allgather_base(_bytes(every), _bytes(mine)).wait()
         if all(size == most for size in sizes):
             return every.flatten(0, 1).movedim(0, dim)
         return torch.cat([part[:size] for part, size in zip(every, sizes, strict=True)]).movedim(0, dim)
 
     def sum(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The sum over ranks of each tensor; bitwise the same on every rank."""
-        parts = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
-        pending = []
-        for bucket, flat in _flattened(parts):
-            pending.append((bucket, flat, self._backend(flat.device).allreduce([flat])))
+        pending = [
+            (bucket, flat, dist.all_reduce(flat, group=self._group, async_op=True))
+            for bucket, flat in _flattened(tensors)
+        ]
         totals: list[Tensor] = []
         for bucket, flat, work in pending:
             work.wait()
             totals += _unflattened(flat, bucket)
-        ordered = _reorder_tensors_as(totals, parts)
-        return [
-            torch.view_as_complex(total) if tensor.is_complex() else total
-            for tensor, total in zip(tensors, ordered, strict=True)
-        ]
+        return list(_reorder_tensors_as(totals, tensors))
 
     def take_from_rank_0(self, tensors: Sequence[Tensor]) -> None:
         """Overwrite the tensors with rank 0's, in place."""
@@ -162,21 +162,21 @@ class ReplicaGroup:
         with torch.no_grad():
             for bucket, flat in _flattened([tensor.detach() for tensor in tensors]):
                 if flat.numel():
-                    self._backend(flat.device).broadcast([_bytes(flat)], options).wait()
+                    self._group.broadcast([_bytes(flat)], options).wait()
                 if self.rank:
                     for part, value in zip(bucket, _unflattened(flat, bucket), strict=True):
                         part.copy_(value)
 
     def close(self, *, failed: bool = False) -> None:
-        """Shut the groups down, so that their threads don't outlive the interpreter.
+        """Shut the group down, so that its threads don't outlive the interpreter.
 
         A rank that ``failed`` leaves no word: the cell's error explains more than that it is gone.
         """
         if not failed:
             with contextlib.suppress(dist.DistError):
-                self._membership.store(LEAVING).set(str(self.rank), "")
-        for backend in {id(b): b for b in (self._cuda, self._gloo) if b is not None}.values():
-            backend.shutdown()
+                self._store.set(f"left/{self.rank}", "")
+        if not self.ended:
+            dist.destroy_process_group(self._group)
 
 
 def _bytes(tensor: Tensor) -> Tensor:
@@ -199,8 +199,7 @@ def _unflattened(flat: Tensor, bucket: Sequence[Tensor]) -> list[Tensor]:
 # ---------------------------------------------------------------- crossings
 
 
-@dataclass(frozen=True)
-class Slices:
+class Slices(NamedTuple):
     """How a tensor is divided over the ranks."""
 
     sizes: tuple[int, ...]  # each rank's extent along ``dim``; 0 for ranks that compute nothing
@@ -229,9 +228,12 @@ class Inward(torch.autograd.Function):
         ctx.crossing, ctx.outer_devices = crossing, [tensor.device for tensor in outer]
         token = torch.zeros((), device=crossing.device)
         ctx.save_for_backward(token)
-        return token, *(
-            _inward(crossing, way, tensor) for way, tensor in zip(crossing.ways, outer, strict=True)
-        )
+        rank, inner = crossing.group.rank, []
+        for way, tensor in zip(crossing.ways, outer, strict=True):
+            # A slice is a copy: the module may change its input in place, which autograd forbids for a view.
+            mine = tensor.view_as(tensor) if way is None else way.of(tensor, rank)
+            inner.append(mine.to(crossing.device, copy=way is not None))
+        return token, *inner
 
     @staticmethod
     def backward(ctx: Any, token_grad: Tensor, *inner_grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -253,32 +255,15 @@ class Outward(torch.autograd.Function):
     def forward(ctx: Any, crossing: Crossing, token: Tensor, *inner: Tensor) -> tuple[Tensor, ...]:
         """Compute from all ranks' tensors what every rank has."""
         ctx.crossing = crossing
-        return _outward(crossing, inner)
+        totals = iter(
+            crossing.group.sum([t for t, way in zip(inner, crossing.ways, strict=True) if way is None])
+        )
+        return tuple(
+            next(totals) if way is None else crossing.group.gather(tensor, way.sizes, way.dim)
+            for tensor, way in zip(inner, crossing.ways, strict=True)
+        )
 
     @staticmethod
     def backward(ctx: Any, *outer_grads: Tensor) -> tuple[Tensor | None, ...]:
         """Replicate or slice the gradient, which every rank has."""
         return None, *Inward.apply(ctx.crossing, *outer_grads)
-
-
-def _inward(crossing: Crossing, way: Slices | None, tensor: Tensor) -> Tensor:
-    if way is None:
-        return tensor.view_as(tensor).to(crossing.device)
-    # A copy: the module may change its input in place, which autograd forbids for a view.
-    return way.of(tensor, crossing.group.rank).to(crossing.device, copy=True)
-
-
-def _outward(crossing: Crossing, inner: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    if any(tensor.is_sparse for tensor in inner):
-        raise CannotAdopt(
-            "nn.DataParallel over ranks cannot add up sparse gradients. Make the embedding with sparse=False, "
-            "or wrap the model in DistributedDataParallel."
-        )
-    whole = [index for index, way in enumerate(crossing.ways) if way is None]
-    outer = list(inner)
-    for index, total in zip(whole, crossing.group.sum([inner[index] for index in whole]), strict=True):
-        outer[index] = total
-    for index, way in enumerate(crossing.ways):
-        if way is not None:
-            outer[index] = crossing.group.gather(inner[index], way.sizes, way.dim)
-    return tuple(outer)

@@ -6,7 +6,7 @@ import builtins
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,8 +25,7 @@ SAME_BATCH = (
 )
 
 
-@dataclass(frozen=True)
-class ReplicaOutput:
+class ReplicaOutput(NamedTuple):
     """A tensor of a replica's output, described for the others."""
 
     shape: tuple[int, ...]
@@ -43,21 +42,27 @@ class PassReport:
     """What one rank tells the others after its part of a pass.
 
     Attributes:
+        passes: count of passes in the program.
+        number: of the module.
+        training, grad: the mode it ran in.
+        batches: shapes and checksum of the whole batch, by pass; on a GPU the sum is told one pass later.
+        parameters: checksums by name, every so many passes of the module.
+        outputs: of the replica's tensors; None if it had no samples.
         output: rank 0's with a `ReplicaOutput` in the place of each tensor, where a rank has no samples.
         buffers: what replica 0 changed: name, shape, dtype; of no meaning from others.
+        failure: the class and the text of an exception.
     """
 
-    passes: int  # count of passes in the program
-    number: int  # of the module
-    training: bool  # the mode it ran in
-    grad: bool  # the same
-    shapes: str = ""  # of the whole batch, as text
-    checksum: int = 0  # of the whole batch
-    parameter: tuple[str, int] = ("", 0)  # the name of one, each in turn by the pass; and its checksum
+    passes: int
+    number: int
+    training: bool
+    grad: bool
+    batches: dict[int, tuple[str, int | None]] = field(default_factory=dict)
+    parameters: dict[str, int] = field(default_factory=dict)
+    outputs: list[ReplicaOutput] | None = None
     output: Any = None
-    outputs: list[ReplicaOutput] | None = None  # of the replica's tensors; None if it had no samples
     buffers: list[tuple[str, tuple[int, ...], torch.dtype]] = field(default_factory=list)
-    failure: tuple[str, str] | None = None  # the class and the text of an exception
+    failure: tuple[str, str] | None = None
 
     @property
     def place(self) -> str:
@@ -71,33 +76,37 @@ class ReplicaPass:
     """One pass of one module over one batch, on this rank."""
 
     def __init__(
-        self, group: ReplicaGroup, module: nn.Module, device: torch.device, dim: int, passes: int, number: int
+        self, group: ReplicaGroup, module: nn.Module, device: torch.device, dim: int, place: tuple[int, int]
     ) -> None:
         self._group, self._module, self._device, self._dim = group, module, device, dim
         self._grad = torch.is_grad_enabled()
-        self._report = PassReport(passes, number, module.training, self._grad)
+        self._report = PassReport(*place, module.training, self._grad)
         self._token: Tensor | None = None
         self._slices: list[Tensor] = []
         self._output: Any = None
         self._error: Exception | None = None
 
-    def compute(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Run the module on this rank's slice; an exception is kept until the others know of it."""
-        self._examine((args, kwargs))
-        ways, replicas = batch.divide((args, kwargs), self._group.size, self._dim)
-        weights = self._enter(batch.tensors((args, kwargs)), ways)
+    def compute(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, examined: bool) -> None:
+        """Run the module on this rank's slice; an exception is kept until the others know of it.
+
+        With ``examined`` the ranks compare the parameters, too.
+        """
+        whole = (args, kwargs)
+        self._group.samples[self._report.passes] = batch.Sample(whole)
+        if examined:
+            samples = {name: batch.Sample(parameter) for name, parameter in self._module.named_parameters()}
+            self._report.parameters = {name: sample.checksum() for name, sample in samples.items()}
+        ways, replicas = batch.divide(whole, self._group.size, self._dim)
+        weights = self._enter(batch.tensors(whole), ways)
         if self._group.rank >= replicas:
             return
         slices = iter(self._slices)
-        own_args, own_kwargs = batch.map_tensors((args, kwargs), lambda _: next(slices))
+        own_args, own_kwargs = batch.map_tensors(whole, lambda _: next(slices))
         before = {name: (b, b._version) for name, b in self._module.named_buffers()}
         if self._group.rank:  # replica 0 alone works on the module's own buffers, as in DataParallel
             weights |= {name: buffer.clone() for name, (buffer, _) in before.items()}
         try:
-            if weights:
-                self._output = torch.func.functional_call(self._module, weights, own_args, own_kwargs)
-            else:
-                self._output = self._module(*own_args, **own_kwargs)
+            self._output = torch.func.functional_call(self._module, weights, own_args, own_kwargs)
             self._describe_output(told=replicas < self._group.size and self._group.rank == 0)
         except Exception as error:  # every rank must hear of it, or the others would wait in the exchange
             self._error, self._report.failure = error, (type(error).__name__, text_of(error))
@@ -106,13 +115,6 @@ class ReplicaPass:
             for name, buffer in self._module.named_buffers()
             if _may_have_changed(buffer, before.get(name), self._module.training)
         ]
-
-    def _examine(self, whole: Any) -> None:
-        """Note what has to be the same on all ranks: the whole batch, and one parameter."""
-        report, named = self._report, list(self._module.named_parameters())
-        name, parameter = named[report.passes % len(named)] if named else ("", None)
-        report.shapes, report.checksum = batch.describe(whole), batch.checksum(whole)
-        report.parameter = name, batch.checksum(parameter)
 
     def _enter(self, tensors: Sequence[Tensor], ways: Sequence[Slices | None]) -> dict[str, Tensor]:
         """Bring batch and parameters across; returns the replica's parameters that have gradients, by name."""
@@ -157,6 +159,12 @@ class ReplicaPass:
             RanksDisagree: ranks are at different places, or have different batches or parameters.
             CannotAdopt: the replicas' outputs don't match.
         """
+        passes, samples = self._report.passes, self._group.samples
+        for number, sample in list(samples.items()):
+            late = number == passes and sample.late is not None
+            self._report.batches[number] = sample.shapes, None if late else sample.checksum()
+            if not late:
+                del samples[number]
         reports: list[PassReport] = self._group.exchange(self._report)
         if self._error is None or not all(report.failure for report in reports):
             check_agreement(reports)
@@ -259,20 +267,21 @@ def check_agreement(reports: Sequence[PassReport]) -> None:
             f"{reports[moved[0]].place}, rank 0 at {first.place}. With nn.DataParallel every rank must call "
             "the model equally often; don't call it under a condition that depends on the rank."
         )
-    batches = [(report.shapes, report.checksum) for report in reports]
-    drew = [rank for rank, drawn in enumerate(batches) if drawn != batches[0]]
-    if drew:
-        raise RanksDisagree(
-            f"Rank(s) {_ranks(drew)} and rank 0 drew different batches at forward pass {first.passes} of "
-            f"nn.DataParallel (rank 0: {first.shapes}; rank {drew[0]}: {reports[drew[0]].shapes}). {SAME_BATCH}"
-        )
-    apart = [rank for rank, report in enumerate(reports) if report.parameter != first.parameter]
-    if apart:
-        raise RanksDisagree(
-            f"Parameter {first.parameter[0]!r} of the nn.DataParallel module differs between rank 0 and rank(s) "
-            f"{_ranks(apart)} at forward pass {first.passes}. Change parameters in the same way on every "
-            "rank, and not by numbers that each rank draws for itself."
-        )
+    for number, (shapes, told) in first.batches.items():
+        drew = [rank for rank, report in enumerate(reports) if report.batches[number] != (shapes, told)]
+        if drew:
+            raise RanksDisagree(
+                f"Rank(s) {_ranks(drew)} and rank 0 drew different batches at forward pass {number} of nn.DataParallel "
+                f"(rank 0: {shapes}; rank {drew[0]}: {reports[drew[0]].batches[number][0]}). {SAME_BATCH}"
+            )
+    for name, value in first.parameters.items():
+        apart = [rank for rank, report in enumerate(reports) if report.parameters.get(name) != value]
+        if apart:
+            raise RanksDisagree(
+                f"Parameter {name!r} of the nn.DataParallel module differs between rank 0 and rank(s) "
+                f"{_ranks(apart)} at forward pass {first.passes}. Change parameters in the same way on every "
+                "rank, and not by numbers that each rank draws for itself."
+            )
 
 
 def check_outputs(reports: Sequence[PassReport]) -> None:

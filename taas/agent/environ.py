@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from taas.engines.local import present_gpus
 from taas.wire.framing import LOOPBACK, StoreAddress
 from taas.wire.ranks import RankOrder, Staged
 
+_RANKS_ARE_KNOWN = "Distributed|distributed|LOCAL_RANK|local_rank"
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
@@ -38,6 +40,19 @@ def interface_of(host: str) -> str | None:
     return None
 
 
+def _visible(order: RankOrder, own: str) -> Iterable[str]:
+    """Return the GPUs that a rank sees, in order: in a cell for DataParallel, its own first.
+
+    Such programs call the first GPU theirs (``cuda:0``), and have their batches there; those for several processes number GPUs
+    by ranks, as later cells of kept ranks may.
+    """
+    for_one_process = re.search(r"\bDataParallel\b", order.cell) and not re.search(
+        _RANKS_ARE_KNOWN, order.cell
+    )
+    own_first = for_one_process and not order.spec.keep
+    return sorted(order.gpus, key=lambda gpu: gpu != own) if own_first else order.gpus
+
+
 def rank_environ(order: RankOrder, store: StoreAddress, staged: Staged, local_rank: int) -> dict[str, str]:
     """Return the variables torchrun sets in a rank (https://docs.pytorch.org/docs/stable/elastic/run.html)."""
     rank = order.first_rank + local_rank
@@ -60,7 +75,7 @@ def rank_environ(order: RankOrder, store: StoreAddress, staged: Staged, local_ra
         "TORCHELASTIC_ERROR_FILE": Path(staged.output) / str(rank) / "error.json",
     }
     if order.gpus:
-        environ["CUDA_VISIBLE_DEVICES"] = ",".join(order.gpus)
+        environ["CUDA_VISIBLE_DEVICES"] = ",".join(_visible(order, order.gpus[local_rank]))
     elif present_gpus():  # a rehearsal, or a CPU type, on a machine that has some
         environ["CUDA_VISIBLE_DEVICES"] = ""
     if store.host == LOOPBACK:  # nothing of the run can be reached from another machine

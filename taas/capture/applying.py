@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import sys
 from dataclasses import dataclass, field
@@ -92,7 +91,7 @@ class _Answer:
         self._table = table.copy() if self._payload.header.stream else Table(namespace)
         self._numbers = self._table.numbers()  # before it learns what comes
         self._known = known
-        self._memory = self._payload.brought(known, functools.cache(_device_here))
+        self._memory = self._payload.brought(known)
         self._losses = Losses(namespace)
         self._changes: list[tuple[int, Any, Any]] = []
         self._applied = Applied(lost=list(self._preface["lost"]), cells=self._preface["cells"])
@@ -149,14 +148,8 @@ class _Answer:
             if why is not None and why not in applied.lost:
                 applied.lost.append(why)
         self._put_changes()
-        devices = {"cpu", *(s.device for s in self._known.values()), *(r.device for r in header.regions)}
-        if devices != {"cpu"}:
+        if any(stretch.device != "cpu" for stretch in self._known.values()):
             self._join_devices()
-        for device, (nbytes, why) in (self._memory.refused or {}).items():
-            applied.lost.append(
-                f"to {device}: {nbytes:,} bytes of new tensors, which are in host memory now ({why}); "
-                f'make room on the GPU and move them there with .to("{device}")'
-            )
         for name in self._preface["deleted"]:
             self._namespace.pop(name, None)
             applied.deleted.append(name)
@@ -225,14 +218,3 @@ class _Answer:
                     f"{'' if name else self._path(value)}{where}: it is not what rank 0 had, for the way its class is "
                     "pickled does not bring all of it (give what you need of it a name of its own)"
                 )
-
-
-def _device_here(device: str) -> str:
-    """Return where memory of a device goes; it stays on CUDA where the notebook has it."""
-    if device == "cpu":
-        return device
-    import torch
-
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    here = device if int(device.partition(":")[2] or 0) < count else "cuda:0"
-    return here if count else "cpu"

@@ -209,7 +209,7 @@ def arrive(
     Args:
         fd: the payload; may be closed afterwards.
         namespace: the rank's names; functions of the notebook get it as their globals.
-        device: where captured CUDA tensors land, e.g. ``cuda:0``; None for host memory.
+        device: where captured CUDA tensors land, e.g. ``cuda:0``; ``cuda``: where they were; None for host memory.
         project: first entry of ``sys.path``; None for the notebook's.
         before: the arrival of this process' last cell; it is closed.
 

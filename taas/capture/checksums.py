@@ -1,7 +1,8 @@
 """Whether memory is what it was, without a copy of it.
 
 The system tells of most of it which pages were written to (:mod:`taas.capture.written`); a page that was written to counts as
-changed, whatever is in it now. Of the rest there are checksums, numbers that stand for its parts.
+changed, whatever is in it now. Of the rest there are checksums, numbers that stand for its parts; memory of a device is
+added up there.
 
 A part's words of 64 bits are multiplied by random numbers and added, modulo 2⁶⁴; so are their upper halves, since of a
 word that differs in its highest bits only (all numbers negated) the first sum knows little. Whatever differs, both sums stay
@@ -26,6 +27,8 @@ from taas.capture.written import Watch
 
 _PART = 1 << 18
 """Bytes: it stays in a processor's cache while it is looked at twice."""
+_ON_DEVICE = 16 << 20
+"""Bytes that a device adds up at once; it needs room for three times as many."""
 _SHARED_FROM = 32
 """How many parts are worth a second thread."""
 _WATCHED_FROM = 1 << 20
@@ -105,12 +108,12 @@ def _checksums_of(
     """Return the checksums of the parts of memory, by region, but for some spans."""
     found: dict[int, dict[Span, Any]] = {n: {} for n in stretches}
     jobs: list[tuple[int, Span, int]] = []
-    kept = []
     for number, stretch in stretches.items():
-        address, copies = stretch.in_host_memory()
-        kept.append(copies)
+        if not stretch.is_in_host_memory():
+            found[number] = dict(_sums_on_device(stretch))
+            continue
         spans = [span for span in stretch.spans if span not in but.get(number, ())]
-        jobs += ((number, part, address) for span in spans for part in _parts(*span))
+        jobs += ((number, part, stretch.address) for span in spans for part in _parts(*span))
     _weights()
     threads = min(len(os.sched_getaffinity(0)), 8, len(jobs) // _SHARED_FROM)
     if threads > 1:
@@ -122,6 +125,44 @@ def _checksums_of(
     for (number, part, _), checksum in zip(jobs, done, strict=True):
         found[number][part] = checksum
     return found
+
+
+def _sums_on_device(stretch: Stretch) -> Iterator[tuple[Span, Any]]:
+    """Yield the checksums of what a device has of memory, by parts; some of it at a time, and nothing is copied but they."""
+    import torch
+
+    for (start, nbytes), storage in stretch.storages.items():
+        memory = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        for low, high in stretch.spans:
+            for at in range(max(low, start), end := min(high, start + nbytes), _ON_DEVICE):
+                some = memory[at - start : min(at + _ON_DEVICE, end) - start]
+                try:
+                    sums = _sums_of_parts(some)
+                except (
+                    torch.OutOfMemoryError
+                ):  # sums of other weights: it counts as changed where they were on the device
+                    sums = _sums_of_parts(some.cpu())
+                yield from zip(_parts(at, at + some.nbytes), map(tuple, sums.tolist()), strict=True)
+
+
+def _sums_of_parts(memory: Any) -> Any:
+    """Return both sums of each part of a flat tensor of bytes, computed where it is."""
+    import torch
+
+    weights = _weights_on(memory.device)
+    padded = memory.new_zeros(-(-memory.nbytes // _PART) * _PART)
+    padded[: memory.nbytes] = memory
+    words = padded.view(torch.int64).view(-1, _PART // 8)
+    return torch.stack([(words * weights[0]).sum(1), ((words >> 32) * weights[1]).sum(1)], 1)
+
+
+@functools.cache
+def _weights_on(device: Any) -> Any:
+    """Return the random numbers on a device: its own, so that no library is needed for them."""
+    import torch
+
+    drawn = torch.frombuffer(bytearray(os.urandom(2 * _PART)), dtype=torch.int64)
+    return drawn.view(2, -1).to(device)
 
 
 def _parts(start: int, end: int) -> Iterator[Span]:

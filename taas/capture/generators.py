@@ -60,19 +60,14 @@ def fresh_seed(states: dict[str, Any]) -> dict[str, int]:
     return {} if "numpy" in states else {"numpy seed": int.from_bytes(os.urandom(4), "little")}
 
 
-def set_generators(states: dict[str, Any], *, rank: bool, device: str | None) -> None:
+def set_generators(states: dict[str, Any], *, cuda: bool) -> None:
     """Set those that are given.
 
     Args:
         states: as :func:`states_of_generators` returns them; None for one that is gone.
-        rank: whether this process is a rank.
-        device: the rank's CUDA device; None for a notebook, or a rank without.
+        cuda: whether this process may have CUDA; its current device's is set.
     """
     states = {name: state for name, state in states.items() if state is not None}
-    number = int(device.partition(":")[2] or 0) if device is not None else None
-    if not rank:
-        torch = _loaded("torch", "cuda")
-        number = torch.cuda.current_device() if torch is not None and torch.cuda.is_initialized() else 0
     if "random" in states:
         random.setstate(states["random"])
     if "numpy seed" in states and "numpy" in sys.modules:  # its random part is loaded at the first use
@@ -81,16 +76,12 @@ def set_generators(states: dict[str, Any], *, rank: bool, device: str | None) ->
         name, keys, *rest = states["numpy"]
         numpy.set_state((name, sys.modules["numpy"].frombuffer(keys, "uint32"), *rest))
     if (torch := _loaded("torch", "set_rng_state")) is not None:
-        _set_states_of_torch(torch, states, number)
-
-
-def _set_states_of_torch(torch: Any, states: dict[str, Any], device: int | None) -> None:
-    if "torch" in states:
-        torch.set_rng_state(_byte_tensor(torch, states["torch"]))
-    if device is not None and "cuda" in states:
-        _set_cuda_state(torch, states["cuda"], device)
-    elif device is not None and "torch seed" in states:
-        torch.cuda.manual_seed_all(states["torch seed"])
+        if "torch" in states:
+            torch.set_rng_state(_byte_tensor(torch, states["torch"]))
+        if cuda and "cuda" in states:
+            _set_cuda_state(torch, states["cuda"])
+        elif cuda and "torch seed" in states:
+            torch.cuda.manual_seed_all(states["torch seed"])
 
 
 _undrawing: list[bool] = []
@@ -108,22 +99,26 @@ def undrawn() -> Iterator[None]:
         yield
     finally:
         _undrawing.clear()
-        set_generators(before, rank=True, device=None)
+        set_generators(before, cuda=False)
 
 
-def _set_cuda_state(torch: Any, data: bytes, device: int) -> None:
-    """Set a device's generator; where CUDA isn't initialised, when the user does that."""
-    state = _byte_tensor(torch, data)
-    if torch.cuda.is_initialized():
-        torch.cuda.set_rng_state(state, device)
-        return
-    seed = torch.initial_seed()
+def _set_cuda_state(torch: Any, data: bytes) -> None:
+    """Set the current device's generator; where CUDA isn't initialised, when the user does that."""
+    state, seed = _byte_tensor(torch, data), torch.initial_seed()
 
-    def set_all() -> None:  # called inside torch's lock: nothing in here may ask for it again
+    def set_own() -> None:
+        torch.cuda.default_generators[torch.cuda.current_device()].set_state(state)
+
+    def set_all() -> (
+        None
+    ):  # called inside torch's lock: nothing in here may ask for it again; who initialises does not
         for generator in torch.cuda.default_generators:
             generator.manual_seed(seed)
-        torch.cuda.default_generators[device].set_state(state)
+        set_own()
 
+    if torch.cuda.is_initialized():
+        set_own()
+        return
     # torch runs queued seeds after all other queued calls, so set_rng_state by itself would be overridden
     torch.cuda._lazy_call(set_all, seed_all=True)
     _waiting[:] = [(set_all, data)]

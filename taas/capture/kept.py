@@ -254,7 +254,7 @@ class _Web:
     def __init__(self, roots: list[Any], paths: Paths, stretches: dict[int, Stretch]) -> None:
         self.holders: dict[int, list[int]] = {id(value): [] for value in roots if not is_atom(value)}
         self._parts: dict[int, list[int]] = {}
-        self._places = MemoryTable(stretches, (), strict=True).places()
+        self._places = MemoryTable(stretches, ()).places()
         waiting = [value for value in roots if not is_atom(value)]
         alive: list[Any] = []  # so that no id is given twice
         while waiting:

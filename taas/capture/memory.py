@@ -322,15 +322,11 @@ class MemoryTable:
     Args:
         stretches: by the number of their region.
         places: where the stream's sender had the regions.
-
-    Attributes:
-        refused: bytes that a CUDA device has not taken, and why; they are in host memory. None: that is an error.
     """
 
-    def __init__(self, stretches: dict[int, Stretch], places: Iterable[Place], *, strict: bool) -> None:
+    def __init__(self, stretches: dict[int, Stretch], places: Iterable[Place]) -> None:
         self.stretches, self._places = stretches, sorted(Place(*place) for place in places)
         self._empty: dict[int, Any] = {}
-        self.refused: dict[str, tuple[int, str]] | None = None if strict else {}
 
     def open(self, opener: str, address: int, nbytes: int) -> Any:
         """Return the memory that the sender had at an address, as a writable buffer or as a torch storage.
@@ -360,19 +356,9 @@ class MemoryTable:
         if known is None:
             known = torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
             if stretch.device != "cpu":
-                known = self._moved(known, stretch.device)
+                known = moved(known, stretch.device)
             stretch.storages[start, buffer.nbytes] = known
         return known
-
-    def _moved(self, storage: Any, device: str) -> Any:
-        """Return a copy on a device; one that is full, or whose context is broken, may refuse it."""
-        try:
-            return moved(storage, device)
-        except RuntimeError as error:
-            if self.refused is None:
-                raise
-            self.refused[device] = self.refused.get(device, (0, ""))[0] + storage.nbytes(), first_line(error)
-            return storage
 
     def places(self) -> list[Place]:
         """Return where all of it is in this process."""
@@ -380,8 +366,8 @@ class MemoryTable:
         return sorted(place for n, stretch in there for place in stretch.places(n))
 
 
-def new_memory(region: Region, device: str, fd: int) -> Stretch:
-    """Return ordinary memory with what a region of a file has, as if it had been made here.
+def new_memory(region: Region, fd: int) -> Stretch:
+    """Return ordinary host memory with what a region of a file has, as if it had been made here.
 
     A mapping would stay as long as anything in it, and twice where the notebook writes to it.
     """
@@ -389,15 +375,16 @@ def new_memory(region: Region, device: str, fd: int) -> Stretch:
     storages = {}
     if torch is not None and hasattr(torch, "UntypedStorage"):
         owner = torch.empty(region.nbytes, dtype=torch.uint8, device="cpu")
-        address = owner.data_ptr()
-        if device == "cpu":
-            storages = {(0, region.nbytes): owner.untyped_storage()}  # which can be resized
+        address, storages = (
+            owner.data_ptr(),
+            {(0, region.nbytes): owner.untyped_storage()},
+        )  # it can be resized
     else:
         owner = (ctypes.c_ubyte * region.nbytes)()
         address = ctypes.addressof(owner)
     for start, end in region.spans:
         read_at(fd, view_of(address + start, end - start), region.offset + start)
-    return Stretch(address, region.nbytes, owner, device, storages, spans=region.spans)
+    return Stretch(address, region.nbytes, owner, storages=storages, spans=region.spans)
 
 
 def moved(storage: Any, device: str) -> Any:

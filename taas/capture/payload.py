@@ -317,7 +317,8 @@ class Payload:
     def mapped(self, device: str | None, known: dict[int, Stretch] | None = None) -> MemoryTable:
         """Return its memory as one private mapping, which nobody else writes to, beside memory that is known, by region.
 
-        Storages that come from a CUDA device go to ``device``; to host memory where it is None.
+        Storages that come from a CUDA device go to ``device``; to the one they had, if there is one, where that is
+        ``cuda``, and to host memory where it is None.
         """
         mapping = mmap.mmap(
             self._fd, os.fstat(self._fd).st_size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE
@@ -325,9 +326,9 @@ class Payload:
         base = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
         stretches = {**(known or {})}
         for number, r in self.numbered():
-            where = "cpu" if r.device == "cpu" or not device else device
+            where = "cpu" if r.device == "cpu" or not device else _device_for(r.device, device)
             stretches[number] = Stretch(base + r.offset, r.nbytes, mapping, where, spans=r.spans)
-        return MemoryTable(stretches, self.header.places, strict=True)
+        return MemoryTable(stretches, self.header.places)
 
     def numbered(self) -> Iterable[tuple[int, Region]]:
         """Return its regions with their numbers."""
@@ -338,7 +339,14 @@ class Payload:
         """The number of the region that comes next."""
         return self.header.first_region + len(self.header.regions)
 
-    def brought(self, known: dict[int, Stretch], device: Callable[[str], str]) -> MemoryTable:
-        """Return its memory as new memory of this process, after that of what it answers; ``device`` says on which one."""
-        new = {n: new_memory(region, device(region.device), self._fd) for n, region in self.numbered()}
-        return MemoryTable({**known, **new}, self.header.places, strict=False)
+    def brought(self, known: dict[int, Stretch]) -> MemoryTable:
+        """Return its memory as new host memory of this process, after that of what it answers."""
+        new = {n: new_memory(region, self._fd) for n, region in self.numbered()}
+        return MemoryTable({**known, **new}, self.header.places)
+
+
+def _device_for(sent: str, device: str) -> str:
+    """Return where memory goes that the notebook has on a CUDA device; its own, in a process that takes all of them."""
+    if device != "cuda":
+        return device
+    return sent if int(sent.partition(":")[2] or 0) < sys.modules["torch"].cuda.device_count() else "cuda:0"

@@ -152,7 +152,7 @@ def _table(*, rank: bool = False, device: str | None = None) -> tuple[Row, ...]:
         setting("recursion limit", "sys", "getrecursionlimit", "setrecursionlimit"),
         *rows(device, rank=rank),
         Row("random numbers", "random", lambda _: generators.states_of_generators(cuda=cuda),
-            lambda _, told: generators.set_generators(told, rank=rank, device=device)),
+            lambda _, told: generators.set_generators(told, cuda=cuda)),
     )  # fmt: skip
 
 

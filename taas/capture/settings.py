@@ -220,12 +220,12 @@ def _default_device(torch: Any) -> str:
 
 
 def _put_default_device(torch: Any, wanted: str, own: str | None) -> None:
-    """Set it to the device of another process as this one has it, whose own CUDA device may be ``own``."""
+    """Set it to the device of another process as this one has it, whose own CUDA device is ``own``; ``cuda``: all are."""
     number = wanted.partition(":")[2]
     if wanted.startswith("cuda"):
-        if not torch.cuda.is_available():  # a rehearsed rank says that it has one
+        if not torch.cuda.device_count():  # a rehearsed rank says that it has one
             wanted = "cpu"
-        elif number and own is not None:
+        elif number and own not in (None, "cuda"):
             wanted = own
         elif number and int(number) >= torch.cuda.device_count():
             wanted = "cuda"

@@ -76,7 +76,7 @@ def rngs_now() -> RngStates:
 
 def apply_rngs(states: RngStates) -> None:
     """Make them this process's."""
-    set_generators(states, rank=True, device=None)
+    set_generators(states, cuda=False)
 
 
 class Rngs:

@@ -12,3 +12,4 @@ from taas import _linux
 
 os.setpgid(0, 0)
 _linux.set_parent_death_signal(signal.SIGKILL)
+_linux.share_user_namespace()  # by a fork, which is cheap while nothing is imported

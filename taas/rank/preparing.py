@@ -31,7 +31,7 @@ class Prepared:
     Attributes:
         shell: where its cells run.
         wall: the one around the project.
-        device: where CUDA tensors of the notebook land; None: in host memory.
+        device: where CUDA tensors of the notebook land; ``cuda``: on the device they had; None: in host memory.
         environ: the notebook's, as it was last.
         project: where it is on this VM.
         arrival: the names of the last cell as they arrived.
@@ -168,9 +168,20 @@ def _enter_device(order: RankOrder, local_rank: int) -> str | None:
         return None
     if not order.gpus:
         return None
-    if order.local_world_size > 1:
-        torch.cuda.set_device(local_rank)
-    return f"cuda:{local_rank}"
+    if order.local_world_size == 1:
+        return "cuda"
+    own = order.gpus[local_rank]
+    torch.cuda._lazy_call(functools.partial(_select_device, own))
+    return f"cuda:{os.environ['CUDA_VISIBLE_DEVICES'].split(',').index(own)}"
+
+
+def _select_device(own: str) -> None:
+    """Select this rank's device at the first use of CUDA: children may use it as well, and a program hide the others."""
+    import torch
+
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    if own in visible[: torch.cuda.device_count()]:
+        torch.cuda.set_device(visible.index(own))
 
 
 def _limit_threads(count: int) -> None:
