@@ -265,7 +265,7 @@ def capture(
     """
     with no_collection():
         future = shell.compile.flags & _FUTURE if shell is not None else 0
-        needs = needs_of(cell, namespace, future)
+        needs = needs_of(cell, namespace)
         needs.maybe |= values_of_cells(needs.words, namespace)
         with (
             among_names(namespace, str(project)),

@@ -56,14 +56,22 @@ _IN_EVERY_CLASS = _names_in(compile("class C: pass", "", "exec").co_consts[0])
 """What the compiler itself writes into a class's body; Python 3.13 writes more than 3.12."""
 
 
+def codes_in(code: types.CodeType) -> list[types.CodeType]:
+    """Return the functions, classes and comprehensions right inside a code."""
+    return [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+
+
+def words_in(code: types.CodeType) -> set[str]:
+    """Return the names and attributes that occur in a code."""
+    return {*code.co_names}.union(*map(words_in, codes_in(code)))
+
+
 def global_names(code: types.CodeType) -> frozenset[str]:
     """Return the names which ``code``, or code in it, reads, binds or deletes in its globals (or a class's body)."""
     known = _names_of.get(code)
     if known is None:
-        inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
-        known = _names_of[code] = frozenset(_names_in(code) - _IN_EVERY_CLASS).union(
-            *map(global_names, inner)
-        )
+        own = frozenset(_names_in(code) - _IN_EVERY_CLASS)
+        known = _names_of[code] = own.union(*map(global_names, codes_in(code)))
     return known
 
 

@@ -10,7 +10,6 @@ it. When the next cell is captured, :class:`Held` says which of these names hold
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import types
 from collections.abc import Collection, Container, Iterable
@@ -19,14 +18,12 @@ from typing import Any
 from taas.capture.applying import Applied
 from taas.capture.changes import Notes
 from taas.capture.checksums import MemorySnapshot
-from taas.capture.execution import bound_by
 from taas.capture.losing import Paths
 from taas.capture.memory import DeviceMemory, MemoryTable, Stretch, overlapping
-from taas.capture.of_ipython import python_of
+from taas.capture.names import needs_of
 from taas.capture.pickling import NAMESPACE, Table
 from taas.capture.reader import memory_of
 from taas.capture.reading import is_atom
-from taas.capture.spelled_out import SpelledOut
 
 _NONE = object()
 """What the notebook has where it lacks a name."""
@@ -223,12 +220,12 @@ class Held:
 
 
 def _bound_since(kept: Kept, namespace: dict[str, Any]) -> set[str]:
-    """Return what the notebook's cells have bound since: a constant that is bound anew is the same object as before."""
+    """Return what the notebook's cells may have bound since: a constant that is bound anew is the same object as before."""
     found: set[str] = set()
     for cell in namespace.get("In", ())[kept.cells : -1]:
         with contextlib.suppress(SyntaxError):
-            said = SpelledOut(ast.parse(python_of(cell)), {}, lazy=False)  # with what magics run (``%%time``)
-            found |= bound_by(said.code, "STORE_NAME")
+            binds = needs_of(cell, {}).binds
+            found |= kept.names.keys() if binds is None else binds
     return found
 
 

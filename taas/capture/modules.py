@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from taas.capture.execution import words_in
+from taas.capture.code_by_value import words_in
 from taas.capture.of_ipython import python_of
 from taas.capture.pickling import Pickler
 from taas.capture.places import held_by_libraries, place_of

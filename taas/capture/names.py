@@ -1,44 +1,44 @@
 """Which names of the notebook a cell needs.
 
-The cell is spelled out (:mod:`~taas.capture.spelled_out`) and compiled, and its code is read in the order of execution
-(:mod:`~taas.capture.execution`). A name that is surely bound before its first read is not needed: else the second run of a
-cell would ship the first run's model. A name that is read whatever happens is *surely* needed; one that is read in a branch,
-in a function or by a text, *maybe*. The body of a function counts where its name is read, as it can run from there on;
-the same holds for functions and classes of earlier cells. What an object holds of them has its name with it: pickle looks
-it up by that.
+One pass over the cell's syntax tree, in the order in which it runs. A name that is surely bound before it is read is not
+needed: else the second run of a cell would ship the first run's model. *Surely* needed is what is read in a straight line at
+the top of the cell; what is read on a branch, in a loop, by a function or by a text, *maybe*. The body of a function counts
+where its name is read, as it can run from there on; the same holds for functions and classes of earlier cells. What an object
+holds of them has its name with it: pickle looks it up by that.
+
+Scopes of functions and comprehensions are the compiler's; names in texts are found by :mod:`~taas.capture.texts`.
+
+Taken for granted: nothing raises but ``raise``, and ``__name__`` is ``"__main__"``.
 """
 
 from __future__ import annotations
-import __future__
 
 import ast
 import collections
-import functools
 import gc
 import inspect
-import linecache
 import re
 import types
-from collections.abc import Iterable, Mapping
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-from taas.capture.code_by_value import global_names, names_of
-from taas.capture.execution import bound_by, codes_in, steps_of, words_in
+from taas.capture.code_by_value import codes_in, global_names, names_of
 from taas.capture.of_ipython import is_of_ipython, python_of
-from taas.capture.spelled_out import ANY, SpelledOut
+from taas.capture.texts import ANY, Texts, any_name, looked_up_by, magic_of, words_of
 
 _BINDS_ANY = {"eval", "exec", "globals", "locals", "vars", "setattr", "get_ipython", "__main__"}
 """What a cell may bind names with that its code does not say."""
-_LOOKS_UP = {
-    "globals", "locals", "vars", "dir", "eval", "exec", "ex", "ev", "run_cell", "query", "timeit", "repeat", "Timer",
-    "compile", "__main__", "modules", "user_ns", "get_ipython", "__import__", "import_module",
+_NOT_PYTHON = {
+    "bash", "sh", "script", "html", "HTML", "javascript", "js", "latex", "markdown", "svg", "SVG", "writefile",
+    "file", "perl", "ruby", "pypy", "python", "python2", "python3", "system", "sx", "!",
 }  # fmt: skip
-"""Functions without any of these names and attributes look nothing up."""
-_FUTURE = __future__.annotations.compiler_flag
-_NAMELESS = ("<", "__annotate__")
-"""Begin what code is called that no name is bound to: lambdas, comprehensions, annotations."""
+_RUN_HERE = {"time", "capture", "prun", "memit", "mprun", "lprun", "debug"}
+"""Magics whose Python binds names of the cell."""
+_SWALLOWS = re.compile(r"suppress|raises|ignore", re.IGNORECASE)
+_LEAVES = (ast.Raise, ast.Return, ast.Break, ast.Continue)
 _Names = frozenset[str]
 _NONE: _Names = frozenset()
 
@@ -48,7 +48,7 @@ class Needs:
     """Names of the namespace that a cell needs.
 
     Attributes:
-        sure: read before they are bound, whatever happens.
+        sure: read before they are bound, in a straight line at the top of the cell.
         maybe: possibly read before they are bound.
         settled: used by functions, and surely bound by the cell before.
         others: names that are meant perhaps, since the cell makes texts that it looks names up by.
@@ -66,24 +66,20 @@ class Needs:
     binds: set[str] | None = None
 
 
-def needs_of(cell: str, namespace: Mapping[str, Any], flags: int = 0) -> Needs:
+def needs_of(cell: str, namespace: Mapping[str, Any]) -> Needs:
     """Find the names of ``namespace`` that ``cell`` needs.
 
     Args:
         cell: the cell as typed; magics and header comments allowed.
         namespace: the notebook's names; only functions and classes among them are looked into.
-        flags: compiler flags that earlier cells set by ``from __future__ import …``.
 
     Raises:
         SyntaxError: the cell is wrong.
     """
-    program = SpelledOut(ast.parse(python_of(cell)), namespace, lazy=bool(flags & _FUTURE))
     reader = _Reader(namespace)
-    reader.read_code(program.code)
+    reader.read(python_of(cell))
     needs = reader.needs
-    needs.words = words_in(program.code) | program.magics
-    if not (program.star or program.magics or needs.words & _BINDS_ANY):
-        needs.binds = set(bound_by(program.code, "STORE_NAME"))
+    needs.binds = reader.touched if needs.words.isdisjoint({*_BINDS_ANY, ANY}) else None
     needs.maybe -= needs.sure
     needs.settled -= needs.sure | needs.maybe
     needs.others -= needs.sure | needs.maybe
@@ -91,78 +87,275 @@ def needs_of(cell: str, namespace: Mapping[str, Any], flags: int = 0) -> Needs:
 
 
 class _Reader:
-    """Reads code in the order of execution."""
+    """Reads code in the order in which it runs.
+
+    Attributes:
+        needs: what was found.
+        touched: names that the code may have bound by now.
+    """
 
     def __init__(self, namespace: Mapping[str, Any]) -> None:
         self.needs = Needs()
+        self.touched: set[str] = set()
         self._namespace = namespace
+        self._unsure = 0  # branches around, and places above that may have raised
+        self._bound = _NONE  # surely, by now; in a class its own names, too
+        self._outside: _Names | None = None  # what was bound before the class
+        self._later: dict[str, _Names] = {}  # what functions and classes of the cell read when they run
         self._of_earlier: dict[str, _Names] = {}
-        self._later: dict[str, _Names] = {}
-        """What functions and classes of the cell read when they run."""
+        self._texts = Texts(namespace)
 
-    def read_code(
-        self, code: types.CodeType, bound: _Names = _NONE, touched: _Names = _NONE, *, sure: bool = True
-    ) -> None:
-        """Read the code of the cell, or of a class in it, before which names are surely, and may be, bound."""
-        in_class = code.co_name != "<module>"
-        outer, self._later = self._later, self._later | _later_in(code)
-        for instruction, own, own_touched, runs in steps_of(code):
-            what, kind = instruction.argval, instruction.opname
-            here, here_touched, certain = bound | own, touched | own_touched, sure and runs
-            if isinstance(what, types.CodeType):  # it sees no names of a class around it
-                nested = (bound, touched) if in_class else (here, here_touched)
-                if not _is_function(what):
-                    self.read_code(what, *nested, sure=certain)
-                    continue
-                for name in global_names(what):
-                    if what.co_name.startswith(_NAMELESS) or name.startswith(ANY):
-                        self._read(name, nested[0])
-            elif kind in ("LOAD_NAME", "LOAD_GLOBAL", "DELETE_NAME", "DELETE_GLOBAL"):
-                self._read(what, here, sure=certain and what not in here_touched)
-                if kind.startswith("DELETE") and not in_class:
-                    self._read(what, here - {what})  # so that its absence can come back
-        self._later = outer
+    def read(self, code: str) -> None:
+        """Read Python of the notebook.
 
-    def _read(self, name: str, bound: _Names, *, sure: bool = False) -> None:
-        """Note that a name is read, and with it what its functions read."""
-        needs = self.needs
-        waiting, seen = [(name, False)], set()
-        while waiting:
-            name, of_function = waiting.pop()
-            if name in seen:
-                continue
-            seen.add(name)
-            if name.startswith(ANY):
-                needs.built = needs.built or name.removeprefix(ANY)
-                needs.others |= {
-                    n for n, v in self._namespace.items() if n not in bound and not is_of_ipython(n, v)
-                }
-            waiting += [(inner, True) for inner in self._later.get(name, ())]
-            if name not in self._namespace or is_of_ipython(name, self._namespace[name]):
-                continue
-            if name in bound:
-                needs.settled |= {name} if of_function else set()
-                continue
-            (needs.sure if sure and not of_function else needs.maybe).add(name)
-            waiting += [(inner, True) for inner in self._used_by(name)]
+        Raises:
+            SyntaxError: it is wrong.
+        """
+        tree = ast.parse(code)
+        self._texts.add(tree)
+        later: list[tuple[str, Iterable[str]]] = [*_later_in(_compiled(tree)).items()]
+        for node in ast.walk(tree):
+            match node:
+                case ast.Name(id=word) | ast.Attribute(attr=word):
+                    self.needs.words.add(word)
+                case ast.Global(names=names):
+                    self.touched.update(names)
+                case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                    later.append((name, self._texts.inside(node)))
+                case ast.Assign(targets=[ast.Name(id=name)], value=ast.Lambda() as function):
+                    later.append((name, self._inside(function)))
+        for name, used in later:
+            self._later[name] = self._later.get(name, _NONE).union(used)
+        self._either(tree.body)
 
-    def _used_by(self, name: str) -> _Names:
+    # ------------------------------------------------------------ names
+
+    def _use(self, names: Iterable[str], *, here: bool = False) -> None:
+        """Note names that are read, and what their functions read: right ``here``, or when what is made here runs."""
+        self.needs.words.update(names)
+        outside = self._bound if self._outside is None else self._outside
+        waiting = [(name, self._bound if here else outside) for name in names]
+        own = len(waiting)
+        for number, (name, bound) in enumerate(waiting):  # grows
+            sure = here and number < own and not self._unsure and name not in self.touched
+            used = self._need(name, bound, sure=sure, by_function=number >= own)
+            used |= self._later.get(name, _NONE)
+            waiting += [(inner, outside) for inner in used.difference(known for known, _ in waiting)]
+
+    def _need(self, name: str, bound: _Names, *, sure: bool, by_function: bool) -> _Names:
+        """Note that a name is read, and return the names that functions in its value use."""
+        needs, namespace = self.needs, self._namespace
+        if name.startswith(ANY):
+            needs.built = needs.built or name.removeprefix(ANY)
+            needs.others |= {n for n, v in namespace.items() if n not in bound and not is_of_ipython(n, v)}
+        if name not in namespace or is_of_ipython(name, namespace[name]):
+            return _NONE
+        if name in bound:
+            needs.settled |= {name} if by_function else _NONE
+            return _NONE
+        (needs.sure if sure else needs.maybe).add(name)
         if name not in self._of_earlier:
-            self._of_earlier[name] = _names_used_by(self._namespace[name], self._namespace)
+            self._of_earlier[name] = _names_used_by(namespace[name], namespace)
         return self._of_earlier[name]
 
+    def _bind(self, names: Iterable[str]) -> None:
+        self.touched.update(names)
+        self._bound |= {*names}
 
-def _is_function(code: types.CodeType) -> bool:
-    """Tell it from the body of a class."""
-    return bool(code.co_flags & inspect.CO_OPTIMIZED)
+    # ------------------------------------------------------------ order
+
+    def _either(self, *ways: Sequence[ast.AST]) -> None:
+        """Read ways of which one is taken; an empty one is that nothing is done."""
+        before, ends = self._bound, []
+        self._unsure += len(ways) > 1
+        for way in ways:
+            self._bound = before
+            for node in way:
+                self._run(node)
+            ends += [] if _leaves(way) else [self._bound]
+        self._unsure -= len(ways) > 1
+        self._bound = frozenset.intersection(*ends) if ends else before
+
+    def _run(self, node: ast.AST) -> None:
+        """Read a node, and bind what it binds."""
+        self._use(self._texts.of(node))
+        match node:
+            case ast.Try() | ast.TryStar():
+                self._try(node)
+                return
+            case ast.Expr(value=call) if (magic := magic_of(call)) is not None:
+                self._magic(node, *magic)
+                return
+            case ast.ImportFrom(names=[ast.alias(name="*")]):
+                self._bind_any()
+                return
+        for ways in _steps(node):
+            self._either(*ways)
+        match node:
+            case ast.Name(id=name, ctx=ast.Load()):
+                self._use([name], here=True)
+            case ast.Name(id=name, ctx=ast.Del()):
+                self._use([name], here=True)
+                self._bound -= {name}
+                self._use([name])  # so that its absence can come back
+            case ast.Lambda() | ast.ListComp() | ast.SetComp() | ast.DictComp() | ast.GeneratorExp():
+                self.touched.update(n.target.id for n in ast.walk(node) if isinstance(n, ast.NamedExpr))
+                self._use(self._inside(node))
+            case ast.AnnAssign() if self._outside is None:
+                self._use(["__annotations__"])  # each of them changes this dict
+            case ast.FunctionDef(decorator_list=[_, *_]) | ast.AsyncFunctionDef(decorator_list=[_, *_]):
+                self._use(self._later[node.name])  # who is given it may call it at once
+            case ast.ClassDef():
+                self._class(node)
+            case ast.Raise():
+                self._unsure += 1
+        self._bind(_stored(node))
+
+    def _try(self, node: ast.Try | ast.TryStar) -> None:
+        before = self._bound
+        self._either([*node.body, *node.orelse], *([handler] for handler in node.handlers))
+        after, self._bound = self._bound, before
+        self._either(node.finalbody)
+        self._bound |= after
+
+    def _class(self, node: ast.ClassDef) -> None:
+        """Read the body of a class, which runs here and binds for itself."""
+        before = self._bound, self._outside, self.touched
+        self._outside = self._bound if self._outside is None else self._outside
+        self.touched = {*self.touched}
+        self._either(node.body)
+        self._bound, self._outside, self.touched = before
+        if node.decorator_list or node.keywords:
+            self._use(self._later[node.name])
+
+    def _inside(self, node: ast.expr) -> _Names:
+        """Return what an expression uses; names of its own are none for the compiler."""
+        return global_names(_compiled(ast.Expression(node))) | self._texts.inside(node)
+
+    def _magic(self, node: ast.Expr, method: str, texts: list[str]) -> None:
+        """Read the Python in a magic; every word of the rest may be a name."""
+        name, (*words, python) = texts[0], texts
+        options = "".join(
+            re.findall(r"^(?:\s*-\w+(?:\s+\d+)?)+\s", python) if method == "run_line_magic" else []
+        )
+        try:
+            if name in _RUN_HERE:
+                self.read(python_of(python.removeprefix(options)))
+                words.append(options)
+            elif name not in _NOT_PYTHON or method != "run_cell_magic":
+                words.append(python)
+        except SyntaxError:
+            words.append(python)
+        self._use(words_of(*words))
+        if name == "run":  # the program's names become the notebook's
+            self._use([any_name(node)] if "-i" in python.split() else [])
+            self._bind_any()
+
+    def _bind_any(self) -> None:
+        self.needs.words.add(ANY)
+        self.touched.update(self._namespace)
+
+
+# ---------------------------------------------------------------- order
+
+
+def _steps(node: ast.AST) -> Iterator[Sequence[Sequence[ast.AST]]]:
+    """Yield what a node runs, one after the other: of each, the ways of which one is taken."""
+    match node:
+        case ast.If(body=body, test=test) if ast.unparse(test) == "__name__ == '__main__'":
+            yield [body]
+        case ast.If(test=test, body=body, orelse=orelse):
+            yield from ([[test]], [body, orelse])
+        case ast.IfExp(test=test, body=value, orelse=other):
+            yield from ([[test]], [[value], [other]])
+        case ast.For(body=body, orelse=orelse) | ast.AsyncFor(body=body, orelse=orelse):
+            yield from ([[node.iter]], [[node.target, *body], []], [orelse, []])
+        case ast.While(test=test, body=body, orelse=orelse):
+            yield from ([[test]], [body, []], [orelse, []])
+        case ast.BoolOp(values=[first, *others]):
+            yield from ([[first]], [others, []])
+        case ast.Compare(left=left, comparators=[first, *others]):
+            yield from ([[left, first]], [others, []])
+        case ast.Assert(test=test, msg=message):
+            yield from ([[test]], [[message or test], []])
+        case ast.Match(subject=subject, cases=cases):
+            yield [[subject]]
+            yield [*([case] for case in cases), []]
+        case ast.With(items=items, body=body) | ast.AsyncWith(items=items, body=body):
+            yield from ([items], [body, []] if any(map(_swallows, items)) else [body])
+        case _:
+            yield [_parts_of(node)]
+
+
+def _parts_of(node: ast.AST) -> list[ast.AST]:
+    """Return the parts of a node that run, in their order."""
+    match node:
+        case ast.Assign(targets=[ast.Name() as target], value=ast.Lambda(args=arguments)):
+            return [arguments, target]  # a function with a name
+        case ast.Assign(targets=targets, value=value):
+            return [value, *targets]
+        case ast.AugAssign(target=ast.Name(id=name) as target, value=value):
+            return [ast.Name(name, ast.Load()), value, target]
+        case ast.AnnAssign(value=None, simple=1) | ast.arg():  # annotations are texts
+            return []
+        case ast.AugAssign() | ast.NamedExpr() | ast.AnnAssign():
+            return [*filter(None, [node.value]), node.target]
+        case ast.FunctionDef() | ast.AsyncFunctionDef():
+            return [*node.decorator_list, node.args]
+        case ast.ClassDef():
+            return [*node.decorator_list, *node.bases, *node.keywords]
+        case ast.Lambda(args=arguments):
+            return [arguments]
+        case ast.ListComp() | ast.SetComp() | ast.DictComp() | ast.GeneratorExp():
+            return [node.generators[0].iter]
+        case ast.ExceptHandler(type=kind, name=str(name), body=body):
+            return [*filter(None, [kind]), ast.Name(name, ast.Store()), *body, ast.Name(name, ast.Del())]
+    return [part for part in ast.iter_child_nodes(node) if part._fields]
+
+
+def _swallows(item: ast.withitem) -> bool:
+    return _SWALLOWS.search(ast.unparse(item)) is not None
+
+
+def _leaves(way: Sequence[ast.AST]) -> bool:
+    *_, last = (ast.Pass(), *way)
+    return _leaves(last.body) if isinstance(last, ast.ExceptHandler) else isinstance(last, _LEAVES)
+
+
+def _stored(node: ast.AST) -> set[str]:
+    """Return the names that a node itself binds."""
+    match node:
+        case ast.Name(id=name, ctx=ast.Store()) | ast.MatchMapping(rest=str(name)):
+            return {name}
+        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+            return {name}
+        case ast.MatchAs(name=str(name)) | ast.MatchStar(name=str(name)):
+            return {name}
+        case ast.alias(name=name, asname=new):
+            return {(new or name).partition(".")[0]}
+    return set()
+
+
+def _compiled(code: ast.Module | ast.Expression) -> types.CodeType:
+    """Compile code: who runs it shows the warnings."""
+    mode = "exec" if isinstance(code, ast.Module) else "eval"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        made: types.CodeType = compile(
+            code, "<cell>", mode, ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True
+        )
+    return made
 
 
 def _later_in(code: types.CodeType) -> dict[str, _Names]:
     """Return what functions and classes in a code read when they, or their methods, run."""
     found: dict[str, _Names] = {}
     for inner in codes_in(code):
-        parts = [inner] if _is_function(inner) else codes_in(inner)
-        found[inner.co_name] = found.get(inner.co_name, _NONE).union(*map(global_names, parts))
+        is_function = inner.co_flags & inspect.CO_OPTIMIZED and not inner.co_name.startswith("<generic")
+        methods = {} if is_function else _later_in(inner)
+        used = global_names(inner) if is_function else _NONE.union(*methods.values())
+        for name, names in (*methods.items(), (inner.co_name, used)):
+            found[name] = found.get(name, _NONE) | names
     return found
 
 
@@ -188,7 +381,7 @@ def _names_used_by(value: Any, namespace: Mapping[str, Any]) -> _Names:
             names |= names_of(part) | _words_in_annotations(part)
         if isinstance(part, types.FunctionType):
             if part.__globals__ is namespace:
-                names |= names_of(part) | _looked_up_by(part.__code__) | _words_in_annotations(part)
+                names |= names_of(part) | looked_up_by(part.__code__) | _words_in_annotations(part)
             waiting += (part.__closure__, part.__dict__, part.__defaults__, part.__kwdefaults__)
         else:
             waiting += _parts(part)
@@ -213,27 +406,3 @@ def _parts(value: Any) -> Iterable[Any]:
     if isinstance(value, (list, tuple, set, frozenset)):
         return (*own, *islice(value, _ITEMS))
     return gc.get_referents(value)
-
-
-def _looked_up_by(code: types.CodeType) -> _Names:
-    """Return the names that a function looks up by texts; its own text IPython keeps for tracebacks."""
-    if words_in(code).isdisjoint(_LOOKS_UP):
-        return _NONE
-    text = "".join(linecache.cache.get(code.co_filename, (0, 0, [], ""))[2])  # type: ignore[misc]
-    return _names_in_text(text, code.co_firstlineno) or frozenset({f"{ANY}{code.co_name}()"})
-
-
-@functools.lru_cache(maxsize=1024)
-def _names_in_text(text: str, line: int) -> _Names:
-    """Return the names that the function in a line of a text uses; empty if there is none."""
-    try:
-        tree = ast.parse(text)
-    except SyntaxError:
-        return _NONE
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
-            first = min((d.lineno for d in getattr(node, "decorator_list", ())), default=node.lineno)
-            if first == line:
-                statement = ast.Expr(node) if isinstance(node, ast.Lambda) else node
-                return global_names(SpelledOut(ast.Module([statement], []), {}, lazy=False).code)
-    return _NONE
