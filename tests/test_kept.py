@@ -51,6 +51,7 @@ ROWS = [
     K("values of cells", "#r\n[1, 2]", "_.append(3)", "#r\nv = _", "v"),
     K("what could not be changed in place", "t = (1, [2]); d = {'t': t}", "#r\nd['t'] = (3, t[1]); t = d['t']", "t[1].append(5)", "#r\nt[1].append(6); s = d['t'] is t", "t, d, s"),
     K("data of a module", "import helper", "#r\nhelper.counter += 1; helper.seen.append(1)", "helper.counter += 10", "#r\nhelper.seen.append(helper.counter); c = helper.counter", "#r\nhelper.counter += 1", "helper.counter, helper.seen, c", files=(("helper.py", "counter = 0\nseen = []\n"),)),
+    K("names with dots", "globals()['0.w'] = [1]", "#r\nglobals()['0.w'].append(2)", "globals()['0.w'].append(3); globals()['1.w'] = 4", "#r\nglobals()['0.w'].append(globals()['1.w']); globals()['2.w'] = 5", "globals()['0.w'], globals()['2.w']"),
     K("names of texts", "v1 = [1]; v2 = [2]", "#r\nv1.append(0)", "v2.append(5)", "#r\nr = [globals()[f'v{i}'] for i in (1, 2)]", "r, r[0] is v1"),
     K("not a number", "nan = float('nan'); l = [nan, 1]; m = {'n': nan}", "#r\nhere = nan in l", "l.append(2)", "#r\nhere2 = nan in l, m['n'] is nan, m['n'] is l[0]", "here, here2, nan in l, l[0] is nan"),
     K("inside a module's wrapper", "from helper import counted\n@counted\ndef f(): return 1", "#r\nf()", "f()", "#r\nr = f(); c = f.calls, f.log", "f()", "#r\nd = f(), f.calls", "r, c, d, f(), f.calls, f.log", files=(("helper.py", "def counted(f):\n    n = 0\n    def w():\n        nonlocal n\n        n += 1; w.calls += 1; w.log.append(n)\n        return n\n    w.calls, w.log = 0, []\n    return w\n"),)),

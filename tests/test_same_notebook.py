@@ -52,6 +52,7 @@ NAMES = [
     P("annotation of a name", ("from typing import List",), "n: List[int] = [1]", "n"),
     P("imports below a package", (), "import xml.dom, xml.etree.ElementTree\nimport importlib.resources as r", "xml.dom.Node.TEXT_NODE, xml.etree.ElementTree.Element('a').tag"),
     P("names that IPython has", ("open = 3; display = [1]; exit = 'no'",), "display.append(open); exit += '!'; quit = 4", "open, display, exit, quit"),
+    P("names with dots", (TORCH + "net = nn.Linear(1, 1); globals().update(net.state_dict(prefix='0.'))\nglobals()['a.b'] = [1]",), "w = globals()['0.weight']; same = w.data_ptr() == net.weight.data_ptr(); globals()['a.b'].append(2); del globals()['0.bias']; globals()['c.d'] = globals()['c/d:0'] = 3; globals().update(net.state_dict(prefix='new.'))", "same, sorted(n for n in globals() if '.' in n or ':' in n), globals()['a.b'], globals()['0.weight'] is w"),
     P("loop over a name that IPython has", ("n = 0",), "for _ in range(3): n += 1", "n, _"),
     P("names built by the cell", ("n1 = [1]; n2 = [2]; total = 0",), "for i in (1, 2): total += globals()[f'n{i}'][0]\nglobals()['n3'] = [n1, n2]", "total, n3[0] is n1"),
     P("attributes of __main__", ("import __main__\na = 1; b = [2]",), "r = getattr(__main__, 'a'), __main__.b\n__main__.b.append(3)\n__main__.c = 4", "r, b, c"),

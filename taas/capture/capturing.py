@@ -18,7 +18,7 @@ from taas.capture.kept import Held, Kept
 from taas.capture.libraries import wait_for_devices
 from taas.capture.losing import Paths
 from taas.capture.memory import SentMemory
-from taas.capture.modules import among_names, imported_by, modules_used
+from taas.capture.modules import among_names, imported_by, is_elsewhere, modules_used
 from taas.capture.names import Needs, needs_of
 from taas.capture.of_ipython import history_of, is_of_ipython, magics_among_names, values_of_cells
 from taas.capture.payload import check_room, packed_numbers, write_file
@@ -128,7 +128,7 @@ class Capture:
             new = [name for name in used if name in namespace and not is_of_ipython(name, namespace[name])]
             waiting += new
             met.update(new)
-        for name in sorted(name for name in namespace if "." in name and name not in met):
+        for name in sorted(filter(is_elsewhere, namespace.keys() - met)):
             self._add(name, limit=LARGE, by_name=True)  # else the ranks' module has its own
         room = LARGE
         for name in sorted(needs.others - met):

@@ -22,6 +22,7 @@ from taas.capture.checksums import MemorySnapshot
 from taas.capture.execution import bound_by
 from taas.capture.losing import Paths
 from taas.capture.memory import DeviceMemory, MemoryTable, Stretch, overlapping
+from taas.capture.modules import is_elsewhere
 from taas.capture.of_ipython import python_of
 from taas.capture.pickling import NAMESPACE, Table
 from taas.capture.reader import memory_of
@@ -201,7 +202,7 @@ class Held:
             id(value): name
             for name, value in sorted(self._roots(), key=lambda root: root[0] not in self._kept.wrapped)
             if name in self.names
-            and "." not in name
+            and not is_elsewhere(name)
             and (id(value) in self._shared or _is_of_notebook(value))
         }
         self.named, self.parts = named, self._objects - named.keys()

@@ -2,7 +2,7 @@
 
 A module travels by its name. A cell may use what an import of another one did to it: the submodules that it has as attributes,
 the methods that a package's module gives the package's classes. The data of the project's modules travel by the same rule as the
-notebook's names: ``helper.counter`` stands among them, as that name, while names are packed, compared and put in place.
+notebook's names: ``helper:counter`` stands among them, as that name, while names are packed, compared and put in place.
 Functions and classes are not data, unless they are the notebook's own: they are what the module's file says. Where the file was
 edited since the notebook imported it, the data are what it says, too. An object that another process cannot rebuild from names (a
 lock, a library opened by ctypes) stays behind: the ranks' module has its own.
@@ -27,6 +27,7 @@ from taas.import_hooks import after_import, imported_since, is_edited
 
 _IMPORT = re.compile(r"(?:^|\\n|')[ \t]*(?:from|import)[ \t]+([\w.]+)", re.MULTILINE)
 """Found also in a body that a magic was given, as text."""
+_OF_MODULE = re.compile(r"[^:]+:[^\W\d]\w*")
 _CODE = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)
 _NOT_DATA_OF = ("typing", "__future__", "_frozen_importlib_external")
 _NOT_OF_PROJECTS = {"taas", "__main__", "__mp_main__", *sys.stdlib_module_names}
@@ -104,13 +105,13 @@ def loaded_as(project: str) -> dict[str, Any]:
 
 
 def data_of_modules(project: str) -> dict[str, Any]:
-    """Return the data of the project's modules that are imported, by dotted name."""
+    """Return the data of the project's modules that are imported, as ``module:attribute``, and what libraries hold."""
     return held_by_libraries() | {
-        f"{name}.{attribute}": value
+        f"{name}:{attribute}": value
         for name, module in _of_project(project)
         if not is_edited(name)
         for attribute, value in list(vars(module).items())
-        if not attribute.startswith("__") and (_is_data(value) or f"{name}.{attribute}" in _put)
+        if not attribute.startswith("__") and (_is_data(value) or f"{name}:{attribute}" in _put)
     }
 
 
@@ -121,10 +122,21 @@ def _is_data(value: Any) -> bool:
     return cls is not object and cls.__module__ not in _NOT_DATA_OF
 
 
+def is_elsewhere(name: str) -> bool:
+    """Tell whether a name stands for a place in a module or library; a name of the notebook may have any dots."""
+    return place_of(name) is not None or module_of(name) != ""
+
+
+def module_of(name: str) -> str:
+    """Return the module of which a name stands for some data; empty for other names."""
+    of_module = _OF_MODULE.fullmatch(name) is not None and place_of(name) is None
+    return name.rpartition(":")[0] if of_module else ""
+
+
 def is_gone(name: str, namespace: dict[str, Any]) -> bool:
     """Tell whether a name that was there is not; of a module that is not imported nobody knows."""
     place = place_of(name)
-    module = name.rpartition(".")[0] if place is None else place.library
+    module = module_of(name) if place is None else place.library
     return name not in namespace and (not module or module in sys.modules)
 
 
@@ -145,14 +157,14 @@ def put_into_modules(namespace: dict[str, Any], before: dict[str, Any]) -> None:
     A module that is not imported gets it when it is.
     """
     for name in before.keys() - namespace.keys():
-        module, _, attribute = name.rpartition(".")
+        module, _, attribute = name.rpartition(":")
         if (place := place_of(name)) is not None:
             place.put(name, None, before[name])
         else:
             vars(sys.modules[module]).pop(attribute, None)
-    for name in [name for name in namespace if "." in name]:
+    for name in filter(is_elsewhere, [*namespace]):
         value, was = namespace.pop(name), before.get(name, _NOTHING)
-        module, _, attribute = name.rpartition(".")
+        module, _, attribute = name.rpartition(":")
         if (place := place_of(name)) is not None:
             place.put(name, value, None if was is value or was is _NOTHING else was)
         elif was is not value:

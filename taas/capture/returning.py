@@ -13,11 +13,10 @@ from taas.capture.changes import Change, message_of
 from taas.capture.fingerprint import Fingerprints
 from taas.capture.losing import Paths
 from taas.capture.memory import SentMemory
-from taas.capture.modules import is_gone, loaded_as
+from taas.capture.modules import is_gone, loaded_as, module_of
 from taas.capture.of_ipython import is_of_ipython
 from taas.capture.payload import write_file
 from taas.capture.pickling import Pickler, Table, check_of, early
-from taas.capture.places import place_of
 from taas.capture.process_state import not_brought
 from taas.capture.reader import holds_shards, is_wrapper
 
@@ -123,7 +122,7 @@ class Packing:
         return dict(sorted(found, key=lambda pair: early(pair[1])))
 
     def _add_name(self, name: str, value: Any) -> bool:
-        of_module = "." in name and name not in self._arrival.names_before and place_of(name) is None
+        of_module = module_of(name) != "" and name not in self._arrival.names_before
         error = self._pickler.add((name, value), by_name=of_module)
         if error is not None and name and not of_module:
             self._lost.append(self._why(name, value, error))

@@ -325,8 +325,9 @@ class SpelledOut(ast.NodeTransformer):
         value = getattr(text, "value", None)
         if isinstance(text, ast.Name) and text.id not in self._bound:
             value = self._names.get(text.id)
-        if isinstance(value, str):
-            return _words_of(value)
+        if isinstance(value, str):  # all of it may be a name, too: ``globals()["0.weight"]``
+            whole = value.isprintable() and not value.isidentifier() and value[:1] != ANY
+            return _words_of(value) | ({value} if whole else set())
         return {_any(shown)} if shown is not None else _words_in(text or ast.Pass())
 
     def _beside(self, *, main: bool = False) -> set[str]:
