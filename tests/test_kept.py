@@ -56,6 +56,7 @@ ROWS = [
     K("not a number", "nan = float('nan'); l = [nan, 1]; m = {'n': nan}", "#r\nhere = nan in l", "l.append(2)", "#r\nhere2 = nan in l, m['n'] is nan, m['n'] is l[0]", "here, here2, nan in l, l[0] is nan"),
     K("inside a module's wrapper", "from helper import counted\n@counted\ndef f(): return 1", "#r\nf()", "f()", "#r\nr = f(); c = f.calls, f.log", "f()", "#r\nd = f(), f.calls", "r, c, d, f(), f.calls, f.log", files=(("helper.py", "def counted(f):\n    n = 0\n    def w():\n        nonlocal n\n        n += 1; w.calls += 1; w.log.append(n)\n        return n\n    w.calls, w.log = 0, []\n    return w\n"),)),
     K("namespace of exec", "ns = {}; exec('y = 2\\ndef g(): return y', ns)", "#r\nr = ns['g'](); ns['y'] = 3", "s = ns['g'](); ns['y'] = 4", "#r\nt = ns['g']()", "r, s, t"),
+    K("log in a file", "import logging", "#r\nlog = logging.getLogger('file'); log.propagate = False; log.addHandler(logging.FileHandler('a.log', mode='w')); log.error('one'); del log", "logging.getLogger('file').error('two')", "#r\nlogging.getLogger('file').error('three')", "logging.getLogger('file').error('four')", "#r\nlogging.getLogger('file').error('five')", "log = logging.getLogger('file'); log.handlers[0].close(), log.handlers.clear(), open('a.log').read()"),
     K("20 cells", NET + "log = []", *["#r\n" + STEP + "\nlog.append(float(w.sum()))", "log.append('here')"] * 10, "log"),
 ]  # fmt: skip
 

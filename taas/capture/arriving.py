@@ -14,6 +14,7 @@ from taas.capture.changes import Notes
 from taas.capture.checksums import MemorySnapshot
 from taas.capture.code_by_value import classes_told_again
 from taas.capture.libraries import join_devices_at_first_step
+from taas.capture.loggers import go_to_ends
 from taas.capture.memory import MemoryTable, Span, Stretch, changed_parts, find_place, merged, view_of
 from taas.capture.modules import among_names, data_of_modules, loaded_as, put_into_modules
 from taas.capture.of_ipython import dress
@@ -222,6 +223,7 @@ def arrive(
     with no_collection(), classes_told_again():
         arrival.load()
     arrival.state.put()
+    go_to_ends()
     if device is not None:
         join_devices_at_first_step()
     return arrival

@@ -16,6 +16,7 @@ from taas.capture.applying import Applied, apply_answer
 from taas.capture.code_by_value import global_names
 from taas.capture.kept import Held, Kept
 from taas.capture.libraries import wait_for_devices
+from taas.capture.loggers import go_to_ends
 from taas.capture.losing import Paths
 from taas.capture.memory import SentMemory
 from taas.capture.modules import among_names, imported_by, is_elsewhere, modules_used
@@ -84,6 +85,7 @@ class Capture:
     def close(self) -> None:
         """Give the payload's memory back; an answer can still be applied."""
         if self.fd >= 0:
+            go_to_ends()
             os.close(self.fd)
             self.fd = -1
 
@@ -98,6 +100,7 @@ class Capture:
         Args:
             answer_fd: what :meth:`Arrival.pack_answer` wrote; stays open.
         """
+        go_to_ends()
         with among_names(self._namespace, self._project):
             self._applied = apply_answer(answer_fd, self._namespace, self._table, self._memory)
             return self._applied
