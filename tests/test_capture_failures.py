@@ -319,6 +319,16 @@ def test_what_a_cell_took_is_freed_when_the_notebook_deletes_it() -> None:
         assert [reference() for reference in held] == [None, None]
 
 
+def test_memory_of_a_file_stays_in_it(rounds: Any, tmp_path: Path) -> None:
+    """40 MB of which a cell reads ten bytes: nothing of them travels, there or back, nor of a slice."""
+    mapped = f"np.memmap({str(tmp_path / 'large')!r}, 'u1', 'w+', shape=40_000_000)"
+    one = rounds(f"import numpy as np\nm = {mapped}; v = m[:20_000_000]", "v[:10].sum(); m")
+    assert one.captured.nbytes < 100_000
+    assert not one.run("m[:10] = 7; v[3] += 1").lost
+    assert one.notebook["v"][:5].tolist() == [7, 7, 7, 8, 7]
+    assert one.notebook["m"].filename == one.rank["m"].filename
+
+
 def test_a_large_name_is_announced(rounds: Any) -> None:
     """With its size."""
     one = rounds("import torch\nbig = torch.empty(300 << 20, dtype=torch.uint8); small = 1", "big, small")

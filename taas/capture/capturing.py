@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any
 from taas.capture import process_state
 from taas.capture.applying import Applied, apply_answer
 from taas.capture.code_by_value import global_names
+from taas.capture.execution import words_in
 from taas.capture.kept import Held, Kept
 from taas.capture.libraries import wait_for_devices
 from taas.capture.loggers import go_to_ends
 from taas.capture.losing import Paths
 from taas.capture.memory import SentMemory
-from taas.capture.modules import among_names, imported_by, is_elsewhere, modules_used
+from taas.capture.modules import among_names, imported_by, module_of, modules_reached, modules_used
 from taas.capture.names import Needs, needs_of
 from taas.capture.of_ipython import history_of, is_of_ipython, magics_among_names, values_of_cells
 from taas.capture.payload import check_room, packed_numbers, write_file
@@ -131,13 +132,21 @@ class Capture:
             new = [name for name in used if name in namespace and not is_of_ipython(name, namespace[name])]
             waiting += new
             met.update(new)
-        for name in sorted(filter(is_elsewhere, namespace.keys() - met)):
-            self._add(name, limit=LARGE, by_name=True)  # else the ranks' module has its own
+        reached: set[str] = set()
+        while new_modules := self._modules_reached() - reached:  # what is in their data reaches others
+            reached |= new_modules
+            for name in sorted(name for name in namespace.keys() - met if module_of(name) in new_modules):
+                self._add(name, limit=LARGE, by_name=True)  # else the ranks' module has its own
         room = LARGE
         for name in sorted(needs.others - met):
             if self._add(name, limit=room) is not None:
                 self._too_large.append(name)
             room -= self.sizes.get(name, 0)
+
+    def _modules_reached(self) -> set[str]:
+        reader = self._pickler.reader
+        words = self._needs.words.union(*map(words_in, reader.functions))
+        return modules_reached(words, reader.modules, self._project)
 
     def _add(self, name: str, **options: Any) -> Exception | None:
         pickler = self._pickler

@@ -14,6 +14,7 @@ import types
 from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from taas.capture.code_by_value import state_of_class
 from taas.capture.containers import items_of, put_items
 from taas.capture.looking import Looker, labelled
 from taas.capture.reader import Reader, stays
@@ -41,7 +42,7 @@ class Change(NamedTuple):
     """
 
     anew: bool
-    removed: tuple[str, ...] = ()
+    removed: frozenset[str] = frozenset()
     attributes: dict[str, Any] | None = None
 
 
@@ -52,6 +53,8 @@ def message_of(value: Any, change: Change, reader: Reader) -> Any:
     """Return what :func:`apply_change` takes, as a plain value that may be pickled."""
     if type(value) in _CONTAINERS:
         return items_of(value)
+    if isinstance(value, type) and change.attributes is None:
+        change = change._replace(attributes=state_of_class(value))
     reading = reader.read(value) if change.attributes is None else None
     return tuple(change), reading and (*reading[:4], reading.changer)
 
@@ -66,6 +69,12 @@ def apply_change(value: Any, message: Any) -> None:
         put_items(value, message)
         return
     (anew, removed, attributes), reading = message
+    if isinstance(value, type):
+        for name in removed & vars(value).keys():
+            type.__delattr__(value, name)
+        for name, item in attributes.items():
+            type.__setattr__(value, name, item)
+        return
     for name in removed:
         value.__dict__.pop(name, None)
     if attributes is not None:
@@ -160,6 +169,9 @@ class Notes:
         for number, value in objects.items():
             cls = type(value)
             if value is namespace:
+                continue
+            if isinstance(value, type) and value.__module__ == "__main__":
+                self._notes[number] = _Note(cls, type, [], state_of_class(value))
                 continue
             if cls in _CONTAINERS:
                 self._notes[number] = items_of(value)
@@ -281,6 +293,8 @@ class Notes:
         return cls if cls is not type(self._objects.get(number)) else None
 
     def _change(self, number: int, value: Any, before: _Note) -> Any:
+        if isinstance(value, type):
+            return _of_class(before.state, state_of_class(value))
         reading = self._reader.read(value)
         if reading is None:
             return _SAME
@@ -290,7 +304,7 @@ class Notes:
             return change
         if not _changeable(value, before, after, reading):
             return None
-        return Change(anew=True, removed=() if change is _SAME else change.removed)
+        return Change(anew=True, removed=frozenset() if change is _SAME else change.removed)
 
 
 _SAME: Any = object()
@@ -318,6 +332,13 @@ def _changeable(value: Any, before: _Note, after: _Note, reading: Reading) -> bo
     return _all_same(before.arguments[fixed], after.arguments[fixed]) and (python or turns)
 
 
+def _of_class(before: dict[str, Any], after: dict[str, Any]) -> Any:
+    """Return a change of the attributes of a class of the notebook."""
+    changed = {name: item for name, item in after.items() if not _same(before.get(name, _SAME), item)}
+    gone = frozenset(before) - after.keys()
+    return Change(False, gone, changed) if changed or gone else _SAME
+
+
 def _of_state(value: Any, reading: Reading, before: dict[str, Any], after: dict[str, Any]) -> Any:
     """Return a change of names that a state no longer has, and of new entries if they are simply the object's own.
 
@@ -331,7 +352,7 @@ def _of_state(value: Any, reading: Reading, before: dict[str, Any], after: dict[
     if type(state) is not dict or "." in before or "." in after:
         return _OTHER_CONTENTS
     names = {f".{name}": name for name in state}
-    removed = tuple(label[1:] for label in gone if label[:1] == ".")
+    removed = frozenset(label[1:] for label in gone if label[:1] == ".")
     own = getattr(value, "__dict__", {})
     if all(label in names and own.get(names[label], _SAME) is state[names[label]] for label in changed):
         return Change(False, removed, {names[label]: state[names[label]] for label in changed})

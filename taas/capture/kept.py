@@ -72,11 +72,6 @@ class Kept:
         self.table = table.cut({number for number, v in objects.items() if id(v) in self.web.holders})
         self.stretches = {n: stretch for n, stretch in stretches.items() if _node(n) in self.web.holders}
         self._notes = Notes(self.table.objects, self.table.rows, namespace, project)
-        self._classes = {
-            id(value): (value, dict(vars(value)))
-            for value in self.table.objects.values()
-            if isinstance(value, type) and value.__module__ == "__main__"
-        }
         self._snapshot: MemorySnapshot = MemorySnapshot(
             self.stretches, before._snapshot if before is not None else None
         )
@@ -111,23 +106,18 @@ class Kept:
         numbers = [number for number, _ in self._notes.changes(None)]
         objects = self.table.copy().objects
         found = {id(objects[number]) for number in numbers}
-        found |= {
-            identity for identity, (value, was) in self._classes.items() if not _same(was, dict(vars(value)))
-        }
         changed = self._snapshot.changed(self.stretches)
         return found | {_node(n) for n in self.stretches if changed.get(n, True)}
 
     def parts(self) -> frozenset[int]:
         """Return the ids of the objects that a name does not share with what travels without it; constants are told by a name."""
         noted = (
-            v for n, v in self.table.objects.items() if self._notes.is_noted(n) or type(v) in (float, complex)
-        )  # a NaN
+            v
+            for n, v in self.table.objects.items()
+            if (self._notes.is_noted(n) and not isinstance(v, type)) or type(v) in (float, complex)  # a NaN
+        )
         rows = (row for _, items in self.table.rows for row in items)
         return frozenset(map(id, noted)) | frozenset(map(id, rows))
-
-
-def _same(before: dict[str, Any], now: dict[str, Any]) -> bool:
-    return before.keys() == now.keys() and all(now[name] is value for name, value in before.items())
 
 
 class Held:

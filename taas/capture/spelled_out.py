@@ -269,6 +269,7 @@ class SpelledOut(ast.NodeTransformer):
             python = re.sub(r"^(\s*-\w+(\s+\d+)?)+\s+", "", texts[-1])
         found: list[ast.stmt] = [ast.Expr(_maybe(_words_of(*texts)))]
         if name == "run":  # the program's names become the notebook's
+            self.magics.add("%run")
             found += [ast.Expr(_maybe([_any(node)]))] if "-i" in texts[-1].split() else []
             found.append(self._any_bound())
         return [*self._python("" if name in _NOT_PYTHON else python, here=name in _PYTHON_HERE), *found]
