@@ -135,8 +135,9 @@ class Capture:
         reached: set[str] = set()
         while new_modules := self._modules_reached() - reached:  # what is in their data reaches others
             reached |= new_modules
-            for name in sorted(name for name in namespace.keys() - met if module_of(name) in new_modules):
-                self._add(name, limit=LARGE, by_name=True)  # else the ranks' module has its own
+            for name in sorted(namespace.keys() - met):
+                if module_of(name) in new_modules:
+                    self._add(name, limit=LARGE, by_name=True)  # else the ranks' module has its own
         room = LARGE
         for name in sorted(needs.others - met):
             if self._add(name, limit=room) is not None:
@@ -146,7 +147,8 @@ class Capture:
     def _modules_reached(self) -> set[str]:
         reader = self._pickler.reader
         words = self._needs.words.union(*map(words_in, reader.functions))
-        return modules_reached(words, reader.modules, self._project)
+        known = map(module_of, self._held.outdated())  # the ranks have older data of them
+        return modules_reached(words, reader.modules.union(known), self._project)
 
     def _add(self, name: str, **options: Any) -> Exception | None:
         pickler = self._pickler

@@ -206,7 +206,11 @@ class Held:
 
     def deleted(self, sent: Collection[str]) -> list[str]:
         """Return the names that the ranks have to delete, as what they have is not what the notebook has."""
-        return sorted(self._kept.names.keys() - self.names - {*sent})
+        return sorted(self.outdated() - {*sent})
+
+    def outdated(self) -> set[str]:
+        """Return the names under which the ranks have something else than the notebook."""
+        return self._kept.names.keys() - self.names
 
     def unwrapped(self, sent: Collection[str]) -> list[str]:
         """Return the names that travel without the wrapper that the ranks have around them."""

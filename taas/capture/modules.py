@@ -59,9 +59,9 @@ def modules_used(
             below = [f"{parent}.{word}" for word in words if f"{parent}.{word}" in sys.modules]
             found |= dict.fromkeys(below)
             waiting += below
-    stream = pickler.stream.getvalue()
+    met = {module.partition(".")[0] for module in pickler.reader.modules}
     for module in (module for cell in namespace.get("In", ()) for module in _IMPORT.findall(cell)):
-        if "." in module and module in sys.modules and module.partition(".")[0].encode() in stream:
+        if "." in module and module in sys.modules and module.partition(".")[0] in met:
             found[module] = None
     return list(found)
 
