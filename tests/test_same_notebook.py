@@ -151,6 +151,9 @@ FOUND = [
     P("how a class is shown", ("class A: pass\nf = get_ipython().display_formatter.formatters['text/html'].for_type(A, lambda a: '<b>A</b>')",), "display(A())\nclass B: pass\nf = get_ipython().display_formatter.formatters['text/html'].for_type(B, lambda b: '<i>B</i>')", "display(A(), B())"),
     P("table with columns of two kinds", ("import pandas as pd\na = pd.DataFrame([[1, 2], [3, 4]])",), "a['p'] = 1; b = pd.DataFrame({0: [1], 'a': [2]})", "a, b"),
     P("functions of torch under other names", ("import torch",), "from torch import randn, as_tensor, cat\nt2 = torch.as_tensor; fs = [torch.zeros]", "randn is torch.randn, t2 is as_tensor is torch.as_tensor, fs[0] is torch.zeros, cat"),
+    P("estimator of the notebook", ("import numpy as np\nfrom sklearn.base import BaseEstimator, ClassifierMixin\nclass Mine(ClassifierMixin, BaseEstimator):\n    def __init__(self, a=1): self.a = a\n    def fit(self, X, y): self.coef_ = X.mean(0); self.bounds_ = np.unique(y); self.classes_ = np.unique(y); return self\nX = np.arange(8.).reshape(4, 2); y = np.array([0, 1, 0, 1]); e = Mine(); k = [e]",), "e.fit(X, y); f = Mine(2).fit(X, y)", "e.coef_, f.get_params(), k[0] is e, e.classes_"),
+    P("groups of a frame", ("import pandas as pd\ndf = pd.DataFrame({'a': [1, 2, 3], 'b': ['x', 'y', 'x'], 'c': [.1, .2, .3]})",), "g = {k: g for k, g in df.groupby('b')}", "g"),
+    P("model and its gradients in another precision", (TORCH + "m = nn.Linear(2, 2); m(torch.ones(2)).sum().backward(); g = m.weight.grad",), "m.double()", "m.weight.grad is g, m(torch.ones(2).double()), [p.grad.dtype for p in m.parameters()]"),
     P("names listed by a magic", ("a = 1; b = 2; c = 'c'",), "w = %who_ls int\n%who", "w"),
 ]  # fmt: skip
 """By public notebooks and odd cells."""
@@ -170,6 +173,16 @@ def test_the_same_cells_with_and_without_the_header(program: Program, tmp_path: 
     """What they show and leave is the same, without a line of taas that something did not come back."""
     different = compare(program, tmp_path)
     assert not different, "\n".join(different)
+
+
+BAR = P("bar", ("from tqdm import tqdm",), "b = tqdm(range(3))\nfor i in b: pass", "b.n, b.fp is not None")
+
+
+def test_a_bar_comes_back_whole(tmp_path: Path) -> None:
+    """It writes to the notebook's stream, whose class is another one in ranks; no line says that it did not come back."""
+    played = play(BAR, tmp_path, plain=False)
+    assert played.value == "(3, True)"
+    assert not played.lost
 
 
 FIGURES = P("figures", ("import matplotlib.pyplot as plt\nfig, ax = plt.subplots(); lines = ax.plot([1, 2])",), "lines += ax.plot([3, 4]); title = ax.set_title('t'); made = plt.Figure(); left, right = made.subplots(1, 2)", "def heard(artist, figure):\n    figure.stale = False; [setattr(part, 'stale', False) for part in figure.findobj(include_self=False)]; artist.set_alpha(.5); return figure.stale\n[heard(*pair) for pair in ((lines[0], fig), (lines[1], fig), (title, fig), (left.spines['top'], made), (right.title, made))]")  # fmt: skip
