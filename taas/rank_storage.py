@@ -38,10 +38,12 @@ from taas.storage.recovery import kept_runs, recover, retention
 from taas.storage.settlement import Settlement, settle
 
 __all__ = [
-    "MECHANISMS", "Guard", "Policy", "RankWrites", "Settlement", "guard", "kept_runs", "prepare", "recover", "retention",
+    "MECHANISMS", "Guard", "Policy", "RankWrites", "Settlement", "guard", "is_closed", "kept_runs", "prepare", "recover", "retention",
     "scratch_of", "settle",
 ]  # fmt: skip
 
+_edge: boundary.Boundary | None = None
+"""What this process, a rank other than 0, must not write."""
 RankWrites = Literal["discard", "deny"]
 MECHANISMS = tuple(walls.WALLS)
 
@@ -107,6 +109,11 @@ def scratch_of(run_scratch: Path, rank: int) -> Path:
     return run_scratch / f"rank{rank}"
 
 
+def is_closed(path: str) -> bool:
+    """Tell whether the write rule keeps this process from writing a file."""
+    return _edge is not None and _edge.relative(os.path.realpath(path)) is not None
+
+
 def prepare() -> None:
     """Do once, in the forkserver, what every rank's guard would otherwise repeat: 10 ms each."""
     calls.survey()
@@ -129,6 +136,7 @@ def guard(policy: Policy, mechanisms: Sequence[str] = MECHANISMS) -> Guard:
     if policy.rank == 0:
         gathering.install(policy.project, Path(policy.scratch).parent)
         return Guard("none (rank 0)")
+    global _edge
     edge = boundary.draw(policy.project, policy.shared, (*policy.writable, policy.scratch))
     brought_along = walls.inherited(edge)
     overlay = Overlay(edge, policy.scratch, policy.since_ns)
@@ -141,6 +149,7 @@ def guard(policy: Policy, mechanisms: Sequence[str] = MECHANISMS) -> Guard:
             why_not.append(f"{mechanism}: {error.strerror or error}")
             continue
         walls.reopen(brought_along)
+        _edge = edge
         if mechanism == "landlock":
             _move_temporary_files(edge, policy)
         calls.install(Diversion(overlay, denial), audited=mechanism == "audit")

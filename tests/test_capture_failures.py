@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import struct
+import subprocess
+import sys
 import types
 import weakref
 from collections.abc import Iterator
@@ -145,6 +147,53 @@ def test_what_cannot_come_back_is_listed_and_the_rest_comes(rounds: Any) -> None
     assert "lock" not in one.notebook
     assert len(applied.lost) == 2
     assert any("deep['a'][0] is a _thread.lock" in line for line in applied.lost)
+
+
+OWNER = """
+import threading, torch
+class T: pass
+t = T(); t.items = [1]; t.inner = T(); t.inner.n = 1; t.weight = torch.ones(3); t.buffers = {'a': t.weight}
+table = {'t': t, 'n': 1}; others = [1]; alone = torch.zeros(2)
+"""
+
+
+def test_an_object_of_which_a_part_is_refused_stays_whole_as_it_was(rounds: Any) -> None:
+    """Its containers, its other parts and its memory, too; what holds it, and what lies beside it, comes."""
+    one = rounds(OWNER, "t, table, others, alone, threading")
+    applied = one.run(
+        "t.items.append(2); t.inner.n = 2; t.inner.lock = threading.Lock(); t.weight.add_(1); t.buffers['b'] = 1\n"
+        "t.new = 5; table['n'] = 2; others.append(2); alone.add_(3); both = [t, others]"
+    )
+    t = one.notebook["t"]
+    assert (t.items, vars(t.inner), t.weight.tolist(), [*t.buffers]) == ([1], {"n": 1}, [1, 1, 1], ["a"])
+    assert not hasattr(t, "new")
+    assert one.notebook["table"] == {"t": t, "n": 2}
+    assert one.notebook["others"] == [1, 2]
+    assert one.notebook["alone"].tolist() == [3, 3]
+    assert one.notebook["both"][0] is t and one.notebook["both"][1] is one.notebook["others"]
+    assert any("t.inner['lock'] is a _thread.lock" in line for line in applied.lost)
+    assert any("t:" in line and "as it was before the cell" in line for line in applied.lost)
+
+
+REBUILT = """
+class Handle:
+    def __getstate__(self): return {'n': 1}
+    def __setstate__(self, state):
+        if 'RANK' not in globals(): raise ValueError('only in ranks')
+        self.__dict__.update(state)
+class T: pass
+t = T(); t.items = [1]; t.inner = T(); others = [1]
+"""
+
+
+def test_what_cannot_be_rebuilt_holds_back_the_whole_object(rounds: Any) -> None:
+    """In the notebook, as in the rank: all of it is as it was."""
+    one = rounds(REBUILT, "t, others, Handle")
+    one.rank["RANK"] = 1
+    applied = one.run("t.inner.handle = Handle(); t.items.append(2); others.append(2); del RANK")
+    assert (one.notebook["t"].items, vars(one.notebook["t"].inner)) == ([1], {})
+    assert one.notebook["others"] == [1, 2]
+    assert any("only in ranks" in line for line in applied.lost)
 
 
 NEEDS_NAMES = """
@@ -319,6 +368,16 @@ def test_what_a_cell_took_is_freed_when_the_notebook_deletes_it() -> None:
         assert [reference() for reference in held] == [None, None]
 
 
+def test_memory_of_a_file_stays_in_it(rounds: Any, tmp_path: Path) -> None:
+    """40 MB of which a cell reads ten bytes: nothing of them travels, there or back, nor of a slice."""
+    mapped = f"np.memmap({str(tmp_path / 'large')!r}, 'u1', 'w+', shape=40_000_000)"
+    one = rounds(f"import numpy as np\nm = {mapped}; v = m[:20_000_000]", "v[:10].sum(); m")
+    assert one.captured.nbytes < 100_000
+    assert not one.run("m[:10] = 7; v[3] += 1").lost
+    assert one.notebook["v"][:5].tolist() == [7, 7, 7, 8, 7]
+    assert one.notebook["m"].filename == one.rank["m"].filename
+
+
 def test_a_large_name_is_announced(rounds: Any) -> None:
     """With its size."""
     one = rounds("import torch\nbig = torch.empty(300 << 20, dtype=torch.uint8); small = 1", "big, small")
@@ -365,6 +424,51 @@ def test_what_did_not_change_is_not_sent(rounds: Any) -> None:
     assert (header.patches, header.names) == ((), ())
     assert os.fstat(answer).st_size < 20_000
     os.close(answer)
+
+
+COUNTED = """
+import counting
+class C:
+    def __init__(self, name): self.name = name
+    def __getstate__(self): counting.calls.append(self.name); return {**self.__dict__}
+    def __setstate__(self, state): self.__dict__.update(state)
+untouched, changed = C("untouched"), C("changed"); t = 1, [untouched]; l = [t]
+"""
+
+
+def test_objects_are_seldom_asked_for_their_state(rounds: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once in the notebook and twice in rank 0, before and after, also where a tuple is replaced; more if they changed."""
+    counting: Any = types.ModuleType("counting")
+    counting.calls = []
+    monkeypatch.setitem(sys.modules, "counting", counting)
+    one = rounds(COUNTED, "untouched, changed, t, l, counting")
+    one.run("changed.n = 1; t = (2, t[1]); l[0] = t")
+    assert counting.calls.count("untouched") == 3
+    assert counting.calls.count("changed") == 7
+    assert one.notebook["changed"].n == 1
+    assert one.notebook["l"][0] is one.notebook["t"]
+
+
+HISTORY = """
+import os, sys, types
+from pathlib import Path
+from IPython.core.interactiveshell import InteractiveShell
+from traitlets.config import Config
+from taas.capture import capture
+shell = InteractiveShell(config=Config({"HistoryManager": {"enabled": False}}))
+for cell in ("x = 1 #" + "a" * 1_000_000, "%time y = 2", "x + y"):
+    shell.run_cell(cell, store_history=True)
+with capture("x", shell.user_ns, shell, project=Path("/no project")) as captured:
+    print(captured.nbytes)
+"""
+
+
+def test_what_was_typed_travels_once() -> None:
+    """A long cell is in the payload of a later one a single time."""
+    ran = subprocess.run(
+        [sys.executable, "-c", HISTORY], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert 1_000_000 < int(ran.stdout.split()[-1]) < 1_500_000
 
 
 def test_one_changed_page_is_sent_alone(rounds: Any) -> None:

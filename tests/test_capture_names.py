@@ -5,12 +5,16 @@ from __future__ import annotations
 import builtins
 import contextlib
 import linecache
+import sys
+import types
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from taas.capture import capture
 from taas.capture.names import Needs, needs_of
 
 NOTEBOOK = "model opt loader batch x y z cfg old res path n Net a b data f unused lr k self i words"
@@ -340,3 +344,39 @@ def test_a_cell_runs_the_same_with_the_names_it_needs(lines: list[str]) -> None:
     behind = {key: value for key, value in full.items() if key not in keep}
     expected, actual = _outcome(code, full, {}), _outcome(code, restricted, behind)
     assert expected == actual, cell
+
+
+HELPER = "rows = list(range(200_000))\ncounter = 0\nclass A:\n    def count(self): return counter\n"
+USER = "def lazily():\n    import helper\n    return helper.counter\n"
+
+
+@pytest.mark.parametrize(
+    ("earlier", "cell"),
+    [
+        ("", "helper.counter"),
+        ("", "from helper import counter"),
+        ("", "import importlib\nimportlib.import_module('helper').counter"),
+        ("a = helper.A()", "a.count()"),
+        ("f = helper.A().count", "f()"),
+        ("import user", "user.lazily()"),
+        ("def f():\n    import helper\n    return helper.counter", "f()"),
+    ],
+)
+def test_data_of_a_module_travel_where_the_cell_reaches_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, earlier: str, cell: str
+) -> None:
+    """By its name, by an object, by a function or by another module; another cell takes nothing of it."""
+    (tmp_path / "helper.py").write_text(HELPER)
+    (tmp_path / "user.py").write_text(USER)
+    monkeypatch.syspath_prepend(tmp_path)
+    namespace: dict[str, Any] = types.ModuleType("__main__").__dict__
+    try:
+        exec("import helper\n" + earlier, namespace)
+        with (
+            capture("x = 1", namespace, None, project=tmp_path) as other,
+            capture(cell, namespace, None, project=tmp_path) as reaching,
+        ):
+            assert other.nbytes < 100_000 < 500_000 < reaching.nbytes
+    finally:
+        for name in ("helper", "user"):
+            sys.modules.pop(name, None)

@@ -46,3 +46,18 @@ def test_warnings_and_numbers_of_a_rank_are_the_notebooks(notebook: Notebook) ->
     assert "noise" not in ran.stderr
     assert "this one counts" in ran.stderr
     assert ran.own == ("[0.33] tensor([0.33]) True\n[3.0, 2.0] module://matplotlib_inline.backend_inline\n")
+
+
+def test_arguments_of_a_rank_are_the_notebooks(notebook: Notebook) -> None:
+    """The kernel's own are none in ranks; what a cell makes of them comes back, without what launchers give a rank."""
+    header = "#pragma taas --gpus 2 --keep\n"
+    notebook.good("import sys; own = sys.argv[0]")
+    first = notebook.good(header + "print(sys.argv)  # --local_rank\nsys.argv[1:1] = ['--lr', '1']")
+    assert first.own == "['<cell>', '--local_rank=0']\n"
+    assert notebook.value("sys.argv == [own, '--lr', '1']") == "True"
+    notebook.good("sys.argv[2] = '2'")
+    parsed = notebook.good(header + "print(sys.argv[0] == own, sys.argv[1:])\nsys.argv += ['--fast']")
+    assert parsed.own == "True ['--lr', '2', '--local_rank=0']\n"
+    assert notebook.value("sys.argv == [own, '--lr', '2', '--fast']") == "True"
+    notebook.good(header + "sys.argv = ['train.py', *sys.argv[1:2]]")
+    assert notebook.value("sys.argv") == "['train.py', '--lr']"

@@ -51,6 +51,11 @@ def test_sharded_values_are_whole_or_named(notebook: Notebook) -> None:
     assert notebook.value("[n for n in ('sharded', 'held', 'fsdp') if n in globals()]") == "[]"
     plain = "all(type(p) is nn.Parameter and p.shape == before[n].shape for n, p in net.named_parameters())"
     assert notebook.value(plain) == "True"
+    assert notebook.value("all(value.equal(before[n]) for n, value in net.state_dict().items())") == "True"
+    assert (
+        notebook.value("[[*m(torch.ones(1, 4)).shape] for m in (net, one, two)]")
+        == "[[1, 2], [1, 4], [1, 4]]"
+    )
     assert notebook.value("[m.weight.shape == (4, 4) for m in (one, two)]") == "[True, True]"
     assert notebook.value("type(replicated), replicated.equal(numbers), gathered.equal(numbers)") == (
         "<class 'torch.Tensor'> True True"

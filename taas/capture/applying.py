@@ -12,11 +12,12 @@ from taas.capture.changes import apply_change
 from taas.capture.fingerprint import Fingerprints
 from taas.capture.libraries import join_devices
 from taas.capture.losing import Losses, Paths, in_few_lines
-from taas.capture.memory import Stretch
+from taas.capture.memory import MemoryTable, Stretch, overlapping
 from taas.capture.of_ipython import is_of_ipython
 from taas.capture.payload import Payload
 from taas.capture.pickling import Table, no_collection
-from taas.capture.reading import MissingModule
+from taas.capture.reader import memory_of
+from taas.capture.reading import MissingModule, is_atom
 from taas.wording import first_line
 
 
@@ -94,6 +95,7 @@ class _Answer:
         self._memory = self._payload.brought(known)
         self._losses = Losses(namespace)
         self._changes: list[tuple[int, Any, Any]] = []
+        self._refused: dict[int, Any] = {}
         self._applied = Applied(lost=list(self._preface["lost"]), cells=self._preface["cells"])
 
     # ------------------------------------------------------------ loading
@@ -132,6 +134,7 @@ class _Answer:
         _, value, change = entry
         if (why := self._losses.why(change)) is not None:
             self._lose(f"new contents of {self._path(value)}", why)
+            self._refused[id(value)] = value
         return why is None
 
     def _path(self, value: Any) -> str:
@@ -143,7 +146,10 @@ class _Answer:
     def apply(self) -> Applied:
         """Put everything in place, and compare it with what rank 0 had."""
         applied, header = self._applied, self._payload.header
+        kept = self._hold_back() if self._refused else set()
         for patch in header.patches:
+            if patch.region in kept:
+                continue
             why = self._known[patch.region].patch(patch, self._fd)
             if why is not None and why not in applied.lost:
                 applied.lost.append(why)
@@ -163,6 +169,19 @@ class _Answer:
         applied.lost = in_few_lines(applied.lost, self._preface["sharded"])
         self._note_what_is_known()
         return applied
+
+    def _hold_back(self) -> set[int]:
+        """Drop the changes of all objects that refused ones belong to; return the regions of their memory."""
+        paths = Paths(self._namespace, self._numbers)
+        roots = [value for value in self._namespace.values() if not is_atom(value)]
+        owners = paths.owners(roots, self._refused, lambda _: ())
+        held: dict[int, Any] = {}
+        for inside in owners.values():
+            held |= inside
+        self._changes = [entry for entry in self._changes if id(entry[1]) not in held]
+        places = MemoryTable(self._known, ()).places()
+        memories = filter(None, map(memory_of, held.values()))
+        return {region for m in memories for region in overlapping(places, m.address, m.nbytes)}
 
     def _note_what_is_known(self) -> None:
         applied, preface = self._applied, self._preface

@@ -2,18 +2,22 @@
 
 pickle's own protocol 5 sends each array's memory separately, so that views no longer share it. Here an array is
 (memory of the root of its views, dtype, shape, strides, offset), whatever its class. The memory of objects cannot
-be addressed: there the root of the views is a container, and a view is a view of it.
+be addressed: there the root of the views is a container, and a view is a view of it. So it is with the memory of a file
+(``np.memmap``): its root travels as the file's name, its place in it and its mode, and none of its bytes does.
 """
 
 from __future__ import annotations
 
+import mmap
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from taas.capture.memory import DeviceMemory
 from taas.capture.reading import Reading, read_insides, set_insides
 from taas.capture.tensors import is_tensor, memory_of_storage
+from taas.rank_storage import is_closed
 
 
 def is_array(value: Any) -> bool:
@@ -79,6 +83,9 @@ def memory_of_array(array: Any) -> DeviceMemory:
 def _read_array(array: Any) -> Reading | None:
     if array.dtype.hasobject:
         return _read_objects(array)
+    root = _root(array)
+    if _is_of_file(root):
+        return _read_of_file(array, root)
     memory = memory_of_array(array)
     offset = _address(array) - memory.address
     arguments = (type(array), memory, array.dtype, array.shape, array.strides, offset)
@@ -89,7 +96,7 @@ def _state(array: Any) -> tuple[Callable[[Any, Any], None] | None, Any, tuple[st
     if not type(array).__dictoffset__ and array.flags.writeable:
         return _set_array, None, ()
     attributes, slots = read_insides(array)
-    if attributes and "_mmap" in attributes:  # a memmap's: it stays where its file is
+    if attributes and "_mmap" in attributes:  # a memmap's, which is its process' own
         attributes = {name: item for name, item in attributes.items() if name != "_mmap"}
     return _set_array, (attributes, slots, array.flags.writeable), (".", ".", ".flags.writeable")
 
@@ -103,6 +110,8 @@ def _make_array(cls: Any, memory: memoryview, dtype: Any, shape: Any, strides: A
 
 def _set_array(array: Any, state: tuple[Any, ...] | None) -> None:
     attributes, slots, writeable = state or (None, (), True)
+    if "_mmap" in getattr(array, "__dict__", ()):
+        attributes = {**(attributes or {}), "_mmap": array.__dict__["_mmap"]}
     set_insides(array, (attributes, slots))
     if array.flags.writeable != writeable:
         array.flags.writeable = writeable
@@ -118,6 +127,43 @@ def _change_array(array: Any, cls: type, _: Any, dtype: Any, shape: Any, strides
         array._set_shape(shape) if hasattr(array, "_set_shape") else setattr(array, "shape", shape)
     if array.strides != strides:
         raise ValueError("an array cannot be strided anew in place")
+
+
+# ---------------------------------------------------------------- memory of files
+
+
+def _is_of_file(root: Any) -> bool:
+    """Tell whether an array's memory is a file's: not a private copy of it (mode ``c``), nor one of a file without a name."""
+    mapped = isinstance(root, sys.modules["numpy"].memmap) and isinstance(root.base, mmap.mmap)
+    return mapped and root.mode != "c" and root.filename is not None and Path(root.filename).exists()
+
+
+def _read_of_file(array: Any, root: Any) -> Reading:
+    setter, state, labels = _state(array)
+    if array is not root:
+        view = (type(array), root, array.dtype, array.shape, array.strides, _address(array) - _address(root))
+        return Reading(_make_view_of_file, view, setter, state, labels)
+    mode, order = (
+        root.mode.replace("w", "r"),
+        "C" if root.flags.c_contiguous else "F",
+    )  # ``w+`` would empty it
+    where = (str(root.filename), root.dtype, mode, root.offset, root.shape, order)
+    return Reading(_open_file, (type(root), *where), setter, state, labels)
+
+
+def _open_file(cls: Any, file: str, dtype: Any, mode: str, offset: int, shape: Any, order: str) -> Any:
+    """Map a file; what a rank writes that must not write to it is its own."""
+    return cls(file, dtype, "c" if mode != "r" and is_closed(file) else mode, offset, shape, order)
+
+
+def _make_view_of_file(cls: Any, root: Any, dtype: Any, shape: Any, strides: Any, offset: int) -> Any:
+    import numpy as np
+
+    whole = root if root.flags.c_contiguous else root.T
+    made = np.ndarray.__new__(cls, shape, dtype, whole, offset, strides)
+    if isinstance(made, np.memmap):
+        vars(made)["_mmap"] = root._mmap
+    return made
 
 
 # ---------------------------------------------------------------- arrays of objects

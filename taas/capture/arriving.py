@@ -6,6 +6,7 @@ import os
 import sys
 import types
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from taas.capture.changes import Notes
 from taas.capture.checksums import MemorySnapshot
 from taas.capture.code_by_value import classes_told_again
 from taas.capture.libraries import join_devices_at_first_step
+from taas.capture.loggers import go_to_ends
 from taas.capture.memory import MemoryTable, Span, Stretch, changed_parts, find_place, merged, view_of
 from taas.capture.modules import among_names, data_of_modules, loaded_as, put_into_modules
 from taas.capture.of_ipython import dress
@@ -44,10 +46,14 @@ class Arrival:
         all_in_host_memory: whether no CUDA device has any of the memory, there or here.
         held: names that an earlier cell left here, and that hold still.
         wanted: what the last answer was asked for, by ids of objects; None for all.
+        withheld: what of it did not come, as it belongs to objects of which a part was refused.
         untold: names that the cell rebound, which nobody asked for.
     """
 
     wanted: dict[int, Any] | None = None
+    withheld: dict[int, Any] = {}  # noqa: RUF012  it is replaced, not changed
+    _asked: Collection[int] = ()
+    _withheld_regions: Collection[int] = ()
     untold: Collection[str] = ()
 
     def __init__(
@@ -65,9 +71,9 @@ class Arrival:
             self.table = before.table.cut(numbers_in(held["numbers"]))
             there = before.memory.stretches  # other ranks than 0 have no memory of answers
             known = {number: there[number] for number in held["regions"] if number in there}
-            if before.wanted is not None:
+            if before.wanted is not None or before.withheld:
                 self._owed = before.changed_memory({n for n in known if not before.is_asked(n)})
-            self._untold_before = before if before.wanted is not None else None
+                self._untold_before = before
             before.close()
         self.memory: MemoryTable = self.payload.mapped(device, known)
         self.next_region = self.payload.next_region
@@ -131,15 +137,19 @@ class Arrival:
         known = {n: here for n, here in self.memory.stretches.items() if n not in new}
         self._snapshot = MemorySnapshot(known, self._snapshot)
         before, self._untold_before = self._untold_before, None
-        if before is not None and (wanted := before.wanted) is not None:  # it was not told of all
-            self.notes.go_on(before.notes, [n for n, v in self.table.objects.items() if id(v) not in wanted])
+        if before is not None:
+            self.notes.go_on(before.notes, [n for n, v in self.table.objects.items() if not before.told(v)])
             for name in before.untold:
                 self.names_before.pop(name, None)
             self.names_before |= {n: v for n, v in before.names_before.items() if n in before.untold}
 
     def is_asked(self, number: int) -> bool:
-        """Tell whether the memory of a region was asked for."""
-        return self.wanted is None or number in self._asked
+        """Tell whether the memory of a region was asked for, and came."""
+        return (self.wanted is None or number in self._asked) and number not in self._withheld_regions
+
+    def told(self, value: Any) -> bool:
+        """Tell whether the notebook was told of changes of an object."""
+        return (self.wanted is None or id(value) in self.wanted) and id(value) not in self.withheld
 
     def pack_answer(self, namespace: dict[str, Any], value: Any = NOTHING, *, last: bool = True) -> int:
         """Write what the cell changed into a sealed memfd; a rank with a GPU has waited for it before.
@@ -157,15 +167,22 @@ class Arrival:
 
     def patches(self) -> Iterator[tuple[int, int, memoryview]]:
         """Yield what changed of the memory that the notebook knows: region, start and bytes."""
-        places = self.memory.places()
-        memories = filter(None, map(memory_of, (self.wanted or {}).values()))
-        found = {find_place(places, memory.address, memory.nbytes) for memory in memories}
-        self._asked = {place[0] for place in found if place is not None}
+        self._asked, self._withheld_regions = self._regions(self.wanted or {}), self._regions(self.withheld)
         asked = {n for n in self.memory.stretches if self.is_asked(n)}
         for number, spans in self.changed_memory(asked).items():
             address, host = self.memory.stretches[number].in_host_memory()
             for start, end in spans:
                 yield number, start, view_of(address + start, end - start, host)
+
+    def _regions(self, objects: dict[int, Any]) -> set[int]:
+        """Return the regions that objects look into."""
+        places, found = self.memory.places(), set()
+        for value in objects.values():
+            with suppress(Exception):  # what is sharded has none
+                memory = memory_of(value)
+                place = memory and find_place(places, memory.address, memory.nbytes)
+                found |= {place[0]} if place else set()
+        return found
 
     def changed_memory(self, numbers: Collection[int]) -> dict[int, Sequence[Span]]:
         """Return which parts of some regions the notebook does not have as they are here."""
@@ -223,6 +240,7 @@ def arrive(
     with no_collection(), classes_told_again():
         arrival.load()
     arrival.state.put()
+    go_to_ends()
     if device is not None:
         join_devices_at_first_step()
     return arrival

@@ -13,12 +13,20 @@ from typing import TYPE_CHECKING, Any
 
 from taas.capture import process_state
 from taas.capture.applying import Applied, apply_answer
-from taas.capture.code_by_value import global_names
+from taas.capture.code_by_value import global_names, words_in
 from taas.capture.kept import Held, Kept
 from taas.capture.libraries import wait_for_devices
+from taas.capture.loggers import go_to_ends
 from taas.capture.losing import Paths
 from taas.capture.memory import SentMemory
-from taas.capture.modules import among_names, edited_modules, imported_by, modules_used
+from taas.capture.modules import (
+    among_names,
+    edited_modules,
+    imported_by,
+    module_of,
+    modules_reached,
+    modules_used,
+)
 from taas.capture.names import Needs, needs_of
 from taas.capture.of_ipython import history_of, is_of_ipython, magics_among_names, values_of_cells
 from taas.capture.payload import check_room, packed_numbers, write_file
@@ -85,6 +93,7 @@ class Capture:
     def close(self) -> None:
         """Give the payload's memory back; an answer can still be applied."""
         if self.fd >= 0:
+            go_to_ends()
             os.close(self.fd)
             self.fd = -1
 
@@ -99,6 +108,7 @@ class Capture:
         Args:
             answer_fd: what :meth:`Arrival.pack_answer` wrote; stays open.
         """
+        go_to_ends()
         with among_names(self._namespace, self._project):
             self._applied = apply_answer(answer_fd, self._namespace, self._table, self._memory)
             return self._applied
@@ -129,13 +139,23 @@ class Capture:
             new = [name for name in used if name in namespace and not is_of_ipython(name, namespace[name])]
             waiting += new
             met.update(new)
-        for name in sorted(name for name in namespace if "." in name and name not in met):
-            self._add(name, limit=LARGE, by_name=True)  # else the ranks' module has its own
+        reached: set[str] = set()
+        while new_modules := self._modules_reached() - reached:  # what is in their data reaches others
+            reached |= new_modules
+            for name in sorted(namespace.keys() - met):
+                if module_of(name) in new_modules:
+                    self._add(name, limit=LARGE, by_name=True)  # else the ranks' module has its own
         room = LARGE
         for name in sorted(needs.others - met):
             if self._add(name, limit=room) is not None:
                 self._too_large.append(name)
             room -= self.sizes.get(name, 0)
+
+    def _modules_reached(self) -> set[str]:
+        reader = self._pickler.reader
+        words = self._needs.words.union(*map(words_in, reader.functions))
+        known = map(module_of, self._held.outdated())  # the ranks have older data of them
+        return modules_reached(words, reader.modules.union(known), self._project)
 
     def _add(self, name: str, **options: Any) -> Exception | None:
         pickler = self._pickler

@@ -14,6 +14,7 @@ import types
 from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from taas.capture.code_by_value import state_of_class
 from taas.capture.containers import items_of, put_items
 from taas.capture.looking import Looker, labelled
 from taas.capture.reader import Reader, stays
@@ -41,7 +42,7 @@ class Change(NamedTuple):
     """
 
     anew: bool
-    removed: tuple[str, ...] = ()
+    removed: frozenset[str] = frozenset()
     attributes: dict[str, Any] | None = None
 
 
@@ -52,6 +53,8 @@ def message_of(value: Any, change: Change, reader: Reader) -> Any:
     """Return what :func:`apply_change` takes, as a plain value that may be pickled."""
     if type(value) in _CONTAINERS:
         return items_of(value)
+    if isinstance(value, type) and change.attributes is None:
+        change = change._replace(attributes=state_of_class(value))
     reading = reader.read(value) if change.attributes is None else None
     return tuple(change), reading and (*reading[:4], reading.changer)
 
@@ -66,6 +69,12 @@ def apply_change(value: Any, message: Any) -> None:
         put_items(value, message)
         return
     (anew, removed, attributes), reading = message
+    if isinstance(value, type):
+        for name in removed & vars(value).keys():
+            type.__delattr__(value, name)
+        for name, item in attributes.items():
+            type.__setattr__(value, name, item)
+        return
     for name in removed:
         value.__dict__.pop(name, None)
     if attributes is not None:
@@ -154,36 +163,35 @@ class Notes:
         self._named: list[Any] = []
         self._reader = Reader(namespace, project=project)
         self._looker = Looker(self._reader, self._known)
-        self._fickle: dict[int, set[str]] = {}
         self._notes: dict[int, Any] = {}
         """A container's items, a note (None: it goes by its name), or what an object's own protocol raised."""
         for number, value in objects.items():
             cls = type(value)
             if value is namespace:
                 continue
+            if isinstance(value, type) and value.__module__ == "__main__":
+                self._notes[number] = _Note(cls, type, [], state_of_class(value))
+                continue
             if cls in _CONTAINERS:
                 self._notes[number] = items_of(value)
             elif not (cls in _UNNOTED or isinstance(value, (type, types.ModuleType)) or stays(cls)):
                 try:
-                    self._notes[number] = self._steady(number, value)
+                    self._notes[number] = self._first(value)
                 except Exception as error:  # a user's __getstate__ may raise anything: it cannot come back
                     self._notes[number] = None if number in told else error
 
-    def _steady(self, number: int, value: Any) -> _Note | None:
-        """Return a note without what a state says anew each time it is asked (matplotlib's counters of callbacks)."""
-        reading = self._reader.read(value)
-        if reading is None:
+    def _first(self, value: Any) -> _Note | None:
+        if (reading := self._reader.read(value)) is None:
             return None
-        note = self._note(number, value, reading)
-        if is_tensor(value):
-            return note._replace(stamp=self._stamp(value))
-        if reading.setter is set_by_protocol and (again := self._reader.read(value)) is not None:
-            state = self._note(number, value, again).state
-            names = {n for n in note.state if n[:1] == "." and not _same(note.state[n], state.get(n, _SAME))}
-            if names:
-                self._fickle[number] = names
-                return self._note(number, value, reading)
-        return note
+        note = self._note(value, reading)
+        return note._replace(stamp=self._stamp(value)) if is_tensor(value) else note
+
+    def _fickle(self, value: Any, note: _Note, reading: Reading) -> list[str]:
+        """Return the names of what a state says anew each time it is asked (matplotlib's counters of callbacks)."""
+        if reading.setter is not set_by_protocol or (again := self._reader.read(value)) is None:
+            return []
+        state = self._note(value, again).state
+        return [n for n in note.state if n[:1] == "." and not _same(note.state[n], state.get(n, _SAME))]
 
     def _stamp(self, tensor: Any) -> tuple[Any, Any] | None:
         stamp = stamp_of(tensor)
@@ -197,15 +205,13 @@ class Notes:
             return False
         return bool(before[0] == now[0]) and before[1] is now[1]
 
-    def _note(self, number: int, value: Any, reading: Reading) -> _Note:
+    def _note(self, value: Any, reading: Reading) -> _Note:
         arguments = [self._entry(item, {}) for item in reading.arguments]
         state: dict[str, Any] = {}
         for label, part in zip(reading.labels, reading.state or (), strict=False):
             whole = label != "." or id(part) in self._known
             for name, item in ((label, part),) if whole else labelled(label, part, self._known):
                 state[name] = self._entry(item, {})
-        for name in self._fickle.get(number, ()):
-            state.pop(name, None)
         return _Note(type(value), reading.constructor, arguments, state)
 
     def _entry(self, value: Any, seen: dict[int, Any]) -> Any:
@@ -249,7 +255,7 @@ class Notes:
                     yield number, _OTHER_CONTENTS
                 continue
             try:
-                change = before if isinstance(before, Exception) else self._change(number, value, before)
+                change = before if isinstance(before, Exception) else self._change(value, before)
             except Exception as error:
                 change = error
             if change is not _SAME:
@@ -270,6 +276,23 @@ class Notes:
         """Compare some objects with what they were earlier: of what changed since, nobody was told."""
         self._notes |= {n: before._notes[n] for n in numbers if n in self._notes and n in before._notes}
 
+    def parts(self, number: int | None) -> Iterator[Any]:
+        """Yield what an object had in it, but for plain values."""
+        note = self._notes.get(number)  # type: ignore[arg-type]
+        waiting = [*note] if type(note) is tuple else []
+        if isinstance(note, _Note):
+            waiting += [*note.arguments, *note.state.values()]
+        while waiting:
+            part = waiting.pop()
+            if type(part) is _Opened:
+                waiting += part.parts
+            elif type(part) not in ATOMS:
+                yield part
+
+    def holding(self, wanted: Container[int]) -> list[int]:
+        """Return the numbers of the objects that had something in them, of which these are the ids."""
+        return [number for number in self._notes if any(id(part) in wanted for part in self.parts(number))]
+
     def is_noted(self, number: int) -> bool:
         """Tell whether an object is one that may change."""
         return self._notes.get(number) is not None
@@ -280,17 +303,24 @@ class Notes:
         cls = note.cls if isinstance(note, _Note) else None
         return cls if cls is not type(self._objects.get(number)) else None
 
-    def _change(self, number: int, value: Any, before: _Note) -> Any:
+    def _change(self, value: Any, before: _Note) -> Any:
+        if isinstance(value, type):
+            return _of_class(before.state, state_of_class(value))
         reading = self._reader.read(value)
         if reading is None:
             return _SAME
-        after = self._note(number, value, reading)
+        after = self._note(value, reading)
         change = _of_state(value, reading, before.state, after.state)
+        if change is not _SAME:
+            for name in self._fickle(value, after, reading):
+                before.state.pop(name, None)
+                after.state.pop(name)
+            change = _of_state(value, reading, before.state, after.state)
         if before[:2] == after[:2] and _all_same(before.arguments, after.arguments):
             return change
         if not _changeable(value, before, after, reading):
             return None
-        return Change(anew=True, removed=() if change is _SAME else change.removed)
+        return Change(anew=True, removed=frozenset() if change is _SAME else change.removed)
 
 
 _SAME: Any = object()
@@ -318,6 +348,13 @@ def _changeable(value: Any, before: _Note, after: _Note, reading: Reading) -> bo
     return _all_same(before.arguments[fixed], after.arguments[fixed]) and (python or turns)
 
 
+def _of_class(before: dict[str, Any], after: dict[str, Any]) -> Any:
+    """Return a change of the attributes of a class of the notebook."""
+    changed = {name: item for name, item in after.items() if not _same(before.get(name, _SAME), item)}
+    gone = frozenset(before) - after.keys()
+    return Change(False, gone, changed) if changed or gone else _SAME
+
+
 def _of_state(value: Any, reading: Reading, before: dict[str, Any], after: dict[str, Any]) -> Any:
     """Return a change of names that a state no longer has, and of new entries if they are simply the object's own.
 
@@ -331,8 +368,9 @@ def _of_state(value: Any, reading: Reading, before: dict[str, Any], after: dict[
     if type(state) is not dict or "." in before or "." in after:
         return _OTHER_CONTENTS
     names = {f".{name}": name for name in state}
-    removed = tuple(label[1:] for label in gone if label[:1] == ".")
+    removed = frozenset(label[1:] for label in gone if label[:1] == ".")
     own = getattr(value, "__dict__", {})
     if all(label in names and own.get(names[label], _SAME) is state[names[label]] for label in changed):
-        return Change(False, removed, {names[label]: state[names[label]] for label in changed})
+        new = {name: state[name] for label, name in names.items() if label in changed}  # in their order
+        return Change(False, removed, new)
     return Change(False, removed)

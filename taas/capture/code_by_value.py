@@ -34,6 +34,10 @@ TESTED_CLOUDPICKLE = "3.1"
 BasePickler: Any = _cloudpickle.Pickler
 
 _LAZY_ANNOTATIONS = sys.version_info >= (3, 14)
+_OF_PYTHON = {
+    "__dict__", "__weakref__", "__module__", "__abstractmethods__", "_abc_impl", "__slotnames__", "__annotations_cache__",
+}  # fmt: skip
+"""Attributes of classes that Python makes, and keeps, by itself."""
 _COMPLETE: weakref.WeakSet[type] = weakref.WeakSet()
 """Classes by value which are at home in this process, or have arrived in it with their methods."""
 _TOLD_AGAIN: weakref.WeakSet[type] = weakref.WeakSet()
@@ -186,6 +190,13 @@ def read_class(cls: type) -> Reading | None:
     return _with_name_and_slots(
         cls, reduced[0], reduced[1], {**own, **{n: v for n, v in told.items() if n not in own}}, slots
     )
+
+
+def state_of_class(cls: type) -> dict[str, Any]:
+    """Return what cells have put into a class; slots are what they are."""
+    slots = (types.MemberDescriptorType, types.GetSetDescriptorType)
+    own = ((name, item) for name, item in vars(cls).items() if name not in _OF_PYTHON)
+    return {name: item for name, item in own if not isinstance(item, slots)}
 
 
 def _make_class(constructor: Any, name: str, bases: tuple[Any, ...], keywords: Any, *arguments: Any) -> type:

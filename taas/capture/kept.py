@@ -20,6 +20,7 @@ from taas.capture.changes import Notes
 from taas.capture.checksums import MemorySnapshot
 from taas.capture.losing import Paths
 from taas.capture.memory import DeviceMemory, MemoryTable, Stretch, overlapping
+from taas.capture.modules import is_elsewhere
 from taas.capture.names import needs_of
 from taas.capture.pickling import NAMESPACE, Table
 from taas.capture.reader import memory_of
@@ -68,11 +69,6 @@ class Kept:
         self.table = table.cut({number for number, v in objects.items() if id(v) in self.web.holders})
         self.stretches = {n: stretch for n, stretch in stretches.items() if _node(n) in self.web.holders}
         self._notes = Notes(self.table.objects, self.table.rows, namespace, project)
-        self._classes = {
-            id(value): (value, dict(vars(value)))
-            for value in self.table.objects.values()
-            if isinstance(value, type) and value.__module__ == "__main__"
-        }
         self._snapshot: MemorySnapshot = MemorySnapshot(
             self.stretches, before._snapshot if before is not None else None
         )
@@ -107,23 +103,18 @@ class Kept:
         numbers = [number for number, _ in self._notes.changes(None)]
         objects = self.table.copy().objects
         found = {id(objects[number]) for number in numbers}
-        found |= {
-            identity for identity, (value, was) in self._classes.items() if not _same(was, dict(vars(value)))
-        }
         changed = self._snapshot.changed(self.stretches)
         return found | {_node(n) for n in self.stretches if changed.get(n, True)}
 
     def parts(self) -> frozenset[int]:
         """Return the ids of the objects that a name does not share with what travels without it; constants are told by a name."""
         noted = (
-            v for n, v in self.table.objects.items() if self._notes.is_noted(n) or type(v) in (float, complex)
-        )  # a NaN
+            v
+            for n, v in self.table.objects.items()
+            if (self._notes.is_noted(n) and not isinstance(v, type)) or type(v) in (float, complex)  # a NaN
+        )
         rows = (row for _, items in self.table.rows for row in items)
         return frozenset(map(id, noted)) | frozenset(map(id, rows))
-
-
-def _same(before: dict[str, Any], now: dict[str, Any]) -> bool:
-    return before.keys() == now.keys() and all(now[name] is value for name, value in before.items())
 
 
 class Held:
@@ -198,7 +189,7 @@ class Held:
             id(value): name
             for name, value in sorted(self._roots(), key=lambda root: root[0] not in self._kept.wrapped)
             if name in self.names
-            and "." not in name
+            and not is_elsewhere(name)
             and (id(value) in self._shared or _is_of_notebook(value))
         }
         self.named, self.parts = named, self._objects - named.keys()
@@ -212,7 +203,11 @@ class Held:
 
     def deleted(self, sent: Collection[str]) -> list[str]:
         """Return the names that the ranks have to delete, as what they have is not what the notebook has."""
-        return sorted(self._kept.names.keys() - self.names - {*sent})
+        return sorted(self.outdated() - {*sent})
+
+    def outdated(self) -> set[str]:
+        """Return the names under which the ranks have something else than the notebook."""
+        return self._kept.names.keys() - self.names
 
     def unwrapped(self, sent: Collection[str]) -> list[str]:
         """Return the names that travel without the wrapper that the ranks have around them."""

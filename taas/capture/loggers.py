@@ -8,10 +8,8 @@ project's modules do: ``logging.getLogger('train').handlers``.
 from __future__ import annotations
 
 import ast
-import fcntl
 import io
 import logging
-import os
 import pickle
 import sys
 from collections import Counter
@@ -67,17 +65,25 @@ def put_loggers(_: Any, told: dict[str, Any]) -> None:
 def _free_handlers() -> dict[Any, logging.Handler]:
     """Return the handlers that no logger has, by how they are described: one that a name means is the one to add."""
     taken = {id(handler) for log in _all_loggers() for handler in log.handlers}
-    alive = [handler for known in logging._handlerList if (handler := known()) is not None]  # type: ignore[attr-defined]
-    return {described: one for one in alive if id(one) not in taken and (described := _described(one))}
+    return {described: one for one in _alive() if id(one) not in taken and (described := _described(one))}
+
+
+def _alive() -> list[logging.Handler]:
+    return [handler for known in logging._handlerList if (handler := known()) is not None]  # type: ignore[attr-defined]
+
+
+def go_to_ends() -> None:
+    """Let open log files go on at their ends, where other processes have written since."""
+    for handler in _alive():
+        stream = handler.stream if isinstance(handler, logging.FileHandler) else None
+        if stream is not None and not stream.closed and stream.seekable():
+            stream.seek(0, io.SEEK_END)
 
 
 def _described(handler: Any) -> tuple[Any, ...] | None:
     """Say where a handler writes, from which level on, and how; None for one that is not told in words."""
     if type(handler) is logging.FileHandler:
         target = handler.baseFilename
-        if handler.stream is not None and not handler.stream.closed:  # ranks write to its end
-            flags = fcntl.fcntl(handler.stream, fcntl.F_GETFL)
-            fcntl.fcntl(handler.stream, fcntl.F_SETFL, flags | os.O_APPEND)
     elif type(handler) is logging.StreamHandler and handler.stream in (sys.stdout, sys.stderr):
         target = "stdout" if handler.stream is sys.stdout else "stderr"
     else:

@@ -22,6 +22,7 @@ from taas.delivery.registered import delivers
 
 _MANY = 100
 _SOME = 1 << 12
+_METHODS = (types.MethodType, types.BuiltinFunctionType)
 _SHALLOW = (type, types.ModuleType, types.BuiltinFunctionType, types.CodeType, weakref.ref)
 
 Parts = Iterable[tuple[str, Any]]
@@ -98,8 +99,11 @@ class Looker:
         known = self._of_known_type(value)
         if known is not None:
             return known
-        if value is sys.stdout or value is sys.stderr:  # of another class in ranks
-            return Glance(("sys.stdout" if value is sys.stdout else "sys.stderr",), named=True)
+        of_method = getattr(value, "__self__", None) if isinstance(value, _METHODS) else None
+        for name_of_stream, stream in (("stdout", sys.stdout), ("stderr", sys.stderr)):
+            # of another class in ranks, and so are its methods; IPython puts a function in the place of one
+            if stream is not None and (stream is value or stream is of_method or value is _own_write(stream)):
+                return Glance((name_of_stream,), named=True)
         if isinstance(value, _SHALLOW) or stays(cls) or delivers(cls):
             return Glance((getattr(value, "__name__", name),), self._of_class(value))
         content = self._content(value)
@@ -192,6 +196,10 @@ class Looker:
         some = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().view(-1)
         some = some if self._sample == "all" else some[:_SOME]
         return *what, digest(some.view(sys.modules["torch"].uint8).numpy().tobytes())
+
+
+def _own_write(stream: Any) -> Any:
+    return getattr(stream, "__dict__", {}).get("write", stream)
 
 
 def _drops_state(cls: Any) -> bool:

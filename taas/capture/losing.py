@@ -21,6 +21,9 @@ from taas.capture.reader import Reader
 from taas.capture.reading import is_atom
 from taas.capture.tensors import ONLY_A_SHARD
 
+_UNGUARDED = frozenset({list, dict, set, tuple, frozenset})
+"""What pickle itself makes."""
+_CODE = (type, types.FunctionType, types.ModuleType)
 _DEPTH = 40
 _WIDTH = 10_000
 
@@ -71,10 +74,41 @@ class Paths:
                 yield path, value
                 waiting += ((path + label, part) for label, part in self.parts(value))
 
+    def owners(
+        self, roots: Iterable[Any], targets: Collection[int], before: Callable[[Any], Iterable[Any]]
+    ) -> dict[int, dict[int, Any]]:
+        """Return the outermost objects that some others belong to, by ids, each with all that is in it, and was ``before``.
+
+        Nothing belongs to a plain container, or to code.
+        """
+        objects, parts = {id(root): root for root in roots}, dict[int, list[int]]()
+        waiting = [*objects]
+        while waiting:
+            value = objects[identity := waiting.pop()]
+            held = [*(part for _, part in self.parts(value)), *before(value)]
+            new = {id(part): part for part in held if not isinstance(part, _CODE)}
+            parts[identity] = [*new]
+            waiting += new.keys() - objects.keys()
+            objects |= new
+        reaching = {*targets}
+        while more := {n for n, held in parts.items() if n not in reaching and not reaching.isdisjoint(held)}:
+            reaching |= more
+        found: dict[int, dict[int, Any]] = {}
+        waiting, seen = [id(root) for root in roots if id(root) in reaching], set[int]()
+        while waiting:
+            identity = waiting.pop()
+            if type(objects[identity]) not in _UNGUARDED:
+                found[identity] = {n: objects[n] for n in _reached(identity, parts)}
+            elif identity not in seen:
+                waiting += reaching.intersection(parts[identity])
+            seen.add(identity)
+        return found
+
     def path_to(self, target: Any, roots: dict[str, Any]) -> str:
         """Return how to write ``target``, beginning at named objects; its type where there is no way."""
         found = islice(self.walk(roots.items()), _WIDTH * _DEPTH)
-        return next((path for path, value in found if value is target), f"a {type(target).__qualname__}")
+        of = (path for path, v in found if v is target or getattr(v, "__dict__", None) is target)
+        return next(of, f"a {type(target).__qualname__}")
 
     def culprit(self, name: str, value: Any, write: Callable[[Any], Exception | None]) -> Culprit | None:
         """Find what in ``value`` cannot be pickled, going down to the innermost part that fails by itself.
@@ -106,6 +140,15 @@ class Paths:
         return Culprit(name, kind, reason, _ADVICE.get(cls.__name__, _OTHER_ADVICE))
 
 
+def _reached(start: int, parts: dict[int, list[int]]) -> set[int]:
+    found, waiting = {start}, [start]
+    while waiting:
+        new = {*parts.get(waiting.pop(), ())} - found
+        found |= new
+        waiting += new
+    return found
+
+
 def _failure(value: Any, write: Callable[[Any], Exception | None]) -> str | None:
     try:
         error = write(value)
@@ -134,10 +177,6 @@ def fill(value: Any, state: tuple[Callable[..., Any], Any]) -> None:
     """Give an object its state."""
     setter, inner = state
     setter(value, inner)
-
-
-_UNGUARDED = frozenset({list, dict, set, tuple, frozenset})
-"""What pickle itself makes."""
 
 
 class Lost:

@@ -9,6 +9,11 @@ and strides.
 A stream names memory by the address it has where the stream is written; the file's header says which region that is.
 Where a region lies in a process says its :class:`Stretch`: the notebook's own memory, the mapped payload of a rank, or
 what an answer brought. In an answer the regions of the payload go on under their numbers, and new ones follow.
+
+Memory is read, and changed parts are written, by address, and no lock keeps the notebook's own threads away meanwhile: what one
+writes while a payload is written travels as it happens to be then, some of it before and some after, and what it writes while
+an answer is applied may be overwritten. The owners are held, so that memory is not freed; but a storage that a thread resizes
+between the look at where it is (``Stretch.is_there``) and the write is written to where it was.
 """
 
 from __future__ import annotations

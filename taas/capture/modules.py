@@ -2,7 +2,8 @@
 
 A module travels by its name. A cell may use what an import of another one did to it: the submodules that it has as attributes,
 the methods that a package's module gives the package's classes. The data of the project's modules travel by the same rule as the
-notebook's names: ``helper.counter`` stands among them, as that name, while names are packed, compared and put in place.
+notebook's names: ``helper:counter`` stands among them, as that name, while names are packed, compared and put in place.
+So do attributes of its classes, ``helper:Model.count``. They travel where the cell reaches the module, by whatever it uses.
 Functions and classes are not data, unless they are the notebook's own: they are what the module's file says. Where the file was
 edited since the notebook imported it, the data are what it says, too. An object that another process cannot rebuild from names (a
 lock, a library opened by ctypes) stays behind: the ranks' module has its own.
@@ -11,6 +12,7 @@ lock, a library opened by ctypes) stays behind: the ranks' module has its own.
 from __future__ import annotations
 
 import ast
+import enum
 import os
 import re
 import sys
@@ -27,6 +29,9 @@ from taas.import_hooks import after_import, imported_since, is_edited
 
 _IMPORT = re.compile(r"(?:^|\\n|')[ \t]*(?:from|import)[ \t]+([\w.]+)", re.MULTILINE)
 """Found also in a body that a magic was given, as text."""
+_OF_MODULE = re.compile(r"[^:]+:[^\W\d]\w*(\.[^\W\d]\w*)*")
+_ANY_MODULE = ({"import_module"}, {"__import__"}, {"sys", "modules"}, {"runpy"}, {"%run"})
+"""Code with such words may reach modules that it does not name."""
 _CODE = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)
 _NOT_DATA_OF = ("typing", "__future__", "_frozen_importlib_external")
 _NOT_OF_PROJECTS = {"taas", "__main__", "__mp_main__", *sys.stdlib_module_names}
@@ -54,9 +59,9 @@ def modules_used(
             below = [f"{parent}.{word}" for word in words if f"{parent}.{word}" in sys.modules]
             found |= dict.fromkeys(below)
             waiting += below
-    stream = pickler.stream.getvalue()
+    met = {module.partition(".")[0] for module in pickler.reader.modules}
     for module in (module for cell in namespace.get("In", ()) for module in _IMPORT.findall(cell)):
-        if "." in module and module in sys.modules and module.partition(".")[0].encode() in stream:
+        if "." in module and module in sys.modules and module.partition(".")[0] in met:
             found[module] = None
     return list(found)
 
@@ -109,27 +114,50 @@ def edited_modules(project: str, stream: bytes) -> list[str]:
 
 
 def data_of_modules(project: str) -> dict[str, Any]:
-    """Return the data of the project's modules that are imported, by dotted name."""
+    """Return the data of the project's modules that are imported, as ``module:attribute``, and what libraries hold."""
     return held_by_libraries() | {
-        f"{name}.{attribute}": value
+        place: value
         for name, module in _of_project(project)
         if not is_edited(name)
-        for attribute, value in list(vars(module).items())
-        if not attribute.startswith("__") and (_is_data(value) or f"{name}.{attribute}" in _put)
+        for place, value in _attributes(module, name, f"{name}:")
+        if _is_data(value) or place in _put
     }
 
 
+def _attributes(holder: Any, module: str, begins: str) -> Iterator[tuple[str, Any]]:
+    """Yield the attributes of a module, and of the classes that it defines; those of an enumeration never change."""
+    for name, value in list(vars(holder).items()):
+        if name.startswith("__") or not name.isidentifier():
+            continue
+        yield f"{begins}{name}", value
+        of_class = isinstance(value, type) and f"{value.__module__}:{value.__qualname__}" == f"{begins}{name}"
+        if of_class and not issubclass(value, enum.Enum):
+            yield from _attributes(value, module, f"{begins}{name}.")
+
+
 def _is_data(value: Any) -> bool:
-    if isinstance(value, _CODE):
-        return getattr(value, "__module__", "") == "__main__"  # the notebook has put it there
+    if isinstance(value, _CODE) or hasattr(type(value), "__get__"):  # the notebook may have put it there
+        parts = (value, *(getattr(value, name, None) for name in ("__func__", "fget", "func")))
+        return any(getattr(part, "__module__", "") == "__main__" for part in parts)
     cls = type(value)
     return cls is not object and cls.__module__ not in _NOT_DATA_OF
+
+
+def is_elsewhere(name: str) -> bool:
+    """Tell whether a name stands for a place in a module or library; a name of the notebook may have any dots."""
+    return place_of(name) is not None or module_of(name) != ""
+
+
+def module_of(name: str) -> str:
+    """Return the module of which a name stands for some data; empty for other names."""
+    of_module = _OF_MODULE.fullmatch(name) is not None and place_of(name) is None
+    return name.rpartition(":")[0] if of_module else ""
 
 
 def is_gone(name: str, namespace: dict[str, Any]) -> bool:
     """Tell whether a name that was there is not; of a module that is not imported nobody knows."""
     place = place_of(name)
-    module = name.rpartition(".")[0] if place is None else place.library
+    module = module_of(name) if place is None else place.library
     return name not in namespace and (not module or module in sys.modules)
 
 
@@ -150,16 +178,49 @@ def put_into_modules(namespace: dict[str, Any], before: dict[str, Any]) -> None:
     A module that is not imported gets it when it is.
     """
     for name in before.keys() - namespace.keys():
-        module, _, attribute = name.rpartition(".")
         if (place := place_of(name)) is not None:
             place.put(name, None, before[name])
         else:
-            vars(sys.modules[module]).pop(attribute, None)
-    for name in [name for name in namespace if "." in name]:
+            holder, attribute = _held(sys.modules[module_of(name)], name)
+            if attribute in vars(holder):
+                delattr(holder, attribute)
+    for name in filter(is_elsewhere, [*namespace]):
         value, was = namespace.pop(name), before.get(name, _NOTHING)
-        module, _, attribute = name.rpartition(".")
         if (place := place_of(name)) is not None:
             place.put(name, value, None if was is value or was is _NOTHING else was)
         elif was is not value:
             _put.add(name)
-            after_import(module, lambda module, a=attribute, v=value: setattr(module, a, v))  # type: ignore[misc]
+            after_import(module_of(name), lambda module, n=name, v=value: setattr(*_held(module, n), v))  # type: ignore[misc]
+
+
+def _held(module: types.ModuleType, name: str) -> tuple[Any, str]:
+    """Return which of a module's classes, or the module itself, holds what a name stands for, and under which name."""
+    holder: Any = module
+    *classes, attribute = name.rpartition(":")[2].split(".")
+    for cls in classes:
+        holder = getattr(holder, cls, None) or type(cls, (), {})  # the file has none such any more
+    return holder, attribute
+
+
+# ---------------------------------------------------------------- which of them
+
+
+def modules_reached(words: set[str], named: set[str], project: str) -> set[str]:
+    """Return the project's modules that are named, or are meant by words, with their packages and all that they use."""
+    modules = dict(_of_project(project))
+    if any(any_module <= words for any_module in _ANY_MODULE):
+        return {*modules}
+    found: set[str] = set()
+    while new := {
+        name for name in modules.keys() - found if name in named or words & {name, name.rpartition(".")[2]}
+    }:
+        found |= new
+        for name in new:
+            named = named | {name.rpartition(".")[0]}
+            for _, value in _attributes(modules[name], name, f"{name}:"):
+                method = isinstance(value, (classmethod, staticmethod))
+                code = value.__func__ if method else value.fget if isinstance(value, property) else value
+                words = words | (words_in(code.__code__) if isinstance(code, types.FunctionType) else set())
+                of_module = isinstance(value, types.ModuleType)
+                named = named | {str(value.__name__ if of_module else getattr(value, "__module__", ""))}
+    return found

@@ -248,6 +248,7 @@ class _Reader:
             words.append(python)
         self._use(words_of(*words))
         if name == "run":  # the program's names become the notebook's
+            self.needs.words.add("%run")
             self._use([any_name(node)] if "-i" in python.split() else [])
             self._bind_any()
 

@@ -135,14 +135,16 @@ def magics_among_names(
 
 
 def history_of(shell: InteractiveShell | None) -> dict[str, Any]:
-    """Return what was typed in earlier cells, and which of ``_``, ``__`` and ``___`` are the shell's own."""
+    """Return what was typed in earlier cells, ``In`` where that is something else, and which of ``_``, ``__`` and ``___`` are the shell's own."""
     if shell is None:
         return {}
     history, hook = shell.history_manager, shell.displayhook
     earlier = max(1, len(history.input_hist_parsed) - 1)
+    typed = list(history.input_hist_raw[:earlier])
+    both = enumerate(zip(history.input_hist_parsed[:earlier], typed, strict=True))
     return {
-        "In": list(history.input_hist_parsed[:earlier]),
-        "typed": list(history.input_hist_raw[:earlier]),
+        "In": {number: python for number, (python, text) in both if python != text},
+        "typed": typed,
         "own": [name for name in ("_", "__", "___") if shell.user_ns.get(name) is getattr(hook, name, None)],
     }
 
@@ -159,7 +161,8 @@ def dress(
         shell.register_magic_function(namespace.pop(name), kind, magic)
     if history:
         manager, typed = shell.history_manager, history["typed"]
-        manager.input_hist_parsed[:], manager.input_hist_raw[:] = history["In"], typed
+        manager.input_hist_parsed[:] = [history["In"].get(number, text) for number, text in enumerate(typed)]
+        manager.input_hist_raw[:] = typed
         manager._iii, manager._ii, manager._i, manager._i00 = ["", "", "", *typed][-4:]
         namespace.update({f"_i{number}": text for number, text in enumerate(typed) if number})
         namespace.update(_i=manager._i00, _ii=manager._i, _iii=manager._ii)

@@ -28,6 +28,7 @@ _A_RANKS_OWN = {
     "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "MPLBACKEND",
     "NODE_RANK", "PWD", "OLDPWD", "SHLVL", "_",
 }  # fmt: skip
+_OF_LAUNCHERS = ("--local_rank=", "--local-rank=")
 _A_RANKS_OWN_PREFIXES = ("ROLE_", "TORCHELASTIC_", "TAAS_", "JPY_", "TORCH_NCCL_", "TORCHDYNAMO_")
 
 
@@ -114,12 +115,26 @@ class _PathOfRank:
         sys.path[:] = [*first, *(entry for entry in sys.path if entry not in first)]
 
 
-def _arguments(_: ModuleType) -> tuple[str, ...] | None:
-    """Return the arguments, if they are not those that the process was started with."""
+PROGRAM = "<cell>"
+"""What the program is called in ranks, which have none of the arguments that the notebook's kernel was started with."""
+
+
+def _arguments(_: ModuleType) -> list[str]:
+    """Return the notebook's arguments as ranks have them."""
     rest = sys.argv[1:]
     started = bool(sys.argv) and sys.orig_argv[len(sys.orig_argv) - len(rest) :] == rest
     same_program = started and (rest or sys.argv[0] in ("", "-c", "-m", *sys.orig_argv))
-    return None if same_program else tuple(sys.argv)
+    return [PROGRAM] if same_program else [*sys.argv]
+
+
+def _put_arguments(sys: Any, told: list[str]) -> None:
+    """Put what ranks have in place of the notebook's arguments; its program's name stays."""
+    sys.argv = [*(sys.argv[:1] if told[:1] == [PROGRAM] else told[:1]), *told[1:]]
+
+
+def _put_arguments_of_rank(sys: Any, told: list[str]) -> None:
+    """Put the notebook's arguments before that of a launcher, which is the rank's own."""
+    sys.argv = [*told, *(argument for argument in sys.argv[1:] if argument.startswith(_OF_LAUNCHERS))]
 
 
 def _working_directory(_: ModuleType) -> str | None:
@@ -137,11 +152,10 @@ def _table(*, rank: bool = False, device: str | None = None) -> tuple[Row, ...]:
     path, cuda = _PathOfRank(), device is not None or not rank
     of_process = (
         Row("sys.path", "sys", path.take, path.put, early=True),
-        # before those that launchers add (``--local_rank``)
-        Row("sys.argv", "sys", lambda s: tuple(s.argv), lambda s, v: setattr(s, "argv", [*v, *s.argv[1:]]), early=True),
+        Row("sys.argv", "sys", lambda s: [*s.argv], _put_arguments_of_rank, early=True),
     ) if rank else (
         Row("sys.path", "sys", lambda s: [*s.path], lambda s, v: operator.setitem(s.path, slice(None), v), early=True),
-        Row("sys.argv", "sys", _arguments, lambda s, v: setattr(s, "argv", [*v]), early=True),
+        Row("sys.argv", "sys", _arguments, _put_arguments, early=True),
     )  # fmt: skip
     return (
         Row("environment", "os", lambda o: {n: v for n, v in o.environ.items() if not _own(n)}, _put_environment, early=True),

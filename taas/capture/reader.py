@@ -62,6 +62,7 @@ class Reader:
 
     Attributes:
         functions: the code of the notebook's functions met so far.
+        modules: those of classes and functions met so far.
         names: those that each of them, and of its classes, uses and is found by.
         wrappers: classes of parallel wrappers met, in whose place the module is read.
     """
@@ -78,6 +79,7 @@ class Reader:
         self._unwrap, self._foreign = unwrap, foreign
         self.functions: list[types.CodeType] = []
         self.names: list[set[str]] = []
+        self.modules: set[str] = set()
         self.wrappers: set[type] = set()
         self._table = {**copyreg.dispatch_table, **dispatch_table()}
         self._held: dict[str, dict[int, str]] = {}
@@ -166,10 +168,12 @@ class Reader:
         return {id(value): name for name, value in held if getattr(type(value), "__module__", "") == module}
 
     def _module(self, module: types.ModuleType) -> Reading | None:
+        self.modules.add(module.__name__)
         known = module_named(module.__name__) is module
         return Reading(import_or_stand_in, (module.__name__,)) if known else self._by_protocol(module)
 
     def _class(self, cls: type) -> Reading | None:
+        self.modules.add(cls.__module__)
         reading = read_class(cls)
         if reading is not None and cls.__module__ == "__main__":
             self.names.append(names_of(cls))
@@ -180,6 +184,7 @@ class Reader:
             self.functions.append(function.__code__)
             self.names.append(names_of(function))
         elif "__name__" in function.__globals__:  # else it is a dict that ``exec`` was given
+            self.modules.add(function.__globals__["__name__"])
             return read_of_module(function) or self._foreign(function)
         return read_function(function, function.__globals__)
 

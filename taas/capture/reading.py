@@ -143,7 +143,7 @@ def read_reduced(value: Any, reduced: Any) -> Reading | None:
     if plain and keeps_state_of_object(type(value)):
         return Reading(constructor, arguments, set_insides, read_insides(value), (".", "."), turn_into)
     own = type(state) is dict and state is getattr(value, "__dict__", None)  # to ask some for theirs makes it
-    if own and setter is None and not hasattr(value, "__setstate__"):
+    if own and setter is None:
         state = state.copy()  # another one's __dict__ is updated with it: it is this object's alone
     items = None if items is None else tuple(items)
     pairs = None if pairs is None else tuple(item for pair in pairs for item in pair)

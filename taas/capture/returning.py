@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -13,13 +12,13 @@ from taas.capture.changes import Change, message_of
 from taas.capture.fingerprint import Fingerprints
 from taas.capture.losing import Paths
 from taas.capture.memory import SentMemory
-from taas.capture.modules import is_gone, loaded_as
+from taas.capture.modules import is_gone, loaded_as, module_of
 from taas.capture.of_ipython import is_of_ipython
 from taas.capture.payload import write_file
 from taas.capture.pickling import Pickler, Table, check_of, early
-from taas.capture.places import place_of
 from taas.capture.process_state import not_brought
 from taas.capture.reader import holds_shards, is_wrapper
+from taas.capture.reading import is_atom
 
 if TYPE_CHECKING:
     from taas.capture.arriving import Arrival
@@ -35,6 +34,8 @@ class Packing:
         self._arrival, self._namespace = arrival, namespace
         self._paths = Paths(namespace)
         self._lost: list[str] = []
+        self._refused: dict[int, str] = {}
+        self._withheld: dict[int, Any] = {}
         self._visible = {n: value for n, value in namespace.items() if not is_of_ipython(n, value)}
         arrival.wanted = None
         if arrival.returned is not None:
@@ -58,16 +59,13 @@ class Packing:
         """Write what changed, and the value of the cell's last expression; return the file's descriptor."""
         arrival = self._arrival
         changes = self._changes()
-        rebound = self._rebound()
-        if value is not NOTHING and arrival.returned is None:
-            rebound[""] = value
-        numbers = self._table.numbers() if changes or rebound else {}
-        for identity in self._replaced:
-            numbers.pop(identity, None)
-        self._numbers = numbers
-        self._pickler = pickler = self._new_pickler()
-        names = [name for name, item in rebound.items() if self._add_name(name, item)]
-        sent = self._add_changes(list(changes.items()), _BATCH)
+        rebound, names, sent = self._sent(changes, value)
+        while self._hold_back(sent):
+            changes = self._changes()
+            rebound, names, sent = self._sent(changes, value)
+        pickler = self._pickler
+        arrival.withheld = self._withheld
+        self._lost += dict.fromkeys(self._refused.values())
         answer = {
             "cells": {file: n for file, n in arrival.cell_numbers.items() if file in pickler.sources()},
             "lost": self._lost,
@@ -87,6 +85,42 @@ class Packing:
         if pickler.parts and last:
             arrival.learn(pickler, [n for n, v in arrival.table.objects.items() if id(v) in self._replaced])
         return fd
+
+    def _sent(self, changes: dict[int, Change], value: Any) -> tuple[dict[str, Any], list[str], list[int]]:
+        """Write names and changes; return the names that were bound, and of these, and of the changes, what was written."""
+        self._lost = []
+        rebound = self._rebound()
+        if value is not NOTHING and self._arrival.returned is None:
+            rebound[""] = value
+        self._numbers = self._table.numbers() if changes or rebound else {}
+        for identity in self._replaced:
+            self._numbers.pop(identity, None)
+        self._pickler = self._new_pickler()
+        names = [name for name, item in rebound.items() if self._add_name(name, item)]
+        return rebound, names, self._add_changes([*changes.items()], _BATCH)
+
+    def _hold_back(self, sent: list[int]) -> bool:
+        """Keep objects of which a part is refused as the notebook has them; tell whether something of them was written."""
+        objects, notes = self._table.objects, self._arrival.notes
+        if self._refused.keys() <= self._withheld.keys():
+            return False
+        numbers = self._table.numbers()
+        roots = [*self._visible.values(), *self._arrival.names_before.values()]
+        paths = Paths(self._namespace, numbers)
+        owners = paths.owners(
+            [root for root in roots if not is_atom(root)],
+            self._refused,
+            lambda v: notes.parts(numbers.get(id(v))),
+        )
+        held = {id(objects[number]) for number in sent} | self._replaced.keys()
+        for identity, inside in owners.items():
+            if not held.isdisjoint(inside):
+                path = self._paths.path_to(inside[identity], self._visible)
+                why = self._refused.get(identity, f"{path}: a part of it cannot come back")
+                self._refused[identity] = f"{why}, so all of it is as it was before the cell"
+            self._withheld |= inside
+        self._withheld |= dict.fromkeys(self._refused)
+        return not held.isdisjoint(self._withheld)
 
     def _reloaded(self) -> list[str]:
         before, now = self._arrival.names_before, loaded_as(self._arrival.project)
@@ -123,7 +157,7 @@ class Packing:
         return dict(sorted(found, key=lambda pair: early(pair[1])))
 
     def _add_name(self, name: str, value: Any) -> bool:
-        of_module = "." in name and name not in self._arrival.names_before and place_of(name) is None
+        of_module = module_of(name) != "" and name not in self._arrival.names_before
         error = self._pickler.add((name, value), by_name=of_module)
         if error is not None and name and not of_module:
             self._lost.append(self._why(name, value, error))
@@ -147,7 +181,7 @@ class Packing:
                 sent += self._add_changes(batch, 1)
             else:
                 value = objects[batch[0][0]]
-                self._lost.append(self._why(self._paths.path_to(value, self._visible), value, error))
+                self._refused[id(value)] = self._why(self._paths.path_to(value, self._visible), value, error)
         return sent
 
     def _why(self, name: str, value: Any, error: Exception) -> str:
@@ -175,11 +209,13 @@ class Packing:
         self._checks: dict[int, int] = {}
         for number, change in notes.changes(self._arrival.wanted):
             value = self._table.objects[number]
+            if id(value) in self._withheld:
+                continue
             if (was := notes.was(number)) is not None:
                 self._checks[number] = check_of(was)
             if isinstance(change, Exception):
                 path = self._paths.path_to(value, self._visible)
-                self._lost.append(f"{path}: {type(change).__name__}: {change}")
+                self._refused[id(value)] = f"{path}: {type(change).__name__}: {change}"
             elif change is None:
                 self._replaced[id(value)] = value
             else:
@@ -191,15 +227,12 @@ class Packing:
     def _holders(self) -> list[int]:
         """Return the numbers of what holds an object that is made anew; constants that do are made anew as well."""
         objects, replaced = self._arrival.table.objects, self._replaced
-        held = {n: {id(part) for _, part in self._paths.parts(value)} for n, value in objects.items()}
-
-        def holding(numbers: Iterable[int]) -> list[int]:
-            return [n for n in numbers if id(objects[n]) not in replaced and not held[n].isdisjoint(replaced)]
-
-        constants = [n for n, value in objects.items() if isinstance(value, (tuple, frozenset))]
-        while new := holding(constants):
-            replaced |= {id(objects[number]): objects[number] for number in new}
-        return holding(filter(self._arrival.notes.is_noted, objects))
+        constants = [value for value in objects.values() if isinstance(value, (tuple, frozenset))]
+        while new := [
+            c for c in constants if id(c) not in replaced and not replaced.keys().isdisjoint(map(id, c))
+        ]:
+            replaced |= {id(value): value for value in new}
+        return [n for n in self._arrival.notes.holding(replaced) if id(objects[n]) not in replaced]
 
     def _fingerprints(self, names: dict[str, Any], changed: list[int]) -> dict[str | int, Any]:
         """Return what the notebook compares with what it has then."""

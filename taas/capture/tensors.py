@@ -180,7 +180,8 @@ def _set_tensor(tensor: torch.Tensor, state: tuple[Any, ...] | None) -> None:
         if not tensor.is_leaf:
             return
         tensor.requires_grad_(requires_grad)
-        tensor.grad = grad if grad is None or grad.device == tensor.device else grad.to(tensor.device)
+        if tensor.grad is not grad:  # one that it has may have another dtype by now
+            tensor.grad = grad if grad is None or grad.device == tensor.device else grad.to(tensor.device)
         if tensor._backward_hooks is not hooks:
             tensor._backward_hooks = hooks
         if getattr(tensor, "_post_accumulate_grad_hooks", None) is not grad_hooks:

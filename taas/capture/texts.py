@@ -99,7 +99,10 @@ class Texts:
                 texts = [text]
             case _:
                 texts = []
-        return words_of(*map(self._known, texts)) or {any_name(around)}
+        known = {text for text in map(self._known, texts) if text}
+        return words_of(*known) | known or {
+            any_name(around)
+        }  # a whole text may be a name: globals()["0.weight"]
 
     def _stands_for_all(self, node: ast.AST) -> bool:
         """Tell whether an expression is the dict of all names, their list, or ``__main__``."""
