@@ -10,7 +10,8 @@ from taas.capture.process_state import ProcessState, of_notebook, put
 
 def initialise():  # as torch does when CUDA is first used, with what was queued until then
     torch.cuda.default_generators = tuple(torch.Generator() for _ in range(2))
-    torch.cuda.random.device_count, torch.cuda.random.current_device = lambda: 2, lambda: 0
+    torch.cuda.random.device_count = lambda: 2
+    torch.cuda.current_device = torch.cuda.random.current_device = lambda: 0
     for call in torch.cuda._lazy_seed_tracker.get_calls():
         if call:
             call[0]()
