@@ -2,7 +2,7 @@
 
 A run's answer comes from an agent elsewhere (in chunks, which are written down here), for the notebook's cell or for a
 background run that keeps it on disk; and from an agent here, kept on disk. A turn is from the return of poll(2) to its next
-call, less the time in which the thread was ready to run and another process had the processor (/proc/thread-self/schedstat).
+call, less the time in which threads of the supervisor were ready to run and another process had the processor (schedstat).
 
     python benchmarks/turns.py [--gigabytes 2] [--json FILE]
 """
@@ -21,7 +21,7 @@ from elsewhere import install
 from notebook_harness import Notebook
 
 TURNS = """
-import os, sys
+import contextlib, os, sys
 if "taas.supervisor" in sys.orig_argv:
     import threading, time
     import zmq
@@ -29,14 +29,23 @@ if "taas.supervisor" in sys.orig_argv:
     longest = [0.0]
 
     def now():
-        with open("/proc/thread-self/schedstat") as file:
-            processor, ready, _ = map(int, file.read().split())
-        return time.monotonic(), processor / 1e9, ready / 1e9
+        ready = {}
+        for thread in threading.enumerate():  # the others may have to give the interpreter's lock back first
+            with contextlib.suppress(OSError), open(f"/proc/self/task/{thread.native_id}/schedstat") as file:
+                ready[thread.native_id] = int(file.read().split()[1]) / 1e9
+        return time.monotonic(), time.thread_time(), ready
+
+    def passed():
+        began, used, ready = since
+        now_, used_, ready_ = now()
+        return now_ - began, used_ - used, sum(ready_[one] - ready[one] for one in ready_.keys() & ready.keys())
 
     def poll(self, timeout=None):
         if threading.current_thread() is not main or len(self.sockets) < 4:
             return wait(self, timeout)
-        wall, processor, ready = [b - a for a, b in zip(since, now())] or [0.0] * 3
+        wall, processor, ready = passed() if since else (0.0, 0.0, 0.0)
+        if not os.path.exists(os.environ["TAAS_TURNS"]):  # begin anew
+            longest[0] = 0.0
         if wall - ready > longest[0]:
             longest[0] = wall - ready
             with open(os.environ["TAAS_TURNS"], "a") as file:
@@ -74,14 +83,12 @@ def longest(folder: Path, gigabytes: int, *, remote: bool, options: str) -> tupl
     try:
         book.good("%load_ext taas")
         book.good("#pragma taas --gpus 1\npass", seconds=300)
-        started = len(turns.read_text().splitlines())  # agents and engines start once
-        print("    before:", turns.read_text().splitlines()[-1], file=sys.stderr)
+        turns.unlink(missing_ok=True)  # agents and engines start once
         book.good(CELL.format(options=options, count=gigabytes), seconds=900)
         if options:
             book.good("%taas attach large", seconds=900)
         assert book.value("made.numel()") == str(gigabytes << 28)
-        lines = turns.read_text().splitlines()
-        wall, processor = map(float, (lines[started:] or lines)[-1].split())
+        wall, processor = map(float, turns.read_text().splitlines()[-1].split())
     finally:
         book.close()
     return wall, processor
