@@ -197,8 +197,10 @@ class Arrival:
             found[number] = [*changed_parts(address, there, here.spans, private=not host)]
         return found
 
-    def learn(self, pickler: Pickler, replaced: Iterable[int]) -> None:
-        """Note what the notebook knows once it has an answer; what was made anew has a new number."""
+    def learn(self, pickler: Pickler, replaced: Iterable[int], *, last: bool) -> None:
+        """Note what the notebook knows once it has the ``last`` answer; what was made anew has a new number."""
+        if not last:
+            return
         for number in replaced:
             del self.table.objects[number]
         self.table.learn(pickler.table)

@@ -82,8 +82,9 @@ class Packing:
             "next": (pickler.table.next, pickler.table.next_leaf),
         }
         fd = write_file(pickler, names, answer, list(arrival.patches()))[0]
-        if pickler.parts and last:
-            arrival.learn(pickler, [n for n, v in arrival.table.objects.items() if id(v) in self._replaced])
+        if pickler.parts:
+            replaced = [n for n, v in arrival.table.objects.items() if id(v) in self._replaced]
+            arrival.learn(pickler, replaced, last=last)
         return fd
 
     def _sent(self, changes: dict[int, Change], value: Any) -> tuple[dict[str, Any], list[str], list[int]]:
