@@ -52,8 +52,8 @@ class Arrival:
 
     wanted: dict[int, Any] | None = None
     withheld: dict[int, Any] = {}  # noqa: RUF012  it is replaced, not changed
-    _asked: Collection[int] = ()
-    _withheld_regions: Collection[int] = ()
+    _answered: tuple[Collection[int], Collection[int]] = (), ()
+    """Regions that the last answer was asked for, and those that were withheld."""
     untold: Collection[str] = ()
 
     def __init__(
@@ -145,7 +145,8 @@ class Arrival:
 
     def is_asked(self, number: int) -> bool:
         """Tell whether the memory of a region was asked for, and came."""
-        return (self.wanted is None or number in self._asked) and number not in self._withheld_regions
+        asked, withheld = self._answered
+        return (self.wanted is None or number in asked) and number not in withheld
 
     def told(self, value: Any) -> bool:
         """Tell whether the notebook was told of changes of an object."""
@@ -167,7 +168,7 @@ class Arrival:
 
     def patches(self) -> Iterator[tuple[int, int, memoryview]]:
         """Yield what changed of the memory that the notebook knows: region, start and bytes."""
-        self._asked, self._withheld_regions = self._regions(self.wanted or {}), self._regions(self.withheld)
+        self._answered = self._regions(self.wanted or {}), self._regions(self.withheld)
         asked = {n for n in self.memory.stretches if self.is_asked(n)}
         for number, spans in self.changed_memory(asked).items():
             address, host = self.memory.stretches[number].in_host_memory()
