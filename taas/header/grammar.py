@@ -114,12 +114,21 @@ def _read_top(cell: str) -> tuple[HeaderText, int]:
             instance = instance or shebang[1]
         elif (problem := _nearly(text)) is None and options is None:
             comments.append(text)
-    if options is not None:  # what stands above can only be meant as a type; the catalog says which is near
-        doubtful = (_SHEBANG.fullmatch(text) or _SPACED_TYPE.fullmatch(text) for text in comments)
-        instance = instance or next((found[1] for found in doubtful if found), None)
-    elif instance is not None:
-        problem = problem or next(filter(None, (_nearly(text, headed=True) for text in comments)), None)
+    if problem is None:
+        instance, problem = _said_by_comments(comments, instance, options)
     return HeaderText(instance=instance, options=options, problem=problem), at
+
+
+def _said_by_comments(
+    comments: list[str], instance: str | None, options: str | None
+) -> tuple[str | None, str | None]:
+    """Return the type, and what is wrong, with what comments in the head of a cell can only have been meant as."""
+    if options is not None:  # the catalog says which type is near
+        doubtful = (_SHEBANG.fullmatch(text) or _SPACED_TYPE.fullmatch(text) for text in comments)
+        return instance or next((found[1] for found in doubtful if found), None), None
+    if instance is not None:
+        return instance, next(filter(None, (_nearly(text, headed=True) for text in comments)), None)
+    return None, None
 
 
 def _like_a_type(name: str) -> bool:
