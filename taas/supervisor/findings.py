@@ -31,6 +31,7 @@ class Findings:
         ended: how ranks have ended, as they or their agents said.
         presses: how often a person interrupted it.
         interrupted: a person did, or its client is gone, before it had failed.
+        let_go: its client takes no names of it.
         stopped: from where that was, if it was not its own cell.
         lost: which VM, and how.
         trouble: what else keeps it from going on.
@@ -42,7 +43,7 @@ class Findings:
         self.started: set[int] = set()
         self.ended: dict[int, RankEnded] = {}
         self.presses = 0
-        self.interrupted = False
+        self.interrupted = self.let_go = False
         self.stopped = ""
         self.lost: str | None = None
         self.trouble: str | None = None

@@ -149,7 +149,7 @@ class Supervisor:
             run.abandon()
         elif not run.recorder.record.live:
             self._forget(run)  # its names were taken, or were on their way
-        run.let_go = True
+        run.found.let_go = True
 
     # ------------------------------------------------------------ clients
 
@@ -261,7 +261,7 @@ class Supervisor:
         ended = run.conclude()
         if run.submit.waiting:
             self._control.send(self._config.client_key, ended)
-        if ended.answer is None or self._kernel_gone or run.let_go or not run.submit.waiting:
+        if ended.answer is None or self._kernel_gone or run.found.let_go or not run.submit.waiting:
             self._forget(run)
 
     def _forget(self, run: Run) -> None:

@@ -55,7 +55,7 @@ class Run:
         self.submit = submit = recorder.submit
         self.name = name = recorder.record.name
         self.state = "acquiring"
-        self.let_go = self._settling = False  # its client takes no names of it; and settle() has begun
+        self._settling = False
         self.answer: Memory | None = None
         self.output, self._sockets = output_folder(recorder.record.folder, restarts), sockets
         self.scratch: Path
@@ -71,8 +71,6 @@ class Run:
         if data is not None:
             log = self.output / "data.log"
             self.data = DataSide(name, submit, data, self.transfer, log, sockets, places or {})
-
-    # ------------------------------------------------------------ going on
 
     def look_at_machines(self) -> None:
         """Start as soon as all VMs are up, and enough elements are prepared; until then say what is waited for."""
@@ -103,8 +101,7 @@ class Run:
         self._data_changed()
 
     def _data_changed(self) -> None:
-        data = self.data
-        if data is None:
+        if (data := self.data) is None:
             return
         if data.delivered is not None:
             self.recorder.note(delivered=data.delivered)
@@ -225,7 +222,6 @@ class Run:
             self._ask_for_final()
 
     def _ask_for_final(self) -> None:
-        """No VM has ranks any more: the data side may say its last."""
         if self.data is not None and self.ranks.over:
             self.data.ask_for_final()
 
@@ -258,7 +254,6 @@ class Run:
         self._end_ranks("ending", "failure", names=False)
 
     def _end_ranks(self, state: str, how: How, *, names: bool = True) -> None:
-        """Let all ranks end."""
         self._enter(state)
         self.ranks.end(how, names=names, begun=bool(self.found.started))
 
@@ -314,7 +309,6 @@ class Run:
         self.worker.do(work, lambda done: then(done.result()))
 
     def _settle(self, answer: Memory | None, *, well: bool, stay: bool) -> Run:
-        """Do what :meth:`settle` says, in the worker."""
         notes, final = ([], b"") if self.data is None else (self.data.notes, self.data.final)
         self.notices += [*notes, *self._project_sync.notices(well=well)]
         self._project_sync.close()
