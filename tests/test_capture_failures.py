@@ -372,7 +372,7 @@ def test_memory_of_a_file_stays_in_it(rounds: Any, tmp_path: Path) -> None:
     """40 MB of which a cell reads ten bytes: nothing of them travels, there or back, nor of a slice."""
     mapped = f"np.memmap({str(tmp_path / 'large')!r}, 'u1', 'w+', shape=40_000_000)"
     one = rounds(f"import numpy as np\nm = {mapped}; v = m[:20_000_000]", "v[:10].sum(); m")
-    assert one.captured.nbytes < 100_000
+    assert one.captured.nbytes < 1_000_000  # of 40 MB; the rest is the process of the suite
     assert not one.run("m[:10] = 7; v[3] += 1").lost
     assert one.notebook["v"][:5].tolist() == [7, 7, 7, 8, 7]
     assert one.notebook["m"].filename == one.rank["m"].filename
@@ -571,8 +571,9 @@ def test_another_notebook_that_cannot_take_a_run_stays_as_it_was(
 REFUSES = """
 class Stubborn:
     level = 1
+    def __getstate__(self): return {"value": self.level}
     def __setstate__(self, state):
-        self.__dict__ = dict(state)
+        self.level = state["value"]
         if self.level == 3: raise ERROR
 first, stubborn, last = [1], Stubborn(), [1]
 stubborn.level = 2
@@ -590,5 +591,6 @@ def test_an_object_that_cannot_be_set_costs_itself_whatever_it_raises(error: str
     there = round_.notebook
     assert (there["first"], there["last"], there["number"]) == ([1, 2], [1, 2], 1)
     assert "made" not in there
-    assert [line.split()[0] for line in applied.lost] == ["made:", "stubborn"]
-    assert error in applied.lost[0]
+    made, stubborn = applied.lost
+    assert made.startswith(f"made: it cannot be rebuilt here ({error}")
+    assert stubborn.startswith(f"a Stubborn of the notebook refused its new contents: {error}")

@@ -376,7 +376,7 @@ def test_data_of_a_module_travel_where_the_cell_reaches_it(
             capture("x = 1", namespace, None, project=tmp_path) as other,
             capture(cell, namespace, None, project=tmp_path) as reaching,
         ):
-            assert other.nbytes < 100_000 < 500_000 < reaching.nbytes
+            assert other.nbytes + 500_000 < reaching.nbytes
     finally:
         for name in ("helper", "user"):
             sys.modules.pop(name, None)

@@ -118,6 +118,8 @@ class _Reader:
             match node:
                 case ast.Name(id=word) | ast.Attribute(attr=word):
                     self.needs.words.add(word)
+                case ast.ImportFrom(module=str(module)) | ast.alias(name=module):
+                    self.needs.words.update((module, *module.split(".")))
                 case ast.Global(names=names):
                     self.touched.update(names)
                 case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
