@@ -129,7 +129,7 @@ def test_an_exception_that_is_hard_to_tell(notebook: Notebook, what: str, rank: 
         f"#pragma taas --gpus 2\nimport os, time\nif os.environ['RANK'] != '{rank}': time.sleep(600)\n{body}"
     )
     assert ran.ename == "CellFailed"
-    assert f"rank {rank} {said}" in ran.evalue
+    assert f"rank {rank} on vm-0 {said}" in ran.evalue
     assert "raise " in ran.traceback
 
 
@@ -265,7 +265,7 @@ def test_an_agent_that_talks_nonsense_loses_its_own_run(
         confused.send_signal(signal.SIGUSR1)
         ran = notebook.end()
         assert ran.ename == "RunLost"
-        assert "the agent was given up, since it said what nobody understands (" in ran.evalue
+        assert "the agent of vm-0 was given up, since it said what nobody understands (" in ran.evalue
         (tmp_path / "go").touch()
         notebook.good("%taas attach owl")
         assert notebook.value("saved") == "42"
