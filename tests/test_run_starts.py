@@ -290,12 +290,12 @@ def test_the_first_to_fail_is_found_whatever_clocks_say(
         return time.time() + (ahead if rank >= 2 else 0.0)
 
     for rank in range(4):
-        begun.run.hear(rank // 2, RankStage(stage="begun", rank=rank, at=clock(rank)))
+        begun.hear(rank // 2, RankStage(stage="begun", rank=rank, at=clock(rank)))
     second = 2 - first
     order = (second, first) if outcome == "died" else (first, second)
     for rank in order:
         how = outcome if rank == first else "raised"
-        begun.run.hear(rank // 2, RankEnded(rank=rank, outcome=how, at=clock(rank), message=f"of {rank}"))
+        begun.hear(rank // 2, RankEnded(rank=rank, outcome=how, at=clock(rank), message=f"of {rank}"))
     verdict = begun.ended()
     assert verdict.first is not None and verdict.first.rank == first
     assert verdict.vm.startswith(f"g2.2-{first // 2} ")
