@@ -68,5 +68,7 @@ def test_the_first_gpu_is_the_ranks_own_in_a_cell_for_data_parallel(
         run="r", vm="vm", cell=cell, execution_count=1, group_rank=0, store=store, gpus=("4", "6"), colors="",
         spec=RunSpec(name="r", ranks_per_vm=2, keep=keep),
     )  # fmt: skip
-    staged = Staged(payload=Memory(1, 1, 0), project="/", replica="", environ={}, output="/", scratch="/")
+    staged = Staged(
+        payload=Memory(1, 1, 0), project="/", replica="", environ={}, output="/", scratch="/", since_ns=0
+    )
     assert rank_environ(order, store, staged, 1)["CUDA_VISIBLE_DEVICES"] == visible
