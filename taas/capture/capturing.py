@@ -178,7 +178,7 @@ class Capture:
         """
         check_room(self.sizes)
         pickler, (held, memory) = self._pickler, self._held.known()
-        self._edited = () if held else edited_modules(self._project, pickler.stream.getvalue())
+        self._edited = () if held else edited_modules(self._project, self._modules_reached())
         del self._pickler
         last = self._held.new_table()
         new = {n: v for n, v in pickler.table.objects.items() if n >= last.next or n <= last.next_leaf}

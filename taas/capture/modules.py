@@ -108,9 +108,9 @@ def loaded_as(project: str) -> dict[str, Any]:
     return {f"{name}.__spec__": module.__spec__ for name, module in _of_project(project)}
 
 
-def edited_modules(project: str, stream: bytes) -> list[str]:
-    """Return those of the project's modules that a stream names, and whose file was edited since the notebook imported it."""
-    return [name for name, _ in _of_project(project) if is_edited(name) and name.encode() in stream]
+def edited_modules(project: str, reached: set[str]) -> list[str]:
+    """Return those of the project's modules that a cell reaches, and whose file was edited since the notebook imported it."""
+    return [name for name, _ in _of_project(project) if is_edited(name) and name in reached]
 
 
 def data_of_modules(project: str) -> dict[str, Any]:
