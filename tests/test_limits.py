@@ -28,10 +28,6 @@ LIMITS = [
     (P("graph of a loss", ("import torch\nw = torch.ones(2, requires_grad=True)",), "loss = (w * 2).sum()", "loss.item(), loss.requires_grad"), "(4.0, False)", ()),
     (P("cache", ("import functools\ncalls = []\n@functools.lru_cache\ndef f(x): calls.append(x); return x",), "r = f(3)", "f(3), calls"), "(3, [3, 3])", ()),
     (P("order of a set", ("s = {7, 15}",), "there = list(s)", "there, list(s)"), "([7, 15], [15, 7])", ()),
-    (
-        P("class attribute", ("class A:\n    n = 1\na = A()",), "A.n = 2; a.m = A.n", "A.n, a.m"),
-        "(1, 2)", (),
-    ),
     (P("lock there", ("import threading\nlock = threading.Lock()",), "with lock: n = 1", "'n' in globals()"), "False", ("needs 'lock'", "Nothing was started")),
     (P("generator back", ("def g():\n    yield 1",), "it = g(); n = next(it)", "'it' in globals(), n"), "(False, 1)", ("did not come back: it", "generator")),
     (P("open file back", (), "f = open('x.txt', 'w'); n = f.write('a')", "'f' in globals(), n"), "(False, 1)", ("did not come back: f", "open file")),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import resource
 from collections.abc import Iterator
@@ -27,6 +28,7 @@ held = [os.open(os.devnull, os.O_RDONLY) for _ in range({MANY})]
 @pytest.fixture
 def many() -> Iterator[None]:
     """What this process opens from now on has a number above 1,023."""
+    gc.collect()  # nothing that an earlier test opened is closed in between
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (4096, limits[1]))
     held = [os.open(os.devnull, os.O_RDONLY) for _ in range(MANY)]

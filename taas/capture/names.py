@@ -29,7 +29,7 @@ from taas.capture.code_by_value import codes_in, global_names, names_of
 from taas.capture.of_ipython import is_of_ipython, python_of
 from taas.capture.texts import ANY, Texts, any_name, looked_up_by, magic_of, words_of
 
-_BINDS_ANY = {"eval", "exec", "globals", "locals", "vars", "setattr", "get_ipython", "__main__"}
+_BINDS_ANY = {"eval", "exec", "globals", "locals", "vars", "setattr", "__main__"}
 """What a cell may bind names with that its code does not say."""
 _NOT_PYTHON = {
     "bash", "sh", "script", "html", "HTML", "javascript", "js", "latex", "markdown", "svg", "SVG", "writefile",
@@ -79,7 +79,8 @@ def needs_of(cell: str, namespace: Mapping[str, Any]) -> Needs:
     reader = _Reader(namespace)
     reader.read(python_of(cell))
     needs = reader.needs
-    needs.binds = reader.touched if needs.words.isdisjoint({*_BINDS_ANY, ANY}) else None
+    tells = needs.words.isdisjoint({*_BINDS_ANY, ANY}) and not reader.shells
+    needs.binds = reader.touched if tells else None
     needs.maybe -= needs.sure
     needs.settled -= needs.sure | needs.maybe
     needs.others -= needs.sure | needs.maybe
@@ -92,11 +93,13 @@ class _Reader:
     Attributes:
         needs: what was found.
         touched: names that the code may have bound by now.
+        shells: how often it asks for IPython's shell, but for magics of which the Python is read.
     """
 
     def __init__(self, namespace: Mapping[str, Any]) -> None:
         self.needs = Needs()
         self.touched: set[str] = set()
+        self.shells = 0
         self._namespace = namespace
         self._unsure = 0  # branches around, and places above that may have raised
         self._bound = _NONE  # surely, by now; in a class its own names, too
@@ -118,6 +121,7 @@ class _Reader:
             match node:
                 case ast.Name(id=word) | ast.Attribute(attr=word):
                     self.needs.words.add(word)
+                    self.shells += word == "get_ipython"
                 case ast.ImportFrom(module=str(module)) | ast.alias(name=module):
                     self.needs.words.update((module, *module.split(".")))
                 case ast.Global(names=names):
@@ -244,6 +248,7 @@ class _Reader:
             if name in _RUN_HERE:
                 self.read(python_of(python.removeprefix(options)))
                 words.append(options)
+                self.shells -= 1
             elif name not in _NOT_PYTHON or method != "run_cell_magic":
                 words.append(python)
         except SyntaxError:

@@ -204,7 +204,12 @@ class Foreground:
             record.names = f"no names came back: {lost}"  # beside what it failed of
             return
         # Unpacking runs code of the notebook's classes, and may not end; the first press may have been meant for the run.
-        unpacking = "interrupted while the run's names were unpacked: some of them may have come"
+        unpacking = "interrupted while the run's names were unpacked: what did not come is named above"
+        presses = self._interrupts.count
         with self._interrupts.raised(2, unpacking):
             applied = captured.apply(self._answer)
         view.take(applied)
+        if (
+            self._interrupts.count >= presses + 2
+        ):  # it cost what was unpacked just then; no further cell is wanted
+            raise interrupted(unpacking)
