@@ -28,7 +28,7 @@ from taas.capture import (
     peek,
     rebind_answer,
 )
-from taas.capture.pickling import no_collection
+from taas.capture.heap import no_collection
 from taas.errors import CaptureError, VersionMismatch
 
 

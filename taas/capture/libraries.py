@@ -137,7 +137,7 @@ def _reader_of_blocks(cls: Any, *, answers: bool) -> _ReaderOf | None:
     references = getattr(internals, "BlockValuesRefs", None)
     if references is None:  # pandas is not there, or copies nothing by itself
         return None
-    if cls is references:
+    if cls is references:  # whoever shares a block registers with them where it arrives
         return (lambda _: Reading(cls, ())) if answers else _read_references
     if cls is sys.modules["pandas.core.internals.managers"].SingleBlockManager:
         return lambda manager: Reading(cls, (manager.blocks[0], manager.axes[0]))

@@ -15,7 +15,6 @@ from taas.capture import loggers
 from taas.capture.settings import is_plain, pandas_options
 from taas.import_hooks import after_import
 
-_NUMPY = "numpy.get_printoptions()['formatter']"
 _PANDAS = "pandas.options."
 _PRINTERS = "get_ipython().display_formatter.formatters["
 _SAFE = "torch.serialization.get_safe_globals()"
@@ -54,16 +53,6 @@ def place_of(name: str) -> LibraryPlace | None:
 
 
 # ---------------------------------------------------------------- functions that show values
-
-
-def _numpy_formatter(numpy: ModuleType) -> dict[str, Any]:
-    formatter = numpy.get_printoptions()["formatter"] if hasattr(numpy, "get_printoptions") else None
-    return {} if formatter is None else {_NUMPY: formatter}
-
-
-def _put_numpy_formatter(name: str, told: Any, before: Any) -> None:
-    del name, before
-    after_import("numpy", lambda numpy: numpy.set_printoptions(formatter=told))
 
 
 def _options_of_pandas(pandas: ModuleType) -> dict[str, Any]:
@@ -154,7 +143,6 @@ _LOOKS = "The ranks show values without it."
 _PLACES = (
     LibraryPlace(loggers.NAME, "logging", lambda _: loggers.lists_of_loggers(), loggers.put_list,
           "What the cell logs does not reach it."),
-    LibraryPlace(_NUMPY, "numpy", _numpy_formatter, _put_numpy_formatter, _LOOKS),
     LibraryPlace(_PANDAS, "pandas", _options_of_pandas, _put_option_of_pandas, _LOOKS),
     LibraryPlace(_PRINTERS, "IPython", _taken_printers, _put_printers, _LOOKS),
     LibraryPlace(_SAFE, "torch.serialization", _taken_safe_globals, _put_safe_globals,
