@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import TYPE_CHECKING, Any
 
 from taas.capture.applying import NOTHING
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 _WHOLE = frozenset({"tuple", "frozenset"})
 
 
-class Answer:
-    """An answer in the making: the table as it is after the cell, compared with what it was before.
+class CellChanges:
+    """What a cell changed, an answer in the making: the table as it is after the cell, compared with what it was before.
 
     Args:
         arrival: what the cell was given.
@@ -78,10 +78,7 @@ class Answer:
             "process state": self._process_state(),
             "imports": [n for n in arrival.contents["imports of the cell"] if n in sys.modules],
             "reloaded": self._reloaded(),
-            "there": [*self._visible],
-            "own": [name for name in self._visible if name not in bound and self._is_own(name)],
-            "wrapped": [name for name, item in self._visible.items() if is_wrapper(type(item))],
-            "sharded": [name for name, item in self._visible.items() if holds_shards(item)],
+            **self._told_of_names(bound),
         }
         kept_out = arrival.memory.regions_of(heap.objects[n] for n in self._memories_of(self._held_back))
         patches = [patch for patch in arrival.patches(wanted) if patch[0] not in kept_out]
@@ -92,6 +89,15 @@ class Answer:
         else:
             heap.take_back(self._saved)
         return fd
+
+    def _told_of_names(self, bound: Container[str]) -> dict[str, list[str]]:
+        visible = self._visible.items()
+        return {
+            "there": [*self._visible],
+            "own": [name for name in self._visible if name not in bound and self._is_own(name)],
+            "wrapped": [name for name, item in visible if is_wrapper(type(item))],
+            "sharded": [name for name, item in visible if holds_shards(item)],
+        }
 
     def _wanted(self) -> set[int] | None:
         """Return the numbers of what is in the names that were asked for; None for all."""

@@ -9,9 +9,9 @@ from typing import Any
 
 from taas.capture import process_state
 from taas.capture.building import Builder, Loss, change
-from taas.capture.heap import CONSTANT, Heap, Paths, no_collection
+from taas.capture.heap import CONSTANT, Heap, no_collection
 from taas.capture.libraries import join_devices
-from taas.capture.lost import in_few_lines
+from taas.capture.lost import Paths, in_few_lines
 from taas.capture.memory import DeviceMemory, SentMemory, Stretch, opened
 from taas.capture.modules import places_now, put_places
 from taas.capture.of_ipython import is_of_ipython

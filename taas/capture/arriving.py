@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from taas.capture.answering import Answer
+from taas.capture.answering import CellChanges
 from taas.capture.applying import NOTHING, Applied, apply_answer
 from taas.capture.building import Builder
 from taas.capture.checksums import MemorySnapshot
@@ -35,7 +35,6 @@ class Arrival:
     """The captured names in a rank, and what has to be known to send back what changes.
 
     Attributes:
-        names: names that arrived.
         left_behind: names that the cell may need and that could not travel, each with its reason.
         memory: where tensors and arrays are.
         heap: the objects that travelled, by number, with the states that they came with.
@@ -71,7 +70,6 @@ class Arrival:
         self.known = contents["first"] + len(contents["states"])
         self.memory: MemoryTable = self.payload.mapped(device, known)
         self.next_region = self.payload.next_region
-        self.names = self.payload.header.names
         self.held: list[str] = held["names"]
         self.left_behind: dict[str, str] = contents["left behind"]
         self.project: str = contents["project"]
@@ -82,6 +80,11 @@ class Arrival:
         devices |= {stretch.device for stretch in self.memory.stretches.values()}
         self.all_in_host_memory = device is None and devices <= {"cpu"}
         self._magics: dict[str, Any] = {}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names that arrived."""
+        return self.payload.header.names
 
     def load(self) -> None:
         """Bind the names.
@@ -143,7 +146,7 @@ class Arrival:
             The descriptor, which the caller owns.
         """
         with no_collection():
-            return Answer(self, namespace, value).write(last=last)
+            return CellChanges(self, namespace, value).write(last=last)
 
     def patches(self, reached: Collection[int] | None) -> Iterator[tuple[int, int, memoryview]]:
         """Yield what changed of the memory that the notebook knows: region, start and bytes.

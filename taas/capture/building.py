@@ -12,7 +12,8 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from taas.capture.heap import CONSTANT, State
+from taas.capture.flat import State
+from taas.capture.heap import CONSTANT
 from taas.capture.memory import MemoryTable
 from taas.capture.reading import import_or_stand_in, make_plain, set_insides, turn_into
 

@@ -149,17 +149,25 @@ def read_reduced(value: Any, reduced: Any) -> Reading | None:
     changer = (turn_into if new else become) if is_only_python(type(value)) else None
     if changer is turn_into and items is None and pairs is None and keeps_state_of_object(type(value)):
         return Reading(constructor, arguments, set_insides, read_insides(value), (".", "."), changer)
-    own = getattr(value, "__dict__", None) if type(state) in (dict, tuple) else None
-    if own is not None and type(state) is tuple and len(state) == 2 and state[0] is own:
-        state = {**own}, state[1]  # another one's __dict__ is updated with it: it is this object's alone
-    items = None if items is None else tuple(items)
-    if pairs is not None:
-        entries = [*pairs]
-        pairs = (*(key for key, _ in entries), *(item for _, item in entries))
     if state is None and items is None and pairs is None:
         return Reading(constructor, arguments, changer=changer)
-    told = (state, items, pairs, setter)
+    told = (_alone(value, state), None if items is None else tuple(items), _keys_then_items(pairs), setter)
     return Reading(constructor, arguments, set_by_protocol, told, (".", "[]", "{}", ""), changer)
+
+
+def _alone(value: Any, state: Any) -> Any:
+    """Return a state without the object's very ``__dict__``: another one's is updated with it."""
+    own: dict[str, Any] | None = getattr(value, "__dict__", None)
+    if own is not None and type(state) is tuple and len(state) == 2 and state[0] is own:
+        return {**own}, state[1]
+    return state
+
+
+def _keys_then_items(pairs: Any) -> tuple[Any, ...] | None:
+    if pairs is None:
+        return None
+    entries = [*pairs]
+    return *(key for key, _ in entries), *(item for _, item in entries)
 
 
 def set_by_protocol(value: Any, state: tuple[Any, Any, Any, Any]) -> None:
