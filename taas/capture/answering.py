@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Container, Iterable
+from collections.abc import Container
 from typing import TYPE_CHECKING, Any
 
 from taas.capture.applying import NOTHING
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from taas.capture.arriving import Arrival
 
 _WHOLE = frozenset({"tuple", "frozenset"})
+_NO_STATE = "", b"", ()
+_AS_BEFORE = ", so all of it is as it was before the cell"
 
 
 class CellChanges:
@@ -58,10 +60,10 @@ class CellChanges:
         wanted = self._wanted()
         changed = [n for n in self._changed if n not in self._held_back and (wanted is None or n in wanted)]
         bound = {name: n for name, n in self._roots.items() if self._is_bound(name, n)}
-        reached = heap.reached([*bound.values(), *self._places.values(), *changed])
+        reached = heap.reached([*bound.values(), *self._places.values(), *changed], self._held_back)
         sent = {n for n in reached if n >= self._known}
         heap.sent.keep([heap.objects[n] for n in sent if heap.states[n][0] == "memory"])  # type: ignore[index]
-        sources = heap.reader.sources()
+        sources, process_state = heap.reader.sources(), self._process_state()
         contents = {
             "cells": {file: n for file, n in arrival.cell_numbers.items() if file in sources},
             "sources": sources,
@@ -75,12 +77,13 @@ class CellChanges:
             "next": len(heap.objects),
             "deleted": self._deleted(),
             "places deleted": self._deleted_places(),
-            "process state": self._process_state(),
+            "process state": process_state,
             "imports": [n for n in arrival.contents["imports of the cell"] if n in sys.modules],
             "reloaded": self._reloaded(),
             **self._told_of_names(bound),
         }
-        kept_out = arrival.memory.regions_of(heap.objects[n] for n in self._memories_of(self._held_back))
+        as_before = heap.only_among(self._held_back, heap.before)
+        kept_out = arrival.memory.regions_of(heap.memories_among(as_before))
         patches = [patch for patch in arrival.patches(wanted) if patch[0] not in kept_out]
         fd = write_file(heap.sent, bound, contents, patches)[0]
         if last:
@@ -238,30 +241,21 @@ class CellChanges:
     # ------------------------------------------------------------ what is refused
 
     def _without_refused(self) -> set[int]:
-        """Leave out names of which a part cannot travel, and say so; return what is to stay as it was with them.
-
-        A part that is refused holds back the whole object that it belongs to: whatever the names that lead to it lead to, unless
-        another name, which is whole, leads there as well.
-        """
-        heap = self._heap
-        if not heap.failed:
-            return set()
-        refused = heap.holding(heap.failed, range(1, len(heap.objects)))
-        bad = {name: n for name, n in self._roots.items() if n in refused}
-        good = [n for name, n in self._roots.items() if name not in bad]
-        held_back = heap.reached(bad.values()) - heap.reached(good) | refused
-        for name in bad:
-            del self._roots[name]
-            self._lost.append(self._why(name or "the cell's last value"))
-        for name in [name for name, n in self._places.items() if n in refused]:
-            del self._places[name]
-            self._lost.append(self._why(name))
-        if not bad:
-            self._lost += [self._of(n) for n in heap.failed if n < self._known]
+        """Leave out names and places of which a part cannot travel, and say so; return what stays as it was with them."""
+        heap, known, roots = self._heap, self._known, self._roots | self._places
+        new = heap.holding(heap.failed, range(known, len(heap.objects))) if heap.failed else set()
+        refused = {n for n in self._changed if not new.isdisjoint((heap.states[n] or _NO_STATE)[2])} | new
+        held_back = heap.held_back(refused, roots.values())
+        told = [name for name, n in roots.items() if n in held_back]
+        if refused and not told:
+            around = heap.holding(refused, range(len(heap.objects)))
+            told = [name for name, n in roots.items() if n in around][:1]
+        for name in told:
+            is_new = roots[name] in new
+            self._lost.append(self._why(name or "the cell's last value") + ("" if is_new else _AS_BEFORE))
+            if is_new:
+                (self._roots if name in self._roots else self._places).pop(name)
         return held_back
-
-    def _of(self, n: int) -> str:
-        return f"a {type(self._heap.objects[n]).__qualname__}: {self._heap.failed[n]}"
 
     def _why(self, name: str) -> str:
         value = self._visible.get(name, self._places_now.get(name, self._value))
@@ -276,11 +270,3 @@ class CellChanges:
         heap.enter(value)
         heap.walk()
         return next(iter(heap.failed.values()), None)
-
-    def _memories_of(self, numbers: Iterable[int]) -> list[int]:
-        """Return the numbers of memory that only some objects, those that stay as they were, have."""
-        heap, numbers = self._heap, {*numbers}
-        before = {n: state for n, state in enumerate(heap.before) if state is not None}
-        inside = {c for n in numbers if n in before for c in (n, *before[n][2])}
-        others = {c for n, state in before.items() if n not in numbers for c in state[2]}
-        return [n for n in inside - others if n in before and before[n][0] == "memory"]

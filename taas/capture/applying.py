@@ -12,7 +12,7 @@ from taas.capture.building import Builder, Loss, change
 from taas.capture.heap import CONSTANT, Heap, no_collection
 from taas.capture.libraries import join_devices
 from taas.capture.lost import Paths, in_few_lines
-from taas.capture.memory import DeviceMemory, SentMemory, Stretch, opened
+from taas.capture.memory import DeviceMemory, MemoryTable, SentMemory, Stretch, opened
 from taas.capture.modules import places_now, put_places
 from taas.capture.of_ipython import is_of_ipython
 from taas.capture.payload import Payload
@@ -142,13 +142,15 @@ class _Incoming:
     def apply(self) -> Applied:
         """Put everything in place, and compare it with what rank 0 had."""
         applied, header, contents = self._applied, self._payload.header, self._contents
+        held_back = self._held_back()
+        as_before = MemoryTable(self._known, ()).regions_of(
+            self._heap.memories_among(self._heap.only_among(held_back, self._heap.states))
+        )
         for patch in header.patches:
-            why = self._known[patch.region].patch(patch, self._fd)
+            why = None if patch.region in as_before else self._known[patch.region].patch(patch, self._fd)
             if why is not None and why not in applied.lost:
                 applied.lost.append(why)
-        changed = self._change_in_place()
-        if any(stretch.device != "cpu" for stretch in self._known.values()):
-            self._join_devices()
+        changed = self._change_in_place(held_back)
         for name in contents["deleted"]:
             self._namespace.pop(name, None)
             applied.deleted.append(name)
@@ -160,7 +162,10 @@ class _Incoming:
             except Exception as error:  # an earlier cell may have replaced whatever is set
                 applied.lost.append(process_state.not_brought(error))
         applied.changed = len(changed) + len({patch.region for patch in header.patches})
+        known = [*self._heap.objects]
         self._learn(changed)
+        if any(stretch.device != "cpu" for stretch in self._known.values()):
+            self._join_devices(known)
         applied.lost = in_few_lines(applied.lost, contents["sharded"])
         applied.there, applied.wrapped = contents["there"], [*contents["wrapped"], *contents["sharded"]]
         unbound = {name for name in contents["roots"] if name} - {*applied.rebound}
@@ -168,15 +173,31 @@ class _Incoming:
         applied.memory, applied.next_region = self._memory.stretches, self._payload.next_region
         return applied
 
-    def _change_in_place(self) -> list[int]:
+    def _held_back(self) -> set[int]:
+        """Return the numbers of what stays as it was, since a part of it cannot be rebuilt here, and say so."""
+        lost = self._builder.lost
+        changed = self._contents["changed"].items()
+        refused = {
+            n: next(c for c in state[2] if c in lost)
+            for n, (state, _) in changed
+            if not lost.keys().isdisjoint(state[2])
+        }
+        number = self._heap.number
+        held_back = self._heap.held_back(
+            {*refused}, [number[id(v)] for v in self._namespace.values() if id(v) in number]
+        )
+        as_before = "" if held_back == refused.keys() else ", so all of it is as it was before the cell"
+        for n, part in refused.items():
+            self._lose(f"new contents of {self._path(self._made[n])}", self._reason(part, n) + as_before)
+        return held_back
+
+    def _change_in_place(self, held_back: set[int]) -> list[int]:
         """Fill the objects of the notebook that are others now; return their numbers."""
         done = []
         for n, (state, arguments_differ) in self._contents["changed"].items():
-            value = self._made[n]
-            lost = next((c for c in state[2] if c in self._builder.lost), None)
-            if lost is not None:
-                self._lose(f"new contents of {self._path(value)}", self._reason(lost, n))
+            if n in held_back:
                 continue
+            value = self._made[n]
             try:
                 before = self._heap.states[n] or state
                 children = [self._made[c] for c in state[2]]
@@ -194,9 +215,8 @@ class _Incoming:
         visible = [(name, item) for name, item in self._namespace.items() if not is_of_ipython(name, item)]
         return Paths(Reader(self._namespace)).path_to(value, visible)
 
-    def _join_devices(self) -> None:
+    def _join_devices(self, known: list[Any]) -> None:
         try:
-            known = self._heap.objects
             join_devices([*known, *(self._namespace[name] for name in self._applied.rebound)])
         except RuntimeError as error:  # a full GPU
             self._applied.lost.append(

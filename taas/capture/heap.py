@@ -268,6 +268,24 @@ class Heap(FlatStates):
             waiting += new
         return found
 
+    def held_back(self, refused: set[int], roots: Iterable[int]) -> set[int]:
+        """Return what stays as it was, where some objects are refused: these, and whatever instances they are parts of.
+
+        An instance stays with all that is in it, but for what names reach that do not lead to what is refused; containers
+        change, where they can.
+        """
+        around = self.holding(refused, range(NAMESPACE + 1, len(self.objects))) if refused else set()
+        owners = [n for n in around if (self.states[n] or ("",))[0] in ("object", "reading")]
+        whole = self.reached(n for n in roots if n not in around)
+        return self.reached(owners) - whole | refused
+
+    def only_among(self, numbers: set[int], states: Iterable[State | None]) -> list[int]:
+        """Return the numbers of memory that only some objects have, by the states of all."""
+        known = {n: state for n, state in enumerate(states) if state is not None}
+        inside = {c for n in numbers if n in known for c in (n, *known[n][2])}
+        others = {c for n, state in known.items() if n not in numbers for c in state[2]}
+        return [n for n in inside - others if n in known and known[n][0] == "memory"]
+
 
 def _has_identity(kind: str, value: Any) -> bool:
     """Tell whether it matters which of two equal objects it is; of plain values, only for a NaN."""
