@@ -171,7 +171,7 @@ def test_an_object_of_which_a_part_is_refused_stays_whole_as_it_was(rounds: Any)
     assert one.notebook["others"] == [1, 2]
     assert one.notebook["alone"].tolist() == [3, 3]
     assert one.notebook["both"][0] is t and one.notebook["both"][1] is one.notebook["others"]
-    assert any("t.inner['lock'] is a _thread.lock" in line for line in applied.lost)
+    assert any("t.inner.lock is a _thread.lock" in line for line in applied.lost)
     assert any("t:" in line and "as it was before the cell" in line for line in applied.lost)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import marshal
 import pickle
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from taas.capture.flat import State
@@ -18,6 +18,7 @@ from taas.capture.memory import MemoryTable
 from taas.capture.reading import import_or_stand_in, make_plain, set_insides, turn_into
 
 _WHOLE = frozenset({"tuple", "frozenset", "same"})
+_BOXES: dict[str, Callable[[], Any]] = {"list": list, "dict": dict, "leaf": dict, "set": set}
 
 
 class _Missing:
@@ -39,9 +40,12 @@ class Loss(NamedTuple):
     reason: str
 
 
-def filled_with(values: Any, children: Iterator[Any]) -> list[Any]:
+def filled_with(values: list[Any], children: list[Any]) -> list[Any]:
     """Return values with the next child for each ``...``."""
-    return [next(children) if value is ... else value for value in values]
+    if not children:
+        return values
+    rest = iter(children)
+    return [next(rest) if value is ... else value for value in values]
 
 
 def decoded(state: State) -> Any:
@@ -77,7 +81,7 @@ class Builder:
         self.lost: dict[int, Loss] = {}
         self._begun: set[int] = set()
         self._late: list[int] = []
-        self._built: set[int] = set()
+        self._decoded: dict[int, Any] = {}
 
     def build(self, root: int) -> Any:
         """Make and fill an object with all that is in it, and return it.
@@ -85,24 +89,29 @@ class Builder:
         Raises:
             Exception: whatever an object's own protocol raises; not where this builder is tolerant.
         """
+        states, begun = self._states, self._begun
+        is_made = self.made.__contains__
         stack = [(root, 0)]
         while stack:
             n, phase = stack.pop()
             if phase == 0:
-                if n in self._begun or n not in self._states:
+                if n in begun or n not in states:
                     continue
-                self._begun.add(n)
+                begun.add(n)
+                if all(map(is_made, states[n][2])):
+                    self._attempt(self._make, n)
+                    self._attempt(self._fill, n)
+                    continue
                 stack.append((n, 1))
-                stack.extend((c, 0) for c in reversed(self._before(n)) if c not in self._begun)
+                stack.extend((c, 0) for c in reversed(self._before(n)) if c not in begun)
             elif phase == 1:
                 self._attempt(self._make, n)
-                if self._states[n][0] not in CONSTANT:
-                    stack.append((n, 2))
-                    stack.extend((c, 0) for c in reversed(self._states[n][2]) if c not in self._begun)
-            elif any(self.made.get(c, MISSING) is MISSING for c in self._states[n][2]):
-                self._late.append(n)
-            else:
+                stack.append((n, 2))
+                stack.extend((c, 0) for c in reversed(states[n][2]) if c not in begun)
+            elif all(map(is_made, states[n][2])):
                 self._attempt(self._fill, n)
+            else:
+                self._late.append(n)
         for n in self._late:
             self._attempt(self._fill, n)
         self._late.clear()
@@ -115,7 +124,14 @@ class Builder:
             return children
         if kind == "object":
             return children[:1]
-        return children[: decoded(self._states[n])[0][0]] if kind == "reading" else ()
+        return children[: self._said(n)[0][0]] if kind == "reading" else ()
+
+    def _said(self, n: int) -> Any:
+        """Return what a state says, decoded once until it is filled."""
+        said = self._decoded.get(n)
+        if said is None:
+            said = self._decoded[n] = decoded(self._states[n])
+        return said
 
     def _attempt(self, step: Callable[[int], None], n: int) -> None:
         if not self._tolerant:
@@ -143,36 +159,37 @@ class Builder:
     def _make(self, n: int) -> None:
         kind, _, children = self._states[n]
         made = self.made
-        if kind in ("list", "set"):
-            made[n] = [] if kind == "list" else set()
-        elif kind in ("dict", "leaf"):
-            made[n] = {}
-        elif kind == "atom":
-            made[n] = decoded(self._states[n])
-        elif kind == "global":
-            made[n] = find(*decoded(self._states[n]))
-        elif kind == "same":
-            made[n] = made[children[0]]
-        elif kind == "name":
-            made[n] = self._namespace[decoded(self._states[n])]
-        elif kind == "memory":
-            made[n] = self._memory.open(*decoded(self._states[n]))
+        if kind in _BOXES:
+            made[n] = _BOXES[kind]()
         elif kind == "object":
             made[n] = make_plain(made[children[0]])
-        elif kind == "tuple":
-            made[n] = tuple(filled_with(decoded(self._states[n]), iter([made[c] for c in children])))
-        elif kind == "frozenset":
-            made[n] = frozenset(items_of_set(decoded(self._states[n]), iter([made[c] for c in children])))
-        else:
-            constructor, _, _, *arguments = self._making(n)
+        elif kind == "reading":
+            (first, _), making, _ = self._said(n)
+            constructor, _, _, *arguments = filled_with(making, [made[c] for c in children[:first]])
             made[n] = constructor(*arguments)
+        elif kind == "same":
+            made[n] = made[children[0]]
+        else:
+            made[n] = self._constant(kind, decoded(self._states[n]), [made[c] for c in children])
 
-    def _making(self, n: int) -> list[Any]:
-        (first, _), making, _ = decoded(self._states[n])
-        return filled_with(making, iter([self.made[c] for c in self._states[n][2][:first]]))
+    def _constant(self, kind: str, said: Any, children: list[Any]) -> Any:
+        if kind == "atom":
+            return said
+        if kind == "global":
+            return find(*said)
+        if kind == "name":
+            return self._namespace[said]
+        if kind == "memory":
+            return self._memory.open(*said)
+        return (
+            tuple(filled_with(said, children)) if kind == "tuple" else frozenset(items_of_set(said, children))
+        )
 
     def _fill(self, n: int) -> None:
-        fill(self.made[n], self._states[n], [self.made[c] for c in self._states[n][2]])
+        state = self._states[n]
+        if state[0] not in CONSTANT:
+            said = self._decoded.pop(n, None) or decoded(state)
+            fill(self.made[n], state[0], said, [self.made[c] for c in state[2]])
 
 
 def change(value: Any, before: State, state: State, children: list[Any], *, arguments_differ: bool) -> None:
@@ -195,7 +212,7 @@ def change(value: Any, before: State, state: State, children: list[Any], *, argu
         for name in (known or {}).keys() - attributes.keys():
             vars(value).pop(name, None)
     if attributes is None or known is None or arguments_differ:
-        fill(value, state, children, arguments_differ=arguments_differ)
+        fill(value, state[0], decoded(state), children, arguments_differ=arguments_differ)
     else:
         vars(value).update(attributes)
 
@@ -207,49 +224,58 @@ def _attributes_told(state: State, children: Sequence[Any]) -> dict[Any, Any] | 
     (first, shape), _, flat = decoded(state)
     if shape is None or shape[0][0] != "a" or any(part is not None for part in flat[2 * shape[0][1] :]):
         return None
-    keys, items = flat[: shape[0][1]], flat[shape[0][1] : 2 * shape[0][1]]
-    told = iter(children[first:] if children else [None] * len(state[2]))
-    names = filled_with(keys, told)
-    return dict(zip(names, filled_with(items, told), strict=True))
+    half, told = shape[0][1], filled_with(flat, list(children[first:]) or [None] * len(state[2]))
+    return dict(zip(told[:half], told[half : 2 * half], strict=True))
 
 
-def fill(value: Any, state: State, children: list[Any], *, arguments_differ: bool = False) -> None:
+def fill(value: Any, kind: str, said: Any, children: list[Any], *, arguments_differ: bool = False) -> None:
     """Make an object what a state says, whatever it was before.
 
     Raises:
         Exception: whatever its own protocol raises.
     """
-    kind, told, rest = state[0], decoded(state), iter(children)
-    if kind == "list":
-        value[:] = filled_with(told, rest)
+    if kind == "object":
+        _fill_object(value, said, children)
+    elif kind == "reading":
+        _fill_reading(value, said, children, arguments_differ=arguments_differ)
+    elif kind == "list":
+        value[:] = filled_with(said, children)
     elif kind == "leaf":
         value.clear()
-        value.update(told)
+        value.update(said)
     elif kind == "dict":
-        keys = [sys.intern(key) if type(key) is str else key for key in filled_with(told[0], rest)]
-        items = filled_with(told[1], rest)
+        count = said[0].count(...)
+        keys, items = filled_with(said[0], children[:count]), filled_with(said[1], children[count:])
         value.clear()
-        value.update(zip(keys, items, strict=True))
-    elif kind == "set":
-        items = list(items_of_set(told, rest))
+        value.update(zip(_interned(keys), items, strict=True))
+    else:
+        items = list(items_of_set(said, children))
         value.clear()
         value.update(items)
-    elif kind == "object":
-        turn_into(value, make_plain, next(rest))
-        names, held, slots, inside = told
-        attributes: Any = None
-        if names is ...:
-            attributes = next(rest)
-        elif names is not None:
-            attributes = dict(zip(map(sys.intern, names), filled_with(held, rest), strict=True))
-        set_insides(value, (attributes, dict(zip(slots, filled_with(inside, rest), strict=True))))
-    elif kind == "reading":
-        _fill_reading(value, told, rest, arguments_differ=arguments_differ)
 
 
-def _fill_reading(value: Any, told: Any, children: Iterator[Any], *, arguments_differ: bool) -> None:
-    (_, shape), making, flat = told
-    constructor, setter, changer, *arguments = filled_with(making, children)
+def _interned(keys: Iterable[Any]) -> list[Any]:
+    return [sys.intern(key) if type(key) is str else key for key in keys]
+
+
+def _fill_object(value: Any, said: Any, children: list[Any]) -> None:
+    names, held, slots, inside = said
+    cls, *parts = children
+    if type(value) is not cls:
+        turn_into(value, make_plain, cls)
+    attributes: Any = None
+    if names is ...:
+        attributes, *parts = parts
+    elif names is not None:
+        count = held.count(...) if parts else 0
+        attributes = dict(zip(map(sys.intern, names), filled_with(held, parts[:count]), strict=True))
+        parts = parts[count:]
+    set_insides(value, (attributes, dict(zip(slots, filled_with(inside, parts), strict=True))))
+
+
+def _fill_reading(value: Any, said: Any, children: list[Any], *, arguments_differ: bool) -> None:
+    (first, shape), making, flat = said
+    constructor, setter, changer, *arguments = filled_with(making, children[:first])
     if arguments_differ:
         changer(value, constructor, *arguments)
     if setter is None:
@@ -257,20 +283,22 @@ def _fill_reading(value: Any, told: Any, children: Iterator[Any], *, arguments_d
     if shape is None:
         setter(value, None)
         return
-    found = iter(filled_with(flat, children))
+    told, at = filled_with(flat, children[first:]), 0
     parts: list[Any] = []
     for kind, count in shape:
+        end = at + count
         if kind == "o":
-            parts.append(next(found))
+            parts.append(told[at])
         elif kind == "t":
-            parts.append(tuple(next(found) for _ in range(count)))
+            parts.append(tuple(told[at:end]))
         else:
-            keys = [next(found) for _ in range(count)]
-            parts.append({sys.intern(key) if type(key) is str else key: next(found) for key in keys})
+            parts.append(dict(zip(_interned(told[at:end]), told[end : end + count], strict=True)))
+            end += count
+        at = end
     setter(value, tuple(parts))
 
 
-def items_of_set(told: Any, children: Iterator[Any]) -> Iterable[Any]:
+def items_of_set(told: Any, children: list[Any]) -> Iterable[Any]:
     """Return the items of a set that a blob says."""
     plain, others = told
     return [*plain, *filled_with(others, children)]

@@ -96,13 +96,13 @@ def _is_leaf(box: Any) -> bool:
         kinds = set(map(type, inner))
         if not kinds <= _PLAIN or (not kinds.isdisjoint(_FLOATS) and _is_nan_among(inner)):
             return False
+        if kinds <= ATOMS:
+            return True
         boxes = inner
         holders = 1
         if not kinds.isdisjoint(ATOMS):
             boxes = [value for value in inner if type(value) in _BOXES]
             holders = 2
-        if not boxes:
-            return True
         if max(map(_count, boxes)) > _IN_MAP + holders and not all(
             type(one) is tuple and _atomic(map(type, one))
             for one in boxes
@@ -315,7 +315,7 @@ class FlatStates:
             inline: whether what can change may stand in the blob; not in that of a constant.
         """
         kinds = set(map(type, values))
-        plain = kinds <= ATOMS and self._held.keys().isdisjoint(map(id, values))
+        plain = kinds <= ATOMS and (len(values) > _LARGE or self._held.keys().isdisjoint(map(id, values)))
         if plain and (kinds.isdisjoint(_FLOATS) or not _is_nan_among(values)):
             return values
         out: list[Any] = []

@@ -14,6 +14,7 @@ from collections.abc import Container, Iterable, Iterator
 from copy import copy
 from typing import Any
 
+from taas.capture.arrays import is_array
 from taas.capture.flat import FlatStates, State
 from taas.capture.memory import DeviceMemory, SentMemory, address_of_view
 from taas.capture.reader import Reader, stays
@@ -101,13 +102,15 @@ class Heap(FlatStates):
     def mark(self) -> None:
         """Describe again what is read in another way here than there: tensors of other devices, functions on this namespace.
 
-        An object with a protocol of its own is not asked again; nor are containers and plain objects, which are what came.
+        An object with a protocol of its own is not asked again; nor are containers, arrays of objects among them, and plain
+        objects, which are what came.
         """
         for n, value in enumerate(self.objects):
             if n == NAMESPACE or value is None or stays(type(value)):
                 continue
             state = self.states[n]
-            if state is None or (state[0] == "reading" and not self.reader.asks(type(value))):
+            is_box = is_array(value) and value.dtype.hasobject
+            if state is None or (state[0] == "reading" and not is_box and not self.reader.asks(type(value))):
                 self.describe_again(n)
         self.walk()
 
