@@ -35,8 +35,6 @@ VALUES = [
     P("registry of a metaclass", ("class Meta(type):\n    classes = {}\n    def __new__(mcs, name, bases, ns):\n        cls = super().__new__(mcs, name, bases, ns); mcs.classes[name] = cls; return cls\nclass A(metaclass=Meta): pass",), "class B(A): pass\nn = len(Meta.classes)", "n, sorted(Meta.classes), Meta.classes['A'] is A, Meta.classes['B'] is B"),
     P("members of a class in their order", ("class A:\n    z = 1\n    def b(self): pass\n    a = 2",), "class B(A):\n    y = 1\n    def c(self): pass\n    b = 2", "[n for n in vars(A) if n[0] != '_'], [n for n in vars(B) if n[0] != '_']"),
     P("files that were closed", ("with open('a.txt', 'w', encoding='latin-1') as made: n = made.write('one')\nfiles = [made]",), "with open('a.txt') as f: text = f.read()\nwith open('a.txt', 'rb') as g: size = len(g.read())\nwith open('b.txt', 'x') as h: files.append(h)\nwith open('b.txt', 'ab', buffering=0) as raw: pass\nagain = made.name", "made, f, g, h, raw, again, files[0] is made, files[1] is h, [x.closed for x in (made, f, g, h, raw)], f.encoding, made.encoding"),
-    P("weak set", ("import weakref\nclass A:\n    def __init__(self, n): self.n = n\n    def __hash__(self): return self.n\na = A(1); ws = weakref.WeakSet([a]); k = [ws]",), "b = A(2); ws.add(b); made = weakref.WeakSet([a, b])", "len(ws), a in ws, b in ws, k[0] is ws, len(made), b in made"),
-    P("weak references", ("import weakref\nclass A: pass\na = A(); r = weakref.ref(a); d = weakref.WeakValueDictionary(a=a); k = weakref.WeakKeyDictionary(); k[a] = 1",), "b = A(); d['b'] = b; k[a] += 1; same = d['a'] is r() is a", "same, sorted(d), r() is a, k[a]"),
     P("function by type", ("import functools\n@functools.singledispatch\ndef f(x): return 'any'\n@f.register\ndef _(x: int): return 'int'",), "@f.register\ndef g(x: list): return 'list'\nr = f(1), f([]), f('s')", "f(1), f([]), f('s'), r"),
     P("annotated names", ("n: int = 1",), "m: float = n / 2\nseen = sorted(__annotations__)", "__annotations__"),
     P("exception with its cause", ("errors = []",), "try:\n    try: 1 / 0\n    except ZeroDivisionError as e: raise ValueError('bad') from e\nexcept ValueError as e: errors.append(e)", "import traceback\nrepr(errors[0]), repr(errors[0].__cause__)"),
@@ -82,8 +80,6 @@ SHELL = [
 ]  # fmt: skip
 
 PROCESS = [
-    P("what torch may unpickle", (TORCH + "import numpy as np\nclass C: pass\ntorch.save(C(), 'c.pt')\ntorch.serialization.add_safe_globals([C, np.dtype])",), "c = torch.load('c.pt')\nclass D: pass\ntorch.serialization.add_safe_globals([D, (D, 'x.D')])", "type(c) is C, [x in torch.serialization.get_safe_globals() for x in (C, np.dtype, D, (D, 'x.D'))]"),
-    P("what torch may unpickle no more", (TORCH + "class C: pass\ntorch.serialization.add_safe_globals([C])",), "torch.serialization.clear_safe_globals()", "C in torch.serialization.get_safe_globals()"),
     P("sys.argv", ("import sys\nsys.argv = ['train.py', '--epochs', '3']",), "import argparse\np = argparse.ArgumentParser(); p.add_argument('--epochs', type=int, default=1)\nn = p.parse_args().epochs; del p", "n"),
     P("sys.argv set in the cell", ("import sys",), "sys.argv = ['x', '--a']", "sys.argv"),
     P("objects of the project's modules that stay there", ("import helper\nhelper.counter = 41",), "with helper.lock:\n    helper.counter += helper.libc is not None", "helper.counter", (("helper.py", HELPER),)),

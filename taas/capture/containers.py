@@ -15,7 +15,6 @@ import os
 import pickle
 import sys
 import types
-import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -126,19 +125,6 @@ def _fill(value: Any, state: tuple[Any, Any, tuple[Any, ...]]) -> None:
 
 
 # ---------------------------------------------------------------- weak references
-
-WEAK = (weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet)
-
-
-def read_weak(value: Any) -> Reading:
-    """Read a weak container; what is in it lives where it arrives only if something else there holds it."""
-    items = list(value) if isinstance(value, weakref.WeakSet) else dict(value)
-    return Reading(type(value), (), _set_weak, (items,), ("",))
-
-
-def _set_weak(value: Any, state: tuple[Any]) -> None:
-    value.data.clear()  # its own method marks it as untidy
-    value.update(*state)
 
 
 def read_reference(reference: Any) -> Reading:

@@ -24,12 +24,10 @@ from taas.capture.code_by_value import (
 )
 from taas.capture.containers import (
     FILES,
-    WEAK,
     container_reader,
     read_exception,
     read_file,
     read_reference,
-    read_weak,
 )
 from taas.capture.libraries import library_reader
 from taas.capture.memory import DeviceMemory
@@ -87,7 +85,6 @@ class Reader:
         self._readers: dict[type, _ReaderOf | None] = {
             types.FunctionType: self._function,
             **dict.fromkeys(FILES, read_file),
-            **dict.fromkeys(WEAK, read_weak),
             **READERS,
             **dict.fromkeys((*ATOMS, types.BuiltinFunctionType, types.CodeType)),
         }
