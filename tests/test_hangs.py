@@ -168,6 +168,8 @@ def test_stacks_are_shown_also_while_c_code_holds_the_gil(
     assert done.returncode == 0, done.stderr
     assert f"ranks 0–1: cell line 5: {line}" in done.stdout
     assert "cell line 6: f()" in done.stdout
+    notebook.interrupt()
+    notebook.wait_for_line("press again to end it")
     interrupt(notebook)
 
 

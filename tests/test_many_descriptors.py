@@ -26,6 +26,15 @@ held = [os.open(os.devnull, os.O_RDONLY) for _ in range({MANY})]
 
 
 @pytest.fixture
+def forkserver() -> Iterator[Forkserver]:
+    """It may take the place of another one, whose descriptors are closed."""
+    begun = Forkserver()
+    begun.start()
+    yield begun
+    begun._end()
+
+
+@pytest.fixture
 def many() -> Iterator[None]:
     """What this process opens from now on has a number above 1,023."""
     gc.collect()  # nothing that an earlier test opened is closed in between
@@ -38,21 +47,18 @@ def many() -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
-def test_an_agent_sees_how_its_ranks_are(many: None) -> None:
+def test_an_agent_sees_how_its_ranks_are(forkserver: Forkserver, many: None) -> None:
     """Whether they are there, whether they leave in time, and whether their forkserver went before them."""
-    forkserver = Forkserver()
-    forkserver.start()
+    process = RankProcess(Preparation(environ={}, project="/", colors="nocolor", shell_class=""))
+    kept = KeptProcesses(lambda *_: None, lambda _: None, pytest.fail)
+    kept.keep({0: process}, None, ProjectArrival(None))
     try:
-        process = RankProcess(Preparation(environ={}, project="/", colors="nocolor", shell_class=""))
         assert process.sentinel > 1023
         assert process.alive
-        kept = KeptProcesses(lambda *_: None, lambda _: None, pytest.fail)
-        kept.keep({0: process}, None, ProjectArrival(None))
-        kept.end(patient=True)
-        assert not process.alive
-        assert forkserver.outlived(255)
     finally:
-        forkserver._end()
+        kept.end(patient=True)
+    assert not process.alive
+    assert forkserver.outlived(255)
 
 
 def test_a_kernel_runs_cells_and_comes_back_to_runs(tmp_path: Path) -> None:
