@@ -118,3 +118,11 @@ def test_a_row_that_holds_an_object_is_seen_to_change(book: Notebook) -> None:
     book.there("seen = rows[5]['i'], rows[6]['i']; rows[7]['i'] = rows[5]['kept']")
     assert book["seen"] == ("here", 6)
     assert book["rows"][7]["i"] is book["rows"][5]["kept"]
+
+
+def test_what_a_protocol_makes_afresh_is_no_change(book: Notebook) -> None:
+    """However many cells look at it: a generator's device is another object each time."""
+    book.here("import torch\ng = torch.Generator().manual_seed(5)\nheld = [g]")
+    for cell in ("n = g.initial_seed()", "x = 1", "y = g"):
+        book.there(cell)
+        assert book["held"][0] is book["g"]

@@ -169,10 +169,11 @@ class CellChanges:
         heap.walk()
         for n in range(NAMESPACE + 1, self._known):
             before, now = heap.before[n], heap.states[n]
-            if now is before or before is None or n in heap.failed or heap.same(before, now):
+            if now is before or before is None or n in heap.failed:
                 continue
-            if now is not None and now[0] == "global":  # a module holds it now, under its name
-                heap.states[n] = before
+            by_name = now is not None and now[0] == "global"  # a module holds it now
+            if by_name or heap.same(before, now):
+                heap.states[n] = before  # what a protocol made afresh was made for this comparison only
                 continue
             differ = heap.change(before, now)
             if differ is None:

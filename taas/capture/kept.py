@@ -73,11 +73,9 @@ class Kept:
         self.snapshot: MemorySnapshot = MemorySnapshot(self.stretches, before.snapshot if before else None)
 
     def roots(self) -> list[tuple[str, int]]:
-        """Return the names, and places, of what ranks and notebook both have, with its numbers."""
+        """Return the names, and places, of what travelled to the ranks or came from there, with its numbers."""
         number = self.heap.number
-        same = {
-            n: v for n, v in self.names.items() if n not in self.own and v is not _UNSURE and v is not _NONE
-        }
+        same = {n: v for n, v in self.names.items() if v is not _UNSURE and v is not _NONE}
         return [(name, number[id(v)]) for name, v in (self.places | same).items() if id(v) in number]
 
     @classmethod

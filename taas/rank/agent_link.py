@@ -17,6 +17,7 @@ import os
 import queue
 import select
 import signal
+import sys
 import threading
 import time
 import traceback
@@ -202,6 +203,11 @@ class AgentLink:
 
     def _ask_again(self, asked: _Sleep) -> None:
         """Do what can be done for a main thread that is in C code."""
+        if (
+            not self._names_asked and self._handles_interrupt()
+        ):  # what it waits for in its ``except`` is the cell's own to wait for
+            os.eventfd_write(self._noticed, 1)
+            return
         slept = asked.seconds()
         if slept < _BREAK_OFF_SECONDS and adopt.waits_on_gpus() and adopt.nccl.is_busy():
             slept = asked.age
@@ -217,6 +223,11 @@ class AgentLink:
             threading.Thread(target=self._break_off, name="taas-breaks-off", daemon=True).start()
         elif slept >= _STILL_SECONDS and self._names_asked and not self._speaker and self._speaks():
             self._give_names()
+
+    def _handles_interrupt(self) -> bool:
+        handled = sys._current_exceptions().get(self._main_thread)
+        error = handled[1] if isinstance(handled, tuple) else handled  # before Python 3.12
+        return isinstance(error, KeyboardInterrupt)
 
     def _break_off(self) -> None:
         """Let the main thread's waits fail, when the agent has the names: NCCL may end the process at an abort."""

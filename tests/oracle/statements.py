@@ -123,11 +123,11 @@ STATEMENTS = [
     S("{new} = types.SimpleNamespace(a={any}, b=[{n}])", "simple"), S("{simple}.b.append({any})"), S("{simple}.c = {simple}"), S("{new} = collections.ChainMap({dict}, {dict})", "chain"), S("{chain}['new{n}'] = {any}"),
 
     S("{new} = copy.copy({object})", "object"), S("{new} = copy.deepcopy({list})", "list"), S("{new} = copy.deepcopy({net})", "net"), S("{new} = itertools.count({n})", "counting"), S("{new} = next({counting})", "int"),
-    S("{new} = itertools.cycle([{n}, {list}])", "cycle"), S("{new} = [next({cycle}), {n}]", "list"), S("{new} = array.array('d', [{n}, 2.5])", "packed"), S("{packed}.append({n})"), S("{packed}[0] = {n}"), S("{new} = memoryview({packed}).tolist()", "list"),
+    S("{new} = itertools.cycle([{n}, {list}])", "cycle"), S("{new} = [next({cycle}), {n}]", "list"), S("{new} = array.array('d', [{n}, 2.5])", "packed"), S("{packed}.append({n})"), S("{packed}[0] = {n}"), 
     S("{new} = io.StringIO('text{n}')", "text"), S("{text}.seek(0, 2); {text}.write('more')"), S("{new} = {text}.getvalue()", "str"), S("{new} = datetime.date(2020, 1, {n} + 1), decimal.Decimal('{n}.5'), fractions.Fraction({n}, 3)", "tuple"),
     S("{new} = decimal.Decimal(1) / 7", "decimal"), S("decimal.getcontext().prec = 10 + {n}"), S("{new} = pathlib.Path('folder') / 'f{n}'", "path"), S("{new} = re.compile('a{{{n}}}').findall('aaa')", "list"),
     S("{new} = heapq.nsmallest(2, range({n}, 9)); heapq.heapify({new})", "heap"), S("heapq.heappush({heap}, {n})"), S("{new} = operator.itemgetter({n})", "getter"), S("{new} = string.Template('$a{n}')", "template"), S("{new} = enumerate({list}, {n})", "enumerated"), S("next({enumerated}, None)"),
-    S("{new} = types.MappingProxyType({dict})", "proxied"), S("{new} = dict({proxied})", "dict"), S("{new} = uuid.UUID(int={n})", "uuid"), S("{new} = collections.UserDict(a={any})", "user"), S("{user}['z'] = {n}; {user}.note = {list}"),
+    S("{new} = uuid.UUID(int={n})", "uuid"), S("{new} = collections.UserDict(a={any})", "user"), S("{user}['z'] = {n}; {user}.note = {list}"),
     S("logging.getLogger('program{n}').setLevel({n} * 10)"), S("{new} = logging.getLogger('program{n}')", "logger"), S("{logger}.setLevel(30)"), S("warnings.filterwarnings('ignore', message='program{n}')"), S("{new} = dict.fromkeys('ab', {list})", "dict"), S("{new} = zip([1, 2], {list})", "zipped"),
     S("{new} = dataclasses.make_dataclass('{new}', ['p', 'q'])", "made"), S("{new} = {made}({any}, {n})", "record2"), S("{record2}.q = {list}"), S("{new} = typing.NamedTuple('{new}', [('u', int)])({n})", "tuple"), S("{new}: int = {n}", "int"),
     S("class {new}(enum.Flag):\n    R = enum.auto()\n    W = enum.auto()", "flag"), S("{new} = {flag}.R | {flag}.W", "flags"),
