@@ -117,7 +117,8 @@ class Heap(FlatStates):
     def begin_after(self, reader: Reader, sent: SentMemory) -> None:
         """Begin to describe anew what is known: what it is now, beside what it was."""
         self.reader, self.sent = reader, sent
-        self.before, self.failed = self.states.copy(), {}
+        self.before = self.states.copy()
+        self.failed = {n: error for n, error in self.failed.items() if self.states[n] is None}
 
     def renumber(self, n: int) -> int:
         """Give an object another number, as it is made anew on the other side."""
@@ -244,8 +245,11 @@ class Heap(FlatStates):
                 return False
         return True if making[2] is ... else None  # it has a changer
 
-    def reached(self, roots: Iterable[int], but: Container[int] = ()) -> set[int]:
-        """Return the numbers of all that is in some objects, themselves included, and stop at others."""
+    def reached(
+        self, roots: Iterable[int], but: Container[int] = (), states: list[State | None] | None = None
+    ) -> set[int]:
+        """Return the numbers of all that is in some objects, themselves included, now or by other states; stop at others."""
+        states = self.states if states is None else states
         found: set[int] = set()
         waiting = [n for n in roots if n not in but]
         while waiting:
@@ -253,7 +257,7 @@ class Heap(FlatStates):
             if n in found:
                 continue
             found.add(n)
-            state = self.states[n]
+            state = states[n] if n < len(states) else None
             if state is not None:
                 waiting += [child for child in state[2] if child not in found and child not in but]
         return found
@@ -280,7 +284,7 @@ class Heap(FlatStates):
         around = self.holding(refused, range(NAMESPACE + 1, len(self.objects))) if refused else set()
         owners = [n for n in around if (self.states[n] or ("",))[0] in ("object", "reading")]
         whole = self.reached(n for n in roots if n not in around)
-        return self.reached(owners) - whole | refused
+        return (self.reached(owners) | self.reached(owners, states=self.before)) - whole | refused
 
     def only_among(self, numbers: set[int], states: Iterable[State | None]) -> list[int]:
         """Return the numbers of memory that only some objects have, by the states of all."""

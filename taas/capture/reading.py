@@ -201,7 +201,8 @@ def _set_state(value: Any, inner: Any) -> None:
 
 def keeps_all_attributes(cls: Any) -> bool:
     """Tell whether the state of a class's objects is all of their ``__dict__``: what it lacks, they lack."""
-    return cls.__getstate__ is object.__getstate__ and keeps_pickling_of_object(cls)
+    is_own = cls in copyreg.dispatch_table or cls.__getstate__ is not object.__getstate__
+    return not is_own and keeps_pickling_of_object(cls)
 
 
 # ---------------------------------------------------------------- modules
