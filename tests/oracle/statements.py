@@ -114,8 +114,8 @@ STATEMENTS = [
     S("class {new}(abc.ABC):\n    @abc.abstractmethod\n    def f(self): ...", "abstract"), S("class {new}({abstract}):\n    def f(self): return {list}", "concrete"),
     S("{new} = {concrete}()", "instance"), S("{new} = {instance}.f()", "list"), S("{new} = isinstance({instance}, {abstract})", "int"),
     S("class {new}(Exception):\n    def __init__(self, what):\n        super().__init__(what); self.what = what", "raised"), S("try: raise {raised}({any})\nexcept {raised} as error: {new} = error", "error"),
-    S("class {new}(type):\n    made = []\n    def __new__(mcs, name, bases, ns):\n        mcs.made.append(name)\n        return super().__new__(mcs, name, bases, ns)", "meta"),
-    S("class {new}(metaclass={meta}): n = {n}", "class0"), S("{new} = {class0}(); {new}.x = {any}", "thing"), S("{thing}.y = {list}"),
+
+    S("{new} = {class0}(); {new}.x = {any}", "thing"), S("{thing}.y = {list}"),
     S("class {new}(list):\n    def __init__(self, *a):\n        super().__init__(a); self.tag = {n}", "listed"), S("{new} = {listed}({n}, {any})", "list"),
     S("class {new}:\n    def __init__(self): self.n = {n}\n    def __getstate__(self): return {{'n': self.n}}\n    def __eq__(self, o): return isinstance(o, {new}) and o.n == self.n\n    def __hash__(self): return hash(self.n)", "hashed"),
     S("{new} = {hashed}()", "key"), S("{dict}[{key}] = {any}"), S("{new} = {{{key}, {n}}}", "keys"), S("{keys}.discard({key})"), S("{new} = {key} in {keys}", "int"),
@@ -123,7 +123,7 @@ STATEMENTS = [
     S("{new} = types.SimpleNamespace(a={any}, b=[{n}])", "simple"), S("{simple}.b.append({any})"), S("{simple}.c = {simple}"), S("{new} = collections.ChainMap({dict}, {dict})", "chain"), S("{chain}['new{n}'] = {any}"),
 
     S("{new} = copy.copy({object})", "object"), S("{new} = copy.deepcopy({list})", "list"), S("{new} = copy.deepcopy({net})", "net"), S("{new} = itertools.count({n})", "counting"), S("{new} = next({counting})", "int"),
-    S("{new} = itertools.cycle([{n}, {list}])", "cycle"), S("{new} = [next({cycle}), {n}]", "list"), S("{new} = array.array('d', [{n}, 2.5])", "packed"), S("{packed}.append({n})"), S("{packed}[0] = {n}"), 
+    S("{new} = itertools.cycle([{n}, {list}])", "cycle"), S("{new} = [next({cycle}), {n}]", "list"), S("{new} = array.array('d', [{n}, 2.5])", "packed"), S("{packed}.append({n})"), S("{packed}[0] = {n}"),
     S("{new} = io.StringIO('text{n}')", "text"), S("{text}.seek(0, 2); {text}.write('more')"), S("{new} = {text}.getvalue()", "str"), S("{new} = datetime.date(2020, 1, {n} + 1), decimal.Decimal('{n}.5'), fractions.Fraction({n}, 3)", "tuple"),
     S("{new} = decimal.Decimal(1) / 7", "decimal"), S("decimal.getcontext().prec = 10 + {n}"), S("{new} = pathlib.Path('folder') / 'f{n}'", "path"), S("{new} = re.compile('a{{{n}}}').findall('aaa')", "list"),
     S("{new} = heapq.nsmallest(2, range({n}, 9)); heapq.heapify({new})", "heap"), S("heapq.heappush({heap}, {n})"), S("{new} = operator.itemgetter({n})", "getter"), S("{new} = string.Template('$a{n}')", "template"), S("{new} = enumerate({list}, {n})", "enumerated"), S("next({enumerated}, None)"),
