@@ -49,7 +49,9 @@ def many() -> Iterator[None]:
 def test_an_agent_sees_how_its_ranks_are(forkserver: Forkserver, many: None) -> None:
     """Whether they are there, whether they leave in time, and whether their forkserver went before them."""
     process = RankProcess(Preparation(environ={}, project="/", colors="nocolor", shell_class=""))
-    process.sentinel = fcntl.fcntl(process.sentinel, fcntl.F_DUPFD_CLOEXEC, 1024)  # lower ones may have become free
+    process.sentinel = fcntl.fcntl(
+        process.sentinel, fcntl.F_DUPFD_CLOEXEC, 1024
+    )  # lower ones may have become free
     kept = KeptProcesses(lambda *_: None, lambda _: None, pytest.fail)
     kept.keep({0: process}, None, ProjectArrival(None))
     try:
