@@ -18,6 +18,7 @@ from privileges import no_mounts
 from ray_cluster import RayCluster, why_not
 
 from taas import _linux
+from taas.agent.forkserver import Forkserver
 from taas.rank import lifeline
 from taas.runs.places import ProcessMark
 from taas.runs.records import RunRecord, write_record
@@ -146,6 +147,15 @@ def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     if not shared:
         assert not _left(processes), "processes left"
         assert not _memory_left(memory), "/dev/shm files left"
+
+
+@pytest.fixture
+def forkserver() -> Iterator[Forkserver]:
+    """A forkserver of this process; it may take the place of another one, whose descriptors are closed."""
+    made = Forkserver()
+    made.start()
+    yield made
+    made._end()
 
 
 @pytest.fixture

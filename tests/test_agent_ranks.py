@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
 import threading
-from collections.abc import Iterator
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -95,14 +96,6 @@ def test_a_rank_that_never_hears_is_cut_off() -> None:
         its.close()
 
 
-@pytest.fixture
-def forkserver() -> Iterator[Forkserver]:
-    made = Forkserver()
-    made.start()
-    yield made
-    made._end()
-
-
 def test_names_that_cannot_be_opened_end_the_run_and_not_the_agent(
     tmp_path: Path, forkserver: Forkserver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -146,3 +139,39 @@ def test_names_that_cannot_be_opened_end_the_run_and_not_the_agent(
     finally:
         job.close()
         os.close(payload)
+
+
+IN_ITS_EXCEPT = """
+import ctypes, socket, threading
+from taas.rank.agent_link import AgentLink
+from taas.wire.framing import pack
+from taas.wire.rank_connection import AgentConnection, RankConnection
+from taas.wire.ranks import RankRequest
+from multiprocessing.connection import wait
+
+ours, its = socket.socketpair()
+agent, link = RankConnection(ours), AgentLink(AgentConnection(its))
+link.begin_cell(lambda **_: None, lambda _: None)
+libc, lock = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+
+def be_agent():
+    agent.send(pack(RankRequest(what="notice")))
+    wait([agent], 20)
+    print([said.stage for said in agent.receive()], link.broken_off, flush=True)
+    libc.pthread_mutex_unlock(lock)
+
+try:
+    raise KeyboardInterrupt
+except KeyboardInterrupt:
+    libc.pthread_mutex_lock(lock)
+    threading.Thread(target=be_agent).start()
+    libc.pthread_mutex_lock(lock)  # no signal ends this call
+"""
+
+
+def test_a_rank_in_the_except_of_its_interrupt_is_not_broken_off() -> None:
+    """It has noticed, though C code lets it run no handler: it may wait there for a rank that saves."""
+    ran = subprocess.run(
+        [sys.executable, "-c", IN_ITS_EXCEPT], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (ran.stdout, ran.stderr) == ("['at work'] False\n", "")

@@ -311,16 +311,16 @@ BUSY = {
 
 @pytest.mark.parametrize("what", BUSY)
 def test_interrupt(notebook: Notebook, what: str) -> None:
-    """The interrupt button ends the ranks, whatever they are in: what cannot hear one press, two; KeyboardInterrupt is raised."""
+    """The interrupt button ends the ranks, whatever they are in, and raises KeyboardInterrupt.
+
+    A save in one call of C is not cut at the first press, and a cell may ignore one.
+    """
     notebook.start(f"#pragma taas --gpus 2\nimport time\n{BUSY[what]}")
     notebook.wait_for("ready")
     ranks = notebook.processes().ranks
     notebook.interrupt()
-    if what not in (
-        "python loop",
-        "await",
-    ):  # a save in one call of C is not cut, and a cell may ignore one press
-        notebook.wait_for_line("press again to end")
+    if what not in ("python loop", "await"):
+        notebook.wait_for_line("press again to end it")
         notebook.interrupt()
     ran = notebook.end()
     assert ran.ename == "KeyboardInterrupt"

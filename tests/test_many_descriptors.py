@@ -26,15 +26,6 @@ held = [os.open(os.devnull, os.O_RDONLY) for _ in range({MANY})]
 
 
 @pytest.fixture
-def forkserver() -> Iterator[Forkserver]:
-    """It may take the place of another one, whose descriptors are closed."""
-    begun = Forkserver()
-    begun.start()
-    yield begun
-    begun._end()
-
-
-@pytest.fixture
 def many() -> Iterator[None]:
     """What this process opens from now on has a number above 1,023."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -49,18 +40,18 @@ def many() -> Iterator[None]:
 def test_an_agent_sees_how_its_ranks_are(forkserver: Forkserver, many: None) -> None:
     """Whether they are there, whether they leave in time, and whether their forkserver went before them."""
     process = RankProcess(Preparation(environ={}, project="/", colors="nocolor", shell_class=""))
-    process.sentinel = fcntl.fcntl(
-        process.sentinel, fcntl.F_DUPFD_CLOEXEC, 1024
-    )  # lower ones may have become free
+    # its own may have a lower number, which has become free meanwhile
+    process.sentinel = fcntl.fcntl(process.sentinel, fcntl.F_DUPFD_CLOEXEC, 1024)
     kept = KeptProcesses(lambda *_: None, lambda _: None, pytest.fail)
     kept.keep({0: process}, None, ProjectArrival(None))
     try:
         assert process.alive
-    finally:
         kept.end(patient=True)
-    assert not process.alive
-    assert forkserver.outlived(255)
-    os.close(process.sentinel)
+        assert not process.alive
+        assert forkserver.outlived(255)
+    finally:
+        kept.end()
+        os.close(process.sentinel)
 
 
 def test_a_kernel_runs_cells_and_comes_back_to_runs(tmp_path: Path) -> None:

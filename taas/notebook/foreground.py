@@ -204,12 +204,10 @@ class Foreground:
             record.names = f"no names came back: {lost}"  # beside what it failed of
             return
         # Unpacking runs code of the notebook's classes, and may not end; the first press may have been meant for the run.
-        unpacking = "interrupted while the run's names were unpacked: what did not come is named above"
-        presses = self._interrupts.count
-        with self._interrupts.raised(2, unpacking):
+        unpacking, presses = "interrupted while the run's names were unpacked", self._interrupts.count
+        with self._interrupts.raised(2, f"{unpacking}: some of them may have come"):
             applied = captured.apply(self._answer)
         view.take(applied)
-        if (
-            self._interrupts.count >= presses + 2
-        ):  # it cost what was unpacked just then; no further cell is wanted
-            raise interrupted(unpacking)
+        # it may have cost what was unpacked just then, and that alone; a person who presses wants no further cell to run
+        if self._interrupts.count >= presses + 2:
+            raise interrupted(f"{unpacking}: what did not come is named above")

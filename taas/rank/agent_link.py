@@ -203,9 +203,7 @@ class AgentLink:
 
     def _ask_again(self, asked: _Sleep) -> None:
         """Do what can be done for a main thread that is in C code."""
-        if (
-            not self._names_asked and self._handles_interrupt()
-        ):  # what it waits for in its ``except`` is the cell's own to wait for
+        if not self._names_asked and self._handles_interrupt():
             os.eventfd_write(self._noticed, 1)
             return
         slept = asked.seconds()
@@ -225,6 +223,7 @@ class AgentLink:
             self._give_names()
 
     def _handles_interrupt(self) -> bool:
+        """Tell whether the main thread is in the ``except`` of an interrupt: it has noticed, and may wait for others there."""
         handled = sys._current_exceptions().get(self._main_thread)
         error = handled[1] if isinstance(handled, tuple) else handled  # before Python 3.12
         return isinstance(error, KeyboardInterrupt)
