@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import gc
+import multiprocessing
 import os
 import re
 import sys
@@ -116,6 +117,7 @@ class _Kernel:
 
         from traitlets.config import Config
 
+        multiprocessing.set_start_method("fork", force=True)  # as a kernel has it: its locks have no names
         os.chdir(folder)
         os.environ |= {"OMP_NUM_THREADS": "1", "MPLBACKEND": "module://matplotlib_inline.backend_inline"}
         sys.path[:] = dict.fromkeys(["", *sys.path])  # forks have some entries twice
