@@ -113,7 +113,6 @@ def _there_and_back(namespace: dict[str, Any], cell: str) -> None:
 
 def measure(setup: str, cell: str, rounds: int) -> dict[str, float]:
     """Return medians in milliseconds: capture, arrive (any rank), mark and answer (rank 0), apply, and plain."""
-    namespace = _namespace(setup)
     times: dict[str, list[float]] = {}
 
     def note(what: str, work: Callable[[], Any]) -> Any:
@@ -122,7 +121,8 @@ def measure(setup: str, cell: str, rounds: int) -> dict[str, float]:
         return result
 
     for _ in range(rounds):
-        captured = note("capture", lambda: capture(cell, namespace, None, project=Path.cwd()))
+        namespace = _namespace(setup)  # the last round's classes are the rank's by now, which is this process
+        captured = note("capture", lambda n=namespace: capture(cell, n, None, project=Path.cwd()))
         rank = types.ModuleType("__main__").__dict__
         arrival = note("arrive", lambda c=captured, r=rank: arrive(c.fd, r, device=None))
         note("mark", arrival.mark)

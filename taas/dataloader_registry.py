@@ -108,11 +108,13 @@ def _check_iterable(loader: Any) -> None:
 
 
 def _check_travels(loader: Any, name: str) -> None:
-    from taas.capture.losing import Paths  # import taas stays quick
+    from taas.capture.lost import culprit_of  # import taas stays quick
 
-    main = vars(sys.modules["__main__"])
-    found = Paths(main).culprit(
-        name, take_apart(loader), lambda part: PayloadPickler.into_nothing().dump(part)
+    found = culprit_of(
+        name,
+        take_apart(loader),
+        vars(sys.modules["__main__"]),
+        lambda part: PayloadPickler.into_nothing().dump(part),
     )
     if found is None:
         return

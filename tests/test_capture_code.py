@@ -43,7 +43,7 @@ def test_slots_are_part_of_how_a_class_is_made() -> None:
     """Set afterwards, __slots__ does nothing."""
     reading = code_by_value.read_class(_class_of_main())
     assert reading is not None
-    constructor, arguments, _, (attributes, _), *_ = reading
+    constructor, arguments, _, (attributes,), *_ = reading
     assert arguments[3]["__slots__"] == ("a",)
     assert "__slots__" not in attributes
     assert "a" not in attributes

@@ -28,7 +28,7 @@ from taas.capture import (
     peek,
     rebind_answer,
 )
-from taas.capture.pickling import no_collection
+from taas.capture.heap import no_collection
 from taas.errors import CaptureError, VersionMismatch
 
 
@@ -171,7 +171,7 @@ def test_an_object_of_which_a_part_is_refused_stays_whole_as_it_was(rounds: Any)
     assert one.notebook["others"] == [1, 2]
     assert one.notebook["alone"].tolist() == [3, 3]
     assert one.notebook["both"][0] is t and one.notebook["both"][1] is one.notebook["others"]
-    assert any("t.inner['lock'] is a _thread.lock" in line for line in applied.lost)
+    assert any("t.inner.lock is a _thread.lock" in line for line in applied.lost)
     assert any("t:" in line and "as it was before the cell" in line for line in applied.lost)
 
 
@@ -303,11 +303,11 @@ h = {'k': [Half()]}; log.append(h['k'])
 
 
 def test_what_is_not_in_the_notebook_what_it_was_in_rank_0_is_said(tmp_path: Path) -> None:
-    """One line each, for a name and for an object that was there: the variable, and the path inside it."""
+    """One line for an object, with the shortest way to it."""
     half = row("half", ("import os\nhome = os.getpid(); log = []",), HALF, probe="h['k'][0].b")
     there = play(half, tmp_path, plain=False)
     assert there.value == "3"
-    assert [line.partition(": ")[0] for line in there.lost] == ["h['k'][0].b", "log[0][0].b"]
+    assert [line.partition(": ")[0] for line in there.lost] == ["log[0][0]"]
     assert "it is not what rank 0 had" in there.lost[0]
 
 
@@ -437,14 +437,13 @@ untouched, changed = C("untouched"), C("changed"); t = 1, [untouched]; l = [t]
 
 
 def test_objects_are_seldom_asked_for_their_state(rounds: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once in the notebook and twice in rank 0, before and after, also where a tuple is replaced; more if they changed."""
+    """Once in the notebook and once in rank 0, also where a tuple is replaced, and whether they changed or not."""
     counting: Any = types.ModuleType("counting")
     counting.calls = []
     monkeypatch.setitem(sys.modules, "counting", counting)
     one = rounds(COUNTED, "untouched, changed, t, l, counting")
     one.run("changed.n = 1; t = (2, t[1]); l[0] = t")
-    assert counting.calls.count("untouched") == 3
-    assert counting.calls.count("changed") == 7
+    assert (counting.calls.count("untouched"), counting.calls.count("changed")) == (2, 2)
     assert one.notebook["changed"].n == 1
     assert one.notebook["l"][0] is one.notebook["t"]
 

@@ -61,7 +61,7 @@ def test_a_fault(stage: Stage, fault: Fault) -> None:
     assert ran.ename in fault.ends, ran
     assert fault.says in ran.evalue + ran.stdout
     if not ran.ename and fault.state != "idle":
-        assert stage.notebook.value("got == place") == "True"
+        assert stage.notebook.value("got in (place, held)") == "True"
     stage.check()
 
 

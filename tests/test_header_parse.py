@@ -190,6 +190,7 @@ REFUSED = {
     "#pragma taas --gpus 2 --type g2.8": "allowed is #!TYPE on the line above",
     "#pragma taas --gpus 2 --keep --background": "leave --background out",
     "#pragma taas --gpus 2 --keep --max-restarts 1": "leave --max-restarts out",
+    "#pragma taas --gpus 2 --keep --return x": "leave --return out",
     "#pragma taas --gpus 2 --nnodes 2": "leave it out",
     "#pragma taas --gpus all": "type --gpus auto",
     "#pragma taas --gpus 2, --output all": "type --gpus 2",

@@ -38,7 +38,6 @@ ROWS = [
     K("new view of what a cell made", "import numpy as np", "#r\nx = np.arange(6.)", "v = x[1:]", "#r\nx += 1; s = v.sum()", "x, v, s"),
     K("whole of a held part", "import numpy as np, torch\nx = np.arange(6.); v = torch.from_numpy(x[2:4])", "#r\nl = [v]", "x[3] = 9", "#r\nx += 1; s = v.sum().item()", "v += 1", "#r\nt = v.sum().item()", "x, v, s, t"),
     K("__dict__ of an object of a cell", "class A:\n    def __init__(self): self.n = 1", "#r\na = A()", "#r\nd = vars(a)", "d['m'] = 2", "#r\nd['k'] = a.m", "d is vars(a), a.k"),
-    K("constant with a name", "t = frozenset((0, 2)); u = (1, 2); l = [0, t, u]", "#r\nn = len(l)", "v = u", "#r\nm = l[:]; k = [t]; s = v is l[2]", "k[0] is l[1] is t, s"),
     K("a module that no cell uses", "import helper; l = helper.items", "#r\nx = 1", "helper.items.append(x)", "#r\ny = x", "helper.counter, helper.items is l, l", "#r\nhelper.counter += y; del helper.gone", "helper.counter, hasattr(helper, 'gone')", files=(("helper.py", "counter = gone = 0\nitems = []\n"),)),
     K("aliases of held names", "a = [1]; b = {'a': a}; c = [b, a]", "#r\na.append(2)", "d = [a, b]", "#r\nd[0].append(3); e = d[1] is b, d[0] is a, c[0] is b", "a, b, c, d, e, c[1] is d[0]"),
     K("part of a held name", "class A: pass\nh = A(); h.inner = [1]; o = [h.inner]", "#r\nh.inner.append(2)", "p = [h.inner, h]", "#r\np[0].append(3); same = p[0] is h.inner is o[0], p[1] is h", "h.inner, p, same, o[0] is p[0]"),

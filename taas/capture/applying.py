@@ -8,16 +8,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from taas.capture import process_state
-from taas.capture.changes import apply_change
-from taas.capture.fingerprint import Fingerprints
+from taas.capture.building import Builder, Loss, change
+from taas.capture.heap import CONSTANT, Heap, no_collection
 from taas.capture.libraries import join_devices
-from taas.capture.losing import Losses, Paths, in_few_lines
-from taas.capture.memory import MemoryTable, Stretch, overlapping
+from taas.capture.lost import Paths, in_few_lines
+from taas.capture.memory import DeviceMemory, MemoryTable, SentMemory, Stretch, opened
+from taas.capture.modules import places_now, put_places
 from taas.capture.of_ipython import is_of_ipython
 from taas.capture.payload import Payload
-from taas.capture.pickling import Table, no_collection
-from taas.capture.reader import memory_of
-from taas.capture.reading import MissingModule, is_atom
+from taas.capture.places import place_of
+from taas.capture.reader import Reader
+from taas.capture.reading import MissingModule, keeps_all_attributes
 from taas.wording import first_line
 
 
@@ -38,14 +39,14 @@ class Applied:
     Attributes:
         rebound: names that are new or have a new object.
         deleted: names that the cell deleted.
-        changed: how many objects were changed in place.
+        changed: how many objects, and regions of memory, were changed in place.
         lost: what could not be brought back, a line each.
         value: the last expression's value, or :data:`NOTHING`.
         cells: file names of the cells whose functions came, with their numbers ``In[n]``.
         there: names that rank 0 has.
         own: of these, names that are something else there.
+        places: what was put elsewhere than under names.
         wrapped: of these, names that have a parallel wrapper, or shards, there of what they have here.
-        table: the objects that both know now.
         memory: the memory that both know now, by region.
         next_region: the number of the region that comes next.
     """
@@ -59,181 +60,216 @@ class Applied:
     there: list[str] = field(default_factory=list)
     own: list[str] = field(default_factory=list)
     wrapped: list[str] = field(default_factory=list)
-    table: Table | None = field(default=None, repr=False)
+    places: list[str] = field(default_factory=list)
     memory: dict[int, Stretch] = field(default_factory=dict, repr=False)
     next_region: int = 0
 
 
-def apply_answer(fd: int, namespace: dict[str, Any], table: Table, known: dict[int, Stretch]) -> Applied:
-    """Load an answer and do what it says.
+def apply_answer(fd: int, namespace: dict[str, Any], heap: Heap, known: dict[int, Stretch]) -> Applied:
+    """Build what an answer brings and do what it says.
 
-    Everything is loaded before any object is changed. New names are bound as they come, for methods that rebuild others.
+    Everything is built before any object is changed. New names are bound as they come, for methods that rebuild others.
 
     Args:
         fd: the answer.
         namespace: where names are rebound.
-        table: the objects that travelled.
+        heap: the objects that travelled; knows afterwards those that came.
         known: the memory that travelled, by region.
     """
     with no_collection():
-        answer = _Answer(fd, namespace, table, known)
-        answer.load()
+        answer = _Incoming(fd, namespace, heap, known)
+        answer.build()
         return answer.apply()
 
 
-class _Answer:
-    """What stands in an answer's parts, and what is done with it."""
+class _Incoming:
+    """An answer, and what is done with it."""
 
-    def __init__(self, fd: int, namespace: dict[str, Any], table: Table, known: dict[int, Stretch]) -> None:
-        self._fd, self._namespace = fd, namespace
+    def __init__(self, fd: int, namespace: dict[str, Any], heap: Heap, known: dict[int, Stretch]) -> None:
+        self._fd, self._namespace, self._heap, self._known = fd, namespace, heap, known
         self._payload = Payload(fd)
-        self._preface = self._payload.preface
-        self._before = table
-        self._table = table.copy() if self._payload.header.stream else Table(namespace)
-        self._numbers = self._table.numbers()  # before it learns what comes
-        self._known = known
+        self._contents = contents = self._payload.contents
         self._memory = self._payload.brought(known)
-        self._losses = Losses(namespace)
-        self._changes: list[tuple[int, Any, Any]] = []
-        self._refused: dict[int, Any] = {}
-        self._applied = Applied(lost=list(self._preface["lost"]), cells=self._preface["cells"])
+        self._made = {n: opened(o) if type(o) is DeviceMemory else o for n, o in enumerate(heap.objects)}
+        self._builder = Builder(contents["states"], self._made, self._memory, namespace, tolerant=True)
+        self._before = places_now(contents["project"])
+        self._applied = Applied(lost=list(contents["lost"]), cells=contents["cells"])
+        self._places: dict[str, Any] = {}
 
-    # ------------------------------------------------------------ loading
+    # ------------------------------------------------------------ building
 
-    def load(self) -> None:
-        """Load all parts; what is not whole is left out, and told."""
+    def build(self) -> None:
+        """Build all that is new; what is not whole is left out, and told."""
+        contents, builder = self._contents, self._builder
         self._payload.take_sources()
-        for name in self._preface["reloaded"]:
+        for name in contents["reloaded"]:
             try:
                 importlib.reload(sys.modules[name])
             except BaseException as error:  # what a module's own code raises
                 self._lose(f"the reload of {name}", f"{type(error).__name__}: {error}")
-        for name, read in self._payload.parts(self._memory, self._table, self._losses):
-            what = "new contents of some objects" if name is None else name or "the cell's last value"
-            try:
-                found = read()
-            except BaseException as error:  # what a user's __hash__ raises, or a person who has waited for it
-                self._lose(what, f"it cannot be rebuilt here ({type(error).__name__}: {error})")
-                continue
-            if name is None:
-                self._changes += filter(self._is_whole_change, found)
-            elif (why := self._losses.why(found[-1])) is not None:
-                self._lose(what, why)
+        for name, n in contents["roots"].items():
+            value = builder.build(n)
+            if n in builder.lost:
+                self._lose(name or "the cell's last value", self._reason(n, n))
             elif not name:
-                self._applied.value = found[-1]
-            elif isinstance(found[-1], MissingModule):
-                self._lose(name, found[-1].reason)
+                self._applied.value = value
+            elif isinstance(value, MissingModule):
+                self._lose(name, value.reason)
             else:
-                self._namespace[name] = found[-1]
+                self._namespace[name] = value
                 self._applied.rebound.append(name)
+        for name, n in contents["places"].items():
+            value = builder.build(n)
+            if n in builder.lost:
+                self._lose(name, self._reason(n, n))
+            else:
+                self._places[name] = value
+        for state, _ in contents["changed"].values():
+            for child in state[2]:
+                if child not in self._made:
+                    builder.build(child)
 
     def _lose(self, what: str, why: str) -> None:
         self._applied.lost.append(f"{what}: {why}")
 
-    def _is_whole_change(self, entry: tuple[int, Any, Any]) -> bool:
-        _, value, change = entry
-        if (why := self._losses.why(change)) is not None:
-            self._lose(f"new contents of {self._path(value)}", why)
-            self._refused[id(value)] = value
-        return why is None
-
-    def _path(self, value: Any) -> str:
-        visible = {name: value for name, value in self._namespace.items() if not is_of_ipython(name, value)}
-        return Paths(self._namespace).path_to(value, visible)
+    def _reason(self, n: int, whole: int) -> str:
+        loss: Loss = self._builder.lost[n]
+        what = "it" if loss.number == whole else loss.what
+        return f"{what} cannot be rebuilt here ({loss.reason})"
 
     # ------------------------------------------------------------ applying
 
     def apply(self) -> Applied:
         """Put everything in place, and compare it with what rank 0 had."""
-        applied, header = self._applied, self._payload.header
-        kept = self._hold_back() if self._refused else set()
+        applied, header, contents = self._applied, self._payload.header, self._contents
+        held_back = self._held_back()
+        as_before = MemoryTable(self._known, ()).regions_of(
+            self._heap.memories_among(self._heap.only_among(held_back, self._heap.states))
+        )
         for patch in header.patches:
-            if patch.region in kept:
-                continue
-            why = self._known[patch.region].patch(patch, self._fd)
+            why = None if patch.region in as_before else self._known[patch.region].patch(patch, self._fd)
             if why is not None and why not in applied.lost:
                 applied.lost.append(why)
-        self._put_changes()
-        if any(stretch.device != "cpu" for stretch in self._known.values()):
-            self._join_devices()
-        for name in self._preface["deleted"]:
+        changed = self._change_in_place(held_back)
+        for name in contents["deleted"]:
             self._namespace.pop(name, None)
             applied.deleted.append(name)
-        if self._preface["process state"] is not None:
+        of_libraries = {name: value for name, value in self._before.items() if place_of(name) is not None}
+        put_places(of_libraries | self._places, contents["places deleted"], self._before)
+        if contents["process state"] is not None:
             try:
-                process_state.put(self._preface["process state"])
+                process_state.put(contents["process state"])
             except Exception as error:  # an earlier cell may have replaced whatever is set
                 applied.lost.append(process_state.not_brought(error))
-        applied.changed += len({patch.region for patch in header.patches})
-        self._compare()
-        applied.lost = in_few_lines(applied.lost, self._preface["sharded"])
-        self._note_what_is_known()
+        applied.changed = len(changed) + len({patch.region for patch in header.patches})
+        known = [*self._heap.objects]
+        self._learn(changed)
+        if any(stretch.device != "cpu" for stretch in self._known.values()):
+            self._join_devices(known)
+        applied.lost = in_few_lines(applied.lost, contents["sharded"])
+        applied.there, applied.wrapped = contents["there"], [*contents["wrapped"], *contents["sharded"]]
+        unbound = {name for name in contents["roots"] if name} - {*applied.rebound}
+        applied.own, applied.places = [*contents["own"], *unbound], [*self._places]
+        applied.memory, applied.next_region = self._memory.stretches, self._payload.next_region
         return applied
 
-    def _hold_back(self) -> set[int]:
-        """Drop the changes of all objects that refused ones belong to; return the regions of their memory."""
-        paths = Paths(self._namespace, self._numbers)
-        roots = [value for value in self._namespace.values() if not is_atom(value)]
-        owners = paths.owners(roots, self._refused, lambda _: ())
-        held: dict[int, Any] = {}
-        for inside in owners.values():
-            held |= inside
-        self._changes = [entry for entry in self._changes if id(entry[1]) not in held]
-        places = MemoryTable(self._known, ()).places()
-        memories = filter(None, map(memory_of, held.values()))
-        return {region for m in memories for region in overlapping(places, m.address, m.nbytes)}
+    def _held_back(self) -> set[int]:
+        """Return the numbers of what stays as it was, since a part of it cannot be rebuilt here, and say so."""
+        lost = self._builder.lost
+        changed = self._contents["changed"].items()
+        refused = {
+            n: next(c for c in state[2] if c in lost)
+            for n, (state, _) in changed
+            if not lost.keys().isdisjoint(state[2])
+        }
+        number = self._heap.number
+        held_back = self._heap.held_back(
+            {*refused}, [number[id(v)] for v in self._namespace.values() if id(v) in number]
+        )
+        as_before = "" if held_back == refused.keys() else ", so all of it is as it was before the cell"
+        for n, part in refused.items():
+            self._lose(f"new contents of {self._path(self._made[n])}", self._reason(part, n) + as_before)
+        return held_back
 
-    def _note_what_is_known(self) -> None:
-        applied, preface = self._applied, self._preface
-        applied.there, applied.wrapped = preface["there"], [*preface["wrapped"], *preface["sharded"]]
-        unbound = {name for name in self._payload.header.names if name} - {*applied.rebound}
-        applied.own = [*preface["own"], *unbound]
-        applied.table = self._before.cut(range(self._before.next_leaf + 1, self._before.next))
-        if self._payload.header.stream:
-            self._table.next, self._table.next_leaf = preface["next"]
-            applied.table.learn(self._table)
-        applied.memory, applied.next_region = self._memory.stretches, self._payload.next_region
-
-    def _put_changes(self) -> None:
-        for _, value, change in self._changes:
+    def _change_in_place(self, held_back: set[int]) -> list[int]:
+        """Fill the objects of the notebook that are others now; return their numbers."""
+        done = []
+        for n, (state, arguments_differ) in self._contents["changed"].items():
+            if n in held_back:
+                continue
+            value = self._made[n]
             try:
-                apply_change(value, change)
-            except BaseException as error:  # a user's __setstate__ may raise anything
+                before = self._heap.states[n] or state
+                children = [self._made[c] for c in state[2]]
+                change(value, before, state, children, arguments_differ=arguments_differ)
+            except BaseException as error:  # a user's __setstate__ may raise anything, SystemExit included
                 self._applied.lost.append(
                     f"a {type(value).__qualname__} of the notebook refused its new contents: "
                     f"{type(error).__name__}: {error}"
                 )
             else:
-                self._applied.changed += 1
+                done.append(n)
+        return done
 
-    def _join_devices(self) -> None:
+    def _path(self, value: Any) -> str:
+        visible = [(name, item) for name, item in self._namespace.items() if not is_of_ipython(name, item)]
+        return Paths(Reader(self._namespace)).path_to(value, visible)
+
+    def _join_devices(self, known: list[Any]) -> None:
         try:
-            known = [self._table.objects[number] for number in self._numbers.values()]
             join_devices([*known, *(self._namespace[name] for name in self._applied.rebound)])
         except RuntimeError as error:  # a full GPU
             self._applied.lost.append(
                 f"new state beside parameters on the GPU, which is elsewhere ({first_line(error)})"
             )
 
-    def _compare(self) -> None:
-        """Say of each name or changed object that is not what rank 0 had."""
-        prints = self._preface["fingerprints"]
-        if prints["contents"] and any(stretch.device != "cpu" for stretch in self._known.values()):
-            return  # told as in host memory, which it is not here
-        found = Fingerprints(
-            self._namespace, self._preface["project"], self._numbers, contents=prints["contents"]
-        )
-        names = [(name, self._namespace[name]) for name in self._applied.rebound if name in self._namespace]
-        for what, value in [*names, *(entry[:2] for entry in self._changes)]:
-            if (theirs := prints.get(what)) is None:
-                continue
-            name = what if isinstance(what, str) else ""
-            try:
-                where = found.difference(value, name, theirs, opened=not name)
-            except Exception as error:  # what is read by a user's own protocol may raise
-                where = f"{name} ({first_line(error)})"
-            if where is not None:
-                self._applied.lost.append(
-                    f"{'' if name else self._path(value)}{where}: it is not what rank 0 had, for the way its class is "
-                    "pickled does not bring all of it (give what you need of it a name of its own)"
-                )
+    # ------------------------------------------------------------ the proof
+
+    def _learn(self, changed: list[int]) -> None:
+        """Take over the numbers of what came, read it again, and say of what is not what rank 0 had.
+
+        This proves that each object consists here of what it consisted of there: the same numbers, texts and other objects,
+        after all methods of its class have run. Memory is compared by where it is, not by what is in it; what a protocol does
+        not tell of an object cannot be compared.
+        """
+        heap, contents = self._heap, self._contents
+        lost = self._builder.lost
+        whole = {n: value for n, value in self._made.items() if n not in lost}
+        heap.learn(whole, contents["states"], contents["next"], contents["fresh"])
+        for n in changed:
+            heap.states[n] = contents["changed"][n][0]
+        heap.begin_after(Reader(self._namespace, project=contents["project"]), SentMemory())
+        new = [n for n in contents["states"] if n in whole and self._is_comparable(n)]
+        again = [n for n in changed if contents["changed"][n][0][0] != "reading"]
+        for n in (*new, *again):
+            heap.describe_again(n)
+        heap.walk()
+        self._say_what_differs([n for n in (*new, *again) if not self._is_as_there(n)])
+        heap.end_proof(contents["next"])
+
+    def _is_comparable(self, n: int) -> bool:
+        kind, value = self._contents["states"][n][0], self._made[n]
+        if (
+            kind in CONSTANT or self._heap.number.get(id(value)) != n
+        ):  # it stands for another one: what was wrapped
+            return False
+        own = type(value).__module__ == "__main__" and keeps_all_attributes(type(value))
+        return kind != "reading" or own
+
+    def _is_as_there(self, n: int) -> bool:
+        heap = self._heap
+        before, now = heap.before[n], heap.states[n]
+        return now is before or n in heap.failed or heap.same(before, now, by_value=True)
+
+    def _say_what_differs(self, numbers: list[int]) -> None:
+        if not numbers:
+            return
+        visible = [(name, item) for name, item in self._namespace.items() if not is_of_ipython(name, item)]
+        targets = {id(self._made[n]) for n in numbers}
+        paths = Paths(Reader(self._namespace)).walk(visible)
+        found = [path for path, value in paths if id(value) in targets]
+        self._applied.lost += [
+            f"{path}: it is not what rank 0 had, for the way its class is pickled does not bring all of it (give what you "
+            "need of it a name of its own)"
+            for path in found
+        ]

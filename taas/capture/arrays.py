@@ -8,6 +8,7 @@ be addressed: there the root of the views is a container, and a view is a view o
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import sys
 from collections.abc import Callable
@@ -29,7 +30,11 @@ def is_array(value: Any) -> bool:
 def array_reader(cls: Any) -> Callable[[Any], Reading | None] | None:
     """Return what reads arrays of a class, or None: it is none, or has a protocol of its own."""
     numpy = sys.modules.get("numpy")
-    if numpy is None or not hasattr(numpy, "ndarray") or not issubclass(cls, numpy.ndarray):
+    if numpy is None or not hasattr(numpy, "ndarray"):
+        return None
+    if issubclass(cls, numpy.dtype):
+        return read_dtype
+    if not issubclass(cls, numpy.ndarray):
         return None
     masked = sys.modules.get("numpy.ma")
     known = [numpy.ndarray, *([masked.MaskedArray] if masked is not None else [])]
@@ -66,12 +71,21 @@ def _root(array: Any) -> Any:
         array = base
 
 
+def _buffer_of(root: Any) -> Any:
+    """Return the memory that came for an array, if it looks into such; it may be more than the array uses."""
+    owner = root.base.obj if type(root.base) is memoryview else None
+    return owner if hasattr(owner, "owner") else None
+
+
 def memory_of_array(array: Any) -> DeviceMemory:
     """Return the memory that an array looks into: that of a tensor, or of the root of its views."""
     root = _root(array)
     low, end = _reach(array)
     if is_tensor(root.base) and root.base.device.type == "cpu":
         memory = memory_of_storage(root.base.untyped_storage(), opener="buffer")
+    elif (buffer := _buffer_of(root)) is not None:
+        start = ctypes.addressof(buffer)
+        memory = DeviceMemory("buffer", start, ctypes.sizeof(buffer), buffer, lambda: start)
     else:
         start, nbytes = _bounds(root)
         memory = DeviceMemory("buffer", start, nbytes, root, lambda: _bounds(root)[0])
@@ -89,7 +103,28 @@ def _read_array(array: Any) -> Reading | None:
     memory = memory_of_array(array)
     offset = _address(array) - memory.address
     arguments = (type(array), memory, array.dtype, array.shape, array.strides, offset)
-    return Reading(_make_array, arguments, *_state(array), _change_array, fixed=2)
+    return Reading(_make_array, arguments, *_state(array))
+
+
+def read_dtype(dtype: Any) -> Reading | None:
+    """Read a dtype that its name says by that: so it is the one that NumPy itself has."""
+    import numpy as np
+
+    by_name = dtype.metadata is None and dtype.names is None and np.dtype(dtype.str) is dtype
+    return Reading(np.dtype, (dtype.str,)) if by_name else None
+
+
+def read_copy(array: Any) -> Reading | None:
+    """Read an array by a copy of what is in it; one that holds objects not at all."""
+    if array.dtype.hasobject:
+        return None
+    return Reading(_make_copy, (type(array), array.dtype, array.shape, array.tobytes()))
+
+
+def _make_copy(cls: Any, dtype: Any, shape: Any, data: bytes) -> Any:
+    import numpy as np
+
+    return np.frombuffer(bytearray(data), dtype).reshape(shape).view(cls)
 
 
 def _state(array: Any) -> tuple[Callable[[Any, Any], None] | None, Any, tuple[str, ...]]:
@@ -109,24 +144,12 @@ def _make_array(cls: Any, memory: memoryview, dtype: Any, shape: Any, strides: A
 
 
 def _set_array(array: Any, state: tuple[Any, ...] | None) -> None:
-    attributes, slots, writeable = state or (None, (), True)
+    attributes, slots, writeable = state or (None, {}, True)
     if "_mmap" in getattr(array, "__dict__", ()):
         attributes = {**(attributes or {}), "_mmap": array.__dict__["_mmap"]}
     set_insides(array, (attributes, slots))
     if array.flags.writeable != writeable:
         array.flags.writeable = writeable
-
-
-def _change_array(array: Any, cls: type, _: Any, dtype: Any, shape: Any, strides: Any, __: int) -> None:
-    """Look at the same memory in another way, as ``array.shape = …`` does; a ValueError where it cannot."""
-    if type(array) is not cls:
-        array.__class__ = cls
-    if array.dtype != dtype:
-        array.dtype = dtype
-    if array.shape != shape:
-        array._set_shape(shape) if hasattr(array, "_set_shape") else setattr(array, "shape", shape)
-    if array.strides != strides:
-        raise ValueError("an array cannot be strided anew in place")
 
 
 # ---------------------------------------------------------------- memory of files
@@ -178,7 +201,7 @@ def _read_objects(array: Any) -> Reading | None:
         plain = array.view(np.ndarray)
         items = tuple(np.ndarray.__reduce__(plain)[2][4])
         arguments = (type(array), plain.shape, plain.dtype, plain.flags.fnc)
-        state = (items, *(state or (None, (), True)))
+        state = (items, *(state or (None, {}, True)))
         return Reading(_make_objects, arguments, _set_objects, state, ("[]", ".", ".", ".flags.writeable"))
     offset = _address(array) - _address(root)
     same = (array.shape, array.strides) == (root.shape, root.strides)

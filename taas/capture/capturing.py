@@ -1,4 +1,4 @@
-"""The notebook's side: names into a payload for the ranks, rank 0's answer into the notebook's objects."""
+"""The notebook's side: names into a payload for the ranks."""
 
 from __future__ import annotations
 import __future__
@@ -14,24 +14,18 @@ from typing import TYPE_CHECKING, Any
 from taas.capture import process_state
 from taas.capture.applying import Applied, apply_answer
 from taas.capture.code_by_value import global_names, words_in
+from taas.capture.heap import Heap, no_collection
 from taas.capture.kept import Held, Kept
 from taas.capture.libraries import wait_for_devices
 from taas.capture.loggers import go_to_ends
-from taas.capture.losing import Paths
+from taas.capture.lost import culprit_of
 from taas.capture.memory import SentMemory
-from taas.capture.modules import (
-    among_names,
-    edited_modules,
-    imported_by,
-    module_of,
-    modules_reached,
-    modules_used,
-)
+from taas.capture.modules import edited_modules, imported_by, modules_reached, modules_used, places_now
 from taas.capture.names import Needs, needs_of
-from taas.capture.of_ipython import history_of, is_of_ipython, magics_among_names, values_of_cells
-from taas.capture.payload import check_room, packed_numbers, write_file
-from taas.capture.pickling import NAMESPACE, Pickler, no_collection
+from taas.capture.of_ipython import extensions_with, history_of, is_of_ipython, magics_used, values_of_cells
+from taas.capture.payload import check_room, write_file
 from taas.capture.places import place_of
+from taas.capture.reader import Reader
 from taas.errors import CaptureError, HeaderError
 from taas.wording import first_line, nearest, shown, size_in_words
 
@@ -66,23 +60,30 @@ class Capture:
     nbytes = 0
     _applied: Applied | None = None
 
-    def __init__(self, namespace: dict[str, Any], needs: Needs, project: str, held: Held) -> None:
-        self._needs, self._held = needs, held
-        self._namespace, self._project = namespace, project
-        self._pickler = Pickler(
-            namespace,
-            project=project,
-            table=held.new_table(),
-            known={id(namespace): NAMESPACE},
-            sent=SentMemory(regions=held.next_region),
-            held=held,
+    def __init__(
+        self,
+        namespace: dict[str, Any],
+        needs: Needs,
+        project: str,
+        held: Held,
+        places: dict[str, Any],
+        imports: Sequence[str],
+    ) -> None:
+        self._needs, self._held, self._namespace, self._project = needs, held, namespace, project
+        self._imports = imports
+        self.heap = Heap(
+            Reader(namespace, project=project), [namespace], SentMemory(regions=held.next_region)
         )
+        self.heap.go_on(held.kept.heap, (), len(held.objects))
+        self.heap.named = held.named
+        self._roots: dict[str, int] = {}
+        self._places: dict[str, int] = {}
         self.sizes: dict[str, int] = {}
         self.left_behind: dict[str, str] = {}
         self._detached: list[str] = []
         self._too_large: list[str] = []
-        self._edited: Sequence[str] = ()
-        self._pack()
+        self._edited: list[str] = []
+        self._pack(places)
 
     def __enter__(self) -> Capture:
         return self
@@ -108,115 +109,150 @@ class Capture:
         Args:
             answer_fd: what :meth:`Arrival.pack_answer` wrote; stays open.
         """
-        go_to_ends()
-        with among_names(self._namespace, self._project):
-            self._applied = apply_answer(answer_fd, self._namespace, self._table, self._memory)
-            return self._applied
+        self._applied = apply_answer(answer_fd, self._namespace, self.heap, self._memory)
+        return self._applied
 
     def kept(self) -> Kept:
         """Return what the ranks hold after the cell, if they stay: for the next capture, once the answer is applied."""
         if self._applied is None:
             return Kept.unsure(self._namespace, {*self.names, *self._held.names})
-        with among_names(self._namespace, self._project), no_collection():
-            return Kept.after(self._namespace, self._project, self._held, self.names, self._applied)
+        with no_collection():
+            known = self.names, self._places, self.heap, self._applied
+            return Kept.after(self._namespace, self._project, self._held, *known)
 
     # ------------------------------------------------------------ packing
 
-    def _pack(self) -> None:
-        """Write the names, with those that their functions turn out to use, and those of their classes."""
-        needs, namespace = self._needs, self._namespace
+    def _pack(self, places: dict[str, Any]) -> None:
+        """Describe the names, with those that their functions turn out to use, and those of their classes."""
+        needs, namespace, reader = self._needs, self._namespace, self.heap.reader
         waiting = sorted((needs.sure | needs.maybe) - self._held.names)
         met = {*waiting, *self._held.names}
         while waiting:
             waiting.sort(key=lambda name: not isinstance(namespace[name], _CODE))
             name = waiting.pop(0)
-            met_before = len(self._pickler.reader.names)
-            error = self._add(name)
+            met_before = len(reader.names)
+            error = self._add(name, namespace[name], self._roots)
             if error is not None:
-                self.left_behind[name] = self._why(name, error)
+                self.left_behind[name] = self._why(name, namespace[name], error)
+                if name in needs.sure:
+                    raise CaptureError(
+                        f"the cell needs {name!r}: {self.left_behind[name]} Nothing was started."
+                    ) from error
                 continue
-            used = sorted(self._pickler.wanted(met_before) - met - needs.settled)
-            new = [name for name in used if name in namespace and not is_of_ipython(name, namespace[name])]
+            used = set().union(*reader.names[met_before:]) - met - needs.settled
+            new = [n for n in sorted(used) if n in namespace and not is_of_ipython(n, namespace[n])]
             waiting += new
             met.update(new)
-        reached: set[str] = set()
-        while new_modules := self._modules_reached() - reached:  # what is in their data reaches others
-            reached |= new_modules
-            for name in sorted(namespace.keys() - met):
-                if module_of(name) in new_modules:
-                    self._add(name, limit=LARGE, by_name=True)  # else the ranks' module has its own
+        self._add_places(places)
         room = LARGE
         for name in sorted(needs.others - met):
-            if self._add(name, limit=room) is not None:
+            if self._add(name, namespace[name], self._roots, limit=room) is not None:
                 self._too_large.append(name)
             room -= self.sizes.get(name, 0)
 
-    def _modules_reached(self) -> set[str]:
-        reader = self._pickler.reader
-        words = self._needs.words.union(*map(words_in, reader.functions))
-        known = map(module_of, self._held.outdated())  # the ranks have older data of them
-        return modules_reached(words, reader.modules.union(known), self._project)
+    def _add_places(self, places: dict[str, Any]) -> None:
+        """Describe what libraries hold, and the data of those modules of the project that something is found in."""
+        held = self._held
+        while new := {
+            name: value
+            for name, value in (places | places_now(self._project, self._reached())).items()
+            if name not in self._places and name not in self.left_behind and name not in held.places
+        }:
+            for name, value in new.items():
+                of_library = place_of(name) is not None
+                error = self._add(
+                    name, value, self._places, limit=None if of_library else LARGE, by_name=not of_library
+                )
+                if error is not None:
+                    self.left_behind[name] = self._why(name, value, error) if of_library else ""
 
-    def _add(self, name: str, **options: Any) -> Exception | None:
-        pickler = self._pickler
-        before, pieces, detached = pickler.stream.tell(), len(pickler.sent), pickler.detached
-        error = pickler.add((name, self._namespace[name]), **options)
-        if error is None:
-            self.sizes[name] = pickler.stream.tell() - before + pickler.sent.size(pieces)
-            self._detached += [name] * (pickler.detached > detached)
+    def _reached(self) -> set[str]:
+        reader = self.heap.reader
+        words = self._needs.words.union(*map(words_in, reader.functions))
+        return modules_reached(words, {*reader.modules, *self._imports}, self._project)
+
+    def _add(
+        self,
+        name: str,
+        value: Any,
+        roots: dict[str, int],
+        *,
+        limit: int | None = None,
+        by_name: bool = False,
+    ) -> Exception | None:
+        """Describe a value; nothing of it is left where it cannot travel."""
+        heap = self.heap
+        length, pieces = len(heap.objects), len(heap.sent)
+        roots[name] = heap.enter(value)
+        heap.walk()
+        error = next(iter(heap.failed.values()), None)
+        nbytes = heap.size(length) + heap.sent.size(pieces)
+        if error is None and limit is not None and nbytes > limit:
+            error = ValueError(f"it has more than {limit:,} bytes")
+        if error is None and by_name:
+            error = heap.foreign_code(length)
+        if error is not None:
+            heap.back_to(length)
+            heap.sent.forget(pieces)
+            del roots[name]
+        elif roots is self._roots:
+            self.sizes[name] = nbytes
+            self._detached += [name] * heap.sent.is_detached(pieces)
         return error
 
-    def shared(self) -> set[int]:
-        """Return what of the names that are held stands in these, too, by ids."""
-        return self._pickler.shared
-
-    def write(self, cell: str, shell: InteractiveShell | None, **preface: Any) -> None:
+    def write(self, cell: str, shell: InteractiveShell | None, **contents: Any) -> None:
         """Write them into a file, with what the ranks have to know beside them, and of what they hold.
 
         Raises:
             CaptureError: there is no memory for it.
         """
         check_room(self.sizes)
-        pickler, (held, memory) = self._pickler, self._held.known()
-        self._edited = () if held else edited_modules(self._project, self._modules_reached())
-        del self._pickler
-        last = self._held.new_table()
-        new = {n: v for n, v in pickler.table.objects.items() if n >= last.next or n <= last.next_leaf}
-        anew = {id(value) for value in new.values()} if held else ()  # a tuple, code: by its new number alone
-        numbers = {number for number, value in held.items() if id(value) not in anew}
+        self._edited = [] if self._held.names else edited_modules(self._project, self._reached())
+        heap, reader = self.heap, self.heap.reader
         files = getattr(getattr(shell, "compile", None), "_filename_map", {})
-        preface |= {
+        sources = reader.sources()
+        words = {*self._needs.words}.union(*map(words_in, reader.functions))
+        modules = [
+            v.__name__ for name in self.sizes if isinstance(v := self._namespace.get(name), types.ModuleType)
+        ]
+        packages = {module.partition(".")[0] for module in reader.modules}
+        first = len(self._held.objects)
+        contents |= {
             "project": self._project,
             "process state": process_state.of_notebook(),
-            "cells": {file: files[file] for file in pickler.sources() if file in files},
+            "cells": {file: files[file] for file in sources if file in files},
+            "sources": sources,
             "history": history_of(shell),
-            "imports": modules_used(self.sizes, self._needs.words, pickler, self._namespace),
-            "imports of the cell": list(imported_by(cell)),
+            "imports": modules_used(modules, words, packages, self._namespace),
+            "imports of the cell": self._imports,
             "left behind": self.left_behind,
-            "nobodys": pickler.nobodys,
-            "held": {
-                "names": sorted(self._held.names),
-                "deleted": self._held.deleted(self.sizes),
-                "numbers": packed_numbers(numbers),
-                "regions": list(memory),
-            },
+            "roots": dict(sorted(self._roots.items(), key=lambda root: heap.early(root[1]))),
+            "places": self._places,
+            "first": first,
+            "states": heap.states[first:],
+            "fresh": heap.fresh,
+            "held": self._held.told(self.sizes),
         }
-        self.fd, self.nbytes = write_file(pickler, self.sizes, preface)
-        self._table = pickler.table.cut(new.keys() | numbers)
-        self._memory = {**memory, **pickler.sent.stretches}
+        self.fd, self.nbytes = write_file(heap.sent, self.sizes, contents)
+        heap.named, heap.objects[:first] = {}, self._held.objects
+        heap.know(contents["held"]["numbers"])
+        self._memory = {**self._held.memory(), **heap.sent.stretches}
 
-    def _why(self, name: str, error: Exception) -> str:
-        """Say why a name cannot travel, or raise it as a CaptureError: it is surely needed."""
-        found = Paths(self._namespace).culprit(
-            name, self._namespace[name], lambda part: Pickler(self._namespace).add((part,))
+    def _why(self, name: str, value: Any, error: Exception) -> str:
+        """Say why a name cannot travel."""
+        found = culprit_of(name, value, self._namespace, self._fails)
+        if found is None:
+            return f"{name!r} cannot travel to the ranks: {type(error).__name__}: {error}"
+        inside = "" if found.path == name else f" cannot travel to the ranks, because {found.path}"
+        return (
+            f"{name!r}{inside} is a {found.kind}, which cannot be pickled ({found.reason}); {found.advice}."
         )
-        text = f"{name!r} cannot travel to the ranks: {type(error).__name__}: {error}"
-        if found is not None:
-            inside = "" if found.path == name else f" cannot travel to the ranks, because {found.path}"
-            text = f"{name!r}{inside} is a {found.kind}, which cannot be pickled ({found.reason}); {found.advice}."
-        if name in self._needs.sure:
-            raise CaptureError(f"the cell needs {name!r}: {text} Nothing was started.") from error
-        return text
+
+    def _fails(self, value: Any) -> Exception | None:
+        heap = Heap(Reader(self._namespace, project=self._project), [self._namespace])
+        heap.enter(value)
+        heap.walk()
+        return next(iter(heap.failed.values()), None)
 
     @property
     def notices(self) -> list[str]:
@@ -287,21 +323,19 @@ def capture(
         future = shell.compile.flags & _FUTURE if shell is not None else 0
         needs = needs_of(cell, namespace)
         needs.maybe |= values_of_cells(needs.words, namespace)
-        with (
-            among_names(namespace, str(project)),
-            magics_among_names(needs.words, namespace, shell) as extensions,
-        ):
-            held = Held(kept or Kept(namespace), namespace, anew)
-            _check_returned(needs, namespace, {*(returned or ())} - held.names)
-            needs.sure |= {name for name in seed_names if name in namespace}
-            needs.maybe |= {name for name in namespace if name.startswith("%") or place_of(name)}
-            _wait_for_devices()
-            captured = Capture(namespace, needs, str(project), held)
-            while held.let_go(captured.shared()):  # what travels has parts of them
-                captured = Capture(namespace, needs, str(project), held)
-            told = None if returned is None else list(returned)
-            captured.write(cell, shell, future=future, extensions=extensions, returned=told)
-            return captured
+        held = Held(kept or Kept(namespace, project=str(project)), namespace, anew)
+        _check_returned(needs, namespace, {*(returned or ())} - held.names)
+        needs.sure |= {name for name in seed_names if name in namespace}
+        _wait_for_devices()
+        magics = magics_used(needs.words, namespace, shell)
+        known = magics, list(imported_by(cell))
+        captured = Capture(namespace, needs, str(project), held, *known)
+        while held.let_go(captured.heap):  # what travels has parts of them
+            captured = Capture(namespace, needs, str(project), held, *known)
+        told = None if returned is None else list(returned)
+        extensions = extensions_with(needs.words, shell)
+        captured.write(cell, shell, future=future, extensions=extensions, returned=told)
+        return captured
 
 
 def _check_returned(needs: Needs, namespace: dict[str, Any], returned: Iterable[str]) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import bisect
 import functools
+import hashlib
 import itertools
 import os
 from collections.abc import Container, Iterator
@@ -21,7 +22,6 @@ from concurrent.futures import ThreadPoolExecutor
 from ctypes import string_at
 from typing import Any
 
-from taas.capture.looking import digest
 from taas.capture.memory import Span, Stretch, view_of
 from taas.capture.written import Watch
 
@@ -176,7 +176,7 @@ def _sums(jobs: list[tuple[int, Span, int]]) -> list[Any]:
 def _sum(memory: memoryview) -> Any:
     weights = _weights()
     if weights is None:
-        return digest(memory)
+        return hashlib.blake2b(memory, digest_size=8).digest()
     import numpy as np
 
     whole = memory.nbytes // 8 * 8

@@ -13,20 +13,20 @@ the way back overwrites the methods of classes that are already there. Here inst
 
 from __future__ import annotations
 
-import abc
 import contextlib
 import dis
+import enum
 import functools
 import sys
 import types
 import typing
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from cloudpickle import cloudpickle as _cloudpickle
 
-from taas.capture.reading import Reading, import_or_stand_in, read_insides, read_plain, set_insides
+from taas.capture.reading import Reading, import_or_stand_in, read_insides, set_insides
 
 TESTED_CLOUDPICKLE = "3.1"
 """The series whose private parts this module was written against."""
@@ -34,21 +34,19 @@ TESTED_CLOUDPICKLE = "3.1"
 BasePickler: Any = _cloudpickle.Pickler
 
 _LAZY_ANNOTATIONS = sys.version_info >= (3, 14)
-_OF_PYTHON = {
-    "__dict__", "__weakref__", "__module__", "__abstractmethods__", "_abc_impl", "__slotnames__", "__annotations_cache__",
+_NOTHING = object()
+_PYTHONS_OWN = {
+    "__dict__", "__weakref__", "__module__", "__slots__", "__slotnames__", "_abc_impl", "__annotate_func__",
+    "__classdictcell__",
 }  # fmt: skip
-"""Attributes of classes that Python makes, and keeps, by itself."""
-_COMPLETE: weakref.WeakSet[type] = weakref.WeakSet()
-"""Classes by value which are at home in this process, or have arrived in it with their methods."""
-_TOLD_AGAIN: weakref.WeakSet[type] = weakref.WeakSet()
-"""Those of them that take what comes with them all the same."""
+_DESCRIPTORS = (types.MemberDescriptorType, types.GetSetDescriptorType)
 
 _names_of: weakref.WeakKeyDictionary[types.CodeType, frozenset[str]] = weakref.WeakKeyDictionary()
 
 
 def dispatch_table() -> dict[type, Any]:
-    """Return cloudpickle's table of reducers as one plain dict (its ChainMap costs 1 µs per object); weak sets are containers."""
-    return {cls: reducer for cls, reducer in BasePickler.dispatch_table.items() if cls is not weakref.WeakSet}
+    """Return cloudpickle's table of reducers as one plain dict (its ChainMap costs 1 µs per object)."""
+    return dict(BasePickler.dispatch_table)
 
 
 def _names_in(code: types.CodeType) -> set[str]:
@@ -134,6 +132,11 @@ def read_function(function: types.FunctionType, namespace: dict[str, Any]) -> Re
     return Reading(_make_function, arguments, set_insides, insides, (".", "."), _change_code)
 
 
+def goes_by_name(function: types.FunctionType) -> bool:
+    """Tell whether a function is found by its name where it arrives."""
+    return bool(_cloudpickle._should_pickle_by_reference(function))
+
+
 def read_of_module(function: types.FunctionType) -> Reading | None:
     """Read a function that a module's code has made, such as a library's wrapper around one of the notebook's.
 
@@ -143,7 +146,7 @@ def read_of_module(function: types.FunctionType) -> Reading | None:
     module = sys.modules.get(function.__globals__["__name__"])
     if getattr(module, "__spec__", None) is None or vars(module) is not function.__globals__:
         return None
-    if _cloudpickle._should_pickle_by_reference(function):
+    if goes_by_name(function):
         return None
     arguments = (function.__code__, function.__globals__["__name__"], function.__closure__)
     insides = read_insides(function, *_OF_FUNCTIONS)
@@ -154,19 +157,32 @@ def _make_of_module(code: types.CodeType, module: str, closure: Any) -> Any:
     return _make_function(code, vars(import_or_stand_in(module)), closure)
 
 
-def _change_code(function: types.FunctionType, code: types.CodeType, *_: Any) -> None:
+def _change_code(function: types.FunctionType, _: Any, code: types.CodeType, *__: Any) -> None:
     function.__code__ = code
 
 
 # ---------------------------------------------------------------- classes
 
 
-def _set_class(cls: type, state: Any) -> type:
-    if cls not in _COMPLETE or cls in _TOLD_AGAIN:
-        _COMPLETE.add(cls)
-        _TOLD_AGAIN.discard(cls)
-        _cloudpickle._class_setstate(cls, state)
-    return cls
+def _set_class(cls: type, state: tuple[dict[str, Any]]) -> None:
+    """Make these a class's attributes; one that is the same object already stays as it is."""
+    (attributes,) = state
+    if not issubclass(cls, enum.Enum):  # members and what Python makes of them come with the class
+        for name in [
+            name for name in vars(cls) if name not in attributes and not _is_made_by_python(cls, name)
+        ]:
+            type.__delattr__(cls, name)
+    for name, value in attributes.items():
+        if name == "_abc_impl":
+            for registered in value:
+                cls.register(registered)  # type: ignore[attr-defined]
+        elif vars(cls).get(name, _NOTHING) is not value:
+            type.__setattr__(cls, name, value)
+
+
+def _is_made_by_python(cls: type, name: str) -> bool:
+    """Tell whether Python made an attribute of a class, and makes it where the class is made anew."""
+    return name in _PYTHONS_OWN or isinstance(vars(cls)[name], _DESCRIPTORS)
 
 
 def read_class(cls: type) -> Reading | None:
@@ -182,91 +198,22 @@ def read_class(cls: type) -> Reading | None:
         return None
     if len(reduced) < 6 or reduced[5] is not _cloudpickle._class_setstate:
         return Reading(*reduced[:2])
-    _COMPLETE.add(cls)
-    told, slots = reduced[2]  # sorted; and without what a base says, too (``__hash__ = None``)
-    inherited = [base.__dict__ for base in cls.__mro__[1:]]
-    again = {n for n, v in cls.__dict__.items() if any(base.get(n, reduced) is v for base in inherited)}
-    own = {n: told.get(n, value) for n, value in cls.__dict__.items() if n in told or n in again}
-    return _with_name_and_slots(
-        cls, reduced[0], reduced[1], {**own, **{n: v for n, v in told.items() if n not in own}}, slots
-    )
+    told = reduced[2][0]
+    attributes = told
+    arguments = reduced[1]
+    if reduced[0] is _cloudpickle._make_skeleton_class:
+        attributes = {n: told.get(n, v) for n, v in vars(cls).items() if not _is_made_by_python(cls, n)}
+        attributes |= {n: v for n, v in told.items() if n == "_abc_impl"}
+        meta, name, bases, keywords, *rest = arguments
+        keywords = {**keywords, "__qualname__": cls.__qualname__}
+        if typing.NamedTuple not in vars(cls).get("__orig_bases__", ()) and "__slots__" in vars(cls):
+            keywords["__slots__"] = vars(cls)["__slots__"]
+        arguments = meta, name, bases, keywords, *rest
+    return Reading(reduced[0], arguments, _set_class, (attributes,), (".",), turn_into_class)
 
 
-def state_of_class(cls: type) -> dict[str, Any]:
-    """Return what cells have put into a class; slots are what they are."""
-    slots = (types.MemberDescriptorType, types.GetSetDescriptorType)
-    own = ((name, item) for name, item in vars(cls).items() if name not in _OF_PYTHON)
-    return {name: item for name, item in own if not isinstance(item, slots)}
-
-
-def _make_class(constructor: Any, name: str, bases: tuple[Any, ...], keywords: Any, *arguments: Any) -> type:
-    """Make a class as cloudpickle does; what its metaclass and bases do with a new class was done where it was made."""
-    with _without_hooks(bases):
-        if constructor in _COMPLETE:  # a metaclass of the notebook
-            return _make_bare_class(constructor, name, bases, keywords, *arguments)
-        made: type = _cloudpickle._make_skeleton_class(constructor, name, bases, keywords, *arguments)
-    return made
-
-
-def _make_bare_class(
-    constructor: Any, name: str, bases: tuple[Any, ...], keywords: Any, tracker_id: str, extra: Any
-) -> type:
-    """Make a class without running its metaclass' own methods, which may use what is not here yet."""
-    del extra
-    python = (types.FunctionType, staticmethod)
-    in_c = next(
-        c for c in constructor.__mro__ if not isinstance(c.__dict__.get("__new__", _make_class), python)
-    )
-    made: type = in_c.__new__(constructor, name, types.resolve_bases(bases), dict(keywords))
-    if issubclass(constructor, abc.ABCMeta):
-        abc._abc_init(made)  # type: ignore[attr-defined]
-    return _cloudpickle._lookup_class_or_track(tracker_id, made)  # type: ignore[no-any-return]
-
-
-@contextlib.contextmanager
-def _without_hooks(bases: tuple[Any, ...]) -> Iterator[None]:
-    """Leave out ``__init_subclass__`` of classes by value: what it reads may not be here yet."""
-    ancestors = {cls for base in bases for cls in getattr(getattr(base, "__origin__", base), "__mro__", ())}
-    with_hooks = [cls for cls in ancestors if "__init_subclass__" in cls.__dict__ and cls in _COMPLETE]
-    hooks = [(cls, cls.__dict__["__init_subclass__"]) for cls in with_hooks]
-    for cls, _ in hooks:
-        type.__delattr__(cls, "__init_subclass__")
-    try:
-        yield
-    finally:
-        for cls, hook in hooks:
-            type.__setattr__(cls, "__init_subclass__", hook)
-
-
-def _with_name_and_slots(
-    cls: type, constructor: Any, arguments: Any, attributes: dict[str, Any], slots: Any
-) -> Reading:
-    """Have the class made by :func:`_make_class` with its full name and its slots.
-
-    Of these, cloudpickle forgets the one, and sets the others afterwards, to no effect. ``typing.NamedTuple`` makes slots
-    itself, and refuses to be told.
-    """
-    if constructor is not _cloudpickle._make_skeleton_class:
-        return Reading(constructor, arguments, _set_class, (attributes, slots), (".", "."))
-    meta, name, bases, keywords, *rest = arguments
-    keywords = {**keywords, "__qualname__": cls.__qualname__}
-    told = typing.NamedTuple not in cls.__dict__.get("__orig_bases__", ())
-    if told and "__slots__" in cls.__dict__:
-        keywords["__slots__"] = cls.__dict__["__slots__"]
-        others = [pair for pair in attributes.items() if not isinstance(pair[1], types.MemberDescriptorType)]
-        attributes = {key: value for key, value in others if key != "__slots__"}
-    made = (meta, name, bases, keywords, *rest)
-    return Reading(_make_class, made, _set_class, (attributes, slots), (".", "."))
-
-
-@contextlib.contextmanager
-def classes_told_again() -> Iterator[None]:
-    """Let classes that arrive be what they are where they come from, though an earlier cell has brought them."""
-    _TOLD_AGAIN.update(_COMPLETE)
-    try:
-        yield
-    finally:
-        _TOLD_AGAIN.clear()
+def turn_into_class(cls: type, *_: Any) -> None:
+    """Keep a class that is told to have been made in another way: its bases and slots stay."""
 
 
 # ---------------------------------------------------------------- cached functions
@@ -300,6 +247,5 @@ READERS: dict[type, Callable[[Any], Reading | None]] = {
     types.CellType: read_cell,
     functools._lru_cache_wrapper: read_cached,
     functools.cached_property: _read_cached_property,
-    typing.NewType: lambda made: read_plain(made) if made.__module__ == "__main__" else None,
 }
-"""What reads objects of these very types; a ``typing.NewType`` of the notebook would go by its name, which is not there yet."""
+"""What reads objects of these very types."""

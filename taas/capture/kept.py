@@ -1,30 +1,28 @@
-"""What ranks that stay hold for the next cell, as the notebook sees it.
+"""What kept ranks hold for the next cell, as the notebook sees it.
 
-After a cell both sides know the same objects under the same numbers: what travelled, and what came back. The next payload
-goes on behind them. It names nothing by an older number, since other ranks than 0 do not know the numbers of an answer;
-what it brings anew is known by its new number alone. An object that a name of the ranks is bound to goes by this name.
+After a cell both sides know the same objects under the same numbers: what travelled, and what came back. The next payload goes on
+behind them. It names nothing by an older number, since other ranks than 0 do not know the numbers of an answer; an object that a
+name of the ranks is bound to goes by this name.
 
-:class:`Kept` is made right after a cell: which names rank 0 had then, what they were in the notebook, and what was in all of
-it. When the next cell is captured, :class:`Held` says which of these names hold still.
+:class:`Kept` is made right after a cell: which names rank 0 had then, and what they are here. When the next cell is captured,
+:class:`Held` says which of them hold still: those that are bound to the same object, in which no flat state and no memory is
+another one.
 """
 
 from __future__ import annotations
 
 import contextlib
-import types
-from collections.abc import Collection, Container, Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from taas.capture.applying import Applied
-from taas.capture.changes import Notes
 from taas.capture.checksums import MemorySnapshot
-from taas.capture.losing import Paths
-from taas.capture.memory import DeviceMemory, MemoryTable, Stretch, overlapping
-from taas.capture.modules import is_elsewhere
+from taas.capture.heap import CONSTANT, NAMESPACE, Heap
+from taas.capture.memory import MemoryTable, SentMemory, Stretch, overlapping
+from taas.capture.modules import places_now
 from taas.capture.names import needs_of
-from taas.capture.pickling import NAMESPACE, Table
-from taas.capture.reader import memory_of
-from taas.capture.reading import is_atom
+from taas.capture.reader import Reader
+from taas.capture.reading import ATOMS
 
 _NONE = object()
 """What the notebook has where it lacks a name."""
@@ -39,9 +37,10 @@ class Kept:
         namespace: the notebook's names.
         project: the folder whose modules hold data of the notebook.
         names: what the notebook has under each name of the ranks.
-        own: of these, names under which the ranks have something else: what could not come back, or was not asked for.
+        own: of these, names under which the ranks have something else: what could not come back.
         wrapped: of these, names under which the ranks have a parallel wrapper around what the notebook has.
-        table: the objects that both know.
+        places: what the ranks hold elsewhere than in names, as the notebook does.
+        heap: the objects that both know.
         stretches: the memory that both know, by region.
         next_region: the number of the region that comes next.
         before: what they held before.
@@ -54,28 +53,41 @@ class Kept:
         names: dict[str, Any] | None = None,
         own: Collection[str] = (),
         wrapped: Collection[str] = (),
-        table: Table | None = None,
+        places: dict[str, Any] | None = None,
+        heap: Heap | None = None,
         stretches: dict[int, Stretch] | None = None,
         next_region: int = 0,
         before: Kept | None = None,
     ) -> None:
-        self.names, self.cells = names or {}, len(namespace.get("In", ()))
-        self.own, self.wrapped = frozenset(own), frozenset(wrapped)
+        self.names, self.cells, self.project = names or {}, len(namespace.get("In", ())), project
+        self.own, self.wrapped, self.places = frozenset(own), frozenset(wrapped), places or {}
+        self.heap = heap or Heap(Reader(namespace), [namespace])
+        self.heap.reader, self.heap.named = Reader(namespace, project=project), {}
+        self.heap.mark(same_memory=False)
+        self.heap.failed = {}
         self.next_region = next_region
-        roots = [value for name, value in self.names.items() if name not in self.own and value is not _UNSURE]
-        table, stretches = table or Table(namespace), stretches or {}
-        objects = table.copy().objects
-        self.web = _Web(roots, Paths(namespace, {*map(id, objects.values())}), stretches)
-        self.table = table.cut({number for number, v in objects.items() if id(v) in self.web.holders})
-        self.stretches = {n: stretch for n, stretch in stretches.items() if _node(n) in self.web.holders}
-        self._notes = Notes(self.table.objects, self.table.rows, namespace, project)
-        self._snapshot: MemorySnapshot = MemorySnapshot(
-            self.stretches, before._snapshot if before is not None else None
-        )
+        reached = self.heap.reached(n for _, n in self.roots())
+        self.heap.forget_but(reached | {NAMESPACE})
+        used = MemoryTable(stretches or {}, ()).regions_of(self.heap.memories_among(reached))
+        self.stretches = {n: stretch for n, stretch in (stretches or {}).items() if n in used}
+        self.snapshot: MemorySnapshot = MemorySnapshot(self.stretches, before.snapshot if before else None)
+
+    def roots(self) -> list[tuple[str, int]]:
+        """Return the names, and places, of what travelled to the ranks or came from there, with its numbers."""
+        number = self.heap.number
+        same = {n: v for n, v in self.names.items() if v is not _UNSURE and v is not _NONE}
+        return [(name, number[id(v)]) for name, v in (self.places | same).items() if id(v) in number]
 
     @classmethod
     def after(
-        cls, namespace: dict[str, Any], project: str, before: Held, sent: Collection[str], applied: Applied
+        cls,
+        namespace: dict[str, Any],
+        project: str,
+        before: Held,
+        sent: Collection[str],
+        places: Collection[str],
+        heap: Heap,
+        applied: Applied,
     ) -> Kept:
         """Return what the ranks hold after a cell whose answer was applied.
 
@@ -84,44 +96,28 @@ class Kept:
             project: the folder whose modules hold data of the notebook.
             before: what they held before.
             sent: names that travelled.
+            places: what travelled beside names.
+            heap: the objects that travelled or came.
             applied: what the answer did.
         """
         names = {name: namespace.get(name, _NONE) for name in applied.there}
         own = {*applied.own, *(before.own - {*sent, *applied.rebound})} & names.keys()
         own |= {name for name, value in names.items() if value is _NONE}
-        wrapped = set(applied.wrapped)
-        known = (applied.table, applied.memory, applied.next_region)
-        return cls(namespace, project, names, own, wrapped, *known, before._kept)
+        there = {*places, *before.places, *applied.places}
+        held = {name: value for name, value in places_now(project).items() if name in there}
+        known = heap, applied.memory, applied.next_region, before.kept
+        return cls(namespace, project, names, own, applied.wrapped, held, *known)
 
     @classmethod
     def unsure(cls, namespace: dict[str, Any], names: Iterable[str]) -> Kept:
         """Return what ranks hold that did not answer: under these names, what nobody is sure of."""
         return cls(namespace, names=dict.fromkeys(names, _UNSURE))
 
-    def changed(self) -> set[int]:
-        """Return the objects and the memory that the notebook has changed since."""
-        numbers = [number for number, _ in self._notes.changes(None)]
-        objects = self.table.copy().objects
-        found = {id(objects[number]) for number in numbers}
-        changed = self._snapshot.changed(self.stretches)
-        return found | {_node(n) for n in self.stretches if changed.get(n, True)}
-
-    def parts(self) -> frozenset[int]:
-        """Return the ids of the objects that a name does not share with what travels without it; constants are told by a name."""
-        noted = (
-            v
-            for n, v in self.table.objects.items()
-            if (self._notes.is_noted(n) and not isinstance(v, type)) or type(v) in (float, complex)  # a NaN
-        )
-        rows = (row for _, items in self.table.rows for row in items)
-        return frozenset(map(id, noted)) | frozenset(map(id, rows))
-
 
 class Held:
     """Which names of the ranks hold still, for one cell: the notebook has neither rebound them nor changed what is in them.
 
-    A name that does not hold travels, if the cell needs it; else it is deleted in the ranks. With it goes every name
-    that shares an object or memory with it, so that aliases stay aliases.
+    A name that does not hold travels, if the cell needs it; else it is deleted in the ranks.
 
     Args:
         kept: what the ranks hold.
@@ -129,89 +125,114 @@ class Held:
         anew: objects that are not held, since the ranks have something of their run in their place.
 
     Attributes:
+        kept: what the ranks hold.
         names: those that hold.
+        places: what else holds.
         named: what objects are called that go by a name, by their ids.
         own: names under which the ranks have something of their own.
-        parts: ids of the other objects that names hold.
         next_region: the number of the region that comes next.
     """
 
     def __init__(self, kept: Kept, namespace: dict[str, Any], anew: Iterable[Any] = ()) -> None:
-        self._kept, self._web = kept, kept.web
-        self.own, self.next_region = kept.own, kept.next_region
+        self.kept, self.own, self.next_region = kept, kept.own, kept.next_region
         never = {id(value) for value in anew}
         here = {name for name, value in kept.names.items() if namespace.get(name, _NONE) is value}
-        bound = {name for name in _bound_since(kept, namespace) & here if is_atom(kept.names[name])}
+        bound = {name for name in _bound_since(kept, namespace) & here if type(kept.names[name]) in ATOMS}
         self.names = {name for name in here - bound if id(kept.names[name]) not in never}
-        constants = {id(v) for v in namespace.values() if type(v) in (tuple, frozenset) and v}
-        self._objects = kept.parts() | constants
-        self._shared = self._objects | {_node(n) for n in kept.stretches}
-        self.parts: frozenset[int] = frozenset()
-        self.named: dict[int, str] = {}
-        gone = [value for name, value in self._roots() if name not in self.names]
-        self._let_go(self._web.holding(kept.changed() | never), gone)
-
-    def _roots(self) -> list[tuple[str, Any]]:
-        kept = self._kept
-        return [(name, v) for name, v in kept.names.items() if name not in kept.own and v is not _UNSURE]
-
-    def regions(self, memory: DeviceMemory) -> set[int]:
-        """Return the nodes of what the ranks hold of a memory that travels."""
-        return self._web.regions(memory)
-
-    def new_table(self) -> Table:
-        """Return a table that goes on behind what both sides know."""
-        table = self._kept.table
-        return table.cut(range(table.next_leaf + 1, table.next))
-
-    def let_go(self, shared: set[int]) -> bool:
-        """Let names go that have parts in what travels; tell whether there are any."""
-        before = len(self.names)
-        self._let_go(self._web.holding(shared), [])
-        return len(self.names) < before
-
-    def _let_go(self, dirty: set[int], gone: list[Any]) -> None:
-        """Let names go that hold something dirty, and those that share something with what goes."""
-        seen: set[int] = set()
-        while True:
-            new = [(n, v) for n, v in self._roots() if n in self.names and id(v) in dirty]
-            self.names -= {name for name, _ in new}
-            gone += [value for _, value in new]
-            self._name()
-            if not gone:
-                break
-            dirty = self._web.holding(self._web.reached(gone, self.named, seen) & self._shared)
-            gone = []
-
-    def _name(self) -> None:
-        """Note which objects go by a name: data of modules do not, which has no name in the ranks."""
-        named = {
-            id(value): name
-            for name, value in sorted(self._roots(), key=lambda root: root[0] not in self._kept.wrapped)
-            if name in self.names
-            and not is_elsewhere(name)
-            and (id(value) in self._shared or _is_of_notebook(value))
+        now = places_now(kept.project) if kept.places else {}
+        self.places = {name for name, value in kept.places.items() if now.get(name, _NONE) is value}
+        self._gone = kept.places.keys() - now.keys()
+        self._inside = {
+            name: kept.heap.reached([n])
+            for name, n in kept.roots()
+            if name in self.names or name in self.places
         }
-        self.named, self.parts = named, self._objects - named.keys()
+        self._let_go(self._changed() | {n for v in never if (n := kept.heap.number.get(v)) is not None})
 
-    def known(self) -> tuple[dict[int, Any], dict[int, Stretch]]:
-        """Return what is held: the objects by number, and the memory by region."""
-        reached = self._web.reached([v for n, v in self._roots() if n in self.names], {}, set())
-        objects = self._kept.table.copy().objects
-        held = {n: value for n, value in objects.items() if n != NAMESPACE and id(value) in reached}
-        return held, {n: stretch for n, stretch in self._kept.stretches.items() if _node(n) in reached}
+    def _changed(self) -> set[int]:
+        """Return the numbers of what is another now than after the last cell."""
+        kept, heap = self.kept, self.kept.heap
+        numbers = set().union(*self._inside.values())
+        length = len(heap.objects)
+        heap.begin_after(heap.reader, SentMemory())
+        for n in numbers:
+            state = heap.before[n]
+            if state is not None and state[0] not in CONSTANT:
+                heap.describe_again(n)
+        heap.walk()
+        found = {n for n in numbers if n in heap.failed or not heap.same(heap.before[n], heap.states[n])}
+        heap.end_proof(length)
+        changed = kept.snapshot.changed(kept.stretches)
+        regions = {n for n in kept.stretches if changed.get(n, True)}
+        return found | {n for n in numbers if not regions.isdisjoint(self._regions(n))}
 
-    def deleted(self, sent: Collection[str]) -> list[str]:
-        """Return the names that the ranks have to delete, as what they have is not what the notebook has."""
-        return sorted(self.outdated() - {*sent})
+    def _regions(self, n: int) -> set[int]:
+        heap = self.kept.heap
+        return MemoryTable(self.kept.stretches, ()).regions_of(heap.memories_among([n]))
 
-    def outdated(self) -> set[str]:
-        """Return the names under which the ranks have something else than the notebook."""
-        return self._kept.names.keys() - self.names
+    def _let_go(self, dirty: set[int]) -> None:
+        """Let go of what has something of this in it."""
+        gone = {name for name, inside in self._inside.items() if not inside.isdisjoint(dirty)}
+        self.names -= gone
+        self.places -= gone
+        self._inside = {name: inside for name, inside in self._inside.items() if name not in gone}
+        kept = self.kept
+        by_wrapped = sorted(kept.names.items(), key=lambda entry: entry[0] not in kept.wrapped)
+        self.named = {
+            id(value): name
+            for name, value in by_wrapped
+            if name in self.names and name not in self.own and (type(value) not in ATOMS or value != value)
+        }
+
+    def let_go(self, heap: Heap) -> bool:
+        """Let names go that have parts in what travels; tell whether there are any."""
+        kept, before = self.kept.heap, len(self.names) + len(self.places)
+        numbers = set().union(*self._inside.values())
+        ids = {id(kept.objects[n]): n for n in numbers if (kept.states[n] or ("atom",))[0] not in CONSTANT}
+        memories = MemoryTable(self.kept.stretches, ())
+        shared = set()
+        for n in range(len(self.objects), len(heap.objects)):
+            state = heap.states[n]
+            if state is None or state[0] == "name":
+                continue
+            if state[0] == "memory":
+                memory = heap.objects[n]
+                if any(True for _ in overlapping(memories.places(), memory.address, memory.nbytes)):
+                    shared |= {
+                        m for m in numbers if not self._regions(m).isdisjoint(memories.regions_of([memory]))
+                    }
+            elif (m := ids.get(id(heap.objects[n]))) is not None:
+                shared.add(m)
+        if shared:
+            self._let_go(shared)
+        return len(self.names) + len(self.places) < before
+
+    @property
+    def objects(self) -> list[Any]:
+        """What both sides know already, by number: what is not held is left out."""
+        known = {NAMESPACE}.union(*self._inside.values())
+        return [value if n in known else None for n, value in enumerate(self.kept.heap.objects)]
+
+    def memory(self) -> dict[int, Stretch]:
+        """Return the memory that is held, by region."""
+        heap, kept = self.kept.heap, self.kept
+        memories = heap.memories_among(set().union(*self._inside.values()))
+        used = MemoryTable(kept.stretches, ()).regions_of(memories)
+        return {n: stretch for n, stretch in kept.stretches.items() if n in used}
+
+    def told(self, sent: Collection[str]) -> dict[str, Any]:
+        """Return what the ranks are told of it: what holds, and what they delete, as it is not what the notebook has."""
+        return {
+            "names": sorted(self.names),
+            "deleted": sorted(self.kept.names.keys() - self.names - {*sent}),
+            "places deleted": sorted(self._gone),
+            "numbers": sorted(set().union(*self._inside.values())),
+            "regions": [*self.memory()],
+        }
 
     def unwrapped(self, sent: Collection[str]) -> list[str]:
         """Return the names that travel without the wrapper that the ranks have around them."""
-        return sorted(self._kept.wrapped & {*sent})
+        return sorted(self.kept.wrapped & {*sent})
 
 
 def _bound_since(kept: Kept, namespace: dict[str, Any]) -> set[str]:
@@ -222,64 +243,3 @@ def _bound_since(kept: Kept, namespace: dict[str, Any]) -> set[str]:
             binds = needs_of(cell, {}).binds
             found |= kept.names.keys() if binds is None else binds
     return found
-
-
-def _is_of_notebook(value: Any) -> bool:
-    return isinstance(value, (type, types.FunctionType)) and value.__module__ == "__main__"
-
-
-# ---------------------------------------------------------------- who holds what
-
-
-def _node(region: int) -> int:
-    """Return what memory is called among ids of objects."""
-    return -1 - region
-
-
-class _Web:
-    """Who holds what, of all that is in some objects; by ids.
-
-    Attributes:
-        holders: of each object and each region of memory.
-    """
-
-    def __init__(self, roots: list[Any], paths: Paths, stretches: dict[int, Stretch]) -> None:
-        self.holders: dict[int, list[int]] = {id(value): [] for value in roots if not is_atom(value)}
-        self._parts: dict[int, list[int]] = {}
-        self._places = MemoryTable(stretches, ()).places()
-        waiting = [value for value in roots if not is_atom(value)]
-        alive: list[Any] = []  # so that no id is given twice
-        while waiting:
-            value = waiting.pop()
-            alive.append(value)
-            found = [part for _, part in paths.parts(value)]
-            memory = value if type(value) is DeviceMemory else memory_of(value)
-            self._parts[id(value)] = [*map(id, found), *(self.regions(memory) if memory else ())]
-            waiting += {id(part): part for part in found if id(part) not in self.holders}.values()
-            for node in self._parts[id(value)]:
-                self.holders.setdefault(node, []).append(id(value))
-
-    def regions(self, memory: DeviceMemory) -> set[int]:
-        """Return the regions that have some of a memory."""
-        return {_node(region) for region in overlapping(self._places, memory.address, memory.nbytes)}
-
-    def holding(self, nodes: set[int]) -> set[int]:
-        """Return objects, and all that hold them."""
-        found, waiting = set(nodes), [*nodes]
-        while waiting:
-            new = [holder for holder in self.holders.get(waiting.pop(), ()) if holder not in found]
-            found.update(new)
-            waiting += new
-        return found
-
-    def reached(self, roots: list[Any], but: Container[int], seen: set[int]) -> set[int]:
-        """Return what is in some objects, but for what goes by a name, or was seen, and what is in that."""
-        found = {id(value) for value in roots} - seen
-        waiting = [*found]
-        while waiting:
-            parts = self._parts.get(waiting.pop(), ())
-            new = {part for part in parts if part not in but and part not in found and part not in seen}
-            found |= new
-            waiting += new
-        seen |= found
-        return found

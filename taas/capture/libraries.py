@@ -4,7 +4,7 @@
   note that a scheduler follows.
 * pandas copies a block before it writes to it while another frame or series looks into the same memory, which it counts in
   an object that such blocks have in common. Pickle leaves that out: a column taken from a frame would change with it.
-  A series' pickle leaves out the block itself.
+  A series' pickle leaves out the block itself; an index made of a column looks into it, too.
 * DataLoaders with persistent workers hold these, and meshes of devices their process groups.
 * Artists of matplotlib and objects with traits (widgets) tell somebody when they change, which their pickles leave out.
 """
@@ -137,11 +137,28 @@ def _reader_of_blocks(cls: Any, *, answers: bool) -> _ReaderOf | None:
     references = getattr(internals, "BlockValuesRefs", None)
     if references is None:  # pandas is not there, or copies nothing by itself
         return None
-    if cls is references:
+    if cls is references:  # whoever shares a block registers with them where it arrives
         return (lambda _: Reading(cls, ())) if answers else _read_references
     if cls is sys.modules["pandas.core.internals.managers"].SingleBlockManager:
         return lambda manager: Reading(cls, (manager.blocks[0], manager.axes[0]))
+    if issubclass(cls, sys.modules["pandas.core.indexes.base"].Index):
+        return _read_index
     return _read_block if issubclass(cls, internals.Block) else None  # type: ignore[union-attr]
+
+
+def _read_index(index: Any) -> Reading:
+    """Read an index with what it shares its memory with, if anything."""
+    constructor, arguments = index.__reduce__()[:2]
+    references = vars(index).get("_references")  # a range's are made when they are asked for
+    shared = references if references is not None and references.has_reference() else None
+    return Reading(constructor, arguments, _set_index, (shared,), ("._references",))
+
+
+def _set_index(index: Any, state: tuple[Any] | None) -> None:
+    (references,) = state or (None,)
+    if references is not None:
+        index._references = references
+        references.add_index_reference(index)
 
 
 def _read_block(block: Any) -> Reading:

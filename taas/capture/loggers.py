@@ -114,7 +114,7 @@ def read_handler(handler: Any) -> Reading:
 
 def _set_handler(handler: Any, told: tuple[dict[str, Any]]) -> None:
     (state,), here = told, vars(handler)
-    own = ("lock", "stream") if isinstance(handler, logging.FileHandler) else ("lock",)
+    own = ("lock", "stream", "mode") if isinstance(handler, logging.FileHandler) else ("lock",)
     for name in here.keys() - state.keys():
         del here[name]
     here.update({**state, **{name: here[name] for name in own if name in here}})

@@ -127,6 +127,18 @@ def view_of(address: int, nbytes: int, owner: Any = None) -> memoryview:
     return memoryview(raw).cast("B")
 
 
+def opened(memory: DeviceMemory) -> Any:
+    """Return memory of this process as what looks into it is made with: a storage, or a buffer."""
+    if memory.opener == "storage":
+        return memory.owner
+    return view_of(memory.address, memory.nbytes, memory.owner)
+
+
+def address_of_view(view: memoryview) -> int:
+    """Return where the memory is that :func:`view_of` has made a view of."""
+    return ctypes.addressof(view.obj)  # type: ignore[arg-type]
+
+
 def write_at(fd: int, data: memoryview, offset: int) -> None:
     """Write all of ``data`` at ``offset``."""
     while data.nbytes:
@@ -185,6 +197,16 @@ class SentMemory:
         """Forget the memory from the ``count``-th on."""
         while len(self._met) > count:
             self._met.popitem()
+
+    def keep(self, memories: Iterable[DeviceMemory]) -> None:
+        """Forget all memory but some."""
+        kept = {(memory.address, memory.nbytes) for memory in memories}
+        self._met = {key: met for key, met in self._met.items() if key in kept}
+
+    def is_detached(self, since: int = 0) -> bool:
+        """Tell whether tensors on the memory from a number on leave a graph behind."""
+        later = islice(self._met.values(), since, None)
+        return any(not tensor.is_leaf for met in later for tensor in met.tensors)
 
     def size(self, since: int = 0) -> int:
         """Return about how many bytes have to be written, of the memory from a number on."""
@@ -364,6 +386,11 @@ class MemoryTable:
                 known = moved(known, stretch.device)
             stretch.storages[start, buffer.nbytes] = known
         return known
+
+    def regions_of(self, memories: Iterable[DeviceMemory]) -> set[int]:
+        """Return the regions that some memories look into."""
+        places = self.places()
+        return {n for memory in memories for n in overlapping(places, memory.address, memory.nbytes)}
 
     def places(self) -> list[Place]:
         """Return where all of it is in this process."""

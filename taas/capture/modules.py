@@ -17,13 +17,11 @@ import os
 import re
 import sys
 import types
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Container, Iterable, Iterator
 from typing import Any
 
 from taas.capture.code_by_value import words_in
 from taas.capture.of_ipython import python_of
-from taas.capture.pickling import Pickler
 from taas.capture.places import held_by_libraries, place_of
 from taas.import_hooks import after_import, imported_since, is_edited
 
@@ -42,26 +40,30 @@ _NOTHING = object()
 
 
 def modules_used(
-    names: Iterable[str], words: Iterable[str], pickler: Pickler, namespace: dict[str, Any]
+    modules: Iterable[str], words: Iterable[str], found_in: Container[str], namespace: dict[str, Any]
 ) -> list[str]:
-    """Return modules to import before names are unpickled.
+    """Return modules to import before names are rebuilt.
 
     They are those that are used as attributes of captured ones (``concurrent.futures`` of ``concurrent``), and those that
     earlier cells imported of packages that travel by reference: importing one may have changed the package's classes
     (``import fastai.distributed`` gives learners methods), and the cell may rely on it without a name of it.
+
+    Args:
+        modules: those that travel.
+        words: of the cell, and of the functions that travel.
+        found_in: the packages that something that travels is found in.
+        namespace: the notebook's names.
     """
-    words = {*words}.union(*map(words_in, pickler.reader.functions))
-    waiting = [v.__name__ for name in names if isinstance(v := namespace.get(name), types.ModuleType)]
-    found: dict[str, None] = {}
+    waiting, found = [*modules], dict[str, None]()
+    words = {*words}
     while waiting:
         parent = waiting.pop()
         if hasattr(sys.modules.get(parent), "__path__"):
             below = [f"{parent}.{word}" for word in words if f"{parent}.{word}" in sys.modules]
             found |= dict.fromkeys(below)
             waiting += below
-    met = {module.partition(".")[0] for module in pickler.reader.modules}
     for module in (module for cell in namespace.get("In", ()) for module in _IMPORT.findall(cell)):
-        if "." in module and module in sys.modules and module.partition(".")[0] in met:
+        if "." in module and module in sys.modules and module.partition(".")[0] in found_in:
             found[module] = None
     return list(found)
 
@@ -104,21 +106,21 @@ def _of_project(project: str) -> list[tuple[str, types.ModuleType]]:
 
 
 def loaded_as(project: str) -> dict[str, Any]:
-    """Return of the project's modules that are imported what a reload makes anew, by dotted name."""
-    return {f"{name}.__spec__": module.__spec__ for name, module in _of_project(project)}
+    """Return of the project's modules that are imported what a reload makes anew, by name."""
+    return {name: module.__spec__ for name, module in _of_project(project)}
 
 
-def edited_modules(project: str, reached: set[str]) -> list[str]:
-    """Return those of the project's modules that a cell reaches, and whose file was edited since the notebook imported it."""
-    return [name for name, _ in _of_project(project) if is_edited(name) and name in reached]
+def edited_modules(project: str, modules: Container[str]) -> list[str]:
+    """Return those of some modules of the project whose file was edited since the notebook imported it."""
+    return [name for name, _ in _of_project(project) if is_edited(name) and name in modules]
 
 
-def data_of_modules(project: str) -> dict[str, Any]:
-    """Return the data of the project's modules that are imported, as ``module:attribute``, and what libraries hold."""
-    return held_by_libraries() | {
+def data_of_modules(project: str, modules: Container[str] | None = None) -> dict[str, Any]:
+    """Return the data of the project's modules that are imported, as ``module:attribute``; of some modules only."""
+    return {
         place: value
         for name, module in _of_project(project)
-        if not is_edited(name)
+        if (modules is None or name in modules) and not is_edited(name)
         for place, value in _attributes(module, name, f"{name}:")
         if _is_data(value) or place in _put
     }
@@ -143,49 +145,37 @@ def _is_data(value: Any) -> bool:
     return cls is not object and cls.__module__ not in _NOT_DATA_OF
 
 
-def is_elsewhere(name: str) -> bool:
-    """Tell whether a name stands for a place in a module or library; a name of the notebook may have any dots."""
-    return place_of(name) is not None or module_of(name) != ""
+# ---------------------------------------------------------------- places: what stands beside the names
+
+
+def places_now(project: str, modules: Container[str] | None = None) -> dict[str, Any]:
+    """Return what the notebook holds elsewhere than in names: in the project's modules, and in libraries."""
+    return held_by_libraries() | data_of_modules(project, modules)
+
+
+def is_gone(name: str, now: dict[str, Any]) -> bool:
+    """Tell whether a place that was there is not; of a module that is not imported nobody knows."""
+    place = place_of(name)
+    return name not in now and (module_of(name) if place is None else place.library) in sys.modules
 
 
 def module_of(name: str) -> str:
-    """Return the module of which a name stands for some data; empty for other names."""
-    of_module = _OF_MODULE.fullmatch(name) is not None and place_of(name) is None
-    return name.rpartition(":")[0] if of_module else ""
+    """Return the module of a place."""
+    return name.rpartition(":")[0]
 
 
-def is_gone(name: str, namespace: dict[str, Any]) -> bool:
-    """Tell whether a name that was there is not; of a module that is not imported nobody knows."""
-    place = place_of(name)
-    module = module_of(name) if place is None else place.library
-    return name not in namespace and (not module or module in sys.modules)
-
-
-@contextmanager
-def among_names(namespace: dict[str, Any], project: str) -> Iterator[None]:
-    """Let it stand among the names for a while; what is bound to such a name then, holds in the module afterwards."""
-    before = data_of_modules(project)
-    namespace.update(before)
-    try:
-        yield
-    finally:
-        put_into_modules(namespace, before)
-
-
-def put_into_modules(namespace: dict[str, Any], before: dict[str, Any]) -> None:
-    """Take the data of modules from among the names, and put what is not as ``before`` where it belongs.
-
-    A module that is not imported gets it when it is.
-    """
-    for name in before.keys() - namespace.keys():
+def put_places(told: dict[str, Any], gone: Iterable[str] = (), before: dict[str, Any] | None = None) -> None:
+    """Put values where they belong; a module that is not imported gets them when it is."""
+    before = before or {}
+    for name in gone:
         if (place := place_of(name)) is not None:
-            place.put(name, None, before[name])
+            place.put(name, None, before.get(name))
         else:
             holder, attribute = _held(sys.modules[module_of(name)], name)
             if attribute in vars(holder):
                 delattr(holder, attribute)
-    for name in filter(is_elsewhere, [*namespace]):
-        value, was = namespace.pop(name), before.get(name, _NOTHING)
+    for name, value in told.items():
+        was = before.get(name, _NOTHING)
         if (place := place_of(name)) is not None:
             place.put(name, value, None if was is value or was is _NOTHING else was)
         elif was is not value:

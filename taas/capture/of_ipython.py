@@ -12,7 +12,7 @@ import re
 import sys
 import types
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ _GIVEN = ("exit", "quit", "open", "get_ipython")
 """What IPython puts into every namespace, where the user may bind something else."""
 _VALUE = re.compile(r"_{1,3}|_\d+")
 _OUT = ("Out", "_oh")
-_MAGIC = "%"
+MAGIC = "%"
 
 
 # ---------------------------------------------------------------- cells and names
@@ -106,32 +106,29 @@ def values_of_cells(words: Iterable[str], namespace: dict[str, Any]) -> set[str]
     return found & namespace.keys()
 
 
-@contextlib.contextmanager
-def magics_among_names(
+def magics_used(
     words: Iterable[str], namespace: dict[str, Any], shell: InteractiveShell | None
-) -> Iterator[list[str]]:
-    """Let magics that are functions of the notebook, and among a cell's words, stand among the names, as ``%line name``.
-
-    Yields:
-        Extensions that have other magics among these words.
-    """
-    magics = {} if shell is None else shell.magics_manager.magics
-    named = {f"{_MAGIC}{kind} {w}": known[w] for kind, known in magics.items() for w in words if w in known}
-    own = {
+) -> dict[str, Any]:
+    """Return the magics that are functions of the notebook, and among a cell's words, as ``%line name``."""
+    return {
         name: magic
-        for name, magic in named.items()
+        for name, magic in _magics_of(words, shell).items()
         if isinstance(magic, types.FunctionType) and magic.__globals__ is namespace
     }
+
+
+def extensions_with(words: Iterable[str], shell: InteractiveShell | None) -> list[str]:
+    """Return the extensions that have magics among a cell's words."""
     loaded = set() if shell is None else shell.extension_manager.loaded
-    modules = {getattr(magic, "__module__", "").partition(".")[0] for magic in named.values()}
-    namespace.update(own)
-    try:
-        yield [
-            name for name in loaded if name.partition(".")[0] in modules - {"IPython", "ipykernel", "taas"}
-        ]
-    finally:
-        for name in own:
-            del namespace[name]
+    homes = {
+        getattr(magic, "__module__", "").partition(".")[0] for magic in _magics_of(words, shell).values()
+    }
+    return [name for name in loaded if name.partition(".")[0] in homes - {"IPython", "ipykernel", "taas"}]
+
+
+def _magics_of(words: Iterable[str], shell: InteractiveShell | None) -> dict[str, Any]:
+    magics = {} if shell is None else shell.magics_manager.magics
+    return {f"{MAGIC}{kind} {w}": known[w] for kind, known in magics.items() for w in words if w in known}
 
 
 def history_of(shell: InteractiveShell | None) -> dict[str, Any]:
@@ -150,15 +147,19 @@ def history_of(shell: InteractiveShell | None) -> dict[str, Any]:
 
 
 def dress(
-    shell: InteractiveShell, namespace: dict[str, Any], history: dict[str, Any], extensions: list[str]
+    shell: InteractiveShell,
+    namespace: dict[str, Any],
+    history: dict[str, Any],
+    extensions: list[str],
+    magics: dict[str, Any],
 ) -> None:
     """Give a rank's shell what the notebook's has."""
     for name in extensions:
         with contextlib.suppress(ImportError):  # its magic is not found, which is said where it is used
             shell.extension_manager.load_extension(name)
-    for name in [name for name in namespace if name.startswith(_MAGIC)]:
-        kind, _, magic = name.removeprefix(_MAGIC).partition(" ")
-        shell.register_magic_function(namespace.pop(name), kind, magic)
+    for name, function in magics.items():
+        kind, _, magic = name.removeprefix(MAGIC).partition(" ")
+        shell.register_magic_function(function, kind, magic)
     if history:
         manager, typed = shell.history_manager, history["typed"]
         manager.input_hist_parsed[:] = [history["In"].get(number, text) for number, text in enumerate(typed)]

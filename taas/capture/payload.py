@@ -2,10 +2,10 @@
 
 ::
 
-    | magic | where the header is | preface | stream | region | region | ... | header (MessagePack) |
+    | magic | where the header is | contents | region | region | ... | header (MessagePack) |
 
 The header says with which versions the rest was written and is read without unpickling anything. The
-preface is a pickle of plain values only. Regions of a page or more begin on a page. The file is a memfd:
+contents are a pickle of plain values only: flat states (:mod:`heap`), and what else the receiver has to know. Regions of a page or more begin on a page. The file is a memfd:
 no name, no folder, gone with its last descriptor. It is sealed, so that nobody can change or shorten it
 under those who have mapped it (https://man7.org/linux/man-pages/man2/memfd_create.2.html).
 """
@@ -18,7 +18,6 @@ import fcntl
 import functools
 import importlib
 import importlib.metadata
-import itertools
 import linecache
 import mmap
 import os
@@ -26,9 +25,7 @@ import pickle
 import struct
 import sys
 import time
-import zlib
-from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -36,9 +33,7 @@ from typing import Any
 import msgspec
 import psutil
 
-from taas.capture.losing import Losses
-from taas.capture.memory import MemoryTable, Patch, Place, Region, Stretch, new_memory, write_at
-from taas.capture.pickling import Pickler, Table, load_part
+from taas.capture.memory import MemoryTable, Patch, Place, Region, SentMemory, Stretch, new_memory, write_at
 from taas.errors import CaptureError, VersionMismatch
 from taas.wording import size_in_words
 
@@ -58,8 +53,8 @@ class PayloadHeader(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         python: version of Python, e.g. ``3.12.4``.
         versions: of cloudpickle, and of torch and numpy where the sender has them loaded.
-        names: names in the order of the stream's parts; the last one is empty for a value without a name.
-        preface, stream: lengths in bytes.
+        names: what is in it.
+        contents: their length in bytes.
         first_region: the number of the first region in the file.
         regions: memory in the file.
         places: where the sender has the regions, those of the payload included.
@@ -69,8 +64,7 @@ class PayloadHeader(msgspec.Struct, frozen=True, kw_only=True):
     python: str
     versions: dict[str, str]
     names: tuple[str, ...]
-    preface: int
-    stream: int
+    contents: int
     first_region: int
     regions: tuple[Region, ...]
     places: tuple[Place, ...]
@@ -167,45 +161,42 @@ def _cgroup_rooms() -> Iterator[int]:
 
 
 def write_file(
-    pickler: Pickler,
+    sent: SentMemory,
     names: Iterable[str],
-    preface: dict[str, Any],
+    contents: dict[str, Any],
     patches: Iterable[tuple[int, int, memoryview]] = (),
 ) -> tuple[int, int]:
-    """Write a pickler's stream and memory, which nobody may change meanwhile, into a sealed memfd.
+    """Write states and memory, which nobody may change meanwhile, into a sealed memfd.
 
     Args:
-        pickler: what to write.
-        names: of its parts.
-        preface: plain values for the receiver to read first.
+        sent: the memory that they name.
+        names: what they are of.
+        contents: plain values.
         patches: (region, start, bytes) of changed memory.
 
     Returns:
         The descriptor, and the file's length in bytes.
     """
-    plain = pickle.dumps({**preface, "parts": pickler.parts, "sources": pickler.sources()}, protocol=5)
-    stream = pickler.stream.getbuffer()
+    plain = memoryview(pickle.dumps(contents, protocol=5))
     fd = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         begin = len(_MAGIC) + _LEAD.size
-        end = pickler.sent.lay_out(begin + len(plain) + len(stream))
+        end = sent.lay_out(begin + len(plain))
         placed = []
         for region, start, data in patches:
             end = -(-end // mmap.PAGESIZE) * mmap.PAGESIZE if data.nbytes >= mmap.PAGESIZE else end
             write_at(fd, data, end)
             placed.append(Patch(region, start, data.nbytes, end))
             end += data.nbytes
-        encoded = msgspec.msgpack.encode(_header(pickler, names, len(plain), placed))
-        pickler.sent.write(fd)
-        write_at(fd, memoryview(_MAGIC + _LEAD.pack(end, len(encoded)) + plain), 0)
-        write_at(fd, stream, begin + len(plain))
+        encoded = msgspec.msgpack.encode(_header(sent, names, len(plain), placed))
+        sent.write(fd)
+        write_at(fd, memoryview(_MAGIC + _LEAD.pack(end, len(encoded))), 0)
+        write_at(fd, plain, begin)
         write_at(fd, memoryview(encoded), end)
         seal(fd)
     except BaseException:
         os.close(fd)
         raise
-    finally:
-        stream.release()
     return fd, end + len(encoded)
 
 
@@ -222,29 +213,17 @@ def seal(fd: int) -> None:
         time.sleep(0.01)
 
 
-def _header(pickler: Pickler, names: Iterable[str], preface: int, patches: list[Patch]) -> PayloadHeader:
+def _header(sent: SentMemory, names: Iterable[str], contents: int, patches: list[Patch]) -> PayloadHeader:
     return PayloadHeader(
         python=sys.version.split()[0],
         versions={name: found for name in _COMPARED if name in sys.modules and (found := _version(name))},
         names=tuple(names),
-        preface=preface,
-        stream=pickler.stream.tell(),
-        first_region=pickler.sent.first,
-        regions=tuple(pickler.sent.regions),
-        places=tuple(pickler.sent.places()),
+        contents=contents,
+        first_region=sent.first,
+        regions=tuple(sent.regions),
+        places=tuple(sent.places()),
         patches=tuple(patches),
     )
-
-
-def packed_numbers(numbers: Iterable[int]) -> bytes:
-    """Return numbers in few bytes: most follow each other closely."""
-    ordered = sorted(numbers)
-    return zlib.compress(array("q", [b - a for a, b in zip([0, *ordered], ordered, strict=False)]).tobytes())
-
-
-def numbers_in(packed: bytes) -> set[int]:
-    """Return the numbers that :func:`packed_numbers` packed."""
-    return set(itertools.accumulate(array("q", zlib.decompress(packed))))
 
 
 # ---------------------------------------------------------------- reading
@@ -275,7 +254,7 @@ class Payload:
 
     Attributes:
         header: what it says of itself.
-        preface: plain values.
+        contents: plain values.
 
     Raises:
         VersionMismatch: versions differ; nothing was unpickled.
@@ -285,32 +264,15 @@ class Payload:
         self.header = peek(fd)
         check_versions(self.header)
         self._fd = fd
-        self._begin = len(_MAGIC) + _LEAD.size
-        self.preface: dict[str, Any] = pickle.loads(os.pread(fd, self.header.preface, self._begin))
-
-    @functools.cached_property
-    def _pages(self) -> mmap.mmap:
-        """The file, read from a place of its own: the descriptor's is shared with other ranks."""
-        return mmap.mmap(self._fd, 0, mmap.MAP_PRIVATE, mmap.PROT_READ)
-
-    def parts(
-        self, memory: MemoryTable, table: Table, losses: Losses | None = None
-    ) -> Iterator[tuple[Any, Callable[[], Any]]]:
-        """Yield the name of each part, None for changes, and what reads it (docs of :func:`load_part`), early ones first."""
-        names = self.header.names
-        for number, part in sorted(enumerate(self.preface["parts"]), key=lambda pair: pair[1].early):
-
-            def read(start: int = part.start, first: int = part.first) -> Any:
-                self._pages.seek(self._begin + self.header.preface + start)
-                return load_part(self._pages, first, memory, table, losses)
-
-            yield names[number] if number < len(names) else None, read
+        begin = len(_MAGIC) + _LEAD.size
+        with mmap.mmap(fd, 0, mmap.MAP_PRIVATE, mmap.PROT_READ) as file, memoryview(file) as whole:
+            self.contents: dict[str, Any] = pickle.loads(whole[begin : begin + self.header.contents])
 
     def take_sources(self) -> None:
         """Note the text of cells, for tracebacks, and import what other names rely on."""
-        for name, (size, lines) in self.preface["sources"].items():
+        for name, (size, lines) in self.contents["sources"].items():
             linecache.cache.setdefault(name, (size, None, lines, name))
-        for name in self.preface["imports"]:
+        for name in self.contents["imports"]:
             with suppress(Exception):  # it is named where it is used
                 importlib.import_module(name)
 

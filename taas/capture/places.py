@@ -15,10 +15,8 @@ from taas.capture import loggers
 from taas.capture.settings import is_plain, pandas_options
 from taas.import_hooks import after_import
 
-_NUMPY = "numpy.get_printoptions()['formatter']"
 _PANDAS = "pandas.options."
 _PRINTERS = "get_ipython().display_formatter.formatters["
-_SAFE = "torch.serialization.get_safe_globals()"
 _OF_KERNELS = ("IPython.", "ipykernel.", "matplotlib_inline.")
 _last: dict[str, Any] = {}
 """What stood among the names last, where it is made for that: it is the same object each time."""
@@ -54,16 +52,6 @@ def place_of(name: str) -> LibraryPlace | None:
 
 
 # ---------------------------------------------------------------- functions that show values
-
-
-def _numpy_formatter(numpy: ModuleType) -> dict[str, Any]:
-    formatter = numpy.get_printoptions()["formatter"] if hasattr(numpy, "get_printoptions") else None
-    return {} if formatter is None else {_NUMPY: formatter}
-
-
-def _put_numpy_formatter(name: str, told: Any, before: Any) -> None:
-    del name, before
-    after_import("numpy", lambda numpy: numpy.set_printoptions(formatter=told))
 
 
 def _options_of_pandas(pandas: ModuleType) -> dict[str, Any]:
@@ -116,47 +104,10 @@ def _put_printers(name: str, told: dict[Any, Any] | None, before: Any) -> None:
     _last[name] = told
 
 
-# ---------------------------------------------------------------- what torch may unpickle
-
-
-def _own_safe_globals(serialization: ModuleType) -> list[Any]:
-    """Return what ``add_safe_globals`` was told, but for what torch tells itself where it is imported."""
-    told: list[Any] = getattr(serialization, "get_safe_globals", list)()  # it may be half imported
-    return [entry for entry in told if not _is_of_torch(entry)]
-
-
-def _is_of_torch(entry: Any) -> bool:
-    code = entry[0] if isinstance(entry, tuple) else entry
-    return (getattr(code, "__module__", None) or "").startswith("torch.")
-
-
-def _taken_safe_globals(serialization: ModuleType) -> dict[str, Any]:
-    own = _own_safe_globals(serialization)
-    if {*own} != {*_last.setdefault(_SAFE, [])}:
-        _last[_SAFE][:] = own
-    return {_SAFE: _last[_SAFE]} if own else {}
-
-
-def _put_safe_globals(name: str, told: list[Any] | None, before: Any) -> None:
-    del before
-    _last[name] = own = told or []
-
-    def put(serialization: ModuleType) -> None:
-        if {*_own_safe_globals(serialization)} != {*own}:
-            others = [entry for entry in serialization.get_safe_globals() if _is_of_torch(entry)]
-            serialization.clear_safe_globals()
-            serialization.add_safe_globals([*others, *own])
-
-    after_import("torch.serialization", put)
-
-
 _LOOKS = "The ranks show values without it."
 _PLACES = (
     LibraryPlace(loggers.NAME, "logging", lambda _: loggers.lists_of_loggers(), loggers.put_list,
           "What the cell logs does not reach it."),
-    LibraryPlace(_NUMPY, "numpy", _numpy_formatter, _put_numpy_formatter, _LOOKS),
     LibraryPlace(_PANDAS, "pandas", _options_of_pandas, _put_option_of_pandas, _LOOKS),
     LibraryPlace(_PRINTERS, "IPython", _taken_printers, _put_printers, _LOOKS),
-    LibraryPlace(_SAFE, "torch.serialization", _taken_safe_globals, _put_safe_globals,
-          "torch.load(…, weights_only=True) refuses them in the ranks."),
 )  # fmt: skip

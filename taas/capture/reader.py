@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copyreg
 import enum
+import linecache
 import sys
 import types
 import weakref
@@ -11,25 +12,23 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from taas.capture.arrays import array_reader, is_array, memory_of_array
+from taas.capture.arrays import array_reader, is_array, memory_of_array, read_copy
 from taas.capture.code_by_value import (
     READERS,
     dispatch_table,
+    goes_by_name,
     names_of,
     read_class,
     read_function,
     read_of_module,
 )
 from taas.capture.containers import (
-    ITERATOR_READERS,
+    FILES,
     container_reader,
     read_exception,
-    read_proxy,
+    read_file,
     read_reference,
-    read_traceback,
-    read_view,
 )
-from taas.capture.files import FILES, read_file
 from taas.capture.libraries import library_reader
 from taas.capture.memory import DeviceMemory
 from taas.capture.reading import (
@@ -44,7 +43,14 @@ from taas.capture.reading import (
     read_plain,
     read_reduced,
 )  # fmt: skip
-from taas.capture.tensors import is_sharded, is_tensor, memory_of_tensor, tensor_reader, whole_of
+from taas.capture.tensors import (
+    copy_of_tensor,
+    is_sharded,
+    is_tensor,
+    memory_of_tensor,
+    tensor_reader,
+    whole_of,
+)
 from taas.delivery.registered import delivers, reduce_registered
 
 _ReaderOf = Callable[[Any], Reading | None]
@@ -58,53 +64,59 @@ class Reader:
         namespace: the globals of the notebook's functions.
         project: the folder whose modules hold data of the notebook.
         unwrap: read the module in place of a parallel wrapper.
-        foreign: reads a function whose namespace is neither the notebook's nor a module's.
 
     Attributes:
         functions: the code of the notebook's functions met so far.
         modules: those of classes and functions met so far.
         names: those that each of them, and of its classes, uses and is found by.
+        modules: those that something met so far was found in by its name.
         wrappers: classes of parallel wrappers met, in whose place the module is read.
     """
 
-    def __init__(
-        self,
-        namespace: dict[str, Any],
-        *,
-        project: str = "",
-        unwrap: bool = False,
-        foreign: _ReaderOf = lambda _: None,
-    ) -> None:
-        self._namespace, self._project = namespace, project
-        self._unwrap, self._foreign = unwrap, foreign
+    def __init__(self, namespace: dict[str, Any], *, project: str = "", unwrap: bool = False) -> None:
+        self._namespace, self._project, self._unwrap = namespace, project, unwrap
         self.functions: list[types.CodeType] = []
         self.names: list[set[str]] = []
         self.modules: set[str] = set()
         self.wrappers: set[type] = set()
         self._table = {**copyreg.dispatch_table, **dispatch_table()}
         self._held: dict[str, dict[int, str]] = {}
+        self._asked: set[type] = set()
         self._readers: dict[type, _ReaderOf | None] = {
             types.FunctionType: self._function,
             **dict.fromkeys(FILES, read_file),
-            **dict.fromkeys(weakref.ProxyTypes, read_reference),
-            types.TracebackType: read_traceback,
-            memoryview: read_view,
-            types.MappingProxyType: read_proxy,
             **READERS,
-            **ITERATOR_READERS,
             **dict.fromkeys((*ATOMS, types.BuiltinFunctionType, types.CodeType)),
         }
 
+    def reader_of(self, cls: type) -> _ReaderOf | None:
+        """Return what reads objects of a class; None where they go by their names."""
+        reader = self._readers.get(cls, _UNKNOWN)
+        if reader is _UNKNOWN:
+            reader = self._readers[cls] = self._reader_for(cls)
+        return reader  # type: ignore[no-any-return]
+
+    def asks(self, cls: type) -> bool:
+        """Tell whether objects of a class are read by a protocol of their own."""
+        self.reader_of(cls)
+        return cls in self._asked
+
+    def sources(self) -> dict[str, tuple[int, list[str]]]:
+        """Return the text of the cells that the functions met so far were defined in."""
+        found = {}
+        for name in {code.co_filename for code in self.functions}:
+            entry = linecache.cache.get(name, ())
+            if len(entry) == 4 and entry[1] is None:  # IPython's; files have a time
+                found[name] = (entry[0], entry[2])
+        return found
+
     def read(self, value: Any) -> Reading | None:
-        """Return what an object consists of, or None: it goes by its name, or as pickle itself knows it.
+        """Return what an object consists of, or None: it goes by its name, or is plain.
 
         Raises:
             Exception: whatever the object's own protocol raises.
         """
-        cls = type(value)
-        reader = self._readers.get(cls, _UNKNOWN)
-        if reader is _UNKNOWN:
-            reader = self._readers[cls] = self._reader_for(cls)
+        reader = self.reader_of(type(value))
         return None if reader is None else reader(value)
 
     def _reader_for(self, cls: Any) -> _ReaderOf | None:
@@ -112,7 +124,7 @@ class Reader:
             return self._class
         if issubclass(cls, types.ModuleType):
             return self._module
-        if stays(cls):
+        if getattr(cls, "__taas_stays__", False):
             return self._by_protocol
         if delivers(cls):
             return lambda value: read_reduced(value, reduce_registered(value) or value.__reduce_ex__(4))
@@ -124,6 +136,8 @@ class Reader:
             if with_memory is not None:
                 return lambda value: with_memory(value) or self._by_protocol(value)
         reader = self._reader_of_object(cls)
+        if reader == self._by_protocol:
+            self._asked.add(cls)
         in_library = cls.__module__ in sys.modules and cls.__module__ not in ("__main__", "builtins")
         return self._unless_held(reader) if in_library and not issubclass(cls, enum.Enum) else reader
 
@@ -185,13 +199,15 @@ class Reader:
             self.names.append(names_of(function))
         elif "__name__" in function.__globals__:  # else it is a dict that ``exec`` was given
             self.modules.add(function.__globals__["__name__"])
-            return read_of_module(function) or self._foreign(function)
+            reading = read_of_module(function)
+            if reading is not None or goes_by_name(function):
+                return reading
         return read_function(function, function.__globals__)
 
 
 def stays(cls: type) -> bool:
     """Tell whether objects of a class stand in a rank for the notebook's own, which stay there as they are."""
-    return getattr(cls, "__taas_stays__", False)
+    return getattr(cls, "__taas_stays__", False) or cls.__qualname__ == "BlockValuesRefs"
 
 
 def memory_of(value: Any) -> DeviceMemory | None:
@@ -235,3 +251,10 @@ def _leaves_out(cls: Any) -> bool:
 def from_module(module: str, name: str) -> Any:
     """Return what a module holds under a name."""
     return getattr(import_or_stand_in(module), name)
+
+
+def content_of(value: Any) -> Reading | None:
+    """Read a plain array or tensor that a protocol made to be pickled, with a copy of what is in its memory; else None."""
+    if is_array(value):
+        return read_copy(value)
+    return copy_of_tensor(value) if is_tensor(value) else None

@@ -16,7 +16,7 @@ import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-ATOMS: frozenset[type] = frozenset({str, bytes, int, float, complex, bool, type(None), type(...)})
+ATOMS: frozenset[type] = frozenset({str, bytes, int, float, complex, bool, type(None)})
 """Types whose objects are their values: nobody can tell which of two equal ones it is."""
 
 _POINTER = struct.calcsize("P")
@@ -39,9 +39,8 @@ class Reading(NamedTuple):
             new object, and no setter means that its class knows no other.
         labels: how each part of the state is written behind the object: ``.`` for names and their values, ``[]`` for items,
             ``{}`` for keys and items in turn, or as it is.
-        changer: ``changer(object, *arguments)`` gives an object that is there other arguments; None where that needs a
-            new object.
-        fixed: how many of the first arguments nothing can change in place.
+        changer: ``changer(object, constructor, *arguments)`` makes an object that is there what these make; None where that
+            needs a new object.
     """
 
     constructor: Callable[..., Any]
@@ -50,7 +49,6 @@ class Reading(NamedTuple):
     state: tuple[Any, ...] | None = None
     labels: tuple[str, ...] = ()
     changer: Callable[..., None] | None = None
-    fixed: int = 0
 
 
 # ---------------------------------------------------------------- objects of Python classes
@@ -83,11 +81,12 @@ def is_only_python(cls: type) -> bool:
     return plain and all(base is object or base.__flags__ & _HEAP_TYPE for base in cls.__mro__)
 
 
-def read_insides(value: Any, *members: str) -> tuple[Any, tuple[tuple[str, Any], ...]]:
-    """Return an object's own ``__dict__`` (None without), and its slots, and members kept in C, with their values."""
-    slots = (*_slot_names(type(value)), *members) if members else _slot_names(type(value))
+def read_insides(value: Any, *members: str) -> tuple[Any, dict[str, Any]]:
+    """Return an object's own ``__dict__`` (None without), and its slots, and members kept in C, that have values."""
+    names = (*_slot_names(type(value)), *members) if members else _slot_names(type(value))
     attributes = value.__dict__ if type(value).__dictoffset__ else None
-    return attributes, tuple((name, _in_slot(value, name)) for name in slots) if slots else ()
+    slots = {name: _in_slot(value, name) for name in names}
+    return attributes, {name: item for name, item in slots.items() if item is not Unset}
 
 
 def _in_slot(value: Any, name: str) -> Any:
@@ -98,15 +97,15 @@ def _in_slot(value: Any, name: str) -> Any:
         return Unset
 
 
-def set_insides(value: Any, insides: tuple[Any, tuple[tuple[str, Any], ...]]) -> None:
+def set_insides(value: Any, insides: tuple[Any, dict[str, Any]]) -> None:
     """Make these an object's ``__dict__``, slots and members, past whatever its class does with attributes."""
     attributes, slots = insides
     if attributes is not None and value.__dict__ is not attributes:
         object.__setattr__(value, "__dict__", attributes)
-    for name, item in slots:
-        if item is not Unset:
-            object.__setattr__(value, name, item)
-        elif _in_slot(value, name) is not Unset:
+    for name, item in slots.items():
+        object.__setattr__(value, name, item)
+    for name in _slot_names(type(value)):
+        if name not in slots and _in_slot(value, name) is not Unset:
             object.__delattr__(value, name)
 
 
@@ -125,10 +124,17 @@ def read_plain(value: Any) -> Reading:
     return Reading(make_plain, (type(value),), set_insides, read_insides(value), (".", "."), turn_into)
 
 
-def turn_into(value: Any, cls: type, *_: Any) -> None:
+def turn_into(value: Any, _: Any, cls: type) -> None:
     """Change the class of an object of Python classes."""
     if type(value) is not cls:
         object.__setattr__(value, "__class__", cls)
+
+
+def become(value: Any, constructor: Callable[..., Any], *arguments: Any) -> None:
+    """Make an object of Python classes what a new one is."""
+    twin = constructor(*arguments)
+    value.__class__ = type(twin)
+    set_insides(value, read_insides(twin))
 
 
 # ---------------------------------------------------------------- protocols of their own
@@ -139,19 +145,29 @@ def read_reduced(value: Any, reduced: Any) -> Reading | None:
     if isinstance(reduced, str):
         return None
     constructor, arguments, state, items, pairs, setter = (*reduced, None, None, None, None)[:6]
-    plain = constructor is copyreg.__newobj__ and items is None and pairs is None  # type: ignore[attr-defined]
-    if plain and keeps_state_of_object(type(value)):
-        return Reading(constructor, arguments, set_insides, read_insides(value), (".", "."), turn_into)
-    own = type(state) is dict and state is getattr(value, "__dict__", None)  # to ask some for theirs makes it
-    if own and setter is None:
-        state = state.copy()  # another one's __dict__ is updated with it: it is this object's alone
-    items = None if items is None else tuple(items)
-    pairs = None if pairs is None else tuple(item for pair in pairs for item in pair)
+    new = constructor is copyreg.__newobj__ and len(arguments) == 1  # type: ignore[attr-defined]
+    changer = (turn_into if new else become) if is_only_python(type(value)) else None
+    if changer is turn_into and items is None and pairs is None and keeps_state_of_object(type(value)):
+        return Reading(constructor, arguments, set_insides, read_insides(value), (".", "."), changer)
     if state is None and items is None and pairs is None:
-        return Reading(constructor, arguments)
-    return Reading(
-        constructor, arguments, set_by_protocol, (state, items, pairs, setter), (".", "[]", "{}", "")
-    )
+        return Reading(constructor, arguments, changer=changer)
+    told = (_alone(value, state), None if items is None else tuple(items), _keys_then_items(pairs), setter)
+    return Reading(constructor, arguments, set_by_protocol, told, (".", "[]", "{}", ""), changer)
+
+
+def _alone(value: Any, state: Any) -> Any:
+    """Return a state without the object's very ``__dict__``: another one's is updated with it."""
+    own: dict[str, Any] | None = getattr(value, "__dict__", None)
+    if own is not None and type(state) is tuple and len(state) == 2 and state[0] is own:
+        return {**own}, state[1]
+    return state
+
+
+def _keys_then_items(pairs: Any) -> tuple[Any, ...] | None:
+    if pairs is None:
+        return None
+    entries = [*pairs]
+    return *(key for key, _ in entries), *(item for _, item in entries)
 
 
 def set_by_protocol(value: Any, state: tuple[Any, Any, Any, Any]) -> None:
@@ -161,7 +177,8 @@ def set_by_protocol(value: Any, state: tuple[Any, Any, Any, Any]) -> None:
         value.clear()
     if items is not None:
         value.extend(items) if hasattr(value, "extend") else [value.append(item) for item in items]
-    for key, item in zip((pairs or ())[::2], (pairs or ())[1::2], strict=True):
+    half = len(pairs or ()) // 2
+    for key, item in zip((pairs or ())[:half], (pairs or ())[half:], strict=True):
         value[key] = item
     if setter is not None:
         setter(value, inner)
@@ -170,13 +187,22 @@ def set_by_protocol(value: Any, state: tuple[Any, Any, Any, Any]) -> None:
 
 
 def _set_state(value: Any, inner: Any) -> None:
+    attributes, slots = inner if isinstance(inner, tuple) and len(inner) == 2 else (inner, None)
+    if type(attributes) is dict and keeps_all_attributes(type(value)):
+        for name in vars(value).keys() - attributes.keys():
+            del vars(value)[name]
     if hasattr(value, "__setstate__"):
         value.__setstate__(inner)
     else:
-        attributes, slots = inner if isinstance(inner, tuple) and len(inner) == 2 else (inner, None)
         value.__dict__.update(attributes or {})
         for name, item in (slots or {}).items():
             setattr(value, name, item)
+
+
+def keeps_all_attributes(cls: Any) -> bool:
+    """Tell whether the state of a class's objects is all of their ``__dict__``: what it lacks, they lack."""
+    is_own = cls in copyreg.dispatch_table or cls.__getstate__ is not object.__getstate__
+    return not is_own and keeps_pickling_of_object(cls)
 
 
 # ---------------------------------------------------------------- modules

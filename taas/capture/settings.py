@@ -143,13 +143,13 @@ def _show_figures(_: Any, told: bool) -> None:
 
 
 def _formats(ipython: Any) -> dict[str, Any] | None:
-    """Return how IPython shows values (``%precision``, ``%pprint``, ``%xmode``), and its aliases."""
+    """Return how IPython shows values (``%precision``, ``%pprint``), and its aliases."""
     shell = ipython.get_ipython()
     if shell is None:
         return None
     text = shell.display_formatter.formatters["text/plain"]
     found = {name: getattr(text, name) for name in ("float_precision", "pprint", "max_seq_length")}
-    found |= {"ast_node_interactivity": shell.ast_node_interactivity, "xmode": shell.InteractiveTB.mode}
+    found["ast_node_interactivity"] = shell.ast_node_interactivity
     return found | {f"alias {name}": command for name, command in shell.alias_manager.aliases}
 
 
@@ -160,8 +160,6 @@ def _put_format(ipython: Any, name: str, value: Any) -> None:
         shell.alias_manager.undefine_alias(alias)
     elif alias:
         shell.alias_manager.soft_define_alias(alias, value)
-    elif name == "xmode":
-        shell.InteractiveTB.set_mode(value)
     else:
         shown = (
             shell if name == "ast_node_interactivity" else shell.display_formatter.formatters["text/plain"]

@@ -299,7 +299,12 @@ def _either(numbers: list[int]) -> str:
 
 def _check_keep(given: dict[str, Any]) -> None:
     """Ranks stay for the cells of their notebook: not where it goes on without them, nor in a new start's place."""
-    for other, why in (("background", "its names come later"), ("max-restarts", "a new start has new ranks")):
+    others = {
+        "background": "its names come later",
+        "max-restarts": "a new start has new ranks",
+        "return": "kept ranks and the notebook hold the same names",
+    }
+    for other, why in others.items():
         if "keep" in given and given.get(other):
             raise HeaderError(f"--keep with --{other}: allowed is one of them, as {why}; leave --{other} out")
 

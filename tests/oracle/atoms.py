@@ -24,6 +24,9 @@ def atom(value: Any) -> str | None:
         return repr(value)
     if cls.__name__ == "OutStream":  # ``sys.stdout`` of a kernel
         return str(value.name)
+    if cls is tuple:
+        parts = [atom(part) for part in value]
+        return None if None in parts else f"({', '.join(filter(None, parts))})"
     if cls is float:
         return repr(value) if value == value else None  # x in [x] is true for the same nan only
     if isinstance(value, types.ModuleType):

@@ -222,13 +222,9 @@ def _extension_array(describer: Describer, number: int, value: Any) -> Read:
 
 
 def _exception(describer: Describer, number: int, error: BaseException) -> Read:
-    trace, frames = error.__traceback__, []
-    while trace is not None:
-        frames.append((trace.tb_frame.f_code.co_name, trace.tb_lineno))
-        trace = trace.tb_next
-    facts = {"traceback": frames, "suppress": error.__suppress_context__}
+    """Read what an exception says and why; where it was raised stays in its process."""
     edges = [(".args", error.args), (".__cause__", error.__cause__), (".__context__", error.__context__)]
-    return facts, [*edges, *_attributes(error)]
+    return {"suppress": error.__suppress_context__}, [*edges, *_attributes(error)]
 
 
 def _lru_cache(describer: Describer, number: int, value: Any) -> Read:

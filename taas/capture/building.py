@@ -1,0 +1,339 @@
+"""Objects out of flat states: each is made by its arguments first, and filled then, children before whoever reads them.
+
+In a cycle an object is filled as soon as all its children are made. What fails costs itself and what needs it; :class:`Builder`
+says why. Objects that are there already are filled only: that is how a notebook's object changes in place.
+"""
+
+from __future__ import annotations
+
+import marshal
+import pickle
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+from taas.capture.flat import State
+from taas.capture.heap import CONSTANT
+from taas.capture.memory import MemoryTable
+from taas.capture.reading import import_or_stand_in, make_plain, set_insides, turn_into
+
+_WHOLE = frozenset({"tuple", "frozenset", "same"})
+_BOXES: dict[str, Callable[[], Any]] = {
+    "list": list,
+    "dict": dict,
+    "leaf": dict,
+    "ordered": OrderedDict,
+    "set": set,
+}
+
+
+class _Missing:
+    """Stands for an object that is not made yet."""
+
+
+MISSING: Any = _Missing()
+
+
+class Lost:
+    """Stands for an object that could not be rebuilt."""
+
+
+class Loss(NamedTuple):
+    """An object that could not be rebuilt: its number, what it is called in what holds it, and why."""
+
+    number: int
+    what: str
+    reason: str
+
+
+def filled_with(values: list[Any], children: list[Any]) -> list[Any]:
+    """Return values with the next child for each ``...``."""
+    if not children:
+        return values
+    rest = iter(children)
+    return [next(rest) if value is ... else value for value in values]
+
+
+def decoded(state: State) -> Any:
+    """Return what the blob of a state says."""
+    return marshal.loads(state[1])  # noqa: S302  from our own sender
+
+
+class Builder:
+    """Makes and fills the objects of a table.
+
+    Args:
+        states: by number.
+        made: the objects that are here already, by number; gets those that are built.
+        memory: the memory that states name.
+        namespace: where names are that objects go by.
+        tolerant: what fails costs itself and what needs it.
+
+    Attributes:
+        lost: what could not be built, by number.
+    """
+
+    def __init__(
+        self,
+        states: dict[int, State],
+        made: dict[int, Any],
+        memory: MemoryTable,
+        namespace: dict[str, Any],
+        *,
+        tolerant: bool = False,
+    ) -> None:
+        self._states, self.made, self._memory, self._namespace = states, made, memory, namespace
+        self._tolerant = tolerant
+        self.lost: dict[int, Loss] = {}
+        self._begun: set[int] = set()
+        self._late: list[int] = []
+        self._decoded: dict[int, Any] = {}
+
+    def build(self, root: int) -> Any:
+        """Make and fill an object with all that is in it, and return it.
+
+        Raises:
+            Exception: whatever an object's own protocol raises; not where this builder is tolerant.
+        """
+        states, begun, made = self._states, self._begun, self.made
+        complete, make, fill_late = self._complete, self._make, self._fill
+        stack = [(root, complete)]
+        while stack:
+            n, step = stack.pop()
+            if step is complete:
+                if n in begun or n not in states:
+                    continue
+                begun.add(n)
+                children = states[n][2]
+                waited_for = [c for c in children if c not in made and not self._is_childless(c)]
+                if not waited_for:
+                    self._attempt(complete, n, children)
+                    continue
+                stack.append((n, make))
+                stack.extend((c, complete) for c in reversed(self._before(n)) if c not in begun)
+            elif step is make:
+                self._attempt(make, n, self._before(n))
+                stack.append((n, fill_late))
+                stack.extend((c, complete) for c in reversed(states[n][2]) if c not in begun)
+            elif all(map(made.__contains__, states[n][2])):
+                self._attempt(fill_late, n, states[n][2])
+            else:
+                self._late.append(n)
+        for n in self._late:
+            self._attempt(fill_late, n, states[n][2])
+        self._late.clear()
+        return made[root]
+
+    def _is_childless(self, n: int) -> bool:
+        """Make an object at once that has nothing in it but its blob; tell whether it is one."""
+        if n in self._begun or n not in self._states or self._states[n][2]:
+            return False
+        self._begun.add(n)
+        self._attempt(self._complete, n, ())
+        return True
+
+    def _before(self, n: int) -> tuple[int, ...]:
+        """Return the children that are complete before an object is made."""
+        kind, _, children = self._states[n]
+        if kind in _WHOLE:
+            return children
+        if kind == "object":
+            return children[:1]
+        return children[: self._said(n)[0][0]] if kind == "reading" else ()
+
+    def _said(self, n: int) -> Any:
+        """Return what a state says, decoded once until it is filled."""
+        said = self._decoded.get(n)
+        if said is None:
+            said = self._decoded[n] = decoded(self._states[n])
+        return said
+
+    def _attempt(self, step: Callable[[int], None], n: int, needed: tuple[int, ...]) -> None:
+        if not self._tolerant:
+            step(n)
+            return
+        if n in self.lost:
+            return
+        because = next((self.lost[c] for c in needed if c in self.lost), None) if self.lost else None
+        if because is None:
+            try:
+                step(n)
+            except BaseException as error:  # whatever a user's own protocol raises, SystemExit included
+                cls = self.made.get(n, MISSING)
+                what = "a part of it" if cls is MISSING else f"an object of {type(cls).__qualname__} in it"
+                because = Loss(n, what, f"{type(error).__name__}: {error}")
+        if because is not None:
+            self.lost[n] = because
+            self.made[n] = Lost()
+
+    # ------------------------------------------------------------ one object
+
+    def _complete(self, n: int) -> None:
+        kind, blob, children = self._states[n]
+        said, parts = marshal.loads(blob), [self.made[c] for c in children]  # noqa: S302  from our own sender
+        value = self.made[n] = self._new(kind, said, parts)
+        self._fill_new(value, kind, said, parts)
+
+    def _make(self, n: int) -> None:
+        kind = self._states[n][0]
+        self.made[n] = self._new(kind, self._said(n), [self.made[c] for c in self._before(n)])
+
+    def _fill(self, n: int) -> None:
+        kind, _, children = self._states[n]
+        said = self._decoded.pop(n, None) or decoded(self._states[n])
+        self._fill_new(self.made[n], kind, said, [self.made[c] for c in children])
+
+    @staticmethod
+    def _fill_new(value: Any, kind: str, said: Any, children: list[Any]) -> None:
+        if kind not in CONSTANT and not (kind == "reading" and said[0][1] is None):
+            fill(value, kind, said, children)
+
+    def _new(self, kind: str, said: Any, children: list[Any]) -> Any:
+        if kind == "reading":
+            (first, _), making, _ = said
+            return children[0](*filled_with(making, children[3:first]))
+        if kind in _BOXES:
+            return _BOXES[kind]()
+        if kind == "object":
+            return make_plain(children[0])
+        if kind == "memory":
+            return self._memory.open(*said)
+        if kind == "atom":
+            return said
+        if kind == "global":
+            return find(*said)
+        if kind == "name":
+            return self._namespace[said]
+        if kind == "same":
+            return children[0]
+        return (
+            tuple(filled_with(said, children)) if kind == "tuple" else frozenset(items_of_set(said, children))
+        )
+
+
+def change(value: Any, before: State, state: State, children: list[Any], *, arguments_differ: bool) -> None:
+    """Make an object that is there what a state says.
+
+    One of which all that is told are attributes of it keeps those that are not told: a lock that its protocol leaves out.
+
+    Args:
+        value: the object.
+        before: what it was.
+        state: what it is to be.
+        children: of the state.
+        arguments_differ: whether it is to be as if made with others.
+
+    Raises:
+        Exception: whatever its own protocol raises.
+    """
+    attributes, known = _attributes_told(state, children), _attributes_told(before, ())
+    if attributes is not None:
+        for name in (known or {}).keys() - attributes.keys():
+            vars(value).pop(name, None)
+    if attributes is None or known is None or arguments_differ:
+        fill(value, state[0], decoded(state), children, arguments_differ=arguments_differ)
+    else:
+        vars(value).update(attributes)
+
+
+def _attributes_told(state: State, children: Sequence[Any]) -> dict[Any, Any] | None:
+    """Return what an own protocol said, if that is attributes alone."""
+    if state[0] != "reading":
+        return None
+    (first, shape), _, flat = decoded(state)
+    if shape is None or shape[0][0] != "a" or any(part is not None for part in flat[2 * shape[0][1] :]):
+        return None
+    half, told = shape[0][1], filled_with(flat, list(children[first:]) or [None] * len(state[2]))
+    return dict(zip(told[:half], told[half : 2 * half], strict=True))
+
+
+def fill(value: Any, kind: str, said: Any, children: list[Any], *, arguments_differ: bool = False) -> None:
+    """Make an object what a state says, whatever it was before.
+
+    Raises:
+        Exception: whatever its own protocol raises.
+    """
+    if kind == "object":
+        _fill_object(value, said, children)
+    elif kind == "reading":
+        _fill_reading(value, said, children, arguments_differ=arguments_differ)
+    elif kind == "list":
+        value[:] = filled_with(said, children)
+    elif kind == "leaf":
+        value.clear()
+        value.update(said)
+    elif kind in ("dict", "ordered"):
+        count = said[0].count(...)
+        keys, items = filled_with(said[0], children[:count]), filled_with(said[1], children[count:])
+        value.clear()
+        value.update(zip(_interned(keys), items, strict=True))
+    else:
+        items = list(items_of_set(said, children))
+        value.clear()
+        value.update(items)
+
+
+def _interned(keys: Iterable[Any]) -> list[Any]:
+    return [sys.intern(key) if type(key) is str else key for key in keys]
+
+
+def _fill_object(value: Any, said: Any, children: list[Any]) -> None:
+    names, held, slots, inside = said
+    cls, *parts = children
+    if type(value) is not cls:
+        turn_into(value, make_plain, cls)
+    attributes: Any = None
+    if names is ...:
+        attributes, *parts = parts
+    elif names is not None:
+        count = held.count(...) if parts else 0
+        attributes = dict(zip(map(sys.intern, names), filled_with(held, parts[:count]), strict=True))
+        parts = parts[count:]
+    set_insides(value, (attributes, dict(zip(slots, filled_with(inside, parts), strict=True))))
+
+
+def _fill_reading(value: Any, said: Any, children: list[Any], *, arguments_differ: bool) -> None:
+    (first, shape), making, flat = said
+    constructor, setter, changer = children[:3]
+    if arguments_differ:
+        changer(value, constructor, *filled_with(making, children[3:first]))
+    if setter is None:
+        return
+    if shape is None:
+        setter(value, None)
+        return
+    told, at = filled_with(flat, children[first:]), 0
+    parts: list[Any] = []
+    for kind, count in shape:
+        end = at + count
+        if kind == "o":
+            parts.append(told[at])
+        elif kind == "t":
+            parts.append(tuple(told[at:end]))
+        else:
+            parts.append(dict(zip(_interned(told[at:end]), told[end : end + count], strict=True)))
+            end += count
+        at = end
+    setter(value, tuple(parts))
+
+
+def items_of_set(told: Any, children: list[Any]) -> Iterable[Any]:
+    """Return the items of a set that a blob says."""
+    plain, others = told
+    return [*plain, *filled_with(others, children)]
+
+
+def find(module: str, name: str) -> Any:
+    """Return what a module holds under a name; the module for none.
+
+    Raises:
+        pickle.UnpicklingError: it holds nothing of that name.
+    """
+    found = import_or_stand_in(module)
+    try:
+        for part in name.split(".") if name else ():
+            found = getattr(found, part)
+    except AttributeError as error:
+        raise pickle.UnpicklingError(f"{module} has no {name} here") from error
+    return found

@@ -1,0 +1,434 @@
+"""Flat states: what an object consists of, with numbers in place of other objects.
+
+A **flat state** is ``(kind, blob, children)``. ``blob`` is a marshal text (version 2, which has no references, so that equal
+values have equal bytes, and ``1``, ``1.0`` and ``True`` differ) of all that needs no identity; ``...`` in it stands for the next
+of ``children``, which are numbers. What needs no identity: numbers and texts, tuples of such, and a plain list or dict that
+only its one parent holds; its reference count says so. A large plain subtree is looked at level by level, in a few calls of C.
+
+:class:`FlatStates` numbers objects and describes them, each once and one after the other.
+"""
+
+from __future__ import annotations
+
+import gc
+import marshal
+import operator
+import pickle
+import sys
+import types
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
+
+from taas.capture.memory import DeviceMemory, SentMemory
+from taas.capture.reader import Reader, content_of
+from taas.capture.reading import (
+    ATOMS,
+    Reading,
+    itself,
+    module_named,
+    read_insides,
+    read_plain,
+    set_by_protocol,
+)
+
+State = tuple[str, bytes, tuple[int, ...]]
+
+_BOXES = frozenset({list, dict, tuple})
+_PLAIN = ATOMS | _BOXES
+_FLOATS = frozenset({float, complex})
+_LARGE = 8
+"""Items from which on it pays to look whether a container is a plain subtree."""
+_DEEPEST = 64
+_HELD = (
+    ("math", "nan"), ("numpy", "nan"), ("argparse", "SUPPRESS"), ("builtins", "__dict__"), ("builtins", "Ellipsis"),
+    ("builtins", "NotImplemented"), ("dataclasses", "_EMPTY_METADATA"), ("sys", "stdout"), ("sys", "stderr"), ("traitlets", "All"),
+)  # fmt: skip
+"""What is told by which object it is (``default is SUPPRESS``; what ``exec`` puts into a namespace), by its name in a module."""
+
+_atomic = ATOMS.issuperset
+_count = sys.getrefcount
+
+
+# ---------------------------------------------------------------- who else holds it: reference counts, measured
+
+
+def _with_counts(values: list[Any]) -> Iterable[tuple[Any, int]]:
+    """Pair objects with their reference counts; what nobody holds but a copy of its container's items counts ``_ALONE``."""
+    return zip(values, map(_count, values), strict=True)
+
+
+def _counted_as_part(state: tuple[Any, ...]) -> int:
+    for _, part in zip((".",), state, strict=True):
+        return _count(part)
+    return 0
+
+
+class _Probe:
+    pass
+
+
+_held_once = [[]]  # type: ignore[var-annotated]
+_ALONE = next(iter(_with_counts(list(_held_once))))[1]
+_IN_MAP = max(map(_count, [[]]))
+_FRESH_PART = _counted_as_part(({},))
+_probe = _Probe()
+_probe.x = 1  # type: ignore[attr-defined]
+_OWN_DICT = _count(_probe.__dict__)
+
+
+def _is_nan_among(values: Iterable[Any]) -> bool:
+    """Tell whether a NaN is among values, which has an identity: ``nan in numbers``."""
+    floats = [value for value in values if type(value) in _FLOATS]
+    return any(map(operator.ne, floats, floats))
+
+
+def _is_flat(values: Iterable[Any]) -> bool:
+    """Tell whether all are atoms without identity."""
+    kinds = set(map(type, values))
+    return kinds <= ATOMS and (kinds.isdisjoint(_FLOATS) or not _is_nan_among(values))
+
+
+def _is_leaf(box: Any) -> bool:
+    """Tell whether all in a container is plain, and held by nobody but its parent in there."""
+    inner = box if type(box) is list else gc.get_referents(box)
+    for _ in range(_DEEPEST):
+        kinds = set(map(type, inner))
+        if not kinds <= _PLAIN or (not kinds.isdisjoint(_FLOATS) and _is_nan_among(inner)):
+            return False
+        if kinds <= ATOMS:
+            return True
+        boxes = inner
+        holders = 1
+        if not kinds.isdisjoint(ATOMS):
+            boxes = [value for value in inner if type(value) in _BOXES]
+            holders = 2
+        if max(map(_count, boxes)) > _IN_MAP + holders and not all(
+            type(one) is tuple and _atomic(map(type, one))
+            for one in boxes
+            if _count(one) > _IN_MAP + holders + 1
+        ):
+            return False
+        inner = gc.get_referents(*boxes)
+    return False
+
+
+# ---------------------------------------------------------------- objects and their states
+
+
+class FlatStates:
+    """Objects by number, and their flat states.
+
+    Args:
+        reader: tells what objects consist of.
+        objects: those that both sides know, in the order of their numbers; the namespace is the first.
+        sent: learns of all memory that is met.
+
+    Attributes:
+        states: by number; None for what has no state here.
+        number: the numbers of objects, by their ids.
+        failed: why an object cannot travel, by number.
+        fresh: numbers of what a protocol made only to be pickled, and so is another one each time.
+        named: what objects are called that go by a name of the ranks, by their ids.
+    """
+
+    def __init__(self, reader: Reader, objects: Iterable[Any], sent: SentMemory | None = None) -> None:
+        self.reader = reader
+        self.objects: list[Any] = list(objects)
+        self.states: list[State | None] = [None] * len(self.objects)
+        self.number = {id(value): n for n, value in enumerate(self.objects)}
+        self.sent = SentMemory() if sent is None else sent
+        self.memories: dict[tuple[str, int, int], int] = {}
+        self.failed: dict[int, Exception] = {}
+        self.fresh: set[int] = set()
+        self.named: dict[int, str] = {}
+        self._todo: list[int] = []
+        self._held = {id(getattr(sys.modules[m], n)): (m, n) for m, n in _HELD if m in sys.modules}
+
+    # ------------------------------------------------------------ filling it
+
+    def enter(self, value: Any) -> int:
+        """Return the number of an object; a new one is described by :meth:`walk`."""
+        n = self.number.get(id(value))
+        return self._new(value) if n is None else n
+
+    def _new(self, value: Any) -> int:
+        n = self.number[id(value)] = len(self.objects)
+        self.objects.append(value)
+        self.states.append(None)
+        self._todo.append(n)
+        return n
+
+    def walk(self) -> None:
+        """Describe all that was entered, and what is in it."""
+        while self._todo:
+            self.describe_again(self._todo.pop())
+
+    def describe_again(self, n: int) -> None:
+        """Describe an object as it is now; what its own protocol raises is noted."""
+        try:
+            self.states[n] = self.describe(n)
+        except Exception as error:  # whatever a user's own protocol raises
+            self.failed[n] = error
+
+    def back_to(self, length: int) -> None:
+        """Forget what was entered since there were ``length`` objects."""
+        self._forget(range(length, len(self.objects)))
+        del self.objects[length:], self.states[length:]
+
+    def _forget(self, numbers: Collection[int]) -> None:
+        for n in numbers:
+            if self.number.get(id(self.objects[n])) == n:
+                del self.number[id(self.objects[n])]
+            self.objects[n] = self.states[n] = None
+        self.memories = {key: n for key, n in self.memories.items() if n not in numbers}
+        self.failed = {n: error for n, error in self.failed.items() if n not in numbers}
+        self.fresh = {n for n in self.fresh if n not in numbers}
+
+    # ------------------------------------------------------------ flat states
+
+    def describe(self, n: int) -> State:
+        """Return the flat state of an object as it is now.
+
+        Raises:
+            Exception: whatever its own protocol raises.
+        """
+        value = self.objects[n]
+        if (name := self.named.get(id(value))) is not None:
+            return ("name", marshal.dumps(name, 2), ())
+        if (held := self._held.get(id(value))) is not None:
+            return ("global", marshal.dumps(held, 2), ())
+        known = _KNOWN.get(type(value))
+        if known is not None:
+            return known(self, value)
+        reader = self.reader.reader_of(type(value))
+        if reader is read_plain:
+            return self._plain(value)
+        reading = content_of(value) if n in self.fresh else None
+        if reading is None and reader is not None:
+            reading = reader(value)
+        if reading is None:
+            return self._by_name(value)
+        if reading.constructor is itself:
+            children: list[int] = []
+            self._split([*reading.arguments], children)
+            return ("same", marshal.dumps(None, 2), tuple(children))
+        return self._reading(value, reading)
+
+    def _list(self, value: Any) -> State:
+        kind = type(value).__name__
+        if len(value) > _LARGE and (_is_leaf(value) if kind == "list" else _is_flat(value)):
+            return (kind, marshal.dumps(value, 2), ())
+        children: list[int] = []
+        items = self._split(list(value), children, inline=kind == "list")
+        return (kind, marshal.dumps(items, 2), tuple(children))
+
+    def _dict(self, value: Any) -> State:
+        if len(value) > _LARGE and _is_leaf(value):
+            return ("leaf", marshal.dumps(value, 2), ())
+        children: list[int] = []
+        keys = self._split(list(value), children)
+        items = self._split(list(value.values()), children)
+        return ("dict", marshal.dumps((keys, items), 2), tuple(children))
+
+    def _ordered(self, value: Any) -> State:
+        """Describe an OrderedDict, of which a module has ten."""
+        if vars(value) and (reading := self.reader.read(value)) is not None:
+            return self._reading(value, reading)
+        children: list[int] = []
+        keys = self._split(list(value), children)
+        items = self._split(list(value.values()), children)
+        return ("ordered", marshal.dumps((keys, items), 2), tuple(children))
+
+    def _set(self, value: Any) -> State:
+        if _is_flat(value):
+            return (type(value).__name__, marshal.dumps((value, ()), 2), ())
+        plain = {item for item in value if self._is_inline_item(item)}
+        children: list[int] = []
+        others = self._split([item for item in value if item not in plain], children, inline=False)
+        return (
+            type(value).__name__,
+            marshal.dumps((plain, others), 2),
+            tuple(sorted(children)),
+        )  # in no order
+
+    def _is_inline_item(self, item: Any) -> bool:
+        kind = type(item)
+        return (
+            _is_flat(item) if kind is tuple else kind in ATOMS and item == item and id(item) not in self._held
+        )
+
+    def _plain(self, value: Any) -> State:
+        """Describe an object that is its ``__dict__`` and slots."""
+        children = [self.enter(type(value))]
+        attributes, slots = read_insides(value)
+        names: Any = None
+        held: list[Any] = []
+        whole = attributes is not None and (
+            _count(attributes) > _OWN_DICT + 1 or not set(map(type, attributes)) <= {str}
+        )
+        if whole:  # others hold it, too
+            children.append(self.enter(attributes))
+            names = ...
+        elif attributes is not None:
+            names, held = list(attributes), self._split(list(attributes.values()), children)
+        inside = self._split(list(slots.values()), children)
+        return ("object", marshal.dumps((names, held, list(slots), inside), 2), tuple(children))
+
+    def _reading(self, value: Any, reading: Reading) -> State:
+        number, children = self.number, list[int]()
+        for by, count in _with_counts([reading.constructor, reading.setter, reading.changer]):
+            n = number.get(id(by))
+            children.append(self._child(by, fresh=count <= _ALONE) if n is None else n)
+        made = self._split([*reading.arguments], children, fresh=True, inline=False)
+        first = len(children)
+        if reading.state is None:
+            return ("reading", marshal.dumps(((first, None), made, ()), 2), tuple(children))
+        shape, parts = self._parts_of_state(value, reading)
+        told: list[Any] = []
+        for part, fresh in parts:
+            told += self._split(part, children, fresh=fresh)
+        return ("reading", marshal.dumps(((first, shape), made, told), 2), tuple(children))
+
+    def _parts_of_state(self, value: Any, reading: Reading) -> tuple[list[Any], list[tuple[list[Any], bool]]]:
+        """Return the shape of a state, and its parts, each with whether a protocol may have made what is in it."""
+        shape: list[Any] = []
+        parts: list[tuple[list[Any], bool]] = []
+        for label, part in zip(reading.labels, reading.state or (), strict=False):
+            kind, holders = type(part), _count(part) - _FRESH_PART
+            fresh = holders <= 0
+            if kind is dict and holders <= (label == "." and self._is_own(value, part)):
+                told = reading.setter is set_by_protocol and self._are_attributes(value, part)
+                shape.append(("a" if told else "d", len(part)))
+                parts += ([*part], False), ([*part.values()], fresh)
+            elif kind is tuple:
+                shape.append(("t", len(part)))
+                parts.append(([*part], fresh))
+            else:
+                shape.append(("o", 1))
+                parts.append(([part], True))
+        return shape, parts
+
+    @staticmethod
+    def _are_attributes(value: Any, part: dict[Any, Any]) -> bool:
+        """Tell whether what a protocol says is simply attributes of the object, if maybe not all."""
+        own = getattr(value, "__dict__", {})
+        return all(own.get(name, part) is item for name, item in part.items())
+
+    @staticmethod
+    def _is_own(value: Any, part: Any) -> bool:
+        return part is getattr(value, "__dict__", None)
+
+    def _builtin(self, function: Any) -> State:
+        owner, name = function.__self__, function.__name__
+        module = pickle.whichmodule(function, name)  # type: ignore[attr-defined]
+        if getattr(module_named(module), name, None) is function:  # torch.cat
+            return ("global", marshal.dumps((module, name), 2), ())
+        if owner is None or isinstance(owner, types.ModuleType):
+            return self._by_name(function)
+        return self._reading(function, Reading(getattr, (owner, name)))
+
+    def _by_name(self, value: Any) -> State:
+        module, name = name_of(value)
+        self.reader.modules.add(module)
+        return ("global", marshal.dumps((module, name), 2), ())
+
+    def _split(
+        self, values: list[Any], children: list[int], *, fresh: bool = False, inline: bool = True
+    ) -> list[Any]:
+        """Return values with ``...`` for each that has a number.
+
+        Args:
+            values: what is in an object.
+            children: gets the numbers.
+            fresh: whether a protocol has made what nobody else holds.
+            inline: whether what can change may stand in the blob; not in that of a constant.
+        """
+        kinds = set(map(type, values))
+        plain = kinds <= ATOMS and (len(values) > _LARGE or self._held.keys().isdisjoint(map(id, values)))
+        if plain and (kinds.isdisjoint(_FLOATS) or not _is_nan_among(values)):
+            return values
+        number, out = self.number, list[Any]()
+        for value, count in _with_counts(values):
+            kind = type(value)
+            if kind in ATOMS:
+                by_value = id(value) not in self._held and value == value
+            elif kind in _BOXES:
+                by_value = self._is_inline(value, count <= _ALONE and inline)
+            else:
+                by_value = False
+            if by_value:
+                out.append(value)
+                continue
+            out.append(...)
+            n = number.get(id(value))
+            children.append(self._child(value, fresh=fresh and count <= _ALONE) if n is None else n)
+        return out
+
+    def _is_inline(self, box: Any, alone: bool) -> bool:
+        """Tell whether a small plain container may stand in a blob: one in which nothing can change, or that has one holder."""
+        if type(box) is tuple:
+            return _is_flat(box)
+        if not alone or id(box) in self.number:
+            return False
+        return _is_flat(box) and (type(box) is list or _is_flat(box.values()))
+
+    def _child(self, value: Any, *, fresh: bool) -> int:
+        """Return a number for what has none."""
+        if type(value) is DeviceMemory:
+            return self._memory(value)
+        n = self._new(value)
+        if fresh:
+            self.fresh.add(n)
+        return n
+
+    def _memory(self, memory: DeviceMemory) -> int:
+        self.sent.add(memory)
+        key = memory.opener, memory.address, memory.nbytes
+        n = self.memories.get(key)
+        if n is None:
+            n = self.memories[key] = len(self.objects)
+            self.objects.append(memory)
+            self.states.append(("memory", marshal.dumps(key, 2), ()))
+        return n
+
+
+def _atom(_: FlatStates, value: Any) -> State:
+    return ("atom", marshal.dumps(value, 2), ())
+
+
+_KNOWN: dict[type, Callable[[FlatStates, Any], State]] = {
+    list: FlatStates._list, tuple: FlatStates._list, dict: FlatStates._dict, set: FlatStates._set, frozenset: FlatStates._set,
+    OrderedDict: FlatStates._ordered, types.BuiltinFunctionType: FlatStates._builtin, types.CodeType: _atom, **dict.fromkeys(ATOMS, _atom),
+}  # fmt: skip
+
+
+def name_of(value: Any) -> tuple[str, str]:
+    """Return the module and the name that an object is found by.
+
+    Raises:
+        pickle.PicklingError: it is not found there.
+    """
+    if isinstance(value, types.ModuleType):
+        return value.__name__, ""
+    name = getattr(value, "__qualname__", None)
+    if name is None:
+        reduced = value.__reduce_ex__(4)
+        if not isinstance(reduced, str):
+            raise pickle.PicklingError(f"cannot pickle a {type(value).__qualname__}")
+        name = reduced
+    module: str = getattr(value, "__module__", None) or pickle.whichmodule(value, name)  # type: ignore[attr-defined]
+    package = module.partition(".")[0]
+    if getattr(sys.modules.get(package), name, None) is value:
+        module = package  # its public name, under which another one may stand in for it there
+    found = module_named(module)
+    try:
+        for part in name.split("."):
+            found = getattr(found, part)
+    except AttributeError:
+        found = None
+    if found is not value:
+        raise pickle.PicklingError(
+            f"{module}.{name} is not the same object as this {type(value).__qualname__}"
+        )
+    return module, name

@@ -1,0 +1,318 @@
+"""One numbered heap: number → object and flat state, of all that travels; what both sides know, and what has changed.
+
+The payload is the states of a table. What changed is ``before[n] != now[n]``. Who holds what is the states' children.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import marshal
+import pickle
+import types
+from collections.abc import Container, Iterable, Iterator
+from copy import copy
+from typing import Any
+
+from taas.capture.arrays import is_array
+from taas.capture.flat import FlatStates, State
+from taas.capture.memory import DeviceMemory, SentMemory, address_of_view
+from taas.capture.reader import Reader, stays
+from taas.capture.reading import ATOMS
+from taas.capture.tensors import address_of_storage, is_tensor
+
+NAMESPACE = 0
+"""The number of the notebook's namespace."""
+
+CONSTANT = frozenset({"atom", "global", "memory", "name", "same", "tuple", "frozenset"})
+"""Kinds of objects in which nothing can change."""
+
+
+@contextlib.contextmanager
+def no_collection() -> Iterator[None]:
+    """Pause the garbage collector, which would look at the objects that are made at once again and again.
+
+    100,000 objects otherwise cost half a second of it.
+    """
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
+class Heap(FlatStates):
+    """The objects of a notebook, or of a rank, by number, and what they were earlier.
+
+    Attributes:
+        before: the states at an earlier time, while a table is compared with itself.
+    """
+
+    def __init__(self, reader: Reader, objects: Iterable[Any], sent: SentMemory | None = None) -> None:
+        super().__init__(reader, objects, sent)
+        self.before: list[State | None] = []
+
+    # ------------------------------------------------------------ what is in it
+
+    def size(self, since: int) -> int:
+        """Return about how many bytes the states of objects from a number on have."""
+        return sum(len(state[1]) + 8 * len(state[2]) for state in self.states[since:] if state is not None)
+
+    def foreign_code(self, since: int) -> Exception | None:
+        """Return an error where objects from a number on hold code that is neither found by its name nor the notebook's."""
+        for value, state in zip(self.objects[since:], self.states[since:], strict=True):
+            by_value = (
+                state is not None and state[0] == "reading" and isinstance(value, (type, types.FunctionType))
+            )
+            if by_value and value.__module__ not in ("__main__", "builtins"):
+                return pickle.PicklingError(f"{value.__qualname__} is not found by its name")
+        return None
+
+    def early(self, n: int) -> int:
+        """Tell when a name of an object is bound: modules and plain values, then code, then what has methods that may use them."""
+        value = self.objects[n]
+        if isinstance(value, (types.ModuleType, *ATOMS)):
+            return 0
+        return 1 if isinstance(value, types.FunctionType) else 2
+
+    # ------------------------------------------------------------ on the other side
+
+    def learn(
+        self, made: dict[int, Any], states: dict[int, State], length: int, fresh: Container[int]
+    ) -> None:
+        """Know what was built from states, and that ``length`` numbers are taken."""
+        for n in range(len(self.objects), length):
+            known = n in states and n in made
+            self.objects.append(made[n] if known else None)
+            self.states.append(states[n] if known else None)
+            if not known:
+                continue
+            kind = states[n][0]
+            if kind == "memory":
+                self.memories[_key_of(made[n], states[n])] = n
+            elif kind == "same" and (states.get(states[n][2][0]) or ("known",))[0] != "memory":
+                pass  # it is another one here, which has a number of its own
+            elif _has_identity(kind, made[n]):
+                self.number.setdefault(id(made[n]), n)
+            if n in fresh:
+                self.fresh.add(n)
+
+    def mark(self, *, same_memory: bool) -> None:
+        """Describe again what is read in another way here than there: tensors of other devices, functions on this namespace.
+
+        An object with a protocol of its own is not asked again; nor are containers, arrays of objects among them, and plain
+        objects, which are what came.
+        """
+        for n, value in enumerate(self.objects):
+            if n == NAMESPACE or value is None or stays(type(value)):
+                continue
+            state = self.states[n]
+            what_came = (is_array(value) and (same_memory or value.dtype.hasobject)) or (
+                same_memory and is_tensor(value)
+            )
+            if state is None or (
+                state[0] == "reading" and not what_came and not self.reader.asks(type(value))
+            ):
+                self.describe_again(n)
+        self.walk()
+
+    def begin_after(self, reader: Reader, sent: SentMemory) -> None:
+        """Begin to describe anew what is known: what it is now, beside what it was."""
+        self.reader, self.sent = reader, sent
+        self.before = self.states.copy()
+        self.failed = {n: error for n, error in self.failed.items() if self.states[n] is None}
+
+    def renumber(self, n: int) -> int:
+        """Give an object another number, as it is made anew on the other side."""
+        m = self.number[id(self.objects[n])] = len(self.objects)
+        self.objects.append(self.objects[n])
+        self.states.append(self.states[n])
+        return m
+
+    def saved(self) -> dict[str, Any]:
+        """Return what :meth:`take_back` takes, to compare once more later."""
+        return {
+            name: copy(getattr(self, name)) for name in ("objects", "states", "number", "fresh", "memories")
+        }
+
+    def take_back(self, saved: dict[str, Any]) -> None:
+        """Know what was known earlier, and no more."""
+        vars(self).update(saved, before=[], failed={})
+
+    def end_after(
+        self, known: int, sent: Container[int], anew: Iterable[int], held_back: Iterable[int]
+    ) -> None:
+        """Forget what the other side does not know: new numbers from ``known`` on that were not sent, old ones made anew."""
+        for n in held_back:
+            if n < known:
+                self.states[n] = self.before[n]
+        self._forget({n for n in range(known, len(self.objects)) if n not in sent})
+        for n in anew:
+            self.objects[n] = self.states[n] = None
+        self.before, self.failed = [], {}
+
+    def forget_but(self, numbers: Container[int]) -> None:
+        """Forget all objects but some; their numbers stay taken."""
+        self._forget({n for n in range(len(self.objects)) if n not in numbers})
+
+    def memories_among(self, numbers: Iterable[int]) -> list[DeviceMemory]:
+        """Return where the memory is that is among some objects."""
+        found = []
+        for n in numbers:
+            state = self.states[n]
+            if state is not None and state[0] == "memory":
+                address, nbytes = next((k[1:] for k, m in self.memories.items() if m == n), (0, 0))
+                found.append(DeviceMemory("", address, nbytes, None, lambda: 0))
+        return found
+
+    def go_on(self, before: Heap, held: Iterable[int], length: int) -> None:
+        """Know of an earlier table what is held still."""
+        held = {n for n in held if n < len(before.objects)}
+        for n in range(len(self.objects), min(length, len(before.objects))):
+            self.objects.append(before.objects[n] if n in held else None)
+            self.states.append(before.states[n])
+            if n in held and _has_identity((before.states[n] or ("memory",))[0], before.objects[n]):
+                self.number.setdefault(id(before.objects[n]), n)
+        self.memories = {key: n for key, n in before.memories.items() if n in held}
+        self.fresh = {n for n in before.fresh if n < length}
+
+    def know(self, numbers: Iterable[int]) -> None:
+        """Name some objects by the numbers that both sides know them by."""
+        kinds = ((n, (self.states[n] or ("memory",))[0]) for n in numbers)
+        self.number |= {id(self.objects[n]): n for n, kind in kinds if _has_identity(kind, self.objects[n])}
+
+    def end_proof(self, length: int) -> None:
+        """Forget what reading again has found; the states are those that came."""
+        self.states[:length] = self.before[:length]
+        self.back_to(length)
+        self.before, self.failed = [], {}
+
+    # ------------------------------------------------------------ comparing
+
+    def same(self, before: State | None, now: State | None, *, by_value: bool = False) -> bool:
+        """Tell whether a state of before is equal to one of now.
+
+        What protocols make afresh counts by what is in it; with ``by_value``, so does what has no state, only arguments.
+        """
+        if before == now:
+            return True
+        if before is None or now is None or before[:2] != now[:2]:
+            return False
+        return self._same_children(before[2], now[2], by_value=by_value)
+
+    def _same_children(
+        self, before: tuple[int, ...], now: tuple[int, ...], *, by_value: bool = False
+    ) -> bool:
+        waiting, seen = [(before, now)], set()
+        while waiting:
+            ones, others = waiting.pop()
+            if len(ones) != len(others):
+                return False
+            for pair in zip(map(self._meant, ones), map(self._meant, others), strict=True):
+                a, b = pair
+                if a == b or pair in seen:
+                    continue
+                one, other = self._state_before(a), self.states[b]
+                if one is None or other is None or one[:2] != other[:2]:
+                    return False
+                if not (a in self.fresh and b in self.fresh) and not (by_value and _is_value(one)):
+                    return False
+                seen.add(pair)
+                waiting.append((one[2], other[2]))
+        return True
+
+    def _state_before(self, n: int) -> State | None:
+        return self.before[n] if n < len(self.before) else self.states[n]
+
+    def _meant(self, n: int) -> int:
+        """Return the number of what stands in an object's place on the other side, where something does."""
+        state = self._state_before(n)
+        return self._meant(state[2][0]) if state is not None and state[0] == "same" else n
+
+    def change(self, before: State | None, now: State | None) -> bool | None:
+        """Tell whether other arguments are part of a change; None for one that cannot be done in place."""
+        assert before is not None and now is not None
+        kinds = {before[0], now[0]}
+        if kinds <= {"dict", "leaf"} or (len(kinds) == 1 and kinds <= {"list", "ordered", "set", "object"}):
+            return False
+        if now[0] == "object" and before[0] == "reading":
+            return False  # it has turned into an object of another class
+        if now[0] != "reading":
+            return None
+        (first, _), making, _ = marshal.loads(now[1])  # noqa: S302  our own
+        if before[0] == "reading":
+            (first_before, _), making_before, _ = marshal.loads(before[1])  # noqa: S302
+            ones, others = before[2][:first_before], now[2][:first]
+            if making == making_before and self._same_children(ones, others):
+                return False
+        return None if self.objects[now[2][2]] is None else True  # it has a changer
+
+    def reached(
+        self, roots: Iterable[int], but: Container[int] = (), states: list[State | None] | None = None
+    ) -> set[int]:
+        """Return the numbers of all that is in some objects, themselves included, now or by other states; stop at others."""
+        states = self.states if states is None else states
+        found: set[int] = set()
+        waiting = [n for n in roots if n not in but]
+        while waiting:
+            n = waiting.pop()
+            if n in found:
+                continue
+            found.add(n)
+            state = states[n] if n < len(states) else None
+            if state is not None:
+                waiting += [child for child in state[2] if child not in found and child not in but]
+        return found
+
+    def holding(self, numbers: Iterable[int], among: Iterable[int]) -> set[int]:
+        """Return what holds any of some objects, directly or not, and these."""
+        holders: dict[int, list[int]] = {}
+        for n in among:
+            for child in (self.states[n] or ("atom", b"", ()))[2]:
+                holders.setdefault(child, []).append(n)
+        found, waiting = set(numbers), [*numbers]
+        while waiting:
+            new = [n for n in holders.get(waiting.pop(), ()) if n not in found]
+            found.update(new)
+            waiting += new
+        return found
+
+    def held_back(self, refused: set[int], roots: Iterable[int]) -> set[int]:
+        """Return what stays as it was, where some objects are refused: these, and whatever instances they are parts of.
+
+        An instance stays with all that is in it, but for what names reach that do not lead to what is refused; containers
+        change, where they can.
+        """
+        around = self.holding(refused, range(NAMESPACE + 1, len(self.objects))) if refused else set()
+        owners = [n for n in around if (self.states[n] or ("",))[0] in ("object", "reading")]
+        whole = self.reached(n for n in roots if n not in around)
+        return (self.reached(owners) | self.reached(owners, states=self.before)) - whole | refused
+
+    def only_among(self, numbers: set[int], states: Iterable[State | None]) -> list[int]:
+        """Return the numbers of memory that only some objects have, by the states of all."""
+        known = {n: state for n, state in enumerate(states) if state is not None}
+        inside = {c for n in numbers if n in known for c in (n, *known[n][2])}
+        others = {c for n, state in known.items() if n not in numbers for c in state[2]}
+        return [n for n in inside - others if n in known and known[n][0] == "memory"]
+
+
+def _has_identity(kind: str, value: Any) -> bool:
+    """Tell whether an object is known by which one it is; of plain values, only None and a NaN."""
+    if kind == "atom":
+        return value is None or type(value) is types.CodeType or bool(value != value)
+    return kind != "memory"
+
+
+def _is_value(state: State) -> bool:
+    """Tell whether an object is what it was made with."""
+    return state[0] in CONSTANT or (state[0] == "reading" and marshal.loads(state[1])[0][1] is None)  # noqa: S302
+
+
+def _key_of(memory: Any, state: State) -> tuple[str, int, int]:
+    """Return what memory that came is known by here, and is met as again."""
+    opener, _, nbytes = marshal.loads(state[1])  # noqa: S302  from our own sender
+    if opener == "storage":
+        return opener, address_of_storage(memory), memory.nbytes()
+    return opener, address_of_view(memory), nbytes
