@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import datetime
 import os
+import random
 import subprocess
 import tempfile
 import threading
@@ -42,15 +44,50 @@ _MINUTES = (
 """Files that take minutes."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+DAY = datetime.datetime.now(datetime.UTC).date().isoformat()
+"""What draws the rows of long tables, where not all of them run."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let long tables of slow tests be sampled."""
+    parser.addoption(
+        "--rows", type=int, default=0, help="so many rows of each table of slow tests, others each day"
+    )
+    parser.addoption("--day", default=DAY, help="the day whose rows run (2026-11-25)")
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    """Say which rows run, so that they can be run again."""
+    rows, day = config.getoption("rows"), config.getoption("day")
+    return f"rows: --rows {rows} --day {day} (all others: make test-all)" if rows else "rows: all"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Begin with what takes minutes: of two processes, one would wait for the other that begins it last."""
+    if config.getoption("rows"):
+        dropped = _not_drawn(items, config.getoption("rows"), config.getoption("day"))
+        config.hook.pytest_deselected(items=[item for item in items if item in dropped])
+        items[:] = [item for item in items if item not in dropped]
     items.sort(
         key=lambda item: _MINUTES.index(item.path.stem) if item.path.stem in _MINUTES else len(_MINUTES)
     )
 
 
-def pytest_configure() -> None:
+def _not_drawn(items: list[pytest.Item], rows: int, day: str) -> set[pytest.Item]:
+    """Return the rows of long tables of slow tests that are not drawn today."""
+    tables: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        name, is_row, _ = item.nodeid.partition("[")
+        if is_row and item.get_closest_marker("slow"):
+            tables.setdefault(name, []).append(item)
+    dice = random.Random(day)
+    return {row for table in tables.values() for row in dice.sample(table, max(len(table) - rows, 0))}
+
+
+def pytest_configure(config: pytest.Config) -> None:
     """See what tests leave behind: adopt orphans and, where one may mount, take a /dev/shm of one's own."""
+    if config.getoption("rows"):
+        os.environ["TAAS_FEW"] = "1"  # for what draws more than rows of a table
     _linux.prctl(_PR_SET_CHILD_SUBREAPER, 1)
     if not no_mounts():
         _linux.unshare(_linux.CLONE_NEWNS)

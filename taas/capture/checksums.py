@@ -1,6 +1,6 @@
 """Whether memory is what it was, without a copy of it.
 
-The system tells of most of it which pages were written to (:mod:`taas.capture.written`); a page that was written to counts as
+The system tells of most of it which pages were written to (:mod:`taas.page_watch`); a page that was written to counts as
 changed, whatever is in it now. Of the rest there are checksums, numbers that stand for its parts; memory of a device is
 added up there.
 
@@ -23,7 +23,8 @@ from ctypes import string_at
 from typing import Any
 
 from taas.capture.memory import Span, Stretch, view_of
-from taas.capture.written import Watch
+from taas.capture.payload import NAME
+from taas.page_watch import Watch
 
 _PART = 1 << 18
 """Bytes: it stays in a processor's cache while it is looked at twice."""
@@ -52,7 +53,7 @@ class MemorySnapshot:
             for span in stretch.spans
             if span[1] - span[0] >= _WATCHED_FROM
         }
-        self._watch: Watch = Watch(large.values(), before._watch if before is not None else None)
+        self._watch: Watch = Watch(large.values(), NAME, before._watch if before is not None else None)
         self._watched: dict[int, dict[Span, Span]] = {}
         for (n, span), outer in large.items():
             if (inner := self._watch.inner.get(outer)) is not None:

@@ -27,8 +27,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from taas import _linux
-from taas.capture.memory import Span, view_of
-from taas.capture.payload import NAME
+
+Span = tuple[int, int]
 
 _PAGE = mmap.PAGESIZE
 _JOINED = 16 * _PAGE
@@ -53,13 +53,14 @@ class Watch:
     Args:
         spans: memory (address, end) of this process. What cannot be watched is left out, as are the pages at its edges, which
             it may share with something else.
+        sealed: what the system calls a file that nobody can write to (memfd_create(2)), private mappings of which are watched.
         before: a watch that this one takes the place of: what both have costs little. It is closed.
 
     Attributes:
         inner: what is watched of each span, in whole pages.
     """
 
-    def __init__(self, spans: Iterable[Span], before: Watch | None = None) -> None:
+    def __init__(self, spans: Iterable[Span], sealed: str = "", before: Watch | None = None) -> None:
         self._pid, self._fd = os.getpid(), -1
         self._pieces: list[Span] = []
         if before is not None and before._pid == self._pid:
@@ -67,7 +68,7 @@ class Watch:
             self._pieces, before._pieces = before._pieces, []
         wanted = {span: inner for span in spans if (inner := _whole_pages(*span))}
         try:
-            self._begin(_pieces(wanted.values()) if wanted else [])
+            self._begin(_pieces(wanted.values(), sealed) if wanted else [])
         except OSError:  # another kernel, or a container that refuses it
             self.close()
         self.inner = {span: inner for span, inner in wanted.items() if _is_within(self._pieces, inner)}
@@ -148,7 +149,7 @@ def _scan(
 # ---------------------------------------------------------------- what can be watched
 
 _MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (\S+) \S+ \S+ \d+ *(.*)")
-_OWN = re.compile(rf"|\[heap]|\[anon:.*|/memfd:{NAME} \(deleted\)")
+_OWN = re.compile(r"|\[heap]|\[anon:.*")
 _DEVICE = re.compile(r"/dev/(?!shm/|zero\b).*")
 
 
@@ -163,9 +164,9 @@ def _is_within(spans: list[Span], span: Span) -> bool:
     return at >= 0 and span[1] <= spans[at][1]
 
 
-def _pieces(wanted: Iterable[Span]) -> list[Span]:
+def _pieces(wanted: Iterable[Span], sealed: str) -> list[Span]:
     """Return what of memory can be watched, near neighbours joined, the largest first."""
-    own, has_devices = _own_memory()
+    own, has_devices = _own_memory(sealed)
     found: list[Span] = []
     for start, end in sorted(wanted):
         if not _is_within(own, (start, end)) or (has_devices and _is_pinned(start, end)):
@@ -177,17 +178,18 @@ def _pieces(wanted: Iterable[Span]) -> list[Span]:
     return sorted(found, key=lambda piece: piece[0] - piece[1])[:_MOST]
 
 
-def _own_memory() -> tuple[list[Span], bool]:
+def _own_memory(sealed: str) -> tuple[list[Span], bool]:
     """Return this process's private memory, neighbours joined, and whether it has devices that may write into it.
 
-    That is memory of no file, and names that travelled, whose file is sealed.
+    That is memory of no file, and of sealed ones of a name.
     """
     found: list[Span] = []
     lines = Path("/proc/self/maps").read_text(errors="replace").splitlines()
     mappings = [mapping.groups() for line in lines if (mapping := _MAPPING.fullmatch(line))]
     for low, high, access, path in mappings:
         start, end = int(low, 16), int(high, 16)
-        if not access.startswith("rw") or not access.endswith("p") or not _OWN.fullmatch(path):
+        own = _OWN.fullmatch(path) or (sealed and path == f"/memfd:{sealed} (deleted)")
+        if not own or not access.startswith("rw") or not access.endswith("p"):
             continue
         if found and found[-1][1] == start:
             start = found.pop()[0]
@@ -207,5 +209,6 @@ def _is_pinned(start: int, end: int) -> bool:
     if cuda is None or not cuda.is_initialized():
         return True
     torch = sys.modules["torch"]
-    whole = torch.frombuffer(view_of(start, end - start), dtype=torch.uint8)
+    memory = (ctypes.c_ubyte * (end - start)).from_address(start)
+    whole = torch.frombuffer(memory, dtype=torch.uint8)
     return bool(whole.is_pinned() or whole[-1:].is_pinned())

@@ -20,7 +20,7 @@ import torch
 
 from taas.capture.checksums import MemorySnapshot
 from taas.capture.memory import Stretch
-from taas.capture.written import Watch
+from taas.page_watch import Watch
 
 PAGE = mmap.PAGESIZE
 SIZE = 1024 * PAGE
@@ -395,7 +395,7 @@ def test_names_that_travelled_are_watched() -> None:
     os.close(fd)
     array = np.frombuffer((ctypes.c_ubyte * SIZE).from_address(start), np.uint8)
     array[PAGE] = 1
-    watch = Watch([(start, start + SIZE)])
+    watch = Watch([(start, start + SIZE)], NAME)
     assert array.sum()
     assert watch.unwritten() == [(start, start + SIZE)]
     array[PAGE] = array[9 * PAGE] = 2
@@ -423,12 +423,12 @@ def test_a_watch_can_begin_again_while_a_child_lives() -> None:
 def test_an_ordinary_user_may_watch(tmp_path: Path) -> None:
     """Without any capability; writes of the system's for it are seen as well."""
     code = (
-        "import os, mmap, ctypes\nimport taas.capture.written as written\n"
+        "import os, mmap, ctypes\nfrom taas.page_watch import Watch\n"
         "if not os.getuid():\n    os.setgroups([]); os.setgid(65534); os.setuid(65534)\n"
         "    ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)\n"  # PR_SET_DUMPABLE, which setuid takes away
         "m = mmap.mmap(-1, 1 << 20, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)\n"
         "at = ctypes.addressof(ctypes.c_char.from_buffer(m))\n"
-        "w = written.Watch([(at, at + (1 << 20))])\n"
+        "w = Watch([(at, at + (1 << 20))])\n"
         "open('/proc/self/status', 'rb', 0).readinto(memoryview(m)[4096:8192])\n"
         "print(len(w.inner), [(a - at, b - at) for a, b in w.unwritten()])"
     )
