@@ -9,7 +9,7 @@ Reads stay live: what rank 0 saves, every rank can load right away.
 Not covered:
   * hard links and mappings of project files made before the run: they are the file itself;
   * the weaker walls' holes, which ``taas doctor`` lists for this machine (Landlock: metadata such as mode and
-    times; audit hooks: everything that is not Python, and other processes);
+    times; no wall: everything that is not Python, and other programs);
   * what a rank asks somebody else to write: a daemon, another machine, rank 0.
 
 What happens to a write in such a rank (``--rank-writes``):
@@ -152,7 +152,7 @@ def guard(policy: Policy, mechanisms: Sequence[str] = MECHANISMS) -> Guard:
         _edge = edge
         if mechanism == "landlock":
             _move_temporary_files(edge, policy)
-        calls.install(Diversion(overlay, denial), audited=mechanism == "audit")
+        calls.install(Diversion(overlay, denial))
         return Guard(mechanism, how, tuple(why_not), denial, overlay)
     raise StorageDenied(
         errno.EPERM, f"rank {policy.rank} cannot be kept from writing the project: {'; '.join(why_not)}"

@@ -263,14 +263,14 @@ def rename_the_project(s):
     os.rename(s.project, s.outside / "taken")
 
 
-@attack(discard="denied")
+@attack(discard="denied", passes={"diversion"})
 def hard_link(s):
     os.link(s.project / "file", s.project / "second")
     (s.project / "second").write_text("new")
     assert (s.project / "file").read_text() == "content"
 
 
-@attack(discard="denied")
+@attack(discard="denied", passes={"diversion"})
 def hard_link_out_and_write(s):
     os.link(s.project / "file", s.outside / "second")
     (s.outside / "second").write_text("new")
@@ -319,7 +319,7 @@ def change_mode(s):
     os.chmod(s.project / "file", 0o600)
 
 
-@attack(discard="denied", passes={"landlock"})
+@attack(discard="denied", passes={"diversion", "landlock"})
 def change_mode_by_descriptor(s):
     os.fchmod(s.read_fd, 0o600)
 
@@ -375,7 +375,7 @@ def remove_at_old_dirfd(s):
     os.unlink("file", dir_fd=s.dir_fd)
 
 
-@attack(discard="denied", passes={"audit"})
+@attack(discard="denied", passes={"diversion"})
 def create_at_old_dirfd_in_c(s):
     check(libc.openat(s.dir_fd, b"made", os.O_WRONLY | os.O_CREAT, 0o600))
 
@@ -385,7 +385,7 @@ def create_in_old_working_directory(s):
     Path("made").write_text("x")
 
 
-@attack(discard="denied", passes={"audit"})
+@attack(discard="denied", passes={"diversion"})
 def create_in_old_working_directory_in_c(s):
     check(libc.open(b"made", os.O_WRONLY | os.O_CREAT, 0o600))
 
@@ -486,29 +486,29 @@ def scripted():
     return torch.jit.script(Double())
 
 
-@attack(discard="denied", passes={"audit"})
+@attack(discard="denied", passes={"diversion"})
 def torch_jit_save(s):
     torch.jit.save(scripted(), s.project / "model.ts")
 
 
-@attack(discard="denied", passes={"audit"})
+@attack(discard="denied", passes={"diversion"})
 def torch_shared_file(s):
     torch.from_file(str(s.project / "file"), shared=True, size=7, dtype=torch.uint8)[0] = 0
 
 
-@attack(discard="denied", passes={"audit"})
+@attack(discard="denied", passes={"diversion"})
 def hdf5(s):
     with h5py.File(s.project / "data.h5", "w") as f:
         f["a"] = [1, 2]
 
 
-@attack(discard="denied")
+@attack(discard="denied", passes={"diversion"})
 def sqlite_insert(s):
     with sqlite3.connect(s.project / "data.db") as db:
         db.execute("insert into t values (2)")
 
 
-@attack(discard="denied")
+@attack(discard="denied", passes={"diversion"})
 def sqlite_create(s):
     with sqlite3.connect(s.project / "made.db") as db:
         db.execute("create table t (a)")
@@ -517,42 +517,42 @@ def sqlite_create(s):
 # other processes ------------------------------------------------------------------------------------
 
 
-@attack(discard="denied", passes={"audit"})
+@attack(discard="denied", passes={"diversion"})
 def shell_redirect(s):
     shell(s, "echo x >file")
 
 
-@attack(discard="denied", passes={"audit"})
+@attack(discard="denied", passes={"diversion"})
 def shell_create(s):
     shell(s, f"echo x >{s.project}/made")
 
 
-@attack(discard="denied", passes={"audit"})
+@attack(discard="denied", passes={"diversion"})
 def shell_remove(s):
     shell(s, "rm -rf file directory")
 
 
-@attack(discard="denied", passes={"audit"})
+@attack(discard="denied", passes={"diversion"})
 def shell_rename(s):
     shell(s, "mv file other")
 
 
-@attack(discard="denied", passes={"audit", "landlock"})
+@attack(discard="denied", passes={"diversion", "landlock"})
 def shell_change_mode(s):
     shell(s, "chmod 600 file")
 
 
-@attack(discard="denied", passes={"audit", "landlock"})
+@attack(discard="denied", passes={"diversion", "landlock"})
 def shell_change_times(s):
     shell(s, "touch -m -d 2001-01-01 file")
 
 
-@attack(discard="denied", passes={"audit"})
+@attack(discard="denied", passes={"diversion"})
 def shell_hard_link_out(s):
     shell(s, f"ln file {s.outside}/second && echo x >{s.outside}/second")
 
 
-@attack(discard="denied", passes={"audit"})
+@attack(discard="denied", passes={"diversion"})
 def os_system(s):
     if os.system(f"dd if=/dev/zero of={s.project}/file count=1 2>/dev/null"):
         denied_by(errno.EROFS)
@@ -579,7 +579,7 @@ def dataloader_worker(s):
     assert (s.project / "cache1").read_text() == "x", "the rank sees what its worker diverted"
 
 
-@attack(discard="denied", passes={"audit"})
+@attack(discard="denied", passes={"diversion"})
 def forked_child_in_c(s):
     def write():
         sys.exit(libc.creat(os.fsencode(s.project / "file"), 0o600) < 0)
@@ -594,35 +594,35 @@ def forked_child_in_c(s):
 # C code ---------------------------------------------------------------------------------------------
 
 
-@attack(discard="denied", passes={"audit"})
+@attack(discard="denied", passes={"diversion"})
 def c_creat(s):
     check(libc.creat(os.fsencode(s.project / "file"), 0o600))
 
 
-@attack(discard="denied", passes={"audit"})
+@attack(discard="denied", passes={"diversion"})
 def c_rename_exchange(s):
     at = -100
     one, other = os.fsencode(s.project / "file"), os.fsencode(s.project / "directory" / "inner")
     check(libc.renameat2(at, one, at, other, 2))
 
 
-@attack(discard="denied", passes={"audit"})
+@attack(discard="denied", passes={"diversion"})
 def c_unlink(s):
     check(libc.unlink(os.fsencode(s.project / "file")))
 
 
-@attack(discard="denied", passes={"audit"})
+@attack(discard="denied", passes={"diversion"})
 def c_link_out(s):
     second = os.fsencode(s.outside / "second")
     check(libc.link(os.fsencode(s.project / "file"), second))
 
 
-@attack(discard="denied", passes={"audit", "landlock"})
+@attack(discard="denied", passes={"diversion", "landlock"})
 def c_chmod(s):
     check(libc.chmod(os.fsencode(s.project / "file"), 0o600))
 
 
-@attack(discard="denied", passes={"audit"})
+@attack(discard="denied", passes={"diversion"})
 def c_io_uring(s):
     check(uring_open(os.fsencode(s.project / "made"), os.O_WRONLY | os.O_CREAT))
 
@@ -815,7 +815,7 @@ def main(mechanism, mode, uid):
         scene = make_scene(os.getuid())
         warm(scene)
         shutil.rmtree(scene.base)
-    chosen = [one for one in ATTACKS if not (one.kernel and mechanism == "audit")]
+    chosen = [one for one in ATTACKS if not (one.kernel and mechanism == "diversion")]
     print(json.dumps({one.name: run_one(one, mechanism, mode, int(uid)) for one in chosen}))
 
 

@@ -103,7 +103,7 @@ def test_the_whole_machine_as_project() -> None:
             "    tempfile.TemporaryFile().write(b'x')\n"
             "dist.barrier()"
         )
-        assert not written.exists() or probe.verdicts()[0].startswith("write rule: audit")
+        assert not written.exists() or probe.verdicts()[0].startswith("write rule: diversion")
     finally:
         book.close()
         written.unlink(missing_ok=True)

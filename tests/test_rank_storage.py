@@ -24,6 +24,7 @@ from storage_ranks import Run, diverted, fork, join
 
 from taas import _linux, rank_storage
 from taas.errors import StorageDenied
+from taas.rank.cell import _met_the_wall
 from taas.storage import probe
 
 
@@ -440,7 +441,7 @@ def test_names_with_quotes_blanks_and_newlines(tmp_path: Path, wall: str):
 
     held, text = run.rank(body, mechanism=wall)
     assert text == "x"
-    assert held or wall == "audit"
+    assert held or wall == "diversion"
 
 
 @needs_mounts
@@ -540,11 +541,24 @@ def test_the_ties_to_the_agent_hold(run: Run, wall: str):
     assert join(fork(body)) == signal.SIGKILL
 
 
+def test_a_machine_that_gives_no_wall_is_told_of_in_the_cell(run: Run):
+    """What Python's own functions write is diverted there all the same."""
+
+    def body(guard):
+        Path("model.txt").write_text("x")
+        return [_met_the_wall(guard, run.project), os.path.exists("model.txt")]
+
+    (line,), seen = run.rank(body, mechanism="diversion")
+    assert "this machine gives no wall" in line
+    assert seen
+    assert not (run.project / "model.txt").exists()
+
+
 def test_doctor_says_what_this_machine_gives():
     """The first line names the wall; a weaker one comes with its limits."""
     lines = probe.verdicts()
     assert lines[0].startswith("write rule: ")
-    weakest = probe.verdicts(("audit",))
+    weakest = probe.verdicts(("diversion",))
     assert any("limit:" in line for line in weakest)
 
 

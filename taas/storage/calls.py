@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import _io
 import builtins
-import contextlib
 import io
 import os
 import shutil
@@ -20,7 +19,6 @@ from typing import Any
 from taas.import_hooks import imported_since
 from taas.storage.diversion import Diversion
 from taas.storage.view import View
-from taas.storage.walls import lifted
 
 # What the methods of a view stand for, and those that a diversion adds.
 _READERS, _WRITERS = ([name for name in vars(of) if name in os.__all__] for of in (View, Diversion))
@@ -79,17 +77,12 @@ def _is_real(module: str) -> bool:
     return module in _REAL or module.startswith("taas.storage.")
 
 
-def install(diversion: Diversion, *, audited: bool) -> None:
-    """Divert this process's calls, for good.
-
-    Args:
-        diversion: what the calls mean from now on.
-        audited: whether the audit wall stands; it must let through what is diverted.
-    """
+def install(diversion: Diversion) -> None:
+    """Divert this process's calls, for good: they mean what the diversion says from now on."""
     survey()
     names = [*_WRITERS, *(_READERS if diversion.denial.mode == "discard" else ())]
     replacements: dict[str, Callable[..., Any]] = {name: getattr(diversion, name) for name in names}
-    replacements["builtins.open"] = _opener(diversion, audited)
+    replacements["builtins.open"] = _opener(diversion)
     replacements["shutil.rmtree"] = diversion.rmtree(shutil.rmtree)
     options = os.supports_dir_fd, os.supports_fd, os.supports_follow_symlinks, os.supports_effective_ids
     for supported in options:
@@ -118,7 +111,7 @@ def _replace_surveyed(replacements: dict[str, Callable[..., Any]]) -> None:
             setattr(owner, key, staticmethod(replacements[name]))
 
 
-def _opener(diversion: Diversion, audited: bool) -> Callable[..., Any]:
+def _opener(diversion: Diversion) -> Callable[..., Any]:
     """``open``: Python's own, which gets its descriptor from the diversion and keeps the name it was given."""
 
     def divert(path: Any, flags: int) -> int:
@@ -136,8 +129,7 @@ def _opener(diversion: Diversion, audited: bool) -> Callable[..., Any]:
     ) -> Any:
         if opener is None and not isinstance(file, int):
             opener = divert
-        with lifted() if audited else contextlib.nullcontext():
-            return _io.open(file, mode, buffering, encoding, errors, newline, closefd, opener)
+        return _io.open(file, mode, buffering, encoding, errors, newline, closefd, opener)
 
     return open
 

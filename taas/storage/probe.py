@@ -49,7 +49,7 @@ def main(mechanism: str, folder: str) -> int:
     except StorageDenied as error:
         print((error.strerror or "").partition(f"{mechanism}: ")[2])  # noqa: T201 the verdict
         return 1
-    held = mechanism == "audit" or not _shell_writes(project)
+    held = mechanism == "diversion" or not _shell_writes(project)
     try:
         (project / "python").touch()
         held = False

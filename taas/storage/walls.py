@@ -1,18 +1,17 @@
-"""The three walls, the strongest first, and what a process brought along from before its wall.
+"""The walls, the strongest first, and what a process brought along from before its wall.
 
 * A private mount namespace in which the project is mounted read-only. Holds for every call of every program the rank starts
   (EROFS), with live reads, and is undone by nothing the rank can do: what would undo it (mounting, entering another
   process's namespace through /proc, opening by file handle, raw devices) needs capabilities that are given up. As an ordinary
   user a user namespace supplies the right to mount, and all its capabilities are given up afterwards.
 * Landlock, where namespaces are refused.
-* Python's audit hooks, where the kernel offers nothing. They see what Python itself opens and changes. C and C++ code and
-  every other program write past them, so they guard against accidents only.
+* None, where the kernel offers nothing: what is diverted of Python's own calls guards against accidents, and the cell says so.
 
 Each function raises one wall around this single-threaded process, and all that it will start, and returns how, for people.
 """
 
 # Plain strings: a Path folds "..", which the kernel follows, and these run on every call of a rank.
-# ruff: noqa: PTH109, PTH115, PTH118, PTH208
+# ruff: noqa: PTH109, PTH115, PTH208
 
 from __future__ import annotations
 
@@ -22,11 +21,8 @@ import errno
 import fcntl
 import os
 import stat
-import sys
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import PurePath
-from typing import Any
 
 from taas import _linux
 from taas.storage.boundary import Boundary, resolve_beneath
@@ -38,10 +34,9 @@ LIMITS = {
         "nothing can be made, renamed or removed directly in the project's parent directories",
         "as an ordinary user: sudo and other set-user-ID programs do not work in ranks other than 0",
     ),
-    "audit": (
-        "only Python code in the rank and its forked workers is held back: C and C++ libraries (h5py, safetensors, "
-        "torch.jit.save), shells and other programs can write the project",
-        "sqlite3.connect to a database in the project needs file:...?mode=ro",
+    "diversion": (
+        "only what Python's own functions write is held back: C and C++ libraries (h5py, SQLite, safetensors, "
+        "torch.jit.save), shells and other programs can write the project, and hard links to its files can be made",
     ),
 }
 
@@ -169,97 +164,17 @@ def _grant(ruleset: int, path: str, rights: int) -> None:
         os.close(descriptor)
 
 
-# ---------------------------------------------------------------- audit hooks
-
-_WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-
-# Event -> positions of (path, dir_fd) pairs it changes; dir_fd None where the event carries none. Python's
-# audit event table: https://docs.python.org/3/library/audit_events.html
-_CHANGES: dict[str, tuple[tuple[int, int | None], ...]] = {
-    "os.mkdir": ((0, 2),),
-    "os.rmdir": ((0, 1),),
-    "os.remove": ((0, 1),),
-    "os.rename": ((0, 2), (1, 3)),
-    "os.link": ((0, 2), (1, 3)),
-    "os.symlink": ((1, 2),),
-    "os.truncate": ((0, None),),
-    "os.chmod": ((0, 2),),
-    "os.chown": ((0, 3),),
-    "os.utime": ((0, 3),),
-    "os.setxattr": ((0, None),),
-    "os.removexattr": ((0, None),),
-}
+# ---------------------------------------------------------------- no wall
 
 
-_lift = threading.local()
-
-
-@contextlib.contextmanager
-def lifted() -> Iterator[None]:
-    """Let this thread's calls pass: for a call that names the project but opens a diverted file."""
-    before = getattr(_lift, "on", False)
-    _lift.on = True
-    try:
-        yield
-    finally:
-        _lift.on = before
-
-
-def _raise_audit(boundary: Boundary, denial: Denial) -> str:
-    """Make this interpreter refuse to write the project; an audit hook cannot be taken away again."""
-
-    def refuse(path: Any, dir_fd: int = -1) -> None:
-        real = _real(path, dir_fd)
-        if real is not None and boundary.relative(real) is not None:
-            raise denial.error(real)
-
-    sys.addaudithook(_hook(refuse))
-    return "Python only"
-
-
-def _hook(refuse: Callable[..., None]) -> Callable[[str, tuple[Any, ...]], None]:
-    def hook(event: str, args: tuple[Any, ...]) -> None:
-        if getattr(_lift, "on", False):
-            return
-        if event == "open":
-            path, _, flags = args
-            if isinstance(flags, int) and flags & _WRITES and not isinstance(path, int):
-                refuse(path)
-        elif event in _CHANGES:
-            for position, dir_fd in _CHANGES[event]:
-                refuse(args[position], -1 if dir_fd is None else args[dir_fd])
-        elif event == "sqlite3.connect" and not _reads_only(args[0]):
-            refuse(str(args[0]).removeprefix("file:").partition("?")[0])
-
-    return hook
-
-
-def _reads_only(database: Any) -> bool:
-    text = os.fsdecode(database) if isinstance(database, str | bytes | os.PathLike) else ""
-    return text in {"", ":memory:"} or ("?" in text and ("mode=ro" in text or "mode=memory" in text))
-
-
-def _real(path: Any, dir_fd: int) -> str | None:
-    if isinstance(path, int):
-        return _descriptor(path)
-    if not isinstance(path, str | bytes | os.PathLike):
-        return None
-    text = os.fsdecode(path)
-    base = _descriptor(dir_fd) if dir_fd is not None and dir_fd >= 0 else None
-    return os.path.realpath(os.path.join(base, text) if base else text)
-
-
-def _descriptor(number: int) -> str | None:
-    try:
-        return os.readlink(f"/proc/self/fd/{number}")
-    except OSError:
-        return None
+def _raise_none(boundary: Boundary, denial: Denial) -> str:
+    return "Python's own functions only"
 
 
 WALLS: dict[str, Callable[[Boundary, Denial], str]] = {
     "mount": _raise_mount,
     "landlock": _raise_landlock,
-    "audit": _raise_audit,
+    "diversion": _raise_none,
 }
 """By mechanism. Each raises an OSError whose text says by what it is refused here."""
 
