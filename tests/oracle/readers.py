@@ -148,7 +148,7 @@ def _ndarray(describer: Describer, number: int, value: Any) -> Read:
     facts = {
         "dtype": str(value.dtype),
         "shape": value.shape,
-        "strides": value.strides,
+        "strides": value.strides if value.size else (),  # of nothing
         "writeable": bool(value.flags.writeable),
     }
     describer.view(number, *np.lib.array_utils.byte_bounds(plain))
