@@ -92,18 +92,12 @@ def _nested(index):
     mp.spawn(_note, nprocs=1)
 
 
-def _collect(index, queue, shared):
-    loss = [index + 0.5]
-    queue.put(loss)
-    loss.append("changed after it was put")
-    shared[index] = index + 1.0
+def _queue():
+    mp.spawn(_note, args=(mp.get_context("spawn").SimpleQueue(),), nprocs=2)
 
 
-def _results_of_all():
-    """Where programs have their processes put results, and what the parent finds there."""
-    queue, shared = mp.get_context("spawn").SimpleQueue(), torch.zeros(3).share_memory_()
-    mp.spawn(_collect, args=(queue, shared), nprocs=2)
-    return sorted(queue.get() for _ in range(2)), shared.tolist()
+def _shared_tensor():
+    mp.spawn(_note, args=(torch.zeros(3).share_memory_(),), nprocs=2)
 
 
 def _managed():
@@ -222,13 +216,6 @@ def test_returns_when_all_have_ended(tmp_path, monkeypatch):
     assert run_ranks(_wait_for_the_slowest, 2) == ["done", "done"]
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_results_of_all_processes_are_there(world):
-    """A queue and shared memory hold every process's results, in each rank."""
-    expected = ([[0.5], [1.5]], [1.0, 2.0, 0.0])
-    assert run_ranks(_results_of_all, world) == [expected] * world
-
-
 @pytest.mark.parametrize("processes", [2, 3])
 def test_group_is_gone_when_the_function_returns(processes):
     """A function that never destroys its group can be spawned again, by fewer ranks too."""
@@ -272,7 +259,9 @@ def _spawn_nested():
         (_spawn_nested, "inside mp.spawn"),
         (_hogwild, "shared memory"),
         (_event, "barrier()"),
-        (_managed, "SimpleQueue"),
+        (_managed, "all_gather_object"),
+        (_queue, "a SimpleQueue of multiprocessing (args[0]), of which each rank would have its own"),
+        (_shared_tensor, "a Tensor in shared memory (args[0])"),
         (_elastic, "torchrun"),
     ],
 )

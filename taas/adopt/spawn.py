@@ -5,8 +5,8 @@ of them. Here the ranks are the processes: each runs ``fn(local_rank, *args)`` a
 does, until all have run it. A run of one rank, a process that sees all GPUs of its type, starts real children.
 
 What is different from real children, and cannot be hidden: ``args`` are not copied, so ``fn`` may change
-them; a queue among them belongs to each rank alone until all have ended; and a spawn that doesn't train (a pool
-that prepares data) looks like one that does. ``multiprocessing.Process``, ``Pool`` and DataLoader workers are
+them; and a spawn that doesn't train (a pool that prepares data) looks like one that does. What processes would share (a
+queue, a tensor in shared memory, an event) is refused by name. ``multiprocessing.Process``, ``Pool`` and DataLoader workers are
 never touched, and a launcher started as a command of its own (``!torchrun``) is not seen.
 """
 
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pickle
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,7 +24,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch.distributed import Store
 from torch.multiprocessing import ProcessContext, ProcessRaisedException
 
 from taas.adopt.membership import Membership
@@ -67,22 +65,19 @@ class Adopter:
             what: the launcher's name, for messages.
             processes: how many the program asked for, on one machine.
             body: the program's function, with all but its first argument.
-            args: those arguments, in which results may be collected.
+            args: those arguments.
 
         Raises:
-            CannotAdopt: more processes than ranks on a VM, or one launcher inside another.
+            CannotAdopt: more processes than ranks on a VM, one launcher inside another, or an argument that processes share.
             ProcessRaisedException: another rank's ``body`` failed (its own error is the one to read).
         """
-        self._refuse(what, processes)
+        self._refuse(what, processes, args)
         prefix, had_group = self.membership.numbered("spawn"), dist.is_initialized()
         store, all_of_them = self.membership.store(prefix), processes * self.membership.nodes
-        results = Results(prefix, args, all_of_them, self.membership)
         if self.membership.local_rank < processes:
             try:
-                results.watch()
                 with self._as_process_of(what, processes), _forgotten_by_accelerate():
                     body(self.membership.local_rank)
-                results.publish(store)
             except BaseException as error:
                 store.set(ENDED, f"{self.membership.rank} {type(error).__name__}: {text_of(error)}"[:2000])
                 raise
@@ -90,9 +85,6 @@ class Adopter:
             if store.add("count", 1) == all_of_them:
                 store.set(ENDED, "")
         self._wait_for_all(what, prefix, processes)
-        for rank in self._members(processes):
-            if rank != self.membership.rank:
-                results.take(store, rank)
         if not had_group:  # a group made in a process goes with it
             close_default_group()
 
@@ -101,8 +93,12 @@ class Adopter:
         me = self.membership
         return [rank for rank in range(me.world_size) if rank % me.local_world_size < processes]
 
-    def _refuse(self, what: str, processes: int) -> None:
+    def _refuse(self, what: str, processes: int, args: Sequence[Any]) -> None:
         me = self.membership
+        for index, arg in enumerate(args if processes * me.nodes > 1 else ()):
+            if (refused := _refused(arg)) is not None:
+                kind, step = refused
+                raise CannotAdopt(f"{what} was given {kind} (args[{index}]), {step}")
         if self._inside:
             raise CannotAdopt(
                 f"{what} was called inside {self._inside}, which already runs in the ranks of this cell. "
@@ -212,93 +208,29 @@ def _environment(variables: Mapping[str, str | None]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-# ---------------------------------------------------------------- what its processes give back
-#
-# Through arguments: a queue, a tensor in shared memory. Children put their results there and the parent reads them. Here
-# every rank is a child and the parent. So each notes what its own function put there, and when all have ended each gets
-# what the others noted. What a manager holds, and what processes wait for or count with, is refused by name.
+# ---------------------------------------------------------------- what its processes would share
 
-PIECE_BYTES = 1 << 20  # the store takes no larger values
-RESULT_BYTES = 64 << 20  # a larger tensor in shared memory is a data set: a copy of it would cost too much
-Note = Callable[[], Any]
+_COLLECTED = 64 << 20
+"""Bytes: a larger tensor in shared memory is a data set, which is only read."""
 _WAITED_FOR = (synchronize.Barrier, synchronize.Condition, synchronize.Event, SynchronizedBase)
-
-
-class Results:
-    """One rank's side of the arguments in which results are collected.
-
-    The store of a run on several machines lets everybody in, so what goes through it is sealed.
-
-    Args:
-        name: of this ``mp.spawn`` in the run, the same in all ranks.
-        args: what the program gave to it.
-        processes: how many of them there are on all VMs.
-        membership: where this rank stands in the run.
-
-    Raises:
-        CannotAdopt: the processes would share an argument in another way.
-    """
-
-    def __init__(self, name: str, args: Sequence[Any], processes: int, membership: Membership) -> None:
-        self._name, self._args, self._membership = name, args, membership
-        for index, arg in enumerate(args if processes > 1 else ()):
-            if (refused := _refused(arg)) is not None:
-                kind, step = refused
-                raise CannotAdopt(f"mp.spawn was given {kind} (args[{index}]), {step}")
-        self._notes: dict[int, Note] = {}
-
-    def watch(self) -> None:
-        """Note from now on what this rank's function puts into the arguments."""
-        for index, arg in enumerate(self._args):
-            if isinstance(arg, (queues.Queue, queues.SimpleQueue)):
-                self._notes[index] = _puts(arg)
-            elif _is_shared_tensor(arg):
-                self._notes[index] = _elements(arg)
-
-    def publish(self, store: Store) -> None:
-        """Give the other ranks what was noted."""
-        noted = {index: note() for index, note in self._notes.items()}
-        if not noted:
-            return
-        rank = self._membership.rank
-        content = self._membership.sealed(self._title(rank), pickle.dumps(noted))
-        pieces = range(0, len(content), PIECE_BYTES)
-        for number, start in enumerate(pieces):
-            store.set(f"results/{rank}/{number}", content[start : start + PIECE_BYTES])  # type: ignore[arg-type]  # takes bytes
-        store.set(f"results/{rank}", str(len(pieces)))
-
-    def take(self, store: Store, rank: int) -> None:
-        """Put what another rank noted into this one's arguments; it has published, if it does.
-
-        Raises:
-            CannotAdopt: it was not that rank that put it into the store.
-        """
-        if not store.check([f"results/{rank}"]):
-            return
-        pieces = range(int(store.get(f"results/{rank}")))
-        sealed = b"".join(store.get(f"results/{rank}/{number}") for number in pieces)
-        content = self._membership.opened(self._title(rank), sealed)
-        if content is None:
-            raise CannotAdopt(
-                f"What rank {rank} put into the arguments of mp.spawn was replaced on its way, by a process that is not "
-                "of this run: it was not read. Somebody else reaches the run's store (docs/security.md)."
-            )
-        noted = pickle.loads(content)
-        for index, found in noted.items():
-            _add(self._args[index], found)
-
-    def _title(self, rank: int) -> str:
-        return f"{self._name}/results/{rank}"
+_GATHER = (
+    "of which each rank would have its own. Collect results with torch.distributed's all_gather_object, or leave them in "
+    "files; what rank 0's function puts into a dict of args is there afterwards."
+)
 
 
 def _refused(arg: Any) -> tuple[str, str] | None:
-    """Say what an argument is, and what to do instead, that processes would share in another way."""
+    """Say what an argument is, and what to do instead, that processes would share."""
     name = type(arg).__name__
-    if isinstance(arg, managers.BaseProxy):
-        return f"a {name} of a manager", (
-            "of which each rank would have its own. Put results into a queue (torch.multiprocessing.SimpleQueue), or "
-            "collect them with torch.distributed's all_gather_object."
-        )
+    if isinstance(arg, (managers.BaseProxy, queues.Queue, queues.SimpleQueue)):
+        return f"a {name} of multiprocessing", _GATHER
+    if (
+        isinstance(arg, torch.Tensor)
+        and arg.device.type == "cpu"
+        and arg.is_shared()
+        and arg.nbytes <= _COLLECTED
+    ):
+        return f"a {name} in shared memory", _GATHER
     if isinstance(arg, _WAITED_FOR):
         return f"a {name} of multiprocessing", (
             "of which each rank would have its own. Use torch.distributed: barrier() to wait for each other, all_reduce() "
@@ -311,51 +243,3 @@ def _refused(arg: Any) -> tuple[str, str] | None:
             "DistributedDataParallel."
         )
     return None
-
-
-def _is_shared_tensor(arg: Any) -> bool:
-    return (
-        isinstance(arg, torch.Tensor)
-        and arg.layout == torch.strided
-        and arg.device.type == "cpu"
-        and arg.numel() * arg.element_size() <= RESULT_BYTES
-        and arg.is_shared()
-    )
-
-
-def _puts(queue: Any) -> Note:
-    """Note each item put into a queue, as it is then."""
-    items: list[bytes] = []
-    native = queue.put
-
-    def put(item: Any, *args: Any, **kwargs: Any) -> None:
-        native(item, *args, **kwargs)
-        items.append(pickle.dumps(item))
-
-    def note() -> list[bytes]:
-        del queue.put
-        return items
-
-    queue.put = put
-    return note
-
-
-def _elements(tensor: torch.Tensor) -> Note:
-    """Note which elements of a tensor are other ones than now."""
-    before = tensor.detach().clone()
-
-    def note() -> tuple[torch.Tensor, torch.Tensor]:
-        now = tensor.detach()
-        other = (now != before) & ~(now.isnan() & before.isnan())
-        return other, now[other]
-
-    return note
-
-
-def _add(arg: Any, content: Any) -> None:
-    if isinstance(arg, torch.Tensor):
-        where, values = content
-        arg.detach()[where] = values
-    else:
-        for item in content:
-            arg.put(pickle.loads(item))
