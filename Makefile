@@ -5,11 +5,12 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 ARTEFACTS ?= artefacts
 QUICK := not slow and not browser and not ray
 
-.PHONY: help demo test test-oldest test-ray quick check format clean
+.PHONY: help demo test test-all test-oldest test-ray quick check format clean
 
 help:
 	@echo "make demo      train MNIST in eight ranks: runs examples/mnist_ddp.ipynb and shows what its cells print"
-	@echo "make test      every test, in two processes (those on a Ray cluster only where Ray is installed)"
+	@echo "make test      the tests, in two processes; of long tables some rows, others each day"
+	@echo "make test-all  every row of every table (50 minutes)"
 	@echo "make test-oldest  the quick tests with the oldest versions that pyproject.toml allows, in .venv-oldest"
 	@echo "make test-ray  installs Ray, and runs the tests on a cluster of network namespaces (root; 20 minutes)"
 	@echo "make quick     the tests that take seconds"
@@ -21,6 +22,9 @@ demo: .venv/demo
 	$(BIN)/python examples/run_notebook.py examples/mnist_ddp.ipynb --out $(ARTEFACTS)
 
 test: .venv/test
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --rows 4 $(TESTS)
+
+test-all: .venv/test
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(TESTS)
 
 test-oldest: .venv-oldest/done
