@@ -75,18 +75,6 @@ def _family(cls: Any) -> Any:
     return next((family for family in _FAMILIES if issubclass(cls, family.base)), None)
 
 
-def items_of(value: Any) -> tuple[Any, ...]:
-    """Return the items of a built-in container; of a dict its keys, then what they stand for."""
-    if type(value) is dict:
-        return (*value, *value.values())
-    return tuple(value) if type(value) is list else _family(type(value)).items(value)  # type: ignore[arg-type]
-
-
-def put_items(value: Any, items: tuple[Any, ...]) -> None:
-    """Make these its items."""
-    _family(type(value)).put(value, items)  # type: ignore[arg-type]
-
-
 def container_reader(cls: Any) -> Callable[[Any], Reading] | None:
     """Return what reads objects of a container class, or None: it is none, or has a protocol of its own."""
     family = _family(cls)
@@ -121,7 +109,7 @@ def turn_into_kind(value: Any, _: Any, cls: type, __: Any) -> None:
 
 def _fill(value: Any, state: tuple[Any, Any, tuple[Any, ...]]) -> None:
     set_insides(value, state[:2])
-    put_items(value, state[2])
+    _family(type(value)).put(value, state[2])  # type: ignore[arg-type]
 
 
 # ---------------------------------------------------------------- weak references

@@ -27,7 +27,6 @@ from taas.import_hooks import after_import, imported_since, is_edited
 
 _IMPORT = re.compile(r"(?:^|\\n|')[ \t]*(?:from|import)[ \t]+([\w.]+)", re.MULTILINE)
 """Found also in a body that a magic was given, as text."""
-_OF_MODULE = re.compile(r"[^:]+:[^\W\d]\w*(\.[^\W\d]\w*)*")
 _ANY_MODULE = ({"import_module"}, {"__import__"}, {"sys", "modules"}, {"runpy"}, {"%run"})
 """Code with such words may reach modules that it does not name."""
 _CODE = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)

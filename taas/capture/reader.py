@@ -49,7 +49,6 @@ from taas.capture.tensors import (
     is_tensor,
     memory_of_tensor,
     tensor_reader,
-    whole_of,
 )
 from taas.delivery.registered import delivers, reduce_registered
 
@@ -215,11 +214,6 @@ def memory_of(value: Any) -> DeviceMemory | None:
     if is_tensor(value):
         return memory_of_tensor(value)
     return memory_of_array(value) if is_array(value) else None
-
-
-def what_comes_back(value: Any) -> Any:
-    """Return what comes back of a value: the module in a parallel wrapper, the whole of a sharded tensor, or itself."""
-    return value.module if is_wrapper(type(value)) else whole_of(value)
 
 
 def is_wrapper(cls: type) -> bool:

@@ -25,11 +25,6 @@ _HEAP_TYPE = 1 << 9
 """``Py_TPFLAGS_HEAPTYPE``: made by a ``class`` statement, or as one."""
 
 
-def is_atom(value: Any) -> bool:
-    """Tell whether an object is its value; a NaN is told by which object it is (``nan in numbers``)."""
-    return type(value) in ATOMS and bool(value == value)
-
-
 class Reading(NamedTuple):
     """How an object is made, and what is put into it.
 

@@ -244,15 +244,6 @@ def is_sharded(cls: type) -> bool:
     return not _SHARDED.isdisjoint(names)
 
 
-def whole_of(value: Any) -> Any:
-    """Return the plain tensor, or parameter, that a sharded one stands for; any other value as it is.
-
-    Raises:
-        pickle.PicklingError: other ranks have parts of it.
-    """
-    return _make_whole(*_parts_of_whole(value)) if is_sharded(type(value)) else value
-
-
 def _parts_of_whole(tensor: Any) -> tuple[Any, ...]:
     import torch
 
