@@ -59,14 +59,14 @@ WAITING = (
 )
 SPAWN = """#pragma taas --gpus 2
 import torch.multiprocessing as mp
-def work(index, entries):
-    entries.put(index + 0.5)
+def work(index, found):
+    found.append(index + 0.5)
     print("ready", flush=True)
     while not stop.exists(): time.sleep(0.01)
-entries = mp.get_context("spawn").SimpleQueue()
-mp.spawn(work, args=(entries,), nprocs=2)
-print(sorted(entries.get() for _ in range(2)))
-del entries
+found = []
+mp.spawn(work, args=(found,), nprocs=2)
+print(found)
+del found
 """
 DELIVERED = """#pragma taas --gpus 2 --cpus 1
 steps = iter(loader)
@@ -158,7 +158,7 @@ def test_a_run_on_one_machine_opens_no_port(
 
 @only_as_root
 @pytest.mark.parametrize(
-    ("cell", "printed"), [(SPAWN, "[0.5, 1.5]"), (DELIVERED, "1500.0"), (BACKGROUND, "[0, 1]")]
+    ("cell", "printed"), [(SPAWN, "[0.5]"), (DELIVERED, "1500.0"), (BACKGROUND, "[0, 1]")]
 )
 def test_another_user_comes_in_nowhere(
     notebook: Notebook, public: Path, tmp_path: Path, cell: str, printed: str
@@ -285,35 +285,6 @@ def test_files_with_keys_are_private(running: psutil.Process, public: Path) -> N
     runtime = Path(os.environ["JUPYTER_RUNTIME_DIR"])
     for path in [*folders, *runtime.glob("taas*")]:
         assert not path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO), path
-
-
-def _plant_from_outside(index: int, queue: object, trace: str) -> None:
-    """Rank 0 overwrites what rank 1 has published, as anybody can who reaches a TCPStore."""
-    if index == 1:
-        queue.put("its own")  # type: ignore[attr-defined]
-        return
-    store = torch.distributed.TCPStore(
-        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False
-    )
-    store.wait(["taas/0/spawn/1/results/1"])
-    store.set("taas/0/spawn/1/results/1/0", pickle.dumps({0: [pickle.dumps(Bomb(Path(trace)))]}))  # type: ignore[arg-type]
-    store.set("taas/0/spawn/1/results/1", "1")
-
-
-def _collect(trace: str) -> None:
-    queue = torch.multiprocessing.get_context("spawn").SimpleQueue()
-    torch.multiprocessing.spawn(_plant_from_outside, args=(queue, trace), nprocs=2)
-    while not queue.empty():
-        queue.get()
-
-
-@pytest.mark.usefixtures("warm")
-def test_results_planted_in_the_store_of_several_machines_are_not_unpickled(tmp_path: Path) -> None:
-    """That store is a TCPStore, which lets everybody in: what is not sealed with the run's key is an error."""
-    outcome = run_ranks(_collect, 2, str(tmp_path / "trace"), host="127.0.0.2", fails=True, grace=60)[0]
-    assert outcome.error == "CannotAdopt", outcome
-    assert "was not read" in outcome.text
-    assert not (tmp_path / "trace").exists()
 
 
 def _replicas_of_two_runs() -> None:

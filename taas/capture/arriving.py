@@ -126,7 +126,7 @@ class Arrival:
     def mark(self) -> None:
         """Take what changes are found against, right before the cell runs."""
         with no_collection():
-            self.heap.mark(same_memory=self.all_in_host_memory)
+            self.heap.mark()
         self.names_before = {**self._namespace}
         self.places_before, self.specs_before = places_now(self.project), loaded_as(self.project)
         self.state.mark()

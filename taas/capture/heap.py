@@ -19,7 +19,7 @@ from taas.capture.flat import FlatStates, State
 from taas.capture.memory import DeviceMemory, SentMemory, address_of_view
 from taas.capture.reader import Reader, stays
 from taas.capture.reading import ATOMS
-from taas.capture.tensors import address_of_storage, is_tensor
+from taas.capture.tensors import address_of_storage
 
 NAMESPACE = 0
 """The number of the notebook's namespace."""
@@ -99,7 +99,7 @@ class Heap(FlatStates):
             if n in fresh:
                 self.fresh.add(n)
 
-    def mark(self, *, same_memory: bool) -> None:
+    def mark(self) -> None:
         """Describe again what is read in another way here than there: tensors of other devices, functions on this namespace.
 
         An object with a protocol of its own is not asked again; nor are containers, arrays of objects among them, and plain
@@ -109,12 +109,8 @@ class Heap(FlatStates):
             if n == NAMESPACE or value is None or stays(type(value)):
                 continue
             state = self.states[n]
-            what_came = (is_array(value) and (same_memory or value.dtype.hasobject)) or (
-                same_memory and is_tensor(value)
-            )
-            if state is None or (
-                state[0] == "reading" and not what_came and not self.reader.asks(type(value))
-            ):
+            is_box = is_array(value) and value.dtype.hasobject
+            if state is None or (state[0] == "reading" and not is_box and not self.reader.asks(type(value))):
                 self.describe_again(n)
         self.walk()
 

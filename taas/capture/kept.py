@@ -63,7 +63,7 @@ class Kept:
         self.own, self.wrapped, self.places = frozenset(own), frozenset(wrapped), places or {}
         self.heap = heap or Heap(Reader(namespace), [namespace])
         self.heap.reader, self.heap.named = Reader(namespace, project=project), {}
-        self.heap.mark(same_memory=False)
+        self.heap.mark()
         self.heap.failed = {}
         self.next_region = next_region
         reached = self.heap.reached(n for _, n in self.roots())
