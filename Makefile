@@ -10,7 +10,7 @@ QUICK := not slow and not browser and not ray
 help:
 	@echo "make demo      train MNIST in eight ranks: runs examples/mnist_ddp.ipynb and shows what its cells print"
 	@echo "make test      the tests, in two processes; of long tables some rows, others each day"
-	@echo "make test-all  every row of every table (50 minutes)"
+	@echo "make test-all  every row of every table (40 minutes)"
 	@echo "make test-oldest  the quick tests with the oldest versions that pyproject.toml allows, in .venv-oldest"
 	@echo "make test-ray  installs Ray, and runs the tests on a cluster of network namespaces (root; 20 minutes)"
 	@echo "make quick     the tests that take seconds"

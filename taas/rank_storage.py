@@ -131,7 +131,7 @@ def guard(policy: Policy, mechanisms: Sequence[str] = MECHANISMS) -> Guard:
         mechanisms: which walls to try, in order.
 
     Raises:
-        StorageDenied: no mechanism works; unguarded ranks do not run.
+        StorageDenied: none of these mechanisms works.
     """
     if policy.rank == 0:
         gathering.install(policy.project, Path(policy.scratch).parent)
@@ -144,7 +144,7 @@ def guard(policy: Policy, mechanisms: Sequence[str] = MECHANISMS) -> Guard:
     for mechanism in mechanisms:
         denial = Denial(policy.rank, policy.mode, edge, landlock=mechanism == "landlock")
         try:
-            how = walls.WALLS[mechanism](edge, denial)
+            how = walls.WALLS[mechanism](edge)
         except OSError as error:
             why_not.append(f"{mechanism}: {error.strerror or error}")
             continue

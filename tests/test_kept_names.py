@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 from oracle.kept import Group
 
+from taas.capture.memory import MemoryTable
+
 
 class Notebook:
     """Names, and two ranks that stay."""
@@ -118,6 +120,16 @@ def test_a_row_that_holds_an_object_is_seen_to_change(book: Notebook) -> None:
     book.there("seen = rows[5]['i'], rows[6]['i']; rows[7]['i'] = rows[5]['kept']")
     assert book["seen"] == ("here", 6)
     assert book["rows"][7]["i"] is book["rows"][5]["kept"]
+
+
+def test_where_held_memory_lies_is_found_once(book: Notebook, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not for each object: for a thousand tensors that took seconds before every cell."""
+    book.here("import torch\nts = [torch.ones(1) for _ in range(50)]")
+    book.there("n = len(ts)")
+    asked, places = [], MemoryTable.places
+    monkeypatch.setattr(MemoryTable, "places", lambda table: asked.append(table) or places(table))
+    book.there("n = ts[0].item()")
+    assert len(asked) < 25
 
 
 def test_what_a_protocol_makes_afresh_is_no_change(book: Notebook) -> None:

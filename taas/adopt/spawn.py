@@ -214,8 +214,8 @@ _COLLECTED = 64 << 20
 """Bytes: a larger tensor in shared memory is a data set, which is only read."""
 _WAITED_FOR = (synchronize.Barrier, synchronize.Condition, synchronize.Event, SynchronizedBase)
 _GATHER = (
-    "of which each rank would have its own. Collect results with torch.distributed's all_gather_object, or leave them in "
-    "files; what rank 0's function puts into a dict of args is there afterwards."
+    "of which each rank would have its own. Collect results with torch.distributed's all_gather_object; what rank 0's "
+    "function then puts into a list or dict of args is there afterwards."
 )
 
 

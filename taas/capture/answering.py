@@ -83,7 +83,7 @@ class CellChanges:
             **self._told_of_names(bound),
         }
         as_before = heap.only_among(self._held_back, heap.before)
-        kept_out = arrival.memory.regions_of(heap.memories_among(as_before))
+        kept_out = arrival.memory.regions_of(heap.memories_among(as_before).values())
         patches = [patch for patch in arrival.patches(wanted) if patch[0] not in kept_out]
         fd = write_file(heap.sent, bound, contents, patches)[0]
         if last:

@@ -144,7 +144,7 @@ class _Incoming:
         applied, header, contents = self._applied, self._payload.header, self._contents
         held_back = self._held_back()
         as_before = MemoryTable(self._known, ()).regions_of(
-            self._heap.memories_among(self._heap.only_among(held_back, self._heap.states))
+            self._heap.memories_among(self._heap.only_among(held_back, self._heap.states)).values()
         )
         for patch in header.patches:
             why = None if patch.region in as_before else self._known[patch.region].patch(patch, self._fd)

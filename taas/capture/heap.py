@@ -153,15 +153,14 @@ class Heap(FlatStates):
         """Forget all objects but some; their numbers stay taken."""
         self._forget({n for n in range(len(self.objects)) if n not in numbers})
 
-    def memories_among(self, numbers: Iterable[int]) -> list[DeviceMemory]:
-        """Return where the memory is that is among some objects."""
-        found = []
-        for n in numbers:
-            state = self.states[n]
-            if state is not None and state[0] == "memory":
-                address, nbytes = next((k[1:] for k, m in self.memories.items() if m == n), (0, 0))
-                found.append(DeviceMemory("", address, nbytes, None, lambda: 0))
-        return found
+    def memories_among(self, numbers: Iterable[int]) -> dict[int, DeviceMemory]:
+        """Return where the memory is that is among some objects, by number."""
+        wanted = {*numbers}
+        return {
+            n: DeviceMemory(opener, address, nbytes, None, lambda: 0)
+            for (opener, address, nbytes), n in self.memories.items()
+            if n in wanted
+        }
 
     def go_on(self, before: Heap, held: Iterable[int], length: int) -> None:
         """Know of an earlier table what is held still."""

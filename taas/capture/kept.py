@@ -18,7 +18,7 @@ from typing import Any
 from taas.capture.applying import Applied
 from taas.capture.checksums import MemorySnapshot
 from taas.capture.heap import CONSTANT, NAMESPACE, Heap
-from taas.capture.memory import MemoryTable, SentMemory, Stretch, overlapping
+from taas.capture.memory import DeviceMemory, MemoryTable, SentMemory, Stretch, overlapping
 from taas.capture.modules import places_now
 from taas.capture.names import needs_of
 from taas.capture.reader import Reader
@@ -68,7 +68,7 @@ class Kept:
         self.next_region = next_region
         reached = self.heap.reached(n for _, n in self.roots())
         self.heap.forget_but(reached | {NAMESPACE})
-        used = MemoryTable(stretches or {}, ()).regions_of(self.heap.memories_among(reached))
+        used = MemoryTable(stretches or {}, ()).regions_of(self.heap.memories_among(reached).values())
         self.stretches = {n: stretch for n, stretch in (stretches or {}).items() if n in used}
         self.snapshot: MemorySnapshot = MemorySnapshot(self.stretches, before.snapshot if before else None)
 
@@ -147,6 +147,9 @@ class Held:
             for name, n in kept.roots()
             if name in self.names or name in self.places
         }
+        self._where = MemoryTable(kept.stretches, ()).places()
+        memories = kept.heap.memories_among(set().union(*self._inside.values())).items()
+        self._regions = {n: self._regions_of(memory) for n, memory in memories}
         self._let_go(self._changed() | {n for v in never if (n := kept.heap.number.get(v)) is not None})
 
     def _changed(self) -> set[int]:
@@ -164,11 +167,14 @@ class Held:
         heap.end_proof(length)
         changed = kept.snapshot.changed(kept.stretches)
         regions = {n for n in kept.stretches if changed.get(n, True)}
-        return found | {n for n in numbers if not regions.isdisjoint(self._regions(n))}
+        return found | self._looking_into(regions)
 
-    def _regions(self, n: int) -> set[int]:
-        heap = self.kept.heap
-        return MemoryTable(self.kept.stretches, ()).regions_of(heap.memories_among([n]))
+    def _regions_of(self, memory: DeviceMemory) -> set[int]:
+        return {*overlapping(self._where, memory.address, memory.nbytes)}
+
+    def _looking_into(self, regions: set[int]) -> set[int]:
+        """Return the numbers of the memory that has any of some regions."""
+        return {n for n, own in self._regions.items() if not own.isdisjoint(regions)}
 
     def _let_go(self, dirty: set[int]) -> None:
         """Let go of what has something of this in it."""
@@ -189,20 +195,16 @@ class Held:
         kept, before = self.kept.heap, len(self.names) + len(self.places)
         numbers = set().union(*self._inside.values())
         ids = {id(kept.objects[n]): n for n in numbers if (kept.states[n] or ("atom",))[0] not in CONSTANT}
-        memories = MemoryTable(self.kept.stretches, ())
-        shared = set()
+        shared, regions = set[int](), set[int]()
         for n in range(len(self.objects), len(heap.objects)):
             state = heap.states[n]
             if state is None or state[0] == "name":
                 continue
             if state[0] == "memory":
-                memory = heap.objects[n]
-                if any(True for _ in overlapping(memories.places(), memory.address, memory.nbytes)):
-                    shared |= {
-                        m for m in numbers if not self._regions(m).isdisjoint(memories.regions_of([memory]))
-                    }
+                regions |= self._regions_of(heap.objects[n])
             elif (m := ids.get(id(heap.objects[n]))) is not None:
                 shared.add(m)
+        shared |= self._looking_into(regions) & numbers
         if shared:
             self._let_go(shared)
         return len(self.names) + len(self.places) < before
@@ -215,10 +217,8 @@ class Held:
 
     def memory(self) -> dict[int, Stretch]:
         """Return the memory that is held, by region."""
-        heap, kept = self.kept.heap, self.kept
-        memories = heap.memories_among(set().union(*self._inside.values()))
-        used = MemoryTable(kept.stretches, ()).regions_of(memories)
-        return {n: stretch for n, stretch in kept.stretches.items() if n in used}
+        used = set().union(*(self._regions.get(n, ()) for n in set().union(*self._inside.values())))
+        return {n: stretch for n, stretch in self.kept.stretches.items() if n in used}
 
     def told(self, sent: Collection[str]) -> dict[str, Any]:
         """Return what the ranks are told of it: what holds, and what they delete, as it is not what the notebook has."""

@@ -66,7 +66,6 @@ class Reader:
 
     Attributes:
         functions: the code of the notebook's functions met so far.
-        modules: those of classes and functions met so far.
         names: those that each of them, and of its classes, uses and is found by.
         modules: those that something met so far was found in by its name.
         wrappers: classes of parallel wrappers met, in whose place the module is read.

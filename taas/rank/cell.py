@@ -25,6 +25,7 @@ from taas.rank.preparing import Prepared
 from taas.rank.streams import Outlet
 from taas.rank_storage import Guard
 from taas.runs.events import EVENTS, STDERR, STDOUT
+from taas.storage.walls import NO_WALL
 from taas.wire.framing import Memory
 from taas.wire.ranks import RankEnded, RankOrder, RankStage, RankStart
 from taas.wording import fitting_lines, text_of
@@ -200,7 +201,7 @@ def _met_the_wall(wall: Guard, output: Path) -> tuple[str, ...]:
     """
     if wall.denial is None:
         return ()
-    if wall.mechanism == "diversion":
+    if wall.mechanism == NO_WALL:
         return (_WITHOUT_WALL,)
     for name in (STDERR, STDOUT, EVENTS):
         with (output / name).open("rb") as file:

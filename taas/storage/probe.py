@@ -14,7 +14,7 @@ from pathlib import Path
 
 from taas import rank_storage
 from taas.errors import StorageDenied
-from taas.storage.walls import LIMITS
+from taas.storage.walls import LIMITS, NO_WALL
 
 _SECONDS = 30
 
@@ -29,7 +29,7 @@ def verdicts(mechanisms: Sequence[str] = rank_storage.MECHANISMS) -> list[str]:
             limits = [f"  limit: {limit}" for limit in LIMITS.get(mechanism, ())]
             return [f"write rule: {mechanism} ({said})", *limits, *refused]
         refused.append(f"  {mechanism}: {said}")
-    return ["write rule: none of the mechanisms works here; runs of several ranks do not start", *refused]
+    return [f"write rule: nothing of {', '.join(mechanisms)} works here", *refused]
 
 
 def _try(mechanism: str) -> subprocess.CompletedProcess[str]:
@@ -49,7 +49,7 @@ def main(mechanism: str, folder: str) -> int:
     except StorageDenied as error:
         print((error.strerror or "").partition(f"{mechanism}: ")[2])  # noqa: T201 the verdict
         return 1
-    held = mechanism == "diversion" or not _shell_writes(project)
+    held = mechanism == NO_WALL or not _shell_writes(project)
     try:
         (project / "python").touch()
         held = False

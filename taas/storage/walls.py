@@ -26,15 +26,16 @@ from pathlib import PurePath
 
 from taas import _linux
 from taas.storage.boundary import Boundary, resolve_beneath
-from taas.storage.denial import Denial
 
+NO_WALL = "diversion"
+"""What stands in the place of a mechanism where there is none."""
 LIMITS = {
     "landlock": (
         "mode, owner, times and extended attributes of project files can be changed by programs other than Python",
         "nothing can be made, renamed or removed directly in the project's parent directories",
         "as an ordinary user: sudo and other set-user-ID programs do not work in ranks other than 0",
     ),
-    "diversion": (
+    NO_WALL: (
         "only what Python's own functions write is held back: C and C++ libraries (h5py, SQLite, safetensors, "
         "torch.jit.save), shells and other programs can write the project, and hard links to its files can be made",
     ),
@@ -55,7 +56,7 @@ _WAYS_ROUND = (
 )
 
 
-def _raise_mount(boundary: Boundary, denial: Denial) -> str:
+def _raise_mount(boundary: Boundary) -> str:
     """Where this is refused, the process may afterwards be in a namespace of its own, which restricts nothing."""
     with _linux.own_mounts(_WAYS_ROUND) as as_root:
         _mount_readonly(boundary)
@@ -113,7 +114,7 @@ def _call(name: str, *arguments: object) -> int:
     return _linux.check(_linux.libc.syscall(_NUMBERS[name], *arguments), f"landlock_{name}", "")
 
 
-def _raise_landlock(boundary: Boundary, denial: Denial) -> str:
+def _raise_landlock(boundary: Boundary) -> str:
     """Restrict this process, and all it will start, to writing outside the project.
 
     Returns:
@@ -164,17 +165,10 @@ def _grant(ruleset: int, path: str, rights: int) -> None:
         os.close(descriptor)
 
 
-# ---------------------------------------------------------------- no wall
-
-
-def _raise_none(boundary: Boundary, denial: Denial) -> str:
-    return "Python's own functions only"
-
-
-WALLS: dict[str, Callable[[Boundary, Denial], str]] = {
+WALLS: dict[str, Callable[[Boundary], str]] = {
     "mount": _raise_mount,
     "landlock": _raise_landlock,
-    "diversion": _raise_none,
+    NO_WALL: lambda _: "Python's own functions only",
 }
 """By mechanism. Each raises an OSError whose text says by what it is refused here."""
 

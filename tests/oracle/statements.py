@@ -114,7 +114,6 @@ STATEMENTS = [
     S("class {new}(abc.ABC):\n    @abc.abstractmethod\n    def f(self): ...", "abstract"), S("class {new}({abstract}):\n    def f(self): return {list}", "concrete"),
     S("{new} = {concrete}()", "instance"), S("{new} = {instance}.f()", "list"), S("{new} = isinstance({instance}, {abstract})", "int"),
     S("class {new}(Exception):\n    def __init__(self, what):\n        super().__init__(what); self.what = what", "raised"), S("try: raise {raised}({any})\nexcept {raised} as error: {new} = error", "error"),
-
     S("{new} = {class0}(); {new}.x = {any}", "thing"), S("{thing}.y = {list}"),
     S("class {new}(list):\n    def __init__(self, *a):\n        super().__init__(a); self.tag = {n}", "listed"), S("{new} = {listed}({n}, {any})", "list"),
     S("class {new}:\n    def __init__(self): self.n = {n}\n    def __getstate__(self): return {{'n': self.n}}\n    def __eq__(self, o): return isinstance(o, {new}) and o.n == self.n\n    def __hash__(self): return hash(self.n)", "hashed"),
