@@ -182,6 +182,7 @@ def test_a_set_of_objects_is_told_by_what_is_in_it(tmp_path: Path) -> None:
 
 def test_a_bar_comes_back_whole(tmp_path: Path) -> None:
     """It writes to the notebook's stream, whose class is another one in ranks; no line says that it did not come back."""
+    pytest.importorskip("tqdm")
     played = play(BAR, tmp_path, plain=False)
     assert played.value == "(3, True)"
     assert not played.lost
