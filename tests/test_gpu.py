@@ -284,17 +284,21 @@ def test_nccl_bound_to_the_device_and_gloo_beside_it(notebook: Notebook) -> None
     assert ran.stderr == ""
 
 
+LOCAL = "int(os.environ['LOCAL_RANK'])"
+
+
 @pytest.mark.skipif(len(GPUS) < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("binding", ["", ", device_id=device"])
-def test_nccl_between_all_gpus(notebook: Notebook, binding: str) -> None:
+@pytest.mark.parametrize("index", [LOCAL, f"{LOCAL} % torch.cuda.device_count()"])
+def test_nccl_between_all_gpus(notebook: Notebook, index: str, binding: str) -> None:
     """Every pair of ranks meets, by P2P where the machine has it; to be run as an ordinary user, too. Not run on GPUs yet."""
     ran = notebook.good(
         f"#pragma taas --gpus {len(GPUS)} --output all\n"
         "import os, torch.distributed as dist\n"
-        "device = torch.device('cuda', int(os.environ['LOCAL_RANK']))\n"
+        f"device = torch.device('cuda', {index})\n"
         f"dist.init_process_group('nccl'{binding})\n"
         "me, size = dist.get_rank(), dist.get_world_size()\n"
-        "mine, got = torch.full((size, 1 << 20), float(me), device='cuda'), torch.empty(size, 1 << 20, device='cuda')\n"
+        "mine, got = torch.full((size, 1 << 20), float(me), device=device), torch.empty(size, 1 << 20, device=device)\n"
         "dist.all_to_all_single(got, mine)\n"
         "print('said', me, mine.device.index, got.mean(1).tolist() == list(map(float, range(size))))\n",
         seconds=170,
@@ -302,6 +306,24 @@ def test_nccl_between_all_gpus(notebook: Notebook, binding: str) -> None:
     assert sorted(re.findall(r"said (.*)", ran.stdout)) == [
         f"{rank} {rank} True" for rank in range(len(GPUS))
     ]
+
+
+@pytest.mark.skipif(len(GPUS) < 2, reason="needs two GPUs")
+def test_an_interrupt_breaks_off_data_parallel_on_gpus(notebook: Notebook) -> None:
+    """Rank 0 waits in NCCL for a replica that does not come. Not run on GPUs yet."""
+    notebook.start(
+        "#pragma taas --gpus 2\nimport os, threading, time, torch\n"
+        "model = torch.nn.DataParallel(torch.nn.Linear(2, 1).cuda())\n"
+        "x, done = torch.ones(4, 2).cuda(), [1]\nmodel(x)\n"
+        "if os.environ['RANK'] == '1':\n    time.sleep(600)\n"
+        "threading.Timer(2, print, ['rank 0 waits'], {'flush': True}).start()\n"
+        "try:\n    model(x).sum().item()\nfinally:\n    done.append(2)",
+    )
+    notebook.wait_for("rank 0 waits")
+    notebook.interrupt()
+    ran = notebook.end()
+    assert ran.ename == "KeyboardInterrupt"
+    assert notebook.value("done") == "[1, 2]"
 
 
 # ---------------------------------------------------------------- names
