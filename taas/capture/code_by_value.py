@@ -196,12 +196,14 @@ def read_class(cls: type) -> Reading | None:
     reduced = _cloudpickle._class_reduce(cls)
     if not isinstance(reduced, tuple):
         return None
+    make = reduced[0]
     if len(reduced) < 6 or reduced[5] is not _cloudpickle._class_setstate:
         return Reading(*reduced[:2])
     told = reduced[2][0]
     attributes = told
     arguments = reduced[1]
-    if reduced[0] is _cloudpickle._make_skeleton_class:
+    if make is _cloudpickle._make_skeleton_class:
+        make = _make_class
         attributes = {n: told.get(n, v) for n, v in vars(cls).items() if not _is_made_by_python(cls, n)}
         attributes |= {n: v for n, v in told.items() if n == "_abc_impl"}
         meta, name, bases, keywords, *rest = arguments
@@ -209,7 +211,23 @@ def read_class(cls: type) -> Reading | None:
         if typing.NamedTuple not in vars(cls).get("__orig_bases__", ()) and "__slots__" in vars(cls):
             keywords["__slots__"] = vars(cls)["__slots__"]
         arguments = meta, name, bases, keywords, *rest
-    return Reading(reduced[0], arguments, _set_class, (attributes,), (".",), turn_into_class)
+    return Reading(make, arguments, _set_class, (attributes,), (".",), turn_into_class)
+
+
+def _make_class(meta: type, name: str, bases: tuple[type, ...], *rest: Any) -> type:
+    """Make a class that is filled later, without its bases' ``__init_subclass__``: what that did when it was defined is in their state."""
+    hooks = {
+        base: vars(base)["__init_subclass__"]
+        for base in {part for base in bases for part in base.__mro__}
+        if "__init_subclass__" in vars(base) and not _cloudpickle._should_pickle_by_reference(base)
+    }
+    try:
+        for base in hooks:
+            type.__delattr__(base, "__init_subclass__")
+        return _cloudpickle._make_skeleton_class(meta, name, bases, *rest)  # type: ignore[no-any-return]
+    finally:
+        for base, hook in hooks.items():
+            type.__setattr__(base, "__init_subclass__", hook)
 
 
 def turn_into_class(cls: type, *_: Any) -> None:

@@ -15,6 +15,7 @@ import os
 import pickle
 import sys
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -117,11 +118,12 @@ def _fill(value: Any, state: tuple[Any, Any, tuple[Any, ...]]) -> None:
 
 def read_reference(reference: Any) -> Reading:
     """Read a weak reference; what it refers to lives where it arrives only if something else there holds it."""
-    return Reading(_make_reference, (type(reference), reference(), reference.__callback__))
+    key = (reference.key,) if isinstance(reference, weakref.KeyedRef) else ()
+    return Reading(_make_reference, (type(reference), reference(), reference.__callback__, *key))
 
 
-def _make_reference(cls: Any, target: Any, callback: Any) -> Any:
-    return cls(set() if target is None else target, callback)  # the set is gone at once
+def _make_reference(cls: Any, target: Any, callback: Any, *key: Any) -> Any:
+    return cls(set() if target is None else target, callback, *key)  # the set is gone at once
 
 
 # ---------------------------------------------------------------- exceptions
