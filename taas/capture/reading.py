@@ -105,8 +105,8 @@ def set_insides(value: Any, insides: tuple[Any, dict[str, Any]]) -> None:
 
 
 def make_plain(cls: Any) -> Any:
-    """Make an empty object."""
-    return cls.__new__(cls)
+    """Make an empty object, without its class' own ``__new__``: what that does, such as count or ask for arguments, is done."""
+    return object.__new__(cls)
 
 
 def itself(value: Any) -> Any:
