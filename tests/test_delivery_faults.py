@@ -24,7 +24,6 @@ from delivery_run import PATIENCE, DeliveryRun, wait_for_delivery
 from privileges import needs_mounts
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
-from taas.delivery import streams as worker_streams
 from taas.delivery.messages import Failed, HostLost, Note, ProgressReport
 from taas.errors import DeliveryError, RanksDisagree, UnitsExhausted
 
@@ -609,169 +608,31 @@ def test_a_stream_survives_its_owner() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
-def test_a_stream_of_workers_that_persist_survives_its_owners_in_a_later_epoch() -> None:
-    """Its generators have come from the epoch before; whoever makes it again draws the same."""
+def test_streams_of_workers_that_persist_survive_their_owners_in_a_later_epoch() -> None:
+    """Others begin them again with generators of their own: nothing lost or doubled, then and in the epoch after."""
 
-    class Shuffled(IterableDataset):
+    class Numbers(IterableDataset):
         def __iter__(self) -> Any:
-            for number in torch.randperm(40).tolist():
+            info = get_worker_info()
+            assert info is not None
+            for number in range(info.id, 80, info.num_workers):
                 time.sleep(0.01)
                 yield torch.full((4,), float(number)), torch.rand(1)
 
     def loader() -> DataLoader:
-        torch.manual_seed(4)
-        return DataLoader(Shuffled(), batch_size=2, num_workers=2, persistent_workers=True)
+        return DataLoader(Numbers(), batch_size=2, num_workers=2, persistent_workers=True)
 
     def epochs(_rank: int, loaders: dict[str, Any]) -> Any:
-        return [values(loaders["d"]) for _ in range(3)]
+        return [[x[:, 0].tolist() for x, _ in loaders["d"]] for _ in range(3)]
 
-    theirs = loader()
-    wanted = [values(theirs) for _ in range(3)]
+    [wanted, *_] = epochs(0, {"d": loader()})
     with DeliveryRun({"d": loader()}, processes=2) as run:
         ranks = run.start_ranks(epochs)
         for count in (50, 65):
             wait_for_delivery(run, count)
             kill_workers(run, 2)
         [disturbed] = run.results(ranks)
-    assert disturbed == wanted
-
-
-class Telling(IterableDataset):
-    """Writes down each number it really reads, and by whom; offers its state, which is written down, too."""
-
-    length = 400
-
-    def __init__(self, log: Path) -> None:
-        self.log, self.at = log, 0
-
-    def __iter__(self) -> Any:
-        info = get_worker_info()
-        first, step = (0, 1) if info is None else (info.id, info.num_workers)
-        while (number := first + step * self.at) < self.length:
-            self.at += 1
-            self.write("read", number)
-            time.sleep(0.005)
-            yield torch.full((1 << 12,), float(number)), torch.rand(1)
-        self.at = 0
-
-    def write(self, what: str, number: int) -> None:
-        with self.log.open("a") as file:
-            file.write(f"{what} {os.getpid()} {number}\n")
-
-    def state_dict(self) -> Any:
-        torch.rand(1)  # draws from what the elements draw from: to no effect
-        info = get_worker_info()
-        first, step = (0, 1) if info is None else (info.id, info.num_workers)
-        self.write("state", first + step * self.at)
-        return {"at": self.at}
-
-    def load_state_dict(self, state: Any) -> None:
-        self.at = state["at"]
-
-
-class TellingByIterator(Telling):
-    """It is the iterator that has the state."""
-
-    state_dict = load_state_dict = None  # type: ignore[assignment]
-
-    def __iter__(self) -> Any:
-        return _Numbers(Telling(self.log))
-
-
-class _Numbers:
-    def __init__(self, numbers: Telling) -> None:
-        self.numbers = numbers
-        self.state_dict, self.load_state_dict = numbers.state_dict, numbers.load_state_dict
-        self.generator = iter(numbers)
-
-    def __next__(self) -> Any:
-        return next(self.generator)
-
-    def __iter__(self) -> Any:
-        return self
-
-
-class Refusing(Telling):
-    def state_dict(self) -> Any:
-        raise ValueError("not now")
-
-
-def log_of(log: Path, what: str) -> list[tuple[int, int]]:
-    """Who read which number, or told its state before it, in this order."""
-    lines = [line.split() for line in log.read_text().splitlines()] if log.exists() else []
-    return [(int(pid), int(number)) for kind, pid, number in lines if kind == what]
-
-
-def lose_all_workers(run: DeliveryRun, log: Path, beyond: int, streams: int, told: bool) -> set[int]:
-    """Kill all data workers when each stream has told its state ``beyond`` a number, which is delivered by then."""
-
-    def last(stream: int) -> int:
-        return max((n for _, n in log_of(log, "state") if n % streams == stream), default=0)
-
-    count = beyond // 2
-    while told and min(last(stream) for stream in range(streams)) < beyond:
-        count += 1
-        wait_for_delivery(run, count)
-    wait_for_delivery(run, max(count, max(last(stream) for stream in range(streams)) // 2) + 4)
-    return kill_workers(run)
-
-
-def first_after(log: Path, dead: set[int], streams: int) -> list[int]:
-    """What was read first of each stream after these workers were killed."""
-    reads = log_of(log, "read")
-    after = reads[max(at for at, (pid, _) in enumerate(reads) if pid in dead) + 1 :]
-    return [next(n for _, n in after if n % streams == stream) for stream in range(streams)]
-
-
-@pytest.mark.parametrize(("dataset", "workers"), [(Telling, 0), (Telling, 2), (TellingByIterator, 0)])
-@pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
-def test_a_stream_that_tells_its_state_is_not_read_again(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, dataset: Any, workers: int
-) -> None:
-    """Its owner dies twice: the next one goes on near there; all elements in order, once, bit-identical."""
-    monkeypatch.setattr(
-        worker_streams, "_RESTS", 0
-    )  # a state whenever the last one is usable, however long they take
-
-    def loader(name: str) -> DataLoader:
-        return DataLoader(dataset(tmp_path / name), batch_size=2, num_workers=workers)
-
-    log = tmp_path / "log"
-    streams = max(1, workers)
-    killed: list[set[int]] = []
-    torch.manual_seed(4)
-    with DeliveryRun({"d": loader("log")}, processes=2, slab=1 << 20) as run:
-        ranks = run.start_ranks(everything)
-        for beyond in (80, 200):
-            killed.append(lose_all_workers(run, log, beyond, streams, told=True))
-        disturbed = run.results(ranks)
-    assert not [report for report in run.reports if isinstance(report, Note)]
-    torch.manual_seed(4)
-    assert disturbed == undisturbed(loader("undisturbed"), 1)
-    for beyond, dead in zip((80, 200), killed, strict=True):
-        assert min(first_after(log, dead, streams)) >= beyond
-
-
-def test_a_stream_whose_state_is_of_no_use_is_read_again(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """``state_dict`` raises: read from the start, nothing lost or doubled; said once."""
-    monkeypatch.setattr(worker_streams, "_RESTS", 0)
-
-    def loader(name: str) -> DataLoader:
-        return DataLoader(Refusing(tmp_path / name), batch_size=2)
-
-    log = tmp_path / "log"
-    torch.manual_seed(4)
-    with DeliveryRun({"d": loader("log")}, processes=2, slab=1 << 20) as run:
-        ranks = run.start_ranks(everything)
-        killed = [lose_all_workers(run, log, beyond, 1, told=False) for beyond in (40, 120)]
-        disturbed = run.results(ranks)
-    [note] = [report.text for report in run.reports if isinstance(report, Note)]
-    torch.manual_seed(4)
-    assert disturbed == undisturbed(loader("undisturbed"), 1)
-    assert [first_after(log, dead, 1) for dead in killed] == [[0], [0]]
-    assert "ValueError: not now" in note
+    assert disturbed == 3 * [wanted]
 
 
 def test_memory_stays_within_the_slab() -> None:

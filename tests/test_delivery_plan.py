@@ -34,9 +34,8 @@ from taas.delivery.messages import (
     ReceivedQuery,
     Result,
     StreamPlace,
-    StreamState,
 )
-from taas.delivery.plan import Plan, States, StreamOrder, element_seed, plan_number, unpack_place
+from taas.delivery.plan import Plan, StreamOrder, element_seed, plan_number, unpack_place
 from taas.delivery.planner import Planner
 from taas.delivery.registered import take_apart
 from taas.delivery.sampling import LoaderPlans
@@ -114,25 +113,6 @@ def test_slot_sizes_are_few_and_close(nbytes: int) -> None:
     assert nbytes <= size <= max(nbytes * 9 // 8 + 1, nbytes + 4096)
     assert slot_size(size) == size
     assert size % 4096 == 0
-
-
-@given(st.lists(st.tuples(st.booleans(), st.integers(1, 20)), max_size=60))
-def test_of_a_stream_few_states_are_kept_and_one_is_always_of_use(steps: list[tuple[bool, int]]) -> None:
-    """Its owner takes one when the last has become usable; whatever happens there are three, the start among them."""
-    states, made, floor = States([StreamState(0, b"")]), 0, 0
-    for makes, count in steps:
-        if makes:
-            made += count
-            if states.last <= floor:
-                states.add(StreamState(made, b""))
-        else:
-            floor = min(made, floor + count)
-            states.settle(floor)
-        assert len(states.known) <= 3
-        assert states.before(0) == [StreamState(0, b"")]
-        assert all(state.position <= floor for state in states.known[:-1])
-    states.forget_after(floor)
-    assert states.last <= floor
 
 
 def config_of(ranks: int, slab: int, **config: Any) -> DeliveryConfig:

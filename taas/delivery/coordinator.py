@@ -91,7 +91,6 @@ class Coordinator:
             Announced: ledger.announced,
             Begin: lambda rank, begin: ledger.book.begin(rank.number, begin),
             Hello: self._on_hello,
-            Note: lambda _, note: self._tell_once(note),
             Final: lambda _, final: self._end(final),
             Alive: self._on_beat,
             WorkerLost: self._on_worker_lost,
@@ -101,7 +100,6 @@ class Coordinator:
         self._since_worker = time.monotonic()
         self._final_by: float | None = None
         """When the planner has to have said where the generators are; None while the ranks run."""
-        self._noted: set[str] = set()
         self._unread = b""
         self._next_tick = 0.0
         self._over = False
@@ -222,12 +220,6 @@ class Coordinator:
         for book in self.ledger.book.loaders:
             for note in notes_of_registration(book, self.config):
                 self._report(note)
-
-    def _tell_once(self, note: Note) -> None:
-        """Pass on what a data worker says: each may find the same."""
-        if note.text not in self._noted:
-            self._noted.add(note.text)
-            self._report(note)
 
     # ── who is there ──────────────────────────────────────────────────────────────────────────────
 

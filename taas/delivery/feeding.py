@@ -11,7 +11,7 @@ from taas.delivery.planbook import LoaderBook, PlanBook
 
 
 class StreamFeeder:
-    """Who owns which stream, how far each was told to make it, and from which state another owner can go on.
+    """Who owns which stream, and how far each was told to make it.
 
     Args:
         prefetch_limit: how many elements of a loader an owner may hold for ranks that leave theirs.
@@ -74,23 +74,18 @@ class StreamFeeder:
             rows = min(rows, max(0, left - plan.rows) + 1)
         lookahead = max(2, -(-rows * self._book.n // book.facts.streams) + 1)
         upto = self._ahead(plan, stream, lookahead)
-        goes_on = stream.told is not None and stream.told[0] == name
-        if stream.told is not None and goes_on and stream.told[1] >= upto:
+        if stream.told is not None and stream.told[0] == name and stream.told[1] >= upto:
             return
         stream.told = (name, upto)
         assert plan.order is not None
         floor = min(plan.waiting(stream.number), default=plan.order.round)
-        stream.states.settle(floor)
-        if not goes_on:
-            stream.states.forget_after(floor)
         upto = max(upto, floor + lookahead)
         if stream.broken_at is not None:
             upto = min(upto, stream.broken_at)
-        states = () if goes_on else tuple(stream.states.known)
         assert plan.base_seed is not None
         number, seed = stream.number, plan.base_seed
-        message = Feed(plan.ident, book.index, plan.iteration, number, seed, floor, upto, states)
-        self._book.outbox.append((name, message))
+        feed = Feed(plan.ident, book.index, plan.iteration, number, seed, floor, upto)
+        self._book.outbox.append((name, feed))
 
     def _ahead(self, plan: Plan, stream: PlanStream, lookahead: int) -> int:
         """Up to which position to make a stream: a little ahead of what has left.

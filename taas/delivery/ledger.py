@@ -202,8 +202,6 @@ class Ledger:
         """A stream's owner holds more elements; one that owns it no longer is not believed."""
         plan = self.book.plans.get(message.plan)
         if plan is not None and self.streams.owner(plan.loader, message.stream) == name:
-            for state in message.states:
-                plan.streams[message.stream].states.add(state)
             self.book.announced(message.plan, message.stream, message.made, message.ended)
 
     # ── leasing ───────────────────────────────────────────────────────────────────────────────────

@@ -89,7 +89,7 @@ class Hello(Message, frozen=True):
 
 
 class Cancel(Message, frozen=True):
-    """Nobody will ask for this plan again. ``undone``: none had begun it; it shall be as if it had never been."""
+    """Nobody will ask for this plan again. ``undone``: no rank had begun it; what comes next begins afresh."""
 
     plan: int
     undone: bool = False
@@ -187,18 +187,8 @@ class Ticket(NamedTuple):
     capacity: int = 0  # its bytes; 0 asks for frames on the socket
 
 
-class StreamState(NamedTuple):
-    """Where a stream of an iterable dataset was when ``position`` was to be made next; only data workers unpickle it."""
-
-    position: int
-    packed: bytes
-
-
 class Feed(Message, frozen=True):
-    """Own one stream of an iterable dataset, hold its positions from ``floor`` on, announce up to ``upto``.
-
-    ``states``, for a worker that did not own it: begin at the last of them; without one, at the start.
-    """
+    """Own one stream of an iterable dataset, hold its positions from ``floor`` on, announce up to ``upto``."""
 
     plan: int
     loader: int
@@ -207,17 +197,15 @@ class Feed(Message, frozen=True):
     base_seed: int
     floor: int
     upto: int
-    states: tuple[StreamState, ...] = ()
 
 
 class Announced(Message, frozen=True):
-    """A stream's owner holds all positions below ``made``; ``ended``: there are no more; ``states`` are new."""
+    """A stream's owner holds all positions below ``made``; ``ended``: there are no more."""
 
     plan: int
     stream: int
     made: int
     ended: bool
-    states: tuple[StreamState, ...] = ()
 
 
 class Result(NamedTuple):
@@ -315,7 +303,7 @@ class HostLost(Message, frozen=True):
 
 FromPlanner = Hello | Planned | Final
 ToPlanner = Draw | Cancel | FinishPlans | Leave
-FromWorker = Hello | list[Result] | Announced | Note
+FromWorker = Hello | list[Result] | Announced
 FromPool = Hello | Alive | WorkerLost
 ToWorker = list[Ticket] | Hello | Cancel | Feed | Leave
 """Tickets are to be made in their order."""

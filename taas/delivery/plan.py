@@ -11,11 +11,11 @@ from __future__ import annotations
 import itertools
 import struct
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import InitVar, dataclass, field
 from typing import Literal
 
-from taas.delivery.messages import Peer, StreamState
+from taas.delivery.messages import Peer
 
 Uneven = Literal["drop", "pad", "raise"]
 
@@ -262,40 +262,6 @@ class Plan:
 # ── streams of an iterable dataset ────────────────────────────────────────────────────────────────────
 
 
-class States:
-    """Kept states of one stream, in their order: of its start, the newest that serves all that may be asked for, later ones.
-
-    Three at most, where one is added only when the last has become usable.
-    """
-
-    def __init__(self, known: Iterable[StreamState] = ()) -> None:
-        self.known = list(known)
-
-    @property
-    def last(self) -> int:
-        """Position of the newest one; -1 if there is none."""
-        return self.known[-1].position if self.known else -1
-
-    def add(self, state: StreamState) -> None:
-        """Keep one that was taken after all that are known."""
-        if state.position > self.last:
-            self.known.append(state)
-
-    def before(self, position: int) -> list[StreamState]:
-        """Return those from which the element at ``position`` can be made, the one with least to make last."""
-        return [state for state in self.known if state.position <= position]
-
-    def settle(self, floor: int) -> None:
-        """Nothing below ``floor`` will be asked for, but by ``--uneven pad``, which begins at the start again."""
-        usable = self.before(floor)
-        if usable:
-            self.known = [s for s in self.known if s.position == 0 or s.position >= usable[-1].position]
-
-    def forget_after(self, floor: int) -> None:
-        """Another owner takes over, and will take later ones itself."""
-        self.known = self.before(floor)
-
-
 @dataclass(slots=True)
 class PlanStream:
     """One stream in one plan: how far it is, and who makes it."""
@@ -308,7 +274,6 @@ class PlanStream:
     told: tuple[Peer, int] | None = None  # who makes it, and up to which position
     deaths: int = 0  # how many owners died on it, since ``died_at`` of its elements were made
     died_at: int = -1
-    states: States = field(default_factory=States)
 
 
 class StreamOrder:
