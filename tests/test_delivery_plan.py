@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import random
 import threading
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -15,9 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Sampler
 
-from taas.delivery.attempts import LeaseRules
 from taas.delivery.config import DeliveryConfig, new_keys
-from taas.delivery.ledger import Ledger
+from taas.delivery.ledger import LeaseRules, Ledger
 from taas.delivery.making import rngs_now
 from taas.delivery.messages import (
     NOWHERE,
@@ -31,7 +30,8 @@ from taas.delivery.messages import (
     LoaderFacts,
     Peer,
     Planned,
-    ReceivedQuery,
+    PlanProgress,
+    Progress,
     Result,
     StreamPlace,
 )
@@ -132,16 +132,17 @@ class World:
         self.todo: dict[Peer, deque[Any]] = {}
         self.pipes: dict[tuple[Peer, int], deque[Any]] = {}
         self.results: dict[Peer, list[Result]] = {}
-        self.here: list[dict[int, tuple[int, int, Any]]] = [{} for _ in range(ranks)]
-        self.writing: dict[tuple[int, int], int] = {}
+        self.here: list[dict[tuple[int, int], Any]] = [{} for _ in range(ranks)]
+        self.closed: list[set[int]] = [set() for _ in range(ranks)]
         self.names = 0
         self.deaths = 0
-        self.disowned: list[set[int]] = [set() for _ in range(ranks)]
+        self.asked: list[dict[int, int]] = [{} for _ in range(ranks)]
+        self.held: list[list[Any]] = [[] for _ in range(ranks)]
         self.ends: list[dict[int, int]] = [{} for _ in range(ranks)]
         self.now = 0.0
         self.ledger.planner_joined(Hello(1, loaders=tuple(self.facts)))
         for rank in range(ranks):
-            self.ledger.rank_joined(rank, Hello(1, shared=True))
+            self.ledger.rank_joined(rank, Hello(1))
         for _ in range(workers):
             self.hire()
         self.pump()
@@ -174,23 +175,33 @@ class World:
             self.ledger.book.planned(Planned(message.plan, 5, indices, upto == self.lengths[loader]))
         elif isinstance(message, list):
             for ticket in message:
-                self.begin_writing(ticket)
+                self.check_slot(ticket)
                 self.todo[peer].append(ticket)
         elif isinstance(message, Ended):
             self.ends[peer.number][message.plan] = message.steps
-        elif isinstance(message, ReceivedQuery):
-            self.answer(peer.number, message)
 
-    def begin_writing(self, ticket: Any) -> None:
-        """No two attempts that are alive share a byte of a slab."""
-        if ticket.capacity:
-            for (rank, offset), end in self.writing.items():
-                if rank == ticket.rank:
-                    assert ticket.offset >= end or ticket.offset + ticket.capacity <= offset
-            self.writing[ticket.rank, ticket.offset] = ticket.offset + ticket.capacity
+    def check_slot(self, new: Any) -> None:
+        """Nobody writes where another one does, or where a rank reads or will read."""
+        for ticket in self.in_use() if new.capacity else ():
+            if ticket.capacity:
+                assert (
+                    new.offset >= ticket.offset + ticket.capacity
+                    or new.offset + new.capacity <= ticket.offset
+                )
 
-    def free(self, rank: int, ticket: Any) -> None:
-        self.writing.pop((rank, ticket.offset), None) if ticket.capacity else None
+    def in_use(self) -> Iterator[Any]:
+        for todo in self.todo.values():
+            yield from todo
+        for (_, rank), pipe in self.pipes.items():
+            yield from (ticket for ticket in pipe if self.wants(rank, ticket))
+        for here, held in zip(self.here, self.held, strict=True):
+            yield from (*here.values(), *held)
+
+    def wants(self, rank: int, ticket: Any) -> bool:
+        """Whether the rank has not yielded it, and will look at it."""
+        return ticket.plan not in self.closed[rank] and (
+            ticket.seq // self.n >= self.asked[rank].get(ticket.plan, 0)
+        )
 
     def work(self) -> None:
         """Some worker makes one element; its bytes and its report leave on different ways."""
@@ -200,13 +211,13 @@ class World:
         name = self.rng.choice(busy)
         ticket = self.todo[name].popleft()
         self.pipes.setdefault((name, ticket.rank), deque()).append(ticket)
-        self.results[name].append(Result(ticket.attempt, ticket.loader, self.rng.randrange(1, 6000), 0.001))
+        self.results[name].append(Result(ticket.number, ticket.loader, self.rng.randrange(1, 6000), 0.001))
         if self.rng.random() < 0.5:
             self.report(name)
 
     def report(self, name: Peer) -> None:
         results, self.results[name] = self.results[name], []
-        self.ledger.made(results)
+        self.ledger.made(name, results)
         self.pump()
 
     def arrive(self, rank: int) -> None:
@@ -214,44 +225,47 @@ class World:
             if to == rank:
                 while pipe:
                     ticket = pipe.popleft()
-                    if ticket.attempt not in self.disowned[rank]:
-                        self.here[rank][ticket.attempt] = (ticket.plan, ticket.seq, ticket)
-
-    def answer(self, rank: int, which: ReceivedQuery) -> None:
-        self.arrive(rank)
-        not_received = [a for a in which.attempts if a not in self.here[rank]]
-        self.disowned[rank].update(not_received)
-        self.ledger.released(not_received)
+                    if self.wants(rank, ticket):
+                        self.here[rank].setdefault((ticket.plan, ticket.seq), ticket)
 
     def kill(self) -> None:
         """A worker dies: what it had not made is gone; of what it sent, any tail may be lost."""
         name = self.rng.choice(list(self.todo))
-        todo = self.todo.pop(name)
+        self.todo.pop(name)
         self.results.pop(name)
-        lost = list(todo)
         for (of, _), pipe in self.pipes.items():
             if of == name:
                 for _ in range(self.rng.randrange(len(pipe) + 1)):
-                    lost.append(pipe.pop())
-        for ticket in lost:
-            self.free(ticket.rank, ticket)
+                    pipe.pop()
         self.deaths += 1
         self.ledger.worker_lost(name, -1, "SIGKILL")
         self.hire()
 
     def take(self, rank: int, plan: int, step: int) -> int | None:
-        """The rank asks for its element; all attempts at it, and older ones, are given back."""
+        """The rank asks for its element, which it holds for a while."""
         self.arrive(rank)
-        seq = step * self.n + rank
-        found = None
-        for attempt, (p, s, ticket) in list(self.here[rank].items()):
-            if p == plan and s == seq:
-                found = pickle.loads(ticket.which)
-            if p == plan and s <= seq:
-                del self.here[rank][attempt]
-                self.free(rank, ticket)
-                self.ledger.released([attempt])
-        return found
+        self.asked[rank][plan] = step
+        ticket = self.here[rank].pop((plan, step * self.n + rank), None)
+        if ticket is None:
+            return None
+        self.asked[rank][plan] = step + 1
+        self.held[rank].append(ticket)
+        if self.rng.random() < 0.7:
+            self.let_go(rank)
+        return int(pickle.loads(ticket.which))
+
+    def let_go(self, rank: int) -> None:
+        """Nobody uses what the rank holds, some of it was held for long."""
+        numbers = [ticket.number for ticket in self.held[rank]]
+        self.held[rank].clear()
+        self.ledger.progressed(rank, Progress([], numbers, 0.0))
+
+    def close(self, rank: int, plan: int, consumed: int) -> None:
+        """The rank has ended a loop: what is here of it is dropped."""
+        self.closed[rank].add(plan)
+        for place in [place for place in self.here[rank] if place[0] == plan]:
+            del self.here[rank][place]
+        self.ledger.progressed(rank, Progress([PlanProgress(plan, consumed, consumed, True)], [], 0.0))
 
 
 def iterate(world: World, epochs: int, kills: int, budget: int = 200_000) -> list[list[list[int]]]:
@@ -285,41 +299,40 @@ def iterate(world: World, epochs: int, kills: int, budget: int = 200_000) -> lis
         if element is not None:
             mine.append(element)
         elif world.ends[rank].get(plan) == len(mine):
-            world.ledger.book.close(rank, plan)
+            world.close(rank, plan, len(mine))
             at[rank] += 1
             begun[rank] = False
         world.pump()
     return got
 
 
-@pytest.mark.parametrize("reported", [True, False])
-def test_what_a_stopped_worker_has_not_sent_is_made_again(reported: bool) -> None:
-    """Also where it has said that the element is made, and was stopped before that was on its way to the rank."""
+def test_what_a_late_worker_has_is_made_by_another() -> None:
+    """What it sends in the end is dropped, and the slots that it wrote to come back then."""
     world = World(random.Random(0), [6], 1, 2)
     world.ledger.book.begin(0, Begin(0, 0, None))
     world.pump()
-    stopped = next(name for name, todo in world.todo.items() if todo)
-    unsent = [world.todo[stopped].popleft() for _ in range(len(world.todo[stopped]))]
-    for ticket in unsent:
-        world.free(0, ticket)
-    if reported:
-        world.ledger.made([Result(ticket.attempt, 0, 10, 0.001) for ticket in unsent])
-    world.ledger.suspect(stopped.pool, [stopped.serial])
+    late = next(name for name, todo in world.todo.items() if todo)
+    tickets, got = world.todo.pop(late), []
+    world.now += 100
+    world.ledger.overdue(world.now)
     world.pump()
-    got: list[int | None] = []
-    plan = plan_number(0, 0, None)
     for _ in range(100):
         world.work()
         for name in world.results:
             world.report(name)
-        if len(got) == 6:
-            break
-        world.ledger.book.consume(0, plan, len(got))
-        if (element := world.take(0, plan, len(got))) is not None:
+        world.ledger.book.consume(0, plan_number(0, 0, None), len(got))
+        if (element := world.take(0, plan_number(0, 0, None), len(got))) is not None:
             got.append(element)
         world.pump()
-    assert unsent
     assert got == list(range(6))
+    world.todo[late] = tickets
+    assert tickets
+    while tickets:
+        world.work()
+    world.report(late)
+    world.arrive(0)
+    world.let_go(0)
+    assert not [work for work in world.ledger.works.values() if work.plan == plan_number(0, 0, None)]
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -353,13 +366,13 @@ def test_all_credit_comes_back(seed: int) -> None:
         world.report(name)
     for rank in range(3):
         world.arrive(rank)
-        kept = list(world.here[rank])
-        world.ledger.released(kept)
-    left = Counter(a.work.loader for a in world.ledger.attempts.values())
-    assert left == Counter()
-    for state in world.ledger.credit.ranks:
+        world.let_go(rank)
+        for plan in {plan for plan, _ in world.here[rank]}:
+            world.close(rank, plan, 0)
+    world.pump()
+    assert not world.ledger.works
+    for state in world.ledger.room.ranks:
         assert state.slots.free == state.slots.size
-        assert all((u.nbytes, u.count) == (0, 0) for u in state.usage.values())
 
 
 @pytest.mark.parametrize("prebuffer", [2, 4, 8])
@@ -394,14 +407,13 @@ class Owners:
         """
         self.deadly, self.lost, self.deaths, self.names = deadly, lost, 0, 0
         self.idle = idle
-        self.arrived: set[int] = set()
         self.ledger = Ledger(config_of(ranks, 1 << 14, **config))
         self.got: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
         self.ended: dict[int, Ended] = {}
         self.busy: dict[Peer, dict[int, tuple[int, int]]] = {}
         self.ledger.planner_joined(Hello(1, loaders=(LoaderFacts("d", None, streams),)))
         for rank in range(ranks):
-            self.ledger.rank_joined(rank, Hello(1, shared=True))
+            self.ledger.rank_joined(rank, Hello(1))
         for _ in range(2):
             self.hire()
         for rank in range(ranks):
@@ -428,19 +440,17 @@ class Owners:
     def route(self, peer: Peer, message: Any) -> None:
         if isinstance(message, Draw):
             self.ledger.book.planned(Planned(message.plan, 5, [], False))
-        elif isinstance(message, ReceivedQuery):
-            self.ledger.released(a for a in message.attempts if a not in self.arrived)
         elif isinstance(message, Ended):
             self.ended[peer.number] = message
         elif isinstance(message, list) and peer in self.busy:
             for ticket in message:
                 stream, position = unpack_place(ticket.which)
                 if stream == self.deadly[0] and position >= self.deadly[1]:
-                    self.die(peer, ticket.attempt)
+                    self.die(peer, ticket.number)
                     return
-                self.got[ticket.rank].append((stream, position))
-                self.ledger.made([Result(ticket.attempt, 0, 100, 0.001)])
-                self.arrived.add(ticket.attempt)
+                if (stream, position) not in self.got[ticket.rank]:
+                    self.got[ticket.rank].append((stream, position))
+                self.ledger.made(peer, [Result(ticket.number, 0, 100, 0.001)])
                 if not self.idle:
                     self.ledger.book.consume(ticket.rank, ticket.plan, ticket.seq // len(self.got) + 1)
         elif isinstance(message, Feed) and peer in self.busy:

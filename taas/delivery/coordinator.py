@@ -85,14 +85,14 @@ class Coordinator:
         self._meter = ProgressMeter(self.ledger)
         ledger = self.ledger
         self._handlers: dict[type, Callable[[Peer, Any], object]] = {
-            list: lambda _, results: ledger.made(results),
+            list: ledger.made,
             Progress: lambda rank, progress: ledger.progressed(rank.number, progress),
             Planned: lambda _, planned: ledger.book.planned(planned),
             Announced: ledger.announced,
             Begin: lambda rank, begin: ledger.book.begin(rank.number, begin),
             Hello: self._on_hello,
             Final: lambda _, final: self._end(final),
-            Alive: self._on_beat,
+            Alive: lambda pool, _: self._hear(pool),
             WorkerLost: self._on_worker_lost,
         }
         """What is done on hearing something."""
@@ -185,7 +185,7 @@ class Coordinator:
     def _on_worker_lost(self, pool: Peer, lost: WorkerLost) -> None:
         worker = Peer("worker", pool.number, lost.serial)
         self._dead.pop(worker, None)
-        self.ledger.worker_lost(worker, lost.attempt, lost.cause, lost.ahead)
+        self.ledger.worker_lost(worker, lost.number, lost.cause, lost.ahead)
 
     def _hear(self, pool: Peer) -> bool:
         """Somebody of a data VM said something; False: it is struck."""
@@ -193,10 +193,6 @@ class Coordinator:
             return False
         self._heard[pool] = time.monotonic()
         return True
-
-    def _on_beat(self, pool: Peer, beat: Alive) -> None:
-        if self._hear(pool):
-            self.ledger.suspect(pool, beat.stopped)
 
     def _on_hello(self, peer: Peer, hello: Hello) -> None:
         if peer == PLANNER:
@@ -268,7 +264,7 @@ class Coordinator:
         self.ledger.overdue(now)
         if self.ledger.workers or self._has_all:
             self._since_worker = now
-        elif now - self._since_worker > self.config.alone and any(r.joined for r in self.ledger.credit.ranks):
+        elif now - self._since_worker > self.config.alone and any(r.joined for r in self.ledger.room.ranks):
             self._fail(f"no data worker has been there for {self.config.alone:.0f} s: all data VMs are gone")
         self._tell_progress(now)
 

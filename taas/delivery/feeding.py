@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection
 
-from taas.delivery.attempts import WorkerState
 from taas.delivery.messages import Feed, Peer, StreamPlace
 from taas.delivery.plan import Plan, PlanStream
 from taas.delivery.planbook import LoaderBook, PlanBook
@@ -14,6 +13,7 @@ class StreamFeeder:
     """Who owns which stream, and how far each was told to make it.
 
     Args:
+        workers: by name.
         prefetch_limit: how many elements of a loader an owner may hold for ranks that leave theirs.
 
     Attributes:
@@ -21,14 +21,14 @@ class StreamFeeder:
     """
 
     def __init__(
-        self, book: PlanBook, workers: Mapping[Peer, WorkerState], prefetch_limit: Callable[[int], int]
+        self, book: PlanBook, workers: Collection[Peer], prefetch_limit: Callable[[int], int]
     ) -> None:
         self._book, self._workers, self._prefetch_limit = book, workers, prefetch_limit
         self.held_up: set[int] = set()
         self._owners: dict[tuple[int, int], Peer] = {}
 
     def disown(self, name: Peer) -> None:
-        """A worker is dead or stopped: its streams get other owners."""
+        """A worker is dead: its streams get other owners."""
         for key in [key for key, owner in self._owners.items() if owner == name]:
             del self._owners[key]
         for plan in self._book.plans.values():
@@ -37,13 +37,13 @@ class StreamFeeder:
                     stream.told = None
 
     def died(self, place: StreamPlace) -> int:
-        """Its owner died while it made a stream: return how many have by now without any getting further."""
+        """A stream's owner died of an element: return how many have by now, one after the other."""
         plan = self._book.plans.get(place.plan)
         if plan is None:
             return 0
         stream = plan.streams[place.stream]
-        stream.deaths = stream.deaths + 1 if stream.died_at == stream.made else 1
-        stream.died_at = stream.made
+        stream.deaths = stream.deaths + 1 if stream.died_at == place.position else 1
+        stream.died_at = place.position
         return stream.deaths
 
     def feed(self) -> None:
@@ -107,7 +107,7 @@ class StreamFeeder:
         name = self._owners.get((book.index, stream))
         if name is not None:
             return name
-        load = {worker.name: 0 for worker in self._workers.values() if not worker.suspect}
+        load = dict.fromkeys(self._workers, 0)
         for owner in self._owners.values():
             if owner in load:
                 load[owner] += 1

@@ -291,7 +291,7 @@ class DeliveredIterator:
 
     def _unpack(self, element: Element) -> Any:
         if element.arrival.failed:
-            self._connection.discard(element)
+            self._connection.release(element)
             raise_remote(element.stream)
         if not (self._loader.pin_memory and torch.cuda.is_available()):
             return self._connection.build(element)

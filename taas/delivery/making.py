@@ -27,11 +27,11 @@ from taas.delivery.registered import LoaderParts
 class WorkerStatus(ctypes.Structure):
     """What a worker is on, in memory that its pool still reads when it is dead.
 
-    That is an attempt (-1 for none), or the element of a stream that it makes ahead of any attempt.
+    That is the number of an element (-1 for none), or the element of a stream that it makes before it is asked for.
     """
 
-    _fields_ = (("attempt", ctypes.c_int64), ("_ahead", ctypes.c_int64 * 3))
-    attempt: int
+    _fields_ = (("number", ctypes.c_int64), ("_ahead", ctypes.c_int64 * 3))
+    number: int
 
     @property
     def ahead(self) -> StreamPlace:

@@ -82,7 +82,7 @@ class Hello(Message, frozen=True):
     pid: int
     error: str = ""  # why it is of no use: a planner or a worker pool cannot load the registered loaders
     loaders: tuple[LoaderFacts, ...] = ()  # what the planner knows of them
-    shared: bool = False  # a worker, or a rank, has mapped the slabs
+    shared: bool = False  # a worker has mapped the slabs
     rank: int = -1  # which one it is, as the coordinator tells workers
     address: str = ""  # where a rank takes elements, or the coordinator listens
     key: bytes = b""  # its CURVE key there; empty on one host
@@ -165,18 +165,18 @@ class Final(Message, frozen=True):
 
 
 class WorkerLost(Message, frozen=True):
-    """A worker of this pool ended. ``attempt`` is what it worked on, ``ahead`` what of a stream it made ahead."""
+    """A worker of this pool ended. ``number`` is the element it worked on, ``ahead`` what of a stream it made ahead."""
 
     serial: int
-    attempt: int
+    number: int
     cause: str
     ahead: StreamPlace = NOWHERE
 
 
 class Ticket(NamedTuple):
-    """One attempt at one element."""
+    """An element to be made; others may be making it, too."""
 
-    attempt: int  # unique over the run
+    number: int  # of the element, unique over the run
     plan: int
     loader: int
     seq: int
@@ -209,12 +209,13 @@ class Announced(Message, frozen=True):
 
 
 class Result(NamedTuple):
-    """What became of one attempt: the bytes of memory it takes, and the seconds it took to make."""
+    """An element was made and sent: the bytes of memory it takes, and the seconds it took to make."""
 
-    attempt: int
+    number: int
     loader: int
     nbytes: int
     seconds: float
+    leaked: bool = False  # user code still holds memory of the slot: it is never given out again
 
 
 # ── ranks ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -254,14 +255,8 @@ class Progress(Message, frozen=True):
     """What a rank has done with its elements."""
 
     plans: list[PlanProgress]
-    released: list[int]  # attempts whose memory is free, or that never arrived and will be ignored
+    released: list[int]  # numbers of elements that were yielded and whose memory nobody uses any more
     waited: float  # seconds spent waiting in all
-
-
-class ReceivedQuery(Message, frozen=True):
-    """A worker died, or is stopped: those of these attempts that did not arrive shall be released."""
-
-    attempts: list[int]
 
 
 # ── the data path (worker → rank), frame 0 after its MAC ──────────────────────────────────────────────
@@ -270,7 +265,7 @@ class ReceivedQuery(Message, frozen=True):
 class ElementArrival(NamedTuple):
     """Where an element lies. Several may travel in one message, their pickles in one frame, in this order."""
 
-    attempt: int
+    number: int  # of the element; its rank drops what it has already
     plan: int
     seq: int
     offset: int  # of its slot; -1: its memory is the frame that follows
@@ -278,7 +273,6 @@ class ElementArrival(NamedTuple):
     used: int  # bytes of memory
     failed: bool  # the pickle is a packed exception
     pickled: int  # bytes of its pickle
-    leaked: bool = False  # the data worker's user code still holds memory of the slot: it is never released
 
 
 # ── the coordinator and the supervisor ────────────────────────────────────────────────────────────────
@@ -308,6 +302,6 @@ FromPool = Hello | Alive | WorkerLost
 ToWorker = list[Ticket] | Hello | Cancel | Feed | Leave
 """Tickets are to be made in their order."""
 FromRank = Hello | Begin | Progress
-ToRank = Hello | Ended | Cancel | ReceivedQuery | Failed
+ToRank = Hello | Ended | Cancel | Failed
 Command = FinishPlans | Failed | HostLost
 Report = Hello | Note | ProgressReport | HostLost | Failed | Final

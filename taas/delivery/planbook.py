@@ -133,7 +133,8 @@ class PlanBook:
         self.loaders: list[LoaderBook] = []
         self.plans: dict[int, Plan] = {}
         self.outbox: list[tuple[Peer, Message | list[Ticket]]] = []
-        self.newly_consumed: list[Work] = []
+        self.dropped: list[Work] = []
+        """What was leased for ranks that will never look at it."""
 
     def tell(self, rank: int, message: Message) -> None:
         """Leave a message for a rank."""
@@ -195,7 +196,7 @@ class PlanBook:
             for view in plan.ranks
             for work in (*view.unconsumed, *view.queue)
             if work.stream == place.stream
-            and not (work.prepared or work.over)
+            and not (work.is_made or work.over)
             and unpack_place(work.index)[1] >= place.position
         ]
         if unmade:
@@ -287,7 +288,7 @@ class PlanBook:
         book.rows_closed = message.taken
         book.rows_past = message.taken
         book.delivered += (message.taken + message.start) * self.n
-        self.newly_consumed += plan.skip(message.start)
+        self.dropped += plan.skip(message.start)
         if book.used_up(message.taken + message.start):
             plan.last = book.rows_left(plan)
             self._cut_used_up(book, plan)
@@ -329,7 +330,7 @@ class PlanBook:
         plan = self.plans.get(plan_id)
         if plan is None or plan.ranks[rank].closed:
             return
-        plan.close(rank)
+        self.dropped += plan.close(rank)
         if plan.closed:
             book = self.loaders[plan.loader]
             book.rows_before = book.rows_closed
@@ -346,9 +347,13 @@ class PlanBook:
         if plan is not None:
             view = plan.ranks[rank]
             view.asked = max(view.asked, consumed if asked is None else asked)
-            below = plan.consume(rank, consumed)
-            self.loaders[plan.loader].delivered += len(below)
-            self.newly_consumed += below
+            self.loaders[plan.loader].delivered += len(plan.consume(rank, consumed))
+
+    def weigh(self, work: Work, nbytes: int) -> None:
+        """An element under way has so many bytes."""
+        plan = self.plans.get(work.plan)
+        if plan is not None:
+            plan.weigh(work, nbytes)
 
     def _tell_end(self, plan: Plan) -> None:
         if plan.steps is None:
@@ -363,7 +368,7 @@ class PlanBook:
 
     def _drop(self, plan: Plan) -> None:
         for rank in range(self.n):
-            plan.close(rank)
+            self.dropped += plan.close(rank)
             self.tell(rank, Cancel(plan.ident, undone=True))
         self._forget(plan, undone=True)
 

@@ -62,7 +62,7 @@ class ProgressMeter:
         """Return how far it is."""
         ledger = self._ledger
         books = ledger.book.loaders
-        waited = [rank.waited for rank in ledger.credit.ranks]
+        waited = [rank.waited for rank in ledger.room.ranks]
         places = {book.facts.name: book.place for book in books}
         return ProgressReport(
             Delivered(
