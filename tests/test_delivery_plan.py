@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Sampler
 
 from taas.delivery.config import DeliveryConfig, new_keys
-from taas.delivery.ledger import LeaseRules, Ledger
+from taas.delivery.ledger import Ledger
 from taas.delivery.making import rngs_now
 from taas.delivery.messages import (
     NOWHERE,
@@ -38,6 +38,7 @@ from taas.delivery.messages import (
 from taas.delivery.plan import Plan, StreamOrder, element_seed, plan_number, unpack_place
 from taas.delivery.planner import Planner
 from taas.delivery.registered import take_apart
+from taas.delivery.room import LeaseRules
 from taas.delivery.sampling import LoaderPlans
 from taas.delivery.slab import SlotTable, slot_size
 

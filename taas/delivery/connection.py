@@ -17,11 +17,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
-import numpy as np
 import zmq
 
 from taas.delivery.config import DeliveryConfig, ResumePoint
-from taas.delivery.encoding import decode
+from taas.delivery.holdings import Element, Holdings, Pinning
 from taas.delivery.messages import (
     Begin,
     Cancel,
@@ -35,9 +34,7 @@ from taas.delivery.messages import (
     Progress,
     ToRank,
 )
-from taas.delivery.pinning import Pinning
 from taas.delivery.plan import plan_number
-from taas.delivery.slab import Slabs, lease_slot
 from taas.delivery.transport import ControlClient, DataReceiver, map_slabs, new_context
 from taas.errors import DeliveryError
 from taas.wire.framing import authenticate
@@ -48,83 +45,12 @@ _AT_ONCE = 256
 
 
 @dataclass(slots=True)
-class Element:
-    """One element that is here: a reference to its memory, or a failure."""
-
-    arrival: ElementArrival
-    stream: Any
-    frame: Any
-    pinned: Future[Any] | None = None  # its object, once that is asked for
-
-
-@dataclass(slots=True)
 class _Iteration:
     """What is here of a plan."""
 
     ready: dict[int, Element] = field(default_factory=dict)  # elements by their number in it
     next: int = 0  # the step that the loader asks for next; what comes of earlier ones is dropped
     ended: Ended | None = None  # how it ends, once that is known
-
-
-class Holdings:
-    """Elements that this rank has yielded, until nobody uses their memory any more.
-
-    Args:
-        limit: bytes of slots that may be held; beyond, a rank that hoards gets copies.
-    """
-
-    def __init__(self, slabs: Slabs | None, limit: int) -> None:
-        self._slabs, self._limit = slabs, limit
-        self._freed: deque[tuple[int, int]] = deque()
-        self._released: list[int] = []
-        self._held = 0
-
-    def release(self, element: Element) -> None:
-        """Nobody uses this element's memory."""
-        self._released.append(element.arrival.number)
-
-    def build(self, element: Element) -> Any:
-        """Return the element's object. Its memory is the slot itself, unless this rank hoards."""
-        arrival, slabs = element.arrival, self._slabs
-        if arrival.offset < 0 or not arrival.used:
-            self.release(element)
-            memory = b"" if element.frame is None else _exporter(element.frame)
-        elif slabs is not None and self._held and self._held + arrival.capacity > self._limit:
-            memory = np.frombuffer(slabs.map, np.uint8, arrival.used, arrival.offset).copy()
-            self.release(element)
-        else:
-            assert slabs is not None
-            number, capacity, freed = arrival.number, arrival.capacity, self._freed
-            slabs.fault_in(arrival.offset, capacity)
-            self._held += capacity
-
-            def on_free() -> None:
-                freed.append((number, capacity))  # in any thread: a deque's append is atomic
-
-            memory = lease_slot(slabs, arrival.offset, capacity, on_free)
-        return decode(element.stream, memory)
-
-    @property
-    def to_tell(self) -> int:
-        """How many releases the coordinator does not know of."""
-        return len(self._released) + len(self._freed)
-
-    def told(self) -> list[int]:
-        """Return which elements were released since this was asked last."""
-        while self._freed:
-            number, capacity = self._freed.popleft()
-            self._held -= capacity
-            self._released.append(number)
-        released, self._released = self._released, []
-        return released
-
-
-def _exporter(frame: Any) -> Any:
-    """Return the frame's memory, or a copy where tensors could not lie (small frames share a buffer of zmq's)."""
-    array = np.frombuffer(frame.buffer, np.uint8)
-    if array.ctypes.data % 64 or not array.flags.writeable:
-        return array.copy()
-    return frame.buffer
 
 
 class Turn:

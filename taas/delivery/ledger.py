@@ -1,4 +1,4 @@
-"""Who makes element i: leases, deaths, room ahead of the ranks. Pure; no I/O.
+"""Who makes element i: leases, deaths, retries. Pure; no I/O.
 
 An element is made at least once and yielded exactly once: its number is the same in every lease of it, and its rank drops
 what it has already. So whatever a lost or late worker had that its rank has not consumed is leased again, to others.
@@ -12,12 +12,10 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 from taas.delivery.config import DeliveryConfig
-from taas.delivery.feeding import StreamFeeder
 from taas.delivery.messages import (
     NOWHERE,
     Announced,
@@ -29,125 +27,9 @@ from taas.delivery.messages import (
     StreamPlace,
     Ticket,
 )
-from taas.delivery.plan import Lease, Plan, Work, poisonous, unpack_place
+from taas.delivery.plan import Lease, Work, poisonous, unpack_place
 from taas.delivery.planbook import LoaderBook, PlanBook
-from taas.delivery.slab import SlotTable, slot_size
-
-
-@dataclass(frozen=True, slots=True)
-class LeaseRules:
-    """Numbers the ledger goes by."""
-
-    window: float = 0.03  # seconds of work leased to a worker ahead of what it is on
-    leases: int = 128  # most elements leased to one worker
-    ahead: int = 1024  # most elements under way or ready for one rank and loader
-    begin: int = 4 << 20  # bytes to begin working ahead with, before it shows that more is of use
-    deaths: int = 3  # an element that killed so many workers is given up
-    patience: float = 60.0  # seconds after which a lease twenty times as old as usual is given out again
-
-
-# ── room ahead of the ranks ───────────────────────────────────────────────────────────────────────────
-
-
-@dataclass(slots=True)
-class RankState:
-    """A rank: its slab, and how far ahead of it is worked."""
-
-    slots: SlotTable
-    joined: bool = False
-    waited: float = 0.0
-    targets: dict[int, int] = field(default_factory=dict)  # by loader, how many ahead were enough so far
-    blocked: set[int] = field(default_factory=set)  # plans whose target held an idle worker back
-
-
-class Pace:
-    """Bytes and seconds of one loader's elements, as seen lately."""
-
-    __slots__ = ("_count", "_previous", "_recent", "seconds", "size")
-
-    def __init__(self) -> None:
-        self.size = 0
-        self.seconds = 0.0
-        self._count = self._recent = self._previous = 0
-
-    def see(self, nbytes: int, seconds: float) -> None:
-        """Take in one element."""
-        self._recent = max(self._recent, nbytes)
-        self._count += 1
-        if self._count % 256 == 0:
-            self._previous, self._recent = self._recent, 0
-        self.size = slot_size(max(self._recent, self._previous, nbytes))
-        self.seconds = seconds if self._count == 1 else 0.9 * self.seconds + 0.1 * seconds
-
-
-Reserve = Callable[[int, int], int]
-"""Reserves memory of a rank's slab up to an offset; returns up to which there is some."""
-
-
-class Room:
-    """What may be made ahead for the ranks of a run.
-
-    Attributes:
-        paces: by loader.
-    """
-
-    def __init__(
-        self, book: PlanBook, config: DeliveryConfig, rules: LeaseRules, reserve: Reserve | None
-    ) -> None:
-        self._book, self._slab, self._rules = book, config.slab, rules
-        self.paces: dict[int, Pace] = defaultdict(Pace)
-        size = self._slab if config.folder else 0
-        self.ranks = [
-            RankState(SlotTable(size, reserve and partial(reserve, rank), rank * self._slab))
-            for rank in range(book.n)
-        ]
-
-    def progressed(self, rank: int, waited: float, asked: Iterable[int]) -> None:
-        """A rank has waited so long in all, and asked of these plans.
-
-        If workers were held back from working ahead in them: no longer.
-        """
-        state = self.ranks[rank]
-        if waited - state.waited > 0.0005:
-            for plan in state.blocked.intersection(asked) & self._book.plans.keys():
-                loader = self._book.plans[plan].loader
-                state.targets[loader] = min(2 * state.targets[loader], self._rules.ahead)
-        state.waited = waited
-        state.blocked.clear()
-
-    def is_left(self, rank: int, plan: Plan, workers: int) -> bool:
-        """Whether one more element of a plan may be made for a rank, by so many workers as there are.
-
-        Two may be under way in every plan, whatever others hold: an iterator that is only kept open holds nobody up.
-        """
-        view = plan.ranks[rank]
-        ahead, size = len(view.unconsumed), self.paces[plan.loader].size
-        if ahead < 2 or not size:
-            return ahead < max(2, -(-workers // len(self.ranks)))
-        if ahead >= self._target(rank, plan.loader, size, workers):
-            self.ranks[rank].blocked.add(plan.ident)
-            return False
-        nbytes = sharers = 0
-        for other in self._book.plans.values():
-            there = other.ranks[rank]
-            nbytes += there.nbytes
-            sharers += other is plan or (there.begun and not there.closed)
-        return nbytes + size <= self._slab and view.nbytes + size <= self._slab // sharers
-
-    def _target(self, rank: int, loader: int, size: int, workers: int) -> int:
-        """How many elements ahead: few, which stay in the caches, until ``progressed`` finds them too few."""
-        targets, least = self.ranks[rank].targets, self._book.prebuffer_rows
-        if loader not in targets:
-            some = max(3 * workers // len(self.ranks) + 2, least)
-            targets[loader] = max(some, min(256, self._rules.begin // size))
-        return min(targets[loader], max(self._rules.ahead, least))
-
-    def of_stream(self, loader: int) -> int:
-        """How many elements of a stream its owner may hold for ranks that do not take them: a slab full."""
-        return self._slab // max(self.paces[loader].size, 1 << 10)
-
-
-# ── leases ────────────────────────────────────────────────────────────────────────────────────────────
+from taas.delivery.room import LeaseRules, Reserve, Room, StreamFeeder
 
 
 @dataclass(slots=True)

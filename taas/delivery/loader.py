@@ -18,8 +18,9 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from taas.delivery.config import DeliveryConfig, ResumePoint
-from taas.delivery.connection import DeliveryConnection, Element
+from taas.delivery.connection import DeliveryConnection
 from taas.delivery.encoding import raise_remote
+from taas.delivery.holdings import Element
 from taas.delivery.messages import Ended, LoaderFacts
 from taas.errors import DeliveryError, RanksDisagree, UnitsExhausted
 
