@@ -22,6 +22,7 @@ from taas.delivery.connection import DeliveryConnection
 from taas.delivery.encoding import raise_remote
 from taas.delivery.holdings import Element
 from taas.delivery.messages import Ended, LoaderFacts
+from taas.delivery.registered import LoaderParts
 from taas.errors import DeliveryError, RanksDisagree, UnitsExhausted
 
 _connection: DeliveryConnection | None = None
@@ -159,6 +160,7 @@ class DeliveredLoader(DataLoader[Any]):
     __taas_stays__ = True  # capture: the notebook keeps the loader it has
 
     taas_name: str
+    taas_parts: LoaderParts
     _epoch: int
     _iterations: int
     _yielded: int
@@ -166,11 +168,13 @@ class DeliveredLoader(DataLoader[Any]):
     _is_accelerate_prepared = True
     """accelerate passes a loader with this mark through as it is."""
 
-    def __init__(self, name: str, attributes: dict[str, Any], sampler: dict[str, Any]) -> None:
+    def __init__(
+        self, name: str, attributes: dict[str, Any], sampler: dict[str, Any], parts: LoaderParts
+    ) -> None:
         sampler = dict(sampler)
         # DataLoader.__init__ would build samplers and check workers that are not here.
         self.__dict__.update(attributes)
-        self.taas_name = name
+        self.taas_name, self.taas_parts = name, parts
         self._iterations = 0
         self._yielded = 0
         self._begun = False

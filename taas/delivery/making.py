@@ -10,6 +10,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -17,11 +18,28 @@ import torch
 from torch.utils.data import _utils
 from torch.utils.data._utils import fetch
 
+from taas.capture.arriving import unpack
 from taas.capture.generators import set_generators, states_of_generators
 from taas.delivery.encoding import pack_failure
+from taas.delivery.loader import DeliveredLoader
 from taas.delivery.messages import StreamPlace
 from taas.delivery.plan import unpack_place
-from taas.delivery.registered import LoaderParts
+from taas.delivery.registered import LoaderParts, Loaders
+
+
+def load_loaders(path: str) -> Loaders:
+    """Unpack the ranks' payload in this data process, which has no GPU; return the registered loaders in it.
+
+    Raises:
+        CaptureError: one of them cannot be rebuilt here.
+    """
+    torch.set_num_threads(1)  # a pool of threads would not be there in forked workers
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        objects = unpack(fd, vars(sys.modules["__main__"]), Path.cwd(), DeliveredLoader)
+    finally:
+        os.close(fd)
+    return [(loader.taas_name, loader.taas_parts) for loader in objects]
 
 
 class WorkerStatus(ctypes.Structure):

@@ -22,13 +22,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import zmq
 
 from taas import _linux
 from taas.delivery.config import DataOrder
 from taas.delivery.encoding import RawRegion, encode, install_collate, stacking_into
-from taas.delivery.making import Failure, MapFetcher, Rngs, WorkerStatus, place_of
+from taas.delivery.making import Failure, MapFetcher, Rngs, WorkerStatus, load_loaders, place_of
 from taas.delivery.messages import (
     NOWHERE,
     Cancel,
@@ -41,7 +40,7 @@ from taas.delivery.messages import (
     ToWorker,
     WorkerLost,
 )  # fmt: skip
-from taas.delivery.registered import Loaders, load_payload
+from taas.delivery.registered import Loaders
 from taas.delivery.slab import slot_size
 from taas.delivery.streams import OwnedStreams
 from taas.delivery.transport import ControlClient, connect_data, connected, map_slabs, new_context
@@ -332,11 +331,10 @@ def _cause(status: int) -> str:
 
 def main(config: DataOrder) -> None:
     """Keep one data VM until told to quit."""
-    torch.set_num_threads(1)
     _linux.keep_freed_memory(1 << 30)
     install_collate()
     try:
-        loaders = load_payload(config.payload)["loaders"]
+        loaders = load_loaders(config.payload)
     except BaseException:
         with connected(config.common, Peer("pool", config.vm), ToWorker) as control:
             control.send(Hello(os.getpid(), traceback.format_exc()))
