@@ -480,7 +480,7 @@ def planner(_rounds: int) -> list[Row]:
     ledger.planner_joined(Hello(1, loaders=(LoaderFacts("d", None),)))
     for rank in (0, 1):
         ledger.rank_joined(rank, Hello(1))
-        ledger.book.begin(rank, Begin(0, 0, None))
+        ledger.plans.begin(rank, Begin(0, 0, None))
     for worker in range(8):
         ledger.worker_joined(Peer("worker", 0, worker), True)
     plan, made, consumed, longest = plan_number(0, 0, None), 0, [0, 0], 0.0
@@ -495,14 +495,14 @@ def planner(_rounds: int) -> list[Row]:
         ledger.outbox.clear()
         for peer, message in outbox:
             if type(message).__name__ == "Draw":
-                ledger.book.planned(Planned(plan, 7, [b"x" * 8] * message.count, False))
+                ledger.plans.planned(Planned(plan, 7, [b"x" * 8] * message.count, False))
             elif type(message) is list:
                 ledger.made(peer, [Result(t.number, 0, 4096, 0.0002) for t in message])
                 for ticket in message:
                     consumed[ticket.rank] += 1
                     made += 1
                 for rank in (0, 1):
-                    ledger.book.consume(rank, plan, max(0, consumed[rank] - 40))
+                    ledger.plans.consume(rank, plan, max(0, consumed[rank] - 40))
                 ledger.released([ledger.works[t.number] for t in message])
         longest = max(longest, time.process_time() - before)
     cost = (time.process_time() - start) / made * 1e6

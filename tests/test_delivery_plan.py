@@ -16,15 +16,13 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Sampler
 
 from taas.delivery.config import DeliveryConfig, new_keys
+from taas.delivery.headroom import LeaseRules
 from taas.delivery.ledger import Ledger
 from taas.delivery.making import rngs_now
 from taas.delivery.messages import (
-    NOWHERE,
-    Announced,
     Begin,
     Draw,
     Ended,
-    Feed,
     FinishPlans,
     Hello,
     LoaderFacts,
@@ -33,12 +31,10 @@ from taas.delivery.messages import (
     PlanProgress,
     Progress,
     Result,
-    StreamPlace,
 )
-from taas.delivery.plan import Plan, StreamOrder, element_seed, plan_number, unpack_place
+from taas.delivery.plan import Plan, StreamOrder, element_seed, plan_number
 from taas.delivery.planner import Planner
 from taas.delivery.registered import take_apart
-from taas.delivery.room import LeaseRules
 from taas.delivery.sampling import LoaderPlans
 from taas.delivery.slab import SlotTable, slot_size
 
@@ -173,7 +169,7 @@ class World:
             upto = min(at + message.count, self.lengths[loader])
             self.drawn[message.plan] = (loader, upto)
             indices = [pickle.dumps(i) for i in range(at, upto)]
-            self.ledger.book.planned(Planned(message.plan, 5, indices, upto == self.lengths[loader]))
+            self.ledger.plans.planned(Planned(message.plan, 5, indices, upto == self.lengths[loader]))
         elif isinstance(message, list):
             for ticket in message:
                 self.check_slot(ticket)
@@ -290,12 +286,12 @@ def iterate(world: World, epochs: int, kills: int, budget: int = 200_000) -> lis
             continue
         loader, iteration = at[rank] % len(world.lengths), at[rank] // len(world.lengths)
         if not begun[rank]:
-            world.ledger.book.begin(rank, Begin(loader, iteration, None))
+            world.ledger.plans.begin(rank, Begin(loader, iteration, None))
             begun[rank] = True
             world.pump()
         plan = plan_number(loader, iteration, None)
         mine = got[rank][at[rank]]
-        world.ledger.book.consume(rank, plan, len(mine))
+        world.ledger.plans.consume(rank, plan, len(mine))
         element = world.take(rank, plan, len(mine))
         if element is not None:
             mine.append(element)
@@ -310,7 +306,7 @@ def iterate(world: World, epochs: int, kills: int, budget: int = 200_000) -> lis
 def test_what_a_late_worker_has_is_made_by_another() -> None:
     """What it sends in the end is dropped, and the slots that it wrote to come back then."""
     world = World(random.Random(0), [6], 1, 2)
-    world.ledger.book.begin(0, Begin(0, 0, None))
+    world.ledger.plans.begin(0, Begin(0, 0, None))
     world.pump()
     late = next(name for name, todo in world.todo.items() if todo)
     tickets, got = world.todo.pop(late), []
@@ -321,7 +317,7 @@ def test_what_a_late_worker_has_is_made_by_another() -> None:
         world.work()
         for name in world.results:
             world.report(name)
-        world.ledger.book.consume(0, plan_number(0, 0, None), len(got))
+        world.ledger.plans.consume(0, plan_number(0, 0, None), len(got))
         if (element := world.take(0, plan_number(0, 0, None), len(got))) is not None:
             got.append(element)
         world.pump()
@@ -384,144 +380,7 @@ def test_a_loader_nobody_iterates_takes_only_its_first_elements(prebuffer: int) 
         world.work()
         for name in list(world.results):
             world.report(name)
-    assert world.ledger.book.loaders[0].prepared == prebuffer
-
-
-# ── streams whose owners die of an element ───────────────────────────────────────────────────────────
-
-
-class Owners:
-    """Ledger, ranks, and two workers whose successors come at once; element ``deadly`` kills who makes it."""
-
-    def __init__(
-        self,
-        streams: int,
-        ranks: int,
-        deadly: tuple[int, int],
-        lost: tuple[int, int] | None = None,
-        idle: bool = False,
-        **config: Any,
-    ) -> None:
-        """``lost``: the first owner makes it, and dies with all that it has made; then it is ``deadly``.
-
-        ``idle``: the ranks consume nothing.
-        """
-        self.deadly, self.lost, self.deaths, self.names = deadly, lost, 0, 0
-        self.idle = idle
-        self.ledger = Ledger(config_of(ranks, 1 << 14, **config))
-        self.got: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
-        self.ended: dict[int, Ended] = {}
-        self.busy: dict[Peer, dict[int, tuple[int, int]]] = {}
-        self.ledger.planner_joined(Hello(1, loaders=(LoaderFacts("d", None, streams),)))
-        for rank in range(ranks):
-            self.ledger.rank_joined(rank, Hello(1))
-        for _ in range(2):
-            self.hire()
-        for rank in range(ranks):
-            self.ledger.book.begin(rank, Begin(0, 0, None))
-
-    def hire(self) -> None:
-        name = Peer("worker", 0, self.names)
-        self.names += 1
-        self.busy[name] = {}
-        self.ledger.worker_joined(name, True)
-
-    def run(self) -> None:
-        """Until nothing more happens."""
-        for _ in range(1000):
-            self.ledger.pump(0.0)
-            messages = list(self.ledger.outbox)
-            self.ledger.outbox.clear()
-            for peer, message in messages:
-                self.route(peer, message)
-            if not messages and not self.step():
-                return
-        raise AssertionError("owners die without end")
-
-    def route(self, peer: Peer, message: Any) -> None:
-        if isinstance(message, Draw):
-            self.ledger.book.planned(Planned(message.plan, 5, [], False))
-        elif isinstance(message, Ended):
-            self.ended[peer.number] = message
-        elif isinstance(message, list) and peer in self.busy:
-            for ticket in message:
-                stream, position = unpack_place(ticket.which)
-                if stream == self.deadly[0] and position >= self.deadly[1]:
-                    self.die(peer, ticket.number)
-                    return
-                if (stream, position) not in self.got[ticket.rank]:
-                    self.got[ticket.rank].append((stream, position))
-                self.ledger.made(peer, [Result(ticket.number, 0, 100, 0.001)])
-                if not self.idle:
-                    self.ledger.book.consume(ticket.rank, ticket.plan, ticket.seq // len(self.got) + 1)
-        elif isinstance(message, Feed) and peer in self.busy:
-            self.busy[peer][message.stream] = (message.plan, message.upto)
-
-    def step(self) -> bool:
-        """Owners make what they were fed, up to where they die."""
-        active = False
-        for name, feeds in list(self.busy.items()):
-            for stream, (plan, upto) in list(feeds.items()):
-                del feeds[stream]
-                active = True
-                made = min(upto, self.deadly[1]) if stream == self.deadly[0] else upto
-                self.ledger.announced(name, Announced(plan, stream, made, False))
-                if made < upto:
-                    self.die(name, -1, StreamPlace(plan, stream, made))
-                    break
-                if self.lost is not None:
-                    self.deadly, self.lost = self.lost, None
-                    self.die(name)
-                    break
-        return active
-
-    def die(self, name: Peer, attempt: int = -1, ahead: StreamPlace = NOWHERE) -> None:
-        del self.busy[name]
-        self.deaths += 1
-        self.ledger.worker_lost(name, attempt, "SIGSEGV", ahead)
-        self.hire()
-
-
-@pytest.mark.parametrize("uneven", ["drop", "pad", "raise"])
-@pytest.mark.parametrize("position", [0, 1, 7])
-@pytest.mark.parametrize(("streams", "ranks"), [(1, 1), (1, 2), (2, 1), (3, 2)])
-def test_an_element_that_kills_its_streams_owners_ends_the_iteration_at_its_place(
-    streams: int, ranks: int, position: int, uneven: Any
-) -> None:
-    """Whole rows before it are delivered; then every rank is told which element, of which stream, and how they died."""
-    world = Owners(streams, ranks, (streams - 1, position), uneven=uneven)
-    world.run()
-    assert 3 <= world.deaths <= 4
-    before = [(stream, at) for at in range(position + 1) for stream in range(streams)][:-1]
-    steps = len(before) // ranks
-    assert [sorted(got) for got in world.got] == [
-        sorted(before[r : steps * ranks : ranks]) for r in range(ranks)
-    ]
-    assert len(world.ended) == ranks
-    for ended in world.ended.values():
-        assert ended.steps == steps
-        assert f"element {position} of stream {streams - 1} killed" in ended.refusal
-        assert "SIGSEGV" in ended.refusal
-
-
-@pytest.mark.parametrize("idle", [False, True])
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("position", [0, 1, 2, 5, 12])
-def test_owners_that_die_where_others_lived_leave_no_rank_waiting(
-    ranks: int, position: int, idle: bool
-) -> None:
-    """What was announced already, and now kills who makes it again, is raised where the ranks wait for it."""
-    world = Owners(1, ranks, (0, 99), lost=(0, position), idle=idle, prebuffer=16)
-    world.run()
-    steps = world.ended[0].steps
-    for rank, got in enumerate(world.got):
-        assert got == [(0, at) for at in range(rank, 99, ranks)][: len(got)]
-        assert world.ended[rank].steps == steps
-        assert idle or len(got) >= steps
-    assert steps * ranks <= position
-    assert idle or position < (steps + 1) * ranks
-    assert f"element {position} of stream 0 killed" in world.ended[0].refusal
-    assert world.deaths == 4
+    assert world.ledger.plans.loaders[0].prepared == prebuffer
 
 
 # ── samplers in the planner ──────────────────────────────────────────────────────────────────────────

@@ -87,9 +87,9 @@ class Coordinator:
         self._handlers: dict[type, Callable[[Peer, Any], object]] = {
             list: ledger.made,
             Progress: lambda rank, progress: ledger.progressed(rank.number, progress),
-            Planned: lambda _, planned: ledger.book.planned(planned),
+            Planned: lambda _, planned: ledger.plans.planned(planned),
             Announced: ledger.announced,
-            Begin: lambda rank, begin: ledger.book.begin(rank.number, begin),
+            Begin: lambda rank, begin: ledger.plans.begin(rank.number, begin),
             Hello: self._on_hello,
             Final: lambda _, final: self._end(final),
             Alive: lambda pool, _: self._hear(pool),
@@ -153,13 +153,13 @@ class Coordinator:
         """The ranks have ended: ask the planner where the loaders' generators are now."""
         self._final_by = now + self.config.patience
         self._tell_progress(now)
-        begun = [(book.index, *book.last_begun) for book in self.ledger.book.loaders if book.last_begun]
+        begun = [(book.index, *book.last_begun) for book in self.ledger.plans.loaders if book.last_begun]
         if PLANNER in self._dead or not self._server.send(PLANNER, FinishPlans(begun)):
             self._finish_without("has died")
 
     def _finish_without(self, why: str) -> None:
         """The planner will not answer: what it would say is not worth a run that does not end."""
-        begun = [book.facts.name for book in self.ledger.book.loaders if book.last_begun]
+        begun = [book.facts.name for book in self.ledger.plans.loaders if book.last_begun]
         self._end(Final(b"", dict.fromkeys(begun, f"the process that iterates its sampler {why}")))
 
     def _end(self, final: Final) -> None:
@@ -178,7 +178,7 @@ class Coordinator:
     @property
     def _has_all(self) -> bool:
         """Whether whoever makes elements is needed no more."""
-        return self._final_by is not None or self.ledger.book.is_over
+        return self._final_by is not None or self.ledger.plans.is_over
 
     # ── messages ──────────────────────────────────────────────────────────────────────────────────
 
@@ -213,7 +213,7 @@ class Coordinator:
             self._fail(f"the planner cannot load the registered loaders:\n{hello.error}")
             return
         self.ledger.planner_joined(hello)
-        for book in self.ledger.book.loaders:
+        for book in self.ledger.plans.loaders:
             for note in notes_of_registration(book, self.config):
                 self._report(note)
 

@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from taas.delivery.config import DeliveryConfig
+from taas.delivery.headroom import Headroom, LeaseRules, Reserve, StreamFeeder
 from taas.delivery.messages import (
     NOWHERE,
     Announced,
@@ -28,8 +29,7 @@ from taas.delivery.messages import (
     Ticket,
 )
 from taas.delivery.plan import Lease, Work, poisonous, unpack_place
-from taas.delivery.planbook import LoaderBook, PlanBook
-from taas.delivery.room import LeaseRules, Reserve, Room, StreamFeeder
+from taas.delivery.planbook import LoaderBook, Plans
 
 
 @dataclass(slots=True)
@@ -57,15 +57,15 @@ class Ledger:
         self, config: DeliveryConfig, reserve: Reserve | None = None, rules: LeaseRules | None = None
     ) -> None:
         self._rules = rules or LeaseRules()
-        self.book = PlanBook(config)
-        self.outbox = self.book.outbox
-        self.room = Room(self.book, config, self._rules, reserve)
+        self.plans = Plans(config)
+        self.outbox = self.plans.outbox
+        self.room = Headroom(self.plans, config, self._rules, reserve)
         self.workers: dict[Peer, WorkerState] = {}
         self.works: dict[int, Work] = {}
         self._numbers = itertools.count(1)
         self._hellos: dict[int, Hello] = {}
         self._retries: list[tuple[int, int, int, Work]] = []
-        self.streams = StreamFeeder(self.book, self.workers, self.room.of_stream)
+        self.streams = StreamFeeder(self.plans, self.workers, self.room.of_stream)
         self._planner: Hello | None = None
         self._turn = 0
         self.failure = ""
@@ -79,26 +79,26 @@ class Ledger:
         for name in self.workers:
             self.outbox.append((name, hello))
         if self.failure:
-            self.book.tell(number, Failed(self.failure))
+            self.plans.tell(number, Failed(self.failure))
         if self._planner is not None:
-            self.book.tell(number, self._planner)
+            self.plans.tell(number, self._planner)
 
     def planner_joined(self, hello: Hello) -> None:
         """The planner has the loaders: plan their first iterations."""
         self._planner = hello
-        self.book.hello(hello.loaders)
+        self.plans.hello(hello.loaders)
         for rank in self._hellos:
-            self.book.tell(rank, hello)
+            self.plans.tell(rank, hello)
 
     def progressed(self, rank: int, progress: Progress) -> None:
         """A rank says what it has done with its elements."""
         for of in progress.plans:
-            self.book.consume(rank, of.plan, of.consumed, of.asked)
+            self.plans.consume(rank, of.plan, of.consumed, of.asked)
         self.released(self.works[number] for number in progress.released if number in self.works)
         self.room.progressed(rank, progress.waited, [of.plan for of in progress.plans if not of.closed])
         for of in progress.plans:
             if of.closed:
-                self.book.close(rank, of.plan)
+                self.plans.close(rank, of.plan)
 
     def released(self, works: Iterable[Work]) -> None:
         """Their ranks use none of these elements' memory, and look at none that is still to come."""
@@ -120,8 +120,8 @@ class Ledger:
     def fail(self, reason: str) -> None:
         """No element will come any more: every rank hears it, also one that joins later."""
         self.failure = reason
-        for rank in range(self.book.n):
-            self.book.tell(rank, Failed(reason))
+        for rank in range(self.plans.n):
+            self.plans.tell(rank, Failed(reason))
 
     # ── workers ───────────────────────────────────────────────────────────────────────────────────
 
@@ -147,7 +147,7 @@ class Ledger:
             if result.leaked:
                 lease.capacity = 0
             elif not lease.capacity and not work.over:
-                self.book.weigh(work, result.nbytes)
+                self.plans.weigh(work, result.nbytes)
             self._count_prepared(work)
             if work.released:
                 self._free(work)
@@ -155,8 +155,8 @@ class Ledger:
     def _count_prepared(self, work: Work) -> None:
         if not work.prepared:
             work.prepared = True
-            self.book.loaders[work.loader].prepared += 1
-            plan = self.book.plans.get(work.plan)
+            self.plans.loaders[work.loader].prepared += 1
+            plan = self.plans.by_number.get(work.plan)
             if plan is not None:
                 plan.left(work.stream)
 
@@ -182,11 +182,11 @@ class Ledger:
         if work is not None and work.stream < 0:
             work.deaths += 1
             if work.deaths >= self._rules.deaths:
-                self.book.cut(work.plan, work.step, poisonous(cause), work.index)
+                self.plans.cut(work.plan, work.step, poisonous(cause), work.index)
             return
         place = ahead if work is None else StreamPlace(work.plan, *unpack_place(work.index))
         if place != NOWHERE and self.streams.died(place) >= self._rules.deaths:
-            self.book.break_off(place, cause)
+            self.plans.break_off(place, cause)
 
     def overdue(self, now: float) -> None:
         """Lease again what has been out for far longer than usual."""
@@ -208,17 +208,17 @@ class Ledger:
 
     def announced(self, name: Peer, message: Announced) -> None:
         """A stream's owner holds more elements; one that owns it no longer is not believed."""
-        plan = self.book.plans.get(message.plan)
+        plan = self.plans.by_number.get(message.plan)
         if plan is not None and self.streams.owner(plan.loader, message.stream) == name:
-            self.book.announced(message.plan, message.stream, message.made, message.ended)
+            self.plans.announced(message.plan, message.stream, message.made, message.ended)
 
     # ── leasing ───────────────────────────────────────────────────────────────────────────────────
 
     def pump(self, now: float) -> None:
         """Do all that has become possible: draw, feed streams, lease."""
-        self.released(self.book.dropped)
-        self.book.dropped.clear()
-        self.book.refill()
+        self.released(self.plans.dropped)
+        self.plans.dropped.clear()
+        self.plans.refill()
         self.streams.feed()
         leases: dict[Peer, list[Ticket]] = defaultdict(list)
         self._lease_retries(leases, now)
@@ -244,14 +244,14 @@ class Ledger:
             heapq.heappush(self._retries, entry)
 
     def _lease_planned(self, leases: dict[Peer, list[Ticket]], now: float) -> None:
-        books = [book for book in self.book.loaders if book.plans]
+        books = [book for book in self.plans.loaders if book.plans]
         idle = 0
         while books and idle < len(books):
             self._turn += 1
             idle = 0 if self._lease_one(books[self._turn % len(books)], leases, now) else idle + 1
 
     def _lease_one(self, book: LoaderBook, leases: dict[Peer, list[Ticket]], now: float) -> bool:
-        for plan, rank in self.book.heads(book):
+        for plan, rank in self.plans.heads(book):
             if not self.room.is_left(rank, plan, len(self.workers)):
                 continue
             worker = self._worker_for(plan.ranks[rank].queue[0])
@@ -303,7 +303,7 @@ class Ledger:
 
     def is_full(self, book: LoaderBook) -> bool:
         """Whether elements of a loader are planned, and no more may be made before some are consumed."""
-        heads = list(self.book.heads(book))
+        heads = list(self.plans.heads(book))
         leases = (lease for work in self.works.values() if work.loader == book.index for lease in work.leases)
         return (
             bool(heads)

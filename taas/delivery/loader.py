@@ -22,7 +22,6 @@ from taas.delivery.connection import DeliveryConnection
 from taas.delivery.encoding import raise_remote
 from taas.delivery.holdings import Element
 from taas.delivery.messages import Ended, LoaderFacts
-from taas.delivery.registered import LoaderParts
 from taas.errors import DeliveryError, RanksDisagree, UnitsExhausted
 
 _connection: DeliveryConnection | None = None
@@ -160,7 +159,7 @@ class DeliveredLoader(DataLoader[Any]):
     __taas_stays__ = True  # capture: the notebook keeps the loader it has
 
     taas_name: str
-    taas_parts: LoaderParts
+    taas_parts: Any  # registered.LoaderParts, for data processes
     _epoch: int
     _iterations: int
     _yielded: int
@@ -168,9 +167,7 @@ class DeliveredLoader(DataLoader[Any]):
     _is_accelerate_prepared = True
     """accelerate passes a loader with this mark through as it is."""
 
-    def __init__(
-        self, name: str, attributes: dict[str, Any], sampler: dict[str, Any], parts: LoaderParts
-    ) -> None:
+    def __init__(self, name: str, attributes: dict[str, Any], sampler: dict[str, Any], parts: Any) -> None:
         sampler = dict(sampler)
         # DataLoader.__init__ would build samplers and check workers that are not here.
         self.__dict__.update(attributes)

@@ -123,7 +123,7 @@ class LoaderBook:
         return self.rows_allowed is not None and rows >= self.rows_allowed
 
 
-class PlanBook:
+class Plans:
     """The plans of all loaders."""
 
     def __init__(self, config: DeliveryConfig) -> None:
@@ -131,7 +131,7 @@ class PlanBook:
         prebuffer = 2 * self.n if config.prebuffer is None else config.prebuffer
         self.prebuffer_rows = max(1, -(-prebuffer // self.n))
         self.loaders: list[LoaderBook] = []
-        self.plans: dict[int, Plan] = {}
+        self.by_number: dict[int, Plan] = {}
         self.outbox: list[tuple[Peer, Message | list[Ticket]]] = []
         self.dropped: list[Work] = []
         """What was leased for ranks that will never look at it."""
@@ -158,7 +158,7 @@ class PlanBook:
 
     def planned(self, message: Planned) -> None:
         """Indices arrived, maybe of a plan that nobody wants any more."""
-        plan = self.plans.get(message.plan)
+        plan = self.by_number.get(message.plan)
         if plan is None or plan.ended:
             return
         book = self.loaders[plan.loader]
@@ -171,21 +171,21 @@ class PlanBook:
 
     def announced(self, plan_id: int, stream: int, made: int, ended: bool) -> None:
         """A stream's owner holds more elements: those whose place is settled become work."""
-        plan = self.plans.get(plan_id)
+        plan = self.by_number.get(plan_id)
         if plan is not None and plan.order is not None:
             plan.order.announce(stream, made, ended)
             self._settle(plan)
 
     def cut(self, plan_id: int, step: int, refusal: str, index: bytes = b"") -> None:
         """A plan ends before this step, with an error."""
-        plan = self.plans.get(plan_id)
+        plan = self.by_number.get(plan_id)
         if plan is not None:
             plan.cut(step, refusal, index)
             self._tell_end(plan)
 
     def break_off(self, place: StreamPlace, cause: str) -> None:
         """Whoever makes this element of a stream dies: the plan ends before it, and before what else is not made yet."""
-        plan = self.plans.get(place.plan)
+        plan = self.by_number.get(place.plan)
         if plan is None or plan.order is None:
             return
         why = f"element {place.position} of stream {place.stream} {poisonous(cause)}"
@@ -251,7 +251,7 @@ class PlanBook:
         order = StreamOrder(book.facts.streams) if book.facts.streams else None
         number = plan_number(book.index, iteration, epoch)
         plan = Plan(number, book.index, iteration, epoch, self.n, self.uneven, order)
-        self.plans[plan.ident] = book.plans[iteration] = plan
+        self.by_number[plan.ident] = book.plans[iteration] = plan
         return plan
 
     # ── ranks ─────────────────────────────────────────────────────────────────────────────────────
@@ -327,7 +327,7 @@ class PlanBook:
 
     def close(self, rank: int, plan_id: int) -> None:
         """A rank is through with a plan."""
-        plan = self.plans.get(plan_id)
+        plan = self.by_number.get(plan_id)
         if plan is None or plan.ranks[rank].closed:
             return
         self.dropped += plan.close(rank)
@@ -343,7 +343,7 @@ class PlanBook:
 
     def consume(self, rank: int, plan_id: int, consumed: int, asked: int | None = None) -> None:
         """A rank has consumed so many steps, and asked for the one after as many (or after ``asked``)."""
-        plan = self.plans.get(plan_id)
+        plan = self.by_number.get(plan_id)
         if plan is not None:
             view = plan.ranks[rank]
             view.asked = max(view.asked, consumed if asked is None else asked)
@@ -351,7 +351,7 @@ class PlanBook:
 
     def weigh(self, work: Work, nbytes: int) -> None:
         """An element under way has so many bytes."""
-        plan = self.plans.get(work.plan)
+        plan = self.by_number.get(work.plan)
         if plan is not None:
             plan.weigh(work, nbytes)
 
@@ -373,7 +373,7 @@ class PlanBook:
         self._forget(plan, undone=True)
 
     def _forget(self, plan: Plan, *, undone: bool = False) -> None:
-        del self.plans[plan.ident], self.loaders[plan.loader].plans[plan.iteration]
+        del self.by_number[plan.ident], self.loaders[plan.loader].plans[plan.iteration]
         makers = {stream.told[0] for stream in plan.streams if stream.told is not None}
         self.outbox += [(peer, Cancel(plan.ident, undone)) for peer in (PLANNER, *makers)]
 

@@ -13,7 +13,7 @@ from functools import partial
 from taas.delivery.config import DeliveryConfig
 from taas.delivery.messages import Feed, Peer, StreamPlace
 from taas.delivery.plan import Plan, PlanStream
-from taas.delivery.planbook import LoaderBook, PlanBook
+from taas.delivery.planbook import LoaderBook, Plans
 from taas.delivery.slab import SlotTable, slot_size
 
 
@@ -64,7 +64,7 @@ Reserve = Callable[[int, int], int]
 """Reserves memory of a rank's slab up to an offset; returns up to which there is some."""
 
 
-class Room:
+class Headroom:
     """What may be made ahead for the ranks of a run.
 
     Attributes:
@@ -72,14 +72,14 @@ class Room:
     """
 
     def __init__(
-        self, book: PlanBook, config: DeliveryConfig, rules: LeaseRules, reserve: Reserve | None
+        self, plans: Plans, config: DeliveryConfig, rules: LeaseRules, reserve: Reserve | None
     ) -> None:
-        self._book, self._slab, self._rules = book, config.slab, rules
+        self._plans, self._slab, self._rules = plans, config.slab, rules
         self.paces: dict[int, Pace] = defaultdict(Pace)
         size = self._slab if config.folder else 0
         self.ranks = [
             RankState(SlotTable(size, reserve and partial(reserve, rank), rank * self._slab))
-            for rank in range(book.n)
+            for rank in range(plans.n)
         ]
 
     def progressed(self, rank: int, waited: float, asked: Iterable[int]) -> None:
@@ -89,8 +89,8 @@ class Room:
         """
         state = self.ranks[rank]
         if waited - state.waited > 0.0005:
-            for plan in state.blocked.intersection(asked) & self._book.plans.keys():
-                loader = self._book.plans[plan].loader
+            for plan in state.blocked.intersection(asked) & self._plans.by_number.keys():
+                loader = self._plans.by_number[plan].loader
                 state.targets[loader] = min(2 * state.targets[loader], self._rules.ahead)
         state.waited = waited
         state.blocked.clear()
@@ -108,7 +108,7 @@ class Room:
             self.ranks[rank].blocked.add(plan.ident)
             return False
         nbytes = sharers = 0
-        for other in self._book.plans.values():
+        for other in self._plans.by_number.values():
             there = other.ranks[rank]
             nbytes += there.nbytes
             sharers += other is plan or (there.begun and not there.closed)
@@ -116,7 +116,7 @@ class Room:
 
     def _target(self, rank: int, loader: int, size: int, workers: int) -> int:
         """How many elements ahead: few, which stay in the caches, until ``progressed`` finds them too few."""
-        targets, least = self.ranks[rank].targets, self._book.prebuffer_rows
+        targets, least = self.ranks[rank].targets, self._plans.prebuffer_rows
         if loader not in targets:
             some = max(3 * workers // len(self.ranks) + 2, least)
             targets[loader] = max(some, min(256, self._rules.begin // size))
@@ -141,10 +141,8 @@ class StreamFeeder:
         held_up: loaders whose ranks wait for others, because no more may be held.
     """
 
-    def __init__(
-        self, book: PlanBook, workers: Collection[Peer], prefetch_limit: Callable[[int], int]
-    ) -> None:
-        self._book, self._workers, self._prefetch_limit = book, workers, prefetch_limit
+    def __init__(self, plans: Plans, workers: Collection[Peer], prefetch_limit: Callable[[int], int]) -> None:
+        self._plans, self._workers, self._prefetch_limit = plans, workers, prefetch_limit
         self.held_up: set[int] = set()
         self._owners: dict[tuple[int, int], Peer] = {}
 
@@ -152,14 +150,14 @@ class StreamFeeder:
         """A worker is dead: its streams get other owners."""
         for key in [key for key, owner in self._owners.items() if owner == name]:
             del self._owners[key]
-        for plan in self._book.plans.values():
+        for plan in self._plans.by_number.values():
             for stream in plan.streams:
                 if stream.told is not None and stream.told[0] == name:
                     stream.told = None
 
     def died(self, place: StreamPlace) -> int:
         """A stream's owner died of an element: return how many have by now, one after the other."""
-        plan = self._book.plans.get(place.plan)
+        plan = self._plans.by_number.get(place.plan)
         if plan is None:
             return 0
         stream = plan.streams[place.stream]
@@ -169,7 +167,7 @@ class StreamFeeder:
 
     def feed(self) -> None:
         """Tell owners how far ahead of the ranks to make their streams."""
-        for book in self._book.loaders:
+        for book in self._plans.loaders:
             if not book.facts.streams or not self._workers:
                 continue
             for plan in list(book.plans.values()):
@@ -189,11 +187,11 @@ class StreamFeeder:
         name = self._owner(book, stream.number)
         if name is None:
             return
-        rows = self._book.prebuffer_rows if not plan.begun else max(2, self._book.prebuffer_rows)
+        rows = self._plans.prebuffer_rows if not plan.begun else max(2, self._plans.prebuffer_rows)
         left = book.rows_left(plan)
         if left is not None:
             rows = min(rows, max(0, left - plan.rows) + 1)
-        lookahead = max(2, -(-rows * self._book.n // book.facts.streams) + 1)
+        lookahead = max(2, -(-rows * self._plans.n // book.facts.streams) + 1)
         upto = self._ahead(plan, stream, lookahead)
         if stream.told is not None and stream.told[0] == name and stream.told[1] >= upto:
             return
@@ -206,7 +204,7 @@ class StreamFeeder:
         assert plan.base_seed is not None
         number, seed = stream.number, plan.base_seed
         feed = Feed(plan.ident, book.index, plan.iteration, number, seed, floor, upto)
-        self._book.outbox.append((name, feed))
+        self._plans.outbox.append((name, feed))
 
     def _ahead(self, plan: Plan, stream: PlanStream, lookahead: int) -> int:
         """Up to which position to make a stream: a little ahead of what has left.
