@@ -96,7 +96,9 @@ class Coordinator:
             WorkerLost: self._on_worker_lost,
         }
         """What is done on hearing something."""
-        self._dead: dict[Peer, float] = {}
+        self._lost: set[Peer] = set()
+        """Workers that have ended, some before their own word was heard."""
+        self._planner_died = False
         self._since_worker = time.monotonic()
         self._final_by: float | None = None
         """When the planner has to have said where the generators are; None while the ranks run."""
@@ -154,7 +156,7 @@ class Coordinator:
         self._final_by = now + self.config.patience
         self._tell_progress(now)
         begun = [(book.index, *book.last_begun) for book in self.ledger.plans.loaders if book.last_begun]
-        if PLANNER in self._dead or not self._server.send(PLANNER, FinishPlans(begun)):
+        if self._planner_died or not self._server.send(PLANNER, FinishPlans(begun)):
             self._finish_without("has died")
 
     def _finish_without(self, why: str) -> None:
@@ -184,7 +186,7 @@ class Coordinator:
 
     def _on_worker_lost(self, pool: Peer, lost: WorkerLost) -> None:
         worker = Peer("worker", pool.number, lost.serial)
-        self._dead.pop(worker, None)
+        self._lost.add(worker)
         self.ledger.worker_lost(worker, lost.number, lost.cause, lost.ahead)
 
     def _hear(self, pool: Peer) -> bool:
@@ -203,9 +205,9 @@ class Coordinator:
         elif hello.error:
             self._fail(f"a data VM cannot load the registered loaders:\n{hello.error}")
         elif self._hear(peer.pool):  # else this was said before it was lost
-            if peer.role == "worker":
+            if peer.role == "worker" and peer not in self._lost:
                 self.ledger.worker_joined(peer, hello.shared)
-            if self.config.folder:
+            elif peer.role == "pool" and self.config.folder:
                 self._watch(peer, hello.pid)
 
     def _on_planner(self, hello: Hello) -> None:
@@ -234,10 +236,10 @@ class Coordinator:
         if peer.role == "pool":
             self._host_lost(peer, "ended")
             return
-        self._dead[peer] = time.monotonic()  # a worker's pool is about to say what it was on
-        if peer == PLANNER and self._final_by is not None:
+        self._planner_died = True
+        if self._final_by is not None:
             self._finish_without("has died")
-        elif peer == PLANNER and not self._has_all:
+        elif not self._has_all:
             self._fail("the process that iterates the registered loaders' samplers died")
 
     def _host_lost(self, pool: Peer, cause: str) -> None:
@@ -246,19 +248,15 @@ class Coordinator:
         self._heard[pool] = None
         if not self._has_all:
             self._report(HostLost(pool.number, cause))
-        if not self.config.folder:
-            for worker in [name for name in self.ledger.workers if name.pool == pool]:
-                self.ledger.worker_lost(worker, -1, "its data VM is gone")
+        # The system kills workers with their pool.
+        for worker in [name for name in self.ledger.workers if name.pool == pool]:
+            self.ledger.worker_lost(worker, -1, "its data VM is gone")
 
     def _tick(self, now: float) -> None:
         self._next_tick = now + _TICK
         for pool, heard in self._heard.items():
             if not self.config.folder and heard is not None and now - heard > _GONE:
                 self._host_lost(pool, f"silent for {_GONE:.0f} s")
-        for peer, since in list(self._dead.items()):
-            if peer != PLANNER and (now - since > _TICK or self._heard.get(peer.pool) is None):
-                del self._dead[peer]
-                self.ledger.worker_lost(peer, -1, "its data VM is gone, too")
         if self._final_by is not None and now > self._final_by:
             self._finish_without(f"has not answered for {self.config.patience:g} s")
         self.ledger.overdue(now)
