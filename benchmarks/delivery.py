@@ -479,8 +479,8 @@ def planner(_rounds: int) -> list[Row]:
     ledger = Ledger(DeliveryConfig(new_keys(), 2, 1 << 28, "here", units={"*": 20_480_000}))
     ledger.planner_joined(Hello(1, loaders=(LoaderFacts("d", None),)))
     for rank in (0, 1):
-        ledger.rank_joined(rank, Hello(1, shared=True))
-        ledger.book.begin(rank, Begin(0, 0, None))
+        ledger.rank_joined(rank, Hello(1))
+        ledger.plans.begin(rank, Begin(0, 0, None))
     for worker in range(8):
         ledger.worker_joined(Peer("worker", 0, worker), True)
     plan, made, consumed, longest = plan_number(0, 0, None), 0, [0, 0], 0.0
@@ -493,17 +493,17 @@ def planner(_rounds: int) -> list[Row]:
         ledger.pump(now)
         outbox = list(ledger.outbox)
         ledger.outbox.clear()
-        for _, message in outbox:
+        for peer, message in outbox:
             if type(message).__name__ == "Draw":
-                ledger.book.planned(Planned(plan, 7, [b"x" * 8] * message.count, False))
+                ledger.plans.planned(Planned(plan, 7, [b"x" * 8] * message.count, False))
             elif type(message) is list:
-                ledger.made([Result(t.attempt, 0, 4096, 0.0002) for t in message])
+                ledger.made(peer, [Result(t.number, 0, 4096, 0.0002) for t in message])
                 for ticket in message:
                     consumed[ticket.rank] += 1
                     made += 1
                 for rank in (0, 1):
-                    ledger.book.consume(rank, plan, max(0, consumed[rank] - 40))
-                ledger.released([t.attempt for t in message])
+                    ledger.plans.consume(rank, plan, max(0, consumed[rank] - 40))
+                ledger.released([ledger.works[t.number] for t in message])
         longest = max(longest, time.process_time() - before)
     cost = (time.process_time() - start) / made * 1e6
     return [{"case": "planner and ledger, 400,000 of 20,480,000 units", "taas": f"{cost:.1f} µs an element, longest step {longest * 1e3:.1f} ms", "peer": "", "ratio": 20 / cost, "goal": "≤ 20 µs, ≤ 50 ms", "met": cost <= 20 and longest <= 0.05}]  # fmt: skip

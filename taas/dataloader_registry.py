@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from taas.delivery.registered import CannotTravel, PayloadPickler, Registration, take_apart
+from taas.delivery.registered import Registration, take_apart
 from taas.errors import DeliveryError, RegistrationError
 
 _registry: dict[int, tuple[Any, str | None]] = {}
@@ -108,22 +108,27 @@ def _check_iterable(loader: Any) -> None:
 
 
 def _check_travels(loader: Any, name: str) -> None:
-    from taas.capture.lost import culprit_of  # import taas stays quick
+    from taas.capture.heap import Heap  # import taas stays quick
+    from taas.capture.lost import culprit_of
+    from taas.capture.reader import Reader
 
-    found = culprit_of(
-        name,
-        take_apart(loader),
-        vars(sys.modules["__main__"]),
-        lambda part: PayloadPickler.into_nothing().dump(part),
-    )
-    if found is None:
-        return
-    refused = found.reason.removeprefix(f"{CannotTravel.__name__}: ")
-    what = refused if refused != found.reason else f"a {found.kind}, which cannot be pickled"
-    raise RegistrationError(
-        f"{found.path} cannot travel to a data worker: it is {what}. "
-        "Make it where it is used (in __getitem__, or in worker_init_fn), or leave it out by __getstate__"
-    )
+    namespace = vars(sys.modules["__main__"])
+
+    def fails(part: Any) -> Exception | None:
+        heap = Heap(Reader(namespace), [namespace])
+        heap.enter(part)
+        heap.walk()
+        error = next(iter(heap.failed.values()), None)
+        for device in heap.sent.devices() - {"cpu"}:
+            error = error or ValueError(f"on {device}, and data workers have no GPU")
+        return error
+
+    found = culprit_of(name, take_apart(loader), namespace, fails)
+    if found is not None:
+        raise RegistrationError(
+            f"{found.path} cannot travel to a data worker: it is a {found.kind} ({found.reason}). "
+            "Make it where it is used (in __getitem__, or in worker_init_fn), or leave it out by __getstate__"
+        )
 
 
 # ---------------------------------------------------------------- resuming

@@ -7,19 +7,18 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from taas.capture import Capture, Kept, capture, check_syntax
-from taas.capture.generators import states_of_generators
 from taas.capture.payload import free_memory
 from taas.capture.process_state import changed_variables, is_utf8, sendable_variables
 from taas.config import DATA_VM, load_catalog, project_folder
 from taas.dataloader_registry import registered
-from taas.delivery.registered import Registration, apply_final, delivering, loaders_in_use, pack_registered
+from taas.delivery.registered import apply_final, delivering, loaders_in_use
 from taas.engines import EngineChoice
 from taas.engines.chosen import check_installed, chosen
 from taas.engines.local import check_devices, check_memory, device_in_words, visible_gpus
@@ -107,30 +106,25 @@ def _launch(spec: RunSpec, cell: str, shell: Any, left: KeptRun | None) -> RunHa
         check_memory(spec.world_size)
     known = registered(shell.user_ns)
     loaders = known if spec.data_vms else []
-    with (
-        delivering(loaders),
-        capture(
-            cell,
-            shell.user_ns,
-            shell,
-            project=project,
-            returned=spec.returned,
-            kept=left.names if left else None,
-            anew=[entry.loader for entry in known],
-        ) as captured,
-    ):
-        used, unused = loaders_in_use(loaders, captured.names)
-        with packed_loaders(used, spec, local=local) as delivery:
-            say(*unused, *captured.notices)
-            submit = ordered(spec, cell, shell, engine, captured, delivery, left)
-            say(*make_shared(project, spec.shared))
-            with Interrupts() as interrupts:
-                supervisor = supervised(warm=local)
-                if spec.background:
-                    record = start_background(supervisor, submit, interrupts)
-                    keep_capture(record.id, captured, loaders)
-                    return RunHandle(record)
-                ended = Foreground(supervisor, shell, interrupts).follow(submit, captured)
+    names = partial(capture, cell, shell.user_ns, shell, project=project, returned=spec.returned)
+    with delivering(loaders), ExitStack() as captures:
+        kept = left.names if left else None
+        captured = captures.enter_context(names(kept=kept, anew=[entry.loader for entry in known]))
+        say(*loaders_in_use(loaders, captured.names))
+        delivery = None
+        if loaders:  # data processes lack what kept ranks hold
+            whole = captures.enter_context(names()) if left else captured
+            delivery = delivered(whole, spec, local=local)
+        say(*captured.notices)
+        submit = ordered(spec, cell, shell, engine, captured, delivery, left)
+        say(*make_shared(project, spec.shared))
+        with Interrupts() as interrupts:
+            supervisor = supervised(warm=local)
+            if spec.background:
+                record = start_background(supervisor, submit, interrupts)
+                keep_capture(record.id, captured, loaders)
+                return RunHandle(record)
+            ended = Foreground(supervisor, shell, interrupts).follow(submit, captured)
         if spec.keep:
             _kept = KeptRun(ended.record, spec, captured.kept()) if ended.record.kept_ranks else None
         apply_final(ended.loaders, loaders)
@@ -143,28 +137,16 @@ def project_of(left: KeptRun | None) -> Path:
     return project_folder() if left is None else Path(left.record.project)
 
 
-@contextmanager
-def packed_loaders(
-    loaders: list[Registration], spec: RunSpec, *, local: bool
-) -> Iterator[DeliveryOrder | None]:
-    """Pack registered loaders for data VMs of this machine, or of others; None where there are none."""
-    if not loaders:
-        yield None
-        return
-    fd = os.memfd_create("taas-loaders")
-    try:
-        with os.fdopen(fd, "wb", closefd=False) as file:
-            nbytes = pack_registered(loaders, states_of_generators(cuda=False), file.write)
-        catalog = load_catalog()
-        vcpus = catalog.find(DATA_VM).vcpus
-        yield DeliveryOrder(
-            Memory(os.getpid(), fd, nbytes),
-            data_workers(vcpus, spec.data_vms) if local else vcpus,
-            catalog["delivery.encrypt"],
-            catalog["delivery.buffer"] or min(spec.world_size * _RANK_BUFFER, free_memory() // 8),
-        )
-    finally:
-        os.close(fd)
+def delivered(captured: Capture, spec: RunSpec, *, local: bool) -> DeliveryOrder:
+    """Return the order for data workers on this machine, or on others, that read the loaders from what was captured."""
+    catalog = load_catalog()
+    vcpus = catalog.find(DATA_VM).vcpus
+    return DeliveryOrder(
+        Memory(os.getpid(), captured.fd, captured.nbytes),
+        data_workers(vcpus, spec.data_vms) if local else vcpus,
+        catalog["delivery.encrypt"],
+        catalog["delivery.buffer"] or min(spec.world_size * _RANK_BUFFER, free_memory() // 8),
+    )
 
 
 def data_workers(vcpus: int, data_vms: int) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import pickle
 import select
@@ -21,7 +20,8 @@ import torch
 from msgspec.structs import replace
 
 from taas import _linux
-from taas.capture.generators import states_of_generators
+from taas.capture import capture
+from taas.capture.arriving import arrive
 from taas.delivery import loader as rank_side
 from taas.delivery import planner, worker_pool
 from taas.delivery.config import DataOrder, DeliveryConfig, ResumePoint, new_keys
@@ -36,20 +36,12 @@ from taas.delivery.messages import (
     Report,
     holders,
 )
-from taas.delivery.registered import Registration, delivering, pack_registered, reduce_registered
+from taas.delivery.registered import Registration, delivering
 from taas.delivery.transport import CoordinatorProcess
 from taas.wire.short_folder import make_short_folder
 
 PATIENCE = 150.0
 """Seconds within which ranks end on the most loaded machine; below the suite's own limit for a test."""
-
-
-class _Pickler(cloudpickle.Pickler):
-    """What the capture does for registered loaders."""
-
-    def reducer_override(self, obj: Any) -> Any:
-        reduced = reduce_registered(obj)
-        return super().reducer_override(obj) if reduced is None else reduced
 
 
 def _let_go_of_inherited() -> None:
@@ -88,7 +80,7 @@ class Child:
 class Rank:
     """A forked rank that runs ``body(rank, loaders)``."""
 
-    def __init__(self, config: DeliveryConfig, rank: int, packed: bytes, body: Callable[..., Any]) -> None:
+    def __init__(self, config: DeliveryConfig, rank: int, payload: int, body: Callable[..., Any]) -> None:
         self._reader, writer = os.pipe()
         self.pid = os.fork()
         if self.pid == 0:
@@ -98,7 +90,9 @@ class Rank:
             )  # an OpenMP pool of the parent's is not there after a fork; asked, it hangs
             try:
                 rank_side.connect(config, rank, "127.0.0.1")
-                outcome = (True, body(rank, pickle.loads(packed)))
+                names: dict[str, Any] = {}
+                arrive(payload, names, device=None)
+                outcome = (True, body(rank, names["loaders"]))
             except BaseException as error:
                 outcome = (False, (error, traceback.format_exc()))
             try:
@@ -148,16 +142,16 @@ class DeliveryRun:
         **config: Any,
     ) -> None:
         self.registrations = [Registration(name, loader) for name, loader in loaders.items()]
-        self._loaders, self.n = loaders, ranks
-        self._payload = os.memfd_create("payload")
-        pack_registered(self.registrations, states_of_generators(cuda=False), self._write)
+        self.n = ranks
+        with delivering(self.registrations):
+            self._captured = capture("loaders", {"loaders": loaders}, None, project=Path.cwd())
         self._folder = make_short_folder()
         folder = self._folder if shared else ""
         self.config = DeliveryConfig(
             new_keys(holders(ranks, vms + 1)), ranks, slab, folder, encrypt=encrypt, hosts=vms, **config
         )
         self._places = places
-        self.payload = f"/proc/{os.getpid()}/fd/{self._payload}"
+        self.payload = f"/proc/{os.getpid()}/fd/{self._captured.fd}"
         self.reports: list[Report] = []
         self._unheard: deque[Report] = deque()
         self.coordinator = CoordinatorProcess()
@@ -182,11 +176,6 @@ class DeliveryRun:
         """What a peer is told, its key among it."""
         return self.config.for_peers(self._endpoint, peer.holder)
 
-    def _write(self, data: Any) -> None:
-        view = memoryview(data).cast("B") if len(data) else memoryview(b"")
-        while view:
-            view = view[os.write(self._payload, view) :]
-
     def wait_until_ready(self) -> Report:
         """Wait until the ranks may begin, or nothing will be delivered; returns what said so."""
         while True:
@@ -207,15 +196,10 @@ class DeliveryRun:
             self._unheard += said
 
     def start_ranks(self, body: Callable[..., Any]) -> list[Rank]:
-        file = io.BytesIO()
-        with delivering(self.registrations):
-            _Pickler(file).dump(self._loaders)
-        return [
-            Rank(
-                replace(self.told(Peer("rank", rank)), places=self._places or {}), rank, file.getvalue(), body
-            )
-            for rank in range(self.n)
+        configs = [
+            replace(self.told(Peer("rank", rank)), places=self._places or {}) for rank in range(self.n)
         ]
+        return [Rank(config, rank, self._captured.fd, body) for rank, config in enumerate(configs)]
 
     def results(self, ranks: list[Rank], timeout: float = PATIENCE) -> list[Any]:
         deadline = time.monotonic() + timeout
@@ -253,7 +237,7 @@ class DeliveryRun:
         self.places = [report.places for report in self.reports if isinstance(report, ProgressReport)][-1]
         for child in self.children:
             child.end()
-        os.close(self._payload)
+        self._captured.close()
         shutil.rmtree(self._folder)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import random
 import threading
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -15,28 +15,24 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Sampler
 
-from taas.delivery.attempts import LeaseRules
 from taas.delivery.config import DeliveryConfig, new_keys
+from taas.delivery.headroom import LeaseRules
 from taas.delivery.ledger import Ledger
 from taas.delivery.making import rngs_now
 from taas.delivery.messages import (
-    NOWHERE,
-    Announced,
     Begin,
     Draw,
     Ended,
-    Feed,
     FinishPlans,
     Hello,
     LoaderFacts,
     Peer,
     Planned,
-    ReceivedQuery,
+    PlanProgress,
+    Progress,
     Result,
-    StreamPlace,
-    StreamState,
 )
-from taas.delivery.plan import Plan, States, StreamOrder, element_seed, plan_number, unpack_place
+from taas.delivery.plan import Plan, StreamOrder, element_seed, plan_number
 from taas.delivery.planner import Planner
 from taas.delivery.registered import take_apart
 from taas.delivery.sampling import LoaderPlans
@@ -116,25 +112,6 @@ def test_slot_sizes_are_few_and_close(nbytes: int) -> None:
     assert size % 4096 == 0
 
 
-@given(st.lists(st.tuples(st.booleans(), st.integers(1, 20)), max_size=60))
-def test_of_a_stream_few_states_are_kept_and_one_is_always_of_use(steps: list[tuple[bool, int]]) -> None:
-    """Its owner takes one when the last has become usable; whatever happens there are three, the start among them."""
-    states, made, floor = States([StreamState(0, b"")]), 0, 0
-    for makes, count in steps:
-        if makes:
-            made += count
-            if states.last <= floor:
-                states.add(StreamState(made, b""))
-        else:
-            floor = min(made, floor + count)
-            states.settle(floor)
-        assert len(states.known) <= 3
-        assert states.before(0) == [StreamState(0, b"")]
-        assert all(state.position <= floor for state in states.known[:-1])
-    states.forget_after(floor)
-    assert states.last <= floor
-
-
 def config_of(ranks: int, slab: int, **config: Any) -> DeliveryConfig:
     return DeliveryConfig(new_keys(), ranks, slab, "a folder", **config)
 
@@ -152,16 +129,17 @@ class World:
         self.todo: dict[Peer, deque[Any]] = {}
         self.pipes: dict[tuple[Peer, int], deque[Any]] = {}
         self.results: dict[Peer, list[Result]] = {}
-        self.here: list[dict[int, tuple[int, int, Any]]] = [{} for _ in range(ranks)]
-        self.writing: dict[tuple[int, int], int] = {}
+        self.here: list[dict[tuple[int, int], Any]] = [{} for _ in range(ranks)]
+        self.closed: list[set[int]] = [set() for _ in range(ranks)]
         self.names = 0
         self.deaths = 0
-        self.disowned: list[set[int]] = [set() for _ in range(ranks)]
+        self.asked: list[dict[int, int]] = [{} for _ in range(ranks)]
+        self.held: list[list[Any]] = [[] for _ in range(ranks)]
         self.ends: list[dict[int, int]] = [{} for _ in range(ranks)]
         self.now = 0.0
         self.ledger.planner_joined(Hello(1, loaders=tuple(self.facts)))
         for rank in range(ranks):
-            self.ledger.rank_joined(rank, Hello(1, shared=True))
+            self.ledger.rank_joined(rank, Hello(1))
         for _ in range(workers):
             self.hire()
         self.pump()
@@ -191,26 +169,36 @@ class World:
             upto = min(at + message.count, self.lengths[loader])
             self.drawn[message.plan] = (loader, upto)
             indices = [pickle.dumps(i) for i in range(at, upto)]
-            self.ledger.book.planned(Planned(message.plan, 5, indices, upto == self.lengths[loader]))
+            self.ledger.plans.planned(Planned(message.plan, 5, indices, upto == self.lengths[loader]))
         elif isinstance(message, list):
             for ticket in message:
-                self.begin_writing(ticket)
+                self.check_slot(ticket)
                 self.todo[peer].append(ticket)
         elif isinstance(message, Ended):
             self.ends[peer.number][message.plan] = message.steps
-        elif isinstance(message, ReceivedQuery):
-            self.answer(peer.number, message)
 
-    def begin_writing(self, ticket: Any) -> None:
-        """No two attempts that are alive share a byte of a slab."""
-        if ticket.capacity:
-            for (rank, offset), end in self.writing.items():
-                if rank == ticket.rank:
-                    assert ticket.offset >= end or ticket.offset + ticket.capacity <= offset
-            self.writing[ticket.rank, ticket.offset] = ticket.offset + ticket.capacity
+    def check_slot(self, new: Any) -> None:
+        """Nobody writes where another one does, or where a rank reads or will read."""
+        for ticket in self.in_use() if new.capacity else ():
+            if ticket.capacity:
+                assert (
+                    new.offset >= ticket.offset + ticket.capacity
+                    or new.offset + new.capacity <= ticket.offset
+                )
 
-    def free(self, rank: int, ticket: Any) -> None:
-        self.writing.pop((rank, ticket.offset), None) if ticket.capacity else None
+    def in_use(self) -> Iterator[Any]:
+        for todo in self.todo.values():
+            yield from todo
+        for (_, rank), pipe in self.pipes.items():
+            yield from (ticket for ticket in pipe if self.wants(rank, ticket))
+        for here, held in zip(self.here, self.held, strict=True):
+            yield from (*here.values(), *held)
+
+    def wants(self, rank: int, ticket: Any) -> bool:
+        """Whether the rank has not yielded it, and will look at it."""
+        return ticket.plan not in self.closed[rank] and (
+            ticket.seq // self.n >= self.asked[rank].get(ticket.plan, 0)
+        )
 
     def work(self) -> None:
         """Some worker makes one element; its bytes and its report leave on different ways."""
@@ -220,13 +208,13 @@ class World:
         name = self.rng.choice(busy)
         ticket = self.todo[name].popleft()
         self.pipes.setdefault((name, ticket.rank), deque()).append(ticket)
-        self.results[name].append(Result(ticket.attempt, ticket.loader, self.rng.randrange(1, 6000), 0.001))
+        self.results[name].append(Result(ticket.number, ticket.loader, self.rng.randrange(1, 6000), 0.001))
         if self.rng.random() < 0.5:
             self.report(name)
 
     def report(self, name: Peer) -> None:
         results, self.results[name] = self.results[name], []
-        self.ledger.made(results)
+        self.ledger.made(name, results)
         self.pump()
 
     def arrive(self, rank: int) -> None:
@@ -234,44 +222,47 @@ class World:
             if to == rank:
                 while pipe:
                     ticket = pipe.popleft()
-                    if ticket.attempt not in self.disowned[rank]:
-                        self.here[rank][ticket.attempt] = (ticket.plan, ticket.seq, ticket)
-
-    def answer(self, rank: int, which: ReceivedQuery) -> None:
-        self.arrive(rank)
-        not_received = [a for a in which.attempts if a not in self.here[rank]]
-        self.disowned[rank].update(not_received)
-        self.ledger.released(not_received)
+                    if self.wants(rank, ticket):
+                        self.here[rank].setdefault((ticket.plan, ticket.seq), ticket)
 
     def kill(self) -> None:
         """A worker dies: what it had not made is gone; of what it sent, any tail may be lost."""
         name = self.rng.choice(list(self.todo))
-        todo = self.todo.pop(name)
+        self.todo.pop(name)
         self.results.pop(name)
-        lost = list(todo)
         for (of, _), pipe in self.pipes.items():
             if of == name:
                 for _ in range(self.rng.randrange(len(pipe) + 1)):
-                    lost.append(pipe.pop())
-        for ticket in lost:
-            self.free(ticket.rank, ticket)
+                    pipe.pop()
         self.deaths += 1
         self.ledger.worker_lost(name, -1, "SIGKILL")
         self.hire()
 
     def take(self, rank: int, plan: int, step: int) -> int | None:
-        """The rank asks for its element; all attempts at it, and older ones, are given back."""
+        """The rank asks for its element, which it holds for a while."""
         self.arrive(rank)
-        seq = step * self.n + rank
-        found = None
-        for attempt, (p, s, ticket) in list(self.here[rank].items()):
-            if p == plan and s == seq:
-                found = pickle.loads(ticket.which)
-            if p == plan and s <= seq:
-                del self.here[rank][attempt]
-                self.free(rank, ticket)
-                self.ledger.released([attempt])
-        return found
+        self.asked[rank][plan] = step
+        ticket = self.here[rank].pop((plan, step * self.n + rank), None)
+        if ticket is None:
+            return None
+        self.asked[rank][plan] = step + 1
+        self.held[rank].append(ticket)
+        if self.rng.random() < 0.7:
+            self.let_go(rank)
+        return int(pickle.loads(ticket.which))
+
+    def let_go(self, rank: int) -> None:
+        """Nobody uses what the rank holds, some of it was held for long."""
+        numbers = [ticket.number for ticket in self.held[rank]]
+        self.held[rank].clear()
+        self.ledger.progressed(rank, Progress([], numbers, 0.0))
+
+    def close(self, rank: int, plan: int, consumed: int) -> None:
+        """The rank has ended a loop: what is here of it is dropped."""
+        self.closed[rank].add(plan)
+        for place in [place for place in self.here[rank] if place[0] == plan]:
+            del self.here[rank][place]
+        self.ledger.progressed(rank, Progress([PlanProgress(plan, consumed, consumed, True)], [], 0.0))
 
 
 def iterate(world: World, epochs: int, kills: int, budget: int = 200_000) -> list[list[list[int]]]:
@@ -295,51 +286,50 @@ def iterate(world: World, epochs: int, kills: int, budget: int = 200_000) -> lis
             continue
         loader, iteration = at[rank] % len(world.lengths), at[rank] // len(world.lengths)
         if not begun[rank]:
-            world.ledger.book.begin(rank, Begin(loader, iteration, None))
+            world.ledger.plans.begin(rank, Begin(loader, iteration, None))
             begun[rank] = True
             world.pump()
         plan = plan_number(loader, iteration, None)
         mine = got[rank][at[rank]]
-        world.ledger.book.consume(rank, plan, len(mine))
+        world.ledger.plans.consume(rank, plan, len(mine))
         element = world.take(rank, plan, len(mine))
         if element is not None:
             mine.append(element)
         elif world.ends[rank].get(plan) == len(mine):
-            world.ledger.book.close(rank, plan)
+            world.close(rank, plan, len(mine))
             at[rank] += 1
             begun[rank] = False
         world.pump()
     return got
 
 
-@pytest.mark.parametrize("reported", [True, False])
-def test_what_a_stopped_worker_has_not_sent_is_made_again(reported: bool) -> None:
-    """Also where it has said that the element is made, and was stopped before that was on its way to the rank."""
+def test_what_a_late_worker_has_is_made_by_another() -> None:
+    """What it sends in the end is dropped, and the slots that it wrote to come back then."""
     world = World(random.Random(0), [6], 1, 2)
-    world.ledger.book.begin(0, Begin(0, 0, None))
+    world.ledger.plans.begin(0, Begin(0, 0, None))
     world.pump()
-    stopped = next(name for name, todo in world.todo.items() if todo)
-    unsent = [world.todo[stopped].popleft() for _ in range(len(world.todo[stopped]))]
-    for ticket in unsent:
-        world.free(0, ticket)
-    if reported:
-        world.ledger.made([Result(ticket.attempt, 0, 10, 0.001) for ticket in unsent])
-    world.ledger.suspect(stopped.pool, [stopped.serial])
+    late = next(name for name, todo in world.todo.items() if todo)
+    tickets, got = world.todo.pop(late), []
+    world.now += 100
+    world.ledger.overdue(world.now)
     world.pump()
-    got: list[int | None] = []
-    plan = plan_number(0, 0, None)
     for _ in range(100):
         world.work()
         for name in world.results:
             world.report(name)
-        if len(got) == 6:
-            break
-        world.ledger.book.consume(0, plan, len(got))
-        if (element := world.take(0, plan, len(got))) is not None:
+        world.ledger.plans.consume(0, plan_number(0, 0, None), len(got))
+        if (element := world.take(0, plan_number(0, 0, None), len(got))) is not None:
             got.append(element)
         world.pump()
-    assert unsent
     assert got == list(range(6))
+    world.todo[late] = tickets
+    assert tickets
+    while tickets:
+        world.work()
+    world.report(late)
+    world.arrive(0)
+    world.let_go(0)
+    assert not [work for work in world.ledger.works.values() if work.plan == plan_number(0, 0, None)]
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -373,13 +363,13 @@ def test_all_credit_comes_back(seed: int) -> None:
         world.report(name)
     for rank in range(3):
         world.arrive(rank)
-        kept = list(world.here[rank])
-        world.ledger.released(kept)
-    left = Counter(a.work.loader for a in world.ledger.attempts.values())
-    assert left == Counter()
-    for state in world.ledger.credit.ranks:
+        world.let_go(rank)
+        for plan in {plan for plan, _ in world.here[rank]}:
+            world.close(rank, plan, 0)
+    world.pump()
+    assert not world.ledger.works
+    for state in world.ledger.room.ranks:
         assert state.slots.free == state.slots.size
-        assert all((u.nbytes, u.count) == (0, 0) for u in state.usage.values())
 
 
 @pytest.mark.parametrize("prebuffer", [2, 4, 8])
@@ -390,147 +380,7 @@ def test_a_loader_nobody_iterates_takes_only_its_first_elements(prebuffer: int) 
         world.work()
         for name in list(world.results):
             world.report(name)
-    assert world.ledger.book.loaders[0].prepared == prebuffer
-
-
-# ── streams whose owners die of an element ───────────────────────────────────────────────────────────
-
-
-class Owners:
-    """Ledger, ranks, and two workers whose successors come at once; element ``deadly`` kills who makes it."""
-
-    def __init__(
-        self,
-        streams: int,
-        ranks: int,
-        deadly: tuple[int, int],
-        lost: tuple[int, int] | None = None,
-        idle: bool = False,
-        **config: Any,
-    ) -> None:
-        """``lost``: the first owner makes it, and dies with all that it has made; then it is ``deadly``.
-
-        ``idle``: the ranks consume nothing.
-        """
-        self.deadly, self.lost, self.deaths, self.names = deadly, lost, 0, 0
-        self.idle = idle
-        self.arrived: set[int] = set()
-        self.ledger = Ledger(config_of(ranks, 1 << 14, **config))
-        self.got: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
-        self.ended: dict[int, Ended] = {}
-        self.busy: dict[Peer, dict[int, tuple[int, int]]] = {}
-        self.ledger.planner_joined(Hello(1, loaders=(LoaderFacts("d", None, streams),)))
-        for rank in range(ranks):
-            self.ledger.rank_joined(rank, Hello(1, shared=True))
-        for _ in range(2):
-            self.hire()
-        for rank in range(ranks):
-            self.ledger.book.begin(rank, Begin(0, 0, None))
-
-    def hire(self) -> None:
-        name = Peer("worker", 0, self.names)
-        self.names += 1
-        self.busy[name] = {}
-        self.ledger.worker_joined(name, True)
-
-    def run(self) -> None:
-        """Until nothing more happens."""
-        for _ in range(1000):
-            self.ledger.pump(0.0)
-            messages = list(self.ledger.outbox)
-            self.ledger.outbox.clear()
-            for peer, message in messages:
-                self.route(peer, message)
-            if not messages and not self.step():
-                return
-        raise AssertionError("owners die without end")
-
-    def route(self, peer: Peer, message: Any) -> None:
-        if isinstance(message, Draw):
-            self.ledger.book.planned(Planned(message.plan, 5, [], False))
-        elif isinstance(message, ReceivedQuery):
-            self.ledger.released(a for a in message.attempts if a not in self.arrived)
-        elif isinstance(message, Ended):
-            self.ended[peer.number] = message
-        elif isinstance(message, list) and peer in self.busy:
-            for ticket in message:
-                stream, position = unpack_place(ticket.which)
-                if stream == self.deadly[0] and position >= self.deadly[1]:
-                    self.die(peer, ticket.attempt)
-                    return
-                self.got[ticket.rank].append((stream, position))
-                self.ledger.made([Result(ticket.attempt, 0, 100, 0.001)])
-                self.arrived.add(ticket.attempt)
-                if not self.idle:
-                    self.ledger.book.consume(ticket.rank, ticket.plan, ticket.seq // len(self.got) + 1)
-        elif isinstance(message, Feed) and peer in self.busy:
-            self.busy[peer][message.stream] = (message.plan, message.upto)
-
-    def step(self) -> bool:
-        """Owners make what they were fed, up to where they die."""
-        active = False
-        for name, feeds in list(self.busy.items()):
-            for stream, (plan, upto) in list(feeds.items()):
-                del feeds[stream]
-                active = True
-                made = min(upto, self.deadly[1]) if stream == self.deadly[0] else upto
-                self.ledger.announced(name, Announced(plan, stream, made, False))
-                if made < upto:
-                    self.die(name, -1, StreamPlace(plan, stream, made))
-                    break
-                if self.lost is not None:
-                    self.deadly, self.lost = self.lost, None
-                    self.die(name)
-                    break
-        return active
-
-    def die(self, name: Peer, attempt: int = -1, ahead: StreamPlace = NOWHERE) -> None:
-        del self.busy[name]
-        self.deaths += 1
-        self.ledger.worker_lost(name, attempt, "SIGSEGV", ahead)
-        self.hire()
-
-
-@pytest.mark.parametrize("uneven", ["drop", "pad", "raise"])
-@pytest.mark.parametrize("position", [0, 1, 7])
-@pytest.mark.parametrize(("streams", "ranks"), [(1, 1), (1, 2), (2, 1), (3, 2)])
-def test_an_element_that_kills_its_streams_owners_ends_the_iteration_at_its_place(
-    streams: int, ranks: int, position: int, uneven: Any
-) -> None:
-    """Whole rows before it are delivered; then every rank is told which element, of which stream, and how they died."""
-    world = Owners(streams, ranks, (streams - 1, position), uneven=uneven)
-    world.run()
-    assert 3 <= world.deaths <= 4
-    before = [(stream, at) for at in range(position + 1) for stream in range(streams)][:-1]
-    steps = len(before) // ranks
-    assert [sorted(got) for got in world.got] == [
-        sorted(before[r : steps * ranks : ranks]) for r in range(ranks)
-    ]
-    assert len(world.ended) == ranks
-    for ended in world.ended.values():
-        assert ended.steps == steps
-        assert f"element {position} of stream {streams - 1} killed" in ended.refusal
-        assert "SIGSEGV" in ended.refusal
-
-
-@pytest.mark.parametrize("idle", [False, True])
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("position", [0, 1, 2, 5, 12])
-def test_owners_that_die_where_others_lived_leave_no_rank_waiting(
-    ranks: int, position: int, idle: bool
-) -> None:
-    """What was announced already, and now kills who makes it again, is raised where the ranks wait for it."""
-    world = Owners(1, ranks, (0, 99), lost=(0, position), idle=idle, prebuffer=16)
-    world.run()
-    steps = world.ended[0].steps
-    for rank, got in enumerate(world.got):
-        assert got == [(0, at) for at in range(rank, 99, ranks)][: len(got)]
-        assert world.ended[rank].steps == steps
-        assert idle or len(got) >= steps
-    assert steps * ranks <= position
-    assert idle or position < (steps + 1) * ranks
-    assert f"element {position} of stream 0 killed" in world.ended[0].refusal
-    assert world.deaths == 4
+    assert world.ledger.plans.loaders[0].prepared == prebuffer
 
 
 # ── samplers in the planner ──────────────────────────────────────────────────────────────────────────

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import subprocess
 import sys
@@ -10,20 +9,15 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
 from taas import dataloader_registry as registry
+from taas.capture import capture
+from taas.capture.arriving import arrive
 from taas.delivery.loader import DeliveredLoader
-from taas.delivery.registered import (
-    Registration,
-    delivering,
-    load_payload,
-    pack_registered,
-    reduce_registered,
-)
+from taas.delivery.registered import Registration, delivering, reduce_registered
 from taas.errors import DeliveryError, RegistrationError
 
 
@@ -120,7 +114,7 @@ def test_what_cannot_be_iterated_anew_is_refused(thing: Any) -> None:
     [
         ({"lock": threading.Lock()}, "train.dataset.lock", "_thread.lock"),
         ({"inner": {"db": [threading.Lock()]}}, "train.dataset.inner['db'][0]", "_thread.lock"),
-        ({"file": open(os.devnull)}, "train.dataset.file", "an open file (/dev/null)"),  # noqa: SIM115, PTH123
+        ({"file": open(os.devnull)}, "train.dataset.file", "_io.TextIOWrapper"),  # noqa: SIM115, PTH123
     ],
     ids=["lock", "nested", "file"],
 )
@@ -143,27 +137,19 @@ def test_a_cuda_tensor_in_the_dataset_is_refused() -> None:
 
 
 def test_lambdas_and_notebook_classes_travel() -> None:
-    """cloudpickle takes them by value: nothing to refuse."""
+    """They travel by value: nothing to refuse."""
     registry.register(DataLoader(Plain(f=lambda x: x + 1), collate_fn=lambda samples: samples[0]))
 
 
-def test_the_payload_keeps_shared_memory_shared(tmp_path: Path) -> None:
-    """A tensor and its view still share memory on the data side; nothing of the notebook's is copied twice."""
-    path = tmp_path / "payload"
-    loader = DataLoader(Plain(), batch_size=2)
-    with path.open("wb") as file:
-        pack_registered([Registration("train", loader)], {}, file.write)
-    [(name, parts)] = load_payload(str(path))["loaders"]
-    assert name == "train"
-    parts.dataset.tensor[1, 0] = 77
-    assert parts.dataset.row[0] == 77
-    assert loader.dataset.tensor[1, 0] == 3
-
-
-class _Pickler(cloudpickle.Pickler):
-    def reducer_override(self, obj: Any) -> Any:
-        reduced = reduce_registered(obj)
-        return super().reducer_override(obj) if reduced is None else reduced
+def arrived(**names: Any) -> dict[str, Any]:
+    """What a cell's ranks get of these names, where the loader among them is registered."""
+    found: dict[str, Any] = {}
+    with (
+        delivering([Registration("train", names["loader"])]),
+        capture(", ".join(names), {**names}, None, project=Path.cwd()) as captured,
+    ):
+        arrive(captured.fd, found, device=None).close()
+    return found
 
 
 def test_a_registered_loader_reaches_the_ranks_as_its_delivered_self() -> None:
@@ -171,14 +157,15 @@ def test_a_registered_loader_reaches_the_ranks_as_its_delivered_self() -> None:
     dataset = Plain()
     loader = DataLoader(dataset, batch_size=2, shuffle=True)
     assert reduce_registered(loader) is None
-    with delivering([Registration("train", loader)]):
-        file = io.BytesIO()
-        _Pickler(file).dump((loader, dataset))
-    delivered, same = cloudpickle.loads(file.getvalue())
+    found = arrived(loader=loader, dataset=dataset)
+    delivered, same = found["loader"], found["dataset"]
     assert isinstance(delivered, DeliveredLoader)
     assert isinstance(delivered, DataLoader)
-    assert delivered.dataset is same
+    assert delivered.dataset is delivered.taas_parts.dataset is same
     assert delivered.batch_size == 2
+    same.tensor[1, 0] = 77
+    assert same.row[0] == 77
+    assert dataset.tensor[1, 0] == 3
     with pytest.raises(DeliveryError, match="--cpus"):
         iter(delivered)
 
@@ -186,11 +173,7 @@ def test_a_registered_loader_reaches_the_ranks_as_its_delivered_self() -> None:
 def test_wrappers_that_would_shard_again_find_it_done() -> None:
     """accelerate passes it through; its sampler is distributed already, and yields no indices here."""
     accelerate = pytest.importorskip("accelerate", reason="pip install jupyter-taas[gallery]")
-    loader = DataLoader(Plain(), batch_size=2)
-    with delivering([Registration("train", loader)]):
-        file = io.BytesIO()
-        _Pickler(file).dump(loader)
-    delivered = cloudpickle.loads(file.getvalue())
+    delivered = arrived(loader=DataLoader(Plain(), batch_size=2))["loader"]
     assert accelerate.Accelerator(cpu=True).prepare(delivered) is delivered
     assert isinstance(delivered.sampler, torch.utils.data.DistributedSampler)
     with pytest.raises(DeliveryError, match="drawn where its data workers are"):

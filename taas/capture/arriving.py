@@ -13,7 +13,7 @@ from taas.capture.answering import CellChanges
 from taas.capture.applying import NOTHING, Applied, apply_answer
 from taas.capture.building import Builder
 from taas.capture.checksums import MemorySnapshot
-from taas.capture.heap import Heap, no_collection
+from taas.capture.heap import NAMESPACE, Heap, no_collection
 from taas.capture.libraries import join_devices_at_first_step
 from taas.capture.loggers import go_to_ends
 from taas.capture.memory import MemoryTable, SentMemory, Span, Stretch, changed_parts, view_of
@@ -222,6 +222,47 @@ def arrive(
     if device is not None:
         join_devices_at_first_step()
     return arrival
+
+
+def unpack(fd: int, namespace: dict[str, Any], project: Path, kind: type) -> list[Any]:
+    """Unpack a payload in a process that sends nothing back and has no GPU: what cannot be rebuilt there is left out.
+
+    Args:
+        fd: the payload; may be closed afterwards.
+        namespace: gets the names.
+        project: first entry of ``sys.path``.
+        kind: the class of the objects that are asked for.
+
+    Returns:
+        These, in the order in which they were captured.
+
+    Raises:
+        VersionMismatch: versions differ; nothing was unpickled.
+        CaptureError: one of these cannot be rebuilt here.
+    """
+    payload = Payload(fd)
+    contents = payload.contents
+    state = ProcessState(contents["process state"], None)
+    state.put_early(str(project))
+    payload.take_sources()
+    states = dict(enumerate(contents["states"], contents["first"]))
+    builder = Builder(states, {NAMESPACE: namespace}, payload.mapped(None), namespace, tolerant=True)
+    with no_collection():
+        for name, n in contents["roots"].items():
+            value = builder.build(n)
+            if n not in builder.lost:
+                namespace[name] = value
+        told = {
+            name: builder.build(n) for name, n in contents["places"].items() if not name.startswith(MAGIC)
+        }
+        told = {name: value for name, value in told.items() if contents["places"][name] not in builder.lost}
+        put_places(told, (), places_now(str(project)))
+    state.put()
+    go_to_ends()
+    for n, loss in builder.lost.items():
+        if states[n][2] and builder.made.get(states[n][2][0]) is kind:
+            raise CaptureError(f"{loss.what} cannot be rebuilt on a data VM: {loss.reason}")
+    return [builder.made[n] for n in sorted(builder.made) if type(builder.made[n]) is kind]
 
 
 def rebind_answer(payload_fd: int, answer_fd: int, namespace: dict[str, Any]) -> Applied:

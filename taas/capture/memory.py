@@ -203,6 +203,10 @@ class SentMemory:
         kept = {(memory.address, memory.nbytes) for memory in memories}
         self._met = {key: met for key, met in self._met.items() if key in kept}
 
+    def devices(self) -> set[str]:
+        """Return the devices that have it."""
+        return {memory.device for memory in self._met.values()}
+
     def is_detached(self, since: int = 0) -> bool:
         """Tell whether tensors on the memory from a number on leave a graph behind."""
         later = islice(self._met.values(), since, None)

@@ -156,6 +156,8 @@ def _formats(ipython: Any) -> dict[str, Any] | None:
 def _put_format(ipython: Any, name: str, value: Any) -> None:
     shell = ipython.get_ipython()
     _, _, alias = name.partition(" ")
+    if shell is None:
+        return  # a data process shows nothing
     if alias and value is None:
         shell.alias_manager.undefine_alias(alias)
     elif alias:

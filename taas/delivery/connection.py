@@ -1,7 +1,7 @@
 """A rank's connection to its data workers and the coordinator. No thread: it is drained when asked.
 
-zmq's own I/O thread receives while the rank computes. Every call of ``take`` first takes in what has come,
-so a rank that asks answers the coordinator's questions before it waits.
+zmq's own I/O thread receives while the rank computes. Data workers make an element at least once; here it is yielded
+exactly once: what is here already, or was yielded, is dropped by its number.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
-import numpy as np
 import zmq
 
 from taas.delivery.config import DeliveryConfig, ResumePoint
-from taas.delivery.encoding import decode
+from taas.delivery.holdings import Element, Holdings, Pinning
 from taas.delivery.messages import (
     Begin,
     Cancel,
@@ -33,12 +32,9 @@ from taas.delivery.messages import (
     Peer,
     PlanProgress,
     Progress,
-    ReceivedQuery,
     ToRank,
 )
-from taas.delivery.pinning import Pinning
 from taas.delivery.plan import plan_number
-from taas.delivery.slab import Slabs, lease_slot
 from taas.delivery.transport import ControlClient, DataReceiver, map_slabs, new_context
 from taas.errors import DeliveryError
 from taas.wire.framing import authenticate
@@ -49,102 +45,12 @@ _AT_ONCE = 256
 
 
 @dataclass(slots=True)
-class Element:
-    """One element that is here: a reference to its memory, or a failure."""
-
-    arrival: ElementArrival
-    stream: Any
-    frame: Any
-    pinned: Future[Any] | None = None  # its object, once that is asked for
-
-
-@dataclass(slots=True)
 class _Iteration:
     """What is here of a plan."""
 
     ready: dict[int, Element] = field(default_factory=dict)  # elements by their number in it
-    next: int = 0  # the step that the loader asks for next; what comes of earlier ones is given back
+    next: int = 0  # the step that the loader asks for next; what comes of earlier ones is dropped
     ended: Ended | None = None  # how it ends, once that is known
-
-
-class Holdings:
-    """Attempts that have arrived in this rank, until nobody uses their memory any more.
-
-    Args:
-        limit: bytes of slots that may be held; beyond, a rank that hoards gets copies.
-    """
-
-    def __init__(self, slabs: Slabs | None, limit: int) -> None:
-        self._slabs, self._limit = slabs, limit
-        self._here: set[int] = set()
-        self._disowned: set[int] = set()
-        self._freed: deque[tuple[int, int]] = deque()
-        self._released: list[int] = []
-        self._leaked: set[int] = set()
-        self._held = 0
-
-    def arrived(self, arrival: ElementArrival) -> bool:
-        """Note an arrival; False: it is not to be looked at."""
-        if arrival.attempt in self._disowned or (arrival.offset >= 0 and self._slabs is None):
-            return False
-        self._here.add(arrival.attempt)
-        if arrival.leaked:
-            self._leaked.add(arrival.attempt)
-        return True
-
-    def disown(self, attempts: list[int]) -> None:
-        """Release those of these that have not arrived; if they do, they are ignored."""
-        missing = [attempt for attempt in attempts if attempt not in self._here]
-        self._disowned.update(missing)
-        self._released += missing
-
-    def release(self, element: Element) -> None:
-        """Nobody uses this element's memory."""
-        self._released.append(element.arrival.attempt)
-
-    def build(self, element: Element) -> Any:
-        """Return the element's object. Its memory is the slot itself, unless this rank hoards."""
-        arrival, slabs = element.arrival, self._slabs
-        if arrival.offset < 0 or not arrival.used:
-            self.release(element)
-            memory = b"" if element.frame is None else _exporter(element.frame)
-        elif slabs is not None and self._held and self._held + arrival.capacity > self._limit:
-            memory = np.frombuffer(slabs.map, np.uint8, arrival.used, arrival.offset).copy()
-            self.release(element)
-        else:
-            assert slabs is not None
-            attempt, capacity, freed = arrival.attempt, arrival.capacity, self._freed
-            slabs.fault_in(arrival.offset, capacity)
-            self._held += capacity
-
-            def on_free() -> None:
-                freed.append((attempt, capacity))  # in any thread: a deque's append is atomic
-
-            memory = lease_slot(slabs, arrival.offset, capacity, on_free)
-        return decode(element.stream, memory)
-
-    @property
-    def to_tell(self) -> int:
-        """How many releases the coordinator does not know of."""
-        return len(self._released) + len(self._freed)
-
-    def told(self) -> list[int]:
-        """Return which attempts were released since this was asked last; no slot that a data worker's user code holds."""
-        while self._freed:
-            attempt, capacity = self._freed.popleft()
-            self._held -= capacity
-            self._released.append(attempt)
-        self._here.difference_update(self._released)
-        released, self._released = self._released, []
-        return [attempt for attempt in released if attempt not in self._leaked] if self._leaked else released
-
-
-def _exporter(frame: Any) -> Any:
-    """Return the frame's memory, or a copy where tensors could not lie (small frames share a buffer of zmq's)."""
-    array = np.frombuffer(frame.buffer, np.uint8)
-    if array.ctypes.data % 64 or not array.flags.writeable:
-        return array.copy()
-    return frame.buffer
 
 
 class Turn:
@@ -203,7 +109,13 @@ class DeliveryConnection:
         self.begun = False
         self.waited = 0.0
         self.facts: tuple[LoaderFacts, ...] = ()
-        slabs = map_slabs(config.folder)
+        try:
+            slabs = map_slabs(config.folder)
+        except OSError as error:
+            raise DeliveryError(
+                f"this rank cannot map the memory that its data workers write to: {error}. Raise the limit of address space "
+                "(ulimit -v), or make the buffer smaller ([delivery] buffer in taas.toml)"
+            ) from error
         self._holdings = Holdings(slabs, config.slab // 2)
         self._context = new_context()
         self._receiver = DataReceiver(self._context, config, rank, host)
@@ -220,7 +132,7 @@ class DeliveryConnection:
         self._failed = ""
         self._flushed = self._drained = 0.0
         address, key = self._receiver.address, self._receiver.key
-        self._control.send(Hello(os.getpid(), shared=slabs is not None, address=address, key=key))
+        self._control.send(Hello(os.getpid(), address=address, key=key))
 
     # ── what a loader asks ────────────────────────────────────────────────────────────────────────
 
@@ -244,7 +156,7 @@ class DeliveryConnection:
         begun = self._iterations[plan]
         begun.next = begin.start
         for seq in [seq for seq in begun.ready if seq // self.config.ranks < begin.start]:
-            self.discard(begun.ready.pop(seq))
+            del begun.ready[seq]
 
     def take(self, plan: int, step: int) -> Element | Ended:
         """Return this rank's element of a plan, or how the plan ended. The step before counts as consumed.
@@ -317,31 +229,24 @@ class DeliveryConnection:
                 element.pinned.set_exception(error)
         return element.pinned
 
-    def discard(self, element: Element) -> None:
-        """Give an element back unused; an object that was made of it does so itself."""
-        if element.pinned is None:
-            self._holdings.release(element)
+    def release(self, element: Element) -> None:
+        """Nobody will make an object of an element."""
+        self._holdings.release(element)
 
     def abandon(self, plan: int, consumed: int, asked: int) -> None:
         """Close a plan, whichever thread says so, in the middle of whatever."""
         self._turn.leave(lambda: self._close(plan, consumed, asked))
 
     def close(self, plan: int, consumed: int, asked: int) -> None:
-        """No more of this plan: what is here of it is given back. ``asked``: steps that were asked beyond."""
+        """No more of this plan: what is here of it is dropped. ``asked``: steps that were asked beyond."""
         with self._turn:
             self._close(plan, consumed, asked)
 
     def _close(self, plan: int, consumed: int, asked: int) -> None:
-        self._give_back(plan)
+        self._closed.add(plan)
         self._iterations.pop(plan, None)
         self._progress[plan] = PlanProgress(plan, consumed, asked, closed=True)
         self._flush()
-
-    def _give_back(self, plan: int) -> None:
-        self._closed.add(plan)
-        ready = self._iterations[plan].ready
-        while ready:
-            self.discard(ready.popitem()[1])
 
     def shut(self) -> None:
         """End the connection; delivered elements stay valid."""
@@ -385,30 +290,25 @@ class DeliveryConnection:
         start = 0
         for arrival in self._decode_arrivals(header):
             end = start + arrival.pickled
-            if self._holdings.arrived(arrival):
-                self._accept(arrival.plan, arrival.seq, Element(arrival, streams[start:end], frame))
+            self._accept(arrival.plan, arrival.seq, Element(arrival, streams[start:end], frame))
             start = end
 
     def _accept(self, plan: int, seq: int, element: Element) -> None:
-        """Keep an element for who asks for it, unless nobody will."""
+        """Keep an element for who asks for it; drop what nobody will, and what is here or was yielded already."""
         if plan not in self._closed:
             iteration = self._iterations[plan]
-            if seq // self.config.ranks >= iteration.next and seq not in iteration.ready:
-                iteration.ready[seq] = element
-                return
-        self.discard(element)
+            if seq // self.config.ranks >= iteration.next:
+                iteration.ready.setdefault(seq, element)
 
     def _on_message(self, message: Any) -> None:
-        if isinstance(message, ReceivedQuery):
-            self._holdings.disown(message.attempts)
-            self._flush()
-        elif isinstance(message, Ended):
+        if isinstance(message, Ended):
             if message.plan in self._iterations:  # else it was closed meanwhile
                 self._iterations[message.plan].ended = message
         elif isinstance(message, Hello):
             self.facts = message.loaders
         elif isinstance(message, Cancel):
-            self._give_back(message.plan)
+            self._closed.add(message.plan)
+            self._iterations[message.plan].ready.clear()
         elif isinstance(message, Failed):
             self._failed = message.reason
 

@@ -85,23 +85,23 @@ class Coordinator:
         self._meter = ProgressMeter(self.ledger)
         ledger = self.ledger
         self._handlers: dict[type, Callable[[Peer, Any], object]] = {
-            list: lambda _, results: ledger.made(results),
+            list: ledger.made,
             Progress: lambda rank, progress: ledger.progressed(rank.number, progress),
-            Planned: lambda _, planned: ledger.book.planned(planned),
+            Planned: lambda _, planned: ledger.plans.planned(planned),
             Announced: ledger.announced,
-            Begin: lambda rank, begin: ledger.book.begin(rank.number, begin),
+            Begin: lambda rank, begin: ledger.plans.begin(rank.number, begin),
             Hello: self._on_hello,
-            Note: lambda _, note: self._tell_once(note),
             Final: lambda _, final: self._end(final),
-            Alive: self._on_beat,
+            Alive: lambda pool, _: self._hear(pool),
             WorkerLost: self._on_worker_lost,
         }
         """What is done on hearing something."""
-        self._dead: dict[Peer, float] = {}
+        self._lost: set[Peer] = set()
+        """Workers that have ended, some before their own word was heard."""
+        self._planner_died = False
         self._since_worker = time.monotonic()
         self._final_by: float | None = None
         """When the planner has to have said where the generators are; None while the ranks run."""
-        self._noted: set[str] = set()
         self._unread = b""
         self._next_tick = 0.0
         self._over = False
@@ -155,13 +155,13 @@ class Coordinator:
         """The ranks have ended: ask the planner where the loaders' generators are now."""
         self._final_by = now + self.config.patience
         self._tell_progress(now)
-        begun = [(book.index, *book.last_begun) for book in self.ledger.book.loaders if book.last_begun]
-        if PLANNER in self._dead or not self._server.send(PLANNER, FinishPlans(begun)):
+        begun = [(book.index, *book.last_begun) for book in self.ledger.plans.loaders if book.last_begun]
+        if self._planner_died or not self._server.send(PLANNER, FinishPlans(begun)):
             self._finish_without("has died")
 
     def _finish_without(self, why: str) -> None:
         """The planner will not answer: what it would say is not worth a run that does not end."""
-        begun = [book.facts.name for book in self.ledger.book.loaders if book.last_begun]
+        begun = [book.facts.name for book in self.ledger.plans.loaders if book.last_begun]
         self._end(Final(b"", dict.fromkeys(begun, f"the process that iterates its sampler {why}")))
 
     def _end(self, final: Final) -> None:
@@ -180,14 +180,14 @@ class Coordinator:
     @property
     def _has_all(self) -> bool:
         """Whether whoever makes elements is needed no more."""
-        return self._final_by is not None or self.ledger.book.is_over
+        return self._final_by is not None or self.ledger.plans.is_over
 
     # ── messages ──────────────────────────────────────────────────────────────────────────────────
 
     def _on_worker_lost(self, pool: Peer, lost: WorkerLost) -> None:
         worker = Peer("worker", pool.number, lost.serial)
-        self._dead.pop(worker, None)
-        self.ledger.worker_lost(worker, lost.attempt, lost.cause, lost.ahead)
+        self._lost.add(worker)
+        self.ledger.worker_lost(worker, lost.number, lost.cause, lost.ahead)
 
     def _hear(self, pool: Peer) -> bool:
         """Somebody of a data VM said something; False: it is struck."""
@@ -195,10 +195,6 @@ class Coordinator:
             return False
         self._heard[pool] = time.monotonic()
         return True
-
-    def _on_beat(self, pool: Peer, beat: Alive) -> None:
-        if self._hear(pool):
-            self.ledger.suspect(pool, beat.stopped)
 
     def _on_hello(self, peer: Peer, hello: Hello) -> None:
         if peer == PLANNER:
@@ -209,9 +205,9 @@ class Coordinator:
         elif hello.error:
             self._fail(f"a data VM cannot load the registered loaders:\n{hello.error}")
         elif self._hear(peer.pool):  # else this was said before it was lost
-            if peer.role == "worker":
+            if peer.role == "worker" and peer not in self._lost:
                 self.ledger.worker_joined(peer, hello.shared)
-            if self.config.folder:
+            elif peer.role == "pool" and self.config.folder:
                 self._watch(peer, hello.pid)
 
     def _on_planner(self, hello: Hello) -> None:
@@ -219,15 +215,9 @@ class Coordinator:
             self._fail(f"the planner cannot load the registered loaders:\n{hello.error}")
             return
         self.ledger.planner_joined(hello)
-        for book in self.ledger.book.loaders:
+        for book in self.ledger.plans.loaders:
             for note in notes_of_registration(book, self.config):
                 self._report(note)
-
-    def _tell_once(self, note: Note) -> None:
-        """Pass on what a data worker says: each may find the same."""
-        if note.text not in self._noted:
-            self._noted.add(note.text)
-            self._report(note)
 
     # ── who is there ──────────────────────────────────────────────────────────────────────────────
 
@@ -246,10 +236,10 @@ class Coordinator:
         if peer.role == "pool":
             self._host_lost(peer, "ended")
             return
-        self._dead[peer] = time.monotonic()  # a worker's pool is about to say what it was on
-        if peer == PLANNER and self._final_by is not None:
+        self._planner_died = True
+        if self._final_by is not None:
             self._finish_without("has died")
-        elif peer == PLANNER and not self._has_all:
+        elif not self._has_all:
             self._fail("the process that iterates the registered loaders' samplers died")
 
     def _host_lost(self, pool: Peer, cause: str) -> None:
@@ -258,25 +248,21 @@ class Coordinator:
         self._heard[pool] = None
         if not self._has_all:
             self._report(HostLost(pool.number, cause))
-        if not self.config.folder:
-            for worker in [name for name in self.ledger.workers if name.pool == pool]:
-                self.ledger.worker_lost(worker, -1, "its data VM is gone")
+        # The system kills workers with their pool.
+        for worker in [name for name in self.ledger.workers if name.pool == pool]:
+            self.ledger.worker_lost(worker, -1, "its data VM is gone")
 
     def _tick(self, now: float) -> None:
         self._next_tick = now + _TICK
         for pool, heard in self._heard.items():
             if not self.config.folder and heard is not None and now - heard > _GONE:
                 self._host_lost(pool, f"silent for {_GONE:.0f} s")
-        for peer, since in list(self._dead.items()):
-            if peer != PLANNER and (now - since > _TICK or self._heard.get(peer.pool) is None):
-                del self._dead[peer]
-                self.ledger.worker_lost(peer, -1, "its data VM is gone, too")
         if self._final_by is not None and now > self._final_by:
             self._finish_without(f"has not answered for {self.config.patience:g} s")
         self.ledger.overdue(now)
         if self.ledger.workers or self._has_all:
             self._since_worker = now
-        elif now - self._since_worker > self.config.alone and any(r.joined for r in self.ledger.credit.ranks):
+        elif now - self._since_worker > self.config.alone and any(r.joined for r in self.ledger.room.ranks):
             self._fail(f"no data worker has been there for {self.config.alone:.0f} s: all data VMs are gone")
         self._tell_progress(now)
 

@@ -18,8 +18,9 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from taas.delivery.config import DeliveryConfig, ResumePoint
-from taas.delivery.connection import DeliveryConnection, Element
+from taas.delivery.connection import DeliveryConnection
 from taas.delivery.encoding import raise_remote
+from taas.delivery.holdings import Element
 from taas.delivery.messages import Ended, LoaderFacts
 from taas.errors import DeliveryError, RanksDisagree, UnitsExhausted
 
@@ -158,6 +159,7 @@ class DeliveredLoader(DataLoader[Any]):
     __taas_stays__ = True  # capture: the notebook keeps the loader it has
 
     taas_name: str
+    taas_parts: Any  # registered.LoaderParts, for data processes
     _epoch: int
     _iterations: int
     _yielded: int
@@ -165,11 +167,11 @@ class DeliveredLoader(DataLoader[Any]):
     _is_accelerate_prepared = True
     """accelerate passes a loader with this mark through as it is."""
 
-    def __init__(self, name: str, attributes: dict[str, Any], sampler: dict[str, Any]) -> None:
+    def __init__(self, name: str, attributes: dict[str, Any], sampler: dict[str, Any], parts: Any) -> None:
         sampler = dict(sampler)
         # DataLoader.__init__ would build samplers and check workers that are not here.
         self.__dict__.update(attributes)
-        self.taas_name = name
+        self.taas_name, self.taas_parts = name, parts
         self._iterations = 0
         self._yielded = 0
         self._begun = False
@@ -291,7 +293,7 @@ class DeliveredIterator:
 
     def _unpack(self, element: Element) -> Any:
         if element.arrival.failed:
-            self._connection.discard(element)
+            self._connection.release(element)
             raise_remote(element.stream)
         if not (self._loader.pin_memory and torch.cuda.is_available()):
             return self._connection.build(element)

@@ -10,6 +10,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -17,21 +18,38 @@ import torch
 from torch.utils.data import _utils
 from torch.utils.data._utils import fetch
 
+from taas.capture.arriving import unpack
 from taas.capture.generators import set_generators, states_of_generators
 from taas.delivery.encoding import pack_failure
+from taas.delivery.loader import DeliveredLoader
 from taas.delivery.messages import StreamPlace
 from taas.delivery.plan import unpack_place
-from taas.delivery.registered import LoaderParts
+from taas.delivery.registered import LoaderParts, Loaders
+
+
+def load_loaders(path: str) -> Loaders:
+    """Unpack the ranks' payload in this data process, which has no GPU; return the registered loaders in it.
+
+    Raises:
+        CaptureError: one of them cannot be rebuilt here.
+    """
+    torch.set_num_threads(1)  # a pool of threads would not be there in forked workers
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        objects = unpack(fd, vars(sys.modules["__main__"]), Path.cwd(), DeliveredLoader)
+    finally:
+        os.close(fd)
+    return [(loader.taas_name, loader.taas_parts) for loader in objects]
 
 
 class WorkerStatus(ctypes.Structure):
     """What a worker is on, in memory that its pool still reads when it is dead.
 
-    That is an attempt (-1 for none), or the element of a stream that it makes ahead of any attempt.
+    That is the number of an element (-1 for none), or the element of a stream that it makes before it is asked for.
     """
 
-    _fields_ = (("attempt", ctypes.c_int64), ("_ahead", ctypes.c_int64 * 3))
-    attempt: int
+    _fields_ = (("number", ctypes.c_int64), ("_ahead", ctypes.c_int64 * 3))
+    number: int
 
     @property
     def ahead(self) -> StreamPlace:

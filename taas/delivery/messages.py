@@ -82,14 +82,14 @@ class Hello(Message, frozen=True):
     pid: int
     error: str = ""  # why it is of no use: a planner or a worker pool cannot load the registered loaders
     loaders: tuple[LoaderFacts, ...] = ()  # what the planner knows of them
-    shared: bool = False  # a worker, or a rank, has mapped the slabs
+    shared: bool = False  # a worker has mapped the slabs
     rank: int = -1  # which one it is, as the coordinator tells workers
     address: str = ""  # where a rank takes elements, or the coordinator listens
     key: bytes = b""  # its CURVE key there; empty on one host
 
 
 class Cancel(Message, frozen=True):
-    """Nobody will ask for this plan again. ``undone``: none had begun it; it shall be as if it had never been."""
+    """Nobody will ask for this plan again. ``undone``: no rank had begun it; what comes next begins afresh."""
 
     plan: int
     undone: bool = False
@@ -165,18 +165,18 @@ class Final(Message, frozen=True):
 
 
 class WorkerLost(Message, frozen=True):
-    """A worker of this pool ended. ``attempt`` is what it worked on, ``ahead`` what of a stream it made ahead."""
+    """A worker of this pool ended. ``number`` is the element it worked on, ``ahead`` what of a stream it made ahead."""
 
     serial: int
-    attempt: int
+    number: int
     cause: str
     ahead: StreamPlace = NOWHERE
 
 
 class Ticket(NamedTuple):
-    """One attempt at one element."""
+    """An element to be made; others may be making it, too."""
 
-    attempt: int  # unique over the run
+    number: int  # of the element, unique over the run
     plan: int
     loader: int
     seq: int
@@ -187,18 +187,8 @@ class Ticket(NamedTuple):
     capacity: int = 0  # its bytes; 0 asks for frames on the socket
 
 
-class StreamState(NamedTuple):
-    """Where a stream of an iterable dataset was when ``position`` was to be made next; only data workers unpickle it."""
-
-    position: int
-    packed: bytes
-
-
 class Feed(Message, frozen=True):
-    """Own one stream of an iterable dataset, hold its positions from ``floor`` on, announce up to ``upto``.
-
-    ``states``, for a worker that did not own it: begin at the last of them; without one, at the start.
-    """
+    """Own one stream of an iterable dataset, hold its positions from ``floor`` on, announce up to ``upto``."""
 
     plan: int
     loader: int
@@ -207,26 +197,25 @@ class Feed(Message, frozen=True):
     base_seed: int
     floor: int
     upto: int
-    states: tuple[StreamState, ...] = ()
 
 
 class Announced(Message, frozen=True):
-    """A stream's owner holds all positions below ``made``; ``ended``: there are no more; ``states`` are new."""
+    """A stream's owner holds all positions below ``made``; ``ended``: there are no more."""
 
     plan: int
     stream: int
     made: int
     ended: bool
-    states: tuple[StreamState, ...] = ()
 
 
 class Result(NamedTuple):
-    """What became of one attempt: the bytes of memory it takes, and the seconds it took to make."""
+    """An element was made and sent: the bytes of memory it takes, and the seconds it took to make."""
 
-    attempt: int
+    number: int
     loader: int
     nbytes: int
     seconds: float
+    leaked: bool = False  # user code still holds memory of the slot: it is never given out again
 
 
 # ── ranks ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -266,14 +255,8 @@ class Progress(Message, frozen=True):
     """What a rank has done with its elements."""
 
     plans: list[PlanProgress]
-    released: list[int]  # attempts whose memory is free, or that never arrived and will be ignored
+    released: list[int]  # numbers of elements that were yielded and whose memory nobody uses any more
     waited: float  # seconds spent waiting in all
-
-
-class ReceivedQuery(Message, frozen=True):
-    """A worker died, or is stopped: those of these attempts that did not arrive shall be released."""
-
-    attempts: list[int]
 
 
 # ── the data path (worker → rank), frame 0 after its MAC ──────────────────────────────────────────────
@@ -282,7 +265,7 @@ class ReceivedQuery(Message, frozen=True):
 class ElementArrival(NamedTuple):
     """Where an element lies. Several may travel in one message, their pickles in one frame, in this order."""
 
-    attempt: int
+    number: int  # of the element; its rank drops what it has already
     plan: int
     seq: int
     offset: int  # of its slot; -1: its memory is the frame that follows
@@ -290,7 +273,6 @@ class ElementArrival(NamedTuple):
     used: int  # bytes of memory
     failed: bool  # the pickle is a packed exception
     pickled: int  # bytes of its pickle
-    leaked: bool = False  # the data worker's user code still holds memory of the slot: it is never released
 
 
 # ── the coordinator and the supervisor ────────────────────────────────────────────────────────────────
@@ -315,11 +297,11 @@ class HostLost(Message, frozen=True):
 
 FromPlanner = Hello | Planned | Final
 ToPlanner = Draw | Cancel | FinishPlans | Leave
-FromWorker = Hello | list[Result] | Announced | Note
+FromWorker = Hello | list[Result] | Announced
 FromPool = Hello | Alive | WorkerLost
 ToWorker = list[Ticket] | Hello | Cancel | Feed | Leave
 """Tickets are to be made in their order."""
 FromRank = Hello | Begin | Progress
-ToRank = Hello | Ended | Cancel | ReceivedQuery | Failed
+ToRank = Hello | Ended | Cancel | Failed
 Command = FinishPlans | Failed | HostLost
 Report = Hello | Note | ProgressReport | HostLost | Failed | Final

@@ -11,11 +11,11 @@ from __future__ import annotations
 import itertools
 import struct
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import InitVar, dataclass, field
 from typing import Literal
 
-from taas.delivery.messages import Peer, StreamState
+from taas.delivery.messages import Peer
 
 Uneven = Literal["drop", "pad", "raise"]
 
@@ -68,9 +68,22 @@ def unshared(elements: int, ranks: int) -> str:
     )
 
 
+@dataclass(slots=True)
+class Lease:
+    """One worker that makes an element."""
+
+    worker: Peer
+    offset: int  # of its slot
+    capacity: int  # of its slot; 0: it has none
+    since: float  # when it was given out
+    expected: float  # seconds it should take
+    done: bool = False  # its worker writes no more
+    given_up: bool = False  # its worker is dead or late: the element may not come
+
+
 @dataclass(slots=True, eq=False)
 class Work:
-    """One planned element that its rank has not consumed yet."""
+    """One planned element, until its rank has done with it."""
 
     plan: int
     loader: int
@@ -80,11 +93,28 @@ class Work:
     seed: int
     index: bytes
     stream: int = -1
-    attempts: set[int] = field(default_factory=set)
+    number: int = 0  # unique over the run, the same in every lease; 0: it was never leased
+    leases: list[Lease] = field(default_factory=list)
+    nbytes: int = 0  # that it counts for as work ahead of its rank
     deaths: int = 0
     over: bool = False  # consumed, or nobody wants it any more
+    released: bool = False  # its rank uses no memory of it, and looks at none that is still to come
     prepared: bool = False  # some worker has made it, or none needs to
     queued: bool = False  # waits to be leased again
+
+    @property
+    def is_coming(self) -> bool:
+        """Whether somebody has made it, or is at it, who can be relied on."""
+        return any(not lease.given_up for lease in self.leases)
+
+    @property
+    def is_made(self) -> bool:
+        """Whether somebody has made it who lives."""
+        return any(lease.done and not lease.given_up for lease in self.leases)
+
+    def lease_of(self, worker: Peer) -> Lease | None:
+        """Return what this worker has yet to make, if it is to make it."""
+        return next((lease for lease in self.leases if lease.worker == worker and not lease.done), None)
 
 
 @dataclass(slots=True)
@@ -98,6 +128,7 @@ class RankView:
     told_end: bool = False
     queue: deque[Work] = field(default_factory=deque)  # planned, leased to nobody yet, in order of steps
     unconsumed: deque[Work] = field(default_factory=deque)  # leased or made, in order of steps
+    nbytes: int = 0  # of these
 
 
 @dataclass(slots=True, eq=False)
@@ -212,34 +243,38 @@ class Plan:
             while works and works[0].step < view.consumed:
                 below.append(works.popleft())
                 below[-1].over = True
+                view.nbytes -= below[-1].nbytes
         return below
 
     def skip(self, start: int) -> list[Work]:
-        """Begin at a step: what is before counts as consumed by all ranks; return such work as there is."""
+        """Begin at a step: what is before counts as consumed by all ranks; return what of it was leased."""
         below = [work for rank in range(len(self.ranks)) for work in self.consume(rank, start)]
-        for work in below:
-            if not (work.attempts or work.prepared):
-                self.left(work.stream)
         for view in self.ranks:
             view.asked = start
-        return below
+        return self._unwanted(below)
 
     def left(self, stream: int) -> None:
         """An element of a stream, if it is of one, was made for its rank, or nobody is to make it."""
         if self.order is not None:
             self.order.streams[stream].left += 1
 
-    def close(self, rank: int) -> None:
-        """The rank wants no more; what workers make for it yet is made for nobody."""
+    def close(self, rank: int) -> list[Work]:
+        """The rank wants no more; return what workers make for it yet, which is made for nobody."""
         view = self.ranks[rank]
         view.begun = view.closed = True
-        for work in (*view.queue, *view.unconsumed):
+        works = [*view.queue, *view.unconsumed]
+        view.queue.clear()
+        view.unconsumed.clear()
+        view.nbytes = 0
+        return self._unwanted(works)
+
+    def _unwanted(self, works: list[Work]) -> list[Work]:
+        for work in works:
             work.over = True
             if not work.prepared:
                 work.prepared = True
                 self.left(work.stream)
-        view.queue.clear()
-        view.unconsumed.clear()
+        return [work for work in works if work.leases]
 
     def waiting(self, stream: int) -> Iterator[int]:
         """Yield the positions of a stream that are planned and not consumed, also of a row that is not whole yet."""
@@ -251,49 +286,21 @@ class Plan:
             if of == stream:
                 yield unpack_place(index)[1]
 
-    def take(self, rank: int) -> Work:
-        """Remove and return the rank's next work; it counts as under way from now on."""
+    def take(self, rank: int, nbytes: int) -> Work:
+        """Remove and return the rank's next work; it counts as under way from now on, with about so many bytes."""
         view = self.ranks[rank]
         work = view.queue.popleft()
         view.unconsumed.append(work)
+        self.weigh(work, nbytes)
         return work
+
+    def weigh(self, work: Work, nbytes: int) -> None:
+        """An element under way has so many bytes."""
+        self.ranks[work.rank].nbytes += nbytes - work.nbytes
+        work.nbytes = nbytes
 
 
 # ── streams of an iterable dataset ────────────────────────────────────────────────────────────────────
-
-
-class States:
-    """Kept states of one stream, in their order: of its start, the newest that serves all that may be asked for, later ones.
-
-    Three at most, where one is added only when the last has become usable.
-    """
-
-    def __init__(self, known: Iterable[StreamState] = ()) -> None:
-        self.known = list(known)
-
-    @property
-    def last(self) -> int:
-        """Position of the newest one; -1 if there is none."""
-        return self.known[-1].position if self.known else -1
-
-    def add(self, state: StreamState) -> None:
-        """Keep one that was taken after all that are known."""
-        if state.position > self.last:
-            self.known.append(state)
-
-    def before(self, position: int) -> list[StreamState]:
-        """Return those from which the element at ``position`` can be made, the one with least to make last."""
-        return [state for state in self.known if state.position <= position]
-
-    def settle(self, floor: int) -> None:
-        """Nothing below ``floor`` will be asked for, but by ``--uneven pad``, which begins at the start again."""
-        usable = self.before(floor)
-        if usable:
-            self.known = [s for s in self.known if s.position == 0 or s.position >= usable[-1].position]
-
-    def forget_after(self, floor: int) -> None:
-        """Another owner takes over, and will take later ones itself."""
-        self.known = self.before(floor)
 
 
 @dataclass(slots=True)
@@ -306,9 +313,8 @@ class PlanStream:
     broken_at: int | None = None  # the position of an element that nobody can make
     left: int = 0  # elements made for their ranks, or that nobody is to make
     told: tuple[Peer, int] | None = None  # who makes it, and up to which position
-    deaths: int = 0  # how many owners died on it, since ``died_at`` of its elements were made
+    deaths: int = 0  # how many owners died of its element ``died_at``
     died_at: int = -1
-    states: States = field(default_factory=States)
 
 
 class StreamOrder:

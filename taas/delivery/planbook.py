@@ -123,7 +123,7 @@ class LoaderBook:
         return self.rows_allowed is not None and rows >= self.rows_allowed
 
 
-class PlanBook:
+class Plans:
     """The plans of all loaders."""
 
     def __init__(self, config: DeliveryConfig) -> None:
@@ -131,9 +131,10 @@ class PlanBook:
         prebuffer = 2 * self.n if config.prebuffer is None else config.prebuffer
         self.prebuffer_rows = max(1, -(-prebuffer // self.n))
         self.loaders: list[LoaderBook] = []
-        self.plans: dict[int, Plan] = {}
+        self.by_number: dict[int, Plan] = {}
         self.outbox: list[tuple[Peer, Message | list[Ticket]]] = []
-        self.newly_consumed: list[Work] = []
+        self.dropped: list[Work] = []
+        """What was leased for ranks that will never look at it."""
 
     def tell(self, rank: int, message: Message) -> None:
         """Leave a message for a rank."""
@@ -157,7 +158,7 @@ class PlanBook:
 
     def planned(self, message: Planned) -> None:
         """Indices arrived, maybe of a plan that nobody wants any more."""
-        plan = self.plans.get(message.plan)
+        plan = self.by_number.get(message.plan)
         if plan is None or plan.ended:
             return
         book = self.loaders[plan.loader]
@@ -170,21 +171,21 @@ class PlanBook:
 
     def announced(self, plan_id: int, stream: int, made: int, ended: bool) -> None:
         """A stream's owner holds more elements: those whose place is settled become work."""
-        plan = self.plans.get(plan_id)
+        plan = self.by_number.get(plan_id)
         if plan is not None and plan.order is not None:
             plan.order.announce(stream, made, ended)
             self._settle(plan)
 
     def cut(self, plan_id: int, step: int, refusal: str, index: bytes = b"") -> None:
         """A plan ends before this step, with an error."""
-        plan = self.plans.get(plan_id)
+        plan = self.by_number.get(plan_id)
         if plan is not None:
             plan.cut(step, refusal, index)
             self._tell_end(plan)
 
     def break_off(self, place: StreamPlace, cause: str) -> None:
         """Whoever makes this element of a stream dies: the plan ends before it, and before what else is not made yet."""
-        plan = self.plans.get(place.plan)
+        plan = self.by_number.get(place.plan)
         if plan is None or plan.order is None:
             return
         why = f"element {place.position} of stream {place.stream} {poisonous(cause)}"
@@ -195,7 +196,7 @@ class PlanBook:
             for view in plan.ranks
             for work in (*view.unconsumed, *view.queue)
             if work.stream == place.stream
-            and not (work.prepared or work.over)
+            and not (work.is_made or work.over)
             and unpack_place(work.index)[1] >= place.position
         ]
         if unmade:
@@ -250,7 +251,7 @@ class PlanBook:
         order = StreamOrder(book.facts.streams) if book.facts.streams else None
         number = plan_number(book.index, iteration, epoch)
         plan = Plan(number, book.index, iteration, epoch, self.n, self.uneven, order)
-        self.plans[plan.ident] = book.plans[iteration] = plan
+        self.by_number[plan.ident] = book.plans[iteration] = plan
         return plan
 
     # ── ranks ─────────────────────────────────────────────────────────────────────────────────────
@@ -287,7 +288,7 @@ class PlanBook:
         book.rows_closed = message.taken
         book.rows_past = message.taken
         book.delivered += (message.taken + message.start) * self.n
-        self.newly_consumed += plan.skip(message.start)
+        self.dropped += plan.skip(message.start)
         if book.used_up(message.taken + message.start):
             plan.last = book.rows_left(plan)
             self._cut_used_up(book, plan)
@@ -326,10 +327,10 @@ class PlanBook:
 
     def close(self, rank: int, plan_id: int) -> None:
         """A rank is through with a plan."""
-        plan = self.plans.get(plan_id)
+        plan = self.by_number.get(plan_id)
         if plan is None or plan.ranks[rank].closed:
             return
-        plan.close(rank)
+        self.dropped += plan.close(rank)
         if plan.closed:
             book = self.loaders[plan.loader]
             book.rows_before = book.rows_closed
@@ -342,13 +343,17 @@ class PlanBook:
 
     def consume(self, rank: int, plan_id: int, consumed: int, asked: int | None = None) -> None:
         """A rank has consumed so many steps, and asked for the one after as many (or after ``asked``)."""
-        plan = self.plans.get(plan_id)
+        plan = self.by_number.get(plan_id)
         if plan is not None:
             view = plan.ranks[rank]
             view.asked = max(view.asked, consumed if asked is None else asked)
-            below = plan.consume(rank, consumed)
-            self.loaders[plan.loader].delivered += len(below)
-            self.newly_consumed += below
+            self.loaders[plan.loader].delivered += len(plan.consume(rank, consumed))
+
+    def weigh(self, work: Work, nbytes: int) -> None:
+        """An element under way has so many bytes."""
+        plan = self.by_number.get(work.plan)
+        if plan is not None:
+            plan.weigh(work, nbytes)
 
     def _tell_end(self, plan: Plan) -> None:
         if plan.steps is None:
@@ -363,12 +368,12 @@ class PlanBook:
 
     def _drop(self, plan: Plan) -> None:
         for rank in range(self.n):
-            plan.close(rank)
+            self.dropped += plan.close(rank)
             self.tell(rank, Cancel(plan.ident, undone=True))
         self._forget(plan, undone=True)
 
     def _forget(self, plan: Plan, *, undone: bool = False) -> None:
-        del self.plans[plan.ident], self.loaders[plan.loader].plans[plan.iteration]
+        del self.by_number[plan.ident], self.loaders[plan.loader].plans[plan.iteration]
         makers = {stream.told[0] for stream in plan.streams if stream.told is not None}
         self.outbox += [(peer, Cancel(plan.ident, undone)) for peer in (PLANNER, *makers)]
 

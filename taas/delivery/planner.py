@@ -13,11 +13,10 @@ import traceback
 from typing import Any
 
 import cloudpickle
-import torch
 
 from taas.delivery.config import DataOrder
 from taas.delivery.encoding import pack_failure
-from taas.delivery.making import apply_rngs, rngs_now
+from taas.delivery.making import load_loaders, rngs_now
 from taas.delivery.messages import (
     PLANNER,
     Cancel,
@@ -29,7 +28,6 @@ from taas.delivery.messages import (
     Planned,
     ToPlanner,
 )
-from taas.delivery.registered import load_payload
 from taas.delivery.sampling import Iteration, LoaderPlans
 from taas.delivery.transport import connected
 from taas.wire.framing import Leave, pack
@@ -99,11 +97,10 @@ def _pack_index(index: Any) -> bytes:
 
 
 def _load(config: DataOrder) -> Planner:
-    payload = load_payload(config.payload)
-    apply_rngs(payload["rngs"])
+    parts_of = load_loaders(config.payload)
     rngs = rngs_now()  # the notebook's, and this process's where it has none
     loaders: list[LoaderPlans | LoaderFacts] = []
-    for name, parts in payload["loaders"]:
+    for name, parts in parts_of:
         try:
             loaders.append(LoaderPlans(name, parts, rngs, config.common.ranks))
         except BaseException as error:
@@ -114,7 +111,6 @@ def _load(config: DataOrder) -> Planner:
 
 def main(config: DataOrder) -> None:
     """Serve until told to quit."""
-    torch.set_num_threads(1)
     with connected(config.common, PLANNER, ToPlanner) as control:
         try:
             planner = _load(config)

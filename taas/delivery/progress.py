@@ -40,7 +40,7 @@ class ProgressMeter:
         ledger = self._ledger
         if not self._prebuffered and self._is_prebuffered():
             self._prebuffered = True
-            for book in ledger.book.loaders:
+            for book in ledger.plans.loaders:
                 if self._lacks(book) > 0 and ledger.is_full(book):
                     yield Note(
                         f"'{book.facts.name}': the ranks began with {book.prepared} elements made, not with "
@@ -49,7 +49,7 @@ class ProgressMeter:
         for loader in ledger.streams.held_up - self._held_up:
             self._held_up.add(loader)
             yield Note(
-                f"'{ledger.book.loaders[loader].facts.name}' is one stream for all ranks: some ranks wait for one that "
+                f"'{ledger.plans.loaders[loader].facts.name}' is one stream for all ranks: some ranks wait for one that "
                 "does not take its elements, as many as a rank's buffer holds. Let every rank iterate it, or make the "
                 "buffer larger ([delivery] buffer in taas.toml)"
             )
@@ -61,8 +61,8 @@ class ProgressMeter:
     def report(self, now: float) -> ProgressReport:
         """Return how far it is."""
         ledger = self._ledger
-        books = ledger.book.loaders
-        waited = [rank.waited for rank in ledger.credit.ranks]
+        books = ledger.plans.loaders
+        waited = [rank.waited for rank in ledger.room.ranks]
         places = {book.facts.name: book.place for book in books}
         return ProgressReport(
             Delivered(
@@ -74,12 +74,12 @@ class ProgressMeter:
             ),
             len(ledger.workers),
             self._prebuffered,
-            ledger.book.is_over,
+            ledger.plans.is_over,
             {name: place for name, place in places.items() if place is not None},
         )
 
     def _is_prebuffered(self) -> bool:
-        books = self._ledger.book.loaders
+        books = self._ledger.plans.loaders
         return bool(books) and all(
             self._lacks(book) <= 0
             or book.facts.error
@@ -90,7 +90,7 @@ class ProgressMeter:
 
     def _lacks(self, book: LoaderBook) -> int:
         """Elements that are still to be made before the ranks begin."""
-        asked = self._ledger.book.prebuffer_rows * book.ranks
+        asked = self._ledger.plans.prebuffer_rows * book.ranks
         return min(asked, book.planned() or 1) - book.prepared
 
     def _rate(self, now: float, delivered: int) -> float:

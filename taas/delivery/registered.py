@@ -1,22 +1,15 @@
-"""How registered loaders travel: their parts to the data side, a stand-in to the ranks, their generators' states back.
+"""How registered loaders travel: as stand-ins with their parts in the ranks' payload, their generators' states back.
 
-Imports no torch: a loader brings it.
+Data processes unpack the same file as the ranks, and take the parts. Imports no torch: a loader brings it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import io
-import mmap
-import pickle
-import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import cloudpickle
 import msgspec
 
 from taas.errors import HeaderError
@@ -29,9 +22,6 @@ class Registration:
     name: str  # what it goes by in --units and in the live view
     loader: Any
     variable: str | None = None  # the one that holds it, if any: by this one finds out whether a cell uses it
-
-
-# ── to the data side ──────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(slots=True)
@@ -83,10 +73,8 @@ def take_apart(loader: Any) -> LoaderParts:
     )
 
 
-def loaders_in_use(
-    loaders: Sequence[Registration], used: tuple[str, ...]
-) -> tuple[list[Registration], list[str]]:
-    """Return the registered loaders that a cell names, and a line for the user for each of the others.
+def loaders_in_use(loaders: Sequence[Registration], used: tuple[str, ...]) -> list[str]:
+    """Return a line for the user for each of the registered loaders that a cell does not name.
 
     Raises:
         HeaderError: it names none of them.
@@ -97,29 +85,33 @@ def loaders_in_use(
             "--cpus, and the cell uses no registered DataLoader: allowed is with one; leave --cpus out"
         )
     unused = [loader.name for loader in loaders if loader not in mine]
-    return mine, [f"{name} is registered, and this cell does not use it: not run" for name in unused]
+    return [f"{name} is registered, and this cell does not use it: not run" for name in unused]
 
 
-def pack_registered(
-    loaders: Iterable[Registration], rngs: dict[str, Any], write: Callable[[bytes | memoryview], Any]
-) -> int:
-    """Write the payload for planner and data workers; return its bytes.
-
-    With the loaders travel the states of the notebook's generators: the order is planned from there.
-    """
-    parts = [(entry.name, take_apart(entry.loader)) for entry in loaders]
-    return write_payload({"rngs": rngs, "loaders": parts}, write)
+# ── in a payload ──────────────────────────────────────────────────────────────────────────────────────
 
 
-# ── to the ranks ──────────────────────────────────────────────────────────────────────────────────────
+class _Itself:
+    """Travels as an iterable that is no DataLoader, where that travels as its stand-in."""
 
-_delivering: dict[int, Registration] = {}
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._loader.__reduce_ex__(protocol)
+
+
+_delivering: dict[int, tuple[Registration, LoaderParts]] = {}
 
 
 @contextlib.contextmanager
 def delivering(loaders: Iterable[Registration]) -> Iterator[None]:
-    """While a cell with data workers is captured: these loaders travel as their ranks' DeliveredLoader."""
-    _delivering.update({id(entry.loader): entry for entry in loaders})
+    """While a cell with data workers is captured: these loaders travel as DeliveredLoader, which has their parts."""
+    for entry in loaders:
+        parts = take_apart(entry.loader)
+        if parts.plain:
+            parts.dataset = _Itself(entry.loader)
+        _delivering[id(entry.loader)] = entry, parts
     try:
         yield
     finally:
@@ -128,7 +120,7 @@ def delivering(loaders: Iterable[Registration]) -> Iterator[None]:
 
 def delivers(cls: type) -> bool:
     """Whether a loader of this type is being delivered to the run that is captured."""
-    return any(type(entry.loader) is cls for entry in _delivering.values())
+    return any(type(entry.loader) is cls for entry, _ in _delivering.values())
 
 
 _KEPT = (
@@ -138,21 +130,20 @@ _KEPT = (
 
 
 def reduce_registered(loader: Any) -> tuple[Any, ...] | None:
-    """Return how a registered loader travels to a rank (a ``__reduce__`` tuple); None for anything else.
+    """Return how a registered loader travels (a ``__reduce__`` tuple); None for anything else.
 
-    The dataset goes along by the caller's own pickler: ``loader.dataset`` in the rank is the same object as
-    the variable that holds it, and costs no copy where payloads are mapped.
+    ``loader.dataset`` in a rank is the same object as the variable that holds it.
     """
-    entry = _delivering.get(id(loader))
-    if entry is None:
+    if id(loader) not in _delivering:
         return None
+    entry, parts = _delivering[id(loader)]
     from taas.delivery.loader import DeliveredLoader  # torch, which the loader has brought
 
     attributes = {key: getattr(loader, key) for key in _KEPT if hasattr(loader, key)}
-    attributes.setdefault("dataset", loader)
+    attributes["dataset"] = parts.dataset
     attributes["generator"] = attributes["multiprocessing_context"] = None
     attributes["batch_sampler"] = True if getattr(loader, "batch_sampler", None) is not None else None
-    return DeliveredLoader, (entry.name, attributes, _sampler_facts(loader))
+    return DeliveredLoader, (entry.name, attributes, _sampler_facts(loader), parts)
 
 
 def _sampler_facts(loader: Any) -> dict[str, Any]:
@@ -198,95 +189,3 @@ def _set(loader: Any, path: str, value: Any) -> None:
         import torch  # the loader's
 
         target.set_state(torch.frombuffer(bytearray(value), dtype=torch.uint8))
-
-
-# ── in one file ───────────────────────────────────────────────────────────────────────────────────────
-#
-# Pickled once, mapped by every process that needs them. Arrays and tensors lie in the file beside the pickle,
-# page-aligned, and are mapped private: a data VM's workers and the planner read the same pages, and who writes gets a
-# copy of the page alone. The file: 8 bytes magic, 8 bytes number of pieces, 8 bytes length of each; then the pieces, the
-# pickle first, then its buffers, each at the next page.
-
-_MAGIC = b"taasdlv2"
-
-
-class CannotTravel(Exception):
-    """An object that pickle would accept but that is worthless elsewhere, in words."""
-
-
-def _storage_of(memory: Any, dtype: Any) -> Any:
-    import torch  # who has none of it has no tensors
-
-    storage = torch.from_numpy(memory).untyped_storage()
-    return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
-
-
-class PayloadPickler(cloudpickle.Pickler):
-    """cloudpickle with the memory of CPU tensors out of band, refusing what is worthless on another machine."""
-
-    def __init__(self, file: Any, buffer_callback: Callable[[pickle.PickleBuffer], Any]) -> None:
-        super().__init__(file, protocol=5, buffer_callback=buffer_callback)
-        self._torch = sys.modules.get("torch")  # who has none of it has no tensors
-        self._memory: dict[tuple[int, int], Any] = {}
-        """By address and size, so that tensors go on sharing it."""
-
-    @classmethod
-    def into_nothing(cls) -> PayloadPickler:
-        """Return one that only finds out whether an object can travel."""
-        return cls(SimpleNamespace(write=len), lambda _: None)
-
-    def reducer_override(self, obj: Any) -> Any:
-        """Refuse or rule; else as cloudpickle does."""
-        if isinstance(obj, io.IOBase):
-            raise CannotTravel(f"an open file ({getattr(obj, 'name', 'no name')})")
-        torch = self._torch
-        if torch is None:
-            return super().reducer_override(obj)
-        if isinstance(obj, torch.Tensor) and obj.device.type not in ("cpu", "meta"):
-            raise CannotTravel(f"a tensor on {obj.device}: data workers have no GPU")
-        if isinstance(obj, torch.storage.TypedStorage) and obj._untyped_storage.device.type == "cpu":
-            return _storage_of, (self._memory_of(torch, obj._untyped_storage), obj.dtype)
-        return super().reducer_override(obj)
-
-    def _memory_of(self, torch: Any, storage: Any) -> Any:
-        key = (storage.data_ptr(), storage.nbytes())
-        if key not in self._memory:
-            raw = torch.empty(0, dtype=torch.uint8)
-            self._memory[key] = raw.set_(storage, 0, (storage.nbytes(),), (1,)).numpy()
-        return self._memory[key]
-
-
-def write_payload(obj: Any, write: Callable[[bytes | memoryview], Any]) -> int:
-    """Write the file's bytes in order; return how many."""
-    buffers: list[memoryview] = []
-    file = io.BytesIO()
-    PayloadPickler(file, lambda buffer: buffers.append(buffer.raw())).dump(obj)
-    pieces = [file.getbuffer(), *buffers]
-    header = b"".join(n.to_bytes(8, "little") for n in (len(pieces), *(len(piece) for piece in pieces)))
-    write(_MAGIC + header)
-    written = len(_MAGIC) + len(header)
-    for piece in pieces:
-        start = _aligned(written)
-        write(bytes(start - written))
-        write(piece)
-        written = start + len(piece)
-    return written
-
-
-def load_payload(path: str) -> Any:
-    """Map the file and unpickle what it holds. The caller vouches for who wrote it."""
-    with Path(path).open("rb") as file:
-        view = memoryview(mmap.mmap(file.fileno(), 0, mmap.MAP_PRIVATE))
-    if view[:8] != _MAGIC:
-        raise ValueError(f"{path} does not hold packed loaders")
-    (count,) = view[8:16].cast("Q")
-    end, pieces = 16 + 8 * count, []
-    for length in view[16:end].cast("Q"):
-        start = _aligned(end)
-        end = start + length
-        pieces.append(view[start:end])
-    return pickle.loads(pieces[0], buffers=pieces[1:])
-
-
-def _aligned(offset: int) -> int:
-    return -(-offset // mmap.PAGESIZE) * mmap.PAGESIZE

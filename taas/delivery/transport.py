@@ -217,20 +217,21 @@ class SlabServer:
 
 
 def map_slabs(folder: str) -> Slabs | None:
-    """Map all slabs; None where they are on another host, or not to be had: frames on the socket do."""
+    """Map all slabs; None where they are on another host, or empty, by a limit on file sizes: frames on the socket do.
+
+    Raises:
+        OSError: they cannot be mapped.
+    """
     if not folder:
         return None
-    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
         client.settimeout(10.0)
         client.connect(f"{folder}/{_SLABS}")
-        for fd in socket.recv_fds(client, 1, 1, socket.MSG_CMSG_CLOEXEC)[1]:
-            try:
-                return Slabs(fd)
-            except ValueError:  # empty, by a limit on file sizes
-                return None
-            finally:
-                os.close(fd)
-    return None
+        [fd] = socket.recv_fds(client, 1, 1, socket.MSG_CMSG_CLOEXEC)[1]
+    try:
+        return Slabs(fd) if os.fstat(fd).st_size else None
+    finally:
+        os.close(fd)
 
 
 class CoordinatorProcess(Child):

@@ -22,13 +22,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import zmq
 
 from taas import _linux
 from taas.delivery.config import DataOrder
 from taas.delivery.encoding import RawRegion, encode, install_collate, stacking_into
-from taas.delivery.making import Failure, MapFetcher, Rngs, WorkerStatus, place_of
+from taas.delivery.making import Failure, MapFetcher, Rngs, WorkerStatus, load_loaders, place_of
 from taas.delivery.messages import (
     NOWHERE,
     Cancel,
@@ -41,12 +40,11 @@ from taas.delivery.messages import (
     ToWorker,
     WorkerLost,
 )  # fmt: skip
-from taas.delivery.registered import Loaders, load_payload
+from taas.delivery.registered import Loaders
 from taas.delivery.slab import slot_size
 from taas.delivery.streams import OwnedStreams
 from taas.delivery.transport import ControlClient, connect_data, connected, map_slabs, new_context
 from taas.wire.framing import Alive, Leave, Message, pack, seal
-from taas.wire.stopped import process
 from taas.wording import killed_by
 
 _FLUSH = 0.002
@@ -79,7 +77,9 @@ class Worker:
         self._data: dict[int, zmq.Socket[bytes]] = {}
         self._outgoing: dict[int, tuple[list[ElementArrival], list[bytes]]] = {}
         self._unsent: dict[int, list[list[Any]]] = {}
-        self._slabs = map_slabs(common.folder)
+        self._slabs = None
+        with contextlib.suppress(OSError):  # its elements travel as frames then
+            self._slabs = map_slabs(common.folder)
 
     # ── the loop ──────────────────────────────────────────────────────────────────────────────────
 
@@ -139,7 +139,7 @@ class Worker:
     # ── elements ──────────────────────────────────────────────────────────────────────────────────
 
     def _serve(self, ticket: Ticket) -> None:
-        self._status.attempt = ticket.attempt
+        self._status.number = ticket.number
         began = time.perf_counter()
         region = self._region(ticket)
         with stacking_into(None if ticket.loader in self._plain_stack else region):
@@ -155,9 +155,12 @@ class Worker:
         del element
         nbytes = region.used + len(stream)
         self._send(ticket, region, stream, failed)
+        leaked = region.slot and region.is_held()
+        if leaked:
+            self._plain_stack.add(ticket.loader)
         seconds = time.perf_counter() - began
-        self._results.append(Result(ticket.attempt, ticket.loader, nbytes, seconds))
-        self._status.attempt = -1
+        self._results.append(Result(ticket.number, ticket.loader, nbytes, seconds, leaked))
+        self._status.number = -1
 
     def _region(self, ticket: Ticket) -> RawRegion:
         slabs = self._slabs
@@ -186,13 +189,10 @@ class Worker:
         return self._fetchers[ticket.loader].make(ticket.which, ticket.seed, self._rngs)
 
     def _send(self, ticket: Ticket, region: RawRegion, stream: bytes, failed: bool) -> None:
-        leaked = region.slot and region.is_held()
-        if leaked:
-            self._plain_stack.add(ticket.loader)
         if not region.slot:
             self._sizes[ticket.loader] = max(self._sizes.get(ticket.loader, 0), slot_size(region.used))
         place = ticket.offset if region.slot else -1, ticket.capacity, region.used
-        arrival = ElementArrival(ticket.attempt, ticket.plan, ticket.seq, *place, failed, len(stream), leaked)
+        arrival = ElementArrival(ticket.number, ticket.plan, ticket.seq, *place, failed, len(stream))
         if not region.slot and region.used:
             self._post(ticket.rank, [arrival], stream, region.buffer[: region.used])
             return
@@ -263,14 +263,14 @@ class WorkerPool:
                     poller.register(self._fork(self._children.pop(source).number), zmq.POLLIN)
             if time.monotonic() >= next_beat:
                 next_beat = time.monotonic() + _BEAT
-                stopped = [child.serial for child in self._children.values() if _stopped(child.pid)]
-                control.send(Alive(tuple(stopped)))
+                control.send(Alive())
+                self._kill_stopped()
 
     def _fork(self, number: int) -> int:
         serial = self._serial
         self._serial += 1
         status = self._slots[number]
-        status.attempt, status.ahead = -1, NOWHERE  # nobody works here yet
+        status.number, status.ahead = -1, NOWHERE  # nobody works here yet
         parent = os.getpid()
         with warnings.catch_warnings():
             # The only other thread is zmq's, whose locks a child never takes: it makes a context of its own.
@@ -300,13 +300,20 @@ class WorkerPool:
                 sys.stderr.flush()
             os._exit(code)
 
+    def _kill_stopped(self) -> None:
+        """A worker that the system has stopped (SIGSTOP) would hold ranks up: another one takes its place."""
+        for pidfd, child in self._children.items():
+            with contextlib.suppress(ChildProcessError):  # it has ended
+                if os.waitid(os.P_PIDFD, pidfd, os.WSTOPPED | os.WNOHANG):
+                    os.kill(child.pid, signal.SIGKILL)
+
     def _reap(self, pidfd: int) -> WorkerLost:
         """A worker ended: return what it was on."""
         child = self._children[pidfd]
         os.close(pidfd)
         _, code = os.waitpid(child.pid, 0)
         status = self._slots[child.number]
-        return WorkerLost(child.serial, status.attempt, _cause(code), status.ahead)
+        return WorkerLost(child.serial, status.number, _cause(code), status.ahead)
 
     def _end_all(self) -> None:
         for pidfd, child in self._children.items():
@@ -322,20 +329,12 @@ def _cause(status: int) -> str:
     return killed_by(code) if code < 0 else f"exit code {code}"
 
 
-def _stopped(pid: int) -> bool:
-    with contextlib.suppress(OSError):
-        found = process(pid)
-        return found is not None and found.state in "Tt"
-    return False
-
-
 def main(config: DataOrder) -> None:
     """Keep one data VM until told to quit."""
-    torch.set_num_threads(1)
     _linux.keep_freed_memory(1 << 30)
     install_collate()
     try:
-        loaders = load_payload(config.payload)["loaders"]
+        loaders = load_loaders(config.payload)
     except BaseException:
         with connected(config.common, Peer("pool", config.vm), ToWorker) as control:
             control.send(Hello(os.getpid(), traceback.format_exc()))

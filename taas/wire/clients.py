@@ -18,7 +18,7 @@ class DeliveryOrder(msgspec.Struct, frozen=True):
     """The registered loaders that data workers run for a run.
 
     Attributes:
-        payload: the loaders, packed by ``delivery.registered.pack_registered``.
+        payload: names with the loaders among them, as for ranks that hold nothing yet.
         processes: data workers on each data VM.
         encrypt: CURVE also for elements, where they cross hosts.
         buffer: bytes of elements under way and ready, over all ranks.

@@ -27,12 +27,7 @@ class Alive(Message, frozen=True):
 
     An agent says so once, when it is ready to start jobs; a worker pool again and again, and so does the supervisor: that
     it cannot be sent tells that the agent is out of reach.
-
-    Attributes:
-        stopped: of a worker pool, the serials of workers that the system has stopped (SIGSTOP, debugger).
     """
-
-    stopped: tuple[int, ...] = ()
 
 
 class Leave(Message, frozen=True):
