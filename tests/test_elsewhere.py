@@ -101,3 +101,12 @@ def test_a_project_that_is_not_seen_there(book: Notebook, tmp_path: Path) -> Non
     assert (book.folder / "model.py").read_text() == "VALUE = 'run'"
     names = {"model.py", "large.bin", "net.pt", "shards", "both.txt", "only-0.txt", "only-1.txt"}
     assert {path.name for path in book.folder.iterdir()} == names
+    book.good("#pragma taas --gpus 1 --keep\nimport os, model\nopen('made.txt', 'w').write('run')")
+    (book.folder / "model.py").write_text("VALUE = 'edited'")
+    (book.folder / "both.txt").unlink()
+    book.good(
+        "#pragma taas --gpus 1 --keep\nimport importlib\nimportlib.reload(model)\n"
+        "found = model.VALUE, sorted({*os.listdir()} - {'__pycache__'})"
+    )
+    there = sorted(names - {"large.bin", "net.pt", "both.txt"} | {"made.txt"})
+    assert book.value("found") == str(("edited", there)), "kept ranks have the project as it is now"

@@ -82,7 +82,8 @@ class ProjectChanges:
     """What ranks do to the copy of the project on their VM, and to the ``--shared`` directories in it, as archives.
 
     Args:
-        order: the job's, and what its ranks were told.
+        order: the job's.
+        work: what its ranks were told.
         staged: what they have here.
         arrival: how the project came here.
         ended: whether all ranks have ended.

@@ -26,7 +26,7 @@ _said: list[EngineChoice] = []
 
 
 def read_choice(words: list[str], where: str, configured: Catalog) -> EngineChoice:
-    """Read ``local``, ``ray`` or ``ray ADDRESS``.
+    """Read an engine's name, and the address of one that has its machines elsewhere.
 
     Args:
         words: what was typed.
@@ -38,8 +38,9 @@ def read_choice(words: list[str], where: str, configured: Catalog) -> EngineChoi
     """
     kind, *rest = words
     if len(rest) > (kind in _ELSEWHERE) or kind not in ("local", *_ELSEWHERE):
+        others = " or ".join(_ELSEWHERE)
         raise HeaderError(
-            f"{where} {shown(' '.join(words))}: allowed is local, or ray and its address; type local"
+            f"{where} {shown(' '.join(words))}: allowed is local, or {others} and its address; type local"
         )
     address = _ELSEWHERE[kind].read_address("".join(rest), where) if kind in _ELSEWHERE else ""
     return EngineChoice(kind, address, configured["engine.wait"], configured["engine.idle"])
