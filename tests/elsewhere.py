@@ -1,7 +1,7 @@
 """VMs elsewhere without a cluster: an engine whose agents are told that they are on other hosts, and are on this one.
 
-All that crosses hosts crosses here: the supervisor listens on TCP, memories come in chunks, agents are nobody's children.
-The project is seen there.
+All that crosses hosts crosses here: the supervisor listens on TCP, and memories come in chunks.
+The project is seen there, unless it is hidden.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from taas.engines import AgentConfig, Demand, EngineChoice, Machine
 
 ENVIRON = {"TAAS_ENGINE": "ray 127.0.0.1:1"}
 """For a notebook whose cells run there."""
+_HIDDEN = "TAAS_TESTS_HIDDEN"
+_HIDE = 'mount -t tmpfs none "$0" && exec "$@"'
 _SITE = f"""
 import sys
 if "taas.supervisor" in sys.orig_argv:
@@ -28,12 +30,16 @@ if "taas.supervisor" in sys.orig_argv:
 """
 
 
-def install(folder: Path) -> dict[str, str]:
-    """Write into a folder what lets a notebook's Ray engine be this one; returns the variables that the notebook needs."""
+def install(folder: Path, hidden: str = "") -> dict[str, str]:
+    """Write into a folder what lets a notebook's Ray engine be this one; returns the variables that the notebook needs.
+
+    What is in the folder ``hidden`` is not seen there.
+    """
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(_SITE)
     (folder / "ray.py").touch()  # it is asked for
-    return {"PYTHONPATH": os.pathsep.join((str(folder), os.environ.get("PYTHONPATH", ""))), **ENVIRON}
+    path = os.pathsep.join((str(folder), os.environ.get("PYTHONPATH", "")))
+    return {"PYTHONPATH": path, _HIDDEN: hidden, **ENVIRON}
 
 
 class Vm:
@@ -48,13 +54,14 @@ class Vm:
     def __init__(self, config: AgentConfig) -> None:
         Path(config.scratch).mkdir(mode=0o700, parents=True)
         self._gone, self._signal = os.pipe2(os.O_CLOEXEC)
+        hidden = os.environ[_HIDDEN]
+        command = ["unshare", "--mount", "sh", "-c", _HIDE, hidden] if hidden else []
+        command += [sys.executable, "-P", "-m", "taas.agent"]
         with Path(config.scratch, "agent.log").open("wb") as log:
-            self._agent = subprocess.Popen(
-                [sys.executable, "-P", "-m", "taas.agent"], stdin=subprocess.PIPE, stdout=log, stderr=log
-            )
-        assert self._agent.stdin is not None
-        self._agent.stdin.write(msgspec.json.encode(config) + b"\n")
-        self._agent.stdin.flush()
+            self.agent = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log)
+        assert self.agent.stdin is not None
+        self.agent.stdin.write(msgspec.json.encode(config) + b"\n")
+        self.agent.stdin.flush()
 
     def fileno(self) -> int:
         """Nobody says when it is gone."""
@@ -67,9 +74,9 @@ class Vm:
     def end(self) -> None:
         """Close the agent's standard input."""
         if self._signal >= 0:
-            assert self._agent.stdin is not None
-            self._agent.stdin.close()
-            self._agent.wait()
+            assert self.agent.stdin is not None
+            self.agent.stdin.close()
+            self.agent.wait()
             os.close(self._signal)
             os.close(self._gone)
             self._signal = -1
@@ -88,7 +95,7 @@ class Engine:
         self, demand: Demand, configs: Sequence[AgentConfig], lost: Sequence[Machine] = ()
     ) -> Sequence[Vm]:
         """Start them."""
-        there = {"endpoint": self._listen(self.here), "remote": True, "environ": dict(os.environ)}
+        there = {"endpoint": self._listen(self.here), "environ": dict(os.environ)}
         started = [Vm(msgspec.structs.replace(config, **there)) for config in configs]
         self._vms += started
         return started
@@ -101,8 +108,8 @@ class Engine:
         """Do nothing."""
 
     def pids(self) -> list[int]:
-        """Return nothing: agents elsewhere are nobody's children."""
-        return []
+        """Return the agents' process ids."""
+        return [vm.agent.pid for vm in self._vms if vm.agent.poll() is None]
 
     def close(self) -> None:
         """Give all back."""

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from elsewhere import install
 from notebook_harness import Notebook, until
+from privileges import needs_mounts
 
 pytestmark = pytest.mark.slow
 CELL = """
@@ -18,11 +19,31 @@ print("rank", os.environ["RANK"])
 """
 
 
+UNSEEN = """#!g2.1
+#pragma taas --gpus 2 --shared shards --name fox
+import os, time, torch, torch.distributed as dist, model
+dist.init_process_group("nccl")
+rank = dist.get_rank()
+found = os.getcwd() == project, model.VALUE, sorted({*os.listdir()} - {"__pycache__"})
+os.makedirs("shards", exist_ok=True)
+for name in (f"shards/{rank}.pt", "both.txt", f"only-{rank}.txt"):
+    open(name, "w").write(f"of rank {rank}")
+if rank == 0:
+    torch.save(weights, "net.pt")
+    open("model.py", "w").write("VALUE = 'run'")
+print("written", flush=True)
+while not os.path.exists(gate):
+    time.sleep(0.05)
+"""
+
+
 @pytest.fixture
-def book(tmp_path: Path) -> Iterator[Notebook]:
-    """A notebook whose cells run there."""
-    (tmp_path / "project").mkdir()
-    notebook = Notebook(tmp_path / "project", environ=install(tmp_path / "site"))
+def book(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Notebook]:
+    """A notebook whose cells run there; the project is ``hidden``, or seen."""
+    project = tmp_path / "project"
+    project.mkdir()
+    hidden = str(project) if hasattr(request, "param") else ""
+    notebook = Notebook(project, environ=install(tmp_path / "site", hidden))
     try:
         notebook.good("%load_ext taas\nimport torch\nweights = torch.ones(40 << 18)")
         yield notebook
@@ -52,3 +73,40 @@ def test_names_files_and_a_loss(book: Notebook) -> None:
     assert book.value("made") == "1"
     book.good("%taas release")
     until(lambda: not book.processes().agents)
+
+
+@needs_mounts
+@pytest.mark.parametrize("book", ["hidden"], indirect=True)
+def test_a_project_that_is_not_seen_there(book: Notebook, tmp_path: Path) -> None:
+    """It travels; what rank 0 wrote is back while the cell runs; what changed at both ends is kept in both versions."""
+    gate = tmp_path / "gate"
+    for name, text in (("model.py", "VALUE = 'notebook'"), ("large.bin", "0" * (9 << 20))):
+        (book.folder / name).write_text(text)
+    book.good(f"import os\nproject, gate = os.getcwd(), {str(gate)!r}")
+    book.start(UNSEEN)
+    book.wait_for("written")
+    (book.folder / "model.py").write_text("VALUE = 'user'")
+    until(lambda: (book.folder / "net.pt").exists())
+    assert (book.folder / "net.pt").stat().st_size > 40 << 20
+    assert (book.folder / "model.py").read_text() == "VALUE = 'user'"
+    gate.touch()
+    ran = book.end()
+    assert ran.status == "ok", ran
+    assert book.value("found") == "(True, 'notebook', ['model.py', 'shards'])"
+    texts = {name: (book.folder / name).read_text() for name in ("shards/0.pt", "shards/1.pt", "both.txt")}
+    assert texts == {"shards/0.pt": "of rank 0", "shards/1.pt": "of rank 1", "both.txt": "of rank 0"}
+    assert "kept: model.py (1 file, 13 bytes) as the run wrote it" in ran.stdout
+    assert "kept: only-1.txt (1 file, 9 bytes) from rank 1" in ran.stdout
+    book.good("%taas recover fox --overwrite")
+    assert (book.folder / "model.py").read_text() == "VALUE = 'run'"
+    names = {"model.py", "large.bin", "net.pt", "shards", "both.txt", "only-0.txt", "only-1.txt"}
+    assert {path.name for path in book.folder.iterdir()} == names
+    book.good("#pragma taas --gpus 1 --keep\nimport os, model\nopen('made.txt', 'w').write('run')")
+    (book.folder / "model.py").write_text("VALUE = 'edited'")
+    (book.folder / "both.txt").unlink()
+    book.good(
+        "#pragma taas --gpus 1 --keep\nimport importlib\nimportlib.reload(model)\n"
+        "found = model.VALUE, sorted({*os.listdir()} - {'__pycache__'})"
+    )
+    there = sorted(names - {"large.bin", "net.pt", "both.txt"} | {"made.txt"})
+    assert book.value("found") == str(("edited", there)), "kept ranks have the project as it is now"

@@ -22,13 +22,10 @@ import json, os, sys
 copy, project, user, wall = sys.argv[1:]
 from taas import _linux
 from taas.rank_storage import Policy, guard
-from taas.project_sync.replica import enter
+from taas.project_sync.replica import entered
 if user:  # who may not read where taas is
     os.setgid(int(user)); os.setuid(int(user)); _linux.prctl(4, 1)  # its own /proc again
-try:
-    enter(copy, project)
-except OSError as error:
-    sys.exit(str(error))
+entered(copy, project, sys.exit)
 if wall:
     guard(Policy(project=project, rank=1, scratch=wall))
 os.chdir(project)
@@ -103,27 +100,6 @@ def test_the_wall_of_other_ranks_stands_around_the_copy(places: tuple[Path, Path
     assert said["wrote"] is True
     assert not (copy / "saved").exists()
     assert (scratch / "tree" / "saved").read_text() == "by the rank"
-
-
-def test_room_is_made_for_the_project_and_removed_with_what_was_made(tmp_path: Path) -> None:
-    project = tmp_path / "home" / "me" / "project"
-    room = replica.Room(str(project))
-    assert project.is_dir()
-    (tmp_path / "home" / "others").mkdir()
-    room.leave()
-    room.leave()
-    assert sorted(path.name for path in (tmp_path / "home").iterdir()) == ["others"]
-    replica.Room(str(tmp_path)).leave()
-    assert tmp_path.is_dir()
-
-
-def test_room_that_somebody_else_needs_stays(tmp_path: Path) -> None:
-    """Two runs of one project on one VM: to remove the mount point of the other would unmount it."""
-    project = tmp_path / "project"
-    first, second = replica.Room(str(project)), replica.Room(str(project))
-    first.leave()
-    assert project.is_dir()
-    second.leave()
 
 
 def test_pythons_own_installation_is_never_hidden() -> None:

@@ -317,7 +317,7 @@ FOREIGN: list[tuple[int, JobSays]] = [
     (1, RankEnded(rank=0, outcome="done", at=0.0, answer=ANSWER)),
     (-1, RankEnded(rank=0, outcome="done", at=0.0, answer=ANSWER)),
     (0, Chunk(of="answer", data=b"evil", size=4)),
-    (0, Chunk(of="change", data=b"")),
+    (0, Chunk(of="changes", data=b"")),
     (0, Chunk(of="output", data=b"evil", file="events")),
     (1, Chunk(of="output", data=b"evil", file="events")),
     (1, RankStage(stage="begun", rank=0)),

@@ -15,7 +15,6 @@ from taas.delivery.config import DataOrder
 from taas.engines import AgentConfig, Demand
 from taas.engines.ray import RayMachine
 from taas.header.grammar import RunSpec
-from taas.project_sync.tree import FileState, PathChange, encode
 from taas.runs.events import EVENTS, STDERR, STDOUT
 from taas.supervisor.transfer import ProjectSync, Transfer
 from taas.supervisor.vms import Vm
@@ -275,10 +274,10 @@ def test_the_answer_comes_from_the_vm_that_said_so(hosts: Hosts) -> None:
 def test_what_cannot_be_written_is_acknowledged_all_the_same(hosts: Hosts, tmp_path: Path) -> None:
     """An agent waits for that, and the run's end for the agent. It is the first file: the project was just renamed."""
     hosts.transfer.start(hosts.vm, hosts.order(0, b"names"))
+    hosts.hear(0, JobRequest(what="project"))
     hosts.told.clear()
     hosts.project.rename(tmp_path / "renamed")
-    data = encode(PathChange(b"model.pt", FileState("file", 0o644, 3), data=b"new"))
     for _ in range(2):
-        hosts.hear(0, Chunk(of="change", data=data))
+        hosts.hear(0, Chunk(of="changes", data=b"new", size=3))
         assert hosts.failed.pop().startswith("the project could not travel: ")
-    assert list(hosts.told) == [Taken(len(data))] * 2
+    assert list(hosts.told) == [Taken(3)] * 2

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 from notebook_harness import Notebook
 
-from taas.engines.local import present_gpus
-from taas.engines.unseen import unseen_gpu
+from taas.engines.local import present_gpus, unseen_gpu
 from taas.notebook import doctor
 
 PCI = "sys/bus/pci/devices/0000:01:00.0"

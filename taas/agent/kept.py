@@ -85,9 +85,7 @@ class KeptProcesses:
             process.disconnect()
         while self._stores:
             self._stores.pop().close()
-        if self.project is not None:
-            self.project.close()
-            self.project = None
+        self.project = None
 
 
 def _wait_for_end(sentinels: Iterable[int]) -> None:

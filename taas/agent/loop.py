@@ -256,10 +256,6 @@ def main() -> None:
     if not line:  # the engine changed its mind
         return
     config = msgspec.json.decode(line, type=AgentConfig)
-    if config.remote:
-        if os.fork():
-            os._exit(0)  # nobody's child: its starter ends it by its standard input, and not by a signal
-        os.setsid()
     become_subreaper()
     raise_limit()
     if not config.remote:

@@ -1,26 +1,29 @@
 """What a job's processes do on a VM elsewhere, on its way to the notebook's machine.
 
-Bytes of output files, as they grow, and changes to the copy of the project: each is a source for the job's
-:class:`taas.wire.transfer.Sender`.
+Bytes of output files, as they grow, and archives of what was changed in the copy of the project: each is a source for
+the job's :class:`taas.wire.transfer.Sender`.
 """
 
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from time import monotonic
+from typing import Literal
 
 from taas.agent.staging import ProjectArrival
-from taas.project_sync.tree import encode, shared_places
-from taas.project_sync.watcher import Watcher
+from taas.project_sync.archive import Changes, only, shared_places
 from taas.rank_storage import scratch_of
 from taas.runs.events import EVENTS, STDERR, STDOUT
+from taas.wire.agents import StartJob
+from taas.wire.framing import Memory
 from taas.wire.ranks import RankOrder, Staged
-from taas.wire.transfer import CHUNK, Chunk
+from taas.wire.transfer import CHUNK, Chunk, chunks_of
 
-_PAUSE = 1.0
-"""Seconds between two looks at the project, at least."""
+_EVERY_SECONDS = 30.0
+"""So often is what was changed in the project sent while the cell runs."""
 
 
 def output_of(rank: int, folder: Path, ended: Callable[[], bool]) -> Iterator[Chunk | None]:
@@ -76,11 +79,11 @@ def _size(path: Path) -> int:
 
 
 class ProjectChanges:
-    """What ranks do to the copy of the project on their VM, and to the ``--shared`` directories in it.
+    """What ranks do to the copy of the project on their VM, and to the ``--shared`` directories in it, as archives.
 
     Args:
-        home: absolute path of the project on the notebook's machine.
-        order: what the ranks were told.
+        order: the job's.
+        work: what its ranks were told.
         staged: what they have here.
         arrival: how the project came here.
         ended: whether all ranks have ended.
@@ -88,51 +91,58 @@ class ProjectChanges:
 
     def __init__(
         self,
-        home: str,
-        order: RankOrder,
+        order: StartJob,
+        work: RankOrder,
         staged: Staged,
         arrival: ProjectArrival,
         ended: Callable[[], bool],
     ) -> None:
-        self._order, self._staged = order, staged
-        self._arrival, self._ended = arrival, ended
-        self._watched: list[tuple[int, Watcher]] = []
-        self._next_look = 0.0
-        copy = arrival.copy
-        if copy is not None and order.first_rank == 0:
-            self._watched.append((0, Watcher(str(copy))))
-        elif copy is not None and (shared := shared_places(home, order.spec.shared)):
-            self._watched.append((0, Watcher(str(copy), only=shared)))
+        self._work, self._scratch, self._arrival, self._ended = work, Path(staged.scratch), arrival, ended
+        shared = shared_places(order.project, work.spec.shared)
+        own = work.first_rank == 0
+        self._project: Changes | None = None
+        if arrival.copy is not None and (own or shared):
+            self._project = Changes(str(arrival.copy), only(() if own else shared))
+        self._next_look = monotonic() + _EVERY_SECONDS
+        self._packing = False
 
     def wait(self) -> float | None:
-        """Return the seconds until the next look; None: nothing is to be seen."""
-        return max(0.0, self._next_look - monotonic()) if self._watched else None
+        """Return the seconds until there is something to do; None: there is not."""
+        if self._packing:
+            return 0.0
+        looks = self._project is not None and not self._ended()
+        return max(0.0, self._next_look - monotonic()) if looks else None
 
     def chunks(self) -> Iterator[Chunk | None]:
         """Look every now and then, and once when the ranks have ended."""
-        last = False
-        while not last:
-            last = self._ended()
-            if last or monotonic() >= self._next_look:
-                yield from self._look(last=last)
-                pause = max((watcher.pause for _, watcher in self._watched), default=_PAUSE)
-                self._next_look = monotonic() + max(_PAUSE, pause)
-            if not last:
-                yield None
+        while not self._ended():
+            if self._project is not None and monotonic() >= self._next_look:
+                yield from self._archive("changes", self._project, last=False)
+                self._next_look = monotonic() + _EVERY_SECONDS
+            yield None
+        if self._project is not None:
+            yield from self._archive("changes", self._project, last=True)
+        # What ranks other than 0 wrote in the project's place is sorted on the notebook's machine.
+        numbers = range(max(1, self._work.first_rank), self._work.first_rank + self._work.local_world_size)
+        places = [f"{scratch_of(Path(), rank)}/{folder}" for rank in numbers for folder in ("tree", "gone")]
+        if places:
+            yield from self._archive(
+                "writes", Changes(str(self._scratch), only(places), afresh=True), last=True
+            )
 
-    def _look(self, *, last: bool) -> Iterator[Chunk]:
-        for rank, watcher in [*self._watched, *(self._scratches() if last else ())]:
-            for change in watcher.changes(last):
-                yield Chunk(of="change", rank=rank, data=encode(change))
+    def _archive(
+        self, of: Literal["changes", "writes"], changes: Changes, *, last: bool
+    ) -> Iterator[Chunk | None]:
+        with tempfile.TemporaryFile(dir=self._scratch) as archive:
+            self._packing = True
+            try:
+                yield from changes.pack(archive.fileno(), last=last)
+            finally:
+                self._packing = False
             self._arrival.notices += [
-                f"{path} did not come back from VM {self._order.vm}: it was still being written"
-                for path in watcher.unsent
+                f"{path} did not come back from VM {self._work.vm}: it was still being written"
+                for path in changes.unsent
             ]
-
-    def _scratches(self) -> Iterator[tuple[int, Watcher]]:
-        """What ranks other than 0 wrote in the project's place; it is sorted on the notebook's machine."""
-        first = self._order.first_rank
-        for rank in range(max(1, first), first + self._order.local_world_size):
-            scratch = scratch_of(Path(self._staged.scratch), rank)
-            if scratch.is_dir():
-                yield rank, Watcher(str(scratch), only=["tree", "gone"], afresh=True)
+            if size := os.fstat(archive.fileno()).st_size:
+                memory = Memory(os.getpid(), archive.fileno(), size)
+                yield from chunks_of(of, memory, self._work.first_rank)

@@ -91,7 +91,7 @@ class RankJob(Job):
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         if services.config.remote:
             self._changes = ProjectChanges(
-                self._order.project, work, staged, self._staging.project, lambda: self.ended
+                self._order, work, staged, self._staging.project, lambda: self.ended
             )
             self.sender.add(self._changes.chunks())
             for number, folder in folders.items():
@@ -277,7 +277,7 @@ class RankJob(Job):
         there = [rank for rank in self.ranks if not rank.process.gone]
         if there:
             waits.append(self._ending.wait())
-        if self._changes is not None and not self.ended and not self.sender.waits:
+        if self._changes is not None and not self.sender.waits:
             waits.append(self._changes.wait())
         waits += [EXIT_SECONDS for rank in there if rank.ended is not None and not rank.kept]
         return min((wait for wait in waits if wait is not None), default=None)

@@ -16,8 +16,8 @@ import msgspec
 
 from taas.agent.environ import environment
 from taas.engines import AgentConfig
-from taas.project_sync import archive, replica
-from taas.project_sync.tree import read_token
+from taas.project_sync import replica
+from taas.project_sync.applier import unpack
 from taas.storage.boundary import clock_of
 from taas.wire.agents import JobRequest, StartJob
 from taas.wire.framing import Memory
@@ -126,8 +126,7 @@ class Staging:
                 if self.project.copy is not None:
                     last_first.callback(self.project.copy.mkdir, parents=True, exist_ok=True)
                 last_first.callback(shutil.rmtree, self._root, ignore_errors=True)
-            if not self._stays:
-                last_first.callback(self.project.close)
+            last_first.callback(self.project.close)
             last_first.callback(self._payload.close)
 
 
@@ -143,7 +142,7 @@ class ProjectArrival:
         copy: where it was unpacked; None where the notebook's disk is seen.
         path: where those who work with it find it.
         since_ns: what changed there later, the run changed; by the clock of the file system it is on.
-        replica: what they have to see in that place (:func:`taas.project_sync.replica.enter`); empty: what is there.
+        replica: what they have to see in that place (:func:`taas.project_sync.replica.entered`); empty: what is there.
         notices: lines for the user.
     """
 
@@ -151,7 +150,6 @@ class ProjectArrival:
         self.root = root
         self._vm = ""
         self._packed: Incoming | None = None
-        self._room: replica.Room | None = None
         self.path = self.replica = ""
         self.copy: Path | None = None
         self.since_ns = 0
@@ -163,8 +161,7 @@ class ProjectArrival:
         self._vm, self._packed, self.notices = order.name, None, []
         self.since_ns = order.since_ns
         self.path = self.path or order.project
-        seen = bool(order.token) and read_token(order.token_path) == order.token
-        self.ready = self.root is None or (seen and self.copy is None)
+        self.ready = self.root is None or (self.copy is None and _sees_disk(order))
 
     def take(self, chunk: Chunk) -> None:
         """The supervisor sends a part of the packed project.
@@ -185,13 +182,13 @@ class ProjectArrival:
         assert self.root is not None
         there, self.copy = self.copy is not None, self.root / _COPY
         self.copy.mkdir(mode=0o700, exist_ok=True)
-        self.notices += archive.unpack(fd, str(self.copy))
+        self.notices += unpack(fd, str(self.copy))
         self.since_ns = clock_of(str(self.copy))
         if there:
             return
         replica.make_places(str(self.copy), self.path)
         try:
-            self._room = replica.Room(self.path)
+            Path(self.path).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             self.notices.append(
                 f"absolute paths of the project do not hold on {self._vm}: {self.path} may not be made there "
@@ -202,8 +199,13 @@ class ProjectArrival:
             self.replica = str(self.copy)
 
     def close(self) -> None:
-        """Remove what was made for the project outside its folder. Twice is harmless."""
+        """Give back what is on its way. Twice is harmless."""
         if self._packed is not None:
             self._packed.close()
-        if self._room is not None:
-            self._room.leave()
+
+
+def _sees_disk(order: StartJob) -> bool:
+    """Whether the file that proves it is there: names, sizes and times do not, for a VM may have a copy of that disk."""
+    with contextlib.suppress(OSError):
+        return bool(order.token) and Path(order.token_path).read_bytes() == order.token
+    return False

@@ -1,9 +1,14 @@
 """Where VMs come from: the contract that the supervisor has with an engine.
 
-An engine is an :class:`Engine` that gives :class:`Machine` objects, in a file beside this one. It is entered in
-``engines/chosen.py`` (all but ``choose``), ``config.py`` (``engine.default`` and keys of its own),
-``notebook/verbs.py`` (usage and Tab), ``notebook/doctor.py`` and an extra of ``pyproject.toml``. Where code asks for ``kind == "local"``, any
-other kind counts as one with machines elsewhere.
+An engine is an :class:`Engine` that gives :class:`Machine` objects, in a file beside this one. It is entered as a row of
+the table in ``engines/chosen.py``, in ``config.py`` (``engine.default`` and keys of its own), ``notebook/verbs.py`` (usage
+and Tab), ``notebook/doctor.py``, an extra of ``pyproject.toml``, and, where it has a helper of its own on this machine,
+``wire/stopped.py``. Where code asks for ``kind == "local"``, any other kind counts as one with machines elsewhere.
+
+Before it starts an agent elsewhere, an engine compares the versions there with those here (``engines/versions.py``), for
+what is pickled on one is unpickled on the other. It ends an agent by the end of its standard input, and by nothing
+else: agents have much to end before they do. Where whoever starts it is killed with all its children, the engine
+has to start it as nobody's child.
 
 Who calls it: ``Fleet`` (``supervisor/fleet.py``) starts machines, gives them back and closes the engine, ``Supervisor``
 (``supervisor/loop.py``) polls the ``fileno`` of the engine and of each machine and calls ``step``; ``Run`` and ``DataSide``
@@ -64,14 +69,12 @@ class AgentConfig(msgspec.Struct, frozen=True):
     """What an engine writes to an agent's standard input, as one line of JSON.
 
     Attributes:
-        endpoint: the supervisor's zmq address; an engine with VMs elsewhere fills it in, with all that is of a
-            remote VM below.
+        endpoint: the supervisor's zmq address; an engine with VMs elsewhere fills it in, with ``scratch`` and ``environ``.
         server_key, public_key, secret_key: CURVE keys in Z85.
         scratch: a folder that the agent may fill; it goes with the agent.
         data: a data VM: data workers run there, and no ranks.
         idle: nobody waits for it yet: libraries are imported at a low priority until there is an order.
-        remote: the supervisor may be on another host: nothing is read through /proc, the wire beats, and the
-            agent leaves its starter's process tree.
+        remote: the supervisor may be on another host: nothing is read through /proc, and the wire beats.
         environ: of a remote VM, the environment that programs have there.
         ahead: of a remote VM, what the demand says of the notebook's environment: libraries are imported with it
             before the first run is known.

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 from taas.config import Catalog, load_catalog
-from taas.engines import Engine, EngineChoice
-from taas.engines.ray import RayEngine
-from taas.errors import EngineError, HeaderError
+from taas.engines import Engine, EngineChoice, ray
+from taas.errors import HeaderError
 from taas.wording import shown
 
-_ADDRESS = re.compile(r"(?:\[[0-9a-fA-F:]+\]|[\w.-]+):\d{1,5}", re.ASCII)
+
+class _Elsewhere(NamedTuple):
+    """An engine that has its machines elsewhere."""
+
+    read_address: Callable[[str, str], str]  # what was typed after its name, and where; raises HeaderError
+    check_installed: Callable[[], None]  # raises EngineError with what to type
+    start: Callable[[str, Callable[[str], str], Path], Engine]  # of an address, as start_engine says
+
+
+_ELSEWHERE = {"ray": _Elsewhere(ray.read_address, ray.check_installed, ray.RayEngine)}
 _said: list[EngineChoice] = []
 
 
 def read_choice(words: list[str], where: str, configured: Catalog) -> EngineChoice:
-    """Read ``local``, ``ray`` or ``ray ADDRESS``.
+    """Read an engine's name, and the address of one that has its machines elsewhere.
 
     Args:
         words: what was typed.
@@ -30,24 +37,13 @@ def read_choice(words: list[str], where: str, configured: Catalog) -> EngineChoi
         HeaderError: it is none of them.
     """
     kind, *rest = words
-    times = configured["engine.wait"], configured["engine.idle"]
-    if kind == "local" and not rest:
-        return EngineChoice("local", "", *times)
-    if kind != "ray" or len(rest) > 1:
+    if len(rest) > (kind in _ELSEWHERE) or kind not in ("local", *_ELSEWHERE):
+        others = " or ".join(_ELSEWHERE)
         raise HeaderError(
-            f"{where} {shown(' '.join(words))}: allowed is local, or ray and its address; type local"
+            f"{where} {shown(' '.join(words))}: allowed is local, or {others} and its address; type local"
         )
-    address = "" if rest in ([], ["auto"]) else rest[0]
-    if address.startswith("ray://"):
-        raise HeaderError(
-            f"{where} ray {shown(address)}: Ray Client addresses are not used, since other nodes have to reach this "
-            "machine; make it a node (ray start --address=HEAD:6379 --num-cpus=0), and type ray HEAD:6379"
-        )
-    if address and not _ADDRESS.fullmatch(address):
-        raise HeaderError(
-            f"{where} ray {shown(address)}: allowed is HOST:PORT of the cluster's head; type ray {shown(address)}:6379"
-        )
-    return EngineChoice("ray", address, *times)
+    address = _ELSEWHERE[kind].read_address("".join(rest), where) if kind in _ELSEWHERE else ""
+    return EngineChoice(kind, address, configured["engine.wait"], configured["engine.idle"])
 
 
 def choose(words: list[str]) -> EngineChoice:
@@ -55,7 +51,7 @@ def choose(words: list[str]) -> EngineChoice:
 
     Raises:
         HeaderError: there is no such engine.
-        EngineError: Ray is not installed.
+        EngineError: what it needs is not installed.
     """
     choice = read_choice(words, "%taas engine", load_catalog())
     check_installed(choice)
@@ -75,21 +71,18 @@ def chosen(project: Path) -> EngineChoice:
     if words := os.environ.get("TAAS_ENGINE", "").split():
         return read_choice(words, "TAAS_ENGINE", configured)
     kind, address = configured["engine.default"], configured["engine.address"]
-    words = [kind, address] if address and kind == "ray" else [kind]
+    words = [kind, address] if address and kind in _ELSEWHERE else [kind]
     return read_choice(words, "[engine] in taas.toml:", configured)
 
 
 def check_installed(choice: EngineChoice) -> None:
-    """Refuse the Ray engine where there is no Ray.
+    """Refuse an engine that this machine cannot reach.
 
     Raises:
-        EngineError: with the command that installs it.
+        EngineError: with the command that installs what it lacks.
     """
-    if choice.kind == "ray" and importlib.util.find_spec("ray") is None:
-        raise EngineError(
-            "the Ray engine needs Ray, which is not installed here. Run `pip install 'jupyter-taas[ray]'`, with the "
-            "version of Ray that the cluster has, or type %taas engine local."
-        )
+    if choice.kind in _ELSEWHERE:
+        _ELSEWHERE[choice.kind].check_installed()
 
 
 def start_engine(choice: EngineChoice, listen: Callable[[str], str], scratch: Path) -> Engine:
@@ -100,5 +93,4 @@ def start_engine(choice: EngineChoice, listen: Callable[[str], str], scratch: Pa
         listen: makes the supervisor listen on an address of this machine; returns the endpoint.
         scratch: folder for its log.
     """
-    assert choice.kind == "ray", choice.kind
-    return RayEngine(choice.address, listen, scratch / "ray.log")
+    return _ELSEWHERE[choice.kind].start(choice.address, listen, scratch)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
+import re
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,8 +14,45 @@ from typing import Literal
 import msgspec
 
 from taas.engines import AgentConfig, Demand, Machine
+from taas.errors import EngineError, HeaderError
 from taas.wire.child import Child
 from taas.wire.framing import Message
+from taas.wording import shown
+
+_ADDRESS = re.compile(r"(?:\[[0-9a-fA-F:]+\]|[\w.-]+):\d{1,5}", re.ASCII)
+
+
+def read_address(address: str, where: str) -> str:
+    """Read where the cluster is, as it was typed; ``auto``, or nothing: this machine is a node of it.
+
+    Raises:
+        HeaderError: it is no such address.
+    """
+    if address.startswith("ray://"):
+        raise HeaderError(
+            f"{where} ray {shown(address)}: Ray Client addresses are not used, since other nodes have to reach this "
+            "machine; make it a node (ray start --address=HEAD:6379 --num-cpus=0), and type ray HEAD:6379"
+        )
+    address = "" if address == "auto" else address
+    if address and not _ADDRESS.fullmatch(address):
+        raise HeaderError(
+            f"{where} ray {shown(address)}: allowed is HOST:PORT of the cluster's head; type ray {shown(address)}:6379"
+        )
+    return address
+
+
+def check_installed() -> None:
+    """Refuse this engine where there is no Ray.
+
+    Raises:
+        EngineError: with the command that installs it.
+    """
+    if importlib.util.find_spec("ray") is None:
+        raise EngineError(
+            "the Ray engine needs Ray, which is not installed here. Run `pip install 'jupyter-taas[ray]'`, with the "
+            "version of Ray that the cluster has, or type %taas engine local."
+        )
+
 
 # ---------------------------------------------------------------- what the two say: one JSON line each
 
@@ -128,13 +167,13 @@ class RayEngine:
     Args:
         address: where the cluster is; empty: the one that this machine is a node of.
         listen: makes the supervisor listen on an address of this machine; returns the endpoint.
-        log: where the driver's standard error goes.
+        scratch: folder for what the driver writes to its standard error.
     """
 
     remote = True
 
-    def __init__(self, address: str, listen: Callable[[str], str], log: Path) -> None:
-        self._listen, self._log = listen, log
+    def __init__(self, address: str, listen: Callable[[str], str], scratch: Path) -> None:
+        self._listen, self._log = listen, scratch / "ray.log"
         self._address = address or "auto"
         self._machines: dict[int, RayMachine] = {}
         self._count = 0
@@ -168,11 +207,10 @@ class RayEngine:
                 machine.waiting = f"the Ray cluster at {self._address} to be back"
         self._count += len(machines)
         self._machines |= {machine.number: machine for machine in machines}
-        there = {"remote": True, "ahead": demand.environ, "changed": demand.changed}
         ask = Acquire(
             tuple(machine.number for machine in machines),
             demand,
-            tuple(msgspec.structs.replace(config, **there) for config in configs),
+            tuple(configs),
             tuple(machine.number for machine in lost if isinstance(machine, RayMachine)),
         )
         if self._endpoint:

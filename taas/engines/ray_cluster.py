@@ -18,7 +18,6 @@ _HOW_TO_BRING = (
     "an autoscaler has to make it, or `ray start --address=… --resources='{\"%s\": 1}'` on a machine"
 )
 _UNCOUNTED = ("memory", "object_store_memory", "node:", "bundle_group", "accelerator_type:")
-_COMPARED_PARTS = {"python": 2, "torch": 3, "cloudpickle": 2, "jupyter-taas": 9}
 
 
 def bundle(demand: Demand, nodes: list[dict[str, float]]) -> dict[str, float]:
@@ -70,23 +69,6 @@ def what_is_missing(
         return f"{asked}; {has}, of {scarce} {free.get(scarce, 0.0):g} free: other runs or jobs have the rest"
     name = next((name for name in wanted if name not in ("GPU", "CPU")), "taas")
     return f"{asked}; {has}, {fitting} like that: {_HOW_TO_BRING % name}"
-
-
-def differing_versions(there: dict[str, str], here: dict[str, str]) -> str:
-    """Say what differs between a VM and the notebook's machine in a way that matters; empty if nothing does.
-
-    Python has to agree in its minor version, taas, torch and cloudpickle as they are, the others in their major one.
-    """
-    for name, ours in here.items():
-        theirs, count = there.get(name, ""), _COMPARED_PARTS.get(name, 1)
-        if _series(theirs, count) != _series(ours, count):
-            install = "" if name == "python" else f'; run `pip install "{name}=={ours.split("+")[0]}"` there'
-            return f"the notebook has {name} {ours or 'not'}, the VM {theirs or 'not'}{install}"
-    return ""
-
-
-def _series(version: str, parts: int) -> tuple[str, ...]:
-    return tuple(version.split("+")[0].split(".")[:parts])
 
 
 # ---------------------------------------------------------------- whether the head is there

@@ -22,12 +22,11 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from taas.engines import AgentConfig, Demand, ray_vm
+from taas.engines import AgentConfig, Demand, ray_vm, versions
 from taas.engines.ray import Acquire, Asks, ClusterReport, ReleaseVm, Reports, VmReport
 from taas.engines.ray_cluster import (
     SILENCE_SECONDS,
     bundle,
-    differing_versions,
     reach,
     watch,
     what_is_missing,
@@ -217,7 +216,7 @@ class Group:
         how, error = "lost", "RunLost"
         try:
             seen = self._come(vm)
-            differing = differing_versions(seen["versions"], ray_vm.versions())
+            differing = versions.differing_versions(seen["versions"], versions.versions())
             host = seen["host"]
             if differing:
                 how, error = f"{differing} (node {host})", "VersionMismatch"
@@ -350,7 +349,7 @@ def main() -> None:
     address, patience = sys.argv[1], float(sys.argv[2])
     driver = Driver(out)
     try:
-        for module in (ray_vm, short_folder):
+        for module in (ray_vm, versions, short_folder):
             ray.cloudpickle.register_pickle_by_value(module)
         driver.report(ClusterReport(_connect(address, patience)))
     except Exception as error:

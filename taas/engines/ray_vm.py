@@ -1,16 +1,14 @@
 """A VM of a Ray cluster: the actor that holds its resources and keeps its agent.
 
 The class travels to the node by value (``ray_driver`` sees to that), so that a node without taas can say so.
-Beside Ray it needs the standard library, and `short_folder`, which travels with it.
+Beside Ray it needs the standard library, and `versions` and `short_folder`, which travel with it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import json
 import os
-import platform
 import shutil
 import subprocess
 import sys
@@ -18,23 +16,16 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from taas.engines.versions import versions
 from taas.wire.short_folder import make_short_folder
 
-COMPARED = ("jupyter-taas", "torch", "cloudpickle", "numpy", "msgspec", "pyzmq")
-"""Distributions whose versions a VM tells."""
 _TAIL_BYTES = 2000
+_START = (
+    "import os, sys; os.fork() and os._exit(0); os.setsid()\n"
+    "os.execv(sys.executable, [sys.executable, '-m', 'taas.agent'])"
+)
+"""Starts an agent as nobody's child: Ray kills an actor's children, all at once."""
 _RAYS_OWN = ("RAY_", "OMP_NUM_THREADS", "PYTHONBREAKPOINT")
-
-
-def versions() -> dict[str, str]:
-    """Return the versions here: of Python, and of what is compared; empty for what is not installed."""
-    found = {"python": platform.python_version()}
-    for name in COMPARED:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = ""
-    return found
 
 
 def given_gpus() -> list[str]:
@@ -80,7 +71,7 @@ class VmActor:
         alive, signs_of_life = os.pipe()
         with tempfile.TemporaryFile() as log:
             starter = subprocess.Popen(
-                [sys.executable, "-m", "taas.agent"],
+                [sys.executable, "-S", "-c", _START],
                 stdin=self._lifeline[0],
                 stdout=log,
                 stderr=log,
@@ -92,7 +83,7 @@ class VmActor:
             os.close(signs_of_life)
             with contextlib.suppress(OSError):  # it was given back meanwhile
                 os.write(self._lifeline[1], json.dumps(config).encode() + b"\n")
-            starter.wait()  # the agent goes on as nobody's child: Ray kills an actor's children, all at once
+            starter.wait()
             os.read(alive, 1)
             os.close(alive)
             shutil.rmtree(scratch, ignore_errors=True)

@@ -19,8 +19,7 @@ from typing import Literal
 import psutil
 from jupyter_core.paths import jupyter_runtime_dir
 
-from taas.engines.local import present_gpus, visible_gpus
-from taas.engines.unseen import unseen_gpu
+from taas.engines.local import present_gpus, unseen_gpu, visible_gpus
 from taas.notebook.tables import Shown
 from taas.storage import probe
 from taas.wording import counted, size_in_words

@@ -1,33 +1,31 @@
-"""What of a project travels to a VM that does not see its disk: its code, and what is small.
+"""A directory tree as it stands, what of it crosses hosts, and the archives in which it does.
 
-Modules travel whatever their size, other files up to :data:`LARGE`, all together up to :data:`TOTAL`: modules
-first, then the small before the large. Data is for a disk that all VMs see, or for the cell to download. What
-others make anew stays: version control, environments, caches, a notebook's checkpoints.
+To a VM goes the project's code, and what is small: modules whatever their size, other files up to :data:`LARGE`, all
+together up to :data:`TOTAL`: modules first, then the small before the large. Data is for a disk that all VMs see, or for
+the cell to download. What others make anew stays: version control, environments, caches, a notebook's checkpoints.
+
+From a VM comes what was changed there, and is closed. An archive is a file: entry after entry, each with the bytes of
+its file. Links are never followed.
 """
 
-# Paths are bytes.
-# ruff: noqa: PTH118
+# Paths are bytes, relative to a tree's root.
+# ruff: noqa: PTH115, PTH118
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import mmap
 import os
-from collections.abc import Collection, Mapping
+import stat
+import time
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import IO
+from typing import NamedTuple
 
-from taas.project_sync.applier import Applier
-from taas.project_sync.tree import (
-    FileState,
-    PathChange,
-    decode_all,
-    encode,
-    is_own,
-    open_to_read,
-    read_pieces,
-    scan,
-)
+import msgspec
+
+from taas._linux import is_being_written
 
 LARGE = 8 << 20
 """Bytes up to which a file that is no module travels."""
@@ -42,27 +40,191 @@ _STAY = frozenset(
     b".tox .nox .cache .local .conda .ipython .jupyter".split()
 )
 _ENVIRONMENT = ("pyvenv.cfg", "conda-meta")
+OWN = b".taas-"
+"""So begin the names of files of taas' own."""
+_ORDER = {"directory": 0, "file": 1, "link": 2}
+"""Links after what they may lead to."""
+_TICK_NS = 20_000_000
+"""A change so soon after another one may bear the same time."""
+_LENGTH, _PIECE = 4, 16 << 20
+
+
+class FileState(NamedTuple):
+    """What stands at a path. Two that are equal are the same thing, unchanged: no program can set back ``changed_ns``."""
+
+    kind: str  # file, directory, link, or other (a socket, a device)
+    mode: int  # permission bits
+    size: int = 0  # bytes of a file
+    target: bytes = b""  # of a link
+    inode: int = 0  # of all but a directory
+    modified_ns: int = 0  # mtime of a file
+    changed_ns: int = 0  # ctime of a file
+
+    @classmethod
+    def of(cls, status: os.stat_result, target: bytes = b"") -> FileState:
+        """What a status without following links tells."""
+        mode, inode = stat.S_IMODE(status.st_mode) & 0o777, status.st_ino
+        if stat.S_ISREG(status.st_mode):
+            return cls("file", mode, status.st_size, b"", inode, status.st_mtime_ns, status.st_ctime_ns)
+        if stat.S_ISDIR(status.st_mode):
+            return cls("directory", mode)
+        return cls("link" if stat.S_ISLNK(status.st_mode) else "other", mode, 0, target, inode)
+
+
+Skip = Callable[[bytes, os.DirEntry[bytes]], bool]
+"""Says of an entry, with its path, whether to leave it out with all beneath it."""
+
+
+def scan(root: bytes, skip: Skip) -> Iterator[tuple[bytes, FileState]]:
+    """Yield what is beneath a directory, each directory before what is in it, nearest to the root first.
+
+    What cannot be read, or goes while it is looked at, is passed over, and so is what is taas' own.
+    """
+    folders = [b""]
+    for folder in folders:
+        with (
+            contextlib.suppress(OSError),
+            os.scandir(os.path.join(root, folder) if folder else root) as entries,
+        ):
+            for entry in entries:
+                path = folder + b"/" + entry.name if folder else entry.name
+                if entry.name.startswith(OWN) or skip(path, entry):
+                    continue
+                with contextlib.suppress(OSError):
+                    target = os.readlink(entry.path) if entry.is_symlink() else b""
+                    seen = FileState.of(entry.stat(follow_symlinks=False), target)
+                    if seen.kind == "directory":
+                        folders.append(path)
+                    yield path, seen
+
+
+# ---------------------------------------------------------------- the file
+
+
+class ArchiveEntry(msgspec.Struct, frozen=True):
+    """What stands at a path now; of a file, its bytes follow."""
+
+    path: bytes
+    state: FileState | None = None  # None: nothing any more; what was beneath a directory was removed before
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(ArchiveEntry)
+
+
+def entries(fd: int) -> Iterator[tuple[ArchiveEntry, memoryview]]:
+    """Read an archive: entries, each with its bytes, which hold until the next one.
+
+    Raises:
+        msgspec.DecodeError: it is none, or ends within an entry.
+    """
+    size, offset = os.fstat(fd).st_size, 0
+    if not size:
+        return
+    with mmap.mmap(fd, size, prot=mmap.PROT_READ) as mapped, memoryview(mapped) as whole:
+        while offset < size:
+            begins = offset + _LENGTH
+            ends = begins + int.from_bytes(whole[offset:begins], "big")
+            with whole[begins:ends] as head:
+                entry = _decoder.decode(head)
+            offset = ends + (0 if entry.state is None else entry.state.size)
+            if not ends <= offset <= size:
+                raise msgspec.DecodeError(f"an archive of {size:,} bytes ends within {entry.path!r}")
+            with whole[ends:offset] as data:
+                yield entry, data
+
+
+def _add(fd: int, entry: ArchiveEntry) -> None:
+    data = _encoder.encode(entry)
+    os.write(fd, len(data).to_bytes(_LENGTH, "big") + data)
+
+
+def _add_file(fd: int, root: bytes, path: bytes, *, closed: bool) -> Generator[None, None, FileState | None]:
+    """Add a file, if it need not be ``closed`` or was, a tick ago; returns what was added.
+
+    That is None also where it cannot be read, or changed meanwhile.
+    """
+    try:
+        source = os.open(root + b"/" + path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        seen, began = FileState.of(os.fstat(source)), os.lseek(fd, 0, os.SEEK_CUR)
+        young = abs(time.time_ns() - seen.changed_ns) <= _TICK_NS
+        if seen.kind != "file" or (closed and (young or is_being_written(source) is not False)):
+            return None
+        _add(fd, ArchiveEntry(path, seen))
+        left = seen.size
+        while left and (sent := os.sendfile(fd, source, None, min(left, _PIECE))):
+            left -= sent
+            yield
+        if not left and FileState.of(os.fstat(source)) == seen:
+            return seen
+        os.ftruncate(fd, began)
+        os.lseek(fd, began, os.SEEK_SET)
+        return None
+    finally:
+        os.close(source)
+
+
+def _add_all(
+    fd: int,
+    root: bytes,
+    known: Mapping[bytes, FileState],
+    found: Mapping[bytes, FileState],
+    tell: Iterable[bytes],
+    *,
+    closed: bool,
+) -> Generator[None, None, dict[bytes, FileState]]:
+    """Add what makes of a ``known`` tree the one that was ``found``, as far as it is to be told; returns what was told.
+
+    What is no more goes last, so that of two checkpoints one is there at any time; but first what is in the way.
+    """
+    gone = [path for path, was in known.items() if path not in found or found[path].kind != was.kind]
+    gone.sort(reverse=True)  # what is in a directory before it
+    turned = {path for path in gone if path in found}
+    first = [path for path in gone if path in turned or _beneath(path, turned)]
+    for path in first:
+        _add(fd, ArchiveEntry(path))
+    told = {}
+    for path in sorted(tell, key=lambda path: _ORDER[found[path].kind]):
+        seen: FileState | None = found[path]
+        if found[path].kind == "file":
+            seen = yield from _add_file(fd, root, path, closed=closed)
+        else:
+            _add(fd, ArchiveEntry(path, seen))
+        if seen is not None:
+            told[path] = seen
+    for path in gone:
+        if path not in first:
+            _add(fd, ArchiveEntry(path))
+    return told
+
+
+def _beneath(path: bytes, folders: Collection[bytes]) -> bool:
+    return any(path.startswith(folder + b"/") for folder in folders)
+
+
+# ---------------------------------------------------------------- the project, to a VM
 
 
 @dataclass(frozen=True)
 class Archive:
-    """A project, packed. An :class:`Applier` is told what travels, and what stays."""
+    """A project, packed. An :class:`~taas.project_sync.applier.Applier` is told what travels, and what stays."""
 
-    fd: int  # a memory file for unpack(); the caller closes it
-    nbytes: int  # its size
+    fd: int  # a memory file; the caller closes it
     found: dict[bytes, FileState]  # what travels, as it stood when it was packed
-    stayed: frozenset[bytes]  # files that do not: too large, unreadable, or written to just then
-    left_out: dict[str, int]  # the too large ones with their sizes in bytes, the largest first
-    whole: bool = True  # False where the project has more than ENTRIES files, and the rest was not looked at
+    stayed: dict[
+        bytes, int
+    ]  # files that do not: too large, unreadable, or written to just then; with their sizes
+    whole: bool  # False where the project has more than ENTRIES files, and the rest was not looked at
 
 
 def stays_home(path: bytes, entry: os.DirEntry[bytes]) -> bool:
     """Whether an entry of a project is none of its files, with all that is beneath it."""
     del path
-    if entry.name in _STAY or is_own(entry.name):
-        return True
-    if not entry.is_dir(follow_symlinks=False):
-        return False
+    if entry.name in _STAY or not entry.is_dir(follow_symlinks=False):
+        return entry.name in _STAY
     return any(os.path.lexists(os.path.join(os.fsdecode(entry.path), mark)) for mark in _ENVIRONMENT)
 
 
@@ -70,7 +232,7 @@ def pack(
     project: str,
     large: int = LARGE,
     total: int = TOTAL,
-    entries: int = ENTRIES,
+    limit: int = ENTRIES,
     always: Collection[bytes] = (),
     known: Mapping[bytes, FileState] | None = None,
 ) -> Archive:
@@ -82,81 +244,95 @@ def pack(
     Raises:
         OSError: the directory cannot be read, or there is no memory for it.
     """
-    root = os.fsencode(project)
+    root, known = os.fsencode(project), known or {}
     os.close(os.open(root, os.O_RDONLY | os.O_DIRECTORY))
-    found = dict(scan(root, stays_home, entries + 1))
-    whole = len(found) <= entries
-    known = known or {}
-    had = {path for path, seen in known.items() if found.get(path) == seen}
-    chosen, left_out = _choose(found, large, total, always)
-    left_out = {path: size for path, size in left_out.items() if os.fsencode(path) not in had}
-    stayed = {path for path, seen in found.items() if seen.kind == "file"} - chosen - had
-    gone = [path for path, was in known.items() if path in stayed or _other_kind(was, found.get(path))]
+    found = dict(itertools.islice(scan(root, stays_home), limit + 1))
+    files = {path: seen.size for path, seen in found.items() if seen.kind == "file"}
+    chosen = _choose(files, large, total, always)
+    had = {path for path in files.keys() - chosen if known.get(path) == found[path]}
+    stands = {path: seen for path, seen in found.items() if path not in files.keys() - chosen - had}
+    tell = [path for path, seen in stands.items() if seen.kind in _ORDER and path not in had]
     fd = os.memfd_create("taas-archive", os.MFD_CLOEXEC)
     try:
-        with os.fdopen(os.dup(fd), "wb") as file:
-            for path in sorted(gone, reverse=True):  # what is in a directory before it
-                file.write(encode(PathChange(path)))
-            for path, seen in found.items():
-                if seen.kind in ("directory", "link"):
-                    file.write(encode(PathChange(path, seen)))
-                elif path in chosen and not _write(file, root, path, seen):
-                    stayed.add(path)
-        travels = {path: seen for path, seen in found.items() if path not in stayed}
-        return Archive(fd, os.fstat(fd).st_size, travels, frozenset(stayed), left_out, whole)
+        packing = _add_all(fd, root, known, stands, tell, closed=False)
+        while True:
+            next(packing)
+    except StopIteration as done:
+        told = {path: stands[path] for path in had} | done.value
     except BaseException:
         os.close(fd)
         raise
+    stayed = {path: size for path, size in files.items() if path not in told}
+    return Archive(fd, told, stayed, len(found) <= limit)
 
 
-def _other_kind(was: FileState, now: FileState | None) -> bool:
-    return now is None or now.kind != was.kind
-
-
-def _choose(
-    found: dict[bytes, FileState], large: int, total: int, always: Collection[bytes]
-) -> tuple[set[bytes], dict[str, int]]:
-    chosen = {path for path in always if path in found and found[path].kind == "file"}
-    files = {path: seen.size for path, seen in found.items() if seen.kind == "file" and path not in chosen}
-    left_out: list[bytes] = []
-    for path in sorted(files, key=lambda path: (not path.endswith(_MODULES), files[path], path)):
+def _choose(files: dict[bytes, int], large: int, total: int, always: Collection[bytes]) -> set[bytes]:
+    chosen = files.keys() & set(always)
+    others = files.keys() - chosen
+    for path in sorted(others, key=lambda path: (not path.endswith(_MODULES), files[path], path)):
         if files[path] <= total and (path.endswith(_MODULES) or files[path] <= large):
             chosen.add(path)
             total -= files[path]
-        else:
-            left_out.append(path)
-    left_out.sort(key=lambda path: -files[path])
-    return chosen, {os.fsdecode(path): files[path] for path in left_out}
+    return chosen
 
 
-def _write(file: IO[bytes], root: bytes, path: bytes, seen: FileState) -> bool:
-    """Write a file of the project in pieces; returns whether all of it could be read as it was ``seen``."""
-    whole = False
-    with contextlib.suppress(OSError):  # it went, or cannot be read: no VM will have it
-        fd = open_to_read(root, path)
-        try:
-            for piece in read_pieces(fd, path, seen):
-                file.write(encode(piece))
-                whole = piece.offset + len(piece.data) >= seen.size
-        finally:
-            os.close(fd)
-    return whole
+# ---------------------------------------------------------------- what is changed on a VM, and back
 
 
-def unpack(fd: int, folder: str) -> list[str]:
-    """Unpack an archive into a folder, empty or as earlier ones left it; returns what could not be, and why, a line each.
+class Changes:
+    """What becomes of a folder after this moment, packed whenever its owner says so.
 
-    Raises:
-        msgspec.DecodeError: it is no archive.
+    The folder is looked at as a whole: nothing that was done to it can be missed, by whatever program, and nothing has to
+    be kept of what happened in between.
+
+    Args:
+        root: the folder.
+        skip: what in it is not told of.
+        afresh: tell of what is there already, too.
+
+    Attributes:
+        unsent: files that could not be packed at the last look.
     """
-    size = os.fstat(fd).st_size
-    stands = dict(scan(os.fsencode(folder), lambda path, entry: False))
-    applier = Applier(folder, stands, "", durable=False)
-    try:
-        if size:
-            with mmap.mmap(fd, size, prot=mmap.PROT_READ) as whole, memoryview(whole) as view:
-                for change in decode_all(view):
-                    applier.take(change)
-        return applier.notices
-    finally:
-        applier.close()
+
+    def __init__(self, root: str, skip: Skip, *, afresh: bool = False) -> None:
+        self._root, self._skip = os.fsencode(root), skip
+        self._known: dict[bytes, FileState] = {} if afresh else dict(scan(self._root, skip))
+        self.unsent: list[str] = []
+
+    def pack(self, fd: int, *, last: bool = False) -> Iterator[None]:
+        """Write what has changed since the last look into an archive, in steps of bounded size.
+
+        Args:
+            fd: an empty file.
+            last: nobody is there any more who would close a file: it is packed as it stands.
+        """
+        found, known = dict(scan(self._root, self._skip)), self._known
+        tell = [path for path, seen in found.items() if seen.kind in _ORDER and seen != known.get(path)]
+        told = yield from _add_all(fd, self._root, known, found, tell, closed=not last)
+        self._known = {p: was for p, was in known.items() if p in found and found[p].kind == was.kind} | told
+        self.unsent = [os.fsdecode(path) for path in tell if last and path not in told]
+
+
+def only(places: Collection[str]) -> Skip:
+    """Skip all but these directories, if there are any, and what Python makes for itself."""
+
+    def skip(path: bytes, entry: os.DirEntry[bytes]) -> bool:
+        directory = entry.is_dir(follow_symlinks=False)
+        return entry.name == b"__pycache__" or (bool(places) and not is_in(places, path, directory=directory))
+
+    return skip
+
+
+def is_in(places: Collection[str], path: bytes, *, directory: bool) -> bool:
+    """Whether a path is in one of these directories, or is one, or a folder that it is in."""
+    inside = map(os.fsencode, places)
+    return any(
+        path == place or _beneath(path, [place]) or (directory and _beneath(place, [path]))
+        for place in inside
+    )
+
+
+def shared_places(project: str, shared: tuple[str, ...]) -> list[str]:
+    """Return the ``--shared`` directories in the project, where the ranks of every VM write; relative to it."""
+    paths = (os.path.normpath(os.path.join(project, path)) for path in shared)
+    return [os.path.relpath(path, project) for path in paths if path.startswith(os.path.join(project, ""))]

@@ -1,7 +1,7 @@
 """The end of a run: what the ranks diverted is sorted, and nothing that only they wrote is lost.
 
 A path that the project shows as written since the run began was rank 0's too: the other ranks' versions
-are replicas and go. Any other path is kept, with a manifest, until ``recover`` or retention. The clock of the
+are replicas and go. What rank 0 has in its own scratch found no place in the project (:mod:`taas.project_sync.applier`). Any other path is kept, with a manifest, until ``recover`` or retention. The clock of the
 project's file system decides (``ctime``, which no program can set back, against one taken there when the run began), so
 rank 0 runs unobserved and unslowed, and files that C code wrote count. In doubt, a write is kept.
 """
@@ -32,7 +32,7 @@ _MANIFEST = "kept.json"
 
 
 class SettledFile(msgspec.Struct, frozen=True):
-    """A file that only ranks other than 0 wrote."""
+    """A file that only ranks other than 0 wrote, or rank 0 elsewhere, while its user changed it here."""
 
     path: str  # relative to the project
     ranks: tuple[int, ...]  # who wrote it, each version that differs once; the first rank's gets the path
@@ -66,14 +66,16 @@ class Settlement:
     def lines(self) -> list[str]:
         """What the cell says about it; nothing of what rank 0 wrote too."""
         said = []
-        if self.kept:
-            ranks = ranks_in_words({rank for file in self.kept for rank in file.ranks})
-            size = size_in_words(sum(file.size for file in self.kept))
-            files = counted(len(self.kept), "file")
-            named = _some([file.path for file in self.kept])
+        if aside := [file for file in self.kept if 0 in file.ranks]:
             said.append(
-                f"kept: {named} ({files}, {size}) from {ranks}, which rank 0 did not write: "
-                f"%taas recover {self.run} brings them into the project{self._how_to_share()}"
+                f"kept: {_described(aside)} as the run wrote it: changed here meanwhile, so yours is as you left it, "
+                f"and %taas recover {self.run} --overwrite puts the run's in its place"
+            )
+        if others := [file for file in self.kept if 0 not in file.ranks]:
+            ranks = ranks_in_words({rank for file in others for rank in file.ranks})
+            said.append(
+                f"kept: {_described(others)} from {ranks}, which rank 0 did not write: "
+                f"%taas recover {self.run} brings them into the project{_how_to_share(others)}"
             )
         if self.unremoved:
             ranks = ranks_in_words({rank for removers in self.unremoved.values() for rank in removers})
@@ -85,10 +87,6 @@ class Settlement:
             for text in self.stuck
         ]
         return said
-
-    def _how_to_share(self) -> str:
-        folder = os.path.commonpath([Path(file.path).parent for file in self.kept])
-        return f", and with --shared {shown(folder)} every rank writes there itself" if folder else ""
 
 
 def settle(
@@ -116,9 +114,9 @@ def settle(
         for path in _files(scratch / "tree"):
             writers.setdefault(path, []).append(rank)
     only_others = {
-        path: ranks
+        path: ranks[:1] if ranks[0] == 0 else ranks
         for path, ranks in sorted(writers.items())
-        if not changed_since(str(project / path), since_ns)
+        if ranks[0] == 0 or not changed_since(str(project / path), since_ns)
     }
     run = _free_name(kept_root, run)
     kept, stuck = _keep(only_others, scratches, kept_root / run)
@@ -232,6 +230,16 @@ def read_manifest(folder: Path) -> Manifest | None:
         return msgspec.json.decode((folder / _MANIFEST).read_bytes(), type=Manifest)
     except (OSError, msgspec.DecodeError):
         return None
+
+
+def _described(files: list[SettledFile]) -> str:
+    named, size = _some([file.path for file in files]), size_in_words(sum(file.size for file in files))
+    return f"{named} ({counted(len(files), 'file')}, {size})"
+
+
+def _how_to_share(files: list[SettledFile]) -> str:
+    folder = os.path.commonpath([Path(file.path).parent for file in files])
+    return f", and with --shared {shown(folder)} every rank writes there itself" if folder else ""
 
 
 def _some(names: list[str]) -> str:

@@ -45,7 +45,7 @@ class Fleet:
         self._worker = worker
         self._control, self._scratch, self._started, self._strike = control, scratch, started, strike
         self._local = LocalEngine()
-        self._engines: dict[str, Engine] = {"local": self._local}
+        self._engines: dict[tuple[str, str], Engine] = {("local", ""): self._local}
         self._of: dict[Vm, Engine] = {}
         self._count, self._next_beat = 0, 0.0
 
@@ -69,11 +69,11 @@ class Fleet:
 
     def prepare(self, choice: EngineChoice) -> Engine:
         """Return an engine, started if it was not yet."""
-        name = "local" if choice.kind == "local" else f"{choice.kind} {choice.address}"
-        if name not in self._engines:
-            self._engines[name] = start_engine(choice, self._control.listen, self._scratch)
+        key = choice.kind, choice.address
+        if key not in self._engines:
+            self._engines[key] = start_engine(choice, self._control.listen, self._scratch)
             self._started()
-        return self._engines[name]
+        return self._engines[key]
 
     def _start(
         self,
@@ -101,6 +101,9 @@ class Fleet:
                     scratch=str(scratch),
                     data=data,
                     idle=idle,
+                    remote=engine.remote,
+                    ahead=demand.environ,
+                    changed=demand.changed,
                 )
             )
         machines = engine.start(demand, configs, [vm.machine for vm in lost])

@@ -13,7 +13,6 @@ from taas.supervisor.vms import Vm
 from taas.wire.agents import EndJob, How, JobHears, JobRequest, JobSays, OfJob, StartJob
 from taas.wire.framing import LOOPBACK, StoreAddress
 from taas.wire.ranks import Answer, RankKept, RankOrder
-from taas.wire.transfer import Chunk
 from taas.wording import named
 
 if TYPE_CHECKING:
@@ -84,7 +83,7 @@ class RankJobs:
             raise NotEnoughDevices(
                 f"{self.name(short[0])} has {given[short[0]]} of the {needed} GPUs that its ranks need, and that it was "
                 "said to have. `nvidia-smi` there tells whether its driver is loaded. Take it out of the cluster until "
-                "then (`ray stop` there), or rehearse the run on CPU ranks (--rehearse)."
+                "then, or rehearse the run on CPU ranks (--rehearse)."
             )
 
     def device_in_words(self) -> str:
@@ -163,8 +162,8 @@ class RankJobs:
         return {number: self.vms[number] for number in sorted(self.told - self.done)}
 
     def may_say(self, vm: Vm, job: int, said: JobSays) -> bool:
-        """Whether it is this VM's job that is spoken of, and a rank of it, or what ranks of all VMs may write."""
-        rank = None if isinstance(said, Chunk) and said.of == "change" else getattr(said, "rank", None)
+        """Whether it is this VM's job that is spoken of, and a rank of it."""
+        rank = getattr(said, "rank", None)
         own = rank is None or rank // self._submit.spec.ranks_per_vm == job
         return own and 0 <= job < len(self.vms) and self.vms[job] is vm
 

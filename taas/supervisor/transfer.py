@@ -5,7 +5,10 @@ A job on this host needs none of it: it opens the memory, and writes to the run'
 
 from __future__ import annotations
 
+import contextlib
 import os
+import secrets
+import tempfile
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
@@ -16,8 +19,8 @@ import msgspec
 
 from taas.header.grammar import RunSpec
 from taas.project_sync import archive
-from taas.project_sync.applier import Applier
-from taas.project_sync.tree import FileState, Token, decode_all, is_in, shared_places
+from taas.project_sync.applier import Applier, unpack
+from taas.project_sync.archive import FileState, shared_places
 from taas.rank_storage import scratch_of
 from taas.runs.events import FILES
 from taas.supervisor.vms import Vm
@@ -65,15 +68,9 @@ class Transfer:
         if not vm.remote:
             vm.send(order)
             return
-        token = self._project_sync.token()
-        vm.send(
-            msgspec.structs.replace(
-                order,
-                payload=order.payload.from_elsewhere(),
-                token_path=token.path or "",
-                token=token.content,
-            )
-        )
+        path, token = self._project_sync.token()
+        payload = order.payload.from_elsewhere()
+        vm.send(msgspec.structs.replace(order, payload=payload, token_path=path, token=token))
         sender = self._senders[order.job] = Sender(
             lambda said: vm.send(OfJob(run=self._run, job=order.job, said=said))
         )
@@ -121,8 +118,8 @@ class Transfer:
                 self._answer.take(chunk)
             case "output":
                 self._write(job, chunk)
-            case "change" if job < self._spec.vms:
-                self._project_sync.apply(job, chunk.rank, chunk.data)
+            case "changes" | "writes" if job < self._spec.vms:
+                self._project_sync.take(job, chunk)
 
     def _go_on(self, job: int, said: Chunk | JobRequest, done: Future[Any]) -> None:
         """Something was written down, or packed, or could not be: let the agent send more, or send it more."""
@@ -204,41 +201,49 @@ class ProjectSync:
         spec: RunSpec,
         known: Mapping[bytes, FileState] | None = None,
     ) -> None:
-        self._known = dict(known or {})
+        self._known = known or {}
         self._run, self._project, self._scratch, self._width = run, project, scratch, spec.ranks_per_vm
         self._shared = shared_places(project, spec.shared)
-        self._token: Token | None = None
+        self._token: Any = None
         self._archive: archive.Archive | None = None
-        self._appliers: dict[int, Applier] = {}
-        """By rank: of the project for rank 0, for others of their scratch."""
-        self._along: frozenset[bytes] = frozenset()
+        self._applier: Applier | None = None
+        self._coming: dict[tuple[int, str], Incoming] = {}
+        self._along: set[bytes] = set()
+        self._said: list[str] = []
 
     @property
-    def known(self) -> dict[bytes, FileState]:
+    def known(self) -> Mapping[bytes, FileState]:
         """What the VMs have, each file as it stands here."""
-        if 0 not in self._appliers:
-            return self._known
-        return {path: seen for path, seen in self._appliers[0].expected.items() if seen is not None}
+        return self._known if self._applier is None else self._applier.expected
 
     @property
-    def written(self) -> frozenset[bytes]:
-        """Files of the project that the run wrote: when it starts again, it goes on from them."""
-        return self._along | self._appliers[0].written if 0 in self._appliers else self._along
+    def written(self) -> set[bytes]:
+        """What the run wrote in the project: when it starts again, it goes on from that."""
+        return self._along if self._applier is None else self._along | self._applier.written
 
-    def take_along(self, written: frozenset[bytes]) -> None:
+    def take_along(self, written: set[bytes]) -> None:
         """Let these files travel whatever their size."""
         self._along = written
 
-    def token(self) -> Token:
-        """Return what a VM is told, to find out whether it sees the project's disk."""
+    def token(self) -> tuple[str, bytes]:
+        """Return the path of a file, and what nobody can guess is in it: who reads that there sees the project's disk.
+
+        Where the project cannot be written, there is no path: then no VM is said to see it.
+        """
         if self._token is None:
-            self._token = Token(self._project)
-        return self._token
+            self._content = secrets.token_bytes(32)
+            with contextlib.suppress(OSError):
+                self._token = tempfile.NamedTemporaryFile(dir=self._project, prefix=".taas-disk-")  # noqa: SIM115
+                self._token.write(self._content)
+                self._token.flush()
+                os.fsync(self._token.fileno())
+        return ("" if self._token is None else self._token.name), self._content
 
     def all_started(self) -> None:
         """No VM looks for the disk any more."""
         if self._token is not None:
-            self._token.remove()
+            with contextlib.suppress(OSError):  # somebody has removed it
+                self._token.close()
 
     def packed(self) -> Memory:
         """Return the packed project, for a VM that does not see it.
@@ -247,42 +252,52 @@ class ProjectSync:
             OSError: it cannot be packed.
         """
         if self._archive is None:
-            self._archive = archive.pack(self._project, always=self._along, known=self._known)
-            self._known = self._archive.found
-        return Memory(os.getpid(), self._archive.fd, self._archive.nbytes)
+            packed = self._archive = archive.pack(self._project, always=self._along, known=self._known)
+            aside = scratch_of(self._scratch, 0) / "tree"
+            self._applier = Applier(self._project, packed.found, packed.stayed, self._run, aside)
+        return Memory(os.getpid(), self._archive.fd, os.fstat(self._archive.fd).st_size)
 
-    def apply(self, vm: int, rank: int, change: bytes) -> None:
-        """Put a change that a VM brings into its place.
+    def take(self, vm: int, chunk: Chunk) -> None:
+        """Take in what a VM has changed, and make the changes when all of it is here.
 
         Args:
             vm: the VM, by its number.
-            rank: 0: it is a change of the project, which rank 0's VM makes, or of a ``--shared`` directory in it, where
-                ranks of all VMs write; else of what this rank has in its scratch.
-            change: encoded.
+            chunk: of ``changes`` in the project, which rank 0's VM makes, or in a ``--shared`` directory in it, where
+                ranks of all VMs write; or of ``writes``, what its ranks have in their scratch.
 
         Raises:
             OSError: it cannot be written at all.
+            msgspec.DecodeError: it is no archive.
         """
-        if rank and rank // self._width != vm:
-            return  # this VM may not say such a thing
-        if rank not in self._appliers:
-            self._appliers[rank] = self._applier(rank)
-        for decoded in decode_all(change):
-            if rank or vm == 0 or is_in(self._shared, decoded):
-                self._appliers[rank].take(decoded, vm)
+        key = vm, chunk.of
+        if key not in self._coming:
+            self._coming[key] = Incoming(Memory(0, 0, chunk.size), self._scratch)
+        coming = self._coming[key]
+        coming.take(chunk)
+        if not coming.complete:
+            return
+        try:
+            if chunk.of == "writes":
+                self._said += unpack(coming.fd, str(self._scratch), lambda entry: self._is_of(vm, entry))
+            elif self._applier is not None:
+                self._applier.take(coming.fd, lambda entry: vm == 0 or self._is_shared(entry))
+        finally:
+            self._coming.pop(key).close()
 
-    def _applier(self, rank: int) -> Applier:
-        if rank == 0:
-            found, stayed = ({}, ()) if self._archive is None else (self._archive.found, self._archive.stayed)
-            return Applier(self._project, found, self._run, stayed)
-        folder = scratch_of(self._scratch, rank)
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return Applier(str(folder), {}, self._run)
+    def _is_of(self, vm: int, entry: archive.ArchiveEntry) -> bool:
+        """Whether something is in the scratch of a VM's own ranks."""
+        ranks = range(max(1, vm * self._width), (vm + 1) * self._width)
+        places = [str(scratch_of(Path(), rank)) for rank in ranks]
+        return archive.is_in(places, entry.path, directory=False)
+
+    def _is_shared(self, entry: archive.ArchiveEntry) -> bool:
+        directory = entry.state is not None and entry.state.kind == "directory"
+        return archive.is_in(self._shared, entry.path, directory=directory)
 
     def lose(self, vm: int) -> None:
         """A VM is gone: what it was sending does not count."""
-        for applier in self._appliers.values():
-            applier.lose(vm)
+        for key in [key for key in self._coming if key[0] == vm]:
+            self._coming.pop(key).close()
 
     def notices(self, *, well: bool) -> list[str]:
         """Lines for the user.
@@ -290,17 +305,18 @@ class ProjectSync:
         Args:
             well: the run succeeded.
         """
-        said = [notice for _, applier in sorted(self._appliers.items()) for notice in applier.notices]
-        missed = not well or (0 in self._appliers and self._appliers[0].replaced)
-        if missed and self._archive is not None and (self._archive.left_out or not self._archive.whole):
-            said.append(_left_out(self._archive))
-        return said
+        said, packed, applier = self._said, self._archive, self._applier
+        if packed is None or applier is None:
+            return said
+        made_anew = packed.stayed.keys() & applier.expected.keys()
+        missed = (made_anew or not well) and (packed.stayed or not packed.whole)
+        return [*applier.notices, *said, *([_left_out(packed)] if missed else [])]
 
     def close(self) -> None:
         """Give back what it holds."""
         self.all_started()
-        for applier in self._appliers.values():
-            applier.close()
+        for vm, _ in list(self._coming):
+            self.lose(vm)
         if self._archive is not None:
             os.close(self._archive.fd)
             self._archive = None
@@ -308,9 +324,9 @@ class ProjectSync:
 
 def _left_out(packed: archive.Archive) -> str:
     """What did not travel: a run that failed, or made it anew, may have missed it."""
-    named = [f"{path} ({size_in_words(size)})" for path, size in [*packed.left_out.items()][:_NAMED]]
-    more = len(packed.left_out) - len(named)
-    if more:
+    largest = sorted(packed.stayed.items(), key=lambda item: -item[1])
+    named = [f"{os.fsdecode(path)} ({size_in_words(size)})" for path, size in largest[:_NAMED]]
+    if more := len(largest) - len(named):
         named.append(f"{more} more")
     if not packed.whole:
         named.append(f"all beyond the first {archive.ENTRIES:,} files")

@@ -1,4 +1,4 @@
-"""Bytes that cross hosts: memory files, what processes write, changes of project files. One way for all of it, in chunks.
+"""Bytes that cross hosts: memory files, what processes write, archives of files. One way for all of it, in chunks.
 
 On one host nothing of this happens: a memory is opened where it is held, and files lie where they belong. Else each side
 of a job pushes what the other one needs, and is never more than a window ahead of what was written down there.
@@ -7,8 +7,10 @@ of a job pushes what the other one needs, and is never more than a window ahead 
 from __future__ import annotations
 
 import os
+import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Literal
 
 from taas.wire.framing import Memory, Message
@@ -23,15 +25,16 @@ class Chunk(Message, frozen=True):
     """Some bytes; what is of one kind comes in order.
 
     Attributes:
-        of: ``payload``, ``project``, ``answer``: of a memory file. ``output``: of a file that a process of the job
-            writes. ``change``: a change to files (:mod:`taas.project_sync.tree`).
+        of: ``payload``, ``answer``: of a memory file. ``project``, ``changes``, ``writes``: of an archive
+            (:mod:`taas.project_sync.archive`) of the project, of what a VM changed in it, and of what ranks other than 0
+            wrote in its place. ``output``: of a file that a process of the job writes.
         offset: where they are in the file.
-        size: bytes of the whole memory file.
-        rank: whose output or change; a change of rank 0 is one of the project, another one of the rank's scratch.
+        size: bytes of the whole file, but for output.
+        rank: whose output; of changes and writes the VM's first.
         file: name of the output file in the rank's folder.
     """
 
-    of: Literal["payload", "project", "answer", "output", "change"]
+    of: Literal["payload", "project", "answer", "changes", "writes", "output"]
     data: bytes
     offset: int = 0
     size: int = 0
@@ -45,12 +48,14 @@ class Taken(Message, frozen=True):
     nbytes: int
 
 
-def chunks_of(of: Literal["payload", "project", "answer"], memory: Memory) -> Iterator[Chunk]:
-    """Read a memory file that this process holds, as a source for a :class:`Sender`; an empty one is one empty chunk."""
+def chunks_of(
+    of: Literal["payload", "project", "answer", "changes", "writes"], memory: Memory, rank: int = 0
+) -> Iterator[Chunk]:
+    """Read a file that this process holds, as a source for a :class:`Sender`; an empty one is one empty chunk."""
     size = memory.nbytes
     for offset in range(0, max(size, 1), CHUNK):
         data = os.pread(memory.fd, min(CHUNK, size - offset), offset)
-        yield Chunk(of=of, data=data, offset=offset, size=size)
+        yield Chunk(of=of, data=data, offset=offset, size=size, rank=rank)
 
 
 class Sender:
@@ -114,6 +119,7 @@ class Incoming:
 
     Args:
         memory: what the peer named.
+        folder: for what is too much for memory, a folder on a disk.
 
     Attributes:
         fd: the memory, whole once :attr:`complete`.
@@ -122,10 +128,14 @@ class Incoming:
         OSError: it is on this host, and its holder is gone; or there is no descriptor left.
     """
 
-    def __init__(self, memory: Memory) -> None:
+    def __init__(self, memory: Memory, folder: Path | None = None) -> None:
         self._size = memory.nbytes
         self._got = 0 if memory.elsewhere else self._size
-        self.fd = os.memfd_create("taas-incoming", os.MFD_CLOEXEC) if memory.elsewhere else memory.open()
+        if folder is not None:
+            with tempfile.TemporaryFile(dir=folder) as file:
+                self.fd = os.dup(file.fileno())
+        else:
+            self.fd = os.memfd_create("taas-incoming", os.MFD_CLOEXEC) if memory.elsewhere else memory.open()
 
     def take(self, chunk: Chunk) -> None:
         """Write a chunk down.
