@@ -325,7 +325,7 @@ def test_a_stray_client_gets_nothing(notebook: Notebook) -> None:
     """Without the key of the connection file a client is not heard; with a wrong one neither."""
     import zmq
 
-    from taas.notebook.connections import all_connections
+    from taas.supervisor.connections import all_connections
     from taas.wire.clients import Release
 
     notebook.good("#pragma taas --gpus 1\npass")

@@ -12,7 +12,7 @@ import psutil
 import pytest
 from notebook_harness import Notebook, gone, until
 
-from taas.notebook.connections import Visit, all_connections
+from taas.supervisor.connections import Visit, all_connections
 from taas.wire.clients import RunRequest, Stacks
 from taas.wire.stopped import StoppedHelpers
 
@@ -333,7 +333,7 @@ def test_an_interrupt_that_comes_after_the_end(notebook: Notebook) -> None:
     notebook.good(
         "import os\n"
         "def press(run):\n"
-        "    from taas.notebook.connections import Visit, all_connections\n"
+        "    from taas.supervisor.connections import Visit, all_connections\n"
         "    from taas.wire.clients import RunRequest, Stacks\n"
         "    [supervisor] = [there for there in all_connections() if there.kernel.pid == os.getpid()]\n"
         "    with Visit(supervisor) as visit:\n"

@@ -232,7 +232,7 @@ def test_ranks_that_die_when_a_cell_was_ordered(notebook: Notebook) -> None:
 
 _OVERTAKE = """
 import threading
-from taas.notebook.connections import Visit, all_connections
+from taas.supervisor.connections import Visit, all_connections
 from taas.notebook.foreground import Foreground
 from taas.wire.clients import Release, Released, RunRequest, Stacks
 [here] = [c for c in all_connections() if c.kernel.pid == __import__("os").getpid()]

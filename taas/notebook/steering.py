@@ -15,14 +15,14 @@ from taas.config import Catalog, load_catalog, project_folder
 from taas.engines import chosen
 from taas.errors import EngineError, HeaderError
 from taas.header.arguments import Line, split_words
-from taas.notebook import connections, doctor, tables
+from taas.notebook import doctor, tables
 from taas.notebook.cell_output import Screen, TerminalOutput, follow, say, show_written
 from taas.notebook.supervised import supervised
 from taas.notebook.tables import Shown
 from taas.notebook.verbs import VERBS, help_text
 from taas.runs.reader import LOOK_SECONDS, RunReader
 from taas.runs.records import RunRecord, find_run, of_notebook, read_records, told_apart
-from taas.supervisor import rank_writes
+from taas.supervisor import connections, rank_writes
 from taas.wire.clients import Prepare, Release, Released, RunRequest, Stacks
 from taas.wording import counted, nearest, shown
 

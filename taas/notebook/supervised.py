@@ -19,32 +19,14 @@ import zmq
 
 from taas.engines.chosen import chosen
 from taas.errors import EngineError, HeaderError, RunLost
-from taas.notebook.connections import Connection, Wire
 from taas.runs.places import crash_report
 from taas.runs.reader import RunReader
+from taas.supervisor.connections import Connection, Wire
 from taas.supervisor.sweeper import CONNECTION, SOCKET
-from taas.wire.clients import Release
+from taas.wire.clients import Release, SupervisorConfig
 from taas.wire.stopped import LOOK_SECONDS, let_go_on, process
 
 _START_SECONDS = 60.0
-
-
-class SupervisorConfig(msgspec.Struct, frozen=True):
-    """What a kernel writes to its supervisor's standard input, as one line of JSON.
-
-    Attributes:
-        kernel: process id of the kernel it serves.
-        life: the descriptor, in the supervisor, of the life pipe: at its end-of-file the supervisor is killed.
-        client_key: the kernel's public CURVE key in Z85.
-        warm: a VM of this machine is about to be asked for.
-        idle: nobody waits for it yet.
-    """
-
-    kernel: int
-    life: int
-    client_key: str
-    warm: bool = True
-    idle: bool = False
 
 
 class Supervised(Wire):

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import zmq
 
-from taas.notebook.connections import Connection, write_connection
 from taas.runs.places import ProcessMark
+from taas.supervisor.connections import Connection, write_connection
 from taas.supervisor.sweeper import CONNECTION, SOCKET
 from taas.wire.curve import LAST_WORD_SECONDS, Gate, make_router, set_heartbeat
 from taas.wire.framing import Message, pack

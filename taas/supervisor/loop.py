@@ -18,7 +18,6 @@ from taas import _linux
 from taas.agent.endings import SWEEPS, become_subreaper, kill_tree, orphans, sweep_orphans
 from taas.engines import Engine
 from taas.errors import EngineError
-from taas.notebook.supervised import SupervisorConfig
 from taas.rank.lifeline import tie_to_pipe, untie
 from taas.runs.places import ProcessMark, crash_report
 from taas.runs.retention import make_room
@@ -44,6 +43,7 @@ from taas.wire.clients import (
     RunState,
     Stacks,
     Submit,
+    SupervisorConfig,
 )
 from taas.wire.framing import Alive, Message, MessageReader
 from taas.wire.poll_loop import PollLoop, raise_limit

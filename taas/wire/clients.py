@@ -14,6 +14,24 @@ from taas.wire.framing import Memory, Message
 from taas.wire.ranks import Answer
 
 
+class SupervisorConfig(msgspec.Struct, frozen=True):
+    """What a kernel writes to its supervisor's standard input, as one line of JSON.
+
+    Attributes:
+        kernel: process id of the kernel it serves.
+        life: the descriptor, in the supervisor, of the life pipe: at its end-of-file the supervisor is killed.
+        client_key: the kernel's public CURVE key in Z85.
+        warm: a VM of this machine is about to be asked for.
+        idle: nobody waits for it yet.
+    """
+
+    kernel: int
+    life: int
+    client_key: str
+    warm: bool = True
+    idle: bool = False
+
+
 class DeliveryOrder(msgspec.Struct, frozen=True):
     """The registered loaders that data workers run for a run.
 
