@@ -53,7 +53,7 @@ def test_the_supervisors_folder(book: Notebook) -> None:
     (book.folder / "go").touch()
     book.good("%taas attach owl")
     assert book.value("saved") == "42"
-    assert gone(before.supervisor + before.sweepers + before.agents)
+    assert gone(before.supervisor + before.agents)
 
 
 @pytest.mark.parametrize("what", ["runtime", "agent"])

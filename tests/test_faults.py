@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
-from notebook_harness import Notebook, gone, until
+from notebook_harness import Notebook, gone
 
 from taas.supervisor.connections import Visit, all_connections
 from taas.wire.clients import RunRequest, Stacks
-from taas.wire.stopped import StoppedHelpers
 
 pytestmark = pytest.mark.slow
 
@@ -168,7 +166,7 @@ agent, rank = psutil.Process(os.getppid()).ppid(), os.getpid()
 send = wire.AgentConnection.send
 def last(self, message):
     subprocess.Popen(["sh", "-c", f"while kill -0 {rank}; do sleep 0.02; done; kill -CONT {agent}"], stderr=-3)
-    os.kill(agent, signal.SIGSTOP)  # it goes on when this process is gone; once a second its supervisor wakes it
+    os.kill(agent, signal.SIGSTOP)  # it goes on when this process is gone
     send(self, message)
     os.kill(rank, signal.SIGKILL)
 wire.AgentConnection.send = last
@@ -396,24 +394,3 @@ def test_children_of_a_cell_end_with_it(notebook: Notebook) -> None:
         "child = subprocess.Popen(['sleep', '600'], start_new_session=True).pid"
     )
     assert not psutil.pid_exists(int(notebook.value("child")))
-
-
-def test_a_helper_is_known_from_its_first_moment() -> None:
-    """One that was looked at before its exec, when it still was its parent's copy, is told to go on later."""
-    begin, go = os.pipe()
-    child = os.fork()
-    if not child:
-        os.read(begin, 1)
-        os.execv(sys.executable, [sys.executable, "-c", "import signal; signal.pause()", "taas.agent"])
-    try:
-        helpers = StoppedHelpers()
-        assert helpers.look() == []
-        os.write(go, b"1")
-        until(lambda: "taas.agent" in psutil.Process(child).cmdline())
-        os.kill(child, signal.SIGSTOP)
-        until(lambda: any(f"the agent (process {child}) was stopped" in line for line in helpers.look()))
-    finally:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        os.close(begin)
-        os.close(go)

@@ -93,7 +93,6 @@ LIMIT = 64 << 20
 def everybody(found: Processes) -> list[psutil.Process]:
     """All processes of taas for a notebook."""
     kinds = (
-        found.sweepers,
         found.supervisor,
         found.agents,
         found.forkservers,

@@ -100,8 +100,7 @@ def _ends(pid: int | None, seconds: float) -> bool:
 def fork(target: Callable[..., None], *arguments: Any) -> Any:
     """Fork a process that calls a function, by its name: the agent imports nothing of what it needs.
 
-    A forkserver that is stopped would hold this process, too: it is told to go on. One that is killed while it is asked
-    is started anew, and asked again.
+    A forkserver that is killed while it is asked is started anew, and asked again.
 
     Raises:
         OSError: this process may open no more files. The forkserver was not asked then: multiprocessing connects to
@@ -112,9 +111,6 @@ def fork(target: Callable[..., None], *arguments: Any) -> Any:
         for _ in range(_OPENED_BY_A_FORK):
             room.callback(os.close, os.dup(2))
     forkserver: int | None = _mp._forkserver._forkserver_pid  # type: ignore[attr-defined]
-    if forkserver is not None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(forkserver, signal.SIGCONT)
     process = multiprocessing.get_context("forkserver").Process(target=target, args=arguments)
     try:
         process.start()

@@ -36,7 +36,6 @@ from taas.wire.curve import SupervisorLink, make_dealer, set_heartbeat
 from taas.wire.framing import Alive, Leave, Message, MessageReader, pack
 from taas.wire.poll_loop import PollLoop, raise_limit
 from taas.wire.ranks import RankOrder
-from taas.wire.stopped import StoppedHelpers
 
 _END_SECONDS = 8.0
 """So long the end of an agent may take."""
@@ -61,7 +60,6 @@ class Agent:
         self._config = config
         self._scratch = Path(config.scratch)
         self._link = SupervisorLink(self._socket, config.endpoint) if config.remote else None
-        self._stopped = StoppedHelpers()
         self._ending = threading.Event()
         self._socket.connect(config.endpoint)
         self._services = Services(
@@ -116,7 +114,7 @@ class Agent:
     def _wait(self) -> float | None:
         waits = [job.wait() for job in self._jobs.values()]
         if self._link is not None:
-            waits += [self._link.wait(), self._stopped.wait() if self._jobs else None]
+            waits.append(self._link.wait())
         if self._inotify.blind and any(not job.sender.done for job in self._jobs.values()):
             waits.append(BLIND_SECONDS)
         if not self._rank_jobs:
@@ -164,17 +162,11 @@ class Agent:
         self._supervisor_gone = not os.read(sys.stdin.fileno(), 4096)
 
     def _look_at_link(self, link: SupervisorLink) -> None:
-        """End with the connection to a supervisor elsewhere: it gives this VM up then, too.
-
-        It sees no process here, so who is stopped is told to go on by this one.
-        """
+        """End with the connection to a supervisor elsewhere: it gives this VM up then, too."""
         why = "" if self._supervisor_gone else link.gone()
         if why:
             self._supervisor_gone = True
             sys.stderr.write(f"{why}\n")
-        for line in self._stopped.look() if self._jobs else ():
-            for job in self._jobs.values():
-                job.said.append(f"{job.name}: {line}")
 
     def _end_all(self) -> None:
         """Leave nothing, whatever goes wrong with one thing; the system ends what is not ended here."""

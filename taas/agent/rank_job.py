@@ -114,7 +114,6 @@ class RankJob(Job):
                 environ=rank_environ(work, store, staged, local),
             )
             process.tell(pack(start), staged.payload.fd)
-            process.send(signal.SIGCONT)  # one that was stopped while it waited would hold the cell
 
     def _open_store(self) -> StoreAddress:
         """Return the run's store, opened here where that is this agent's part."""

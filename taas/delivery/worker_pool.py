@@ -46,7 +46,6 @@ from taas.delivery.slab import slot_size
 from taas.delivery.streams import OwnedStreams
 from taas.delivery.transport import ControlClient, connect_data, connected, map_slabs, new_context
 from taas.wire.framing import Alive, Leave, Message, pack, seal
-from taas.wire.stopped import process
 from taas.wording import killed_by
 
 _FLUSH = 0.002
@@ -324,7 +323,7 @@ def _cause(status: int) -> str:
 
 def _stopped(pid: int) -> bool:
     with contextlib.suppress(OSError):
-        found = process(pid)
+        found = _linux.process(pid)
         return found is not None and found.state in "Tt"
     return False
 

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -21,10 +20,8 @@ from taas.engines.chosen import chosen
 from taas.errors import EngineError, HeaderError, RunLost
 from taas.runs.places import crash_report
 from taas.runs.reader import RunReader
-from taas.supervisor.connections import Connection, Wire
-from taas.supervisor.sweeper import CONNECTION, SOCKET
+from taas.supervisor.connections import CONNECTION, SOCKET, Connection, Wire
 from taas.wire.clients import Release, SupervisorConfig
-from taas.wire.stopped import LOOK_SECONDS, let_go_on, process
 
 _START_SECONDS = 60.0
 
@@ -50,7 +47,6 @@ class Supervised(Wire):
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._pidfd, zmq.POLLIN)
-        self._next_look = 0.0
 
     def hear(self, timeout_ms: int, reader: RunReader | None = None) -> Iterator[Any]:
         """Yield the messages there are, or those that come within the time; what is not taken stays for later.
@@ -69,8 +65,6 @@ class Supervised(Wire):
         finally:
             if reader is not None:
                 self._poller.unregister(reader)
-        if not ready:
-            self._let_go_on()
         silent = True
         with contextlib.suppress(zmq.Again):
             while self._socket in ready:
@@ -82,14 +76,6 @@ class Supervised(Wire):
                 f"the supervisor {self._how_it_ended()}, and all ranks with it. Nothing came back; the next cell "
                 "starts a new one."
             )
-
-    def _let_go_on(self) -> None:
-        """See that a supervisor that says nothing is not stopped; its sweeper does so too, while no cell waits."""
-        now = time.monotonic()
-        if now >= self._next_look:
-            self._next_look = now + LOOK_SECONDS
-            if (one := process(self.pid)) is not None:
-                let_go_on([one])
 
     @property
     def alive(self) -> bool:

@@ -1,13 +1,16 @@
-"""How other kernels and terminals find a supervisor: one file each, 0600, in Jupyter's runtime folder.
+"""Where supervisors are: a folder of sockets each, and one file, 0600, in Jupyter's runtime folder.
 
 The file holds a CURVE key pair that the supervisor lets in as a client: who can read the file may stop the runs,
 nobody else gets a word in. Kernels' connection files work the same way.
+A supervisor removes both at its end; what one has left that was killed, the next one removes.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -21,7 +24,10 @@ from taas.runs.records import RunRecord
 from taas.wire.clients import ClientHears
 from taas.wire.curve import make_dealer
 from taas.wire.framing import Message, MessageReader, pack
+from taas.wire.short_folder import PREFIX
 
+SOCKET, CONNECTION = "supervisor", "connection"
+"""In the folder, where the supervisor listens, and a link to the file by which clients find it."""
 _ANSWER_SECONDS = 10.0
 
 
@@ -41,7 +47,7 @@ def _folder() -> Path:
 
 
 def write_connection(connection: Connection) -> Path:
-    """Write a supervisor's connection file, in place of those of dead ones; its sweeper removes it when it ends."""
+    """Write a supervisor's connection file, in place of those of dead ones."""
     all_connections()
     name = f"{connection.supervisor.pid}-{os.urandom(3).hex()}.json"  # another machine may have this id, too
     path = _folder() / name
@@ -60,6 +66,26 @@ def all_connections() -> list[Connection]:
             elif connection.supervisor.has_left(path):
                 path.unlink(missing_ok=True)
     return found
+
+
+def hold_folder(folder: Path) -> None:
+    """Show that the supervisor of this folder lives, for as long as it does; tmpfiles.d(5) leaves the folder alone, too."""
+    fcntl.flock(os.open(folder, os.O_RDONLY | os.O_CLOEXEC), fcntl.LOCK_SH)
+
+
+def remove_folders_left(beside: Path) -> None:
+    """Remove the folders of supervisors that were killed; one that lives holds its own before it listens there."""
+    for socket in beside.parent.glob(f"{PREFIX}*/{SOCKET}"):
+        with contextlib.suppress(OSError):  # another user's, or somebody was faster
+            fd = os.open(socket.parent, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if socket.parent.lstat().st_uid == os.geteuid():  # another user's link might lead to any file
+                    with contextlib.suppress(OSError):
+                        (socket.parent / CONNECTION).readlink().unlink()
+                    shutil.rmtree(socket.parent, ignore_errors=True)
+            finally:
+                os.close(fd)
 
 
 def connection_of(record: RunRecord) -> Connection:

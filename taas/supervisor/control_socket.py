@@ -10,8 +10,7 @@ from pathlib import Path
 import zmq
 
 from taas.runs.places import ProcessMark
-from taas.supervisor.connections import Connection, write_connection
-from taas.supervisor.sweeper import CONNECTION, SOCKET
+from taas.supervisor.connections import CONNECTION, SOCKET, Connection, write_connection
 from taas.wire.curve import LAST_WORD_SECONDS, Gate, make_router, set_heartbeat
 from taas.wire.framing import Message, pack
 

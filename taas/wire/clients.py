@@ -19,7 +19,7 @@ class SupervisorConfig(msgspec.Struct, frozen=True):
 
     Attributes:
         kernel: process id of the kernel it serves.
-        life: the descriptor, in the supervisor, of the life pipe: at its end-of-file the supervisor is killed.
+        life: the descriptor, in the supervisor, of the life pipe: its end-of-file is the end of the kernel.
         client_key: the kernel's public CURVE key in Z85.
         warm: a VM of this machine is about to be asked for.
         idle: nobody waits for it yet.
