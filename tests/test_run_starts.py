@@ -27,7 +27,7 @@ from taas.wire.agents import JobOver, JobSays, StartJob
 from taas.wire.clients import DeliveryOrder, Submit
 from taas.wire.framing import Memory, Message, StoreAddress
 from taas.wire.poll_loop import PollLoop
-from taas.wire.ranks import Asking, RankEnded, RankStage
+from taas.wire.ranks import Asking, Cell, RankEnded, RankStage, Surroundings
 from taas.wire.transfer import Chunk
 
 
@@ -53,16 +53,13 @@ class Beginning:
         self._payload = os.memfd_create("nothing")
         payload = Memory(os.getpid(), self._payload, 0)
         loaders = DeliveryOrder(payload, processes=1, encrypt=True) if data_vms else None
+        spec = RunSpec(name="starts", instance="g2.2", vms=2, ranks_per_vm=2, data_vms=data_vms, **options)
         submit = Submit(
-            cell="",
-            execution_count=1,
-            project=str(project),
-            environ={},
+            cell=Cell("", 1, spec, "nocolor"),
+            around=Surroundings(str(project), {}),
             payload=payload,
-            spec=RunSpec(name="starts", instance="g2.2", vms=2, ranks_per_vm=2, data_vms=data_vms, **options),
             gpus=(),
             device="by Ray",
-            colors="nocolor",
             waiting=True,
             delivery=loaders,
             engine=EngineChoice("ray"),

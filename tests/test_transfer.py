@@ -23,6 +23,7 @@ from taas.supervisor.work_thread import WorkThread
 from taas.wire.agents import JobRequest, OfJob, StartJob
 from taas.wire.framing import Memory, Message
 from taas.wire.poll_loop import PollLoop
+from taas.wire.ranks import Surroundings
 from taas.wire.transfer import CHUNK, WINDOW, Chunk, Sender, Taken, chunks_of
 
 RUN = "golden-fox"
@@ -67,9 +68,7 @@ class Hosts:
             job=job,
             name="VM g2.2-0",
             payload=Memory(os.getpid(), fd, len(payload)),
-            project=str(self.project),
-            environ={},
-            changed=(),
+            around=Surroundings(str(self.project), {}),
             output=str(self.output),
             work=DataOrder(common=None),  # type: ignore[arg-type]
         )

@@ -101,7 +101,7 @@ class ProjectChanges:
         copy = arrival.copy
         if copy is not None and order.first_rank == 0:
             self._watched.append((0, Watcher(str(copy))))
-        elif copy is not None and (shared := shared_places(home, order.spec.shared)):
+        elif copy is not None and (shared := shared_places(home, order.cell.spec.shared)):
             self._watched.append((0, Watcher(str(copy), only=shared)))
 
     def wait(self) -> float | None:

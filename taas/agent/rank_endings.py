@@ -42,7 +42,7 @@ class Ending:
     """
 
     def __init__(self, order: RankOrder) -> None:
-        self._stay, self._stayed = order.spec.keep, order.continues
+        self._stay, self._stayed = order.cell.spec.keep, order.continues
         self._how: How | None = None
         self._began = 0.0
         self._names = True

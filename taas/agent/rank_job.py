@@ -91,7 +91,7 @@ class RankJob(Job):
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         if services.config.remote:
             self._changes = ProjectChanges(
-                self._order.project, work, staged, self._staging.project, lambda: self.ended
+                self._order.around.project, work, staged, self._staging.project, lambda: self.ended
             )
             self.sender.add(self._changes.chunks())
             for number, folder in folders.items():
@@ -120,7 +120,7 @@ class RankJob(Job):
         wanted = self._work.store
         if wanted.port:
             return wanted
-        self._store = RunStore(wanted, self._work.spec.world_size, Path(self._services.config.scratch))
+        self._store = RunStore(wanted, self._work.cell.spec.world_size, Path(self._services.config.scratch))
         self._say(self._store.address)
         return self._store.address
 
@@ -176,7 +176,7 @@ class RankJob(Job):
                 said = msgspec.structs.replace(said, answer=None)
                 self.fail(f"the names that the run made could not be taken: {error}")
         rank.ended, rank.ended_at = said, time.monotonic()
-        if not self._work.spec.keep or rank.packing:  # then it is the last word of one that is stuck
+        if not self._work.cell.spec.keep or rank.packing:  # then it is the last word of one that is stuck
             rank.leave()
         elif said.answer is not None:
             rank.tell(RankRequest(what="taken"))
@@ -257,7 +257,9 @@ class RankJob(Job):
         """Add to the end of a rank that died where it stood."""
         if ended.outcome != "died":
             return ended
-        words = last_words(self._folder / str(ended.rank), self._work.cell, self._work.execution_count)
+        words = last_words(
+            self._folder / str(ended.rank), self._work.cell.text, self._work.cell.execution_count
+        )
         return msgspec.structs.replace(ended, message=ended.message + words)
 
     def step(self) -> None:

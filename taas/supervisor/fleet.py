@@ -125,7 +125,7 @@ class Fleet:
         """
         if kept:
             return self.lease_kept(run, [*kept])
-        spec = submit.spec
+        spec = submit.cell.spec
         demand = demand_of(submit, spec.instance, spec.ranks_per_vm * spec.gpus_per_rank)
         gpus = () if spec.rehearse else submit.gpus
         return self._lease(self.prepare(submit.engine), run, demand, spec.vms, gpus)
@@ -186,7 +186,7 @@ class Fleet:
         """
         if submit.delivery is None:
             return None
-        count, demand = submit.spec.data_vms, demand_of(submit, DATA_VM)
+        count, demand = submit.cell.spec.data_vms, demand_of(submit, DATA_VM)
         engine = self.prepare(submit.engine)
         if not engine.remote:  # one machine has one agent: its data VMs are worker pools there
             return DataVms([vms[0]] * count, vms[0], lambda: engine.here, lambda: None)

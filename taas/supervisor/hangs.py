@@ -47,10 +47,10 @@ class HangWatch:
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._timeout = run.submit.spec.hang_timeout
+        self._timeout = run.submit.cell.spec.hang_timeout
         self._period = min(max(self._timeout / 8, _SHORTEST), _LONGEST)
         elsewhere = run.submit.engine.kind != "local"
-        self._spins = (elsewhere or bool(run.submit.gpus)) and not run.submit.spec.rehearse
+        self._spins = (elsewhere or bool(run.submit.gpus)) and not run.submit.cell.spec.rehearse
         self._next = time.monotonic() + self._period
         self._look_number, self._looked_at = 0, 0.0
         self._missing: set[int] = set()
@@ -165,8 +165,8 @@ class HangWatch:
         submit = self._run.submit
         return fold(
             ranks,
-            cell=submit.cell,
-            execution_count=submit.execution_count,
+            cell=submit.cell.text,
+            execution_count=submit.cell.execution_count,
             ended=set(self._run.found.ended),
         )
 

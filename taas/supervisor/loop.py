@@ -184,9 +184,9 @@ class Supervisor:
     def _submit(self, key: str, submit: Submit) -> None:
         recorder = kept = worker = None
         try:
-            if submit.spec.name in self._runs:
+            if submit.cell.spec.name in self._runs:
                 raise EngineError(
-                    f"a run called {submit.spec.name} is going on: give this one another --name"
+                    f"a run called {submit.cell.spec.name} is going on: give this one another --name"
                 )
             kept = self._kept.find(submit)
             recorder = Recorder(submit, self._kernel_mark)
@@ -229,7 +229,7 @@ class Supervisor:
         except (EngineError, OSError) as error:
             run.notices.append(f"it could not be started again: {error}")
             return False
-        used = f"{again.restarts} of {run.submit.spec.max_restarts} restarts used"
+        used = f"{again.restarts} of {run.submit.cell.spec.max_restarts} restarts used"
         losses = (*run.recorder.record.losses, f"{why}; started again ({used})")
         run.recorder.note(
             state=again.state, restarts=again.restarts, losses=losses, trouble=None, questions=()

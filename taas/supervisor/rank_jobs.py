@@ -56,7 +56,7 @@ class RankJobs:
         """Return what messages call a VM of this run, such as ``g2.8-0``; empty where that is this machine, alone."""
         if len(self.vms) == 1 and not self.vms[0].remote:
             return ""
-        name = f"{self._submit.spec.instance or 'vm'}-{number}"
+        name = f"{self._submit.cell.spec.instance or 'vm'}-{number}"
         place = self.vms[number].machine.place
         return f"{name} ({place})" if place else name
 
@@ -76,7 +76,7 @@ class RankJobs:
         Raises:
             NotEnoughDevices: a VM has fewer GPUs than its ranks need, and not all have none.
         """
-        spec = self._submit.spec
+        spec = self._submit.cell.spec
         needed = spec.ranks_per_vm * spec.gpus_per_rank
         given = {number: len(_gpus_of(vm)) for number, vm in enumerate(self.vms)}
         short = [number for number, count in given.items() if count < needed]
@@ -89,7 +89,7 @@ class RankJobs:
 
     def device_in_words(self) -> str:
         """Say what the ranks run on, where only the engine knew; else nothing."""
-        spec = self._submit.spec
+        spec = self._submit.cell.spec
         if self.vms[0].machine.gpus is None or not spec.gpus_per_rank:
             return ""
         count = sum(len(_gpus_of(vm)) for vm in self.vms)
@@ -126,9 +126,7 @@ class RankJobs:
             job=number,
             name=f"VM {name}" if name else "this machine",
             payload=submit.payload,
-            project=submit.project,
-            environ=submit.environ,
-            changed=submit.changed,
+            around=submit.around,
             output=str(self._run.output),
             scratch=str(self._run.scratch),
             since_ns=self._run.since_ns,
@@ -143,14 +141,9 @@ class RankJobs:
             run=self._run.name,
             vm=self.name(number),
             cell=submit.cell,
-            execution_count=submit.execution_count,
             group_rank=number,
             store=store,
             gpus=_gpus_of(vm),
-            spec=submit.spec,
-            colors=submit.colors,
-            shell_class=submit.shell_class,
-            directory=submit.directory,
             delivery=None if self._delivery is None else self._delivery(number),
             restart_count=self._run.restarts,
             host=vm.machine.host,
@@ -165,7 +158,7 @@ class RankJobs:
     def may_say(self, vm: Vm, job: int, said: JobSays) -> bool:
         """Whether it is this VM's job that is spoken of, and a rank of it, or what ranks of all VMs may write."""
         rank = None if isinstance(said, Chunk) and said.of == "change" else getattr(said, "rank", None)
-        own = rank is None or rank // self._submit.spec.ranks_per_vm == job
+        own = rank is None or rank // self._submit.cell.spec.ranks_per_vm == job
         return own and 0 <= job < len(self.vms) and self.vms[job] is vm
 
     def tell(self, number: int, said: JobHears) -> None:
@@ -174,7 +167,7 @@ class RankJobs:
 
     def answer(self, answer: Answer) -> None:
         """Hand on what somebody answers to a rank's question."""
-        number = answer.rank // self._submit.spec.ranks_per_vm
+        number = answer.rank // self._submit.cell.spec.ranks_per_vm
         if number in self.busy:
             self.tell(number, answer)
 

@@ -41,7 +41,7 @@ class Recorder:
     """
 
     def __init__(self, submit: Submit, kernel: ProcessMark) -> None:
-        spec = submit.spec
+        spec = submit.cell.spec
         self._held: list[int] = []
         try:
             self.submit = self._holding(submit)
@@ -52,9 +52,9 @@ class Recorder:
         self.record = RunRecord(
             name=name,
             id=mark,
-            cell=submit.cell,
-            execution_count=submit.execution_count,
-            project=submit.project,
+            cell=submit.cell.text,
+            execution_count=submit.cell.execution_count,
+            project=submit.around.project,
             notebook=submit.notebook,
             supervisor=ProcessMark.of(os.getpid()),
             kernel=kernel,

@@ -59,13 +59,19 @@ class Run:
         self.answer: Memory | None = None
         self.output, self._sockets = output_folder(recorder.record.folder, restarts), sockets
         self.scratch: Path
-        self.scratch, self.since_ns = make_scratch(name, submit.project, kept.scratch if kept else None)
+        self.scratch, self.since_ns = make_scratch(
+            name, submit.around.project, kept.scratch if kept else None
+        )
         self.notices: list[str] = []  # what the cell says when it is over
         before, known = (kept.ranks, kept._project_sync.known) if kept else (None, None)
-        self._project_sync: ProjectSync = ProjectSync(name, submit.project, self.scratch, submit.spec, known)
-        self.transfer = Transfer(name, submit.spec, self.output, self._project_sync, worker, self._failed)
+        self._project_sync: ProjectSync = ProjectSync(
+            name, submit.around.project, self.scratch, submit.cell.spec, known
+        )
+        self.transfer = Transfer(
+            name, submit.cell.spec, self.output, self._project_sync, worker, self._failed
+        )
         self.ranks: RankJobs = RankJobs(self, before)
-        self.found = Findings(submit.spec, self.ranks)
+        self.found = Findings(submit.cell.spec, self.ranks)
         self.hangs = HangWatch(self)
         self.data: DataSide | None = None
         if data is not None:
@@ -140,7 +146,7 @@ class Run:
             case RankStage():
                 self.found.measure_clock(said.rank, said.at)
                 self.found.started.add(said.rank)
-                if len(self.found.started) == self.submit.spec.world_size and self.state == "starting":
+                if len(self.found.started) == self.submit.cell.spec.world_size and self.state == "starting":
                     if self.data is None or not self.data.vms.elsewhere:  # else one may join at any time
                         self._project_sync.all_started()
                     self._enter("running")
@@ -277,7 +283,7 @@ class Run:
     @property
     def loss(self) -> str:
         """What was lost, of a finished run that may be started again; else empty. New ranks lack what kept ones had."""
-        if self.submit.spec.keep or self.restarts >= self.submit.spec.max_restarts:
+        if self.submit.cell.spec.keep or self.restarts >= self.submit.cell.spec.max_restarts:
             return ""
         return self.found.loss(self.answer)
 
@@ -320,7 +326,7 @@ class Run:
         """Write down how it ended, settled as it is; returns what its client is told, with the answer, which its agent holds."""
         self.state = "over"
         verdict = self.found.verdict(self.answer)
-        gone = [_NOT_KEPT] if self.submit.spec.keep and not self.ranks.stay else []
+        gone = [_NOT_KEPT] if self.submit.cell.spec.keep and not self.ranks.stay else []
         if not self.found.all_done:
             self.ranks.store = None  # it may have been broken off
         self.recorder.end(verdict, (*self.notices, *gone), self.ranks.stay or None)

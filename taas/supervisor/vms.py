@@ -93,10 +93,10 @@ def demand_of(submit: Submit, instance: str | None, gpus: int = 0) -> Demand:
     return Demand(
         instance,
         gpus,
-        submit.spec.rehearse,
+        submit.cell.spec.rehearse,
         submit.engine.wait,
-        read_at_import(submit.environ),
-        submit.changed,
+        read_at_import(submit.around.environ),
+        submit.around.changed,
     )
 
 

@@ -7,11 +7,10 @@ from typing import Literal
 import msgspec
 
 from taas.engines import EngineChoice
-from taas.header.grammar import RunSpec
 from taas.runs.records import RunRecord
 from taas.runs.stacks import StackGroup
 from taas.wire.framing import Memory, Message
-from taas.wire.ranks import Answer
+from taas.wire.ranks import Answer, Cell, Surroundings
 
 
 class SupervisorConfig(msgspec.Struct, frozen=True):
@@ -52,37 +51,29 @@ class Submit(Message, frozen=True):
     """Start a run.
 
     Attributes:
+        cell, around: what ranks are told as it is, and what each VM has in its own way.
+        payload: the packed names.
         gpus: GPUs that the notebook's machine has, as CUDA_VISIBLE_DEVICES names them; none: rehearse.
         device: what the ranks run on, in words.
         waiting: a foreground run: the client waits, and the run ends with it.
         delivery: registered loaders that data workers run.
-        changed: variables of ``environ`` that the notebook set itself.
-        shell_class: name of the class of the notebook's shell, which libraries ask for.
         engine: where the VMs come from.
         notebook: its path; empty where the front end does not say it.
         left_to: the id of the run whose kept ranks have names that the payload lacks; empty: it lacks none.
         keep_idle: seconds that its ranks stay after it, if they do, and no other cell comes.
-        directory: where the notebook is now; kept ranks have the project in which they were made.
     """
 
-    cell: str
-    execution_count: int
-    project: str
-    environ: dict[str, str]
+    cell: Cell
+    around: Surroundings
     payload: Memory
-    spec: RunSpec
     gpus: tuple[str, ...]
     device: str
-    colors: str
     waiting: bool
-    shell_class: str = "ZMQInteractiveShell"
     delivery: DeliveryOrder | None = None
-    changed: tuple[str, ...] = ()
     engine: EngineChoice = EngineChoice()
     notebook: str = ""
     left_to: str = ""
     keep_idle: float = 0.0
-    directory: str = ""
 
 
 class Prepare(Message, frozen=True):
