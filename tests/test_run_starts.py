@@ -16,13 +16,13 @@ from taas.engines.ray import RayMachine
 from taas.header.grammar import RunSpec
 from taas.runs.places import ProcessMark
 from taas.runs.records import RunRecord, read_record
-from taas.supervisor import rank_jobs
 from taas.supervisor.data_side import Phase
 from taas.supervisor.data_vms import DataVms
 from taas.supervisor.recorder import Recorder
 from taas.supervisor.runs import Run
 from taas.supervisor.vms import Vm
 from taas.supervisor.work_thread import WorkThread
+from taas.wire import deadlines
 from taas.wire.agents import JobOver, JobSays, StartJob
 from taas.wire.clients import DeliveryOrder, Submit
 from taas.wire.framing import Memory, Message, StoreAddress
@@ -264,7 +264,7 @@ def test_an_abandoned_run_has_a_deadline_here(
     begin: Callable[..., Beginning], monkeypatch: pytest.MonkeyPatch, remote: bool, overdue: int
 ) -> None:
     """An agent that is stuck is given up; one elsewhere may have files of the project to bring."""
-    monkeypatch.setattr(rank_jobs, "_END_SECONDS", -1.0)
+    monkeypatch.setattr(deadlines, "END_RANKS", -1.0)
     begun = begin(remote=remote)
     _all_come(begun, (), ())
     begun.hear(0, begun.started()[0].work.store)

@@ -17,9 +17,9 @@ from collections.abc import Iterable
 import psutil
 
 from taas import _linux
+from taas.wire import deadlines
 
 _PR_SET_CHILD_SUBREAPER = 36
-_SWEEP_SECONDS = 2.0
 SWEEPS = 10
 """So often what is left is killed: while a tree is being killed, what is left of it is handed on."""
 
@@ -93,9 +93,9 @@ def _await_death(handles: dict[int, int]) -> None:
     for handle in handles:
         poll.register(handle, select.POLLIN)
     left = set(handles)
-    deadline = time.monotonic() + _SWEEP_SECONDS
+    deadline = time.monotonic() + deadlines.TREE_DIES
     while left and time.monotonic() < deadline:
-        for handle, _ in poll.poll(_SWEEP_SECONDS * 1000):
+        for handle, _ in poll.poll(deadlines.TREE_DIES * 1000):
             poll.unregister(handle)
             left.discard(handle)
             with contextlib.suppress(ChildProcessError):

@@ -12,12 +12,10 @@ from typing import Any
 from taas.agent.processes import RankProcess
 from taas.agent.run_store import RunStore
 from taas.agent.staging import ProjectArrival
+from taas.wire import deadlines
 from taas.wire.agents import KeptGone
 from taas.wire.framing import Message, pack
 from taas.wire.ranks import RankRequest
-
-_LEAVING_SECONDS = 3.0
-"""So long ranks have for what libraries do at exit when their VM is given back."""
 
 
 class KeptProcesses:
@@ -91,6 +89,6 @@ class KeptProcesses:
 
 
 def _wait_for_end(sentinels: Iterable[int]) -> None:
-    left, until = set(sentinels), time.monotonic() + _LEAVING_SECONDS
+    left, until = set(sentinels), time.monotonic() + deadlines.LEAVE_KEPT
     while left and (seconds := until - time.monotonic()) > 0:
         left.difference_update(wait(left, seconds))

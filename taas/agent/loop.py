@@ -31,16 +31,12 @@ from taas.agent.spares import Spares
 from taas.delivery.config import read_line
 from taas.engines import AgentConfig
 from taas.runs.events import BLIND_SECONDS, Inotify
+from taas.wire import deadlines
 from taas.wire.agents import AgentHears, JobRequest, StartJob
 from taas.wire.curve import SupervisorLink, make_dealer, set_heartbeat
 from taas.wire.framing import Alive, Leave, Message, MessageReader, pack
 from taas.wire.poll_loop import PollLoop, raise_limit
 from taas.wire.ranks import RankOrder
-
-_END_SECONDS = 8.0
-"""So long the end of an agent may take."""
-_STOPPED_SECONDS, _ALIVE_SECONDS = 20.0, 5.0
-"""So long an agent elsewhere may be stopped, and how often it shows the system that it is not."""
 
 
 class Agent:
@@ -171,7 +167,7 @@ class Agent:
     def _end_all(self) -> None:
         """Leave nothing, whatever goes wrong with one thing; the system ends what is not ended here."""
         self._ending.set()
-        _linux.kill_in(_END_SECONDS)
+        _linux.kill_in(deadlines.END_AGENT)
         with contextlib.ExitStack() as last_first:
             last_first.callback(shutil.rmtree, self._scratch, ignore_errors=True)
             last_first.callback(self._context.term)
@@ -228,9 +224,9 @@ class Agent:
 
 def _die_when_stopped(ending: threading.Event) -> None:
     """Let the system kill this process, and so its ranks, when it is stopped for long; a thread's."""
-    _linux.kill_in(_STOPPED_SECONDS)
-    while not ending.wait(_ALIVE_SECONDS):
-        _linux.kill_in(_STOPPED_SECONDS)
+    _linux.kill_in(deadlines.AGENT_STOPPED)
+    while not ending.wait(deadlines.SHOW_ALIVE):
+        _linux.kill_in(deadlines.AGENT_STOPPED)
 
 
 def make_socket(context: zmq.Context[Any], config: AgentConfig) -> zmq.Socket[Any]:

@@ -14,13 +14,11 @@ import psutil
 
 from taas.agent.endings import kill_tree, send
 from taas.agent.forkserver import fork
+from taas.wire import deadlines
 from taas.wire.framing import Message, pack
 from taas.wire.rank_connection import RankConnection
 from taas.wire.ranks import Preparation, RankEnded, RankKept, RankRequest, RankSays, RankStage
 from taas.wording import killed_by
-
-EXIT_SECONDS = 15.0
-"""How long a rank may take to leave after its cell has ended."""
 
 
 class ForkedProcess:
@@ -159,7 +157,7 @@ class Rank:
             self.ended is not None
             and self.kept is None
             and not self.process.gone
-            and time.monotonic() > self.ended_at + EXIT_SECONDS
+            and time.monotonic() > self.ended_at + deadlines.RANK_EXITS
         )
 
     def post_mortem(self, *, forkserver_outlived: bool) -> RankEnded:

@@ -18,11 +18,12 @@ from taas.agent.endings import reap_orphans
 from taas.agent.environ import rank_environ
 from taas.agent.job import Job, Services
 from taas.agent.outflow import ProjectChanges, output_of
-from taas.agent.processes import EXIT_SECONDS, ForkedProcess, Rank
+from taas.agent.processes import ForkedProcess, Rank
 from taas.agent.rank_endings import Ending
 from taas.agent.run_store import RunStore
 from taas.agent.stacks import Look, last_words
 from taas.agent.staging import ProjectArrival
+from taas.wire import deadlines
 from taas.wire.agents import How, LookAtRanks, RanksSeen, StartJob
 from taas.wire.framing import Memory, Message, StoreAddress, pack
 from taas.wire.ranks import (
@@ -280,7 +281,7 @@ class RankJob(Job):
             waits.append(self._ending.wait())
         if self._changes is not None and not self.ended and not self.sender.waits:
             waits.append(self._changes.wait())
-        waits += [EXIT_SECONDS for rank in there if rank.ended is not None and not rank.kept]
+        waits += [deadlines.RANK_EXITS for rank in there if rank.ended is not None and not rank.kept]
         return min((wait for wait in waits if wait is not None), default=None)
 
     def close(self) -> None:

@@ -20,15 +20,11 @@ from collections.abc import Callable, Iterator
 import psutil
 
 from taas.agent.processes import RankProcess
+from taas.wire import deadlines
 from taas.wire.ranks import Preparation
 
 MOST = max(8, os.cpu_count() or 1)
 """So many spares a VM has at most."""
-IDLE_SECONDS = 15 * 60.0
-"""So long spares wait for a run."""
-_LOOK_SECONDS = 20.0
-_REST_SECONDS = 0.1
-"""After a run, what follows it at once comes first: the next cell of Run All, or the end of everything."""
 _FREE_SHARE = 0.1
 
 
@@ -53,7 +49,7 @@ class Spares:
             self.end()
         self._preparation, self._wanted = preparation, min(count, MOST)
         now = time.monotonic()
-        self._from, self._until = now + _REST_SECONDS, now + IDLE_SECONDS
+        self._from, self._until = now + deadlines.SPARES_REST, now + deadlines.SPARES_IDLE
 
     def take(self, preparation: Preparation, count: int) -> Iterator[RankProcess]:
         """Give a run ``count`` processes, no longer watched: spares that were prepared for it, then fresh ones.
@@ -108,7 +104,7 @@ class Spares:
         rest = self._from - time.monotonic()
         if self._missing and rest > 0:
             return rest
-        return _LOOK_SECONDS if self._waiting else None
+        return deadlines.SPARES_LOOK if self._waiting else None
 
     def lose(self, process: RankProcess) -> None:
         """One is gone, for whatever reason: make no others in its place."""

@@ -21,6 +21,7 @@ import zmq
 from taas.errors import EngineError
 from taas.runs.places import ProcessMark, runtime_folder, write_private
 from taas.runs.records import RunRecord
+from taas.wire import deadlines
 from taas.wire.clients import ClientHears
 from taas.wire.curve import make_dealer
 from taas.wire.framing import Message, MessageReader, pack
@@ -28,7 +29,6 @@ from taas.wire.short_folder import PREFIX
 
 SOCKET, CONNECTION = "supervisor", "connection"
 """In the folder, where the supervisor listens, and a link to the file by which clients find it."""
-_ANSWER_SECONDS = 10.0
 
 
 class Connection(msgspec.Struct, frozen=True, kw_only=True):
@@ -150,12 +150,12 @@ class Visit(Wire):
             EngineError: there was none.
         """
         self.say(message)
-        deadline = time.monotonic() + _ANSWER_SECONDS
+        deadline = time.monotonic() + deadlines.SUPERVISOR_ANSWERS
         while (left := deadline - time.monotonic()) > 0:
             if self._socket.poll(int(left * 1000) + 1):
                 answer = self._read(self._socket.recv())
                 if isinstance(answer, kind):
                     return answer
         raise EngineError(
-            f"the supervisor did not answer within {_ANSWER_SECONDS:.0f} s. `taas doctor` looks for the cause."
+            f"the supervisor did not answer within {deadlines.SUPERVISOR_ANSWERS:.0f} s. `taas doctor` looks for the cause."
         )

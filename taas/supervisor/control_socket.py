@@ -11,7 +11,8 @@ import zmq
 
 from taas.runs.places import ProcessMark
 from taas.supervisor.connections import CONNECTION, SOCKET, Connection, write_connection
-from taas.wire.curve import LAST_WORD_SECONDS, Gate, make_router, set_heartbeat
+from taas.wire import deadlines
+from taas.wire.curve import Gate, make_router, set_heartbeat
 from taas.wire.framing import Message, pack
 
 _AT_ONCE = 64
@@ -100,7 +101,7 @@ class ControlSocket:
     def is_out_of_reach(self, key: str) -> bool:
         """Whether messages have not reached a peer for longer than its last word may take."""
         since = self._unreachable.get(key)
-        return since is not None and time.monotonic() > since + LAST_WORD_SECONDS
+        return since is not None and time.monotonic() > since + deadlines.LAST_WORD
 
     def listen(self, host: str) -> str:
         """Listen on an address that other machines reach; peers that connect there have to show signs of life."""

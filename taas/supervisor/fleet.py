@@ -18,8 +18,8 @@ from taas.supervisor.control_socket import ControlSocket
 from taas.supervisor.data_vms import DataVms
 from taas.supervisor.vms import KEPT, Vm, demand_of, share_gpus
 from taas.supervisor.work_thread import WorkThread
+from taas.wire import deadlines
 from taas.wire.clients import Submit
-from taas.wire.curve import BEAT_SECONDS
 from taas.wire.framing import Alive, Leave
 
 
@@ -278,7 +278,7 @@ class Fleet:
         """Send signs of life to remote agents, if it is time; returns the VMs that are out of reach."""
         if time.monotonic() < self._next_beat:
             return []
-        self._next_beat = time.monotonic() + BEAT_SECONDS
+        self._next_beat = time.monotonic() + deadlines.BEAT
         for vm in self._of:
             if vm.remote and vm.up:
                 vm.send(Alive())

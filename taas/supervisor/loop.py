@@ -31,6 +31,7 @@ from taas.supervisor.recorder import Recorder
 from taas.supervisor.runs import Run
 from taas.supervisor.vms import Vm, choosing
 from taas.supervisor.work_thread import WorkThread
+from taas.wire import deadlines
 from taas.wire.agents import AgentSays, KeptGone
 from taas.wire.clients import (
     ClientSays,
@@ -48,11 +49,6 @@ from taas.wire.framing import Alive, Message, MessageReader
 from taas.wire.poll_loop import PollLoop, raise_limit
 from taas.wire.ranks import Answer
 from taas.wire.short_folder import make_short_folder
-
-_LOOK_SECONDS = 1.0
-"""So often it is looked who does not end in time what has to end."""
-_END_SECONDS = 15.0
-"""So long the end of a supervisor may take: VMs elsewhere are given back."""
 
 
 class Supervisor:
@@ -108,7 +104,7 @@ class Supervisor:
     def _wait(self) -> float | None:
         waits = [wait for timed in self._timed if (wait := timed.wait()) is not None]
         if self._runs:
-            waits.append(_LOOK_SECONDS)
+            waits.append(deadlines.LATE_LOOK)
         return min(waits, default=None)
 
     def _hear(self) -> None:
@@ -335,7 +331,7 @@ class Supervisor:
 
 def _end(control: ControlSocket, fleet: Fleet, scratch: Path) -> None:
     """End all that there is, whatever goes wrong with one thing: at once what is here, then what engines have elsewhere."""
-    _linux.kill_in(_END_SECONDS)
+    _linux.kill_in(deadlines.END_SUPERVISOR)
     raise_limit()
     drivers = [pid for engine in fleet.engines if engine.remote for pid in engine.pids()]
     with contextlib.ExitStack() as last_first:

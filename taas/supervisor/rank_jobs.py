@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from taas.delivery.config import DeliveryConfig
 from taas.errors import NotEnoughDevices
 from taas.supervisor.vms import Vm
+from taas.wire import deadlines
 from taas.wire.agents import EndJob, How, JobHears, JobRequest, JobSays, OfJob, StartJob
 from taas.wire.framing import LOOPBACK, StoreAddress
 from taas.wire.ranks import Answer, RankKept, RankOrder
@@ -18,11 +19,6 @@ from taas.wording import named
 
 if TYPE_CHECKING:
     from taas.supervisor.runs import Run
-
-_END_SECONDS = 4.0
-"""So long agents have to end ranks at once, rank 0's names included, before they are taken for stuck.
-
-What crosses hosts takes as long as it takes: who sends something is at work."""
 
 
 class RankJobs:
@@ -187,7 +183,7 @@ class RankJobs:
 
         Where no rank has ``begun`` the cell, there is nothing that would have to be finished.
         """
-        by = time.monotonic() + _END_SECONDS
+        by = time.monotonic() + deadlines.END_RANKS
         if how == "now":
             self._end_by = min(self._end_by, by)
         elif not names or (how == "interrupt" and not begun):
@@ -198,7 +194,7 @@ class RankJobs:
 
     def postpone_end(self) -> None:
         """Somebody of the run is at work: its agents have their time from now on."""
-        by = time.monotonic() + _END_SECONDS
+        by = time.monotonic() + deadlines.END_RANKS
         self._end_by, self._patient_by = (
             by if deadline < float("inf") else deadline for deadline in (self._end_by, self._patient_by)
         )

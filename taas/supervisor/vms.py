@@ -15,11 +15,11 @@ from taas.errors import EngineError, NotEnoughDevices
 from taas.runs.places import runtime_folder
 from taas.runs.records import read_records
 from taas.supervisor.work_thread import WorkThread
+from taas.wire import deadlines
 from taas.wire.clients import Submit
 from taas.wire.framing import Leave, Message
 from taas.wording import counted
 
-_CHOOSING_SECONDS, _TRY_AGAIN_SECONDS = 2.0, 0.01
 KEPT = "%kept"
 """What a VM with kept ranks has in the place of a run's name."""
 
@@ -111,14 +111,14 @@ def choosing(gpus: tuple[str, ...]) -> Iterator[None]:
         yield
         return
     with (runtime_folder("locks") / "gpus").open("ab") as lock:
-        until = time.monotonic() + _CHOOSING_SECONDS
+        until = time.monotonic() + deadlines.CHOOSE_GPUS
         while not _taken(lock.fileno()):
             if time.monotonic() > until:
                 raise EngineError(
-                    f"another notebook has been choosing among this machine's GPUs for {_CHOOSING_SECONDS:.0f} s: its "
+                    f"another notebook has been choosing among this machine's GPUs for {deadlines.CHOOSE_GPUS:.0f} s: its "
                     "supervisor may be stopped. Run the cell again; `%taas status` shows who has GPUs."
                 )
-            time.sleep(_TRY_AGAIN_SECONDS)  # nothing tells of a lock that is free but to have it
+            time.sleep(deadlines.LOCK_AGAIN)  # nothing tells of a lock that is free but to have it
         yield
 
 
