@@ -15,10 +15,9 @@ from taas.header.grammar import RunSpec
 from taas.supervisor import fleet as fleet_module
 from taas.supervisor.fleet import Fleet
 from taas.supervisor.vms import Vm
-from taas.supervisor.work_thread import WorkThread
 from taas.wire.clients import DeliveryOrder, Submit
 from taas.wire.framing import Memory
-from taas.wire.poll_loop import PollLoop
+from taas.wire.poll_loop import PollLoop, WorkThread
 from taas.wire.ranks import Cell, Surroundings
 
 

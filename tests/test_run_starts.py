@@ -21,12 +21,11 @@ from taas.supervisor.data_vms import DataVms
 from taas.supervisor.recorder import Recorder
 from taas.supervisor.runs import Run
 from taas.supervisor.vms import Vm
-from taas.supervisor.work_thread import WorkThread
 from taas.wire import deadlines
 from taas.wire.agents import JobOver, JobSays, StartJob
 from taas.wire.clients import DeliveryOrder, Submit
 from taas.wire.framing import Memory, Message, StoreAddress
-from taas.wire.poll_loop import PollLoop
+from taas.wire.poll_loop import PollLoop, WorkThread
 from taas.wire.ranks import Asking, Cell, RankEnded, RankStage, Surroundings
 from taas.wire.transfer import Chunk
 

@@ -19,10 +19,9 @@ from taas.project_sync.tree import FileState, PathChange, encode
 from taas.runs.events import EVENTS, STDERR, STDOUT
 from taas.supervisor.transfer import ProjectSync, Transfer
 from taas.supervisor.vms import Vm
-from taas.supervisor.work_thread import WorkThread
 from taas.wire.agents import JobRequest, OfJob, StartJob
 from taas.wire.framing import Memory, Message
-from taas.wire.poll_loop import PollLoop
+from taas.wire.poll_loop import PollLoop, WorkThread
 from taas.wire.ranks import Surroundings
 from taas.wire.transfer import CHUNK, WINDOW, Chunk, Sender, Taken, chunks_of
 

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from taas.agent.forkserver import Forkserver
-from taas.agent.kept import KeptProcesses
 from taas.agent.processes import ForkedProcess
-from taas.agent.spares import Spares
+from taas.agent.spares import KeptProcesses, Spares
 from taas.agent.staging import ProjectArrival, Staging
 from taas.engines import AgentConfig
 from taas.wire.agents import EndJob, How, JobOver, JobSays, OfJob, StartJob

@@ -24,10 +24,9 @@ from taas.agent.endings import become_subreaper, kill_tree, sweep_orphans
 from taas.agent.environ import environment
 from taas.agent.forkserver import Forkserver
 from taas.agent.job import Job, Services
-from taas.agent.kept import KeptProcesses
 from taas.agent.processes import RankProcess
 from taas.agent.rank_job import RankJob
-from taas.agent.spares import Spares
+from taas.agent.spares import KeptProcesses, Spares
 from taas.delivery.config import read_line
 from taas.engines import AgentConfig
 from taas.runs.events import BLIND_SECONDS, Inotify

@@ -14,13 +14,13 @@ from taas.engines import AgentConfig, Demand, Engine, EngineChoice
 from taas.engines.chosen import start_engine
 from taas.engines.local import LocalEngine
 from taas.errors import EngineError
-from taas.supervisor.control_socket import ControlSocket
+from taas.supervisor.connections import ControlSocket
 from taas.supervisor.data_vms import DataVms
 from taas.supervisor.vms import KEPT, Vm, demand_of, share_gpus
-from taas.supervisor.work_thread import WorkThread
 from taas.wire import deadlines
 from taas.wire.clients import Submit
 from taas.wire.framing import Alive, Leave
+from taas.wire.poll_loop import WorkThread
 
 
 class Fleet:

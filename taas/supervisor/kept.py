@@ -12,8 +12,8 @@ from taas.supervisor.fleet import Fleet
 from taas.supervisor.rank_writes import settle_scratch
 from taas.supervisor.runs import Run
 from taas.supervisor.vms import Vm
-from taas.supervisor.work_thread import WorkThread
 from taas.wire.clients import Submit
+from taas.wire.poll_loop import WorkThread
 from taas.wording import counted
 
 _OF_ONE_CELL = (

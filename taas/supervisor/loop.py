@@ -21,8 +21,7 @@ from taas.errors import EngineError
 from taas.rank.lifeline import signal_at_end
 from taas.runs.places import ProcessMark, crash_report
 from taas.runs.retention import make_room
-from taas.supervisor.connections import hold_folder, remove_folders_left
-from taas.supervisor.control_socket import ControlSocket
+from taas.supervisor.connections import ControlSocket, hold_folder, remove_folders_left
 from taas.supervisor.fleet import Fleet
 from taas.supervisor.hangs import HangWatch
 from taas.supervisor.kept import KeptRanks
@@ -30,7 +29,6 @@ from taas.supervisor.rank_writes import settle_leftovers
 from taas.supervisor.recorder import Recorder
 from taas.supervisor.runs import Run
 from taas.supervisor.vms import Vm, choosing
-from taas.supervisor.work_thread import WorkThread
 from taas.wire import deadlines
 from taas.wire.agents import AgentSays, KeptGone
 from taas.wire.clients import (
@@ -46,7 +44,7 @@ from taas.wire.clients import (
     SupervisorConfig,
 )
 from taas.wire.framing import Alive, Message, MessageReader
-from taas.wire.poll_loop import PollLoop, raise_limit
+from taas.wire.poll_loop import PollLoop, WorkThread, raise_limit
 from taas.wire.ranks import Answer
 from taas.wire.short_folder import make_short_folder
 

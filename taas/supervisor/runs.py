@@ -18,10 +18,10 @@ from taas.supervisor.rank_writes import make_scratch, settle_scratch
 from taas.supervisor.recorder import Recorder
 from taas.supervisor.transfer import ProjectSync, Transfer
 from taas.supervisor.vms import Vm
-from taas.supervisor.work_thread import WorkThread
 from taas.wire.agents import How, JobOver, JobRequest, JobSays, RanksSeen
 from taas.wire.clients import RunState
 from taas.wire.framing import Memory, StoreAddress
+from taas.wire.poll_loop import WorkThread
 from taas.wire.ranks import Asking, RankEnded, RankStage
 from taas.wire.transfer import Chunk, Taken
 

@@ -14,10 +14,10 @@ from taas.engines import Demand, Machine
 from taas.errors import EngineError, NotEnoughDevices
 from taas.runs.places import runtime_folder
 from taas.runs.records import read_records
-from taas.supervisor.work_thread import WorkThread
 from taas.wire import deadlines
 from taas.wire.clients import Submit
 from taas.wire.framing import Leave, Message
+from taas.wire.poll_loop import WorkThread
 from taas.wording import counted
 
 KEPT = "%kept"
