@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import socket
 import time
@@ -12,7 +13,7 @@ from typing import Any
 
 import psutil
 
-from taas.agent.endings import kill_tree, send
+from taas.agent.endings import kill_tree
 from taas.agent.forkserver import fork
 from taas.wire import deadlines
 from taas.wire.framing import Message, pack
@@ -54,9 +55,13 @@ class ForkedProcess:
         return code
 
     def send(self, number: int) -> None:
-        """Signal it, if it is the process that was started here; SIGKILL goes to its session."""
+        """Signal it, if it is the process that was started here (psutil compares start times); SIGKILL goes to its session."""
         if self._recorded is not None and not self.gone:
-            send(self._recorded, number)
+            with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+                if number == signal.SIGKILL and self._recorded.is_running():
+                    os.killpg(self.pid, number)
+                else:
+                    self._recorded.send_signal(number)
 
     def kill_tree(self) -> None:
         """SIGKILL it and all its descendants."""

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from taas.agent.endings import reap_orphans
+from taas.agent.endings import orphans
 from taas.agent.environ import rank_environ
 from taas.agent.job import Job, Services
 from taas.agent.outflow import ProjectChanges, output_of
@@ -131,7 +131,7 @@ class RankJob(Job):
         """Take in what the supervisor says about this job."""
         match message:
             case LookAtRanks():
-                reap_orphans(self._services.forkserver.own_pids())
+                orphans(self._services.forkserver.own_pids())  # buries them: a long run may have many
                 processes = {rank.number: rank.process for rank in self.ranks}
                 self._looks.append(Look(processes, self._folder, message))
                 self._step_looks()
