@@ -112,6 +112,11 @@ class RunSpec:
         """Number of ranks."""
         return self.vms * self.ranks_per_vm
 
+    @property
+    def gpus_per_vm(self) -> int:
+        """GPUs that the ranks on each VM need; 0: the run needs none."""
+        return self.ranks_per_vm * self.gpus_per_rank
+
 
 _GPUS = Option(  # it sets three fields, together with the instance type
     "gpus", "N|auto", gpus, "ranks, one GPU each; auto: every GPU there is (2 rehearsed ranks if none)"

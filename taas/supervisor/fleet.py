@@ -126,7 +126,7 @@ class Fleet:
         if kept:
             return self.lease_kept(run, [*kept])
         spec = submit.cell.spec
-        demand = demand_of(submit, spec.instance, spec.ranks_per_vm * spec.gpus_per_rank)
+        demand = demand_of(submit, spec.instance, spec.gpus_per_vm)
         gpus = () if spec.rehearse else submit.gpus
         return self._lease(self.prepare(submit.engine), run, demand, spec.vms, gpus)
 

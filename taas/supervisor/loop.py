@@ -225,9 +225,7 @@ class Supervisor:
             return False
         used = f"{again.restarts} of {run.submit.cell.spec.max_restarts} restarts used"
         losses = (*run.recorder.record.losses, f"{why}; started again ({used})")
-        run.recorder.note(
-            state=again.state, restarts=again.restarts, losses=losses, trouble=None, questions=()
-        )
+        run.recorder.note(losses=losses)
         self._begin(again)
         return True
 

@@ -15,7 +15,7 @@ from taas.wire.agents import EndJob, How, JobHears, JobRequest, JobSays, OfJob, 
 from taas.wire.framing import LOOPBACK, StoreAddress
 from taas.wire.ranks import Answer, RankKept, RankOrder
 from taas.wire.transfer import Chunk
-from taas.wording import named
+from taas.wording import counted, named
 
 if TYPE_CHECKING:
     from taas.supervisor.runs import Run
@@ -72,9 +72,8 @@ class RankJobs:
         Raises:
             NotEnoughDevices: a VM has fewer GPUs than its ranks need, and not all have none.
         """
-        spec = self._submit.cell.spec
-        needed = spec.ranks_per_vm * spec.gpus_per_rank
-        given = {number: len(_gpus_of(vm)) for number, vm in enumerate(self.vms)}
+        needed = self._submit.cell.spec.gpus_per_vm
+        given = {number: len(vm.given) for number, vm in enumerate(self.vms)}
         short = [number for number, count in given.items() if count < needed]
         if short and any(given.values()):
             raise NotEnoughDevices(
@@ -88,10 +87,10 @@ class RankJobs:
         spec = self._submit.cell.spec
         if self.vms[0].machine.gpus is None or not spec.gpus_per_rank:
             return ""
-        count = sum(len(_gpus_of(vm)) for vm in self.vms)
+        count = sum(len(vm.given) for vm in self.vms)
         if not count:
             return f"rehearsed on CPU ({'as --rehearse asks' if spec.rehearse else 'no GPU there'})"
-        return f"{count} GPU{'s' if count > 1 else ''}"
+        return counted(count, "GPU")
 
     # ------------------------------------------------------------ from start to end
 
@@ -139,7 +138,7 @@ class RankJobs:
             cell=submit.cell,
             group_rank=number,
             store=store,
-            gpus=_gpus_of(vm),
+            gpus=vm.given,
             delivery=None if self._delivery is None else self._delivery(number),
             restart_count=self._run.restarts,
             host=vm.machine.host,
@@ -216,8 +215,3 @@ class RankJobs:
         """Tell the agents that nobody needs what they hold."""
         for number in range(len(self.vms)):
             self.tell(number, JobRequest(what="forget"))
-
-
-def _gpus_of(vm: Vm) -> tuple[str, ...]:
-    """Return a VM's GPUs, as CUDA_VISIBLE_DEVICES names them; none: its ranks are rehearsed, if they need some."""
-    return vm.gpus if vm.machine.gpus is None else vm.machine.gpus

@@ -54,8 +54,7 @@ class Run:
         self.recorder, self.vms, self.worker, self.restarts = recorder, vms, worker, restarts
         self.submit = submit = recorder.submit
         self.name = name = recorder.record.name
-        self.state = "acquiring"
-        self._settling = False
+        self._settling = self._over = False
         self.answer: Memory | None = None
         self.output, self._sockets = output_folder(recorder.record.folder, restarts), sockets
         self.scratch: Path
@@ -77,6 +76,11 @@ class Run:
         if data is not None:
             log = self.output / "data.log"
             self.data = DataSide(name, submit, data, self.transfer, log, sockets, places or {})
+
+    @property
+    def state(self) -> str:
+        """How far it is, as its record says, but ``over`` from the moment on when nothing changes how it ended."""
+        return "over" if self._over else self.recorder.record.state
 
     def look_at_machines(self) -> None:
         """Start as soon as all VMs are up, and enough elements are prepared; until then say what is waited for."""
@@ -119,7 +123,6 @@ class Run:
         self.look_at_machines()
 
     def _enter(self, state: str, **changes: str) -> None:
-        self.state = state
         self.recorder.note(state=state, waiting="", **changes)
 
     # ------------------------------------------------------------ what agents say
@@ -299,6 +302,7 @@ class Run:
         new = Run(self.recorder, vms, data, self._sockets, self.worker, restarts=number, places=places)
         self.forget()
         self.recorder.record.kept.clear()
+        self.recorder.note(state="acquiring", restarts=number, trouble=None, questions=())
         new.notices = self.notices
         new._project_sync.take_along(self._project_sync.written)
         return new
@@ -310,7 +314,7 @@ class Run:
         """
         self.answer = self.transfer.answer or self.answer
         well = bool(self.loss) or self.found.verdict(self.answer).outcome != "failed"
-        self._settling, self.state = True, self.state if self.loss else "over"
+        self._settling, self._over = True, not self.loss
         work = partial(self._settle, self.answer, well=well, stay=bool(self.ranks.stay))
         self.worker.do(work, lambda done: then(done.result()))
 
@@ -324,7 +328,6 @@ class Run:
 
     def conclude(self) -> RunState:
         """Write down how it ended, settled as it is; returns what its client is told, with the answer, which its agent holds."""
-        self.state = "over"
         verdict = self.found.verdict(self.answer)
         gone = [_NOT_KEPT] if self.submit.cell.spec.keep and not self.ranks.stay else []
         if not self.found.all_done:

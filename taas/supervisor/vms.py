@@ -32,6 +32,7 @@ class Vm:
         unfit: its agent could not do what it was told, and may not do the next: a cleaner may have removed its folder.
         answered: its agent has said that it is there.
         run: the name of the run that has it; None: it is idle.
+        gpus: of this machine, those that the run has.
         until: when it is given back if it is idle still; on this machine never.
         beside: those that the notebook had when it was asked for.
         group: those that the engine gave together, it among them, in the order of their run.
@@ -56,6 +57,11 @@ class Vm:
         self.beside: tuple[Vm, ...] = ()
         self.gpus: tuple[str, ...] = ()
         self._send = send
+
+    @property
+    def given(self) -> tuple[str, ...]:
+        """Its run's GPUs there, as CUDA_VISIBLE_DEVICES names them; none: ranks that need some are rehearsed."""
+        return self.gpus if self.machine.gpus is None else self.machine.gpus
 
     @property
     def waiting(self) -> str:

@@ -227,7 +227,7 @@ class RankOrder(Message, frozen=True):
     @property
     def rehearsed(self) -> int:
         """How many GPUs to pretend, or 0."""
-        return 0 if self.gpus else self.local_world_size * self.cell.spec.gpus_per_rank
+        return 0 if self.gpus else self.cell.spec.gpus_per_vm
 
 
 class RankStart(Message, frozen=True):
