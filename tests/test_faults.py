@@ -39,21 +39,45 @@ def next_cell_runs(notebook: Notebook) -> Iterator[None]:
     assert ran.own == "world 2\n"
 
 
-def test_an_exception_in_one_rank_is_shown_on_the_cells_lines(notebook: Notebook) -> None:
-    """The first failing rank's traceback is the cell's; ranks that hang in a collective are ended."""
-    ran = notebook.run(
-        "#pragma taas --gpus 3\n"
-        "import torch, torch.distributed as dist\n"
-        "dist.init_process_group('gloo')\n"
-        "if dist.get_rank() == 1:\n"
-        "    raise ValueError('bad batch')\n"
-        "dist.all_reduce(torch.ones(1))\n"
-    )
-    assert ran.status == "error"
+GROUP = "import os, signal, torch, torch.distributed as dist\ndist.init_process_group('gloo'); rank = dist.get_rank()\n"
+FAILS = {
+    "an exception in one rank, while others wait": (
+        f"{GROUP}if rank == 1:\n    raise ValueError('bad batch')\ndist.all_reduce(torch.ones(1))",
+        "rank 1 raised ValueError: bad batch",
+        ("line 5", "raise ValueError('bad batch')"),
+    ),
+    "one in all ranks": ("raise KeyError('all')", "raised KeyError: 'all'", ()),
+    "a group of them": (
+        "raise ExceptionGroup('both', [ValueError('a'), TypeError('b')])",
+        "",
+        ("raise ExceptionGroup('both', ", "ValueError: a", "TypeError: b", "line 2"),
+    ),
+    "an interrupt that nobody pressed": ("raise KeyboardInterrupt('mine')", "KeyboardInterrupt", ()),
+    "a status": ("import sys\nsys.exit(3)", "called sys.exit(3)", ()),
+    "a rank that leaves without a word": (
+        f"{GROUP}if rank == 1: os._exit(0)",
+        "rank 1 left with status 0 before the cell ended",
+        (),
+    ),
+    "a rank that is killed, and not those whose collective broke": (
+        f"{GROUP}dist.barrier()\nif rank == 2: os.kill(os.getpid(), signal.SIGKILL)\ndist.all_reduce(torch.ones(1))",
+        "rank 2 killed by SIGKILL: out of memory?",
+        (),
+    ),
+}
+
+
+@pytest.mark.parametrize("what", FAILS)
+def test_what_failed_is_shown_on_the_cells_lines(notebook: Notebook, what: str) -> None:
+    """The first failing rank's traceback is the cell's, once; ranks that hang in a collective are ended."""
+    body, said, parts = FAILS[what]
+    ran = notebook.run(f"#pragma taas --gpus 3\n{body}")
     assert ran.ename == "CellFailed"
-    assert "rank 1 raised ValueError: bad batch" in ran.evalue
-    assert "line 5" in ran.traceback
-    assert "raise ValueError('bad batch')" in ran.traceback
+    assert said in ran.evalue
+    for part in parts:
+        assert part in ran.traceback
+    assert "interactiveshell.py" not in ran.traceback + ran.stderr
+    assert ran.traceback.count("KeyError                  ") <= 1
 
 
 def test_an_exception_of_an_earlier_cells_function_shows_its_lines(notebook: Notebook) -> None:
@@ -65,47 +89,12 @@ def test_an_exception_of_an_earlier_cells_function_shows_its_lines(notebook: Not
     assert "return a / b" in ran.traceback
 
 
-def test_exceptions_of_all_ranks_are_one_error(notebook: Notebook) -> None:
-    """Further failures are folded into a count."""
-    ran = notebook.run("#pragma taas --gpus 3\nraise KeyError('all')")
-    assert "raised KeyError: 'all'" in ran.evalue
-    assert ran.traceback.count("KeyError                  ") == 1
-
-
-def test_sys_exit_with_a_status_fails(notebook: Notebook) -> None:
-    """``sys.exit(3)`` in a rank fails the cell and says the status."""
-    ran = notebook.run("#pragma taas --gpus 2\nimport sys\nsys.exit(3)")
-    assert ran.ename == "CellFailed"
-    assert "called sys.exit(3)" in ran.evalue
-
-
 @pytest.mark.parametrize("leave", ["import sys; sys.exit(0)", "exit()", "import sys; sys.exit()"])
 def test_leaving_without_a_status_succeeds(notebook: Notebook, leave: str) -> None:
     """``sys.exit(0)`` and ``exit()`` are success."""
     ran = notebook.good(f"#pragma taas --gpus 2\nleft_at = 7\n{leave}")
     assert ran.stderr == ""
     assert notebook.value("left_at") == "7"
-
-
-def test_os_exit_is_a_rank_that_left_without_a_word(notebook: Notebook) -> None:
-    """A rank that vanishes with status 0 fails the cell."""
-    ran = notebook.run("#pragma taas --gpus 2\nimport os\nif os.environ['RANK'] == '1': os._exit(0)\n")
-    assert ran.ename == "CellFailed"
-    assert "rank 1 left with status 0 before the cell ended" in ran.evalue
-
-
-def test_sigkill_of_a_rank_is_named(notebook: Notebook) -> None:
-    """A killed rank is to blame, not the ranks whose collective broke."""
-    ran = notebook.run(
-        "#pragma taas --gpus 3\n"
-        "import os, signal, torch, torch.distributed as dist\n"
-        "dist.init_process_group('gloo')\n"
-        "dist.barrier()\n"
-        "if dist.get_rank() == 2: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "dist.all_reduce(torch.ones(1))\n"
-    )
-    assert ran.ename == "CellFailed"
-    assert "rank 2 killed by SIGKILL: out of memory?" in ran.evalue
 
 
 UNSPEAKABLE = {
@@ -272,16 +261,6 @@ def test_an_agent_that_talks_nonsense_loses_its_own_run(
         notebook.close()
 
 
-def test_a_group_of_exceptions_is_shown(notebook: Notebook) -> None:
-    """As Python writes it, from the cell's lines on, in the place of a traceback."""
-    body = "raise ExceptionGroup('both', [ValueError('a'), TypeError('b')])"
-    ran = notebook.run(f"#pragma taas --gpus 2\n{body}")
-    assert ran.stderr == ""
-    for part in (body, "ValueError: a", "TypeError: b", "line 2"):
-        assert part in ran.traceback
-    assert "interactiveshell.py" not in ran.traceback
-
-
 def test_an_interrupt_does_not_spoil_a_traceback(notebook: Notebook) -> None:
     """Ranks that fail together interrupt each other: the first one's error is shown, and nothing else."""
     ran = notebook.run(
@@ -370,13 +349,6 @@ def test_an_interrupt_while_the_kernel_unpacks(notebook: Notebook) -> None:
     assert "did not come back: unpacked" in ran.stdout
     assert notebook.value("'unpacked' in globals(), came") == "False 1"
     notebook.good("#pragma taas --gpus 2 --name odd\npass")
-
-
-def test_a_keyboard_interrupt_of_the_cells_own_is_a_failure(notebook: Notebook) -> None:
-    """Nobody pressed a key: the run failed."""
-    ran = notebook.run("#pragma taas --gpus 1\nraise KeyboardInterrupt('mine')")
-    assert ran.ename == "CellFailed"
-    assert "KeyboardInterrupt" in ran.evalue
 
 
 def test_a_forgotten_process_group_is_closed(notebook: Notebook) -> None:
