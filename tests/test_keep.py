@@ -234,13 +234,13 @@ _OVERTAKE = """
 import threading
 from taas.supervisor.connections import Visit, all_connections
 from taas.notebook.foreground import Foreground
-from taas.wire.clients import Release, Released, RunRequest, Stacks
+from taas.wire.clients import Released, RunRequest, Stacks
 [here] = [c for c in all_connections() if c.kernel.pid == __import__("os").getpid()]
 released, ends = [], Foreground._end
 
 def overtaken(self, ended):
     with Visit(here) as visit:
-        visit.say(Release())
+        visit.say(RunRequest(what="release"))
         visit.ask(RunRequest(run="none", what="stacks"), Stacks)  # answered after the release was heard
         ends(self, ended)
         released.append(visit.ask(RunRequest(run="none", what="stacks"), Released))

@@ -79,7 +79,7 @@ class Interrupts:
         now = time.monotonic()
         if self.count >= _FINAL and self.count > self._asked:
             self._asked, self._silent_since = self.count, self._silent_since or now
-            supervisor.say(RunRequest(run="", what="stacks"))
+            supervisor.say(RunRequest(what="stacks"))
         if self._silent_since is not None and now > self._silent_since + _SILENCE_SECONDS:
             supervisor.kill()
             raise interrupted("the supervisor did not answer, and was killed with all its runs")

@@ -25,7 +25,7 @@ from taas.notebook.verbs import VERBS, help_text
 from taas.runs.reader import LOOK_SECONDS, RunReader
 from taas.runs.records import RunRecord, find_run, of_notebook, read_records, told_apart
 from taas.supervisor import connections, rank_writes
-from taas.wire.clients import Prepare, Release, Released, RunRequest, Stacks
+from taas.wire.clients import Prepare, Released, RunRequest, Stacks
 from taas.wording import counted, nearest, shown
 
 _STOP_SECONDS = 12.0
@@ -277,7 +277,7 @@ def _released(connection: connections.Connection) -> Released:
     """Have a supervisor give back what it has; one that says nothing is killed."""
     with connections.Visit(connection) as visit:
         try:
-            visit.ask(RunRequest(run="", what="stacks"), Stacks)
+            visit.ask(RunRequest(what="stacks"), Stacks)
         except EngineError:
             if connection.supervisor.lives:
                 os.kill(connection.supervisor.pid, signal.SIGKILL)
@@ -285,7 +285,7 @@ def _released(connection: connections.Connection) -> Released:
                 f"the supervisor (process {connection.supervisor.pid}) did not answer, and was killed with all its runs"
             )
             return Released(count=0)
-        released: Released = visit.ask(Release(), Released)
+        released: Released = visit.ask(RunRequest(what="release"), Released)
         return released
 
 

@@ -21,7 +21,7 @@ from taas.errors import EngineError, HeaderError, RunLost
 from taas.runs.places import crash_report
 from taas.runs.reader import RunReader
 from taas.supervisor.connections import CONNECTION, SOCKET, Connection, Wire
-from taas.wire.clients import Release, SupervisorConfig
+from taas.wire.clients import RunRequest, SupervisorConfig
 
 _START_SECONDS = 60.0
 
@@ -187,4 +187,4 @@ def release_ahead() -> None:
     if _ahead is not None:
         _ahead.join()
     if _current is not None and _current.alive:
-        _current.say(Release())
+        _current.say(RunRequest(what="release"))

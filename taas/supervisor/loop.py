@@ -35,7 +35,6 @@ from taas.wire.clients import (
     ClientSays,
     Prepare,
     Refused,
-    Release,
     Released,
     RunRequest,
     RunState,
@@ -153,7 +152,7 @@ class Supervisor:
                 self._submits.append((key, message))
             case Prepare():
                 self._fleet.prepare(message.engine)
-            case Release():
+            case RunRequest(what="release"):
                 self._releases.append(route)
             case RunRequest(what="stacks") if run is None:
                 self._control.reply(route, Stacks(places=()))

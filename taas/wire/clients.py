@@ -83,25 +83,23 @@ class Prepare(Message, frozen=True):
 
 
 class RunRequest(Message, frozen=True):
-    """What a client asks of a run.
+    """What a client asks of a run, or of no run.
 
     Attributes:
+        run: its name; empty: none.
         what: ``interrupt``: to stop as a person at the keyboard does; a second time is final. ``stacks``: where each of
             its ranks stands; the answer is :class:`Stacks`. ``let go``: nothing more: the client has opened the
-            answer, or shows it no more, and takes no names of it; a run that still goes on is stopped.
+            answer, or shows it no more, and takes no names of it; a run that still goes on is stopped. ``release``: the
+            VMs that no run uses are given back; the answer is :class:`Released`.
         place: where the person is, in words: another notebook, a terminal; empty: at the run's own cell.
     """
 
-    run: str
-    what: Literal["interrupt", "stacks", "let go"]
+    what: Literal["interrupt", "stacks", "let go", "release"]
+    run: str = ""
     place: str = ""
 
 
-class Release(Message, frozen=True):
-    """Give back the VMs that no run uses; the answer is :class:`Released`."""
-
-
-ClientSays = Submit | Prepare | RunRequest | Release | Answer
+ClientSays = Submit | Prepare | RunRequest | Answer
 
 
 class Refused(Message, frozen=True):
