@@ -35,7 +35,7 @@ from taas.runs.records import RunRecord
 from taas.storage.boundary import make_shared, missing_shared
 from taas.wire.clients import DeliveryOrder, Submit
 from taas.wire.framing import Memory
-from taas.wire.ranks import Cell, Surroundings
+from taas.wire.ranks import Cell, Workspace
 
 _RANK_BUFFER = 256 << 20
 """Bytes of elements that may be under way for a rank, where taas.toml does not say and memory is not short."""
@@ -201,7 +201,7 @@ def ordered(
             shell_class=type(shell).__name__,
             directory=str(project_folder()),
         ),
-        around=Surroundings(
+        workspace=Workspace(
             project=str(project_of(left)),
             environ=environ,
             changed=tuple(filter(is_utf8, changed_variables())),

@@ -21,7 +21,7 @@ from taas.header.grammar import RunSpec
 from taas.wire.agents import JobOver, StartJob
 from taas.wire.framing import LOOPBACK, Memory, StoreAddress, pack
 from taas.wire.rank_connection import AgentConnection, RankConnection
-from taas.wire.ranks import Cell, RankEnded, RankOrder, RankStage, Surroundings
+from taas.wire.ranks import Cell, RankEnded, RankOrder, RankStage, Workspace
 
 
 def test_a_rank_that_stops_in_the_middle_of_a_message_holds_nobody() -> None:
@@ -115,7 +115,7 @@ def test_names_that_cannot_be_opened_end_the_run_and_not_the_agent(
         job=0,
         name="VM vm-0",
         payload=Memory(os.getpid(), payload, 0),
-        around=Surroundings(str(tmp_path), dict(os.environ)),
+        workspace=Workspace(str(tmp_path), dict(os.environ)),
         output=str(tmp_path / "output"),
         scratch=str(tmp_path / "writes"),
         work=work,

@@ -18,7 +18,7 @@ from taas.supervisor.vms import Vm
 from taas.wire.clients import DeliveryOrder, Submit
 from taas.wire.framing import Memory
 from taas.wire.poll_loop import PollLoop, WorkThread
-from taas.wire.ranks import Cell, Surroundings
+from taas.wire.ranks import Cell, Workspace
 
 
 class Engine:
@@ -75,7 +75,7 @@ def submit(vms: int = 2, gpus: int = 1, data_vms: int = 0) -> Submit:
     spec = RunSpec(vms=vms, ranks_per_vm=1, gpus_per_rank=gpus, data_vms=data_vms)
     return Submit(
         cell=Cell("", 1, spec, "nocolor"),
-        around=Surroundings("/", {}),
+        workspace=Workspace("/", {}),
         payload=payload,
         gpus=(),
         device="",

@@ -22,7 +22,7 @@ from taas.runs.events import EVENTS, LARGEST_TEXT, RECORD
 from taas.runs.records import RunRecord
 from taas.wire.clients import RunRequest, RunState, Submit
 from taas.wire.framing import Memory, Message
-from taas.wire.ranks import Cell, Surroundings
+from taas.wire.ranks import Cell, Workspace
 
 
 class Wire:
@@ -53,7 +53,7 @@ def submit(tmp_path: Path) -> Submit:
     """A run of one rank."""
     return Submit(
         cell=Cell("", 1, RunSpec(), "nocolor"),
-        around=Surroundings(str(tmp_path), {}),
+        workspace=Workspace(str(tmp_path), {}),
         payload=Memory(0, 0, 0),
         gpus=(),
         device="CPU",

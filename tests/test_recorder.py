@@ -12,13 +12,13 @@ from taas.runs.places import ProcessMark, runtime_folder
 from taas.supervisor.recorder import Recorder
 from taas.wire.clients import DeliveryOrder, Submit
 from taas.wire.framing import Memory
-from taas.wire.ranks import Cell, Surroundings
+from taas.wire.ranks import Cell, Workspace
 
 
 def _submit(payload: Memory, loaders: Memory) -> Submit:
     return Submit(
         cell=Cell("", 1, RunSpec(), "nocolor"),
-        around=Surroundings("/", {}),
+        workspace=Workspace("/", {}),
         payload=payload,
         gpus=(),
         device="",

@@ -26,7 +26,7 @@ from taas.wire.agents import JobOver, JobSays, StartJob
 from taas.wire.clients import DeliveryOrder, Submit
 from taas.wire.framing import Memory, Message, StoreAddress
 from taas.wire.poll_loop import PollLoop, WorkThread
-from taas.wire.ranks import Asking, Cell, RankEnded, RankStage, Surroundings
+from taas.wire.ranks import Asking, Cell, RankEnded, RankStage, Workspace
 from taas.wire.transfer import Chunk
 
 
@@ -55,7 +55,7 @@ class Beginning:
         spec = RunSpec(name="starts", instance="g2.2", vms=2, ranks_per_vm=2, data_vms=data_vms, **options)
         submit = Submit(
             cell=Cell("", 1, spec, "nocolor"),
-            around=Surroundings(str(project), {}),
+            workspace=Workspace(str(project), {}),
             payload=payload,
             gpus=(),
             device="by Ray",

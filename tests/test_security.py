@@ -50,7 +50,7 @@ from taas.header.grammar import RunSpec
 from taas.supervisor.connections import Visit, all_connections
 from taas.wire.clients import RunRequest, Submit
 from taas.wire.framing import Memory, Message, pack
-from taas.wire.ranks import Cell, Surroundings
+from taas.wire.ranks import Cell, Workspace
 
 pytestmark = pytest.mark.slow
 
@@ -224,7 +224,7 @@ def test_a_stray_client_gets_nothing(running: psutil.Process, tmp_path: Path, ki
     fd = os.memfd_create("bomb")
     os.write(fd, payload)
     submit = Submit(
-        cell=Cell("open('/dev/null')", 1, RunSpec(), "nocolor"), around=Surroundings(str(tmp_path), {}),
+        cell=Cell("open('/dev/null')", 1, RunSpec(), "nocolor"), workspace=Workspace(str(tmp_path), {}),
         payload=Memory(os.getpid(), fd, len(payload)), gpus=(), device="cpu", waiting=False,
     )  # fmt: skip
     context = zmq.Context()

@@ -22,7 +22,7 @@ from taas.supervisor.vms import Vm
 from taas.wire.agents import JobRequest, OfJob, StartJob
 from taas.wire.framing import Memory, Message
 from taas.wire.poll_loop import PollLoop, WorkThread
-from taas.wire.ranks import Surroundings
+from taas.wire.ranks import Workspace
 from taas.wire.transfer import CHUNK, WINDOW, Chunk, Sender, Taken, chunks_of
 
 RUN = "golden-fox"
@@ -67,7 +67,7 @@ class Hosts:
             job=job,
             name="VM g2.2-0",
             payload=Memory(os.getpid(), fd, len(payload)),
-            around=Surroundings(str(self.project), {}),
+            workspace=Workspace(str(self.project), {}),
             output=str(self.output),
             work=DataOrder(common=None),  # type: ignore[arg-type]
         )

@@ -92,7 +92,7 @@ class RankJob(Job):
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         if services.config.remote:
             self._changes = ProjectChanges(
-                self._order.around.project, work, staged, self._staging.project, lambda: self.ended
+                self._order.workspace.project, work, staged, self._staging.project, lambda: self.ended
             )
             self.sender.add(self._changes.chunks())
             for number, folder in folders.items():

@@ -253,7 +253,7 @@ class DataSide:
             job=self._job(number),
             name="the planner's VM" if planner else f"data VM {number}",
             payload=self._order.payload,
-            around=submit.around,
+            workspace=submit.workspace,
             output=self._log,
             work=DataOrder(
                 common=self._config.for_peers(self._endpoint, peer.holder),

@@ -120,7 +120,7 @@ def _lasting(submit: Submit) -> dict[str, object]:
         "world_size": submit.cell.spec.world_size,
         **{name: getattr(submit.cell.spec, name) for name in fields},
         "engine": f"{submit.engine.kind} {submit.engine.address}".rstrip(),
-        "project": submit.around.project,
+        "project": submit.workspace.project,
     }
 
 

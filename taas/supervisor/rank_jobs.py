@@ -121,7 +121,7 @@ class RankJobs:
             job=number,
             name=f"VM {name}" if name else "this machine",
             payload=submit.payload,
-            around=submit.around,
+            workspace=submit.workspace,
             output=str(self._run.output),
             scratch=str(self._run.scratch),
             since_ns=self._run.since_ns,

@@ -54,7 +54,7 @@ class Recorder:
             id=mark,
             cell=submit.cell.text,
             execution_count=submit.cell.execution_count,
-            project=submit.around.project,
+            project=submit.workspace.project,
             notebook=submit.notebook,
             supervisor=ProcessMark.of(os.getpid()),
             kernel=kernel,

@@ -59,12 +59,12 @@ class Run:
         self.output, self._sockets = output_folder(recorder.record.folder, restarts), sockets
         self.scratch: Path
         self.scratch, self.since_ns = make_scratch(
-            name, submit.around.project, kept.scratch if kept else None
+            name, submit.workspace.project, kept.scratch if kept else None
         )
         self.notices: list[str] = []  # what the cell says when it is over
         before, known = (kept.ranks, kept._project_sync.known) if kept else (None, None)
         self._project_sync: ProjectSync = ProjectSync(
-            name, submit.around.project, self.scratch, submit.cell.spec, known
+            name, submit.workspace.project, self.scratch, submit.cell.spec, known
         )
         self.transfer = Transfer(
             name, submit.cell.spec, self.output, self._project_sync, worker, self._failed

@@ -101,8 +101,8 @@ def demand_of(submit: Submit, instance: str | None, gpus: int = 0) -> Demand:
         gpus,
         submit.cell.spec.rehearse,
         submit.engine.wait,
-        read_at_import(submit.around.environ),
-        submit.around.changed,
+        read_at_import(submit.workspace.environ),
+        submit.workspace.changed,
     )
 
 

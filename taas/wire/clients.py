@@ -10,7 +10,7 @@ from taas.engines import EngineChoice
 from taas.runs.records import RunRecord
 from taas.runs.stacks import StackGroup
 from taas.wire.framing import Memory, Message
-from taas.wire.ranks import Answer, Cell, Surroundings
+from taas.wire.ranks import Answer, Cell, Workspace
 
 
 class SupervisorConfig(msgspec.Struct, frozen=True):
@@ -51,7 +51,7 @@ class Submit(Message, frozen=True):
     """Start a run.
 
     Attributes:
-        cell, around: what ranks are told as it is, and what each VM has in its own way.
+        cell, workspace: what ranks are told as it is, and what each VM has in its own way.
         payload: the packed names.
         gpus: GPUs that the notebook's machine has, as CUDA_VISIBLE_DEVICES names them; none: rehearse.
         device: what the ranks run on, in words.
@@ -64,7 +64,7 @@ class Submit(Message, frozen=True):
     """
 
     cell: Cell
-    around: Surroundings
+    workspace: Workspace
     payload: Memory
     gpus: tuple[str, ...]
     device: str

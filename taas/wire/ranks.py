@@ -151,7 +151,7 @@ class Cell(msgspec.Struct, frozen=True):
     directory: str = ""
 
 
-class Surroundings(msgspec.Struct, frozen=True):
+class Workspace(msgspec.Struct, frozen=True):
     """What a notebook finds on its machine; on another VM it is staged (:mod:`taas.agent.staging`).
 
     Attributes:

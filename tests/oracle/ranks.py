@@ -169,7 +169,7 @@ def _order(recorder: Recorder, folder: Path, *, continues: bool) -> StartJob:
         job=0,
         name="VM vm0",
         payload=submit.payload,
-        around=submit.around,
+        workspace=submit.workspace,
         output=str(recorder.record.folder),
         scratch=str(run / "scratch"),
         work=RankOrder(
