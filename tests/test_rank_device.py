@@ -71,4 +71,4 @@ def test_the_first_gpu_is_the_ranks_own_in_a_cell_for_data_parallel(
     staged = Staged(
         payload=Memory(1, 1, 0), project="/", replica="", environ={}, output="/", scratch="/", since_ns=0
     )
-    assert rank_environ(order, store, staged, 1)["CUDA_VISIBLE_DEVICES"] == visible
+    assert rank_environ(order, staged, 1)["CUDA_VISIBLE_DEVICES"] == visible

@@ -10,7 +10,7 @@ import psutil
 
 from taas.engines import AgentConfig
 from taas.engines.local import present_gpus
-from taas.wire.framing import LOOPBACK, StoreAddress
+from taas.wire.framing import LOOPBACK
 from taas.wire.ranks import RankOrder, Staged
 
 _RANKS_ARE_KNOWN = "Distributed|distributed|LOCAL_RANK|local_rank"
@@ -53,9 +53,9 @@ def _visible(order: RankOrder, own: str) -> Iterable[str]:
     return sorted(order.gpus, key=lambda gpu: gpu != own) if own_first else order.gpus
 
 
-def rank_environ(order: RankOrder, store: StoreAddress, staged: Staged, local_rank: int) -> dict[str, str]:
+def rank_environ(order: RankOrder, staged: Staged, local_rank: int) -> dict[str, str]:
     """Return the variables torchrun sets in a rank (https://docs.pytorch.org/docs/stable/elastic/run.html)."""
-    rank = order.first_rank + local_rank
+    rank, store = order.first_rank + local_rank, order.store
     environ = {
         "RANK": rank,
         "LOCAL_RANK": local_rank,

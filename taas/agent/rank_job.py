@@ -98,7 +98,7 @@ class RankJob(Job):
             for number, folder in folders.items():
                 self.sender.add(output_of(number, folder, lambda: self.ended))
                 services.grows(folder)
-        store = self._open_store()
+        self._work = work = msgspec.structs.replace(work, store=self._open_store())
         self.preparation = preparation_of(work, staged)
         spares, kept = services.spares, services.kept
         processes = kept.take() if work.continues else spares.take(self.preparation, self.size)
@@ -108,11 +108,7 @@ class RankJob(Job):
             self.processes.append(process)
             self._listen_to(rank)
             start = RankStart(
-                order=work,
-                staged=staged,
-                store=store,
-                local_rank=local,
-                environ=rank_environ(work, store, staged, local),
+                order=work, staged=staged, local_rank=local, environ=rank_environ(work, staged, local)
             )
             process.tell(pack(start), staged.payload.fd)
 

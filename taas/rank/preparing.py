@@ -57,7 +57,7 @@ class Prepared:
         if order.continues:
             self._enter_directory(Path(order.cell.directory), staged.project)
         self.wall.begin_run(staged.since_ns)
-        adopt.begin_run(start.store)
+        adopt.begin_run(start.order.store)
         if order.delivery is not None:
             from taas.delivery import loader
 
@@ -107,7 +107,7 @@ def become_rank(start: RankStart, shell: RankShell, payload: int) -> Prepared:
         world_size=order.cell.spec.world_size,
         local_rank=local_rank,
         local_world_size=order.local_world_size,
-        address=start.store,
+        address=start.order.store,
         rehearsed=bool(order.rehearsed),
         notice=lambda text: print(f"taas: {text}"),  # noqa: T201  the cell shows it
         project=Path(project),
@@ -129,7 +129,7 @@ def _enter_storage(start: RankStart, project: str) -> Guard:
     scratch = scratch_of(Path(staged.scratch), start.rank)
     scratch.mkdir(mode=0o700, parents=True, exist_ok=True)
     sockets = "" if order.delivery is None else order.delivery.folder
-    ours = [staged.output, start.store.folder, sockets]
+    ours = [staged.output, start.order.store.folder, sockets]
     if order.cell.spec.keep:  # later runs have other folders beside these
         ours = [str(Path(path).parent) for path in ours if path]
     return guard(

@@ -234,16 +234,14 @@ class RankStart(Message, frozen=True):
     """Be this rank.
 
     Attributes:
-        order: what all ranks of the run on this VM are told.
+        order: what all ranks of the run on this VM are told; its store is open.
         staged: where all that they need is on this VM.
-        store: the run's store.
         local_rank: which of them this one is.
         environ: variables of this rank, over the notebook's.
     """
 
     order: RankOrder
     staged: Staged
-    store: StoreAddress
     local_rank: int
     environ: dict[str, str]
 
