@@ -213,7 +213,7 @@ class Supervisor:
             self._sources.on(run.data.fileno(), partial(self._hear_data, run))
         run.look_at_machines()
 
-    def _restart(self, run: Run, why: str) -> bool:
+    def _restart(self, run: Run) -> bool:
         """Start a run again, with new VMs in place of those it lost; returns whether they could be had."""
         try:
             vms = self._fleet.replace(run.submit, run.vms)
@@ -222,9 +222,6 @@ class Supervisor:
         except (EngineError, OSError) as error:
             run.notices.append(f"it could not be started again: {error}")
             return False
-        used = f"{again.restarts} of {run.submit.cell.spec.max_restarts} restarts used"
-        losses = (*run.recorder.record.losses, f"{why}; started again ({used})")
-        run.recorder.note(losses=losses)
         self._begin(again)
         return True
 
@@ -244,7 +241,7 @@ class Supervisor:
                 run.settle(self._conclude)
 
     def _conclude(self, run: Run) -> None:
-        if run.loss and self._restart(run, run.loss):
+        if run.loss and self._restart(run):
             return
         ended = run.conclude()
         if run.submit.waiting:

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from taas.delivery.config import DeliveryConfig
-from taas.errors import NotEnoughDevices
 from taas.supervisor.vms import Vm
 from taas.wire import deadlines
 from taas.wire.agents import EndJob, How, JobHears, JobRequest, JobSays, OfJob, StartJob
@@ -66,21 +65,18 @@ class RankJobs:
 
     # ------------------------------------------------------------ GPUs
 
-    def check_gpus(self) -> None:
-        """See that the run is on GPUs as a whole, or rehearsed as a whole; the VMs are up.
-
-        Raises:
-            NotEnoughDevices: a VM has fewer GPUs than its ranks need, and not all have none.
-        """
+    def lack_of_gpus(self) -> str:
+        """Say which VM has fewer GPUs than its ranks need, where not all have none, and are rehearsed; the VMs are up."""
         needed = self._submit.cell.spec.gpus_per_vm
         given = {number: len(vm.given) for number, vm in enumerate(self.vms)}
         short = [number for number, count in given.items() if count < needed]
-        if short and any(given.values()):
-            raise NotEnoughDevices(
-                f"{self.name(short[0])} has {given[short[0]]} of the {needed} GPUs that its ranks need, and that it was "
-                "said to have. `nvidia-smi` there tells whether its driver is loaded. Take it out of the cluster until "
-                "then (`ray stop` there), or rehearse the run on CPU ranks (--rehearse)."
-            )
+        if not short or not any(given.values()):
+            return ""
+        return (
+            f"{self.name(short[0])} has {given[short[0]]} of the {needed} GPUs that its ranks need, and that it was "
+            "said to have. `nvidia-smi` there tells whether its driver is loaded. Take it out of the cluster until "
+            "then (`ray stop` there), or rehearse the run on CPU ranks (--rehearse)."
+        )
 
     def device_in_words(self) -> str:
         """Say what the ranks run on, where only the engine knew; else nothing."""

@@ -114,6 +114,13 @@ class Recorder:
         others = [one for one in self.record.questions if one.rank != asking.rank]
         self.note(questions=(*others, asking) if asking.number else tuple(others))
 
+    def begin_again(self, number: int, loss: str) -> None:
+        """Write down that the run starts again, and what was lost; what it has kept until now is another start's."""
+        self.record.kept.clear()
+        used = f"{number} of {self.submit.cell.spec.max_restarts} restarts used"
+        losses = (*self.record.losses, f"{loss}; started again ({used})")
+        self.note(state="acquiring", restarts=number, losses=losses, trouble=None, questions=())
+
     def end(
         self,
         verdict: Verdict,
