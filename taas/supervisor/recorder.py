@@ -115,7 +115,7 @@ class Recorder:
         self.note(questions=(*others, asking) if asking.number else tuple(others))
 
     def begin_again(self, number: int, loss: str) -> None:
-        """Write down that the run starts again, and what was lost; what it has kept until now is another start's."""
+        """Write down that the run starts again, and what was lost; files that the earlier start left count no more."""
         self.record.kept.clear()
         used = f"{number} of {self.submit.cell.spec.max_restarts} restarts used"
         losses = (*self.record.losses, f"{loss}; started again ({used})")
