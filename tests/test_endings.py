@@ -229,30 +229,31 @@ WAITS = {
 """What rank 0 waits in while rank 1 does not come."""
 
 
-@pytest.mark.parametrize("what", WAITS)
+ALONE = {
+    **{what: (GROUP, wait) for what, wait in WAITS.items()},
+    "DataParallel, whose group is none of torch's own": (
+        "import os, time, torch\nrank = int(os.environ['RANK'])\n"
+        "model, x = torch.nn.DataParallel(torch.nn.Linear(2, 1).cuda()), torch.ones(4, 2).cuda()\nmodel(x)\n",
+        "model(x)",
+    ),
+    "init_process_group": (
+        "import os, time, torch.distributed as dist\nrank = int(os.environ['RANK'])\n",
+        "dist.init_process_group('gloo')",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", ALONE)
 def test_an_interrupt_breaks_off_what_rank_0_waits_in(notebook: Notebook, what: str) -> None:
     """Its ``finally`` runs, and its names come back."""
+    before, wait = ALONE[what]
     ran = interrupted(
         notebook,
-        f"{GROUP}import threading\ndone = [1]\n"
+        f"{before}import threading\ndone = [1]\n"
         "if rank:\n    ready()\n    time.sleep(600)\n"
         "try:\n"
         "    threading.Timer(0.5, ready).start()  # it waits by then; if not, the interrupt finds it in Python code\n"
-        f"    {WAITS[what]}\nfinally:\n    done.append(2)",
-    )
-    assert ran.ename == "KeyboardInterrupt"
-    assert STOOD in ran.evalue
-    assert notebook.value("done") == "[1, 2]"
-
-
-def test_an_interrupt_breaks_off_data_parallel(notebook: Notebook) -> None:
-    """Its group is none of torch's own."""
-    ran = interrupted(
-        notebook,
-        "import threading, time, torch\nmodel = torch.nn.DataParallel(torch.nn.Linear(2, 1).cuda())\n"
-        "x, done = torch.ones(4, 2).cuda(), [1]\nmodel(x)\n"
-        "if os.environ['RANK'] == '1':\n    ready()\n    time.sleep(600)\n"
-        "try:\n    threading.Timer(0.5, ready).start()\n    model(x)\nfinally:\n    done.append(2)",
+        f"    {wait}\nfinally:\n    done.append(2)",
     )
     assert ran.ename == "KeyboardInterrupt"
     assert STOOD in ran.evalue
@@ -324,19 +325,6 @@ def test_rank_1_fails_while_rank_0_is_in(notebook: Notebook, what: str) -> None:
     assert f"rank 1 {said}" in ran.evalue
     assert STOOD in ran.evalue
     assert notebook.value(name) == value
-
-
-def test_an_interrupt_before_all_ranks_have_come_to_the_group(notebook: Notebook) -> None:
-    """Rank 0 waits in ``init_process_group``."""
-    ran = interrupted(
-        notebook,
-        "import os, time, torch.distributed as dist\nseen = 1\nready()\n"
-        "if os.environ['RANK'] == '1': time.sleep(600)\n"
-        "dist.init_process_group('gloo')",
-    )
-    assert ran.ename == "KeyboardInterrupt"
-    assert STOOD in ran.evalue
-    assert notebook.value("seen") == "1"
 
 
 # ---------------------------------------------------------------- failures
