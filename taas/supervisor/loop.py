@@ -306,7 +306,7 @@ class Supervisor:
     def _lose_vm(self, vm: Vm, how: str = "") -> None:
         self._strike(vm)
         how = self._fleet.lose(vm, how)
-        self._sweep()
+        self._worker.after(self._sweep)  # when its agent is dead
         run = self._runs.get(vm.run or "")
         if run is not None:
             run.vm_lost(vm, how)
