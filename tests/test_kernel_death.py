@@ -49,6 +49,32 @@ def test_sigkill_of_the_kernel(book: Notebook) -> None:
     assert gone(everything, 5)
 
 
+STUCK = """
+import signal, sys, time
+if "taas.supervisor" in sys.orig_argv:
+    signal.signal(signal.SIGUSR1, lambda *_: time.sleep(600))
+"""
+
+
+def test_a_supervisor_that_is_stuck_when_its_kernel_dies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It notices nothing: the system kills it, and all below it."""
+    (tmp_path / "sitecustomize.py").write_text(STUCK)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    book = Notebook(tmp_path)
+    try:
+        book.good("import taas")
+        book.start("#pragma taas --gpus 2\nimport time\nprint('ready', flush=True)\ntime.sleep(600)")
+        book.wait_for("ready")
+        found = book.processes()
+        found.supervisor[0].send_signal(signal.SIGUSR1)
+        book.kill()
+        assert gone(found.supervisor + found.agents + found.forkservers + found.ranks)
+    finally:
+        book.close()
+
+
 def test_a_kernel_that_dies_with_a_runs_names_in_its_hands(book: Notebook, tmp_path: Path) -> None:
     """The run was over, its names are lost with the kernel; a background run of the same kernel goes on to its end."""
     book.good("import os\nkernel = os.getpid()")

@@ -10,6 +10,7 @@ import sys
 import threading
 import traceback
 from functools import partial
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import msgspec
@@ -77,6 +78,7 @@ class Supervisor:
         self._worker.do(settle_leftovers)
         self._worker.do(partial(remove_folders_left, self._scratch))
         threading.Thread(target=make_room, name="taas-retention", daemon=True).start()
+        threading.Thread(target=self._die_when_stuck, name="taas-life", daemon=True).start()
         if self._config.warm:
             self._fleet.warm_up(idle=self._config.idle)
         try:
@@ -120,7 +122,7 @@ class Supervisor:
 
     @property
     def _in_background(self) -> bool:
-        return any(not run.submit.waiting for run in self._runs.values())
+        return any(not run.submit.waiting for run in list(self._runs.values()))
 
     def _lose_kernel(self) -> None:
         """Its kernel is gone, or has let go of this process: foreground runs end, with all else where there is no other."""
@@ -134,6 +136,12 @@ class Supervisor:
         for run in list(self._runs.values()):
             if run.submit.waiting or run.state == "over":
                 self._let_go(run)
+
+    def _die_when_stuck(self) -> None:
+        """Let the system kill this process where its loop does not notice the kernel's end; a thread's."""
+        wait([self._config.life])
+        if not self._kernel_gone and not self._in_background:
+            _linux.kill_in(deadlines.NOTICE_END)
 
     def _let_go(self, run: Run) -> None:
         if run.state != "over":
