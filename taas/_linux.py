@@ -231,6 +231,29 @@ def is_being_written(fd: int) -> bool | None:
     return False
 
 
+# processes -----------------------------------------------------------------------------------------
+
+
+class Process(NamedTuple):
+    """A line of /proc/PID/stat (proc_pid_stat(5)); ``born`` tells it from another one that has its id later."""
+
+    state: str
+    born: int
+
+
+def process(pid: int) -> Process | None:
+    """Return the process with this id; None if there is none.
+
+    Raises:
+        OSError: there is no descriptor left to read that with.
+    """
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return Process(fields[0], int(fields[19]))
+
+
 # privileges ----------------------------------------------------------------------------------------
 
 

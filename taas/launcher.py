@@ -34,6 +34,7 @@ from taas.runs.records import RunRecord
 from taas.storage.boundary import make_shared, missing_shared
 from taas.wire.clients import DeliveryOrder, Submit
 from taas.wire.framing import Memory
+from taas.wire.ranks import Cell, Workspace
 
 _RANK_BUFFER = 256 << 20
 """Bytes of elements that may be under way for a rank, where taas.toml does not say and memory is not short."""
@@ -174,20 +175,24 @@ def ordered(
     if unsendable:
         say(f"not in the ranks, since they are not UTF-8: the variables {', '.join(unsendable)}")
     return Submit(
-        cell=cell,
-        execution_count=cell_number(shell),
-        project=str(project_of(left)),
-        directory=str(project_folder()),
-        environ=environ,
+        cell=Cell(
+            text=cell,
+            execution_count=cell_number(shell),
+            spec=spec,
+            colors=shell.colors,
+            shell_class=type(shell).__name__,
+            directory=str(project_folder()),
+        ),
+        workspace=Workspace(
+            project=str(project_of(left)),
+            environ=environ,
+            changed=tuple(filter(is_utf8, changed_variables())),
+        ),
         payload=Memory(os.getpid(), captured.fd, captured.nbytes),
-        spec=spec,
         gpus=gpus if spec.gpus_per_rank else (),
         device=device_in_words(spec, len(gpus)) if local else f"by {engine.kind.capitalize()}",
-        colors=shell.colors,
-        shell_class=type(shell).__name__,
         waiting=not spec.background,
         delivery=delivery,
-        changed=tuple(filter(is_utf8, changed_variables())),
         engine=engine,
         notebook=notebook_path(shell),
         left_to=left.record.id if left else "",

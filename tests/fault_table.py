@@ -61,8 +61,7 @@ CELLS = {
     "kept": "#pragma taas --gpus 2 --keep\ngot = stay(place)",
 }
 """What runs in each state. Only rank 0 packs its names; idle and kept are what comes after their cells."""
-HELPERS = ("sweeper", "supervisor", "agent", "forkserver")
-"""The first has nothing to do while a run goes on, whatever this is at."""
+HELPERS = ("supervisor", "agent", "forkserver")
 DATA_HELPERS = ("coordinator", "planner", "pool", "worker", "data agent")
 
 
@@ -74,7 +73,8 @@ class Fault:
         state: what the run is at.
         who: whom it strikes.
         how: ``SIGKILL``, ``SIGSTOP``, or ``EMFILE``: it gets no descriptor any more.
-        then: ``interrupt``, ``goes on`` (the cell is let go to its end, and another runs), ``kernel killed``.
+        then: ``interrupt`` (twice, if need be), ``release``, ``goes on`` (the cell is let go to its end, and another runs),
+            ``kernel killed``.
         ends: how the cell ends: the error's name, or "" for well; several where that is a matter of who was quicker.
         says: a part of what is said about that.
     """
@@ -95,13 +95,12 @@ def table() -> list[Fault]:
     stopped = [
         Fault(state, who, "SIGSTOP", then, ("KeyboardInterrupt",) if then == "interrupt" else ("",))
         for state, who, then in (
-            *itertools.product(("training",), HELPERS, ("interrupt", "goes on")),
-            *itertools.product(("starting", "ending"), HELPERS[1:], ("interrupt", "goes on")),
-            *itertools.product(("delivering",), DATA_HELPERS, ("interrupt", "goes on")),
-            *itertools.product(("idle",), (*HELPERS, "spare"), ("goes on",)),
-            *itertools.product(("kept",), HELPERS, ("goes on",)),
-            *itertools.product(("starting", "training"), ("rank 0", "rank 1"), ("interrupt",)),
-            ("ending", "rank 0", "interrupt"),
+            *itertools.product(("starting", "training"), (*HELPERS, "rank 0", "rank 1"), ("interrupt",)),
+            *itertools.product(("ending",), (*HELPERS, "rank 0"), ("interrupt",)),
+            *itertools.product(("delivering",), DATA_HELPERS, ("interrupt",)),
+            ("delivering", "worker", "goes on"),
+            *itertools.product(("idle",), (*HELPERS, "spare"), ("release",)),
+            *itertools.product(("kept",), HELPERS, ("release",)),
         )
     ]
     lost, failed = ("RunLost",), ("CellFailed",)
@@ -118,7 +117,6 @@ def table() -> list[Fault]:
         )
     ]
     killed += [
-        Fault("training", "sweeper", "SIGKILL", "goes on", ("",)),
         Fault("training", "rank 1", "SIGKILL", "goes on", failed, "rank 1 killed by SIGKILL"),
         Fault("delivering", "coordinator", "SIGKILL", "goes on", ("RunLost", "CellFailed"), "coordinator"),
         Fault(
@@ -155,7 +153,7 @@ def kernel_deaths() -> list[Fault]:
     return [Fault(state, who, "SIGSTOP", "kernel killed") for state, who in rows] + [
         Fault("training", who, how, "kernel killed")
         for how in ("SIGKILL", "EMFILE")
-        for who in ("sweeper", "supervisor", "agent")
+        for who in ("supervisor", "agent")
     ]
 
 
@@ -183,8 +181,8 @@ class Stage:
         assert gone(everybody)
 
     def reach(self, state: str) -> None:
-        """Run a cell until it is in a state; a lost sweeper is there again with the next kernel."""
-        if self._cell_runs or self._sweeper_is_lost:
+        """Run a cell until it is in a state."""
+        if self._cell_runs:
             self.close()
             self._open()
         if state == "delivering" and not self._has_loader:
@@ -208,11 +206,6 @@ class Stage:
         ranks = ("0",) if state == "ending" else ("0", "1")
         until(lambda: all((self._place / f"rank-{rank}").exists() for rank in ranks))
 
-    @property
-    def _sweeper_is_lost(self) -> bool:
-        found = self.notebook.processes()
-        return bool(found.supervisor) and not found.sweepers
-
     def find(self, who: str) -> list[psutil.Process]:
         """Return the processes with a role."""
         found = self.notebook.processes()
@@ -226,7 +219,6 @@ class Stage:
         if who == "data agent":
             return [agent for agent in found.agents if any(agent in pool.parents() for pool in pools)]
         by_role = {
-            "sweeper": found.sweepers,
             "supervisor": found.supervisor,
             "agent": found.agents,
             "forkserver": found.forkservers,
@@ -264,6 +256,9 @@ class Stage:
 
     def follow(self, then: str) -> Ran:
         """Interrupt the cell, or let it go to its end, or run the next one in the kept ranks; returns how it ended."""
+        if then == "release":
+            self.notebook.good("%taas release")
+            return Ran()
         if self._state == "kept":
             ran = self.notebook.run(CELLS["kept"])
             self.notebook.good("%taas release")
@@ -290,7 +285,7 @@ class Stage:
             with contextlib.suppress(ProcessLookupError):
                 resource.prlimit(one.pid, resource.RLIMIT_NOFILE, limits)
         self._starved.clear()
-        if starved or self._state in ("idle", "kept") or self._sweeper_is_lost:
+        if starved or self._state in ("idle", "kept"):
             self.check_next()
 
     def check_next(self) -> None:

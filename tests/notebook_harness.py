@@ -19,7 +19,6 @@ import psutil
 from jupyter_client.manager import KernelManager
 
 from taas.rank import lifeline
-from taas.supervisor.sweeper import NAME as SWEEPER
 
 _NOT_A_RANK_YET = (lifeline.SPARE_NAME, lifeline.FORKSERVER_NAME)
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
@@ -80,7 +79,6 @@ class Ran:
 class Processes:
     """The processes that taas has on this machine for one notebook, as the process table shows them."""
 
-    sweepers: list[psutil.Process]
     supervisor: list[psutil.Process]
     agents: list[psutil.Process]
     forkservers: list[psutil.Process]
@@ -210,7 +208,7 @@ class Notebook:
         table = [
             row for child in psutil.Process().children(recursive=True) if (row := _row(child)) is not None
         ]
-        commands = {process.pid: command for process, command, _, name in table if name != SWEEPER}
+        commands = {process.pid: command for process, command, _, _ in table}
 
         def is_one(command: str, parent: int, module: str) -> bool:
             """Whether it is one itself, and no child of one that is just becoming another program."""
@@ -225,9 +223,7 @@ class Notebook:
         for process, command, parent, name in table:
             if process.pid == self.pid or "resource_tracker" in command:
                 continue
-            if name == SWEEPER:
-                found["sweepers"].append(process)
-            elif is_one(command, parent, "taas.supervisor"):
+            if is_one(command, parent, "taas.supervisor"):
                 found["supervisor"].append(process)
             elif process.pid in agents:
                 found["agents"].append(process)

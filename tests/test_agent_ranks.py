@@ -21,7 +21,7 @@ from taas.header.grammar import RunSpec
 from taas.wire.agents import JobOver, StartJob
 from taas.wire.framing import LOOPBACK, Memory, StoreAddress, pack
 from taas.wire.rank_connection import AgentConnection, RankConnection
-from taas.wire.ranks import RankEnded, RankOrder, RankStage
+from taas.wire.ranks import Cell, RankEnded, RankOrder, RankStage, Workspace
 
 
 def test_a_rank_that_stops_in_the_middle_of_a_message_holds_nobody() -> None:
@@ -105,22 +105,17 @@ def test_names_that_cannot_be_opened_end_the_run_and_not_the_agent(
     work = RankOrder(
         run="golden-fox",
         vm="vm-0",
-        cell="",
-        execution_count=1,
+        cell=Cell("", 1, RunSpec(name="golden-fox", ranks_per_vm=2), "nocolor"),
         group_rank=0,
         store=StoreAddress(LOOPBACK, b"0" * 32),
         gpus=(),
-        spec=RunSpec(name="golden-fox", ranks_per_vm=2),
-        colors="nocolor",
     )
     order = StartJob(
         run="golden-fox",
         job=0,
         name="VM vm-0",
         payload=Memory(os.getpid(), payload, 0),
-        project=str(tmp_path),
-        environ=dict(os.environ),
-        changed=(),
+        workspace=Workspace(str(tmp_path), dict(os.environ)),
         output=str(tmp_path / "output"),
         scratch=str(tmp_path / "writes"),
         work=work,

@@ -325,8 +325,8 @@ def test_a_stray_client_gets_nothing(notebook: Notebook) -> None:
     """Without the key of the connection file a client is not heard; with a wrong one neither."""
     import zmq
 
-    from taas.notebook.connections import all_connections
-    from taas.wire.clients import Release
+    from taas.supervisor.connections import all_connections
+    from taas.wire.clients import RunRequest
 
     notebook.good("#pragma taas --gpus 1\npass")
     [connection] = [one for one in all_connections() if one.kernel.pid == notebook.pid]
@@ -338,7 +338,7 @@ def test_a_stray_client_gets_nothing(notebook: Notebook) -> None:
             socket.curve_serverkey = connection.server_key.encode()
             socket.curve_publickey, socket.curve_secretkey = public, secret
         socket.connect(connection.endpoint)
-        socket.send(pack(Release()))
+        socket.send(pack(RunRequest(what="release")))
         assert not socket.poll(500)
         socket.close(linger=0)
     context.term()

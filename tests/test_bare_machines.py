@@ -45,7 +45,7 @@ def notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
     finally:
         found = book.processes()
         book.close()
-    assert gone(found.sweepers + found.supervisor + found.agents + found.forkservers + found.spares)
+    assert gone(found.supervisor + found.agents + found.forkservers + found.spares)
 
 
 @pytest.mark.slow

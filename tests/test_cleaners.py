@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from notebook_harness import Notebook, gone, until
 
-from taas.notebook.connections import all_connections
 from taas.runs.records import read_records
+from taas.supervisor.connections import all_connections
 
 pytestmark = pytest.mark.slow
 CELL = "#pragma taas --gpus 2\nimport os\nx += 1\nprint('world', os.environ['WORLD_SIZE'])"
@@ -53,7 +53,7 @@ def test_the_supervisors_folder(book: Notebook) -> None:
     (book.folder / "go").touch()
     book.good("%taas attach owl")
     assert book.value("saved") == "42"
-    assert gone(before.supervisor + before.sweepers + before.agents)
+    assert gone(before.supervisor + before.agents)
 
 
 @pytest.mark.parametrize("what", ["runtime", "agent"])

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import os
-import signal
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from notebook_harness import Notebook, Ran, gone, until
@@ -232,30 +229,31 @@ WAITS = {
 """What rank 0 waits in while rank 1 does not come."""
 
 
-@pytest.mark.parametrize("what", WAITS)
+ALONE = {
+    **{what: (GROUP, wait) for what, wait in WAITS.items()},
+    "DataParallel, whose group is none of torch's own": (
+        "import os, time, torch\nrank = int(os.environ['RANK'])\n"
+        "model, x = torch.nn.DataParallel(torch.nn.Linear(2, 1).cuda()), torch.ones(4, 2).cuda()\nmodel(x)\n",
+        "model(x)",
+    ),
+    "init_process_group": (
+        "import os, time, torch.distributed as dist\nrank = int(os.environ['RANK'])\n",
+        "dist.init_process_group('gloo')",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", ALONE)
 def test_an_interrupt_breaks_off_what_rank_0_waits_in(notebook: Notebook, what: str) -> None:
     """Its ``finally`` runs, and its names come back."""
+    before, wait = ALONE[what]
     ran = interrupted(
         notebook,
-        f"{GROUP}import threading\ndone = [1]\n"
+        f"{before}import threading\ndone = [1]\n"
         "if rank:\n    ready()\n    time.sleep(600)\n"
         "try:\n"
         "    threading.Timer(0.5, ready).start()  # it waits by then; if not, the interrupt finds it in Python code\n"
-        f"    {WAITS[what]}\nfinally:\n    done.append(2)",
-    )
-    assert ran.ename == "KeyboardInterrupt"
-    assert STOOD in ran.evalue
-    assert notebook.value("done") == "[1, 2]"
-
-
-def test_an_interrupt_breaks_off_data_parallel(notebook: Notebook) -> None:
-    """Its group is none of torch's own."""
-    ran = interrupted(
-        notebook,
-        "import threading, time, torch\nmodel = torch.nn.DataParallel(torch.nn.Linear(2, 1).cuda())\n"
-        "x, done = torch.ones(4, 2).cuda(), [1]\nmodel(x)\n"
-        "if os.environ['RANK'] == '1':\n    ready()\n    time.sleep(600)\n"
-        "try:\n    threading.Timer(0.5, ready).start()\n    model(x)\nfinally:\n    done.append(2)",
+        f"    {wait}\nfinally:\n    done.append(2)",
     )
     assert ran.ename == "KeyboardInterrupt"
     assert STOOD in ran.evalue
@@ -277,58 +275,74 @@ def test_names_are_given_before_an_abort_that_may_end_the_process(notebook: Note
     assert notebook.value("step") == "7"
 
 
-@pytest.mark.parametrize("what", WAITS)
-def test_an_error_in_rank_1_while_rank_0_waits(notebook: Notebook, what: str) -> None:
-    """Rank 1's error is the cell's, and rank 0's names come back."""
+OTHERS: dict[str, tuple[str, str, str, str, str]] = {
+    **{
+        what: (
+            f"{GROUP}done = [1]",
+            "raise ValueError('bad batch')",
+            f"    {wait}\nfinally:\n    done.append(2)",
+            "done",
+            "[1, 2]",
+        )
+        for what, wait in WAITS.items()
+    },
+    "all_reduce, and it is killed": (
+        f"{GROUP}import signal\nstep = 7",
+        "os.kill(os.getpid(), signal.SIGKILL)",
+        "    dist.all_reduce(torch.ones(1))\nfinally: pass",
+        "step",
+        "7",
+    ),
+    "C code": (
+        "import ctypes\nkept = {'step': 3}",
+        "raise ValueError('bad batch')",
+        "    while True: ctypes.CDLL(None).sleep(600)\nfinally: pass",
+        "kept",
+        "{'step': 3}",
+    ),
+    "a loop that swallows interrupts and changes its names": (
+        "counts = {}",
+        "raise ValueError('bad batch')",
+        "    while True:\n        try:\n            counts[len(counts)] = object(); counts[len(counts) - 1] = 1\n"
+        "        except KeyboardInterrupt: pass\nfinally: pass",
+        "set(counts.values()) <= {1}",
+        "True",
+    ),
+}
+"""What rank 0 is in when rank 1 fails: what comes before, rank 1's end, rank 0's lines, and a name of it afterwards."""
+
+
+@pytest.mark.parametrize("what", OTHERS)
+def test_rank_1_fails_while_rank_0_is_in(notebook: Notebook, what: str) -> None:
+    """Rank 1's end is the cell's; rank 0 is freed, or packed where it stands, and its names come back."""
+    before, end, stays, name, value = OTHERS[what]
     ran = notebook.run(
-        f"#pragma taas --gpus 2\n{GROUP}done = [1]\n"
-        "if rank:\n    after_rank_0()\n    raise ValueError('bad batch')\n"
-        f"import os, pathlib\ntry:\n    {COMES}\n    {WAITS[what]}\nfinally:\n    done.append(2)"
+        f"#pragma taas --gpus 2\n{before}\nimport os, pathlib\n"
+        f"if os.environ['RANK'] == '1':\n    after_rank_0()\n    {end}\ntry:\n    {COMES}\n{stays}"
     )
     assert ran.ename == "CellFailed"
-    assert "rank 1 raised ValueError: bad batch" in ran.evalue
+    said = "killed by SIGKILL: out of memory?" if "SIGKILL" in end else "raised ValueError: bad batch"
+    assert f"rank 1 {said}" in ran.evalue
     assert STOOD in ran.evalue
-    assert notebook.value("done") == "[1, 2]"
-
-
-def test_an_interrupt_before_all_ranks_have_come_to_the_group(notebook: Notebook) -> None:
-    """Rank 0 waits in ``init_process_group``."""
-    ran = interrupted(
-        notebook,
-        "import os, time, torch.distributed as dist\nseen = 1\nready()\n"
-        "if os.environ['RANK'] == '1': time.sleep(600)\n"
-        "dist.init_process_group('gloo')",
-    )
-    assert ran.ename == "KeyboardInterrupt"
-    assert STOOD in ran.evalue
-    assert notebook.value("seen") == "1"
+    assert notebook.value(name) == value
 
 
 # ---------------------------------------------------------------- failures
 
 
-def test_an_error_in_rank_0(notebook: Notebook) -> None:
+@pytest.mark.parametrize("end", ["raise ValueError('late')", "import sys; sys.exit(3)"])
+def test_rank_0_fails(notebook: Notebook, end: str) -> None:
     """Changed in place and rebound, as in a notebook whose cell raised; statements that did not run have done nothing."""
     notebook.good("rows, table = [1], {'a': 1}\nsame = rows")
     ran = notebook.run(
         "#pragma taas --gpus 2\nimport os, time\nrows.append(2)\ntable['b'] = 2\nmade = 3\n"
-        "if os.environ['RANK'] == '0': raise ValueError('late')\ntime.sleep(600)\nnever = 4"
+        f"if os.environ['RANK'] == '0': {end}\ntime.sleep(600)\nnever = 4"
     )
     assert ran.ename == "CellFailed"
     assert f"All ranks were ended; {STOOD}" in ran.evalue
     assert notebook.value("rows, same is rows, table, made, 'never' in globals()") == (
         "[1, 2] True {'a': 1, 'b': 2} 3 False"
     )
-
-
-def test_sys_exit_in_rank_0(notebook: Notebook) -> None:
-    """So does a cell that gives up."""
-    ran = notebook.run(
-        "#pragma taas --gpus 2\nimport os, sys, time\ngiven_up = 1\n"
-        "if os.environ['RANK'] == '0': sys.exit(3)\ntime.sleep(600)"
-    )
-    assert ran.ename == "CellFailed"
-    assert notebook.value("given_up") == "1"
 
 
 @pytest.mark.parametrize("error", ["SystemExit(2)", "ValueError(2)"])
@@ -350,18 +364,6 @@ def test_rank_1_is_at_its_end_before_rank_0_has_begun(notebook: Notebook, error:
     assert notebook.value("x") == "1"
 
 
-def test_rank_1_is_killed_while_rank_0_waits(notebook: Notebook) -> None:
-    """Rank 0 is freed, and its names come back."""
-    ran = notebook.run(
-        f"#pragma taas --gpus 2\n{GROUP}import os, pathlib, signal\nstep = 7\n"
-        "if rank:\n    after_rank_0()\n    os.kill(os.getpid(), signal.SIGKILL)\n"
-        f"{COMES}\ndist.all_reduce(torch.ones(1))"
-    )
-    assert "rank 1 killed by SIGKILL: out of memory?" in ran.evalue
-    assert STOOD in ran.evalue
-    assert notebook.value("step") == "7"
-
-
 def test_rank_0_is_killed(notebook: Notebook) -> None:
     """Nothing comes, and the error says so."""
     ran = notebook.run(
@@ -370,32 +372,6 @@ def test_rank_0_is_killed(notebook: Notebook) -> None:
     )
     assert "no names came back: rank 0 was killed by SIGKILL" in ran.evalue
     assert notebook.value("'lost' in globals()") == "False"
-
-
-def test_rank_0_is_stuck_in_c_code(notebook: Notebook) -> None:
-    """Its names are packed beside it, while it stays where it is."""
-    ran = notebook.run(
-        "#pragma taas --gpus 2\nimport ctypes, os, pathlib, time\nkept = {'step': 3}\n"
-        "if os.environ['RANK'] == '1':\n    after_rank_0()\n    raise ValueError('bad batch')\n"
-        f"{COMES}\nwhile True: ctypes.CDLL(None).sleep(600)"
-    )
-    assert "raised ValueError: bad batch" in ran.evalue
-    assert STOOD in ran.evalue
-    assert notebook.value("kept") == "{'step': 3}"
-
-
-def test_rank_0_goes_on_after_anothers_error(notebook: Notebook) -> None:
-    """It swallows the interrupt and changes its names all the time: it is parked while they are packed."""
-    ran = notebook.run(
-        "#pragma taas --gpus 2\nimport os, pathlib, time\ncounts = {}\n"
-        "if os.environ['RANK'] == '1':\n    after_rank_0()\n    raise ValueError('bad batch')\n"
-        f"{COMES}\n"
-        "while True:\n"
-        "    try:\n        counts[len(counts)] = object(); counts[len(counts) - 1] = 1\n"
-        "    except KeyboardInterrupt:\n        pass"
-    )
-    assert STOOD in ran.evalue
-    assert notebook.value("set(counts.values()) <= {1} or len(counts)") != "0"
 
 
 def test_what_cannot_be_packed_after_an_error_is_said(notebook: Notebook) -> None:
@@ -519,19 +495,3 @@ def test_a_background_run_that_is_stopped_leaves_its_names(notebook: Notebook) -
     notebook.good("%taas stop stopped")
     assert STOOD in notebook.good("%taas attach stopped").stdout
     assert notebook.value("made") == "3"
-
-
-def test_the_kernel_dies_and_nobody_waits_for_the_cell(
-    notebook: Notebook, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    """Patience is for who waits: a run whose kernel is gone is ended."""
-    doomed, places = Notebook(tmp_path), tmp_path_factory.mktemp("ready")
-    try:
-        doomed.good(f"%load_ext taas\n{READY}\nready_at = {str(places)!r}")
-        doomed.start(f"#pragma taas --gpus 2\n{DEAF}")
-        doomed.wait_for("ready")
-        ranks = doomed.processes().ranks
-        os.kill(doomed.pid, signal.SIGKILL)
-        assert gone(ranks)
-    finally:
-        doomed.close()

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
-from notebook_harness import Notebook, gone, until
+from notebook_harness import Notebook, gone
 
-from taas.notebook.connections import Visit, all_connections
+from taas.supervisor.connections import Visit, all_connections
 from taas.wire.clients import RunRequest, Stacks
-from taas.wire.stopped import StoppedHelpers
 
 pytestmark = pytest.mark.slow
 
@@ -41,21 +39,45 @@ def next_cell_runs(notebook: Notebook) -> Iterator[None]:
     assert ran.own == "world 2\n"
 
 
-def test_an_exception_in_one_rank_is_shown_on_the_cells_lines(notebook: Notebook) -> None:
-    """The first failing rank's traceback is the cell's; ranks that hang in a collective are ended."""
-    ran = notebook.run(
-        "#pragma taas --gpus 3\n"
-        "import torch, torch.distributed as dist\n"
-        "dist.init_process_group('gloo')\n"
-        "if dist.get_rank() == 1:\n"
-        "    raise ValueError('bad batch')\n"
-        "dist.all_reduce(torch.ones(1))\n"
-    )
-    assert ran.status == "error"
+GROUP = "import os, signal, torch, torch.distributed as dist\ndist.init_process_group('gloo'); rank = dist.get_rank()\n"
+FAILS = {
+    "an exception in one rank, while others wait": (
+        f"{GROUP}if rank == 1:\n    raise ValueError('bad batch')\ndist.all_reduce(torch.ones(1))",
+        "rank 1 raised ValueError: bad batch",
+        ("line 5", "raise ValueError('bad batch')"),
+    ),
+    "one in all ranks": ("raise KeyError('all')", "raised KeyError: 'all'", ()),
+    "a group of them": (
+        "raise ExceptionGroup('both', [ValueError('a'), TypeError('b')])",
+        "",
+        ("raise ExceptionGroup('both', ", "ValueError: a", "TypeError: b", "line 2"),
+    ),
+    "an interrupt that nobody pressed": ("raise KeyboardInterrupt('mine')", "KeyboardInterrupt", ()),
+    "a status": ("import sys\nsys.exit(3)", "called sys.exit(3)", ()),
+    "a rank that leaves without a word": (
+        f"{GROUP}if rank == 1: os._exit(0)",
+        "rank 1 left with status 0 before the cell ended",
+        (),
+    ),
+    "a rank that is killed, and not those whose collective broke": (
+        f"{GROUP}dist.barrier()\nif rank == 2: os.kill(os.getpid(), signal.SIGKILL)\ndist.all_reduce(torch.ones(1))",
+        "rank 2 killed by SIGKILL: out of memory?",
+        (),
+    ),
+}
+
+
+@pytest.mark.parametrize("what", FAILS)
+def test_what_failed_is_shown_on_the_cells_lines(notebook: Notebook, what: str) -> None:
+    """The first failing rank's traceback is the cell's, once; ranks that hang in a collective are ended."""
+    body, said, parts = FAILS[what]
+    ran = notebook.run(f"#pragma taas --gpus 3\n{body}")
     assert ran.ename == "CellFailed"
-    assert "rank 1 raised ValueError: bad batch" in ran.evalue
-    assert "line 5" in ran.traceback
-    assert "raise ValueError('bad batch')" in ran.traceback
+    assert said in ran.evalue
+    for part in parts:
+        assert part in ran.traceback
+    assert "interactiveshell.py" not in ran.traceback + ran.stderr
+    assert ran.traceback.count("KeyError                  ") <= 1
 
 
 def test_an_exception_of_an_earlier_cells_function_shows_its_lines(notebook: Notebook) -> None:
@@ -67,47 +89,12 @@ def test_an_exception_of_an_earlier_cells_function_shows_its_lines(notebook: Not
     assert "return a / b" in ran.traceback
 
 
-def test_exceptions_of_all_ranks_are_one_error(notebook: Notebook) -> None:
-    """Further failures are folded into a count."""
-    ran = notebook.run("#pragma taas --gpus 3\nraise KeyError('all')")
-    assert "raised KeyError: 'all'" in ran.evalue
-    assert ran.traceback.count("KeyError                  ") == 1
-
-
-def test_sys_exit_with_a_status_fails(notebook: Notebook) -> None:
-    """``sys.exit(3)`` in a rank fails the cell and says the status."""
-    ran = notebook.run("#pragma taas --gpus 2\nimport sys\nsys.exit(3)")
-    assert ran.ename == "CellFailed"
-    assert "called sys.exit(3)" in ran.evalue
-
-
 @pytest.mark.parametrize("leave", ["import sys; sys.exit(0)", "exit()", "import sys; sys.exit()"])
 def test_leaving_without_a_status_succeeds(notebook: Notebook, leave: str) -> None:
     """``sys.exit(0)`` and ``exit()`` are success."""
     ran = notebook.good(f"#pragma taas --gpus 2\nleft_at = 7\n{leave}")
     assert ran.stderr == ""
     assert notebook.value("left_at") == "7"
-
-
-def test_os_exit_is_a_rank_that_left_without_a_word(notebook: Notebook) -> None:
-    """A rank that vanishes with status 0 fails the cell."""
-    ran = notebook.run("#pragma taas --gpus 2\nimport os\nif os.environ['RANK'] == '1': os._exit(0)\n")
-    assert ran.ename == "CellFailed"
-    assert "rank 1 left with status 0 before the cell ended" in ran.evalue
-
-
-def test_sigkill_of_a_rank_is_named(notebook: Notebook) -> None:
-    """A killed rank is to blame, not the ranks whose collective broke."""
-    ran = notebook.run(
-        "#pragma taas --gpus 3\n"
-        "import os, signal, torch, torch.distributed as dist\n"
-        "dist.init_process_group('gloo')\n"
-        "dist.barrier()\n"
-        "if dist.get_rank() == 2: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "dist.all_reduce(torch.ones(1))\n"
-    )
-    assert ran.ename == "CellFailed"
-    assert "rank 2 killed by SIGKILL: out of memory?" in ran.evalue
 
 
 UNSPEAKABLE = {
@@ -168,7 +155,7 @@ agent, rank = psutil.Process(os.getppid()).ppid(), os.getpid()
 send = wire.AgentConnection.send
 def last(self, message):
     subprocess.Popen(["sh", "-c", f"while kill -0 {rank}; do sleep 0.02; done; kill -CONT {agent}"], stderr=-3)
-    os.kill(agent, signal.SIGSTOP)  # it goes on when this process is gone; once a second its supervisor wakes it
+    os.kill(agent, signal.SIGSTOP)  # it goes on when this process is gone
     send(self, message)
     os.kill(rank, signal.SIGKILL)
 wire.AgentConnection.send = last
@@ -274,16 +261,6 @@ def test_an_agent_that_talks_nonsense_loses_its_own_run(
         notebook.close()
 
 
-def test_a_group_of_exceptions_is_shown(notebook: Notebook) -> None:
-    """As Python writes it, from the cell's lines on, in the place of a traceback."""
-    body = "raise ExceptionGroup('both', [ValueError('a'), TypeError('b')])"
-    ran = notebook.run(f"#pragma taas --gpus 2\n{body}")
-    assert ran.stderr == ""
-    for part in (body, "ValueError: a", "TypeError: b", "line 2"):
-        assert part in ran.traceback
-    assert "interactiveshell.py" not in ran.traceback
-
-
 def test_an_interrupt_does_not_spoil_a_traceback(notebook: Notebook) -> None:
     """Ranks that fail together interrupt each other: the first one's error is shown, and nothing else."""
     ran = notebook.run(
@@ -333,7 +310,7 @@ def test_an_interrupt_that_comes_after_the_end(notebook: Notebook) -> None:
     notebook.good(
         "import os\n"
         "def press(run):\n"
-        "    from taas.notebook.connections import Visit, all_connections\n"
+        "    from taas.supervisor.connections import Visit, all_connections\n"
         "    from taas.wire.clients import RunRequest, Stacks\n"
         "    [supervisor] = [there for there in all_connections() if there.kernel.pid == os.getpid()]\n"
         "    with Visit(supervisor) as visit:\n"
@@ -374,13 +351,6 @@ def test_an_interrupt_while_the_kernel_unpacks(notebook: Notebook) -> None:
     notebook.good("#pragma taas --gpus 2 --name odd\npass")
 
 
-def test_a_keyboard_interrupt_of_the_cells_own_is_a_failure(notebook: Notebook) -> None:
-    """Nobody pressed a key: the run failed."""
-    ran = notebook.run("#pragma taas --gpus 1\nraise KeyboardInterrupt('mine')")
-    assert ran.ename == "CellFailed"
-    assert "KeyboardInterrupt" in ran.evalue
-
-
 def test_a_forgotten_process_group_is_closed(notebook: Notebook) -> None:
     """A cell need not destroy its process group; nothing is printed about it."""
     ran = notebook.good(
@@ -396,24 +366,3 @@ def test_children_of_a_cell_end_with_it(notebook: Notebook) -> None:
         "child = subprocess.Popen(['sleep', '600'], start_new_session=True).pid"
     )
     assert not psutil.pid_exists(int(notebook.value("child")))
-
-
-def test_a_helper_is_known_from_its_first_moment() -> None:
-    """One that was looked at before its exec, when it still was its parent's copy, is told to go on later."""
-    begin, go = os.pipe()
-    child = os.fork()
-    if not child:
-        os.read(begin, 1)
-        os.execv(sys.executable, [sys.executable, "-c", "import signal; signal.pause()", "taas.agent"])
-    try:
-        helpers = StoppedHelpers()
-        assert helpers.look() == []
-        os.write(go, b"1")
-        until(lambda: "taas.agent" in psutil.Process(child).cmdline())
-        os.kill(child, signal.SIGSTOP)
-        until(lambda: any(f"the agent (process {child}) was stopped" in line for line in helpers.look()))
-    finally:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        os.close(begin)
-        os.close(go)

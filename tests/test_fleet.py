@@ -15,10 +15,10 @@ from taas.header.grammar import RunSpec
 from taas.supervisor import fleet as fleet_module
 from taas.supervisor.fleet import Fleet
 from taas.supervisor.vms import Vm
-from taas.supervisor.work_thread import WorkThread
 from taas.wire.clients import DeliveryOrder, Submit
 from taas.wire.framing import Memory
-from taas.wire.poll_loop import PollLoop
+from taas.wire.poll_loop import PollLoop, WorkThread
+from taas.wire.ranks import Cell, Workspace
 
 
 class Engine:
@@ -72,16 +72,13 @@ def fleet(engine: Engine, tmp_path: Path) -> Iterator[Fleet]:
 
 def submit(vms: int = 2, gpus: int = 1, data_vms: int = 0) -> Submit:
     payload = Memory(os.getpid(), 0, 0)
+    spec = RunSpec(vms=vms, ranks_per_vm=1, gpus_per_rank=gpus, data_vms=data_vms)
     return Submit(
-        cell="",
-        execution_count=1,
-        project="/",
-        environ={},
+        cell=Cell("", 1, spec, "nocolor"),
+        workspace=Workspace("/", {}),
         payload=payload,
-        spec=RunSpec(vms=vms, ranks_per_vm=1, gpus_per_rank=gpus, data_vms=data_vms),
         gpus=(),
         device="",
-        colors="nocolor",
         waiting=True,
         delivery=DeliveryOrder(payload, processes=1, encrypt=True) if data_vms else None,
         engine=EngineChoice("ray"),

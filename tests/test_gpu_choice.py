@@ -17,12 +17,13 @@ from taas.header.grammar import RunSpec
 from taas.notebook.supervised import supervised
 from taas.wire.clients import Submit
 from taas.wire.framing import Memory
+from taas.wire.ranks import Cell, Workspace
 
 supervisor = supervised(warm=False)
 payload = os.memfd_create("names")
 submit = Submit(
-    cell="", execution_count=1, project=os.getcwd(), environ=dict(os.environ), payload=Memory(os.getpid(), payload, 0),
-    spec=RunSpec(ranks_per_vm=1, gpus_per_rank=1), gpus=("0", "1", "2"), device="1 GPU", colors="nocolor", waiting=True,
+    cell=Cell("", 1, RunSpec(ranks_per_vm=1, gpus_per_rank=1), "nocolor"), workspace=Workspace(os.getcwd(), dict(os.environ)),
+    payload=Memory(os.getpid(), payload, 0), gpus=("0", "1", "2"), device="1 GPU", waiting=True,
 )
 print("ready", flush=True)
 sys.stdin.readline()

@@ -207,14 +207,6 @@ def test_an_agent_that_dies_before_the_names_are_taken(notebook: Notebook) -> No
     assert ran.own == "False\n"
 
 
-def test_a_rank_that_was_stopped_while_it_waited(notebook: Notebook) -> None:
-    """It goes on with the next cell."""
-    notebook.good(KEEP + GROUP + PIDS + "kept = 5")
-    for pid in notebook.value("*pids").split():
-        psutil.Process(int(pid)).suspend()
-    assert notebook.good(KEEP + "dist.barrier(); kept += 1; print(kept)").own == "6\n"
-
-
 def test_ranks_that_die_when_a_cell_was_ordered(notebook: Notebook) -> None:
     """Nobody knows it when the cell is sent, as their agent is stopped: it runs in new ranks, with all names."""
     notebook.good(KEEP + GROUP + PIDS + "big = torch.ones(3)")
@@ -223,7 +215,11 @@ def test_ranks_that_die_when_a_cell_was_ordered(notebook: Notebook) -> None:
     agent.suspend()
     for process in before:
         process.kill()
-    ran = notebook.good(KEEP + "print(os.getpid(), big.sum().item())")
+    notebook.start(KEEP + "print(os.getpid(), big.sum().item())")
+    until(lambda: any(record.state == "starting" for record in read_records()))
+    agent.resume()
+    ran = notebook.end()
+    assert ran.status == "ok", ran
     assert "the ranks that this notebook kept are gone" in ran.stdout
     assert "all names that the cell needs travel" in ran.stdout
     assert ran.own.split()[-1] == "3.0"
@@ -232,15 +228,15 @@ def test_ranks_that_die_when_a_cell_was_ordered(notebook: Notebook) -> None:
 
 _OVERTAKE = """
 import threading
-from taas.notebook.connections import Visit, all_connections
+from taas.supervisor.connections import Visit, all_connections
 from taas.notebook.foreground import Foreground
-from taas.wire.clients import Release, Released, RunRequest, Stacks
+from taas.wire.clients import Released, RunRequest, Stacks
 [here] = [c for c in all_connections() if c.kernel.pid == __import__("os").getpid()]
 released, ends = [], Foreground._end
 
 def overtaken(self, ended):
     with Visit(here) as visit:
-        visit.say(Release())
+        visit.say(RunRequest(what="release"))
         visit.ask(RunRequest(run="none", what="stacks"), Stacks)  # answered after the release was heard
         ends(self, ended)
         released.append(visit.ask(RunRequest(run="none", what="stacks"), Released))

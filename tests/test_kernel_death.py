@@ -44,11 +44,35 @@ def test_sigkill_of_the_kernel(book: Notebook) -> None:
     found = book.processes()
     assert len(found.ranks) == 2
     book.kill()
-    everything = (
-        found.sweepers + found.supervisor + found.agents + found.forkservers + found.ranks + found.others
-    )
+    everything = found.supervisor + found.agents + found.forkservers + found.ranks + found.others
     assert len(found.others) >= 6, "a child and two workers of each rank"
-    assert gone(everything)
+    assert gone(everything, 5)
+
+
+STUCK = """
+import signal, sys, time
+if "taas.supervisor" in sys.orig_argv:
+    signal.signal(signal.SIGUSR1, lambda *_: time.sleep(600))
+"""
+
+
+def test_a_supervisor_that_is_stuck_when_its_kernel_dies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It notices nothing: the system kills it, and all below it."""
+    (tmp_path / "sitecustomize.py").write_text(STUCK)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    book = Notebook(tmp_path)
+    try:
+        book.good("import taas")
+        book.start("#pragma taas --gpus 2\nimport time\nprint('ready', flush=True)\ntime.sleep(600)")
+        book.wait_for("ready")
+        found = book.processes()
+        found.supervisor[0].send_signal(signal.SIGUSR1)
+        book.kill()
+        assert gone(found.supervisor + found.agents + found.forkservers + found.ranks)
+    finally:
+        book.close()
 
 
 def test_a_kernel_that_dies_with_a_runs_names_in_its_hands(book: Notebook, tmp_path: Path) -> None:
@@ -94,4 +118,4 @@ def test_a_kernel_that_dies_while_output_waits_for_it(book: Notebook, tmp_path: 
     while not (tmp_path / "printed").exists():
         time.sleep(0.02)
     book.kill()
-    assert gone(found.sweepers + found.supervisor + found.agents + found.forkservers + found.ranks)
+    assert gone(found.supervisor + found.agents + found.forkservers + found.ranks)

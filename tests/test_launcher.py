@@ -22,6 +22,7 @@ from taas.runs.events import EVENTS, LARGEST_TEXT, RECORD
 from taas.runs.records import RunRecord
 from taas.wire.clients import RunRequest, RunState, Submit
 from taas.wire.framing import Memory, Message
+from taas.wire.ranks import Cell, Workspace
 
 
 class Wire:
@@ -51,15 +52,11 @@ class Wire:
 def submit(tmp_path: Path) -> Submit:
     """A run of one rank."""
     return Submit(
-        cell="",
-        execution_count=1,
-        project=str(tmp_path),
-        environ={},
+        cell=Cell("", 1, RunSpec(), "nocolor"),
+        workspace=Workspace(str(tmp_path), {}),
         payload=Memory(0, 0, 0),
-        spec=RunSpec(),
         gpus=(),
         device="CPU",
-        colors="nocolor",
         waiting=True,
     )
 

@@ -12,8 +12,8 @@ import pytest
 from notebook_harness import Notebook, gone
 
 from taas.agent.forkserver import Forkserver
-from taas.agent.kept import KeptProcesses
 from taas.agent.processes import RankProcess
+from taas.agent.spares import KeptProcesses
 from taas.agent.staging import ProjectArrival
 from taas.wire.ranks import Preparation
 

@@ -8,7 +8,7 @@ from fresh_interpreter import printed
 from taas.agent.environ import rank_environ
 from taas.header.options import RunSpec
 from taas.wire.framing import LOOPBACK, Memory, StoreAddress
-from taas.wire.ranks import RankOrder, Staged
+from taas.wire.ranks import Cell, RankOrder, Staged
 
 RANK_1_OF_2 = """
 import os, types, torch
@@ -65,10 +65,10 @@ def test_the_first_gpu_is_the_ranks_own_in_a_cell_for_data_parallel(
     """Its ``cuda:0`` would be one GPU for all ranks; a cell that knows ranks numbers GPUs by them, and kept ranks go on so."""
     store = StoreAddress(LOOPBACK, b"")
     order = RankOrder(
-        run="r", vm="vm", cell=cell, execution_count=1, group_rank=0, store=store, gpus=("4", "6"), colors="",
-        spec=RunSpec(name="r", ranks_per_vm=2, keep=keep),
+        run="r", vm="vm", cell=Cell(cell, 1, RunSpec(name="r", ranks_per_vm=2, keep=keep), ""),
+        group_rank=0, store=store, gpus=("4", "6"),
     )  # fmt: skip
     staged = Staged(
         payload=Memory(1, 1, 0), project="/", replica="", environ={}, output="/", scratch="/", since_ns=0
     )
-    assert rank_environ(order, store, staged, 1)["CUDA_VISIBLE_DEVICES"] == visible
+    assert rank_environ(order, staged, 1)["CUDA_VISIBLE_DEVICES"] == visible

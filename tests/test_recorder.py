@@ -12,19 +12,16 @@ from taas.runs.places import ProcessMark, runtime_folder
 from taas.supervisor.recorder import Recorder
 from taas.wire.clients import DeliveryOrder, Submit
 from taas.wire.framing import Memory
+from taas.wire.ranks import Cell, Workspace
 
 
 def _submit(payload: Memory, loaders: Memory) -> Submit:
     return Submit(
-        cell="",
-        execution_count=1,
-        project="/",
-        environ={},
+        cell=Cell("", 1, RunSpec(), "nocolor"),
+        workspace=Workspace("/", {}),
         payload=payload,
-        spec=RunSpec(),
         gpus=(),
         device="",
-        colors="nocolor",
         waiting=True,
         delivery=DeliveryOrder(loaders, processes=1, encrypt=False),
     )

@@ -16,18 +16,17 @@ from taas.engines.ray import RayMachine
 from taas.header.grammar import RunSpec
 from taas.runs.places import ProcessMark
 from taas.runs.records import RunRecord, read_record
-from taas.supervisor import rank_jobs
 from taas.supervisor.data_side import Phase
 from taas.supervisor.data_vms import DataVms
 from taas.supervisor.recorder import Recorder
 from taas.supervisor.runs import Run
 from taas.supervisor.vms import Vm
-from taas.supervisor.work_thread import WorkThread
+from taas.wire import deadlines
 from taas.wire.agents import JobOver, JobSays, StartJob
 from taas.wire.clients import DeliveryOrder, Submit
 from taas.wire.framing import Memory, Message, StoreAddress
-from taas.wire.poll_loop import PollLoop
-from taas.wire.ranks import Asking, RankEnded, RankStage
+from taas.wire.poll_loop import PollLoop, WorkThread
+from taas.wire.ranks import Asking, Cell, RankEnded, RankStage, Workspace
 from taas.wire.transfer import Chunk
 
 
@@ -53,16 +52,13 @@ class Beginning:
         self._payload = os.memfd_create("nothing")
         payload = Memory(os.getpid(), self._payload, 0)
         loaders = DeliveryOrder(payload, processes=1, encrypt=True) if data_vms else None
+        spec = RunSpec(name="starts", instance="g2.2", vms=2, ranks_per_vm=2, data_vms=data_vms, **options)
         submit = Submit(
-            cell="",
-            execution_count=1,
-            project=str(project),
-            environ={},
+            cell=Cell("", 1, spec, "nocolor"),
+            workspace=Workspace(str(project), {}),
             payload=payload,
-            spec=RunSpec(name="starts", instance="g2.2", vms=2, ranks_per_vm=2, data_vms=data_vms, **options),
             gpus=(),
             device="by Ray",
-            colors="nocolor",
             waiting=True,
             delivery=loaders,
             engine=EngineChoice("ray"),
@@ -267,7 +263,7 @@ def test_an_abandoned_run_has_a_deadline_here(
     begin: Callable[..., Beginning], monkeypatch: pytest.MonkeyPatch, remote: bool, overdue: int
 ) -> None:
     """An agent that is stuck is given up; one elsewhere may have files of the project to bring."""
-    monkeypatch.setattr(rank_jobs, "_END_SECONDS", -1.0)
+    monkeypatch.setattr(deadlines, "END_RANKS", -1.0)
     begun = begin(remote=remote)
     _all_come(begun, (), ())
     begun.hear(0, begun.started()[0].work.store)

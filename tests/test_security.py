@@ -47,9 +47,10 @@ from taas.delivery.registered import Registration, apply_final
 from taas.delivery.transport import ControlClient, SlabServer, connect_data, map_slabs, new_context
 from taas.errors import EngineError
 from taas.header.grammar import RunSpec
-from taas.notebook.connections import Visit, all_connections
+from taas.supervisor.connections import Visit, all_connections
 from taas.wire.clients import RunRequest, Submit
 from taas.wire.framing import Memory, Message, pack
+from taas.wire.ranks import Cell, Workspace
 
 pytestmark = pytest.mark.slow
 
@@ -93,7 +94,6 @@ LIMIT = 64 << 20
 def everybody(found: Processes) -> list[psutil.Process]:
     """All processes of taas for a notebook."""
     kinds = (
-        found.sweepers,
         found.supervisor,
         found.agents,
         found.forkservers,
@@ -224,8 +224,8 @@ def test_a_stray_client_gets_nothing(running: psutil.Process, tmp_path: Path, ki
     fd = os.memfd_create("bomb")
     os.write(fd, payload)
     submit = Submit(
-        cell="open('/dev/null')", execution_count=1, project=str(tmp_path), environ={},
-        payload=Memory(os.getpid(), fd, len(payload)), spec=RunSpec(), gpus=(), colors="nocolor", device="cpu", waiting=False,
+        cell=Cell("open('/dev/null')", 1, RunSpec(), "nocolor"), workspace=Workspace(str(tmp_path), {}),
+        payload=Memory(os.getpid(), fd, len(payload)), gpus=(), device="cpu", waiting=False,
     )  # fmt: skip
     context = zmq.Context()
     try:

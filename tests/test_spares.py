@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import time
 from pathlib import Path
 
@@ -10,9 +9,7 @@ import psutil
 import pytest
 from notebook_harness import Notebook, gone, there
 
-from taas.agent.spares import Spares
 from taas.rank import lifeline
-from taas.wire.ranks import Preparation
 
 pytestmark = pytest.mark.slow
 
@@ -78,25 +75,14 @@ def test_the_next_run_uses_them_and_finds_what_fresh_ranks_find(notebook: Notebo
     notebook.good("#pragma taas --gpus 2 --return none\n" + STATE)
     pids, of_spares = states(folder)
     assert pids == spares
-    run_and_wait(notebook)
+    unfit = run_and_wait(notebook)
     notebook.good(seeds + "\nimport os; os.environ['EXTRA'] = '1'")  # another environment: none of these fits
     notebook.good("#pragma taas --gpus 2 --return none\n" + STATE)
     fresh, of_fresh = states(folder)
-    assert not fresh & spares
+    assert not fresh & (spares | unfit)
+    assert gone(there(unfit))
     assert of_spares == of_fresh
     notebook.good("del os.environ['EXTRA']")
-
-
-def test_a_changed_environment_ends_them(notebook: Notebook) -> None:
-    """What was prepared with the old variables is not used, nor left; the ranks have the new ones."""
-    spares = run_and_wait(notebook)
-    ran = notebook.good(
-        "import os; os.environ['COLOUR'] = 'red'\nget_ipython().run_cell('''#pragma taas --gpus 2\n"
-        "import os; print(os.environ['COLOUR'])''')"
-    )
-    assert "red" in ran.own
-    assert gone(there(spares))
-    notebook.good("del os.environ['COLOUR']")
 
 
 def test_another_kind_of_ranks_ends_them(notebook: Notebook) -> None:
@@ -137,37 +123,8 @@ def test_one_that_is_killed_harms_nothing(notebook: Notebook) -> None:
     assert notebook.good("#pragma taas --gpus 2\nprint('fine')").own == "fine\n"
 
 
-def test_an_agent_that_may_open_nothing_makes_none_and_goes_on() -> None:
-    """It looks how much memory is free, and cannot: that is no reason to die."""
-    spares = Spares(pytest.fail, pytest.fail)
-    spares.want(Preparation(environ={}, project="/", colors="", shell_class=""), 1)
-    while wait := spares.wait():
-        time.sleep(wait)
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
-    try:
-        spares.step()
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-
-
 def test_release_ends_them(notebook: Notebook) -> None:
     """``%taas release`` gives back what waits."""
     spares = [psutil.Process(pid) for pid in run_and_wait(notebook)]
     notebook.good("%taas release")
     assert gone(spares)
-
-
-def test_views_do_not_count_them(notebook: Notebook) -> None:
-    """Spares are no ranks of any run: stacks and status know only those that run."""
-    run_and_wait(notebook, ranks=3)
-    notebook.start(
-        "#pragma taas --gpus 2\nimport time, torch.distributed as dist\n"
-        "dist.init_process_group('gloo')\ndist.barrier()\nprint('ready', flush=True)\ntime.sleep(600)"
-    )
-    notebook.wait_for("ready")
-    found = notebook.processes()
-    assert len(found.ranks) == 2
-    assert len(found.spares) == 1
-    notebook.interrupt()
-    assert notebook.end().ename == "KeyboardInterrupt"

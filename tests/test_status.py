@@ -21,7 +21,6 @@ from notebook_harness import Notebook
 from taas.delivery.config import Delivered
 from taas.errors import HeaderError
 from taas.notebook import tables
-from taas.notebook.connections import Connection, all_connections, write_connection
 from taas.runs.places import ProcessMark
 from taas.runs.records import (
     RunRecord,
@@ -34,6 +33,7 @@ from taas.runs.records import (
 )
 from taas.runs.retention import make_room
 from taas.runs.stacks import StackGroup, Trouble
+from taas.supervisor.connections import Connection, all_connections, write_connection
 from taas.supervisor.rank_writes import make_scratch, settle_leftovers
 from taas.wire.ranks import RankEnded
 

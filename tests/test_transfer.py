@@ -18,10 +18,10 @@ from taas.header.grammar import RunSpec
 from taas.runs.events import EVENTS, STDERR, STDOUT
 from taas.supervisor.transfer import ProjectSync, Transfer
 from taas.supervisor.vms import Vm
-from taas.supervisor.work_thread import WorkThread
 from taas.wire.agents import JobRequest, OfJob, StartJob
 from taas.wire.framing import Memory, Message
-from taas.wire.poll_loop import PollLoop
+from taas.wire.poll_loop import PollLoop, WorkThread
+from taas.wire.ranks import Workspace
 from taas.wire.transfer import CHUNK, WINDOW, Chunk, Sender, Taken, chunks_of
 
 RUN = "golden-fox"
@@ -66,9 +66,7 @@ class Hosts:
             job=job,
             name="VM g2.2-0",
             payload=Memory(os.getpid(), fd, len(payload)),
-            project=str(self.project),
-            environ={},
-            changed=(),
+            workspace=Workspace(str(self.project), {}),
             output=str(self.output),
             work=DataOrder(common=None),  # type: ignore[arg-type]
         )

@@ -11,8 +11,7 @@ from typing import Any
 
 from taas.agent.forkserver import Forkserver
 from taas.agent.job import Job, Services
-from taas.agent.kept import KeptProcesses
-from taas.agent.spares import Spares
+from taas.agent.spares import KeptProcesses, Spares
 from taas.engines import AgentConfig
 
 DEADLINE = 120.0

@@ -1,4 +1,4 @@
-"""How processes end: signals to recorded processes, then a sweep of what is left of the tree.
+"""How trees of processes end: they are killed, and then what is left of them.
 
 An agent is a child subreaper (prctl(2), PR_SET_CHILD_SUBREAPER): whatever a rank started stays below the agent,
 also when it made a session of its own and its parent is gone. So a descendant of the agent that is neither the
@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
-import signal
 import time
 from collections.abc import Iterable
+from multiprocessing.connection import wait
 
 import psutil
 
 from taas import _linux
+from taas.wire import deadlines
 
 _PR_SET_CHILD_SUBREAPER = 36
-_SWEEP_SECONDS = 2.0
 SWEEPS = 10
 """So often what is left is killed: while a tree is being killed, what is left of it is handed on."""
 
@@ -27,18 +26,6 @@ SWEEPS = 10
 def become_subreaper() -> None:
     """Adopt the orphans of all descendants from now on."""
     _linux.prctl(_PR_SET_CHILD_SUBREAPER, 1)
-
-
-def send(process: psutil.Process, number: int) -> None:
-    """Signal a recorded process; SIGKILL goes to the whole session that it leads.
-
-    psutil compares the process's start time first: a pid that was given to somebody else is left alone.
-    """
-    with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
-        if number == signal.SIGKILL and process.is_running():
-            os.killpg(process.pid, number)
-        else:
-            process.send_signal(number)
 
 
 def kill_tree(roots: Iterable[psutil.Process]) -> None:
@@ -51,33 +38,14 @@ def kill_tree(roots: Iterable[psutil.Process]) -> None:
     for root in list(poisoned):
         with contextlib.suppress(psutil.NoSuchProcess):
             poisoned += root.children(recursive=True)
-    handles = {}
+    dying: dict[int, int] = {}
     for process in poisoned:
-        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+        # AccessDenied: what a cell started by sudo is another user's
+        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError, psutil.AccessDenied):
             if not _tracks_resources(process):
-                handle = os.pidfd_open(process.pid)
-                handles[handle] = process.pid
-                if not _kill(process):
-                    del handles[handle]
-                    os.close(handle)
-    _await_death(handles)
-
-
-def _kill(process: psutil.Process) -> bool:
-    """SIGKILL a process; returns whether that was allowed: what a cell started by sudo is another user's."""
-    try:
-        process.kill()
-    except psutil.AccessDenied:
-        return False
-    return True
-
-
-def reap_orphans(own: Iterable[int]) -> None:
-    """Bury adopted orphans that have ended by themselves: a long run may have many."""
-    kept = set(own)
-    for child in psutil.Process().children():
-        if child.pid not in kept:
-            _ended(child)
+                process.kill()
+                dying[os.pidfd_open(process.pid)] = process.pid
+    _await_death(dying)
 
 
 def _tracks_resources(process: psutil.Process) -> bool:
@@ -89,14 +57,9 @@ def _tracks_resources(process: psutil.Process) -> bool:
 
 def _await_death(handles: dict[int, int]) -> None:
     """Wait for processes, given by pidfd and pid, to die; bury those that are this process's children."""
-    poll = select.poll()
-    for handle in handles:
-        poll.register(handle, select.POLLIN)
-    left = set(handles)
-    deadline = time.monotonic() + _SWEEP_SECONDS
-    while left and time.monotonic() < deadline:
-        for handle, _ in poll.poll(_SWEEP_SECONDS * 1000):
-            poll.unregister(handle)
+    left, deadline = set(handles), time.monotonic() + deadlines.TREE_DIES
+    while left and (seconds := deadline - time.monotonic()) > 0:
+        for handle in left & set(wait(left, seconds)):
             left.discard(handle)
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(handles[handle], os.WNOHANG)
@@ -111,14 +74,13 @@ def sweep_orphans(own: Iterable[int]) -> None:
     """
     kept = set(own)
     for _ in range(SWEEPS):
-        left = orphans(kept)
-        if not left:
+        if not (left := orphans(kept)):
             return
         kill_tree(left)
 
 
 def orphans(own: Iterable[int]) -> list[psutil.Process]:
-    """Return this process's children but those in ``own``, and those of which nothing is left to end."""
+    """Return this process's children but those in ``own``; those that have ended by themselves are buried."""
     kept = set(own)
     return [child for child in psutil.Process().children() if child.pid not in kept and not _ended(child)]
 

@@ -10,7 +10,7 @@ import psutil
 
 from taas.engines import AgentConfig
 from taas.engines.local import present_gpus
-from taas.wire.framing import LOOPBACK, StoreAddress
+from taas.wire.framing import LOOPBACK
 from taas.wire.ranks import RankOrder, Staged
 
 _RANKS_ARE_KNOWN = "Distributed|distributed|LOCAL_RANK|local_rank"
@@ -46,31 +46,31 @@ def _visible(order: RankOrder, own: str) -> Iterable[str]:
     Such programs call the first GPU theirs (``cuda:0``), and have their batches there; those for several processes number GPUs
     by ranks, as later cells of kept ranks may.
     """
-    for_one_process = re.search(r"\bDataParallel\b", order.cell) and not re.search(
-        _RANKS_ARE_KNOWN, order.cell
+    for_one_process = re.search(r"\bDataParallel\b", order.cell.text) and not re.search(
+        _RANKS_ARE_KNOWN, order.cell.text
     )
-    own_first = for_one_process and not order.spec.keep
+    own_first = for_one_process and not order.cell.spec.keep
     return sorted(order.gpus, key=lambda gpu: gpu != own) if own_first else order.gpus
 
 
-def rank_environ(order: RankOrder, store: StoreAddress, staged: Staged, local_rank: int) -> dict[str, str]:
+def rank_environ(order: RankOrder, staged: Staged, local_rank: int) -> dict[str, str]:
     """Return the variables torchrun sets in a rank (https://docs.pytorch.org/docs/stable/elastic/run.html)."""
-    rank = order.first_rank + local_rank
+    rank, store = order.first_rank + local_rank, order.store
     environ = {
         "RANK": rank,
         "LOCAL_RANK": local_rank,
-        "WORLD_SIZE": order.spec.world_size,
+        "WORLD_SIZE": order.cell.spec.world_size,
         "LOCAL_WORLD_SIZE": order.local_world_size,
         "GROUP_RANK": order.group_rank,
-        "GROUP_WORLD_SIZE": order.spec.vms,
+        "GROUP_WORLD_SIZE": order.cell.spec.vms,
         "ROLE_NAME": "default",
         "ROLE_RANK": rank,
-        "ROLE_WORLD_SIZE": order.spec.world_size,
+        "ROLE_WORLD_SIZE": order.cell.spec.world_size,
         "MASTER_ADDR": store.host,
         "MASTER_PORT": store.port,
         "TORCHELASTIC_RUN_ID": order.run,
         "TORCHELASTIC_RESTART_COUNT": order.restart_count,
-        "TORCHELASTIC_MAX_RESTARTS": order.spec.max_restarts,
+        "TORCHELASTIC_MAX_RESTARTS": order.cell.spec.max_restarts,
         "TORCHELASTIC_USE_AGENT_STORE": not store.folder,
         "TORCHELASTIC_ERROR_FILE": Path(staged.output) / str(rank) / "error.json",
     }

@@ -21,6 +21,7 @@ from typing import Any
 
 from taas.agent.import_idly import MODULES
 from taas.engines.local import visible_gpus
+from taas.wire import deadlines
 from taas.wire.poll_loop import as_found
 
 PRELOAD = (
@@ -57,14 +58,12 @@ DATA_PRELOAD = (
     "taas.rank.lifeline",
 )
 """What a data VM needs: it is up in half the time of one for ranks."""
-_DYING_SECONDS = 1.0
 _OPENED_BY_A_FORK = 6
 """So many files a fork opens in this process: a connection and two pipes, and one to spare."""
 _LAST = "taas.rank.preloaded"
 _IDLY = "taas.agent.import_idly"
 _TIE = "taas.rank.forkserver_tie"
 """Imported by the main thread: the tie ends with the thread that made it."""
-_YOUNG_SECONDS = 0.5
 _REHEARSED = "taas.rehearsal.ahead"
 _READ_AT_IMPORT = (
     "BLIS_", "CUDA_", "GOMP_", "KMP_", "LD_", "LC_", "LANG", "MALLOC_", "MKL_", "NPY_", "NUMEXPR_", "OMP_",
@@ -100,8 +99,7 @@ def _ends(pid: int | None, seconds: float) -> bool:
 def fork(target: Callable[..., None], *arguments: Any) -> Any:
     """Fork a process that calls a function, by its name: the agent imports nothing of what it needs.
 
-    A forkserver that is stopped would hold this process, too: it is told to go on. One that is killed while it is asked
-    is started anew, and asked again.
+    A forkserver that is killed while it is asked is started anew, and asked again.
 
     Raises:
         OSError: this process may open no more files. The forkserver was not asked then: multiprocessing connects to
@@ -112,14 +110,11 @@ def fork(target: Callable[..., None], *arguments: Any) -> Any:
         for _ in range(_OPENED_BY_A_FORK):
             room.callback(os.close, os.dup(2))
     forkserver: int | None = _mp._forkserver._forkserver_pid  # type: ignore[attr-defined]
-    if forkserver is not None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(forkserver, signal.SIGCONT)
     process = multiprocessing.get_context("forkserver").Process(target=target, args=arguments)
     try:
         process.start()
     except (ConnectionError, EOFError):
-        if not _ends(forkserver, _DYING_SECONDS):
+        if not _ends(forkserver, deadlines.FORKSERVER_DIES):
             raise
         process.start()
     return process
@@ -152,7 +147,7 @@ class Forkserver:
         A forkserver that is killed closes the sentinels of its processes a moment before it is dead, and they are
         this process's children; multiprocessing makes a status of 255 of that.
         """
-        return not _ends(self.pid, _DYING_SECONDS if exitcode == 255 else 0.0)
+        return not _ends(self.pid, deadlines.FORKSERVER_DIES if exitcode == 255 else 0.0)
 
     def start(self) -> None:
         """Start it, if it does not run."""
@@ -175,7 +170,7 @@ class Forkserver:
         if not self._idle:
             return
         self._idle = False
-        if time.monotonic() < self._began + _YOUNG_SECONDS:
+        if time.monotonic() < self._began + deadlines.FORKSERVER_YOUNG:
             self._end()
         elif self.pid is not None:
             for thread in Path(f"/proc/{self.pid}/task").glob("*"):

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from taas.agent.forkserver import Forkserver
-from taas.agent.kept import KeptProcesses
 from taas.agent.processes import ForkedProcess
-from taas.agent.spares import Spares
+from taas.agent.spares import KeptProcesses, Spares
 from taas.agent.staging import ProjectArrival, Staging
 from taas.engines import AgentConfig
 from taas.wire.agents import EndJob, How, JobOver, JobSays, OfJob, StartJob
@@ -66,7 +65,6 @@ class Job:
         over: whether its end was said.
         swept: whether nothing that they left is there.
         sender: what sends home what they write, change and answer; on the notebook's machine there is nothing to send.
-        said: lines for the user.
     """
 
     def __init__(self, order: StartJob, services: Services) -> None:
@@ -74,7 +72,6 @@ class Job:
         self.processes: list[ForkedProcess] = []
         self.begun = self.over = self.swept = False
         self.sender = Sender(self._say)
-        self.said: list[str] = []
         self._order, self._services = order, services
         self._staging: Staging | None = None
         self._how: str | None = None
@@ -196,8 +193,7 @@ class Job:
             if self.sender.done:
                 self.over = True
                 kept = self._keep()
-                arrival = [] if self._staging is None else self._staging.project.notices
-                notices = (*arrival, *self.said)
+                notices = () if self._staging is None else tuple(self._staging.project.notices)
                 self._say(JobOver(how=self._how or "", notices=notices, kept=kept))
 
     def wait(self) -> float | None:

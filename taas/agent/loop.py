@@ -24,24 +24,18 @@ from taas.agent.endings import become_subreaper, kill_tree, sweep_orphans
 from taas.agent.environ import environment
 from taas.agent.forkserver import Forkserver
 from taas.agent.job import Job, Services
-from taas.agent.kept import KeptProcesses
 from taas.agent.processes import RankProcess
 from taas.agent.rank_job import RankJob
-from taas.agent.spares import Spares
+from taas.agent.spares import KeptProcesses, Spares
 from taas.delivery.config import read_line
 from taas.engines import AgentConfig
 from taas.runs.events import BLIND_SECONDS, Inotify
+from taas.wire import deadlines
 from taas.wire.agents import AgentHears, JobRequest, StartJob
 from taas.wire.curve import SupervisorLink, make_dealer, set_heartbeat
 from taas.wire.framing import Alive, Leave, Message, MessageReader, pack
 from taas.wire.poll_loop import PollLoop, raise_limit
 from taas.wire.ranks import RankOrder
-from taas.wire.stopped import StoppedHelpers
-
-_END_SECONDS = 8.0
-"""So long the end of an agent may take."""
-_STOPPED_SECONDS, _ALIVE_SECONDS = 20.0, 5.0
-"""So long an agent elsewhere may be stopped, and how often it shows the system that it is not."""
 
 
 class Agent:
@@ -61,7 +55,6 @@ class Agent:
         self._config = config
         self._scratch = Path(config.scratch)
         self._link = SupervisorLink(self._socket, config.endpoint) if config.remote else None
-        self._stopped = StoppedHelpers()
         self._ending = threading.Event()
         self._socket.connect(config.endpoint)
         self._services = Services(
@@ -116,7 +109,7 @@ class Agent:
     def _wait(self) -> float | None:
         waits = [job.wait() for job in self._jobs.values()]
         if self._link is not None:
-            waits += [self._link.wait(), self._stopped.wait() if self._jobs else None]
+            waits.append(self._link.wait())
         if self._inotify.blind and any(not job.sender.done for job in self._jobs.values()):
             waits.append(BLIND_SECONDS)
         if not self._rank_jobs:
@@ -164,22 +157,16 @@ class Agent:
         self._supervisor_gone = not os.read(sys.stdin.fileno(), 4096)
 
     def _look_at_link(self, link: SupervisorLink) -> None:
-        """End with the connection to a supervisor elsewhere: it gives this VM up then, too.
-
-        It sees no process here, so who is stopped is told to go on by this one.
-        """
+        """End with the connection to a supervisor elsewhere: it gives this VM up then, too."""
         why = "" if self._supervisor_gone else link.gone()
         if why:
             self._supervisor_gone = True
             sys.stderr.write(f"{why}\n")
-        for line in self._stopped.look() if self._jobs else ():
-            for job in self._jobs.values():
-                job.said.append(f"{job.name}: {line}")
 
     def _end_all(self) -> None:
         """Leave nothing, whatever goes wrong with one thing; the system ends what is not ended here."""
         self._ending.set()
-        _linux.kill_in(_END_SECONDS)
+        _linux.kill_in(deadlines.END_AGENT)
         with contextlib.ExitStack() as last_first:
             last_first.callback(shutil.rmtree, self._scratch, ignore_errors=True)
             last_first.callback(self._context.term)
@@ -236,9 +223,9 @@ class Agent:
 
 def _die_when_stopped(ending: threading.Event) -> None:
     """Let the system kill this process, and so its ranks, when it is stopped for long; a thread's."""
-    _linux.kill_in(_STOPPED_SECONDS)
-    while not ending.wait(_ALIVE_SECONDS):
-        _linux.kill_in(_STOPPED_SECONDS)
+    _linux.kill_in(deadlines.AGENT_STOPPED)
+    while not ending.wait(deadlines.SHOW_ALIVE):
+        _linux.kill_in(deadlines.AGENT_STOPPED)
 
 
 def make_socket(context: zmq.Context[Any], config: AgentConfig) -> zmq.Socket[Any]:

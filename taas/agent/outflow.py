@@ -17,7 +17,6 @@ from taas.agent.staging import ProjectArrival
 from taas.project_sync.archive import Changes, only, shared_places
 from taas.rank_storage import scratch_of
 from taas.runs.events import EVENTS, STDERR, STDOUT
-from taas.wire.agents import StartJob
 from taas.wire.framing import Memory
 from taas.wire.ranks import RankOrder, Staged
 from taas.wire.transfer import CHUNK, Chunk, chunks_of
@@ -82,8 +81,8 @@ class ProjectChanges:
     """What ranks do to the copy of the project on their VM, and to the ``--shared`` directories in it, as archives.
 
     Args:
-        order: the job's.
-        work: what its ranks were told.
+        home: absolute path of the project on the notebook's machine.
+        order: what the ranks were told.
         staged: what they have here.
         arrival: how the project came here.
         ended: whether all ranks have ended.
@@ -91,15 +90,15 @@ class ProjectChanges:
 
     def __init__(
         self,
-        order: StartJob,
-        work: RankOrder,
+        home: str,
+        order: RankOrder,
         staged: Staged,
         arrival: ProjectArrival,
         ended: Callable[[], bool],
     ) -> None:
-        self._work, self._scratch, self._arrival, self._ended = work, Path(staged.scratch), arrival, ended
-        shared = shared_places(order.project, work.spec.shared)
-        own = work.first_rank == 0
+        self._order, self._scratch, self._arrival, self._ended = order, staged.scratch, arrival, ended
+        shared = shared_places(home, order.cell.spec.shared)
+        own = order.first_rank == 0
         self._project: Changes | None = None
         if arrival.copy is not None and (own or shared):
             self._project = Changes(str(arrival.copy), only(() if own else shared))
@@ -123,7 +122,7 @@ class ProjectChanges:
         if self._project is not None:
             yield from self._archive("changes", self._project, last=True)
         # What ranks other than 0 wrote in the project's place is sorted on the notebook's machine.
-        numbers = range(max(1, self._work.first_rank), self._work.first_rank + self._work.local_world_size)
+        numbers = range(max(1, self._order.first_rank), self._order.first_rank + self._order.local_world_size)
         places = [f"{scratch_of(Path(), rank)}/{folder}" for rank in numbers for folder in ("tree", "gone")]
         if places:
             yield from self._archive(
@@ -140,9 +139,9 @@ class ProjectChanges:
             finally:
                 self._packing = False
             self._arrival.notices += [
-                f"{path} did not come back from VM {self._work.vm}: it was still being written"
+                f"{path} did not come back from VM {self._order.vm}: it was still being written"
                 for path in changes.unsent
             ]
             if size := os.fstat(archive.fileno()).st_size:
                 memory = Memory(os.getpid(), archive.fileno(), size)
-                yield from chunks_of(of, memory, self._work.first_rank)
+                yield from chunks_of(of, memory, self._order.first_rank)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import socket
 import time
@@ -12,15 +13,13 @@ from typing import Any
 
 import psutil
 
-from taas.agent.endings import kill_tree, send
+from taas.agent.endings import kill_tree
 from taas.agent.forkserver import fork
+from taas.wire import deadlines
 from taas.wire.framing import Message, pack
 from taas.wire.rank_connection import RankConnection
 from taas.wire.ranks import Preparation, RankEnded, RankKept, RankRequest, RankSays, RankStage
 from taas.wording import killed_by
-
-EXIT_SECONDS = 15.0
-"""How long a rank may take to leave after its cell has ended."""
 
 
 class ForkedProcess:
@@ -56,9 +55,13 @@ class ForkedProcess:
         return code
 
     def send(self, number: int) -> None:
-        """Signal it, if it is the process that was started here; SIGKILL goes to its session."""
+        """Signal it, if it is the process that was started here (psutil compares start times); SIGKILL goes to its session."""
         if self._recorded is not None and not self.gone:
-            send(self._recorded, number)
+            with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+                if number == signal.SIGKILL and self._recorded.is_running():
+                    os.killpg(self.pid, number)
+                else:
+                    self._recorded.send_signal(number)
 
     def kill_tree(self) -> None:
         """SIGKILL it and all its descendants."""
@@ -159,7 +162,7 @@ class Rank:
             self.ended is not None
             and self.kept is None
             and not self.process.gone
-            and time.monotonic() > self.ended_at + EXIT_SECONDS
+            and time.monotonic() > self.ended_at + deadlines.RANK_EXITS
         )
 
     def post_mortem(self, *, forkserver_outlived: bool) -> RankEnded:

@@ -12,24 +12,11 @@ import signal
 import time
 
 from taas.agent.processes import Rank
+from taas.wire import deadlines
 from taas.wire.agents import How
 from taas.wire.rank_connection import NOTICE
 from taas.wire.ranks import RankOrder, RankRequest
 
-NOTICE_SECONDS = 2.0
-"""So long a rank may take to say that it is at work on an interrupt."""
-FAILURE_SECONDS = 3.5
-"""So long the cell may go on in a rank after another one has failed."""
-_SAME_END_SECONDS = 0.3
-"""So long a rank that has begun the cell may go on unhindered after another one has failed: it may fail itself."""
-_TERM_SECONDS = 0.6
-"""So long after SIGTERM comes SIGKILL."""
-_ANSWER_SECONDS = 10.0
-"""So long rank 0 may take to begin packing its names."""
-_PACKING_SECONDS = 60.0
-_NOW_SECONDS = 1.5
-"""So long rank 0 has for its names where all is to end now."""
-_LOOK_SECONDS = 0.1
 _PATIENCE: tuple[How, ...] = ("now", "failure", "interrupt")
 
 
@@ -42,7 +29,7 @@ class Ending:
     """
 
     def __init__(self, order: RankOrder) -> None:
-        self._stay, self._stayed = order.spec.keep, order.continues
+        self._stay, self._stayed = order.cell.spec.keep, order.continues
         self._how: How | None = None
         self._began = 0.0
         self._names = True
@@ -61,7 +48,7 @@ class Ending:
 
     def wait(self) -> float | None:
         """Return the seconds until :meth:`step` may have something to do; None: it has not."""
-        return None if self._how is None else _LOOK_SECONDS
+        return None if self._how is None else deadlines.ENDINGS_LOOK
 
     def step(self, ranks: list[Rank]) -> None:
         """Do what is due.
@@ -81,7 +68,7 @@ class Ending:
         for rank in ranks:
             if rank.number in self._interrupted or ((self._stayed or failure) and not rank.started):
                 continue
-            if now < self._seen.setdefault(rank.number, now) + _SAME_END_SECONDS * failure:
+            if now < self._seen.setdefault(rank.number, now) + deadlines.SAME_END * failure:
                 continue
             self._interrupted.add(rank.number)
             if rank.started:
@@ -100,8 +87,8 @@ class Ending:
             at_work = [
                 rank.at_work or (rank.number == 0 and rank.started) for rank in ranks if rank.ended is None
             ]
-            return passed >= NOTICE_SECONDS and not any(at_work)
-        return passed >= FAILURE_SECONDS or self._how == "now"
+            return passed >= deadlines.NOTICE and not any(at_work)
+        return passed >= deadlines.FAILURE or self._how == "now"
 
     def _end(self, rank: Rank) -> None:
         now = time.monotonic()
@@ -115,7 +102,7 @@ class Ending:
             self._terminated[rank.number] = now
             if rank.ended is None:
                 rank.send(signal.SIGTERM)
-        elif now >= self._terminated[rank.number] + _TERM_SECONDS:
+        elif now >= self._terminated[rank.number] + deadlines.TERM_TO_KILL:
             self._kill(rank)
 
     def _names_until(self, rank: Rank) -> tuple[float, str]:
@@ -125,11 +112,14 @@ class Ending:
             self._asked = now
             rank.tell(RankRequest(what="names"))
         if self._how == "now":
-            return self._began + _NOW_SECONDS, "had no time to pack them"
+            return self._began + deadlines.NAMES_NOW, "had no time to pack them"
         if not rank.packing:
-            return self._asked + _ANSWER_SECONDS, f"did not answer for {_ANSWER_SECONDS:.0f} s"
+            return self._asked + deadlines.NAMES_BEGIN, f"did not answer for {deadlines.NAMES_BEGIN:.0f} s"
         self._packing = self._packing or now
-        return self._packing + _PACKING_SECONDS, f"had not packed them after {_PACKING_SECONDS:.0f} s"
+        return (
+            self._packing + deadlines.NAMES_PACKED,
+            f"had not packed them after {deadlines.NAMES_PACKED:.0f} s",
+        )
 
     def _kill(self, rank: Rank) -> None:
         if rank.number not in self._killed:

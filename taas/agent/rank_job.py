@@ -14,15 +14,16 @@ from pathlib import Path
 
 import msgspec
 
-from taas.agent.endings import reap_orphans
+from taas.agent.endings import orphans
 from taas.agent.environ import rank_environ
 from taas.agent.job import Job, Services
 from taas.agent.outflow import ProjectChanges, output_of
-from taas.agent.processes import EXIT_SECONDS, ForkedProcess, Rank
+from taas.agent.processes import ForkedProcess, Rank
 from taas.agent.rank_endings import Ending
 from taas.agent.run_store import RunStore
 from taas.agent.stacks import Look, last_words
 from taas.agent.staging import ProjectArrival
+from taas.wire import deadlines
 from taas.wire.agents import How, LookAtRanks, RanksSeen, StartJob
 from taas.wire.framing import Memory, Message, StoreAddress, pack
 from taas.wire.ranks import (
@@ -91,13 +92,13 @@ class RankJob(Job):
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         if services.config.remote:
             self._changes = ProjectChanges(
-                self._order, work, staged, self._staging.project, lambda: self.ended
+                self._order.workspace.project, work, staged, self._staging.project, lambda: self.ended
             )
             self.sender.add(self._changes.chunks())
             for number, folder in folders.items():
                 self.sender.add(output_of(number, folder, lambda: self.ended))
                 services.grows(folder)
-        store = self._open_store()
+        self._work = work = msgspec.structs.replace(work, store=self._open_store())
         self.preparation = preparation_of(work, staged)
         spares, kept = services.spares, services.kept
         processes = kept.take() if work.continues else spares.take(self.preparation, self.size)
@@ -107,21 +108,16 @@ class RankJob(Job):
             self.processes.append(process)
             self._listen_to(rank)
             start = RankStart(
-                order=work,
-                staged=staged,
-                store=store,
-                local_rank=local,
-                environ=rank_environ(work, store, staged, local),
+                order=work, staged=staged, local_rank=local, environ=rank_environ(work, staged, local)
             )
             process.tell(pack(start), staged.payload.fd)
-            process.send(signal.SIGCONT)  # one that was stopped while it waited would hold the cell
 
     def _open_store(self) -> StoreAddress:
         """Return the run's store, opened here where that is this agent's part."""
         wanted = self._work.store
         if wanted.port:
             return wanted
-        self._store = RunStore(wanted, self._work.spec.world_size, Path(self._services.config.scratch))
+        self._store = RunStore(wanted, self._work.cell.spec.world_size, Path(self._services.config.scratch))
         self._say(self._store.address)
         return self._store.address
 
@@ -131,7 +127,7 @@ class RankJob(Job):
         """Take in what the supervisor says about this job."""
         match message:
             case LookAtRanks():
-                reap_orphans(self._services.forkserver.own_pids())
+                orphans(self._services.forkserver.own_pids())  # buries them: a long run may have many
                 processes = {rank.number: rank.process for rank in self.ranks}
                 self._looks.append(Look(processes, self._folder, message))
                 self._step_looks()
@@ -177,7 +173,7 @@ class RankJob(Job):
                 said = msgspec.structs.replace(said, answer=None)
                 self.fail(f"the names that the run made could not be taken: {error}")
         rank.ended, rank.ended_at = said, time.monotonic()
-        if not self._work.spec.keep or rank.packing:  # then it is the last word of one that is stuck
+        if not self._work.cell.spec.keep or rank.packing:  # then it is the last word of one that is stuck
             rank.leave()
         elif said.answer is not None:
             rank.tell(RankRequest(what="taken"))
@@ -258,7 +254,9 @@ class RankJob(Job):
         """Add to the end of a rank that died where it stood."""
         if ended.outcome != "died":
             return ended
-        words = last_words(self._folder / str(ended.rank), self._work.cell, self._work.execution_count)
+        words = last_words(
+            self._folder / str(ended.rank), self._work.cell.text, self._work.cell.execution_count
+        )
         return msgspec.structs.replace(ended, message=ended.message + words)
 
     def step(self) -> None:
@@ -279,7 +277,7 @@ class RankJob(Job):
             waits.append(self._ending.wait())
         if self._changes is not None and not self.sender.waits:
             waits.append(self._changes.wait())
-        waits += [EXIT_SECONDS for rank in there if rank.ended is not None and not rank.kept]
+        waits += [deadlines.RANK_EXITS for rank in there if rank.ended is not None and not rank.kept]
         return min((wait for wait in waits if wait is not None), default=None)
 
     def close(self) -> None:

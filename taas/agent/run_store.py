@@ -16,9 +16,8 @@ from typing import Any
 import msgspec
 
 from taas.agent.forkserver import fork
+from taas.wire import deadlines
 from taas.wire.framing import LOOPBACK, StoreAddress
-
-_OPENING_SECONDS = 30.0
 
 
 class RunStore:
@@ -74,7 +73,7 @@ def _start_server(host: str, world_size: int) -> tuple[Any, int]:
     with its:
         process = fork(_serve, its, host, world_size)
     with ours, contextlib.suppress(EOFError):
-        if ours.poll(_OPENING_SECONDS):
+        if ours.poll(deadlines.STORE_OPENS):
             port: int = ours.recv()
             return process, port
     process.kill()

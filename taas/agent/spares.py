@@ -1,4 +1,4 @@
-"""Processes that wait for the order to be a rank; spare ones are forked ahead, while nothing runs.
+"""Processes that wait for the order to be a rank: spare ones, forked ahead while nothing runs, and ranks that stay.
 
 A fork of the forkserver and a rank's own start cost more processor time than all that follows until the cell runs.
 So once a run is over, the agent makes as many processes as that run had ranks, one after the other, and each does
@@ -8,6 +8,8 @@ and does the same: the two differ in nothing but when they were forked.
 A spare was prepared for one environment, project and forkserver; a run with another one does not use it, it is
 ended. Spares are ended too when nothing has used them for a while, or the machine's memory becomes scarce. That one
 cannot be made, or dies, costs the next run the time of a fork and nothing else.
+
+After a `--keep` cell its ranks stay until the next one, until they die, or until the VM is given back.
 """
 
 from __future__ import annotations
@@ -15,20 +17,23 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from multiprocessing.connection import wait
+from typing import Any
 
 import psutil
 
 from taas.agent.processes import RankProcess
-from taas.wire.ranks import Preparation
+from taas.agent.run_store import RunStore
+from taas.agent.staging import ProjectArrival
+from taas.wire import deadlines
+from taas.wire.agents import KeptGone
+from taas.wire.framing import Message, pack
+from taas.wire.ranks import Preparation, RankRequest
 
 MOST = max(8, os.cpu_count() or 1)
 """So many spares a VM has at most."""
-IDLE_SECONDS = 15 * 60.0
-"""So long spares wait for a run."""
-_LOOK_SECONDS = 20.0
-_REST_SECONDS = 0.1
-"""After a run, what follows it at once comes first: the next cell of Run All, or the end of everything."""
 _FREE_SHARE = 0.1
 
 
@@ -53,7 +58,7 @@ class Spares:
             self.end()
         self._preparation, self._wanted = preparation, min(count, MOST)
         now = time.monotonic()
-        self._from, self._until = now + _REST_SECONDS, now + IDLE_SECONDS
+        self._from, self._until = now + deadlines.SPARES_REST, now + deadlines.SPARES_IDLE
 
     def take(self, preparation: Preparation, count: int) -> Iterator[RankProcess]:
         """Give a run ``count`` processes, no longer watched: spares that were prepared for it, then fresh ones.
@@ -108,7 +113,7 @@ class Spares:
         rest = self._from - time.monotonic()
         if self._missing and rest > 0:
             return rest
-        return _LOOK_SECONDS if self._waiting else None
+        return deadlines.SPARES_LOOK if self._waiting else None
 
     def lose(self, process: RankProcess) -> None:
         """One is gone, for whatever reason: make no others in its place."""
@@ -132,3 +137,77 @@ class Spares:
 def _memory_is_short() -> bool:
     memory = psutil.virtual_memory()
     return bool(memory.available < _FREE_SHARE * memory.total)
+
+
+class KeptProcesses:
+    """None at first.
+
+    Args:
+        on, off: begin and end to watch a descriptor.
+        say: sends a message to the supervisor.
+
+    Attributes:
+        project: what they see as the project.
+    """
+
+    def __init__(
+        self,
+        on: Callable[[Any, Callable[[], None]], None],
+        off: Callable[[Any], None],
+        say: Callable[[Message], None],
+    ) -> None:
+        self._on, self._off, self._say = on, off, say
+        self._processes: dict[int, RankProcess] = {}
+        self._stores: list[RunStore] = []
+        self.project: ProjectArrival | None = None
+
+    @property
+    def there(self) -> bool:
+        """Whether there are any."""
+        return bool(self._processes)
+
+    def keep(
+        self, processes: dict[int, RankProcess], store: RunStore | None, project: ProjectArrival
+    ) -> None:
+        """Keep ranks whose cell has ended, by their numbers, with the project, and the store that their groups may use."""
+        self._processes, self.project = dict(processes), project
+        self._stores += [store] if store is not None else []
+        for number, process in processes.items():
+            self._on(process.sentinel, partial(self._lose, number))
+
+    def take(self) -> list[RankProcess]:
+        """Give the next run its ranks, no longer watched."""
+        taken, self._processes = self._processes, {}
+        for process in taken.values():
+            self._off(process.sentinel)
+        return list(taken.values())
+
+    def _lose(self, number: int) -> None:
+        """One has died, and what the others know is of no use without it."""
+        code = self._processes[number].exitcode
+        self.end()
+        how = f"was killed by {signal.Signals(-code).name}" if code and code < 0 else "left"
+        self._say(KeptGone(how=f"rank {number} {how}"))
+
+    def end(self, *, patient: bool = False) -> None:
+        """End them; patient: they run their exit functions before."""
+        processes = list(self._processes.values())
+        for process in processes:
+            self._off(process.sentinel)
+            if patient:
+                process.tell(pack(RankRequest(what="leave")))
+        self._processes = {}
+        if patient:
+            _wait_for_end(process.sentinel for process in processes)
+        for process in processes:
+            process.kill_tree()
+            process.disconnect()
+        while self._stores:
+            self._stores.pop().close()
+        self.project = None
+
+
+def _wait_for_end(sentinels: Iterable[int]) -> None:
+    left, until = set(sentinels), time.monotonic() + deadlines.LEAVE_KEPT
+    while left and (seconds := until - time.monotonic()) > 0:
+        left.difference_update(wait(left, seconds))

@@ -15,10 +15,9 @@ import psutil
 from taas.agent.processes import ForkedProcess
 from taas.runs.events import FILES, STDERR
 from taas.runs.stacks import SIGNAL, STACKS, Frame, Preface, RankSeen, fold
+from taas.wire import deadlines
 from taas.wire.agents import LookAtRanks
 
-_CHECK_SECONDS = 0.05
-_GIVE_UP_SECONDS = 2.0
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+)", re.MULTILINE)
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 _RUNNING_CELL = re.compile(r"<ipython-input-(\d+)-")
@@ -113,7 +112,7 @@ class Look:
         self._ranks, self._folder = ranks, folder
         self._asked: dict[int, _StackQuery] = {}
         now = time.monotonic()
-        self._next, self._deadline = now, now + _GIVE_UP_SECONDS
+        self._next, self._deadline = now, now + deadlines.STACKS
         if wanted.stacks:
             for rank, process in ranks.items():
                 self._ask(rank, process)
@@ -134,7 +133,7 @@ class Look:
         """Return what was seen; None as long as answers are on their way."""
         if self.wait() > 0:
             return None
-        self._next = time.monotonic() + _CHECK_SECONDS
+        self._next = time.monotonic() + deadlines.STACKS_LOOK
         late = time.monotonic() >= self._deadline
         answered = [asked.answered() for asked in self._asked.values()]  # each notes its size
         if not late and not all(answered):

@@ -60,12 +60,12 @@ class Staging:
         self._order = order
         self._root: Path | None = None
         self._stays = False
-        self._environ, self._output, self._scratch = order.environ, order.output, order.scratch
+        self._environ, self._output, self._scratch = order.workspace.environ, order.output, order.scratch
         self._payload = Incoming(order.payload)
         if config.remote:
             root = before.root if before is not None else None
             self._root = root = root or _empty_folder(Path(config.scratch) / f"job-{order.job}")
-            self._environ = environment(order.environ, order.changed, config)
+            self._environ = environment(order.workspace.environ, order.workspace.changed, config)
             self._output = str(root / Path(order.output).name)
             self._scratch = str(root / "writes")
             Path(self._scratch).mkdir(mode=0o700, exist_ok=True)
@@ -160,7 +160,7 @@ class ProjectArrival:
         """A job needs the project as it is now; the copy that an earlier one left here is brought up to date."""
         self._vm, self._packed, self.notices = order.name, None, []
         self.since_ns = order.since_ns
-        self.path = self.path or order.project
+        self.path = self.path or order.workspace.project
         self.ready = self.root is None or (self.copy is None and _sees_disk(order))
 
     def take(self, chunk: Chunk) -> None:

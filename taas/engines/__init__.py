@@ -2,8 +2,7 @@
 
 An engine is an :class:`Engine` that gives :class:`Machine` objects, in a file beside this one. It is entered as a row of
 the table in ``engines/chosen.py``, in ``config.py`` (``engine.default`` and keys of its own), ``notebook/verbs.py`` (usage
-and Tab), ``notebook/doctor.py``, an extra of ``pyproject.toml``, and, where it has a helper of its own on this machine,
-``wire/stopped.py``. Where code asks for ``kind == "local"``, any other kind counts as one with machines elsewhere.
+and Tab), ``notebook/doctor.py``, and an extra of ``pyproject.toml``. Where code asks for ``kind == "local"``, any other kind counts as one with machines elsewhere.
 
 Before it starts an agent elsewhere, an engine compares the versions there with those here (``engines/versions.py``), for
 what is pickled on one is unpickled on the other. It ends an agent by the end of its standard input, and by nothing

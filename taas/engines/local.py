@@ -178,7 +178,7 @@ def check_devices(spec: RunSpec, present: int) -> None:
     Raises:
         NotEnoughDevices: saying how many there are.
     """
-    needed = spec.world_size * spec.gpus_per_rank
+    needed = spec.vms * spec.gpus_per_vm
     if present and needed > present and not spec.rehearse:
         raise NotEnoughDevices(
             f"{needed} GPUs asked for, and this machine has {present}. Ask for {present} or fewer (--gpus auto), "
@@ -206,7 +206,7 @@ def device_in_words(spec: RunSpec, present: int) -> str:
         return "CPU"
     if not present or spec.rehearse:
         return f"rehearsed on CPU ({'as --rehearse asks' if present else _why_none()})"
-    return counted(spec.world_size * spec.gpus_per_rank, "GPU")
+    return counted(spec.vms * spec.gpus_per_vm, "GPU")
 
 
 def _why_none() -> str:

@@ -2,7 +2,7 @@
 
 Adding an option is adding a row: a field, what it takes, one line of help, and what holds without it. Parsing, help,
 Tab, a key of ``taas.toml`` (``setting``) and the way to supervisor and ranks follow; who acts on it reads
-``submit.spec``, in a rank ``order.spec``. A test freezes the list of options (tests/test_header_parse.py).
+``submit.cell.spec``, in a rank ``order.cell.spec``. A test freezes the list of options (tests/test_header_parse.py).
 """
 
 from __future__ import annotations
@@ -111,6 +111,11 @@ class RunSpec:
     def world_size(self) -> int:
         """Number of ranks."""
         return self.vms * self.ranks_per_vm
+
+    @property
+    def gpus_per_vm(self) -> int:
+        """GPUs that the ranks on each VM need; 0: the run needs none."""
+        return self.ranks_per_vm * self.gpus_per_rank
 
 
 _GPUS = Option(  # it sets three fields, together with the instance type

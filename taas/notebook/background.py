@@ -12,7 +12,6 @@ from IPython.core.getipython import get_ipython
 
 from taas.capture import Applied, Capture, rebind_answer
 from taas.delivery.registered import Registration, apply_final
-from taas.notebook import connections
 from taas.notebook.cell_output import say
 from taas.notebook.live_view import LiveDisplay, RunView
 from taas.notebook.tables import Shown, line, plain
@@ -26,6 +25,7 @@ from taas.runs.records import (
     read_record,
 )
 from taas.runs.retention import open_kept
+from taas.supervisor import connections
 from taas.wire.ranks import Answer
 
 _BY_REFERENCE = (types.ModuleType, types.FunctionType, type)  # imported and defined, not worth a mention

@@ -24,10 +24,10 @@ from taas.wire.clients import Refused, RunRequest, RunState, Submit
 
 _LOOK_ROUND_MS = 50
 """So long at most a press of the interrupt button waits to be seen."""
-_GIVE_UP = 4
-"""So many interrupts end a run whose supervisor does not answer: it is killed, and all ranks with it."""
+_FINAL = 2
+"""So many interrupts end a run, whatever its supervisor does: it is asked whether it is there."""
 _SILENCE_SECONDS = 10.0
-"""So long it does not answer then. Who presses quickly does not mean the background runs of the same supervisor."""
+"""If it does not answer for so long (it is stopped, say), it is killed, and with it all its runs."""
 
 
 class Interrupts:
@@ -39,6 +39,7 @@ class Interrupts:
 
     def __init__(self) -> None:
         self.count = 0
+        self._asked = 0
         self._silent_since: float | None = None
         self._last, self._fact = sys.maxsize, ""
 
@@ -70,18 +71,18 @@ class Interrupts:
         self._silent_since = None
 
     def check(self, supervisor: Supervised) -> None:
-        """Kill a supervisor that has been silent for too long since the interrupt that was one too many.
+        """Ask a supervisor whether it is there, at the second interrupt and each later one; kill it if it is silent.
 
         Raises:
-            KeyboardInterrupt: it was.
+            KeyboardInterrupt: it was killed.
         """
-        if self.count < _GIVE_UP:
-            return
         now = time.monotonic()
-        self._silent_since = self._silent_since or now
-        if now > self._silent_since + _SILENCE_SECONDS:
+        if self.count >= _FINAL and self.count > self._asked:
+            self._asked, self._silent_since = self.count, self._silent_since or now
+            supervisor.say(RunRequest(what="stacks"))
+        if self._silent_since is not None and now > self._silent_since + _SILENCE_SECONDS:
             supervisor.kill()
-            raise KeyboardInterrupt
+            raise interrupted("the supervisor did not answer, and was killed with all its runs")
 
 
 def _begin(supervisor: Supervised, submit: Submit, interrupts: Interrupts) -> RunRecord:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import html
+import os
 import re
+import signal
 import sys
 import time
 import warnings
@@ -15,15 +17,15 @@ from taas.config import Catalog, load_catalog, project_folder
 from taas.engines import chosen
 from taas.errors import EngineError, HeaderError
 from taas.header.arguments import Line, split_words
-from taas.notebook import connections, doctor, tables
+from taas.notebook import doctor, tables
 from taas.notebook.cell_output import Screen, TerminalOutput, follow, say, show_written
 from taas.notebook.supervised import supervised
 from taas.notebook.tables import Shown
 from taas.notebook.verbs import VERBS, help_text
 from taas.runs.reader import LOOK_SECONDS, RunReader
 from taas.runs.records import RunRecord, find_run, of_notebook, read_records, told_apart
-from taas.supervisor import rank_writes
-from taas.wire.clients import Prepare, Release, Released, RunRequest, Stacks
+from taas.supervisor import connections, rank_writes
+from taas.wire.clients import Prepare, Released, RunRequest, Stacks
 from taas.wording import counted, nearest, shown
 
 _STOP_SECONDS = 12.0
@@ -264,14 +266,27 @@ def _startup_file(profile: str) -> Path:
 
 def _release(frontend: Frontend, line: Line) -> None:
     mine = [c for c in connections.all_connections() if frontend.kernel in (0, c.kernel.pid)]
-    released = []
-    for connection in mine:
-        with connections.Visit(connection) as visit:
-            released.append(visit.ask(Release(), Released))
+    released = [_released(connection) for connection in mine]
     count, ranks = sum(one.count for one in released), sum(one.ranks for one in released)
     ended = f"{counted(ranks, 'kept rank')} ended" if ranks else ""
     given = f"{counted(count, 'idle VM')} given back" if count or not ranks else ""
     say(f"{', '.join(filter(None, (ended, given)))}; the next run starts new ones")
+
+
+def _released(connection: connections.Connection) -> Released:
+    """Have a supervisor give back what it has; one that says nothing is killed."""
+    with connections.Visit(connection) as visit:
+        try:
+            visit.ask(RunRequest(what="stacks"), Stacks)
+        except EngineError:
+            if connection.supervisor.lives:
+                os.kill(connection.supervisor.pid, signal.SIGKILL)
+            say(
+                f"the supervisor (process {connection.supervisor.pid}) did not answer, and was killed with all its runs"
+            )
+            return Released(count=0)
+        released: Released = visit.ask(RunRequest(what="release"), Released)
+        return released
 
 
 def _doctor(frontend: Frontend, line: Line) -> None:

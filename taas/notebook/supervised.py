@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -19,32 +18,12 @@ import zmq
 
 from taas.engines.chosen import chosen
 from taas.errors import EngineError, HeaderError, RunLost
-from taas.notebook.connections import Connection, Wire
 from taas.runs.places import crash_report
 from taas.runs.reader import RunReader
-from taas.supervisor.sweeper import CONNECTION, SOCKET
-from taas.wire.clients import Release
-from taas.wire.stopped import LOOK_SECONDS, let_go_on, process
+from taas.supervisor.connections import CONNECTION, SOCKET, Connection, Wire
+from taas.wire.clients import RunRequest, SupervisorConfig
 
 _START_SECONDS = 60.0
-
-
-class SupervisorConfig(msgspec.Struct, frozen=True):
-    """What a kernel writes to its supervisor's standard input, as one line of JSON.
-
-    Attributes:
-        kernel: process id of the kernel it serves.
-        life: the descriptor, in the supervisor, of the life pipe: at its end-of-file the supervisor is killed.
-        client_key: the kernel's public CURVE key in Z85.
-        warm: a VM of this machine is about to be asked for.
-        idle: nobody waits for it yet.
-    """
-
-    kernel: int
-    life: int
-    client_key: str
-    warm: bool = True
-    idle: bool = False
 
 
 class Supervised(Wire):
@@ -68,7 +47,6 @@ class Supervised(Wire):
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._pidfd, zmq.POLLIN)
-        self._next_look = 0.0
 
     def hear(self, timeout_ms: int, reader: RunReader | None = None) -> Iterator[Any]:
         """Yield the messages there are, or those that come within the time; what is not taken stays for later.
@@ -87,8 +65,6 @@ class Supervised(Wire):
         finally:
             if reader is not None:
                 self._poller.unregister(reader)
-        if not ready:
-            self._let_go_on()
         silent = True
         with contextlib.suppress(zmq.Again):
             while self._socket in ready:
@@ -100,14 +76,6 @@ class Supervised(Wire):
                 f"the supervisor {self._how_it_ended()}, and all ranks with it. Nothing came back; the next cell "
                 "starts a new one."
             )
-
-    def _let_go_on(self) -> None:
-        """See that a supervisor that says nothing is not stopped; its sweeper does so too, while no cell waits."""
-        now = time.monotonic()
-        if now >= self._next_look:
-            self._next_look = now + LOOK_SECONDS
-            if (one := process(self.pid)) is not None:
-                let_go_on([one])
 
     @property
     def alive(self) -> bool:
@@ -219,4 +187,4 @@ def release_ahead() -> None:
     if _ahead is not None:
         _ahead.join()
     if _current is not None and _current.alive:
-        _current.say(Release())
+        _current.say(RunRequest(what="release"))

@@ -26,20 +26,12 @@ from pathlib import Path
 from typing import Literal
 
 from taas import adopt
+from taas.wire import deadlines
 from taas.wire.framing import Message, MessageReader, pack
 from taas.wire.rank_connection import NOTICE, AgentConnection
 from taas.wire.ranks import Answer, RankEnded, RankHears, RankRequest, RankStage, RankStart
 
 _NAMES = NOTICE + 1
-_ASK_AGAIN_SECONDS = 0.1
-_BREAK_OFF_SECONDS = 1.0
-"""A main thread that has slept for so long waits for others, as far as can be seen."""
-_STILL_SECONDS = 0.2
-"""One that has slept for so long changes no names, and those are asked for."""
-_AHEAD_SECONDS = 20.0
-"""So long names may take to be packed before a wait on GPUs is aborted; copies of a GPU that hangs may take for ever."""
-_SLEEPERS_SHARE, _SLEEPERS_SECONDS = 0.05, 0.02
-"""Processor time that a wait may use: a share of its time, as a store looks again and again, and the clock's grain."""
 _read = MessageReader(RankHears)
 
 Order = tuple[RankStart, int]
@@ -157,7 +149,7 @@ class AgentLink:
         poll.register(self._agent.fileno(), select.POLLIN)
         poll.register(self._noticed, select.POLLIN)
         while True:
-            ready = dict(poll.poll(None if self._asked is None else _ASK_AGAIN_SECONDS * 1000))
+            ready = dict(poll.poll(None if self._asked is None else deadlines.ASK_AGAIN * 1000))
             if self._noticed in ready:
                 os.eventfd_read(self._noticed)
                 self._noticed_before_asked = self._asked is None
@@ -207,19 +199,19 @@ class AgentLink:
             os.eventfd_write(self._noticed, 1)
             return
         slept = asked.seconds()
-        if slept < _BREAK_OFF_SECONDS and adopt.waits_on_gpus() and adopt.nccl.is_busy():
+        if slept < deadlines.BREAK_OFF and adopt.waits_on_gpus() and adopt.nccl.is_busy():
             slept = asked.age
         if slept == 0.0:  # it will do what it is asked when it comes back
-            if not asked.told and asked.age >= _BREAK_OFF_SECONDS:
+            if not asked.told and asked.age >= deadlines.BREAK_OFF:
                 asked.told = True
                 self.send(RankStage(stage="at work"))
             return
         # again: a signal that comes between the last line of Python and a system call ends no system call
         signal.pthread_kill(self._main_thread, NOTICE)
-        if slept >= _BREAK_OFF_SECONDS and not self.broken_off:
+        if slept >= deadlines.BREAK_OFF and not self.broken_off:
             self.broken_off = True
             threading.Thread(target=self._break_off, name="taas-breaks-off", daemon=True).start()
-        elif slept >= _STILL_SECONDS and self._names_asked and not self._speaker and self._speaks():
+        elif slept >= deadlines.STILL and self._names_asked and not self._speaker and self._speaks():
             self._give_names()
 
     def _handles_interrupt(self) -> bool:
@@ -234,7 +226,7 @@ class AgentLink:
             if adopt.waits_on_gpus():
                 packing = threading.Thread(target=self._give_names_ahead, name="taas-packs", daemon=True)
                 packing.start()
-                packing.join(_AHEAD_SECONDS)
+                packing.join(deadlines.NAMES_AHEAD)
             adopt.break_off()
         except Exception:  # no descriptor left, NCCL: the wait lasts
             traceback.print_exc()
@@ -266,7 +258,10 @@ class _Sleep:
     def seconds(self) -> float:
         """Return for how many seconds it has slept; 0: it uses the processor, or a disk."""
         now, (state, used) = time.monotonic(), _main_thread()
-        if state != "S" or used - self._used > _SLEEPERS_SHARE * (now - self._since) + _SLEEPERS_SECONDS:
+        if (
+            state != "S"
+            or used - self._used > deadlines.IDLE_SHARE * (now - self._since) + deadlines.CLOCK_GRAIN
+        ):
             self._since, self._used = now, used
         return now - self._since
 

@@ -73,11 +73,11 @@ def _run_to_end(start: RankStart, rank: Prepared, link: AgentLink) -> tuple[Rank
 def _run_code(start: RankStart, rank: Prepared, link: AgentLink) -> tuple[RankEnded, Any]:
     """Run the cell; whatever it does to the process, say how it ended."""
     shell = rank.shell
-    result = shell.run(start.order.cell)
+    result = shell.run(start.order.cell.text)
     error = result.error_before_exec or result.error_in_exec
     lines: Sequence[str] = shell.last_traceback
     if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
-        if not start.order.spec.keep:
+        if not start.order.cell.spec.keep:
             wait_for_threads(start.rank)
         error, lines = _error_of_gpus(start.order), ()
     if error is None:
@@ -86,7 +86,7 @@ def _run_code(start: RankStart, rank: Prepared, link: AgentLink) -> tuple[RankEn
     if not isinstance(error, Exception):
         return failed(start.rank, error, lines if isinstance(error, KeyboardInterrupt) else ()), None
     lines = lines or "".join(traceback.format_exception_only(error)).splitlines()
-    if start.order.spec.post_mortem and not isinstance(error, BdbQuit):
+    if start.order.cell.spec.post_mortem and not isinstance(error, BdbQuit):
         print("\n".join(lines))  # noqa: T201  the cell shows it
         pdb.post_mortem(error.__traceback__)
     ended = failed(start.rank, error, lines, _reason(error, rank))

@@ -93,7 +93,7 @@ class _Orders:
         link.send(with_notices(ended, went_wrong(ended, outlet)))
         with _shown():
             _leave_delivery(start.order)
-        if start.order.spec.keep and self._rank is not None:
+        if start.order.cell.spec.keep and self._rank is not None:
             link.send(RankKept(rank=start.rank, **self._rank.sizes()))
         return ended
 

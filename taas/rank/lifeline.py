@@ -3,7 +3,8 @@
 Two ties, both held by the operating system, so that they work while C code holds the GIL, and on processes that are
 stopped: the parent-death signal where the other one is the parent (prctl(2), PR_SET_PDEATHSIG), else a SIGKILL on
 end-of-file of a pipe whose writing end only the other one has (fcntl(2), F_SETSIG). Children that leave a rank's session
-stay in the agent's process tree and are found there (agent/endings.py, supervisor/sweeper.py).
+stay in the process tree of agent and supervisor, and are found there (agent/endings.py). So a supervisor is not killed at
+the end of its kernel: it is told to go on, should it be stopped, and ends all that there is.
 
 And what ``ps`` and ``top`` call those that are not ranks yet (proc_pid_comm(5)).
 """
@@ -13,8 +14,8 @@ from __future__ import annotations
 import fcntl
 import multiprocessing
 import os
-import select
 import signal
+from multiprocessing.connection import wait
 from pathlib import Path
 
 from taas import _linux
@@ -38,22 +39,13 @@ def tie_to_agent() -> None:
     _linux.set_parent_death_signal(signal.SIGKILL)
     agent = multiprocessing.parent_process()
     assert agent is not None, "a rank is started by an agent"
-    tie_to_pipe(int(agent.sentinel), -os.getpid())
-    if os.getppid() != forkserver:  # it was gone before the tie held
+    signal_at_end(int(agent.sentinel), -os.getpid(), signal.SIGKILL)
+    if os.getppid() != forkserver or wait([agent.sentinel], 0):  # it was gone before the tie held
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def tie_to_pipe(pipe: int, owner: int) -> None:
-    """Have the system SIGKILL a process, or minus a session's leader the session, at a pipe's end-of-file."""
+def signal_at_end(pipe: int, owner: int, number: signal.Signals) -> None:
+    """Have the system signal a process, or minus a session's leader the session, at a pipe's end-of-file."""
     fcntl.fcntl(pipe, _F_SETOWN, owner)
-    fcntl.fcntl(pipe, _F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(pipe, _F_SETSIG, number)
     fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
-    poll = select.poll()
-    poll.register(pipe, select.POLLIN)
-    if poll.poll(0):  # it came before the tie held
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-def untie(pipe: int) -> None:
-    """Let a pipe's end-of-file be what it is elsewhere."""
-    fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) & ~os.O_ASYNC)

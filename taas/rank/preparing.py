@@ -55,15 +55,15 @@ class Prepared:
         self._take_environ(staged.environ)
         os.environ.update(start.environ)
         if order.continues:
-            self._enter_directory(Path(order.directory), staged.project)
+            self._enter_directory(Path(order.cell.directory), staged.project)
         self.wall.begin_run(staged.since_ns)
-        adopt.begin_run(start.store)
+        adopt.begin_run(start.order.store)
         if order.delivery is not None:
             from taas.delivery import loader
 
             loader.connect(order.delivery, start.rank, order.host)
         self.arrival = capture.arrive(payload, self.shell.user_ns, device=self.device, before=self.arrival)
-        self.shell.execution_count = order.execution_count
+        self.shell.execution_count = order.cell.execution_count
         self.arrival.dress(self.shell)
         answer_requests(Path(staged.output) / str(start.rank), self.shell.compile._filename_map)
         if start.rank == 0:
@@ -94,7 +94,7 @@ def become_rank(start: RankStart, shell: RankShell, payload: int) -> Prepared:
     """Make this process what the contract says a rank is, but for the names."""
     order, rank, local_rank, staged = start.order, start.rank, start.local_rank, start.staged
     capture.check_versions(capture.peek(payload))
-    shown = order.spec.shown_ranks()
+    shown = order.cell.spec.shown_ranks()
     if not hasattr(shell, "kernel") or not (shown is None or rank in shown):
         sys.modules.pop("ipykernel.zmqshell", None)  # its bars are text: nobody would see widgets
     os.environ.update(start.environ)
@@ -104,15 +104,15 @@ def become_rank(start: RankStart, shell: RankShell, payload: int) -> Prepared:
     device = _enter_device(order, local_rank)
     membership = adopt.Membership(
         rank=rank,
-        world_size=order.spec.world_size,
+        world_size=order.cell.spec.world_size,
         local_rank=local_rank,
         local_world_size=order.local_world_size,
-        address=start.store,
+        address=start.order.store,
         rehearsed=bool(order.rehearsed),
         notice=lambda text: print(f"taas: {text}"),  # noqa: T201  the cell shows it
         project=Path(project),
     )
-    adopt.install(membership, order.spec.backend)
+    adopt.install(membership, order.cell.spec.backend)
     children.install(membership)
     return Prepared(shell, wall, device, staged.environ, Path(project))
 
@@ -129,15 +129,15 @@ def _enter_storage(start: RankStart, project: str) -> Guard:
     scratch = scratch_of(Path(staged.scratch), start.rank)
     scratch.mkdir(mode=0o700, parents=True, exist_ok=True)
     sockets = "" if order.delivery is None else order.delivery.folder
-    ours = [staged.output, start.store.folder, sockets]
-    if order.spec.keep:  # later runs have other folders beside these
+    ours = [staged.output, start.order.store.folder, sockets]
+    if order.cell.spec.keep:  # later runs have other folders beside these
         ours = [str(Path(path).parent) for path in ours if path]
     return guard(
         Policy(
             project=project,
             rank=start.rank,
-            mode=order.spec.rank_writes,
-            shared=order.spec.shared,
+            mode=order.cell.spec.rank_writes,
+            shared=order.cell.spec.shared,
             scratch=str(scratch),
             since_ns=staged.since_ns,
             writable=tuple(path for path in ours if path),
@@ -152,7 +152,7 @@ def _enter_project(start: RankStart, project: str) -> None:
         sys.path.insert(0, project)
     sys.argv = ["<cell>"]
     for spelling in ("--local_rank", "--local-rank"):
-        if spelling in start.order.cell:
+        if spelling in start.order.cell.text:
             sys.argv = ["<cell>", f"{spelling}={start.local_rank}"]
             break
 

@@ -15,8 +15,8 @@ from pathlib import Path
 import msgspec
 from jupyter_core.paths import jupyter_data_dir, jupyter_runtime_dir
 
+from taas._linux import process
 from taas.errors import EngineError
-from taas.wire.stopped import process
 from taas.wording import size_in_words
 
 _ROOM = 1 << 18

@@ -1,9 +1,11 @@
 """``python -m taas.supervisor``: started by the launcher, told what it needs on standard input."""
 
-from taas.supervisor.sweeper import leave_a_sweeper
+import os
 
 if __name__ == "__main__":
-    folder = leave_a_sweeper()  # while next to nothing is imported, for the sweeper keeps what there is
+    if os.fork():
+        os._exit(0)  # the supervisor is nobody's child: a kernel ends its children when it is shut down
+    os.setsid()
     from taas.supervisor.loop import main
 
-    main(folder)
+    main()

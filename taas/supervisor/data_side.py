@@ -106,7 +106,7 @@ class DataSide:
         self._configure()
 
     def _coordinator_config(self, sockets: Path) -> DeliveryConfig:
-        spec, elsewhere = self._submit.spec, self.vms.elsewhere
+        spec, elsewhere = self._submit.cell.spec, self.vms.elsewhere
         units = spec.units or {}
         return DeliveryConfig(
             new_keys(holders(spec.world_size, self.vms.most)),
@@ -155,7 +155,7 @@ class DataSide:
 
     def rank_config(self, number: int) -> DeliveryConfig:
         """What the ranks of the run's VM with this number are told."""
-        width = self._submit.spec.ranks_per_vm
+        width = self._submit.cell.spec.ranks_per_vm
         ranks = (Peer("rank", rank).holder for rank in range(number * width, (number + 1) * width))
         return self._config.for_peers(self._endpoint, *ranks)
 
@@ -234,7 +234,7 @@ class DataSide:
 
     def _job(self, number: int) -> int:
         """Data processes have the jobs after those of the ranks, the planner the first."""
-        return self._submit.spec.vms + number - PLANNER
+        return self._submit.cell.spec.vms + number - PLANNER
 
     def has(self, vm: Vm, job: int) -> bool:
         """Whether this VM was told to start a data process as this job."""
@@ -247,15 +247,13 @@ class DataSide:
     def _data_process(self, number: int) -> StartJob:
         submit, planner = self._submit, number == PLANNER
         peer = Peer("planner") if planner else Peer("pool", number)
-        rehearsed = bool(submit.spec.gpus_per_rank and self.vms.rehearse)
+        rehearsed = bool(submit.cell.spec.gpus_per_rank and self.vms.rehearse)
         return StartJob(
             run=self._run,
             job=self._job(number),
             name="the planner's VM" if planner else f"data VM {number}",
             payload=self._order.payload,
-            project=submit.project,
-            environ=submit.environ,
-            changed=submit.changed,
+            workspace=submit.workspace,
             output=self._log,
             work=DataOrder(
                 common=self._config.for_peers(self._endpoint, peer.holder),

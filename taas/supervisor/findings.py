@@ -10,12 +10,11 @@ from taas.errors import RanksGone, RunLost
 from taas.header.options import RunSpec
 from taas.runs.records import Verdict
 from taas.supervisor.rank_jobs import RankJobs
+from taas.wire import deadlines
 from taas.wire.framing import Memory
 from taas.wire.ranks import RankEnded
 from taas.wording import named, ranks_in_words
 
-_DEATH_IS_THE_CAUSE_SECONDS = 2.0
-"""A rank that was killed is to blame for errors others had up to this long before its agent saw it."""
 _FAILED = ("raised", "exited", "died")
 
 
@@ -150,7 +149,7 @@ class Findings:
         stamped when its agent sees it.
         """
         earliest = min(failed, key=self._when)
-        until = self._when(earliest) + _DEATH_IS_THE_CAUSE_SECONDS
+        until = self._when(earliest) + deadlines.DEATH_IS_THE_CAUSE
         causes = [ended for ended in failed if ended.outcome == "died" and self._when(ended) <= until]
         return min(causes, key=self._when) if causes else earliest
 

@@ -14,13 +14,13 @@ from taas.engines import AgentConfig, Demand, Engine, EngineChoice
 from taas.engines.chosen import start_engine
 from taas.engines.local import LocalEngine
 from taas.errors import EngineError
-from taas.supervisor.control_socket import ControlSocket
+from taas.supervisor.connections import ControlSocket
 from taas.supervisor.data_vms import DataVms
 from taas.supervisor.vms import KEPT, Vm, demand_of, share_gpus
-from taas.supervisor.work_thread import WorkThread
+from taas.wire import deadlines
 from taas.wire.clients import Submit
-from taas.wire.curve import BEAT_SECONDS
 from taas.wire.framing import Alive, Leave
+from taas.wire.poll_loop import WorkThread
 
 
 class Fleet:
@@ -128,8 +128,8 @@ class Fleet:
         """
         if kept:
             return self.lease_kept(run, [*kept])
-        spec = submit.spec
-        demand = demand_of(submit, spec.instance, spec.ranks_per_vm * spec.gpus_per_rank)
+        spec = submit.cell.spec
+        demand = demand_of(submit, spec.instance, spec.gpus_per_vm)
         gpus = () if spec.rehearse else submit.gpus
         return self._lease(self.prepare(submit.engine), run, demand, spec.vms, gpus)
 
@@ -189,7 +189,7 @@ class Fleet:
         """
         if submit.delivery is None:
             return None
-        count, demand = submit.spec.data_vms, demand_of(submit, DATA_VM)
+        count, demand = submit.cell.spec.data_vms, demand_of(submit, DATA_VM)
         engine = self.prepare(submit.engine)
         if not engine.remote:  # one machine has one agent: its data VMs are worker pools there
             return DataVms([vms[0]] * count, vms[0], lambda: engine.here, lambda: None)
@@ -281,7 +281,7 @@ class Fleet:
         """Send signs of life to remote agents, if it is time; returns the VMs that are out of reach."""
         if time.monotonic() < self._next_beat:
             return []
-        self._next_beat = time.monotonic() + BEAT_SECONDS
+        self._next_beat = time.monotonic() + deadlines.BEAT
         for vm in self._of:
             if vm.remote and vm.up:
                 vm.send(Alive())

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from taas.runs.stacks import RankSeen, StackGroup, Trouble, fold, is_collective
+from taas.wire import deadlines
 from taas.wire.agents import LookAtRanks, RanksSeen
 from taas.wire.clients import Stacks
 from taas.wire.framing import Message
@@ -28,14 +29,6 @@ from taas.wording import ranks_in_words
 
 if TYPE_CHECKING:
     from taas.supervisor.runs import Run
-
-_SHORTEST, _LONGEST = 0.25, 10.0
-_ENDED_OTHERS_SECONDS = 10.0
-_OVERDUE_SECONDS = 5.0
-_FINISHING_SECONDS = 1.5
-"""An interrupted cell that takes longer to finish is looked at, and again after as long."""
-_IDLE_SHARE, _IDLE_SECONDS = 0.05, 0.02
-"""Processor time a waiting rank may use: a share of the time between two looks, and the clock's grain."""
 
 
 class HangWatch:
@@ -47,10 +40,10 @@ class HangWatch:
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._timeout = run.submit.spec.hang_timeout
-        self._period = min(max(self._timeout / 8, _SHORTEST), _LONGEST)
+        self._timeout = run.submit.cell.spec.hang_timeout
+        self._period = min(max(self._timeout / 8, deadlines.HANG_LOOK_SHORTEST), deadlines.HANG_LOOK_LONGEST)
         elsewhere = run.submit.engine.kind != "local"
-        self._spins = (elsewhere or bool(run.submit.gpus)) and not run.submit.spec.rehearse
+        self._spins = (elsewhere or bool(run.submit.gpus)) and not run.submit.cell.spec.rehearse
         self._next = time.monotonic() + self._period
         self._look_number, self._looked_at = 0, 0.0
         self._missing: set[int] = set()
@@ -72,13 +65,13 @@ class HangWatch:
 
     def watch_finish(self) -> None:
         """The run is finishing: look where its ranks stand, if that lasts."""
-        self._period = _FINISHING_SECONDS
+        self._period = deadlines.FINISHING_LOOK
         self._next = time.monotonic() + self._period
 
     def step(self) -> None:
         """Look, if it is time; a look on its way is waited for, if that is not too long."""
         if self.wait() == 0.0:
-            if self._missing and time.monotonic() < self._looked_at + _OVERDUE_SECONDS:
+            if self._missing and time.monotonic() < self._looked_at + deadlines.HANG_LOOK_OVERDUE:
                 self._next = time.monotonic() + self._period
             else:
                 finishing = self._run.state == "finishing"
@@ -165,8 +158,8 @@ class HangWatch:
         submit = self._run.submit
         return fold(
             ranks,
-            cell=submit.cell,
-            execution_count=submit.execution_count,
+            cell=submit.cell.text,
+            execution_count=submit.cell.execution_count,
             ended=set(self._run.found.ended),
         )
 
@@ -178,7 +171,7 @@ class HangWatch:
             return True
         if self._spins and new.frames is not None and is_collective(new.frames):
             return False
-        return new.cpu - old.cpu > _IDLE_SHARE * seconds + _IDLE_SECONDS
+        return new.cpu - old.cpu > deadlines.IDLE_SHARE * seconds + deadlines.CLOCK_GRAIN
 
     def _headline(
         self, there: dict[int, RankSeen], ended: set[int], stopped: list[int], silent: float
@@ -191,7 +184,7 @@ class HangWatch:
         if not there or len(placed) < len(there):
             return None
         waiting = all(is_collective(rank.frames or ()) for rank in placed)
-        if ended and waiting and silent >= min(self._timeout, _ENDED_OTHERS_SECONDS):
+        if ended and waiting and silent >= min(self._timeout, deadlines.ENDED_OTHERS):
             return (
                 f"{ranks_in_words(ended)} ended the cell, and {ranks_in_words(there)} "
                 f"wait{'s' if len(there) == 1 else ''} in a collective that cannot end"

@@ -12,8 +12,8 @@ from taas.supervisor.fleet import Fleet
 from taas.supervisor.rank_writes import settle_scratch
 from taas.supervisor.runs import Run
 from taas.supervisor.vms import Vm
-from taas.supervisor.work_thread import WorkThread
 from taas.wire.clients import Submit
+from taas.wire.poll_loop import WorkThread
 from taas.wording import counted
 
 _OF_ONE_CELL = (
@@ -55,7 +55,7 @@ class KeptRanks:
             RanksGone: it has left names to ranks that are not there any more.
             EngineError: it asks for others than are there.
         """
-        run = self._run if submit.spec.keep else None
+        run = self._run if submit.cell.spec.keep else None
         if submit.left_to and (run is None or run.recorder.record.id != submit.left_to):
             raise RanksGone(f"the ranks that this notebook kept are gone ({self._why_gone})")
         if run is not None:
@@ -77,7 +77,7 @@ class KeptRanks:
         self._why_gone = why
         self._fleet.give_back(run.vms)
         self._worker.do(partial(settle_scratch, run.scratch))
-        return run.submit.spec.world_size
+        return run.submit.cell.spec.world_size
 
     def lose(self, vm: Vm, run: Run | None, how: str) -> None:
         """End them as some of them died on a VM; those of a run whose names are still being taken will not be kept."""
@@ -107,7 +107,7 @@ def _check_alike(run: Run, submit: Submit) -> None:
     if other is not None:
         what = _IN_WORDS.get(other, f"--{other.replace('_', '-')}")
         raise EngineError(
-            f"--keep: {counted(run.submit.spec.world_size, 'rank')} of this notebook, kept since {run.name}, have another "
+            f"--keep: {counted(run.submit.cell.spec.world_size, 'rank')} of this notebook, kept since {run.name}, have another "
             f"{what} ({_said(mine[other])}) than this cell asks for ({_said(asked[other])}). Type the header that made "
             "them, or %taas release, which ends them."
         )
@@ -117,10 +117,10 @@ def _lasting(submit: Submit) -> dict[str, object]:
     """Return what two cells must have in common to run in the same ranks."""
     fields = [field.name for field in dataclasses.fields(RunSpec) if field.name not in _OF_ONE_CELL]
     return {
-        "world_size": submit.spec.world_size,
-        **{name: getattr(submit.spec, name) for name in fields},
+        "world_size": submit.cell.spec.world_size,
+        **{name: getattr(submit.cell.spec, name) for name in fields},
         "engine": f"{submit.engine.kind} {submit.engine.address}".rstrip(),
-        "project": submit.project,
+        "project": submit.workspace.project,
     }
 
 

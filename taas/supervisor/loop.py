@@ -10,6 +10,7 @@ import sys
 import threading
 import traceback
 from functools import partial
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import msgspec
@@ -18,40 +19,34 @@ from taas import _linux
 from taas.agent.endings import SWEEPS, become_subreaper, kill_tree, orphans, sweep_orphans
 from taas.engines import Engine
 from taas.errors import EngineError
-from taas.notebook.supervised import SupervisorConfig
-from taas.rank.lifeline import tie_to_pipe, untie
+from taas.rank.lifeline import signal_at_end
 from taas.runs.places import ProcessMark, crash_report
 from taas.runs.retention import make_room
-from taas.supervisor.control_socket import ControlSocket
+from taas.supervisor.connections import ControlSocket, hold_folder, remove_folders_left
 from taas.supervisor.fleet import Fleet
 from taas.supervisor.hangs import HangWatch
 from taas.supervisor.kept import KeptRanks
 from taas.supervisor.rank_writes import settle_leftovers
 from taas.supervisor.recorder import Recorder
 from taas.supervisor.runs import Run
-from taas.supervisor.sweeper import NAME as SWEEPER
-from taas.supervisor.sweeper import hold_folder, remove_folders_left
 from taas.supervisor.vms import Vm, choosing
-from taas.supervisor.work_thread import WorkThread
+from taas.wire import deadlines
 from taas.wire.agents import AgentSays, KeptGone
 from taas.wire.clients import (
     ClientSays,
     Prepare,
     Refused,
-    Release,
     Released,
     RunRequest,
     RunState,
     Stacks,
     Submit,
+    SupervisorConfig,
 )
 from taas.wire.framing import Alive, Message, MessageReader
-from taas.wire.poll_loop import PollLoop, raise_limit
+from taas.wire.poll_loop import PollLoop, WorkThread, raise_limit
 from taas.wire.ranks import Answer
-from taas.wire.stopped import StoppedHelpers
-
-_END_SECONDS = 15.0
-"""So long the end of a supervisor may take: VMs elsewhere are given back."""
+from taas.wire.short_folder import make_short_folder
 
 
 class Supervisor:
@@ -59,8 +54,6 @@ class Supervisor:
 
     def __init__(self, config: SupervisorConfig, scratch: Path) -> None:
         self._config = config
-        self._kernel = os.pidfd_open(config.kernel)
-        self._sweeper = os.pidfd_open(os.getppid())
         self._kernel_mark = ProcessMark.of(config.kernel)
         self._kernel_gone = False
         self._control = ControlSocket(config.client_key, self._kernel_mark, scratch)
@@ -72,26 +65,24 @@ class Supervisor:
         self._runs: dict[str, Run] = {}
         self._submits: list[tuple[str, Submit]] = []
         self._releases: list[bytes] = []
-        self._stopped = StoppedHelpers(SWEEPER)
-        self._alive = -1
         self._read_client = MessageReader(ClientSays)
         self._read_agent = MessageReader(AgentSays)
 
     # ------------------------------------------------------------ the loop
 
     def run(self) -> None:
-        """Serve until the kernel is gone and no run is left."""
+        """Serve until the kernel is gone, and no background run is left."""
         self._sources.on(self._control.gate.socket, self._control.gate.answer)
         self._sources.on(self._control.socket, self._hear)
-        self._sources.on(self._kernel, self._lose_kernel)
-        self._sources.on(self._sweeper, self._lose_sweeper)
+        self._sources.on(self._config.life, self._lose_kernel)
         self._worker.do(settle_leftovers)
         self._worker.do(partial(remove_folders_left, self._scratch))
         threading.Thread(target=make_room, name="taas-retention", daemon=True).start()
+        threading.Thread(target=self._die_when_stuck, name="taas-life", daemon=True).start()
         if self._config.warm:
             self._fleet.warm_up(idle=self._config.idle)
         try:
-            while not self._kernel_gone or self._runs or self._worker.pending:
+            while not self._kernel_gone or self._in_background:
                 self._sources.step(self._wait())
                 for timed in self._timed:
                     timed.step()
@@ -112,7 +103,7 @@ class Supervisor:
     def _wait(self) -> float | None:
         waits = [wait for timed in self._timed if (wait := timed.wait()) is not None]
         if self._runs:
-            waits.append(self._stopped.wait())
+            waits.append(deadlines.LATE_LOOK)
         return min(waits, default=None)
 
     def _hear(self) -> None:
@@ -129,20 +120,28 @@ class Supervisor:
                 else:
                     self._hear_agent(vm, said)
 
+    @property
+    def _in_background(self) -> bool:
+        return any(not run.submit.waiting for run in list(self._runs.values()))
+
     def _lose_kernel(self) -> None:
+        """Its kernel is gone, or has let go of this process: foreground runs end, with all else where there is no other."""
         self._kernel_gone = True
         self._submits.clear()
-        self._sources.off(self._kernel)
+        self._sources.off(self._config.life)
+        if not self._in_background:
+            return  # all is killed at once
         self._kept.end("their kernel ended")
         self._fleet.release_idle()
         for run in list(self._runs.values()):
             if run.submit.waiting or run.state == "over":
                 self._let_go(run)
 
-    def _lose_sweeper(self) -> None:
-        """Nobody sweeps after this process: it ends all itself when the kernel is gone, and may not be killed for that."""
-        self._sources.off(self._sweeper)
-        untie(self._config.life)
+    def _die_when_stuck(self) -> None:
+        """Let the system kill this process where its loop does not notice the kernel's end; a thread's."""
+        wait([self._config.life])
+        if not self._kernel_gone and not self._in_background:
+            _linux.kill_in(deadlines.NOTICE_END)
 
     def _let_go(self, run: Run) -> None:
         if run.state != "over":
@@ -161,7 +160,7 @@ class Supervisor:
                 self._submits.append((key, message))
             case Prepare():
                 self._fleet.prepare(message.engine)
-            case Release():
+            case RunRequest(what="release"):
                 self._releases.append(route)
             case RunRequest(what="stacks") if run is None:
                 self._control.reply(route, Stacks(places=()))
@@ -186,9 +185,9 @@ class Supervisor:
     def _submit(self, key: str, submit: Submit) -> None:
         recorder = kept = worker = None
         try:
-            if submit.spec.name in self._runs:
+            if submit.cell.spec.name in self._runs:
                 raise EngineError(
-                    f"a run called {submit.spec.name} is going on: give this one another --name"
+                    f"a run called {submit.cell.spec.name} is going on: give this one another --name"
                 )
             kept = self._kept.find(submit)
             recorder = Recorder(submit, self._kernel_mark)
@@ -213,7 +212,6 @@ class Supervisor:
             return
         if kept is not None:
             self._kept.hand_over()
-        self._hold_life(submit)
         self._control.send(key, RunState(record=recorder.record))
         self._begin(run)
 
@@ -223,7 +221,7 @@ class Supervisor:
             self._sources.on(run.data.fileno(), partial(self._hear_data, run))
         run.look_at_machines()
 
-    def _restart(self, run: Run, why: str) -> bool:
+    def _restart(self, run: Run) -> bool:
         """Start a run again, with new VMs in place of those it lost; returns whether they could be had."""
         try:
             vms = self._fleet.replace(run.submit, run.vms)
@@ -232,11 +230,6 @@ class Supervisor:
         except (EngineError, OSError) as error:
             run.notices.append(f"it could not be started again: {error}")
             return False
-        used = f"{again.restarts} of {run.submit.spec.max_restarts} restarts used"
-        losses = (*run.recorder.record.losses, f"{why}; started again ({used})")
-        run.recorder.note(
-            state=again.state, restarts=again.restarts, losses=losses, trouble=None, questions=()
-        )
         self._begin(again)
         return True
 
@@ -256,7 +249,7 @@ class Supervisor:
                 run.settle(self._conclude)
 
     def _conclude(self, run: Run) -> None:
-        if run.loss and self._restart(run, run.loss):
+        if run.loss and self._restart(run):
             return
         ended = run.conclude()
         if run.submit.waiting:
@@ -274,17 +267,6 @@ class Supervisor:
         run.worker.do(run.recorder.close)
         run.worker.close()
         del self._runs[run.name]
-        self._hold_life()
-
-    def _hold_life(self, *coming: Submit) -> None:
-        """Keep the life pipe open while there is a background run; nothing else outlives the kernel."""
-        submits = (*coming, *(run.submit for run in self._runs.values()))
-        background = any(not submit.waiting for submit in submits)
-        if background and self._alive < 0:
-            self._alive = os.open(f"/proc/self/fd/{self._config.life}", os.O_WRONLY | os.O_CLOEXEC)
-        elif not background and self._alive >= 0 and not self._kernel_gone:
-            os.close(self._alive)
-            self._alive = -1
 
     # ------------------------------------------------------------ agents
 
@@ -310,12 +292,9 @@ class Supervisor:
             run.look_at_machines()
 
     def _look_after(self) -> None:
-        """Let nobody wait for who is out of reach, is stopped, or does not end what it has to."""
+        """Let nobody wait for who is out of reach, or does not end what it has to."""
         for vm in self._fleet.beat():
             self._lose_vm(vm, f"lost: {vm.machine.place} does not answer any more")
-        for line in self._stopped.look() if self._runs else ():
-            for run in self._runs.values():
-                run.notices.append(line)
         for run in list(self._runs.values()):
             for vm in run.overdue:
                 vm.kill()
@@ -335,7 +314,7 @@ class Supervisor:
     def _lose_vm(self, vm: Vm, how: str = "") -> None:
         self._strike(vm)
         how = self._fleet.lose(vm, how)
-        self._sweep()
+        self._worker.after(self._sweep)  # when its agent is dead
         run = self._runs.get(vm.run or "")
         if run is not None:
             run.vm_lost(vm, how)
@@ -351,27 +330,27 @@ class Supervisor:
 
 
 def _end(control: ControlSocket, fleet: Fleet, scratch: Path) -> None:
-    """End all that there is, whatever goes wrong with one thing."""
-    _linux.kill_in(_END_SECONDS)
+    """End all that there is, whatever goes wrong with one thing: at once what is here, then what engines have elsewhere."""
+    _linux.kill_in(deadlines.END_SUPERVISOR)
+    raise_limit()
+    drivers = [pid for engine in fleet.engines if engine.remote for pid in engine.pids()]
     with contextlib.ExitStack() as last_first:
         last_first.callback(shutil.rmtree, scratch, ignore_errors=True)
         last_first.callback(control.close)
         last_first.callback(sweep_orphans, ())
         last_first.callback(fleet.close)
+        last_first.callback(sweep_orphans, drivers)
         last_first.callback(control.hide)
 
 
-def main(scratch: Path) -> None:
-    """Read the configuration from standard input, and serve.
-
-    Args:
-        scratch: folder for all sockets, which the sweeper removes.
-    """
+def main() -> None:
+    """Read the configuration from standard input, and serve."""
     become_subreaper()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     config = msgspec.json.decode(sys.stdin.readline(), type=SupervisorConfig)
-    tie_to_pipe(config.life, os.getpid())
+    signal_at_end(config.life, os.getpid(), signal.SIGCONT)
     raise_limit()
+    scratch = Path(make_short_folder())
     hold_folder(scratch)
     try:
         supervisor = Supervisor(config, scratch)

@@ -8,20 +8,15 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from taas.delivery.config import DeliveryConfig
-from taas.errors import NotEnoughDevices
 from taas.supervisor.vms import Vm
+from taas.wire import deadlines
 from taas.wire.agents import EndJob, How, JobHears, JobRequest, JobSays, OfJob, StartJob
 from taas.wire.framing import LOOPBACK, StoreAddress
 from taas.wire.ranks import Answer, RankKept, RankOrder
-from taas.wording import named
+from taas.wording import counted, named
 
 if TYPE_CHECKING:
     from taas.supervisor.runs import Run
-
-_END_SECONDS = 4.0
-"""So long agents have to end ranks at once, rank 0's names included, before they are taken for stuck.
-
-What crosses hosts takes as long as it takes: who sends something is at work."""
 
 
 class RankJobs:
@@ -55,7 +50,7 @@ class RankJobs:
         """Return what messages call a VM of this run, such as ``g2.8-0``; empty where that is this machine, alone."""
         if len(self.vms) == 1 and not self.vms[0].remote:
             return ""
-        name = f"{self._submit.spec.instance or 'vm'}-{number}"
+        name = f"{self._submit.cell.spec.instance or 'vm'}-{number}"
         place = self.vms[number].machine.place
         return f"{name} ({place})" if place else name
 
@@ -69,32 +64,28 @@ class RankJobs:
 
     # ------------------------------------------------------------ GPUs
 
-    def check_gpus(self) -> None:
-        """See that the run is on GPUs as a whole, or rehearsed as a whole; the VMs are up.
-
-        Raises:
-            NotEnoughDevices: a VM has fewer GPUs than its ranks need, and not all have none.
-        """
-        spec = self._submit.spec
-        needed = spec.ranks_per_vm * spec.gpus_per_rank
-        given = {number: len(_gpus_of(vm)) for number, vm in enumerate(self.vms)}
+    def lack_of_gpus(self) -> str:
+        """Say which VM has fewer GPUs than its ranks need, where not all have none, and are rehearsed; the VMs are up."""
+        needed = self._submit.cell.spec.gpus_per_vm
+        given = {number: len(vm.given) for number, vm in enumerate(self.vms)}
         short = [number for number, count in given.items() if count < needed]
-        if short and any(given.values()):
-            raise NotEnoughDevices(
-                f"{self.name(short[0])} has {given[short[0]]} of the {needed} GPUs that its ranks need, and that it was "
-                "said to have. `nvidia-smi` there tells whether its driver is loaded. Take it out of the cluster until "
-                "then, or rehearse the run on CPU ranks (--rehearse)."
-            )
+        if not short or not any(given.values()):
+            return ""
+        return (
+            f"{self.name(short[0])} has {given[short[0]]} of the {needed} GPUs that its ranks need, and that it was "
+            "said to have. `nvidia-smi` there tells whether its driver is loaded. Take it out of the cluster until "
+            "then, or rehearse the run on CPU ranks (--rehearse)."
+        )
 
     def device_in_words(self) -> str:
         """Say what the ranks run on, where only the engine knew; else nothing."""
-        spec = self._submit.spec
+        spec = self._submit.cell.spec
         if self.vms[0].machine.gpus is None or not spec.gpus_per_rank:
             return ""
-        count = sum(len(_gpus_of(vm)) for vm in self.vms)
+        count = sum(len(vm.given) for vm in self.vms)
         if not count:
             return f"rehearsed on CPU ({'as --rehearse asks' if spec.rehearse else 'no GPU there'})"
-        return f"{count} GPU{'s' if count > 1 else ''}"
+        return counted(count, "GPU")
 
     # ------------------------------------------------------------ from start to end
 
@@ -125,9 +116,7 @@ class RankJobs:
             job=number,
             name=f"VM {name}" if name else "this machine",
             payload=submit.payload,
-            project=submit.project,
-            environ=submit.environ,
-            changed=submit.changed,
+            workspace=submit.workspace,
             output=str(self._run.output),
             scratch=str(self._run.scratch),
             since_ns=self._run.since_ns,
@@ -142,14 +131,9 @@ class RankJobs:
             run=self._run.name,
             vm=self.name(number),
             cell=submit.cell,
-            execution_count=submit.execution_count,
             group_rank=number,
             store=store,
-            gpus=_gpus_of(vm),
-            spec=submit.spec,
-            colors=submit.colors,
-            shell_class=submit.shell_class,
-            directory=submit.directory,
+            gpus=vm.given,
             delivery=None if self._delivery is None else self._delivery(number),
             restart_count=self._run.restarts,
             host=vm.machine.host,
@@ -164,7 +148,7 @@ class RankJobs:
     def may_say(self, vm: Vm, job: int, said: JobSays) -> bool:
         """Whether it is this VM's job that is spoken of, and a rank of it."""
         rank = getattr(said, "rank", None)
-        own = rank is None or rank // self._submit.spec.ranks_per_vm == job
+        own = rank is None or rank // self._submit.cell.spec.ranks_per_vm == job
         return own and 0 <= job < len(self.vms) and self.vms[job] is vm
 
     def tell(self, number: int, said: JobHears) -> None:
@@ -173,7 +157,7 @@ class RankJobs:
 
     def answer(self, answer: Answer) -> None:
         """Hand on what somebody answers to a rank's question."""
-        number = answer.rank // self._submit.spec.ranks_per_vm
+        number = answer.rank // self._submit.cell.spec.ranks_per_vm
         if number in self.busy:
             self.tell(number, answer)
 
@@ -193,7 +177,7 @@ class RankJobs:
 
         Where no rank has ``begun`` the cell, there is nothing that would have to be finished.
         """
-        by = time.monotonic() + _END_SECONDS
+        by = time.monotonic() + deadlines.END_RANKS
         if how == "now":
             self._end_by = min(self._end_by, by)
         elif not names or (how == "interrupt" and not begun):
@@ -204,7 +188,7 @@ class RankJobs:
 
     def postpone_end(self) -> None:
         """Somebody of the run is at work: its agents have their time from now on."""
-        by = time.monotonic() + _END_SECONDS
+        by = time.monotonic() + deadlines.END_RANKS
         self._end_by, self._patient_by = (
             by if deadline < float("inf") else deadline for deadline in (self._end_by, self._patient_by)
         )
@@ -226,8 +210,3 @@ class RankJobs:
         """Tell the agents that nobody needs what they hold."""
         for number in range(len(self.vms)):
             self.tell(number, JobRequest(what="forget"))
-
-
-def _gpus_of(vm: Vm) -> tuple[str, ...]:
-    """Return a VM's GPUs, as CUDA_VISIBLE_DEVICES names them; none: its ranks are rehearsed, if they need some."""
-    return vm.gpus if vm.machine.gpus is None else vm.machine.gpus

@@ -41,7 +41,7 @@ class Recorder:
     """
 
     def __init__(self, submit: Submit, kernel: ProcessMark) -> None:
-        spec = submit.spec
+        spec = submit.cell.spec
         self._held: list[int] = []
         try:
             self.submit = self._holding(submit)
@@ -52,9 +52,9 @@ class Recorder:
         self.record = RunRecord(
             name=name,
             id=mark,
-            cell=submit.cell,
-            execution_count=submit.execution_count,
-            project=submit.project,
+            cell=submit.cell.text,
+            execution_count=submit.cell.execution_count,
+            project=submit.workspace.project,
             notebook=submit.notebook,
             supervisor=ProcessMark.of(os.getpid()),
             kernel=kernel,
@@ -113,6 +113,13 @@ class Recorder:
         """Write down what a rank asks now, or that it asks nothing."""
         others = [one for one in self.record.questions if one.rank != asking.rank]
         self.note(questions=(*others, asking) if asking.number else tuple(others))
+
+    def begin_again(self, number: int, loss: str) -> None:
+        """Write down that the run starts again, and what was lost; files that the earlier start left count no more."""
+        self.record.kept.clear()
+        used = f"{number} of {self.submit.cell.spec.max_restarts} restarts used"
+        losses = (*self.record.losses, f"{loss}; started again ({used})")
+        self.note(state="acquiring", restarts=number, losses=losses, trouble=None, questions=())
 
     def end(
         self,

@@ -18,10 +18,10 @@ from taas.supervisor.rank_writes import make_scratch, settle_scratch
 from taas.supervisor.recorder import Recorder
 from taas.supervisor.transfer import ProjectSync, Transfer
 from taas.supervisor.vms import Vm
-from taas.supervisor.work_thread import WorkThread
 from taas.wire.agents import How, JobOver, JobRequest, JobSays, RanksSeen
 from taas.wire.clients import RunState
 from taas.wire.framing import Memory, StoreAddress
+from taas.wire.poll_loop import WorkThread
 from taas.wire.ranks import Asking, RankEnded, RankStage
 from taas.wire.transfer import Chunk, Taken
 
@@ -54,23 +54,28 @@ class Run:
         self.recorder, self.vms, self.worker, self.restarts = recorder, vms, worker, restarts
         self.submit = submit = recorder.submit
         self.name = name = recorder.record.name
-        self.state = "acquiring"
-        self._settling = False
+        self._spec, project = submit.cell.spec, submit.workspace.project
+        self._settling = self._over = False
         self.answer: Memory | None = None
         self.output, self._sockets = output_folder(recorder.record.folder, restarts), sockets
-        self.scratch: Path
-        self.scratch, self.since_ns = make_scratch(name, submit.project, kept.scratch if kept else None)
         self.notices: list[str] = []  # what the cell says when it is over
         before, known = (kept.ranks, kept._project_sync.known) if kept else (None, None)
-        self._project_sync: ProjectSync = ProjectSync(name, submit.project, self.scratch, submit.spec, known)
-        self.transfer = Transfer(name, submit.spec, self.output, self._project_sync, worker, self._failed)
+        self.scratch: Path
+        self.scratch, self.since_ns = make_scratch(name, project, kept.scratch if kept else None)
+        self._project_sync: ProjectSync = ProjectSync(name, project, self.scratch, self._spec, known)
+        self.transfer = Transfer(name, self._spec, self.output, self._project_sync, worker, self._failed)
         self.ranks: RankJobs = RankJobs(self, before)
-        self.found = Findings(submit.spec, self.ranks)
+        self.found = Findings(self._spec, self.ranks)
         self.hangs = HangWatch(self)
         self.data: DataSide | None = None
         if data is not None:
             log = self.output / "data.log"
             self.data = DataSide(name, submit, data, self.transfer, log, sockets, places or {})
+
+    @property
+    def state(self) -> str:
+        """How far it is, as its record says, but ``over`` from the moment on when nothing changes how it ended."""
+        return "over" if self._over else self.recorder.record.state
 
     def look_at_machines(self) -> None:
         """Start as soon as all VMs are up, and enough elements are prepared; until then say what is waited for."""
@@ -86,10 +91,8 @@ class Run:
             self.recorder.note(waiting=self.data.waiting)
 
     def _start(self) -> None:
-        try:
-            self.ranks.check_gpus()
-        except NotEnoughDevices as error:
-            self._trouble(str(error), type(error).__name__)
+        if lack := self.ranks.lack_of_gpus():
+            self._trouble(lack, NotEnoughDevices.__name__)
         else:
             self._enter("starting", device=self.ranks.device_in_words() or self.recorder.record.device)
             self.ranks.begin(None if self.data is None else self.data.rank_config)
@@ -113,7 +116,6 @@ class Run:
         self.look_at_machines()
 
     def _enter(self, state: str, **changes: str) -> None:
-        self.state = state
         self.recorder.note(state=state, waiting="", **changes)
 
     # ------------------------------------------------------------ what agents say
@@ -140,7 +142,7 @@ class Run:
             case RankStage():
                 self.found.measure_clock(said.rank, said.at)
                 self.found.started.add(said.rank)
-                if len(self.found.started) == self.submit.spec.world_size and self.state == "starting":
+                if len(self.found.started) == self._spec.world_size and self.state == "starting":
                     if self.data is None or not self.data.vms.elsewhere:  # else one may join at any time
                         self._project_sync.all_started()
                     self._enter("running")
@@ -277,7 +279,7 @@ class Run:
     @property
     def loss(self) -> str:
         """What was lost, of a finished run that may be started again; else empty. New ranks lack what kept ones had."""
-        if self.submit.spec.keep or self.restarts >= self.submit.spec.max_restarts:
+        if self._spec.keep or self.restarts >= self._spec.max_restarts:
             return ""
         return self.found.loss(self.answer)
 
@@ -292,7 +294,7 @@ class Run:
         number, places = self.restarts + 1, None if self.data is None else self.data.places
         new = Run(self.recorder, vms, data, self._sockets, self.worker, restarts=number, places=places)
         self.forget()
-        self.recorder.record.kept.clear()
+        self.recorder.begin_again(number, self.loss)
         new.notices = self.notices
         new._project_sync.take_along(self._project_sync.written)
         return new
@@ -304,7 +306,7 @@ class Run:
         """
         self.answer = self.transfer.answer or self.answer
         well = bool(self.loss) or self.found.verdict(self.answer).outcome != "failed"
-        self._settling, self.state = True, self.state if self.loss else "over"
+        self._settling, self._over = True, not self.loss
         work = partial(self._settle, self.answer, well=well, stay=bool(self.ranks.stay))
         self.worker.do(work, lambda done: then(done.result()))
 
@@ -318,9 +320,8 @@ class Run:
 
     def conclude(self) -> RunState:
         """Write down how it ended, settled as it is; returns what its client is told, with the answer, which its agent holds."""
-        self.state = "over"
         verdict = self.found.verdict(self.answer)
-        gone = [_NOT_KEPT] if self.submit.spec.keep and not self.ranks.stay else []
+        gone = [_NOT_KEPT] if self._spec.keep and not self.ranks.stay else []
         if not self.found.all_done:
             self.ranks.store = None  # it may have been broken off
         self.recorder.end(verdict, (*self.notices, *gone), self.ranks.stay or None)

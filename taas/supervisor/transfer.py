@@ -24,9 +24,9 @@ from taas.project_sync.archive import FileState, shared_places
 from taas.rank_storage import scratch_of
 from taas.runs.events import FILES
 from taas.supervisor.vms import Vm
-from taas.supervisor.work_thread import WorkThread
 from taas.wire.agents import JobRequest, OfJob, StartJob
 from taas.wire.framing import Memory
+from taas.wire.poll_loop import WorkThread
 from taas.wire.transfer import Chunk, Incoming, Sender, Taken, chunks_of
 from taas.wording import size_in_words
 

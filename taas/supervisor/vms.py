@@ -14,12 +14,12 @@ from taas.engines import Demand, Machine
 from taas.errors import EngineError, NotEnoughDevices
 from taas.runs.places import runtime_folder
 from taas.runs.records import read_records
-from taas.supervisor.work_thread import WorkThread
+from taas.wire import deadlines
 from taas.wire.clients import Submit
 from taas.wire.framing import Leave, Message
+from taas.wire.poll_loop import WorkThread
 from taas.wording import counted
 
-_CHOOSING_SECONDS, _TRY_AGAIN_SECONDS = 2.0, 0.01
 KEPT = "%kept"
 """What a VM with kept ranks has in the place of a run's name."""
 
@@ -32,6 +32,7 @@ class Vm:
         unfit: its agent could not do what it was told, and may not do the next: a cleaner may have removed its folder.
         answered: its agent has said that it is there.
         run: the name of the run that has it; None: it is idle.
+        gpus: of this machine, those that the run has.
         until: when it is given back if it is idle still; on this machine never.
         beside: those that the notebook had when it was asked for.
         group: those that the engine gave together, it among them, in the order of their run.
@@ -56,6 +57,11 @@ class Vm:
         self.beside: tuple[Vm, ...] = ()
         self.gpus: tuple[str, ...] = ()
         self._send = send
+
+    @property
+    def given(self) -> tuple[str, ...]:
+        """Its run's GPUs there, as CUDA_VISIBLE_DEVICES names them; none: ranks that need some are rehearsed."""
+        return self.gpus if self.machine.gpus is None else self.machine.gpus
 
     @property
     def waiting(self) -> str:
@@ -93,10 +99,10 @@ def demand_of(submit: Submit, instance: str | None, gpus: int = 0) -> Demand:
     return Demand(
         instance,
         gpus,
-        submit.spec.rehearse,
+        submit.cell.spec.rehearse,
         submit.engine.wait,
-        read_at_import(submit.environ),
-        submit.changed,
+        read_at_import(submit.workspace.environ),
+        submit.workspace.changed,
     )
 
 
@@ -111,14 +117,14 @@ def choosing(gpus: tuple[str, ...]) -> Iterator[None]:
         yield
         return
     with (runtime_folder("locks") / "gpus").open("ab") as lock:
-        until = time.monotonic() + _CHOOSING_SECONDS
+        until = time.monotonic() + deadlines.CHOOSE_GPUS
         while not _taken(lock.fileno()):
             if time.monotonic() > until:
                 raise EngineError(
-                    f"another notebook has been choosing among this machine's GPUs for {_CHOOSING_SECONDS:.0f} s: its "
+                    f"another notebook has been choosing among this machine's GPUs for {deadlines.CHOOSE_GPUS:.0f} s: its "
                     "supervisor may be stopped. Run the cell again; `%taas status` shows who has GPUs."
                 )
-            time.sleep(_TRY_AGAIN_SECONDS)  # nothing tells of a lock that is free but to have it
+            time.sleep(deadlines.LOCK_AGAIN)  # nothing tells of a lock that is free but to have it
         yield
 
 

@@ -7,7 +7,7 @@ from typing import Generic, Literal, TypeVar
 from taas.delivery.config import DataOrder
 from taas.runs.stacks import RankSeen
 from taas.wire.framing import Alive, Leave, Memory, Message, StoreAddress
-from taas.wire.ranks import Answer, Asking, RankEnded, RankKept, RankOrder, RankStage
+from taas.wire.ranks import Answer, Asking, RankEnded, RankKept, RankOrder, RankStage, Workspace
 from taas.wire.transfer import Chunk, Taken
 
 How = Literal["interrupt", "failure", "now"]
@@ -95,9 +95,7 @@ class StartJob(Message, frozen=True):
         job: its number in the run. The ranks of the run's VM ``n`` are job ``n``; data processes have higher numbers.
         name: what the user calls the VM, such as ``VM g2.8-0``.
         payload: packed names, or loaders; its chunks follow where the VM is another host.
-        project: absolute path of the project.
-        environ: the notebook's environment.
-        changed: variables of ``environ`` that the notebook set itself; the others it inherited on its machine.
+        workspace: the notebook's project and environment.
         output: of ranks, the folder with their output files; of a data process, the file that takes what it prints.
         work: what they are to do.
         scratch: folder for what ranks other than 0 write in the project's place.
@@ -110,9 +108,7 @@ class StartJob(Message, frozen=True):
     job: int
     name: str
     payload: Memory
-    project: str
-    environ: dict[str, str]
-    changed: tuple[str, ...]
+    workspace: Workspace
     output: str
     work: RankOrder | DataOrder
     scratch: str = ""

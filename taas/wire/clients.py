@@ -7,11 +7,28 @@ from typing import Literal
 import msgspec
 
 from taas.engines import EngineChoice
-from taas.header.grammar import RunSpec
 from taas.runs.records import RunRecord
 from taas.runs.stacks import StackGroup
 from taas.wire.framing import Memory, Message
-from taas.wire.ranks import Answer
+from taas.wire.ranks import Answer, Cell, Workspace
+
+
+class SupervisorConfig(msgspec.Struct, frozen=True):
+    """What a kernel writes to its supervisor's standard input, as one line of JSON.
+
+    Attributes:
+        kernel: process id of the kernel it serves.
+        life: the descriptor, in the supervisor, of the life pipe: its end-of-file is the end of the kernel.
+        client_key: the kernel's public CURVE key in Z85.
+        warm: a VM of this machine is about to be asked for.
+        idle: nobody waits for it yet.
+    """
+
+    kernel: int
+    life: int
+    client_key: str
+    warm: bool = True
+    idle: bool = False
 
 
 class DeliveryOrder(msgspec.Struct, frozen=True):
@@ -34,37 +51,29 @@ class Submit(Message, frozen=True):
     """Start a run.
 
     Attributes:
+        cell, workspace: what ranks are told as it is, and what each VM has in its own way.
+        payload: the packed names.
         gpus: GPUs that the notebook's machine has, as CUDA_VISIBLE_DEVICES names them; none: rehearse.
         device: what the ranks run on, in words.
         waiting: a foreground run: the client waits, and the run ends with it.
         delivery: registered loaders that data workers run.
-        changed: variables of ``environ`` that the notebook set itself.
-        shell_class: name of the class of the notebook's shell, which libraries ask for.
         engine: where the VMs come from.
         notebook: its path; empty where the front end does not say it.
         left_to: the id of the run whose kept ranks have names that the payload lacks; empty: it lacks none.
         keep_idle: seconds that its ranks stay after it, if they do, and no other cell comes.
-        directory: where the notebook is now; kept ranks have the project in which they were made.
     """
 
-    cell: str
-    execution_count: int
-    project: str
-    environ: dict[str, str]
+    cell: Cell
+    workspace: Workspace
     payload: Memory
-    spec: RunSpec
     gpus: tuple[str, ...]
     device: str
-    colors: str
     waiting: bool
-    shell_class: str = "ZMQInteractiveShell"
     delivery: DeliveryOrder | None = None
-    changed: tuple[str, ...] = ()
     engine: EngineChoice = EngineChoice()
     notebook: str = ""
     left_to: str = ""
     keep_idle: float = 0.0
-    directory: str = ""
 
 
 class Prepare(Message, frozen=True):
@@ -74,25 +83,23 @@ class Prepare(Message, frozen=True):
 
 
 class RunRequest(Message, frozen=True):
-    """What a client asks of a run.
+    """What a client asks of a run, or of no run.
 
     Attributes:
+        run: its name; empty: none.
         what: ``interrupt``: to stop as a person at the keyboard does; a second time is final. ``stacks``: where each of
             its ranks stands; the answer is :class:`Stacks`. ``let go``: nothing more: the client has opened the
-            answer, or shows it no more, and takes no names of it; a run that still goes on is stopped.
+            answer, or shows it no more, and takes no names of it; a run that still goes on is stopped. ``release``: the
+            VMs that no run uses are given back; the answer is :class:`Released`.
         place: where the person is, in words: another notebook, a terminal; empty: at the run's own cell.
     """
 
-    run: str
-    what: Literal["interrupt", "stacks", "let go"]
+    what: Literal["interrupt", "stacks", "let go", "release"]
+    run: str = ""
     place: str = ""
 
 
-class Release(Message, frozen=True):
-    """Give back the VMs that no run uses; the answer is :class:`Released`."""
-
-
-ClientSays = Submit | Prepare | RunRequest | Release | Answer
+ClientSays = Submit | Prepare | RunRequest | Answer
 
 
 class Refused(Message, frozen=True):

@@ -14,15 +14,11 @@ from typing import Any
 import zmq
 from zmq.utils import z85
 
+from taas.wire import deadlines
 from taas.wire.framing import WIRE_LIMIT
 
 _AT_ONCE = 64
-BEAT_SECONDS, SILENCE_SECONDS = 1.5, 6.0
-"""How often a sign of life is asked for, and how long it may take to come."""
-LAST_WORD_SECONDS = 2.0
-"""How long a connection that is gone waits for the engine, which may know why."""
 
-_CONNECT_SECONDS = 60.0
 
 Socket = zmq.Socket[Any]
 
@@ -94,8 +90,8 @@ def set_heartbeat(socket: Socket) -> None:
 
     zmq's own thread asks and answers (https://rfc.zeromq.org/spec/37/), whatever the process is busy with.
     """
-    socket.set(zmq.HEARTBEAT_IVL, int(BEAT_SECONDS * 1000))
-    socket.set(zmq.HEARTBEAT_TIMEOUT, int(SILENCE_SECONDS * 1000))
+    socket.set(zmq.HEARTBEAT_IVL, int(deadlines.BEAT * 1000))
+    socket.set(zmq.HEARTBEAT_TIMEOUT, int(deadlines.SILENCE * 1000))
 
 
 class SupervisorLink:
@@ -114,7 +110,7 @@ class SupervisorLink:
         )
         self._socket, self._endpoint = socket, endpoint
         self._made = False
-        self._until = time.monotonic() + _CONNECT_SECONDS
+        self._until = time.monotonic() + deadlines.CONNECT
 
     @property
     def source(self) -> Socket:
@@ -138,7 +134,7 @@ class SupervisorLink:
         if not self._made and time.monotonic() > self._until:
             return (
                 f"the notebook's machine could not be reached at {self._endpoint} within "
-                f"{_CONNECT_SECONDS:.0f} s: a firewall between them?"
+                f"{deadlines.CONNECT:.0f} s: a firewall between them?"
             )
         return ""
 

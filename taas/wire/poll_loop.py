@@ -1,6 +1,9 @@
 """What the main thread of a process waits for: sockets and descriptors, each with what is done when it is readable.
 
-Where peers connect to it, a process may have as many of these open as the system lets it; what it starts for others
+What may take long is done beside that loop, by a thread: files of any size, processes that end. So an interrupt of one run
+waits for nothing that another one has to have done.
+
+Where peers connect to it, a process may have as many descriptors as the system lets it; what it starts for others
 finds the limit as it was: a rank has the one that it would have under torchrun.
 """
 
@@ -8,9 +11,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import resource
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import zmq
@@ -84,3 +91,52 @@ def _set(limits: tuple[int, int]) -> None:
         ValueError, OSError
     ):  # some systems refuse "unlimited"; the limit stays as it is
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+class WorkThread:
+    """A thread that does, one after the other, what it is given; all else of it is for the thread of the loop.
+
+    Args:
+        soon: lets the loop act; the thread calls it (:meth:`PollLoop.soon`).
+
+    Attributes:
+        pending: how much of it was not done yet, or its result not taken.
+
+    Raises:
+        RuntimeError: the system allows no more threads.
+    """
+
+    def __init__(self, soon: Callable[[Callable[[], object]], None]) -> None:
+        self._soon = soon
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self.pending = 0
+        threading.Thread(target=self._serve, name="taas-worker", daemon=True).start()
+
+    def do(self, work: Callable[[], Any], then: Callable[[Future[Any]], object] = Future.result) -> None:
+        """Do some work, after all that was given before; ``then``, in the loop, takes what came of it, or what it raised."""
+        self.pending += 1
+        self._work.put(partial(self._do, work, then))
+
+    def after(self, action: Callable[[], object]) -> None:
+        """Let the loop act so when all that was given before is done."""
+        self.do(lambda: None, lambda _: action())
+
+    def _do(self, work: Callable[[], Any], then: Callable[[Future[Any]], object]) -> None:
+        done: Future[Any] = Future()
+        try:
+            done.set_result(work())
+        except BaseException as error:
+            done.set_exception(error)
+        self._soon(partial(self._hand_back, then, done))
+
+    def _hand_back(self, then: Callable[[Future[Any]], object], done: Future[Any]) -> None:
+        self.pending -= 1
+        then(done)
+
+    def _serve(self) -> None:
+        while (work := self._work.get()) is not None:
+            work()
+
+    def close(self) -> None:
+        """Let the thread end when all is done."""
+        self._work.put(None)

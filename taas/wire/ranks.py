@@ -131,6 +131,40 @@ class Preparation:
     shell_class: str
 
 
+class Cell(msgspec.Struct, frozen=True):
+    """A headed cell, from the notebook to its ranks.
+
+    Attributes:
+        text: all of it.
+        execution_count: the notebook's ``In[n]``.
+        spec: the header.
+        colors: name of the notebook's colour theme, for tracebacks.
+        shell_class: name of the class of the notebook's shell, which libraries ask for.
+        directory: where the notebook is now; kept ranks go there, others begin in the project.
+    """
+
+    text: str
+    execution_count: int
+    spec: RunSpec
+    colors: str
+    shell_class: str = "ZMQInteractiveShell"
+    directory: str = ""
+
+
+class Workspace(msgspec.Struct, frozen=True):
+    """What a notebook finds on its machine; on another VM it is staged (:mod:`taas.agent.staging`).
+
+    Attributes:
+        project: absolute path of the project.
+        environ: the notebook's environment.
+        changed: variables of ``environ`` that the notebook set itself; the others it inherited on its machine.
+    """
+
+    project: str
+    environ: dict[str, str]
+    changed: tuple[str, ...] = ()
+
+
 class Staged(msgspec.Struct, frozen=True):
     """What a job needs, where its processes find it on their VM.
 
@@ -159,41 +193,31 @@ class RankOrder(Message, frozen=True):
     Attributes:
         run: name of the run.
         vm: name of the VM.
-        cell: text of the cell.
-        execution_count: the notebook's ``In[n]``.
+        cell: what to run.
         group_rank: the VM's number in the run, as torchrun's.
         store: the run's store; without a port, the agent of these ranks opens it.
         gpus: the run's GPUs on this VM, as CUDA_VISIBLE_DEVICES names them; empty where it is rehearsed.
         restart_count: how often the run was started again.
-        spec: the header.
-        colors: name of the notebook's colour theme, for tracebacks.
-        shell_class: name of the class of the notebook's shell, which libraries ask for.
         delivery: how a rank reaches the run's data workers.
         host: this VM's own address, as the run's other VMs reach it.
         continues: these are the ranks that this VM has kept.
-        directory: where they are to be then, as the notebook is; others begin in the project.
     """
 
     run: str
     vm: str
-    cell: str
-    execution_count: int
+    cell: Cell
     group_rank: int
     store: StoreAddress
     gpus: tuple[str, ...]
-    spec: RunSpec
-    colors: str
-    shell_class: str = "ZMQInteractiveShell"
     delivery: DeliveryConfig | None = None
     restart_count: int = 0
     host: str = "127.0.0.1"
     continues: bool = False
-    directory: str = ""
 
     @property
     def local_world_size(self) -> int:
         """Ranks on this VM."""
-        return self.spec.ranks_per_vm
+        return self.cell.spec.ranks_per_vm
 
     @property
     def first_rank(self) -> int:
@@ -203,23 +227,21 @@ class RankOrder(Message, frozen=True):
     @property
     def rehearsed(self) -> int:
         """How many GPUs to pretend, or 0."""
-        return 0 if self.gpus else self.local_world_size * self.spec.gpus_per_rank
+        return 0 if self.gpus else self.cell.spec.gpus_per_vm
 
 
 class RankStart(Message, frozen=True):
     """Be this rank.
 
     Attributes:
-        order: what all ranks of the run on this VM are told.
+        order: what all ranks of the run on this VM are told; its store is open.
         staged: where all that they need is on this VM.
-        store: the run's store.
         local_rank: which of them this one is.
         environ: variables of this rank, over the notebook's.
     """
 
     order: RankOrder
     staged: Staged
-    store: StoreAddress
     local_rank: int
     environ: dict[str, str]
 
@@ -234,8 +256,8 @@ def preparation_of(order: RankOrder, staged: Staged) -> Preparation:
     return Preparation(
         environ=staged.environ,
         project=staged.replica or staged.project,
-        colors=order.colors,
-        shell_class=order.shell_class,
+        colors=order.cell.colors,
+        shell_class=order.cell.shell_class,
     )
 
 

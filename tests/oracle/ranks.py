@@ -162,28 +162,23 @@ def _serve(kernel: _Process, folder: Path) -> Played:
 
 
 def _order(recorder: Recorder, folder: Path, *, continues: bool) -> StartJob:
-    submit, spec = recorder.submit, recorder.submit.spec
+    submit, spec = recorder.submit, recorder.submit.cell.spec
     run = Path(tempfile.mkdtemp(dir=folder, prefix="run"))
     return StartJob(
         run=RUN,
         job=0,
         name="VM vm0",
         payload=submit.payload,
-        project=submit.project,
-        environ=submit.environ,
-        changed=submit.changed,
+        workspace=submit.workspace,
         output=str(recorder.record.folder),
         scratch=str(run / "scratch"),
         work=RankOrder(
             run=RUN,
             vm="vm0",
             cell=submit.cell,
-            execution_count=submit.execution_count,
             group_rank=0,
             store=StoreAddress(LOOPBACK, os.urandom(32)),
             gpus=submit.gpus[: spec.world_size * spec.gpus_per_rank],
-            spec=spec,
-            colors=submit.colors,
             continues=continues,
         ),
     )

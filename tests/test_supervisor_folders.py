@@ -1,4 +1,4 @@
-"""What is left of supervisors that were lost together with their sweepers."""
+"""What is left of supervisors that were killed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from taas.supervisor.sweeper import CONNECTION, remove_folders_left
+from taas.supervisor.connections import CONNECTION, remove_folders_left
 
 
 def test_a_folder_of_sockets_goes_when_nobody_holds_it(tmp_path: Path) -> None:

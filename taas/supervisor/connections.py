@@ -1,0 +1,269 @@
+"""Where supervisors are, and the two ends of the way there: a folder of sockets each, and a file in Jupyter's runtime folder.
+
+The file, 0600, holds a CURVE key pair that the supervisor lets in as a client: who can read the file may stop the runs,
+nobody else gets a word in. Kernels' connection files work the same way. A supervisor removes both at its end; what one has
+left that was killed, the next one removes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+
+from taas.errors import EngineError
+from taas.runs.places import ProcessMark, runtime_folder, write_private
+from taas.runs.records import RunRecord
+from taas.wire import deadlines
+from taas.wire.clients import ClientHears
+from taas.wire.curve import Gate, make_dealer, make_router, set_heartbeat
+from taas.wire.framing import Message, MessageReader, pack
+from taas.wire.short_folder import PREFIX
+
+SOCKET, CONNECTION = "supervisor", "connection"
+"""In the folder, where the supervisor listens, and a link to the file by which clients find it."""
+
+
+class Connection(msgspec.Struct, frozen=True, kw_only=True):
+    """What a client needs to talk to a supervisor."""
+
+    endpoint: str
+    server_key: str
+    public_key: str
+    secret_key: str
+    supervisor: ProcessMark
+    kernel: ProcessMark
+
+
+def _folder() -> Path:
+    return runtime_folder("supervisors")
+
+
+def write_connection(connection: Connection) -> Path:
+    """Write a supervisor's connection file, in place of those of dead ones."""
+    all_connections()
+    name = f"{connection.supervisor.pid}-{os.urandom(3).hex()}.json"  # another machine may have this id, too
+    path = _folder() / name
+    write_private(path, msgspec.json.encode(connection))
+    return path
+
+
+def all_connections() -> list[Connection]:
+    """Return the supervisors that are there; files of those that were killed are removed."""
+    found = []
+    for path in _folder().glob("*.json"):
+        with contextlib.suppress(OSError, msgspec.MsgspecError):  # it ends just now
+            connection = msgspec.json.decode(path.read_bytes(), type=Connection)
+            if connection.supervisor.lives:
+                found.append(connection)
+            elif connection.supervisor.has_left(path):
+                path.unlink(missing_ok=True)
+    return found
+
+
+def hold_folder(folder: Path) -> None:
+    """Show that the supervisor of this folder lives, for as long as it does; tmpfiles.d(5) leaves the folder alone, too."""
+    fcntl.flock(os.open(folder, os.O_RDONLY | os.O_CLOEXEC), fcntl.LOCK_SH)
+
+
+def remove_folders_left(beside: Path) -> None:
+    """Remove the folders of supervisors that were killed; one that lives holds its own before it listens there."""
+    for socket in beside.parent.glob(f"{PREFIX}*/{SOCKET}"):
+        with contextlib.suppress(OSError):  # another user's, or somebody was faster
+            fd = os.open(socket.parent, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if socket.parent.lstat().st_uid == os.geteuid():  # another user's link might lead to any file
+                    with contextlib.suppress(OSError):
+                        (socket.parent / CONNECTION).readlink().unlink()
+                    shutil.rmtree(socket.parent, ignore_errors=True)
+            finally:
+                os.close(fd)
+
+
+def connection_of(record: RunRecord) -> Connection:
+    """Return the way to the supervisor of a run that goes on.
+
+    Raises:
+        EngineError: it has gone.
+    """
+    for connection in all_connections():
+        if connection.supervisor == record.supervisor:
+            return connection
+    raise EngineError(
+        f"the supervisor of run {record.name} (process {record.supervisor.pid}) cannot be found: it has just ended, or "
+        "was started with another JUPYTER_RUNTIME_DIR. `%taas status` shows what goes on."
+    )
+
+
+class Wire:
+    """A client's way to a supervisor, to which it shows this key pair."""
+
+    def __init__(self, connection: Connection, public: str | bytes, secret: str | bytes) -> None:
+        self._context = zmq.Context()
+        self._socket = make_dealer(self._context, connection.server_key, public, secret)
+        self._socket.connect(connection.endpoint)
+        self._read = MessageReader(ClientHears)
+
+    def say(self, message: Message) -> None:
+        """Send a message."""
+        self._socket.send(pack(message))
+
+    def _hang_up(self, linger_ms: int) -> None:
+        self._socket.close(linger=linger_ms)
+        self._context.term()
+
+
+class Visit(Wire):
+    """A short talk with a supervisor. A context manager.
+
+    Raises:
+        EngineError: there is no way to it from here.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        path = connection.endpoint.removeprefix("ipc://")
+        if not os.path.exists(path):  # noqa: PTH110  also where the folder may not be entered
+            raise EngineError(
+                f"the supervisor (process {connection.supervisor.pid}) listens at {path}, which is not there for this "
+                "process: it sees another /tmp (systemd's PrivateTmp, a container). Use a terminal of Jupyter's own."
+            )
+        super().__init__(connection, connection.public_key, connection.secret_key)
+
+    def __enter__(self) -> Visit:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._hang_up(2000)
+
+    def ask(self, message: Message, kind: type[Any]) -> Any:
+        """Send a message and return the answer of a kind.
+
+        Raises:
+            EngineError: there was none.
+        """
+        self.say(message)
+        deadline = time.monotonic() + deadlines.SUPERVISOR_ANSWERS
+        while (left := deadline - time.monotonic()) > 0:
+            if self._socket.poll(int(left * 1000) + 1):
+                answer = self._read(self._socket.recv())
+                if isinstance(answer, kind):
+                    return answer
+        raise EngineError(
+            f"the supervisor did not answer within {deadlines.SUPERVISOR_ANSWERS:.0f} s. `taas doctor` looks for the cause."
+        )
+
+
+_AT_ONCE = 64
+
+
+class ControlSocket:
+    """A CURVE socket in a folder that nobody else enters, and on addresses of other machines where an engine asks for them.
+
+    Args:
+        client_key: the kernel's public key.
+        kernel: whose supervisor this is.
+        folder: where the socket is made.
+
+    Attributes:
+        up: what clients have to know to come in; the kernel has a key of its own.
+        socket, gate: what to poll.
+    """
+
+    def __init__(self, client_key: str, kernel: ProcessMark, folder: Path) -> None:
+        self._context = zmq.Context()
+        visitor, visitor_secret = zmq.curve_keypair()
+        self._clients = {client_key, visitor.decode()}
+        self._allowed = set(self._clients)
+        self.gate = Gate(self._context, lambda key: key.decode() in self._allowed)
+        public, secret = zmq.curve_keypair()
+        self.socket = make_router(self._context, public, secret)
+        endpoint = f"ipc://{folder / SOCKET}"
+        self.socket.bind(endpoint)
+        self.up = Connection(
+            endpoint=endpoint,
+            server_key=public.decode(),
+            public_key=visitor.decode(),
+            secret_key=visitor_secret.decode(),
+            supervisor=ProcessMark.of(os.getpid()),
+            kernel=kernel,
+        )
+        self._connection_file = write_connection(self.up)
+        (folder / CONNECTION).symlink_to(self._connection_file.absolute())
+        self._routes: dict[str, bytes] = {}
+        self._endpoints: dict[str, str] = {}
+        self._unreachable: dict[str, float] = {}
+
+    def allow(self, key: str) -> None:
+        """Let an agent in."""
+        self._allowed.add(key)
+
+    def forbid(self, key: str) -> None:
+        """Let an agent in no more."""
+        self._allowed.discard(key)
+
+    def is_client(self, key: str) -> bool:
+        """Whether it is the kernel's key, or a visitor's who could read the connection file."""
+        return key in self._clients
+
+    def receive(self) -> Iterator[tuple[str, bytes, memoryview]]:
+        """Give what has come in, up to a number: then the other sources are looked at.
+
+        Yields:
+            The public key of who sent it; the way back, also for one that has no key of its own; the message, packed.
+        """
+        for _ in range(_AT_ONCE):
+            try:
+                route, *_, frame = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            key = str(frame.get("User-Id"))
+            self._routes[key] = route.bytes
+            yield key, route.bytes, frame.buffer
+
+    def send(self, key: str, message: Message) -> None:
+        """Send a message to the peer with a key, if it has come in."""
+        route = self._routes.get(key)
+        if route is not None and not self.reply(route, message):
+            self._unreachable.setdefault(key, time.monotonic())
+
+    def reply(self, route: bytes, message: Message) -> bool:
+        """Send a message; returns whether there is a way to the peer, who may have left."""
+        try:
+            self.socket.send_multipart([route, pack(message)])
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            return False
+        return True
+
+    def is_out_of_reach(self, key: str) -> bool:
+        """Whether messages have not reached a peer for longer than its last word may take."""
+        since = self._unreachable.get(key)
+        return since is not None and time.monotonic() > since + deadlines.LAST_WORD
+
+    def listen(self, host: str) -> str:
+        """Listen on an address that other machines reach; peers that connect there have to show signs of life."""
+        if host not in self._endpoints:
+            set_heartbeat(self.socket)
+            port = self.socket.bind_to_random_port(f"tcp://{host}")
+            self._endpoints[host] = f"tcp://{host}:{port}"
+        return self._endpoints[host]
+
+    def hide(self) -> None:
+        """Take the file away by which visitors find the way."""
+        self._connection_file.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Send what is on its way, and close."""
+        self.socket.close(linger=1000)
+        self.gate.socket.close()
+        self._context.term()

@@ -1,0 +1,59 @@
+"""How long taas' processes wait for each other, and how often they look, in seconds: one table, from short to long.
+
+Who waits for somebody waits longer than that one has: what an agent does at a rank's end is over before its supervisor
+takes it for stuck, and this before the person at the keyboard takes the supervisor for it.
+"""
+
+LOCK_AGAIN = 0.01  # nothing tells that a lock is free but to try it again
+CLOCK_GRAIN = (
+    0.02  # processor time is counted so roughly; who waits may use as much, and a share of its time:
+)
+IDLE_SHARE = 0.05  # of a second in each second: a store, for one, looks again and again
+STACKS_LOOK = 0.05  # between two looks whether a rank has written its stacks
+ENDINGS_LOOK = 0.1  # between two looks which rank is out of time
+ASK_AGAIN = 0.1  # until a rank's main thread is asked again for what its agent wants of it
+SPARES_REST = (
+    0.1  # after a run; what follows it at once (the next cell of Run All, the end of everything) comes first
+)
+STILL = 0.2  # of sleep in C code: such a main thread changes no names, and they are packed beside it
+HANG_LOOK_SHORTEST = 0.25  # between two looks whether a run makes progress, at least
+SAME_END = 0.3  # for a rank in the cell after another one has failed: it may fail itself
+FORKSERVER_YOUNG = 0.5  # of idle imports; such a forkserver is started anew when somebody waits for it
+TERM_TO_KILL = 0.6  # from a rank's SIGTERM to its SIGKILL
+BREAK_OFF = 1.0  # of sleep after an interrupt: such a main thread waits for others, as far as can be seen
+FORKSERVER_DIES = 1.0  # from the moment that what it held is closed
+LATE_LOOK = 1.0  # between two looks of the supervisor who has not ended in time
+NAMES_NOW = 1.5  # for rank 0's names where all is to end now
+FINISHING_LOOK = 1.5  # until an interrupted cell is looked at, and again
+BEAT = 1.5  # between two signs of life that are asked for on a connection between hosts
+NOTICE = 2.0  # for a rank to say that it is at work on an interrupt
+STACKS = 2.0  # for a rank to write its stacks
+TREE_DIES = 2.0  # for processes that were killed to be dead
+DEATH_IS_THE_CAUSE = 2.0  # a killed rank is to blame for what others met so shortly before its agent saw it
+CHOOSE_GPUS = 2.0  # for another supervisor to choose among this machine's GPUs
+LAST_WORD = 2.0  # for an engine to say why a connection is gone
+NOTICE_END = 3.0  # for a supervisor to notice its kernel's end; then the system kills it, and so all below it
+LEAVE_KEPT = 3.0  # for what libraries do at the exit of kept ranks
+FAILURE = 3.5  # for the cell in a rank after another one has failed
+END_RANKS = (
+    4.0  # for an agent to end ranks at once, rank 0's names included; who sends something home is at work
+)
+SHOW_ALIVE = 5.0  # until an agent elsewhere shows the system again that it is not stopped
+HANG_LOOK_OVERDUE = 5.0  # for a look at ranks; then another one takes its place
+SILENCE = 6.0  # for a sign of life to come from another host
+END_AGENT = 8.0  # for the end of an agent; then the system kills it
+NAMES_BEGIN = 10.0  # for rank 0 to begin packing its names after a failure
+SUPERVISOR_ANSWERS = 10.0  # for a supervisor's answer to a visitor
+ENDED_OTHERS = 10.0  # in a collective to which ranks that have ended the cell will not come
+HANG_LOOK_LONGEST = 10.0  # between two looks whether a run makes progress, at most
+RANK_EXITS = 15.0  # for a rank to leave after its cell has ended
+END_SUPERVISOR = 15.0  # for the end of a supervisor, which gives VMs elsewhere back; then the system kills it
+AGENT_STOPPED = 20.0  # for an agent elsewhere to go on; then the system kills it, and so its ranks
+NAMES_AHEAD = (
+    20.0  # for names to be packed before a wait on GPUs is aborted: copies of a GPU that hangs never end
+)
+SPARES_LOOK = 20.0  # between two looks whether the machine has memory for spares
+STORE_OPENS = 30.0  # for the store of a run on several machines to listen
+CONNECT = 60.0  # for an agent elsewhere to reach its supervisor
+NAMES_PACKED = 60.0  # for rank 0 to pack its names after a failure
+SPARES_IDLE = 15 * 60.0  # for the next run to come before its spares are ended
