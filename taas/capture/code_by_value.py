@@ -218,7 +218,7 @@ def _make_class(meta: type, name: str, bases: tuple[type, ...], *rest: Any) -> t
     """Make a class that is filled later, without its bases' ``__init_subclass__``: what that did when it was defined is in their state."""
     hooks = {
         base: vars(base)["__init_subclass__"]
-        for base in {part for base in bases for part in base.__mro__}
+        for base in {part for base in types.resolve_bases(bases) for part in base.__mro__}
         if "__init_subclass__" in vars(base) and not _cloudpickle._should_pickle_by_reference(base)
     }
     try:
