@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import random
@@ -16,6 +17,7 @@ import psutil
 import pytest
 from hypothesis import HealthCheck, settings
 from notebook_harness import Notebook, there
+from oracle import forkservers
 from privileges import no_mounts
 from ray_cluster import RayCluster, why_not
 
@@ -31,17 +33,29 @@ settings.register_profile("taas", settings.get_profile("explore"), derandomize=T
 settings.load_profile("taas")
 _PR_SET_CHILD_SUBREAPER = 36
 _MINUTES = (
-    "test_fault_table",
-    "test_random_notebooks",
-    "test_gallery",
     "test_browser",
-    "test_docs_cells",
-    "test_delivery_order",
+    "test_fault_table",
+    "test_gallery",
+    "test_endings",
     "test_delivery_faults",
+    "test_keep",
     "test_rank_storage_attacks",
+    "test_faults",
+    "test_delivery_order",
+    "test_launch",
+    "test_status",
+    "test_background",
     "test_examples_demo",
+    "test_random_notebooks",
+    "test_widgets",
+    "test_same_notebook",
+    "test_capture_programs",
+    "test_kept",
 )
-"""Files that take minutes."""
+"""Files that take a minute, the longest first."""
+
+
+_held_for_oracle: list[contextlib.ExitStack] = []
 
 
 DAY = datetime.datetime.now(datetime.UTC).date().isoformat()
@@ -49,9 +63,13 @@ DAY = datetime.datetime.now(datetime.UTC).date().isoformat()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Let long tables of slow tests be sampled."""
+    """Let long tables be sampled."""
     parser.addoption(
-        "--rows", type=int, default=0, help="so many rows of each table of slow tests, others each day"
+        "--rows",
+        type=int,
+        default=0,
+        help="so many rows of each table of slow tests, or as many as its mark says, and three times as many of tables "
+        "whose rows take a second in a notebook or in ranks; others each day",
     )
     parser.addoption("--day", default=DAY, help="the day whose rows run (2026-11-25)")
 
@@ -74,14 +92,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _not_drawn(items: list[pytest.Item], rows: int, day: str) -> set[pytest.Item]:
-    """Return the rows of long tables of slow tests that are not drawn today."""
+    """Return the rows of long tables that are not drawn today."""
     tables: dict[str, list[pytest.Item]] = {}
     for item in items:
         name, is_row, _ = item.nodeid.partition("[")
-        if is_row and item.get_closest_marker("slow"):
+        if is_row and (item.get_closest_marker("slow") or _has_processes(item)):
             tables.setdefault(name, []).append(item)
     dice = random.Random(day)
-    return {row for table in tables.values() for row in dice.sample(table, max(len(table) - rows, 0))}
+    dropped: set[pytest.Item] = set()
+    for table in tables.values():
+        slow = table[0].get_closest_marker("slow")
+        drawn = slow.kwargs.get("rows", rows) if slow else 3 * rows
+        dropped.update(dice.sample(table, max(len(table) - drawn, 0)))
+    return dropped
+
+
+def _has_processes(item: pytest.Item) -> bool:
+    return not {"notebook", "oracle", "warm"}.isdisjoint(getattr(item, "fixturenames", ()))
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -184,6 +211,21 @@ def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     if not shared:
         assert not _left(processes), "processes left"
         assert not _memory_left(memory), "/dev/shm files left"
+
+
+@pytest.fixture(scope="module")
+def oracle() -> None:
+    """What the oracle's notebooks are forked from; it stays while tests follow that need it."""
+    if not _held_for_oracle:
+        _held_for_oracle.append(contextlib.ExitStack())
+        _held_for_oracle[0].enter_context(forkservers())
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
+    """End the oracle's forkservers before a test that does not need them."""
+    if _held_for_oracle and "oracle" not in getattr(nextitem, "fixturenames", ()):
+        _held_for_oracle.pop().close()
 
 
 @pytest.fixture
