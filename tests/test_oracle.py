@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 from oracle import Program, compare, compare_kernels, row
-from oracle.describing import describe
-from oracle.graph import differences
+from oracle.graph import describe, differences
 from torch.utils.hooks import RemovableHandle
 
 pytestmark = pytest.mark.usefixtures("oracle")
