@@ -69,7 +69,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=int,
         default=0,
         help="so many rows of each table of slow tests, or as many as its mark says, and three times as many of tables "
-        "whose rows take a second in a notebook or in ranks; others each day",
+        "whose rows run in a notebook or its ranks; others each day",
     )
     parser.addoption("--day", default=DAY, help="the day whose rows run (2026-11-25)")
 
@@ -81,7 +81,7 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Begin with what takes minutes: of two processes, one would wait for the other that begins it last."""
+    """Begin with what takes longest: the other processes would wait for the one that begins it last."""
     if config.getoption("rows"):
         dropped = _not_drawn(items, config.getoption("rows"), config.getoption("day"))
         config.hook.pytest_deselected(items=[item for item in items if item in dropped])
@@ -108,7 +108,7 @@ def _not_drawn(items: list[pytest.Item], rows: int, day: str) -> set[pytest.Item
 
 
 def _has_processes(item: pytest.Item) -> bool:
-    return not {"notebook", "oracle", "warm"}.isdisjoint(getattr(item, "fixturenames", ()))
+    return not {"notebook", "oracle"}.isdisjoint(getattr(item, "fixturenames", ()))
 
 
 def pytest_configure(config: pytest.Config) -> None:

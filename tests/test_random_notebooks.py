@@ -19,7 +19,7 @@ from oracle.grammar import notebooks
 from oracle.statements import THEMES
 
 pytestmark = [pytest.mark.usefixtures("oracle"), pytest.mark.slow]
-COUNT = int(os.environ.get("TAAS_NOTEBOOKS", "12" if "TAAS_FEW" in os.environ else "200"))
+COUNT = int(os.environ.get("TAAS_NOTEBOOKS", "8" if "TAAS_FEW" in os.environ else "200"))
 _THEMES = tuple(THEMES.values()) if "TAAS_NOTEBOOKS" in os.environ else ()
 
 
