@@ -164,17 +164,12 @@ def _spare_of(process: psutil.Process, before: set[int]) -> bool:
 def _left(before: set[int]) -> list[str]:
     """Commands of the processes that stay; they are killed, so that the tests to come do not find them."""
     processes = [process for process in there(alive_below() - before) if not _spare_of(process, before)]
-    _, alive = psutil.wait_procs(processes, 90)
-    return [_killed(process) for process in alive]
-
-
-def _killed(process: psutil.Process) -> str:
-    try:
-        command = " ".join(process.cmdline())
-        process.kill()
-    except psutil.NoSuchProcess:
-        return f"process {process.pid}"
-    return command
+    commands = []
+    for process in psutil.wait_procs(processes, 90)[1]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            commands.append(" ".join(process.cmdline()))
+            process.kill()
+    return commands
 
 
 def _shared_memory() -> set[str]:
@@ -191,26 +186,29 @@ def _memory_left(before: set[str]) -> set[str]:
     return left
 
 
-def _folders() -> set[Path]:
-    return set(Path(tempfile.gettempdir()).glob("taas-*"))
+@contextlib.contextmanager
+def leaves_nothing(who: str) -> Iterator[None]:
+    """Fail where something leaves a process or a /dev/shm file."""
+    processes, memory = alive_below(), _shared_memory()
+    yield
+    assert not _left(processes), f"{who} left processes"
+    assert not _memory_left(memory), f"{who} left /dev/shm files"
 
 
 @pytest.fixture(autouse=True)
 def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
-    """A test leaves no process, no thread, no /dev/shm file and no temporary folder of taas.
+    """A test leaves no process, no thread and no /dev/shm file.
 
     What a notebook, a cluster or a Jupyter server shared by several tests holds is looked at when that is closed.
     """
     shared = not {"notebook", "stage", "cluster", "server"}.isdisjoint(request.fixturenames)
-    processes, threads, memory = alive_below(), set(threading.enumerate()), _shared_memory()
-    yield
-    late = [thread for thread in threading.enumerate() if thread not in threads and not thread.daemon]
-    for thread in late:
-        thread.join(30)
-    assert not any(thread.is_alive() for thread in late), f"threads left: {late}"
-    if not shared:
-        assert not _left(processes), "processes left"
-        assert not _memory_left(memory), "/dev/shm files left"
+    threads = set(threading.enumerate())
+    with contextlib.nullcontext() if shared else leaves_nothing("the test"):
+        yield
+        late = [thread for thread in threading.enumerate() if thread not in threads and not thread.daemon]
+        for thread in late:
+            thread.join(30)
+        assert not any(thread.is_alive() for thread in late), f"threads left: {late}"
 
 
 @pytest.fixture(scope="module")
@@ -254,16 +252,15 @@ def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunRecord:
 @pytest.fixture(scope="module")
 def notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
     """A notebook with taas loaded, for the tests of one module."""
-    before, memory, folders = alive_below(), _shared_memory(), _folders()
-    book = Notebook(tmp_path_factory.mktemp("project"))
-    try:
-        book.good("%load_ext taas")
-        yield book
-    finally:
-        book.close()
-    assert not _left(before), "the notebook left processes"
-    assert not _memory_left(memory), "the notebook left /dev/shm files"
-    assert not _folders() - folders, "the notebook left a folder"
+    folders = set(Path(tempfile.gettempdir()).glob("taas-*"))
+    with leaves_nothing("the notebook"):
+        book = Notebook(tmp_path_factory.mktemp("project"))
+        try:
+            book.good("%load_ext taas")
+            yield book
+        finally:
+            book.close()
+    assert not set(Path(tempfile.gettempdir()).glob("taas-*")) - folders, "the notebook left a folder"
 
 
 @pytest.fixture(scope="module")
@@ -272,9 +269,9 @@ def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     missing = why_not()
     if missing:
         pytest.skip(f"no Ray nodes on this machine: {missing}")
-    before, memory = alive_below(), _shared_memory()
-    with RayCluster(request.module.NODES, hidden=[tmp_path_factory.getbasetemp()]) as nodes:
+    with (
+        leaves_nothing("the cluster"),
+        RayCluster(request.module.NODES, hidden=[tmp_path_factory.getbasetemp()]) as nodes,
+    ):
         yield nodes
-    assert not _left(before), "the cluster left processes"
-    assert not _memory_left(memory), "the cluster left /dev/shm files"
     assert not nodes.folder.exists(), "the cluster left its folder"
