@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import random
@@ -16,6 +17,7 @@ import psutil
 import pytest
 from hypothesis import HealthCheck, settings
 from notebook_harness import Notebook, there
+from oracle import forkservers
 from privileges import no_mounts
 from ray_cluster import RayCluster, why_not
 
@@ -31,17 +33,29 @@ settings.register_profile("taas", settings.get_profile("explore"), derandomize=T
 settings.load_profile("taas")
 _PR_SET_CHILD_SUBREAPER = 36
 _MINUTES = (
-    "test_fault_table",
-    "test_random_notebooks",
-    "test_gallery",
     "test_browser",
-    "test_docs_cells",
-    "test_delivery_order",
+    "test_fault_table",
+    "test_gallery",
+    "test_endings",
     "test_delivery_faults",
+    "test_keep",
     "test_rank_storage_attacks",
+    "test_faults",
+    "test_delivery_order",
+    "test_launch",
+    "test_status",
+    "test_background",
     "test_examples_demo",
+    "test_random_notebooks",
+    "test_widgets",
+    "test_same_notebook",
+    "test_capture_programs",
+    "test_kept",
 )
-"""Files that take minutes."""
+"""Files that take a minute, the longest first."""
+
+
+_held_for_oracle: list[contextlib.ExitStack] = []
 
 
 DAY = datetime.datetime.now(datetime.UTC).date().isoformat()
@@ -49,9 +63,13 @@ DAY = datetime.datetime.now(datetime.UTC).date().isoformat()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Let long tables of slow tests be sampled."""
+    """Let long tables be sampled."""
     parser.addoption(
-        "--rows", type=int, default=0, help="so many rows of each table of slow tests, others each day"
+        "--rows",
+        type=int,
+        default=0,
+        help="so many rows of each table of slow tests, or as many as its mark says, and three times as many of tables "
+        "whose rows run in a notebook or its ranks; others each day",
     )
     parser.addoption("--day", default=DAY, help="the day whose rows run (2026-11-25)")
 
@@ -63,7 +81,7 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Begin with what takes minutes: of two processes, one would wait for the other that begins it last."""
+    """Begin with what takes longest: the other processes would wait for the one that begins it last."""
     if config.getoption("rows"):
         dropped = _not_drawn(items, config.getoption("rows"), config.getoption("day"))
         config.hook.pytest_deselected(items=[item for item in items if item in dropped])
@@ -74,14 +92,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _not_drawn(items: list[pytest.Item], rows: int, day: str) -> set[pytest.Item]:
-    """Return the rows of long tables of slow tests that are not drawn today."""
+    """Return the rows of long tables that are not drawn today."""
     tables: dict[str, list[pytest.Item]] = {}
     for item in items:
         name, is_row, _ = item.nodeid.partition("[")
-        if is_row and item.get_closest_marker("slow"):
+        if is_row and (item.get_closest_marker("slow") or _has_processes(item)):
             tables.setdefault(name, []).append(item)
     dice = random.Random(day)
-    return {row for table in tables.values() for row in dice.sample(table, max(len(table) - rows, 0))}
+    dropped: set[pytest.Item] = set()
+    for table in tables.values():
+        slow = table[0].get_closest_marker("slow")
+        drawn = slow.kwargs.get("rows", rows) if slow else 3 * rows
+        dropped.update(dice.sample(table, max(len(table) - drawn, 0)))
+    return dropped
+
+
+def _has_processes(item: pytest.Item) -> bool:
+    return not {"notebook", "oracle"}.isdisjoint(getattr(item, "fixturenames", ()))
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -137,17 +164,12 @@ def _spare_of(process: psutil.Process, before: set[int]) -> bool:
 def _left(before: set[int]) -> list[str]:
     """Commands of the processes that stay; they are killed, so that the tests to come do not find them."""
     processes = [process for process in there(alive_below() - before) if not _spare_of(process, before)]
-    _, alive = psutil.wait_procs(processes, 90)
-    return [_killed(process) for process in alive]
-
-
-def _killed(process: psutil.Process) -> str:
-    try:
-        command = " ".join(process.cmdline())
-        process.kill()
-    except psutil.NoSuchProcess:
-        return f"process {process.pid}"
-    return command
+    commands = []
+    for process in psutil.wait_procs(processes, 90)[1]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            commands.append(" ".join(process.cmdline()))
+            process.kill()
+    return commands
 
 
 def _shared_memory() -> set[str]:
@@ -164,26 +186,44 @@ def _memory_left(before: set[str]) -> set[str]:
     return left
 
 
-def _folders() -> set[Path]:
-    return set(Path(tempfile.gettempdir()).glob("taas-*"))
+@contextlib.contextmanager
+def leaves_nothing(who: str) -> Iterator[None]:
+    """Fail where something leaves a process or a /dev/shm file."""
+    processes, memory = alive_below(), _shared_memory()
+    yield
+    assert not _left(processes), f"{who} left processes"
+    assert not _memory_left(memory), f"{who} left /dev/shm files"
 
 
 @pytest.fixture(autouse=True)
 def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
-    """A test leaves no process, no thread, no /dev/shm file and no temporary folder of taas.
+    """A test leaves no process, no thread and no /dev/shm file.
 
     What a notebook, a cluster or a Jupyter server shared by several tests holds is looked at when that is closed.
     """
     shared = not {"notebook", "stage", "cluster", "server"}.isdisjoint(request.fixturenames)
-    processes, threads, memory = alive_below(), set(threading.enumerate()), _shared_memory()
-    yield
-    late = [thread for thread in threading.enumerate() if thread not in threads and not thread.daemon]
-    for thread in late:
-        thread.join(30)
-    assert not any(thread.is_alive() for thread in late), f"threads left: {late}"
-    if not shared:
-        assert not _left(processes), "processes left"
-        assert not _memory_left(memory), "/dev/shm files left"
+    threads = set(threading.enumerate())
+    with contextlib.nullcontext() if shared else leaves_nothing("the test"):
+        yield
+        late = [thread for thread in threading.enumerate() if thread not in threads and not thread.daemon]
+        for thread in late:
+            thread.join(30)
+        assert not any(thread.is_alive() for thread in late), f"threads left: {late}"
+
+
+@pytest.fixture(scope="module")
+def oracle() -> None:
+    """What the oracle's notebooks are forked from; it stays while tests follow that need it."""
+    if not _held_for_oracle:
+        _held_for_oracle.append(contextlib.ExitStack())
+        _held_for_oracle[0].enter_context(forkservers())
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
+    """End the oracle's forkservers before a test that does not need them."""
+    if _held_for_oracle and "oracle" not in getattr(nextitem, "fixturenames", ()):
+        _held_for_oracle.pop().close()
 
 
 @pytest.fixture
@@ -212,16 +252,15 @@ def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunRecord:
 @pytest.fixture(scope="module")
 def notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
     """A notebook with taas loaded, for the tests of one module."""
-    before, memory, folders = alive_below(), _shared_memory(), _folders()
-    book = Notebook(tmp_path_factory.mktemp("project"))
-    try:
-        book.good("%load_ext taas")
-        yield book
-    finally:
-        book.close()
-    assert not _left(before), "the notebook left processes"
-    assert not _memory_left(memory), "the notebook left /dev/shm files"
-    assert not _folders() - folders, "the notebook left a folder"
+    folders = set(Path(tempfile.gettempdir()).glob("taas-*"))
+    with leaves_nothing("the notebook"):
+        book = Notebook(tmp_path_factory.mktemp("project"))
+        try:
+            book.good("%load_ext taas")
+            yield book
+        finally:
+            book.close()
+    assert not set(Path(tempfile.gettempdir()).glob("taas-*")) - folders, "the notebook left a folder"
 
 
 @pytest.fixture(scope="module")
@@ -230,9 +269,9 @@ def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     missing = why_not()
     if missing:
         pytest.skip(f"no Ray nodes on this machine: {missing}")
-    before, memory = alive_below(), _shared_memory()
-    with RayCluster(request.module.NODES, hidden=[tmp_path_factory.getbasetemp()]) as nodes:
+    with (
+        leaves_nothing("the cluster"),
+        RayCluster(request.module.NODES, hidden=[tmp_path_factory.getbasetemp()]) as nodes,
+    ):
         yield nodes
-    assert not _left(before), "the cluster left processes"
-    assert not _memory_left(memory), "the cluster left /dev/shm files"
     assert not nodes.folder.exists(), "the cluster left its folder"

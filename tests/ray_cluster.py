@@ -224,10 +224,6 @@ class RayCluster:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def restart_head(self) -> None:
-        """Restart Ray's head; what it knew is forgotten. The other nodes have to be restarted to join it."""
-        self.head.restart()
-
     def rid_of_taas(self, seconds: float, *, actors: bool = True) -> bool:
         """Wait until taas has no process on the nodes other than the head."""
         deadline = time.monotonic() + seconds

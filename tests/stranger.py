@@ -6,14 +6,11 @@ The doors are told to him, since a user who may not look into others' processes 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import pickle
 import re
 import socket
 import stat
-import traceback
-import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -22,6 +19,7 @@ from typing import Any
 
 import psutil
 import pytest
+from storage_ranks import fork, join
 
 NOBODY = 65534
 MANY = 1500
@@ -79,29 +77,14 @@ def private(path: str, top: Path) -> bool:
 
 def as_stranger(deed: Callable[[], Any]) -> Any:
     """Do something in a process of another user; returns what it returned, as JSON knows it."""
-    reader, writer = os.pipe()
-    with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", DeprecationWarning
-        )  # the threads here are zmq's, of which the child uses none
-        pid = os.fork()
-    if pid == 0:
-        try:
-            os.close(reader)
-            os.setgroups([])
-            os.setresgid(NOBODY, NOBODY, NOBODY)
-            os.setresuid(NOBODY, NOBODY, NOBODY)
-            said = json.dumps(deed())
-        except BaseException:
-            said = json.dumps({"broke": traceback.format_exc()})
-        with os.fdopen(writer, "w") as file:
-            file.write(said)
-        os._exit(0)
-    os.close(writer)
-    with os.fdopen(reader) as file:
-        said = file.read()
-    os.waitpid(pid, 0)
-    return json.loads(said)
+
+    def other() -> Any:
+        os.setgroups([])
+        os.setresgid(NOBODY, NOBODY, NOBODY)
+        os.setresuid(NOBODY, NOBODY, NOBODY)
+        return deed()
+
+    return join(fork(other))
 
 
 def try_all(found: Doors, trace: Path) -> dict[str, list[str]]:

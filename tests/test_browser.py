@@ -277,6 +277,7 @@ def room(server: Server, request: pytest.FixtureRequest) -> Iterator[Room]:
             thread.join(30)
 
 
+@pytest.mark.slow(rows=1)
 @pytest.mark.parametrize("front", ["lab", "notebook"])
 def test_a_day_at_the_notebook(room: Room, front: str) -> None:
     """Run, watch the live view change, interrupt, look at the table, leave, restart, come back, take the names."""

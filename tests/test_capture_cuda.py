@@ -7,14 +7,13 @@ was rewritten after that run (process_state.py) and has not been run on a GPU si
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from oracle import Program, compare, forkservers, row
+from oracle import Program, compare, row
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.usefixtures("oracle"), pytest.mark.gpu]
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
@@ -49,13 +48,6 @@ PROGRAMS = [
     _program("random state, CUDA not used before", "import torch\ntorch.manual_seed(3)", "y = torch.rand(2, device='cuda').tolist()", "torch.rand(2, device='cuda').tolist()"),
     _program("gradients", "import torch\np = torch.ones(2, device='cuda', requires_grad=True)", "(p * 3).sum().backward()", "p.grad.device"),
 ]  # fmt: skip
-
-
-@pytest.fixture(scope="module", autouse=True)
-def common_ancestors() -> Iterator[None]:
-    """What all programs of this module are forked from is no process that one test leaves behind."""
-    with forkservers():
-        yield
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import psutil
 import pytest
-from oracle import forkservers, play, row
+from oracle import play, row
 
 from taas.capture import (
     Arrival,
@@ -31,12 +31,7 @@ from taas.capture import (
 from taas.capture.heap import no_collection
 from taas.errors import CaptureError, VersionMismatch
 
-
-@pytest.fixture(scope="module", autouse=True)
-def common_ancestors() -> Iterator[None]:
-    """What all programs of this module are forked from is no process that one test leaves behind."""
-    with forkservers():
-        yield
+pytestmark = pytest.mark.usefixtures("oracle")
 
 
 NO_PROJECT = Path("/no project")

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
-from oracle import Program, compare, forkservers, play, row
+from oracle import Program, compare, play, row
+
+pytestmark = pytest.mark.usefixtures("oracle")
 
 PRECISIONS = """[
     torch.backends.fp32_precision, torch.backends.cuda.matmul.fp32_precision,
@@ -44,13 +45,6 @@ PROGRAMS = [
         "torch.set_float32_matmul_precision('high')",
     )
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def common_ancestors() -> Iterator[None]:
-    """What all programs of this module are forked from is no process that one test leaves behind."""
-    with forkservers():
-        yield
 
 
 @pytest.mark.skipif(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from oracle import Program, compare, forkservers, row
+from oracle import Program, compare, row
+
+pytestmark = pytest.mark.usefixtures("oracle")
 
 P = row
 NET = """
@@ -138,13 +139,6 @@ PROGRAMS = [
     P("iterator advanced", ("it = iter([1, 2, 3]); k = [it]",), "first = next(it)", "next(it), k[0] is it"),
     P("many small dicts", ("rows = [{'i': i, 's': str(i % 7)} for i in range(300)]; r0 = rows[0]",), "for r in rows[::50]: r['x'] = r['i'] * 2\nrows.append(r0)"),
 ]  # fmt: skip
-
-
-@pytest.fixture(scope="module", autouse=True)
-def common_ancestors() -> Iterator[None]:
-    """What all programs of this module are forked from is no process that one test leaves behind."""
-    with forkservers():
-        yield
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)

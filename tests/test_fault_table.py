@@ -13,6 +13,7 @@ from notebook_harness import gone
 
 pytestmark = pytest.mark.slow
 MORE = os.environ.get("TAAS_FAULTS")
+COUNT = int(MORE or ("3" if "TAAS_FEW" in os.environ else "10"))
 SEED = int(os.environ.get("TAAS_FAULTS_SEED", "1" if MORE is None else "0"))
 """Read before conftest.py takes what is the user's own out of the environment."""
 
@@ -34,6 +35,7 @@ def own_stage(tmp_path: Path) -> Iterator[Stage]:
     stage.notebook.close()
 
 
+@pytest.mark.slow(rows=2)
 @pytest.mark.parametrize("fault", kernel_deaths(), ids=str)
 def test_a_kernel_that_dies_after_a_fault(own_stage: Stage, fault: Fault) -> None:
     """Nothing of taas outlives the kernel, and of what the cell started, be it stopped or not.
@@ -71,7 +73,7 @@ def test_random_faults(stage: Stage) -> None:
     seed = SEED or random.randrange(1, 1 << 32)
     print(f"TAAS_FAULTS_SEED={seed}")
     dice = random.Random(seed)
-    for _ in range(int(MORE or 10)):
+    for _ in range(COUNT):
         state = dice.choice(list(CELLS))
         stage.reach(state)
         whom = [*HELPERS, *(DATA_HELPERS if state == "delivering" else ())]

@@ -230,6 +230,7 @@ if "taas.agent" in sys.orig_argv:
 """
 
 
+@pytest.mark.slow(rows=1)
 @pytest.mark.parametrize("words", [[b"\xc1"], [b"\x81\xa4type\xa6Future"], [b"two", b"frames"]])
 def test_an_agent_that_talks_nonsense_loses_its_own_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[bytes]

@@ -56,7 +56,7 @@ def figures_of_torchrun(sources: list[str], folder: Path) -> list[float]:
     return json.loads((folder / "figures.json").read_text())
 
 
-@pytest.mark.slow
+@pytest.mark.slow(rows=1)
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", NOTEBOOKS)
 def test_a_notebook_of_the_gallery(name: str, tmp_path: Path) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from oracle import Program, compare, forkservers
+from oracle import Program, compare
+
+pytestmark = pytest.mark.usefixtures("oracle")
 
 TORCH = "import torch, torch.nn as nn\n"
 NET = TORCH + "net = nn.Linear(2, 2); opt = torch.optim.SGD(net.parameters(), lr=.1, momentum=.9)\n"
@@ -61,12 +62,6 @@ ROWS = [
     K("log in a file", "import logging", "#r\nlog = logging.getLogger('file'); log.propagate = False; log.addHandler(logging.FileHandler('a.log', mode='w')); log.error('one'); del log", "logging.getLogger('file').error('two')", "#r\nlogging.getLogger('file').error('three')", "logging.getLogger('file').error('four')", "#r\nlogging.getLogger('file').error('five')", "log = logging.getLogger('file'); log.handlers[0].close(), log.handlers.clear(), open('a.log').read()"),
     K("20 cells", NET + "log = []", *["#r\n" + STEP + "\nlog.append(float(w.sum()))", "log.append('here')"] * 10, "log"),
 ]  # fmt: skip
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _forkservers() -> Iterator[None]:
-    with forkservers():
-        yield
 
 
 @pytest.mark.parametrize("program", ROWS, ids=lambda program: program.name)

@@ -176,12 +176,6 @@ def test_an_instance_type_alone_is_one_process_with_all_its_gpus(notebook: Noteb
     assert notebook.good("#!g2.4\n" + body).own == "1 4\n"
 
 
-def test_a_cpu_type_has_no_gpu(notebook: Notebook) -> None:
-    """``#!c1.4`` runs one process, in which CUDA is what it is here."""
-    ran = notebook.good("#!c1.4\nimport torch\nprint(torch.cuda.is_available())")
-    assert ran.own == "False\n"
-
-
 def test_variables_in_the_header(notebook: Notebook) -> None:
     """``{name}`` and ``$name`` are filled in on the header lines, and not in the body."""
     notebook.good("count = 2")
@@ -221,17 +215,6 @@ def test_return_narrows_what_comes_back(notebook: Notebook) -> None:
     notebook.good("a = b = 0")
     notebook.good("#pragma taas --gpus 1 --return a\na = 1; b = 1")
     assert notebook.value("a, b") == "1 0"
-
-
-def test_importing_activates_and_unloading_undoes_it(notebook: Notebook) -> None:
-    """A plain import activates the header, twice is harmless, and ``%unload_ext`` leaves an ordinary comment."""
-    notebook.good("import taas\n%reload_ext taas")
-    notebook.good("%unload_ext taas")
-    assert (
-        notebook.good("#pragma taas --gpus 2\nimport os\nprint(os.environ.get('WORLD_SIZE'))").own == "None\n"
-    )
-    notebook.good("%load_ext taas")
-    assert notebook.good("#pragma taas --gpus 2\nimport os\nprint(os.environ.get('WORLD_SIZE'))").own == "2\n"
 
 
 def test_importing_is_light() -> None:
@@ -471,3 +454,20 @@ def test_a_module_that_was_edited_after_its_import_is_named(notebook: Notebook) 
     assert said not in notebook.good("#pragma taas --gpus 2\nx = 1").stdout
     notebook.good("importlib.reload(recipe)")
     assert said not in notebook.good("#pragma taas --gpus 2\nr = recipe.rate()").stdout
+
+
+def test_importing_activates_and_unloading_undoes_it(notebook: Notebook) -> None:
+    """A plain import activates the header, twice is harmless, and ``%unload_ext`` leaves an ordinary comment."""
+    notebook.good("import taas\n%reload_ext taas")
+    notebook.good("%unload_ext taas")
+    assert (
+        notebook.good("#pragma taas --gpus 2\nimport os\nprint(os.environ.get('WORLD_SIZE'))").own == "None\n"
+    )
+    notebook.good("%load_ext taas")
+    assert notebook.good("#pragma taas --gpus 2\nimport os\nprint(os.environ.get('WORLD_SIZE'))").own == "2\n"
+
+
+def test_a_cpu_type_has_no_gpu(notebook: Notebook) -> None:
+    """``#!c1.4`` runs one process, in which CUDA is what it is here."""
+    ran = notebook.good("#!c1.4\nimport torch\nprint(torch.cuda.is_available())")
+    assert ran.own == "False\n"

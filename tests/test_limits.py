@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from oracle import Program, forkservers, play, row
+from oracle import Program, play, row
+
+pytestmark = pytest.mark.usefixtures("oracle")
 
 P = row
 KEY = (
@@ -29,13 +30,6 @@ LIMITS = [
     (P("generator back", ("def g():\n    yield 1",), "it = g(); n = next(it)", "'it' in globals(), n"), "(False, 1)", ("did not come back: it", "generator")),
     (P("open file back", (), "f = open('x.txt', 'w'); n = f.write('a')", "'f' in globals(), n"), "(False, 1)", ("did not come back: f", "open file")),
 ]  # fmt: skip
-
-
-@pytest.fixture(scope="module", autouse=True)
-def common_ancestors() -> Iterator[None]:
-    """What all programs of this module are forked from is no process that one test leaves behind."""
-    with forkservers():
-        yield
 
 
 @pytest.mark.parametrize(("program", "value", "said"), LIMITS, ids=[program.name for program, *_ in LIMITS])

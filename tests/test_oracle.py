@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from oracle import Program, compare, compare_kernels, forkservers, row
-from oracle.describing import describe
-from oracle.graph import differences
+from oracle import Program, compare, compare_kernels, row
+from oracle.graph import describe, differences
 from torch.utils.hooks import RemovableHandle
+
+pytestmark = pytest.mark.usefixtures("oracle")
 
 
 def _graph(code: str) -> Any:
@@ -59,13 +59,6 @@ def test_a_difference_is_one_line_with_its_path(code: str, other: str, path: str
     assert any(path in line for line in found), found
 
 
-@pytest.fixture(scope="module")
-def ancestors() -> Iterator[None]:
-    """What notebooks are forked from."""
-    with forkservers():
-        yield
-
-
 @pytest.mark.parametrize(
     ("cell", "here_also", "found"),
     [
@@ -76,7 +69,6 @@ def ancestors() -> Iterator[None]:
         ("n = 2", "\n3", "Out[2]: missing"),
     ],
 )  # fmt: skip
-@pytest.mark.usefixtures("ancestors")
 def test_what_only_one_of_them_does_is_found(cell: str, here_also: str, found: str, tmp_path: Path) -> None:
     """In the process, the output, the files, and what IPython keeps."""
     different = compare(row("", ("n = 1",), cell, here_also=here_also), tmp_path)
@@ -104,7 +96,6 @@ def test_whole_kernels_and_all_of_taas(tmp_path: Path) -> None:
     assert not different, "\n".join(different)
 
 
-@pytest.mark.usefixtures("ancestors")
 def test_two_ranks(tmp_path: Path) -> None:
     """Only rank 0's names come back."""
     program = Program(TRAINED.name, TRAINED.cells, TRAINED.headed, "#pragma taas --gpus 2\n")

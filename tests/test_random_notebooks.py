@@ -10,25 +10,17 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, note, settings
-from oracle import Program, compare, forkservers
+from oracle import Program, compare
 from oracle.grammar import notebooks
 from oracle.statements import THEMES
 
-pytestmark = pytest.mark.slow
-COUNT = int(os.environ.get("TAAS_NOTEBOOKS", "12" if "TAAS_FEW" in os.environ else "200"))
+pytestmark = [pytest.mark.usefixtures("oracle"), pytest.mark.slow]
+COUNT = int(os.environ.get("TAAS_NOTEBOOKS", "8" if "TAAS_FEW" in os.environ else "200"))
 _THEMES = tuple(THEMES.values()) if "TAAS_NOTEBOOKS" in os.environ else ()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def common_ancestors() -> Iterator[None]:
-    """What all notebooks of this module are forked from is no process that one test leaves behind."""
-    with forkservers():
-        yield
 
 
 _SETTINGS = settings(

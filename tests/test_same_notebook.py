@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from oracle import Program, compare, forkservers, play, row
+from oracle import Program, compare, play, row
+
+pytestmark = pytest.mark.usefixtures("oracle")
 
 P = row
 TORCH = "import torch, torch.nn as nn\n"
@@ -154,13 +155,6 @@ FOUND = [
     P("names listed by a magic", ("a = 1; b = 2; c = 'c'",), "w = %who_ls int\n%who", "w"),
 ]  # fmt: skip
 """By public notebooks and odd cells."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def common_ancestors() -> Iterator[None]:
-    """What all programs of this module are forked from is no process that one test leaves behind."""
-    with forkservers():
-        yield
 
 
 @pytest.mark.parametrize(

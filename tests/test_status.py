@@ -333,29 +333,58 @@ def executed(folder: Path, *cells: str) -> Any:
     return book
 
 
-@pytest.mark.parametrize("wait", [False, True])
-def test_the_line_comes_back_after_a_clear(tmp_path: Path, wait: bool) -> None:
-    """A live curve clears what its cell shows, again and again: the line stands above what is shown last."""
-    cell = executed(
-        tmp_path,
+CURVE = """\
+#pragma taas --gpus 1 --name curve
+from IPython.display import HTML, clear_output
+for step in range(3):
+    clear_output(wait={wait})
+    display(HTML(f"<i>{{step}}</i>"))
+    print("step", step)
+"""
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A notebook that has been run."""
+    return executed(
+        tmp_path_factory.mktemp("finished"),
         "%load_ext taas",
-        "#pragma taas --gpus 1 --name curve\nfrom IPython.display import HTML, clear_output\n"
-        f"for step in range(3):\n    clear_output(wait={wait})\n    display(HTML(f'<i>{{step}}</i>'))\n    print('step', step)",
-    ).cells[1]
-    line, curve, text = cell.outputs
-    assert line.data["text/plain"].startswith("✓ curve done")
+        CURVE.format(wait=False),
+        CURVE.format(wait=True),
+        "#pragma taas --gpus 1 --name well\nprint('shown')\nclear_output(wait=True)",
+        "#pragma taas --gpus 2 --name page\nprint('trained')",
+        "%taas",
+    )
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_the_line_comes_back_after_a_clear(finished: Any, number: int) -> None:
+    """A live curve clears what its cell shows, again and again: the line stands above what is shown last."""
+    line, curve, text = finished.cells[number].outputs
+    assert line.data["text/plain"].startswith("✓ curve")
     assert curve.data["text/html"] == "<i>2</i>"
     assert text.text == "step 2\n"
 
 
-def test_a_clear_that_waits_for_ever_clears_nothing(tmp_path: Path) -> None:
+def test_a_clear_that_waits_for_ever_clears_nothing(finished: Any) -> None:
     """As in a cell without a header: what was shown last stays, and the line with it."""
-    cell = "from IPython.display import clear_output\nprint('shown')\nclear_output(wait=True)"
-    line, text = (
-        executed(tmp_path, "%load_ext taas", f"#pragma taas --gpus 1 --name well\n{cell}").cells[1].outputs
-    )
+    line, text = finished.cells[3].outputs
     assert line.data["text/plain"].startswith("✓ well done")
     assert text.text == "shown\n"
+
+
+def test_the_finished_notebook_reads_well(finished: Any) -> None:
+    """On disk, and converted by nbconvert, a run is one line of HTML and its output."""
+    from nbconvert import HTMLExporter, MarkdownExporter
+
+    outputs = finished.cells[4].outputs
+    assert [output.output_type for output in outputs] == ["display_data", "stream"]
+    assert outputs[0].data["text/plain"].startswith("✓ page done")
+    page, _ = HTMLExporter().from_notebook_node(finished)
+    assert "<b>✓ page done</b>" in page
+    text, _ = MarkdownExporter().from_notebook_node(finished)
+    assert "page done" in text
+    assert "<table>" in finished.cells[5].outputs[0].data["text/html"]
 
 
 def test_a_terminal_hears_of_the_end(tmp_path: Path) -> None:
@@ -381,20 +410,3 @@ def test_a_terminal_hears_of_the_end(tmp_path: Path) -> None:
         "trained",
         "taas: the names of plain are in this notebook since it ended",
     ]
-
-
-def test_the_finished_notebook_reads_well(tmp_path: Path) -> None:
-    """On disk, and converted by nbconvert, a run is one line of HTML and its output."""
-    from nbconvert import HTMLExporter, MarkdownExporter
-
-    book = executed(
-        tmp_path, "%load_ext taas", "#pragma taas --gpus 2 --name page\nprint('trained')", "%taas"
-    )
-    outputs = book.cells[1].outputs
-    assert [output.output_type for output in outputs] == ["display_data", "stream"]
-    assert outputs[0].data["text/plain"].startswith("✓ page done")
-    page, _ = HTMLExporter().from_notebook_node(book)
-    assert "<b>✓ page done</b>" in page
-    text, _ = MarkdownExporter().from_notebook_node(book)
-    assert "page done" in text
-    assert "<table>" in book.cells[2].outputs[0].data["text/html"]

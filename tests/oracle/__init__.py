@@ -23,7 +23,7 @@ from oracle.kernel import SEEDS, look, through
 from oracle.program import HEADER, Played, Program, row
 from oracle.ranks import files_of, forkservers, new_project, play
 
-__all__ = ["HEADER", "Program", "compare", "compare_kernels", "forkservers", "play", "row"]
+__all__ = ["HEADER", "Played", "Program", "compare", "compare_kernels", "forkservers", "play", "row"]
 
 _LINES = 20
 _VARYING = re.compile(

@@ -18,8 +18,7 @@ from typing import Any
 
 from notebook_harness import Ran
 
-from oracle.describing import describe
-from oracle.graph import Graph
+from oracle.graph import Graph, describe
 from oracle.program import Played, Program
 from oracle.state import process_state
 from taas.wire.clients import RunRequest, RunState, Submit

@@ -68,11 +68,13 @@ class Played:
         cells: what each cell showed.
         left: after which cell, names and process as they are then.
         files: of the project, with hashes of what is in them.
+        sizes: bytes of what travelled to the ranks, for each headed cell.
     """
 
     cells: list[Ran] = field(default_factory=list)
     left: list[tuple[int, Graph, dict[str, Any]]] = field(default_factory=list)
     files: dict[str, str] = field(default_factory=dict)
+    sizes: list[int] = field(default_factory=list)
 
     @property
     def lost(self) -> list[str]:

@@ -11,6 +11,7 @@ import signal
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -133,13 +134,15 @@ def _serve(kernel: _Process, folder: Path) -> Played:
     job: RankJob | None = None
     scratch = Path(tempfile.mkdtemp(prefix="oracle-"))  # paths of sockets are short
     vm = Vm(scratch, _ranks)
+    sizes: list[int] = []
     try:
         while True:
             kind, what = kernel.receive()
             if kind == "played":
-                return what
+                return replace(what, sizes=sizes)
             if kind == "submit":
                 submit = _read_submit(what)
+                sizes.append(submit.payload.nbytes)
                 recorder = Recorder(submit, ProcessMark.of(os.getpid()))
                 recorder.begin(())
                 kernel.pipe.send_bytes(pack(RunState(record=recorder.record)))
