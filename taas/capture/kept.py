@@ -18,7 +18,7 @@ from typing import Any
 from taas.capture.applying import Applied
 from taas.capture.checksums import MemorySnapshot
 from taas.capture.heap import CONSTANT, NAMESPACE, Heap
-from taas.capture.memory import DeviceMemory, MemoryTable, SentMemory, Stretch, overlapping
+from taas.capture.memory import MemoryTable, Stretch, overlapping
 from taas.capture.modules import places_now
 from taas.capture.names import needs_of
 from taas.capture.reader import Reader
@@ -149,7 +149,7 @@ class Held:
         }
         self._where = MemoryTable(kept.stretches, ()).places()
         memories = kept.heap.memories_among(set().union(*self._inside.values())).items()
-        self._regions = {n: self._regions_of(memory) for n, memory in memories}
+        self._regions = {n: {*overlapping(self._where, *memory)} for n, memory in memories}
         self._let_go(self._changed() | {n for v in never if (n := kept.heap.number.get(v)) is not None})
 
     def _changed(self) -> set[int]:
@@ -157,20 +157,12 @@ class Held:
         kept, heap = self.kept, self.kept.heap
         numbers = set().union(*self._inside.values())
         length = len(heap.objects)
-        heap.begin_after(heap.reader, SentMemory())
-        for n in numbers:
-            state = heap.before[n]
-            if state is not None and state[0] not in CONSTANT:
-                heap.describe_again(n)
-        heap.walk()
+        heap.describe_after(numbers, heap.reader)
         found = {n for n in numbers if n in heap.failed or not heap.same(heap.before[n], heap.states[n])}
         heap.end_proof(length)
         changed = kept.snapshot.changed(kept.stretches)
         regions = {n for n in kept.stretches if changed.get(n, True)}
         return found | self._looking_into(regions)
-
-    def _regions_of(self, memory: DeviceMemory) -> set[int]:
-        return {*overlapping(self._where, memory.address, memory.nbytes)}
 
     def _looking_into(self, regions: set[int]) -> set[int]:
         """Return the numbers of the memory that has any of some regions."""
@@ -201,7 +193,8 @@ class Held:
             if state is None or state[0] == "name":
                 continue
             if state[0] == "memory":
-                regions |= self._regions_of(heap.objects[n])
+                memory = heap.objects[n]
+                regions |= {*overlapping(self._where, memory.address, memory.nbytes)}
             elif (m := ids.get(id(heap.objects[n]))) is not None:
                 shared.add(m)
         shared |= self._looking_into(regions) & numbers
