@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from taas.capture.applying import NOTHING
 from taas.capture.heap import NAMESPACE, Heap
 from taas.capture.lost import culprit_in_heap
+from taas.capture.memory import SentMemory
 from taas.capture.modules import is_gone, loaded_as, places_now
 from taas.capture.of_ipython import is_of_ipython
 from taas.capture.payload import write_file
@@ -158,11 +159,11 @@ class CellChanges:
     # ------------------------------------------------------------ what changed
 
     def _compare(self) -> None:
-        """Describe again what both sides know."""
         heap, arrival = self._heap, self._arrival
         known = [n for n, value in enumerate(heap.objects) if n != NAMESPACE and not stays(type(value))]
         reader = Reader(self._namespace, project=arrival.project, unwrap=True)
-        heap.describe_after(known, reader, arrival.new_memory())
+        sent = SentMemory(arrival.memory.places(), arrival.next_region)
+        heap.describe_after(known, reader, sent)
         for n in range(NAMESPACE + 1, self._known):
             before, now = heap.before[n], heap.states[n]
             if now is before or before is None or n in heap.failed:

@@ -158,10 +158,6 @@ class Arrival:
             for start, end in spans:
                 yield number, start, view_of(address + start, end - start, host)
 
-    def new_memory(self) -> SentMemory:
-        """Return what learns of memory that the notebook lacks."""
-        return SentMemory(self.memory.places(), self.next_region)
-
     def learn(self, sent: SentMemory) -> None:
         """Note what memory the notebook knows once it has the last answer."""
         self.memory.stretches.update(sent.stretches)

@@ -79,7 +79,7 @@ def container_reader(cls: Any) -> Callable[[Any], Reading] | None:
     def read(value: Any) -> Reading:
         maxlen = value.maxlen if family.base is collections.deque else None
         state = (*read_insides(value, *members), family.items(value))
-        return Reading(_make, (cls, maxlen), _fill, state, (".", ".", family.label), turn_into_kind)
+        return Reading(_make, (cls, maxlen), _fill, state, (".", ".", family.label), turn_into)
 
     return read
 
@@ -90,11 +90,6 @@ def _make(cls: Any, maxlen: int | None) -> Any:
     if base is collections.deque:
         collections.deque.__init__(made, (), maxlen)
     return made
-
-
-def turn_into_kind(value: Any, _: Any, cls: type, __: Any) -> None:
-    """Change the class of a container to another one of its kind."""
-    turn_into(value, None, cls)
 
 
 def _fill(value: Any, state: tuple[Any, Any, tuple[Any, ...]]) -> None:
