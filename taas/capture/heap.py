@@ -107,10 +107,9 @@ class Heap(FlatStates):
         for n, value in enumerate(self.objects):
             if n == NAMESPACE or value is None or stays(type(value)):
                 continue
-            state, cls = self.states[n], type(value)
-            if state is None or (
-                state[0] == "reading" and not is_as_sent(value) and not self.reader.asks(cls)
-            ):
+            state = self.states[n]
+            is_read = state is not None and state[0] == "reading"
+            if state is None or (is_read and not is_as_sent(value) and not self.reader.asks(type(value))):
                 self.describe_again(n)
         self.walk()
 

@@ -147,6 +147,11 @@ def _storage_on(buffer: memoryview) -> Any:
     return torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
 
 
+def moved(storage: Any, device: str) -> Any:
+    """Return a copy of a torch storage on a device."""
+    return type(storage)(storage.nbytes(), device=device).copy_(storage)
+
+
 def memory_of_storage(storage: Any) -> Memory:
     """Return the memory of a torch storage."""
     address, device = storage.data_ptr() or -storage._cdata, str(storage.device)
@@ -316,7 +321,7 @@ class Stretch:
         if known is None:
             known = _storage_on(view_of(self.address + start, nbytes, self.owner))
             if self.device != "cpu":
-                known = type(known)(nbytes, device=self.device).copy_(known)
+                known = moved(known, self.device)
             self.storages[start, nbytes] = known
         return known
 
@@ -405,10 +410,8 @@ def new_memory(region: Region, fd: int) -> Stretch:
     storages = {}
     if torch is not None and hasattr(torch, "UntypedStorage"):
         owner = torch.empty(region.nbytes, dtype=torch.uint8, device="cpu")
-        address, storages = (
-            owner.data_ptr(),
-            {(0, region.nbytes): owner.untyped_storage()},
-        )  # it can be resized
+        address = owner.data_ptr()
+        storages = {(0, region.nbytes): owner.untyped_storage()}  # it can be resized
     else:
         owner = (ctypes.c_ubyte * region.nbytes)()
         address = ctypes.addressof(owner)
