@@ -17,8 +17,8 @@ import functools
 import itertools
 import os
 from collections.abc import Container, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from ctypes import string_at
+from multiprocessing.pool import ThreadPool
 from typing import Any
 
 from taas.capture.memory import Span, Stretch, view_of
@@ -119,7 +119,7 @@ def _checksums_of(
     _weights()
     threads = min(len(os.sched_getaffinity(0)), 8, len(jobs) // _SHARED_FROM)
     if threads > 1:
-        with ThreadPoolExecutor(threads, "taas-checksums") as pool:
+        with ThreadPool(threads) as pool:  # that of concurrent.futures ends when the cell's threads do
             shares = [jobs[at : at + _SHARED_FROM] for at in range(0, len(jobs), _SHARED_FROM)]
             done = [*itertools.chain.from_iterable(pool.map(_sums, shares))]
     else:
