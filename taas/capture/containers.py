@@ -6,6 +6,7 @@ there yet; a cell's own ``__setitem__`` ran when the cell put them.
 
 from __future__ import annotations
 
+import array
 import collections
 import contextlib
 import functools
@@ -57,7 +58,15 @@ _FAMILIES = (
     _of_items(list, list.extend),
     _of_items(set, set.update),
     _of_items(collections.deque, collections.deque.extend),
-)
+    _Family(
+        bytearray, "", lambda value: (bytes(value),),
+        lambda value, items: bytearray.__setitem__(value, slice(None), items[0]),
+    ),
+    _Family(
+        array.array, "", lambda value: (value.tobytes(),),
+        lambda value, items: value.__setitem__(slice(None), array.array(value.typecode, items[0])),
+    ),
+)  # fmt: skip
 
 
 @functools.cache
@@ -77,18 +86,20 @@ def container_reader(cls: Any) -> Callable[[Any], Reading] | None:
     members = ("default_factory",) if family.base is collections.defaultdict else ()
 
     def read(value: Any) -> Reading:
-        maxlen = value.maxlen if family.base is collections.deque else None
+        given = getattr(
+            value, {collections.deque: "maxlen", array.array: "typecode"}.get(family.base, ""), None
+        )
         state = (*read_insides(value, *members), family.items(value))
-        return Reading(_make, (cls, maxlen), _fill, state, (".", ".", family.label), turn_into)
+        return Reading(_make, (cls, given), _fill, state, (".", ".", family.label), turn_into)
 
     return read
 
 
-def _make(cls: Any, maxlen: int | None) -> Any:
+def _make(cls: Any, given: Any) -> Any:
     base = _family(cls).base
-    made = base.__new__(cls)
+    made = cls.__new__(cls, given) if base is array.array else base.__new__(cls)
     if base is collections.deque:
-        collections.deque.__init__(made, (), maxlen)
+        collections.deque.__init__(made, (), given)
     return made
 
 
