@@ -23,6 +23,7 @@ LIMITS = [
           "try: a.resize(8, refcheck=False)\nexcept ValueError as error: why = str(error)\na.size, 'does not own' in why"),
         "(3, True)", (),
     ),
+    (P("records of an array of objects", ("import numpy as np\na = np.zeros(3, dtype=[('o', 'O'), ('n', 'i4')]); v = a[1:]",), "a['n'] = 2; seen = v['n'].tolist()", "a['n'].tolist(), seen"), "([2, 2, 2], [0, 0])", ()),
     (P("graph of a loss", ("import torch\nw = torch.ones(2, requires_grad=True)",), "loss = (w * 2).sum()", "loss.item(), loss.requires_grad"), "(4.0, False)", ()),
     (P("cache", ("import functools\ncalls = []\n@functools.lru_cache\ndef f(x): calls.append(x); return x",), "r = f(3)", "f(3), calls"), "(3, [3, 3])", ()),
     (P("order of a set", ("s = {7, 15}",), "there = list(s)", "there, list(s)"), "([7, 15], [15, 7])", ()),

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from taas.page_watch import Watch
 
 PAGE = mmap.PAGESIZE
 SIZE = 1024 * PAGE
-HUGE, NO_HUGE, DONTNEED, FREE, COLLAPSE, POPULATE_WRITE = 14, 15, 4, 8, 25, 23
+HUGE, NO_HUGE, DONTNEED, COLLAPSE = 14, 15, 4, 25
 SHARED, PRIVATE, ANONYMOUS, FIXED = 1, 2, 0x20, 0x10
 MAYMOVE, FIXED_MOVE = 1, 2
 
@@ -111,10 +110,6 @@ def by_numpy(memory: Memory, _: Path) -> None:
     memory.array[5 * PAGE] = 4
 
 
-def by_torch(memory: Memory, _: Path) -> None:
-    torch.from_numpy(memory.array).view(torch.float32)[5 * PAGE // 4] += 1
-
-
 def by_torch_in_place_past_its_counter(memory: Memory, _: Path) -> None:
     torch.from_numpy(memory.array).data[5 * PAGE : 9 * PAGE].mul_(2)
 
@@ -128,11 +123,6 @@ def by_read(memory: Memory, file: Path) -> None:
         source.readinto(memory.view(7))
 
 
-def by_pread(memory: Memory, file: Path) -> None:
-    with file.open("rb") as source:
-        os.preadv(source.fileno(), [memory.view(7, 3)], PAGE)
-
-
 def by_direct_read(memory: Memory, file: Path) -> None:
     try:
         fd = os.open(file, os.O_RDONLY | os.O_DIRECT)
@@ -140,30 +130,6 @@ def by_direct_read(memory: Memory, file: Path) -> None:
         pytest.skip(f"O_DIRECT: {error}")
     os.preadv(fd, [memory.view(7, 3)], PAGE)
     os.close(fd)
-
-
-def by_socket(memory: Memory, _: Path) -> None:
-    import socket
-
-    ours, theirs = socket.socketpair()
-    theirs.sendall(b"x" * 100)
-    ours.recv_into(memory.view(7), 100)
-    ours.close()
-    theirs.close()
-
-
-def by_proc_mem(memory: Memory, _: Path) -> None:
-    with Path("/proc/self/mem").open("r+b", buffering=0) as mem:
-        mem.seek(memory.start + 9 * PAGE)
-        mem.write(b"x")
-
-
-def by_another_process(memory: Memory, _: Path) -> None:
-    code = f"import sys; mem = open('/proc/{os.getpid()}/mem', 'r+b', 0); mem.seek({memory.start + 9 * PAGE}); mem.write(b'x')"
-    with suppress(AttributeError):
-        libc.prctl(0x59616D61, ctypes.c_ulong(-1))  # PR_SET_PTRACER, PR_SET_PTRACER_ANY
-    if subprocess.run([sys.executable, "-c", code], check=False, capture_output=True).returncode:
-        pytest.skip("a process may not write into another one's memory here")
 
 
 def by_a_thread(memory: Memory, _: Path) -> None:
@@ -181,17 +147,6 @@ def mapped_anew_and_read(memory: Memory, _: Path) -> None:
     assert memory.array[5 * PAGE] == 0
 
 
-def mapped_anew_and_written(memory: Memory, _: Path) -> None:
-    libc.munmap(ctypes.c_void_p(memory.start), ctypes.c_size_t(SIZE))
-    map_anew(memory.start, SIZE, PRIVATE | ANONYMOUS | FIXED)
-    memory.array[:] = 4
-
-
-def mapped_anew_from_a_file(memory: Memory, file: Path) -> None:
-    with file.open("r+b") as source:
-        map_anew(memory.start, SIZE, SHARED | FIXED, source.fileno())
-
-
 def given_back(memory: Memory, _: Path) -> None:
     memory.advise(DONTNEED, 5, 1)
 
@@ -199,18 +154,6 @@ def given_back(memory: Memory, _: Path) -> None:
 def given_back_and_read(memory: Memory, _: Path) -> None:
     memory.advise(DONTNEED, 5, 600)
     assert not memory.array[5 * PAGE : 605 * PAGE].any()
-
-
-def populated(memory: Memory, _: Path) -> None:
-    memory.advise(DONTNEED, 5, 1)
-    memory.advise(POPULATE_WRITE, 5, 1)
-
-
-def moved_away_and_back(memory: Memory, _: Path) -> None:
-    elsewhere = map_anew(None, SIZE, PRIVATE | ANONYMOUS)
-    move(memory.start, elsewhere)
-    (ctypes.c_ubyte * SIZE).from_address(elsewhere)[5 * PAGE] = 9
-    move(elsewhere, memory.start)
 
 
 def moved_in(memory: Memory, _: Path) -> None:
@@ -244,19 +187,6 @@ def after_a_child_had_the_watch(memory: Memory, _: Path) -> None:
     memory.array[5 * PAGE] = 4
 
 
-def under_protection(memory: Memory, _: Path) -> None:
-    for access in (1, 3):
-        libc.mprotect(ctypes.c_void_p(memory.start), ctypes.c_size_t(SIZE), access)
-    memory.array[5 * PAGE] = 4
-
-
-def locked(memory: Memory, _: Path) -> None:
-    if libc.mlock(ctypes.c_void_p(memory.start), ctypes.c_size_t(64 * PAGE)):
-        pytest.skip("mlock is refused here")
-    memory.array[5 * PAGE] = 4
-    libc.munlock(ctypes.c_void_p(memory.start), ctypes.c_size_t(64 * PAGE))
-
-
 def by_collapsing(memory: Memory, _: Path) -> None:
     memory.array[5 * PAGE] = 4
     memory.advise(HUGE)
@@ -281,10 +211,9 @@ def without_a_descriptor(memory: Memory, _: Path) -> None:
 
 
 CHANGES: list[Change] = [
-    by_numpy, by_torch, by_torch_in_place_past_its_counter, at_the_edges, by_read, by_pread, by_direct_read, by_socket, by_proc_mem,
-    by_another_process, by_a_thread, mapped_anew, mapped_anew_and_read, mapped_anew_and_written, mapped_anew_from_a_file,
-    given_back, given_back_and_read, populated, moved_away_and_back, moved_in, after_a_fork, after_a_child_had_the_watch,
-    under_protection, locked, by_collapsing, watched_again, without_a_descriptor,
+    by_numpy, by_torch_in_place_past_its_counter, at_the_edges, by_read, by_direct_read, by_a_thread, mapped_anew,
+    mapped_anew_and_read, given_back, given_back_and_read, moved_in, after_a_fork, after_a_child_had_the_watch, by_collapsing,
+    watched_again, without_a_descriptor,
 ]  # fmt: skip
 
 

@@ -7,8 +7,9 @@ from collections.abc import Container
 from typing import TYPE_CHECKING, Any
 
 from taas.capture.applying import NOTHING
-from taas.capture.heap import CONSTANT, NAMESPACE, Heap
-from taas.capture.lost import culprit_of
+from taas.capture.heap import NAMESPACE, Heap
+from taas.capture.lost import culprit_in_heap
+from taas.capture.memory import SentMemory
 from taas.capture.modules import is_gone, loaded_as, places_now
 from taas.capture.of_ipython import is_of_ipython
 from taas.capture.payload import write_file
@@ -44,7 +45,6 @@ class CellChanges:
         self._anew: dict[int, int] = {}
         """The new numbers of what is made anew."""
         self._saved = self._heap.saved()
-        self._heap.begin_after(Reader(namespace, project=arrival.project, unwrap=True), arrival.new_memory())
         self._places_now = places_now(arrival.project)
         self._compare()
         self._roots = self._numbered_names(value)
@@ -159,14 +159,11 @@ class CellChanges:
     # ------------------------------------------------------------ what changed
 
     def _compare(self) -> None:
-        """Describe again what both sides know."""
-        heap = self._heap
-        for n in range(NAMESPACE + 1, len(heap.objects)):
-            value, before = heap.objects[n], heap.states[n]
-            if value is None or before is None or before[0] in CONSTANT or stays(type(value)):
-                continue
-            heap.describe_again(n)
-        heap.walk()
+        heap, arrival = self._heap, self._arrival
+        known = [n for n, value in enumerate(heap.objects) if n != NAMESPACE and not stays(type(value))]
+        reader = Reader(self._namespace, project=arrival.project, unwrap=True)
+        sent = SentMemory(arrival.memory.places(), arrival.next_region)
+        heap.describe_after(known, reader, sent)
         for n in range(NAMESPACE + 1, self._known):
             before, now = heap.before[n], heap.states[n]
             if now is before or before is None or n in heap.failed:
@@ -259,14 +256,7 @@ class CellChanges:
 
     def _why(self, name: str) -> str:
         value = self._visible.get(name, self._places_now.get(name, self._value))
-        found = culprit_of(name, value, self._namespace, self._fails)
+        found = culprit_in_heap(name, value, self._namespace, project=self._arrival.project, unwrap=True)
         if found is None:
             return f"{name}: {next(iter(self._heap.failed.values()))}"
         return f"{name}: {found.path} is a {found.kind}, which cannot be pickled ({found.reason})"
-
-    def _fails(self, value: Any) -> Exception | None:
-        reader = Reader(self._namespace, project=self._arrival.project, unwrap=True)
-        heap = Heap(reader, [self._namespace])
-        heap.enter(value)
-        heap.walk()
-        return next(iter(heap.failed.values()), None)

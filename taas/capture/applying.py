@@ -12,7 +12,7 @@ from taas.capture.building import Builder, Loss, change
 from taas.capture.heap import CONSTANT, Heap, no_collection
 from taas.capture.libraries import join_devices
 from taas.capture.lost import Paths, in_few_lines
-from taas.capture.memory import DeviceMemory, MemoryTable, SentMemory, Stretch, opened
+from taas.capture.memory import MemoryTable, Stretch
 from taas.capture.modules import places_now, put_places
 from taas.capture.of_ipython import is_of_ipython
 from taas.capture.payload import Payload
@@ -90,7 +90,7 @@ class _Incoming:
         self._payload = Payload(fd)
         self._contents = contents = self._payload.contents
         self._memory = self._payload.brought(known)
-        self._made = {n: opened(o) if type(o) is DeviceMemory else o for n, o in enumerate(heap.objects)}
+        self._made = dict(enumerate(heap.objects))
         self._builder = Builder(contents["states"], self._made, self._memory, namespace, tolerant=True)
         self._before = places_now(contents["project"])
         self._applied = Applied(lost=list(contents["lost"]), cells=contents["cells"])
@@ -238,12 +238,9 @@ class _Incoming:
         heap.learn(whole, contents["states"], contents["next"], contents["fresh"])
         for n in changed:
             heap.states[n] = contents["changed"][n][0]
-        heap.begin_after(Reader(self._namespace, project=contents["project"]), SentMemory())
         new = [n for n in contents["states"] if n in whole and self._is_comparable(n)]
         again = [n for n in changed if contents["changed"][n][0][0] != "reading"]
-        for n in (*new, *again):
-            heap.describe_again(n)
-        heap.walk()
+        heap.describe_after((*new, *again), Reader(self._namespace, project=contents["project"]))
         self._say_what_differs([n for n in (*new, *again) if not self._is_as_there(n)])
         heap.end_proof(contents["next"])
 

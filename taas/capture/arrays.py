@@ -2,7 +2,7 @@
 
 pickle's own protocol 5 sends each array's memory separately, so that views no longer share it. Here an array is
 (memory of the root of its views, dtype, shape, strides, offset), whatever its class. The memory of objects cannot
-be addressed: there the root of the views is a container, and a view is a view of it. So it is with the memory of a file
+be addressed: there the root of the views is a container, and a view is a view of it; one of some records of others is a copy, as in a pickle. So it is with the memory of a file
 (``np.memmap``): its root travels as the file's name, its place in it and its mode, and none of its bytes does.
 """
 
@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import pickle
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from taas.capture.memory import DeviceMemory
+from taas.capture.memory import Memory, memory_of_storage
 from taas.capture.reading import Reading, read_insides, set_insides
-from taas.capture.tensors import is_tensor, memory_of_storage
+from taas.capture.tensors import is_tensor
 from taas.rank_storage import is_closed
 
 
@@ -64,8 +65,8 @@ def _root(array: Any) -> Any:
     """Return the array whose memory others look into, through the stand-ins that ``as_strided`` leaves."""
     while True:
         base = array.base
-        if type(base).__name__ == "DummyArray":
-            base = base.base
+        if hasattr(base, "__array_interface__") and not is_array(base):
+            base = getattr(base, "base", None)
         if not is_array(base):
             return array
         array = base
@@ -73,37 +74,38 @@ def _root(array: Any) -> Any:
 
 def _buffer_of(root: Any) -> Any:
     """Return the memory that came for an array, if it looks into such; it may be more than the array uses."""
-    owner = root.base.obj if type(root.base) is memoryview else None
-    return owner if hasattr(owner, "owner") else None
+    raw = root.base.obj if type(root.base) is memoryview else root.base
+    return raw if isinstance(raw, ctypes.Array) and hasattr(raw, "owner") else None
 
 
-def memory_of_array(array: Any) -> DeviceMemory:
-    """Return the memory that an array looks into: that of a tensor, or of the root of its views."""
-    root = _root(array)
+def _memory_of(array: Any, root: Any) -> Memory | None:
+    """Return the memory that an array looks into: that of a tensor, or of the root of its views; None without any."""
     low, end = _reach(array)
+    if not root.nbytes:
+        return None
     if is_tensor(root.base) and root.base.device.type == "cpu":
-        memory = memory_of_storage(root.base.untyped_storage(), opener="buffer")
+        memory = memory_of_storage(root.base.untyped_storage())
     elif (buffer := _buffer_of(root)) is not None:
-        start = ctypes.addressof(buffer)
-        memory = DeviceMemory("buffer", start, ctypes.sizeof(buffer), buffer, lambda: start)
+        memory = Memory(ctypes.addressof(buffer), ctypes.sizeof(buffer), buffer)
     else:
         start, nbytes = _bounds(root)
-        memory = DeviceMemory("buffer", start, nbytes, root, lambda: _bounds(root)[0])
+        memory = Memory(start, nbytes, root, lambda: _bounds(root)[0])
     shift = _address(array) - memory.address
     memory.spans.append((shift + low, shift + end))
     return memory
 
 
 def _read_array(array: Any) -> Reading | None:
-    if array.dtype.hasobject:
-        return _read_objects(array)
     root = _root(array)
-    if _is_of_file(root):
-        return _read_of_file(array, root)
-    memory = memory_of_array(array)
-    offset = _address(array) - memory.address
-    arguments = (type(array), memory, array.dtype, array.shape, array.strides, offset)
-    return Reading(_make_array, arguments, *_state(array))
+    of_file, of_objects = _is_of_file(root), array.dtype.hasobject
+    if root is array and (of_file or of_objects):
+        return _read_file(array) if of_file else _read_objects(array)
+    if of_objects and array.dtype != object:
+        return None  # some records of others: a copy, as pickle makes it
+    memory = root if of_file or of_objects else _memory_of(array, root)
+    start = _address(array) if memory is None else _address(root) if memory is root else memory.address
+    view = (type(array), memory, array.dtype, array.shape, array.strides, _address(array) - start)
+    return Reading(_make_array, view, *_state(array))
 
 
 def read_dtype(dtype: Any) -> Reading | None:
@@ -116,15 +118,7 @@ def read_dtype(dtype: Any) -> Reading | None:
 
 def read_copy(array: Any) -> Reading | None:
     """Read an array by a copy of what is in it; one that holds objects not at all."""
-    if array.dtype.hasobject:
-        return None
-    return Reading(_make_copy, (type(array), array.dtype, array.shape, array.tobytes()))
-
-
-def _make_copy(cls: Any, dtype: Any, shape: Any, data: bytes) -> Any:
-    import numpy as np
-
-    return np.frombuffer(bytearray(data), dtype).reshape(shape).view(cls)
+    return None if array.dtype.hasobject else Reading(pickle.loads, (pickle.dumps(array, 5),))
 
 
 def _state(array: Any) -> tuple[Callable[[Any, Any], None] | None, Any, tuple[str, ...]]:
@@ -136,11 +130,30 @@ def _state(array: Any) -> tuple[Callable[[Any, Any], None] | None, Any, tuple[st
     return _set_array, (attributes, slots, array.flags.writeable), (".", ".", ".flags.writeable")
 
 
-def _make_array(cls: Any, memory: memoryview, dtype: Any, shape: Any, strides: Any, offset: int) -> Any:
+def _make_array(cls: Any, memory: Any, dtype: Any, shape: Any, strides: Any, offset: int) -> Any:
+    """Make a view of memory, or of another array."""
     import numpy as np
 
-    where = (memory, offset, strides) if memory.nbytes else ()
-    return np.ndarray.__new__(cls, shape, dtype, *where)
+    if dtype.hasobject:
+        return np.asarray(_ObjectView(memory, shape, strides, offset)).view(cls)
+    if memory is None:
+        return np.ndarray.__new__(cls, shape, dtype)
+    if isinstance(memory, Memory):
+        return np.ndarray.__new__(cls, shape, dtype, memory.as_buffer(), offset, strides)
+    whole = memory if memory.flags.c_contiguous else memory.T
+    made = np.ndarray.__new__(cls, shape, dtype, whole, offset, strides)
+    if isinstance(made, np.memmap):
+        vars(made)["_mmap"] = memory._mmap
+    return made
+
+
+class _ObjectView:
+    """What NumPy makes a view of an array of objects from, since their memory cannot be given as a buffer."""
+
+    def __init__(self, base: Any, shape: Any, strides: Any, offset: int) -> None:
+        self.base = base
+        where = {"data": (_address(base) + offset, False), "shape": shape, "strides": strides}
+        self.__array_interface__ = {"version": 3, "typestr": "|O", **where}
 
 
 def _set_array(array: Any, state: tuple[Any, ...] | None) -> None:
@@ -161,17 +174,11 @@ def _is_of_file(root: Any) -> bool:
     return mapped and root.mode != "c" and root.filename is not None and Path(root.filename).exists()
 
 
-def _read_of_file(array: Any, root: Any) -> Reading:
-    setter, state, labels = _state(array)
-    if array is not root:
-        view = (type(array), root, array.dtype, array.shape, array.strides, _address(array) - _address(root))
-        return Reading(_make_view_of_file, view, setter, state, labels)
-    mode, order = (
-        root.mode.replace("w", "r"),
-        "C" if root.flags.c_contiguous else "F",
-    )  # ``w+`` would empty it
+def _read_file(root: Any) -> Reading:
+    mode = root.mode.replace("w", "r")  # ``w+`` would empty it
+    order = "C" if root.flags.c_contiguous else "F"
     where = (str(root.filename), root.dtype, mode, root.offset, root.shape, order)
-    return Reading(_open_file, (type(root), *where), setter, state, labels)
+    return Reading(_open_file, (type(root), *where), *_state(root))
 
 
 def _open_file(cls: Any, file: str, dtype: Any, mode: str, offset: int, shape: Any, order: str) -> Any:
@@ -179,45 +186,21 @@ def _open_file(cls: Any, file: str, dtype: Any, mode: str, offset: int, shape: A
     return cls(file, dtype, "c" if mode != "r" and is_closed(file) else mode, offset, shape, order)
 
 
-def _make_view_of_file(cls: Any, root: Any, dtype: Any, shape: Any, strides: Any, offset: int) -> Any:
-    import numpy as np
-
-    whole = root if root.flags.c_contiguous else root.T
-    made = np.ndarray.__new__(cls, shape, dtype, whole, offset, strides)
-    if isinstance(made, np.memmap):
-        vars(made)["_mmap"] = root._mmap
-    return made
-
-
 # ---------------------------------------------------------------- arrays of objects
 
 
-def _read_objects(array: Any) -> Reading | None:
+def _read_objects(array: Any) -> Reading:
     import numpy as np
 
-    root = _root(array)
-    setter, state, labels = _state(array)
-    if root is array:
-        plain = array.view(np.ndarray)
-        items = tuple(np.ndarray.__reduce__(plain)[2][4])
-        arguments = (type(array), plain.shape, plain.dtype, plain.flags.fnc)
-        state = (items, *(state or (None, {}, True)))
-        return Reading(_make_objects, arguments, _set_objects, state, ("[]", ".", ".", ".flags.writeable"))
-    offset = _address(array) - _address(root)
-    same = (array.shape, array.strides) == (root.shape, root.strides)
-    fields = root.dtype.fields if same and root.dtype.fields else {}
-    field = next((name for name, part in fields.items() if part[:2] == (array.dtype, offset)), None)
-    whole = root.flags.c_contiguous or root.flags.f_contiguous
-    if field is None and (array.dtype != root.dtype or not whole):
-        return None
-    view = (type(array), root, field, array.shape, array.strides, offset)
-    return Reading(_make_view, view, setter, state, labels)
+    plain = array.view(np.ndarray)
+    items = tuple(np.ndarray.__reduce__(plain)[2][4])
+    state = (items, *(_state(array)[1] or (None, {}, True)))
+    arguments = (type(array), plain.shape, plain.dtype, "F" if plain.flags.fnc else "C")
+    return Reading(_make_objects, arguments, _set_objects, state, ("[]", ".", ".", ".flags.writeable"))
 
 
-def _make_objects(cls: Any, shape: tuple[int, ...], dtype: Any, fortran: bool) -> Any:
-    import numpy as np
-
-    return np.ndarray.__new__(cls, shape, dtype, order="F" if fortran else "C")
+def _make_objects(cls: Any, shape: tuple[int, ...], dtype: Any, order: str) -> Any:
+    return sys.modules["numpy"].ndarray.__new__(cls, shape, dtype, order=order)
 
 
 def _set_objects(array: Any, state: tuple[Any, ...]) -> None:
@@ -231,14 +214,3 @@ def _set_objects(array: Any, state: tuple[Any, ...]) -> None:
     plain.flags.writeable = True
     np.copyto(plain, other)
     _set_array(array, tuple(rest))
-
-
-def _make_view(cls: Any, root: Any, field: str | None, shape: Any, strides: Any, offset: int) -> Any:
-    import numpy as np
-
-    plain = root.view(np.ndarray)
-    if field is not None:
-        return plain[field].view(cls)
-    flat = plain.reshape(-1, order="A")
-    first = offset // plain.itemsize
-    return np.lib.stride_tricks.as_strided(flat[first:], shape, strides).view(cls)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import types
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,12 +16,12 @@ from taas.capture.checksums import MemorySnapshot
 from taas.capture.heap import NAMESPACE, Heap, no_collection
 from taas.capture.libraries import join_devices_at_first_step
 from taas.capture.loggers import go_to_ends
-from taas.capture.memory import MemoryTable, SentMemory, Span, Stretch, changed_parts, view_of
+from taas.capture.memory import MemoryTable, SentMemory, Stretch, view_of
 from taas.capture.modules import loaded_as, places_now, put_places
 from taas.capture.of_ipython import MAGIC, dress
 from taas.capture.payload import Payload
 from taas.capture.process_state import ProcessState
-from taas.capture.reader import Reader, memory_of
+from taas.capture.reader import Reader
 from taas.capture.reading import ATOMS
 from taas.errors import CaptureError
 
@@ -41,7 +41,6 @@ class Arrival:
         known: how many numbers the notebook knows.
         returned: names that come back; None for all.
         cell_numbers: ``In[n]`` of the cells that functions are from, by file.
-        all_in_host_memory: whether no CUDA device has any of the memory, there or here.
         held: names that an earlier cell left here, and that hold still.
         names_before, places_before, specs_before: what was bound right before the cell, and what a reload makes anew.
     """
@@ -76,9 +75,6 @@ class Arrival:
         self.returned: set[str] | None = None if contents["returned"] is None else set(contents["returned"])
         self.state = ProcessState(contents["process state"], device)
         self.cell_numbers: dict[str, int] = {}
-        devices = {region.device for region in self.payload.header.regions}
-        devices |= {stretch.device for stretch in self.memory.stretches.values()}
-        self.all_in_host_memory = device is None and devices <= {"cpu"}
         self._magics: dict[str, Any] = {}
 
     @property
@@ -130,9 +126,7 @@ class Arrival:
         self.names_before = {**self._namespace}
         self.places_before, self.specs_before = places_now(self.project), loaded_as(self.project)
         self.state.mark()
-        new = dict(self.payload.numbered())
-        known = {n: here for n, here in self.memory.stretches.items() if n not in new}
-        self._snapshot = MemorySnapshot(known, self._snapshot)
+        self._snapshot = MemorySnapshot(self.memory.stretches, self._snapshot)
 
     def pack_answer(self, namespace: dict[str, Any], value: Any = NOTHING, *, last: bool = True) -> int:
         """Write what the cell changed into a sealed memfd; a rank with a GPU has waited for it before.
@@ -148,7 +142,7 @@ class Arrival:
         with no_collection():
             return CellChanges(self, namespace, value).write(last=last)
 
-    def patches(self, reached: Collection[int] | None) -> Iterator[tuple[int, int, memoryview]]:
+    def patches(self, reached: set[int] | None) -> Iterator[tuple[int, int, memoryview]]:
         """Yield what changed of the memory that the notebook knows: region, start and bytes.
 
         Args:
@@ -156,28 +150,13 @@ class Arrival:
         """
         asked = {*self.memory.stretches}
         if reached is not None:
-            memories = [memory_of(self.heap.objects[n]) for n in reached]
-            asked &= self.memory.regions_of(memory for memory in memories if memory is not None)
-        for number, spans in self.changed_memory(asked).items():
+            asked &= self.memory.regions_of(self.heap.memories_among(reached).values())
+        for number, spans in self._snapshot.changed(asked).items() if self._snapshot is not None else ():
+            if not spans:
+                continue
             address, host = self.memory.stretches[number].in_host_memory()
             for start, end in spans:
                 yield number, start, view_of(address + start, end - start, host)
-
-    def changed_memory(self, numbers: Collection[int]) -> dict[int, Sequence[Span]]:
-        """Return which parts of some regions the notebook does not have as they are here."""
-        found: dict[int, Sequence[Span]] = {}
-        if self._snapshot is not None:
-            found |= self._snapshot.changed(numbers)
-        original = self.payload.mapped(None).stretches
-        for number in original.keys() & numbers:
-            here, there = self.memory.stretches[number], original[number].address
-            address, host = here.in_host_memory()
-            found[number] = [*changed_parts(address, there, here.spans, private=not host)]
-        return found
-
-    def new_memory(self) -> SentMemory:
-        """Return what learns of memory that the notebook lacks."""
-        return SentMemory(self.memory.places(), self.next_region)
 
     def learn(self, sent: SentMemory) -> None:
         """Note what memory the notebook knows once it has the last answer."""

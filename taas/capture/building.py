@@ -28,17 +28,6 @@ _BOXES: dict[str, Callable[[], Any]] = {
 }
 
 
-class _Missing:
-    """Stands for an object that is not made yet."""
-
-
-MISSING: Any = _Missing()
-
-
-class Lost:
-    """Stands for an object that could not be rebuilt."""
-
-
 class Loss(NamedTuple):
     """An object that could not be rebuilt: its number, what it is called in what holds it, and why."""
 
@@ -65,7 +54,7 @@ class Builder:
 
     Args:
         states: by number.
-        made: the objects that are here already, by number; gets those that are built.
+        made: the objects that are here already, by number; gets those that are built, None for what could not be.
         memory: the memory that states name.
         namespace: where names are that objects go by.
         tolerant: what fails costs itself and what needs it.
@@ -160,12 +149,12 @@ class Builder:
             try:
                 step(n)
             except BaseException as error:  # whatever a user's own protocol raises, SystemExit included
-                cls = self.made.get(n, MISSING)
-                what = "a part of it" if cls is MISSING else f"an object of {type(cls).__qualname__} in it"
+                made = n in self.made
+                what = f"an object of {type(self.made[n]).__qualname__} in it" if made else "a part of it"
                 because = Loss(n, what, f"{type(error).__name__}: {error}")
         if because is not None:
             self.lost[n] = because
-            self.made[n] = Lost()
+            self.made[n] = None
 
     # ------------------------------------------------------------ one object
 

@@ -18,7 +18,7 @@ from taas.capture.heap import Heap, no_collection
 from taas.capture.kept import Held, Kept
 from taas.capture.libraries import wait_for_devices
 from taas.capture.loggers import go_to_ends
-from taas.capture.lost import culprit_of
+from taas.capture.lost import culprit_in_heap
 from taas.capture.memory import SentMemory
 from taas.capture.modules import edited_modules, imported_by, modules_reached, modules_used, places_now
 from taas.capture.names import Needs, needs_of
@@ -239,20 +239,13 @@ class Capture:
         self._memory = {**self._held.memory(), **heap.sent.stretches}
 
     def _why(self, name: str, value: Any, error: Exception) -> str:
-        """Say why a name cannot travel."""
-        found = culprit_of(name, value, self._namespace, self._fails)
+        found = culprit_in_heap(name, value, self._namespace, project=self._project)
         if found is None:
             return f"{name!r} cannot travel to the ranks: {type(error).__name__}: {error}"
         inside = "" if found.path == name else f" cannot travel to the ranks, because {found.path}"
         return (
             f"{name!r}{inside} is a {found.kind}, which cannot be pickled ({found.reason}); {found.advice}."
         )
-
-    def _fails(self, value: Any) -> Exception | None:
-        heap = Heap(Reader(self._namespace, project=self._project), [self._namespace])
-        heap.enter(value)
-        heap.walk()
-        return next(iter(heap.failed.values()), None)
 
     @property
     def notices(self) -> list[str]:

@@ -84,13 +84,14 @@ def container_reader(cls: Any) -> Callable[[Any], Reading] | None:
     own = ("__reduce_ex__", "__reduce__", "__getstate__", "__setstate__")
     if any(getattr(cls, name, None) is not getattr(family.base, name, None) for name in own):
         return None
-    base, labels = family.base, (".", ".", family.label)
-    members = ("default_factory",) if base is collections.defaultdict else ()
+    members = ("default_factory",) if family.base is collections.defaultdict else ()
 
     def read(value: Any) -> Reading:
-        given = getattr(value, {collections.deque: "maxlen", array.array: "typecode"}.get(base, ""), None)
+        given = getattr(
+            value, {collections.deque: "maxlen", array.array: "typecode"}.get(family.base, ""), None
+        )
         state = (*read_insides(value, *members), family.items(value))
-        return Reading(_make, (cls, given), _fill, state, labels, turn_into_kind)
+        return Reading(_make, (cls, given), _fill, state, (".", ".", family.label), turn_into)
 
     return read
 
@@ -101,11 +102,6 @@ def _make(cls: Any, given: Any) -> Any:
     if base is collections.deque:
         collections.deque.__init__(made, (), given)
     return made
-
-
-def turn_into_kind(value: Any, _: Any, cls: type, __: Any) -> None:
-    """Change the class of a container to another one of its kind."""
-    turn_into(value, None, cls)
 
 
 def _fill(value: Any, state: tuple[Any, Any, tuple[Any, ...]]) -> None:

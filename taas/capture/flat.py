@@ -20,7 +20,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
-from taas.capture.memory import DeviceMemory, SentMemory
+from taas.capture.memory import Memory, SentMemory
 from taas.capture.reader import Reader, content_of
 from taas.capture.reading import (
     ATOMS,
@@ -138,7 +138,7 @@ class FlatStates:
         self.states: list[State | None] = [None] * len(self.objects)
         self.number = {id(value): n for n, value in enumerate(self.objects)}
         self.sent = SentMemory() if sent is None else sent
-        self.memories: dict[tuple[str, int, int], int] = {}
+        self.memories: dict[tuple[int, int], int] = {}
         self.failed: dict[int, Exception] = {}
         self.fresh: set[int] = set()
         self.named: dict[int, str] = {}
@@ -297,7 +297,8 @@ class FlatStates:
         for label, part in zip(reading.labels, reading.state or (), strict=False):
             kind, holders = type(part), _count(part) - _FRESH_PART
             fresh = holders <= 0
-            if kind is dict and holders <= (label == "." and self._is_own(value, part)):
+            own = label == "." and part is getattr(value, "__dict__", None)
+            if kind is dict and holders <= own:
                 told = reading.setter is set_by_protocol and self._are_attributes(value, part)
                 shape.append(("a" if told else "d", len(part)))
                 parts += ([*part], False), ([*part.values()], fresh)
@@ -314,10 +315,6 @@ class FlatStates:
         """Tell whether what a protocol says is simply attributes of the object, if maybe not all."""
         own = getattr(value, "__dict__", {})
         return all(own.get(name, part) is item for name, item in part.items())
-
-    @staticmethod
-    def _is_own(value: Any, part: Any) -> bool:
-        return part is getattr(value, "__dict__", None)
 
     def _builtin(self, function: Any) -> State:
         owner, name = function.__self__, function.__name__
@@ -374,22 +371,23 @@ class FlatStates:
         return _is_flat(box) and (type(box) is list or _is_flat(box.values()))
 
     def _child(self, value: Any, *, fresh: bool) -> int:
-        """Return a number for what has none."""
-        if type(value) is DeviceMemory:
+        if type(value) is Memory:
             return self._memory(value)
         n = self._new(value)
         if fresh:
             self.fresh.add(n)
         return n
 
-    def _memory(self, memory: DeviceMemory) -> int:
+    def _memory(self, memory: Memory) -> int:
         self.sent.add(memory)
-        key = memory.opener, memory.address, memory.nbytes
+        key = memory.address, memory.nbytes
         n = self.memories.get(key)
         if n is None:
             n = self.memories[key] = len(self.objects)
             self.objects.append(memory)
             self.states.append(("memory", marshal.dumps(key, 2), ()))
+        elif self.objects[n].storage is None:
+            self.objects[n].storage = memory.storage
         return n
 
 

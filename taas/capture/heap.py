@@ -10,16 +10,14 @@ import gc
 import marshal
 import pickle
 import types
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Collection, Container, Iterable, Iterator
 from copy import copy
 from typing import Any
 
-from taas.capture.arrays import is_array
 from taas.capture.flat import FlatStates, State
-from taas.capture.memory import DeviceMemory, SentMemory, address_of_view
-from taas.capture.reader import Reader, stays
+from taas.capture.memory import Memory, SentMemory, Span
+from taas.capture.reader import Reader, is_as_sent, stays
 from taas.capture.reading import ATOMS
-from taas.capture.tensors import address_of_storage
 
 NAMESPACE = 0
 """The number of the notebook's namespace."""
@@ -41,6 +39,9 @@ def no_collection() -> Iterator[None]:
     finally:
         if was:
             gc.enable()
+
+
+_NO_BLOB = marshal.dumps(None, 2)
 
 
 class Heap(FlatStates):
@@ -91,34 +92,37 @@ class Heap(FlatStates):
                 continue
             kind = states[n][0]
             if kind == "memory":
-                self.memories[_key_of(made[n], states[n])] = n
-            elif kind == "same" and (states.get(states[n][2][0]) or ("known",))[0] != "memory":
-                pass  # it is another one here, which has a number of its own
-            elif _has_identity(kind, made[n]):
-                self.number.setdefault(id(made[n]), n)
+                self.memories[made[n].address, made[n].nbytes] = n
+            elif _has_identity(kind, made[n]) and (m := self.number.setdefault(id(made[n]), n)) != n:
+                self.states[n] = ("same", _NO_BLOB, (m,))  # known here: a class, a dtype
             if n in fresh:
                 self.fresh.add(n)
 
     def mark(self) -> None:
         """Describe again what is read in another way here than there: tensors of other devices, functions on this namespace.
 
-        An object with a protocol of its own is not asked again; nor are containers, arrays of objects among them, and plain
-        objects, which are what came.
+        An object with a protocol of its own is not asked again; nor is what is here what came: containers, plain objects,
+        arrays, tensors in host memory.
         """
         for n, value in enumerate(self.objects):
             if n == NAMESPACE or value is None or stays(type(value)):
                 continue
             state = self.states[n]
-            is_box = is_array(value) and value.dtype.hasobject
-            if state is None or (state[0] == "reading" and not is_box and not self.reader.asks(type(value))):
+            is_read = state is not None and state[0] == "reading"
+            if state is None or (is_read and not is_as_sent(value) and not self.reader.asks(type(value))):
                 self.describe_again(n)
         self.walk()
 
-    def begin_after(self, reader: Reader, sent: SentMemory) -> None:
-        """Begin to describe anew what is known: what it is now, beside what it was."""
-        self.reader, self.sent = reader, sent
+    def describe_after(self, numbers: Iterable[int], reader: Reader, sent: SentMemory | None = None) -> None:
+        """Describe some objects anew: what they are now, beside what they were."""
+        self.reader, self.sent = reader, SentMemory() if sent is None else sent
         self.before = self.states.copy()
         self.failed = {n: error for n, error in self.failed.items() if self.states[n] is None}
+        for n in numbers:
+            before = self.before[n]
+            if self.objects[n] is not None and before is not None and before[0] not in CONSTANT:
+                self.describe_again(n)
+        self.walk()
 
     def renumber(self, n: int) -> int:
         """Give an object another number, as it is made anew on the other side."""
@@ -153,30 +157,27 @@ class Heap(FlatStates):
         """Forget all objects but some; their numbers stay taken."""
         self._forget({n for n in range(len(self.objects)) if n not in numbers})
 
-    def memories_among(self, numbers: Iterable[int]) -> dict[int, DeviceMemory]:
-        """Return where the memory is that is among some objects, by number."""
-        wanted = {*numbers}
-        return {
-            n: DeviceMemory(opener, address, nbytes, None, lambda: 0)
-            for (opener, address, nbytes), n in self.memories.items()
-            if n in wanted
-        }
+    def memories_among(self, numbers: Collection[int]) -> dict[int, Span]:
+        """Return where the memory is that is among some objects, and its length, by number."""
+        return {n: memory for memory, n in self.memories.items() if n in numbers}
 
     def go_on(self, before: Heap, held: Iterable[int], length: int) -> None:
         """Know of an earlier table what is held still."""
         held = {n for n in held if n < len(before.objects)}
-        for n in range(len(self.objects), min(length, len(before.objects))):
-            self.objects.append(before.objects[n] if n in held else None)
-            self.states.append(before.states[n])
-            if n in held and _has_identity((before.states[n] or ("memory",))[0], before.objects[n]):
-                self.number.setdefault(id(before.objects[n]), n)
-        self.memories = {key: n for key, n in before.memories.items() if n in held}
+        taken = range(len(self.objects), min(length, len(before.objects)))
+        self.objects += [before.objects[n] if n in held else None for n in taken]
+        self.states += [before.states[n] for n in taken]
         self.fresh = {n for n in before.fresh if n < length}
+        self.know(held)
 
     def know(self, numbers: Iterable[int]) -> None:
         """Name some objects by the numbers that both sides know them by."""
-        kinds = ((n, (self.states[n] or ("memory",))[0]) for n in numbers)
-        self.number |= {id(self.objects[n]): n for n, kind in kinds if _has_identity(kind, self.objects[n])}
+        for n in numbers:
+            value, state = self.objects[n], self.states[n]
+            if isinstance(value, Memory):
+                self.memories[value.address, value.nbytes] = n
+            elif state is not None and _has_identity(state[0], value):
+                self.number[id(value)] = n
 
     def end_proof(self, length: int) -> None:
         """Forget what reading again has found; the states are those that came."""
@@ -285,29 +286,21 @@ class Heap(FlatStates):
         whole = self.reached(n for n in roots if n not in around)
         return (self.reached(owners) | self.reached(owners, states=self.before)) - whole | refused
 
-    def only_among(self, numbers: set[int], states: Iterable[State | None]) -> list[int]:
+    def only_among(self, numbers: set[int], states: Iterable[State | None]) -> set[int]:
         """Return the numbers of memory that only some objects have, by the states of all."""
         known = {n: state for n, state in enumerate(states) if state is not None}
         inside = {c for n in numbers if n in known for c in (n, *known[n][2])}
         others = {c for n, state in known.items() if n not in numbers for c in state[2]}
-        return [n for n in inside - others if n in known and known[n][0] == "memory"]
+        return {n for n in inside - others if n in known and known[n][0] == "memory"}
 
 
 def _has_identity(kind: str, value: Any) -> bool:
     """Tell whether an object is known by which one it is; of plain values, only None and a NaN."""
     if kind == "atom":
         return value is None or type(value) is types.CodeType or bool(value != value)
-    return kind != "memory"
+    return kind not in ("memory", "same")  # the latter is another one here, which has a number of its own
 
 
 def _is_value(state: State) -> bool:
     """Tell whether an object is what it was made with."""
     return state[0] in CONSTANT or (state[0] == "reading" and marshal.loads(state[1])[0][1] is None)  # noqa: S302
-
-
-def _key_of(memory: Any, state: State) -> tuple[str, int, int]:
-    """Return what memory that came is known by here, and is met as again."""
-    opener, _, nbytes = marshal.loads(state[1])  # noqa: S302  from our own sender
-    if opener == "storage":
-        return opener, address_of_storage(memory), memory.nbytes()
-    return opener, address_of_view(memory), nbytes

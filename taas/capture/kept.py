@@ -18,7 +18,7 @@ from typing import Any
 from taas.capture.applying import Applied
 from taas.capture.checksums import MemorySnapshot
 from taas.capture.heap import CONSTANT, NAMESPACE, Heap
-from taas.capture.memory import DeviceMemory, MemoryTable, SentMemory, Stretch, overlapping
+from taas.capture.memory import MemoryTable, Stretch, overlapping
 from taas.capture.modules import places_now
 from taas.capture.names import needs_of
 from taas.capture.reader import Reader
@@ -148,29 +148,25 @@ class Held:
             if name in self.names or name in self.places
         }
         self._where = MemoryTable(kept.stretches, ()).places()
-        memories = kept.heap.memories_among(set().union(*self._inside.values())).items()
-        self._regions = {n: self._regions_of(memory) for n, memory in memories}
+        memories = kept.heap.memories_among(self._numbers).items()
+        self._regions = {n: {*overlapping(self._where, *memory)} for n, memory in memories}
         self._let_go(self._changed() | {n for v in never if (n := kept.heap.number.get(v)) is not None})
+
+    @property
+    def _numbers(self) -> set[int]:
+        """The numbers of all that is held."""
+        return set().union(*self._inside.values())
 
     def _changed(self) -> set[int]:
         """Return the numbers of what is another now than after the last cell."""
-        kept, heap = self.kept, self.kept.heap
-        numbers = set().union(*self._inside.values())
+        kept, heap, numbers = self.kept, self.kept.heap, self._numbers
         length = len(heap.objects)
-        heap.begin_after(heap.reader, SentMemory())
-        for n in numbers:
-            state = heap.before[n]
-            if state is not None and state[0] not in CONSTANT:
-                heap.describe_again(n)
-        heap.walk()
+        heap.describe_after(numbers, heap.reader)
         found = {n for n in numbers if n in heap.failed or not heap.same(heap.before[n], heap.states[n])}
         heap.end_proof(length)
         changed = kept.snapshot.changed(kept.stretches)
         regions = {n for n in kept.stretches if changed.get(n, True)}
         return found | self._looking_into(regions)
-
-    def _regions_of(self, memory: DeviceMemory) -> set[int]:
-        return {*overlapping(self._where, memory.address, memory.nbytes)}
 
     def _looking_into(self, regions: set[int]) -> set[int]:
         """Return the numbers of the memory that has any of some regions."""
@@ -192,8 +188,7 @@ class Held:
 
     def let_go(self, heap: Heap) -> bool:
         """Let names go that have parts in what travels; tell whether there are any."""
-        kept, before = self.kept.heap, len(self.names) + len(self.places)
-        numbers = set().union(*self._inside.values())
+        kept, before, numbers = self.kept.heap, len(self.names) + len(self.places), self._numbers
         ids = {id(kept.objects[n]): n for n in numbers if (kept.states[n] or ("atom",))[0] not in CONSTANT}
         shared, regions = set[int](), set[int]()
         for n in range(len(self.objects), len(heap.objects)):
@@ -201,7 +196,8 @@ class Held:
             if state is None or state[0] == "name":
                 continue
             if state[0] == "memory":
-                regions |= self._regions_of(heap.objects[n])
+                memory = heap.objects[n]
+                regions |= {*overlapping(self._where, memory.address, memory.nbytes)}
             elif (m := ids.get(id(heap.objects[n]))) is not None:
                 shared.add(m)
         shared |= self._looking_into(regions) & numbers
@@ -212,12 +208,12 @@ class Held:
     @property
     def objects(self) -> list[Any]:
         """What both sides know already, by number: what is not held is left out."""
-        known = {NAMESPACE}.union(*self._inside.values())
+        known = self._numbers | {NAMESPACE}
         return [value if n in known else None for n, value in enumerate(self.kept.heap.objects)]
 
     def memory(self) -> dict[int, Stretch]:
         """Return the memory that is held, by region."""
-        used = set().union(*(self._regions.get(n, ()) for n in set().union(*self._inside.values())))
+        used = set().union(*(self._regions.get(n, ()) for n in self._numbers))
         return {n: stretch for n, stretch in self.kept.stretches.items() if n in used}
 
     def told(self, sent: Collection[str]) -> dict[str, Any]:
@@ -226,7 +222,7 @@ class Held:
             "names": sorted(self.names),
             "deleted": sorted(self.kept.names.keys() - self.names - {*sent}),
             "places deleted": sorted(self._gone),
-            "numbers": sorted(set().union(*self._inside.values())),
+            "numbers": sorted(self._numbers),
             "regions": [*self.memory()],
         }
 

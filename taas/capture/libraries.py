@@ -5,8 +5,8 @@
 * pandas copies a block before it writes to it while another frame or series looks into the same memory, which it counts in
   an object that such blocks have in common. Pickle leaves that out: a column taken from a frame would change with it.
   A series' pickle leaves out the block itself; an index made of a column looks into it, too.
-* DataLoaders with persistent workers hold these, and meshes of devices their process groups.
-* Artists of matplotlib and objects with traits (widgets) tell somebody when they change, which their pickles leave out.
+* DataLoaders with persistent workers hold these.
+* Objects with traits (widgets) tell somebody when they change, which their pickles leave out.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from taas.capture.reading import (
     keeps_pickling_of_object,
     make_plain,
     read_reduced,
-    set_by_protocol,
     turn_into,
 )
 
@@ -40,9 +39,6 @@ def library_reader(cls: Any, *, answers: bool = False) -> _ReaderOf | None:
         cls: the class.
         answers: whether what is read goes to the notebook, where all users of the memory of a block are.
     """
-    artist = getattr(sys.modules.get("matplotlib.artist"), "Artist", None)
-    if artist is not None and issubclass(cls, artist):
-        return _read_artist
     if issubclass(cls, logging.Handler) and keeps_pickling_of_object(cls):
         return read_handler
     traits = getattr(sys.modules.get("traitlets"), "HasTraits", None)
@@ -51,9 +47,6 @@ def library_reader(cls: Any, *, answers: bool = False) -> _ReaderOf | None:
     data = getattr(sys.modules.get("torch.utils.data"), "DataLoader", None)
     if data is not None and issubclass(cls, data) and keeps_pickling_of_object(cls):
         return lambda value: _read(value, _set_loader, "_iterator")
-    mesh = getattr(sys.modules.get("torch.distributed.device_mesh"), "DeviceMesh", None)
-    if mesh is not None and issubclass(cls, mesh) and hasattr(cls, "__setstate__"):
-        return lambda value: _read(value, _set_mesh, "_pg_registry")
     return _reader_of_optimizers(cls) or _reader_of_blocks(cls, answers=answers)
 
 
@@ -62,16 +55,6 @@ def _set_loader(loader: Any, state: tuple[dict[str, Any]]) -> None:
     iterator = vars(loader).get("_iterator")
     vars(loader).clear()
     vars(loader).update(*state, _iterator=iterator)
-
-
-def _set_mesh(mesh: Any, state: tuple[dict[str, Any]]) -> None:
-    """Set a mesh without its warning of groups that this process does not have: nobody asked for it to be pickled."""
-    log = logging.getLogger("torch.distributed.device_mesh")
-    was, log.disabled = log.disabled, True
-    try:
-        mesh.__setstate__(*state)
-    finally:
-        log.disabled = was
 
 
 # ---------------------------------------------------------------- optimizers and schedulers
@@ -179,24 +162,6 @@ def _read_references(references: Any) -> Reading:
 def _set_shared(references: Any, state: tuple[bool]) -> None:
     if state[0]:
         references.referenced_blocks.append(weakref.ref(_set_shared))  # it stands for frames of the notebook
-
-
-# ---------------------------------------------------------------- artists of matplotlib
-
-
-def _read_artist(artist: Any) -> Reading | None:
-    constructor, arguments, state = artist.__reduce_ex__(4)[:3]
-    told = artist.stale_callback
-    if not getattr(told, "__module__", "").startswith("matplotlib."):
-        told = None
-    state = {**state, "stale_callback": told}
-    return read_reduced(artist, (constructor, arguments, state, None, None, _set_artist))
-
-
-def _set_artist(artist: Any, state: dict[str, Any]) -> None:
-    """Set it; nobody is told of a change before all of it is there."""
-    set_by_protocol(artist, ({**state, "stale_callback": None}, None, None, None))
-    artist.__dict__["stale_callback"] = state["stale_callback"]
 
 
 # ---------------------------------------------------------------- traits: widgets

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import islice
 from typing import Any, NamedTuple
 
+from taas.capture.heap import Heap
 from taas.capture.reader import Reader
 from taas.capture.reading import ATOMS, Reading
 from taas.capture.tensors import ONLY_A_SHARD
@@ -69,6 +70,18 @@ def culprit_of(
     own = cls.__module__ in ("builtins", "__main__")
     kind = cls.__qualname__ if own else f"{cls.__module__}.{cls.__qualname__}"
     return Culprit(name, kind, reason, _ADVICE.get(cls.__name__, _OTHER_ADVICE))
+
+
+def culprit_in_heap(name: str, value: Any, namespace: dict[str, Any], **how: Any) -> Culprit | None:
+    """Find what in a value cannot travel as names do; ``how`` its reader is made."""
+
+    def describe(part: Any) -> Exception | None:
+        heap = Heap(Reader(namespace, **how), [namespace])
+        heap.enter(part)
+        heap.walk()
+        return next(iter(heap.failed.values()), None)
+
+    return culprit_of(name, value, namespace, describe)
 
 
 def _failure(value: Any, write: Callable[[Any], Exception | None]) -> str | None:

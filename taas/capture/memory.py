@@ -1,6 +1,6 @@
 """The memory of tensors and arrays, by address: written once, and mapped by whoever receives it.
 
-Whoever reads a tensor or an array says which :class:`DeviceMemory` it looks into (a storage, or what the root of a chain of
+Whoever reads a tensor or an array says which :class:`Memory` it looks into (a storage, or what the root of a chain of
 array views owns), and which part of it. Overlapping memory, as that of an array and of the tensor made from it, forms one
 **region** of the file, so whatever shared memory goes on sharing. A region is as long as its memory, but only the used
 parts are written: the rest is a hole and costs nothing. So a small view of a giant storage is cheap and keeps its offset
@@ -26,18 +26,12 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from taas.wording import first_line
 
 _PAGE = mmap.PAGESIZE
 _SMALL_ALIGNMENT = 64
-_CHUNK = 1 << 18
-_LOOKED_UP_FROM = 1 << 20
-
-_libc = ctypes.CDLL(None)
-_libc.memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 Span = tuple[int, int]
 
@@ -96,28 +90,49 @@ def overlapping(places: list[Place], address: int, nbytes: int) -> Iterator[int]
 
 
 @dataclass(slots=True, eq=False)
-class DeviceMemory:
-    """What a tensor or an array looks into.
+class Memory:
+    """What tensors and arrays look into.
 
     Attributes:
-        opener: how it is wanted where it arrives: as a ``storage`` or as a ``buffer``.
-        address: where it is, on its device; negative, and its owner's alone, where there is none of it.
+        address: where it is, on its device; negative, and its storage's alone, where there is none of it.
         nbytes: its length.
-        owner: the storage, or the root of the array views, that it belongs to.
+        owner: what keeps it alive: the storage, the root of the array views, or the stretch that it is a part of.
         locate: tells where the owner's memory is now.
         device: ``cpu`` or ``cuda:N``.
+        storage, buffer: what looks into all of it, if there is one.
         spans: the used parts, relative to it.
         tensors: those on it, whose version counters have to learn of a change.
     """
 
-    opener: str
     address: int
     nbytes: int
     owner: Any
-    locate: Callable[[], int]
+    locate: Callable[[], int] | None = None
     device: str = "cpu"
+    storage: Any = None
+    buffer: memoryview | None = None
     spans: list[Span] = field(default_factory=list)
     tensors: list[Any] = field(default_factory=list)
+
+    def as_buffer(self) -> memoryview:
+        """Return what arrays are made on, the same one each time: it is their base."""
+        if self.buffer is None:
+            self.buffer = view_of(self.address, self.nbytes, self.owner)
+        return self.buffer
+
+    def as_storage(self) -> Any:
+        """Return what tensors are made on, the same one each time."""
+        if self.storage is None and isinstance(self.owner, Stretch):
+            self.storage = self.owner.storage(self.address - self.owner.address, self.nbytes)
+        elif self.storage is None:
+            self.storage = _storage_on(self.as_buffer())
+        return self.storage
+
+    def meet(self, other: Memory) -> None:
+        """Note what else is used of it, as ``other`` says."""
+        self.storage = other.storage if self.storage is None else self.storage
+        self.spans += other.spans
+        self.tensors += other.tensors
 
 
 def view_of(address: int, nbytes: int, owner: Any = None) -> memoryview:
@@ -127,16 +142,20 @@ def view_of(address: int, nbytes: int, owner: Any = None) -> memoryview:
     return memoryview(raw).cast("B")
 
 
-def opened(memory: DeviceMemory) -> Any:
-    """Return memory of this process as what looks into it is made with: a storage, or a buffer."""
-    if memory.opener == "storage":
-        return memory.owner
-    return view_of(memory.address, memory.nbytes, memory.owner)
+def _storage_on(buffer: memoryview) -> Any:
+    torch = sys.modules["torch"]
+    return torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
 
 
-def address_of_view(view: memoryview) -> int:
-    """Return where the memory is that :func:`view_of` has made a view of."""
-    return ctypes.addressof(view.obj)  # type: ignore[arg-type]
+def moved(storage: Any, device: str) -> Any:
+    """Return a copy of a torch storage on a device."""
+    return type(storage)(storage.nbytes(), device=device).copy_(storage)
+
+
+def memory_of_storage(storage: Any) -> Memory:
+    """Return the memory of a torch storage."""
+    address, device = storage.data_ptr() or -storage._cdata, str(storage.device)
+    return Memory(address, storage.nbytes(), storage, storage.data_ptr, device, storage)
 
 
 def write_at(fd: int, data: memoryview, offset: int) -> None:
@@ -177,28 +196,27 @@ class SentMemory:
 
     def __init__(self, known: Iterable[Place] = (), regions: int = 0) -> None:
         self._known, self.first = sorted(known), regions
-        self._met: dict[tuple[int, int], DeviceMemory] = {}
+        self._met: dict[tuple[int, int], Memory] = {}
         self.regions: list[Region] = []
         self.stretches: dict[int, Stretch] = {}
 
     def __len__(self) -> int:
         return len(self._met)
 
-    def add(self, memory: DeviceMemory) -> None:
+    def add(self, memory: Memory) -> None:
         """Note memory that is named in the stream, and what is used of it."""
         if memory.nbytes and find_place(self._known, memory.address, memory.nbytes) is not None:
             return
         met = self._met.setdefault((memory.address, memory.nbytes), memory)
         if met is not memory:
-            met.spans += memory.spans
-            met.tensors += memory.tensors
+            met.meet(memory)
 
     def forget(self, count: int) -> None:
         """Forget the memory from the ``count``-th on."""
         while len(self._met) > count:
             self._met.popitem()
 
-    def keep(self, memories: Iterable[DeviceMemory]) -> None:
+    def keep(self, memories: Iterable[Memory]) -> None:
         """Forget all memory but some."""
         kept = {(memory.address, memory.nbytes) for memory in memories}
         self._met = {key: met for key, met in self._met.items() if key in kept}
@@ -220,7 +238,7 @@ class SentMemory:
 
     def lay_out(self, start: int) -> int:
         """Give all memory its place in a file whose first ``start`` bytes are taken; return the file's size."""
-        groups: list[list[DeviceMemory]] = []
+        groups: list[list[Memory]] = []
         end = -1
         for memory in sorted(self._met.values(), key=lambda memory: (memory.address, -memory.nbytes)):
             if memory.nbytes and memory.address >= end:
@@ -235,7 +253,7 @@ class SentMemory:
             offset = -(-start // alignment) * alignment
             placed = [(memory, memory.address - base) for memory in group]
             spans = merged([(at + low, at + high) for memory, at in placed for low, high in memory.spans])
-            storages = {(at, m.nbytes): m.owner for m, at in placed if hasattr(m.owner, "untyped")}
+            storages = {(at, m.nbytes): m.storage for m, at in placed if m.storage is not None}
             self.regions.append(Region(offset, nbytes, device, spans))
             self.stretches[number] = Stretch(base, nbytes, group, device, storages, group, spans)
             start = offset + nbytes
@@ -246,18 +264,11 @@ class SentMemory:
         return sorted([*self._known, *(Place(s.address, s.nbytes, n, 0) for n, s in self.stretches.items())])
 
     def write(self, fd: int) -> None:
-        """Write what is used of all memory; that of CUDA devices by way of host memory, one storage after the other."""
+        """Write what is used of all memory; that of CUDA devices by way of host memory, one after the other."""
         for region, stretch in zip(self.regions, self.stretches.values(), strict=True):
-            base = stretch.address
-            if region.device == "cpu":
-                for start, end in region.spans:
-                    write_at(fd, view_of(base + start, end - start), region.offset + start)
-                continue
-            for memory in stretch.met:
-                copy = memory.owner.cpu()
-                offset = region.offset + memory.address - base
-                for start, end in merged(memory.spans):
-                    write_at(fd, view_of(copy.data_ptr() + start, end - start), offset + start)
+            address, host = stretch.in_host_memory()
+            for start, end in region.spans:
+                write_at(fd, view_of(address + start, end - start, host), region.offset + start)
 
 
 def merged(spans: list[Span]) -> tuple[Span, ...]:
@@ -293,12 +304,12 @@ class Stretch:
     owner: Any
     device: str = "cpu"
     storages: dict[Span, Any] = field(default_factory=dict)
-    met: list[DeviceMemory] = field(default_factory=list)
+    met: list[Memory] = field(default_factory=list)
     spans: tuple[Span, ...] = ()
 
     def is_there(self) -> bool:
         """Tell whether it is where it was; a storage can be resized, and an array."""
-        return all(memory.locate() == memory.address for memory in self.met) and all(
+        return all(memory.locate is None or memory.locate() == memory.address for memory in self.met) and all(
             storage.data_ptr() == self.address + start
             for (start, nbytes), storage in self.storages.items()
             if nbytes and storage.device.type == "cpu"
@@ -307,6 +318,16 @@ class Stretch:
     def is_in_host_memory(self) -> bool:
         """Tell whether nothing of it is on a device."""
         return self.device == "cpu" and all(s.device.type == "cpu" for s in self.storages.values())
+
+    def storage(self, start: int, nbytes: int) -> Any:
+        """Return a torch storage over a part of it, the same one for the same part."""
+        known = self.storages.get((start, nbytes))
+        if known is None:
+            known = _storage_on(view_of(self.address + start, nbytes, self.owner))
+            if self.device != "cpu":
+                known = moved(known, self.device)
+            self.storages[start, nbytes] = known
+        return known
 
     def in_host_memory(self) -> tuple[int, Any]:
         """Return where its bytes are in host memory, and what keeps them there; a copy of what is on a device."""
@@ -324,17 +345,16 @@ class Stretch:
         """Write changed bytes into it; return why not, or None."""
         if not self.is_there():
             return "memory of the notebook was replaced while the run went on"
-        if self.met and self.device != "cpu":
+        if self.device != "cpu":
             try:
                 self._write_to_device(patch, fd)
             except RuntimeError as error:  # its CUDA context is broken, or it has no room
                 return f"new values of tensors that the notebook has on {self.device} ({first_line(error)})"
         else:
             read_at(fd, view_of(self.address + patch.start, patch.nbytes), patch.offset)
-        for tensor in (
-            tensor for memory in self.met for tensor in memory.tensors
-        ):  # as an operation would have
-            sys.modules["torch"].autograd.graph.increment_version(tensor)
+        for memory in self.met:
+            for tensor in memory.tensors:  # as an operation would have
+                sys.modules["torch"].autograd.graph.increment_version(tensor)
         return None
 
     def _write_to_device(self, patch: Patch, fd: int) -> None:
@@ -342,7 +362,7 @@ class Stretch:
 
         data = bytearray(patch.nbytes)
         read_at(fd, memoryview(data), patch.offset)
-        storage = self.met[0].owner
+        storage = self.met[0].storage
         whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         whole[patch.start : patch.start + patch.nbytes].copy_(torch.frombuffer(data, dtype=torch.uint8))
 
@@ -356,45 +376,28 @@ class MemoryTable:
     """
 
     def __init__(self, stretches: dict[int, Stretch], places: Iterable[Place]) -> None:
-        self.stretches, self._places = stretches, sorted(Place(*place) for place in places)
-        self._empty: dict[int, Any] = {}
+        self.stretches, self._places = stretches, sorted(places)
 
-    def open(self, opener: str, address: int, nbytes: int) -> Any:
-        """Return the memory that the sender had at an address, as a writable buffer or as a torch storage.
+    def open(self, address: int, nbytes: int) -> Memory:
+        """Return the memory that the sender had at an address.
 
         Raises:
             LookupError: it is in none of the regions.
         """
-        if not nbytes:
-            return self._storage_of_nothing(address) if opener == "storage" else view_of(0, 0)
+        if not nbytes:  # of a tensor: arrays without memory say so
+            return memory_of_storage(sys.modules["torch"].UntypedStorage(0))
         found = find_place(self._places, address, nbytes)
         if found is None:
             raise LookupError("it looks into memory that did not come")
         stretch, start = self.stretches[found[0]], found[1]
-        buffer = view_of(stretch.address + start, nbytes, stretch.owner)
-        return self._storage(stretch, start, buffer) if opener == "storage" else buffer
+        if stretch.device != "cpu":
+            return memory_of_storage(stretch.storage(start, nbytes))
+        return Memory(stretch.address + start, nbytes, stretch)
 
-    def _storage_of_nothing(self, address: int) -> Any:
-        import torch
-
-        return self._empty.setdefault(address, torch.UntypedStorage(0))
-
-    def _storage(self, stretch: Stretch, start: int, buffer: memoryview) -> Any:
-        """Return a torch storage, the same one for the same memory."""
-        import torch
-
-        known = stretch.storages.get((start, buffer.nbytes))
-        if known is None:
-            known = torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
-            if stretch.device != "cpu":
-                known = moved(known, stretch.device)
-            stretch.storages[start, buffer.nbytes] = known
-        return known
-
-    def regions_of(self, memories: Iterable[DeviceMemory]) -> set[int]:
-        """Return the regions that some memories look into."""
+    def regions_of(self, memories: Iterable[Span]) -> set[int]:
+        """Return the regions that have any of some memory: addresses and lengths."""
         places = self.places()
-        return {n for memory in memories for n in overlapping(places, memory.address, memory.nbytes)}
+        return {n for memory in memories for n in overlapping(places, *memory)}
 
     def places(self) -> list[Place]:
         """Return where all of it is in this process."""
@@ -411,62 +414,11 @@ def new_memory(region: Region, fd: int) -> Stretch:
     storages = {}
     if torch is not None and hasattr(torch, "UntypedStorage"):
         owner = torch.empty(region.nbytes, dtype=torch.uint8, device="cpu")
-        address, storages = (
-            owner.data_ptr(),
-            {(0, region.nbytes): owner.untyped_storage()},
-        )  # it can be resized
+        address = owner.data_ptr()
+        storages = {(0, region.nbytes): owner.untyped_storage()}  # it can be resized
     else:
         owner = (ctypes.c_ubyte * region.nbytes)()
         address = ctypes.addressof(owner)
     for start, end in region.spans:
         read_at(fd, view_of(address + start, end - start), region.offset + start)
     return Stretch(address, region.nbytes, owner, storages=storages, spans=region.spans)
-
-
-def moved(storage: Any, device: str) -> Any:
-    """Return a copy of a storage on a device."""
-    return sys.modules["torch"].UntypedStorage(storage.nbytes(), device=device).copy_(storage)
-
-
-# ---------------------------------------------------------------- what changed
-
-
-def changed_parts(address: int, original: int, spans: tuple[Span, ...], *, private: bool) -> Iterator[Span]:
-    """Yield the parts of ``spans`` in which memory is not as a mapping of the file has it, neighbours joined.
-
-    Args:
-        address: where it is.
-        original: where the file is mapped.
-        spans: what the file has of it.
-        private: whether it is a private mapping of the same file.
-    """
-    for span in spans:
-        for start, end in _written_pages(address, *span) if private else [span]:
-            chunks = ((low, min(low + _CHUNK, end)) for low in range(start, end, _CHUNK))
-            differ = [(a, b) for a, b in chunks if _libc.memcmp(address + a, original + a, b - a)]
-            yield from merged(differ)
-
-
-def _written_pages(address: int, start: int, end: int) -> list[Span]:
-    """Return what this process may have written to of a span of a private mapping.
-
-    The kernel copies a page of a private file mapping when it is written to; such a page is no longer a page
-    of the file (bit 61 of its entry in the page map,
-    https://docs.kernel.org/admin-guide/mm/pagemap.html).
-    """
-    numpy = sys.modules.get("numpy")
-    if numpy is None or end - start < _LOOKED_UP_FROM:
-        return [(start, end)]
-    first, last = (address + start) // _PAGE, -(-(address + end) // _PAGE)
-    try:
-        with Path("/proc/self/pagemap").open("rb", buffering=0) as pagemap:
-            pagemap.seek(first * 8)
-            entries = numpy.frombuffer(pagemap.read((last - first) * 8), "u8")
-    except OSError:
-        return [(start, end)]
-    if len(entries) != last - first:
-        return [(start, end)]
-    there, of_file = entries >> 62 != 0, entries >> 61 & 1 != 0
-    edges = numpy.flatnonzero(numpy.diff(numpy.concatenate(([0], there & ~of_file, [0]))))
-    pages = [(first + int(edge)) * _PAGE - address for edge in edges]
-    return [(max(start, low), min(end, high)) for low, high in zip(pages[::2], pages[1::2], strict=True)]

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from taas.capture.arrays import array_reader, is_array, memory_of_array, read_copy
+from taas.capture.arrays import array_reader, is_array, read_copy
 from taas.capture.code_by_value import (
     READERS,
     dispatch_table,
@@ -30,7 +30,6 @@ from taas.capture.containers import (
     read_reference,
 )
 from taas.capture.libraries import library_reader
-from taas.capture.memory import DeviceMemory
 from taas.capture.reading import (
     ATOMS,
     Reading,
@@ -47,7 +46,6 @@ from taas.capture.tensors import (
     copy_of_tensor,
     is_sharded,
     is_tensor,
-    memory_of_tensor,
     tensor_reader,
 )
 from taas.delivery.registered import delivers, reduce_registered
@@ -208,11 +206,11 @@ def stays(cls: type) -> bool:
     return getattr(cls, "__taas_stays__", False) or cls.__qualname__ == "BlockValuesRefs"
 
 
-def memory_of(value: Any) -> DeviceMemory | None:
-    """Return the memory that a tensor or array looks into; None for anything else."""
-    if is_tensor(value):
-        return memory_of_tensor(value)
-    return memory_of_array(value) if is_array(value) else None
+def is_as_sent(value: Any) -> bool:
+    """Tell whether a tensor or an array is read here as where it came from; of other dtypes NumPy makes copies."""
+    if is_array(value):
+        return bool(value.dtype.isbuiltin == 1)
+    return is_tensor(value) and value.device.type == "cpu"
 
 
 def is_wrapper(cls: type) -> bool:

@@ -119,7 +119,7 @@ def read_plain(value: Any) -> Reading:
     return Reading(make_plain, (type(value),), set_insides, read_insides(value), (".", "."), turn_into)
 
 
-def turn_into(value: Any, _: Any, cls: type) -> None:
+def turn_into(value: Any, _: Any, cls: type, *__: Any) -> None:
     """Change the class of an object of Python classes."""
     if type(value) is not cls:
         object.__setattr__(value, "__class__", cls)

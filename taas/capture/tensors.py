@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import pickle
 import sys
-import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from taas.capture.memory import DeviceMemory
-from taas.capture.reading import Reading, itself, read_reduced
+from taas.capture.memory import Memory, memory_of_storage
+from taas.capture.reading import Reading, read_reduced
 
 if TYPE_CHECKING:
     import torch
@@ -59,29 +58,6 @@ def span_of(tensor: torch.Tensor) -> tuple[int, int]:
     return int(start * size), int((start + count) * size)
 
 
-def address_of_storage(storage: Any) -> int:
-    """Return where a storage is; something that nothing else has where it is nowhere yet."""
-    return int(storage.data_ptr() or -storage._cdata)
-
-
-def memory_of_storage(storage: Any, opener: str = "storage") -> DeviceMemory:
-    """Return the memory of a storage."""
-    return DeviceMemory(
-        opener, address_of_storage(storage), storage.nbytes(), storage, storage.data_ptr, str(storage.device)
-    )
-
-
-def memory_of_tensor(tensor: torch.Tensor) -> DeviceMemory | None:
-    """Return the memory that a tensor looks into, and what it uses of it; None for one that is no view of a storage."""
-    with sys.modules["torch"]._C.DisableTorchFunctionSubclass():
-        if (storage := storage_of(tensor)) is None:
-            return None
-        memory = memory_of_storage(storage)
-        memory.spans.append(span_of(tensor))
-        memory.tensors.append(tensor)
-        return memory
-
-
 def copy_of_tensor(tensor: torch.Tensor) -> Reading | None:
     """Read a plain tensor in host memory by a copy of what is in it; any other not at all."""
     torch = sys.modules["torch"]
@@ -109,8 +85,6 @@ def tensor_reader(cls: Any) -> Callable[[Any], Reading | None] | None:
         return None
     if cls is torch.UntypedStorage:
         return _read_storage
-    if cls is torch.TypedStorage:  # torch's own reduction of sparse and quantized tensors holds it
-        return lambda storage: Reading(_make_typed_storage, (storage._untyped_storage, storage.dtype))
     if is_sharded(cls):
         return lambda tensor: Reading(_make_whole, _parts_of_whole(tensor))
     if not issubclass(cls, torch.Tensor) or cls.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
@@ -121,17 +95,20 @@ def tensor_reader(cls: Any) -> Callable[[Any], Reading | None] | None:
 
 def _read_tensor(tensor: torch.Tensor) -> Reading | None:
     """Read a dense tensor or parameter as a view of its storage; one that has a graph, without it."""
-    if (memory := memory_of_tensor(tensor)) is None:
-        return _read_other_tensor(tensor)
-    refuse_flat_shard(tensor)
     with sys.modules["torch"]._C.DisableTorchFunctionSubclass():
+        if (storage := storage_of(tensor)) is None:
+            return _read_other_tensor(tensor)
+        refuse_flat_shard(tensor)
+        memory = memory_of_storage(storage)
+        memory.spans.append(span_of(tensor))
+        memory.tensors.append(tensor)
         view = (memory, tensor.dtype, tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
         arguments = (type(tensor), *view, tensor.is_conj(), tensor.is_neg(), str(tensor.device))
         return Reading(_make_tensor, arguments, *_state(tensor), _change_tensor)
 
 
 def _read_other_tensor(tensor: torch.Tensor) -> Reading | None:
-    """Read a sparse, quantized or uninitialized tensor, by its own protocol; it changes by new data."""
+    """Read a sparse, nested or uninitialized tensor by its own protocol; it changes by new data."""
     with sys.modules["torch"]._C.DisableTorchFunctionSubclass():
         made: Any = tensor.__reduce_ex__(4)
         if len(made) > 2:
@@ -152,9 +129,10 @@ def _state(tensor: torch.Tensor) -> tuple[Callable[..., None], Any, tuple[str, .
     return _set_tensor, None if state == (False, None, {}, None, None) else state, labels
 
 
-def _make_tensor(cls: Any, storage: Any, dtype: torch.dtype, *view: Any) -> torch.Tensor:
+def _make_tensor(cls: Any, memory: Memory, dtype: torch.dtype, *view: Any) -> torch.Tensor:
     import torch
 
+    storage = memory.as_storage()
     *where, conjugate, negative, _ = view
     with torch._C.DisableTorchFunctionSubclass():
         tensor = torch.empty(0, dtype=dtype, device=storage.device).set_(storage, *where)
@@ -167,17 +145,13 @@ def _make_tensor(cls: Any, storage: Any, dtype: torch.dtype, *view: Any) -> torc
 
 def _make_other(cls: Any, constructor: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     made = _made_by(constructor, arguments)
-    made._backward_hooks = None  # those of quantized tensors are made with an empty dict of them
     return made if type(made) is cls else made.as_subclass(cls)
 
 
 def _made_by(constructor: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # who made it was told that quantized tensors go out of use
-        made = constructor(*arguments)
-    sys.modules[
-        "torch"
-    ]._utils._validate_loaded_sparse_tensors()  # else torch keeps it, for the torch.load to come
+    made = constructor(*arguments)
+    torch: Any = sys.modules["torch"]
+    torch._utils._validate_loaded_sparse_tensors()  # else torch keeps it, for the torch.load to come
     return made
 
 
@@ -226,13 +200,7 @@ def _read_storage(storage: Any) -> Reading | None:
         return None
     memory = memory_of_storage(storage)
     memory.spans.append((0, memory.nbytes))
-    return Reading(itself, (memory,))
-
-
-def _make_typed_storage(untyped: Any, dtype: torch.dtype) -> Any:
-    import torch
-
-    return torch.TypedStorage(wrap_storage=untyped, dtype=dtype, _internal=True)
+    return Reading(Memory.as_storage, (memory,))
 
 
 # ---------------------------------------------------------------- sharded over ranks
