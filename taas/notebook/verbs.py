@@ -44,7 +44,7 @@ class Verb:
         except HeaderError as error:
             raise HeaderError(f"%taas {self.name} {error}") from None
 
-    def _unknown(self, word: str, before: Option | None) -> str:
+    def _unknown(self, word: str) -> str:
         if not word.startswith("-"):
             return f"{shown(word)}: {shown(word)} is one word too many; type %taas {self.usage}"
         names = [option.name for option in self.options]
