@@ -111,12 +111,16 @@ def _read_top(cell: str) -> tuple[HeaderText, int]:
     near = (_nearly(text, headed=bool(types) and not pragmas) for text in head if text not in known)
     problem = next(filter(None, near), None) or _out_of_order(head, types, pragmas)
     instance = types[0][1] if types else None
-    if pragmas and instance is None:  # the catalog says which type is near
-        above = head[: head.index(pragmas[0][0])]
-        doubtful = (_SHEBANG.fullmatch(text) or _SPACED_TYPE.fullmatch(text) for text in above)
-        instance = next((found[1] for found in doubtful if found), None)
+    if pragmas and instance is None:
+        instance = _doubtful_type(head[: head.index(pragmas[0][0])])
     options = (pragmas[0][1] or "") if pragmas else None
     return HeaderText(instance=instance, options=options, problem=problem), at
+
+
+def _doubtful_type(comments: list[str]) -> str | None:
+    """What can only have been meant as a type, above a pragma; the catalog says which type is near."""
+    found = (_SHEBANG.fullmatch(text) or _SPACED_TYPE.fullmatch(text) for text in comments)
+    return next((line[1] for line in found if line), None)
 
 
 def _like_a_type(name: str) -> bool:

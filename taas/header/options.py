@@ -177,7 +177,6 @@ def spec_values(given: Mapping[str, Any], settings: Mapping[str, Any], world_siz
 
 
 def _unknown(table: Mapping[str, Option], type_mark: str, word: str) -> str:
-    """Why a word that should be an option is none."""
     dashed = DASHES.match(word) is not None
     bare = DASHES.sub("", word, count=1).partition("=")[0]
     near = nearest(bare.replace("_", "-"), table, 0.6 if dashed else 0.8)
