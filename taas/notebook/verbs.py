@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from taas.errors import HeaderError
-from taas.header.arguments import Line, Option, ranks, read_line, text_of
+from taas.header.arguments import Line, Option, ranks, read_line
 from taas.wording import nearest, shown
 
 
@@ -129,7 +129,7 @@ VERBS: dict[str, Verb] = {
             "install",
             "",
             "have every notebook load taas: a file in IPython's startup folder",
-            (Option("undo"), Option("profile", "P", text_of("a profile of IPython's", "default"))),
+            (Option("undo"),),
         ),
         Verb("release", "", "give back warm ranks and machines that no run uses"),
         Verb("doctor", "", "what this machine has, what it lacks, and what to do about it"),
