@@ -44,18 +44,15 @@ remembers would change runs. Unknown keys are errors (`ConfigError`) that name f
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from taas.errors import ConfigError, HeaderError
-from taas.header.arguments import Wrong, choice, seconds, seconds_or_none, size, text_of
+from taas.header.arguments import TYPE_NAME, Wrong, choice, seconds, seconds_or_none, size, text_of
 from taas.header.options import SETTINGS
 from taas.wording import nearest, shown
-
-TYPE_NAME = re.compile(r"[a-z]\d+\.\d+", re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,11 +73,6 @@ class InstanceType:
     gpu_model: str = ""
     vms: tuple[int, ...] = (1, 2, 4)
 
-    @property
-    def in_words(self) -> str:
-        """What its GPUs are."""
-        return self.gpu_model or ("GPU" if self.gpus else "no GPU")
-
     def __post_init__(self) -> None:
         if not TYPE_NAME.fullmatch(self.name):
             raise ValueError("an instance type is called like g2.8: a letter, digits, a dot, digits")
@@ -90,24 +82,18 @@ class InstanceType:
             raise ValueError("vms lists numbers of VMs of at least 1, such as [1, 2, 4]")
 
 
-def _g1(gpus: int) -> InstanceType:
-    return InstanceType(name=f"g1.{gpus}", vcpus=8 * gpus, gpus=gpus, gpu_model="V100")
-
-
-def _g2(gpus: int) -> InstanceType:
-    return InstanceType(name=f"g2.{gpus}", vcpus=28 * gpus, gpus=gpus, gpu_model="A100")
-
-
+_GPU_FAMILIES = (("g1", "V100", 8, (1, 2, 4)), ("g2", "A100", 28, (1, 2, 4, 8)))
 BUILT_IN_TYPES: Mapping[str, InstanceType] = {
     kind.name: kind
     for kind in (
         *(InstanceType(name=f"c1.{vcpus}", vcpus=vcpus) for vcpus in (4, 8, 32, 80)),
-        *map(_g1, (1, 2, 4)),
-        *map(_g2, (1, 2, 4, 8)),
+        *(
+            InstanceType(name=f"{family}.{gpus}", vcpus=each * gpus, gpus=gpus, gpu_model=model)
+            for family, model, each, sizes in _GPU_FAMILIES
+            for gpus in sizes
+        ),
     )
 }
-
-
 DATA_VM = "c1.4"
 """The type of the VMs that ``--cpus`` asks for."""
 
@@ -159,38 +145,17 @@ class Catalog:
         """
         if name in self.instances:
             return self.instances[name]
-        near = self._nearest(name.lower())
-        step = (
-            f"type {before}{near.name}"
-            if near is not None
-            else "type #pragma taas --gpus auto without it for the GPUs of this machine"
-        )
+        misspelt = not TYPE_NAME.fullmatch(name)  # else one of a size or kind that is not there
+        near = nearest(name, self.instances, 0.7) if misspelt else None
+        step = f"type {before}{near}" if near else "type one of them, or #pragma taas --gpus auto without one"
         raise HeaderError(f"{before}{shown(name)} is no instance type: allowed is {self.in_words()}; {step}")
-
-    def _nearest(self, name: str) -> InstanceType | None:
-        """The type that was probably meant: by its letters and digits; by its family or GPU, as large as asked or the next."""
-        for kind in self.instances.values():
-            if kind.name.replace(".", "") == re.sub(r"\W", "", name):
-                return kind
-        families: dict[str, list[InstanceType]] = {}
-        for kind in self.instances.values():
-            families.setdefault(kind.name.partition(".")[0], []).append(kind)
-        asked, size = re.fullmatch(r"([^\W_]*)\W?(\d{0,9}).*", name, re.DOTALL).groups()  # type: ignore[union-attr]
-        near = nearest(asked, families, 0.5)
-        for family, kinds in families.items():
-            near = family if kinds[0].gpu_model and kinds[0].gpu_model.lower() in asked else near
-        if near is None:
-            return None
-        sizes = {int(kind.name.partition(".")[2]): kind for kind in families[near]}
-        return sizes[
-            min((number for number in sizes if number >= int(size or max(sizes))), default=max(sizes))
-        ]
 
     def in_words(self) -> str:
         """The types with what they have: ``c1.4, c1.8 (no GPU), g2.4, g2.8 (A100)``."""
         by_model: dict[str, list[str]] = {}
         for kind in self.instances.values():
-            by_model.setdefault(kind.in_words, []).append(kind.name)
+            model = kind.gpu_model or ("GPU" if kind.gpus else "no GPU")
+            by_model.setdefault(model, []).append(kind.name)
         return ", ".join(f"{', '.join(names)} ({model})" for model, names in by_model.items())
 
 
@@ -257,13 +222,12 @@ def _overlay(catalog: Catalog, said: dict[str, Any], path: Path) -> Catalog:
         for key, value in values.items():
             where, convert = f"{section}.{key}", converters[f"{section}.{key}"]
             assert convert is not None
+            items = value if isinstance(value, list) else [value]
+            repeats = where in SETTINGS and SETTINGS[where].repeats
             try:
-                if where in SETTINGS and SETTINGS[where].repeats:
-                    settings[where] = tuple(
-                        convert(str(v)) for v in (value if isinstance(value, list) else [value])
-                    )
-                else:
-                    settings[where] = convert(str(value))
+                settings[where] = (
+                    tuple(convert(str(item)) for item in items) if repeats else convert(str(value))
+                )
             except Wrong as wrong:
                 wrote = f"{path}: [{section}] {key} = {shown(str(value))}"
                 raise ConfigError(f"{wrote}: allowed is {wrong.allowed}; write {wrong.instead}") from None

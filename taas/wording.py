@@ -37,16 +37,12 @@ def misspelt(typed: str, meant: str, most: int) -> bool:
     """Whether a word is typed with so many slips at most: a letter wrong, missing, too many, or swapped with the next one."""
     if abs(len(typed) - len(meant)) > most:
         return False
-    older: list[int] = []
-    before = list(range(len(meant) + 1))
-    for i, letter in enumerate(typed):
-        row = [i + 1]
-        for j, other in enumerate(meant):
-            row.append(min(before[j] + (letter != other), before[j + 1] + 1, row[j] + 1))
-            if i and j and letter == meant[j - 1] and typed[i - 1] == other:
-                row[-1] = min(row[-1], older[j - 1] + 1)
-        older, before = before, row
-    return before[-1] <= most
+    if typed[:1] == meant[:1]:
+        return not typed or misspelt(typed[1:], meant[1:], most)
+    rests = [(typed[1:], meant[1:]), (typed, meant[1:]), (typed[1:], meant)]
+    if typed[:2] == meant[1::-1]:
+        rests.append((typed[2:], meant[2:]))
+    return most > 0 and any(misspelt(*rest, most - 1) for rest in rests)
 
 
 def counted(count: int, thing: str) -> str:

@@ -123,10 +123,8 @@ def two_layers(forward: Callable[..., Any]) -> nn.Module:
     return Inner(forward, a=nn.Linear(6, 16), b=nn.Linear(16, 3))
 
 
-PROGRAMS["even_batch"] = simple(12, mlp)
 PROGRAMS["uneven_batch"] = simple(7, mlp)
 PROGRAMS["fewer_samples_than_ranks"] = simple(1, mlp)
-PROGRAMS["batch_norm"] = simple(12, lambda: mlp(nn.BatchNorm1d(16)))
 PROGRAMS["batch_norm_uneven"] = simple(11, lambda: mlp(nn.BatchNorm1d(16)))
 PROGRAMS["inplace_on_input"] = simple(7, lambda: nn.Sequential(nn.ReLU(inplace=True), *mlp()))
 
@@ -228,15 +226,6 @@ def _checkpointed(reentrant):
 
 PROGRAMS["checkpoint"] = simple(7, _checkpointed(False))
 PROGRAMS["checkpoint_reentrant"] = simple(7, _checkpointed(True))
-PROGRAMS["conv_batch_norm"] = simple(
-    10,
-    lambda: Inner(
-        lambda m, x: m.c(m.b(m.a(x.reshape(-1, 1, 6))).relu().flatten(1)),
-        a=nn.Conv1d(1, 4, 3, padding=1),
-        b=nn.BatchNorm1d(4),
-        c=nn.Linear(24, 3),
-    ),
-)
 
 
 @program
@@ -244,15 +233,6 @@ def lstm_along_dim_1(parallel):
     torch.manual_seed(1)
     model = parallel(Inner(lambda m, x: m.a(x)[0], a=nn.LSTM(6, 5, num_layers=2)), dim=1)
     return train(model, model.parameters(), 20, lambda m, x, y: m(x.reshape(4, 5, 6)).pow(2).mean())
-
-
-@program
-def accumulated_gradients(parallel):
-    torch.manual_seed(1)
-    model = parallel(mlp())
-    for step in range(3):
-        cross_entropy(model, *batch(7, step)).backward()
-    return [p.grad for p in model.parameters()]
 
 
 @program
@@ -329,20 +309,6 @@ def two_models(parallel):
         (F.cross_entropy(second(first(x)), y) + F.cross_entropy(second(x), y)).backward()
         optimizer.step()
     return [p.detach() for p in parameters]
-
-
-@program
-def clipping_and_adam(parallel):
-    torch.manual_seed(1)
-    model = parallel(mlp())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    norms = []
-    for step in range(4):
-        optimizer.zero_grad()
-        cross_entropy(model, *batch(7, step)).backward()
-        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.1))
-        optimizer.step()
-    return norms, [p.detach() for p in model.parameters()]
 
 
 @program

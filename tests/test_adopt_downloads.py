@@ -193,11 +193,11 @@ def test_rank_that_downloads_alone_does_not_wait_for_ever(site, tmp_path):
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can make what another user's is")
 def test_locks_in_a_folder_that_another_user_made_first_are_refused(tmp_path, monkeypatch):
     """Where runs of this user wait for each other, nobody else may hold them up: names in /tmp are anybody's to make."""
-    from taas.adopt.downloads import _lock_file
+    from taas.adopt.downloads import _locked
 
     monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path / "project" / "runtime"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    os.close(_lock_file(tmp_path / "data", tmp_path / "project"))
-    os.chown(tmp_path / "taas-0", 65534, 65534)
+    with _locked(tmp_path / "data", tmp_path / "project"):
+        os.chown(tmp_path / "taas-locks-0", 65534, 65534)
     with pytest.raises(PermissionError, match="made by another user"):
-        _lock_file(tmp_path / "data", tmp_path / "project")
+        _locked(tmp_path / "data", tmp_path / "project")

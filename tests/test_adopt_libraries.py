@@ -81,10 +81,6 @@ def _accelerate(processes, **how):
     return log
 
 
-def _bf16(processes):
-    return _accelerate(processes, mixed_precision="bf16")[-1]
-
-
 def _twice(precisions):
     return [_accelerate(2, mixed_precision=precision)[-1] for precision in precisions]
 
@@ -95,14 +91,6 @@ def _names():
 
     adopted = [notebook_launcher, debug_launcher, mp.spawn, start_processes, nn.parallel.data_parallel]
     return [cloudpickle.loads(cloudpickle.dumps(each)) is each for each in adopted]
-
-
-def _debug_launcher():
-    from accelerate import debug_launcher
-
-    log: list = []
-    debug_launcher(lambda: log.append(os.environ["WORLD_SIZE"]), num_processes=2)
-    return log
 
 
 @pytest.mark.parametrize(
@@ -137,11 +125,6 @@ def test_accelerate_notebook_launcher_runs_in_the_ranks(processes):
         assert log[-2] < log[0]
 
 
-def test_accelerate_takes_the_launchers_precision():
-    """``mixed_precision`` of the launcher reaches the Accelerator in the function."""
-    assert run_ranks(_bf16, 2, 2) == [(2, "bf16", 8)] * 2
-
-
 def test_accelerate_is_launched_again_with_another_precision():
     """What the first function's Accelerator was is forgotten with it, as it ends with a process."""
     expected = [(2, "no", 8), (2, "bf16", 8), (2, "no", 8)]
@@ -158,8 +141,3 @@ def test_accelerate_refuses_more_processes_than_ranks():
 def test_adopted_functions_go_by_name():
     """A cell that imports one has its name in the notebook afterwards: it is the library's own there."""
     assert run_ranks(_names, 2) == [[True] * 5] * 2
-
-
-def test_debug_launcher_uses_the_first_ranks():
-    """Two of three ranks."""
-    assert run_ranks(_debug_launcher, 3) == [["2"], ["2"], []]

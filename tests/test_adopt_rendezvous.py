@@ -209,19 +209,17 @@ def test_one_machine_has_what_a_store_is_used_for():
     assert "Ranks 2 failed" in missing[0]
 
 
-def test_libraries_and_commands_open_their_own_store_at_the_port():
-    """``MASTER_PORT`` is free for a TCPStore of the program, and for a command that the cell starts in every rank."""
+def test_libraries_and_commands_have_their_own_stores(tmp_path, monkeypatch):
+    """A store that is passed in is left alone; ``MASTER_PORT`` is free for a TCPStore, and for commands of every rank."""
+    monkeypatch.chdir(tmp_path)
     assert run_ranks(_own_tcp_store, 2) == [b"from 0"] * 2
+    assert run_ranks(_own_store, 2) == [(0, 2, 3.0), (1, 2, 3.0)]
     assert run_ranks(_train_in_command, 2) == ["0 of 2: 3.0", "1 of 2: 3.0"]
 
 
-def test_function_imported_before_is_adopted_too():
-    """``from torch.distributed import init_process_group``, whenever that was."""
+def test_other_ways_to_make_a_group():
+    """``from torch.distributed import init_process_group``, whenever that was; a mesh makes its group by itself."""
     assert run_ranks(_by_old_name, 2, dist.init_process_group) == [(0, 2, 3.0), (1, 2, 3.0)]
-
-
-def test_device_mesh_meets_in_the_run():
-    """``init_device_mesh`` makes its group by itself."""
     assert run_ranks(_mesh, 2, rehearsed=False) == [(2, 0), (2, 1)]
 
 
@@ -253,18 +251,12 @@ def test_world_of_one_trains_alone_and_says_so():
     assert outcomes[1].notices == []
 
 
-def test_more_processes_than_ranks_are_refused():
-    """A world larger than the run would wait for ever; the message says which option to change."""
-    outcome = run_ranks(_too_many, 2, fails=True, grace=DEADLINE)[0]
-    assert outcome.error == "CannotAdopt"
-    assert "--gpus 4" in outcome.text
-
-
-def test_two_ranks_with_one_number_are_refused():
-    """A program that calls itself rank 0 in every rank is told so instead of hanging."""
-    errors = [o for o in run_ranks(_same_rank_twice, 2, fails=True) if o.error == "CannotAdopt"]
-    assert len(errors) == 1
-    assert "rank 0 of 2" in errors[0].text
+@pytest.mark.parametrize(("program", "words"), [(_too_many, "--gpus 4"), (_same_rank_twice, "rank 0 of 2")])
+def test_groups_that_nobody_could_complete_are_refused(program, words):
+    """A world larger than the run, and two ranks with one number, would wait for ever."""
+    errors = [o for o in run_ranks(program, 2, fails=True) if o.error == "CannotAdopt"]
+    assert errors
+    assert all(words in outcome.text for outcome in errors)
 
 
 def test_forgotten_group_is_destroyed():
@@ -276,12 +268,6 @@ def test_group_destroyed_at_once_cuts_nobody_off(tmp_path, monkeypatch):
     """gloo fails in a rank that connects to one that has left: a group just made is left together."""
     monkeypatch.chdir(tmp_path)
     assert run_ranks(_destroy_at_once, 2) == [True, True]
-
-
-def test_store_of_the_program_is_left_alone(tmp_path, monkeypatch):
-    """A program that passes a store gets that store."""
-    monkeypatch.chdir(tmp_path)
-    assert run_ranks(_own_store, 2) == [(0, 2, 3.0), (1, 2, 3.0)]
 
 
 def test_program_for_one_machine_trains_on_two():

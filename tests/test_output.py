@@ -17,9 +17,41 @@ def printed(notebook: Notebook, body: str, header: str = HEAD) -> str:
     return notebook.good(header + body).own
 
 
-def test_output_without_a_newline(notebook: Notebook) -> None:
-    """The last line need not end."""
-    assert printed(notebook, "print('no end', end='')") == "no end"
+TWO, NOBODY = "#pragma taas --gpus 2\n", "#pragma taas --gpus 2 --output none\n"
+PRINTED = {
+    "the last line need not end": (HEAD, "print('no end', end='')", "no end"),
+    "a line has no limit": (HEAD, "print('x' * 10_000_000)", "x" * 10_000_000 + "\n"),
+    "bytes that are not UTF-8 are replaced": (
+        HEAD,
+        "import sys\nsys.stdout.buffer.write(b'a\\xff\\xfeb\\xc3\\xa9\\n')\nsys.stdout.flush()",
+        "a\ufffd\ufffdb\u00e9\n",
+    ),
+    "the bytes of one character may come in two writes": (
+        HEAD,
+        "import sys\nfor b in '\u00e9\\n'.encode():\n    sys.stdout.buffer.write(bytes([b])); sys.stdout.flush()",
+        "\u00e9\n",
+    ),
+    "C, a child and Python stand in the order they were made": (
+        HEAD,
+        "import ctypes, subprocess\n"
+        "print('python 1')\nctypes.CDLL(None).printf(b'C 2\\n')\nprint('python 3')\n"
+        "subprocess.run(['echo', 'child 4'])\nprint('python 5')",
+        "python 1\nC 2\npython 3\nchild 4\npython 5\n",
+    ),
+    "all lines arrive, in order, while another rank is quiet": (
+        TWO,
+        "for i in range(100_000): print('line', i)",
+        "".join(f"line {i}\n" for i in range(100_000)),
+    ),
+    "nobody's output": (NOBODY, "print('loud')", ""),
+}
+
+
+@pytest.mark.parametrize("what", PRINTED)
+def test_what_is_printed_is_shown(notebook: Notebook, what: str) -> None:
+    """Whole, and in its order."""
+    header, body, expected = PRINTED[what]
+    assert printed(notebook, body, header) == expected
 
 
 def test_an_unfinished_line_appears_while_the_cell_runs(notebook: Notebook) -> None:
@@ -28,37 +60,6 @@ def test_an_unfinished_line_appears_while_the_cell_runs(notebook: Notebook) -> N
     notebook.wait_for("half")
     notebook.interrupt()
     assert notebook.end().ename == "KeyboardInterrupt"
-
-
-def test_ten_megabytes_in_one_line(notebook: Notebook) -> None:
-    """A line has no limit."""
-    text = printed(notebook, "print('x' * 10_000_000)")
-    assert text == "x" * 10_000_000 + "\n"
-
-
-def test_bytes_that_are_not_utf8(notebook: Notebook) -> None:
-    """They are shown as replacement characters; what stands around them is whole."""
-    text = printed(
-        notebook, "import sys\nsys.stdout.buffer.write(b'a\\xff\\xfeb\\xc3\\xa9\\n')\nsys.stdout.flush()"
-    )
-    assert text == "a\ufffd\ufffdb\u00e9\n"
-
-
-def test_a_character_split_between_writes(notebook: Notebook) -> None:
-    """The bytes of one character may come in two writes."""
-    body = "import sys\nfor b in '\u00e9\\n'.encode():\n    sys.stdout.buffer.write(bytes([b])); sys.stdout.flush()"
-    assert printed(notebook, body) == "\u00e9\n"
-
-
-def test_c_code_and_python_in_order(notebook: Notebook) -> None:
-    """C's printf, a child's output and Python's print stand in the order they were made."""
-    text = printed(
-        notebook,
-        "import ctypes, subprocess\n"
-        "print('python 1')\nctypes.CDLL(None).printf(b'C 2\\n')\nprint('python 3')\n"
-        "subprocess.run(['echo', 'child 4'])\nprint('python 5')",
-    )
-    assert text == "python 1\nC 2\npython 3\nchild 4\npython 5\n"
 
 
 def test_output_after_a_fork(notebook: Notebook) -> None:
@@ -78,19 +79,6 @@ def test_stderr_is_stderr(notebook: Notebook) -> None:
     )
     assert ran.stderr == "python\nC\n"
     assert ran.own == "out\n"
-
-
-def test_lines_in_their_thousands(notebook: Notebook) -> None:
-    """All lines arrive, in order."""
-    text = printed(notebook, "for i in range(20_000): print('line', i)")
-    assert text == "".join(f"line {i}\n" for i in range(20_000))
-
-
-@pytest.mark.slow
-def test_a_hundred_thousand_lines(notebook: Notebook) -> None:
-    """All lines arrive, in order, while another rank is quiet."""
-    text = printed(notebook, "for i in range(100_000): print('line', i)", "#pragma taas --gpus 2\n")
-    assert text == "".join(f"line {i}\n" for i in range(100_000))
 
 
 def _kinds(ran: Ran) -> str:
@@ -185,11 +173,6 @@ def test_other_ranks_are_tagged(notebook: Notebook) -> None:
         notebook, "import os\nprint('I am', os.environ['RANK'])", "#pragma taas --gpus 3 --output all\n"
     )
     assert sorted(text.splitlines()) == ["I am 0", "[rank 1] I am 1", "[rank 2] I am 2"]
-
-
-def test_output_of_nobody(notebook: Notebook) -> None:
-    """``--output none`` shows nothing."""
-    assert printed(notebook, "print('loud')", "#pragma taas --gpus 2 --output none\n") == ""
 
 
 @pytest.mark.parametrize(

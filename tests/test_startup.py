@@ -52,17 +52,6 @@ def test_every_notebook_loads_taas_until_it_is_undone(ipython_dir: Path, tmp_pat
     assert ran_in(project, RANKS) == ["None\n"]
 
 
-def test_a_profile_of_ones_own(ipython_dir: Path) -> None:
-    """``--profile`` is one that is there; another is refused with those that are."""
-    wrong = terminal("install", "--profile", "wrok")
-    assert wrong.returncode == 2
-    assert "--profile default, or make it by ipython profile create wrok" in wrong.stderr
-    (ipython_dir / "profile_work").mkdir(parents=True)
-    assert "type --profile work" in terminal("install", "--profile", "wrok").stderr
-    assert terminal("install", "--profile", "work").returncode == 0
-    assert [path.parts[-3] for path in ipython_dir.rglob("50-taas.py")] == ["profile_work"]
-
-
 def ipython(project: Path, code: str, blocked: str) -> str:
     """What IPython prints where a module cannot be imported, with its startup files."""
     hide = f"import sys; sys.modules[{blocked!r}] = None; from IPython import start_ipython; "
@@ -100,7 +89,7 @@ def test_a_startup_folder_that_is_a_file_is_named(ipython_dir: Path) -> None:
     (ipython_dir / "profile_default" / "startup").write_text("")
     refused = terminal("install")
     assert refused.returncode == 1
-    assert f"{ipython_dir / 'profile_default' / 'startup' / '50-taas.py'}: " in refused.stderr
+    assert str(ipython_dir / "profile_default" / "startup") in refused.stderr
     assert "IPYTHONDIR" in refused.stderr
 
 

@@ -64,7 +64,7 @@ def break_off() -> None:
 
 def waits_on_gpus() -> bool:
     """Whether this rank has groups in which it may wait on its GPU."""
-    return _meeting is not None and bool(_meeting.membership.waits.on_gpus())
+    return _meeting is not None and bool(nccl.backends())
 
 
 def finish(*, failed: bool = False) -> None:

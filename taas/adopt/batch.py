@@ -32,13 +32,8 @@ def map_leaves(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
     return value
 
 
-def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
-    """``value`` with ``change(tensor)`` for each of its tensors."""
-    return map_leaves(value, Tensor, change)
-
-
 def leaves(value: Any) -> Iterator[Any]:
-    """The tensors and other things in ``value``, in the order of ``map_tensors``."""
+    """The tensors and other things in ``value``, in the order of ``map_leaves``."""
     if isinstance(value, (list, tuple)):
         for part in value:
             yield from leaves(part)
@@ -50,7 +45,7 @@ def leaves(value: Any) -> Iterator[Any]:
 
 
 def tensors(value: Any) -> list[Tensor]:
-    """The tensors in ``value``, in the order of ``map_tensors``."""
+    """The tensors in ``value``, in the order of ``map_leaves``."""
     return [leaf for leaf in leaves(value) if isinstance(leaf, Tensor)]
 
 

@@ -17,15 +17,14 @@ import functools
 import itertools
 import random
 import sys
-import threading
 import weakref
 import zlib
-from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from taas.adopt import batch
 from taas.adopt.membership import Membership, in_time
@@ -43,17 +42,30 @@ EXAMINED_EVERY = 64  # passes of a module, in one of which the ranks compare its
 OVERRIDABLE = ("replicate", "scatter", "parallel_apply", "gather")
 
 
+@dataclass
+class _Divided:
+    """What is known of a module that is divided."""
+
+    number: int  # in the program
+    home: torch.device | None = None  # where the program had put it, if that is another rank's GPU
+    passes: int = 0
+
+
 class Replicas:
-    """This rank's side of every DataParallel of the program."""
+    """This rank's side of every DataParallel of the program.
+
+    Attributes:
+        cuda: whether ranks compute on GPUs.
+        inside: above 0 while a replica's pass is computed.
+    """
 
     def __init__(self, membership: Membership) -> None:
         self.membership = membership
-        self.random = ReplicaRandom(membership.rank)
-        self._passes: Counter[int] = Counter()
+        self.inside = 0
+        self._passes = 0
         self._group: ReplicaGroup | None = None
-        self._numbers: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
-        self._homes: weakref.WeakKeyDictionary[nn.Module, torch.device] = weakref.WeakKeyDictionary()
-        self._inside = threading.local()
+        self._modules: weakref.WeakKeyDictionary[nn.Module, _Divided] = weakref.WeakKeyDictionary()
+        self._random_origin, self._since_origin = -1, 0
 
     @property
     def group(self) -> ReplicaGroup:
@@ -64,34 +76,33 @@ class Replicas:
 
     @property
     def cuda(self) -> bool:
-        """Whether ranks compute on GPUs."""
+        """As above."""
         return not self.membership.rehearsed and torch.cuda.is_available()
 
-    def take_in(self, module: nn.Module) -> int:
-        """Make a module that is to be divided the same on every rank; returns its number in the program.
+    def take_in(self, module: nn.Module) -> _Divided:
+        """Make a module that is to be divided the same on every rank.
+
+        ``model.to("cuda:0")`` is what programs say; one process a GPU means each on its own, so it is moved there.
 
         Raises:
             CannotAdopt: something in it can only be divided within one process.
         """
-        self._settle(module)
-        if module not in self._numbers:
-            _refuse_what_cannot_be_divided(module)
+        if module not in self._modules:
+            _refuse_sparse_gradients(module)
             self.membership.tell(ADVICE.format(size=self.membership.world_size))
-            self._numbers[module] = len(self._numbers)
+            self._modules[module] = _Divided(len(self._modules))
+            self._settle(module)
             self.group.take_from_rank_0([*module.parameters(), *module.buffers()])
             states = states_of_generators(cuda=self.cuda) if self.membership.rank == 0 else None
             set_generators(self.group.exchange(states)[0], cuda=self.cuda)
-        return self._numbers[module]
+        self._settle(module)
+        return self._modules[module]
 
     def _settle(self, module: nn.Module) -> None:
-        """Move the module to this rank's GPU, and remember where the program had put it.
-
-        ``model.to("cuda:0")`` is what programs say; one process a GPU means each on its own.
-        """
         device = _device_of(module)
         if self.cuda and device.type == "cuda" and device.index != torch.cuda.current_device():
             module.to(torch.device("cuda", torch.cuda.current_device()))
-            self._homes[module] = device
+            self._modules[module].home = device
 
     def forward(
         self,
@@ -109,67 +120,50 @@ class Replicas:
             RanksDisagree: the ranks have different batches or parameters.
             CannotAdopt: the output cannot be gathered.
         """
-        number = self.take_in(module)
-        examined = self._passes[number] % EXAMINED_EVERY == 0
-        self._passes[number] += 1
-        device = _device_of(module)
-        one = ReplicaPass(self.group, module, device, dim, (self._passes.total(), number))
-        with self._as_replica(), self.random.stream(self.cuda):
-            one.compute(args, kwargs, examined=examined)
-        output = one.collect()
-        home = home or self._homes.get(module, device)
-        return output if home == device else batch.map_tensors(output, lambda tensor: tensor.to(home))
+        divided, device = self.take_in(module), _device_of(module)
+        examined = divided.passes % EXAMINED_EVERY == 0
+        divided.passes += 1
+        self._passes += 1
+        one = ReplicaPass(self.group, module, device, dim, (self._passes, divided.number))
+        self.inside += 1
+        try:
+            with self._own_random_numbers():
+                one.compute(args, kwargs, examined=examined)
+        finally:
+            self.inside -= 1
+        output, home = one.collect(), home or divided.home or device
+        return output if home == device else batch.map_leaves(output, Tensor, lambda tensor: tensor.to(home))
 
     @contextlib.contextmanager
-    def _as_replica(self) -> Iterator[None]:
-        self._inside.depth = getattr(self._inside, "depth", 0) + 1
+    def _own_random_numbers(self) -> Iterator[None]:
+        """Draw from this rank's own stream inside, and leave the program's as it was.
+
+        Dropout draws as many numbers as the slice has elements, and slices differ; drawn from the program's own
+        stream (the one that shuffles, on CPU) they would lead the ranks to different batches. The stream inside
+        follows from the program's state, the rank, and the count of passes since that state changed: the same
+        seed gives the same run again.
+        """
+        outside = states_of_generators(cuda=self.cuda)
+        origin = zlib.crc32(outside["torch"])
+        self._since_origin = self._since_origin + 1 if origin == self._random_origin else 0
+        self._random_origin = origin
+        seed = zlib.crc32(f"{origin}/{self._since_origin}/{self.membership.rank}".encode())
+        torch.default_generator.manual_seed(seed)
+        random.seed(seed)
+        if "numpy" in outside:
+            sys.modules["numpy"].random.seed(seed)
+        if self.cuda:
+            torch.cuda.manual_seed(seed)
         try:
             yield
         finally:
-            self._inside.depth -= 1
-
-    @property
-    def inside(self) -> bool:
-        """Whether this thread computes a replica's pass right now."""
-        return getattr(self._inside, "depth", 0) > 0
+            set_generators(outside, cuda=self.cuda)
 
     def close(self, *, failed: bool) -> None:
         """Leave the group, if there is one."""
         if self._group is not None:
             in_time(CLOSE_SECONDS, functools.partial(self._group.close, failed=failed))
             self._group = None
-
-
-class ReplicaRandom:
-    """Gives each replica's forward pass its own random stream.
-
-    Dropout draws as many numbers as the slice has elements, and slices differ; drawn from the program's own
-    stream (the one that shuffles, on CPU) they would lead the ranks to different batches. The stream inside
-    follows from the program's state, the rank, and the count of passes since that state changed: the same
-    seed gives the same run again.
-    """
-
-    def __init__(self, rank: int) -> None:
-        self._rank, self._last, self._passes = rank, -1, 0
-
-    @contextlib.contextmanager
-    def stream(self, cuda: bool) -> Iterator[None]:
-        """Draw from this rank's own stream inside, and leave the program's as it was."""
-        outside = states_of_generators(cuda=cuda)
-        origin = zlib.crc32(outside["torch"])
-        self._passes = self._passes + 1 if origin == self._last else 0
-        self._last = origin
-        seed = zlib.crc32(f"{origin}/{self._passes}/{self._rank}".encode())
-        torch.default_generator.manual_seed(seed)
-        random.seed(seed)
-        if "numpy" in outside:
-            sys.modules["numpy"].random.seed(seed)
-        if cuda:
-            torch.cuda.manual_seed(seed)
-        try:
-            yield
-        finally:
-            set_generators(outside, cuda=cuda)
 
 
 _replicas: Replicas | None = None
@@ -206,7 +200,8 @@ def _change_class(cls: Any, replicas: Replicas) -> None:
         everywhere = range(replicas.membership.local_world_size)
         self.device_ids = list(everywhere if device_ids is None else device_ids)
         self.output_device = output_device if output_device is not None else (self.device_ids or [0])[0]
-        self._taas_home = _home(output_device, replicas)
+        given = output_device is not None and replicas.cuda
+        self._taas_home = torch.device(output_device) if given else None  # type: ignore[arg-type]
         # One device is no parallelism: natively the module just runs there.
         self._taas_whole = device_ids is not None and len(device_ids) == 1
         if not self._taas_whole:
@@ -272,35 +267,15 @@ def _refuse_overrides(cls: type) -> None:
         )
 
 
-def _refuse_what_cannot_be_divided(module: nn.Module) -> None:
-    if isinstance(module, torch.jit.ScriptModule):
-        raise CannotAdopt(
-            "nn.DataParallel over ranks cannot divide a scripted module. Wrap the module before torch.jit.script, "
-            "or use DistributedDataParallel."
-        )
+def _refuse_sparse_gradients(module: nn.Module) -> None:
     sparse = [name for name, part in module.named_modules() if getattr(part, "sparse", False) is True]
     if sparse:
         raise CannotAdopt(
             f"nn.DataParallel over ranks cannot add up the sparse gradients of {', '.join(sparse)}. Make it with "
             "sparse=False, or wrap the model in DistributedDataParallel."
         )
-    lazy = [
-        name for name, p in module.named_parameters() if isinstance(p, nn.parameter.UninitializedParameter)
-    ]
-    if lazy:
-        raise CannotAdopt(
-            f"Parameter {lazy[0]!r} has no shape yet: run the lazy module once before nn.DataParallel wraps it."
-        )
 
 
 def _device_of(module: nn.Module) -> torch.device:
     first = next(itertools.chain(module.parameters(), module.buffers()), None)
     return first.device if first is not None else torch.device("cpu")
-
-
-def _home(output_device: int | torch.device | None, replicas: Replicas) -> torch.device | None:
-    if output_device is None or not replicas.cuda:
-        return None
-    if isinstance(output_device, int):
-        return torch.device("cuda", output_device)
-    return torch.device(output_device)

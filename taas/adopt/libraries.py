@@ -13,7 +13,7 @@ import inspect
 import os
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any
 
 from taas.adopt.membership import Membership
 from taas.adopt.spawn import Adopter, without_torchrun_variables
@@ -50,16 +50,12 @@ def _refuse_elastic(module: ModuleType, membership: Membership) -> None:
         if membership.world_size == 1:
             with without_torchrun_variables():
                 return native(*args, **kwargs)
-        return _refuse("torchrun (torch.distributed.launcher)", membership)
+        raise CannotAdopt(
+            f"torchrun (torch.distributed.launcher) was called in a rank: each of the {membership.world_size} ranks of "
+            "this run would start processes of its own. The ranks are there already: call the training function itself."
+        )
 
     module.launch_agent = membership.in_rank(native, launch_agent)  # type: ignore[attr-defined]
-
-
-def _refuse(what: str, membership: Membership) -> NoReturn:
-    raise CannotAdopt(
-        f"{what} was called in a rank: each of the {membership.world_size} rank(s) of this run would start "
-        "processes of its own. The ranks are there already: call the training function itself."
-    )
 
 
 def _adopt_accelerate(module: Any, membership: Membership, adopter: Adopter) -> None:

@@ -214,10 +214,6 @@ class Waits:
             self._sockets |= set(_connections()) - before
             self._before = outer
 
-    def on_gpus(self) -> list[Any]:
-        """Return the backends in which this rank may wait on its GPU."""
-        return nccl.backends()
-
     def break_off(self, membership: Membership) -> None:
         """Let every wait of this rank fail; called by a thread that does not wait."""
         before, store = self._before, membership.address
@@ -229,7 +225,7 @@ class Waits:
         for path in membership.leave_store():
             with contextlib.suppress(OSError):
                 _replace_by_loop(path)
-        nccl.abort(self.on_gpus())
+        nccl.abort(nccl.backends())
 
 
 def _connections() -> dict[int, tuple[int, int]]:

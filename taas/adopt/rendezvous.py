@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from typing import Any
 from urllib.parse import parse_qs, urlparse
 
@@ -29,6 +30,7 @@ from torch.utils.data.distributed import DistributedSampler
 from taas.adopt import nccl
 from taas.adopt.membership import Membership, in_time
 from taas.errors import CannotAdopt, HeaderError
+from taas.header.arguments import BACKENDS
 from taas.rehearsal.patches import Arguments, rewrite_calls
 from taas.wording import text_of
 
@@ -113,7 +115,7 @@ class Rendezvous:
         """Make the default group anew that the end of the last cell broke off, if every rank had one."""
         me, backend = self.membership, dist.get_backend() if dist.is_initialized() else ""
         self._last, self._parted = ("", 0), ""
-        nccl.abort(me.waits.on_gpus())
+        nccl.abort(nccl.backends())
         close_default_group()
         store = me.store("backends")
         store.set(str(me.rank), backend)
@@ -192,9 +194,6 @@ def _handler(rendezvous: Rendezvous, native: Handler) -> Handler:
             yield from native(url, timeout=timeout, **kwargs)
             return
         yield rendezvous.meet(url)
-        raise RuntimeError(
-            "Unable to perform rerendezvous in a taas run: destroy the group and make it again"
-        )
 
     return handler
 
@@ -246,14 +245,6 @@ def close_default_group() -> bool:
     return in_time(DESTROY_SECONDS, dist.destroy_process_group)
 
 
-_AVAILABLE = {
-    "gloo": dist.is_gloo_available,
-    "mpi": dist.is_mpi_available,
-    "nccl": dist.is_nccl_available,
-    "ucc": dist.is_ucc_available,
-}
-
-
 def choose_backend(backend: str) -> None:
     """Use this backend wherever one is chosen (``--backend``), in the place of the one that a cell asks for.
 
@@ -266,22 +257,18 @@ def choose_backend(backend: str) -> None:
         HeaderError: this torch was built without it.
     """
     names = [part.rpartition(":")[2] for part in backend.split(",")]
-    unavailable = [name for name in names if not _AVAILABLE[name]()]
-    if unavailable:
-        built = ", ".join(name for name, there in _AVAILABLE.items() if there())
+    built = [name for name in BACKENDS if getattr(dist, f"is_{name}_available")()]
+    if missing := set(names).difference(built):
         raise HeaderError(
-            f"--backend {backend}: this torch has no {unavailable[0]}; it was built with {built}"
+            f"--backend {backend}: this torch has no {missing.pop()}; it was built with {', '.join(built)}"
         )
 
-    def choose(arguments: Arguments) -> None:
-        arguments["backend"] = backend
-        if "nccl" not in names:
-            arguments.pop("device_id", None)
-            arguments.pop("pg_options", None)
+    def choose(arguments: Arguments, *, always: bool) -> None:
+        if always or arguments.get("backend") is not None:
+            arguments["backend"] = backend
+            if "nccl" not in names:
+                arguments.pop("device_id", None)
+                arguments.pop("pg_options", None)
 
-    def choose_again(arguments: Arguments) -> None:
-        if arguments.get("backend") is not None:
-            choose(arguments)
-
-    rewrite_calls(dist, "init_process_group", choose)
-    rewrite_calls(dist, "new_group", choose_again)
+    rewrite_calls(dist, "init_process_group", partial(choose, always=True))
+    rewrite_calls(dist, "new_group", partial(choose, always=False))

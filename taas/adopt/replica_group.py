@@ -191,7 +191,6 @@ def _flattened(tensors: Sequence[Tensor]) -> Iterator[tuple[list[Tensor], Tensor
 
 
 def _unflattened(flat: Tensor, bucket: Sequence[Tensor]) -> list[Tensor]:
-    """Parts of a flat tensor in the shapes of a bucket's."""
     parts = flat.split([part.numel() for part in bucket])
     return [value.view(part.shape) for value, part in zip(parts, bucket, strict=True)]
 

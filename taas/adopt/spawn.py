@@ -33,21 +33,9 @@ from taas.wording import text_of
 
 spawn_module = sys.modules["torch.multiprocessing.spawn"]  # the package's attribute is the function
 
-LATE_SECONDS = 60.0
 GRACE_SECONDS = 5.0
 ENDED = "all-ended"
 TORCHRUN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
-
-class AdoptedProcesses(ProcessContext):
-    """What ``start_processes(join=False)`` gives: processes that have already ended, all well."""
-
-    def __init__(self) -> None:
-        super().__init__([], [])
-
-    def pids(self) -> list[int]:
-        """The one process that ran the function here: this rank."""
-        return [os.getpid()]
 
 
 class Adopter:
@@ -81,24 +69,17 @@ class Adopter:
             except BaseException as error:
                 store.set(ENDED, f"{self.membership.rank} {type(error).__name__}: {text_of(error)}"[:2000])
                 raise
-            store.set(f"ended/{self.membership.rank}", "")
             if store.add("count", 1) == all_of_them:
                 store.set(ENDED, "")
-        self._wait_for_all(what, prefix, processes)
+        self._wait_for_all(what, prefix)
         if not had_group:  # a group made in a process goes with it
             close_default_group()
-
-    def _members(self, processes: int) -> list[int]:
-        """The ranks that run the function."""
-        me = self.membership
-        return [rank for rank in range(me.world_size) if rank % me.local_world_size < processes]
 
     def _refuse(self, what: str, processes: int, args: Sequence[Any]) -> None:
         me = self.membership
         for index, arg in enumerate(args if processes * me.nodes > 1 else ()):
             if (refused := _refused(arg)) is not None:
-                kind, step = refused
-                raise CannotAdopt(f"{what} was given {kind} (args[{index}]), {step}")
+                raise CannotAdopt(f"{what} was given {refused[0]} (args[{index}]), {refused[1]}")
         if self._inside:
             raise CannotAdopt(
                 f"{what} was called inside {self._inside}, which already runs in the ranks of this cell. "
@@ -136,12 +117,9 @@ class Adopter:
         finally:
             self._inside, self.rendezvous.span = "", me.local_world_size
 
-    def _wait_for_all(self, what: str, prefix: str, processes: int) -> None:
+    def _wait_for_all(self, what: str, prefix: str) -> None:
         me, store = self.membership, self.membership.store(prefix)
-        if not me.wait_for(prefix, ENDED, LATE_SECONDS):
-            late = [rank for rank in self._members(processes) if not store.check([f"ended/{rank}"])]
-            me.tell(f"{what}: this rank has ended its part and waits for rank(s) {late}.")
-            me.wait_for(prefix, ENDED)
+        me.wait_for(prefix, ENDED)
         failure = store.get(ENDED).decode()
         if failure:
             # The rank that failed is about to end the run with its own traceback, which says more than this
@@ -168,7 +146,7 @@ def install(membership: Membership, rendezvous: Rendezvous) -> Adopter:
             with without_torchrun_variables():
                 return native(fn, args, nprocs, join, daemon, start_method)  # type: ignore[no-any-return]
         adopter.run("mp.spawn", nprocs, lambda index: fn(index, *args), args)
-        return None if join else AdoptedProcesses()
+        return None if join else ProcessContext([], [])  # all have ended, and well
 
     adopted = membership.in_rank(native, start_processes)
     spawn_module.start_processes = mp.start_processes = adopted  # type: ignore[attr-defined]  # its spawn calls it
@@ -212,30 +190,23 @@ def _environment(variables: Mapping[str, str | None]) -> Iterator[None]:
 
 _COLLECTED = 64 << 20
 """Bytes: a larger tensor in shared memory is a data set, which is only read."""
-_WAITED_FOR = (synchronize.Barrier, synchronize.Condition, synchronize.Event, SynchronizedBase)
-_GATHER = (
-    "of which each rank would have its own. Collect results with torch.distributed's all_gather_object; what rank 0's "
-    "function then puts into a list or dict of args is there afterwards."
+_SHARED = (
+    *(managers.BaseProxy, queues.Queue, queues.SimpleQueue),
+    *(synchronize.Barrier, synchronize.Condition, synchronize.Event, SynchronizedBase),
+)
+_INSTEAD = (
+    "of which each rank would have its own. Use torch.distributed: all_gather_object() to collect results, barrier() to wait "
+    "for each other, all_reduce() to count; what rank 0's function puts into a list or dict of args is there afterwards."
 )
 
 
 def _refused(arg: Any) -> tuple[str, str] | None:
     """Say what an argument is, and what to do instead, that processes would share."""
     name = type(arg).__name__
-    if isinstance(arg, (managers.BaseProxy, queues.Queue, queues.SimpleQueue)):
-        return f"a {name} of multiprocessing", _GATHER
-    if (
-        isinstance(arg, torch.Tensor)
-        and arg.device.type == "cpu"
-        and arg.is_shared()
-        and arg.nbytes <= _COLLECTED
-    ):
-        return f"a {name} in shared memory", _GATHER
-    if isinstance(arg, _WAITED_FOR):
-        return f"a {name} of multiprocessing", (
-            "of which each rank would have its own. Use torch.distributed: barrier() to wait for each other, all_reduce() "
-            "to count."
-        )
+    if isinstance(arg, _SHARED):
+        return f"a {name} of multiprocessing", _INSTEAD
+    if isinstance(arg, torch.Tensor) and not arg.is_cuda and arg.is_shared() and arg.nbytes <= _COLLECTED:
+        return f"a {name} in shared memory", _INSTEAD
     # Hogwild
     if isinstance(arg, torch.nn.Module) and any(p.is_shared() for p in arg.parameters() if not p.is_cuda):
         return f"a model in shared memory, a {name}", (

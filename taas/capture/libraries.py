@@ -169,18 +169,15 @@ def _set_shared(references: Any, state: tuple[bool]) -> None:
 
 def _read_traits(value: Any) -> Reading | None:
     constructor, arguments, state = value.__reduce_ex__(4)[:3]
-    observers = {"_trait_notifiers": observers_of(value, of_class=False)}
+    observers = {"_trait_notifiers": _added_observers(value)}
     return read_reduced(value, (constructor, arguments, {**state, **observers}, None, None, _set_traits))
 
 
-def observers_of(value: Any, *, of_class: bool) -> dict[Any, Any]:
-    """Return who hears of changes of traits: methods that the object's class says, or whom somebody has added."""
+def _added_observers(value: Any) -> dict[Any, Any]:
+    """Return who hears of changes of traits, but for the methods that the object's class says."""
     handler = sys.modules["traitlets"].EventHandler
     found = {
-        name: {
-            kind: [one for one in ones if isinstance(one, handler) is of_class]
-            for kind, ones in kinds.items()
-        }
+        name: {kind: [one for one in ones if not isinstance(one, handler)] for kind, ones in kinds.items()}
         for name, kinds in value._trait_notifiers.items()
     }
     return {

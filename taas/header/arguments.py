@@ -17,6 +17,7 @@ from taas.wording import counted, nearest, shown
 
 _WORD = re.compile(r"""(?:"[^"]*"|'[^']*'|[^\s"'])+""")
 _QUOTED = re.compile(r""""([^"]*)"|'([^']*)'""")
+TYPE_NAME = re.compile(r"[a-z]\d+\.\d+", re.ASCII)
 DASHES = re.compile(r"[-\u2010-\u2015\u2212]+")
 
 
@@ -64,8 +65,8 @@ class Line:
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
-Unknown = Callable[[str, Option | None], str]
-"""Says why a word, after an option, is none of the table's."""
+Unknown = Callable[[str], str]
+"""Says why a word is none of the table's."""
 
 
 def split_words(text: str) -> list[str]:
@@ -107,7 +108,7 @@ def read_line(words: list[str], table: Mapping[str, Option], unknown: Unknown, m
             alone.append(word)
             continue
         if not word.startswith("--") or name not in table:
-            raise HeaderError(unknown(word, table[list(given)[-1]] if given else None))
+            raise HeaderError(unknown(word))
         option = table[name]
         if name in given and not option.repeats:
             raise HeaderError(f"--{name} is given twice: allowed is once; leave one of them out")
@@ -118,20 +119,18 @@ def read_line(words: list[str], table: Mapping[str, Option], unknown: Unknown, m
 
 def _read_value(option: Option, joined: str | None, waiting: list[str]) -> Any:
     """Read an option's value: what was joined to it by ``=``, else the next word."""
-    name, value = option.name, joined or ""
+    name = option.name
     if option.convert is None:
         if joined is not None:
-            said = f"--{name}={joined}"
-            raise HeaderError(f"{shown(said)}: allowed is --{name} without a value; type --{name}")
+            raise HeaderError(f"--{name}={shown(joined)}: allowed is --{name} without a value; type --{name}")
         return True
     missing = joined is None and (not waiting or waiting[0].startswith("--"))
-    if joined is None and not missing:
-        value = waiting.pop(0)
+    value = joined if joined is not None else "" if missing else waiting.pop(0)
     try:
         return option.convert(value)
     except Wrong as wrong:
-        what = f"--{option.name} has no value" if missing else f"--{option.name} {shown(value)}"
-        line = f"{what}: allowed is {wrong.allowed}; type --{option.name} {wrong.instead}"
+        what = f"--{name} has no value" if missing else f"--{name} {shown(value)}"
+        line = f"{what}: allowed is {wrong.allowed}; type --{name} {wrong.instead}"
         if "{" in what or "$" in what:
             line += " (a name in {} or after $ is expanded only where the notebook has it)"
         raise HeaderError(line) from None
@@ -141,6 +140,8 @@ def _read_value(option: Option, joined: str | None, waiting: list[str]) -> Any:
 
 
 NUMBER = re.compile(r"\d{1,15}", re.ASCII)
+_RANGE = re.compile(r"(\d{1,15})(?:-(\d{1,15}))?", re.ASCII)
+_ELEMENTS = re.compile(r"(?:([^\W\d]\w*)=)?0*([1-9][0-9]{0,14})")
 
 
 class Wrong(Exception):
@@ -159,12 +160,11 @@ def whole(low: int, high: int | None = None) -> Callable[[str], int]:
     )
 
     def convert(text: str) -> int:
-        if not NUMBER.fullmatch(text):
-            begins = NUMBER.match(text)  # "2," and "8x"
-            raise Wrong(allowed, str(max(low, min(int(begins[0]), high or low)) if begins else max(low, 1)))
-        number = int(text)
-        if number < low or (high is not None and number > high):
-            raise Wrong(allowed, str(low if number < low or high is None else high))
+        begins = NUMBER.match(text)  # "2," and "8x"
+        number = int(begins[0]) if begins else max(low, 1)
+        near = max(low, min(number, number if high is None else high))
+        if near != number or not NUMBER.fullmatch(text):
+            raise Wrong(allowed, str(near))
         return number
 
     return convert
@@ -186,28 +186,20 @@ MAX_GPUS = 1024
 
 def gpus(text: str) -> int | None:
     """How many ranks; None for ``auto``."""
-    if text == "auto":
-        return None
     try:
-        return whole(1, MAX_GPUS)(text)
+        return None if text == "auto" else whole(1, MAX_GPUS)(text)
     except Wrong as wrong:
         raise Wrong(f"{wrong.allowed}, or auto", wrong.instead if NUMBER.match(text) else "auto") from None
 
 
 def units(text: str) -> int | dict[str, int]:
     """Elements of each loader, or of each loader by its name."""
-    if "=" not in text:
-        try:
-            return whole(1)(text)
-        except Wrong as wrong:
-            raise Wrong(f"{wrong.allowed}, or train=20480,valid=400", wrong.instead) from None
-    counts: dict[str, int] = {}
-    for part in text.split(","):
-        name, _, number = part.partition("=")
-        if not name.isidentifier() or not NUMBER.fullmatch(number) or int(number) < 1 or name in counts:
-            raise Wrong("each loader's name once, with a whole number of at least 1", "train=20480,valid=400")
-        counts[name] = int(number)
-    return counts
+    parts = [_ELEMENTS.fullmatch(part) for part in text.split(",")]
+    counts = {part[1] or "": int(part[2]) for part in parts if part}
+    if len(counts) < len(parts) or ("" in counts and len(parts) > 1):
+        allowed = "a whole number of at least 1, or NAME=K,… with each loader once"
+        raise Wrong(allowed, "train=20480,valid=400" if "=" in text else "20480")
+    return counts.get("", counts)
 
 
 @dataclass(frozen=True)
@@ -237,15 +229,11 @@ def ranks(*words: str) -> Callable[[str], str | RankRanges]:
     def convert(text: str) -> str | RankRanges:
         if text in words:
             return text
-        ranges = []
-        for part in text.split(","):
-            first, dash, last = part.partition("-")
-            last = last if dash else first
-            if not NUMBER.fullmatch(first) or not NUMBER.fullmatch(last) or int(first) > int(last):
-                instead = nearest(text, [word for word in words if word.isalpha()], 0.5) or "all"
-                raise Wrong(f"{', '.join(words)}, or ranks such as 0,3-5", instead)
-            ranges.append((int(first), int(last)))
-        return RankRanges(tuple(ranges))
+        parts = [_RANGE.fullmatch(part) for part in text.split(",")]
+        ranges = tuple((int(part[1]), int(part[2] or part[1])) for part in parts if part)
+        if len(ranges) < len(parts) or any(first > last for first, last in ranges):
+            raise Wrong(f"{', '.join(words)}, or ranks such as 0,3-5", nearest(text, words, 0.5) or "all")
+        return RankRanges(ranges)
 
     return convert
 
@@ -300,15 +288,14 @@ def run_name(text: str) -> str:
 
 
 BACKENDS = ("gloo", "nccl", "mpi", "ucc")
+_BACKEND = re.compile("{0}|{1}(,{1})*".format(one := f"(?:{'|'.join(BACKENDS)})", f"(cpu|cuda):{one}"))
 
 
 def backend(text: str) -> str:
     """A torch.distributed backend, or one per device type."""
-    for part in text.split(","):
-        device, colon, name = part.rpartition(":")
-        if name not in BACKENDS or (colon and device not in ("cpu", "cuda")) or (not colon and part != text):
-            allowed = f"{', '.join(BACKENDS)}, or one per device such as cpu:gloo,cuda:nccl"
-            raise Wrong(allowed, nearest(name, BACKENDS, 0.3) or BACKENDS[0])
+    if not _BACKEND.fullmatch(text):
+        allowed = f"{', '.join(BACKENDS)}, or one per device such as cpu:gloo,cuda:nccl"
+        raise Wrong(allowed, nearest(text, BACKENDS, 0.3) or BACKENDS[0])
     return text
 
 

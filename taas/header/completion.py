@@ -75,7 +75,6 @@ def _values(option: Option, text: str, cell: str) -> list[str]:
 
 
 def _gpu_counts(text: str, cell: str) -> list[str]:
-    """Return the numbers of ranks that the header's instance type may have."""
     header, on = find_header(cell), re.search(r"--on[\s=]+(\S+)", text)
     name = on[1] if on else header.instance if header is not None else None
     kind = load_catalog().instances.get(name or "")

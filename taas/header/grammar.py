@@ -8,7 +8,7 @@
 
 ``find_header`` looks at every cell the user runs: it is quick and never raises. Only blank lines and comments may stand
 above and between the two lines. What looks like a header and is none (``#pragma tass``, a header below code) is a
-problem to tell, never silently a comment (`_nearly`). ``# pragma taas`` is a header: formatters put that space there. A
+problem to tell, never silently a comment (`_meant`). ``# pragma taas`` is a header: formatters put that space there. A
 header is switched off by commenting it out: ``##pragma taas`` or ``# #pragma taas``.
 
 ``parse_header`` judges it, before anything starts, by the option table (`header.options`) and the instance types
@@ -18,12 +18,13 @@ header is switched off by commenting it out: ``##pragma taas`` or ``# #pragma ta
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from taas.config import BUILT_IN_TYPES, Catalog, InstanceType
 from taas.errors import HeaderError
+from taas.header.arguments import TYPE_NAME
 from taas.header.options import OPTIONS, RunSpec, read_options, spec_values
 from taas.wording import counted, misspelt, nearest, shown
 
@@ -47,10 +48,11 @@ class HeaderText:
     magic: bool = False
 
 
-_PLAIN_TYPE = re.compile(r"[A-Za-z]\d+\.\d+", re.ASCII)
+_MARK = re.compile(r"^#?[!\s]*")
 _SHEBANG = re.compile(r"#!\s*((?:\{[^{}]*\}|[^\s{}/])(?:\{[^{}]*\}|[^\s{}])*)\s*(.*)")
 _PRAGMA = re.compile(r"#\s*pragma\s+taas(?:\s+(.*))?")
 _SPACED_TYPE = re.compile(r"#\s*([cg]\d+\.\d+)", re.ASCII | re.IGNORECASE)
+_TYPE_LIKE = re.compile(r"[{$]|(?<![a-z])[a-z]{1,2}\d", re.ASCII | re.IGNORECASE)
 _WORD = re.compile(r"([^\W\d_]*)[\s:,;]*")
 _SLIPS = {"pragma": 2, "taas": 1, "pragmataas": 2}
 """With how many slips a word of the header is still known."""
@@ -96,112 +98,94 @@ def has_code(cell: str) -> bool:
 
 
 def _read_top(cell: str) -> tuple[HeaderText, int]:
-    """Read the head of a cell, up to its first line of code, whose place is the second result, or to the first problem."""
-    instance = options = problem = None
-    comments, at = [], 0
+    """Read the head of a cell, up to its first line of code, whose place is the second result."""
+    head, at = [], 0
     for line in cell.split("\n"):
-        text = line.strip()
-        if problem is not None or (text and not text.startswith("#")):
+        if line.strip() and not line.lstrip().startswith("#"):
             break
+        head.append(line.strip())
         at += len(line) + 1
-        shebang = _SHEBANG.fullmatch(text)
-        if (pragma := _PRAGMA.fullmatch(text)) is not None:
-            if options is not None:
-                problem = "a second #pragma taas: allowed is one; type all options on one"
-            options = options or pragma[1] or ""
-        elif shebang is not None and _like_a_type(shebang[1]):
-            problem = _type_line_problem(shebang, instance, options)
-            instance = instance or shebang[1]
-        elif (problem := _nearly(text)) is None and options is None:
-            comments.append(text)
-    if problem is None:
-        instance, problem = _said_by_comments(comments, instance, options)
+    pragmas = [*filter(None, map(_PRAGMA.fullmatch, head))]
+    types = [line for line in filter(None, map(_SHEBANG.fullmatch, head)) if _like_a_type(line[1])]
+    known = {line[0] for line in (*pragmas, *types)}
+    near = (_nearly(text, headed=bool(types) and not pragmas) for text in head if text not in known)
+    problem = next(filter(None, near), None) or _out_of_order(head, types, pragmas)
+    instance = types[0][1] if types else None
+    if pragmas and instance is None:
+        instance = _doubtful_type(head[: head.index(pragmas[0][0])])
+    options = (pragmas[0][1] or "") if pragmas else None
     return HeaderText(instance=instance, options=options, problem=problem), at
 
 
-def _said_by_comments(
-    comments: list[str], instance: str | None, options: str | None
-) -> tuple[str | None, str | None]:
-    """Return the type, and what is wrong, with what comments in the head of a cell can only have been meant as."""
-    if options is not None:  # the catalog says which type is near
-        doubtful = (_SHEBANG.fullmatch(text) or _SPACED_TYPE.fullmatch(text) for text in comments)
-        return instance or next((found[1] for found in doubtful if found), None), None
-    if instance is not None:
-        return instance, next(filter(None, (_nearly(text, headed=True) for text in comments)), None)
-    return None, None
+def _doubtful_type(comments: list[str]) -> str | None:
+    """What can only have been meant as a type, above a pragma; the catalog says which type is near."""
+    found = (_SHEBANG.fullmatch(text) or _SPACED_TYPE.fullmatch(text) for text in comments)
+    return next((line[1] for line in found if line), None)
 
 
 def _like_a_type(name: str) -> bool:
-    """Whether it is surely meant as a type: one, nearly one, a family, or a GPU: ``g2.8``, ``g2-8``, ``g2``, ``8xA100``."""
-    if _PLAIN_TYPE.fullmatch(name) or "{" in name or "$" in name:
-        return True
-    types, name = BUILT_IN_TYPES.values(), name.lower()
-    return any(kind.gpu_model.lower() in name for kind in types if kind.gpu_model) or any(
-        misspelt(name, word, 1) for kind in types for word in (kind.name, kind.name.partition(".")[0])
+    """Whether it is surely meant as a type: written like one or like a GPU, or nearly one: ``g2-8``, ``8xA100``, ``gs.8``."""
+    return bool(_TYPE_LIKE.search(name)) or any(
+        misspelt(name.lower(), word, 1) for kind in BUILT_IN_TYPES for word in (kind, kind.partition(".")[0])
     )
 
 
-def _type_line_problem(line: re.Match[str], instance: str | None, options: str | None) -> str | None:
-    text, name, rest = shown(line[0]), shown(line[1]), line[2]
-    if instance is not None:
-        return f"{text}: a second instance type: allowed is one; leave one of them out"
-    if options is not None:
-        return f"{text} stands below #pragma taas: allowed is above; type it on the line before"
-    pragma = rest if rest.startswith("#") else rest and f"#pragma taas {rest}"
-    if pragma and (_PRAGMA.fullmatch(pragma) or _nearly(pragma, headed=True)):
-        return f"{text}: allowed is #!{name} alone on its line; type {shown(pragma)} below it"
-    return None
+def _out_of_order(head: list[str], types: list[re.Match[str]], pragmas: list[re.Match[str]]) -> str | None:
+    """What is wrong with the lines of a header if not one type alone on its line, and below it one pragma."""
+    options = [line[1] for line in pragmas]
+    for line in types:
+        meant = _meant(line[2] if line[2].startswith("#") else f"#pragma taas {line[2]}", headed=True)
+        options += [meant] if line[2] and meant is not None else []
+    said = [line[0] for line in (*types, *pragmas)]
+    lines = sorted(said, key=head.index)
+    if max(len(types), len(pragmas)) < 2 and len(options) == len(pragmas) and lines == said:
+        return None
+    right = [f"#!{line[1]}" for line in types[:1]]
+    if options:
+        once = dict.fromkeys(f" {option or ''}".partition(" #")[0].strip() for option in options)
+        right.append(" ".join(("#pragma taas", *filter(None, once))))
+    return (
+        f"{shown(' / '.join(lines))}: allowed is one #!TYPE alone on its line, and one #pragma taas below it; "
+        f"type {shown(' and below it '.join(right), 120)}"
+    )
 
 
-def _nearly(comment: str, *, headed: bool = False) -> str | None:
-    """Why a comment that was surely meant as a pragma is none; None for an ordinary comment.
+def _nearly(comment: str, *, headed: bool) -> str | None:
+    """Why a comment that was surely meant as a pragma is none; None for an ordinary comment."""
+    meant = _meant(comment, headed=headed)
+    right = shown(f"#pragma taas {meant}".strip())
+    told = f"{shown(comment)} is a comment: allowed is #pragma taas and options; type {right} (or ##pragma to switch it off)"
+    return told if meant is not None else None
+
+
+def _meant(comment: str, *, headed: bool = False) -> str | None:
+    """The options of what was surely meant as a pragma; None for an ordinary comment.
 
     Of ``pragma``, ``taas`` and an option, nearly as they are spelt, it has two; or one, where it is ``headed`` by an
     instance type alone: there the cell would train in one rank.
     """
-    said, rest = 0, comment.removeprefix("#").lstrip("! \t")
-    while (word := _WORD.match(rest)) and _is_of_header(word[1].lower()):
+    said, rest, option = 0, _MARK.sub("", comment), ""
+    while (word := _WORD.match(rest)) and any(misspelt(word[1].lower(), *slips) for slips in _SLIPS.items()):
         said, rest = said + 1, rest[word.end() :]
-    option, at = next(
-        (
-            (near, match.end())
-            for match in _OPTION.finditer(rest)
-            if (near := nearest(match[1], OPTIONS, 0.7))
-        ),
-        ("", 0),
-    )
-    if not (said > 1 or (option and (said or headed)) or (headed and said and not rest)):
-        return None
-    meant = f"#pragma taas {f'--{option}{rest[at:]}' if option else rest}".strip()
-    return (
-        f"{shown(comment)} is a comment: allowed is #pragma taas and options; type {shown(meant)} "
-        "(or ##pragma to switch it off)"
-    )
-
-
-def _is_of_header(word: str) -> bool:
-    return any(misspelt(word, meant, most) for meant, most in _SLIPS.items())
-
-
-def _comments(cell: str) -> Iterator[tuple[int, str]]:
-    """Position and text of the comments of a cell, those in strings left out."""
-    for lexeme in _LEXEME.finditer(cell):
-        if lexeme["comment"] is not None:
-            yield lexeme.start(), lexeme["comment"].strip()
+    for match in _OPTION.finditer(rest):
+        if near := nearest(match[1], OPTIONS, 0.7):
+            option = f"--{near}{rest[match.end() :]}"
+            break
+    sure = said > 1 or (option and (said or headed)) or (headed and said and not rest)
+    return (option or rest) if sure else None
 
 
 def _misplaced(cell: str, body_at: int, *, headed: bool) -> str | None:
-    """The problem of a header that stands below code."""
+    """The problem of a header that stands below code; what is in strings is none."""
     body = cell[body_at:].lower()
     if not any(word in body for word in _WORTH_READING):
         return None
-    for at, comment in _comments(cell):
-        if at < body_at:
-            continue
-        alone = cell[cell.rfind("\n", 0, at) + 1 : at].isspace() or cell[at - 1 : at] in ("", "\n")
+    for lexeme in _LEXEME.finditer(cell, body_at):
+        at, comment = lexeme.start(), (lexeme["comment"] or "").strip()
+        alone = not cell[cell.rfind("\n", 0, at) + 1 : at].strip()
         shebang = _SHEBANG.fullmatch(comment) if alone else None
-        is_type = shebang is not None and _PLAIN_TYPE.fullmatch(shebang[1]) is not None
-        if is_type or _PRAGMA.fullmatch(comment) or _nearly(comment):
+        is_type = shebang is not None and TYPE_NAME.fullmatch(shebang[1].lower()) is not None
+        if is_type or _meant(comment) is not None:
             where = f"line {cell.count(chr(10), 0, at) + 1}, {shown(comment)}, stands below code"
             cure = "leave it out: the cell has a header" if headed else "move it to the top of the cell"
             return f"{where}: allowed is only blank lines and comments above a header; {cure}"
@@ -249,64 +233,50 @@ def parse_header(
 
 
 def _shape(
-    kind: InstanceType | None, given: dict[str, Any], visible_gpus: int, before: str, catalog: Catalog
+    kind: InstanceType | None, given: dict[str, Any], visible: int, before: str, catalog: Catalog
 ) -> dict[str, Any]:
     """How many VMs, ranks on each, and GPUs for each rank; an instance type is typed after ``before``."""
     if kind is None:
         if "gpus" not in given:
-            raise HeaderError(
-                f"neither {before}TYPE nor --gpus: allowed is {before}g2.8, or --gpus N; type --gpus auto"
-            )
-        return {"vms": 1, "ranks_per_vm": given["gpus"] or visible_gpus or 2, "gpus_per_rank": 1}
-    if kind.gpus == 0:
-        for option in ("gpus", "rehearse"):
-            if option in given:
-                raise HeaderError(
-                    f"--{option} on {kind.name}, which has no GPU: allowed is one process without it; "
-                    f"leave --{option} out, or type {before}g2.8"
-                )
+            raise HeaderError(f"neither {before}TYPE nor --gpus: allowed is either or both; type --gpus auto")
+        return {"vms": 1, "ranks_per_vm": given["gpus"] or visible or 2, "gpus_per_rank": 1}
+    needing = next((option for option in ("gpus", "rehearse") if option in given), None)
+    if needing is not None and kind.gpus == 0:
+        raise HeaderError(
+            f"--{needing} on {kind.name}, which has no GPU: allowed is one process without it; "
+            f"leave --{needing} out, or type {before}g2.8"
+        )
     if "gpus" not in given:
         return {"vms": 1, "ranks_per_vm": 1, "gpus_per_rank": kind.gpus}
     ranks = given["gpus"] or kind.gpus
     possible = {kind.gpus * vms: vms for vms in sorted(kind.vms)}
     if ranks not in possible:
+        counts, vms = (", ".join(map(str, numbers)) for numbers in (possible, possible.values()))
         raise HeaderError(
-            f"--gpus {ranks} on {kind.name}: allowed is {_either(list(possible))} ({_either(sorted(kind.vms))} "
-            f"{'VMs' if max(kind.vms) > 1 else 'VM'} of {counted(kind.gpus, 'GPU')}); "
+            f"--gpus {ranks} on {kind.name}: allowed is {counts} ({vms} times the {counted(kind.gpus, 'GPU')} of a VM); "
             f"type {_for_ranks(ranks, kind, before, catalog)}"
         )
     return {"vms": possible[ranks], "ranks_per_vm": kind.gpus, "gpus_per_rank": 1}
 
 
 def _for_ranks(ranks: int, kind: InstanceType, before: str, catalog: Catalog) -> str:
-    """What to type for so many ranks, or the next larger number, on the same GPUs: this type, another, in few VMs."""
-    enough = [
+    """What to type for as many ranks, or the next larger number, on the same GPUs: on this type, else one of few VMs."""
+    enough = (
         (other.gpus * vms, other is not kind, vms, other.name)
         for other in catalog.instances.values()
         if other.gpus and other.gpu_model == kind.gpu_model
         for vms in other.vms
         if other.gpus * vms >= ranks
-    ]
+    )
     count, another, _, name = min(enough, default=(kind.gpus * max(kind.vms), False, 0, kind.name))
-    said = [f"{before}{name}"] * another + [f"--gpus {count}"] * (count != ranks)
-    return " and ".join(said)
-
-
-def _either(numbers: list[int]) -> str:
-    *most, last = map(str, numbers)
-    return f"{', '.join(most)} or {last}" if most else last
+    return " and ".join([f"{before}{name}"] * another + [f"--gpus {count}"] * (count != ranks))
 
 
 def _check_keep(given: dict[str, Any]) -> None:
-    """Ranks stay for the cells of their notebook: not where it goes on without them, nor in a new start's place."""
-    others = {
-        "background": "its names come later",
-        "max-restarts": "a new start has new ranks",
-        "return": "kept ranks and the notebook hold the same names",
-    }
-    for other, why in others.items():
+    """Kept ranks hold the names their notebook holds, for its next cell: they don't go on without it, nor start anew."""
+    for other in ("background", "max-restarts", "return"):
         if "keep" in given and given.get(other):
-            raise HeaderError(f"--keep with --{other}: allowed is one of them, as {why}; leave --{other} out")
+            raise HeaderError(f"--keep with --{other}: allowed is one of them; leave --{other} out")
 
 
 def _check_delivery(given: dict[str, Any], registered: Sequence[str]) -> None:
@@ -318,9 +288,7 @@ def _check_delivery(given: dict[str, Any], registered: Sequence[str]) -> None:
             f"type that in a cell above, or leave --{asked} out"
         )
     if asked is not None and "cpus" not in given:
-        raise HeaderError(
-            f"--{asked} without --cpus: allowed is with --cpus 1 to 8; type --cpus 1 --{asked} …"
-        )
+        raise HeaderError(f"--{asked} without --cpus: allowed is with it; type --cpus 1 --{asked} …")
     units = given.get("units")
     for name, count in units.items() if isinstance(units, dict) else ():
         if name not in registered:

@@ -7,7 +7,6 @@ Tab, a key of ``taas.toml`` (``setting``) and the way to supervisor and ranks fo
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -16,7 +15,7 @@ from typing import Any, Literal
 from taas.header.arguments import (
     BACKENDS,
     DASHES,
-    NUMBER,
+    TYPE_NAME,
     Option,
     RankRanges,
     backend,
@@ -182,30 +181,12 @@ def spec_values(given: Mapping[str, Any], settings: Mapping[str, Any], world_siz
     return values
 
 
-# ---------------------------------------------------------------- what was meant by a word that is no option
-
-
-def _unknown(table: Mapping[str, Option], type_mark: str, word: str, before: Option | None) -> str:
-    """Why a word that should be an option, after the option ``before``, is none."""
+def _unknown(table: Mapping[str, Option], type_mark: str, word: str) -> str:
     dashed = DASHES.match(word) is not None
-    bare, equals, _ = DASHES.sub("", word, count=1).partition("=")
+    bare = DASHES.sub("", word, count=1).partition("=")[0]
     near = nearest(bare.replace("_", "-"), table, 0.6 if dashed else 0.8)
-    if near is None and not (dashed or equals):
-        return _alone(word, before, type_mark)
-    known = ", ".join(f"--{name}" for name in table)
     above = "" if "on" in table else "#!TYPE on the line above, "
-    step = f"type --{near}" if near else "leave it out, or see %%taas?"
-    return f"{shown(word)} is no option: allowed is {above}{known}; {step}"
-
-
-def _alone(word: str, before: Option | None, type_mark: str) -> str:
-    """Why a word is no value of the option before it."""
-    fact = f"{shown(word)} stands alone: allowed is"
-    if re.fullmatch(r"[a-z]\d+\.\d+", word, re.ASCII):
-        return f"{fact} an instance type after {type_mark.strip()}; type {type_mark}{word}"
-    if before is None:
-        cure = f"type --gpus {shown(word)}" if NUMBER.fullmatch(word) else "leave it out"
-        return f"{fact} an option before it; {cure}"
-    one = "one value, several joined by commas, one with blanks in quotes"
-    takes = f"{one}, after --{before.name}" if before.convert else f"--{before.name} without a value"
-    return f"{fact} {takes}; leave {shown(word)} out"
+    step = f"type --{near}" if near else "leave it out, or see %%taas? (a value is one word: a,b or 'a b')"
+    if near is None and TYPE_NAME.fullmatch(word):
+        step = f"type {type_mark}{word}"
+    return f"{shown(word)} is no option: allowed is {above}{', '.join(f'--{name}' for name in table)}; {step}"

@@ -17,13 +17,7 @@ from taas.notebook.live_view import LiveDisplay, RunView
 from taas.notebook.tables import Shown, line, plain
 from taas.runs.endings import finish
 from taas.runs.places import ProcessMark
-from taas.runs.records import (
-    ANSWER,
-    LOADERS,
-    PAYLOAD,
-    RunRecord,
-    read_record,
-)
+from taas.runs.records import ANSWER, LOADERS, PAYLOAD, RunRecord, read_record
 from taas.runs.retention import open_kept
 from taas.supervisor import connections
 from taas.wire.ranks import Answer
@@ -151,12 +145,10 @@ def _bring_names(record: RunRecord, shell: Any, captured: Capture | None, view: 
     _brought.add(record.id)
     view.take(applied, numbered=captured is not None)
     made = [name for name in applied.rebound if not isinstance(shell.user_ns.get(name), _BY_REFERENCE)]
-    names = ", ".join(made[:12]) + (" …" if len(made) > 12 else "")
-    in_place = (
-        f"{applied.changed} objects changed in place" if captured is not None and applied.changed else ""
-    )
-    said = "; ".join(part for part in (names and f"names here now: {names}", in_place) if part)
-    say(said or "no name was new or changed")
+    said = [f"names here now: {', '.join(made[:12])}{' …' if len(made) > 12 else ''}"] if made else []
+    if captured is not None and applied.changed:
+        said.append(f"{applied.changed} objects changed in place")
+    say("; ".join(said) or "no name was new or changed")
 
 
 def _rebind(record: RunRecord, answer: int, namespace: dict[str, Any]) -> Applied:

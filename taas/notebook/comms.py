@@ -15,13 +15,11 @@ import copyreg
 import importlib
 import sys
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import comm
 from comm.base_comm import BaseComm
 
-from taas.capture.libraries import observers_of
 from taas.wording import shown, text_of
 
 _WIDGETS = "jupyter.widget"
@@ -132,8 +130,7 @@ class KernelEnds:
             if opens and end.target_name == _WIDGETS:
                 _make_twin(end, said)
             elif said["data"].get("method") == "update" and (twin := _widget_of(end)) is not None:
-                with _unobserved(twin):
-                    _set_state(twin, said)
+                _set_state(twin, said)
 
     @contextlib.contextmanager
     def _explained(self, said: dict[str, Any]) -> Iterator[None]:
@@ -174,11 +171,15 @@ def _make_twin(end: BaseComm, said: dict[str, Any]) -> None:
 
 
 def _set_state(widget: Any, said: dict[str, Any]) -> None:
-    """Give a widget what its model was told."""
+    """Give a widget what its model was told; those who observe it have heard in the ranks."""
     state = said["data"]["state"]
     put_buffers = sys.modules["ipywidgets.widgets.widget"]._put_buffers
     put_buffers(state, said["data"].get("buffer_paths", ()), said["buffers"])
-    widget.set_state(state)
+    observers, widget._trait_notifiers = widget._trait_notifiers, {}
+    try:
+        widget.set_state(state)
+    finally:
+        widget._trait_notifiers = observers
 
 
 def _widget_of(end: Any) -> Any:
@@ -188,26 +189,5 @@ def _widget_of(end: Any) -> Any:
 
 
 def _all_widgets() -> dict[str, Any]:
-    """Return all widgets of this process by their comms' ids."""
     module = sys.modules.get("ipywidgets.widgets.widget")
     return module._instances if module is not None else {}
-
-
-@contextlib.contextmanager
-def _unobserved(widget: Any) -> Iterator[None]:
-    """Let a widget change without telling those who observe it: in the ranks, they have heard."""
-    observers = widget._trait_notifiers
-    widget._trait_notifiers = {
-        name: {kind: [partial(_try, widget, one) for one in ones] for kind, ones in kinds.items()}
-        for name, kinds in observers_of(widget, of_class=True).items()
-    }
-    try:
-        yield
-    finally:
-        widget._trait_notifiers = observers
-
-
-def _try(widget: Any, handler: Any, change: Any) -> None:
-    """Let a class hear of a change; it may need what no model has, and that comes with the run's names."""
-    with contextlib.suppress(Exception):
-        getattr(widget, handler.name)(change)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import importlib.metadata
 import json
 import os
@@ -20,7 +19,7 @@ import psutil
 from jupyter_core.paths import jupyter_runtime_dir
 
 from taas.engines.local import present_gpus, unseen_gpu, visible_gpus
-from taas.notebook.tables import Shown
+from taas.notebook.tables import Shown, plain, table
 from taas.storage import probe
 from taas.wording import counted, size_in_words
 
@@ -56,27 +55,25 @@ class Finding:
 
 def examine() -> list[Finding]:
     """Look at everything a run needs on this machine. Takes some seconds: torch is asked in a process of its own."""
-    looks = (_python, _packages, _torch, _memory, _write_rule, _ports, _runtime_folder, _ray)
+    looks = (_packages, _torch, _memory, _write_rule, _host_name, _runtime_folder)
     return [finding for look in looks for finding in look()]
 
 
 def _limited(what: str, fact: str, limited: bool, advice: str) -> Finding:
-    """Find that something works, or that it works with a limit."""
     return Finding("note", what, fact, advice) if limited else Finding("ok", what, fact)
 
 
-def _python() -> Iterable[Finding]:
-    fact = f"{platform.python_version()} on Linux {platform.release()}, {sys.executable}"
-    yield Finding("ok", "Python", fact)
-
-
 def _packages() -> Iterable[Finding]:
+    yield Finding(
+        "ok", "Python", f"{platform.python_version()} on Linux {platform.release()}, {sys.executable}"
+    )
     found = []
-    for name in ("jupyter-taas", "ipython", "ipykernel", "pyzmq", "msgspec", "cloudpickle", "psutil"):
+    for name in ("jupyter-taas", "ipython", "ipykernel", "pyzmq", "msgspec", "cloudpickle", "psutil", "ray"):
         try:
             found.append(f"{name} {importlib.metadata.version(name)}")
         except importlib.metadata.PackageNotFoundError:
-            yield Finding("bad", name, "not installed", "pip install jupyter-taas")
+            if name != "ray":  # only needed for many machines
+                yield Finding("bad", name, "not installed", "pip install jupyter-taas")
     yield Finding("ok", "packages", ", ".join(found))
 
 
@@ -149,21 +146,13 @@ def _write_rule() -> Iterable[Finding]:
         yield _limited("write rule", fact, not fact.startswith("mount"), advice)
 
 
-def _ports() -> Iterable[Finding]:
-    try:
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            address = server.getsockname()
-            with socket.create_connection(address, 5), server.accept()[0]:
-                pass
-    except OSError as error:
-        yield Finding("bad", "ports", f"loopback connections fail: {error}", "allow TCP on 127.0.0.1")
-        return
+def _host_name() -> Iterable[Finding]:
     name = socket.gethostname()
     try:
-        yield Finding("ok", "ports", f"loopback works; {name} is {socket.gethostbyname(name)}")
+        yield Finding("ok", "host name", f"{name} is {socket.gethostbyname(name)}")
     except OSError:
-        fact = f"loopback works; the host's name {name} has no address"
-        yield Finding("note", "ports", fact, f"add `127.0.1.1 {name}` to /etc/hosts if gloo cannot connect")
+        advice = f"add `127.0.1.1 {name}` to /etc/hosts if gloo cannot connect"
+        yield Finding("note", "host name", f"{name} has no address", advice)
 
 
 def _runtime_folder() -> Iterable[Finding]:
@@ -177,26 +166,11 @@ def _runtime_folder() -> Iterable[Finding]:
     yield _limited("run folders", fact, free < _GIB, "output of runs is kept there: make room")
 
 
-def _ray() -> Iterable[Finding]:
-    try:
-        fact = f"{importlib.metadata.version('ray')} (only needed for many machines)"
-    except importlib.metadata.PackageNotFoundError:
-        fact = "not installed, and only needed for many machines: pip install jupyter-taas[ray]"
-    yield Finding("ok", "Ray", fact)
-
-
 def report(findings: Sequence[Finding]) -> Shown:
     """Show findings, a line each, with what to do below those that ask for it."""
     marks = {"ok": "✓", "note": "!", "bad": "✗"}
-    width = max(len(finding.what) for finding in findings)
-    text, rows = [], ""
-    for finding in findings:
-        cells = (marks[finding.verdict], finding.what, finding.fact, finding.advice)
-        text.append(f"{cells[0]} {finding.what:<{width}}  {finding.fact}")
-        if finding.advice:
-            text.append(f"  {'':<{width}}  -> {finding.advice}")
-        marked = "".join(f'<td style="text-align:left">{html.escape(cell)}</td>' for cell in cells)
-        rows += f"<tr>{marked}</tr>"
+    rows = [(marks[finding.verdict], finding.what, finding.fact) for finding in findings]
     bad = sum(finding.verdict == "bad" for finding in findings)
     verdict = f"{counted(bad, 'thing')} to do before runs work" if bad else "runs work here"
-    return Shown("\n".join([*text, verdict]), f"<table>{rows}</table><div>{verdict}</div>")
+    remarks = [finding.advice and f"-> {finding.advice}" for finding in findings]
+    return table(("", "looked at", "found"), rows, remarks) + plain(verdict)

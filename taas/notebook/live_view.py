@@ -157,7 +157,6 @@ class RunView:
         return True
 
     def _read(self, asked: Asking, record: RunRecord) -> tuple[str, str]:
-        """Return the person's answer, and why there is none."""
         prompt = asked.prompt if record.world_size == 1 else f"[rank {asked.rank}] {asked.prompt}"
         kernel = getattr(self._shell, "kernel", None)
         try:

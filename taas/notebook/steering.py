@@ -93,14 +93,6 @@ def _named(frontend: Frontend, line: Line, *, live: bool) -> RunRecord:
     )
 
 
-def _status(frontend: Frontend, line: Line) -> None:
-    frontend.show_status()
-
-
-def _history(frontend: Frontend, line: Line) -> None:
-    frontend.show(tables.history(read_records()))
-
-
 def _logs(frontend: Frontend, line: Line) -> None:
     record = _named(frontend, line, live=False)
     asked = line.options.get("rank", "all")
@@ -161,10 +153,6 @@ def _stacks(frontend: Frontend, line: Line) -> None:
     )
 
 
-def _attach(frontend: Frontend, line: Line) -> None:
-    frontend.attach(_named(frontend, line, live=False))
-
-
 def _recover(frontend: Frontend, line: Line) -> None:
     kept_root = rank_writes.kept_root()
     kept = rank_storage.kept_runs(kept_root)
@@ -194,13 +182,9 @@ def _engine(frontend: Frontend, line: Line) -> None:
     say(f"engine: {' '.join(word for word in (choice.kind, choice.address) if word)}")
 
 
-def _types(frontend: Frontend, line: Line) -> None:
-    frontend.show(tables.types(load_catalog(project_folder())))
-
-
 # ---------------------------------------------------------------- install: a line in IPython's startup folder
 
-_STARTUP_FILE = "50-taas.py"
+_STARTUP_FILE = ("profile_default", "startup", "50-taas.py")
 # IPython runs it in the user's namespace: it binds no name that stays.
 _LINES = """\
 # Written by `taas install`; `taas install --undo` removes it. It loads taas into each notebook and IPython.
@@ -216,21 +200,23 @@ def _install(frontend: Frontend, line: Line) -> None:
     """Have IPython load taas at every start, or no longer: without it a header in a notebook that forgot it is a comment.
 
     Raises:
-        HeaderError: there is no such profile.
         EngineError: the folder cannot be had or written.
     """
-    path, undo = _startup_file(line.options.get("profile", "default")), "undo" in line.options
-    try:
-        there = path.exists() and (undo or path.read_text() == _LINES)
-        if undo:
-            path.unlink(missing_ok=True)
-        elif not there:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(_LINES)
-    except OSError as error:
-        raise EngineError(
-            f"{path}: {error.strerror or error}. Make its folder writable, or set IPYTHONDIR to one of yours."
-        ) from error
+    from IPython.paths import get_ipython_dir
+
+    undo = "undo" in line.options
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # it would go on with a temporary folder
+        try:
+            path = Path(get_ipython_dir(), *_STARTUP_FILE)
+            there = path.exists() and (undo or path.read_text() == _LINES)
+            if undo:
+                path.unlink(missing_ok=True)
+            elif not there:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(_LINES)
+        except (UserWarning, OSError) as error:
+            raise EngineError(f"{error}. Make it writable, or set IPYTHONDIR to a folder of yours.") from None
     if undo:
         say(f"{path} is removed: notebooks load taas by %load_ext taas" if there else f"there is no {path}")
         return
@@ -238,30 +224,6 @@ def _install(frontend: Frontend, line: Line) -> None:
         f"{path} is {'there already' if there else 'written'}: notebooks that are started from now on know "
         "#pragma taas without %load_ext taas. `taas install --undo` removes it."
     )
-
-
-def _startup_file(profile: str) -> Path:
-    from IPython.paths import get_ipython_dir
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # it would go on with a temporary folder
-        try:
-            folder = Path(get_ipython_dir())
-        except UserWarning as warning:
-            raise EngineError(
-                f"{warning} Make it writable, or set IPYTHONDIR to a folder of yours."
-            ) from None
-    found = sorted(path.name.removeprefix("profile_") for path in folder.glob("profile_*"))
-    if profile != "default" and profile not in found:
-        known = list(dict.fromkeys(["default", *found]))
-        raise HeaderError(
-            f"--profile {shown(profile)}: allowed is a profile of {folder}, {', '.join(known)}; type --profile "
-            f"{nearest(profile, known)}, or make it by ipython profile create {shown(profile)}"
-        )
-    return folder / f"profile_{profile}" / "startup" / _STARTUP_FILE
-
-
-# ---------------------------------------------------------------- a line
 
 
 def _release(frontend: Frontend, line: Line) -> None:
@@ -289,23 +251,22 @@ def _released(connection: connections.Connection) -> Released:
         return released
 
 
-def _doctor(frontend: Frontend, line: Line) -> None:
-    frontend.show(doctor.report(doctor.examine()))
+# ---------------------------------------------------------------- a line
 
 
 _HANDLERS: dict[str, Callable[[Frontend, Line], None]] = {
-    "status": _status,
+    "status": lambda frontend, _: frontend.show_status(),
     "logs": _logs,
     "stop": _stop,
     "stacks": _stacks,
-    "attach": _attach,
-    "history": _history,
+    "attach": lambda frontend, line: frontend.attach(_named(frontend, line, live=False)),
+    "history": lambda frontend, _: frontend.show(tables.history(read_records())),
     "recover": _recover,
     "engine": _engine,
-    "types": _types,
+    "types": lambda frontend, _: frontend.show(tables.types(load_catalog(project_folder()))),
     "install": _install,
     "release": _release,
-    "doctor": _doctor,
+    "doctor": lambda frontend, _: frontend.show(doctor.report(doctor.examine())),
 }
 
 

@@ -114,7 +114,6 @@ class Supervised(Wire):
 
 
 def _start(config: SupervisorConfig) -> Connection:
-    """Start a supervisor and wait until it says where it listens."""
     process = subprocess.Popen(
         # -P: no module of the project's stands for one of Python's
         [sys.executable, "-P", "-m", "taas.supervisor"],

@@ -18,9 +18,6 @@ from taas.wording import shown as on_one_line
 
 _MARKS = {"done": "✓", "failed": "✗", "interrupted": "■", "lost": "✗", "live": "▸"}
 _CELL_WIDTH, _WHERE_WIDTH = 44, 120
-_WRAPPED_WIDTH = 20
-"""A column of a table that is wider than so many characters gives room to the others."""
-_NARROW, _BROAD = ";white-space:nowrap", ";min-width:9em"
 
 
 @dataclass(frozen=True)
@@ -52,10 +49,8 @@ def span(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60:02} min"
 
 
-def ago(then: float, now: float) -> str:
-    """Return a moment in words."""
-    days = int((now - then) // 86400)
-    return time.strftime("%H:%M:%S" if days == 0 else "%Y-%m-%d %H:%M", time.localtime(then))
+def _moment(then: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(then))
 
 
 def _state(record: RunRecord, *, kept: bool = False) -> str:
@@ -91,7 +86,6 @@ def _delivery(record: RunRecord) -> str:
 
 
 def _memory(record: RunRecord) -> str:
-    """Return what kept ranks hold in all."""
     ranks = record.kept_ranks or ()
     held = {"": sum(rank.host_bytes for rank in ranks), " of GPUs": sum(rank.gpu_bytes for rank in ranks)}
     return ", ".join(f"{size_in_words(size)}{what}" for what, size in held.items() if size)
@@ -102,15 +96,11 @@ def _notebook(record: RunRecord, own: Sequence[RunRecord]) -> str:
     return f"{record.owner} (this one)" if mine else record.owner
 
 
-def _headline(record: RunRecord) -> str:
-    """Return the cell's first line that is not its header."""
+def _cell(record: RunRecord) -> str:
+    """Return the cell's number, and its first line that is not its header."""
     lines = (line.strip() for line in record.cell.splitlines())
     first = next((line for line in lines if line and not line.startswith(("#", "%"))), "")
-    return first if len(first) <= _CELL_WIDTH else first[: _CELL_WIDTH - 1] + "…"
-
-
-def _cell(record: RunRecord) -> str:
-    return f"In[{record.execution_count}] {_headline(record)}".rstrip()
+    return f"In[{record.execution_count}] {on_one_line(first, _CELL_WIDTH)}".rstrip()
 
 
 def why(record: RunRecord) -> str:
@@ -172,7 +162,6 @@ def _note(record: RunRecord) -> str:
 
 
 def _asks(record: RunRecord) -> str:
-    """Say which ranks ask, and where they are answered."""
     ranks = [one.rank for one in record.questions]
     verb = "asks and waits" if len(ranks) == 1 else "ask and wait"
     where = f": %taas attach {record.name} answers" if record.background else " for an answer in its cell"
@@ -209,24 +198,23 @@ def status(records: Sequence[RunRecord], now: float | None = None, own: Sequence
         return plain(
             "no run yet: start one by a cell with `#pragma taas --gpus 8` on top (%%taas? has the options)"
         )
-    rows = [_row(record, now, told_apart(record, (*live, *ended)), own) for record in (*live, *ended)]
+    rows = [
+        (
+            told_apart(record, (*live, *ended)),
+            _state(record, kept=True),
+            _ranks(record),
+            _elapsed(record, now, kept=True),
+            record.device,
+            _memory(record),
+            _delivery(record),
+            _cell(record),
+            _notebook(record, own),
+        )
+        for record in (*live, *ended)
+    ]
     heads = ("run", "state", "ranks", "time", "device", "memory", "delivered", "cell", "notebook")
-    shown = _table(heads, rows)
+    shown = table(heads, rows)
     return sum((line(record, now) for record in live if record.trouble is not None), shown)
-
-
-def _row(record: RunRecord, now: float, name: str, own: Sequence[RunRecord]) -> tuple[str, ...]:
-    return (
-        name,
-        _state(record, kept=True),
-        _ranks(record),
-        _elapsed(record, now, kept=True),
-        record.device,
-        _memory(record),
-        _delivery(record),
-        _cell(record),
-        _notebook(record, own),
-    )
 
 
 def history(records: Sequence[RunRecord], now: float | None = None) -> Shown:
@@ -237,7 +225,7 @@ def history(records: Sequence[RunRecord], now: float | None = None) -> Shown:
     rows = [
         (
             told_apart(record, records),
-            ago(record.submitted, now),
+            _moment(record.submitted),
             _state(record),
             _ranks(record),
             _elapsed(record, now),
@@ -247,15 +235,14 @@ def history(records: Sequence[RunRecord], now: float | None = None) -> Shown:
         for record in records
     ]
     heads = ("run", "started", "outcome", "ranks", "time", "cell", "notebook")
-    shown = _table(heads, rows, [why(record) for record in records])
+    shown = table(heads, rows, [why(record) for record in records])
     announced = [record for record in records if record.announced]
     if not announced:
         return shown
-    when = time.strftime("%Y-%m-%d %H:%M", time.localtime(announced[0].announced + NOTICE_SECONDS))
     names = ", ".join(record.name for record in announced[:8]) + (" …" if len(announced) > 8 else "")
     note = (
         f"To make room, logs and names of {counted(len(announced), 'old run')} ({names}) will be "
-        f"removed after {when}. Copy what you need from {announced[0].folder.parent}."
+        f"removed after {_moment(announced[0].announced + NOTICE_SECONDS)}. Copy what you need from {announced[0].folder.parent}."
     )
     return shown + plain(note)
 
@@ -271,7 +258,7 @@ def types(catalog: Catalog) -> Shown:
         )
         for kind in catalog.instances.values()
     ]
-    return _table(("type", "GPUs of a VM", "vCPUs", "--gpus"), rows)
+    return table(("type", "GPUs of a VM", "vCPUs", "--gpus"), rows)
 
 
 def plain(text: str) -> Shown:
@@ -279,7 +266,7 @@ def plain(text: str) -> Shown:
     return Shown(text, f"<div>{html.escape(text)}</div>")
 
 
-def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], remarks: Sequence[str] = ()) -> Shown:
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]], remarks: Sequence[str] = ()) -> Shown:
     """Show rows of short cells, without columns of empty ones; a remark on a row, of any length, stands below it."""
     used = [column for column in range(len(heads)) if any(row[column] for row in rows)]
     heads, *rows = ([row[column] for column in used] for row in (heads, *rows))
@@ -288,20 +275,14 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], remarks: Sequenc
     def line_of(row: Sequence[str]) -> str:
         return "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
 
-    def cells(tag: str, row: Sequence[str]) -> str:
-        left = "text-align:left;vertical-align:top"
-        marked = (
-            f'<{tag} style="{left}{_BROAD if width > _WRAPPED_WIDTH else _NARROW}">{html.escape(cell)}</{tag}>'
-            for cell, width in zip(row, widths, strict=True)
-        )
-        return f'<tr style="background:none">{"".join(marked)}</tr>'
+    def marked(tag: str, row: Sequence[str], more: str = "") -> str:
+        style = 'style="text-align:left;vertical-align:top"'
+        cells = "".join(f"<{tag}{more} {style}>{html.escape(cell)}</{tag}>" for cell in row)
+        return f'<tr style="background:none">{cells}</tr>'
 
     text, body = [line_of(heads)], ""
     for row, remark in zip(rows, remarks or [""] * len(rows), strict=True):
         text += [line_of(row), *([f"    {remark}"] if remark else [])]
-        body += cells("td", row)
-        if remark:
-            below = f'colspan="{len(heads)}" style="text-align:left;padding:0 0 .5em 2em"'
-            body += f'<tr style="background:none"><td {below}>{html.escape(remark)}</td></tr>'
-    marked = f"<table><thead>{cells('th', heads)}</thead><tbody>{body}</tbody></table>"
-    return Shown("\n".join(text), marked)
+        body += marked("td", row) + (marked("td", [remark], f' colspan="{len(heads)}"') if remark else "")
+    head = f"<table><thead>{marked('th', heads)}</thead>"
+    return Shown("\n".join(text), f"{head}<tbody>{body}</tbody></table>")

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from taas.errors import HeaderError
-from taas.header.arguments import Line, Option, ranks, read_line, text_of
+from taas.header.arguments import Line, Option, ranks, read_line
 from taas.wording import nearest, shown
 
 
@@ -44,7 +44,7 @@ class Verb:
         except HeaderError as error:
             raise HeaderError(f"%taas {self.name} {error}") from None
 
-    def _unknown(self, word: str, before: Option | None) -> str:
+    def _unknown(self, word: str) -> str:
         if not word.startswith("-"):
             return f"{shown(word)}: {shown(word)} is one word too many; type %taas {self.usage}"
         names = [option.name for option in self.options]
@@ -129,7 +129,7 @@ VERBS: dict[str, Verb] = {
             "install",
             "",
             "have every notebook load taas: a file in IPython's startup folder",
-            (Option("undo"), Option("profile", "P", text_of("a profile of IPython's", "default"))),
+            (Option("undo"),),
         ),
         Verb("release", "", "give back warm ranks and machines that no run uses"),
         Verb("doctor", "", "what this machine has, what it lacks, and what to do about it"),

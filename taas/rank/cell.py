@@ -185,7 +185,7 @@ def _pack_names(ended: RankEnded, arrival: Any, value: Any, *, last: bool = True
 
 def _remembered(arrival: Any) -> tuple[str, ...]:
     """Say which names that come back were made for devices that the notebook does not have."""
-    from taas.rehearsal.remembered import remembered  # brings torch, which rehearsed ranks have
+    from taas.rehearsal.refused import remembered  # brings torch, which rehearsed ranks have
 
     names, before = sys.modules["__main__"].__dict__, arrival.names_before
     asked = names if arrival.returned is None else names.keys() & arrival.returned

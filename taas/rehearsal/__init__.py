@@ -6,7 +6,7 @@ generators, autocast and GradScaler, ``torch.load`` with any ``map_location``, p
 DTensor and meshes, ZeRO, SyncBatchNorm, ``torch.compile`` (eagerly), TorchScript; children
 forked or spawned by ``multiprocessing``.
 
-Not covered, and refused by name where it is called: CUDA graphs, CUDA and Triton kernels, cupy, NVML, GPU memory
+Not covered, and refused by name where it is called: CUDA graphs, CUDA and Triton kernels, NVML, GPU memory
 snapshots, ``torch.cuda.comm``. Memory figures are 0, with one warning. Tensors tell the truth: ``x.device`` is ``cpu`` and ``x.is_cuda``
 False, so ``assert x.is_cuda`` and ``x.device == device`` fail here. Programs started with ``subprocess`` see the
 machine as it is. The time and memory a rehearsal takes say nothing about GPUs.
@@ -34,7 +34,7 @@ def install(local_rank: int, device_count: int) -> None:
 
     Call it in a freshly forked rank, with torch and torch.distributed imported and no library that builds on
     torch. A forkserver whose ranks are all rehearsed may import ``taas.rehearsal.ahead``, which leaves nothing but
-    naming the device; another may import ``taas.rehearsal.stages``, which leaves about 10 ms. With real GPUs in the
+    naming the device; another may import the parts, which leaves about 10 ms. With real GPUs in the
     machine set ``CUDA_VISIBLE_DEVICES=""`` first.
 
     Args:
@@ -45,11 +45,14 @@ def install(local_rank: int, device_count: int) -> None:
         ValueError: the local rank has no device.
     """
     global _installed
-    from taas.rehearsal import stages  # imports torch: a child that never does shall not pay for it
+    # these import torch: a child that never does shall not pay for it
+    from taas.rehearsal import cuda_module, devices, distributed, operators, refused, streams, tensors
 
-    stages.place(local_rank, device_count)
+    devices.place(local_rank, device_count)
     if not _installed:
-        stages.install_all()
+        # the last one looks at what the others left of torch
+        for part in (devices, cuda_module, streams, operators, tensors, distributed, refused):
+            part.install()
     _installed = True
     _rehearse_children(local_rank, device_count)
 
@@ -61,22 +64,20 @@ def install(local_rank: int, device_count: int) -> None:
 # a DataLoader worker is.
 
 
-class _Reinstall:
-    def __init__(self, local_rank: int, device_count: int) -> None:
-        self.local_rank, self.device_count = local_rank, device_count
+class _Carried:
+    def __init__(self, *place: int) -> None:
+        self.place = place
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _install_in_child, (self.local_rank, self.device_count)
+        return _install_in_child, self.place
 
 
-def _install_in_child(local_rank: int, device_count: int) -> _Reinstall:
+def _install_in_child(local_rank: int, device_count: int) -> None:
     after_import("torch", lambda torch: install(local_rank, device_count))
-    return _Reinstall(local_rank, device_count)
 
 
 def _rehearse_children(local_rank: int, device_count: int) -> None:
-    """Let ``multiprocessing.Process`` carry the rehearsal."""
-    carried = _Reinstall(local_rank, device_count)
+    carried = _Carried(local_rank, device_count)
 
     def state(self: BaseProcess) -> dict[str, Any]:
         return {"_rehearsal": carried, **self.__dict__}

@@ -1,7 +1,7 @@
 """The face of ``torch.cuda`` and ``torch.accelerator``: GPUs are there, as many as the run has on this VM.
 
 Every name of ``torch.cuda.__all__`` is rehearsed here or in ``streams``, refused in
-``refused``, or works by itself without a GPU; a test holds the list against torch.
+``refused``, or works by itself without a GPU; a test has those and holds the list against torch.
 
 Memory figures are not rehearsed: programs that print them go on, with 0 and one warning by name. ``mem_get_info``
 and ``total_memory`` are the rehearsed GPU's size, since programs divide by them.
@@ -40,19 +40,8 @@ class DeviceProperties:
     max_threads_per_block: int = 1024
     regs_per_multiprocessor: int = 65536
     shared_memory_per_block: int = 48 << 10
-    shared_memory_per_block_optin: int = 163 << 10
     shared_memory_per_multiprocessor: int = 164 << 10
     L2_cache_size: int = 40 << 20
-    clock_rate: int = 1_410_000
-    memory_clock_rate: int = 1_593_000
-    memory_bus_width: int = 5120
-    is_integrated: int = 0
-    is_multi_gpu_board: int = 0
-    gcnArchName: str = ""  # noqa: N815 - torch's name
-    uuid: str = "00000000-0000-0000-0000-000000000000"
-    pci_bus_id: int = 0
-    pci_device_id: int = 0
-    pci_domain_id: int = 0
 
 
 _PROPERTIES = DeviceProperties()
@@ -139,14 +128,6 @@ CUDA: dict[str, Any] = {
     "set_sync_debug_mode": always(None),
     "synchronize": _synchronize,
 }
-
-# what needs no GPU: modules, classes, flags, and switches that only set a variable
-BY_ITSELF = (
-    *("ComplexDoubleStorage", "ComplexFloatStorage", "CudaError", "DeferredCudaCallError", "cudaStatus"),
-    *("amp", "graph_annotations", "graphs", "jiterator", "memory", "nccl", "nvtx", "profiler", "random", "sparse"),
-    *("caching_allocator_disabled", "caching_allocator_enable", "get_allocator_backend", "streams", "tunable"),
-    *("has_half", "has_magma"),
-)  # fmt: skip
 
 ACCELERATOR: dict[str, Any] = {
     "current_accelerator": lambda check_available=False: torch.device("cuda"),

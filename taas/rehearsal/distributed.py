@@ -6,9 +6,7 @@ Where a patch can, it rewrites arguments and calls torch's own function, so mean
 from __future__ import annotations
 
 import functools
-import inspect
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,7 +20,6 @@ from torch.nn.parallel import DistributedDataParallel
 from taas.import_hooks import after_import
 from taas.rehearsal.devices import CPU, as_cpu, existing
 from taas.rehearsal.patches import Arguments, always, replace, replace_everywhere, rewrite_calls
-from taas.rehearsal.warned import passed_over
 
 
 def gloo_for(backend: Any) -> Any:
@@ -78,21 +75,6 @@ def _rewrite_mesh(arguments: Arguments) -> None:
         arguments["device_type"] = "cpu"
 
 
-def _split_group(
-    parent_pg: Any = None, split_ranks: Sequence[Sequence[int]] | None = None, timeout: Any = None, **_: Any
-) -> Any:
-    """``dist.split_group``: new gloo groups of the parent's ranks; gloo cannot split."""
-    if not split_ranks:
-        raise ValueError("split_ranks cannot be None or empty")
-    members = dist.get_process_group_ranks(parent_pg or dist.group.WORLD)
-    mine = None
-    for ranks in split_ranks:
-        chosen = [members[rank] for rank in ranks]
-        if dist.get_rank() in chosen:
-            mine = dist.new_group(chosen, timeout=timeout, use_local_synchronization=True)
-    return mine
-
-
 def _accept_cpu_modules(module: Any) -> None:
     """FSDP1 broadcasts modules that are on their GPU only (``sync_module_states``); here that is the CPU."""
     module._check_module_states_for_sync_module_states = lambda module_states: None
@@ -102,17 +84,6 @@ def _let_streams_wait() -> None:
     """FSDP waits for streams and events; the CPU's stand-in cannot, before torch 2.7 less than today."""
     for name in {"synchronize", "record_event", "wait_event"} - vars(torch.cpu.Stream).keys():
         setattr(torch.cpu.Stream, name, lambda self, *_: None)
-
-
-def _split_unnoticed(all_gathered: Any, sizes: Any, dim: int = 0, *, out: Any = None) -> Any:
-    """FSDP2's copy from what it gathered: torch 2.6 relies on CUDA's kernel, which autograd counts as no change."""
-    with ExitStack() as counted:
-        for tensor in out or ():
-            counted.enter_context(torch.autograd._unsafe_preserve_version_counter(tensor))
-        return _split_with_sizes_copy(all_gathered, sizes, dim, out=out)
-
-
-_split_with_sizes_copy = torch.split_with_sizes_copy
 
 
 # ---------------------------------------------------------------- SyncBatchNorm: the sums go over all ranks
@@ -177,15 +148,13 @@ def _move_running_statistics(norm: nn.SyncBatchNorm, mean: Tensor, var: Tensor) 
 
 # ---------------------------------------------------------------- what NCCL takes and gloo does not
 #
-# NCCL counts elements, where gloo wants the shapes of the whole and of a rank's part to agree. With older torch gloo has no
-# averages and no lists of tensors: an average is a sum and a division, a list is one flat tensor.
+# NCCL counts elements, where gloo wants the shapes of the whole and of a rank's part to agree; and gloo has no averages
+# before torch 2.15.
 
-COMPLETE = (2, 15)  # the oldest torch whose gloo was seen to have averages and lists
-AVERAGING = {  # the collective, and the argument that holds its result
+AVERAGING = {  # the collective, and the argument that holds what a rank gives
     "all_reduce": "tensor",
     "reduce": "tensor",
-    "reduce_scatter": "output",
-    "reduce_scatter_tensor": "output",
+    "reduce_scatter_tensor": "input",
 }
 
 
@@ -198,100 +167,26 @@ def _flatten(arguments: Arguments, whole: str, part: str) -> None:
         arguments[whole], arguments[part] = (tensor.detach().view(-1) for tensor in tensors)
 
 
-_flatten_gathered = functools.partial(_flatten, whole="output_tensor", part="input_tensor")
-_flatten_scattered = functools.partial(_flatten, whole="input", part="output")
-
-
-class _Later:
-    """Work under way whose result needs a last step, taken when somebody waits for it."""
-
-    def __init__(self, work: Any, finish: Callable[[], object]) -> None:
-        self._work = work
-        self._finish: Callable[[], object] | None = finish
-
-    def wait(self, *args: Any, **kwargs: Any) -> Any:
-        """Wait for the work, and finish it at the first call."""
-        done = self._work.wait(*args, **kwargs)
-        if self._finish is not None:
-            self._finish()
-            self._finish = None
-        return done
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._work, name)
-
-
-def _then(work: Any, finish: Callable[[], object]) -> Any:
-    if work is not None:
-        return _Later(work, finish)
-    finish()
-    return None
-
-
-def _averaging(original: Callable[..., Any], result: str) -> Callable[..., Any]:
-    signature = inspect.signature(original)
-
-    @passed_over
-    @functools.wraps(original)
-    def collective(*args: Any, **kwargs: Any) -> Any:
-        bound = signature.bind(*args, **kwargs)
-        if bound.arguments.get("op") != dist.ReduceOp.AVG:
-            return original(*args, **kwargs)
-        bound.arguments["op"] = dist.ReduceOp.SUM
-        tensor, size = bound.arguments[result].detach(), dist.get_world_size(bound.arguments.get("group"))
-        return _then(original(*bound.args, **bound.kwargs), lambda: tensor.copy_(tensor / size))
-
-    return collective
-
-
-def _flat(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.cat([tensor.reshape(-1) for tensor in tensors])
-
-
-def _reduce_scatter(
-    output: Tensor,
-    input_list: Sequence[Tensor],
-    op: Any = dist.ReduceOp.SUM,
-    group: Any = None,
-    async_op: bool = False,
-) -> Any:
-    mine = output.new_empty(output.numel())
-    work = dist.reduce_scatter_tensor(mine, _flat(input_list), op, group, async_op)
-    return _then(work, lambda: output.detach().copy_(mine.view_as(output)))
-
-
-def _all_to_all(
-    output_tensor_list: Sequence[Tensor],
-    input_tensor_list: Sequence[Tensor],
-    group: Any = None,
-    async_op: bool = False,
-) -> Any:
-    flat = _flat(input_tensor_list)
-    counts, sent = ([t.numel() for t in tensors] for tensors in (output_tensor_list, input_tensor_list))
-    received = flat.new_empty(sum(counts))
-
-    def hand_out() -> None:
-        for output, piece in zip(output_tensor_list, received.split(counts), strict=True):
-            output.detach().copy_(piece.view_as(output))
-
-    return _then(dist.all_to_all_single(received, flat, counts, sent, group, async_op), hand_out)
+def _average(arguments: Arguments, given: str) -> None:
+    """Sum what each rank has divided."""
+    tensor = arguments[given]
+    if arguments.get("op") == dist.ReduceOp.AVG and tensor.is_floating_point():
+        arguments["op"], size = dist.ReduceOp.SUM, dist.get_world_size(arguments.get("group"))
+        arguments[given] = tensor / size if given == "input" else tensor.detach().div_(size)
 
 
 def _install_collectives() -> None:
-    """Accept what NCCL accepts, and fill in what this torch's gloo lacks."""
+    for name, given in AVERAGING.items():
+        rewrite_calls(dist, name, functools.partial(_average, given=given))
+    gathered = functools.partial(_flatten, whole="output_tensor", part="input_tensor")
+    scattered = functools.partial(_flatten, whole="input", part="output")
     for rewrite, names in (
-        (_flatten_gathered, ("all_gather_into_tensor", "all_gather_single")),
-        (_flatten_scattered, ("reduce_scatter_tensor", "reduce_scatter_single")),
+        (gathered, ("all_gather_into_tensor", "all_gather_single")),
+        (scattered, ("reduce_scatter_tensor", "reduce_scatter_single")),
     ):
         for name in names:
             if hasattr(dist, name):  # the second came with torch 2.13
                 rewrite_calls(dist, name, rewrite)
-    if torch.__version__ >= COMPLETE:  # type: ignore[operator]  # TorchVersion compares with tuples
-        return
-    replace_everywhere(dist, "reduce_scatter", _reduce_scatter)
-    replace_everywhere(dist, "all_to_all", _all_to_all)
-    for name, result in AVERAGING.items():
-        replace_everywhere(dist, name, _averaging(getattr(dist, name), result))
 
 
 def install() -> None:
@@ -300,9 +195,7 @@ def install() -> None:
     for name in ("new_group", "new_subgroups", "new_subgroups_by_enumeration"):
         rewrite_calls(dist, name, _rewrite_group)
     rewrite_calls(dist, "barrier", _without_devices)
-    replace(torch, "split_with_sizes_copy", _split_unnoticed)
     replace_everywhere(dist, "is_nccl_available", always(True))
-    replace_everywhere(dist, "split_group", _split_group)
     rewrite_calls(DistributedDataParallel, "__init__", _rewrite_ddp)
     rewrite_calls(device_mesh.DeviceMesh, "__init__", _rewrite_mesh)
     after_import("torch.distributed.fsdp._init_utils", _accept_cpu_modules)

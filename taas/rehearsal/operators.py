@@ -22,11 +22,9 @@ from torch import _VF, nn
 from torch.nn import attention
 
 from taas.import_hooks import after_import
-from taas.rehearsal.devices import CPU, cuda_index, machine
+from taas.rehearsal.devices import CPU, cuda_index, machine, put, send
 from taas.rehearsal.patches import Arguments, always, replace, replace_all, rewrite_calls
 from taas.rehearsal.streams import generators
-from taas.rehearsal.there import put, send
-from taas.rehearsal.warned import passed_over
 
 # ---------------------------------------------------------------- making tensors
 #
@@ -48,7 +46,6 @@ _standing_in: dict[Any, Factory] = {}  # torch's own factory -> ours
 
 
 def _on_the_cpu(original: Factory, draws: bool = False, arrive: Callable[..., Any] = put) -> Factory:
-    @passed_over
     @functools.wraps(original)
     def factory(*args: Any, **kwargs: Any) -> torch.Tensor:
         if not kwargs:
@@ -250,7 +247,6 @@ def _compile(model: Any = None, **options: Any) -> Any:
     if not callable(model):
         raise RuntimeError(f"torch.compile takes a module or a function, not {type(model).__name__}")
 
-    @passed_over
     @functools.wraps(model)
     def eager(*args: Any, **kwargs: Any) -> Any:
         return model(*args, **kwargs)

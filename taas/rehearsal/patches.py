@@ -10,8 +10,6 @@ from typing import Any
 
 import torch.distributed  # noqa: F401 - _DISTRIBUTED lists its modules
 
-from taas.rehearsal.warned import passed_over
-
 Arguments = dict[str, Any]
 
 
@@ -39,7 +37,6 @@ def rewrite_calls(owner: Any, name: str, rewrite: Callable[[Arguments], None]) -
     original = getattr(owner, name)
     signature = inspect.signature(original)
 
-    @passed_over
     @functools.wraps(original)
     def rewritten(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)

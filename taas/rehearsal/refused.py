@@ -1,17 +1,14 @@
 """What cannot be rehearsed says so by name, where it is called.
 
-Nothing here stops an import: libraries that import these modules and never use them go on. ``import cupy`` fails
-as if it were not installed, for the same libraries.
+Nothing here stops an import: libraries that import these modules and never use them go on.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib.abc
-import sys
-from collections.abc import Callable, Sequence
-from importlib.machinery import ModuleSpec
-from types import ModuleType
+import gc
+from collections.abc import Callable, Mapping
+from types import FunctionType, ModuleType
 from typing import Any, NoReturn
 
 import torch
@@ -20,6 +17,8 @@ from torch.nn.parallel import comm  # torch.cuda.comm takes its names from here
 from taas.errors import CannotRehearse
 from taas.import_hooks import after_import
 from taas.rehearsal.patches import Arguments, replace, rewrite_calls
+from taas.rehearsal.streams import Event, Stream
+from taas.wording import shown
 
 GRAPHS = "CUDA graphs record what a GPU executes"
 NVML = "it reads the sensors of a GPU"
@@ -110,35 +109,6 @@ def _no_triton(module: Any) -> None:
     module.has_triton = lambda *args, **kwargs: False
 
 
-def _refuse_nvml(module: Any) -> None:
-    """``pynvml``: initialising fails with an error that those who expect NVML's own also catch."""
-    own = getattr(module, "NVMLError_LibraryNotFound", Exception)
-
-    class NVMLCannotBeRehearsed(CannotRehearse, own):  # type: ignore[misc, valid-type]
-        def __str__(self) -> str:
-            return _message("pynvml", NVML)
-
-    def fail(*args: Any, **kwargs: Any) -> NoReturn:
-        raise NVMLCannotBeRehearsed
-
-    for name in ("nvmlInit", "nvmlInit_v2", "nvmlInitWithFlags"):
-        if hasattr(module, name):
-            setattr(module, name, fail)
-
-
-class _CupyCannotBeRehearsed(CannotRehearse, ImportError):
-    """Also an ImportError: libraries that can do without cupy go on."""
-
-
-class _NoCupy(importlib.abc.MetaPathFinder):
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if fullname == "cupy":
-            raise _CupyCannotBeRehearsed(_message("cupy", "it computes on a GPU"))
-        return None
-
-
 def install() -> None:
     """Refuse by name, in torch and in libraries that may be imported later."""
     _refuse_names(torch.cuda, TORCH_CUDA)
@@ -153,5 +123,51 @@ def install() -> None:
     after_import("torch.utils.cpp_extension", _refuse_cuda_sources)
     after_import("torch.utils._triton", _no_triton)
     after_import("triton.runtime.jit", _refuse_triton)
-    after_import("pynvml", _refuse_nvml)
-    sys.meta_path.insert(0, _NoCupy())
+
+
+# ---------------------------------------------------------------- what remembers a device afterwards
+#
+# What a rehearsed cell made for a device remembers it, where the notebook has none: a loader of accelerate's, a Trainer. In
+# a plain cell such an object sends tensors there, which raises. So the cell that made it says what to do.
+
+_CLOSED = (torch.Tensor, type, ModuleType, FunctionType, Stream, Event)
+"""What is not looked into, as it belongs to all, or sends nothing anywhere."""
+_MOST = 10_000
+"""So many parts of an object are looked at, the nearest first."""
+
+
+def remembered(names: Mapping[str, Any]) -> tuple[str, ...]:
+    """Say which objects remember a CUDA device, and where they can be used; nothing if there are none."""
+    found = [
+        name for name, value in names.items() if not isinstance(value, torch.device) and _remembers(value)
+    ]
+    if not found:
+        return ()
+    said = (
+        f"made for cuda devices, which this machine lacks: {shown(', '.join(found), 200)}. They work in cells with a header; in a "
+        "plain cell, what they send to a device raises (no NVIDIA driver): make them anew there, and bring models and "
+        "tensors with .cpu()."
+    )
+    if any(type(names[name]).__module__.startswith("accelerate.") for name in found):
+        said += (
+            " accelerate's state has ended with the ranks: a later cell begins with `accelerator = Accelerator()`; "
+            "a prepared loader has a rank's share of the data."
+        )
+    return (said,)
+
+
+def _remembers(value: Any) -> bool:
+    parts, seen = [value], {id(value)}
+    for part in parts:  # it grows meanwhile
+        if isinstance(part, torch.device):
+            if part.type == "cuda":
+                return True
+        elif len(parts) < _MOST and not isinstance(part, _CLOSED) and not _is_long(part):
+            new = [inner for inner in gc.get_referents(part) if id(inner) not in seen]
+            parts += new[: _MOST - len(parts)]
+            seen.update(map(id, new))
+    return False
+
+
+def _is_long(part: Any) -> bool:
+    return isinstance(part, (list, tuple, dict, set)) and len(part) > _MOST

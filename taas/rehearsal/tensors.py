@@ -1,13 +1,12 @@
 """Tensors, storages and modules stay where they are, on the CPU, when they are sent to a CUDA device.
 
 A tensor tells the truth (``x.device`` is ``cpu``, ``x.is_cuda`` is False), so branches to custom kernels are not
-taken. What is sent to a device becomes a copy unless it is there (``there``), and ``x.cpu()`` and ``x.to("cpu")`` copy, as
+taken. What is sent to a device becomes a copy unless it is there (`devices.is_there`), and ``x.cpu()`` and ``x.to("cpu")`` copy, as
 they do from a GPU: a program that keeps ``{name: p.cpu() for …}`` as its best model must not find the last one there.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,9 +14,18 @@ import torch
 from torch import nn
 from torch.nn.parallel import _functions, comm
 
-from taas.rehearsal.devices import CPU, as_cpu, cuda_index, existing, is_device_like, machine
+from taas.rehearsal.devices import (
+    CPU,
+    as_cpu,
+    cuda_index,
+    existing,
+    is_device_like,
+    is_there,
+    machine,
+    put,
+    send,
+)
 from taas.rehearsal.patches import always, replace, replace_all, stand_in
-from taas.rehearsal.there import is_there, put, send
 
 _to = torch.Tensor.to
 _type = torch.Tensor.type
@@ -201,14 +209,7 @@ def _broadcast_coalesced(
 
 
 def _gather(target_device: Any, dim: int, *inputs: torch.Tensor) -> torch.Tensor:
-    if dim == 0 and all(tensor.dim() == 0 for tensor in inputs):
-        warnings.warn(
-            "Was asked to gather along dimension 0, but all input tensors were scalars; "
-            "will instead unsqueeze and return a vector.",
-            stacklevel=4,
-        )
-        return torch.stack(inputs)
-    return torch.cat(inputs, dim)
+    return torch.cat([torch.atleast_1d(tensor) for tensor in inputs], dim)
 
 
 def _data_parallel_init(self: Any, *args: Any, **kwargs: Any) -> None:
