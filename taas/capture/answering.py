@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from taas.capture.applying import NOTHING
 from taas.capture.heap import CONSTANT, NAMESPACE, Heap
+from taas.capture.holders import leave_out
 from taas.capture.lost import culprit_of
-from taas.capture.modules import is_gone, loaded_as, places_now
+from taas.capture.modules import is_gone, loaded_as, places_now, stays_silently
 from taas.capture.of_ipython import is_of_ipython
 from taas.capture.payload import write_file
-from taas.capture.places import place_of
 from taas.capture.process_state import not_brought
 from taas.capture.reader import Reader, holds_shards, is_wrapper, stays
 
@@ -46,6 +46,7 @@ class CellChanges:
         self._saved = self._heap.saved()
         self._heap.begin_after(Reader(namespace, project=arrival.project, unwrap=True), arrival.new_memory())
         self._places_now = places_now(arrival.project)
+        self._lost += leave_out(self._why_not)
         self._compare()
         self._roots = self._numbered_names(value)
         self._places = self._numbered_places()
@@ -207,7 +208,7 @@ class CellChanges:
             length = len(heap.objects)
             n = heap.enter(item)
             heap.walk()
-            new = place_of(name) is None and name not in before
+            new = stays_silently(name) and name not in before
             if new and (any(m >= length for m in heap.failed) or heap.foreign_code(length)):
                 heap.back_to(length)  # the module that the notebook imports has its own
             else:
@@ -259,9 +260,12 @@ class CellChanges:
 
     def _why(self, name: str) -> str:
         value = self._visible.get(name, self._places_now.get(name, self._value))
+        return self._why_not(name, value) or f"{name}: {next(iter(self._heap.failed.values()))}"
+
+    def _why_not(self, name: str, value: Any) -> str | None:
         found = culprit_of(name, value, self._namespace, self._fails)
         if found is None:
-            return f"{name}: {next(iter(self._heap.failed.values()))}"
+            return None
         return f"{name}: {found.path} is a {found.kind}, which cannot be pickled ({found.reason})"
 
     def _fails(self, value: Any) -> Exception | None:

@@ -16,7 +16,6 @@ from taas.capture.memory import DeviceMemory, MemoryTable, SentMemory, Stretch, 
 from taas.capture.modules import places_now, put_places
 from taas.capture.of_ipython import is_of_ipython
 from taas.capture.payload import Payload
-from taas.capture.places import place_of
 from taas.capture.reader import Reader
 from taas.capture.reading import MissingModule, keeps_all_attributes
 from taas.wording import first_line
@@ -154,8 +153,7 @@ class _Incoming:
         for name in contents["deleted"]:
             self._namespace.pop(name, None)
             applied.deleted.append(name)
-        of_libraries = {name: value for name, value in self._before.items() if place_of(name) is not None}
-        put_places(of_libraries | self._places, contents["places deleted"], self._before)
+        put_places(self._places, contents["places deleted"], self._before)
         if contents["process state"] is not None:
             try:
                 process_state.put(contents["process state"])

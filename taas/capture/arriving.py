@@ -14,8 +14,8 @@ from taas.capture.applying import NOTHING, Applied, apply_answer
 from taas.capture.building import Builder
 from taas.capture.checksums import MemorySnapshot
 from taas.capture.heap import Heap, no_collection
+from taas.capture.holders import go_to_ends
 from taas.capture.libraries import join_devices_at_first_step
-from taas.capture.loggers import go_to_ends
 from taas.capture.memory import MemoryTable, SentMemory, Span, Stretch, changed_parts, view_of
 from taas.capture.modules import loaded_as, places_now, put_places
 from taas.capture.of_ipython import MAGIC, dress

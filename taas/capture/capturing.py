@@ -15,16 +15,22 @@ from taas.capture import process_state
 from taas.capture.applying import Applied, apply_answer
 from taas.capture.code_by_value import global_names, words_in
 from taas.capture.heap import Heap, no_collection
+from taas.capture.holders import go_to_ends, leave_out
 from taas.capture.kept import Held, Kept
 from taas.capture.libraries import wait_for_devices
-from taas.capture.loggers import go_to_ends
 from taas.capture.lost import culprit_of
 from taas.capture.memory import SentMemory
-from taas.capture.modules import edited_modules, imported_by, modules_reached, modules_used, places_now
+from taas.capture.modules import (
+    edited_modules,
+    imported_by,
+    modules_reached,
+    modules_used,
+    places_now,
+    stays_silently,
+)
 from taas.capture.names import Needs, needs_of
 from taas.capture.of_ipython import extensions_with, history_of, is_of_ipython, magics_used, values_of_cells
 from taas.capture.payload import check_room, write_file
-from taas.capture.places import place_of
 from taas.capture.reader import Reader
 from taas.errors import CaptureError, HeaderError
 from taas.wording import first_line, nearest, shown, size_in_words
@@ -81,6 +87,7 @@ class Capture:
         self.sizes: dict[str, int] = {}
         self.left_behind: dict[str, str] = {}
         self._detached: list[str] = []
+        self._without = leave_out(self._why_not)
         self._too_large: list[str] = []
         self._edited: list[str] = []
         self._pack(places)
@@ -159,12 +166,12 @@ class Capture:
             if name not in self._places and name not in self.left_behind and name not in held.places
         }:
             for name, value in new.items():
-                of_library = place_of(name) is not None
-                error = self._add(
-                    name, value, self._places, limit=None if of_library else LARGE, by_name=not of_library
-                )
+                silent = stays_silently(name)
+                limit = LARGE if silent else None
+                error = self._add(name, value, self._places, limit=limit, by_name=silent)
                 if error is not None:
-                    self.left_behind[name] = self._why(name, value, error) if of_library else ""
+                    self.left_behind[name] = "" if silent else self._why(name, value, error)
+                    self._without += [] if silent else [self.left_behind[name]]
 
     def _reached(self) -> set[str]:
         reader = self.heap.reader
@@ -248,6 +255,10 @@ class Capture:
             f"{name!r}{inside} is a {found.kind}, which cannot be pickled ({found.reason}); {found.advice}."
         )
 
+    def _why_not(self, name: str, value: Any) -> str | None:
+        error = self._fails(value)
+        return None if error is None else self._why(name, value, error)
+
     def _fails(self, value: Any) -> Exception | None:
         heap = Heap(Reader(self._namespace, project=self._project), [self._namespace])
         heap.enter(value)
@@ -262,11 +273,7 @@ class Capture:
             for name, size in self.sizes.items()
             if size > LARGE
         ]
-        found += [
-            f"{why} {place.without}"
-            for name, why in self.left_behind.items()
-            if (place := place_of(name)) is not None
-        ]
+        found += [f"{why} The ranks do without it." for why in self._without]
         if unwrapped := self._held.unwrapped(self.sizes):
             found.append(
                 f"{', '.join(unwrapped)}: changed in the notebook since the last cell, or shares objects with what did. So it "

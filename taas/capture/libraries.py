@@ -17,7 +17,6 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from taas.capture.loggers import read_handler
 from taas.capture.reading import (
     Reading,
     keeps_pickling_of_object,
@@ -43,8 +42,6 @@ def library_reader(cls: Any, *, answers: bool = False) -> _ReaderOf | None:
     artist = getattr(sys.modules.get("matplotlib.artist"), "Artist", None)
     if artist is not None and issubclass(cls, artist):
         return _read_artist
-    if issubclass(cls, logging.Handler) and keeps_pickling_of_object(cls):
-        return read_handler
     traits = getattr(sys.modules.get("traitlets"), "HasTraits", None)
     if traits is not None and issubclass(cls, traits) and cls.__setstate__ is traits.__setstate__:
         return _read_traits

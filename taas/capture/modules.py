@@ -21,8 +21,8 @@ from collections.abc import Container, Iterable, Iterator
 from typing import Any
 
 from taas.capture.code_by_value import words_in
+from taas.capture.holders import holders
 from taas.capture.of_ipython import python_of
-from taas.capture.places import held_by_libraries, place_of
 from taas.import_hooks import after_import, imported_since, is_edited
 
 _IMPORT = re.compile(r"(?:^|\\n|')[ \t]*(?:from|import)[ \t]+([\w.]+)", re.MULTILINE)
@@ -33,6 +33,8 @@ _CODE = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)
 _NOT_DATA_OF = ("typing", "__future__", "_frozen_importlib_external")
 _NOT_OF_PROJECTS = {"taas", "__main__", "__mp_main__", *sys.stdlib_module_names}
 _NOTHING = object()
+_FLOAT_FORMAT = "pandas:options.display.float_format"
+"""The one option of pandas that is a function."""
 
 
 # ---------------------------------------------------------------- what to import
@@ -149,17 +151,22 @@ def _is_data(value: Any) -> bool:
 
 def places_now(project: str, modules: Container[str] | None = None) -> dict[str, Any]:
     """Return what the notebook holds elsewhere than in names: in the project's modules, and in libraries."""
-    return held_by_libraries() | data_of_modules(project, modules)
+    found = holders() | data_of_modules(project, modules)
+    options = getattr(sys.modules.get("pandas"), "options", None)
+    return found if options is None else found | {_FLOAT_FORMAT: options.display.float_format}
 
 
 def is_gone(name: str, now: dict[str, Any]) -> bool:
     """Tell whether a place that was there is not; of a module that is not imported nobody knows."""
-    place = place_of(name)
-    return name not in now and (module_of(name) if place is None else place.library) in sys.modules
+    return name not in now and _module_of(name) in sys.modules
 
 
-def module_of(name: str) -> str:
-    """Return the module of a place."""
+def stays_silently(name: str) -> bool:
+    """Tell whether a place that cannot travel is none of the user's business: the ranks' module has its own."""
+    return ":" in name and name != _FLOAT_FORMAT
+
+
+def _module_of(name: str) -> str:
     return name.rpartition(":")[0]
 
 
@@ -167,19 +174,13 @@ def put_places(told: dict[str, Any], gone: Iterable[str] = (), before: dict[str,
     """Put values where they belong; a module that is not imported gets them when it is."""
     before = before or {}
     for name in gone:
-        if (place := place_of(name)) is not None:
-            place.put(name, None, before.get(name))
-        else:
-            holder, attribute = _held(sys.modules[module_of(name)], name)
-            if attribute in vars(holder):
-                delattr(holder, attribute)
+        holder, attribute = _held(sys.modules[_module_of(name)], name)
+        if attribute in vars(holder):
+            delattr(holder, attribute)
     for name, value in told.items():
-        was = before.get(name, _NOTHING)
-        if (place := place_of(name)) is not None:
-            place.put(name, value, None if was is value or was is _NOTHING else was)
-        elif was is not value:
+        if ":" in name and before.get(name, _NOTHING) is not value:
             _put.add(name)
-            after_import(module_of(name), lambda module, n=name, v=value: setattr(*_held(module, n), v))  # type: ignore[misc]
+            after_import(_module_of(name), lambda module, n=name, v=value: setattr(*_held(module, n), v))  # type: ignore[misc]
 
 
 def _held(module: types.ModuleType, name: str) -> tuple[Any, str]:

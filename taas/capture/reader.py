@@ -29,6 +29,7 @@ from taas.capture.containers import (
     read_file,
     read_reference,
 )
+from taas.capture.holders import reader_of_holders
 from taas.capture.libraries import library_reader
 from taas.capture.memory import DeviceMemory
 from taas.capture.reading import (
@@ -140,6 +141,8 @@ class Reader:
         return self._unless_held(reader) if in_library and not issubclass(cls, enum.Enum) else reader
 
     def _reader_of_object(self, cls: Any) -> _ReaderOf:
+        if (holder := reader_of_holders(cls)) is not None:
+            return holder
         if cls in self._table:
             return self._by_protocol
         reader = container_reader(cls) or library_reader(cls, answers=self._unwrap)
