@@ -123,6 +123,8 @@ class Reader:
             return self._class
         if issubclass(cls, types.ModuleType):
             return self._module
+        if (holder := reader_of_holders(cls)) is not None:
+            return holder
         if getattr(cls, "__taas_stays__", False):
             return self._by_protocol
         if delivers(cls):
@@ -130,10 +132,12 @@ class Reader:
         if self._unwrap and is_wrapper(cls):
             self.wrappers.add(cls)
             return lambda wrapper: Reading(itself, (wrapper.module,))
-        for choose in (tensor_reader, array_reader):
-            with_memory = choose(cls)
-            if with_memory is not None:
-                return lambda value: with_memory(value) or self._by_protocol(value)
+        with_memory = tensor_reader(cls) or array_reader(cls)
+        if with_memory is not None:
+            return lambda value: with_memory(value) or self._by_protocol(value)
+        return self._reader_by_rule(cls)
+
+    def _reader_by_rule(self, cls: Any) -> _ReaderOf:
         reader = self._reader_of_object(cls)
         if reader == self._by_protocol:
             self._asked.add(cls)
@@ -141,8 +145,6 @@ class Reader:
         return self._unless_held(reader) if in_library and not issubclass(cls, enum.Enum) else reader
 
     def _reader_of_object(self, cls: Any) -> _ReaderOf:
-        if (holder := reader_of_holders(cls)) is not None:
-            return holder
         if cls in self._table:
             return self._by_protocol
         reader = container_reader(cls) or library_reader(cls, answers=self._unwrap)
