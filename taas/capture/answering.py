@@ -7,10 +7,10 @@ from collections.abc import Container
 from typing import TYPE_CHECKING, Any
 
 from taas.capture.applying import NOTHING
-from taas.capture.heap import CONSTANT, NAMESPACE, Heap
-from taas.capture.holders import leave_out
+from taas.capture.heap import CONSTANT, NAMESPACE, Heap, failure_of
+from taas.capture.holders import holders, leave_out
 from taas.capture.lost import culprit_of
-from taas.capture.modules import is_gone, loaded_as, places_now, stays_silently
+from taas.capture.modules import loaded_as
 from taas.capture.of_ipython import is_of_ipython
 from taas.capture.payload import write_file
 from taas.capture.process_state import not_brought
@@ -45,8 +45,8 @@ class CellChanges:
         """The new numbers of what is made anew."""
         self._saved = self._heap.saved()
         self._heap.begin_after(Reader(namespace, project=arrival.project, unwrap=True), arrival.new_memory())
-        self._places_now = places_now(arrival.project)
-        self._lost += leave_out(self._why_not)
+        self._places_now = holders(arrival.project)
+        self._lost += leave_out(arrival.project, self._fails, self._why_not, self._heap.number)
         self._compare()
         self._roots = self._numbered_names(value)
         self._places = self._numbered_places()
@@ -77,7 +77,6 @@ class CellChanges:
             "fresh": heap.fresh & sent,
             "next": len(heap.objects),
             "deleted": self._deleted(),
-            "places deleted": self._deleted_places(),
             "process state": process_state,
             "imports": [n for n in arrival.contents["imports of the cell"] if n in sys.modules],
             "reloaded": self._reloaded(),
@@ -130,12 +129,6 @@ class CellChanges:
     def _deleted(self) -> list[str]:
         gone = [name for name in (*self._arrival.names, *self._arrival.held) if name not in self._namespace]
         return [name for name in gone if self._is_returned(name)]
-
-    def _deleted_places(self) -> list[str]:
-        arrival = self._arrival
-        if arrival.returned is not None:
-            return []
-        return [name for name in arrival.places_before if is_gone(name, self._places_now)]
 
     def _reloaded(self) -> list[str]:
         before, now = self._arrival.specs_before, loaded_as(self._arrival.project)
@@ -198,21 +191,11 @@ class CellChanges:
         return dict(sorted(found.items(), key=lambda entry: heap.early(entry[1])))
 
     def _numbered_places(self) -> dict[str, int]:
-        """Return the numbers of what was put elsewhere than under names."""
+        """Return the numbers of what holds something of the notebook since the cell."""
         arrival, heap = self._arrival, self._heap
-        before = arrival.places_before
-        found = {}
-        for name, item in self._places_now.items() if arrival.returned is None else ():
-            if before.get(name, self) is item:
-                continue
-            length = len(heap.objects)
-            n = heap.enter(item)
-            heap.walk()
-            new = stays_silently(name) and name not in before
-            if new and (any(m >= length for m in heap.failed) or heap.foreign_code(length)):
-                heap.back_to(length)  # the module that the notebook imports has its own
-            else:
-                found[name] = n
+        now = self._places_now.items() if arrival.returned is None else ()
+        found = {name: heap.enter(item) for name, item in now if name not in arrival.places_before}
+        heap.walk()
         return found
 
     def _number_anew(self) -> None:
@@ -268,9 +251,6 @@ class CellChanges:
             return None
         return f"{name}: {found.path} is a {found.kind}, which cannot be pickled ({found.reason})"
 
-    def _fails(self, value: Any) -> Exception | None:
+    def _fails(self, value: Any, limit: int | None = None) -> Exception | None:
         reader = Reader(self._namespace, project=self._arrival.project, unwrap=True)
-        heap = Heap(reader, [self._namespace])
-        heap.enter(value)
-        heap.walk()
-        return next(iter(heap.failed.values()), None)
+        return failure_of(value, self._namespace, reader, limit)

@@ -9,16 +9,18 @@ from __future__ import annotations
 import io
 import logging
 import sys
-from collections.abc import Callable, Iterator
+import types
+from collections.abc import Callable, Container, Iterator
 from typing import Any
 
-from taas.capture.reading import Reading, keeps_pickling_of_object, make_plain, turn_into
+from taas.capture.modules import data_of, left_out, modules_with_data
+from taas.capture.reading import ATOMS, Reading, keeps_pickling_of_object, make_plain, turn_into
 
 _OF_KERNELS = ("IPython.", "ipykernel.", "matplotlib_inline.")
+_LARGEST = 256 << 20
+"""Data of a module that have more bytes stay behind."""
 _listed: set[str] = set()
 """What has held something of the notebook once: that it holds nothing any more is its state."""
-_left_out: dict[int, Any] = {}
-"""Parts of it that cannot travel, by their ids: what holds them does without, and keeps them here."""
 
 
 def reader_of_holders(cls: type) -> Callable[[Any], Reading | None] | None:
@@ -31,37 +33,50 @@ def reader_of_holders(cls: type) -> Callable[[Any], Reading | None] | None:
     return _read_formatter if formatter is not None and issubclass(cls, formatter) else None
 
 
-def holders() -> dict[str, Any]:
-    """Return what holds something of the notebook, by how one would write the way to it."""
+def holders(project: str, modules: Container[str] | None = None) -> dict[str, Any]:
+    """Return what holds something of the notebook, by what messages call it; of some modules of the project only."""
     found: dict[str, Any] = {f"logging.getLogger({log.name!r})": log for log in all_loggers()}
     found |= {f"get_ipython().display_formatter.formatters[{kind!r}]": f for kind, f in _formatters().items()}
     _listed.update(name for name, holder in found.items() if any(_own_parts(holder).values()))
-    return {name: holder for name, holder in found.items() if name in _listed}
+    listed = {name: holder for name, holder in found.items() if name in _listed}
+    return listed | modules_with_data(project, modules)
 
 
-def leave_out(why: Callable[[str, Any], str | None]) -> list[str]:
+def leave_out(
+    project: str,
+    fails: Callable[[Any, int | None], Exception | None],
+    why: Callable[[str, Any], str | None],
+    known: Container[int] = (),
+) -> list[str]:
     """Leave out what cannot travel of what is held, until this is called again.
 
     Args:
-        why: says of a part, by its name, why it cannot travel; None if it can.
+        project: the folder whose modules hold data of the notebook.
+        fails: returns why an object cannot travel; with a number, in so many bytes, and without code of modules.
+        why: says of a part, by its name, why it cannot travel.
+        known: ids of what both sides know.
 
     Returns:
-        What it said.
+        What it said of parts that are not in modules: these have their own in each process.
     """
-    _left_out.clear()
+    left_out.clear()
     said = []
-    for holder_name, holder in holders().items():
+    for holder_name, holder in holders(project).items():
+        in_module = isinstance(holder, types.ModuleType)
         for kind, held in _own_parts(holder).items():
             for key, part in [*(held.items() if isinstance(held, dict) else enumerate(held))]:
-                reason = why(f"{holder_name}.{kind}[{key!r}]", part)
-                if reason is not None:
-                    _left_out[id(part)] = part
-                    said.append(reason)
+                if type(part) in ATOMS or id(part) in known:
+                    continue
+                if fails(part, _LARGEST if in_module else None) is not None:
+                    left_out[id(part)] = part
+                    said += [] if in_module else [why(f"{holder_name}.{kind}[{key!r}]", part) or ""]
     return said
 
 
 def _own_parts(holder: Any) -> dict[str, Any]:
-    """Return what the notebook gave to a logger, or to a formatter."""
+    """Return what the notebook gave to a logger, a formatter or a module."""
+    if isinstance(holder, types.ModuleType):
+        return {"data": data_of(holder)}
     if not isinstance(holder, logging.Logger):
         return {"type_printers": _own_printers(holder)}
     return {
@@ -83,7 +98,7 @@ def all_loggers() -> Iterator[logging.Logger]:
 
 def _stays(log: logging.Logger, item: Any) -> bool:
     """Tell whether a library has added it to a logger of its own, or what runs the kernel has; or it cannot travel."""
-    if id(item) in _left_out:
+    if id(item) in left_out:
         return True
     homes = getattr(item, "__module__", ""), type(getattr(item, "formatter", None)).__module__
     if log.name.partition(".")[0] in {home.partition(".")[0] for home in homes}:
@@ -163,7 +178,7 @@ def _own_printers(formatter: Any) -> dict[Any, Any]:
     return {
         key: printer
         for key, printer in known.items()
-        if not homes[key].startswith(_OF_KERNELS) and id(printer) not in _left_out
+        if not homes[key].startswith(_OF_KERNELS) and id(printer) not in left_out
     }
 
 

@@ -32,6 +32,7 @@ from taas.capture.containers import (
 from taas.capture.holders import reader_of_holders
 from taas.capture.libraries import library_reader
 from taas.capture.memory import DeviceMemory
+from taas.capture.modules import reader_of_module
 from taas.capture.reading import (
     ATOMS,
     Reading,
@@ -187,7 +188,7 @@ class Reader:
     def _module(self, module: types.ModuleType) -> Reading | None:
         self.modules.add(module.__name__)
         known = module_named(module.__name__) is module
-        return Reading(import_or_stand_in, (module.__name__,)) if known else self._by_protocol(module)
+        return reader_of_module(module, self._project) if known else self._by_protocol(module)
 
     def _class(self, cls: type) -> Reading | None:
         self.modules.add(cls.__module__)
