@@ -99,10 +99,6 @@ class Guard:
         """A sentence for an error the wall raised through C code; None when the wall had no part in it."""
         return None if self.denial is None else self.denial.explain(error)
 
-    def explain_output(self, text: str) -> str | None:
-        """The same for what programs, or C code, have said; each rank other than 0 says it in the same words."""
-        return None if self.denial is None else self.denial.explain_output(text)
-
 
 def scratch_of(run_scratch: Path, rank: int) -> Path:
     """A rank's scratch folder within its run's; ``settle`` knows the ranks by these names."""

@@ -7,7 +7,6 @@ import types
 from typing import Any
 
 import cloudpickle
-import pytest
 from cloudpickle import cloudpickle as private
 
 from taas.capture import code_by_value
@@ -73,21 +72,6 @@ def f(x):
     exec(source, namespace)
     found = code_by_value.global_names(namespace["f"].__code__)
     assert {"a", "b", "c", "d", "e"} == found - {"k", "h"}
-
-
-@pytest.mark.parametrize("value", [None, 3])
-def test_a_cell_of_a_closure_is_made_empty_and_filled(value: Any) -> None:
-    """So that what it holds may refer to it."""
-
-    def outer() -> Any:
-        held = value
-        return lambda: held
-
-    reading = code_by_value.read_cell(outer().__closure__[0])
-    cell = reading.constructor(*reading.arguments)
-    assert reading.setter is not None
-    reading.setter(cell, reading.state)
-    assert value == cell.cell_contents
 
 
 def test_a_cached_function_of_a_module_goes_by_reference() -> None:

@@ -1,4 +1,4 @@
-"""Processes that a cell starts itself: they know the notebook's names, end with their rank, and their deaths are told."""
+"""Processes that a cell starts itself: they know the notebook's names, and end with their rank."""
 
 from __future__ import annotations
 
@@ -53,12 +53,6 @@ def start(how, function, *args):
     for process in processes: process.start()
     for process in processes: process.join()
     return [process.exitcode for process in processes]
-
-def bad():
-    raise KeyError("no such key")
-
-def crash():
-    os.kill(os.getpid(), 11)
 """
 
 
@@ -180,60 +174,3 @@ print(type(came) is Box, came.value, shared.tolist())
 del process, context, queue, lock
 """)
     assert ran.own == "True 7.0 [1.0, 1.0]\n"
-
-
-def test_a_death_that_nobody_asked_about_is_told(book: Notebook) -> None:
-    """The cell ends well, as in a notebook, and says which child died, in which rank, and what to do."""
-    ran = book.good("""#pragma taas --gpus 2
-for how, target in (("spawn", bad), ("fork", crash)):
-    process = mp.get_context(how).Process(target=target); process.start(); process.join()
-del process
-""")
-    told = [line for line in ran.stdout.splitlines() if " died " in line]
-    assert len(told) == 4
-    for rank in (0, 1):
-        assert any(
-            f"rank {rank}: the process SpawnProcess-" in line and "bad(), died (an exception)" in line
-            for line in told
-        )
-        assert any(f"rank {rank}: " in line and "crash(), died (SIGSEGV)" in line for line in told)
-    assert all("exitcode" in line for line in told)
-    assert 'raise KeyError("no such key")' in ran.stderr
-
-
-def test_a_death_that_the_program_knows_of_needs_no_word(book: Notebook) -> None:
-    """One whose exit code was read, one that the program ended itself, and one that ended well."""
-    ran = book.good("""#pragma taas --gpus 1
-import time
-asked, ended, well = (mp.get_context("fork").Process(target=f) for f in (bad, lambda: time.sleep(60), lambda: None))
-for process in (asked, ended, well): process.start()
-ended.terminate()
-for process in (asked, ended, well): process.join()
-print(asked.exitcode)
-del asked, ended, well, process
-""")
-    assert ran.stdout.count("died") == 0
-
-
-@pytest.mark.parametrize("how", ["fork", "spawn"])
-def test_groups_of_children_are_refused_by_name_in_several_ranks(book: Notebook, how: str) -> None:
-    """Each rank would start them: the children say so, where they would wait for each other's."""
-    ran = book.good(f"#pragma taas --gpus 2\nprint(start('{how}', setup, 2, free_port()))")
-    assert "[1, 1]" in ran.own
-    assert "init_process_group was called in a process that rank 0 started itself" in ran.stderr
-
-
-def test_a_registered_loader_in_a_forked_process_is_an_error(book: Notebook) -> None:
-    """It yields in the rank alone, also in a child that runs on with the cell; neither hangs."""
-    ran = book.good("""numbers = DataLoader(TensorDataset(torch.arange(64.)), batch_size=4)
-taas.register(numbers)""")
-    ran = book.good("""#pragma taas --gpus 2 --cpus 1
-batches = iter(numbers)
-first, child = next(batches), os.fork()
-if child == 0:
-    next(batches)
-print(1 + sum(1 for batch in batches), os.waitpid(child, 0)[1] >> 8)
-""")
-    assert ran.own == "8 1\n"
-    assert "a registered loader yields in the rank alone" in ran.stderr
-    book.good("taas.unregister(numbers)")

@@ -109,39 +109,6 @@ def test_the_whole_machine_as_project() -> None:
         written.unlink(missing_ok=True)
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        "os.system('echo result > result.txt')",
-        "subprocess.run('echo result > result.txt', shell=True)",
-        "subprocess.run(['cp', '/dev/null', os.path.abspath('result.txt')])",
-        "!cp /dev/null result.txt",
-        "subprocess.run([sys.executable, '-c', 'open(\"result.txt\", \"w\")'])",
-    ],
-)
-def test_a_program_that_met_the_wall_is_explained(notebook: Notebook, body: str) -> None:
-    """A shell or a program that a rank starts fails without an exception: one line of the cell says why, for all ranks."""
-    ran = notebook.good(
-        f"#pragma taas --gpus 3\nimport os, subprocess, sys\nstatus = {body}"
-        if body[0] != "!"
-        else f"#pragma taas --gpus 3\n{body}"
-    )
-    [said] = [line for line in ran.stdout.splitlines() if line.startswith('taas: rank writes: "')]
-    assert "result.txt" in said
-    assert "Read-only file system" in said or "Permission denied" in said  # by the wall that this machine has
-    assert f"only rank 0 writes the project {notebook.folder}" in said
-    assert "--shared" in said
-    assert (notebook.folder / "result.txt").exists()
-
-
-def test_a_program_that_another_wall_stopped_is_not_explained(notebook: Notebook) -> None:
-    """Read-only places outside the project are the machine's business."""
-    ran = notebook.good(
-        "#pragma taas --gpus 2\nimport os\nstatus = os.system('echo sh: /sys/x: Read-only file system >&2')"
-    )
-    assert "rank writes" not in ran.stdout
-
-
 def test_an_error_of_a_program_that_met_the_wall_has_its_words(notebook: Notebook) -> None:
     """``check=True`` raises with the program's status alone: the cell says what the program said, and why."""
     ran = notebook.run(

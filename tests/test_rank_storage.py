@@ -24,7 +24,7 @@ from storage_ranks import Run, diverted, fork, join
 
 from taas import _linux, rank_storage
 from taas.errors import StorageDenied
-from taas.rank.cell import _met_the_wall
+from taas.rank.cell import said_of_wall
 from taas.storage import probe
 
 
@@ -369,7 +369,10 @@ def test_what_the_wall_makes_a_program_say_is_explained(run: Run, mechanism: str
     def body(guard):
         outside = subprocess.run(["touch", "/proc/version"], capture_output=True, text=True).stderr
         said = subprocess.run("echo x > made.txt", shell=True, capture_output=True, text=True).stderr
-        return [guard.explain_output(text) for text in (said, outside, "key: Permission denied (publickey).")]
+        return [
+            guard.denial.explain_output(text)
+            for text in (said, outside, "key: Permission denied (publickey).")
+        ]
 
     explained, *others = run.rank(body, rank=2, mechanism=mechanism)
     assert "made.txt" in explained
@@ -546,7 +549,7 @@ def test_a_machine_that_gives_no_wall_is_told_of_in_the_cell(run: Run):
 
     def body(guard):
         Path("model.txt").write_text("x")
-        return [_met_the_wall(guard, run.project), os.path.exists("model.txt")]
+        return [said_of_wall(guard), os.path.exists("model.txt")]
 
     (line,), seen = run.rank(body, mechanism="diversion")
     assert "this machine gives no wall" in line

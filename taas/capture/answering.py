@@ -7,13 +7,13 @@ from collections.abc import Container
 from typing import TYPE_CHECKING, Any
 
 from taas.capture.applying import NOTHING
-from taas.capture.heap import NAMESPACE, Heap
+from taas.capture.heap import NAMESPACE, Heap, failure_of
+from taas.capture.holders import holders, leave_out
 from taas.capture.lost import culprit_in_heap
 from taas.capture.memory import SentMemory
-from taas.capture.modules import is_gone, loaded_as, places_now
+from taas.capture.modules import loaded_as
 from taas.capture.of_ipython import is_of_ipython
 from taas.capture.payload import write_file
-from taas.capture.places import place_of
 from taas.capture.process_state import not_brought
 from taas.capture.reader import Reader, holds_shards, is_wrapper, stays
 
@@ -45,7 +45,8 @@ class CellChanges:
         self._anew: dict[int, int] = {}
         """The new numbers of what is made anew."""
         self._saved = self._heap.saved()
-        self._places_now = places_now(arrival.project)
+        self._places_now = holders(arrival.project)
+        self._lost += leave_out(arrival.project, self._fails, self._why_not, self._heap.number)
         self._compare()
         self._roots = self._numbered_names(value)
         self._places = self._numbered_places()
@@ -76,7 +77,6 @@ class CellChanges:
             "fresh": heap.fresh & sent,
             "next": len(heap.objects),
             "deleted": self._deleted(),
-            "places deleted": self._deleted_places(),
             "process state": process_state,
             "imports": [n for n in arrival.contents["imports of the cell"] if n in sys.modules],
             "reloaded": self._reloaded(),
@@ -129,12 +129,6 @@ class CellChanges:
     def _deleted(self) -> list[str]:
         gone = [name for name in (*self._arrival.names, *self._arrival.held) if name not in self._namespace]
         return [name for name in gone if self._is_returned(name)]
-
-    def _deleted_places(self) -> list[str]:
-        arrival = self._arrival
-        if arrival.returned is not None:
-            return []
-        return [name for name in arrival.places_before if is_gone(name, self._places_now)]
 
     def _reloaded(self) -> list[str]:
         before, now = self._arrival.specs_before, loaded_as(self._arrival.project)
@@ -194,21 +188,11 @@ class CellChanges:
         return dict(sorted(found.items(), key=lambda entry: heap.early(entry[1])))
 
     def _numbered_places(self) -> dict[str, int]:
-        """Return the numbers of what was put elsewhere than under names."""
+        """Return the numbers of what holds something of the notebook since the cell."""
         arrival, heap = self._arrival, self._heap
-        before = arrival.places_before
-        found = {}
-        for name, item in self._places_now.items() if arrival.returned is None else ():
-            if before.get(name, self) is item:
-                continue
-            length = len(heap.objects)
-            n = heap.enter(item)
-            heap.walk()
-            new = place_of(name) is None and name not in before
-            if new and (any(m >= length for m in heap.failed) or heap.foreign_code(length)):
-                heap.back_to(length)  # the module that the notebook imports has its own
-            else:
-                found[name] = n
+        now = self._places_now.items() if arrival.returned is None else ()
+        found = {name: heap.enter(item) for name, item in now if name not in arrival.places_before}
+        heap.walk()
         return found
 
     def _number_anew(self) -> None:
@@ -256,7 +240,14 @@ class CellChanges:
 
     def _why(self, name: str) -> str:
         value = self._visible.get(name, self._places_now.get(name, self._value))
+        return self._why_not(name, value) or f"{name}: {next(iter(self._heap.failed.values()))}"
+
+    def _why_not(self, name: str, value: Any) -> str | None:
         found = culprit_in_heap(name, value, self._namespace, project=self._arrival.project, unwrap=True)
         if found is None:
-            return f"{name}: {next(iter(self._heap.failed.values()))}"
+            return None
         return f"{name}: {found.path} is a {found.kind}, which cannot be pickled ({found.reason})"
+
+    def _fails(self, value: Any, limit: int | None = None) -> Exception | None:
+        reader = Reader(self._namespace, project=self._arrival.project, unwrap=True)
+        return failure_of(value, self._namespace, reader, limit)

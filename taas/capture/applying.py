@@ -13,12 +13,11 @@ from taas.capture.heap import CONSTANT, Heap, no_collection
 from taas.capture.libraries import join_devices
 from taas.capture.lost import Paths, in_few_lines
 from taas.capture.memory import MemoryTable, Stretch
-from taas.capture.modules import places_now, put_places
 from taas.capture.of_ipython import is_of_ipython
 from taas.capture.payload import Payload
-from taas.capture.places import place_of
 from taas.capture.reader import Reader
 from taas.capture.reading import MissingModule, keeps_all_attributes
+from taas.import_hooks import note_files
 from taas.wording import first_line
 
 
@@ -92,9 +91,7 @@ class _Incoming:
         self._memory = self._payload.brought(known)
         self._made = dict(enumerate(heap.objects))
         self._builder = Builder(contents["states"], self._made, self._memory, namespace, tolerant=True)
-        self._before = places_now(contents["project"])
         self._applied = Applied(lost=list(contents["lost"]), cells=contents["cells"])
-        self._places: dict[str, Any] = {}
 
     # ------------------------------------------------------------ building
 
@@ -107,6 +104,8 @@ class _Incoming:
                 importlib.reload(sys.modules[name])
             except BaseException as error:  # what a module's own code raises
                 self._lose(f"the reload of {name}", f"{type(error).__name__}: {error}")
+        if contents["reloaded"]:
+            note_files()
         for name, n in contents["roots"].items():
             value = builder.build(n)
             if n in builder.lost:
@@ -119,11 +118,11 @@ class _Incoming:
                 self._namespace[name] = value
                 self._applied.rebound.append(name)
         for name, n in contents["places"].items():
-            value = builder.build(n)
+            builder.build(n)
             if n in builder.lost:
                 self._lose(name, self._reason(n, n))
             else:
-                self._places[name] = value
+                self._applied.places.append(name)
         for state, _ in contents["changed"].values():
             for child in state[2]:
                 if child not in self._made:
@@ -154,8 +153,6 @@ class _Incoming:
         for name in contents["deleted"]:
             self._namespace.pop(name, None)
             applied.deleted.append(name)
-        of_libraries = {name: value for name, value in self._before.items() if place_of(name) is not None}
-        put_places(of_libraries | self._places, contents["places deleted"], self._before)
         if contents["process state"] is not None:
             try:
                 process_state.put(contents["process state"])
@@ -169,7 +166,7 @@ class _Incoming:
         applied.lost = in_few_lines(applied.lost, contents["sharded"])
         applied.there, applied.wrapped = contents["there"], [*contents["wrapped"], *contents["sharded"]]
         unbound = {name for name in contents["roots"] if name} - {*applied.rebound}
-        applied.own, applied.places = [*contents["own"], *unbound], [*self._places]
+        applied.own = [*contents["own"], *unbound]
         applied.memory, applied.next_region = self._memory.stretches, self._payload.next_region
         return applied
 

@@ -14,10 +14,10 @@ from taas.capture.applying import NOTHING, Applied, apply_answer
 from taas.capture.building import Builder
 from taas.capture.checksums import MemorySnapshot
 from taas.capture.heap import NAMESPACE, Heap, no_collection
+from taas.capture.holders import go_to_ends, holders
 from taas.capture.libraries import join_devices_at_first_step
-from taas.capture.loggers import go_to_ends
 from taas.capture.memory import MemoryTable, SentMemory, Stretch, view_of
-from taas.capture.modules import loaded_as, places_now, put_places
+from taas.capture.modules import loaded_as
 from taas.capture.of_ipython import MAGIC, dress
 from taas.capture.payload import Payload
 from taas.capture.process_state import ProcessState
@@ -96,9 +96,8 @@ class Arrival:
         builder = Builder(states, made, self.memory, namespace)
         for name, n in contents["roots"].items():
             namespace[name] = self._built(builder, name, n)
-        told = {name: self._built(builder, name, n) for name, n in contents["places"].items()}
-        self._magics = {name: told.pop(name) for name in [*told] if name.startswith(MAGIC)}
-        put_places(told, contents["held"]["places deleted"], places_now(self.project))
+        beside = {name: self._built(builder, name, n) for name, n in contents["places"].items()}
+        self._magics = {name: value for name, value in beside.items() if name.startswith(MAGIC)}
         self.heap.learn(made, states, self.known, contents["fresh"])
 
     def _built(self, builder: Builder, name: str, n: int) -> Any:
@@ -124,7 +123,7 @@ class Arrival:
         with no_collection():
             self.heap.mark()
         self.names_before = {**self._namespace}
-        self.places_before, self.specs_before = places_now(self.project), loaded_as(self.project)
+        self.places_before, self.specs_before = holders(self.project), loaded_as(self.project)
         self.state.mark()
         self._snapshot = MemorySnapshot(self.memory.stretches, self._snapshot)
 
@@ -231,11 +230,9 @@ def unpack(fd: int, namespace: dict[str, Any], project: Path, kind: type) -> lis
             value = builder.build(n)
             if n not in builder.lost:
                 namespace[name] = value
-        told = {
-            name: builder.build(n) for name, n in contents["places"].items() if not name.startswith(MAGIC)
-        }
-        told = {name: value for name, value in told.items() if contents["places"][name] not in builder.lost}
-        put_places(told, (), places_now(str(project)))
+        for name, n in contents["places"].items():
+            if not name.startswith(MAGIC):
+                builder.build(n)
     state.put()
     go_to_ends()
     for n, loss in builder.lost.items():

@@ -14,17 +14,21 @@ from typing import TYPE_CHECKING, Any
 from taas.capture import process_state
 from taas.capture.applying import Applied, apply_answer
 from taas.capture.code_by_value import global_names, words_in
-from taas.capture.heap import Heap, no_collection
+from taas.capture.heap import Heap, failure_of, no_collection
+from taas.capture.holders import go_to_ends, holders, leave_out
 from taas.capture.kept import Held, Kept
 from taas.capture.libraries import wait_for_devices
-from taas.capture.loggers import go_to_ends
 from taas.capture.lost import culprit_in_heap
 from taas.capture.memory import SentMemory
-from taas.capture.modules import edited_modules, imported_by, modules_reached, modules_used, places_now
+from taas.capture.modules import (
+    edited_modules,
+    imported_by,
+    modules_reached,
+    modules_used,
+)
 from taas.capture.names import Needs, needs_of
 from taas.capture.of_ipython import extensions_with, history_of, is_of_ipython, magics_used, values_of_cells
 from taas.capture.payload import check_room, write_file
-from taas.capture.places import place_of
 from taas.capture.reader import Reader
 from taas.errors import CaptureError, HeaderError
 from taas.wording import first_line, nearest, shown, size_in_words
@@ -81,6 +85,7 @@ class Capture:
         self.sizes: dict[str, int] = {}
         self.left_behind: dict[str, str] = {}
         self._detached: list[str] = []
+        self._without = leave_out(project, self._fails, self._why_not)
         self._too_large: list[str] = []
         self._edited: list[str] = []
         self._pack(places)
@@ -151,20 +156,18 @@ class Capture:
             room -= self.sizes.get(name, 0)
 
     def _add_places(self, places: dict[str, Any]) -> None:
-        """Describe what libraries hold, and the data of those modules of the project that something is found in."""
+        """Describe what holds something of the notebook: of the project's modules, those that something is found in."""
         held = self._held
         while new := {
             name: value
-            for name, value in (places | places_now(self._project, self._reached())).items()
+            for name, value in (places | holders(self._project, self._reached())).items()
             if name not in self._places and name not in self.left_behind and name not in held.places
         }:
             for name, value in new.items():
-                of_library = place_of(name) is not None
-                error = self._add(
-                    name, value, self._places, limit=None if of_library else LARGE, by_name=not of_library
-                )
+                error = self._add(name, value, self._places)
                 if error is not None:
-                    self.left_behind[name] = self._why(name, value, error) if of_library else ""
+                    self.left_behind[name] = self._why(name, value, error)
+                    self._without.append(self.left_behind[name])
 
     def _reached(self) -> set[str]:
         reader = self.heap.reader
@@ -178,7 +181,6 @@ class Capture:
         roots: dict[str, int],
         *,
         limit: int | None = None,
-        by_name: bool = False,
     ) -> Exception | None:
         """Describe a value; nothing of it is left where it cannot travel."""
         heap = self.heap
@@ -189,8 +191,6 @@ class Capture:
         nbytes = heap.size(length) + heap.sent.size(pieces)
         if error is None and limit is not None and nbytes > limit:
             error = ValueError(f"it has more than {limit:,} bytes")
-        if error is None and by_name:
-            error = heap.foreign_code(length)
         if error is not None:
             heap.back_to(length)
             heap.sent.forget(pieces)
@@ -247,6 +247,13 @@ class Capture:
             f"{name!r}{inside} is a {found.kind}, which cannot be pickled ({found.reason}); {found.advice}."
         )
 
+    def _why_not(self, name: str, value: Any) -> str | None:
+        error = self._fails(value)
+        return None if error is None else self._why(name, value, error)
+
+    def _fails(self, value: Any, limit: int | None = None) -> Exception | None:
+        return failure_of(value, self._namespace, Reader(self._namespace, project=self._project), limit)
+
     @property
     def notices(self) -> list[str]:
         """Lines for the user."""
@@ -255,11 +262,7 @@ class Capture:
             for name, size in self.sizes.items()
             if size > LARGE
         ]
-        found += [
-            f"{why} {place.without}"
-            for name, why in self.left_behind.items()
-            if (place := place_of(name)) is not None
-        ]
+        found += [f"{why} The ranks do without it." for why in self._without]
         if unwrapped := self._held.unwrapped(self.sizes):
             found.append(
                 f"{', '.join(unwrapped)}: changed in the notebook since the last cell, or shares objects with what did. So it "
@@ -269,7 +272,7 @@ class Capture:
         if self._edited:
             found.append(
                 f"{', '.join(self._edited)}: edited since this notebook imported it. The ranks run the file as it is now, the "
-                f"notebook what it imported; importlib.reload({self._edited[0]}) in a cell of its own takes the file here, too."
+                f"notebook what it imported, each with data of its own; importlib.reload({self._edited[0]}) in a cell of its own takes the file here, too."
             )
         if self._detached:
             names = ", ".join(self._detached)

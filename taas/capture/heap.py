@@ -102,10 +102,10 @@ class Heap(FlatStates):
         """Describe again what is read in another way here than there: tensors of other devices, functions on this namespace.
 
         An object with a protocol of its own is not asked again; nor is what is here what came: containers, plain objects,
-        arrays, tensors in host memory.
+        arrays, tensors in host memory, data of modules.
         """
         for n, value in enumerate(self.objects):
-            if n == NAMESPACE or value is None or stays(type(value)):
+            if n == NAMESPACE or value is None or stays(type(value)) or isinstance(value, types.ModuleType):
                 continue
             state = self.states[n]
             is_read = state is not None and state[0] == "reading"
@@ -292,6 +292,19 @@ class Heap(FlatStates):
         inside = {c for n in numbers if n in known for c in (n, *known[n][2])}
         others = {c for n, state in known.items() if n not in numbers for c in state[2]}
         return {n for n in inside - others if n in known and known[n][0] == "memory"}
+
+
+def failure_of(
+    value: Any, namespace: dict[str, Any], reader: Reader, limit: int | None = None
+) -> Exception | None:
+    """Return why a value cannot travel by itself; with a ``limit``, in so many bytes, and without code of modules."""
+    heap = Heap(reader, [namespace])
+    heap.enter(value)
+    heap.walk()
+    error = next(iter(heap.failed.values()), None)
+    if error is None and limit is not None and heap.size(0) + heap.sent.size(0) > limit:
+        error = ValueError(f"it has more than {limit:,} bytes")
+    return error if error is not None or limit is None else heap.foreign_code(0)
 
 
 def _has_identity(kind: str, value: Any) -> bool:

@@ -18,8 +18,8 @@ from typing import Any
 from taas.capture.applying import Applied
 from taas.capture.checksums import MemorySnapshot
 from taas.capture.heap import CONSTANT, NAMESPACE, Heap
+from taas.capture.holders import holders
 from taas.capture.memory import MemoryTable, Stretch, overlapping
-from taas.capture.modules import places_now
 from taas.capture.names import needs_of
 from taas.capture.reader import Reader
 from taas.capture.reading import ATOMS
@@ -104,7 +104,7 @@ class Kept:
         own = {*applied.own, *(before.own - {*sent, *applied.rebound})} & names.keys()
         own |= {name for name, value in names.items() if value is _NONE}
         there = {*places, *before.places, *applied.places}
-        held = {name: value for name, value in places_now(project).items() if name in there}
+        held = {name: value for name, value in holders(project).items() if name in there}
         known = heap, applied.memory, applied.next_region, before.kept
         return cls(namespace, project, names, own, applied.wrapped, held, *known)
 
@@ -139,9 +139,8 @@ class Held:
         here = {name for name, value in kept.names.items() if namespace.get(name, _NONE) is value}
         bound = {name for name in _bound_since(kept, namespace) & here if type(kept.names[name]) in ATOMS}
         self.names = {name for name in here - bound if id(kept.names[name]) not in never}
-        now = places_now(kept.project) if kept.places else {}
+        now = holders(kept.project) if kept.places else {}
         self.places = {name for name, value in kept.places.items() if now.get(name, _NONE) is value}
-        self._gone = kept.places.keys() - now.keys()
         self._inside = {
             name: kept.heap.reached([n])
             for name, n in kept.roots()
@@ -221,7 +220,6 @@ class Held:
         return {
             "names": sorted(self.names),
             "deleted": sorted(self.kept.names.keys() - self.names - {*sent}),
-            "places deleted": sorted(self._gone),
             "numbers": sorted(self._numbers),
             "regions": [*self.memory()],
         }

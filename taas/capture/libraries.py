@@ -11,13 +11,11 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
 
-from taas.capture.loggers import read_handler
 from taas.capture.reading import (
     Reading,
     keeps_pickling_of_object,
@@ -39,8 +37,6 @@ def library_reader(cls: Any, *, answers: bool = False) -> _ReaderOf | None:
         cls: the class.
         answers: whether what is read goes to the notebook, where all users of the memory of a block are.
     """
-    if issubclass(cls, logging.Handler) and keeps_pickling_of_object(cls):
-        return read_handler
     traits = getattr(sys.modules.get("traitlets"), "HasTraits", None)
     if traits is not None and issubclass(cls, traits) and cls.__setstate__ is traits.__setstate__:
         return _read_traits

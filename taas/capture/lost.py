@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import islice
 from typing import Any, NamedTuple
 
-from taas.capture.heap import Heap
+from taas.capture.heap import failure_of
 from taas.capture.reader import Reader
 from taas.capture.reading import ATOMS, Reading
 from taas.capture.tensors import ONLY_A_SHARD
@@ -74,14 +74,9 @@ def culprit_of(
 
 def culprit_in_heap(name: str, value: Any, namespace: dict[str, Any], **how: Any) -> Culprit | None:
     """Find what in a value cannot travel as names do; ``how`` its reader is made."""
-
-    def describe(part: Any) -> Exception | None:
-        heap = Heap(Reader(namespace, **how), [namespace])
-        heap.enter(part)
-        heap.walk()
-        return next(iter(heap.failed.values()), None)
-
-    return culprit_of(name, value, namespace, describe)
+    return culprit_of(
+        name, value, namespace, lambda part: failure_of(part, namespace, Reader(namespace, **how))
+    )
 
 
 def _failure(value: Any, write: Callable[[Any], Exception | None]) -> str | None:

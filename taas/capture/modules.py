@@ -1,18 +1,18 @@
 """What travels of modules beside their names: which to import first, and the data of the project's own.
 
 A module travels by its name. A cell may use what an import of another one did to it: the submodules that it has as attributes,
-the methods that a package's module gives the package's classes. The data of the project's modules travel by the same rule as the
-notebook's names: ``helper:counter`` stands among them, as that name, while names are packed, compared and put in place.
-So do attributes of its classes, ``helper:Model.count``. They travel where the cell reaches the module, by whatever it uses.
-Functions and classes are not data, unless they are the notebook's own: they are what the module's file says. Where the file was
-edited since the notebook imported it, the data are what it says, too. An object that another process cannot rebuild from names (a
-lock, a library opened by ctypes) stays behind: the ranks' module has its own.
+the methods that a package's module gives the package's classes. The data of the project's modules (``helper.counter``), and of
+their classes (``helper.Model.count``), are the module's state in the heap. They travel where the cell reaches the module, by
+whatever it uses. Functions and classes are not data, unless they are the notebook's own: they are what the module's file says.
+Where the file was edited since the notebook imported it, the data are what it says, too. An object that another process cannot
+rebuild from names (a lock, a library opened by ctypes) stays behind: the ranks' module has its own.
 """
 
 from __future__ import annotations
 
 import ast
 import enum
+import operator
 import os
 import re
 import sys
@@ -22,8 +22,8 @@ from typing import Any
 
 from taas.capture.code_by_value import words_in
 from taas.capture.of_ipython import python_of
-from taas.capture.places import held_by_libraries, place_of
-from taas.import_hooks import after_import, imported_since, is_edited
+from taas.capture.reading import MissingModule, Reading, import_or_stand_in
+from taas.import_hooks import imported_since, is_edited
 
 _IMPORT = re.compile(r"(?:^|\\n|')[ \t]*(?:from|import)[ \t]+([\w.]+)", re.MULTILINE)
 """Found also in a body that a magic was given, as text."""
@@ -32,7 +32,8 @@ _ANY_MODULE = ({"import_module"}, {"__import__"}, {"sys", "modules"}, {"runpy"},
 _CODE = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)
 _NOT_DATA_OF = ("typing", "__future__", "_frozen_importlib_external")
 _NOT_OF_PROJECTS = {"taas", "__main__", "__mp_main__", *sys.stdlib_module_names}
-_NOTHING = object()
+_HOLDS = {"pandas": "options.display.float_format"}
+"""What modules of libraries hold that is a function of the notebook, and no plain setting."""
 
 
 # ---------------------------------------------------------------- what to import
@@ -82,7 +83,13 @@ def imported_by(cell: str) -> Iterator[str]:
 _known: set[str] = set()
 _maybe_of_projects: list[str] = []
 _put: set[str] = set()
-"""Names of data that were put into modules: what takes their place is data, too."""
+"""What was put into modules: what takes its place is data, too."""
+left_out: dict[int, Any] = {}
+"""Parts of what holds something of the notebook that cannot travel, by their ids: each process has its own."""
+
+
+class Left:
+    """Stands in a module's state for data that each process has of its own."""
 
 
 def survey() -> None:
@@ -114,15 +121,65 @@ def edited_modules(project: str, modules: Container[str]) -> list[str]:
     return [name for name, _ in _of_project(project) if is_edited(name) and name in modules]
 
 
-def data_of_modules(project: str, modules: Container[str] | None = None) -> dict[str, Any]:
-    """Return the data of the project's modules that are imported, as ``module:attribute``; of some modules only."""
-    return {
-        place: value
+def reader_of_module(module: types.ModuleType, project: str) -> Reading:
+    """Read a module: it is found by its name; one of the project that was not edited has its data as state."""
+    name = module.__name__
+    of_project = bool(project) and name in dict(_of_project(project)) and not is_edited(name)
+    if not of_project and name not in _HOLDS:
+        return Reading(import_or_stand_in, (name,))
+    told = {way: Left if id(value) in left_out else value for way, value in sorted(data_of(module).items())}
+    return Reading(import_or_stand_in, (name,), _set_data, (told,), (".",))
+
+
+def modules_with_data(project: str, modules: Container[str] | None = None) -> dict[str, types.ModuleType]:
+    """Return the modules that are imported and have data of the notebook's, by what messages call them; of some only."""
+    found = {
+        name: module
         for name, module in _of_project(project)
         if (modules is None or name in modules) and not is_edited(name)
-        for place, value in _attributes(module, name, f"{name}:")
-        if _is_data(value) or place in _put
     }
+    for name in _HOLDS.keys() & sys.modules.keys():
+        if name in _put or any(value is not None for value in data_of(sys.modules[name]).values()):
+            found[name] = sys.modules[name]
+            _put.add(name)
+    return {f"the module {name}": module for name, module in found.items()}
+
+
+def data_of(module: types.ModuleType) -> dict[str, Any]:
+    """Return the data of a module, by the way from it to them."""
+    name = module.__name__
+    if name in _HOLDS:
+        found = operator.attrgetter(_HOLDS[name])(module) if hasattr(module, "options") else None
+        return {_HOLDS[name]: found}
+    return {
+        way: value
+        for way, value in _attributes(module, name, "")
+        if _is_data(value) or f"{name}:{way}" in _put
+    }
+
+
+def _set_data(module: types.ModuleType, state: tuple[dict[str, Any]]) -> None:
+    name = module.__name__
+    if isinstance(module, MissingModule) or is_edited(name):
+        return
+    here, told = data_of(module), state[0]
+    for way in here.keys() - told.keys():
+        holder, attribute = _held(module, way)
+        if attribute in vars(holder):
+            delattr(holder, attribute)
+    for way, value in told.items():
+        if value is not Left and here.get(way, Left) is not value:
+            _put.add(f"{name}:{way}")
+            setattr(*_held(module, way), value)
+
+
+def _held(module: types.ModuleType, way: str) -> tuple[Any, str]:
+    """Return what a way from a module ends at: the module itself or one of its classes, and a name there."""
+    holder: Any = module
+    *classes, attribute = way.split(".")
+    for cls in classes:
+        holder = getattr(holder, cls, None) or type(cls, (), {})  # the file has none such any more
+    return holder, attribute
 
 
 def _attributes(holder: Any, module: str, begins: str) -> Iterator[tuple[str, Any]]:
@@ -131,8 +188,8 @@ def _attributes(holder: Any, module: str, begins: str) -> Iterator[tuple[str, An
         if name.startswith("__") or not name.isidentifier():
             continue
         yield f"{begins}{name}", value
-        of_class = isinstance(value, type) and f"{value.__module__}:{value.__qualname__}" == f"{begins}{name}"
-        if of_class and not issubclass(value, enum.Enum):
+        is_class = isinstance(value, type) and not issubclass(value, enum.Enum)
+        if is_class and (value.__module__, value.__qualname__) == (module, f"{begins}{name}"):
             yield from _attributes(value, module, f"{begins}{name}.")
 
 
@@ -142,53 +199,6 @@ def _is_data(value: Any) -> bool:
         return any(getattr(part, "__module__", "") == "__main__" for part in parts)
     cls = type(value)
     return cls is not object and cls.__module__ not in _NOT_DATA_OF
-
-
-# ---------------------------------------------------------------- places: what stands beside the names
-
-
-def places_now(project: str, modules: Container[str] | None = None) -> dict[str, Any]:
-    """Return what the notebook holds elsewhere than in names: in the project's modules, and in libraries."""
-    return held_by_libraries() | data_of_modules(project, modules)
-
-
-def is_gone(name: str, now: dict[str, Any]) -> bool:
-    """Tell whether a place that was there is not; of a module that is not imported nobody knows."""
-    place = place_of(name)
-    return name not in now and (module_of(name) if place is None else place.library) in sys.modules
-
-
-def module_of(name: str) -> str:
-    """Return the module of a place."""
-    return name.rpartition(":")[0]
-
-
-def put_places(told: dict[str, Any], gone: Iterable[str] = (), before: dict[str, Any] | None = None) -> None:
-    """Put values where they belong; a module that is not imported gets them when it is."""
-    before = before or {}
-    for name in gone:
-        if (place := place_of(name)) is not None:
-            place.put(name, None, before.get(name))
-        else:
-            holder, attribute = _held(sys.modules[module_of(name)], name)
-            if attribute in vars(holder):
-                delattr(holder, attribute)
-    for name, value in told.items():
-        was = before.get(name, _NOTHING)
-        if (place := place_of(name)) is not None:
-            place.put(name, value, None if was is value or was is _NOTHING else was)
-        elif was is not value:
-            _put.add(name)
-            after_import(module_of(name), lambda module, n=name, v=value: setattr(*_held(module, n), v))  # type: ignore[misc]
-
-
-def _held(module: types.ModuleType, name: str) -> tuple[Any, str]:
-    """Return which of a module's classes, or the module itself, holds what a name stands for, and under which name."""
-    holder: Any = module
-    *classes, attribute = name.rpartition(":")[2].split(".")
-    for cls in classes:
-        holder = getattr(holder, cls, None) or type(cls, (), {})  # the file has none such any more
-    return holder, attribute
 
 
 # ---------------------------------------------------------------- which of them
@@ -206,7 +216,7 @@ def modules_reached(words: set[str], named: set[str], project: str) -> set[str]:
         found |= new
         for name in new:
             named = named | {name.rpartition(".")[0]}
-            for _, value in _attributes(modules[name], name, f"{name}:"):
+            for _, value in _attributes(modules[name], name, ""):
                 method = isinstance(value, (classmethod, staticmethod))
                 code = value.__func__ if method else value.fget if isinstance(value, property) else value
                 words = words | (words_in(code.__code__) if isinstance(code, types.FunctionType) else set())

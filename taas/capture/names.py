@@ -1,10 +1,10 @@
 """Which names of the notebook a cell needs.
 
 One pass over the cell's syntax tree, in the order in which it runs. A name that is surely bound before it is read is not
-needed: else the second run of a cell would ship the first run's model. *Surely* needed is what is read in a straight line at
-the top of the cell; what is read on a branch, in a loop, by a function or by a text, *maybe*. The body of a function counts
-where its name is read, as it can run from there on; the same holds for functions and classes of earlier cells. What an object
-holds of them has its name with it: pickle looks it up by that.
+needed: else the second run of a cell would ship the first run's model. What is read in a straight line at the top of the cell
+is *surely* needed. A block (a branch, a loop, ``try``) perhaps runs: what it reads is *maybe* needed, what it binds is bound in it
+alone. The body of a function counts where its name is read, as it can run from there on; the same holds for functions and
+classes of earlier cells. What an object holds of them has its name with it: pickle looks it up by that.
 
 Scopes of functions and comprehensions are the compiler's; names in texts are found by :mod:`~taas.capture.texts`.
 
@@ -20,7 +20,7 @@ import inspect
 import re
 import types
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -31,14 +31,10 @@ from taas.capture.texts import ANY, Texts, any_name, looked_up_by, magic_of, wor
 
 _BINDS_ANY = {"eval", "exec", "globals", "locals", "vars", "setattr", "__main__"}
 """What a cell may bind names with that its code does not say."""
-_NOT_PYTHON = {
-    "bash", "sh", "script", "html", "HTML", "javascript", "js", "latex", "markdown", "svg", "SVG", "writefile",
-    "file", "perl", "ruby", "pypy", "python", "python2", "python3", "system", "sx", "!",
-}  # fmt: skip
 _RUN_HERE = {"time", "capture", "prun", "memit", "mprun", "lprun", "debug"}
 """Magics whose Python binds names of the cell."""
+_OPTIONS = re.compile(r"(?:\s*-\w+(?:\s+\d+)?)+\s")
 _SWALLOWS = re.compile(r"suppress|raises|ignore", re.IGNORECASE)
-_LEAVES = (ast.Raise, ast.Return, ast.Break, ast.Continue)
 _Names = frozenset[str]
 _NONE: _Names = frozenset()
 
@@ -101,9 +97,8 @@ class _Reader:
         self.touched: set[str] = set()
         self.shells = 0
         self._namespace = namespace
-        self._unsure = 0  # branches around, and places above that may have raised
-        self._bound = _NONE  # surely, by now; in a class its own names, too
-        self._outside: _Names | None = None  # what was bound before the class
+        self._unsure = 0  # blocks around, and places above that may have raised
+        self._bound = _NONE  # surely, by now
         self._later: dict[str, _Names] = {}  # what functions and classes of the cell read when they run
         self._of_earlier: dict[str, _Names] = {}
         self._texts = Texts(namespace)
@@ -132,31 +127,30 @@ class _Reader:
                     later.append((name, self._inside(function)))
         for name, used in later:
             self._later[name] = self._later.get(name, _NONE).union(used)
-        self._either(tree.body)
-
-    # ------------------------------------------------------------ names
+        for statement in tree.body:
+            self._run(statement)
 
     def _use(self, names: Iterable[str], *, here: bool = False) -> None:
         """Note names that are read, and what their functions read: right ``here``, or when what is made here runs."""
         self.needs.words.update(names)
-        outside = self._bound if self._outside is None else self._outside
-        waiting = [(name, self._bound if here else outside) for name in names]
+        waiting = [*names]
         own = len(waiting)
-        for number, (name, bound) in enumerate(waiting):  # grows
+        for number, name in enumerate(waiting):  # grows
             sure = here and number < own and not self._unsure and name not in self.touched
-            used = self._need(name, bound, sure=sure, by_function=number >= own)
-            used |= self._later.get(name, _NONE)
-            waiting += [(inner, outside) for inner in used.difference(known for known, _ in waiting)]
+            used = self._need(name, sure=sure, by_function=number >= own) | self._later.get(name, _NONE)
+            waiting += used.difference(waiting)
 
-    def _need(self, name: str, bound: _Names, *, sure: bool, by_function: bool) -> _Names:
+    def _need(self, name: str, *, sure: bool, by_function: bool) -> _Names:
         """Note that a name is read, and return the names that functions in its value use."""
         needs, namespace = self.needs, self._namespace
         if name.startswith(ANY):
             needs.built = needs.built or name.removeprefix(ANY)
-            needs.others |= {n for n, v in namespace.items() if n not in bound and not is_of_ipython(n, v)}
+            needs.others |= {
+                n for n, v in namespace.items() if n not in self._bound and not is_of_ipython(n, v)
+            }
         if name not in namespace or is_of_ipython(name, namespace[name]):
             return _NONE
-        if name in bound:
+        if name in self._bound:
             needs.settled |= {name} if by_function else _NONE
             return _NONE
         (needs.sure if sure else needs.maybe).add(name)
@@ -164,40 +158,19 @@ class _Reader:
             self._of_earlier[name] = _names_used_by(namespace[name], namespace)
         return self._of_earlier[name]
 
-    def _bind(self, names: Iterable[str]) -> None:
-        self.touched.update(names)
-        self._bound |= {*names}
-
-    # ------------------------------------------------------------ order
-
-    def _either(self, *ways: Sequence[ast.AST]) -> None:
-        """Read ways of which one is taken; an empty one is that nothing is done."""
-        before, ends = self._bound, []
-        self._unsure += len(ways) > 1
-        for way in ways:
-            self._bound = before
-            for node in way:
-                self._run(node)
-            ends += [] if _leaves(way) else [self._bound]
-        self._unsure -= len(ways) > 1
-        self._bound = frozenset.intersection(*ends) if ends else before
-
     def _run(self, node: ast.AST) -> None:
         """Read a node, and bind what it binds."""
         self._use(self._texts.of(node))
+        if isinstance(node, ast.Expr) and (magic := magic_of(node.value)) is not None:
+            self._magic(node, *magic)
+            return
+        parts, blocks = _parts_of(node)
+        for part in parts:
+            self._run(part)
+        self._perhaps(blocks, binds=not isinstance(node, ast.ClassDef))
         match node:
-            case ast.Try() | ast.TryStar():
-                self._try(node)
-                return
-            case ast.Expr(value=call) if (magic := magic_of(call)) is not None:
-                self._magic(node, *magic)
-                return
             case ast.ImportFrom(names=[ast.alias(name="*")]):
                 self._bind_any()
-                return
-        for ways in _steps(node):
-            self._either(*ways)
-        match node:
             case ast.Name(id=name, ctx=ast.Load()):
                 self._use([name], here=True)
             case ast.Name(id=name, ctx=ast.Del()):
@@ -207,53 +180,48 @@ class _Reader:
             case ast.Lambda() | ast.ListComp() | ast.SetComp() | ast.DictComp() | ast.GeneratorExp():
                 self.touched.update(n.target.id for n in ast.walk(node) if isinstance(n, ast.NamedExpr))
                 self._use(self._inside(node))
-            case ast.AnnAssign() if self._outside is None:
+            case ast.AnnAssign(target=ast.Name()):
                 self._use(["__annotations__"])  # each of them changes this dict
             case ast.FunctionDef(decorator_list=[_, *_]) | ast.AsyncFunctionDef(decorator_list=[_, *_]):
                 self._use(self._later[node.name])  # who is given it may call it at once
-            case ast.ClassDef():
-                self._class(node)
+            case ast.ClassDef() if node.decorator_list or node.keywords:
+                self._use(self._later[node.name])
             case ast.Raise():
                 self._unsure += 1
-        self._bind(_stored(node))
+        stored = _stored(node)
+        self.touched.update(stored)
+        self._bound |= stored
 
-    def _try(self, node: ast.Try | ast.TryStar) -> None:
-        before = self._bound
-        self._either([*node.body, *node.orelse], *([handler] for handler in node.handlers))
-        after, self._bound = self._bound, before
-        self._either(node.finalbody)
-        self._bound |= after
-
-    def _class(self, node: ast.ClassDef) -> None:
-        """Read the body of a class, which runs here and binds for itself."""
-        before = self._bound, self._outside, self.touched
-        self._outside = self._bound if self._outside is None else self._outside
-        self.touched = {*self.touched}
-        self._either(node.body)
-        self._bound, self._outside, self.touched = before
-        if node.decorator_list or node.keywords:
-            self._use(self._later[node.name])
+    def _perhaps(self, blocks: Sequence[Sequence[ast.AST]], *, binds: bool) -> None:
+        """Read blocks, each of which perhaps runs: what it binds is bound in it alone, for a class's not even there."""
+        before = after = self._bound
+        self._unsure += 1
+        for block in blocks:
+            self._bound = before
+            for node in block:
+                self._run(node)
+                self._bound = self._bound if binds else self._bound & before
+            after &= self._bound
+        self._unsure -= 1
+        self._bound = after
 
     def _inside(self, node: ast.expr) -> _Names:
         """Return what an expression uses; names of its own are none for the compiler."""
         return global_names(_compiled(ast.Expression(node))) | self._texts.inside(node)
 
     def _magic(self, node: ast.Expr, method: str, texts: list[str]) -> None:
-        """Read the Python in a magic; every word of the rest may be a name."""
+        """Read the Python in a magic that binds names of the cell; every word of others may be a name."""
         name, (*words, python) = texts[0], texts
-        options = "".join(
-            re.findall(r"^(?:\s*-\w+(?:\s+\d+)?)+\s", python) if method == "run_line_magic" else []
-        )
+        options = _OPTIONS.match(python) if method == "run_line_magic" else None
+        said = options[0] if options else ""
         try:
             if name in _RUN_HERE:
-                self.read(python_of(python.removeprefix(options)))
-                words.append(options)
+                self.read(python_of(python.removeprefix(said)))
                 self.shells -= 1
-            elif name not in _NOT_PYTHON or method != "run_cell_magic":
-                words.append(python)
+                python = said
         except SyntaxError:
-            words.append(python)
-        self._use(words_of(*words))
+            pass  # it is no Python, then
+        self._use(words_of(*words, python))
         if name == "run":  # the program's names become the notebook's
             self.needs.words.add("%run")
             self._use([any_name(node)] if "-i" in python.split() else [])
@@ -267,36 +235,35 @@ class _Reader:
 # ---------------------------------------------------------------- order
 
 
-def _steps(node: ast.AST) -> Iterator[Sequence[Sequence[ast.AST]]]:
-    """Yield what a node runs, one after the other: of each, the ways of which one is taken."""
+def _parts_of(node: ast.AST) -> tuple[list[ast.AST], list[Sequence[ast.AST]]]:
+    """Return the parts of a node that run, in their order, and then its blocks, each of which perhaps runs."""
     match node:
-        case ast.If(body=body, test=test) if ast.unparse(test) == "__name__ == '__main__'":
-            yield [body]
-        case ast.If(test=test, body=body, orelse=orelse):
-            yield from ([[test]], [body, orelse])
-        case ast.IfExp(test=test, body=value, orelse=other):
-            yield from ([[test]], [[value], [other]])
-        case ast.For(body=body, orelse=orelse) | ast.AsyncFor(body=body, orelse=orelse):
-            yield from ([[node.iter]], [[node.target, *body], []], [orelse, []])
-        case ast.While(test=test, body=body, orelse=orelse):
-            yield from ([[test]], [body, []], [orelse, []])
+        case ast.ClassDef():
+            return [*node.decorator_list, *node.bases, *node.keywords], [node.body]
+        case ast.If() | ast.While():
+            return [node.test], [node.body, node.orelse]
+        case ast.IfExp():
+            return [node.test], [[node.body], [node.orelse]]
+        case ast.For() | ast.AsyncFor():
+            return [node.iter], [[node.target, *node.body], node.orelse]
         case ast.BoolOp(values=[first, *others]):
-            yield from ([[first]], [others, []])
-        case ast.Compare(left=left, comparators=[first, *others]):
-            yield from ([[left, first]], [others, []])
+            return [first], [others]
+        case ast.Compare(comparators=[first, *others]):
+            return [node.left, first], [others]
         case ast.Assert(test=test, msg=message):
-            yield from ([[test]], [[message or test], []])
-        case ast.Match(subject=subject, cases=cases):
-            yield [[subject]]
-            yield [*([case] for case in cases), []]
-        case ast.With(items=items, body=body) | ast.AsyncWith(items=items, body=body):
-            yield from ([items], [body, []] if any(map(_swallows, items)) else [body])
-        case _:
-            yield [_parts_of(node)]
+            return [test], [[message]] if message is not None else []
+        case ast.Match():
+            return [node.subject], [[case] for case in node.cases]
+        case ast.Try() | ast.TryStar():
+            ways = [[handler] for handler in node.handlers]
+            return [], [[*node.body, *node.orelse], *ways, node.finalbody]
+        case ast.With() | ast.AsyncWith() if _SWALLOWS.search(" ".join(map(ast.unparse, node.items))):
+            return [*node.items], [node.body]
+    return _simple_parts_of(node), []
 
 
-def _parts_of(node: ast.AST) -> list[ast.AST]:
-    """Return the parts of a node that run, in their order."""
+def _simple_parts_of(node: ast.AST) -> list[ast.AST]:
+    """Return the parts of a node without blocks, in the order in which they run."""
     match node:
         case ast.Assign(targets=[ast.Name() as target], value=ast.Lambda(args=arguments)):
             return [arguments, target]  # a function with a name
@@ -310,24 +277,13 @@ def _parts_of(node: ast.AST) -> list[ast.AST]:
             return [*filter(None, [node.value]), node.target]
         case ast.FunctionDef() | ast.AsyncFunctionDef():
             return [*node.decorator_list, node.args]
-        case ast.ClassDef():
-            return [*node.decorator_list, *node.bases, *node.keywords]
         case ast.Lambda(args=arguments):
             return [arguments]
         case ast.ListComp() | ast.SetComp() | ast.DictComp() | ast.GeneratorExp():
             return [node.generators[0].iter]
         case ast.ExceptHandler(type=kind, name=str(name), body=body):
             return [*filter(None, [kind]), ast.Name(name, ast.Store()), *body, ast.Name(name, ast.Del())]
-    return [part for part in ast.iter_child_nodes(node) if part._fields]
-
-
-def _swallows(item: ast.withitem) -> bool:
-    return _SWALLOWS.search(ast.unparse(item)) is not None
-
-
-def _leaves(way: Sequence[ast.AST]) -> bool:
-    *_, last = (ast.Pass(), *way)
-    return _leaves(last.body) if isinstance(last, ast.ExceptHandler) else isinstance(last, _LEAVES)
+    return [*ast.iter_child_nodes(node)]
 
 
 def _stored(node: ast.AST) -> set[str]:

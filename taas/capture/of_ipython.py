@@ -46,15 +46,17 @@ def python_of(cell: str) -> str:
     A cell magic (``%%time``) may stand below comments and blank lines, as the header of a taas cell is
     comments to Python; IPython itself knows it on the first line only. Line numbers stay right.
     """
-    lines = cell.splitlines(keepends=True)
-    first = next((n for n, line in enumerate(lines) if line.strip() and not line.lstrip().startswith("#")), 0)
-    if first and lines[first].startswith("%%"):
-        above = "".join("#\n" for _ in range(first))
-        text: str = above + _transformers().transform_cell("".join(lines[first:]))
-        return text
-    text = _transformers().transform_cell(cell)
+    cell = magic_on_top(cell)
+    text: str = _transformers().transform_cell(cell)
     missing = _leading_blank(cell) - _leading_blank(text)
     return "\n" * missing + text
+
+
+def magic_on_top(cell: str) -> str:
+    """Blank the comments of a cell whose own first line is a cell magic."""
+    lines = cell.split("\n")
+    first = next((n for n, line in enumerate(lines) if line.strip() and not line.lstrip().startswith("#")), 0)
+    return "\n" * first + "\n".join(lines[first:]) if lines[first].startswith("%%") else cell
 
 
 def _leading_blank(text: str) -> int:

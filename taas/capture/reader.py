@@ -29,7 +29,9 @@ from taas.capture.containers import (
     read_file,
     read_reference,
 )
+from taas.capture.holders import reader_of_holders
 from taas.capture.libraries import library_reader
+from taas.capture.modules import reader_of_module
 from taas.capture.reading import (
     ATOMS,
     Reading,
@@ -120,6 +122,8 @@ class Reader:
             return self._class
         if issubclass(cls, types.ModuleType):
             return self._module
+        if (holder := reader_of_holders(cls)) is not None:
+            return holder
         if getattr(cls, "__taas_stays__", False):
             return self._by_protocol
         if delivers(cls):
@@ -127,10 +131,12 @@ class Reader:
         if self._unwrap and is_wrapper(cls):
             self.wrappers.add(cls)
             return lambda wrapper: Reading(itself, (wrapper.module,))
-        for choose in (tensor_reader, array_reader):
-            with_memory = choose(cls)
-            if with_memory is not None:
-                return lambda value: with_memory(value) or self._by_protocol(value)
+        with_memory = tensor_reader(cls) or array_reader(cls)
+        if with_memory is not None:
+            return lambda value: with_memory(value) or self._by_protocol(value)
+        return self._reader_by_rule(cls)
+
+    def _reader_by_rule(self, cls: Any) -> _ReaderOf:
         reader = self._reader_of_object(cls)
         if reader == self._by_protocol:
             self._asked.add(cls)
@@ -180,7 +186,7 @@ class Reader:
     def _module(self, module: types.ModuleType) -> Reading | None:
         self.modules.add(module.__name__)
         known = module_named(module.__name__) is module
-        return Reading(import_or_stand_in, (module.__name__,)) if known else self._by_protocol(module)
+        return reader_of_module(module, self._project) if known else self._by_protocol(module)
 
     def _class(self, cls: type) -> Reading | None:
         self.modules.add(cls.__module__)

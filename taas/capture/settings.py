@@ -10,14 +10,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import logging
 import operator
 import sys
-import types
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from taas.capture.loggers import loggers, put_loggers
+from taas.capture.holders import all_loggers
 
 Take = Callable[[Any], Any]
 Put = Callable[[Any, Any], Any]
@@ -72,40 +72,28 @@ def setting(name: str, library: str, get: str, put: str) -> Row:
 # ---------------------------------------------------------------- how things look
 
 _PLAIN = (str, int, float, bool, type(None))
-_AN_OBJECT = "an object of the notebook"
-"""What an option is that stands among the names (:mod:`~taas.capture.places`)."""
+_UNSET = 0, True, False
 _NOT_OF_RANKS = ("backend", "toolbar", "webagg", "tk.", "macosx", "savefig.directory")
 
 
-def is_plain(value: Any) -> bool:
-    """Tell whether a setting is a plain value, or a method of one (``"{:.2f}".format``)."""
-    if isinstance(value, types.BuiltinMethodType):
-        return isinstance(value.__self__, _PLAIN)
-    return isinstance(value, _PLAIN) or (isinstance(value, (list, tuple)) and all(map(is_plain, value)))
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, _PLAIN) or (isinstance(value, (list, tuple)) and all(map(_is_plain, value)))
 
 
-def pandas_options(pandas: Any) -> dict[str, Any]:
-    """Return all options of pandas, without what asking for some says."""
+def _pandas_options(pandas: Any) -> dict[str, Any]:
+    """Return the plain options of pandas, without what asking for some says; the function among them is data of a module."""
     config = pandas._config.config
-    return {
+    found = {
         name: functools.reduce(operator.getitem, name.split("."), config._global_config)
-        for name in config._registered_options
+        for name in config._registered_options.keys() - {"display.float_format"}
     }
-
-
-def _plain_options(pandas: Any) -> dict[str, Any]:
-    return {name: v if is_plain(v) else _AN_OBJECT for name, v in pandas_options(pandas).items()}
-
-
-def _put_option(pandas: Any, name: str, value: Any) -> None:
-    if value != _AN_OBJECT:
-        pandas.set_option(name, value)
+    return {name: value for name, value in found.items() if _is_plain(value)}
 
 
 def _plot_settings(matplotlib: Any) -> dict[str, Any]:
     found: dict[str, Any] = {name: dict.get(matplotlib.rcParams, name) for name in matplotlib.rcParams}
     cycle = found.pop("axes.prop_cycle")
-    plain = {n: v for n, v in found.items() if not n.startswith(_NOT_OF_RANKS) and is_plain(v)}
+    plain = {n: v for n, v in found.items() if not n.startswith(_NOT_OF_RANKS) and _is_plain(v)}
     return {**plain, "axes.prop_cycle": tuple(cycle)}
 
 
@@ -170,6 +158,20 @@ def _put_format(ipython: Any, name: str, value: Any) -> None:
 
 
 # ---------------------------------------------------------------- what is reported
+
+
+def _log_levels(_: Any) -> dict[str, Any]:
+    levels = {log.name: (log.level, log.propagate, log.disabled) for log in all_loggers()}
+    return {name: told for name, told in levels.items() if told != _UNSET}
+
+
+def _put_log_levels(_: Any, told: dict[str, Any]) -> None:
+    here = _log_levels(None)
+    for name, state in told.items():
+        if here.get(name) != state:  # each that is set empties the caches of all loggers
+            logger = logging.getLogger(name)
+            level, logger.propagate, logger.disabled = state or _UNSET
+            logger.setLevel(level)
 
 
 def _warning_filters(_: Any) -> list[Any]:
@@ -249,14 +251,14 @@ def rows(own: str | None, *, rank: bool = False) -> tuple[Row, ...]:
         Row("decimal context", "decimal", lambda d: d.getcontext().__reduce__()[1],
             lambda d, told: d.setcontext(d.Context(*told))),
         Row("warning filters", "warnings", _warning_filters, lambda _, told: _put_warning_filters(told, rank=rank)),
-        Row("log levels and handlers", "logging", loggers, put_loggers),
+        Row("log levels", "logging", _log_levels, _put_log_levels),
         Row("levels of all logs", "logging", lambda m: m.root.manager.disable, lambda m, told: m.disable(told)),
         _options("formats and aliases of IPython", "IPython", _formats, _put_format),
         Row("errors of NumPy", "numpy", lambda n: n.geterr(), lambda n, told: n.seterr(**told)),
         Row("print options of NumPy", "numpy",
             lambda n: {k: v for k, v in n.get_printoptions().items() if k not in ("formatter", "override_repr")},
             lambda n, told: n.set_printoptions(**told, formatter=n.get_printoptions()["formatter"])),
-        _options("options of pandas", "pandas", _plain_options, _put_option),
+        _options("options of pandas", "pandas", _pandas_options, lambda p, name, value: p.set_option(name, value)),
         _options("how figures are shown", "matplotlib_inline.config", _inline_settings, _put_inline_setting),
         Row("figures are shown", "matplotlib.figure", lambda _: _INLINE in sys.modules or None, _show_figures),
         _options("settings of matplotlib", "matplotlib", _plot_settings, _put_plot_setting),

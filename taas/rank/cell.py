@@ -11,20 +11,17 @@ import traceback
 from bdb import BdbQuit
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from taas import adopt, capture
 from taas.engines.local import present_gpus
-from taas.rank import children
 from taas.rank.agent_link import AgentLink
 from taas.rank.keyboard import Keyboard
 from taas.rank.preparing import Prepared
 from taas.rank.streams import Outlet
 from taas.rank_storage import Guard
-from taas.runs.events import EVENTS, STDERR, STDOUT
 from taas.storage.walls import NO_WALL
 from taas.wire.framing import Memory
 from taas.wire.ranks import RankEnded, RankOrder, RankStage, RankStart
@@ -36,8 +33,6 @@ _WITHOUT_WALL = (
     "rank writes: this machine gives no wall (taas doctor says why), so of ranks other than 0 only what Python's own functions "
     "write was kept out of the project: C libraries and other programs could write it"
 )
-_LOOKED_THROUGH = 1 << 20
-"""So many bytes at the end of a rank's output are looked through for words of the system."""
 
 
 def run_cell(start: RankStart, rank: Prepared, link: AgentLink, outlet: Outlet) -> RankEnded:
@@ -50,7 +45,7 @@ def run_cell(start: RankStart, rank: Prepared, link: AgentLink, outlet: Outlet) 
         said = _remembered(rank.arrival) if start.order.rehearsed and not present_gpus() else ()
         ended = with_notices(_pack_names(ended, rank.arrival, value), said)
     outlet.flush()
-    return with_notices(ended, _met_the_wall(rank.wall, Path(start.staged.output) / str(start.rank)))
+    return with_notices(ended, said_of_wall(rank.wall))
 
 
 def _run_to_end(start: RankStart, rank: Prepared, link: AgentLink) -> tuple[RankEnded, Any]:
@@ -194,35 +189,21 @@ def _remembered(arrival: Any) -> tuple[str, ...]:
     )
 
 
-def _met_the_wall(wall: Guard, output: Path) -> tuple[str, ...]:
-    """Explain what programs of this rank said when they could not write the project: nobody raised it.
-
-    What ``!command`` says comes through Python, to the events.
-    """
-    if wall.denial is None:
-        return ()
-    if wall.mechanism == NO_WALL:
-        return (_WITHOUT_WALL,)
-    for name in (STDERR, STDOUT, EVENTS):
-        with (output / name).open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - _LOOKED_THROUGH))
-            said = wall.explain_output(file.read().decode(errors="replace"))
-        if said is not None:
-            return (f"rank writes: {said}",)
-    return ()
+def said_of_wall(wall: Guard) -> tuple[str, ...]:
+    """Say where a rank other than 0 has no wall."""
+    return (_WITHOUT_WALL,) if wall.denial is not None and wall.mechanism == NO_WALL else ()
 
 
-def went_wrong(ended: RankEnded, outlet: Outlet) -> list[str]:
-    """Say what went wrong while the rank went on: children that died, output that was lost to a full disk."""
-    said = list(children.unnoticed_deaths()) if ended.outcome == "done" else []
+def lost_output(ended: RankEnded, outlet: Outlet) -> list[str]:
+    """Say what of the output was lost to a full disk."""
     lost = outlet.events.lost_bytes
-    if lost:
-        said.append(
-            f"{lost:,} bytes of the output of rank {ended.rank} were lost, because the disk of the run's folder is "
-            "full. The run went on. `%taas history` shows where old runs are kept; remove some, or set "
-            "JUPYTER_RUNTIME_DIR."
-        )
-    return said
+    if not lost:
+        return []
+    return [
+        f"{lost:,} bytes of the output of rank {ended.rank} were lost, because the disk of the run's folder is "
+        "full. The run went on. `%taas history` shows where old runs are kept; remove some, or set "
+        "JUPYTER_RUNTIME_DIR."
+    ]
 
 
 def _last_word(number: int, arrival: Any, *, last: bool = True) -> RankEnded:

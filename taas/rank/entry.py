@@ -17,7 +17,7 @@ from typing import NoReturn
 from taas import adopt
 from taas.rank import lifeline
 from taas.rank.agent_link import AgentLink
-from taas.rank.cell import failed, run_cell, wait_for_threads, went_wrong, with_notices
+from taas.rank.cell import failed, lost_output, run_cell, wait_for_threads, with_notices
 from taas.rank.preparing import Prepared, become_rank
 from taas.rank.shell import RankShell, make_ready
 from taas.rank.streams import Outlet
@@ -90,7 +90,7 @@ class _Orders:
         if not link.in_rank:
             _leave_as_child(ended)
         link.answer = -1 if ended.answer is None else ended.answer.fd
-        link.send(with_notices(ended, went_wrong(ended, outlet)))
+        link.send(with_notices(ended, lost_output(ended, outlet)))
         with _shown():
             _leave_delivery(start.order)
         if start.order.cell.spec.keep and self._rank is not None:

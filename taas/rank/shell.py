@@ -24,6 +24,7 @@ from IPython.core.interactiveshell import ExecutionResult, InteractiveShell
 from traitlets import Instance, Type
 from traitlets.config import Config
 
+from taas.capture.of_ipython import magic_on_top
 from taas.capture.process_state import ProcessState
 from taas.notebook.comms import open_comms_to
 from taas.rank.streams import Outlet
@@ -153,7 +154,7 @@ class RankShell(InteractiveShell):
         """Run a cell as the notebook would."""
         self._own = None
         try:
-            return self.run_cell(_magic_on_top(cell), store_history=True, silent=False)
+            return self.run_cell(magic_on_top(cell), store_history=True, silent=False)
         finally:
             self.outlet.take_back()
 
@@ -175,17 +176,6 @@ def _holds_group(error: BaseException | None) -> bool:
     while error is not None and not isinstance(error, BaseExceptionGroup):
         error = error.__cause__ or error.__context__
     return error is not None
-
-
-def _magic_on_top(cell: str) -> str:
-    """Blank the header lines of a cell whose own first line is a cell magic: IPython wants it on top."""
-    lines = cell.split("\n")
-    for number, line in enumerate(lines):
-        if line.startswith("%%"):
-            return "\n" * number + "\n".join(lines[number:])
-        if line.strip() and not line.lstrip().startswith("#"):
-            break
-    return cell
 
 
 def make_main() -> types.ModuleType:

@@ -89,7 +89,6 @@ class Denial:
         """A sentence for what the wall made a program say that the rank started; None where it said no such thing."""
         output = _COLORS.sub("", output)
         for line in output.splitlines() if self._said.search(output) else ():
-            line = line.rpartition("\0")[2]  # a record of an event file: its header ends in a zero
             if self._said.search(line) and self._may_be_of_project(line):
                 return (
                     f'"{shown(line.strip(), 200)}", said a program that ranks other than 0 started: only '

@@ -38,13 +38,13 @@ class Program:
 
     def text(self, number: int, *, plain: bool) -> str:
         """Return a cell as it is typed."""
-        from taas.rank.shell import _magic_on_top
+        from taas.capture.of_ipython import magic_on_top
 
         cell = self.cells[number]
         if number not in self.headed:
             return cell
         cell = self.header + cell
-        return _magic_on_top(cell + self.here_also) if plain else cell
+        return magic_on_top(cell + self.here_also) if plain else cell
 
 
 def row(
