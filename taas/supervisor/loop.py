@@ -26,7 +26,6 @@ from taas.supervisor.control_socket import ControlSocket
 from taas.supervisor.fleet import Fleet
 from taas.supervisor.hangs import HangWatch
 from taas.supervisor.kept import KeptRanks
-from taas.supervisor.rank_writes import settle_leftovers
 from taas.supervisor.recorder import Recorder
 from taas.supervisor.runs import Run
 from taas.supervisor.sweeper import NAME as SWEEPER
@@ -68,7 +67,7 @@ class Supervisor:
         self._sources = PollLoop()
         self._worker = WorkThread(self._sources.soon)
         self._fleet = Fleet(self._control, scratch, self._watch_vms, self._strike, self._worker)
-        self._kept = KeptRanks(self._fleet, self._worker)
+        self._kept = KeptRanks(self._fleet)
         self._runs: dict[str, Run] = {}
         self._submits: list[tuple[str, Submit]] = []
         self._releases: list[bytes] = []
@@ -85,7 +84,6 @@ class Supervisor:
         self._sources.on(self._control.socket, self._hear)
         self._sources.on(self._kernel, self._lose_kernel)
         self._sources.on(self._sweeper, self._lose_sweeper)
-        self._worker.do(settle_leftovers)
         self._worker.do(partial(remove_folders_left, self._scratch))
         threading.Thread(target=make_room, name="taas-retention", daemon=True).start()
         if self._config.warm:
