@@ -72,16 +72,12 @@ class Guard:
     Attributes:
         mechanism: which wall, or "none (rank 0)".
         scratch: the rank's folder for the run that goes on.
-        how: its variant, for people ("as root", "version 7").
-        why_not: stronger mechanisms that were tried, each with the reason it failed.
         denial: what this rank is told that meets the wall; None in rank 0.
         table: what it sees of the project; None in rank 0.
     """
 
     mechanism: str
     scratch: Path
-    how: str = ""
-    why_not: tuple[str, ...] = ()
     denial: Denial | None = None
     table: Table | None = None
 
@@ -143,7 +139,7 @@ def guard(policy: Policy, mechanisms: Sequence[str] = MECHANISMS) -> Guard:
     for mechanism in mechanisms:
         denial = Denial(policy.rank, policy.mode, edge, landlock=mechanism == "landlock")
         try:
-            how = walls.WALLS[mechanism](edge)
+            walls.WALLS[mechanism](edge)
         except OSError as error:
             why_not.append(f"{mechanism}: {error.strerror or error}")
             continue
@@ -152,7 +148,7 @@ def guard(policy: Policy, mechanisms: Sequence[str] = MECHANISMS) -> Guard:
         if mechanism == "landlock":
             _move_temporary_files(edge, scratch)
         calls.install(Diversion(table, denial))
-        return Guard(mechanism, scratch, how, tuple(why_not), denial, table)
+        return Guard(mechanism, scratch, denial, table)
     raise StorageDenied(
         errno.EPERM, f"rank {policy.rank} cannot be kept from writing the project: {'; '.join(why_not)}"
     )
