@@ -27,6 +27,7 @@ import torch
 
 from taas import rank_storage
 from taas.rank_storage import Policy
+from taas.storage import walls
 
 
 def in_fork(body: Callable[[], Any]) -> Any:
@@ -50,7 +51,7 @@ def policy(base: Path, rank: int) -> Policy:
     return Policy(project=str(project), rank=rank, scratch=str(scratch))
 
 
-def guard_seconds(base: Path, mechanism: rank_storage.Mechanism, repeats: int) -> dict[str, float]:
+def guard_seconds(base: Path, mechanism: str, repeats: int) -> dict[str, float]:
     """Median and slowest of guarding one rank, in milliseconds; processor time beside it."""
 
     def body() -> tuple[float, float]:
@@ -154,10 +155,10 @@ def main() -> None:
     base = Path(tempfile.mkdtemp(prefix="taas-bench-", dir=memory if memory.is_dir() else None))
     try:
         result: dict[str, Any] = {"machine": {"cores": os.cpu_count(), "load": os.getloadavg()[0]}}
-        result["doctor"] = rank_storage.doctor()
+        result["doctor"] = walls.verdicts()
         result["guard"] = {}
         for mechanism in rank_storage.MECHANISMS:
-            if rank_storage.doctor(only=mechanism)[0].startswith(f"write rule: {mechanism}"):
+            if walls.verdicts((mechanism,))[0].startswith(f"write rule: {mechanism}"):
                 result["guard"][mechanism] = guard_seconds(base, mechanism, repeats)
         tensor = torch.zeros(floats)
         result["rank 0, 10,000 small files"] = rank_0_ratio(base, lambda: small_files(base, 10_000), pairs)

@@ -21,7 +21,6 @@ notebooks mean the same here; ``taas.toml`` adds types and sets defaults::
     [storage]
     shared = ["checkpoints"]     # directories where every rank may write
     rank_writes = "discard"      # or "deny"
-    kept_limit = "2 GiB"         # of writes kept for %taas recover
 
     [delivery]
     encrypt = true
@@ -111,7 +110,6 @@ _KEYS: Mapping[str, _Key] = {
     "engine.wait": _Key(seconds_or_none, 600.0),
     "engine.idle": _Key(seconds_or_none, 60.0),
     "keep.idle": _Key(seconds, 1800.0),
-    "storage.kept_limit": _Key(size, 2 << 30),
     "delivery.encrypt": _Key(lambda text: choice("true", "false")(text.lower()) == "true", True),
     "delivery.buffer": _Key(size, None),
 }

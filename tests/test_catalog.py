@@ -58,14 +58,13 @@ def test_project_wins_over_user_key_by_key(tmp_path: Path) -> None:
     """The user's file holds where the project's says nothing."""
     catalog = config(
         tmp_path,
-        project='[run]\nmax_restarts = 1\n[storage]\nkept_limit = "1.5 GB"\n',
+        project='[run]\nmax_restarts = 1\n[delivery]\nbuffer = "1.5 GB"\n',
         user='[run]\nmax_restarts = 2\nhang_timeout = 20\n[engine]\ndefault = "ray"\naddress = "head:6379"\n'
         '[delivery]\nbuffer = "2GiB"\nencrypt = false\n',
     )
     assert (catalog.settings["run.max_restarts"], catalog.settings["run.hang_timeout"]) == (1, 20.0)
     assert (catalog["engine.default"], catalog["engine.address"]) == ("ray", "head:6379")
-    assert catalog["storage.kept_limit"] == 1_500_000_000
-    assert (catalog["delivery.buffer"], catalog["delivery.encrypt"]) == (2 * 2**30, False)
+    assert (catalog["delivery.buffer"], catalog["delivery.encrypt"]) == (1_500_000_000, False)
 
 
 def test_a_key_takes_what_its_option_takes(tmp_path: Path) -> None:
@@ -90,8 +89,8 @@ REFUSED = {
     '[engine]\ndefault = "slurm"\n': "default",
     "[storage]\nshared = ['']\n": "shared",
     "[storage]\nrank_writes = 'dicard'\n": "write discard",
-    "[storage]\nkept_limit = '2 parsecs'\n": "a size: bytes",
-    "[storage]\nkept_limit = true\n": "kept_limit",
+    "[delivery]\nbuffer = '2 parsecs'\n": "a size: bytes",
+    "[delivery]\nbuffer = true\n": "buffer",
     "[engine]\nwait = -1\n": "wait",
     "[delivery]\nencrypt = 'no'\n": "encrypt",
     "[instances.g3.8]\nvcpus = 3\n": "quotes",

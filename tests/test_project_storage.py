@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from notebook_harness import Notebook
 
-from taas.storage import probe
+from taas.storage import walls
 
 pytestmark = pytest.mark.slow
 
@@ -23,18 +23,6 @@ def test_a_replicated_save_is_rank_0s(notebook: Notebook) -> None:
     assert notebook.value('__import__("torch").load("model.pt")') == "{'from': 0}"
     assert ran.own == ""
     assert "model.pt" not in ran.stdout
-
-
-def test_what_only_another_rank_wrote_is_kept(notebook: Notebook) -> None:
-    """A file that rank 0 did not write is not in the project, and not lost."""
-    ran = notebook.good(
-        "#pragma taas --gpus 2 --name sharded\n"
-        "import os\nfrom pathlib import Path\n"
-        "if os.environ['RANK'] == '1': Path('shard-1').write_text('mine')\n"
-        "found = Path('shard-1').exists()"
-    )
-    assert notebook.value("__import__('os').path.exists('shard-1')") == "False"
-    assert "%taas recover sharded" in ran.stdout
 
 
 def test_a_checkpoint_of_all_ranks_is_saved_and_loaded_in_one_cell(notebook: Notebook) -> None:
@@ -103,7 +91,7 @@ def test_the_whole_machine_as_project() -> None:
             "    tempfile.TemporaryFile().write(b'x')\n"
             "dist.barrier()"
         )
-        assert not written.exists() or probe.verdicts()[0].startswith("write rule: diversion")
+        assert not written.exists() or walls.verdicts()[0].startswith("write rule: diversion")
     finally:
         book.close()
         written.unlink(missing_ok=True)

@@ -17,13 +17,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from notebook_harness import until
+from taas.storage.recovery import recover
 
 from taas.header.grammar import RunSpec
 from taas.project_sync import archive
 from taas.project_sync.applier import Applier, unpack
 from taas.project_sync.archive import ArchiveEntry, Changes, entries, only, pack
-from taas.storage.recovery import recover
-from taas.storage.settlement import settle
+from taas.storage.kept import kept_versions, recover, sort
 from taas.supervisor.transfer import ProjectSync
 from taas.wire.framing import Memory
 from taas.wire.transfer import chunks_of
@@ -259,7 +259,7 @@ def test_a_file_that_changes_while_it_is_read_is_left_for_the_next_look(travel: 
 
 
 def test_what_the_user_changed_meanwhile_is_kept_and_the_runs_version_is_to_be_recovered(
-    travel: Travel, tmp_path: Path
+    travel: Travel,
 ) -> None:
     """Changed, made, or replaced: both versions are there, the run's latest, and named."""
     fill(travel.project, {"model.py": "old", "notes.txt": "old"})
@@ -270,15 +270,15 @@ def test_what_the_user_changed_meanwhile_is_kept_and_the_runs_version_is_to_be_r
         fill(travel.copy, {"model.py": text, "new.txt": text, "notes.txt": text})
         travel.back()
     fill(travel.scratch / "rank1" / "tree", {"model.py": "rank 1's"})
-    kept = tmp_path / "kept"
-    settled = settle(travel.scratch, travel.project, run="golden-fox", since_ns=0, kept_root=kept)
-    [said] = settled.lines()
+    (travel.scratch / "since").write_text("0")
+    [said] = sort(travel.scratch, str(travel.project), "golden-fox")
     assert said.startswith("kept: model.py, new.txt (2 files, 24 bytes) as the run wrote it")
     assert "%taas recover golden-fox --overwrite" in said
     assert tree(travel.project) == {name: text.encode() for name, text in users.items()} | {
         "notes.txt": b"run's, later"
     }
-    recover("golden-fox", kept, overwrite=True)
+    kept = kept_versions([travel.scratch], str(travel.project))
+    recover("golden-fox", kept, str(travel.project), overwrite=True)
     assert {*tree(travel.project).values()} == {b"run's, later"}
 
 

@@ -38,7 +38,6 @@ SAME: dict[str, tuple[str, str, str]] = {
         "shutil.rmtree('d'); os.makedirs('d'); open('d/new', 'x').close()",
         "os.listdir('d') == ['new']",
     ),
-    "symlink": ("", "os.symlink('f', 'latest')", "os.readlink('latest') == 'f'"),
 }  # fmt: skip
 """What was there before the run, what every rank does, and what holds afterwards."""
 

@@ -16,7 +16,7 @@ import storage_attacks
 from privileges import no_other_users, no_user_namespaces
 
 from taas import rank_storage
-from taas.storage import probe
+from taas.storage import walls
 
 NOBODY = 65534
 USERS = (os.getuid(),) if os.getuid() or no_other_users() else (0, NOBODY)
@@ -32,7 +32,7 @@ def run_table(mechanism: str, mode: str, uid: int) -> dict[str, tuple[str, list[
 
 def refused(mechanism: str) -> str:
     """Why this machine does not give a wall; empty when it does."""
-    lines = probe.verdicts((mechanism,))
+    lines = walls.verdicts((mechanism,))
     return "" if lines[0].startswith(f"write rule: {mechanism}") else " ".join(lines)
 
 

@@ -1,38 +1,54 @@
-"""The end of a run: replicas go, what only other ranks wrote is kept, told, recovered, and retired with notice."""
+"""The end of a run: replicas go, what only other ranks wrote is kept, told, and copied by ``%taas recover``."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
 import shutil
-import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from notebook_harness import Notebook
 from storage_ranks import Run, fork, join
 from torch.distributed.checkpoint.api import CheckpointException
 
-from taas import cli, rank_storage
+from taas import _linux, rank_storage
 from taas.errors import HeaderError
-from taas.rank_storage import Settlement, recover, retention, settle
-
-DAY = 24 * 3600 * 10**9
+from taas.storage.boundary import NEVER
+from taas.storage.kept import kept_versions, make_writes, recover, sort
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    return Run(tmp_path)
+    """A run that has begun."""
+    run = Run(tmp_path)
+    make_writes(run.scratch, str(run.project))
+    run.now()
+    return run
 
 
-def settled(run: Run, since_ns: int, name: str = "run-1") -> Settlement:
-    return settle(run.scratch, run.project, run=name, since_ns=since_ns, kept_root=run.kept)
+def settled(run: Run) -> list[str]:
+    return sort(run.scratch, str(run.project), "fox")
 
 
-def write(path: str, text: str):
-    def body(guard):
+def recovered(run: Run, *, overwrite: bool = False) -> list[str]:
+    """Paths in the project that ``%taas recover`` wrote."""
+    kept = kept_versions([run.scratch], str(run.project))
+    written = recover("fox", kept, str(run.project), overwrite=overwrite)
+    return [str(path.relative_to(run.project)) for path in written]
+
+
+def contents(folder: Path) -> dict[str, str]:
+    return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
+
+
+def write(path: str, text: str) -> Callable[[Any], None]:
+    def body(_: object) -> None:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(text)
 
@@ -41,181 +57,145 @@ def write(path: str, text: str):
 
 def test_every_rank_saves_the_model(run: Run):
     """torch.save in eight ranks: one file, rank 0's, and not a word about it."""
-    since = run.now()
     for rank in range(8):
         run.rank(lambda guard, rank=rank: torch.save({"rank": rank}, "mnist_cnn.pt"), rank=rank)
-    told = settled(run, since)
+    assert settled(run) == []
     assert torch.load(run.project / "mnist_cnn.pt") == {"rank": 0}
     assert [path.name for path in run.project.iterdir()] == ["mnist_cnn.pt"]
-    assert told.lines() == []
-    assert not run.kept.exists()
-    assert not run.scratch.exists()
-
-
-def test_a_file_from_before_the_run_is_not_rank_0s(run: Run):
-    """A path that rank 0 left as it was is kept: only a write of this run makes the others replicas."""
-    (run.project / "results.csv").write_text("last week's")
-    past = time.time_ns() - DAY
-    os.utime(run.project / "results.csv", ns=(past, past))
-    since = (run.project / "results.csv").stat().st_ctime_ns + 1
-    run.rank(write("results.csv", "rank 1's"))
-    told = settled(run, since)
-    assert [file.path for file in told.kept] == ["results.csv"]
-    assert (run.kept / "run-1" / "rank1" / "results.csv").read_text() == "rank 1's"
+    assert contents(run.scratch) == {}
 
 
 def test_what_only_others_wrote_is_kept_and_recovered(run: Run):
-    """The cell says what was kept and from whom; recovering brings it to its place and clears the kept folder."""
-    since = run.now()
+    """The cell says what was kept and from whom; recovering copies it to its place, and once more does nothing."""
     for rank in (1, 2, 3):
         run.rank(write(f"ckpt/shard{rank}", "x" * 1500), rank=rank)
-    told = settled(run, since)
-    assert told.lines() == [
+    assert settled(run) == [
         "kept: ckpt/shard1, ckpt/shard2, ckpt/shard3 (3 files, 4.5 kB) from ranks 1–3, which rank 0 did not write: "
-        "%taas recover run-1 brings them into the project, and with --shared ckpt every rank writes there itself"
+        "%taas recover fox brings them into the project, and with --shared ckpt every rank writes there itself"
     ]
-    written = recover("run-1", run.kept, run.project)
-    assert written == [run.project / "ckpt" / f"shard{rank}" for rank in (1, 2, 3)]
-    assert all(path.read_text() == "x" * 1500 for path in written)
-    assert list(run.kept.iterdir()) == []
+    assert recovered(run) == [f"ckpt/shard{rank}" for rank in (1, 2, 3)]
+    assert contents(run.project) == {f"ckpt/shard{rank}": "x" * 1500 for rank in (1, 2, 3)}
+    assert recovered(run) == []
 
 
-def test_equal_versions_are_kept_once_and_others_apart(run: Run):
-    """Where several ranks wrote a path, equal versions are one file; different ones all reach the project."""
-    since = run.now()
+def test_a_file_from_before_the_run_is_not_rank_0s(tmp_path: Path):
+    """A path that rank 0 left as it was is kept: only a write of this run makes the others replicas."""
+    run = Run(tmp_path)
+    (run.project / "results.csv").write_text("last week's")
+    run.now()
+    make_writes(run.scratch, str(run.project))
+    run.rank(write("results.csv", "rank 1's"))
+    [said] = settled(run)
+    assert said.startswith("kept: results.csv (1 file")
+    (run.project / "results.csv").write_text("edited after the run")
+    with pytest.raises(
+        HeaderError, match=r"results.csv exists in the project; nothing was written\..*--overwrite"
+    ):
+        recovered(run)
+    assert recovered(run, overwrite=True) == ["results.csv"]
+    assert contents(run.project) == {"results.csv": "rank 1's"}
+
+
+def test_of_a_run_that_was_killed_the_same_is_kept(run: Run):
+    """Nobody sorted what its ranks wrote: recovering leaves out what rank 0 wrote, too."""
+    for rank in (0, 1):
+        run.rank(write("model.pt", f"rank {rank}'s"), rank=rank)
+    run.rank(write("shard", "rank 1's"))
+    assert recovered(run) == ["shard"]
+    assert contents(run.project) == {"model.pt": "rank 0's", "shard": "rank 1's"}
+
+
+def test_where_nobody_can_know_what_rank_0_wrote_all_is_kept(run: Run):
+    """A project in which nothing can be made has no clock to ask: in doubt, a write is kept."""
+    for rank in (0, 1):
+        run.rank(write("file", f"rank {rank}'s"), rank=rank)
+    (run.scratch / "since").write_text(str(NEVER))
+    [said] = settled(run)
+    assert said.startswith("kept: file (1 file")
+
+
+def test_different_versions_all_reach_the_project(run: Run):
+    """Where several ranks wrote a path, equal versions become one file, others stand beside it."""
     for rank, text in ((1, "same"), (2, "same"), (3, "other")):
         run.rank(write("log", text), rank=rank)
-    (file,) = settled(run, since).kept
-    assert (file.path, file.ranks, file.size) == ("log", (1, 3), 9)
-    recover("run-1", run.kept, run.project)
-    found = {path.name: path.read_text() for path in run.project.iterdir()}
-    assert found == {"log": "same", "log.rank3": "other"}
+    settled(run)
+    recovered(run)
+    assert contents(run.project) == {"log": "same", "log.rank3": "other"}
 
 
-def test_recovering_overwrites_only_when_told(run: Run):
-    """A path that exists stops the recovery before anything is written."""
-    since = run.now()
-    run.rank(write("a", "rank 1's"))
-    run.rank(write("b", "rank 1's"))
-    settled(run, since)
-    (run.project / "b").write_text("mine")
-    with pytest.raises(HeaderError, match=r"b exists in the project; nothing was written\..*--overwrite"):
-        recover("run-1", run.kept, run.project)
-    assert not (run.project / "a").exists()
-    recover("run-1", run.kept, run.project, overwrite=True)
-    assert (run.project / "b").read_text() == "rank 1's"
+def test_a_folder_in_the_way_of_a_file_is_named(run: Run) -> None:
+    """Once it is gone, the same line brings the rest."""
+    for path in ("a", "b"):
+        run.rank(write(path, "rank 1's"))
+    settled(run)
+    (run.project / "b").mkdir()
+    with pytest.raises(HeaderError, match=r"b exists in the project; nothing was written"):
+        recovered(run)
+    with pytest.raises(HeaderError, match=r"/b cannot be written \(Is a directory\): see to that"):
+        recovered(run, overwrite=True)
+    (run.project / "b").rmdir()
+    assert recovered(run) == ["b"]
+    assert contents(run.project) == {"a": "rank 1's", "b": "rank 1's"}
 
 
-def test_a_runs_own_project_gets_what_it_kept(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Also from a terminal that stands elsewhere; where the project is gone, nothing is moved."""
-    run.rank(write("a", "rank 1's"))
-    settled(run, time.time_ns())
-    monkeypatch.setattr("taas.supervisor.rank_writes.kept_root", lambda: run.kept)
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    monkeypatch.chdir(elsewhere)
-    away = run.project.rename(tmp_path / "away")
-    assert cli.main(["recover", "run-1"]) != 0
-    assert "is not there any more; what was kept lies in" in capsys.readouterr().err
-    away.rename(run.project)
-    assert cli.main(["recover", "run-1"]) == 0
-    assert (run.project / "a").read_text() == "rank 1's"
-    assert list(elsewhere.iterdir()) == []
-
-
-@pytest.mark.parametrize("overwrite", [False, True])
-def test_files_and_folders_in_each_others_way_stop_a_recovery(run: Run, overwrite: bool) -> None:
-    """Before anything is written, with a line that says what is where."""
-    run.rank(write("a", "rank 1's"))
-    run.rank(write("deep/er/b", "rank 1's"))
-    run.rank(write("c", "rank 1's"))
-    settled(run, time.time_ns())
-    (run.project / "deep").write_text("a file")
-    with pytest.raises(
-        HeaderError, match=r"deep/er/b has no place .* deep is a file there; nothing was written"
-    ):
-        recover("run-1", run.kept, run.project, overwrite)
-    (run.project / "deep").unlink()
-    (run.project / "c").mkdir()
-    with pytest.raises(HeaderError, match=r"c has no place .* c is a folder there; nothing was written"):
-        recover("run-1", run.kept, run.project, overwrite)
-    assert not (run.project / "a").exists()
-    (run.project / "c").rmdir()
-    assert len(recover("run-1", run.kept, run.project, overwrite)) == 3
-
-
-def test_recovering_an_unknown_run_names_those_there_are(run: Run):
-    """A wrong name is answered with the right ones."""
-    with pytest.raises(HeaderError, match="No run has kept writes"):
-        recover("run-7", run.kept, run.project)
+def test_a_project_that_is_gone_stops_a_recovery(run: Run):
+    """Where it lies is said."""
     run.rank(write("a", "x"))
-    settled(run, time.time_ns())
-    with pytest.raises(HeaderError, match="Runs that kept writes: run-1"):
-        recover("run-7", run.kept, run.project)
-
-
-def test_a_second_run_of_the_same_name_keeps_both(run: Run):
-    """Kept writes of an earlier run are never overwritten."""
-    for text in ("first", "second"):
-        run.rank(write("a", text))
-        told = settled(run, time.time_ns())
-    assert told.run == "run-1-2"
-    assert "%taas recover run-1-2" in told.lines()[0]
-    assert (run.kept / "run-1" / "rank1" / "a").read_text() == "first"
-    assert (run.kept / "run-1-2" / "rank1" / "a").read_text() == "second"
+    settled(run)
+    run.project.rename(run.base / "away")
+    with pytest.raises(
+        HeaderError, match=f"is not there any more; what was kept lies in {run.scratch}/rank1/tree"
+    ):
+        recovered(run)
 
 
 def test_removals_by_others_are_said(run: Run):
     """What another rank removed and rank 0 did not is still there, and the cell says so."""
     (run.project / "old.pt").touch()
-    since = run.now()
+    (run.scratch / "since").write_text(str(run.now()))
     run.rank(lambda guard: Path("old.pt").unlink())
-    assert settled(run, since).lines() == [
-        "rank writes: old.pt removed by rank 1 but not by rank 0: still there"
-    ]
+    assert settled(run) == ["rank writes: old.pt removed by rank 1 but not by rank 0: still there"]
     assert (run.project / "old.pt").exists()
 
 
-def test_nothing_written_says_nothing(run: Run):
-    """A run whose other ranks wrote nothing has no line."""
-    run.rank(lambda guard: None)
-    assert settled(run, time.time_ns()).lines() == []
+def test_what_cannot_be_sorted_is_named(run: Run) -> None:
+    """The run ends all the same, and what was written stays."""
+
+    def as_an_ordinary_user() -> object:
+        _linux.drop_capabilities(None)
+        tree = rank_storage.scratch_of(run.scratch, 1) / "tree"
+        tree.mkdir(parents=True)
+        (tree / "file").write_text("rank 1's")
+        (run.project / "file").write_text("rank 0's")
+        tree.chmod(0o500)
+        return settled(run)
+
+    [said] = join(fork(as_an_ordinary_user))
+    assert "could not be sorted" in said
+    assert str(run.scratch) in said
+    assert contents(run.scratch / "rank1")["tree/file"] == "rank 1's"
 
 
-def test_links_are_kept_as_links(run: Run):
-    """A link that only another rank made comes back as a link."""
-    since = run.now()
-
-    def body(guard):
-        Path("ckpt1").write_text("x")
-        Path("latest").symlink_to("ckpt1")
-
-    run.rank(body)
-    settled(run, since)
-    recover("run-1", run.kept, run.project)
-    assert (run.project / "latest").readlink() == Path("ckpt1")
-    assert (run.project / "latest").read_text() == "x"
-
-
-def test_retention_tells_before_it_removes(run: Run):
-    """Above the limit the oldest run is announced, removed a day later, and the newest never."""
-    for number in (1, 2, 3):
-        run.rank(write("a", "x" * 1000))
-        settled(run, time.time_ns(), f"run-{number}")
-    now = time.time_ns()
-    assert retention(run.kept, 3000, now) == []
-    (line,) = retention(run.kept, 2000, now)
-    assert "run run-1" in line and "%taas recover run-1" in line and "removed after a day" in line
-    assert retention(run.kept, 2000, now + DAY // 2) == []
-    assert (run.kept / "run-1").exists()
-    (line,) = retention(run.kept, 2000, now + DAY)
-    assert line.startswith("kept writes removed, as announced: 1.0 kB of run run-1")
-    assert sorted(path.name for path in run.kept.iterdir()) == ["run-2", "run-3"]
-    retention(run.kept, 0, now + DAY)
-    retention(run.kept, 0, now + 2 * DAY)
-    assert [path.name for path in run.kept.iterdir()] == ["run-3"]
+@pytest.mark.slow
+def test_recover_is_typed_after_a_run(notebook: Notebook) -> None:
+    """The newest run that kept something, or the named one, from wherever it is typed; others have nothing."""
+    ran = notebook.run("%taas recover")
+    assert "no run has kept writes of ranks other than 0" in ran.stderr
+    for name in ("fox", "owl"):
+        ran = notebook.good(
+            f"#pragma taas --gpus 2 --name {name}\nimport os\nfrom pathlib import Path\n"
+            f"if os.environ['RANK'] == '1': Path('{name}-1').write_text('mine')\n"
+            f"found = Path('{name}-1').exists()"
+        )
+        assert f"%taas recover {name} brings them into the project" in ran.stdout
+        assert notebook.value("found") == "False"
+    notebook.good("#pragma taas --gpus 2 --name cat\nimport os")
+    assert "cat has no kept writes" in notebook.run("%taas recover cat").stderr
+    assert "no run is called" in notebook.run("%taas recover dog").stderr
+    assert "1 file of owl recovered" in notebook.good("%taas recover").stdout
+    notebook.good("import os; os.mkdir('sub'); os.chdir('sub')")
+    assert "1 file of fox recovered" in notebook.good("%taas recover fox").stdout
+    assert {path.name for path in notebook.folder.iterdir()} >= {"fox-1", "owl-1"}
 
 
 WORLD = 3
@@ -252,14 +232,13 @@ def load_sharded(folder: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:Detected an existing checkpoint")
 def test_a_sharded_checkpoint_is_made_whole_by_rank_0(run: Run, tmp_path: Path):
     """Without --shared, too, it loads as soon as it is complete, and so does the next one in its place."""
-    since = run.now()
     for number in range(2):
         save_sharded(run, tmp_path / f"store{number}")
         loaded = load_sharded(run.project / "ckpt")
         assert [float(loaded[f"part{rank}"].sum()) for rank in range(WORLD)] == [0.0, 4.0, 8.0]
         for shard in (run.project / "ckpt").glob("*.distcp"):
             shard.write_text("an older checkpoint's")
-    assert settled(run, since).lines() == []
+    assert settled(run) == []
 
 
 @pytest.mark.slow
@@ -268,22 +247,20 @@ def test_a_sharded_checkpoint_of_several_vms_is_kept_and_recovered(
     run: Run, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ):
     """What ranks of other VMs wrote rank 0 does not reach: the cell says what to type, and nothing of it is lost."""
-    since = run.now()
     elsewhere = tmp_path / "elsewhere" / "rank2"
     elsewhere.mkdir(parents=True)
     save_sharded(run, tmp_path / "store", scratches={2: str(elsewhere)})
     assert "the checkpoint ckpt lacks __2_0.distcp: only rank 0 writes the project" in capfd.readouterr().out
     shutil.rmtree(run.scratch / "rank2")
     elsewhere.rename(run.scratch / "rank2")  # as it comes home
-    told = settled(run, since)
-    assert [file.path for file in told.kept] == ["ckpt/__2_0.distcp"]
-    [line] = told.lines()
+    [line] = settled(run)
+    assert line.startswith("kept: ckpt/__2_0.distcp (1 file")
     assert line.endswith(
-        "%taas recover run-1 brings them into the project, and with --shared ckpt every rank writes there itself"
+        "%taas recover fox brings them into the project, and with --shared ckpt every rank writes there itself"
     )
     with pytest.raises(CheckpointException, match=r"__2_0"):
         load_sharded(run.project / "ckpt")
-    recover("run-1", run.kept, run.project)
+    recovered(run)
     loaded = load_sharded(run.project / "ckpt")
     assert [float(loaded[f"part{rank}"].sum()) for rank in range(WORLD)] == [0.0, 4.0, 8.0]
 
@@ -292,8 +269,7 @@ def test_a_sharded_checkpoint_of_several_vms_is_kept_and_recovered(
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_sharded_checkpoint_in_a_shared_directory_loads(run: Run, tmp_path: Path):
     """With --shared every rank writes the project there, and nothing is left to say."""
-    since = run.now()
     save_sharded(run, tmp_path / "store", shared=("ckpt",))
-    assert settled(run, since).lines() == []
+    assert settled(run) == []
     loaded = load_sharded(run.project / "ckpt")
     assert [float(loaded[f"part{rank}"].sum()) for rank in range(WORLD)] == [0.0, 4.0, 8.0]

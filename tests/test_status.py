@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -34,7 +33,6 @@ from taas.runs.records import (
 from taas.runs.retention import make_room
 from taas.runs.stacks import StackGroup, Trouble
 from taas.supervisor.connections import Connection, all_connections, write_connection
-from taas.supervisor.rank_writes import make_scratch, settle_leftovers
 from taas.wire.ranks import RankEnded
 
 Make = Callable[..., RunRecord]
@@ -241,18 +239,6 @@ def test_a_run_of_another_machine_is_left_alone(make: Make) -> None:
     os.utime(path, (path.stat().st_mtime - month,) * 2)
     assert all_connections() == []
     assert not path.exists()
-
-
-def test_scratch_of_another_machine_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What its ranks write there now is not sorted by a supervisor here."""
-    monkeypatch.setenv("JUPYTER_DATA_DIR", str(tmp_path))
-    monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path))
-    folder, _ = make_scratch("run", str(tmp_path))
-    note = json.loads((folder / "run.json").read_bytes())
-    note["supervisor"] |= {"pid": 1 << 30, "host": "another"}  # no process of this machine
-    (folder / "run.json").write_text(json.dumps(note))
-    settle_leftovers()
-    assert folder.exists()
 
 
 def test_a_record_is_decoded_anew_when_it_has_changed(make: Make) -> None:

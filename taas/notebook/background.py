@@ -106,7 +106,7 @@ def attach(record: RunRecord, shell: Any) -> None:
             with os.fdopen(open_kept(record, LOADERS), "rb") as file:
                 apply_final(file.read(), loaders)
         needed = {ANSWER} if captured is not None else {ANSWER, PAYLOAD}
-        if needed <= record.kept.keys() or not record.background:  # else its notices say why there are none
+        if needed <= record.files.keys() or not record.background:  # else its notices say why there are none
             _bring_names(record, shell, captured, view)
     _kept.pop(record.id, None)
     if record.outcome == "interrupted":

@@ -20,7 +20,7 @@ from jupyter_core.paths import jupyter_runtime_dir
 
 from taas.engines.local import present_gpus, unseen_gpu, visible_gpus
 from taas.notebook.tables import Shown, plain, table
-from taas.storage import probe
+from taas.storage import walls
 from taas.wording import counted, size_in_words
 
 _SECONDS = 120
@@ -135,7 +135,7 @@ def _free(free: int, total: int) -> str:
 
 
 def _write_rule() -> Iterable[Finding]:
-    first, *rest = probe.verdicts()
+    first, *rest = walls.verdicts()
     fact = first.removeprefix("write rule: ")
     details = "; ".join(line.strip() for line in rest)
     fact = f"{fact}; {details}" if details else fact

@@ -12,7 +12,6 @@ import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from taas import rank_storage
 from taas.config import Catalog, load_catalog, project_folder
 from taas.engines import chosen
 from taas.errors import EngineError, HeaderError
@@ -24,7 +23,8 @@ from taas.notebook.tables import Shown
 from taas.notebook.verbs import VERBS, help_text
 from taas.runs.reader import LOOK_SECONDS, RunReader
 from taas.runs.records import RunRecord, find_run, of_notebook, read_records, told_apart
-from taas.supervisor import connections, rank_writes
+from taas.storage.kept import kept_versions, recover
+from taas.supervisor import connections
 from taas.wire.clients import Prepare, Released, RunRequest, Stacks
 from taas.wording import counted, nearest, shown
 
@@ -154,12 +154,17 @@ def _stacks(frontend: Frontend, line: Line) -> None:
 
 
 def _recover(frontend: Frontend, line: Line) -> None:
-    kept_root = rank_writes.kept_root()
-    kept = rank_storage.kept_runs(kept_root)
-    if not line.words and not kept:
-        raise HeaderError("%taas recover: no run has kept writes of ranks other than 0")
-    name = line.words[0] if line.words else kept[-1].run
-    paths = rank_storage.recover(name, kept_root, overwrite="overwrite" in line.options)
+    records = read_records()
+    asked = [_named(frontend, line, live=False)] if line.words else [run for run in records if not run.live]
+    found = ((run, kept_versions(run.writes, run.project)) for run in reversed(asked) if not run.live)
+    record, versions = next(((run, kept) for run, kept in found if kept), (None, {}))
+    if record is None:
+        if line.words and asked[0].live:
+            raise HeaderError(f"%taas recover: {asked[0].name} goes on; type it when that run has ended")
+        which = f"{asked[0].name} has no" if line.words else "no run has"
+        raise HeaderError(f"%taas recover: {which} kept writes of ranks other than 0")
+    name = told_apart(record, records)
+    paths = recover(name, versions, record.project, overwrite="overwrite" in line.options)
     say(
         f"{counted(len(paths), 'file')} of {name} recovered",
         *(f"  {path}" for path in paths[:20]),

@@ -56,7 +56,7 @@ class Prepared:
         os.environ.update(start.environ)
         if order.continues:
             self._enter_directory(Path(order.cell.directory), staged.project)
-        self.wall.begin_run(staged.since_ns)
+        self.wall.begin_run(scratch_of(Path(staged.scratch), start.rank), staged.since_ns)
         adopt.begin_run(start.order.store)
         if order.delivery is not None:
             from taas.delivery import loader

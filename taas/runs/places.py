@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 import msgspec
-from jupyter_core.paths import jupyter_data_dir, jupyter_runtime_dir
+from jupyter_core.paths import jupyter_runtime_dir
 
 from taas._linux import process
 from taas.errors import EngineError
@@ -27,13 +27,12 @@ _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 where the system makes semaphore
 
 
 def runtime_folder(name: str) -> Path:
-    """Return a folder for what belongs to processes that run: connections, run records, locks."""
-    return _private(Path(jupyter_runtime_dir()) / "taas", name)
-
-
-def data_folder(name: str) -> Path:
-    """Return a folder for what outlives them: writes kept for ``%taas recover``."""
-    return _private(Path(jupyter_data_dir()) / "taas", name)
+    """Return a folder, made if it is not there, of connections, run records, locks."""
+    folder = Path(jupyter_runtime_dir()) / "taas" / name
+    folder.parent.parent.mkdir(parents=True, exist_ok=True)
+    folder.parent.mkdir(mode=0o700, exist_ok=True)
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return folder
 
 
 def crash_report(pid: int) -> Path:
@@ -91,13 +90,6 @@ def _lack(folder: Path) -> str:
     if free < _ROOM:
         return f"is full ({size_in_words(free)} left)"
     return "is full (no file more)" if disk.f_files and not disk.f_ffree else ""
-
-
-def _private(root: Path, name: str) -> Path:
-    root.parent.mkdir(parents=True, exist_ok=True)
-    root.mkdir(mode=0o700, exist_ok=True)
-    (root / name).mkdir(mode=0o700, exist_ok=True)
-    return root / name
 
 
 class ProcessMark(msgspec.Struct, frozen=True):

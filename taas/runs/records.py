@@ -7,6 +7,7 @@
         announced       empty: its removal was announced when this was made (runs/retention.py)
         <rank>/         what the rank wrote (runs/events.py); after a restart below restart-<n>/
         data.log        what the data processes printed; after a restart as well below restart-<n>/
+        writes/         what ranks other than 0 wrote in the project's place (storage/kept.py); as well
         reserve         room on the disk for the last record, until that is written
         payload         the names the cell was given, and
         answer          rank 0's names, and
@@ -103,7 +104,7 @@ class RunRecord(Verdict, kw_only=True):
         questions: what its ranks ask the person at the keyboard, and wait for.
         delivered: how far its registered loaders are.
         kept_ranks: its ranks, while they stay after it and wait for the notebook's next cell.
-        kept: the files that it left for `%taas attach`: by name, size in bytes and CRC-32 of the content.
+        files: what it left for `%taas attach`: by name, the size in bytes.
     """
 
     name: str
@@ -135,7 +136,7 @@ class RunRecord(Verdict, kw_only=True):
     questions: tuple[Asking, ...] = ()
     delivered: Delivered | None = None
     kept_ranks: tuple[RankKept, ...] | None = None
-    kept: dict[str, tuple[int, int]] = {}
+    files: dict[str, int] = {}
 
     @property
     def owner(self) -> str:
@@ -146,6 +147,11 @@ class RunRecord(Verdict, kw_only=True):
     def folder(self) -> Path:
         """Where it is kept."""
         return runs_root() / f"{self.name}-{self.id}"
+
+    @property
+    def writes(self) -> list[Path]:
+        """The folders of what ranks other than 0 wrote in the project's place, the first start's first."""
+        return [writes_folder(output_folder(self.folder, number)) for number in range(self.restarts + 1)]
 
     def is_of(self, kernel: int, notebook: str) -> bool:
         """Whether it is surely of the notebook with this kernel and this path, which may have had another kernel then."""
@@ -183,6 +189,11 @@ def in_words(notebook: str, project: str) -> str:
 def output_folder(folder: Path, restarts: int) -> Path:
     """Return where the ranks of a run write, below the run's folder, after so many restarts."""
     return folder / f"restart-{restarts}" if restarts else folder
+
+
+def writes_folder(output: Path) -> Path:
+    """Return where one start of a run has what ranks other than 0 write in the project's place."""
+    return output / "writes"
 
 
 def runs_root() -> Path:

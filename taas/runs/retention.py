@@ -1,7 +1,6 @@
 """What runs leave on disk, and for how long.
 
-A background run leaves files for ``%taas attach``, written whole, and read only as they were written: they are pickles, so
-what a full disk cut off or a bad one changed would be a riddle or, worse, other numbers. Old runs make room for new ones,
+A background run leaves files for ``%taas attach``, written whole, and read only if they are. Old runs make room for new ones,
 announced a day before.
 """
 
@@ -12,7 +11,6 @@ import mmap
 import os
 import shutil
 import time
-import zlib
 from pathlib import Path
 
 from taas.errors import DamagedAnswer
@@ -81,38 +79,33 @@ def _size_of(folder: Path) -> int:
 
 
 def keep(record: RunRecord, name: str, source: int | bytes) -> None:
-    """Write a memory file, or bytes, into a run's folder, where it is complete once it is there; note its checksum.
+    """Write a memory file, or bytes, into a run's folder, where it is complete once it is there; note its size.
 
     Raises:
         OSError: there is no room for it.
     """
-    content = source if isinstance(source, bytes) else _content(source)
+    content: bytes | mmap.mmap = b"" if isinstance(source, int) else source
+    if isinstance(source, int) and os.fstat(source).st_size:
+        content = mmap.mmap(source, 0, prot=mmap.PROT_READ)
     write_private(record.folder / name, content)
-    record.kept[name] = (len(content), zlib.crc32(content))
+    record.files[name] = len(content)
 
 
 def open_kept(record: RunRecord, name: str) -> int:
     """Return a descriptor of a file that a run left.
 
     Raises:
-        DamagedAnswer: it is not what the run wrote.
+        DamagedAnswer: it was cut off.
         FileNotFoundError: it was removed.
     """
     path = record.folder / name
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    wanted, content = record.kept.get(name), _content(fd)
-    if wanted is None or (len(content), zlib.crc32(content)) == wanted:  # None: of an earlier release
+    wanted, nbytes = record.files.get(name), os.fstat(fd).st_size
+    if wanted in (None, nbytes):  # None: of an earlier release
         return fd
     os.close(fd)
-    what = f"{len(content):,} of {wanted[0]:,} bytes are there"
-    if len(content) == wanted[0]:
-        what = f"its {len(content):,} bytes have another checksum"
     raise DamagedAnswer(
-        f"what {record.name} left cannot be read: {path} is not what was written, {what}. A full or failing disk does "
-        "that. Nothing in the notebook was changed by it: bring the file back from a copy, or run the cell again."
+        f"what {record.name} left cannot be read: {path} was cut off, {nbytes:,} of {wanted:,} bytes are there. A full or "
+        "failing disk does that. Nothing in the notebook was changed by it: bring the file back from a copy, or run the "
+        "cell again."
     )
-
-
-def _content(fd: int) -> mmap.mmap | bytes:
-    nbytes = os.fstat(fd).st_size
-    return mmap.mmap(fd, nbytes, prot=mmap.PROT_READ) if nbytes else b""

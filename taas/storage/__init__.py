@@ -1,12 +1,10 @@
 """How the write rule is kept; ``taas.rank_storage`` says what it is.
 
-``boundary``    where the project begins and ends: links, aliases, what beneath it stays writable
-``walls``       the three mechanisms, and what came from before them
-``denial``      what a rank is told that meets one
-``overlay``     a rank's own version of the project: its diverted files first, then the live ones
-``view``, ``diversion``  what Python's reading and writing calls mean over it; ``calls`` puts them in place
-``gathering``   checkpoints that all ranks write, made whole by rank 0
-``settlement``  the end of a run: what was replicated, what is kept
-``recovery``    kept writes brought into the project, and how long they are kept
-``probe``       which mechanism this machine gives
+``boundary``   where the project begins and ends: links, aliases, what beneath it stays writable
+``walls``      the three mechanisms, what came from before them, and which one this machine gives
+``denial``     what a rank is told that meets one
+``table``      what a rank sees of the project: its own files first, then the live ones
+``diversion``  what the calls of Python's ``os`` mean over it; ``calls`` puts them in place
+``gathering``  checkpoints that all ranks write, made whole by rank 0
+``kept``       the end of a run, and ``%taas recover``
 """

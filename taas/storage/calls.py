@@ -13,102 +13,79 @@ import os
 import shutil
 import sys
 from collections.abc import Callable
+from functools import partial
 from types import FunctionType, ModuleType
 from typing import Any
 
 from taas.import_hooks import imported_since
 from taas.storage.diversion import Diversion
-from taas.storage.view import View
 
-# What the methods of a view stand for, and those that a diversion adds.
-_READERS, _WRITERS = ([name for name in vars(of) if name in os.__all__] for of in (View, Diversion))
+_DIVERTED = [name for name in vars(Diversion) if name in os.__all__]
 # Standard modules that bound the real functions as defaults or class attributes when they were imported.
 _BOUND_EARLY = ("tempfile", "shutil", "pathlib", "glob", "zipfile", "tarfile")
 _REAL = {"posix", "_io", "os", "io", "builtins"}
 
 
-# Where modules hold real functions: known before the fork, applied in each rank. A rank that looked through all modules
-# again would touch, and so copy, the pages of each of them.
 _surveyed: set[str] = set()
-_names: list[tuple[str, str, str]] = []  # module, its name for it, name of the real function
-_defaults: list[tuple[FunctionType, tuple[str, ...]]] = []  # "" keeps the default that is there
-_statics: list[tuple[type, str, str]] = []  # class, attribute, name of the real function
+_bound: list[tuple[Callable[[Any], None], str]] = []
+"""Where modules hold a real function: what puts another there, and its name. Known before the fork: a rank that looked through
+all modules again would touch, and so copy, the pages of each of them."""
 
 
 def survey() -> None:
     """Note which modules hold real functions by name: done once before forking, it costs a rank nothing."""
-    originals = _originals()
+    originals = {id(getattr(os, name)): name for name in _DIVERTED}
+    originals |= {id(builtins.open): "builtins.open", id(shutil.rmtree): "shutil.rmtree"}
     for name in imported_since(_surveyed):
         module = sys.modules[name]
-        if not isinstance(module, ModuleType) or _is_real(name):
+        if not isinstance(module, ModuleType) or name in _REAL or name.startswith("taas.storage."):
             continue
-        held = list(vars(module).items())
-        _names.extend((name, key, originals[id(value)]) for key, value in held if id(value) in originals)
-        if name in _BOUND_EARLY:
-            _survey_bound(module, originals)
+        for key, value in [*vars(module).items()]:
+            if id(value) in originals:
+                _bound.append((partial(setattr, module, key), originals[id(value)]))
+            elif name in _BOUND_EARLY and getattr(value, "__module__", "") == name:
+                _survey_bound(value, originals)
 
 
-def _originals() -> dict[int, str]:
-    """Identity of each real function -> the name it is replaced under."""
-    found = {id(getattr(os, name)): name for name in (*_WRITERS, *_READERS)}
-    return {**found, id(builtins.open): "builtins.open", id(shutil.rmtree): "shutil.rmtree"}
+def _survey_bound(value: Any, originals: dict[int, str]) -> None:
+    """Note real functions that a function has as defaults, or a class as static methods or in methods' defaults."""
+    if isinstance(value, type):
+        for key, member in [*vars(value).items()]:
+            if isinstance(member, staticmethod) and id(member.__func__) in originals:
+                _bound.append((partial(_set_static, value, key), originals[id(member.__func__)]))
+            else:
+                _survey_bound(member, originals)
+    elif isinstance(value, FunctionType):
+        for index, default in enumerate(value.__defaults__ or ()):
+            if id(default) in originals:
+                _bound.append((partial(_set_default, value, index), originals[id(default)]))
 
 
-def _survey_bound(module: ModuleType, originals: dict[int, str]) -> None:
-    """Note real functions that a module holds as default arguments or static methods."""
-    for value in list(vars(module).values()):
-        members = list(vars(value).items()) if isinstance(value, type) else [("", value)]
-        for key, member in members:
-            if (
-                isinstance(member, FunctionType)
-                and member.__defaults__
-                and member.__module__ == module.__name__
-            ):
-                names = tuple(originals.get(id(default), "") for default in member.__defaults__)
-                if any(names):
-                    _defaults.append((member, names))
-            elif isinstance(value, type) and isinstance(member, staticmethod):
-                name = originals.get(id(member.__func__), "")
-                if name:
-                    _statics.append((value, key, name))
+def _set_static(owner: type, key: str, new: Callable[..., Any]) -> None:
+    setattr(owner, key, staticmethod(new))
 
 
-def _is_real(module: str) -> bool:
-    return module in _REAL or module.startswith("taas.storage.")
+def _set_default(function: FunctionType, index: int, new: Callable[..., Any]) -> None:
+    defaults = [*(function.__defaults__ or ())]
+    defaults[index] = new
+    function.__defaults__ = tuple(defaults)
 
 
 def install(diversion: Diversion) -> None:
     """Divert this process's calls, for good: they mean what the diversion says from now on."""
     survey()
-    names = [*_WRITERS, *(_READERS if diversion.denial.mode == "discard" else ())]
-    replacements: dict[str, Callable[..., Any]] = {name: getattr(diversion, name) for name in names}
-    replacements["builtins.open"] = _opener(diversion)
-    replacements["shutil.rmtree"] = diversion.rmtree(shutil.rmtree)
-    options = os.supports_dir_fd, os.supports_fd, os.supports_follow_symlinks, os.supports_effective_ids
-    for supported in options:
-        supported |= {new for name, new in replacements.items() if getattr(os, name, None) in supported}
-    _replace_surveyed(replacements)
+    replacements: dict[str, Callable[..., Any]] = {name: getattr(diversion, name) for name in _DIVERTED}
+    links = os.supports_follow_symlinks
+    links |= {new for name, new in replacements.items() if getattr(os, name) in links}
     for name, new in replacements.items():
-        if "." not in name:
-            setattr(os, name, new)
-    builtins.open = io.open = replacements["builtins.open"]
+        setattr(os, name, new)
+    builtins.open = io.open = replacements["builtins.open"] = _opener(diversion)
+    replacements["shutil.rmtree"] = diversion.rmtree
+    setattr(shutil, "rmtree", diversion.rmtree)  # noqa: B010 the type has an attribute that a method lacks
+    for put, name in _bound:
+        put(replacements[name])
     if "torch" in sys.modules:
         _divert_torch(sys.modules["torch"], diversion)
-
-
-def _replace_surveyed(replacements: dict[str, Callable[..., Any]]) -> None:
-    """Replace what modules have taken by name, or bound as defaults and static methods."""
-    for module, key, name in _names:
-        if name in replacements and module in sys.modules:
-            setattr(sys.modules[module], key, replacements[name])
-    for function, names in _defaults:
-        kept = function.__defaults__ or ()
-        function.__defaults__ = tuple(
-            replacements.get(name, default) for name, default in zip(names, kept, strict=True)
-        )
-    for owner, key, name in _statics:
-        if name in replacements:
-            setattr(owner, key, staticmethod(replacements[name]))
 
 
 def _opener(diversion: Diversion) -> Callable[..., Any]:

@@ -1,12 +1,15 @@
-"""What the writing calls of Python's ``os`` mean in a rank whose writes are diverted.
+"""What the calls of Python's ``os`` mean in a rank whose writes are diverted.
 
-Writes to the project go to the rank's scratch, with the checks and errors the file system would have given;
-under ``--rank-writes deny`` they are ``StorageDenied``. Changes of metadata (mode, owner, times, attributes) of
-a live file are accepted and forgotten: copying a data set to note its new mode would help nobody.
+Writes to the project go to the rank's scratch (``table``), with the checks and errors the file system would have given, and
+reading calls see them there; under ``--rank-writes deny`` a write is ``StorageDenied``. Metadata of a live file are changed in
+words only: copying a data set to note its new mode would help nobody.
+
+All that ordinary training code does is here. Links and devices are ``StorageDenied``; paths relative to a descriptor go to the
+real call and meet the wall.
 """
 
 # Methods have no docstrings: each means what the function of os means whose name it bears.
-# ruff: noqa: D102
+# ruff: noqa: PTH112, PTH113, PTH114, PTH116, PTH118, D102
 
 from __future__ import annotations
 
@@ -14,239 +17,346 @@ import errno
 import functools
 import os
 import posix
+import shutil
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
-from taas.storage.overlay import PathView
-from taas.storage.view import View, fail
+from taas.storage.denial import Denial
+from taas.storage.table import Seen, Table
 
-_TRIES = 20
-"""So often a tree is removed that another rank removes, too."""
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+_Call = Callable[..., Any]
 
 
-def _noting(call: Callable[..., Any], follow: bool = True) -> Callable[..., Any]:
-    """A method in the place of a call that changes metadata: done to the rank's own file, forgotten for a live one."""
+def _fail(code: int, path: Any) -> OSError:
+    """The error the system gives for a path."""
+    return OSError(code, os.strerror(code), path)
 
-    def note(self: Diversion, path: Any, *rest: Any, **options: Any) -> None:
-        followed = follow and options.get("follow_symlinks", True)
-        place = self.place(path, options.get("dir_fd"), followed)
-        if place is None:
-            call(path, *rest, **options)
-            return
-        seen = self.overlay.see(place)
-        options.pop("dir_fd", None)
-        if seen is None:
-            raise fail(errno.ENOENT, path)
+
+def _in_place_of(native: _Call, *, follow: bool = True, reads: bool = False) -> Callable[[_Call], _Call]:
+    """Make of a method that is given a place the call it stands for; what is outside the project goes to the real call.
+
+    Args:
+        native: the real call.
+        follow: whether it follows a link in the last component, if nobody says.
+        reads: whether the live project is the view until something was diverted.
+    """
+
+    def decorate(method: _Call) -> _Call:
+        @functools.wraps(native)
+        def call(self: Diversion, path: Any = ".", *rest: Any, **options: Any) -> Any:
+            followed = follow and options.get("follow_symlinks", True)
+            asked = self.table.touched or not reads
+            place = self.place(path, options.get("dir_fd"), follow=followed) if asked else None
+            if place is None:
+                return native(path, *rest, **options)
+            return method(self, place, path, *rest, **options)
+
+        return call
+
+    return decorate
+
+
+def _reading(native: _Call, *, follow: bool = True) -> _Call:
+    """A call that looks at what a path names."""
+
+    def read(self: Diversion, place: str, path: Any, **options: Any) -> Any:
+        return native(self._there(place, path).path, **options)
+
+    return _in_place_of(native, follow=follow, reads=True)(read)
+
+
+def _noting(native: _Call) -> _Call:
+    """A call that changes metadata: done to the rank's own file, forgotten for any other."""
+
+    def note(self: Diversion, place: str, path: Any, *rest: Any, **options: Any) -> None:
+        seen = self._there(place, path)
         self._allow(place)
-        if seen.own:
-            call(seen.path, *rest, **options)
+        if seen.own and not seen.is_directory:  # in its own folders a rank can always write
+            native(seen.path, *rest, **options)
 
-    return note
-
-
-def _making(call: Callable[..., Any]) -> Callable[..., Any]:
-    """A method in the place of a call that makes what its first argument names, and fails where something was."""
-
-    def make(self: Diversion, path: Any, *rest: Any, dir_fd: int | None = None, **options: Any) -> Any:
-        place = self.place(path, dir_fd, follow=False)
-        if place is None:
-            return call(path, *rest, dir_fd=dir_fd, **options)
-        seen = self.overlay.see(place)
-        if seen is not None and not self.overlay.is_rank_0s(place, seen):
-            raise fail(errno.EEXIST, path)
-        self._allow(place)
-        return call(self.overlay.claim(place), *rest, **options)
-
-    return make
+    return _in_place_of(native)(note)
 
 
-def _removing(call: Callable[..., None], *, directory: bool) -> Callable[..., None]:
-    """A method in the place of a call that removes what its argument names: an empty directory, or anything else."""
+def _removing(native: _Call, *, directory: bool) -> _Call:
+    """A call that removes an empty directory, or anything else."""
 
-    def remove(self: Diversion, path: Any, *, dir_fd: int | None = None) -> None:
-        place = self.place(path, dir_fd, follow=False)
-        if place is None:
-            call(path, dir_fd=dir_fd)
-            return
-        seen = self.overlay.see(place)
+    def remove(self: Diversion, place: str, path: Any, **_: Any) -> None:
+        seen = self.table.see(place)
         if seen is None:
             self._miss(place, path)
             return
         if seen.is_directory != directory:
-            raise fail(errno.ENOTDIR if directory else errno.EISDIR, path)
-        if directory and self.overlay.names(place):
-            raise fail(errno.ENOTEMPTY, path)
-        self._allow(place)
+            raise _fail(errno.ENOTDIR if directory else errno.EISDIR, path)
+        if directory and self.table.names(place):
+            raise _fail(errno.ENOTEMPTY, path)
         self._vanish(place)
 
-    return remove
+    return _in_place_of(native, follow=False)(remove)
 
 
-class Diversion(View):
-    """All calls of one rank: reading as in its view, writing to its scratch."""
+def _denied(native: _Call, *positions: int) -> _Call:
+    """A call that no rank but 0 makes in the project, which the arguments at these positions name."""
+
+    def deny(self: Diversion, *given: Any, **options: Any) -> None:
+        descriptors = [value for name, value in options.items() if name.endswith("dir_fd")]
+        for position in positions:
+            if (place := self.place(given[position], *descriptors, follow=False)) is not None:
+                raise self.denial.error(self.table.live(place), f"by os.{native.__name__}")
+        native(*given, **options)
+
+    return deny
+
+
+class Diversion:
+    """All calls of one rank.
+
+    Args:
+        table: what it sees.
+        denial: what it is told, and whether it may write at all.
+    """
+
+    def __init__(self, table: Table, denial: Denial) -> None:
+        self.table = table
+        self.denial = denial
+
+    def place(self, path: Any, *descriptors: int | None, follow: bool = True) -> str | None:
+        """The place a call's path leads to; None when the call is none of ours: outside the project, or by descriptor."""
+        if isinstance(path, int) or any(descriptor is not None for descriptor in descriptors):
+            return None
+        return self.table.locate(os.fsdecode("." if path is None else path), follow=follow)
+
+    def _there(self, place: str, path: Any) -> Seen:
+        seen = self.table.see(place)
+        if seen is None:
+            raise _fail(errno.ENOENT, path)
+        return seen
+
+    def _allow(self, place: str) -> None:
+        """Every write to the project passes here."""
+        if self.denial.mode == "deny":
+            raise self.denial.error(self.table.live(place))
+
+    def _miss(self, place: str, path: Any) -> None:
+        """What a call is about is missing: an error, unless rank 0 has taken it away, as this rank was about to."""
+        if not self.table.is_rank_0s(place, None):
+            raise _fail(errno.ENOENT, path)
+
+    def _vanish(self, place: str) -> None:
+        self._allow(place)
+        if place == ".":
+            raise self.denial.error(self.table.live(place), "the project itself cannot be moved or removed")
+        self.table.drop(place)
+
+    # looking ---------------------------------------------------------------------------------------
+
+    stat = _reading(posix.stat)
+    lstat = _reading(posix.lstat, follow=False)
+    statvfs = _reading(posix.statvfs)
+    chdir = _reading(posix.chdir)
+
+    def getcwd(self) -> str:
+        return self.table.outward(posix.getcwd())
+
+    def getcwdb(self) -> bytes:
+        return os.fsencode(self.getcwd())
+
+    @_in_place_of(posix.access)
+    def access(self, place: str, _: Any, mode: int, **options: Any) -> bool:
+        seen = self.table.see(place)
+        if seen is None:
+            return False
+        # The wall would answer no to W_OK, but a write would be diverted.
+        diverted = self.denial.mode == "discard" and not seen.own
+        return posix.access(seen.path, mode & ~os.W_OK if diverted else mode, **options)
+
+    @_in_place_of(posix.listxattr)
+    def listxattr(self, place: str, path: Any, **_: Any) -> list[str]:
+        """None in the project: who copies a file would set them."""
+        self._there(place, path)
+        return []
+
+    @_in_place_of(posix.listdir, reads=True)
+    def listdir(self, place: str, path: Any) -> list[Any]:
+        return self._names(place, path)
+
+    @_in_place_of(posix.scandir, reads=True)
+    def scandir(self, place: str, path: Any) -> Any:
+        if not self.table.mixed(place):
+            return posix.scandir(path)
+        return Entries("." if path is None else os.fspath(path), self._names(place, path))
+
+    def _names(self, place: str, path: Any) -> list[Any]:
+        if not self._there(place, path).is_directory:
+            raise _fail(errno.ENOTDIR, path)
+        names = self.table.names(place)
+        return [os.fsencode(name) for name in names] if isinstance(path, bytes) else names
 
     # opening ---------------------------------------------------------------------------------------
 
     def open(self, path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
         writes = bool(flags & _WRITES)
-        if not writes and not self.overlay.touched:
+        if not writes and not self.table.touched:
             return posix.open(path, flags, mode, dir_fd=dir_fd)
         exclusive = flags & os.O_CREAT and flags & os.O_EXCL
-        place = self.place(path, dir_fd, not (flags & os.O_NOFOLLOW or exclusive))
+        place = self.place(path, dir_fd, follow=not (flags & os.O_NOFOLLOW or exclusive))
         if place is None:
             return posix.open(path, flags, mode, dir_fd=dir_fd)
-        seen = self.overlay.see(place)
-        if not writes:
-            return self._open_to_read(place, seen, flags, path)
-        return posix.open(self._for_writing(place, seen, flags, path), flags, mode)
-
-    def _open_to_read(self, place: str, seen: PathView | None, flags: int, path: Any) -> int:
+        if writes:
+            return posix.open(self._for_writing(place, flags, path), flags | os.O_CREAT, mode)
         while True:
-            there = self._there(seen, path)
+            there = self._there(place, path).path
             try:
                 return posix.open(there, flags)
-            except FileNotFoundError:
-                if seen is None or not self.overlay.is_gone(seen):
-                    raise
-            seen = self.overlay.see(place)
+            except FileNotFoundError:  # rank 0 has moved it, or removed it, in this moment
+                continue
 
-    def _for_writing(self, place: str, seen: PathView | None, flags: int, path: Any) -> str:
-        if seen is None:
-            if not flags & os.O_CREAT:
-                raise fail(errno.ENOENT, path)
-            self._allow(place)
-            return self.overlay.claim(place)
-        if flags & os.O_CREAT and flags & os.O_EXCL:
-            if not self.overlay.is_rank_0s(place, seen):
-                raise fail(errno.EEXIST, path)
-            self._allow(place)
-            return self.overlay.claim(place)
-        if seen.is_directory:
-            raise fail(errno.EISDIR, path)  # an O_TMPFILE, too: who asks for one has another way
-        if not stat.S_ISREG(seen.status.st_mode):
-            return seen.path  # a pipe, socket or device: writing to it changes no file
+    def _for_writing(self, place: str, flags: int, path: Any) -> str:
+        seen = self.table.see(place)
+        exclusive = flags & os.O_CREAT and flags & os.O_EXCL
+        if seen is None and not flags & os.O_CREAT:
+            raise _fail(errno.ENOENT, path)
+        if seen is not None and exclusive and not self.table.is_rank_0s(place, seen):
+            raise _fail(errno.EEXIST, path)
+        if seen is not None and not exclusive:
+            if seen.is_directory:
+                raise _fail(errno.EISDIR, path)  # an O_TMPFILE, too: who asks for one has another way
+            if not stat.S_ISREG(seen.status.st_mode):
+                return seen.path  # a pipe, socket or device: writing to it changes no file
         self._allow(place)
-        if flags & os.O_TRUNC:
-            own = self.overlay.claim(place)
-            # Given a name of its own even when nothing is copied, with the mode the file had.
-            posix.close(
-                posix.open(own, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, stat.S_IMODE(seen.status.st_mode))
-            )
-            return own
-        return self.overlay.copy_up(place)
-
-    def _allow(self, *places: str | None) -> None:
-        """Every write to the project passes here."""
-        if self.denial.mode == "deny":
-            named = next(place for place in places if place is not None)
-            raise self.denial.error(self.overlay.live(named))
+        afresh = seen is None or exclusive or flags & os.O_TRUNC
+        return self.table.claim(place) if afresh else self.table.copy_up(place)
 
     def target(self, path: Any) -> str:
         """Where C code that makes or replaces a file by name should write instead."""
         place = self.place(path)
         if place is None:
             return os.fsdecode(path)
-        return self._for_writing(place, self.overlay.see(place), os.O_CREAT | os.O_TRUNC | os.O_WRONLY, path)
+        return self._for_writing(place, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, path)
 
-    def _miss(self, place: str, path: Any) -> None:
-        """What a call is about is missing: an error, unless rank 0 has taken it away, as this rank was about to."""
-        if not self.overlay.is_rank_0s(place, None):
-            raise fail(errno.ENOENT, path)
+    def source(self, path: Any) -> str:
+        """Where C code that reads a file by name should read."""
+        place = self.place(path) if self.table.touched else None
+        return os.fsdecode(path) if place is None else self._there(place, path).path
 
     # making, removing, moving ------------------------------------------------------------------------
 
-    mkdir = _making(posix.mkdir)
-    mkfifo = _making(posix.mkfifo)
-    mknod = _making(posix.mknod)
-
-    def symlink(
-        self, src: Any, dst: Any, target_is_directory: bool = False, *, dir_fd: int | None = None
-    ) -> None:
-        self._link_at(dst, src, dir_fd=dir_fd)
-
-    _link_at = _making(lambda path, target, dir_fd=None: posix.symlink(target, path, dir_fd=dir_fd))
-
+    chmod = _noting(posix.chmod)
+    chown = _noting(posix.chown)
+    utime = _noting(posix.utime)
+    setxattr = _noting(posix.setxattr)
     unlink = remove = _removing(posix.unlink, directory=False)
     rmdir = _removing(posix.rmdir, directory=True)
+    symlink = _denied(posix.symlink, 1)
+    link = _denied(posix.link, 0, 1)
+    truncate = _denied(posix.truncate, 0)
+    mkfifo = _denied(posix.mkfifo, 0)
+    mknod = _denied(posix.mknod, 0)
 
-    def rmtree(self, native: Callable[..., None]) -> Callable[..., None]:
-        """Return ``shutil.rmtree`` as it is where rank 0 removes the same tree at the same time."""
+    @_in_place_of(posix.mkdir, follow=False)
+    def mkdir(self, place: str, path: Any, mode: int = 0o777, **_: Any) -> None:
+        seen = self.table.see(place)
+        if seen is not None and not self.table.is_rank_0s(place, seen):
+            raise _fail(errno.EEXIST, path)
+        self._allow(place)
+        posix.mkdir(self.table.claim(place), mode | stat.S_IRWXU)
 
-        @functools.wraps(native)
-        def rmtree(path: Any, *args: Any, **options: Any) -> None:
-            for _ in range(_TRIES):
-                try:
-                    return native(path, *args, **options)
-                except FileNotFoundError:
-                    place = self.place(path, options.get("dir_fd"), follow=False)
-                    if place is None or not self.overlay.is_rank_0s(place, self.overlay.see(place)):
-                        raise
-                    if self.overlay.see(place) is None:
-                        return None
-            return native(path, *args, **options)
-
-        return rmtree
-
-    def _vanish(self, place: str) -> None:
-        if place == ".":
-            raise self.denial.error(
-                self.overlay.boundary.project, "the project itself cannot be moved or removed"
-            )
-        self.overlay.drop(place)
+    @_in_place_of(shutil.rmtree, follow=False)
+    def rmtree(self, place: str, path: Any, ignore_errors: bool = False, *_: Any, **__: Any) -> None:
+        """``shutil``'s: a folder goes in one step, so that it does not matter whether rank 0 removes it at the same time."""
+        try:
+            seen = self.table.see(place)
+            if seen is None:
+                self._miss(place, path)
+            elif seen.is_directory:
+                self._vanish(place)
+            else:
+                raise _fail(errno.ENOTDIR, path)
+        except OSError:
+            if not ignore_errors:
+                raise
 
     def rename(
         self, src: Any, dst: Any, *, src_dir_fd: int | None = None, dst_dir_fd: int | None = None
     ) -> None:
-        source, target = self.place(src, src_dir_fd, follow=False), self.place(dst, dst_dir_fd, follow=False)
+        source = self.place(src, src_dir_fd, dst_dir_fd, follow=False)
+        target = self.place(dst, src_dir_fd, dst_dir_fd, follow=False)
         if source is None and target is None:
             posix.rename(src, dst, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
             return
-        self._allow(source, target)
+        self._allow(source or target or ".")
         if source is None or target is None:
-            raise fail(errno.EXDEV, dst)  # as between file systems: shutil.move copies then
-        moved = self.overlay.see(source)
+            raise _fail(errno.EXDEV, dst)  # as between file systems: shutil.move copies then
+        moved = self.table.see(source)
         if moved is None:
             self._miss(source, src)
             return
-        if source == target:
-            return
-        if source == ".":
+        if source != target:
+            self._make_way(target, moved, dst)
+            own = self.table.copy_up(source)
+            posix.rename(own, self.table.claim(target))
             self._vanish(source)
-        self._make_way(target, moved, dst)
-        posix.rename(self.overlay.copy_up(source), self.overlay.claim(target))
-        self.overlay.drop(source)
 
     replace = rename
 
-    def _make_way(self, target: str, moved: PathView, dst: Any) -> None:
+    def _make_way(self, target: str, moved: Seen, dst: Any) -> None:
         """Refuse as rename(2) does; remove the directory that a rename replaces."""
-        old = self.overlay.see(target)
+        old = self.table.see(target)
         if old is None:
             return
         if old.is_directory != moved.is_directory:
-            raise fail(errno.EISDIR if old.is_directory else errno.ENOTDIR, dst)
-        if old.is_directory:
-            if self.overlay.is_rank_0s(target, old):
-                return
-            if self.overlay.names(target):
-                raise fail(errno.ENOTEMPTY, dst)
+            raise _fail(errno.EISDIR if old.is_directory else errno.ENOTDIR, dst)
+        if old.is_directory and not self.table.is_rank_0s(target, old):
+            if self.table.names(target):
+                raise _fail(errno.ENOTEMPTY, dst)
             self._vanish(target)
 
-    # changing --------------------------------------------------------------------------------------
 
-    def truncate(self, path: Any, length: int) -> None:
-        place = self.place(path)
-        if place is None:
-            posix.truncate(path, length)
-            return
-        seen = self.overlay.see(place)
-        posix.truncate(self._for_writing(place, seen, os.O_WRONLY, path), length)
+class Entry(os.PathLike[Any]):
+    """An ``os.DirEntry`` of a rank's view; the real one cannot be made from Python."""
 
-    chmod = _noting(posix.chmod)
-    chown = _noting(posix.chown)
-    lchown = _noting(posix.lchown, follow=False)
-    utime = _noting(posix.utime)
-    setxattr = _noting(posix.setxattr)
-    removexattr = _noting(posix.removexattr)
+    def __init__(self, directory: Any, name: Any) -> None:
+        self.name = name
+        self.path = os.path.join(directory, name)
+
+    def __fspath__(self) -> Any:
+        return self.path
+
+    def __repr__(self) -> str:
+        return f"<DirEntry {self.name!r}>"
+
+    def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
+        return os.stat(self.path, follow_symlinks=follow_symlinks)
+
+    def inode(self) -> int:
+        return os.lstat(self.path).st_ino
+
+    def is_symlink(self) -> bool:
+        return os.path.islink(self.path)
+
+    def is_dir(self, *, follow_symlinks: bool = True) -> bool:
+        return os.path.isdir(self.path) and (follow_symlinks or not self.is_symlink())
+
+    def is_file(self, *, follow_symlinks: bool = True) -> bool:
+        return os.path.isfile(self.path) and (follow_symlinks or not self.is_symlink())
+
+    def is_junction(self) -> bool:
+        return False
+
+
+class Entries(Iterator[Entry], AbstractContextManager["Entries"]):
+    """What ``os.scandir`` returns: an iterator that is closed after use."""
+
+    def __init__(self, directory: Any, names: list[Any]) -> None:
+        self._entries = (Entry(directory, name) for name in names)
+
+    def __next__(self) -> Entry:
+        return next(self._entries)
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._entries.close()

@@ -9,23 +9,24 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterable
+import shutil
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from taas.import_hooks import after_import
 from taas.storage.boundary import resolve_beneath
-from taas.storage.settlement import move
+from taas.storage.table import TREE
 from taas.wording import shown
 
 
-def install(project: str, run_scratch: Path) -> None:
+def install(project: str, run_scratch: Callable[[], Path]) -> None:
     """Let this process, rank 0, complete checkpoints that ranks write together.
 
     Args:
         project: the notebook's directory, as this VM has it.
-        run_scratch: where the run's ranks of this VM have their scratch folders.
+        run_scratch: returns where the ranks of this VM have their scratch folders in the run that goes on.
     """
     root = os.path.realpath(project)
 
@@ -39,7 +40,7 @@ def install(project: str, run_scratch: Path) -> None:
             place = resolve_beneath(os.path.realpath(self.path), root) if files else None
             if place is not None:
                 names = {str(result.storage_data.relative_path) for of_rank in results for result in of_rank}
-                _gather(Path(root, place), place, names, run_scratch)
+                _gather(Path(root, place), place, names, run_scratch())
             native(self, metadata, results)
 
         writer.finish = finish
@@ -49,9 +50,9 @@ def install(project: str, run_scratch: Path) -> None:
 
 def _gather(folder: Path, place: str, names: Iterable[str], run_scratch: Path) -> None:
     for name in names:
-        for source in run_scratch.glob("rank*/tree"):
-            if os.path.lexists(written := source / place / name):
-                move(written, folder / name)
+        for source in run_scratch.glob(f"rank*/{TREE}"):
+            if (written := source / place / name).is_file():
+                put(written, folder / name, shutil.move)
     lacking = [name for name in sorted(names) if not (folder / name).exists()]
     if lacking:
         more = f" and {len(lacking) - 1} more" if lacking[1:] else ""
@@ -59,3 +60,14 @@ def _gather(folder: Path, place: str, names: Iterable[str], run_scratch: Path) -
             f"taas: the checkpoint {shown(place)} lacks {shown(lacking[0])}{more}: only rank 0 writes the project, and it "
             f"reaches no rank of another VM. Give the directory to all ranks: --shared {shown(place)}"
         )
+
+
+def put(source: Path, target: Path, by: Callable[[Path, Path], object]) -> None:
+    """Copy or move a file into a project, complete or not at all; folders that lack are made."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_name(f".{target.name[:200]}.partial")
+    try:
+        by(source, partial)
+        partial.replace(target)
+    finally:
+        partial.unlink(missing_ok=True)

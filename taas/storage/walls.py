@@ -8,6 +8,7 @@
 * None, where the kernel offers nothing: what is diverted of Python's own calls guards against accidents, and the cell says so.
 
 Each function raises one wall around this single-threaded process, and all that it will start, and returns how, for people.
+``verdicts`` tries them, each in a process of its own (``python -m taas.storage.walls MECHANISM PROJECT``).
 """
 
 # Plain strings: a Path folds "..", which the kernel follows, and these run on every call of a rank.
@@ -21,11 +22,14 @@ import errno
 import fcntl
 import os
 import stat
-from collections.abc import Callable
-from pathlib import PurePath
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path, PurePath
 
 from taas import _linux
-from taas.storage.boundary import Boundary, resolve_beneath
+from taas.storage.boundary import Boundary, draw, resolve_beneath
 
 NO_WALL = "diversion"
 """What stands in the place of a mechanism where there is none."""
@@ -37,7 +41,7 @@ LIMITS = {
     ),
     NO_WALL: (
         "only what Python's own functions write is held back: C and C++ libraries (h5py, SQLite, safetensors, "
-        "torch.jit.save), shells and other programs can write the project, and hard links to its files can be made",
+        "torch.jit.save), shells and other programs can write the project, and so do Python's calls with dir_fd=",
     ),
 }
 
@@ -224,3 +228,42 @@ def _replace(descriptor: int, path: str, flags: int) -> None:
     os.close(fresh)
     with contextlib.suppress(OSError):
         os.lseek(descriptor, position, os.SEEK_SET)
+
+
+# ---------------------------------------------------------------- which wall this machine gives
+
+_SECONDS = 30
+
+
+def verdicts(mechanisms: Sequence[str] = tuple(WALLS)) -> list[str]:
+    """One line for the wall that ranks get here, its limits, and one line for each stronger one refused."""
+    refused: list[str] = []
+    for mechanism in mechanisms:
+        with tempfile.TemporaryDirectory() as project:
+            command = [sys.executable, "-m", "taas.storage.walls", mechanism, project]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
+        said = (done.stdout.strip() or done.stderr.strip() or f"status {done.returncode}").splitlines()[-1]
+        if done.returncode == 0:
+            limits = [f"  limit: {limit}" for limit in LIMITS.get(mechanism, ())]
+            return [f"write rule: {mechanism} ({said})", *limits, *refused]
+        refused.append(f"  {mechanism}: {said}")
+    return [f"write rule: nothing of {', '.join(mechanisms)} works here", *refused]
+
+
+def _main(mechanism: str, project: str) -> int:
+    """Raise a wall and try to write past it, in Python and from a shell; what is printed last is the verdict."""
+    try:
+        how = WALLS[mechanism](draw(project, (), ()))
+    except OSError as error:
+        print(error.strerror or error)  # noqa: T201 the verdict
+        return 1
+    shell = subprocess.run(["/bin/sh", "-c", ": >shell"], cwd=project, capture_output=True, check=False)
+    with contextlib.suppress(OSError):
+        Path(project, "python").touch()
+    held = mechanism == NO_WALL or (shell.returncode != 0 and not os.listdir(project))
+    print(how if held else "it was raised, but a write passed it")  # noqa: T201 the verdict
+    return 0 if held else 1
+
+
+if __name__ == "__main__":
+    sys.exit(_main(*sys.argv[1:]))

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from functools import partial
 
 from taas.errors import EngineError, RanksGone
 from taas.header.options import RunSpec
 from taas.supervisor.fleet import Fleet
-from taas.supervisor.rank_writes import settle_scratch
 from taas.supervisor.runs import Run
 from taas.supervisor.vms import Vm
 from taas.wire.clients import Submit
-from taas.wire.poll_loop import WorkThread
 from taas.wording import counted
 
 _OF_ONE_CELL = (
@@ -28,11 +25,10 @@ class KeptRanks:
 
     Args:
         fleet: what has their VMs.
-        worker: sorts what they wrote, when they are gone.
     """
 
-    def __init__(self, fleet: Fleet, worker: WorkThread) -> None:
-        self._fleet, self._worker = fleet, worker
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
         self._run: Run | None = None
         self._why_gone = "their supervisor ended"
         self._until = float("inf")
@@ -76,7 +72,6 @@ class KeptRanks:
         self.hand_over()
         self._why_gone = why
         self._fleet.give_back(run.vms)
-        self._worker.do(partial(settle_scratch, run.scratch))
         return run.submit.cell.spec.world_size
 
     def lose(self, vm: Vm, run: Run | None, how: str) -> None:

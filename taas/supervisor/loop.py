@@ -26,7 +26,6 @@ from taas.supervisor.connections import ControlSocket, hold_folder, remove_folde
 from taas.supervisor.fleet import Fleet
 from taas.supervisor.hangs import HangWatch
 from taas.supervisor.kept import KeptRanks
-from taas.supervisor.rank_writes import settle_leftovers
 from taas.supervisor.recorder import Recorder
 from taas.supervisor.runs import Run
 from taas.supervisor.vms import Vm, choosing
@@ -61,7 +60,7 @@ class Supervisor:
         self._sources = PollLoop()
         self._worker = WorkThread(self._sources.soon)
         self._fleet = Fleet(self._control, scratch, self._watch_vms, self._strike, self._worker)
-        self._kept = KeptRanks(self._fleet, self._worker)
+        self._kept = KeptRanks(self._fleet)
         self._runs: dict[str, Run] = {}
         self._submits: list[tuple[str, Submit]] = []
         self._releases: list[bytes] = []
@@ -75,7 +74,6 @@ class Supervisor:
         self._sources.on(self._control.gate.socket, self._control.gate.answer)
         self._sources.on(self._control.socket, self._hear)
         self._sources.on(self._config.life, self._lose_kernel)
-        self._worker.do(settle_leftovers)
         self._worker.do(partial(remove_folders_left, self._scratch))
         threading.Thread(target=make_room, name="taas-retention", daemon=True).start()
         threading.Thread(target=self._die_when_stuck, name="taas-life", daemon=True).start()

@@ -116,7 +116,7 @@ class Recorder:
 
     def begin_again(self, number: int, loss: str) -> None:
         """Write down that the run starts again, and what was lost; files that the earlier start left count no more."""
-        self.record.kept.clear()
+        self.record.files.clear()
         used = f"{number} of {self.submit.cell.spec.max_restarts} restarts used"
         losses = (*self.record.losses, f"{loss}; started again ({used})")
         self.note(state="acquiring", restarts=number, losses=losses, trouble=None, questions=())

@@ -8,13 +8,13 @@ from pathlib import Path
 
 from taas.delivery.config import ResumePoint
 from taas.errors import NotEnoughDevices, RunLost
-from taas.runs.records import output_folder
+from taas.runs.records import output_folder, writes_folder
+from taas.storage.kept import make_writes, sort
 from taas.supervisor.data_side import DataSide
 from taas.supervisor.data_vms import DataVms
 from taas.supervisor.findings import Findings
 from taas.supervisor.hangs import HangWatch
 from taas.supervisor.rank_jobs import RankJobs
-from taas.supervisor.rank_writes import make_scratch, settle_scratch
 from taas.supervisor.recorder import Recorder
 from taas.supervisor.transfer import ProjectSync, Transfer
 from taas.supervisor.vms import Vm
@@ -58,10 +58,10 @@ class Run:
         self._settling = self._over = False
         self.answer: Memory | None = None
         self.output, self._sockets = output_folder(recorder.record.folder, restarts), sockets
+        self.scratch: Path = writes_folder(self.output)
+        self.since_ns = make_writes(self.scratch, project)
         self.notices: list[str] = []  # what the cell says when it is over
         before, known = (kept.ranks, kept._project_sync.known) if kept else (None, None)
-        self.scratch: Path
-        self.scratch, self.since_ns = make_scratch(name, project, kept.scratch if kept else None)
         self._project_sync: ProjectSync = ProjectSync(name, project, self.scratch, self._spec, known)
         self.transfer = Transfer(name, self._spec, self.output, self._project_sync, worker, self._failed)
         self.ranks: RankJobs = RankJobs(self, before)
@@ -307,14 +307,17 @@ class Run:
         self.answer = self.transfer.answer or self.answer
         well = bool(self.loss) or self.found.verdict(self.answer).outcome != "failed"
         self._settling, self._over = True, not self.loss
-        work = partial(self._settle, self.answer, well=well, stay=bool(self.ranks.stay))
+        work = partial(self._settle, self.answer, well=well)
         self.worker.do(work, lambda done: then(done.result()))
 
-    def _settle(self, answer: Memory | None, *, well: bool, stay: bool) -> Run:
+    def _settle(self, answer: Memory | None, *, well: bool) -> Run:
         notes, final = ([], b"") if self.data is None else (self.data.notes, self.data.final)
         self.notices += [*notes, *self._project_sync.notices(well=well)]
         self._project_sync.close()
-        self.notices += [*self.transfer.notices, *settle_scratch(self.scratch, stay=stay)]
+        self.notices += [
+            *self.transfer.notices,
+            *sort(self.scratch, self.submit.workspace.project, self.name),
+        ]
         self.notices += self.recorder.keep(answer, final)
         return self
 

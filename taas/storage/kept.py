@@ -1,0 +1,200 @@
+"""What ranks other than 0 wrote in the project's place: where it is, what is left of it, and how it gets into the project.
+
+Each start of a run has a folder of its own for it, within the run's::
+
+    writes/since          when the start began, by the clock of the project's file system; until it is sorted
+    writes/rank<k>/tree/  the files of a rank (storage/table.py)
+
+At the end ``sort`` removes what rank 0 wrote, too: a path that the project shows as changed since then (by ``ctime``, which no
+program can set back, so that rank 0 runs unobserved). All else stays, and in doubt a file stays; what rank 0 has here found no
+place in the project (project_sync/applier.py), and stays as well. ``recover`` copies it; it goes with the run's folder
+(runs/retention.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import filecmp
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from taas.errors import HeaderError
+from taas.storage.boundary import NEVER, changed_since, clock_of
+from taas.storage.gathering import put
+from taas.storage.table import GONE, MARK, TREE
+from taas.wording import counted, ranks_in_words, shown, size_in_words
+
+Versions = dict[str, dict[int, Path]]
+"""By path in the project and rank: where a file is that only ranks other than 0 wrote."""
+_SHOWN = 3
+_SINCE = "since"
+
+
+def make_writes(folder: Path, project: str) -> int:
+    """Make the folder of a start that begins now.
+
+    Returns:
+        The time by the clock of the project's file system: what changes there from now on, rank 0 changes.
+
+    Raises:
+        OSError: there is no room for it.
+    """
+    folder.mkdir(mode=0o700, parents=True)
+    since_ns = clock_of(project)
+    (folder / _SINCE).write_text(str(since_ns))
+    return since_ns
+
+
+def kept_versions(folders: Iterable[Path], project: str) -> Versions:
+    """Find what only ranks other than 0 wrote, and what rank 0 wrote elsewhere while its user changed it here.
+
+    Args:
+        folders: of the starts of a run, the first one's first; of two versions of one rank the later start's counts.
+        project: the notebook's folder.
+    """
+    found: Versions = {}
+    for folder in folders:
+        since_ns = _begun(folder)
+        for rank, scratch in _scratches(folder):
+            for path, file in _files(scratch / TREE):
+                if rank == 0 or not changed_since(f"{project}/{path}", since_ns):
+                    found.setdefault(path, {})[rank] = file
+    return {path: {0: ranks[0]} if 0 in ranks else ranks for path, ranks in sorted(found.items())}
+
+
+def sort(folder: Path, project: str, run: str) -> list[str]:
+    """Remove what rank 0 wrote, too, from what the ranks of an ended start wrote; nobody else writes there any more.
+
+    Args:
+        folder: from :func:`make_writes`.
+        project: the notebook's folder.
+        run: the run's name.
+
+    Returns:
+        What the cell says about it.
+    """
+    try:
+        kept = kept_versions([folder], project)
+        said = [*_told(kept, run), *_unremoved(folder, project, kept)]
+        wanted = {file for versions in kept.values() for file in versions.values()}
+        for _, scratch in _scratches(folder):
+            for _, file in _files(scratch / TREE):
+                if file not in wanted:
+                    file.unlink()
+            shutil.rmtree(scratch / GONE, ignore_errors=True)
+        (folder / _SINCE).unlink()
+    except OSError as error:
+        return [f"rank writes could not be sorted ({error}): take what you need from {folder}"]
+    return said
+
+
+def recover(run: str, versions: Versions, project: str, *, overwrite: bool) -> list[Path]:
+    """Copy what was kept into the project.
+
+    Where several ranks kept different versions of one path, the lowest rank's gets the path and the others stand beside
+    it as ``<path>.rank<k>``. What the project has already is left out, so it can be called again.
+
+    Args:
+        run: the run's name.
+        versions: from :func:`kept_versions`.
+        project: the run's project.
+        overwrite: whether files of the project are replaced.
+
+    Returns:
+        The project paths written.
+
+    Raises:
+        HeaderError: the project is gone, a path exists in it and ``overwrite`` is False, and nothing was written; or a
+            file cannot be written: the disk is full, a folder is in its place.
+    """
+    root = Path(project)
+    if not root.is_dir():
+        [source, *_] = next(iter(versions.values())).values()
+        raise HeaderError(
+            f"%taas recover {run}: its project {project} is not there any more; what was kept lies in {source.parent}"
+        )
+    wanted = {root / path: source for path, source in _named(versions)}
+    taken = {target for target in wanted if os.path.lexists(target)}
+    same = {target for target in taken if filecmp.cmp(wanted[target], target, shallow=False)}
+    if (others := sorted(taken - same)) and not overwrite:
+        raise HeaderError(
+            f"%taas recover {run}: {_some([str(target.relative_to(root)) for target in others])} "
+            f"exists in the project; nothing was written. Move it away, or add --overwrite."
+        )
+    written = [target for target in wanted if target not in same]
+    for target in written:
+        try:
+            put(wanted[target], target, shutil.copy2)
+        except OSError as error:
+            raise HeaderError(
+                f"%taas recover {run}: {target} cannot be written ({error.strerror}): see to that, and type it again"
+            ) from error
+    return written
+
+
+def _named(versions: Versions) -> Iterator[tuple[str, Path]]:
+    """The name that each version gets, and the version."""
+    for path, of_ranks in versions.items():
+        first, *others = sorted(of_ranks)
+        yield path, of_ranks[first]
+        for rank in others:
+            if not filecmp.cmp(of_ranks[first], of_ranks[rank], shallow=False):
+                yield f"{path}.rank{rank}", of_ranks[rank]
+
+
+def _begun(folder: Path) -> int:
+    with contextlib.suppress(OSError, ValueError):
+        return int((folder / _SINCE).read_text())
+    return NEVER  # it was sorted: all that is there was kept
+
+
+def _scratches(folder: Path) -> Iterator[tuple[int, Path]]:
+    for scratch in folder.glob("rank*"):
+        yield int(scratch.name.removeprefix("rank")), scratch
+
+
+def _files(tree: Path) -> list[tuple[str, Path]]:
+    return [(str(file.relative_to(tree)), file) for file in tree.rglob("*") if file.is_file()]
+
+
+def _told(kept: Versions, run: str) -> Iterator[str]:
+    if aside := {path: ranks for path, ranks in kept.items() if 0 in ranks}:
+        yield (
+            f"kept: {_described(aside)} as the run wrote it: changed here meanwhile, so yours is as you left it, and "
+            f"%taas recover {run} --overwrite puts the run's in its place"
+        )
+    if others := {path: ranks for path, ranks in kept.items() if 0 not in ranks}:
+        folder = os.path.commonpath([Path(path).parent for path in others])
+        share = f", and with --shared {shown(folder)} every rank writes there itself" if folder else ""
+        yield (
+            f"kept: {_described(others)} from {ranks_in_words({rank for ranks in others.values() for rank in ranks})}, "
+            f"which rank 0 did not write: %taas recover {run} brings them into the project{share}"
+        )
+
+
+def _described(kept: Versions) -> str:
+    size = sum(file.stat().st_size for ranks in kept.values() for file in ranks.values())
+    return f"{_some(list(kept))} ({counted(len(kept), 'file')}, {size_in_words(size)})"
+
+
+def _unremoved(folder: Path, project: str, kept: Versions) -> list[str]:
+    """What ranks removed, and rank 0 neither removed nor wrote again: it is still there."""
+    since_ns = _begun(folder)
+    removers: dict[str, set[int]] = {}
+    for rank, scratch in _scratches(folder):
+        for mark in (scratch / GONE).rglob(MARK):
+            place = str(mark.parent.relative_to(scratch / GONE))
+            live = f"{project}/{place}"
+            if place not in kept and os.path.lexists(live) and not changed_since(live, since_ns):
+                removers.setdefault(place, set()).add(rank)
+    if not removers:
+        return []
+    ranks = ranks_in_words(set.union(*removers.values()))
+    return [f"rank writes: {_some(sorted(removers))} removed by {ranks} but not by rank 0: still there"]
+
+
+def _some(names: Sequence[str]) -> str:
+    rest = len(names) - _SHOWN
+    return ", ".join(names[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")

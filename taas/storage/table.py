@@ -1,0 +1,310 @@
+"""What one rank sees of the project: ``{place: this rank's own file}`` first, then the live project.
+
+The table lies on disk, in the rank's scratch, so that the rank's forked workers have it, too::
+
+    tree/a/b         this rank's own file, or folder, in the place of <project>/a/b
+    gone/a/b/<mark>  the rank removed what was at a/b, and all beneath it, when the mark was made
+
+Nothing is cached about the project: what rank 0 saves is seen at once. Of two versions of a file the newer one is seen (the
+project's file system may be another machine's, with another clock: what that differs is known), unless somebody is writing
+rank 0's at this moment: then this rank's own complete one is.
+
+Only ``posix`` functions are called here: those of ``os`` are the diverted ones by then.
+"""
+
+# Plain strings: a Path folds "..", which the kernel follows, and these run on every call of a rank.
+# ruff: noqa: PTH118
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import posix
+import stat
+from typing import NamedTuple
+
+from taas._linux import is_being_written
+from taas.storage.boundary import NEVER, Boundary, changed_since, clock_of, join, resolve_beneath
+
+TREE, GONE, MARK = "tree", "gone", "\x7ftaas-removed"
+_MAX_LINKS = 40  # as the kernel's MAXSYMLINKS
+_SKEW = 10**8
+"""Nanoseconds by which the clocks of two file systems of one machine do not differ: theirs tick, some more often."""
+
+
+class Seen(NamedTuple):
+    """What stands at a place: its real path, its lstat, and whether it is this rank's own."""
+
+    path: str
+    status: os.stat_result
+    own: bool
+
+    @property
+    def is_directory(self) -> bool:
+        """A directory itself, not a link to one."""
+        return stat.S_ISDIR(self.status.st_mode)
+
+
+class Table:
+    """The view of one rank, made before its wall stands. A *place* is a path relative to the project; "." is the project.
+
+    Args:
+        boundary: the project's.
+        scratch: the rank's folder, which is there.
+        since_ns: when the run began, by the clock of the project's file system.
+    """
+
+    def __init__(self, boundary: Boundary, scratch: str, since_ns: int) -> None:
+        self.boundary = boundary
+        ahead = clock_of(boundary.project) - clock_of(scratch)
+        self._ahead = ahead if _SKEW < abs(ahead) < NEVER // 2 else 0
+        self.begin_run(scratch, since_ns)
+
+    def begin_run(self, scratch: str, since_ns: int) -> None:
+        """Another run begins; what this rank writes from now on, it writes there."""
+        self._since_ns = since_ns
+        self._tree, self._gone = (os.path.join(os.path.realpath(scratch), name) for name in (TREE, GONE))
+        self._touched = False
+
+    # what is seen ----------------------------------------------------------------------------------
+
+    @property
+    def touched(self) -> bool:
+        """Whether this rank has diverted anything yet; until then the live project is the view."""
+        if not self._touched:
+            self._touched = _lstat(self._tree) is not None or _lstat(self._gone) is not None
+        return self._touched
+
+    def own(self, place: str) -> str:
+        """Where this rank's version of a place is, or would be."""
+        return join(self._tree, place)
+
+    def live(self, place: str) -> str:
+        """Where the project's version of a place is, or would be."""
+        return join(self.boundary.project, place)
+
+    def see(self, place: str) -> Seen | None:
+        """What stands at a place in this rank's view, links not followed."""
+        own, live = self._both(place)
+        if own is None or live is None:
+            return own or live
+        if own.is_directory or live.is_directory:
+            return live if own.is_directory and live.is_directory else own
+        newer = live.status.st_ctime_ns - self._ahead > own.status.st_ctime_ns
+        return live if newer and not _being_written(live.path) else own
+
+    def _both(self, place: str) -> tuple[Seen | None, Seen | None]:
+        own_path, live_path = self.own(place), self.live(place)
+        own, live = _lstat(own_path), _lstat(live_path)
+        if live is not None and self._removed_at(place) >= live.st_ctime_ns - self._ahead:
+            live = None
+        return (
+            None if own is None else Seen(own_path, own, True),
+            None if live is None else Seen(live_path, live, False),
+        )
+
+    def _removed_at(self, place: str) -> int:
+        """When this rank last removed the place or a directory above it (ns); -1 for never."""
+        if place == "." or _lstat(self._gone) is None:
+            return -1
+        latest, path = -1, self._gone
+        for name in place.split("/"):
+            path = f"{path}/{name}"
+            mark = _lstat(f"{path}/{MARK}")
+            if mark is not None:
+                latest = max(latest, mark.st_ctime_ns)
+        return latest
+
+    def is_rank_0s(self, place: str, seen: Seen | None) -> bool:
+        """Whether rank 0 may have put there what is seen, or taken away what is missing, since the run began.
+
+        Then this rank, which does the same a moment later, is not failed by it.
+        """
+        if seen is not None:
+            return not seen.own and seen.status.st_ctime_ns > self._since_ns
+        if self._removed_at(place) >= 0:
+            return False  # this rank took it away
+        while place != "." and _lstat(self.live(place)) is None:
+            place = _above(place)  # who takes something away changes the folder that is left
+        return changed_since(self.live(place), self._since_ns)
+
+    def names(self, place: str) -> list[str]:
+        """Entries of a directory: this rank's own, and the live ones that it has not removed."""
+        found: dict[str, None] = {}
+        for directory in (self.live(place), self.own(place)):
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                found.update(dict.fromkeys(posix.listdir(directory)))
+        if _lstat(self._gone) is None:
+            return list(found)
+        return [name for name in found if self.see(_below(place, name)) is not None]
+
+    def mixed(self, place: str) -> bool:
+        """Whether a directory's listing may differ from the live one."""
+        return _lstat(self.own(place)) is not None or _lstat(self._gone) is not None
+
+    def locate(self, path: str, *, follow: bool = True) -> str | None:
+        """The place a path leads to, None when that is outside the rule.
+
+        Args:
+            path: as given to the call.
+            follow: whether a link in the last component is followed.
+        """
+        if not path:
+            return None  # the system's error for it is ENOENT
+        if not path.startswith("/"):
+            path = f"{self.outward(posix.getcwd())}/{path}"
+        return self.boundary.relative(_without_links(path, follow=follow))
+
+    def outward(self, path: str) -> str:
+        """A path in this rank's own tree as the project path it stands for; any other as it is."""
+        inside = resolve_beneath(path, self._tree)
+        return path if inside is None else self.live(inside)
+
+    # changing the view -----------------------------------------------------------------------------
+
+    def claim(self, place: str) -> str:
+        """Make the directories above a place in this rank's tree and return its own path.
+
+        Raises:
+            FileNotFoundError, NotADirectoryError: as the live file system would.
+        """
+        parent = _above(place)
+        seen = self.see(parent)
+        if seen is None:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self.live(place))
+        if not seen.is_directory:
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), self.live(place))
+        _make_directories(self.own(parent))
+        return self.own(place)
+
+    def copy_up(self, place: str) -> str:
+        """Give this rank its own version of what stands at a place, with all beneath it.
+
+        Raises:
+            OSError: ENOSPC when the scratch cannot hold it; ELOOP for a link.
+        """
+        own = self.claim(place)
+        while (seen := self.see(place)) is not None:
+            if seen.is_directory:
+                _make_directories(own)
+                for name in self.names(place):
+                    self.copy_up(_below(place, name))
+                break
+            if seen.own:
+                break
+            with contextlib.suppress(FileNotFoundError):  # rank 0 has moved it, or removed it, in this moment
+                _copy(seen.path, own)
+                break
+        return own
+
+    def drop(self, place: str) -> None:
+        """Remove what is at a place, and all beneath it, from this rank's view."""
+        own, live = self._both(place)
+        if own is not None:
+            _remove(own.path)
+        if live is not None:
+            directory = f"{self._gone}/{place}"
+            _make_directories(directory)
+            mark = f"{directory}/{MARK}"
+            posix.close(posix.open(mark, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
+            posix.utime(mark)
+
+
+def _without_links(path: str, *, follow: bool) -> str:
+    """An absolute path as it is without links and dots; what is not there stays as it is named."""
+    current, links = "", 0
+    todo = path.split("/")
+    todo.reverse()
+    while todo:
+        name = todo.pop()
+        if name in ("", "."):
+            continue
+        if name == "..":
+            current = current.rpartition("/")[0]
+            continue
+        candidate = f"{current}/{name}"
+        try:
+            target = posix.readlink(candidate) if todo or follow else None
+        except OSError:  # no link, or not there
+            target = None
+        if target is None:
+            current = candidate
+            continue
+        links += 1
+        if links > _MAX_LINKS:
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
+        if target.startswith("/"):
+            current = ""
+        todo.extend(reversed(target.split("/")))
+    return current or "/"
+
+
+def _copy(source: str, target: str) -> None:
+    """Copy a regular file with its mode and its times."""
+    reading = posix.open(source, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        status = posix.fstat(reading)
+        space = posix.statvfs(target.rpartition("/")[0])
+        if status.st_size > space.f_bavail * space.f_frsize:
+            raise OSError(errno.ENOSPC, "no room for a private copy: write it in rank 0 only", source)
+        with contextlib.suppress(FileNotFoundError):
+            posix.unlink(target)
+        mode = stat.S_IMODE(status.st_mode) | stat.S_IRUSR | stat.S_IWUSR
+        writing = posix.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+        try:
+            while posix.sendfile(writing, reading, None, 1 << 30):
+                pass
+            posix.utime(writing, ns=(status.st_atime_ns, status.st_mtime_ns))
+        finally:
+            posix.close(writing)
+    finally:
+        posix.close(reading)
+
+
+def _remove(path: str) -> None:
+    """Remove a file of this rank's own, or a folder with all that is in it."""
+    if not stat.S_ISDIR(posix.lstat(path).st_mode):
+        posix.unlink(path)
+        return
+    for name in posix.listdir(path):
+        _remove(f"{path}/{name}")
+    posix.rmdir(path)
+
+
+def _lstat(path: str) -> os.stat_result | None:
+    try:
+        return posix.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def _above(place: str) -> str:
+    return place.rpartition("/")[0] or "."
+
+
+def _below(place: str, name: str) -> str:
+    return name if place == "." else f"{place}/{name}"
+
+
+def _make_directories(path: str) -> None:
+    try:
+        posix.mkdir(path, 0o700)
+    except FileExistsError:
+        return
+    except FileNotFoundError:
+        _make_directories(path.rpartition("/")[0])
+        with contextlib.suppress(FileExistsError):
+            posix.mkdir(path, 0o700)
+
+
+def _being_written(path: str) -> bool:
+    """Whether any process has the file open for writing: then the kernel grants no read lease (fcntl(2))."""
+    try:
+        descriptor = posix.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError:
+        return False
+    try:
+        return is_being_written(descriptor) is True  # None: a file system or an owner without leases
+    finally:
+        posix.close(descriptor)
