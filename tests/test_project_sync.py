@@ -17,7 +17,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from notebook_harness import until
-from taas.storage.recovery import recover
 
 from taas.header.grammar import RunSpec
 from taas.project_sync import archive
