@@ -128,7 +128,7 @@ class FlatStates:
         states: by number; None for what has no state here.
         number: the numbers of objects, by their ids.
         failed: why an object cannot travel, by number.
-        fresh: numbers of what a protocol made only to be pickled, and so is another one each time.
+        fresh: numbers of what a protocol made only to be pickled, and so is another one each time, with what only that holds.
         named: what objects are called that go by a name of the ranks, by their ids.
     """
 
@@ -141,6 +141,7 @@ class FlatStates:
         self.memories: dict[tuple[int, int], int] = {}
         self.failed: dict[int, Exception] = {}
         self.fresh: set[int] = set()
+        self._in_fresh = False
         self.named: dict[int, str] = {}
         self._todo: list[int] = []
         self._held = {id(getattr(sys.modules[m], n)): (m, n) for m, n in _HELD if m in sys.modules}
@@ -193,7 +194,7 @@ class FlatStates:
         Raises:
             Exception: whatever its own protocol raises.
         """
-        value = self.objects[n]
+        value, self._in_fresh = self.objects[n], n in self.fresh
         if (name := self.named.get(id(value))) is not None:
             return ("name", marshal.dumps(name, 2), ())
         if (held := self._held.get(id(value))) is not None:
@@ -204,7 +205,7 @@ class FlatStates:
         reader = self.reader.reader_of(type(value))
         if reader is read_plain:
             return self._plain(value)
-        reading = content_of(value) if n in self.fresh else None
+        reading = content_of(value) if self._in_fresh else None
         if reading is None and reader is not None:
             reading = reader(value)
         if reading is None:
@@ -220,7 +221,7 @@ class FlatStates:
         if len(value) > _LARGE and (_is_leaf(value) if kind == "list" else _is_flat(value)):
             return (kind, marshal.dumps(value, 2), ())
         children: list[int] = []
-        items = self._split(list(value), children, inline=kind == "list")
+        items = self._split(list(value), children, fresh=self._in_fresh, inline=kind == "list")
         return (kind, marshal.dumps(items, 2), tuple(children))
 
     def _dict(self, value: Any) -> State:
@@ -228,7 +229,7 @@ class FlatStates:
             return ("leaf", marshal.dumps(value, 2), ())
         children: list[int] = []
         keys = self._split(list(value), children)
-        items = self._split(list(value.values()), children)
+        items = self._split(list(value.values()), children, fresh=self._in_fresh)
         return ("dict", marshal.dumps((keys, items), 2), tuple(children))
 
     def _ordered(self, value: Any) -> State:

@@ -9,6 +9,7 @@ import contextlib
 import gc
 import marshal
 import pickle
+import sys
 import types
 from collections.abc import Collection, Container, Iterable, Iterator
 from copy import copy
@@ -24,6 +25,9 @@ NAMESPACE = 0
 
 CONSTANT = frozenset({"atom", "global", "memory", "name", "same", "tuple", "frozenset"})
 """Kinds of objects in which nothing can change."""
+
+_HELD_BY_TABLE = 2
+"""References to an object that only a table holds, with the one that asks."""
 
 
 @contextlib.contextmanager
@@ -101,17 +105,26 @@ class Heap(FlatStates):
     def mark(self) -> None:
         """Describe again what is read in another way here than there: tensors of other devices, functions on this namespace.
 
-        An object with a protocol of its own is not asked again; nor is what is here what came: containers, plain objects,
-        arrays, tensors in host memory, data of modules.
+        An object with a protocol of its own is asked again only where it keeps others in place of what it was made with
+        (the levels of pandas' indexes); nor is what is here what came: containers, plain objects, arrays, tensors in host
+        memory, data of modules.
         """
         for n, value in enumerate(self.objects):
             if n == NAMESPACE or value is None or stays(type(value)) or isinstance(value, types.ModuleType):
                 continue
             state = self.states[n]
-            is_read = state is not None and state[0] == "reading"
-            if state is None or (is_read and not is_as_sent(value) and not self.reader.asks(type(value))):
+            if state is None or (
+                state[0] == "reading" and not is_as_sent(value) and self._is_other_here(value, state)
+            ):
                 self.describe_again(n)
         self.walk()
+
+    def _is_other_here(self, value: Any, state: State) -> bool:
+        return not self.reader.asks(type(value)) or not all(map(self._is_held, state[2]))
+
+    def _is_held(self, n: int) -> bool:
+        """Tell whether anything but this table holds an object."""
+        return self.objects[n] is not None and sys.getrefcount(self.objects[n]) > _HELD_BY_TABLE
 
     def describe_after(self, numbers: Iterable[int], reader: Reader, sent: SentMemory | None = None) -> None:
         """Describe some objects anew: what they are now, beside what they were."""
