@@ -11,7 +11,7 @@ from taas.capture.heap import NAMESPACE, Heap, failure_of
 from taas.capture.holders import holders, leave_out
 from taas.capture.lost import culprit_in_heap
 from taas.capture.memory import SentMemory
-from taas.capture.modules import loaded_as
+from taas.capture.modules import left_out, loaded_as
 from taas.capture.of_ipython import is_of_ipython
 from taas.capture.payload import write_file
 from taas.capture.process_state import not_brought
@@ -46,7 +46,10 @@ class CellChanges:
         """The new numbers of what is made anew."""
         self._saved = self._heap.saved()
         self._places_now = holders(arrival.project)
-        self._lost += leave_out(arrival.project, self._fails, self._why_not, self._heap.number)
+        left_out.clear()
+        known, before = self._heap.number, arrival.places_before
+        travel = {name: it for name, it in self._places_now.items() if id(it) in known or name not in before}
+        self._lost += leave_out(travel, self._fails, self._why_not, known)
         self._compare()
         self._roots = self._numbered_names(value)
         self._places = self._numbered_places()

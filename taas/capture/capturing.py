@@ -23,6 +23,7 @@ from taas.capture.memory import SentMemory
 from taas.capture.modules import (
     edited_modules,
     imported_by,
+    left_out,
     modules_reached,
     modules_used,
 )
@@ -85,7 +86,8 @@ class Capture:
         self.sizes: dict[str, int] = {}
         self.left_behind: dict[str, str] = {}
         self._detached: list[str] = []
-        self._without = leave_out(project, self._fails, self._why_not)
+        self._without: list[str] = []
+        self._looked_at: set[str] = set()
         self._too_large: list[str] = []
         self._edited: list[str] = []
         self._pack(places)
@@ -129,6 +131,8 @@ class Capture:
 
     def _pack(self, places: dict[str, Any]) -> None:
         """Describe the names, with those that their functions turn out to use, and those of their classes."""
+        left_out.clear()
+        self._leave_out(holders(self._project, self._reached()))
         needs, namespace, reader = self._needs, self._namespace, self.heap.reader
         waiting = sorted((needs.sure | needs.maybe) - self._held.names)
         met = {*waiting, *self._held.names}
@@ -163,11 +167,17 @@ class Capture:
             for name, value in (places | holders(self._project, self._reached())).items()
             if name not in self._places and name not in self.left_behind and name not in held.places
         }:
+            self._leave_out(new)
             for name, value in new.items():
                 error = self._add(name, value, self._places)
                 if error is not None:
                     self.left_behind[name] = self._why(name, value, error)
                     self._without.append(self.left_behind[name])
+
+    def _leave_out(self, held: dict[str, Any]) -> None:
+        new = {name: holder for name, holder in held.items() if name not in self._looked_at}
+        self._looked_at |= new.keys()
+        self._without += leave_out(new, self._fails, self._why_not)
 
     def _reached(self) -> set[str]:
         reader = self.heap.reader

@@ -43,15 +43,15 @@ def holders(project: str, modules: Container[str] | None = None) -> dict[str, An
 
 
 def leave_out(
-    project: str,
+    held: dict[str, Any],
     fails: Callable[[Any, int | None], Exception | None],
     why: Callable[[str, Any], str | None],
     known: Container[int] = (),
 ) -> list[str]:
-    """Leave out what cannot travel of what is held, until this is called again.
+    """Leave out what cannot travel of what loggers, formatters and modules hold, until :data:`left_out` is emptied.
 
     Args:
-        project: the folder whose modules hold data of the notebook.
+        held: these, as :func:`holders` has them.
         fails: returns why an object cannot travel; with a number, in so many bytes, and without code of modules.
         why: says of a part, by its name, why it cannot travel.
         known: ids of what both sides know.
@@ -59,12 +59,11 @@ def leave_out(
     Returns:
         What it said of parts that are not in modules: these have their own in each process.
     """
-    left_out.clear()
     said = []
-    for holder_name, holder in holders(project).items():
+    for holder_name, holder in held.items():
         in_module = isinstance(holder, types.ModuleType)
-        for kind, held in _own_parts(holder).items():
-            for key, part in [*(held.items() if isinstance(held, dict) else enumerate(held))]:
+        for kind, parts in _own_parts(holder).items():
+            for key, part in [*(parts.items() if isinstance(parts, dict) else enumerate(parts))]:
                 if type(part) in ATOMS or id(part) in known:
                     continue
                 if fails(part, _LARGEST if in_module else None) is not None:

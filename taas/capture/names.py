@@ -337,7 +337,9 @@ def _names_used_by(value: Any, namespace: Mapping[str, Any]) -> _Names:
     seen = {id(namespace)}
     waiting = collections.deque([value])
     for _ in range(_PARTS):
-        part = waiting.popleft() if waiting else None
+        if not waiting:
+            break
+        part = waiting.popleft()
         if isinstance(part, _NO_CODE) or id(part) in seen:
             continue
         seen.add(id(part))
