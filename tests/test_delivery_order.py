@@ -31,8 +31,8 @@ import taas
 from taas.delivery.config import ResumePoint
 from taas.delivery.making import rngs_now
 from taas.delivery.messages import Note, ProgressReport
+from taas.delivery.planner import LoaderPlans
 from taas.delivery.registered import apply_final, take_apart
-from taas.delivery.sampling import LoaderPlans
 from taas.errors import DeliveryError, RanksDisagree, UnitsExhausted
 
 pytestmark = pytest.mark.slow

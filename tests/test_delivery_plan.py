@@ -33,9 +33,8 @@ from taas.delivery.messages import (
     Result,
 )
 from taas.delivery.plan import Plan, StreamOrder, element_seed, plan_number
-from taas.delivery.planner import Planner
+from taas.delivery.planner import LoaderPlans, Planner
 from taas.delivery.registered import take_apart
-from taas.delivery.sampling import LoaderPlans
 from taas.delivery.slab import SlotTable, slot_size
 
 
