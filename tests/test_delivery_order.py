@@ -369,7 +369,7 @@ def test_augmentation_does_not_depend_on_the_workers() -> None:
     assert len({str(e) for e in runs[0]}) == len(runs[0])
 
 
-# ── credit: whatever is open, unasked for or too large, nobody waits for what will never come ────────
+# ── headroom: whatever is open, unasked for or too large, nobody waits for what will never come ──────
 
 
 class Numbers(Dataset):

@@ -22,9 +22,8 @@ class Keys(msgspec.Struct, frozen=True):
 
     server_public: str  # the coordinator's CURVE pair
     server_secret: str  # of which peers get an empty secret
-    clients: dict[
-        str, tuple[str, str]
-    ]  # of each peer, by ``Peer.holder``: the pair that it, and nobody else, proves itself with
+    clients: dict[str, tuple[str, str]]
+    """Of each peer, by ``Peer.holder``: the pair that it, and nobody else, proves itself with."""
     mac: bytes  # key of the MAC over each element's header on the data path
 
 

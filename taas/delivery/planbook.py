@@ -341,19 +341,13 @@ class Plans:
             book.rows_past += plan.rows
             self._forget(plan)
 
-    def consume(self, rank: int, plan_id: int, consumed: int, asked: int | None = None) -> None:
-        """A rank has consumed so many steps, and asked for the one after as many (or after ``asked``)."""
+    def consume(self, rank: int, plan_id: int, consumed: int, asked: int) -> None:
+        """A rank has consumed so many steps, and asked for the one after the first ``asked``."""
         plan = self.by_number.get(plan_id)
         if plan is not None:
             view = plan.ranks[rank]
-            view.asked = max(view.asked, consumed if asked is None else asked)
+            view.asked = max(view.asked, asked)
             self.loaders[plan.loader].delivered += len(plan.consume(rank, consumed))
-
-    def weigh(self, work: Work, nbytes: int) -> None:
-        """An element under way has so many bytes."""
-        plan = self.by_number.get(work.plan)
-        if plan is not None:
-            plan.weigh(work, nbytes)
 
     def _tell_end(self, plan: Plan) -> None:
         if plan.steps is None:

@@ -91,9 +91,8 @@ class LoaderPlans:
         self.facts = self._facts()
 
     def _facts(self) -> LoaderFacts:
-        epochs = [
-            getattr(s, "epoch", None) for s in _samplers(self.parts.index_sampler) if hasattr(s, "set_epoch")
-        ]
+        with_epoch = (s for s in _samplers(self.parts.index_sampler) if hasattr(s, "set_epoch"))
+        epochs = [getattr(sampler, "epoch", None) for sampler in with_epoch]
         epoch = epochs[0] if epochs and isinstance(epochs[0], int) else None
         per_rank = self._distributed is not None
         return LoaderFacts(self.name, self._length(), self.parts.streams, epoch, per_rank, self.note)
@@ -145,8 +144,10 @@ class LoaderPlans:
     def _begin(self, opened: Iteration, epoch: int | None) -> None:
         number = opened.number
         streams: list[Iterator[Any]] = []
-        if number in self._starts:
-            self._restore(self._starts[number])
+        if (start := self._starts.get(number)) is not None:
+            self._rngs = start.rngs
+            for path, state in start.generators.items():
+                self._generators[path].set_state(state)
         apply_rngs(self._rngs)
         self._starts[number] = self._snapshot()
         self._starts.pop(number - 8, None)
@@ -241,11 +242,6 @@ class LoaderPlans:
 
     def _snapshot(self) -> _Snapshot:
         return _Snapshot(self._rngs, {p: g.get_state() for p, g in self._generators.items()})
-
-    def _restore(self, snapshot: _Snapshot) -> None:
-        self._rngs = snapshot.rngs
-        for path, state in snapshot.generators.items():
-            self._generators[path].set_state(state)
 
 
 _END = object()

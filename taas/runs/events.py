@@ -87,12 +87,7 @@ class _Growing:
 
 
 class RankEvents:
-    """The output of one rank as one sequence.
-
-    Args:
-        folder: the rank's.
-        rank: its number.
-    """
+    """The output of one rank as one sequence."""
 
     def __init__(self, folder: Path, rank: int = 0) -> None:
         self._rank = rank

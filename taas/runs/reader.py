@@ -47,19 +47,24 @@ class RunReader:
         self._open(0)
 
     def _open(self, start: int) -> None:
-        """Begin to read what the ranks of a start write."""
         self._start, self._output = start, output_folder(self._folder, start)
-        self._files = {rank: RankEvents(self._output / str(rank), rank) for rank in self._ranks}
-        self._unwatched = {self._output, *(self._output / str(rank) for rank in self._ranks)} - {self._folder}
+        self._files: dict[int, RankEvents] = {}
+        self._unwatched = {self._output} - {self._folder}
+        for rank in self._ranks:
+            self._add(rank)
+
+    def _add(self, rank: int) -> RankEvents:
+        folder = self._output / str(rank)
+        self._unwatched.add(folder)
+        self._files[rank] = RankEvents(folder, rank)
+        return self._files[rank]
 
     def include(self, rank: int) -> list[Output]:
         """Read what this rank writes, too, since it asks something; returns the last of what it has written."""
         if rank in self._ranks:
             return []
         self._ranks = (*self._ranks, rank)
-        self._files[rank] = file = RankEvents(self._output / str(rank), rank)
-        self._unwatched.add(self._output / str(rank))
-        last: list[Output] = []
+        file, last = self._add(rank), list[Output]()
         while found := file.read():
             last = [item._replace(text=item.text[-_LAST_CHARACTERS:]) for item in found[-1:]]
         return last
