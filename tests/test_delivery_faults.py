@@ -24,11 +24,9 @@ from taas.errors import DeliveryError, RanksDisagree, UnitsExhausted
 
 pytestmark = pytest.mark.slow
 
-FIRST = 20
-
 
 class Slow(Dataset):
-    """Ten milliseconds an element; tells through a file who made element ``FIRST``."""
+    """Ten milliseconds an element."""
 
     def __init__(self, length: int = 120, seconds: float = 0.01, shape: tuple[int, ...] = (64,)) -> None:
         self.length, self.seconds, self.shape = length, seconds, shape

@@ -23,7 +23,6 @@ from taas.notebook import tables
 from taas.runs.places import ProcessMark
 from taas.runs.records import (
     RunRecord,
-    _user,
     find_run,
     new_folder,
     of_notebook,

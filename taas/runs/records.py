@@ -86,7 +86,7 @@ class RunRecord(Verdict, kw_only=True):
             ``finally`` run), ``ending`` or ``over``.
         waiting: what it waits for while it is ``acquiring``, or while it has lost its last data VM; where its ranks
             stand while it is ``finishing``.
-        submitted, began, ended: seconds since the epoch, 0 before; ``began``: all ranks are in the cell.
+        submitted, ended: seconds since the epoch, 0 before.
         restarts: how often it was started again.
         losses: what was lost each time, a line for the user each.
         notices: lines for the user.
@@ -116,7 +116,6 @@ class RunRecord(Verdict, kw_only=True):
     state: str = "acquiring"
     waiting: str = ""
     submitted: float = msgspec.field(default_factory=time.time)
-    began: float = 0.0
     ended: float = 0.0
     restarts: int = 0
     losses: tuple[str, ...] = ()
