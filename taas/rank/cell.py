@@ -19,8 +19,8 @@ from taas import adopt, capture
 from taas.engines.local import present_gpus
 from taas.rank.agent_link import AgentLink
 from taas.rank.keyboard import Keyboard
+from taas.rank.outlet import Outlet
 from taas.rank.preparing import Prepared
-from taas.rank.streams import Outlet
 from taas.rank_storage import Guard
 from taas.storage.walls import NO_WALL
 from taas.wire.framing import Memory

@@ -18,9 +18,9 @@ from taas import adopt
 from taas.rank import lifeline
 from taas.rank.agent_link import AgentLink
 from taas.rank.cell import failed, lost_output, run_cell, wait_for_threads, with_notices
+from taas.rank.outlet import Outlet
 from taas.rank.preparing import Prepared, become_rank
 from taas.rank.shell import RankShell, make_ready
-from taas.rank.streams import Outlet
 from taas.wire.rank_connection import AgentConnection
 from taas.wire.ranks import Preparation, RankEnded, RankKept, RankStage, RankStart, preparation_of
 

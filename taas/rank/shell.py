@@ -27,7 +27,7 @@ from traitlets.config import Config
 from taas.capture.of_ipython import magic_on_top
 from taas.capture.process_state import ProcessState
 from taas.notebook.comms import open_comms_to
-from taas.rank.streams import Outlet
+from taas.rank.outlet import Outlet
 from taas.wire.ranks import Preparation
 from taas.wording import fitting_lines, text_of
 
