@@ -209,7 +209,7 @@ class Ledger:
         """A stream's owner holds more elements; one that owns it no longer is not believed."""
         plan = self.plans.by_number.get(message.plan)
         if plan is not None and self.streams.owner(plan.loader, message.stream) == name:
-            self.plans.announced(message.plan, message.stream, message.made, message.ended)
+            self.plans.announced(plan, message)
 
     # ── leasing ───────────────────────────────────────────────────────────────────────────────────
 

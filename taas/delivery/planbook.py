@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from taas.delivery.config import DeliveryConfig, ResumePoint
 from taas.delivery.messages import (
     PLANNER,
+    Announced,
     Begin,
     Cancel,
     Draw,
@@ -169,11 +170,10 @@ class Plans:
             plan.end(message.failure)
         self._cut_used_up(book, plan)
 
-    def announced(self, plan_id: int, stream: int, made: int, ended: bool) -> None:
+    def announced(self, plan: Plan, message: Announced) -> None:
         """A stream's owner holds more elements: those whose place is settled become work."""
-        plan = self.by_number.get(plan_id)
-        if plan is not None and plan.order is not None:
-            plan.order.announce(stream, made, ended)
+        if plan.order is not None:
+            plan.order.announce(message.stream, message.made, message.ended)
             self._settle(plan)
 
     def cut(self, plan_id: int, step: int, refusal: str, index: bytes = b"") -> None:

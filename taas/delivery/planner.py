@@ -91,8 +91,7 @@ class LoaderPlans:
         self.facts = self._facts()
 
     def _facts(self) -> LoaderFacts:
-        with_epoch = (s for s in _samplers(self.parts.index_sampler) if hasattr(s, "set_epoch"))
-        epochs = [getattr(sampler, "epoch", None) for sampler in with_epoch]
+        epochs = [getattr(sampler, "epoch", None) for sampler in _with_epochs(self.parts.index_sampler)]
         epoch = epochs[0] if epochs and isinstance(epochs[0], int) else None
         per_rank = self._distributed is not None
         return LoaderFacts(self.name, self._length(), self.parts.streams, epoch, per_rank, self.note)
@@ -152,7 +151,10 @@ class LoaderPlans:
         self._starts[number] = self._snapshot()
         self._starts.pop(number - 8, None)
         self._ends.pop(number - 8, None)
-        self._set_epoch(epoch)
+        if epoch is not None:
+            for index_sampler in self._index_samplers:
+                for sampler in _with_epochs(index_sampler):
+                    sampler.set_epoch(epoch)
         goes_on = self.parts.persistent_workers and number > 0
         try:
             for sampler in self._index_samplers:
@@ -232,14 +234,6 @@ class LoaderPlans:
         if opened.error is not None:
             raise opened.error
 
-    def _set_epoch(self, epoch: int | None) -> None:
-        if epoch is None:
-            return
-        for index_sampler in self._index_samplers:
-            for sampler in _samplers(index_sampler):
-                if hasattr(sampler, "set_epoch"):
-                    sampler.set_epoch(epoch)
-
     def _snapshot(self) -> _Snapshot:
         return _Snapshot(self._rngs, {p: g.get_state() for p, g in self._generators.items()})
 
@@ -252,11 +246,14 @@ def _samplers(index_sampler: Any) -> list[Any]:
     return [s for s in (index_sampler, getattr(index_sampler, "sampler", None)) if s is not None]
 
 
+def _with_epochs(index_sampler: Any) -> list[Any]:
+    return [sampler for sampler in _samplers(index_sampler) if hasattr(sampler, "set_epoch")]
+
+
 def _find_distributed(parts: LoaderParts) -> Any:
-    for sampler in _samplers(parts.index_sampler):
-        if isinstance(sampler, DistributedSampler) or (
-            hasattr(sampler, "num_replicas") and hasattr(sampler, "rank") and hasattr(sampler, "set_epoch")
-        ):
+    for sampler in _with_epochs(parts.index_sampler):
+        like_torchs = hasattr(sampler, "num_replicas") and hasattr(sampler, "rank")
+        if isinstance(sampler, DistributedSampler) or like_torchs:
             return sampler
     return None
 
