@@ -502,7 +502,8 @@ def planner(_rounds: int) -> list[Row]:
                     consumed[ticket.rank] += 1
                     made += 1
                 for rank in (0, 1):
-                    ledger.plans.consume(rank, plan, max(0, consumed[rank] - 40))
+                    below = max(0, consumed[rank] - 40)
+                    ledger.plans.consume(rank, plan, below, below)
                 ledger.released([ledger.works[t.number] for t in message])
         longest = max(longest, time.process_time() - before)
     cost = (time.process_time() - start) / made * 1e6

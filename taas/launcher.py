@@ -28,8 +28,8 @@ from taas.notebook.background import RunHandle, keep_capture
 from taas.notebook.cell_output import say
 from taas.notebook.foreground import Foreground, Interrupts, start_background
 from taas.notebook.supervised import supervised
-from taas.runs.endings import finish
 from taas.runs.places import check_room
+from taas.runs.reader import finish
 from taas.runs.records import RunRecord
 from taas.storage.boundary import make_shared, missing_shared
 from taas.wire.clients import DeliveryOrder, Submit

@@ -85,9 +85,7 @@ class Rank:
         self.pid = os.fork()
         if self.pid == 0:
             os.close(self._reader)
-            torch.set_num_threads(
-                1
-            )  # an OpenMP pool of the parent's is not there after a fork; asked, it hangs
+            torch.set_num_threads(1)  # an OpenMP pool is not there after a fork; asked, it hangs
             try:
                 rank_side.connect(config, rank, "127.0.0.1")
                 names: dict[str, Any] = {}

@@ -24,11 +24,9 @@ from taas.errors import DeliveryError, RanksDisagree, UnitsExhausted
 
 pytestmark = pytest.mark.slow
 
-FIRST = 20
-
 
 class Slow(Dataset):
-    """Ten milliseconds an element; tells through a file who made element ``FIRST``."""
+    """Ten milliseconds an element."""
 
     def __init__(self, length: int = 120, seconds: float = 0.01, shape: tuple[int, ...] = (64,)) -> None:
         self.length, self.seconds, self.shape = length, seconds, shape
@@ -549,8 +547,8 @@ def test_memory_stays_within_the_slab() -> None:
     assert held[0] <= slab
 
 
-def test_memory_of_frames_stays_within_the_credit() -> None:
-    """Between hosts a rank holds what its credit allows, not what has passed: a hundred times that passes here."""
+def test_memory_of_frames_is_bounded() -> None:
+    """Between hosts a rank holds as much as a slab would, not what has passed: a hundred times that passes here."""
     slab = 4 << 20
     loader = DataLoader(Slow(400, 0.0, (1 << 18,)), batch_size=1)  # 1 MiB each
 

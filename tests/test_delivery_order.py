@@ -31,8 +31,8 @@ import taas
 from taas.delivery.config import ResumePoint
 from taas.delivery.making import rngs_now
 from taas.delivery.messages import Note, ProgressReport
+from taas.delivery.planner import LoaderPlans
 from taas.delivery.registered import apply_final, take_apart
-from taas.delivery.sampling import LoaderPlans
 from taas.errors import DeliveryError, RanksDisagree, UnitsExhausted
 
 pytestmark = pytest.mark.slow
@@ -369,7 +369,7 @@ def test_augmentation_does_not_depend_on_the_workers() -> None:
     assert len({str(e) for e in runs[0]}) == len(runs[0])
 
 
-# ── credit: whatever is open, unasked for or too large, nobody waits for what will never come ────────
+# ── headroom: whatever is open, unasked for or too large, nobody waits for what will never come ──────
 
 
 class Numbers(Dataset):

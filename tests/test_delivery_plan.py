@@ -1,4 +1,4 @@
-"""What holds no socket: the plan, the ledger, the planner; order, exactly once and credit under any interleaving."""
+"""What holds no socket: plan, ledger, planner; in order, exactly once, in bounded memory under any interleaving."""
 
 from __future__ import annotations
 
@@ -33,9 +33,8 @@ from taas.delivery.messages import (
     Result,
 )
 from taas.delivery.plan import Plan, StreamOrder, element_seed, plan_number
-from taas.delivery.planner import Planner
+from taas.delivery.planner import LoaderPlans, Planner
 from taas.delivery.registered import take_apart
-from taas.delivery.sampling import LoaderPlans
 from taas.delivery.slab import SlotTable, slot_size
 
 
@@ -291,7 +290,7 @@ def iterate(world: World, epochs: int, kills: int, budget: int = 200_000) -> lis
             world.pump()
         plan = plan_number(loader, iteration, None)
         mine = got[rank][at[rank]]
-        world.ledger.plans.consume(rank, plan, len(mine))
+        world.ledger.plans.consume(rank, plan, len(mine), len(mine))
         element = world.take(rank, plan, len(mine))
         if element is not None:
             mine.append(element)
@@ -317,7 +316,7 @@ def test_what_a_late_worker_has_is_made_by_another() -> None:
         world.work()
         for name in world.results:
             world.report(name)
-        world.ledger.plans.consume(0, plan_number(0, 0, None), len(got))
+        world.ledger.plans.consume(0, plan_number(0, 0, None), len(got), len(got))
         if (element := world.take(0, plan_number(0, 0, None), len(got))) is not None:
             got.append(element)
         world.pump()
@@ -353,7 +352,7 @@ def test_exactly_once_in_order_under_any_interleaving(
 
 @settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 1000))
-def test_all_credit_comes_back(seed: int) -> None:
+def test_all_slots_come_back(seed: int) -> None:
     """When every element was released and every plan closed, no slot and no byte is charged to anybody."""
     world = World(random.Random(seed), [40, 23], 3, 3)
     iterate(world, 2, 4)

@@ -11,8 +11,8 @@ import pytest
 from notebook_harness import Notebook, gone
 
 from taas.delivery.messages import Failed, Hello, Note, Report
-from taas.delivery.transport import CoordinatorProcess
 from taas.runs.records import read_records
+from taas.wire.child import Child
 
 pytestmark = pytest.mark.slow
 
@@ -249,13 +249,13 @@ if sys.stdin.read() == "":
 """Writes as the coordinator does: something at once, more when it is asked, the last at its stdin's end."""
 
 
-def speaker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **said: bytes) -> CoordinatorProcess:
+def speaker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **said: bytes) -> Child:
     (tmp_path / "speaker.py").write_text(SPEAKER.format(**said))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    return CoordinatorProcess("speaker")
+    return Child(["-m", "speaker"], Report)
 
 
-def readable(coordinator: CoordinatorProcess) -> list[Any]:
+def readable(coordinator: Child) -> list[Any]:
     return select.select([coordinator], [], [], 0)[0]
 
 

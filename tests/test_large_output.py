@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from taas.rank.streams import pack_display
+from taas.rank.outlet import pack_display
 from taas.runs.events import (
     EVENTS,
     KINDS,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from notebook_harness import Notebook
 
-from taas.rank.streams import Updates
+from taas.rank.outlet import Updates
 
 BAR = """#pragma taas --gpus 2
 import sys

@@ -23,7 +23,6 @@ from taas.notebook import tables
 from taas.runs.places import ProcessMark
 from taas.runs.records import (
     RunRecord,
-    _user,
     find_run,
     new_folder,
     of_notebook,
@@ -52,7 +51,6 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
             cell="#!g2.8\n#pragma taas --gpus 8\n# a comment\nmodel = train()\n",
             execution_count=7,
             project="/project",
-            user="me",
             supervisor=me,
             kernel=me,
             background=True,
@@ -253,18 +251,6 @@ def test_a_record_is_decoded_anew_when_it_has_changed(make: Make) -> None:
     assert after[fox.id].names == fox.names
     assert after[owl.id].cell is not before[owl.id].cell
     assert after[owl.id].state == "running"
-
-
-def test_a_user_without_a_name(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a container that is run with a number: the record has the number."""
-
-    def nobody(uid: int) -> None:
-        raise KeyError(f"getpwuid(): uid not found: {uid}")
-
-    monkeypatch.setattr("pwd.getpwuid", nobody)
-    for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
-        monkeypatch.delenv(name, raising=False)
-    assert msgspec.structs.replace(make(), user=_user()).user == str(os.getuid())
 
 
 def test_old_runs_are_announced_before_they_are_removed(make: Make) -> None:

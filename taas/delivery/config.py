@@ -22,9 +22,8 @@ class Keys(msgspec.Struct, frozen=True):
 
     server_public: str  # the coordinator's CURVE pair
     server_secret: str  # of which peers get an empty secret
-    clients: dict[
-        str, tuple[str, str]
-    ]  # of each peer, by ``Peer.holder``: the pair that it, and nobody else, proves itself with
+    clients: dict[str, tuple[str, str]]
+    """Of each peer, by ``Peer.holder``: the pair that it, and nobody else, proves itself with."""
     mac: bytes  # key of the MAC over each element's header on the data path
 
 
@@ -68,6 +67,9 @@ class Delivered(msgspec.Struct, frozen=True, kw_only=True):
     waited: float  # seconds that the ranks have waited, on average
 
 
+ALONE_SECONDS = 300.0
+
+
 class DeliveryConfig(msgspec.Struct, frozen=True):
     """What all processes of a delivery are told, and the coordinator nothing else.
 
@@ -90,7 +92,7 @@ class DeliveryConfig(msgspec.Struct, frozen=True):
     units: dict[str, int] = {}  # elements per loader name, "*" for all
     prebuffer: int | None = None  # elements ready before the ranks are asked for; None: two a rank
     hosts: int = 1  # data VMs that will join
-    alone: float = 300.0
+    alone: float = ALONE_SECONDS
     patience: float = 30.0
     places: dict[str, ResumePoint] = {}
 

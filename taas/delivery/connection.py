@@ -147,16 +147,13 @@ class DeliveryConnection:
         """Say that ``iter()`` was called, for an iteration that begins where ``place`` says; return its plan."""
         plan = plan_number(loader, iteration, epoch)
         with self._turn:
-            self._begin(plan, Begin(loader, iteration, epoch, place.step, place.taken))
+            self._control.send(Begin(loader, iteration, epoch, place.step, place.taken))
+            self._closed.discard(plan)
+            begun = self._iterations[plan]
+            begun.next = place.step
+            for seq in [seq for seq in begun.ready if seq // self.config.ranks < place.step]:
+                del begun.ready[seq]
         return plan
-
-    def _begin(self, plan: int, begin: Begin) -> None:
-        self._control.send(begin)
-        self._closed.discard(plan)
-        begun = self._iterations[plan]
-        begun.next = begin.start
-        for seq in [seq for seq in begun.ready if seq // self.config.ranks < begin.start]:
-            del begun.ready[seq]
 
     def take(self, plan: int, step: int) -> Element | Ended:
         """Return this rank's element of a plan, or how the plan ended. The step before counts as consumed.
@@ -174,7 +171,7 @@ class DeliveryConnection:
         now = time.perf_counter()
         if now - self._drained > _FLUSH:
             self._drain()
-        seq = step * self.config.ranks + self._rank
+        seq = self._seq(step)
         element: Element | Ended | None = None
         if iteration.ended is None or step < iteration.ended.steps:
             element = iteration.ready.pop(seq, None)
@@ -212,7 +209,10 @@ class DeliveryConnection:
 
     def upcoming(self, plan: int, step: int) -> Element | None:
         """Return this rank's element of a plan if it is here already; it is not asked for by that."""
-        return self._iterations[plan].ready.get(step * self.config.ranks + self._rank)
+        return self._iterations[plan].ready.get(self._seq(step))
+
+    def _seq(self, step: int) -> int:
+        return step * self.config.ranks + self._rank
 
     def build(self, element: Element) -> Any:
         """Return the element's object."""
@@ -290,15 +290,16 @@ class DeliveryConnection:
         start = 0
         for arrival in self._decode_arrivals(header):
             end = start + arrival.pickled
-            self._accept(arrival.plan, arrival.seq, Element(arrival, streams[start:end], frame))
+            self._accept(Element(arrival, streams[start:end], frame))
             start = end
 
-    def _accept(self, plan: int, seq: int, element: Element) -> None:
+    def _accept(self, element: Element) -> None:
         """Keep an element for who asks for it; drop what nobody will, and what is here or was yielded already."""
-        if plan not in self._closed:
-            iteration = self._iterations[plan]
-            if seq // self.config.ranks >= iteration.next:
-                iteration.ready.setdefault(seq, element)
+        arrival = element.arrival
+        if arrival.plan not in self._closed:
+            iteration = self._iterations[arrival.plan]
+            if arrival.seq // self.config.ranks >= iteration.next:
+                iteration.ready.setdefault(arrival.seq, element)
 
     def _on_message(self, message: Any) -> None:
         if isinstance(message, Ended):
@@ -313,7 +314,6 @@ class DeliveryConnection:
             self._failed = message.reason
 
     def _flush(self) -> None:
-        """Tell what is new."""
         self._flushed = time.perf_counter()
         released, plans = self._holdings.told(), self._progress
         if released or plans:

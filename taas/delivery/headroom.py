@@ -223,7 +223,7 @@ class StreamFeeder:
 
     def _owner(self, book: LoaderBook, stream: int) -> Peer | None:
         """Return a stream's owner, or choose the worker with the fewest streams."""
-        name = self._owners.get((book.index, stream))
+        name = self.owner(book.index, stream)
         if name is not None:
             return name
         load = dict.fromkeys(self._workers, 0)

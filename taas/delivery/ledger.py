@@ -146,8 +146,8 @@ class Ledger:
             lease.done, lease.given_up = True, False
             if result.leaked:
                 lease.capacity = 0
-            elif not lease.capacity and not work.over:
-                self.plans.weigh(work, result.nbytes)
+            elif not (lease.capacity or work.over) and (plan := self.plans.by_number.get(work.plan)):
+                plan.weigh(work, result.nbytes)
             self._count_prepared(work)
             if work.released:
                 self._free(work)
@@ -156,8 +156,7 @@ class Ledger:
         if not work.prepared:
             work.prepared = True
             self.plans.loaders[work.loader].prepared += 1
-            plan = self.plans.by_number.get(work.plan)
-            if plan is not None:
+            if plan := self.plans.by_number.get(work.plan):
                 plan.left(work.stream)
 
     def worker_lost(self, name: Peer, current: int, cause: str, ahead: StreamPlace = NOWHERE) -> None:
@@ -210,7 +209,7 @@ class Ledger:
         """A stream's owner holds more elements; one that owns it no longer is not believed."""
         plan = self.plans.by_number.get(message.plan)
         if plan is not None and self.streams.owner(plan.loader, message.stream) == name:
-            self.plans.announced(message.plan, message.stream, message.made, message.ended)
+            self.plans.announced(plan, message)
 
     # ── leasing ───────────────────────────────────────────────────────────────────────────────────
 
@@ -281,8 +280,8 @@ class Ledger:
         if work.stream < 0:
             return self._least_busy(work)
         owner = self.streams.owner(work.loader, work.stream)
-        worker = None if owner is None else self.workers.get(owner)
-        return worker if worker is not None and worker.backlog < self._rules.leases else None
+        worker = owner and self.workers.get(owner)
+        return worker if worker and worker.backlog < self._rules.leases else None
 
     def _least_busy(self, work: Work) -> WorkerState | None:
         rules, sized = self._rules, self.room.paces[work.loader].size

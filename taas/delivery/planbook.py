@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from taas.delivery.config import DeliveryConfig, ResumePoint
 from taas.delivery.messages import (
     PLANNER,
+    Announced,
     Begin,
     Cancel,
     Draw,
@@ -169,11 +170,10 @@ class Plans:
             plan.end(message.failure)
         self._cut_used_up(book, plan)
 
-    def announced(self, plan_id: int, stream: int, made: int, ended: bool) -> None:
+    def announced(self, plan: Plan, message: Announced) -> None:
         """A stream's owner holds more elements: those whose place is settled become work."""
-        plan = self.by_number.get(plan_id)
-        if plan is not None and plan.order is not None:
-            plan.order.announce(stream, made, ended)
+        if plan.order is not None:
+            plan.order.announce(message.stream, message.made, message.ended)
             self._settle(plan)
 
     def cut(self, plan_id: int, step: int, refusal: str, index: bytes = b"") -> None:
@@ -341,19 +341,13 @@ class Plans:
             book.rows_past += plan.rows
             self._forget(plan)
 
-    def consume(self, rank: int, plan_id: int, consumed: int, asked: int | None = None) -> None:
-        """A rank has consumed so many steps, and asked for the one after as many (or after ``asked``)."""
+    def consume(self, rank: int, plan_id: int, consumed: int, asked: int) -> None:
+        """A rank has consumed so many steps, and asked for the one after the first ``asked``."""
         plan = self.by_number.get(plan_id)
         if plan is not None:
             view = plan.ranks[rank]
-            view.asked = max(view.asked, consumed if asked is None else asked)
+            view.asked = max(view.asked, asked)
             self.loaders[plan.loader].delivered += len(plan.consume(rank, consumed))
-
-    def weigh(self, work: Work, nbytes: int) -> None:
-        """An element under way has so many bytes."""
-        plan = self.by_number.get(work.plan)
-        if plan is not None:
-            plan.weigh(work, nbytes)
 
     def _tell_end(self, plan: Plan) -> None:
         if plan.steps is None:

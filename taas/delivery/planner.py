@@ -2,21 +2,35 @@
 
 An agent calls ``main`` in a process forked from its forkserver, where torch is imported already. A sampler may be
 slow, raise, or crash: the coordinator goes on, and the failure reaches the ranks at its place in the order.
+
+Samplers run exactly as torch's DataLoader would run them. It draws in a fixed sequence, which these plans repeat
+(``torch/utils/data/dataloader.py``): a new iterator calls ``iter(index_sampler)``, then draws its base seed from the
+loader's generator; with workers it calls ``iter(index_sampler)`` once more. Persistent workers keep that iterator: a
+later iteration of theirs only calls ``iter(index_sampler)``, once.
+
+Each loader plans on RNG streams of its own that begin where the notebook's stood at launch: how far one
+loader is planned ahead never shows in the order of another.
 """
 
 from __future__ import annotations
 
+import copy
 import os
 import pickle
 import time
 import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import cloudpickle
+import torch
+from torch.utils.data import BatchSampler
+from torch.utils.data.distributed import DistributedSampler
 
 from taas.delivery.config import DataOrder
 from taas.delivery.encoding import pack_failure
-from taas.delivery.making import load_loaders, rngs_now
+from taas.delivery.making import RngStates, apply_rngs, load_loaders, rngs_now
 from taas.delivery.messages import (
     PLANNER,
     Cancel,
@@ -28,12 +42,248 @@ from taas.delivery.messages import (
     Planned,
     ToPlanner,
 )
-from taas.delivery.sampling import Iteration, LoaderPlans
+from taas.delivery.registered import LoaderParts
 from taas.delivery.transport import connected
 from taas.wire.framing import Leave, pack
 
 _SLICE = 0.02
 """Seconds after which a slow sampler's indices are sent, even if more were asked for."""
+
+
+# ── one loader's iterations ───────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(slots=True)
+class _Snapshot:
+    """Everything an iteration's order hangs on: process-wide RNGs and the sampler's own generators."""
+
+    rngs: RngStates
+    generators: dict[str, Any]
+
+
+@dataclass(slots=True)
+class Iteration:
+    """One iteration of a loader, drawn as far as was asked; ``error`` is what its sampler raised, after all drawn before."""
+
+    number: int
+    base_seed: int = 0
+    streams: list[Iterator[Any]] = field(default_factory=list)
+    turn: int = 0
+    ended: bool = False
+    error: BaseException | None = None
+
+
+class LoaderPlans:
+    """One loader's iterations: opened in order, drawn lazily, begun again from the same state if need be."""
+
+    def __init__(self, name: str, parts: LoaderParts, rngs: RngStates, ranks: int) -> None:
+        self.name, self.parts, self.ranks = name, parts, ranks
+        self.note = ""
+        self._rngs = rngs
+        self._generators = _generators_of(parts)
+        self._starts: dict[int, _Snapshot] = {}
+        self._ends: dict[int, _Snapshot] = {}
+        self._base_seed = 0
+        self._distributed = _find_distributed(parts)
+        self._index_samplers = [parts.index_sampler]
+        if self._distributed is not None:
+            self._index_samplers = self._per_rank(self._distributed)
+        self.facts = self._facts()
+
+    def _facts(self) -> LoaderFacts:
+        epochs = [getattr(sampler, "epoch", None) for sampler in _with_epochs(self.parts.index_sampler)]
+        epoch = epochs[0] if epochs and isinstance(epochs[0], int) else None
+        per_rank = self._distributed is not None
+        return LoaderFacts(self.name, self._length(), self.parts.streams, epoch, per_rank, self.note)
+
+    def _length(self) -> int | None:
+        try:
+            if self.parts.streams:
+                return self.parts.iterable_length()
+            return len(self._index_samplers[0]) * (self.ranks if self._distributed is not None else 1)
+        except (TypeError, NotImplementedError, AttributeError):
+            return None
+
+    def _per_rank(self, sampler: Any) -> list[Any]:
+        """Return the index sampler once per rank, each seeing that rank's share."""
+        if sampler.num_replicas != self.ranks:
+            self.note = (
+                f"'{self.name}': its DistributedSampler was built for {sampler.num_replicas} replicas, the run has "
+                f"{self.ranks} ranks; it is used with {self.ranks}"
+            )
+        copies = []
+        for rank in range(self.ranks):
+            own = copy.copy(sampler)
+            own.num_replicas, own.rank = self.ranks, rank
+            if isinstance(own, DistributedSampler):
+                size = len(own.dataset)  # type: ignore[arg-type]
+                dropped = own.drop_last and size % self.ranks
+                own.num_samples = size // self.ranks if dropped else -(-size // self.ranks)
+                own.total_size = own.num_samples * self.ranks
+            copies.append(own)
+        return [_with_sampler(self.parts.index_sampler, sampler, own) for own in copies]
+
+    # ── iterations ────────────────────────────────────────────────────────────────────────────────
+
+    def open(self, number: int, epoch: int | None, *, repeats: bool = False) -> Iteration:
+        """Begin an iteration; one begun before starts from the same state again.
+
+        Where it ``repeats``, all iterations before it run to their ends first, as in an earlier start of the run.
+        """
+        opened = Iteration(number)
+        try:
+            if repeats:
+                self._repeat(number, epoch)
+            self._begin(opened, epoch)
+        except BaseException as error:
+            opened.error = error
+        opened.base_seed = self._base_seed
+        return opened
+
+    def _begin(self, opened: Iteration, epoch: int | None) -> None:
+        number = opened.number
+        streams: list[Iterator[Any]] = []
+        if (start := self._starts.get(number)) is not None:
+            self._rngs = start.rngs
+            for path, state in start.generators.items():
+                self._generators[path].set_state(state)
+        apply_rngs(self._rngs)
+        self._starts[number] = self._snapshot()
+        self._starts.pop(number - 8, None)
+        self._ends.pop(number - 8, None)
+        if epoch is not None:
+            for index_sampler in self._index_samplers:
+                for sampler in _with_epochs(index_sampler):
+                    sampler.set_epoch(epoch)
+        goes_on = self.parts.persistent_workers and number > 0
+        try:
+            for sampler in self._index_samplers:
+                iterator = iter(sampler)
+                if not goes_on and not streams:
+                    drawn = torch.empty((), dtype=torch.int64).random_(generator=self.parts.generator)
+                    self._base_seed = int(drawn.item())
+                if not goes_on and self.parts.num_workers > 0:
+                    iterator = iter(sampler)
+                streams.append(iterator)
+        finally:
+            self._rngs = rngs_now()
+        opened.streams = [] if self.parts.streams else streams
+
+    def _repeat(self, number: int, epoch: int | None) -> None:
+        for earlier in range(number):
+            past = self.open(earlier, None if epoch is None else epoch - number + earlier)
+            self._run_out(past, most=(self._length() or 0) + 1)
+            self.drop(past)
+
+    def draw(
+        self, opened: Iteration, count: int, until: float, pack: Callable[[Any], Any] = lambda index: index
+    ) -> list[Any]:
+        """Return up to ``count`` indices, fewer at the iteration's end or error, or when the clock passes ``until``."""
+        indices: list[Any] = []
+        if opened.ended or opened.error is not None or not opened.streams:
+            return indices
+        apply_rngs(self._rngs)
+        try:
+            while len(indices) < count:
+                index = next(opened.streams[opened.turn], _END)
+                if index is _END:
+                    opened.ended = True
+                    break
+                indices.append(pack(index))
+                opened.turn = (opened.turn + 1) % len(opened.streams)
+                if len(indices) % 32 == 0 and time.monotonic() > until:
+                    break
+        except BaseException as error:
+            opened.error = error
+        finally:
+            self._rngs = rngs_now()
+        if opened.ended:
+            self._ends[opened.number] = self._snapshot()
+        return indices
+
+    def drop(self, opened: Iteration) -> None:
+        """Nobody will draw from it again."""
+        if not opened.ended:
+            self._ends.setdefault(opened.number, self._snapshot())
+
+    def final_states(
+        self, number: int, epoch: int | None, opened: Iteration | None
+    ) -> dict[str, bytes | int]:
+        """Where the loader's own generators stand after an iteration, by attribute path; and its epoch.
+
+        ``opened`` is that iteration, if it was not dropped.
+
+        Raises:
+            Exception: what the sampler raised.
+        """
+        if opened is not None and number not in self._ends:
+            self._run_out(opened)
+        end = self._ends.get(number) or self._snapshot()
+        states: dict[str, bytes | int] = {
+            f"{path}!state": state.numpy().tobytes() for path, state in end.generators.items()
+        }
+        if epoch is not None:
+            states["epoch"] = epoch
+        return states
+
+    def _run_out(self, opened: Iteration, most: int = 1_000_000) -> None:
+        """Draw the rest of an iteration that the ranks left early, if it is no more than ``most`` indices."""
+        left = most if self._length() is not None and opened.streams else 0
+        while left > 0 and not opened.ended and opened.error is None:
+            left -= len(self.draw(opened, min(left, 1000), float("inf")))
+        if opened.error is not None:
+            raise opened.error
+
+    def _snapshot(self) -> _Snapshot:
+        return _Snapshot(self._rngs, {p: g.get_state() for p, g in self._generators.items()})
+
+
+_END = object()
+
+
+def _samplers(index_sampler: Any) -> list[Any]:
+    """The index sampler and the sampler inside it."""
+    return [s for s in (index_sampler, getattr(index_sampler, "sampler", None)) if s is not None]
+
+
+def _with_epochs(index_sampler: Any) -> list[Any]:
+    return [sampler for sampler in _samplers(index_sampler) if hasattr(sampler, "set_epoch")]
+
+
+def _find_distributed(parts: LoaderParts) -> Any:
+    for sampler in _with_epochs(parts.index_sampler):
+        like_torchs = hasattr(sampler, "num_replicas") and hasattr(sampler, "rank")
+        if isinstance(sampler, DistributedSampler) or like_torchs:
+            return sampler
+    return None
+
+
+def _with_sampler(index_sampler: Any, old: Any, new: Any) -> Any:
+    """Return ``index_sampler`` over ``new`` where it was over ``old``."""
+    if index_sampler is old:
+        return new
+    if type(index_sampler) is BatchSampler:
+        return BatchSampler(new, index_sampler.batch_size, index_sampler.drop_last)
+    own = copy.copy(index_sampler)
+    own.sampler = new
+    return own
+
+
+def _generators_of(parts: LoaderParts) -> dict[str, torch.Generator]:
+    """Every torch.Generator that the loader or its samplers hold, by attribute path, once each."""
+    found: dict[str, torch.Generator] = {}
+    places = [("generator", parts.generator)]
+    for path, holder in zip(
+        ("index_sampler", "index_sampler.sampler"), _samplers(parts.index_sampler), strict=False
+    ):
+        places += [(f"{path}.{name}", value) for name, value in getattr(holder, "__dict__", {}).items()]
+    for path, value in places:
+        if isinstance(value, torch.Generator) and not any(value is known for known in found.values()):
+            found[path] = value
+    return found
+
+
+# ── the process ───────────────────────────────────────────────────────────────────────────────────────
 
 
 class Planner:

@@ -1,9 +1,9 @@
 """Ways of the delivery: the control channel, the data path, the slabs' descriptor, the coordinator's pipes.
 
-Control is one CURVE ROUTER at the coordinator; each peer has a key pair, and can speak as itself only. Data goes from worker to rank on
-one PUSH socket per pair. On one host all are UNIX sockets in a folder that nobody else can enter; between hosts they
-are TCP under CURVE, data under PLAIN where the user chose so. On either, a MAC over header and pickle is checked before
-anything is unpickled (``taas.wire.framing``).
+Control is one CURVE ROUTER at the coordinator; each peer has a key pair, and can speak as itself only. Data goes from
+worker to rank on one PUSH socket per pair. On one host all are UNIX sockets in a folder that nobody else can enter;
+between hosts they are TCP under CURVE, data under PLAIN where the user chose so. On either, a MAC over header and pickle
+is checked before anything is unpickled (``taas.wire.framing``).
 """
 
 from __future__ import annotations
@@ -237,6 +237,6 @@ def map_slabs(folder: str) -> Slabs | None:
 class CoordinatorProcess(Child):
     """A run's coordinator. What it is told first is its DeliveryConfig."""
 
-    def __init__(self, module: str = "taas.delivery.coordinator") -> None:
+    def __init__(self) -> None:
         environ = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-        super().__init__(["-P", "-m", module], Report, env=environ)
+        super().__init__(["-P", "-m", "taas.delivery.coordinator"], Report, env=environ)

@@ -308,12 +308,12 @@ class WorkerPool:
                     os.kill(child.pid, signal.SIGKILL)
 
     def _reap(self, pidfd: int) -> WorkerLost:
-        """A worker ended: return what it was on."""
         child = self._children[pidfd]
         os.close(pidfd)
-        _, code = os.waitpid(child.pid, 0)
+        code = os.waitstatus_to_exitcode(os.waitpid(child.pid, 0)[1])
+        cause = killed_by(code) if code < 0 else f"exit code {code}"
         status = self._slots[child.number]
-        return WorkerLost(child.serial, status.number, _cause(code), status.ahead)
+        return WorkerLost(child.serial, status.number, cause, status.ahead)
 
     def _end_all(self) -> None:
         for pidfd, child in self._children.items():
@@ -322,11 +322,6 @@ class WorkerPool:
             os.waitpid(child.pid, 0)
             os.close(pidfd)
         self._children.clear()
-
-
-def _cause(status: int) -> str:
-    code = os.waitstatus_to_exitcode(status)
-    return killed_by(code) if code < 0 else f"exit code {code}"
 
 
 def main(config: DataOrder) -> None:

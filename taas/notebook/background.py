@@ -15,8 +15,8 @@ from taas.delivery.registered import Registration, apply_final
 from taas.notebook.cell_output import say
 from taas.notebook.live_view import LiveDisplay, RunView
 from taas.notebook.tables import Shown, line, plain
-from taas.runs.endings import finish
 from taas.runs.places import ProcessMark
+from taas.runs.reader import finish
 from taas.runs.records import ANSWER, LOADERS, PAYLOAD, RunRecord, read_record
 from taas.runs.retention import open_kept
 from taas.supervisor import connections

@@ -18,7 +18,7 @@ from taas.errors import RunLost, TaasError
 from taas.notebook.cell_output import say
 from taas.notebook.live_view import RunView
 from taas.notebook.supervised import Supervised
-from taas.runs.endings import interrupted
+from taas.runs.reader import interrupted
 from taas.runs.records import RunRecord
 from taas.wire.clients import Refused, RunRequest, RunState, Submit
 

@@ -2,11 +2,11 @@
 
 So a rank whose main thread is in C code can still be asked:
 
-* It is interrupted. A real-time signal that follows the SIGINT, whose Python-level handler runs as soon as the main thread runs Python code,
-  proves that the interrupt is noticed, whatever handler of SIGINT the cell has. A main thread that uses the processor in
-  C code (it saves a large model) has the time it needs. One that has slept for a second may wait for other ranks: that
-  is broken off (:mod:`taas.adopt.membership`), and the KeyboardInterrupt comes out. While C code holds the GIL nobody
-  answers.
+* It is interrupted. A real-time signal follows the SIGINT; its Python-level handler, which runs as soon as the main thread
+  runs Python code, proves that the interrupt is noticed, whatever handler of SIGINT the cell has. A main thread that uses
+  the processor in C code (it saves a large model) has the time it needs. One that has slept for a second may wait for
+  other ranks: that is broken off (:mod:`taas.adopt.membership`), and the KeyboardInterrupt comes out. While C code holds
+  the GIL nobody answers.
 * It is to pack its names as they stand: the main thread does so before its next line of Python, or this one while the
   main one sleeps in C code, which changes nothing then. The first of the two says the rank's last word.
 """
@@ -40,9 +40,6 @@ Order = tuple[RankStart, int]
 
 class AgentLink:
     """What one rank and its agent say to each other.
-
-    Args:
-        agent: the connection.
 
     Attributes:
         answer: the descriptor of the packed names, until the agent has them; else -1.
@@ -194,7 +191,6 @@ class AgentLink:
         signal.pthread_kill(self._main_thread, number)
 
     def _ask_again(self, asked: _Sleep) -> None:
-        """Do what can be done for a main thread that is in C code."""
         if not self._names_asked and self._handles_interrupt():
             os.eventfd_write(self._noticed, 1)
             return
@@ -252,7 +248,6 @@ class _Sleep:
 
     @property
     def age(self) -> float:
-        """Seconds since this was made."""
         return time.monotonic() - self._began
 
     def seconds(self) -> float:

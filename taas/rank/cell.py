@@ -19,8 +19,8 @@ from taas import adopt, capture
 from taas.engines.local import present_gpus
 from taas.rank.agent_link import AgentLink
 from taas.rank.keyboard import Keyboard
+from taas.rank.outlet import Outlet
 from taas.rank.preparing import Prepared
-from taas.rank.streams import Outlet
 from taas.rank_storage import Guard
 from taas.storage.walls import NO_WALL
 from taas.wire.framing import Memory
@@ -53,9 +53,8 @@ def _run_to_end(start: RankStart, rank: Prepared, link: AgentLink) -> tuple[Rank
     value: Any = None
     try:
         try:
-            link.send(
-                RankStage(stage="begun", rank=start.rank, at=time.time())
-            )  # from now on it may be interrupted
+            # from now on it may be interrupted
+            link.send(RankStage(stage="begun", rank=start.rank, at=time.time()))
             ended, value = _run_code(start, rank, link)
         except KeyboardInterrupt as error:  # it came before the cell's first line, or after its last
             ended = failed(start.rank, error)
@@ -85,9 +84,7 @@ def _run_code(start: RankStart, rank: Prepared, link: AgentLink) -> tuple[RankEn
         print("\n".join(lines))  # noqa: T201  the cell shows it
         pdb.post_mortem(error.__traceback__)
     ended = failed(start.rank, error, lines, _reason(error, rank))
-    if link.broken_off and isinstance(
-        error, RuntimeError
-    ):  # what torch says of a collective that was broken off
+    if link.broken_off and isinstance(error, RuntimeError):  # torch's of a collective that was broken off
         ended = msgspec.structs.replace(ended, outcome="interrupted")
     return ended, None
 
@@ -142,14 +139,7 @@ def _reason(error: BaseException, rank: Prepared) -> str | None:
 def failed(
     number: int, error: BaseException, lines: Sequence[str] = (), reason: str | None = None
 ) -> RankEnded:
-    """Say how a cell ended that raised.
-
-    Args:
-        number: of this rank.
-        error: what it raised.
-        lines: of the traceback.
-        reason: what taas knows of it.
-    """
+    """Say how a cell ended in this rank that raised, with the traceback's lines, and what taas knows of the error."""
     outcomes = ((KeyboardInterrupt, "interrupted"), (SystemExit, "exited"), (BaseException, "raised"))
     text = text_of(error)
     return RankEnded(

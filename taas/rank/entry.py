@@ -18,15 +18,15 @@ from taas import adopt
 from taas.rank import lifeline
 from taas.rank.agent_link import AgentLink
 from taas.rank.cell import failed, lost_output, run_cell, wait_for_threads, with_notices
+from taas.rank.outlet import Outlet
 from taas.rank.preparing import Prepared, become_rank
 from taas.rank.shell import RankShell, make_ready
-from taas.rank.streams import Outlet
 from taas.wire.rank_connection import AgentConnection
-from taas.wire.ranks import Preparation, RankEnded, RankKept, RankOrder, RankStage, RankStart, preparation_of
+from taas.wire.ranks import Preparation, RankEnded, RankKept, RankStage, RankStart, preparation_of
 
 
 def main(agent: socket.socket, preparation: Preparation) -> NoReturn:
-    """Be a rank, or whatever else the agent orders; called in a process forked from the forkserver.
+    """Be a rank, once the agent orders it; called in a process forked from the forkserver.
 
     Args:
         agent: the connection to it.
@@ -65,7 +65,7 @@ class _Orders:
         self._rank: Prepared | None = None
 
     def carry_out(self) -> int:
-        """Carry out all that comes; returns the status to leave with."""
+        """Return the status to leave with."""
         ended: RankEnded | None = None
         while (order := self._link.next_order()) is not None:
             lifeline.name_process(lifeline.OWN_NAME)
@@ -75,14 +75,15 @@ class _Orders:
                 break
         done = ended is None or ended.outcome == "done"
         if ended is not None:
-            self._leave(done)
+            with _shown():  # gloo aborts now and then if the process leaves a group open
+                adopt.finish(failed=not done)
+            self._outlet.flush()
             if done:  # of kept ranks
                 wait_for_threads(ended.rank)
         _end_as_python_does()
         return 0 if done else 1
 
     def _be(self, start: RankStart, payload: int) -> RankEnded:
-        """Be one rank of one run."""
         link, outlet = self._link, self._outlet
         outlet.open(Path(start.staged.output) / str(start.rank))
         ended = self._run(start, payload)
@@ -92,13 +93,15 @@ class _Orders:
         link.answer = -1 if ended.answer is None else ended.answer.fd
         link.send(with_notices(ended, lost_output(ended, outlet)))
         with _shown():
-            _leave_delivery(start.order)
+            if start.order.delivery is not None:
+                from taas.delivery import loader
+
+                loader.disconnect()
         if start.order.cell.spec.keep and self._rank is not None:
             link.send(RankKept(rank=start.rank, **self._rank.sizes()))
         return ended
 
     def _run(self, start: RankStart, payload: int) -> RankEnded:
-        """Prepare the process, run the cell, and say how it ended."""
         try:
             if self._rank is None:
                 shell = self._shell or make_ready(preparation_of(start.order, start.staged), self._outlet)
@@ -111,12 +114,6 @@ class _Orders:
         finally:
             os.close(payload)
         return run_cell(start, self._rank, self._link, self._outlet)
-
-    def _leave(self, done: bool) -> None:
-        """Close what the cells left open: gloo aborts now and then if the process leaves a group so."""
-        with _shown():
-            adopt.finish(failed=not done)
-        self._outlet.flush()
 
 
 @contextlib.contextmanager
@@ -135,19 +132,10 @@ def _leave_as_child(ended: RankEnded) -> NoReturn:
     os._exit(0 if ended.outcome == "done" else 1)
 
 
-def _leave_delivery(order: RankOrder) -> None:
-    if order.delivery is not None:
-        from taas.delivery import loader
-
-        loader.disconnect()
-
-
 def _end_as_python_does() -> None:
     """Do what the end of Python would, which this process does not come to: exit functions, flushing."""
     atexit._run_exitfuncs()
-    files = [
-        part for part in gc.get_objects() if issubclass(type(part), _FILES)
-    ]  # isinstance would ask proxies
-    for file in files:
+    # isinstance would ask proxies
+    for file in [part for part in gc.get_objects() if issubclass(type(part), _FILES)]:
         with contextlib.suppress(OSError, ValueError):  # it is closed, or what it writes to is
             file.flush()

@@ -45,19 +45,14 @@ class Prepared:
     arrival: Any = None
 
     def take_in(self, start: RankStart, payload: int) -> None:
-        """Make ready for a cell: its variables, loaders and names.
-
-        Args:
-            start: the order.
-            payload: a descriptor of the packed names.
-        """
+        """Make ready for a cell: its variables, loaders and names, of which ``payload`` is a descriptor."""
         order, staged = start.order, start.staged
         self._take_environ(staged.environ)
         os.environ.update(start.environ)
         if order.continues:
             self._enter_directory(Path(order.cell.directory), staged.project)
         self.wall.begin_run(scratch_of(Path(staged.scratch), start.rank), staged.since_ns)
-        adopt.begin_run(start.order.store)
+        adopt.begin_run(order.store)
         if order.delivery is not None:
             from taas.delivery import loader
 
@@ -107,7 +102,7 @@ def become_rank(start: RankStart, shell: RankShell, payload: int) -> Prepared:
         world_size=order.cell.spec.world_size,
         local_rank=local_rank,
         local_world_size=order.local_world_size,
-        address=start.order.store,
+        address=order.store,
         rehearsed=bool(order.rehearsed),
         notice=lambda text: print(f"taas: {text}"),  # noqa: T201  the cell shows it
         project=Path(project),
@@ -129,7 +124,7 @@ def _enter_storage(start: RankStart, project: str) -> Guard:
     scratch = scratch_of(Path(staged.scratch), start.rank)
     scratch.mkdir(mode=0o700, parents=True, exist_ok=True)
     sockets = "" if order.delivery is None else order.delivery.folder
-    ours = [staged.output, start.order.store.folder, sockets]
+    ours = [staged.output, order.store.folder, sockets]
     if order.cell.spec.keep:  # later runs have other folders beside these
         ours = [str(Path(path).parent) for path in ours if path]
     return guard(

@@ -27,7 +27,7 @@ from traitlets.config import Config
 from taas.capture.of_ipython import magic_on_top
 from taas.capture.process_state import ProcessState
 from taas.notebook.comms import open_comms_to
-from taas.rank.streams import Outlet
+from taas.rank.outlet import Outlet
 from taas.wire.ranks import Preparation
 from taas.wording import fitting_lines, text_of
 
@@ -220,9 +220,7 @@ def make_shell(main: types.ModuleType, outlet: Outlet, *, colors: str, shell_cla
 def make_ready(preparation: Preparation, outlet: Outlet) -> RankShell:
     """Do all that is the same in every rank of a notebook; returns the shell on a fresh ``__main__``.
 
-    Args:
-        preparation: what the notebook's ranks have in common.
-        outlet: where the shell will write; it may be opened later.
+    The outlet may be opened later.
     """
     _forget_forkserver()
     os.environ.clear()
@@ -239,8 +237,6 @@ def _forget_forkserver() -> None:
     tempfile.tempdir = None
     default: Any = multiprocessing.context._default_context
     default._actual_context = None  # the cell may call set_start_method, as a script may
-    default._default_context = multiprocessing.get_context(
-        "fork"
-    )  # also where Python's default is forkserver
+    default._default_context = multiprocessing.get_context("fork")  # whatever Python's default is
     sys.stdin = io.TextIOWrapper(io.BytesIO())
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,6 +1,6 @@
 """The files in which a rank keeps what it prints and displays, and how they are read in order.
 
-A rank appends records to its event file and never waits for a reader (rank/streams.py). Each record carries the sizes
+A rank appends records to its event file and never waits for a reader (rank/outlet.py). Each record carries the sizes
 that the rank's C-level stdout and stderr files had when it was written, so that a reader can put both kinds of output
 into one order. A record is written with one write(2) to a file opened for appending: records of forked children
 do not mix, and a rank that is killed leaves whole ones.
@@ -87,12 +87,7 @@ class _Growing:
 
 
 class RankEvents:
-    """The output of one rank as one sequence.
-
-    Args:
-        folder: the rank's.
-        rank: its number.
-    """
+    """The output of one rank as one sequence."""
 
     def __init__(self, folder: Path, rank: int = 0) -> None:
         self._rank = rank

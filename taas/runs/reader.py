@@ -1,22 +1,27 @@
 """Reading a run: all that is known of it lies in its folder (runs/records.py), and this is who reads it.
 
 The launching cell, ``attach``, ``logs`` and the command line are this reader, with another screen each. It needs no
-supervisor, holds nothing up, and what it has not read yet waits in the files.
+supervisor, holds nothing up, and what it has not read yet waits in the files. And what a run's end raises in its cell.
 """
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterable
 from multiprocessing import connection
 
+from taas import errors
+from taas.errors import CellFailed, RunLost
 from taas.runs.events import BLIND_SECONDS, Inotify, Output, RankEvents
 from taas.runs.records import RunRecord, output_folder, read_record
+from taas.wording import counted, named
 
 LOOK_SECONDS = 0.25
 """So often whoever follows a run looks at its record, also where nobody says that it has changed."""
 _LAST_CHARACTERS = 1000
 """So much of what a rank wrote unseen is shown when it asks something."""
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class RunReader:
@@ -42,19 +47,24 @@ class RunReader:
         self._open(0)
 
     def _open(self, start: int) -> None:
-        """Begin to read what the ranks of a start write."""
         self._start, self._output = start, output_folder(self._folder, start)
-        self._files = {rank: RankEvents(self._output / str(rank), rank) for rank in self._ranks}
-        self._unwatched = {self._output, *(self._output / str(rank) for rank in self._ranks)} - {self._folder}
+        self._files: dict[int, RankEvents] = {}
+        self._unwatched = {self._output} - {self._folder}
+        for rank in self._ranks:
+            self._add(rank)
+
+    def _add(self, rank: int) -> RankEvents:
+        folder = self._output / str(rank)
+        self._unwatched.add(folder)
+        self._files[rank] = RankEvents(folder, rank)
+        return self._files[rank]
 
     def include(self, rank: int) -> list[Output]:
         """Read what this rank writes, too, since it asks something; returns the last of what it has written."""
         if rank in self._ranks:
             return []
         self._ranks = (*self._ranks, rank)
-        self._files[rank] = file = RankEvents(self._output / str(rank), rank)
-        self._unwatched.add(self._output / str(rank))
-        last: list[Output] = []
+        file, last = self._add(rank), list[Output]()
         while found := file.read():
             last = [item._replace(text=item.text[-_LAST_CHARACTERS:]) for item in found[-1:]]
         return last
@@ -130,3 +140,54 @@ class RunReader:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+# ---------------------------------------------------------------- what its cell raises
+
+
+def finish(record: RunRecord) -> None:
+    """Raise what the run's end deserves."""
+    if record.outcome == "interrupted":
+        fate = "all its ranks stay" if record.kept_ranks else "all its ranks have ended"
+        raise interrupted(f"{record.name} was {record.message or 'interrupted'}: {fate}; {record.names}")
+    if record.outcome == "lost":
+        if record.error != RunLost.__name__:  # it never began
+            raise getattr(errors, record.error)(record.message)
+        error = RunLost(f"{record.message}; {record.names}. The next cell starts anew.")
+        error.run = record.name
+        raise error
+    if record.outcome == "failed":
+        raise cell_failed(record)
+
+
+def interrupted(fact: str) -> KeyboardInterrupt:
+    """Build a KeyboardInterrupt that IPython shows as one line: where this process stood says nothing."""
+    error = KeyboardInterrupt(fact)
+    vars(error)["_render_traceback_"] = lambda: [f"KeyboardInterrupt: {fact}"]
+    return error
+
+
+def cell_failed(record: RunRecord) -> CellFailed:
+    """Build the error that shows the failing rank's own traceback."""
+    first = record.first
+    assert first is not None
+    raised = f"raised {first.etype}: {first.message}"
+    how = {"raised": raised, "interrupted": raised, "exited": f"called sys.exit({first.message})"}
+    fact = how.get(first.outcome, first.message)
+    clue = f"{record.message} before " if record.message else ""
+    others = f" {counted(record.others, 'more rank')} failed after it." if record.others else ""
+    fate = "All ranks stay" if record.kept_ranks else "All ranks were ended"
+
+    def told(fact: str) -> str:
+        fact = fact.removesuffix(".")
+        return f"{clue}rank {first.rank}{named('on', record.vm)} {fact}.{others} {fate}; {record.names}."
+
+    error = CellFailed(told(fact))
+    shown = _COLOURS.sub("", "\n".join(first.traceback)).rstrip()
+    words, said = f"{first.etype}: {first.message}", shown[shown.rfind(f"\n{first.etype}: ") + 1 :]
+    if said and words.startswith(said):
+        more = words[len(said) :].lstrip(": ")
+        error.below_traceback = told(f"raised the {first.etype} above{': ' if more else ''}{more}")
+    error.run, error.rank, error.vm, error.others = record.name, first.rank, record.vm, record.others
+    error.etype, error.traceback_lines = first.etype, first.traceback
+    return error

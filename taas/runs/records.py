@@ -21,7 +21,6 @@ need no supervisor to answer.
 from __future__ import annotations
 
 import contextlib
-import getpass
 import os
 import re
 import time
@@ -41,14 +40,6 @@ from taas.wording import nearest, shown
 
 ANSWER, PAYLOAD, LOADERS, ANNOUNCED, _RECORD = "answer", "payload", "loaders", "announced", "record.json"
 _MADE_NAME = re.compile(r"r(\d+)-[0-9a-f]{6}")
-
-
-def _user() -> str:
-    """Return who runs this: the number, where no name goes with it, as in a container with a user of its own."""
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):
-        return str(os.getuid())
 
 
 class Verdict(msgspec.Struct, kw_only=True):
@@ -84,7 +75,6 @@ class RunRecord(Verdict, kw_only=True):
         execution_count: the notebook's ``In[n]``.
         project: the notebook's folder.
         notebook: its path; empty where its front end does not say it.
-        user: who started it.
         supervisor, kernel: the processes.
         background: whether it outlives its kernel.
         world_size, vms, instance: its shape.
@@ -96,7 +86,7 @@ class RunRecord(Verdict, kw_only=True):
             ``finally`` run), ``ending`` or ``over``.
         waiting: what it waits for while it is ``acquiring``, or while it has lost its last data VM; where its ranks
             stand while it is ``finishing``.
-        submitted, began, ended: seconds since the epoch, 0 before; ``began``: all ranks are in the cell.
+        submitted, ended: seconds since the epoch, 0 before.
         restarts: how often it was started again.
         losses: what was lost each time, a line for the user each.
         notices: lines for the user.
@@ -113,7 +103,6 @@ class RunRecord(Verdict, kw_only=True):
     execution_count: int
     project: str
     notebook: str = ""
-    user: str = msgspec.field(default_factory=_user)
     supervisor: ProcessMark
     kernel: ProcessMark
     background: bool
@@ -127,7 +116,6 @@ class RunRecord(Verdict, kw_only=True):
     state: str = "acquiring"
     waiting: str = ""
     submitted: float = msgspec.field(default_factory=time.time)
-    began: float = 0.0
     ended: float = 0.0
     restarts: int = 0
     losses: tuple[str, ...] = ()

@@ -23,22 +23,17 @@ NOTICE_SECONDS = 24 * 3600.0
 
 
 def make_room(
-    runs: int = KEPT_RUNS,
-    nbytes: int = KEPT_BYTES,
-    *,
-    now: float | None = None,
-    notice: float = NOTICE_SECONDS,
+    runs: int = KEPT_RUNS, nbytes: int = KEPT_BYTES, *, now: float | None = None
 ) -> list[RunRecord]:
     """Keep the folders of ended runs within limits.
 
-    Above a limit the oldest are announced, which ``%taas history`` shows; a run that was announced ``notice``
-    seconds ago and is still in the way is removed. The newest run stays.
+    Above a limit the oldest are announced, which ``%taas history`` shows; a run that was announced a day ago and is
+    still in the way is removed. The newest run stays.
 
     Args:
         runs: how many ended runs are kept.
         nbytes: how much their folders may hold.
         now: the time, in seconds since the epoch.
-        notice: seconds between announcement and removal.
 
     Returns:
         The runs that were removed.
@@ -59,7 +54,7 @@ def make_room(
                 mark = record.folder / ANNOUNCED
                 mark.touch(0o600)
                 os.utime(mark, (now, now))
-        elif now - record.announced >= notice:
+        elif now - record.announced >= NOTICE_SECONDS:
             shutil.rmtree(record.folder, ignore_errors=True)
             removed.append(record)
     return removed

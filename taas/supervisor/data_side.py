@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from taas.delivery.config import DataOrder, Delivered, DeliveryConfig, ResumePoint, new_keys
+from taas.delivery.config import ALONE_SECONDS, DataOrder, Delivered, DeliveryConfig, ResumePoint, new_keys
 from taas.delivery.messages import (
     Command,
     Failed,
@@ -39,7 +39,6 @@ from taas.supervisor.vms import Vm
 from taas.wire.agents import EndJob, JobOver, JobRequest, OfJob, StartJob
 from taas.wire.clients import Submit
 
-_ALONE_SECONDS = 300.0
 _END_SECONDS = 5.0
 """So long agents have to end data processes, before they are taken for stuck; who sends what they printed is not."""
 
@@ -119,7 +118,7 @@ class DataSide:
             prebuffer=spec.prebuffer,
             hosts=spec.data_vms,
             folder="" if elsewhere else tempfile.mkdtemp(prefix="data-", dir=sockets),
-            alone=_ALONE_SECONDS + (self._submit.engine.wait if elsewhere else 0.0),
+            alone=ALONE_SECONDS + (self._submit.engine.wait if elsewhere else 0.0),
             places=self.places,
         )
 

@@ -102,8 +102,6 @@ class Recorder:
 
     def note(self, **changes: Any) -> None:
         """Write down what has changed in the record, if anything has."""
-        if changes.get("state") == "running" != self.record.state:
-            self.record.began = time.time()
         if any(getattr(self.record, name) != value for name, value in changes.items()):
             for name, value in changes.items():
                 setattr(self.record, name, value)

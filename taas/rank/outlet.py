@@ -27,12 +27,7 @@ _UPDATE_SECONDS = 0.1
 
 
 class Soon:
-    """Calls a function a moment after it was asked to, once for all that asked meanwhile, in a thread of its own.
-
-    Args:
-        seconds: the moment.
-        function: what to call.
-    """
+    """Calls a function so many seconds after it was asked to, once for all that asked meanwhile, in a thread of its own."""
 
     def __init__(self, seconds: float, function: Callable[[], None]) -> None:
         self._seconds, self._function = seconds, function
@@ -99,7 +94,6 @@ class _Text(io.TextIOWrapper):
     """What a cell prints to; it keeps its bytes, as a kernel's own stream does."""
 
     def detach(self) -> Any:
-        """Refuse."""
         raise io.UnsupportedOperation("detach")
 
 
