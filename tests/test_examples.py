@@ -13,7 +13,8 @@ import pytest
 from IPython.core.inputtransformer2 import TransformerManager
 
 from taas.config import Catalog
-from taas.header.grammar import RunSpec, find_header, parse_header
+from taas.header.grammar import find_header, parse_header
+from taas.header.options import RunSpec
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 NOTEBOOKS = sorted(EXAMPLES.rglob("*.ipynb"))
