@@ -217,8 +217,10 @@ class Waits:
                 with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as ours:
                     ours.shutdown(socket.SHUT_RDWR)
         for path in membership.leave_store():
+            loop = path.with_name(f".{os.getpid()}-{path.name}")
             with contextlib.suppress(OSError):
-                _replace_by_loop(path)
+                loop.symlink_to(path.name)
+                loop.replace(path)
         nccl.abort(nccl.backends())
 
 
@@ -233,9 +235,3 @@ def _connections() -> dict[int, tuple[int, int]]:
                     if ours.family in (socket.AF_INET, socket.AF_INET6):
                         found[status.st_ino] = int(entry.name), ours.getpeername()[1]
     return found
-
-
-def _replace_by_loop(path: Path) -> None:
-    loop = path.with_name(f".{os.getpid()}-{path.name}")
-    loop.symlink_to(path.name)
-    loop.replace(path)
