@@ -255,7 +255,7 @@ class Counting(Ranges):
 
 def array_cases() -> list[tuple[str, float, Callable[[], dict[str, Any]], int]]:
     """Name, goal, a DataLoader's arguments, and bytes of an element."""
-    cases = []
+    cases: list[tuple[str, float, Callable[[], dict[str, Any]], int]] = []
     for name, floats, count, goal in (("8 MiB", 2 << 20, 100, 6.0), ("1 MiB", 1 << 18, 500, 2.5)):
         dataset = Slices(floats, numpy=True)
 
@@ -358,7 +358,8 @@ def raw_rate(gigabytes: float) -> float:
         got += n
     seconds = time.perf_counter() - start
     os.waitpid(sender, 0)
-    accepted.close(), server.close()
+    accepted.close()
+    server.close()
     return got / seconds / 1e9
 
 
@@ -473,7 +474,7 @@ def killed(_rounds: int) -> list[Row]:
 def planner(_rounds: int) -> list[Row]:
     """An endless loader with 20,480,000 units: CPU time of an element, and of the longest step of the loop."""
     from taas.delivery.ledger import Ledger
-    from taas.delivery.messages import Begin, Hello, LoaderFacts, Peer, Planned, Result
+    from taas.delivery.messages import Begin, Draw, Hello, LoaderFacts, Peer, Planned, Result
     from taas.delivery.plan import plan_number
 
     ledger = Ledger(DeliveryConfig(new_keys(), 2, 1 << 28, "here", units={"*": 20_480_000}))
@@ -494,9 +495,9 @@ def planner(_rounds: int) -> list[Row]:
         outbox = list(ledger.outbox)
         ledger.outbox.clear()
         for peer, message in outbox:
-            if type(message).__name__ == "Draw":
+            if isinstance(message, Draw):
                 ledger.plans.planned(Planned(plan, 7, [b"x" * 8] * message.count, False))
-            elif type(message) is list:
+            elif isinstance(message, list):
                 ledger.made(peer, [Result(t.number, 0, 4096, 0.0002) for t in message])
                 for ticket in message:
                     consumed[ticket.rank] += 1

@@ -87,10 +87,8 @@ def measure(begin: tuple[str, ...], header: str, end: str, rounds: int) -> dict[
         first = (
             header.replace("--keep", "--keep --output all") + "import os\nprint('pid', os.getpid())\n" + ARRAY
         )
-        pids: list[int] = []
-        for _ in range(
-            4
-        ):  # nbdistributed loses a cell whose workers do not listen yet, and says so after 30 s
+        # nbdistributed loses a cell whose workers do not listen yet, and says so after 30 s
+        for _ in range(4):
             said = book.good(first)
             pids = pids or sorted(
                 {int(pid) for pid in re.findall(r"pid\s+(\d+)", f"{said.stdout} {said.displays}")}

@@ -27,18 +27,11 @@ __all__ = [
 __version__ = "0.1.0"
 
 
-_LAZY = {
-    "register": "taas.dataloader_registry",
-    "unregister": "taas.dataloader_registry",
-    "resume": "taas.dataloader_registry",
-}
-"""Where the public names are: loaded when they are first used, since ``import taas`` is to cost less than 50 ms."""
-
-
 def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
+    if name not in ("register", "resume", "unregister"):
         raise AttributeError(f"module 'taas' has no attribute {name!r}")
-    return getattr(importlib.import_module(_LAZY[name]), name)
+    # when one is first used: `import taas` is to cost less than 50 ms
+    return getattr(importlib.import_module("taas.dataloader_registry"), name)
 
 
 def _magics() -> ModuleType:

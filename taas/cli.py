@@ -21,11 +21,9 @@ class _Stream:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """Write a text as it may be seen."""
         return self._stream.write(visible(text))
 
     def flush(self) -> None:
-        """Hand on what was written."""
         self._stream.flush()
 
 

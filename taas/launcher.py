@@ -23,7 +23,7 @@ from taas.engines import EngineChoice
 from taas.engines.chosen import check_installed, chosen
 from taas.engines.local import check_devices, check_memory, device_in_words, visible_gpus
 from taas.errors import CaptureError, DeliveryError, EngineError, HeaderError, RanksGone, RunFailed
-from taas.header.grammar import RunSpec
+from taas.header.options import RunSpec
 from taas.notebook.background import RunHandle, keep_capture
 from taas.notebook.cell_output import say
 from taas.notebook.foreground import Foreground, Interrupts, start_background
@@ -166,7 +166,7 @@ def ordered(
     engine: EngineChoice,
     captured: Capture,
     delivery: DeliveryOrder | None,
-    left: KeptRun | None = None,
+    left: KeptRun | None,
 ) -> Submit:
     """Return the order for a run of a cell, as this notebook is now; say what of its environment cannot be sent."""
     local = engine.kind == "local"

@@ -15,8 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from taas.errors import CannotRehearse
-from taas.rehearsal import RehearsalWarning
+from taas.errors import CannotRehearse, RehearsalWarning
 
 CPU = torch.device("cpu")
 # what needs no GPU: modules, classes, flags, and switches that only set a variable

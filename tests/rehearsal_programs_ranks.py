@@ -269,8 +269,6 @@ def gradients_are_compressed():
 
 def fsdp2_shards_and_saves():
     """fully_shard trains on its default mesh; its sharded state is saved and loaded by every rank."""
-    if torch.__version__ < "2.7":  # skipped by test_rehearsal.py
-        return
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -308,8 +306,6 @@ def attention_over_shards():
     from torch.distributed.tensor import Shard, distribute_tensor
     from torch.nn.functional import scaled_dot_product_attention
 
-    if torch.__version__ < "2.7":  # skipped by test_rehearsal.py
-        return
     mesh = dist.init_device_mesh("cuda", (WORLD,))
     source = torch.Generator().manual_seed(0)
     whole = torch.randn(2, 2 * WORLD, 5, 8, generator=source).requires_grad_()

@@ -36,8 +36,7 @@ def _execute(line: Line) -> None:
     import torch.distributed as dist
     from torch import nn
 
-    from taas.errors import CannotRehearse
-    from taas.rehearsal import RehearsalWarning
+    from taas.errors import CannotRehearse, RehearsalWarning
 
     _namespace.setdefault("path", str(Path(tempfile.mkdtemp()) / "model.pt"))
     _namespace.update(torch=torch, nn=nn, dist=dist, x=torch.ones(4, 2), model=nn.Linear(2, 2))

@@ -17,7 +17,7 @@ from vm_harness import Vm
 from taas.agent.forkserver import Forkserver
 from taas.agent.processes import Rank
 from taas.agent.rank_job import RankJob
-from taas.header.grammar import RunSpec
+from taas.header.options import RunSpec
 from taas.wire.agents import JobOver, StartJob
 from taas.wire.framing import LOOPBACK, Memory, StoreAddress, pack
 from taas.wire.rank_connection import AgentConnection, RankConnection

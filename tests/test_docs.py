@@ -43,6 +43,7 @@ OF_OTHER_PROGRAMS = (
         "constraint",
         "help",
         "rank",
+        "runtime-dir",
         "follow",
         "strict",
         "nproc",

@@ -267,7 +267,7 @@ def test_names_are_given_before_an_abort_that_may_end_the_process(notebook: Note
         f"{GROUP}import os, threading, taas.adopt.nccl as nccl\nstep = 7\n"
         "class ProcessGroupNCCL:\n    def abort(self): os.abort()\n"
         "if rank:\n    ready()\n    time.sleep(600)\n"
-        "nccl.backends = lambda own: [ProcessGroupNCCL()]\n"
+        "nccl.backends = lambda: [ProcessGroupNCCL()]\n"
         "threading.Timer(0.5, ready).start()\ndist.recv(torch.ones(4), 1)\ntime.sleep(600)",
     )
     assert ran.ename == "KeyboardInterrupt"

@@ -1,29 +1,33 @@
-"""The demo's notebook, its data, and what runs it."""
+"""The examples: the demo's data, what runs notebooks, and that the demo and the delivery example run to their ends."""
 
 from __future__ import annotations
 
 import ast
 import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import nbformat
 import pytest
 from IPython.core.inputtransformer2 import TransformerManager
 
 from taas.config import Catalog
-from taas.header.grammar import RunSpec, find_header, parse_header
+from taas.header.grammar import find_header, parse_header
+from taas.header.options import RunSpec
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 NOTEBOOKS = sorted(EXAMPLES.rglob("*.ipynb"))
 
 
-def run(*arguments: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
+def run(*arguments: str | Path, cwd: Path, seconds: float = 170) -> subprocess.CompletedProcess[str]:
     """A program of the examples, in this Python."""
     command = [sys.executable, *map(str, arguments)]
     environment = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent)}
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=170)
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=seconds)
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -108,3 +112,45 @@ def test_runner_fails_with_the_notebook(tmp_path: Path) -> None:
     assert "ZeroDivisionError" in done.stdout
     assert "never" not in done.stdout
     assert nbformat.read(tmp_path / "out" / "n.ipynb", as_version=4).cells[0].outputs[0].text == "before\n"
+
+
+def run_example(name: str, folder: Path, *beside: str) -> tuple[str, list[dict[str, Any]]]:
+    """Run a copy of a notebook in a folder, as its reader does; returns what is printed, and the outputs of its cells.
+
+    ``beside`` are files of the examples that it needs. The notebook has to run to its end.
+    """
+    for file in (name, *beside):
+        shutil.copy(EXAMPLES / file, folder)
+    done = run(EXAMPLES / "run_notebook.py", folder / name, "--out", folder / "out", cwd=folder, seconds=380)
+    assert done.returncode == 0, done.stdout + done.stderr
+    executed = nbformat.read(folder / "out" / name, as_version=4)
+    return done.stdout, [out for cell in executed.cells for out in cell.get("outputs", [])]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_demo_trains(tmp_path: Path) -> None:
+    """The demo runs to its end: both losses fall, and the notebook's model is the trained one."""
+    pytest.importorskip("sklearn")
+    pytest.importorskip("matplotlib")
+    printed, outputs = run_example("mnist_ddp.ipynb", tmp_path, "offline_mnist.py")
+    losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+), ", printed)]
+    half = len(losses) // 2
+    assert half >= 3, printed
+    for form in (losses[:half], losses[half:]):
+        assert form == sorted(form, reverse=True), printed
+    (right, images) = re.findall(r"DigitNet reads (\d+) of (\d+)", printed)[0]
+    assert int(right) / int(images) > 0.8
+    assert (tmp_path / "mnist_cnn.pt").stat().st_size > 10_000
+    assert sum("image/png" in out.get("data", {}) for out in outputs) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_data_vms_share_the_reading(tmp_path: Path) -> None:
+    """Every rank reads all alone; with ``--cpus 4`` each takes half the steps; the waiting of both is plotted."""
+    pytest.importorskip("matplotlib")
+    printed, outputs = run_example("data_delivery.ipynb", tmp_path)
+    assert re.findall(r"(\d+) steps, \d+\.\d s waited", printed) == ["32", "16"]
+    assert sum("image/png" in out.get("data", {}) for out in outputs) == 1
+    assert any("of 32 units" in out.get("data", {}).get("text/plain", "") for out in outputs)

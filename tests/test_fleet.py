@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from taas.engines import AgentConfig, Demand, EngineChoice
-from taas.header.grammar import RunSpec
+from taas.header.options import RunSpec
 from taas.supervisor import fleet as fleet_module
 from taas.supervisor.fleet import Fleet
 from taas.supervisor.vms import Vm

@@ -13,7 +13,7 @@ import pytest
 
 PROGRAM = """
 import json, os, sys
-from taas.header.grammar import RunSpec
+from taas.header.options import RunSpec
 from taas.notebook.supervised import supervised
 from taas.wire.clients import Submit
 from taas.wire.framing import Memory

@@ -13,8 +13,8 @@ from IPython.core.interactiveshell import InteractiveShell
 
 from taas.config import BUILT_IN_TYPES, Catalog
 from taas.errors import HeaderError
-from taas.header.grammar import RunSpec, find_header, parse_header, parse_magic_line
-from taas.header.options import OPTIONS, options_table
+from taas.header.grammar import find_header, parse_header, parse_magic_line
+from taas.header.options import OPTIONS, RunSpec, options_table
 
 REGISTERED = ("train", "valid")
 

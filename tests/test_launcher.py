@@ -14,7 +14,7 @@ import pytest
 
 from taas.capture import Applied
 from taas.errors import RunLost
-from taas.header.grammar import RunSpec
+from taas.header.options import RunSpec
 from taas.notebook import foreground
 from taas.notebook.cell_output import CellOutput
 from taas.notebook.foreground import Foreground, Interrupts, start_background

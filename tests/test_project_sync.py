@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from notebook_harness import until
 
-from taas.header.grammar import RunSpec
+from taas.header.options import RunSpec
 from taas.project_sync import archive
 from taas.project_sync.applier import Applier, unpack
 from taas.project_sync.archive import ArchiveEntry, Changes, entries, only, pack

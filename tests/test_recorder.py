@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from taas.header.grammar import RunSpec
+from taas.header.options import RunSpec
 from taas.runs.places import ProcessMark, runtime_folder
 from taas.supervisor.recorder import Recorder
 from taas.wire.clients import DeliveryOrder, Submit

@@ -13,7 +13,7 @@ import pytest
 
 from taas.engines import Demand, EngineChoice
 from taas.engines.ray import RayMachine
-from taas.header.grammar import RunSpec
+from taas.header.options import RunSpec
 from taas.runs.places import ProcessMark
 from taas.runs.records import RunRecord, read_record
 from taas.supervisor.data_side import Phase

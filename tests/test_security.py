@@ -46,7 +46,7 @@ from taas.delivery.messages import (
 from taas.delivery.registered import Registration, apply_final
 from taas.delivery.transport import ControlClient, SlabServer, connect_data, map_slabs, new_context
 from taas.errors import EngineError
-from taas.header.grammar import RunSpec
+from taas.header.options import RunSpec
 from taas.supervisor.connections import Visit, all_connections
 from taas.wire.clients import RunRequest, Submit
 from taas.wire.framing import Memory, Message, pack

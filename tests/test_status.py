@@ -39,7 +39,7 @@ Make = Callable[..., RunRecord]
 
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
-    """Return a data process of runs, in a runtime folder of the test's own."""
+    """Return a function that makes runs, in a runtime folder of the test's own."""
     monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path))
     me = ProcessMark.of(os.getpid())
 

@@ -14,7 +14,7 @@ from taas.agent.staging import Staging
 from taas.delivery.config import DataOrder
 from taas.engines import AgentConfig, Demand
 from taas.engines.ray import RayMachine
-from taas.header.grammar import RunSpec
+from taas.header.options import RunSpec
 from taas.runs.events import EVENTS, STDERR, STDOUT
 from taas.supervisor.transfer import ProjectSync, Transfer
 from taas.supervisor.vms import Vm

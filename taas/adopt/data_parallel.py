@@ -26,9 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from taas.adopt import batch
 from taas.adopt.membership import Membership, in_time
-from taas.adopt.replica_group import ReplicaGroup
+from taas.adopt.replica_group import ReplicaGroup, map_leaves
 from taas.adopt.replica_pass import ReplicaPass
 from taas.capture.generators import set_generators, states_of_generators
 from taas.errors import CannotAdopt
@@ -132,7 +131,7 @@ class Replicas:
         finally:
             self.inside -= 1
         output, home = one.collect(), home or divided.home or device
-        return output if home == device else batch.map_leaves(output, Tensor, lambda tensor: tensor.to(home))
+        return output if home == device else map_leaves(output, Tensor, lambda tensor: tensor.to(home))
 
     @contextlib.contextmanager
     def _own_random_numbers(self) -> Iterator[None]:

@@ -10,7 +10,7 @@ import stat
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -198,21 +198,15 @@ class Waits:
         native = module._new_process_group_helper
 
         def make(*args: Any, **kwargs: Any) -> Any:
-            with self.noted():
+            outer, before = self._before, set(_connections())
+            self._before = before if outer is None else outer
+            try:
                 return native(*args, **kwargs)
+            finally:
+                self._sockets |= set(_connections()) - before
+                self._before = outer
 
         module._new_process_group_helper = make
-
-    @contextlib.contextmanager
-    def noted(self) -> Iterator[None]:
-        """Note the sockets of a group that is made in the body."""
-        outer, before = self._before, set(_connections())
-        self._before = before if outer is None else outer
-        try:
-            yield
-        finally:
-            self._sockets |= set(_connections()) - before
-            self._before = outer
 
     def break_off(self, membership: Membership) -> None:
         """Let every wait of this rank fail; called by a thread that does not wait."""
@@ -223,8 +217,10 @@ class Waits:
                 with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as ours:
                     ours.shutdown(socket.SHUT_RDWR)
         for path in membership.leave_store():
+            loop = path.with_name(f".{os.getpid()}-{path.name}")
             with contextlib.suppress(OSError):
-                _replace_by_loop(path)
+                loop.symlink_to(path.name)
+                loop.replace(path)
         nccl.abort(nccl.backends())
 
 
@@ -239,9 +235,3 @@ def _connections() -> dict[int, tuple[int, int]]:
                     if ours.family in (socket.AF_INET, socket.AF_INET6):
                         found[status.st_ino] = int(entry.name), ours.getpeername()[1]
     return found
-
-
-def _replace_by_loop(path: Path) -> None:
-    loop = path.with_name(f".{os.getpid()}-{path.name}")
-    loop.symlink_to(path.name)
-    loop.replace(path)

@@ -1,4 +1,4 @@
-"""What DataParallel's replicas exchange: messages, and tensors that autograd follows.
+"""What DataParallel's replicas exchange: messages, and tensors that autograd follows; how a batch is divided.
 
 The process group is not torch's default one, which belongs to the program and may never exist, but it is made and known as
 torch's own are: its backends are those that torch chooses, and what ends or breaks off all groups finds it. Messages and
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -195,7 +195,7 @@ def _unflattened(flat: Tensor, bucket: Sequence[Tensor]) -> list[Tensor]:
     return [value.view(part.shape) for value, part in zip(parts, bucket, strict=True)]
 
 
-# ---------------------------------------------------------------- crossings
+# ---------------------------------------------------------------- batches: nested tensors, and their division
 
 
 class Slices(NamedTuple):
@@ -207,6 +207,61 @@ class Slices(NamedTuple):
     def of(self, tensor: Tensor, rank: int) -> Tensor:
         """The part of ``rank``, as a view."""
         return tensor.narrow(self.dim, sum(self.sizes[:rank]), self.sizes[rank])
+
+
+def map_leaves(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
+    """``value`` with ``change(leaf)`` for each leaf of a class in its tuples, lists and dicts.
+
+    Anything else is passed on as it is, as ``nn.DataParallel`` does.
+    """
+    if isinstance(value, kind):
+        return change(value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(map_leaves(part, kind, change) for part in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)([map_leaves(part, kind, change) for part in value])
+    if isinstance(value, dict):
+        return type(value)([(key, map_leaves(part, kind, change)) for key, part in value.items()])
+    return value
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    """The tensors and other things in ``value``, in the order of ``map_leaves``."""
+    if isinstance(value, (list, tuple)):
+        for part in value:
+            yield from leaves(part)
+    elif isinstance(value, dict):
+        for part in value.values():
+            yield from leaves(part)
+    else:
+        yield value
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """The tensors in ``value``, in the order of ``map_leaves``."""
+    return [leaf for leaf in leaves(value) if isinstance(leaf, Tensor)]
+
+
+def divide(batch: Any, ranks: int, dim: int) -> tuple[list[Slices | None], int]:
+    """How each tensor of the batch is divided, and how many ranks get a part.
+
+    As ``nn.DataParallel`` divides: by ``torch.chunk``, each tensor on its own, and no more replicas than the
+    tensor with the fewest chunks has. Scalars go to every replica. Without any tensor every replica gets
+    the same; without any argument one replica runs.
+    """
+    sizes = [_chunks(t.shape[dim], ranks) if t.dim() else None for t in tensors_of(batch)]
+    counts = [len(chunks) for chunks in sizes if chunks is not None]
+    replicas = min(counts) if counts else (ranks if any(True for _ in leaves(batch)) else 1)
+    padding = (0,) * (ranks - replicas)
+    return [None if c is None else Slices((*c[:replicas], *padding), dim) for c in sizes], replicas
+
+
+def _chunks(length: int, ranks: int) -> tuple[int, ...]:
+    step = max(1, -(-length // ranks))
+    return tuple(min(step, length - start) for start in range(0, length, step)) or (0,)
+
+
+# ---------------------------------------------------------------- crossings
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import threading
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -11,13 +12,25 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from taas.adopt import batch
-from taas.adopt.replica_group import Crossing, Inward, Outward, ReplicaGroup, Slices
+from taas.adopt.replica_group import (
+    Crossing,
+    Inward,
+    Outward,
+    ReplicaGroup,
+    Slices,
+    divide,
+    leaves,
+    map_leaves,
+    tensors_of,
+)
 from taas.errors import CannotAdopt, RanksDisagree
 from taas.wording import ranks_in_words, text_of
 
 GRACE_SECONDS = 2.0
 STATISTIC_BYTES = 1 << 20
+SAMPLED_ELEMENTS = 4096
+SAMPLED_ROWS = 64
+PLAIN = (bool, int, float, complex, str, bytes, type(None))
 SAME_BATCH = (
     "Every rank of a run with nn.DataParallel must load the same batches. Seed what draws them, before the "
     "DataLoader is made (torch.manual_seed(0), and random.seed / numpy.random.seed where they are used), or give "
@@ -83,13 +96,13 @@ class ReplicaPass:
         one graph. With ``examined`` the ranks compare the parameters, too.
         """
         whole = (args, kwargs)
-        self._group.samples[self._number] = batch.Sample(whole)
+        self._group.samples[self._number] = Sample(whole)
         if examined:
-            samples = {name: batch.Sample(parameter) for name, parameter in self._module.named_parameters()}
+            samples = {name: Sample(parameter) for name, parameter in self._module.named_parameters()}
             self._report.parameters = {name: sample.checksum() for name, sample in samples.items()}
-        ways, self._replicas = batch.divide(whole, self._group.size, self._dim)
-        slices, weights = self._enter(batch.tensors(whole), ways)
-        own_args, own_kwargs = batch.map_leaves(whole, Tensor, lambda _: slices.pop(0))
+        ways, self._replicas = divide(whole, self._group.size, self._dim)
+        slices, weights = self._enter(tensors_of(whole), ways)
+        own_args, own_kwargs = map_leaves(whole, Tensor, lambda _: slices.pop(0))
         before = {name: (b, b._version) for name, b in self._module.named_buffers()}
         if self._group.rank:  # replica 0 alone works on the module's own buffers, as in DataParallel
             weights |= {name: buffer.clone() for name, (buffer, _) in before.items()}
@@ -126,13 +139,13 @@ class ReplicaPass:
         return part.detach().to(self._device, non_blocking=True, copy=True)
 
     def _describe_output(self) -> None:
-        for strange in (leaf for leaf in batch.leaves(self._output) if not isinstance(leaf, Tensor | None)):
+        for strange in (leaf for leaf in leaves(self._output) if not isinstance(leaf, Tensor | None)):
             raise CannotAdopt(
                 f"{type(self._module).__name__} returned a {type(strange).__name__}; nn.DataParallel gathers "
                 "tensors, None, and tuples, lists and dicts of them. Return a tensor instead."
             )
         self._report.outputs = [
-            ReplicaOutput(tuple(t.shape), t.requires_grad) for t in batch.tensors(self._output)
+            ReplicaOutput(tuple(t.shape), t.requires_grad) for t in tensors_of(self._output)
         ]
 
     def collect(self) -> Any:
@@ -186,7 +199,7 @@ class ReplicaPass:
         every = list(zip(*described, strict=True))
         ways = [self._way(outputs) for outputs in every]
         joined = [
-            self._given(tensor, way) for tensor, way in zip(batch.tensors(self._output), ways, strict=True)
+            self._given(tensor, way) for tensor, way in zip(tensors_of(self._output), ways, strict=True)
         ]
         tracked = []
         for index, way in enumerate(ways):
@@ -199,7 +212,7 @@ class ReplicaPass:
             for index, tensor in zip(tracked, outer, strict=True):
                 joined[index] = tensor
         results = iter(joined)
-        return batch.map_leaves(self._output, Tensor, lambda _: next(results))
+        return map_leaves(self._output, Tensor, lambda _: next(results))
 
     def _way(self, outputs: Sequence[ReplicaOutput]) -> Slices:
         """How an output is divided over the ranks; each adds its rows, or a scalar, which is one."""
@@ -234,6 +247,49 @@ def _may_have_changed(buffer: Tensor, before: tuple[Tensor, int] | None, trainin
 
 
 # ---------------------------------------------------------------- what must agree
+
+
+class Sample:
+    """Some elements of each tensor of a batch. Those on a GPU are copied by it: it is waited for when they are read.
+
+    Attributes:
+        shapes: of the tensors, for a message.
+        late: the copies, and what tells that they are done; None where all was in host memory.
+    """
+
+    def __init__(self, batch: Any) -> None:
+        self.shapes = (
+            ", ".join("x".join(map(str, t.shape)) or "scalar" for t in tensors_of(batch)) or "no tensor"
+        )
+        plain = [leaf for leaf in leaves(batch) if isinstance(leaf, PLAIN)]
+        self._sum = zlib.crc32(repr(([(tuple(t.shape), t.dtype) for t in tensors_of(batch)], plain)).encode())
+        self.late: tuple[list[Tensor], Any] | None = None
+        copies = []
+        for part in tensors_of(batch):
+            if part.layout == torch.strided and part.is_cuda:
+                copies.append(_some(part.detach()).to("cpu", non_blocking=True))
+            elif part.layout == torch.strided:
+                self._sum = zlib.crc32(_some(part.detach()).numpy().data, self._sum)
+        if copies:
+            self.late = copies, torch.cuda.current_stream().record_event()
+
+    def checksum(self) -> int:
+        """A number that differs, as good as surely, where two ranks' samples differ."""
+        if self.late is not None:
+            copies, done = self.late
+            done.synchronize()
+            for part in copies:
+                self._sum = zlib.crc32(part.numpy().data, self._sum)
+            self.late = None
+        return self._sum
+
+
+def _some(tensor: Tensor) -> Tensor:
+    """Bytes of some elements spread over the tensor, as a flat ``uint8`` tensor on its device."""
+    # Of some rows only: a transposed tensor is copied.
+    rows = tensor[:: max(1, tensor.shape[0] // SAMPLED_ROWS)] if tensor.dim() else tensor
+    flat = rows.reshape(-1)
+    return flat[:: max(1, flat.numel() // SAMPLED_ELEMENTS)].contiguous().view(torch.uint8)
 
 
 def error_class(name: str) -> type[Exception]:

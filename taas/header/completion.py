@@ -21,7 +21,7 @@ _OPTIONS = re.compile(r"\s*(?:#\s?pragma\s+taas|(%%)taas)\s(.*)")
 _VERB = re.compile(r"\s*%taas\s(.*)")
 
 
-def offers(line: str, cell: str = "") -> tuple[str, list[str]] | None:
+def offers(line: str, cell: str) -> tuple[str, list[str]] | None:
     """Return what may stand where a line of a cell ends.
 
     Args:

@@ -28,8 +28,6 @@ from taas.header.arguments import TYPE_NAME
 from taas.header.options import OPTIONS, RunSpec, read_options, spec_values
 from taas.wording import counted, misspelt, nearest, shown
 
-__all__ = ["HeaderText", "RunSpec", "find_header", "has_code", "parse_header", "parse_magic_line"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class HeaderText:

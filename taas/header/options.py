@@ -145,7 +145,7 @@ def options_table() -> str:
     return "\n".join(f"{option.usage:<{width}}  {option.help}" for option in rows)
 
 
-def read_options(text: str, *, magic: bool = False) -> dict[str, Any]:
+def read_options(text: str, *, magic: bool) -> dict[str, Any]:
     """Read the options of a header or magic line.
 
     Args:

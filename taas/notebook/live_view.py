@@ -55,7 +55,6 @@ class _LiveLine:
         self.refresh(final=True)
 
     def show(self, record: RunRecord) -> None:
-        """Show what the record says now."""
         before, self.record = self.record, record
         news = (
             (record.trouble is not None and record.trouble != before.trouble)
@@ -68,7 +67,6 @@ class _LiveLine:
             self.refresh()
 
     def refresh(self, *, final: bool = False) -> None:
-        """Update the line, if it is time."""
         if not final and time.monotonic() < self._at + _SHORTEST_SECONDS:
             return
         self._at = time.monotonic()

@@ -145,7 +145,7 @@ _current: Supervised | None = None
 _ahead: threading.Thread | None = None
 
 
-def supervised(*, warm: bool = True) -> Supervised:
+def supervised(*, warm: bool) -> Supervised:
     """Return this kernel's supervisor, starting one if there is none.
 
     Args:

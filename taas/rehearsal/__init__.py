@@ -21,10 +21,7 @@ from __future__ import annotations
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from taas.errors import RehearsalWarning
 from taas.import_hooks import after_import
-
-__all__ = ["RehearsalWarning", "install"]
 
 _installed = False
 

@@ -77,13 +77,13 @@ def _rewrite_mesh(arguments: Arguments) -> None:
 
 def _accept_cpu_modules(module: Any) -> None:
     """FSDP1 broadcasts modules that are on their GPU only (``sync_module_states``); here that is the CPU."""
-    module._check_module_states_for_sync_module_states = lambda module_states: None
+    module._check_module_states_for_sync_module_states = always(None)
 
 
 def _let_streams_wait() -> None:
     """FSDP waits for streams and events; the CPU's stand-in cannot, before torch 2.7 less than today."""
     for name in {"synchronize", "record_event", "wait_event"} - vars(torch.cpu.Stream).keys():
-        setattr(torch.cpu.Stream, name, lambda self, *_: None)
+        setattr(torch.cpu.Stream, name, always(None))
 
 
 # ---------------------------------------------------------------- SyncBatchNorm: the sums go over all ranks

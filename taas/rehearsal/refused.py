@@ -16,7 +16,7 @@ from torch.nn.parallel import comm  # torch.cuda.comm takes its names from here
 
 from taas.errors import CannotRehearse
 from taas.import_hooks import after_import
-from taas.rehearsal.patches import Arguments, replace, rewrite_calls
+from taas.rehearsal.patches import Arguments, always, replace, rewrite_calls
 from taas.rehearsal.streams import Event, Stream
 from taas.wording import shown
 
@@ -92,21 +92,22 @@ def _check_sources(function: str, given: Arguments) -> None:
     files = [sources] if isinstance(sources, str) else list(sources)
     kernels = given.get("cuda_sources") or any(str(file).endswith((".cu", ".cuh")) for file in files)
     if kernels or given.get("with_cuda"):
-        _refusing(f"torch.utils.cpp_extension.{function}({given['name']!r}) with CUDA sources", KERNELS)()
+        called = f"torch.utils.cpp_extension.{function}({given['name']!r}) with CUDA sources"
+        raise CannotRehearse(_message(called, KERNELS))
 
 
 def _refuse_triton(module: Any) -> None:
     """``triton.runtime.jit``: kernels may be defined, launching one is refused under its name."""
 
     def run(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
-        _refusing(f"the Triton kernel {self.fn.__name__}", "Triton compiles for a GPU")()
+        raise CannotRehearse(_message(f"the Triton kernel {self.fn.__name__}", "Triton compiles for a GPU"))
 
     module.JITFunction.run = run
 
 
 def _no_triton(module: Any) -> None:
     """``torch.utils._triton``: libraries that choose Triton kernels where there are GPUs keep to their others."""
-    module.has_triton = lambda *args, **kwargs: False
+    module.has_triton = always(False)
 
 
 def install() -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from taas.header.grammar import RunSpec
+from taas.header.options import RunSpec
 from taas.project_sync import archive
 from taas.project_sync.applier import Applier, unpack
 from taas.project_sync.archive import FileState, shared_places

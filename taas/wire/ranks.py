@@ -8,7 +8,7 @@ from typing import Literal
 import msgspec
 
 from taas.delivery.config import DeliveryConfig
-from taas.header.grammar import RunSpec
+from taas.header.options import RunSpec
 from taas.wire.framing import Memory, Message, StoreAddress
 
 
