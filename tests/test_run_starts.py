@@ -335,7 +335,7 @@ def test_an_agent_speaks_of_its_own_job_and_ranks_only(begin: Callable[..., Begi
         begun.run.hear(begun.vms[1], job, said)
     assert (begun.record, begun.told, list(begun.run.output.rglob("*"))) == before
     assert not (begun.run.found.ended or begun.run.found.started or begun.run.ranks.done)
-    assert (begun.run.answer, begun.run.transfer.answer, begun.run.ranks.store) == (None, None, None)
+    assert (begun.run.found.answer, begun.run.transfer.answer, begun.run.ranks.store) == (None, None, None)
 
 
 def test_names_are_taken_from_rank_0_alone(begin: Callable[..., Beginning]) -> None:
@@ -343,4 +343,4 @@ def test_names_are_taken_from_rank_0_alone(begin: Callable[..., Beginning]) -> N
     begun = begin()
     _all_come(begun, (), ())
     begun.hear(0, RankEnded(rank=1, outcome="done", at=0.0, answer=Memory(os.getpid(), 9, 100)))
-    assert begun.run.answer is None
+    assert begun.run.found.answer is None

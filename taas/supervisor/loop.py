@@ -226,7 +226,7 @@ class Supervisor:
             data = self._fleet.lease_data(run.name, run.submit, vms)
             again = run.again(vms, data)
         except (EngineError, OSError) as error:
-            run.notices.append(f"it could not be started again: {error}")
+            run.found.notices.append(f"it could not be started again: {error}")
             return False
         self._begin(again)
         return True
