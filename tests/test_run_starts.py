@@ -17,10 +17,9 @@ from taas.header.grammar import RunSpec
 from taas.runs.places import ProcessMark
 from taas.runs.records import RunRecord, read_record
 from taas.supervisor.data_side import Phase
-from taas.supervisor.data_vms import DataVms
 from taas.supervisor.recorder import Recorder
 from taas.supervisor.runs import Run
-from taas.supervisor.vms import Vm
+from taas.supervisor.vms import DataVms, Vm
 from taas.wire import deadlines
 from taas.wire.agents import JobOver, JobSays, StartJob
 from taas.wire.clients import DeliveryOrder, Submit

@@ -20,11 +20,10 @@ import zmq
 
 from taas import _linux
 from taas.agent.data_job import DataJob
-from taas.agent.endings import become_subreaper, kill_tree, sweep_orphans
 from taas.agent.environ import environment
 from taas.agent.forkserver import Forkserver
 from taas.agent.job import Job, Services
-from taas.agent.processes import RankProcess
+from taas.agent.processes import RankProcess, become_subreaper, kill_tree, sweep_orphans
 from taas.agent.rank_job import RankJob
 from taas.agent.spares import KeptProcesses, Spares
 from taas.delivery.config import read_line

@@ -15,8 +15,7 @@ from taas.engines.chosen import start_engine
 from taas.engines.local import LocalEngine
 from taas.errors import EngineError
 from taas.supervisor.connections import ControlSocket
-from taas.supervisor.data_vms import DataVms
-from taas.supervisor.vms import KEPT, Vm, demand_of, share_gpus
+from taas.supervisor.vms import KEPT, DataVms, Vm, demand_of, share_gpus
 from taas.wire import deadlines
 from taas.wire.clients import Submit
 from taas.wire.framing import Alive, Leave

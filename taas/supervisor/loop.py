@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from taas import _linux
-from taas.agent.endings import SWEEPS, become_subreaper, kill_tree, orphans, sweep_orphans
+from taas.agent.processes import SWEEPS, become_subreaper, kill_tree, orphans, sweep_orphans
 from taas.engines import Engine
 from taas.errors import EngineError
 from taas.rank.lifeline import signal_at_end
