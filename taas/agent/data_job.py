@@ -63,7 +63,6 @@ class DataJob(Job):
 
 
 def _be_data_process(order: DataOrder, staged: Staged) -> None:
-    """Be a planner or a worker pool, in a process forked from the forkserver."""
     from threadpoolctl import threadpool_limits  # as all that a data process needs and an agent does not
 
     from taas.project_sync import replica

@@ -77,7 +77,6 @@ class Job:
         self._how: str | None = None
 
     def _say(self, said: JobSays) -> None:
-        """Say something of this job to the supervisor."""
         self._services.say(OfJob(run=self.run, job=self.number, said=said))
 
     # ------------------------------------------------------------ what differs

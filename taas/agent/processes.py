@@ -150,7 +150,11 @@ def kill_tree(roots: Iterable[psutil.Process]) -> None:
             if not _tracks_resources(process):
                 process.kill()
                 dying[os.pidfd_open(process.pid)] = process.pid
-    _await_death(dying)
+    wait_for_all(dying, deadlines.TREE_DIES)
+    for handle, pid in dying.items():
+        with contextlib.suppress(ChildProcessError):  # it is not for this process to bury
+            os.waitpid(pid, os.WNOHANG)
+        os.close(handle)
 
 
 def _tracks_resources(process: psutil.Process) -> bool:
@@ -160,16 +164,11 @@ def _tracks_resources(process: psutil.Process) -> bool:
         return False
 
 
-def _await_death(handles: dict[int, int]) -> None:
-    """Wait for processes, given by pidfd and pid, to die; bury those that are this process's children."""
-    left, deadline = set(handles), time.monotonic() + deadlines.TREE_DIES
-    while left and (seconds := deadline - time.monotonic()) > 0:
-        for handle in left & set(wait(left, seconds)):
-            left.discard(handle)
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(handles[handle], os.WNOHANG)
-    for handle in handles:
-        os.close(handle)
+def wait_for_all(handles: Iterable[int], seconds: float) -> None:
+    """Wait until all of some descriptors are readable, so many seconds at most."""
+    left, until = set(handles), time.monotonic() + seconds
+    while left and (rest := until - time.monotonic()) > 0:
+        left.difference_update(wait(left, rest))
 
 
 def sweep_orphans(own: Iterable[int]) -> None:

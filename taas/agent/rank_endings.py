@@ -149,9 +149,8 @@ class Ending:
             self._interrupted.add(rank.number)
             if rank.started:
                 rank.send(signal.SIGINT)
-                rank.process.send(
-                    NOTICE
-                )  # at once: its except may wait for others by the time that it has the message
+                # at once: its except may wait for others by the time that it has the message
+                rank.process.send(NOTICE)
                 rank.tell(RankRequest(what="notice"))
             else:  # it has nothing to finish, and may be deaf to SIGINT yet
                 rank.send(signal.SIGTERM)

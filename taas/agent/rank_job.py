@@ -105,7 +105,9 @@ class RankJob(Job):
             rank = Rank(numbers[local], process)
             self.ranks.append(rank)
             self.processes.append(process)
-            self._listen_to(rank)
+            assert process.connection is not None
+            source = process.connection.fileno()
+            services.on(source, partial(self._hear_rank, rank, source))
             start = RankStart(
                 order=work, staged=staged, local_rank=local, environ=rank_environ(work, staged, local)
             )
@@ -136,11 +138,6 @@ class RankJob(Job):
                         rank.tell(message)
             case _:
                 super().hear(message)
-
-    def _listen_to(self, rank: Rank) -> None:
-        assert rank.process.connection is not None
-        source = rank.process.connection.fileno()
-        self._services.on(source, partial(self._hear_rank, rank, source))
 
     def _hear_rank(self, rank: Rank, source: int) -> None:
         for said in rank.process.hear():

@@ -83,7 +83,6 @@ def _start_server(host: str, world_size: int) -> tuple[Any, int]:
 
 
 def _serve(agent: Connection, host: str, world_size: int) -> None:
-    """Serve a store until this process is killed."""
     from torch.distributed import TCPStore
 
     from taas.rank.lifeline import tie_to_agent

@@ -264,7 +264,6 @@ class DataSide:
 
     @property
     def _misses(self) -> bool:
-        """Whether a data process that is lost is missed."""
         return self.phase < Phase.FINISHING and not self.failed
 
     def process_over(self, job: int, over: JobOver) -> None:

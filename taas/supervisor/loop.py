@@ -95,7 +95,6 @@ class Supervisor:
 
     @property
     def _timed(self) -> list[HangWatch | KeptRanks | Fleet]:
-        """Who has something to do at some time."""
         return [*(run.hangs for run in self._runs.values()), self._kept, self._fleet]
 
     def _wait(self) -> float | None:
