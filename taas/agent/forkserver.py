@@ -56,7 +56,7 @@ DATA_PRELOAD = (
     "numpy.random",
     "threadpoolctl",
     "multiprocessing.popen_fork",
-    "taas.agent.data_job",
+    "taas.agent.job",
     "taas.delivery.worker_pool",
     "taas.delivery.planner",
     "taas.rank.lifeline",

@@ -19,13 +19,12 @@ import psutil
 import zmq
 
 from taas import _linux
-from taas.agent.data_job import DataJob
-from taas.agent.environ import environment
 from taas.agent.forkserver import Forkserver
-from taas.agent.job import Job, Services
+from taas.agent.job import DataJob, Job, Services
 from taas.agent.processes import RankProcess, become_subreaper, kill_tree, sweep_orphans
 from taas.agent.rank_job import RankJob
 from taas.agent.spares import KeptProcesses, Spares
+from taas.agent.staging import environment
 from taas.delivery.config import read_line
 from taas.engines import AgentConfig
 from taas.runs.events import BLIND_SECONDS, Inotify

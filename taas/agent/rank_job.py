@@ -14,14 +14,13 @@ from pathlib import Path
 
 import msgspec
 
-from taas.agent.environ import rank_environ
 from taas.agent.job import Job, Services
 from taas.agent.outflow import ProjectChanges, output_of
 from taas.agent.processes import ForkedProcess, orphans
 from taas.agent.rank_endings import Ending, Rank
-from taas.agent.run_store import RunStore
 from taas.agent.stacks import Look, last_words
 from taas.agent.staging import ProjectArrival
+from taas.agent.torchrun import RunStore, rank_environ
 from taas.wire import deadlines
 from taas.wire.agents import How, LookAtRanks, RanksSeen, StartJob
 from taas.wire.framing import Memory, Message, StoreAddress, pack

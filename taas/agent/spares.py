@@ -24,8 +24,8 @@ from typing import Any
 import psutil
 
 from taas.agent.processes import RankProcess, wait_for_all
-from taas.agent.run_store import RunStore
 from taas.agent.staging import ProjectArrival
+from taas.agent.torchrun import RunStore
 from taas.wire import deadlines
 from taas.wire.agents import KeptGone
 from taas.wire.framing import Message, pack
