@@ -107,7 +107,7 @@ class Job:
         raise NotImplementedError
 
     def _process_gone(self, process: ForkedProcess) -> None:
-        """Say what became of a process, which was reaped."""
+        """Take in what a process that is gone said last, and say what became of it."""
 
     def _end_processes(self, how: How, *, names: bool) -> None:
         """Begin to end the processes that there are."""
@@ -180,12 +180,8 @@ class Job:
 
     def _gone(self, process: ForkedProcess) -> None:
         self._services.off(process.sentinel)
-        self._before_gone(process)
         process.gone = True
         self._process_gone(process)
-
-    def _before_gone(self, process: ForkedProcess) -> None:
-        """A process is dead: take in what it said last."""
 
     @property
     def ended(self) -> bool:

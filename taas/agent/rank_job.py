@@ -227,16 +227,13 @@ class RankJob(Job):
     def _end_processes(self, how: How, *, names: bool) -> None:
         self._ending.begin(how, names=names)
 
-    def _before_gone(self, process: ForkedProcess) -> None:
+    def _process_gone(self, process: ForkedProcess) -> None:
         rank = next(rank for rank in self.ranks if rank.process is process)
         if rank.process.connection is not None:
             source = rank.process.connection.fileno()
             self._hear_rank(rank, source)
             self._services.off(source)
             rank.process.disconnect()
-
-    def _process_gone(self, process: ForkedProcess) -> None:
-        rank = next(rank for rank in self.ranks if rank.process is process)
         outlived = self._services.forkserver.outlived(process.exitcode)
         if rank.ended is None:
             ended = self._explained(rank.post_mortem(forkserver_outlived=outlived))

@@ -120,10 +120,7 @@ class Recorder:
         self.note(state="acquiring", restarts=number, losses=losses, trouble=None, questions=())
 
     def end(
-        self,
-        verdict: Verdict,
-        notices: tuple[str, ...],
-        kept_ranks: tuple[RankKept, ...] | None = None,
+        self, verdict: Verdict, notices: tuple[str, ...], kept_ranks: tuple[RankKept, ...] | None
     ) -> None:
         """Write down how the run ended.
 
