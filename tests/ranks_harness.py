@@ -29,7 +29,7 @@ from typing import Any
 import pytest
 import torch
 
-from taas.agent.run_store import RunStore
+from taas.agent.torchrun import RunStore
 from taas.wire.framing import LOOPBACK, StoreAddress
 
 DEADLINE = 150.0

@@ -15,7 +15,7 @@ import pytest
 from vm_harness import Vm
 
 from taas.agent.forkserver import Forkserver
-from taas.agent.processes import Rank
+from taas.agent.rank_endings import Rank
 from taas.agent.rank_job import RankJob
 from taas.header.options import RunSpec
 from taas.wire.agents import JobOver, StartJob

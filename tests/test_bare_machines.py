@@ -15,7 +15,7 @@ from jupyter_client.manager import KernelManager
 from notebook_harness import Notebook, gone
 from privileges import needs_other_users, needs_user_namespaces, no_user_namespaces
 
-from taas.agent.endings import kill_tree
+from taas.agent.processes import kill_tree
 
 NO_WATCHES = 'echo 0 > /proc/sys/user/max_inotify_{what} && exec "$@"'
 

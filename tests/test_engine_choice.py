@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from notebook_harness import Notebook
 
-from taas.agent.environ import environment
 from taas.agent.forkserver import read_at_import
+from taas.agent.staging import environment
 from taas.engines import AgentConfig, Demand, EngineChoice, chosen, ray_cluster
 from taas.engines.ray_cluster import bundle, what_is_missing
 from taas.engines.versions import differing_versions

@@ -149,5 +149,5 @@ def test_kept_ranks_have_their_vms(fleet: Fleet) -> None:
     fleet.keep("r1", kept, 60)
     beside = fleet.lease("r2", submit(vms=1))
     assert "ranks that this notebook keeps have 2 VMs" in beside[0].waiting
-    assert fleet.lease_kept("r3", kept) == kept and {vm.run for vm in kept} == {"r3"}
+    assert fleet.lease("r3", submit(), kept) == kept and {vm.run for vm in kept} == {"r3"}
     assert fleet.give_back(kept) == 2 == 3 - len(fleet.vms)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from fresh_interpreter import printed
 
-from taas.agent.environ import rank_environ
+from taas.agent.torchrun import rank_environ
 from taas.header.options import RunSpec
 from taas.wire.framing import LOOPBACK, Memory, StoreAddress
 from taas.wire.ranks import Cell, RankOrder, Staged

@@ -17,10 +17,9 @@ from taas.header.options import RunSpec
 from taas.runs.places import ProcessMark
 from taas.runs.records import RunRecord, read_record
 from taas.supervisor.data_side import Phase
-from taas.supervisor.data_vms import DataVms
 from taas.supervisor.recorder import Recorder
 from taas.supervisor.runs import Run
-from taas.supervisor.vms import Vm
+from taas.supervisor.vms import DataVms, Vm
 from taas.wire import deadlines
 from taas.wire.agents import JobOver, JobSays, StartJob
 from taas.wire.clients import DeliveryOrder, Submit
@@ -325,7 +324,10 @@ FOREIGN: list[tuple[int, JobSays]] = [
 
 
 def test_an_agent_speaks_of_its_own_job_and_ranks_only(begin: Callable[..., Beginning]) -> None:
-    """What the second VM says of the first one's ranks, or of data processes, changes nothing: names are rank 0's."""
+    """What the second VM says of the first one's ranks, or of data processes, changes nothing: names are rank 0's.
+
+    Another rank of its VM may name a memory: nobody opens it.
+    """
     begun = begin(data_vms=1)
     assert begun.run.data is not None
     begun.run.data.phase = Phase.DELIVERING
@@ -335,12 +337,6 @@ def test_an_agent_speaks_of_its_own_job_and_ranks_only(begin: Callable[..., Begi
         begun.run.hear(begun.vms[1], job, said)
     assert (begun.record, begun.told, list(begun.run.output.rglob("*"))) == before
     assert not (begun.run.found.ended or begun.run.found.started or begun.run.ranks.done)
-    assert (begun.run.answer, begun.run.transfer.answer, begun.run.ranks.store) == (None, None, None)
-
-
-def test_names_are_taken_from_rank_0_alone(begin: Callable[..., Beginning]) -> None:
-    """Another rank of its VM may name a memory: nobody opens it."""
-    begun = begin()
-    _all_come(begun, (), ())
+    assert (begun.run.found.answer, begun.run.transfer.answer, begun.run.ranks.store) == (None, None, None)
     begun.hear(0, RankEnded(rank=1, outcome="done", at=0.0, answer=Memory(os.getpid(), 9, 100)))
-    assert begun.run.answer is None
+    assert begun.run.found.answer is None

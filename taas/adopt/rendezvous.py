@@ -2,7 +2,7 @@
 
 Programs bring their own meeting point: ``MASTER_PORT = "12355"``, ``tcp://localhost:23456``, a shared file.
 Two runs on one machine would meet there, and a port that was free a moment ago is a race. In a rank all of
-them lead to the run's store instead, which the agent opened before the rank had its order (agent/run_store.py).
+them lead to the run's store instead, which the agent opened before the rank had its order (agent/torchrun.py).
 
 The seam is torch's table of rendezvous handlers. Whoever calls ``init_process_group``, by whatever name it
 was imported, and ``init_device_mesh`` and RPC as well, pass through it; a store passed in by the program

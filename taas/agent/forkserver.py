@@ -17,7 +17,7 @@ from multiprocessing import forkserver as _mp
 from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from taas.agent.import_idly import MODULES
 from taas.engines.local import visible_gpus
@@ -56,7 +56,7 @@ DATA_PRELOAD = (
     "numpy.random",
     "threadpoolctl",
     "multiprocessing.popen_fork",
-    "taas.agent.data_job",
+    "taas.agent.job",
     "taas.delivery.worker_pool",
     "taas.delivery.planner",
     "taas.rank.lifeline",
@@ -124,6 +124,14 @@ def fork(target: Callable[..., None], *arguments: Any) -> Any:
     return process
 
 
+class _MadeFor(NamedTuple):
+    """What a forkserver has at its start, and keeps: another one is needed where a run wants something else."""
+
+    environ: dict[str, str]
+    installed: tuple[tuple[str, int], ...]
+    rehearsed: bool
+
+
 class Forkserver:
     """multiprocessing's one forkserver of this process, started again when it went or is out of date."""
 
@@ -131,7 +139,7 @@ class Forkserver:
         self._data, self._idle = data, idle
         self._began = 0.0
         self._server = _mp._forkserver
-        self._made_for = self._fitting(dict(os.environ), rehearsed=not visible_gpus())
+        self._made_for = _MadeFor(read_at_import(dict(os.environ)), _installed(), not visible_gpus())
         self._run = ""
 
     @property
@@ -155,8 +163,7 @@ class Forkserver:
 
     def start(self) -> None:
         """Start it, if it does not run."""
-        _, _, rehearsed = self._made_for
-        ahead = (_REHEARSED,) if rehearsed else ()
+        ahead = (_REHEARSED,) if self._made_for.rehearsed else ()
         preload = [*DATA_PRELOAD] if self._data else [*PRELOAD, *ahead, _LAST]
         if self._idle:
             os.environ[MODULES] = ",".join(preload)
@@ -197,12 +204,13 @@ class Forkserver:
             self.start()
             return False
         self._run = run
-        wanted = self._fitting(environ, rehearsed=self._made_for[2] if rehearsed is None else rehearsed)
+        rehearsed = self._made_for.rehearsed if rehearsed is None else rehearsed
+        wanted = _MadeFor(read_at_import(environ), _installed(), rehearsed)
         changed = wanted != self._made_for
         if changed:
-            for name in self._made_for[0].keys() - wanted[0].keys():
+            for name in self._made_for.environ.keys() - wanted.environ.keys():
                 os.environ.pop(name, None)
-            os.environ.update(wanted[0])
+            os.environ.update(wanted.environ)
             self._end()
             self._made_for = wanted
         self.start()
@@ -217,9 +225,3 @@ class Forkserver:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
         self._server._stop()  # type: ignore[attr-defined]
-
-    @staticmethod
-    def _fitting(
-        environ: dict[str, str], *, rehearsed: bool
-    ) -> tuple[dict[str, str], tuple[tuple[str, int], ...], bool]:
-        return read_at_import(environ), _installed(), rehearsed

@@ -19,9 +19,7 @@ _NICE = 10
 def _import(names: str) -> None:
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
     for name in names.split(","):
-        with contextlib.suppress(
-            ImportError
-        ):  # as multiprocessing does: who needs it says that it is missing
+        with contextlib.suppress(ImportError):  # as multiprocessing does: who needs it says so
             importlib.import_module(name)
 
 

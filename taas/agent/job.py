@@ -1,26 +1,39 @@
 """A job: a group of processes of one run on this VM, from its order until the supervisor may forget it.
 
-Staged in, forked, watched, mirrored, ended, reaped: that is the same for the ranks of a run, for its planner and for
-its worker pools. What differs stands in :mod:`taas.agent.rank_job` and :mod:`taas.agent.data_job`.
+Staged in, forked, watched, mirrored, ended, reaped: that is the same for the ranks of a run (:mod:`taas.agent.rank_job`),
+for its planner and for its worker pools, with their data workers.
+
+A data process begins with torch imported, so a run waits for its data workers no longer than they need to make the first
+elements. It is tied to its agent and its forkserver as a rank is (rank/lifeline.py), with the session that its data
+workers share.
 """
 
 from __future__ import annotations
 
+import io
+import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from taas.agent.forkserver import Forkserver
+import msgspec
+
+from taas.agent.forkserver import Forkserver, fork
+from taas.agent.outflow import log_of
 from taas.agent.processes import ForkedProcess
 from taas.agent.spares import KeptProcesses, Spares
 from taas.agent.staging import ProjectArrival, Staging
+from taas.delivery.config import DataOrder
 from taas.engines import AgentConfig
 from taas.wire.agents import EndJob, How, JobOver, JobSays, OfJob, StartJob
 from taas.wire.framing import Message
 from taas.wire.ranks import RankKept, Staged
 from taas.wire.transfer import Chunk, Sender, Taken
+
+_AS_A_C1_4 = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
 @dataclass(frozen=True)
@@ -77,7 +90,6 @@ class Job:
         self._how: str | None = None
 
     def _say(self, said: JobSays) -> None:
-        """Say something of this job to the supervisor."""
         self._services.say(OfJob(run=self.run, job=self.number, said=said))
 
     # ------------------------------------------------------------ what differs
@@ -95,7 +107,7 @@ class Job:
         raise NotImplementedError
 
     def _process_gone(self, process: ForkedProcess) -> None:
-        """Say what became of a process, which was reaped."""
+        """Take in what a process that is gone said last, and say what became of it."""
 
     def _end_processes(self, how: How, *, names: bool) -> None:
         """Begin to end the processes that there are."""
@@ -168,12 +180,8 @@ class Job:
 
     def _gone(self, process: ForkedProcess) -> None:
         self._services.off(process.sentinel)
-        self._before_gone(process)
         process.gone = True
         self._process_gone(process)
-
-    def _before_gone(self, process: ForkedProcess) -> None:
-        """A process is dead: take in what it said last."""
 
     @property
     def ended(self) -> bool:
@@ -205,3 +213,83 @@ class Job:
         if self._staging is not None:
             self._staging.close()
             self._staging = None
+
+
+class DataJob(Job):
+    """One data process."""
+
+    def __init__(self, order: StartJob, services: Services) -> None:
+        super().__init__(order, services)
+        assert isinstance(order.work, DataOrder)
+        self._work = order.work
+
+    def _rehearsed(self) -> bool | None:
+        return self._work.rehearsed
+
+    def _fork(self, staged: Staged) -> None:
+        assert self._staging is not None
+        if self._services.config.remote:
+            log = Path(staged.output)
+            log.write_text("".join(f"{notice}\n" for notice in self._staging.project.notices))
+            self.sender.add(log_of(log, lambda: self.ended))
+            self._services.grows(log.parent)
+        self.processes.append(ForkedProcess(fork(_be_data_process, self._work, staged)))
+
+    def end(self, how: How, *, names: bool) -> None:
+        """End it, also before it began."""
+        if not self.begun:
+            self._how = self._how or "ended before it began"
+        super().end(how, names=names)
+
+    def _end_processes(self, how: How, *, names: bool) -> None:
+        """SIGKILL it with all its data workers: what was to be said was said to the coordinator."""
+        for process in self.processes:
+            process.kill_tree()
+
+    def _process_gone(self, process: ForkedProcess) -> None:
+        code = process.exitcode or 0
+        self._services.forkserver.outlived(code)  # or is dead now, and its processes are the agent's children
+        self._how = self._how or (f"killed by signal {-code}" if code < 0 else f"ended with status {code}")
+
+
+def _be_data_process(order: DataOrder, staged: Staged) -> None:
+    from threadpoolctl import threadpool_limits  # as all that a data process needs and an agent does not
+
+    from taas.project_sync import replica
+    from taas.rank.lifeline import tie_to_agent
+
+    tie_to_agent()
+    Path("/proc/self/comm").write_text("taas-planner" if order.plans else "taas-pool")
+    os.environ.clear()
+    os.environ.update(staged.environ | _AS_A_C1_4)
+    _write_to(staged.output)
+    project = replica.entered(staged.replica, staged.project, lambda text: sys.stderr.write(f"{text}\n"))
+    os.chdir(project)
+    sys.path[:0] = [] if project in sys.path else [project]
+    threadpool_limits(1)  # the variable alone is read at import, which was before the fork
+    order = msgspec.structs.replace(order, payload=staged.payload.path)
+    if order.plans:
+        from taas.delivery import planner
+
+        planner.main(order)
+    else:
+        from taas.delivery import worker_pool
+
+        worker_pool.main(order)
+
+
+def _write_to(log: str) -> None:
+    """Let what user code prints there go to the run's folder; where it cannot, it goes to the agent's log.
+
+    Each line at once: a data worker is killed at the run's end, with all that it has not written yet.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)
+    try:
+        Path(log).parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    except OSError:
+        return
+    os.dup2(fd, 1)
+    os.dup2(fd, 2)
+    os.close(fd)

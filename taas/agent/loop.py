@@ -19,14 +19,12 @@ import psutil
 import zmq
 
 from taas import _linux
-from taas.agent.data_job import DataJob
-from taas.agent.endings import become_subreaper, kill_tree, sweep_orphans
-from taas.agent.environ import environment
 from taas.agent.forkserver import Forkserver
-from taas.agent.job import Job, Services
-from taas.agent.processes import RankProcess
+from taas.agent.job import DataJob, Job, Services
+from taas.agent.processes import RankProcess, become_subreaper, kill_tree, sweep_orphans
 from taas.agent.rank_job import RankJob
 from taas.agent.spares import KeptProcesses, Spares
+from taas.agent.staging import environment
 from taas.delivery.config import read_line
 from taas.engines import AgentConfig
 from taas.runs.events import BLIND_SECONDS, Inotify
@@ -43,7 +41,9 @@ class Agent:
 
     def __init__(self, config: AgentConfig) -> None:
         self._context = zmq.Context()
-        self._socket = make_socket(self._context, config)
+        self._socket = make_dealer(self._context, config.server_key, config.public_key, config.secret_key)
+        if config.remote:
+            set_heartbeat(self._socket)
         self._sources = PollLoop()
         self._read = MessageReader(AgentHears)
         self._forkserver = Forkserver(data=config.data, idle=config.idle)
@@ -80,7 +80,7 @@ class Agent:
         if self._link is not None:
             self._sources.on(self._link.source, partial(self._look_at_link, self._link))
             threading.Thread(target=_die_when_stopped, args=(self._ending,), daemon=True).start()
-        self._sources.on(self._inotify.fileno(), self._note_growth)
+        self._sources.on(self._inotify.fileno(), self._inotify.changed)  # each round mirrors what is new
         self._say(Alive())
         try:
             while not self._supervisor_gone:
@@ -181,9 +181,6 @@ class Agent:
 
     # ------------------------------------------------------------ what is written, and left
 
-    def _note_growth(self) -> None:
-        self._inotify.changed()  # each round of the loop mirrors what is new
-
     def _sweep(self) -> None:
         """End what dead processes have left; a cell that runs may have orphans that it needs."""
         if all(job.ended for job in self._rank_jobs):
@@ -226,14 +223,6 @@ def _die_when_stopped(ending: threading.Event) -> None:
     _linux.kill_in(deadlines.AGENT_STOPPED)
     while not ending.wait(deadlines.SHOW_ALIVE):
         _linux.kill_in(deadlines.AGENT_STOPPED)
-
-
-def make_socket(context: zmq.Context[Any], config: AgentConfig) -> zmq.Socket[Any]:
-    """Return a DEALER for the supervisor, authenticated and encrypted by CURVE."""
-    socket = make_dealer(context, config.server_key, config.public_key, config.secret_key)
-    if config.remote:
-        set_heartbeat(socket)
-    return socket
 
 
 def main() -> None:

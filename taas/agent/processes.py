@@ -1,4 +1,9 @@
-"""A process forked from the forkserver: signalled by its record, and, where it is a rank's, talked to; and that rank."""
+"""Processes forked from the forkserver, signalled by their record, and how trees of processes end: killed, then what is left.
+
+An agent is a child subreaper (prctl(2), PR_SET_CHILD_SUBREAPER): whatever a rank started stays below the agent,
+also when it made a session of its own and its parent is gone. So a descendant of the agent that is neither the
+forkserver nor below it is an orphan of a rank, and nothing else is ever signalled.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +12,21 @@ import os
 import signal
 import socket
 import time
-from functools import partial
+from collections.abc import Iterable
 from multiprocessing.connection import wait
 from typing import Any
 
 import psutil
 
-from taas.agent.endings import kill_tree
+from taas import _linux
 from taas.agent.forkserver import fork
 from taas.wire import deadlines
-from taas.wire.framing import Message, pack
 from taas.wire.rank_connection import RankConnection
-from taas.wire.ranks import Preparation, RankEnded, RankKept, RankRequest, RankSays, RankStage
-from taas.wording import killed_by
+from taas.wire.ranks import Preparation, RankSays, RankStage
+
+_PR_SET_CHILD_SUBREAPER = 36
+SWEEPS = 10
+"""So often what is left is killed: while a tree is being killed, what is left of it is handed on."""
 
 
 class ForkedProcess:
@@ -112,80 +119,82 @@ class RankProcess(ForkedProcess):
             self.connection = None
 
 
-class Rank:
-    """One rank, as its agent knows it.
-
-    Attributes:
-        started: whether it has begun the cell.
-        at_work: whether it has noticed that it is interrupted, or is in C code that takes its time.
-        packing: whether it packs its names.
-        ended: how the cell ended in it.
-        kept: it waits for the next order.
-        signalled: the last signal that it was sent.
-        too_late: what it had not done in time with its names, in words, if it was ended for that.
-    """
-
-    def __init__(self, number: int, process: RankProcess) -> None:
-        self.number, self.process = number, process
-        self.started = self.at_work = self.packing = False
-        self.ended: RankEnded | None = None
-        self.kept: RankKept | None = None
-        self.ended_at = 0.0
-        self.signalled: signal.Signals | None = None
-        self.too_late = ""
-
-    def send(self, number: signal.Signals) -> None:
-        """Signal the rank, if it is still there."""
-        if not self.process.gone:
-            self.signalled = number
-            self.process.send(number)
-
-    def tell(self, message: Message) -> None:
-        """Send it a message."""
-        self.process.tell(pack(message))
-
-    def leave(self) -> None:
-        """Let it go: its agent has all it needs."""
-        self.kept, self.ended_at = None, time.monotonic()
-        self.tell(RankRequest(what="leave"))
-
-    def kill(self) -> None:
-        """SIGKILL it and all its descendants."""
-        if not self.process.gone:
-            self.process.kill_tree()
-            self.send(signal.SIGKILL)
-
-    @property
-    def late(self) -> bool:
-        """Whether its cell ended long ago, and it is still there."""
-        return (
-            self.ended is not None
-            and self.kept is None
-            and not self.process.gone
-            and time.monotonic() > self.ended_at + deadlines.RANK_EXITS
-        )
-
-    def post_mortem(self, *, forkserver_outlived: bool) -> RankEnded:
-        """Say how a rank ended that did not say so itself."""
-        code = self.process.exitcode
-        ended = partial(RankEnded, rank=self.number, at=time.time())
-        if code is not None and code < 0:
-            name = signal.Signals(-code).name
-            if self.signalled not in (None, signal.SIGINT) or self.signalled == -code:
-                return ended(outcome="ended", etype=name, message=self.too_late or f"was ended by {name}")
-            return ended(outcome="died", etype=name, message=f"killed by {killed_by(code)}")
-        if not forkserver_outlived:
-            return ended(outcome="orphaned", message="its forkserver was killed")
-        if self.signalled is not None:
-            return ended(outcome="ended", etype="SIGINT", message="was ended while it started")
-        return ended(
-            outcome="died",
-            etype="os._exit",
-            message=f"left with status {code} before the cell ended (os._exit, or an abort in C code)",
-        )
-
-
 def _be_rank(agent: socket.socket, preparation: Preparation) -> None:
     from taas.rank import entry  # the forkserver has it; an agent never imports torch
 
     entry.main(agent, preparation)
+
+
+# ---------------------------------------------------------------- trees of processes
+
+
+def become_subreaper() -> None:
+    """Adopt the orphans of all descendants from now on."""
+    _linux.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def kill_tree(roots: Iterable[psutil.Process]) -> None:
+    """SIGKILL processes and all their descendants, and wait until they are dead, two seconds at most.
+
+    multiprocessing's resource tracker is left to itself: it removes named semaphores that the dead left
+    behind, and ends when nobody holds its pipe.
+    """
+    poisoned = list(roots)
+    for root in list(poisoned):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            poisoned += root.children(recursive=True)
+    dying: dict[int, int] = {}
+    for process in poisoned:
+        # AccessDenied: what a cell started by sudo is another user's
+        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError, psutil.AccessDenied):
+            if not _tracks_resources(process):
+                process.kill()
+                dying[os.pidfd_open(process.pid)] = process.pid
+    wait_for_all(dying, deadlines.TREE_DIES)
+    for handle, pid in dying.items():
+        with contextlib.suppress(ChildProcessError):  # it is not for this process to bury
+            os.waitpid(pid, os.WNOHANG)
+        os.close(handle)
+
+
+def _tracks_resources(process: psutil.Process) -> bool:
+    try:
+        return any("multiprocessing.resource_tracker" in argument for argument in process.cmdline())
+    except psutil.ZombieProcess:  # dying: some of its threads may be there still
+        return False
+
+
+def wait_for_all(handles: Iterable[int], seconds: float) -> None:
+    """Wait until all of some descriptors are readable, so many seconds at most."""
+    left, until = set(handles), time.monotonic() + seconds
+    while left and (rest := until - time.monotonic()) > 0:
+        left.difference_update(wait(left, rest))
+
+
+def sweep_orphans(own: Iterable[int]) -> None:
+    """End this process's adopted orphans: its children but those in ``own``.
+
+    Again until there are none: while a tree is being killed, what is left of it is handed on to this process.
+    """
+    kept = set(own)
+    for _ in range(SWEEPS):
+        if not (left := orphans(kept)):
+            return
+        kill_tree(left)
+
+
+def orphans(own: Iterable[int]) -> list[psutil.Process]:
+    """Return this process's children but those in ``own``; those that have ended by themselves are buried."""
+    kept = set(own)
+    return [child for child in psutil.Process().children() if child.pid not in kept and not _ended(child)]
+
+
+def _ended(child: psutil.Process) -> bool:
+    """Whether nothing is left to end: it was buried here, or is a resource tracker at its last work."""
+    try:
+        if child.status() == psutil.STATUS_ZOMBIE:
+            reaped, _ = os.waitpid(child.pid, os.WNOHANG)
+            return bool(reaped == child.pid)
+        return _tracks_resources(child)
+    except (psutil.NoSuchProcess, ChildProcessError):
+        return True

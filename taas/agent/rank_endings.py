@@ -2,22 +2,98 @@
 
 After an interrupt each rank comes out of the call of C that it is in, and runs the cell's own ``except`` and ``finally``,
 however long that takes. A rank other than 0 that gives no sign of it is stuck: it is ended once no other rank of this VM
-is still at work. After a failure
-all ranks have the same short time, and are not interrupted before they can have come to the same end. Who is out of time gets SIGTERM and SIGKILL; rank 0 is asked for its names before.
+is still at work. After a failure all ranks have the same short time, and are not interrupted before they can have come to
+the same end. Who is out of time gets SIGTERM and SIGKILL; rank 0 is asked for its names before.
 """
 
 from __future__ import annotations
 
 import signal
 import time
+from functools import partial
 
-from taas.agent.processes import Rank
+from taas.agent.processes import RankProcess
 from taas.wire import deadlines
 from taas.wire.agents import How
+from taas.wire.framing import Message, pack
 from taas.wire.rank_connection import NOTICE
-from taas.wire.ranks import RankOrder, RankRequest
+from taas.wire.ranks import RankEnded, RankKept, RankOrder, RankRequest
+from taas.wording import killed_by
 
 _PATIENCE: tuple[How, ...] = ("now", "failure", "interrupt")
+
+
+class Rank:
+    """One rank, as its agent knows it.
+
+    Attributes:
+        started: whether it has begun the cell.
+        at_work: whether it has noticed that it is interrupted, or is in C code that takes its time.
+        packing: whether it packs its names.
+        ended: how the cell ended in it.
+        kept: it waits for the next order.
+        signalled: the last signal that it was sent.
+        too_late: what it had not done in time with its names, in words, if it was ended for that.
+    """
+
+    def __init__(self, number: int, process: RankProcess) -> None:
+        self.number, self.process = number, process
+        self.started = self.at_work = self.packing = False
+        self.ended: RankEnded | None = None
+        self.kept: RankKept | None = None
+        self.ended_at = 0.0
+        self.signalled: signal.Signals | None = None
+        self.too_late = ""
+
+    def send(self, number: signal.Signals) -> None:
+        """Signal the rank, if it is still there."""
+        if not self.process.gone:
+            self.signalled = number
+            self.process.send(number)
+
+    def tell(self, message: Message) -> None:
+        """Send it a message."""
+        self.process.tell(pack(message))
+
+    def leave(self) -> None:
+        """Let it go: its agent has all it needs."""
+        self.kept, self.ended_at = None, time.monotonic()
+        self.tell(RankRequest(what="leave"))
+
+    def kill(self) -> None:
+        """SIGKILL it and all its descendants."""
+        if not self.process.gone:
+            self.process.kill_tree()
+            self.send(signal.SIGKILL)
+
+    @property
+    def late(self) -> bool:
+        """Whether its cell ended long ago, and it is still there."""
+        return (
+            self.ended is not None
+            and self.kept is None
+            and not self.process.gone
+            and time.monotonic() > self.ended_at + deadlines.RANK_EXITS
+        )
+
+    def post_mortem(self, *, forkserver_outlived: bool) -> RankEnded:
+        """Say how a rank ended that did not say so itself."""
+        code = self.process.exitcode
+        ended = partial(RankEnded, rank=self.number, at=time.time())
+        if code is not None and code < 0:
+            name = signal.Signals(-code).name
+            if self.signalled not in (None, signal.SIGINT) or self.signalled == -code:
+                return ended(outcome="ended", etype=name, message=self.too_late or f"was ended by {name}")
+            return ended(outcome="died", etype=name, message=f"killed by {killed_by(code)}")
+        if not forkserver_outlived:
+            return ended(outcome="orphaned", message="its forkserver was killed")
+        if self.signalled is not None:
+            return ended(outcome="ended", etype="SIGINT", message="was ended while it started")
+        return ended(
+            outcome="died",
+            etype="os._exit",
+            message=f"left with status {code} before the cell ended (os._exit, or an abort in C code)",
+        )
 
 
 class Ending:
@@ -73,9 +149,8 @@ class Ending:
             self._interrupted.add(rank.number)
             if rank.started:
                 rank.send(signal.SIGINT)
-                rank.process.send(
-                    NOTICE
-                )  # at once: its except may wait for others by the time that it has the message
+                # at once: its except may wait for others by the time that it has the message
+                rank.process.send(NOTICE)
                 rank.tell(RankRequest(what="notice"))
             else:  # it has nothing to finish, and may be deaf to SIGINT yet
                 rank.send(signal.SIGTERM)

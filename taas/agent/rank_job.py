@@ -14,15 +14,13 @@ from pathlib import Path
 
 import msgspec
 
-from taas.agent.endings import orphans
-from taas.agent.environ import rank_environ
 from taas.agent.job import Job, Services
 from taas.agent.outflow import ProjectChanges, output_of
-from taas.agent.processes import ForkedProcess, Rank
-from taas.agent.rank_endings import Ending
-from taas.agent.run_store import RunStore
+from taas.agent.processes import ForkedProcess, orphans
+from taas.agent.rank_endings import Ending, Rank
 from taas.agent.stacks import Look, last_words
 from taas.agent.staging import ProjectArrival
+from taas.agent.torchrun import RunStore, rank_environ
 from taas.wire import deadlines
 from taas.wire.agents import How, LookAtRanks, RanksSeen, StartJob
 from taas.wire.framing import Memory, Message, StoreAddress, pack
@@ -106,7 +104,9 @@ class RankJob(Job):
             rank = Rank(numbers[local], process)
             self.ranks.append(rank)
             self.processes.append(process)
-            self._listen_to(rank)
+            assert process.connection is not None
+            source = process.connection.fileno()
+            services.on(source, partial(self._hear_rank, rank, source))
             start = RankStart(
                 order=work, staged=staged, local_rank=local, environ=rank_environ(work, staged, local)
             )
@@ -137,11 +137,6 @@ class RankJob(Job):
                         rank.tell(message)
             case _:
                 super().hear(message)
-
-    def _listen_to(self, rank: Rank) -> None:
-        assert rank.process.connection is not None
-        source = rank.process.connection.fileno()
-        self._services.on(source, partial(self._hear_rank, rank, source))
 
     def _hear_rank(self, rank: Rank, source: int) -> None:
         for said in rank.process.hear():
@@ -232,16 +227,13 @@ class RankJob(Job):
     def _end_processes(self, how: How, *, names: bool) -> None:
         self._ending.begin(how, names=names)
 
-    def _before_gone(self, process: ForkedProcess) -> None:
+    def _process_gone(self, process: ForkedProcess) -> None:
         rank = next(rank for rank in self.ranks if rank.process is process)
         if rank.process.connection is not None:
             source = rank.process.connection.fileno()
             self._hear_rank(rank, source)
             self._services.off(source)
             rank.process.disconnect()
-
-    def _process_gone(self, process: ForkedProcess) -> None:
-        rank = next(rank for rank in self.ranks if rank.process is process)
         outlived = self._services.forkserver.outlived(process.exitcode)
         if rank.ended is None:
             ended = self._explained(rank.post_mortem(forkserver_outlived=outlived))

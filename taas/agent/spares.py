@@ -17,16 +17,15 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
-from multiprocessing.connection import wait
 from typing import Any
 
 import psutil
 
-from taas.agent.processes import RankProcess
-from taas.agent.run_store import RunStore
+from taas.agent.processes import RankProcess, wait_for_all
 from taas.agent.staging import ProjectArrival
+from taas.agent.torchrun import RunStore
 from taas.wire import deadlines
 from taas.wire.agents import KeptGone
 from taas.wire.framing import Message, pack
@@ -86,10 +85,10 @@ class Spares:
             return
         now = time.monotonic()
         try:
-            short = _memory_is_short()
+            memory = psutil.virtual_memory()
         except OSError:  # no descriptor is left: another look may have one
             return
-        if now > self._until or short:
+        if now > self._until or memory.available < _FREE_SHARE * memory.total:
             self.end()
         elif self._missing and now >= self._from and all(spare.ready for spare in self._waiting):
             self._make_one()
@@ -134,13 +133,8 @@ class Spares:
         self._waiting.clear()
 
 
-def _memory_is_short() -> bool:
-    memory = psutil.virtual_memory()
-    return bool(memory.available < _FREE_SHARE * memory.total)
-
-
 class KeptProcesses:
-    """None at first.
+    """The ranks of this VM that stay after a ``--keep`` cell; none at first.
 
     Args:
         on, off: begin and end to watch a descriptor.
@@ -198,16 +192,10 @@ class KeptProcesses:
                 process.tell(pack(RankRequest(what="leave")))
         self._processes = {}
         if patient:
-            _wait_for_end(process.sentinel for process in processes)
+            wait_for_all([process.sentinel for process in processes], deadlines.LEAVE_KEPT)
         for process in processes:
             process.kill_tree()
             process.disconnect()
         while self._stores:
             self._stores.pop().close()
         self.project = None
-
-
-def _wait_for_end(sentinels: Iterable[int]) -> None:
-    left, until = set(sentinels), time.monotonic() + deadlines.LEAVE_KEPT
-    while left and (seconds := until - time.monotonic()) > 0:
-        left.difference_update(wait(left, seconds))

@@ -9,12 +9,11 @@ from __future__ import annotations
 import contextlib
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import msgspec
 
-from taas.agent.environ import environment
 from taas.engines import AgentConfig
 from taas.project_sync import replica
 from taas.project_sync.applier import unpack
@@ -25,6 +24,21 @@ from taas.wire.ranks import RankOrder, Staged
 from taas.wire.transfer import Chunk, Incoming
 
 _COPY = "project"
+
+
+def environment(notebook: dict[str, str], changed: Iterable[str], config: AgentConfig) -> dict[str, str]:
+    """Return the environment that ranks have on this VM.
+
+    A variable that the notebook set itself holds here, too; one that it inherited holds where this VM has none
+    of that name: PATH, HOME and their like are the VM's.
+
+    Args:
+        notebook: the notebook's environment, or a part of it.
+        changed: names of variables that the notebook set, changed or removed.
+        config: the agent's.
+    """
+    own = {name: value for name, value in config.environ.items() if name not in changed}
+    return {**notebook, **own}
 
 
 def _empty_folder(wanted: Path) -> Path:

@@ -14,8 +14,6 @@ from taas.wording import shown
 
 
 class _Elsewhere(NamedTuple):
-    """An engine that has its machines elsewhere."""
-
     read_address: Callable[[str, str], str]  # what was typed after its name, and where; raises HeaderError
     check_installed: Callable[[], None]  # raises EngineError with what to type
     start: Callable[[str, Callable[[str], str], Path], Engine]  # of an address, as start_engine says

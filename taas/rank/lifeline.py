@@ -3,7 +3,7 @@
 Two ties, both held by the operating system, so that they work while C code holds the GIL, and on processes that are
 stopped: the parent-death signal where the other one is the parent (prctl(2), PR_SET_PDEATHSIG), else a SIGKILL on
 end-of-file of a pipe whose writing end only the other one has (fcntl(2), F_SETSIG). Children that leave a rank's session
-stay in the process tree of agent and supervisor, and are found there (agent/endings.py). So a supervisor is not killed at
+stay in the process tree of agent and supervisor, and are found there (agent/processes.py). So a supervisor is not killed at
 the end of its kernel: it is told to go on, should it be stopped, and ends all that there is.
 
 And what ``ps`` and ``top`` call those that are not ranks yet (proc_pid_comm(5)).

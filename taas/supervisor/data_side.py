@@ -33,9 +33,8 @@ from taas.delivery.messages import (
 from taas.delivery.slab import slab_size
 from taas.delivery.transport import CoordinatorProcess
 from taas.errors import RunLost
-from taas.supervisor.data_vms import PLANNER, DataVms
 from taas.supervisor.transfer import Transfer
-from taas.supervisor.vms import Vm
+from taas.supervisor.vms import PLANNER, DataVms, Vm
 from taas.wire.agents import EndJob, JobOver, JobRequest, OfJob, StartJob
 from taas.wire.clients import Submit
 
@@ -264,7 +263,6 @@ class DataSide:
 
     @property
     def _misses(self) -> bool:
-        """Whether a data process that is lost is missed."""
         return self.phase < Phase.FINISHING and not self.failed
 
     def process_over(self, job: int, over: JobOver) -> None:

@@ -28,6 +28,8 @@ class Findings:
     Attributes:
         started: the ranks that have begun the cell.
         ended: how ranks have ended, as they or their agents said.
+        answer: rank 0's names, if they came.
+        notices: what the cell says when it is over.
         presses: how often a person interrupted it.
         interrupted: a person did, or its client is gone, before it had failed.
         let_go: its client takes no names of it.
@@ -41,6 +43,8 @@ class Findings:
         self._spec, self._ranks = spec, ranks
         self.started: set[int] = set()
         self.ended: dict[int, RankEnded] = {}
+        self.answer: Memory | None = None
+        self.notices: list[str] = []
         self.presses = 0
         self.interrupted = self.let_go = False
         self.stopped = ""
@@ -49,6 +53,13 @@ class Findings:
         self.error = RunLost.__name__
         self._clocks: dict[int, float] = {}
         """What the clock of a VM elsewhere is behind this process's, in seconds."""
+
+    def take(self, ended: RankEnded) -> None:
+        """Take in how the cell ended in a rank; names that are elsewhere still have to come."""
+        self.ended[ended.rank] = ended
+        if ended.rank == 0 and ended.answer is not None and not ended.answer.elsewhere:
+            self.answer = ended.answer
+        self.notices += [line for line in ended.notices if line not in self.notices]
 
     def measure_clock(self, rank: int, at: float) -> None:
         """Compare a rank's clock with this process's, by what the rank has just said; the quickest message tells best."""
@@ -63,29 +74,31 @@ class Findings:
         ended = self.ended.values()
         return len(ended) == self._spec.world_size and all(rank.outcome == "done" for rank in ended)
 
-    def loss(self, answer: Memory | None) -> str:
+    @property
+    def loss(self) -> str:
         """Return what was lost, if another start may go better; else empty."""
         may = not self.trouble and self.error == RunLost.__name__
-        return what_was_lost(self.verdict(answer)) if may else ""
+        return what_was_lost(self.verdict) if may else ""
 
-    def verdict(self, answer: Memory | None) -> Verdict:
-        """Say how the run ended; ``answer`` are rank 0's names, if they came.
+    @property
+    def verdict(self) -> Verdict:
+        """How the run ended.
 
         Kept ranks that were lost before one of them began the cell are ranks that are gone: it runs in new ones.
         """
-        verdict = self._verdict(answer)
+        verdict = self._verdict()
         lost = what_was_lost(verdict) if self._ranks.continues and not self.started else ""
         if not lost or self.error != RunLost.__name__:
             return verdict
         gone = f"the ranks that this notebook kept are gone ({lost})"
         return Verdict(outcome="lost", message=gone, error=RanksGone.__name__)
 
-    def _verdict(self, answer: Memory | None) -> Verdict:
+    def _verdict(self) -> Verdict:
         undone = [ended for ended in self.ended.values() if ended.outcome != "done"]
         failed = [ended for ended in undone if ended.outcome in _FAILED]
         orphaned = [ended for ended in self.ended.values() if ended.outcome == "orphaned"]
-        over = partial(Verdict, names=self._names_in_words(answer))
-        if self.interrupted and not (self.all_done and answer):
+        over = partial(Verdict, names=self._names_in_words())
+        if self.interrupted and not (self.all_done and self.answer):
             return over(outcome="interrupted", message=self._after_interrupt(failed))
         if self.lost or self.trouble or orphaned:
             message = self.lost or self.trouble or self._forkserver_lost(orphaned[0])
@@ -112,11 +125,11 @@ class Findings:
             f"{self.stopped or 'interrupted'}, then rank {first.rank} raised {first.etype}: {first.message}"
         )
 
-    def _names_in_words(self, answer: Memory | None) -> str:
+    def _names_in_words(self) -> str:
         """Say what became of rank 0's names, of a run that is not done."""
         if self._spec.returned == ():
             return "no names came back, as --return none asks"
-        if answer is not None:
+        if self.answer is not None:
             return "rank 0's names came back as they stood"
         ended = self.ended.get(0)
         if 0 not in self.started:

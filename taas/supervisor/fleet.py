@@ -15,8 +15,7 @@ from taas.engines.chosen import start_engine
 from taas.engines.local import LocalEngine
 from taas.errors import EngineError
 from taas.supervisor.connections import ControlSocket
-from taas.supervisor.data_vms import DataVms
-from taas.supervisor.vms import KEPT, Vm, demand_of, share_gpus
+from taas.supervisor.vms import KEPT, DataVms, Vm, demand_of, share_gpus
 from taas.wire import deadlines
 from taas.wire.clients import Submit
 from taas.wire.framing import Alive, Leave
@@ -127,7 +126,9 @@ class Fleet:
             EngineError: they cannot be had.
         """
         if kept:
-            return self.lease_kept(run, [*kept])
+            for vm in kept:
+                vm.run = run
+            return [*kept]
         spec = submit.cell.spec
         demand = demand_of(submit, spec.instance, spec.gpus_per_vm)
         gpus = () if spec.rehearse else submit.gpus
@@ -217,14 +218,9 @@ class Fleet:
 
     def keep(self, run: str, vms: list[Vm], idle: float) -> None:
         """Let a run's ranks stay on its VMs, and take its other VMs back."""
-        self.lease_kept(KEPT, vms)
-        self.release(run, idle)
-
-    def lease_kept(self, run: str, vms: list[Vm]) -> list[Vm]:
-        """Give the VMs of kept ranks to the run that has these ranks now."""
         for vm in vms:
-            vm.run = run
-        return vms
+            vm.run = KEPT
+        self.release(run, idle)
 
     def release(self, run: str, idle: float = 0.0) -> None:
         """Take all VMs of a run back, for the next one; those elsewhere stay for ``idle`` seconds."""
@@ -238,7 +234,6 @@ class Fleet:
 
     @property
     def _idle(self) -> list[Vm]:
-        """Those that no run has."""
         return [vm for vm in self._of if vm.run is None]
 
     def step(self) -> None:

@@ -176,7 +176,6 @@ class HangWatch:
     def _headline(
         self, there: dict[int, RankSeen], ended: set[int], stopped: list[int], silent: float
     ) -> str | None:
-        """Say what is wrong, or None."""
         if stopped:
             verb = "is" if len(stopped) == 1 else "are"
             return f"{ranks_in_words(stopped)} {verb} stopped: somebody sent SIGSTOP"

@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from taas import _linux
-from taas.agent.endings import SWEEPS, become_subreaper, kill_tree, orphans, sweep_orphans
+from taas.agent.processes import SWEEPS, become_subreaper, kill_tree, orphans, sweep_orphans
 from taas.engines import Engine
 from taas.errors import EngineError
 from taas.rank.lifeline import signal_at_end
@@ -95,7 +95,6 @@ class Supervisor:
 
     @property
     def _timed(self) -> list[HangWatch | KeptRanks | Fleet]:
-        """Who has something to do at some time."""
         return [*(run.hangs for run in self._runs.values()), self._kept, self._fleet]
 
     def _wait(self) -> float | None:
@@ -226,7 +225,7 @@ class Supervisor:
             data = self._fleet.lease_data(run.name, run.submit, vms)
             again = run.again(vms, data)
         except (EngineError, OSError) as error:
-            run.notices.append(f"it could not be started again: {error}")
+            run.found.notices.append(f"it could not be started again: {error}")
             return False
         self._begin(again)
         return True

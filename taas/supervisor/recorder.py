@@ -95,9 +95,7 @@ class Recorder:
         return self.record.folder / "reserve"
 
     def _write(self) -> None:
-        with contextlib.suppress(
-            OSError
-        ):  # the disk is full: the run goes on, and its client is told of the end
+        with contextlib.suppress(OSError):  # a full disk: the run goes on, and its client is told of the end
             write_record(self.record)
 
     def note(self, **changes: Any) -> None:
@@ -120,10 +118,7 @@ class Recorder:
         self.note(state="acquiring", restarts=number, losses=losses, trouble=None, questions=())
 
     def end(
-        self,
-        verdict: Verdict,
-        notices: tuple[str, ...],
-        kept_ranks: tuple[RankKept, ...] | None = None,
+        self, verdict: Verdict, notices: tuple[str, ...], kept_ranks: tuple[RankKept, ...] | None
     ) -> None:
         """Write down how the run ended.
 

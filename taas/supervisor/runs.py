@@ -11,16 +11,15 @@ from taas.errors import NotEnoughDevices, RunLost
 from taas.runs.records import output_folder, writes_folder
 from taas.storage.kept import make_writes, sort
 from taas.supervisor.data_side import DataSide
-from taas.supervisor.data_vms import DataVms
 from taas.supervisor.findings import Findings
 from taas.supervisor.hangs import HangWatch
 from taas.supervisor.rank_jobs import RankJobs
 from taas.supervisor.recorder import Recorder
 from taas.supervisor.transfer import ProjectSync, Transfer
-from taas.supervisor.vms import Vm
+from taas.supervisor.vms import DataVms, Vm
 from taas.wire.agents import How, JobOver, JobRequest, JobSays, RanksSeen
 from taas.wire.clients import RunState
-from taas.wire.framing import Memory, StoreAddress
+from taas.wire.framing import StoreAddress
 from taas.wire.poll_loop import WorkThread
 from taas.wire.ranks import Asking, RankEnded, RankStage
 from taas.wire.transfer import Chunk, Taken
@@ -56,11 +55,9 @@ class Run:
         self.name = name = recorder.record.name
         self._spec, project = submit.cell.spec, submit.workspace.project
         self._settling = self._over = False
-        self.answer: Memory | None = None
         self.output, self._sockets = output_folder(recorder.record.folder, restarts), sockets
         self.scratch: Path = writes_folder(self.output)
         self.since_ns = make_writes(self.scratch, project)
-        self.notices: list[str] = []  # what the cell says when it is over
         before, known = (kept.ranks, kept._project_sync.known) if kept else (None, None)
         self._project_sync: ProjectSync = ProjectSync(name, project, self.scratch, self._spec, known)
         self.transfer = Transfer(name, self._spec, self.output, self._project_sync, worker, self._failed)
@@ -158,7 +155,7 @@ class Run:
         self.ranks.done.add(number)
         self.ranks.kept[number] = over.kept
         self.hangs.lose_vm(number)
-        self.notices += over.notices
+        self.found.notices += over.notices
         if over.how:
             self.vms[number].unfit = True
             self._trouble(over.how)
@@ -184,17 +181,13 @@ class Run:
         self.end()
 
     def _rank_ended(self, ended: RankEnded) -> None:
-        self.found.ended[ended.rank] = ended
+        self.found.take(ended)
         self.recorder.note_question(Asking(rank=ended.rank))
-        answer = ended.answer if ended.rank == 0 else None
-        if answer is not None and answer.elsewhere:
+        if ended.rank == 0 and ended.answer is not None and ended.answer.elsewhere:
             try:
-                self.transfer.expect(0, answer)
+                self.transfer.expect(0, ended.answer)
             except OSError as error:
                 self._trouble(f"the names that the run made could not be taken: {error}")
-        else:
-            self.answer = answer or self.answer
-        self.notices += [line for line in ended.notices if line not in self.notices]
         if ended.outcome != "done":
             self.end()
 
@@ -207,10 +200,10 @@ class Run:
             self._data_changed()
 
     def _rank_vm_lost(self, number: int, how: str) -> None:
-        vm = self.vms[number]
-        held = self.answer is not None and self.answer.pid == vm.machine.pid and not self._settling
+        vm, answer = self.vms[number], self.found.answer
+        held = answer is not None and answer.pid == vm.machine.pid and not self._settling
         if held:  # its names went with it
-            self.answer = None
+            self.found.answer = None
         if number in self.ranks.done and not held:
             return
         if self.found.lost is None:
@@ -281,7 +274,7 @@ class Run:
         """What was lost, of a finished run that may be started again; else empty. New ranks lack what kept ones had."""
         if self._spec.keep or self.restarts >= self._spec.max_restarts:
             return ""
-        return self.found.loss(self.answer)
+        return self.found.loss
 
     def again(self, vms: list[Vm], data: DataVms | None) -> Run:
         """Give this name to a new start on these VMs; what ranks other than 0 wrote until now is kept.
@@ -295,7 +288,7 @@ class Run:
         new = Run(self.recorder, vms, data, self._sockets, self.worker, restarts=number, places=places)
         self.forget()
         self.recorder.begin_again(number, self.loss)
-        new.notices = self.notices
+        new.found.notices = self.found.notices
         new._project_sync.take_along(self._project_sync.written)
         return new
 
@@ -304,32 +297,29 @@ class Run:
 
         One that will not be started again is over: nothing changes how it ended.
         """
-        self.answer = self.transfer.answer or self.answer
-        well = bool(self.loss) or self.found.verdict(self.answer).outcome != "failed"
+        self.found.answer = self.transfer.answer or self.found.answer
+        well = bool(self.loss) or self.found.verdict.outcome != "failed"
         self._settling, self._over = True, not self.loss
-        work = partial(self._settle, self.answer, well=well)
-        self.worker.do(work, lambda done: then(done.result()))
+        self.worker.do(partial(self._settle, well=well), lambda done: then(done.result()))
 
-    def _settle(self, answer: Memory | None, *, well: bool) -> Run:
+    def _settle(self, *, well: bool) -> Run:
         notes, final = ([], b"") if self.data is None else (self.data.notes, self.data.final)
-        self.notices += [*notes, *self._project_sync.notices(well=well)]
+        notices = self.found.notices
+        notices += [*notes, *self._project_sync.notices(well=well)]
         self._project_sync.close()
-        self.notices += [
-            *self.transfer.notices,
-            *sort(self.scratch, self.submit.workspace.project, self.name),
-        ]
-        self.notices += self.recorder.keep(answer, final)
+        notices += [*self.transfer.notices, *sort(self.scratch, self.submit.workspace.project, self.name)]
+        notices += self.recorder.keep(self.found.answer, final)
         return self
 
     def conclude(self) -> RunState:
         """Write down how it ended, settled as it is; returns what its client is told, with the answer, which its agent holds."""
-        verdict = self.found.verdict(self.answer)
+        verdict = self.found.verdict
         gone = [_NOT_KEPT] if self._spec.keep and not self.ranks.stay else []
         if not self.found.all_done:
             self.ranks.store = None  # it may have been broken off
-        self.recorder.end(verdict, (*self.notices, *gone), self.ranks.stay or None)
+        self.recorder.end(verdict, (*self.found.notices, *gone), self.ranks.stay or None)
         loaders = b"" if self.data is None else self.data.final
-        return RunState(record=self.recorder.record, answer=self.answer, loaders=loaders)
+        return RunState(record=self.recorder.record, answer=self.found.answer, loaders=loaders)
 
     def forget(self) -> None:
         """Tell the agents that nobody needs what they hold for this run."""

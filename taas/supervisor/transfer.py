@@ -133,9 +133,7 @@ class Transfer:
             if isinstance(said, JobRequest) and job in self._senders:
                 self._senders[job].add(chunks_of("project", result))
                 self._step(job)
-        if (
-            isinstance(said, Chunk) and job in self._senders
-        ):  # also where it was not kept: the run's end waits for the agent
+        if isinstance(said, Chunk) and job in self._senders:  # kept or not: the run's end waits for the agent
             self._senders[job].acknowledge(said)
 
     def _step(self, job: int) -> None:
@@ -285,7 +283,6 @@ class ProjectSync:
             self._coming.pop(key).close()
 
     def _is_of(self, vm: int, entry: archive.ArchiveEntry) -> bool:
-        """Whether something is in the scratch of a VM's own ranks."""
         ranks = range(max(1, vm * self._width), (vm + 1) * self._width)
         places = [str(scratch_of(Path(), rank)) for rank in ranks]
         return archive.is_in(places, entry.path, directory=False)

@@ -72,7 +72,7 @@ def make_router(context: Any, public: bytes, secret: bytes) -> Socket:
     serve_curve(router, public, secret)
     router.setsockopt(zmq.MAXMSGSIZE, WIRE_LIMIT)
     router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-    router.set_hwm(0)  # credits bound what is on its way
+    router.set_hwm(0)  # who sends bounds what is on its way
     return router
 
 
@@ -81,7 +81,7 @@ def make_dealer(context: Any, server: str | bytes, public: str | bytes, secret: 
     dealer: Socket = context.socket(zmq.DEALER)
     show_key(dealer, server, public, secret)
     dealer.setsockopt(zmq.MAXMSGSIZE, WIRE_LIMIT)
-    dealer.set_hwm(0)  # credits bound what is on its way
+    dealer.set_hwm(0)  # who sends bounds what is on its way
     return dealer
 
 

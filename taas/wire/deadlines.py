@@ -5,16 +5,12 @@ takes it for stuck, and this before the person at the keyboard takes the supervi
 """
 
 LOCK_AGAIN = 0.01  # nothing tells that a lock is free but to try it again
-CLOCK_GRAIN = (
-    0.02  # processor time is counted so roughly; who waits may use as much, and a share of its time:
-)
+CLOCK_GRAIN = 0.02  # so roughly processor time is counted; who waits may use that, and a share of its time:
 IDLE_SHARE = 0.05  # of a second in each second: a store, for one, looks again and again
 STACKS_LOOK = 0.05  # between two looks whether a rank has written its stacks
 ENDINGS_LOOK = 0.1  # between two looks which rank is out of time
 ASK_AGAIN = 0.1  # until a rank's main thread is asked again for what its agent wants of it
-SPARES_REST = (
-    0.1  # after a run; what follows it at once (the next cell of Run All, the end of everything) comes first
-)
+SPARES_REST = 0.1  # after a run; first comes what follows it at once: the next cell, or the end of everything
 STILL = 0.2  # of sleep in C code: such a main thread changes no names, and they are packed beside it
 HANG_LOOK_SHORTEST = 0.25  # between two looks whether a run makes progress, at least
 SAME_END = 0.3  # for a rank in the cell after another one has failed: it may fail itself
@@ -35,9 +31,7 @@ LAST_WORD = 2.0  # for an engine to say why a connection is gone
 NOTICE_END = 3.0  # for a supervisor to notice its kernel's end; then the system kills it, and so all below it
 LEAVE_KEPT = 3.0  # for what libraries do at the exit of kept ranks
 FAILURE = 3.5  # for the cell in a rank after another one has failed
-END_RANKS = (
-    4.0  # for an agent to end ranks at once, rank 0's names included; who sends something home is at work
-)
+END_RANKS = 4.0  # for an agent to end ranks now, rank 0's names included; who sends something home is at work
 SHOW_ALIVE = 5.0  # until an agent elsewhere shows the system again that it is not stopped
 HANG_LOOK_OVERDUE = 5.0  # for a look at ranks; then another one takes its place
 SILENCE = 6.0  # for a sign of life to come from another host
@@ -49,9 +43,7 @@ HANG_LOOK_LONGEST = 10.0  # between two looks whether a run makes progress, at m
 RANK_EXITS = 15.0  # for a rank to leave after its cell has ended
 END_SUPERVISOR = 15.0  # for the end of a supervisor, which gives VMs elsewhere back; then the system kills it
 AGENT_STOPPED = 20.0  # for an agent elsewhere to go on; then the system kills it, and so its ranks
-NAMES_AHEAD = (
-    20.0  # for names to be packed before a wait on GPUs is aborted: copies of a GPU that hangs never end
-)
+NAMES_AHEAD = 20.0  # for names to be packed before a wait on GPUs is aborted: copies of a hung GPU never end
 SPARES_LOOK = 20.0  # between two looks whether the machine has memory for spares
 STORE_OPENS = 30.0  # for the store of a run on several machines to listen
 CONNECT = 60.0  # for an agent elsewhere to reach its supervisor

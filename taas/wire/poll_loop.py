@@ -87,9 +87,7 @@ def as_found() -> Iterator[None]:
 
 
 def _set(limits: tuple[int, int]) -> None:
-    with contextlib.suppress(
-        ValueError, OSError
-    ):  # some systems refuse "unlimited"; the limit stays as it is
+    with contextlib.suppress(ValueError, OSError):  # some systems refuse "unlimited": it stays as it is
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 

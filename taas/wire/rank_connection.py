@@ -90,7 +90,6 @@ class RankConnection:
             return []
 
     def _whole(self) -> Iterator[bytes]:
-        """Take the whole messages that are there."""
         while len(self._unread) >= _LENGTH.size:
             [size] = _LENGTH.unpack_from(self._unread)
             end = _LENGTH.size + size

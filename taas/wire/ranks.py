@@ -17,7 +17,7 @@ class RankStage(Message, frozen=True):
 
     Attributes:
         stage: ``ready``: a process has done all that a rank does before its order, and waits for one. ``begun``: the
-            cell begins to run. ``noticed``: the main thread of a rank that is interrupted runs Python code: what the
+            cell begins to run. ``at work``: the main thread of a rank that is interrupted runs Python code: what the
             cell makes of it takes its time. ``packing``: it packs its names, and its :class:`RankEnded` follows.
         rank: which; -1 before its order.
         at: of ``begun``: wall-clock time of its machine in seconds since the epoch.
