@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from taas.capture.memory import Memory, memory_of_storage
+from taas.capture.memory import MemoryRange, memory_of_storage
 from taas.capture.reading import Reading, read_insides, set_insides
 from taas.capture.tensors import is_tensor
 from taas.rank_storage import is_closed
@@ -78,7 +78,7 @@ def _buffer_of(root: Any) -> Any:
     return raw if isinstance(raw, ctypes.Array) and hasattr(raw, "owner") else None
 
 
-def _memory_of(array: Any, root: Any) -> Memory | None:
+def _memory_of(array: Any, root: Any) -> MemoryRange | None:
     """Return the memory that an array looks into: that of a tensor, or of the root of its views; None without any."""
     low, end = _reach(array)
     if not root.nbytes:
@@ -86,10 +86,10 @@ def _memory_of(array: Any, root: Any) -> Memory | None:
     if is_tensor(root.base) and root.base.device.type == "cpu":
         memory = memory_of_storage(root.base.untyped_storage())
     elif (buffer := _buffer_of(root)) is not None:
-        memory = Memory(ctypes.addressof(buffer), ctypes.sizeof(buffer), buffer)
+        memory = MemoryRange(ctypes.addressof(buffer), ctypes.sizeof(buffer), buffer)
     else:
         start, nbytes = _bounds(root)
-        memory = Memory(start, nbytes, root, lambda: _bounds(root)[0])
+        memory = MemoryRange(start, nbytes, root, lambda: _bounds(root)[0])
     shift = _address(array) - memory.address
     memory.spans.append((shift + low, shift + end))
     return memory
@@ -138,7 +138,7 @@ def _make_array(cls: Any, memory: Any, dtype: Any, shape: Any, strides: Any, off
         return np.asarray(_ObjectView(memory, shape, strides, offset)).view(cls)
     if memory is None:
         return np.ndarray.__new__(cls, shape, dtype)
-    if isinstance(memory, Memory):
+    if isinstance(memory, MemoryRange):
         return np.ndarray.__new__(cls, shape, dtype, memory.as_buffer(), offset, strides)
     whole = memory if memory.flags.c_contiguous else memory.T
     made = np.ndarray.__new__(cls, shape, dtype, whole, offset, strides)

@@ -15,7 +15,7 @@ from copy import copy
 from typing import Any
 
 from taas.capture.flat import FlatStates, State
-from taas.capture.memory import Memory, SentMemory, Span
+from taas.capture.memory import MemoryRange, SentMemory, Span
 from taas.capture.reader import Reader, is_as_sent, stays
 from taas.capture.reading import ATOMS
 
@@ -174,7 +174,7 @@ class Heap(FlatStates):
         """Name some objects by the numbers that both sides know them by."""
         for n in numbers:
             value, state = self.objects[n], self.states[n]
-            if isinstance(value, Memory):
+            if isinstance(value, MemoryRange):
                 self.memories[value.address, value.nbytes] = n
             elif state is not None and _has_identity(state[0], value):
                 self.number[id(value)] = n

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from taas.capture.memory import Memory, memory_of_storage
+from taas.capture.memory import MemoryRange, memory_of_storage
 from taas.capture.reading import Reading, read_reduced
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ def _state(tensor: torch.Tensor) -> tuple[Callable[..., None], Any, tuple[str, .
     return _set_tensor, None if state == (False, None, {}, None, None) else state, labels
 
 
-def _make_tensor(cls: Any, memory: Memory, dtype: torch.dtype, *view: Any) -> torch.Tensor:
+def _make_tensor(cls: Any, memory: MemoryRange, dtype: torch.dtype, *view: Any) -> torch.Tensor:
     import torch
 
     storage = memory.as_storage()
@@ -200,7 +200,7 @@ def _read_storage(storage: Any) -> Reading | None:
         return None
     memory = memory_of_storage(storage)
     memory.spans.append((0, memory.nbytes))
-    return Reading(Memory.as_storage, (memory,))
+    return Reading(MemoryRange.as_storage, (memory,))
 
 
 # ---------------------------------------------------------------- sharded over ranks
