@@ -30,7 +30,7 @@ from taas.adopt import batch
 from taas.adopt.membership import Membership, in_time
 from taas.adopt.replica_group import ReplicaGroup
 from taas.adopt.replica_pass import ReplicaPass
-from taas.capture.generators import set_generators, states_of_generators
+from taas.capture.process_state import set_generators, states_of_generators
 from taas.errors import CannotAdopt
 
 ADVICE = (

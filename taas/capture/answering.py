@@ -7,12 +7,11 @@ from collections.abc import Container
 from typing import TYPE_CHECKING, Any
 
 from taas.capture.applying import NOTHING
+from taas.capture.cells import is_of_ipython
 from taas.capture.heap import NAMESPACE, Heap, failure_of
-from taas.capture.holders import holders, leave_out
+from taas.capture.holders import holders, leave_out, loaded_as
 from taas.capture.lost import culprit_in_heap
 from taas.capture.memory import SentMemory
-from taas.capture.modules import loaded_as
-from taas.capture.of_ipython import is_of_ipython
 from taas.capture.payload import write_file
 from taas.capture.process_state import not_brought
 from taas.capture.reader import Reader, holds_shards, is_wrapper, stays

@@ -9,11 +9,11 @@ from typing import Any
 
 from taas.capture import process_state
 from taas.capture.building import Builder, Loss, change
+from taas.capture.cells import is_of_ipython
 from taas.capture.heap import CONSTANT, Heap, no_collection
 from taas.capture.libraries import join_devices
 from taas.capture.lost import Paths, in_few_lines
 from taas.capture.memory import MemoryTable, Stretch
-from taas.capture.of_ipython import is_of_ipython
 from taas.capture.payload import Payload
 from taas.capture.reader import Reader
 from taas.capture.reading import MissingModule, keeps_all_attributes

@@ -13,21 +13,23 @@ from typing import TYPE_CHECKING, Any
 
 from taas.capture import process_state
 from taas.capture.applying import Applied, apply_answer
+from taas.capture.cells import (
+    extensions_with,
+    history_of,
+    imported_by,
+    is_of_ipython,
+    magics_used,
+    modules_used,
+    values_of_cells,
+)
 from taas.capture.code_by_value import global_names, words_in
 from taas.capture.heap import Heap, failure_of, no_collection
-from taas.capture.holders import go_to_ends, holders, leave_out
+from taas.capture.holders import edited_modules, go_to_ends, holders, leave_out, modules_reached
 from taas.capture.kept import Held, Kept
 from taas.capture.libraries import wait_for_devices
 from taas.capture.lost import culprit_in_heap
 from taas.capture.memory import SentMemory
-from taas.capture.modules import (
-    edited_modules,
-    imported_by,
-    modules_reached,
-    modules_used,
-)
 from taas.capture.names import Needs, needs_of
-from taas.capture.of_ipython import extensions_with, history_of, is_of_ipython, magics_used, values_of_cells
 from taas.capture.payload import check_room, write_file
 from taas.capture.reader import Reader
 from taas.errors import CaptureError, HeaderError

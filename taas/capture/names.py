@@ -6,7 +6,7 @@ is *surely* needed. A block (a branch, a loop, ``try``) perhaps runs: what it re
 alone. The body of a function counts where its name is read, as it can run from there on; the same holds for functions and
 classes of earlier cells. What an object holds of them has its name with it: pickle looks it up by that.
 
-Scopes of functions and comprehensions are the compiler's; names in texts are found by :mod:`~taas.capture.texts`.
+Scopes of functions and comprehensions are the compiler's; names in texts are found by :mod:`~taas.capture.cells`.
 
 Taken for granted: nothing raises but ``raise``, and ``__name__`` is ``"__main__"``.
 """
@@ -25,9 +25,17 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
+from taas.capture.cells import (
+    ANY,
+    Texts,
+    any_name,
+    is_of_ipython,
+    looked_up_by,
+    magic_of,
+    python_of,
+    words_of,
+)
 from taas.capture.code_by_value import codes_in, global_names, names_of
-from taas.capture.of_ipython import is_of_ipython, python_of
-from taas.capture.texts import ANY, Texts, any_name, looked_up_by, magic_of, words_of
 
 _BINDS_ANY = {"eval", "exec", "globals", "locals", "vars", "setattr", "__main__"}
 """What a cell may bind names with that its code does not say."""

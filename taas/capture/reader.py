@@ -22,27 +22,24 @@ from taas.capture.code_by_value import (
     read_function,
     read_of_module,
 )
-from taas.capture.containers import (
-    FILES,
-    container_reader,
-    read_exception,
-    read_file,
-    read_reference,
-)
-from taas.capture.holders import reader_of_holders
+from taas.capture.holders import reader_of_holders, reader_of_module
 from taas.capture.libraries import library_reader
-from taas.capture.modules import reader_of_module
 from taas.capture.reading import (
     ATOMS,
+    FILES,
     Reading,
+    container_reader,
     import_or_stand_in,
     is_only_python,
     itself,
     keeps_pickling_of_object,
     keeps_state_of_object,
     module_named,
+    read_exception,
+    read_file,
     read_plain,
     read_reduced,
+    read_reference,
 )  # fmt: skip
 from taas.capture.tensors import (
     copy_of_tensor,
