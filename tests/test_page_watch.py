@@ -17,9 +17,8 @@ import numpy as np
 import pytest
 import torch
 
-from taas.capture.checksums import MemorySnapshot
 from taas.capture.memory import Stretch
-from taas.page_watch import Watch
+from taas.capture.snapshot import MemorySnapshot, Watch
 
 PAGE = mmap.PAGESIZE
 SIZE = 1024 * PAGE
@@ -352,7 +351,7 @@ def test_a_watch_can_begin_again_while_a_child_lives() -> None:
 def test_an_ordinary_user_may_watch(tmp_path: Path) -> None:
     """Without any capability; writes of the system's for it are seen as well."""
     code = (
-        "import os, mmap, ctypes\nfrom taas.page_watch import Watch\n"
+        "import os, mmap, ctypes\nfrom taas.capture.snapshot import Watch\n"
         "if not os.getuid():\n    os.setgroups([]); os.setgid(65534); os.setuid(65534)\n"
         "    ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)\n"  # PR_SET_DUMPABLE, which setuid takes away
         "m = mmap.mmap(-1, 1 << 20, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)\n"
@@ -386,7 +385,7 @@ ON_A_DEVICE = (3 << 18) + 13
 @pytest.mark.parametrize("at", [0, 7, (1 << 18) - 1, 1 << 18, 2 << 18, ON_A_DEVICE - 14, ON_A_DEVICE - 2])
 def test_memory_of_a_device_is_added_up_there(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some of it at a time, each bit counts, whatever the memory's length and beginning; it is not copied to the host."""
-    monkeypatch.setattr("taas.capture.checksums._ON_DEVICE", 2 << 18)
+    monkeypatch.setattr("taas.capture.snapshot._ON_DEVICE", 2 << 18)
     monkeypatch.delattr(Stretch, "in_host_memory")
     memory = torch.randint(256, (ON_A_DEVICE,), dtype=torch.uint8)
     storages, spans = {(0, memory.nbytes): memory.untyped_storage()}, ((1, ON_A_DEVICE),)

@@ -16,13 +16,13 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 from taas.capture.applying import Applied
-from taas.capture.checksums import MemorySnapshot
 from taas.capture.heap import CONSTANT, NAMESPACE, Heap
 from taas.capture.holders import holders
 from taas.capture.memory import MemoryTable, Stretch, overlapping
 from taas.capture.names import needs_of
 from taas.capture.reader import Reader
 from taas.capture.reading import ATOMS
+from taas.capture.snapshot import MemorySnapshot
 
 _NONE = object()
 """What the notebook has where it lacks a name."""

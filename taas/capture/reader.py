@@ -12,7 +12,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from taas.capture.arrays import array_reader, is_array, read_copy
 from taas.capture.code_by_value import (
     READERS,
     dispatch_table,
@@ -42,9 +41,12 @@ from taas.capture.reading import (
     read_reference,
 )  # fmt: skip
 from taas.capture.tensors import (
+    array_reader,
     copy_of_tensor,
+    is_array,
     is_sharded,
     is_tensor,
+    read_copy,
     tensor_reader,
 )
 from taas.delivery.registered import delivers, reduce_registered
