@@ -5,6 +5,5 @@
 ``denial``     what a rank is told that meets one
 ``table``      what a rank sees of the project: its own files first, then the live ones
 ``diversion``  what the calls of Python's ``os`` mean over it; ``calls`` puts them in place
-``gathering``  checkpoints that all ranks write, made whole by rank 0
-``kept``       the end of a run, and ``%taas recover``
+``kept``       checkpoints that all ranks write, made whole by rank 0; the end of a run, and ``%taas recover``
 """
