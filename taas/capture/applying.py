@@ -9,7 +9,7 @@ from typing import Any
 
 from taas.capture import process_state
 from taas.capture.building import Builder, Loss, change
-from taas.capture.cells import is_of_ipython
+from taas.capture.cells import users_names
 from taas.capture.heap import CONSTANT, Heap, no_collection
 from taas.capture.libraries import join_devices
 from taas.capture.lost import Paths, in_few_lines
@@ -29,6 +29,7 @@ class _Nothing:
 
 
 NOTHING = _Nothing()
+AS_BEFORE = ", so all of it is as it was before the cell"
 
 
 @dataclass
@@ -82,8 +83,6 @@ def apply_answer(fd: int, namespace: dict[str, Any], heap: Heap, known: dict[int
 
 
 class _Incoming:
-    """An answer, and what is done with it."""
-
     def __init__(self, fd: int, namespace: dict[str, Any], heap: Heap, known: dict[int, Stretch]) -> None:
         self._fd, self._namespace, self._heap, self._known = fd, namespace, heap, known
         self._payload = Payload(fd)
@@ -183,13 +182,12 @@ class _Incoming:
         held_back = self._heap.held_back(
             {*refused}, [number[id(v)] for v in self._namespace.values() if id(v) in number]
         )
-        as_before = "" if held_back == refused.keys() else ", so all of it is as it was before the cell"
+        as_before = "" if held_back == refused.keys() else AS_BEFORE
         for n, part in refused.items():
             self._lose(f"new contents of {self._path(self._made[n])}", self._reason(part, n) + as_before)
         return held_back
 
     def _change_in_place(self, held_back: set[int]) -> list[int]:
-        """Fill the objects of the notebook that are others now; return their numbers."""
         done = []
         for n, (state, arguments_differ) in self._contents["changed"].items():
             if n in held_back:
@@ -209,8 +207,7 @@ class _Incoming:
         return done
 
     def _path(self, value: Any) -> str:
-        visible = [(name, item) for name, item in self._namespace.items() if not is_of_ipython(name, item)]
-        return Paths(Reader(self._namespace)).path_to(value, visible)
+        return Paths(Reader(self._namespace)).path_to(value, users_names(self._namespace))
 
     def _join_devices(self, known: list[Any]) -> None:
         try:
@@ -258,9 +255,8 @@ class _Incoming:
     def _say_what_differs(self, numbers: list[int]) -> None:
         if not numbers:
             return
-        visible = [(name, item) for name, item in self._namespace.items() if not is_of_ipython(name, item)]
         targets = {id(self._made[n]) for n in numbers}
-        paths = Paths(Reader(self._namespace)).walk(visible)
+        paths = Paths(Reader(self._namespace)).walk(users_names(self._namespace))
         found = [path for path, value in paths if id(value) in targets]
         self._applied.lost += [
             f"{path}: it is not what rank 0 had, for the way its class is pickled does not bring all of it (give what you "

@@ -20,6 +20,7 @@ from taas.capture.cells import (
     is_of_ipython,
     magics_used,
     modules_used,
+    users_names,
     values_of_cells,
 )
 from taas.capture.code_by_value import global_names, words_in
@@ -202,7 +203,7 @@ class Capture:
             self._detached += [name] * heap.sent.is_detached(pieces)
         return error
 
-    def write(self, cell: str, shell: InteractiveShell | None, **contents: Any) -> None:
+    def write(self, shell: InteractiveShell | None, **contents: Any) -> None:
         """Write them into a file, with what the ranks have to know beside them, and of what they hold.
 
         Raises:
@@ -296,7 +297,6 @@ def capture(
     *,
     project: Path,
     returned: Sequence[str] | None = None,
-    seed_names: Iterable[str] = (),
     kept: Kept | None = None,
     anew: Iterable[Any] = (),
 ) -> Capture:
@@ -308,7 +308,6 @@ def capture(
         shell: whose cells' numbers tracebacks show.
         project: the folder ranks run in.
         returned: names that come back; None for all that changed, () for nothing.
-        seed_names: names that travel whatever the cell reads.
         kept: what the ranks hold, where they have run cells before.
         anew: objects that travel whenever the cell needs them, whatever the ranks hold.
 
@@ -323,7 +322,6 @@ def capture(
         needs.maybe |= values_of_cells(needs.words, namespace)
         held = Held(kept or Kept(namespace, project=str(project)), namespace, anew)
         _check_returned(needs, namespace, {*(returned or ())} - held.names)
-        needs.sure |= {name for name in seed_names if name in namespace}
         _wait_for_devices()
         magics = magics_used(needs.words, namespace, shell)
         known = magics, list(imported_by(cell))
@@ -332,7 +330,7 @@ def capture(
             captured = Capture(namespace, needs, str(project), held, *known)
         told = None if returned is None else list(returned)
         extensions = extensions_with(needs.words, shell)
-        captured.write(cell, shell, future=future, extensions=extensions, returned=told)
+        captured.write(shell, future=future, extensions=extensions, returned=told)
         return captured
 
 
@@ -345,8 +343,7 @@ def _check_returned(needs: Needs, namespace: dict[str, Any], returned: Iterable[
     made = needs.binds.union(*(global_names(function.__code__) for function in functions))  # ``global name``
     for name in unknown:
         if name not in made:
-            visible = [known for known, value in namespace.items() if not is_of_ipython(known, value)]
-            near = nearest(name, (*needs.binds, *visible), 0.6)
+            near = nearest(name, (*needs.binds, *users_names(namespace)), 0.6)
             step = f"type --return {near}" if near else "correct it, or leave it out"
             raise HeaderError(
                 f"--return {shown(name)}, which neither the notebook has nor the cell makes: allowed are names that "

@@ -105,6 +105,11 @@ def is_of_ipython(name: str, value: Any = None) -> bool:
     return name in _MODULE or _HISTORY.fullmatch(name) is not None
 
 
+def users_names(namespace: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the names that are not :func:`is_of_ipython`, with what is bound to them."""
+    return {name: value for name, value in namespace.items() if not is_of_ipython(name, value)}
+
+
 # ---------------------------------------------------------------- shells
 
 

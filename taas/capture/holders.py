@@ -253,7 +253,6 @@ def leave_out(
 
 
 def _own_parts(holder: Any) -> dict[str, Any]:
-    """Return what the notebook gave to a logger, a formatter or a module."""
     if isinstance(holder, types.ModuleType):
         return {"data": data_of(holder)}
     if not isinstance(holder, logging.Logger):

@@ -153,7 +153,6 @@ class Held:
 
     @property
     def _numbers(self) -> set[int]:
-        """The numbers of all that is held."""
         return set().union(*self._inside.values())
 
     def _changed(self) -> set[int]:
@@ -172,7 +171,6 @@ class Held:
         return {n for n, own in self._regions.items() if not own.isdisjoint(regions)}
 
     def _let_go(self, dirty: set[int]) -> None:
-        """Let go of what has something of this in it."""
         gone = {name for name, inside in self._inside.items() if not inside.isdisjoint(dirty)}
         self.names -= gone
         self.places -= gone

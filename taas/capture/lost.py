@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import types
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -123,9 +123,9 @@ class Paths:
         elif (reading := self._reader.read(value)) is not None:
             yield from _of_reading(value, reading)
 
-    def walk(self, roots: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-        """Yield all objects in some others, breadth first and each once, and how they are written."""
-        waiting, seen = deque(roots), dict[int, Any]()
+    def walk(self, roots: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+        """Yield all objects in some named ones, breadth first and each once, and how they are written."""
+        waiting, seen = deque(roots.items()), dict[int, Any]()
         while waiting:
             path, value = waiting.popleft()
             if id(value) not in seen:
@@ -133,7 +133,7 @@ class Paths:
                 yield path, value
                 waiting += ((path + label, part) for label, part in self.parts(value))
 
-    def path_to(self, target: Any, roots: Iterable[tuple[str, Any]]) -> str:
+    def path_to(self, target: Any, roots: Mapping[str, Any]) -> str:
         """Return how to write ``target``, beginning at named objects; its type where there is no way."""
         found = (path for path, value in self.walk(roots) if value is target)
         return next(found, f"a {type(target).__qualname__}")

@@ -33,6 +33,7 @@ from taas.capture.cells import (
     looked_up_by,
     magic_of,
     python_of,
+    users_names,
     words_of,
 )
 from taas.capture.code_by_value import codes_in, global_names, names_of
@@ -153,9 +154,7 @@ class _Reader:
         needs, namespace = self.needs, self._namespace
         if name.startswith(ANY):
             needs.built = needs.built or name.removeprefix(ANY)
-            needs.others |= {
-                n for n, v in namespace.items() if n not in self._bound and not is_of_ipython(n, v)
-            }
+            needs.others |= users_names(namespace).keys() - self._bound
         if name not in namespace or is_of_ipython(name, namespace[name]):
             return _NONE
         if name in self._bound:
@@ -167,7 +166,6 @@ class _Reader:
         return self._of_earlier[name]
 
     def _run(self, node: ast.AST) -> None:
-        """Read a node, and bind what it binds."""
         self._use(self._texts.of(node))
         if isinstance(node, ast.Expr) and (magic := magic_of(node.value)) is not None:
             self._magic(node, *magic)

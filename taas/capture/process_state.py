@@ -61,7 +61,6 @@ def _told(sent: Any, before: Any, now: Any) -> Any:
 
 
 def _inherited_variables() -> dict[str, str]:
-    """Return the environment this process was started with."""
     entries = os.fsdecode(Path("/proc/self/environ").read_bytes()).split("\0")
     return dict(entry.split("=", 1) for entry in entries if "=" in entry)
 

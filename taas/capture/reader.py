@@ -67,7 +67,6 @@ class Reader:
         functions: the code of the notebook's functions met so far.
         names: those that each of them, and of its classes, uses and is found by.
         modules: those that something met so far was found in by its name.
-        wrappers: classes of parallel wrappers met, in whose place the module is read.
     """
 
     def __init__(self, namespace: dict[str, Any], *, project: str = "", unwrap: bool = False) -> None:
@@ -75,7 +74,6 @@ class Reader:
         self.functions: list[types.CodeType] = []
         self.names: list[set[str]] = []
         self.modules: set[str] = set()
-        self.wrappers: set[type] = set()
         self._table = {**copyreg.dispatch_table, **dispatch_table()}
         self._held: dict[str, dict[int, str]] = {}
         self._asked: set[type] = set()
@@ -128,7 +126,6 @@ class Reader:
         if delivers(cls):
             return lambda value: read_reduced(value, reduce_registered(value) or value.__reduce_ex__(4))
         if self._unwrap and is_wrapper(cls):
-            self.wrappers.add(cls)
             return lambda wrapper: Reading(itself, (wrapper.module,))
         with_memory = tensor_reader(cls) or array_reader(cls)
         if with_memory is not None:
@@ -158,7 +155,6 @@ class Reader:
         return read_plain if rule else self._by_protocol
 
     def _by_protocol(self, value: Any) -> Reading | None:
-        """Read an object as its own protocol has it."""
         reducer = self._table.get(type(value))
         return read_reduced(value, reducer(value) if reducer is not None else value.__reduce_ex__(4))
 

@@ -296,7 +296,6 @@ _FAMILIES = (
 
 @functools.cache
 def _family(cls: Any) -> Any:
-    """Return what a class belongs to, or None."""
     return next((family for family in _FAMILIES if issubclass(cls, family.base)), None)
 
 

@@ -126,7 +126,6 @@ def _without(span: Span, taken: list[Span]) -> list[Span]:
 def _checksums_of(
     stretches: dict[int, Stretch], but: dict[int, dict[Span, Span]]
 ) -> dict[int, dict[Span, Any]]:
-    """Return the checksums of the parts of memory, by region, but for some spans."""
     found: dict[int, dict[Span, Any]] = {n: {} for n in stretches}
     jobs: list[tuple[int, Span, int]] = []
     for number, stretch in stretches.items():

@@ -371,7 +371,6 @@ def _insides(array: Any) -> tuple[Callable[[Any, Any], None] | None, Any, tuple[
 
 
 def _make_array(cls: Any, memory: Any, dtype: Any, shape: Any, strides: Any, offset: int) -> Any:
-    """Make a view of memory, or of another array."""
     import numpy as np
 
     if dtype.hasobject:

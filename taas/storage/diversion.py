@@ -31,7 +31,6 @@ _Call = Callable[..., Any]
 
 
 def _fail(code: int, path: Any) -> OSError:
-    """The error the system gives for a path."""
     return OSError(code, os.strerror(code), path)
 
 

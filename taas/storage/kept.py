@@ -143,7 +143,6 @@ def recover(run: str, versions: Versions, project: str, *, overwrite: bool) -> l
 
 
 def _named(versions: Versions) -> Iterator[tuple[str, Path]]:
-    """The name that each version gets, and the version."""
     for path, of_ranks in versions.items():
         first, *others = sorted(of_ranks)
         yield path, of_ranks[first]
