@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from taas.capture.applying import AS_BEFORE, NOTHING
 from taas.capture.cells import users_names
-from taas.capture.heap import NAMESPACE, Heap, failure_of
+from taas.capture.heap import NAMESPACE, Heap, culprit_in_heap, failure_of
 from taas.capture.holders import holders, leave_out, loaded_as
-from taas.capture.lost import culprit_in_heap
 from taas.capture.memory import SentMemory
 from taas.capture.payload import write_file
 from taas.capture.process_state import not_brought

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import re
 import sys
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,11 +14,11 @@ from taas.capture.building import Builder, Loss, change
 from taas.capture.cells import users_names
 from taas.capture.heap import CONSTANT, Heap, no_collection
 from taas.capture.libraries import join_devices
-from taas.capture.lost import Paths, in_few_lines
 from taas.capture.memory import MemoryTable, Stretch
 from taas.capture.payload import Payload
-from taas.capture.reader import Reader
+from taas.capture.reader import Paths, Reader
 from taas.capture.reading import MissingModule, keeps_all_attributes
+from taas.capture.tensors import ONLY_A_SHARD
 from taas.import_hooks import note_files
 from taas.wording import first_line
 
@@ -162,7 +164,7 @@ class _Incoming:
         self._learn(changed)
         if any(stretch.device != "cpu" for stretch in self._known.values()):
             self._join_devices(known)
-        applied.lost = in_few_lines(applied.lost, contents["sharded"])
+        applied.lost = _in_few_lines(applied.lost, contents["sharded"])
         applied.there, applied.wrapped = contents["there"], [*contents["wrapped"], *contents["sharded"]]
         unbound = {name for name in contents["roots"] if name} - {*applied.rebound}
         applied.own = [*contents["own"], *unbound]
@@ -263,3 +265,11 @@ class _Incoming:
             "need of it a name of its own)"
             for path in found
         ]
+
+
+def _in_few_lines(lost: Iterable[str], sharded: Collection[str]) -> list[str]:
+    """Say once of names that ranks have shards of that they have: whatever parts of them could not come, it is for that."""
+    names = {line: re.match(r"\w*", line)[0] for line in lost}  # type: ignore[index]
+    shards = {name: None for line, name in names.items() if name in sharded or ONLY_A_SHARD in line}
+    once = [f"{', '.join(shards)}: {ONLY_A_SHARD}"] if shards else []
+    return once + [line for line, name in names.items() if name not in shards]

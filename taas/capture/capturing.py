@@ -24,11 +24,10 @@ from taas.capture.cells import (
     values_of_cells,
 )
 from taas.capture.code_by_value import global_names, words_in
-from taas.capture.heap import Heap, failure_of, no_collection
+from taas.capture.heap import Heap, culprit_in_heap, failure_of, no_collection
 from taas.capture.holders import edited_modules, go_to_ends, holders, leave_out, modules_reached
 from taas.capture.kept import Held, Kept
 from taas.capture.libraries import wait_for_devices
-from taas.capture.lost import culprit_in_heap
 from taas.capture.memory import SentMemory
 from taas.capture.names import Needs, needs_of
 from taas.capture.payload import check_room, write_file
