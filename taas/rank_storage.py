@@ -30,8 +30,7 @@ from typing import Literal
 
 from taas.errors import StorageDenied
 from taas.storage import boundary, calls, kept, walls
-from taas.storage.boundary import NEVER
-from taas.storage.denial import Denial
+from taas.storage.boundary import NEVER, Denial
 from taas.storage.diversion import Diversion
 from taas.storage.table import Table
 
