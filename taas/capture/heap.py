@@ -304,7 +304,6 @@ def _has_identity(kind: str, value: Any) -> bool:
 
 
 def _is_value(state: State) -> bool:
-    """Tell whether an object is what it was made with."""
     return state[0] in CONSTANT or (state[0] == "reading" and marshal.loads(state[1])[0][1] is None)  # noqa: S302
 
 

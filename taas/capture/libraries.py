@@ -25,7 +25,7 @@ from taas.capture.reading import (
 )
 
 _rebuilt: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Optimizers that were unpickled in this process and not stepped since."""
+"""Optimizers that were built in this process and not stepped since."""
 
 _ReaderOf = Callable[[Any], Reading | None]
 

@@ -6,7 +6,7 @@ array views owns), and which part of it. Overlapping memory, as that of an array
 parts are written: the rest is a hole and costs nothing. So a small view of a giant storage is cheap and keeps its offset
 and strides.
 
-A stream names memory by the address it has where the stream is written; the file's header says which region that is.
+A state names memory by the address that its sender has it at; the file's header says which region that is.
 Where a region lies in a process says its :class:`Stretch`: the notebook's own memory, the mapped payload of a rank, or
 what an answer brought. In an answer the regions of the payload go on under their numbers, and new ones follow.
 
@@ -62,7 +62,7 @@ class Patch(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where the sender of a stream has a region, or a part of it that begins at ``start``."""
+    """Where the sender of a file has a region, or a part of it that begins at ``start``."""
 
     address: int
     nbytes: int
@@ -204,7 +204,7 @@ class SentMemory:
         return len(self._met)
 
     def add(self, memory: MemoryRange) -> None:
-        """Note memory that is named in the stream, and what is used of it."""
+        """Note memory that a state names, and what is used of it."""
         if memory.nbytes and find_place(self._known, memory.address, memory.nbytes) is not None:
             return
         met = self._met.setdefault((memory.address, memory.nbytes), memory)
@@ -368,11 +368,11 @@ class Stretch:
 
 
 class MemoryTable:
-    """The memory that a stream names.
+    """The memory that states name.
 
     Args:
         stretches: by the number of their region.
-        places: where the stream's sender had the regions.
+        places: where the states' sender had the regions.
     """
 
     def __init__(self, stretches: dict[int, Stretch], places: Iterable[Place]) -> None:

@@ -332,7 +332,7 @@ def _later_in(code: types.CodeType) -> dict[str, _Names]:
 # ---------------------------------------------------------------- functions and classes of earlier cells
 
 _PARTS = 1_000
-"""How many objects are looked at for one name; the pickler finds what lies deeper."""
+"""How many objects are looked at for one name; what lies deeper is found as it is described."""
 _ITEMS = 100
 _NO_CODE = (types.ModuleType, types.CodeType, str, bytes, int, float, complex, type(None))
 

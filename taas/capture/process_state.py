@@ -329,12 +329,12 @@ class ProcessState:
         self._before: dict[str, Any] = {}
 
     def put_early(self, project: str) -> None:
-        """Before the names are unpickled: environment, ``sys.path``, arguments."""
+        """Before the names are built: environment, ``sys.path``, arguments."""
         sys.path[:] = [project, *(entry for entry in sys.path if entry != project)]
         _put_rows([row for row in self._table if row.early], self._sent)
 
     def put(self) -> None:
-        """After the names are unpickled: everything else.
+        """After the names are built: everything else.
 
         Some libraries draw when they are imported. What the notebook has imported has drawn there.
         """

@@ -2,7 +2,7 @@
 
 The rule is pickle's: an object is its class, the arguments it is made with, and its state. An object of a Python
 class is its ``__dict__`` (that very dict, which others may hold) and its slots. Whoever defines a protocol of his own
-is taken at his word. The same reading is what a pickler writes, what is compared before and after the cell, what is put
+is taken at his word. The same reading is what is written, what is compared before and after the cell, what is put
 into the notebook's object, and how a path into it is written. :mod:`reader` chooses who reads what.
 
 Items of containers are put by the methods of the built-in class, so that no method of a subclass runs that may need what is

@@ -32,7 +32,7 @@ class Row(NamedTuple):
         take: reads it, as plain values; None where there is nothing to be told.
         put: writes what was told: of a dict the entries that changed, None for those that are gone; of a list the
             items but for those that a rank had beside the notebook's; anything else whole.
-        early: whether ranks need it before names are unpickled.
+        early: whether ranks need it before names are built.
         only_back: whether it stays as ranks have it.
     """
 
