@@ -124,8 +124,8 @@ class Capture:
         if self._applied is None:
             return Kept.unsure(self._namespace, {*self.names, *self._held.names})
         with no_collection():
-            known = self.names, self._places, self.heap, self._applied
-            return Kept.after(self._namespace, self._project, self._held, *known)
+            known = self._held, self.names, self._places, self.heap, self._applied
+            return Kept.after(self._namespace, self._project, *known)
 
     # ------------------------------------------------------------ packing
 
