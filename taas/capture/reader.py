@@ -40,7 +40,7 @@ from taas.capture.reading import (
     read_plain,
     read_reduced,
     read_reference,
-)  # fmt: skip
+)
 from taas.capture.tensors import (
     array_reader,
     copy_of_tensor,
