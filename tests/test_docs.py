@@ -47,6 +47,7 @@ OF_OTHER_PROGRAMS = (
         "strict",
         "nproc",
         "hypothesis-seed",
+        "runtime-dir",
     }
 )
 
