@@ -191,11 +191,6 @@ def _cuda_state(torch: Any) -> bytes | None:
     return None
 
 
-def fresh_seed(states: dict[str, Any]) -> dict[str, int]:
-    """Return a seed for ranks of a notebook that has no NumPy: forks of one process must not all draw the same."""
-    return {} if "numpy" in states else {"numpy seed": int.from_bytes(os.urandom(4), "little")}
-
-
 def set_generators(states: dict[str, Any], *, cuda: bool) -> None:
     """Set those that are given.
 
@@ -308,7 +303,8 @@ def of_notebook() -> dict[str, Any]:
     state = _take(row for row in _table() if not row.only_back)
     first = {name: value for name, value in _inherited_variables().items() if not _own(name)}
     state["environment"] = _told(None, first, state["environment"])
-    state["random numbers"] |= fresh_seed(state["random numbers"])
+    if "numpy" not in state["random numbers"]:  # forks of one process must not all draw the same
+        state["random numbers"]["numpy seed"] = int.from_bytes(os.urandom(4), "little")
     state["imported"] = [
         name for name in sys.modules if name.partition(".")[0] not in sys.stdlib_module_names
     ]

@@ -118,10 +118,6 @@ def _inline_settings(config: Any) -> dict[str, Any] | None:
     }
 
 
-def _put_inline_setting(config: Any, name: str, value: Any) -> None:
-    setattr(config.InlineBackend.instance(), name, value)
-
-
 def _show_figures(_: Any, told: bool) -> None:
     """Let the shell show figures, as from a kernel's first one on; pyplot does it by itself where it is being imported."""
     del told
@@ -259,7 +255,8 @@ def rows(own: str | None, *, rank: bool = False) -> tuple[Row, ...]:
             lambda n: {k: v for k, v in n.get_printoptions().items() if k not in ("formatter", "override_repr")},
             lambda n, told: n.set_printoptions(**told, formatter=n.get_printoptions()["formatter"])),
         _options("options of pandas", "pandas", _pandas_options, lambda p, name, value: p.set_option(name, value)),
-        _options("how figures are shown", "matplotlib_inline.config", _inline_settings, _put_inline_setting),
+        _options("how figures are shown", "matplotlib_inline.config", _inline_settings,
+                 lambda config, name, value: setattr(config.InlineBackend.instance(), name, value)),
         Row("figures are shown", "matplotlib.figure", lambda _: _INLINE in sys.modules or None, _show_figures),
         _options("settings of matplotlib", "matplotlib", _plot_settings, _put_plot_setting),
         setting("default dtype", "torch", "get_default_dtype", "set_default_dtype"),
