@@ -108,8 +108,7 @@ def _check_iterable(loader: Any) -> None:
 
 
 def _check_travels(loader: Any, name: str) -> None:
-    from taas.capture.heap import Heap  # import taas stays quick
-    from taas.capture.lost import culprit_of
+    from taas.capture.heap import Heap, culprit_of  # import taas stays quick
     from taas.capture.reader import Reader
 
     namespace = vars(sys.modules["__main__"])

@@ -129,7 +129,7 @@ def start_ahead(shell: Any) -> None:
 
 
 def _note_files(_result: object) -> None:
-    """After each cell: which files the modules are from that it imported (docs of :mod:`taas.capture.modules`)."""
+    """After each cell: which files the modules are from that it imported (docs of :mod:`taas.capture.holders`)."""
     note_files()
 
 

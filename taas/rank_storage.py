@@ -29,9 +29,8 @@ from pathlib import Path
 from typing import Literal
 
 from taas.errors import StorageDenied
-from taas.storage import boundary, calls, gathering, walls
-from taas.storage.boundary import NEVER
-from taas.storage.denial import Denial
+from taas.storage import boundary, calls, kept, walls
+from taas.storage.boundary import NEVER, Denial
 from taas.storage.diversion import Diversion
 from taas.storage.table import Table
 
@@ -125,7 +124,7 @@ def guard(policy: Policy, mechanisms: Sequence[str] = MECHANISMS) -> Guard:
     scratch = Path(policy.scratch)
     if policy.rank == 0:
         standing = Guard("none (rank 0)", scratch)
-        gathering.install(policy.project, lambda: standing.scratch.parent)
+        kept.complete_checkpoints(policy.project, lambda: standing.scratch.parent)
         return standing
     global _edge
     edge = boundary.draw(policy.project, policy.shared, (*policy.writable, policy.scratch))

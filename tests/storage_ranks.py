@@ -39,10 +39,14 @@ class Run:
         scratch.mkdir(parents=True, exist_ok=True)
         return Policy(**{"project": str(self.project), "rank": rank, "scratch": str(scratch), **options})
 
-    def rank(
-        self, body: Callable[[Guard], Any], rank: int = 1, mechanism: str | None = None, **options: Any
-    ) -> Any:
+    def rank(self, body: Callable[[Guard], Any], **options: Any) -> Any:
         """Run ``body`` in one rank and return what it returns; what it raises fails the test."""
+        return join(self.start(body, **options))
+
+    def start(
+        self, body: Callable[[Guard], Any], rank: int = 1, mechanism: str | None = None, **options: Any
+    ) -> tuple[int, int]:
+        """Let one rank run ``body``; give what this returns to ``join``."""
         policy = self.policy(rank, **options)
         mechanisms = rank_storage.MECHANISMS if mechanism is None else (mechanism,)
 
@@ -51,7 +55,31 @@ class Run:
             os.chdir(policy.project)
             return body(guard)
 
-        return join(fork(guarded))
+        return fork(guarded)
+
+
+class Turns:
+    """A rank and the test take turns."""
+
+    def __init__(self) -> None:
+        self._told, self._go = os.pipe(), os.pipe()
+
+    def give(self) -> None:
+        """In the rank: let the test do something."""
+        os.write(self._told[1], b".")
+        os.read(self._go[0], 1)
+
+    def take(self) -> None:
+        """In the test: wait for the rank."""
+        os.read(self._told[0], 1)
+
+    def give_back(self) -> None:
+        """In the test: let the rank go on."""
+        os.write(self._go[1], b".")
+
+    def close(self) -> None:
+        for fd in (*self._told, *self._go):
+            os.close(fd)
 
 
 def diverted(run: Run, rank: int = 1) -> list[list[Any]]:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from privileges import needs_other_users
 
-from taas.project_sync import replica
+from taas import project_sync
 
 _ROOT = Path(__file__).resolve().parent.parent
 _NOBODY = 65534
@@ -22,7 +22,7 @@ import json, os, sys
 copy, project, user, wall = sys.argv[1:]
 from taas import _linux
 from taas.rank_storage import Policy, guard
-from taas.project_sync.replica import entered
+from taas.project_sync import entered
 if user:  # who may not read where taas is
     os.setgid(int(user)); os.setuid(int(user)); _linux.prctl(4, 1)  # its own /proc again
 entered(copy, project, sys.exit)
@@ -104,6 +104,6 @@ def test_the_wall_of_other_ranks_stands_around_the_copy(places: tuple[Path, Path
 
 def test_pythons_own_installation_is_never_hidden() -> None:
     """A project that is a home directory, or the root, may have Python in it."""
-    inside = replica.kept_places("/")
+    inside = project_sync.kept_places("/")
     assert any(sys.prefix.startswith(place) for place in map(os.path.realpath, inside))
-    assert replica.kept_places("/nowhere") == []
+    assert project_sync.kept_places("/nowhere") == []

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 from privileges import needs_mounts, needs_user_namespaces
-from storage_ranks import Run, diverted, fork, join
+from storage_ranks import Run, Turns, diverted, fork, join
 
 from taas import _linux, rank_storage
 from taas.errors import StorageDenied
@@ -124,11 +124,7 @@ def test_reads_are_live(run: Run, wall: str):
     to_test = [os.pipe() for _ in range(ranks)]
 
     def rank(number):
-        policy = run.policy(number + 1)
-
-        def body():
-            rank_storage.guard(policy, (wall,))
-            os.chdir(policy.project)
+        def body(guard):
             seen = []
             for _ in range(rounds):
                 absent = os.path.exists("ckpt.pt")
@@ -142,7 +138,7 @@ def test_reads_are_live(run: Run, wall: str):
                 os.read(to_rank[number][0], 1)
             return seen
 
-        return fork(body)
+        return run.start(body, number + 1, wall)
 
     def barrier():
         for one, pipe in zip(started, to_test, strict=True):
@@ -175,51 +171,41 @@ def test_reads_are_live(run: Run, wall: str):
 
 def test_the_newer_of_two_versions_is_seen(run: Run):
     """What rank 0 saved after this rank's own save is loaded; while it is still writing, the rank's own is."""
+    turns = Turns()
 
-    told, go = os.pipe(), os.pipe()
-    policy = run.policy(1)
-
-    def body():
-        rank_storage.guard(policy)
-        os.chdir(policy.project)
+    def body(guard):
         Path("best.pt").write_text("mine")
         seen = [Path("best.pt").read_text()]
         for _ in range(2):
-            os.write(told[1], b".")
-            os.read(go[0], 1)
+            turns.give()
             seen.append(Path("best.pt").read_text())
         return seen
 
-    started = fork(body)
-    os.read(told[0], 1)
+    started = run.start(body)
+    turns.take()
     with open(run.project / "best.pt", "w") as file:
         file.write("rank 0, ")
         file.flush()
-        os.write(go[1], b".")
-        os.read(told[0], 1)
+        turns.give_back()
+        turns.take()
         file.write("whole")
-    os.write(go[1], b".")
+    turns.give_back()
     assert join(started) == ["mine", "mine", "rank 0, whole"]
-    for pipe in (told, go):
-        os.close(pipe[0])
-        os.close(pipe[1])
+    turns.close()
 
 
 def test_a_save_by_rename_is_not_disturbed_by_that_of_rank_0(run: Run):
     """Both write ``new`` and move it to ``done``, thousands of times: what rank 0 moved away is not missed."""
     rounds = 3000
-    policy = run.policy(1)
 
-    def body():
-        rank_storage.guard(policy)
-        os.chdir(policy.project)
+    def body(guard):
         for number in range(rounds):
             Path("new").write_text(str(number))
             Path("new").read_text()
             Path("new").replace("done")
         return rounds
 
-    rank = fork(body)
+    rank = run.start(body)
     while not os.waitid(os.P_PID, rank[0], os.WEXITED | os.WNOHANG | os.WNOWAIT):
         (run.project / "new").write_text("rank 0's")
         (run.project / "new").replace(run.project / "done")
@@ -229,26 +215,20 @@ def test_a_save_by_rename_is_not_disturbed_by_that_of_rank_0(run: Run):
 def test_a_removed_file_comes_back_when_rank_0_saves_it_again(run: Run):
     """Removing hides what was there, not what rank 0 writes later."""
     (run.project / "ckpt.pt").write_text("old")
-    told, go = os.pipe(), os.pipe()
-    policy = run.policy(1)
+    turns = Turns()
 
-    def body():
-        rank_storage.guard(policy)
-        os.chdir(policy.project)
+    def body(guard):
         os.remove("ckpt.pt")
         seen = [os.path.exists("ckpt.pt"), os.listdir()]
-        os.write(told[1], b".")
-        os.read(go[0], 1)
+        turns.give()
         return [*seen, Path("ckpt.pt").read_text(), os.listdir()]
 
-    started = fork(body)
-    os.read(told[0], 1)
+    started = run.start(body)
+    turns.take()
     (run.project / "ckpt.pt").write_text("new")
-    os.write(go[1], b".")
+    turns.give_back()
     assert join(started) == [False, [], "new", ["ckpt.pt"]]
-    for pipe in (told, go):
-        os.close(pipe[0])
-        os.close(pipe[1])
+    turns.close()
 
 
 def test_file_errors_are_those_of_a_file_system(run: Run):
@@ -257,49 +237,29 @@ def test_file_errors_are_those_of_a_file_system(run: Run):
     (run.project / "full" / "leaf").touch()
 
     def body(guard):
-        def code(call, *args):
-            try:
-                call(*args)
-            except OSError as error:
-                return type(error).__name__
-            return "none"
-
         os.mkdir("mine")
-        return [
-            code(open, "absent/file", "w"),
-            code(open, "full", "w"),
-            code(open, "full/leaf/x", "w"),
-            code(open, "absent"),
-            code(open, "full/leaf", "x"),
-            code(os.mkdir, "full"),
-            code(os.mkdir, "mine"),
-            code(os.rmdir, "full"),
-            code(os.rmdir, "full/leaf"),
-            code(os.remove, "absent"),
-            code(os.remove, "full"),
-            code(os.rename, "absent", "x"),
-            code(os.rename, "full/leaf", "mine"),
-            code(os.listdir, "absent"),
-            code(os.rename, "full", "full"),
-        ]
+        for expected, call, *args in (
+            (FileNotFoundError, open, "absent/file", "w"),
+            (IsADirectoryError, open, "full", "w"),
+            (NotADirectoryError, open, "full/leaf/x", "w"),
+            (FileNotFoundError, open, "absent"),
+            (FileExistsError, open, "full/leaf", "x"),
+            (FileExistsError, os.mkdir, "full"),
+            (FileExistsError, os.mkdir, "mine"),
+            (OSError, os.rmdir, "full"),
+            (NotADirectoryError, os.rmdir, "full/leaf"),
+            (FileNotFoundError, os.remove, "absent"),
+            (IsADirectoryError, os.remove, "full"),
+            (FileNotFoundError, os.rename, "absent", "x"),
+            (IsADirectoryError, os.rename, "full/leaf", "mine"),
+            (FileNotFoundError, os.listdir, "absent"),
+        ):
+            with pytest.raises(OSError) as error:
+                call(*args)
+            assert error.type is expected, (call, args)
+        os.rename("full", "full")
 
-    assert run.rank(body) == [
-        "FileNotFoundError",
-        "IsADirectoryError",
-        "NotADirectoryError",
-        "FileNotFoundError",
-        "FileExistsError",
-        "FileExistsError",
-        "FileExistsError",
-        "OSError",
-        "NotADirectoryError",
-        "FileNotFoundError",
-        "IsADirectoryError",
-        "FileNotFoundError",
-        "IsADirectoryError",
-        "FileNotFoundError",
-        "none",
-    ]
+    run.rank(body)
 
 
 def test_own_directories_are_walked_into(run: Run):

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from taas.adopt.membership import Membership, in_time
 from taas.adopt.replica_group import ReplicaGroup, map_leaves
 from taas.adopt.replica_pass import ReplicaPass
-from taas.capture.generators import set_generators, states_of_generators
+from taas.capture.process_state import set_generators, states_of_generators
 from taas.errors import CannotAdopt
 
 ADVICE = (

@@ -255,7 +255,7 @@ class DataJob(Job):
 def _be_data_process(order: DataOrder, staged: Staged) -> None:
     from threadpoolctl import threadpool_limits  # as all that a data process needs and an agent does not
 
-    from taas.project_sync import replica
+    from taas import project_sync
     from taas.rank.lifeline import tie_to_agent
 
     tie_to_agent()
@@ -263,7 +263,7 @@ def _be_data_process(order: DataOrder, staged: Staged) -> None:
     os.environ.clear()
     os.environ.update(staged.environ | _AS_A_C1_4)
     _write_to(staged.output)
-    project = replica.entered(staged.replica, staged.project, lambda text: sys.stderr.write(f"{text}\n"))
+    project = project_sync.entered(staged.replica, staged.project, lambda text: sys.stderr.write(f"{text}\n"))
     os.chdir(project)
     sys.path[:0] = [] if project in sys.path else [project]
     threadpool_limits(1)  # the variable alone is read at import, which was before the fork

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import msgspec
 
+from taas import project_sync
 from taas.engines import AgentConfig
-from taas.project_sync import replica
 from taas.project_sync.applier import unpack
 from taas.storage.boundary import clock_of
 from taas.wire.agents import JobRequest, StartJob
@@ -156,7 +156,7 @@ class ProjectArrival:
         copy: where it was unpacked; None where the notebook's disk is seen.
         path: where those who work with it find it.
         since_ns: what changed there later, the run changed; by the clock of the file system it is on.
-        replica: what they have to see in that place (:func:`taas.project_sync.replica.entered`); empty: what is there.
+        replica: what they have to see in that place (:func:`taas.project_sync.entered`); empty: what is there.
         notices: lines for the user.
     """
 
@@ -200,7 +200,7 @@ class ProjectArrival:
         self.since_ns = clock_of(str(self.copy))
         if there:
             return
-        replica.make_places(str(self.copy), self.path)
+        project_sync.make_places(str(self.copy), self.path)
         try:
             Path(self.path).mkdir(parents=True, exist_ok=True)
         except OSError as error:

@@ -6,13 +6,11 @@ import sys
 from collections.abc import Container
 from typing import TYPE_CHECKING, Any
 
-from taas.capture.applying import NOTHING
-from taas.capture.heap import NAMESPACE, Heap, failure_of
-from taas.capture.holders import holders, leave_out
-from taas.capture.lost import culprit_in_heap
+from taas.capture.applying import AS_BEFORE, NOTHING
+from taas.capture.cells import users_names
+from taas.capture.heap import NAMESPACE, Heap, culprit_in_heap, failure_of
+from taas.capture.holders import holders, leave_out, left_out, loaded_as
 from taas.capture.memory import SentMemory
-from taas.capture.modules import left_out, loaded_as
-from taas.capture.of_ipython import is_of_ipython
 from taas.capture.payload import write_file
 from taas.capture.process_state import not_brought
 from taas.capture.reader import Reader, holds_shards, is_wrapper, stays
@@ -22,7 +20,6 @@ if TYPE_CHECKING:
 
 _WHOLE = frozenset({"tuple", "frozenset"})
 _NO_STATE = "", b"", ()
-_AS_BEFORE = ", so all of it is as it was before the cell"
 
 
 class CellChanges:
@@ -36,7 +33,7 @@ class CellChanges:
 
     def __init__(self, arrival: Arrival, namespace: dict[str, Any], value: Any) -> None:
         self._arrival, self._namespace, self._value = arrival, namespace, value
-        self._visible = {n: item for n, item in namespace.items() if not is_of_ipython(n, item)}
+        self._visible = users_names(namespace)
         self._heap: Heap = arrival.heap
         self._known = arrival.known
         self._lost: list[str] = []
@@ -191,7 +188,6 @@ class CellChanges:
         return dict(sorted(found.items(), key=lambda entry: heap.early(entry[1])))
 
     def _numbered_places(self) -> dict[str, int]:
-        """Return the numbers of what holds something of the notebook since the cell."""
         arrival, heap = self._arrival, self._heap
         now = self._places_now.items() if arrival.returned is None else ()
         found = {name: heap.enter(item) for name, item in now if name not in arrival.places_before}
@@ -236,7 +232,7 @@ class CellChanges:
             told = [name for name, n in roots.items() if n in around][:1]
         for name in told:
             is_new = roots[name] in new
-            self._lost.append(self._why(name or "the cell's last value") + ("" if is_new else _AS_BEFORE))
+            self._lost.append(self._why(name or "the cell's last value") + ("" if is_new else AS_BEFORE))
             if is_new:
                 (self._roots if name in self._roots else self._places).pop(name)
         return held_back

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import importlib
+import re
 import sys
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from taas.capture import process_state
 from taas.capture.building import Builder, Loss, change
+from taas.capture.cells import users_names
 from taas.capture.heap import CONSTANT, Heap, no_collection
 from taas.capture.libraries import join_devices
-from taas.capture.lost import Paths, in_few_lines
 from taas.capture.memory import MemoryTable, Stretch
-from taas.capture.of_ipython import is_of_ipython
 from taas.capture.payload import Payload
-from taas.capture.reader import Reader
+from taas.capture.reader import Paths, Reader
 from taas.capture.reading import MissingModule, keeps_all_attributes
+from taas.capture.tensors import ONLY_A_SHARD
 from taas.import_hooks import note_files
 from taas.wording import first_line
 
@@ -29,6 +31,7 @@ class _Nothing:
 
 
 NOTHING = _Nothing()
+AS_BEFORE = ", so all of it is as it was before the cell"
 
 
 @dataclass
@@ -82,8 +85,6 @@ def apply_answer(fd: int, namespace: dict[str, Any], heap: Heap, known: dict[int
 
 
 class _Incoming:
-    """An answer, and what is done with it."""
-
     def __init__(self, fd: int, namespace: dict[str, Any], heap: Heap, known: dict[int, Stretch]) -> None:
         self._fd, self._namespace, self._heap, self._known = fd, namespace, heap, known
         self._payload = Payload(fd)
@@ -163,7 +164,7 @@ class _Incoming:
         self._learn(changed)
         if any(stretch.device != "cpu" for stretch in self._known.values()):
             self._join_devices(known)
-        applied.lost = in_few_lines(applied.lost, contents["sharded"])
+        applied.lost = _in_few_lines(applied.lost, contents["sharded"])
         applied.there, applied.wrapped = contents["there"], [*contents["wrapped"], *contents["sharded"]]
         unbound = {name for name in contents["roots"] if name} - {*applied.rebound}
         applied.own = [*contents["own"], *unbound]
@@ -183,13 +184,12 @@ class _Incoming:
         held_back = self._heap.held_back(
             {*refused}, [number[id(v)] for v in self._namespace.values() if id(v) in number]
         )
-        as_before = "" if held_back == refused.keys() else ", so all of it is as it was before the cell"
+        as_before = "" if held_back == refused.keys() else AS_BEFORE
         for n, part in refused.items():
             self._lose(f"new contents of {self._path(self._made[n])}", self._reason(part, n) + as_before)
         return held_back
 
     def _change_in_place(self, held_back: set[int]) -> list[int]:
-        """Fill the objects of the notebook that are others now; return their numbers."""
         done = []
         for n, (state, arguments_differ) in self._contents["changed"].items():
             if n in held_back:
@@ -209,8 +209,7 @@ class _Incoming:
         return done
 
     def _path(self, value: Any) -> str:
-        visible = [(name, item) for name, item in self._namespace.items() if not is_of_ipython(name, item)]
-        return Paths(Reader(self._namespace)).path_to(value, visible)
+        return Paths(Reader(self._namespace)).path_to(value, users_names(self._namespace))
 
     def _join_devices(self, known: list[Any]) -> None:
         try:
@@ -258,12 +257,19 @@ class _Incoming:
     def _say_what_differs(self, numbers: list[int]) -> None:
         if not numbers:
             return
-        visible = [(name, item) for name, item in self._namespace.items() if not is_of_ipython(name, item)]
         targets = {id(self._made[n]) for n in numbers}
-        paths = Paths(Reader(self._namespace)).walk(visible)
+        paths = Paths(Reader(self._namespace)).walk(users_names(self._namespace))
         found = [path for path, value in paths if id(value) in targets]
         self._applied.lost += [
             f"{path}: it is not what rank 0 had, for the way its class is pickled does not bring all of it (give what you "
             "need of it a name of its own)"
             for path in found
         ]
+
+
+def _in_few_lines(lost: Iterable[str], sharded: Collection[str]) -> list[str]:
+    """Say once of names that ranks have shards of that they have: whatever parts of them could not come, it is for that."""
+    names = {line: re.match(r"\w*", line)[0] for line in lost}  # type: ignore[index]
+    shards = {name: None for line, name in names.items() if name in sharded or ONLY_A_SHARD in line}
+    once = [f"{', '.join(shards)}: {ONLY_A_SHARD}"] if shards else []
+    return once + [line for line, name in names.items() if name not in shards]

@@ -12,17 +12,16 @@ from typing import TYPE_CHECKING, Any
 from taas.capture.answering import CellChanges
 from taas.capture.applying import NOTHING, Applied, apply_answer
 from taas.capture.building import Builder
-from taas.capture.checksums import MemorySnapshot
+from taas.capture.cells import MAGIC, dress
 from taas.capture.heap import NAMESPACE, Heap, no_collection
-from taas.capture.holders import go_to_ends, holders
+from taas.capture.holders import go_to_ends, holders, loaded_as
 from taas.capture.libraries import join_devices_at_first_step
 from taas.capture.memory import MemoryTable, SentMemory, Stretch, view_of
-from taas.capture.modules import loaded_as
-from taas.capture.of_ipython import MAGIC, dress
 from taas.capture.payload import Payload
 from taas.capture.process_state import ProcessState
 from taas.capture.reader import Reader
 from taas.capture.reading import ATOMS
+from taas.capture.snapshot import MemorySnapshot
 from taas.errors import CaptureError
 
 if TYPE_CHECKING:

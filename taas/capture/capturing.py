@@ -13,22 +13,23 @@ from typing import TYPE_CHECKING, Any
 
 from taas.capture import process_state
 from taas.capture.applying import Applied, apply_answer
+from taas.capture.cells import (
+    extensions_with,
+    history_of,
+    imported_by,
+    is_of_ipython,
+    magics_used,
+    modules_used,
+    users_names,
+    values_of_cells,
+)
 from taas.capture.code_by_value import global_names, words_in
-from taas.capture.heap import Heap, failure_of, no_collection
-from taas.capture.holders import go_to_ends, holders, leave_out
+from taas.capture.heap import Heap, culprit_in_heap, failure_of, no_collection
+from taas.capture.holders import edited_modules, go_to_ends, holders, leave_out, left_out, modules_reached
 from taas.capture.kept import Held, Kept
 from taas.capture.libraries import wait_for_devices
-from taas.capture.lost import culprit_in_heap
 from taas.capture.memory import SentMemory
-from taas.capture.modules import (
-    edited_modules,
-    imported_by,
-    left_out,
-    modules_reached,
-    modules_used,
-)
 from taas.capture.names import Needs, needs_of
-from taas.capture.of_ipython import extensions_with, history_of, is_of_ipython, magics_used, values_of_cells
 from taas.capture.payload import check_room, write_file
 from taas.capture.reader import Reader
 from taas.errors import CaptureError, HeaderError
@@ -124,8 +125,8 @@ class Capture:
         if self._applied is None:
             return Kept.unsure(self._namespace, {*self.names, *self._held.names})
         with no_collection():
-            known = self.names, self._places, self.heap, self._applied
-            return Kept.after(self._namespace, self._project, self._held, *known)
+            known = self._held, self.names, self._places, self.heap, self._applied
+            return Kept.after(self._namespace, self._project, *known)
 
     # ------------------------------------------------------------ packing
 
@@ -210,7 +211,7 @@ class Capture:
             self._detached += [name] * heap.sent.is_detached(pieces)
         return error
 
-    def write(self, cell: str, shell: InteractiveShell | None, **contents: Any) -> None:
+    def write(self, shell: InteractiveShell | None, **contents: Any) -> None:
         """Write them into a file, with what the ranks have to know beside them, and of what they hold.
 
         Raises:
@@ -304,7 +305,6 @@ def capture(
     *,
     project: Path,
     returned: Sequence[str] | None = None,
-    seed_names: Iterable[str] = (),
     kept: Kept | None = None,
     anew: Iterable[Any] = (),
 ) -> Capture:
@@ -316,7 +316,6 @@ def capture(
         shell: whose cells' numbers tracebacks show.
         project: the folder ranks run in.
         returned: names that come back; None for all that changed, () for nothing.
-        seed_names: names that travel whatever the cell reads.
         kept: what the ranks hold, where they have run cells before.
         anew: objects that travel whenever the cell needs them, whatever the ranks hold.
 
@@ -331,7 +330,6 @@ def capture(
         needs.maybe |= values_of_cells(needs.words, namespace)
         held = Held(kept or Kept(namespace, project=str(project)), namespace, anew)
         _check_returned(needs, namespace, {*(returned or ())} - held.names)
-        needs.sure |= {name for name in seed_names if name in namespace}
         _wait_for_devices()
         magics = magics_used(needs.words, namespace, shell)
         known = magics, list(imported_by(cell))
@@ -340,7 +338,7 @@ def capture(
             captured = Capture(namespace, needs, str(project), held, *known)
         told = None if returned is None else list(returned)
         extensions = extensions_with(needs.words, shell)
-        captured.write(cell, shell, future=future, extensions=extensions, returned=told)
+        captured.write(shell, future=future, extensions=extensions, returned=told)
         return captured
 
 
@@ -353,8 +351,7 @@ def _check_returned(needs: Needs, namespace: dict[str, Any], returned: Iterable[
     made = needs.binds.union(*(global_names(function.__code__) for function in functions))  # ``global name``
     for name in unknown:
         if name not in made:
-            visible = [known for known, value in namespace.items() if not is_of_ipython(known, value)]
-            near = nearest(name, (*needs.binds, *visible), 0.6)
+            near = nearest(name, (*needs.binds, *users_names(namespace)), 0.6)
             step = f"type --return {near}" if near else "correct it, or leave it out"
             raise HeaderError(
                 f"--return {shown(name)}, which neither the notebook has nor the cell makes: allowed are names that "

@@ -31,8 +31,6 @@ from taas.capture.reading import Reading, import_or_stand_in, read_insides, set_
 TESTED_CLOUDPICKLE = "3.1"
 """The series whose private parts this module was written against."""
 
-BasePickler: Any = _cloudpickle.Pickler
-
 _LAZY_ANNOTATIONS = sys.version_info >= (3, 14)
 _NOTHING = object()
 _PYTHONS_OWN = {
@@ -46,7 +44,7 @@ _names_of: weakref.WeakKeyDictionary[types.CodeType, frozenset[str]] = weakref.W
 
 def dispatch_table() -> dict[type, Any]:
     """Return cloudpickle's table of reducers as one plain dict (its ChainMap costs 1 µs per object)."""
-    return dict(BasePickler.dispatch_table)
+    return dict(_cloudpickle.Pickler.dispatch_table)
 
 
 def _names_in(code: types.CodeType) -> set[str]:

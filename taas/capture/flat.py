@@ -20,7 +20,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
-from taas.capture.memory import Memory, SentMemory
+from taas.capture.memory import MemoryRange, SentMemory
 from taas.capture.reader import Reader, content_of
 from taas.capture.reading import (
     ATOMS,
@@ -372,14 +372,14 @@ class FlatStates:
         return _is_flat(box) and (type(box) is list or _is_flat(box.values()))
 
     def _child(self, value: Any, *, fresh: bool) -> int:
-        if type(value) is Memory:
+        if type(value) is MemoryRange:
             return self._memory(value)
         n = self._new(value)
         if fresh:
             self.fresh.add(n)
         return n
 
-    def _memory(self, memory: Memory) -> int:
+    def _memory(self, memory: MemoryRange) -> int:
         self.sent.add(memory)
         key = memory.address, memory.nbytes
         n = self.memories.get(key)

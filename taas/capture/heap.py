@@ -1,6 +1,7 @@
 """One numbered heap: number → object and flat state, of all that travels; what both sides know, and what has changed.
 
 The payload is the states of a table. What changed is ``before[n] != now[n]``. Who holds what is the states' children.
+Why a value cannot travel, and which part of it, is found by describing it in a table of its own.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ import marshal
 import pickle
 import sys
 import types
-from collections.abc import Collection, Container, Iterable, Iterator
+from collections.abc import Callable, Collection, Container, Iterable, Iterator
 from copy import copy
-from typing import Any
+from itertools import islice
+from typing import Any, NamedTuple
 
 from taas.capture.flat import FlatStates, State
-from taas.capture.memory import Memory, SentMemory, Span
-from taas.capture.reader import Reader, is_as_sent, stays
+from taas.capture.memory import MemoryRange, SentMemory, Span
+from taas.capture.reader import Paths, Reader, is_as_sent, stays
 from taas.capture.reading import ATOMS
 
 NAMESPACE = 0
@@ -187,7 +189,7 @@ class Heap(FlatStates):
         """Name some objects by the numbers that both sides know them by."""
         for n in numbers:
             value, state = self.objects[n], self.states[n]
-            if isinstance(value, Memory):
+            if isinstance(value, MemoryRange):
                 self.memories[value.address, value.nbytes] = n
             elif state is not None and _has_identity(state[0], value):
                 self.number[id(value)] = n
@@ -307,6 +309,44 @@ class Heap(FlatStates):
         return {n for n in inside - others if n in known and known[n][0] == "memory"}
 
 
+def _has_identity(kind: str, value: Any) -> bool:
+    """Tell whether an object is known by which one it is; of plain values, only None and a NaN."""
+    if kind == "atom":
+        return value is None or type(value) is types.CodeType or bool(value != value)
+    return kind not in ("memory", "same")  # the latter is another one here, which has a number of its own
+
+
+def _is_value(state: State) -> bool:
+    return state[0] in CONSTANT or (state[0] == "reading" and marshal.loads(state[1])[0][1] is None)  # noqa: S302
+
+
+# ---------------------------------------------------------------- what cannot travel
+
+_DEPTH = 40
+_WIDTH = 10_000
+
+_ADVICE = {
+    "generator": "make it inside the cell, or a list of it before",
+    "coroutine": "await it before the cell, or inside it",
+    "TextIOWrapper": "open it inside the cell",
+    "BufferedReader": "open it inside the cell",
+    "BufferedWriter": "open it inside the cell",
+    "Connection": "connect inside the cell",
+    "socket": "connect inside the cell",
+    "_MultiProcessingDataLoaderIter": "pass the DataLoader and call iter() inside the cell",
+}
+_OTHER_ADVICE = "make it inside the cell, or give the class that holds it a __getstate__ that leaves it out"
+
+
+class Culprit(NamedTuple):
+    """The innermost thing that cannot be pickled: where it is (``trainer.inner['conn'][1]``), what, why, what to do."""
+
+    path: str
+    kind: str
+    reason: str
+    advice: str
+
+
 def failure_of(
     value: Any, namespace: dict[str, Any], reader: Reader, limit: int | None = None
 ) -> Exception | None:
@@ -320,13 +360,49 @@ def failure_of(
     return error if error is not None or limit is None else heap.foreign_code(0)
 
 
-def _has_identity(kind: str, value: Any) -> bool:
-    """Tell whether an object is known by which one it is; of plain values, only None and a NaN."""
-    if kind == "atom":
-        return value is None or type(value) is types.CodeType or bool(value != value)
-    return kind not in ("memory", "same")  # the latter is another one here, which has a number of its own
+def culprit_of(
+    name: str, value: Any, namespace: dict[str, Any], write: Callable[[Any], Exception | None]
+) -> Culprit | None:
+    """Find what in ``value`` cannot be pickled, going down to the innermost part that fails by itself.
+
+    Args:
+        name: how the path begins.
+        value: the object.
+        namespace: the globals of the notebook's functions.
+        write: pickles an object as it was tried; raises, or returns, why it cannot.
+
+    Returns:
+        None where ``value`` can be pickled.
+    """
+    reason = _failure(value, write)
+    if reason is None:
+        return None
+    paths, seen = Paths(Reader(namespace)), {id(value): value}
+    for _ in range(_DEPTH):
+        for label, part in islice(paths.parts(value), _WIDTH):
+            inner = None if id(part) in seen else _failure(part, write)
+            seen[id(part)] = part
+            if inner is not None:
+                name, value, reason = name + label, part, inner
+                break
+        else:
+            break
+    cls = type(value)
+    own = cls.__module__ in ("builtins", "__main__")
+    kind = cls.__qualname__ if own else f"{cls.__module__}.{cls.__qualname__}"
+    return Culprit(name, kind, reason, _ADVICE.get(cls.__name__, _OTHER_ADVICE))
 
 
-def _is_value(state: State) -> bool:
-    """Tell whether an object is what it was made with."""
-    return state[0] in CONSTANT or (state[0] == "reading" and marshal.loads(state[1])[0][1] is None)  # noqa: S302
+def culprit_in_heap(name: str, value: Any, namespace: dict[str, Any], **how: Any) -> Culprit | None:
+    """Find what in a value cannot travel as names do; ``how`` its reader is made."""
+    return culprit_of(
+        name, value, namespace, lambda part: failure_of(part, namespace, Reader(namespace, **how))
+    )
+
+
+def _failure(value: Any, write: Callable[[Any], Exception | None]) -> str | None:
+    try:
+        error = write(value)
+    except Exception as raised:  # whatever a user's __reduce__ or __getstate__ raises
+        error = raised
+    return None if error is None else f"{type(error).__name__}: {error}".partition("\n")[0]

@@ -16,13 +16,13 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 from taas.capture.applying import Applied
-from taas.capture.checksums import MemorySnapshot
 from taas.capture.heap import CONSTANT, NAMESPACE, Heap
 from taas.capture.holders import holders
 from taas.capture.memory import MemoryTable, Stretch, overlapping
 from taas.capture.names import needs_of
 from taas.capture.reader import Reader
 from taas.capture.reading import ATOMS
+from taas.capture.snapshot import MemorySnapshot
 
 _NONE = object()
 """What the notebook has where it lacks a name."""
@@ -38,11 +38,9 @@ class Kept:
         project: the folder whose modules hold data of the notebook.
         names: what the notebook has under each name of the ranks.
         own: of these, names under which the ranks have something else: what could not come back.
-        wrapped: of these, names under which the ranks have a parallel wrapper around what the notebook has.
         places: what the ranks hold elsewhere than in names, as the notebook does.
         heap: the objects that both know.
-        stretches: the memory that both know, by region.
-        next_region: the number of the region that comes next.
+        applied: what the cell's answer did.
         before: what they held before.
     """
 
@@ -52,24 +50,23 @@ class Kept:
         project: str = "",
         names: dict[str, Any] | None = None,
         own: Collection[str] = (),
-        wrapped: Collection[str] = (),
         places: dict[str, Any] | None = None,
         heap: Heap | None = None,
-        stretches: dict[int, Stretch] | None = None,
-        next_region: int = 0,
+        applied: Applied | None = None,
         before: Kept | None = None,
     ) -> None:
+        applied = applied or Applied()
         self.names, self.cells, self.project = names or {}, len(namespace.get("In", ())), project
-        self.own, self.wrapped, self.places = frozenset(own), frozenset(wrapped), places or {}
+        self.own, self.wrapped, self.places = frozenset(own), frozenset(applied.wrapped), places or {}
         self.heap = heap or Heap(Reader(namespace), [namespace])
         self.heap.reader, self.heap.named = Reader(namespace, project=project), {}
         self.heap.mark()
         self.heap.failed = {}
-        self.next_region = next_region
+        self.next_region = applied.next_region
         reached = self.heap.reached(n for _, n in self.roots())
         self.heap.forget_but(reached | {NAMESPACE})
-        used = MemoryTable(stretches or {}, ()).regions_of(self.heap.memories_among(reached).values())
-        self.stretches = {n: stretch for n, stretch in (stretches or {}).items() if n in used}
+        used = MemoryTable(applied.memory, ()).regions_of(self.heap.memories_among(reached).values())
+        self.stretches = {n: stretch for n, stretch in applied.memory.items() if n in used}
         self.snapshot: MemorySnapshot = MemorySnapshot(self.stretches, before.snapshot if before else None)
 
     def roots(self) -> list[tuple[str, int]]:
@@ -105,8 +102,7 @@ class Kept:
         own |= {name for name, value in names.items() if value is _NONE}
         there = {*places, *before.places, *applied.places}
         held = {name: value for name, value in holders(project).items() if name in there}
-        known = heap, applied.memory, applied.next_region, before.kept
-        return cls(namespace, project, names, own, applied.wrapped, held, *known)
+        return cls(namespace, project, names, own, held, heap, applied, before.kept)
 
     @classmethod
     def unsure(cls, namespace: dict[str, Any], names: Iterable[str]) -> Kept:
@@ -153,7 +149,6 @@ class Held:
 
     @property
     def _numbers(self) -> set[int]:
-        """The numbers of all that is held."""
         return set().union(*self._inside.values())
 
     def _changed(self) -> set[int]:
@@ -172,7 +167,6 @@ class Held:
         return {n for n, own in self._regions.items() if not own.isdisjoint(regions)}
 
     def _let_go(self, dirty: set[int]) -> None:
-        """Let go of what has something of this in it."""
         gone = {name for name, inside in self._inside.items() if not inside.isdisjoint(dirty)}
         self.names -= gone
         self.places -= gone

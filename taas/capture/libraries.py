@@ -16,16 +16,10 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from taas.capture.reading import (
-    Reading,
-    keeps_pickling_of_object,
-    make_plain,
-    read_reduced,
-    turn_into,
-)
+from taas.capture.reading import Reading, keeps_pickling_of_object, make_plain, read_reduced, turn_into
 
 _rebuilt: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Optimizers that were unpickled in this process and not stepped since."""
+"""Optimizers that were built in this process and not stepped since."""
 
 _ReaderOf = Callable[[Any], Reading | None]
 

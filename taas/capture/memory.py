@@ -1,12 +1,12 @@
 """The memory of tensors and arrays, by address: written once, and mapped by whoever receives it.
 
-Whoever reads a tensor or an array says which :class:`Memory` it looks into (a storage, or what the root of a chain of
+Whoever reads a tensor or an array says which :class:`MemoryRange` it looks into (a storage, or what the root of a chain of
 array views owns), and which part of it. Overlapping memory, as that of an array and of the tensor made from it, forms one
 **region** of the file, so whatever shared memory goes on sharing. A region is as long as its memory, but only the used
 parts are written: the rest is a hole and costs nothing. So a small view of a giant storage is cheap and keeps its offset
 and strides.
 
-A stream names memory by the address it has where the stream is written; the file's header says which region that is.
+A state names memory by the address that its sender has it at; the file's header says which region that is.
 Where a region lies in a process says its :class:`Stretch`: the notebook's own memory, the mapped payload of a rank, or
 what an answer brought. In an answer the regions of the payload go on under their numbers, and new ones follow.
 
@@ -62,7 +62,7 @@ class Patch(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where the sender of a stream has a region, or a part of it that begins at ``start``."""
+    """Where the sender of a file has a region, or a part of it that begins at ``start``."""
 
     address: int
     nbytes: int
@@ -90,7 +90,7 @@ def overlapping(places: list[Place], address: int, nbytes: int) -> Iterator[int]
 
 
 @dataclass(slots=True, eq=False)
-class Memory:
+class MemoryRange:
     """What tensors and arrays look into.
 
     Attributes:
@@ -128,7 +128,7 @@ class Memory:
             self.storage = _storage_on(self.as_buffer())
         return self.storage
 
-    def meet(self, other: Memory) -> None:
+    def meet(self, other: MemoryRange) -> None:
         """Note what else is used of it, as ``other`` says."""
         self.storage = other.storage if self.storage is None else self.storage
         self.spans += other.spans
@@ -152,10 +152,10 @@ def moved(storage: Any, device: str) -> Any:
     return type(storage)(storage.nbytes(), device=device).copy_(storage)
 
 
-def memory_of_storage(storage: Any) -> Memory:
+def memory_of_storage(storage: Any) -> MemoryRange:
     """Return the memory of a torch storage."""
     address, device = storage.data_ptr() or -storage._cdata, str(storage.device)
-    return Memory(address, storage.nbytes(), storage, storage.data_ptr, device, storage)
+    return MemoryRange(address, storage.nbytes(), storage, storage.data_ptr, device, storage)
 
 
 def write_at(fd: int, data: memoryview, offset: int) -> None:
@@ -196,15 +196,15 @@ class SentMemory:
 
     def __init__(self, known: Iterable[Place] = (), regions: int = 0) -> None:
         self._known, self.first = sorted(known), regions
-        self._met: dict[tuple[int, int], Memory] = {}
+        self._met: dict[tuple[int, int], MemoryRange] = {}
         self.regions: list[Region] = []
         self.stretches: dict[int, Stretch] = {}
 
     def __len__(self) -> int:
         return len(self._met)
 
-    def add(self, memory: Memory) -> None:
-        """Note memory that is named in the stream, and what is used of it."""
+    def add(self, memory: MemoryRange) -> None:
+        """Note memory that a state names, and what is used of it."""
         if memory.nbytes and find_place(self._known, memory.address, memory.nbytes) is not None:
             return
         met = self._met.setdefault((memory.address, memory.nbytes), memory)
@@ -216,7 +216,7 @@ class SentMemory:
         while len(self._met) > count:
             self._met.popitem()
 
-    def keep(self, memories: Iterable[Memory]) -> None:
+    def keep(self, memories: Iterable[MemoryRange]) -> None:
         """Forget all memory but some."""
         kept = {(memory.address, memory.nbytes) for memory in memories}
         self._met = {key: met for key, met in self._met.items() if key in kept}
@@ -238,7 +238,7 @@ class SentMemory:
 
     def lay_out(self, start: int) -> int:
         """Give all memory its place in a file whose first ``start`` bytes are taken; return the file's size."""
-        groups: list[list[Memory]] = []
+        groups: list[list[MemoryRange]] = []
         end = -1
         for memory in sorted(self._met.values(), key=lambda memory: (memory.address, -memory.nbytes)):
             if memory.nbytes and memory.address >= end:
@@ -304,7 +304,7 @@ class Stretch:
     owner: Any
     device: str = "cpu"
     storages: dict[Span, Any] = field(default_factory=dict)
-    met: list[Memory] = field(default_factory=list)
+    met: list[MemoryRange] = field(default_factory=list)
     spans: tuple[Span, ...] = ()
 
     def is_there(self) -> bool:
@@ -368,17 +368,17 @@ class Stretch:
 
 
 class MemoryTable:
-    """The memory that a stream names.
+    """The memory that states name.
 
     Args:
         stretches: by the number of their region.
-        places: where the stream's sender had the regions.
+        places: where the states' sender had the regions.
     """
 
     def __init__(self, stretches: dict[int, Stretch], places: Iterable[Place]) -> None:
         self.stretches, self._places = stretches, sorted(places)
 
-    def open(self, address: int, nbytes: int) -> Memory:
+    def open(self, address: int, nbytes: int) -> MemoryRange:
         """Return the memory that the sender had at an address.
 
         Raises:
@@ -392,7 +392,7 @@ class MemoryTable:
         stretch, start = self.stretches[found[0]], found[1]
         if stretch.device != "cpu":
             return memory_of_storage(stretch.storage(start, nbytes))
-        return Memory(stretch.address + start, nbytes, stretch)
+        return MemoryRange(stretch.address + start, nbytes, stretch)
 
     def regions_of(self, memories: Iterable[Span]) -> set[int]:
         """Return the regions that have any of some memory: addresses and lengths."""

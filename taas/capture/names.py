@@ -6,7 +6,7 @@ is *surely* needed. A block (a branch, a loop, ``try``) perhaps runs: what it re
 alone. The body of a function counts where its name is read, as it can run from there on; the same holds for functions and
 classes of earlier cells. What an object holds of them has its name with it: pickle looks it up by that.
 
-Scopes of functions and comprehensions are the compiler's; names in texts are found by :mod:`~taas.capture.texts`.
+Scopes of functions and comprehensions are the compiler's; names in texts are found by :mod:`~taas.capture.cells`.
 
 Taken for granted: nothing raises but ``raise``, and ``__name__`` is ``"__main__"``.
 """
@@ -25,9 +25,18 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
+from taas.capture.cells import (
+    ANY,
+    Texts,
+    any_name,
+    is_of_ipython,
+    looked_up_by,
+    magic_of,
+    python_of,
+    users_names,
+    words_of,
+)
 from taas.capture.code_by_value import codes_in, global_names, names_of
-from taas.capture.of_ipython import is_of_ipython, python_of
-from taas.capture.texts import ANY, Texts, any_name, looked_up_by, magic_of, words_of
 
 _BINDS_ANY = {"eval", "exec", "globals", "locals", "vars", "setattr", "__main__"}
 """What a cell may bind names with that its code does not say."""
@@ -145,9 +154,7 @@ class _Reader:
         needs, namespace = self.needs, self._namespace
         if name.startswith(ANY):
             needs.built = needs.built or name.removeprefix(ANY)
-            needs.others |= {
-                n for n, v in namespace.items() if n not in self._bound and not is_of_ipython(n, v)
-            }
+            needs.others |= users_names(namespace).keys() - self._bound
         if name not in namespace or is_of_ipython(name, namespace[name]):
             return _NONE
         if name in self._bound:
@@ -159,7 +166,6 @@ class _Reader:
         return self._of_earlier[name]
 
     def _run(self, node: ast.AST) -> None:
-        """Read a node, and bind what it binds."""
         self._use(self._texts.of(node))
         if isinstance(node, ast.Expr) and (magic := magic_of(node.value)) is not None:
             self._magic(node, *magic)
@@ -326,7 +332,7 @@ def _later_in(code: types.CodeType) -> dict[str, _Names]:
 # ---------------------------------------------------------------- functions and classes of earlier cells
 
 _PARTS = 1_000
-"""How many objects are looked at for one name; the pickler finds what lies deeper."""
+"""How many objects are looked at for one name; what lies deeper is found as it is described."""
 _ITEMS = 100
 _NO_CODE = (types.ModuleType, types.CodeType, str, bytes, int, float, complex, type(None))
 

@@ -4,22 +4,29 @@ A rank takes the notebook's state before its cell; what the cell changes of it c
 imported is not imported for its state: it takes it when it is imported. Variables that describe a rank, as
 torchrun's, never travel. A rank starts in the project whatever the notebook's working directory is (contract);
 where the cell changes it, the notebook's changes too.
+
+Random numbers are the states of the generators of ``random``, NumPy, torch, and the rank's CUDA device. CUDA's is a state only
+once CUDA is initialised. Until then torch keeps a queue of what to do to its generators; a state that came from elsewhere waits
+in it, is the state as long as nobody has seeded CUDA since, and travels on.
 """
 
 from __future__ import annotations
 
 import collections
 import functools
+import importlib
 import operator
 import os
+import random
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from taas.capture import generators
+from taas.capture.memory import view_of
 from taas.capture.settings import Row, rows, setting
 from taas.import_hooks import after_import, around_import
 
@@ -54,7 +61,6 @@ def _told(sent: Any, before: Any, now: Any) -> Any:
 
 
 def _inherited_variables() -> dict[str, str]:
-    """Return the environment this process was started with."""
     entries = os.fsdecode(Path("/proc/self/environ").read_bytes()).split("\0")
     return dict(entry.split("=", 1) for entry in entries if "=" in entry)
 
@@ -144,6 +150,115 @@ def _working_directory(_: ModuleType) -> str | None:
         return None
 
 
+# ---------------------------------------------------------------- random numbers
+
+_waiting: list[tuple[Callable[[], None], bytes]] = []
+"""The last call that this process has queued to set a state of CUDA's generator, and the state, if any."""
+
+
+def _having(name: str, attribute: str) -> Any:
+    module = sys.modules.get(name)
+    return module if module is not None and hasattr(module, attribute) else None
+
+
+def _bytes_of(state: Any) -> bytes:
+    return bytes(view_of(state.data_ptr(), state.numel()))
+
+
+def states_of_generators(*, cuda: bool) -> dict[str, Any]:
+    """Return the states in this process, of what is loaded.
+
+    Args:
+        cuda: whether this process may have CUDA; False for rehearsed ranks, which only pretend.
+    """
+    found: dict[str, Any] = {"random": random.getstate()}
+    if (numpy := _having("numpy.random", "get_state")) is not None:
+        name, keys, position, has_gauss, cached = numpy.get_state()
+        found["numpy"] = (name, keys.tobytes(), position, has_gauss, cached)
+    if (torch := _having("torch", "get_rng_state")) is not None:
+        found["torch"] = _bytes_of(torch.get_rng_state())
+        state = _cuda_state(torch) if cuda else None  # a seed is part of it
+        found |= {"torch seed": torch.initial_seed()} if state is None else {"cuda": state}
+    return found
+
+
+def _cuda_state(torch: Any) -> bytes | None:
+    if torch.cuda.is_initialized():
+        return _bytes_of(torch.cuda.get_rng_state().cpu())
+    calls = torch.cuda._lazy_seed_tracker.get_calls()
+    if _waiting and calls and calls[-1] and calls[-1][0] is _waiting[0][0]:
+        return _waiting[0][1]
+    return None
+
+
+def set_generators(states: dict[str, Any], *, cuda: bool) -> None:
+    """Set those that are given.
+
+    Args:
+        states: as :func:`states_of_generators` returns them; None for one that is gone.
+        cuda: whether this process may have CUDA; its current device's is set.
+    """
+    states = {name: state for name, state in states.items() if state is not None}
+    if "random" in states:
+        random.setstate(states["random"])
+    if "numpy seed" in states and "numpy" in sys.modules:  # its random part is loaded at the first use
+        importlib.import_module("numpy.random").seed(states["numpy seed"])
+    if "numpy" in states and (numpy := _having("numpy.random", "set_state")) is not None:
+        name, keys, *rest = states["numpy"]
+        numpy.set_state((name, sys.modules["numpy"].frombuffer(keys, "uint32"), *rest))
+    if (torch := _having("torch", "set_rng_state")) is not None:
+        if "torch" in states:
+            torch.set_rng_state(_byte_tensor(torch, states["torch"]))
+        if cuda and "cuda" in states:
+            _set_cuda_state(torch, states["cuda"])
+        elif cuda and "torch seed" in states:
+            torch.cuda.manual_seed_all(states["torch seed"])
+
+
+_undrawing: list[bool] = []
+
+
+@contextmanager
+def undrawn() -> Iterator[None]:
+    """Let nothing be drawn from the generators in host memory: what is, is put back."""
+    if _undrawing:
+        yield
+        return
+    before = states_of_generators(cuda=False)
+    _undrawing.append(True)
+    try:
+        yield
+    finally:
+        _undrawing.clear()
+        set_generators(before, cuda=False)
+
+
+def _set_cuda_state(torch: Any, data: bytes) -> None:
+    """Set the current device's generator; where CUDA isn't initialised, when the user does that."""
+    state, seed = _byte_tensor(torch, data), torch.initial_seed()
+
+    def set_own() -> None:
+        torch.cuda.default_generators[torch.cuda.current_device()].set_state(state)
+
+    def set_all() -> (
+        None
+    ):  # called inside torch's lock: nothing in here may ask for it again; who initialises does not
+        for generator in torch.cuda.default_generators:
+            generator.manual_seed(seed)
+        set_own()
+
+    if torch.cuda.is_initialized():
+        set_own()
+        return
+    # torch runs queued seeds after all other queued calls, so set_rng_state by itself would be overridden
+    torch.cuda._lazy_call(set_all, seed_all=True)
+    _waiting[:] = [(set_all, data)]
+
+
+def _byte_tensor(torch: Any, data: bytes) -> Any:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
 # ---------------------------------------------------------------- the table
 
 
@@ -165,8 +280,8 @@ def _table(*, rank: bool = False, device: str | None = None) -> tuple[Row, ...]:
             lambda o, told: o.chdir(told) if Path(told).is_dir() else None, only_back=True),
         setting("recursion limit", "sys", "getrecursionlimit", "setrecursionlimit"),
         *rows(device, rank=rank),
-        Row("random numbers", "random", lambda _: generators.states_of_generators(cuda=cuda),
-            lambda _, told: generators.set_generators(told, cuda=cuda)),
+        Row("random numbers", "random", lambda _: states_of_generators(cuda=cuda),
+            lambda _, told: set_generators(told, cuda=cuda)),
     )  # fmt: skip
 
 
@@ -188,7 +303,8 @@ def of_notebook() -> dict[str, Any]:
     state = _take(row for row in _table() if not row.only_back)
     first = {name: value for name, value in _inherited_variables().items() if not _own(name)}
     state["environment"] = _told(None, first, state["environment"])
-    state["random numbers"] |= generators.fresh_seed(state["random numbers"])
+    if "numpy" not in state["random numbers"]:  # forks of one process must not all draw the same
+        state["random numbers"]["numpy seed"] = int.from_bytes(os.urandom(4), "little")
     state["imported"] = [
         name for name in sys.modules if name.partition(".")[0] not in sys.stdlib_module_names
     ]
@@ -209,18 +325,18 @@ class ProcessState:
         self._before: dict[str, Any] = {}
 
     def put_early(self, project: str) -> None:
-        """Before the names are unpickled: environment, ``sys.path``, arguments."""
+        """Before the names are built: environment, ``sys.path``, arguments."""
         sys.path[:] = [project, *(entry for entry in sys.path if entry != project)]
         _put_rows([row for row in self._table if row.early], self._sent)
 
     def put(self) -> None:
-        """After the names are unpickled: everything else.
+        """After the names are built: everything else.
 
         Some libraries draw when they are imported. What the notebook has imported has drawn there.
         """
         _put_rows([row for row in self._table if not row.early], self._sent)
         imported_there = self._sent.get("imported", ())
-        around_import([name for name in imported_there if name not in sys.modules], generators.undrawn)
+        around_import([name for name in imported_there if name not in sys.modules], undrawn)
 
     def mark(self) -> None:
         """Take the state that changes are found against."""

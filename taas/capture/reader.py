@@ -1,4 +1,4 @@
-"""Who reads what: one rule for all objects, and the kinds that need another word, each with its reason."""
+"""Who reads what: one rule for all objects, and the kinds that need another word, each with its reason; ways through objects."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import linecache
 import sys
 import types
 import weakref
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from taas.capture.arrays import array_reader, is_array, read_copy
 from taas.capture.code_by_value import (
     READERS,
     dispatch_table,
@@ -22,32 +22,32 @@ from taas.capture.code_by_value import (
     read_function,
     read_of_module,
 )
-from taas.capture.containers import (
-    FILES,
-    container_reader,
-    read_exception,
-    read_file,
-    read_reference,
-)
-from taas.capture.holders import reader_of_holders
+from taas.capture.holders import reader_of_holders, reader_of_module
 from taas.capture.libraries import library_reader
-from taas.capture.modules import reader_of_module
 from taas.capture.reading import (
     ATOMS,
+    FILES,
     Reading,
+    container_reader,
     import_or_stand_in,
     is_only_python,
     itself,
     keeps_pickling_of_object,
     keeps_state_of_object,
     module_named,
+    read_exception,
+    read_file,
     read_plain,
     read_reduced,
-)  # fmt: skip
+    read_reference,
+)
 from taas.capture.tensors import (
+    array_reader,
     copy_of_tensor,
+    is_array,
     is_sharded,
     is_tensor,
+    read_copy,
     tensor_reader,
 )
 from taas.delivery.registered import delivers, reduce_registered
@@ -68,7 +68,6 @@ class Reader:
         functions: the code of the notebook's functions met so far.
         names: those that each of them, and of its classes, uses and is found by.
         modules: those that something met so far was found in by its name.
-        wrappers: classes of parallel wrappers met, in whose place the module is read.
     """
 
     def __init__(self, namespace: dict[str, Any], *, project: str = "", unwrap: bool = False) -> None:
@@ -76,7 +75,6 @@ class Reader:
         self.functions: list[types.CodeType] = []
         self.names: list[set[str]] = []
         self.modules: set[str] = set()
-        self.wrappers: set[type] = set()
         self._table = {**copyreg.dispatch_table, **dispatch_table()}
         self._held: dict[str, dict[int, str]] = {}
         self._asked: set[type] = set()
@@ -129,7 +127,6 @@ class Reader:
         if delivers(cls):
             return lambda value: read_reduced(value, reduce_registered(value) or value.__reduce_ex__(4))
         if self._unwrap and is_wrapper(cls):
-            self.wrappers.add(cls)
             return lambda wrapper: Reading(itself, (wrapper.module,))
         with_memory = tensor_reader(cls) or array_reader(cls)
         if with_memory is not None:
@@ -159,7 +156,6 @@ class Reader:
         return read_plain if rule else self._by_protocol
 
     def _by_protocol(self, value: Any) -> Reading | None:
-        """Read an object as its own protocol has it."""
         reducer = self._table.get(type(value))
         return read_reduced(value, reducer(value) if reducer is not None else value.__reduce_ex__(4))
 
@@ -255,3 +251,79 @@ def content_of(value: Any) -> Reading | None:
     if is_array(value):
         return read_copy(value)
     return copy_of_tensor(value) if is_tensor(value) else None
+
+
+# ---------------------------------------------------------------- ways through objects
+
+
+class Paths:
+    """Finds ways through objects, and how they are written: ``trainer.callbacks[2].conn``."""
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+
+    def parts(self, value: Any) -> list[tuple[str, Any]]:
+        """Return what an object holds, and how each is written behind it; nothing where its own protocol fails."""
+        try:
+            found = list(self._parts(value))
+        except Exception:  # whatever a user's own protocol raises: there is no way through it
+            return []
+        return [(label, part) for label, part in found if type(part) not in ATOMS]
+
+    def _parts(self, value: Any) -> Iterator[tuple[str, Any]]:
+        if type(value) in (list, tuple, set, frozenset):
+            yield from ((f"[{n}]", part) for n, part in enumerate(value))
+        elif type(value) is dict:
+            yield from _entries(value.keys(), value.values())
+        elif isinstance(value, type) and value.__module__ == "__main__":
+            yield from ((f".{name}", part) for name, part in vars(value).items() if name[:2] != "__")
+            yield from (("", base) for base in value.__bases__)
+        elif (reading := self._reader.read(value)) is not None:
+            yield from _of_reading(value, reading)
+
+    def walk(self, roots: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+        """Yield all objects in some named ones, breadth first and each once, and how they are written."""
+        waiting, seen = deque(roots.items()), dict[int, Any]()
+        while waiting:
+            path, value = waiting.popleft()
+            if id(value) not in seen:
+                seen[id(value)] = value
+                yield path, value
+                waiting += ((path + label, part) for label, part in self.parts(value))
+
+    def path_to(self, target: Any, roots: Mapping[str, Any]) -> str:
+        """Return how to write ``target``, beginning at named objects; its type where there is no way."""
+        found = (path for path, value in self.walk(roots) if value is target)
+        return next(found, f"a {type(target).__qualname__}")
+
+
+def _entries(keys: Iterable[Any], items: Iterable[Any]) -> Iterator[tuple[str, Any]]:
+    for key, item in zip(keys, items, strict=True):
+        written = repr(key)[:40] if type(key) in ATOMS else f"a {type(key).__qualname__}"
+        yield f" key {written}", key
+        yield f"[{written}]", item
+
+
+def _of_reading(value: Any, reading: Reading) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, types.FunctionType):
+        closure = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
+        yield from ((f" closure variable {name}", cell) for name, cell in closure)
+    else:
+        arguments = enumerate(reading.arguments)
+        yield from (
+            ("" if isinstance(item, (type, tuple)) else f" argument {n}", item) for n, item in arguments
+        )
+    for label, part in zip(reading.labels, reading.state or (), strict=False):
+        yield from _of_part(label, part)
+
+
+def _of_part(label: str, part: Any) -> Iterator[tuple[str, Any]]:
+    if label == "." and type(part) is dict:
+        yield from ((f".{name}", item) for name, item in part.items())
+    elif label == "[]":
+        yield from ((f"[{n}]", item) for n, item in enumerate(part or ()))
+    elif label == "{}":
+        half = len(part or ()) // 2
+        yield from _entries((part or ())[:half], (part or ())[half:])
+    else:
+        yield " state" if label == "." else label, part

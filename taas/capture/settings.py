@@ -32,7 +32,7 @@ class Row(NamedTuple):
         take: reads it, as plain values; None where there is nothing to be told.
         put: writes what was told: of a dict the entries that changed, None for those that are gone; of a list the
             items but for those that a rank had beside the notebook's; anything else whole.
-        early: whether ranks need it before names are unpickled.
+        early: whether ranks need it before names are built.
         only_back: whether it stays as ranks have it.
     """
 
@@ -116,10 +116,6 @@ def _inline_settings(config: Any) -> dict[str, Any] | None:
         "print_figure_kwargs": backend.print_figure_kwargs,
         "close_figures": backend.close_figures,
     }
-
-
-def _put_inline_setting(config: Any, name: str, value: Any) -> None:
-    setattr(config.InlineBackend.instance(), name, value)
 
 
 def _show_figures(_: Any, told: bool) -> None:
@@ -259,7 +255,8 @@ def rows(own: str | None, *, rank: bool = False) -> tuple[Row, ...]:
             lambda n: {k: v for k, v in n.get_printoptions().items() if k not in ("formatter", "override_repr")},
             lambda n, told: n.set_printoptions(**told, formatter=n.get_printoptions()["formatter"])),
         _options("options of pandas", "pandas", _pandas_options, lambda p, name, value: p.set_option(name, value)),
-        _options("how figures are shown", "matplotlib_inline.config", _inline_settings, _put_inline_setting),
+        _options("how figures are shown", "matplotlib_inline.config", _inline_settings,
+                 lambda config, name, value: setattr(config.InlineBackend.instance(), name, value)),
         Row("figures are shown", "matplotlib.figure", lambda _: _INLINE in sys.modules or None, _show_figures),
         _options("settings of matplotlib", "matplotlib", _plot_settings, _put_plot_setting),
         setting("default dtype", "torch", "get_default_dtype", "set_default_dtype"),

@@ -19,7 +19,7 @@ from torch.utils.data import _utils
 from torch.utils.data._utils import fetch
 
 from taas.capture.arriving import unpack
-from taas.capture.generators import set_generators, states_of_generators
+from taas.capture.process_state import set_generators, states_of_generators
 from taas.delivery.encoding import pack_failure
 from taas.delivery.loader import DeliveredLoader
 from taas.delivery.messages import StreamPlace

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from threadpoolctl import ThreadpoolController
 
 from taas import _linux, rank_storage
-from taas.capture import modules
+from taas.capture import holders
 from taas.rank import lifeline
 
 THREAD_POOLS = ThreadpoolController()
@@ -62,6 +62,6 @@ _keep_freed_memory()
 _forget_exit_functions()
 _register_backends()
 rank_storage.prepare()
-modules.survey()
+holders.survey()
 gc.collect()
 gc.freeze()  # ranks' collections leave alone what all of them share: a touched page is a copied page

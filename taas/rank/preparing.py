@@ -15,8 +15,7 @@ from typing import Any
 
 import psutil
 
-from taas import adopt, capture, rehearsal
-from taas.project_sync import replica
+from taas import adopt, capture, project_sync, rehearsal
 from taas.rank import children
 from taas.rank.shell import RankShell
 from taas.rank_storage import Guard, Policy, guard, scratch_of
@@ -93,7 +92,7 @@ def become_rank(start: RankStart, shell: RankShell, payload: int) -> Prepared:
     if not hasattr(shell, "kernel") or not (shown is None or rank in shown):
         sys.modules.pop("ipykernel.zmqshell", None)  # its bars are text: nobody would see widgets
     os.environ.update(start.environ)
-    project = replica.entered(staged.replica, staged.project, functools.partial(_tell, start))
+    project = project_sync.entered(staged.replica, staged.project, functools.partial(_tell, start))
     wall = _enter_storage(start, project)
     _enter_project(start, project)
     device = _enter_device(order, local_rank)

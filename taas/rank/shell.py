@@ -24,7 +24,7 @@ from IPython.core.interactiveshell import ExecutionResult, InteractiveShell
 from traitlets import Instance, Type
 from traitlets.config import Config
 
-from taas.capture.of_ipython import magic_on_top
+from taas.capture.cells import magic_on_top
 from taas.capture.process_state import ProcessState
 from taas.notebook.comms import open_comms_to
 from taas.rank.outlet import Outlet

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
-from taas.storage.denial import Denial
+from taas.storage.boundary import Denial
 from taas.storage.table import Seen, Table
 
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
@@ -31,7 +31,6 @@ _Call = Callable[..., Any]
 
 
 def _fail(code: int, path: Any) -> OSError:
-    """The error the system gives for a path."""
     return OSError(code, os.strerror(code), path)
 
 

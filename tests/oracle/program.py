@@ -38,7 +38,7 @@ class Program:
 
     def text(self, number: int, *, plain: bool) -> str:
         """Return a cell as it is typed."""
-        from taas.capture.of_ipython import magic_on_top
+        from taas.capture.cells import magic_on_top
 
         cell = self.cells[number]
         if number not in self.headed:

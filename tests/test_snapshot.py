@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 import torch
 
-from taas.capture.checksums import MemorySnapshot
 from taas.capture.memory import Stretch
+from taas.capture.snapshot import MemorySnapshot
 from taas.page_watch import Watch
 
 PAGE = mmap.PAGESIZE
@@ -386,7 +386,7 @@ ON_A_DEVICE = (3 << 18) + 13
 @pytest.mark.parametrize("at", [0, 7, (1 << 18) - 1, 1 << 18, 2 << 18, ON_A_DEVICE - 14, ON_A_DEVICE - 2])
 def test_memory_of_a_device_is_added_up_there(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some of it at a time, each bit counts, whatever the memory's length and beginning; it is not copied to the host."""
-    monkeypatch.setattr("taas.capture.checksums._ON_DEVICE", 2 << 18)
+    monkeypatch.setattr("taas.capture.snapshot._ON_DEVICE", 2 << 18)
     monkeypatch.delattr(Stretch, "in_host_memory")
     memory = torch.randint(256, (ON_A_DEVICE,), dtype=torch.uint8)
     storages, spans = {(0, memory.nbytes): memory.untyped_storage()}, ((1, ON_A_DEVICE),)
