@@ -41,7 +41,7 @@ def _compare(program: Program) -> None:
     assert not different, "\n".join(different)
 
 
-@pytest.mark.timeout(60 + 5 * COUNT)
+@pytest.mark.timeout(120 + 10 * COUNT)
 @_SETTINGS
 @given(program=notebooks(themes=_THEMES))
 def test_random_cells_in_ranks_leave_what_they_leave_in_the_notebook(program: Program) -> None:
@@ -49,7 +49,7 @@ def test_random_cells_in_ranks_leave_what_they_leave_in_the_notebook(program: Pr
     _compare(program)
 
 
-@pytest.mark.timeout(60 + 5 * COUNT)
+@pytest.mark.timeout(120 + 10 * COUNT)
 @settings(_SETTINGS, max_examples=COUNT // 2)
 @given(program=notebooks(kept=True, themes=_THEMES))
 def test_random_cells_in_ranks_that_stay(program: Program) -> None:

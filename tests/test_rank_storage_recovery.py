@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from taas import _linux, rank_storage
 from taas.errors import HeaderError
+from taas.runs.records import read_records
 from taas.storage.boundary import NEVER
 from taas.storage.kept import kept_versions, make_writes, recover, sort
 
@@ -179,6 +180,8 @@ def test_what_cannot_be_sorted_is_named(run: Run) -> None:
 @pytest.mark.slow
 def test_recover_is_typed_after_a_run(notebook: Notebook) -> None:
     """The newest run that kept something, or the named one, from wherever it is typed; others have nothing."""
+    for record in read_records():
+        shutil.rmtree(record.folder)  # of other tests
     ran = notebook.run("%taas recover")
     assert "no run has kept writes of ranks other than 0" in ran.stderr
     for name in ("fox", "owl"):
