@@ -6,7 +6,7 @@ the way back overwrites the methods of classes that are already there. Here inst
 * a function of the notebook is rebuilt on the namespace of the place it arrives at, so that it sees what
   the cell rebinds and ``global`` works; one that a module has made, on that module's;
 * closures that share a variable go on sharing it: cells travel as objects;
-* a class that is already known keeps its methods; only its identity is looked up.
+* a class is its attributes: one that is known gets those that are others, in place; none is made by its bases' hooks.
 
 ``tests/test_capture_code.py`` fails on a release of cloudpickle whose private parts have other shapes.
 """
@@ -184,7 +184,7 @@ def _is_made_by_python(cls: type, name: str) -> bool:
 
 
 def read_class(cls: type) -> Reading | None:
-    """Read a class as cloudpickle does, except that where it is known it stays as it is.
+    """Read a class as cloudpickle does, with all its attributes as its state.
 
     Returns:
         None for a class that goes by reference.
