@@ -68,6 +68,9 @@ class ReplicaGroup:
             device_id=torch.device("cuda", torch.cuda.current_device()) if with_nccl else None,
         )
         TORCHS._world.pg_group_ranks[self._group] = {rank: rank for rank in range(self.size)}
+        self._carried: list[Tensor] = []
+        """By the last collective. Whoever is the last to let go of a tensor needs the interpreter: if that were gloo's thread,
+        it would wait for this one, which waits for it as the group goes."""
 
     @property
     def ended(self) -> bool:
@@ -109,6 +112,7 @@ class ReplicaGroup:
         # On the CPU, whatever default device the program has set.
         mine = torch.from_numpy(np.frombuffer(bytearray(content.ljust(width, b"\0")), dtype=np.uint8))
         every = torch.empty(self.size * width, dtype=torch.uint8, device="cpu")
+        self._carried = [every, mine]
         try:
             self._group._allgather_base(every, mine).wait()
         except RuntimeError as error:  # a connection is cut, and all that gloo knows is the address
@@ -137,8 +141,8 @@ class ReplicaGroup:
             rows = torch.cat([rows, rows.new_zeros((most - rows.shape[0], *rest))])
         every = rows.new_empty((self.size, most, *rest))
         if every.numel():
-            mine = rows.contiguous()
-            self._group._allgather_base(_bytes(every), _bytes(mine)).wait()
+            self._carried = [_bytes(every), _bytes(rows.contiguous())]
+            self._group._allgather_base(*self._carried).wait()
         if all(size == most for size in sizes):
             return every.flatten(0, 1).movedim(0, dim)
         return torch.cat([part[:size] for part, size in zip(every, sizes, strict=True)]).movedim(0, dim)
@@ -149,6 +153,7 @@ class ReplicaGroup:
             (bucket, flat, dist.all_reduce(flat, group=self._group, async_op=True))
             for bucket, flat in _flattened(tensors)
         ]
+        self._carried = [flat for _, flat, _ in pending] or self._carried
         totals: list[Tensor] = []
         for bucket, flat, work in pending:
             work.wait()
@@ -162,7 +167,8 @@ class ReplicaGroup:
         with torch.no_grad():
             for bucket, flat in _flattened([tensor.detach() for tensor in tensors]):
                 if flat.numel():
-                    self._group.broadcast([_bytes(flat)], options).wait()
+                    self._carried = [_bytes(flat)]
+                    self._group.broadcast(self._carried, options).wait()
                 if self.rank:
                     for part, value in zip(bucket, _unflattened(flat, bucket), strict=True):
                         part.copy_(value)
