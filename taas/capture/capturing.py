@@ -133,7 +133,7 @@ class Capture:
     def _pack(self, places: dict[str, Any]) -> None:
         """Describe the names, with those that their functions turn out to use, and those of their classes."""
         left_out.clear()
-        self._leave_out(holders(self._project, self._reached()))
+        self._holders()
         needs, namespace, reader = self._needs, self._namespace, self.heap.reader
         waiting = sorted((needs.sure | needs.maybe) - self._held.names)
         met = {*waiting, *self._held.names}
@@ -165,20 +165,22 @@ class Capture:
         held = self._held
         while new := {
             name: value
-            for name, value in (places | holders(self._project, self._reached())).items()
+            for name, value in (places | self._holders()).items()
             if name not in self._places and name not in self.left_behind and name not in held.places
         }:
-            self._leave_out(new)
             for name, value in new.items():
                 error = self._add(name, value, self._places)
                 if error is not None:
                     self.left_behind[name] = self._why(name, value, error)
                     self._without.append(self.left_behind[name])
 
-    def _leave_out(self, held: dict[str, Any]) -> None:
-        new = {name: holder for name, holder in held.items() if name not in self._looked_at}
+    def _holders(self) -> dict[str, Any]:
+        """Return what holds something of the notebook and is reached, without the parts that cannot travel."""
+        found = holders(self._project, self._reached())
+        new = {name: holder for name, holder in found.items() if name not in self._looked_at}
         self._looked_at |= new.keys()
         self._without += leave_out(new, self._fails, self._why_not)
+        return found
 
     def _reached(self) -> set[str]:
         reader = self.heap.reader

@@ -31,6 +31,7 @@ from taas.capture.reading import (
     read_plain,
     set_by_protocol,
 )
+from taas.capture.tensors import is_array, is_tensor
 
 State = tuple[str, bytes, tuple[int, ...]]
 
@@ -221,7 +222,7 @@ class FlatStates:
         if len(value) > _LARGE and (_is_leaf(value) if kind == "list" else _is_flat(value)):
             return (kind, marshal.dumps(value, 2), ())
         children: list[int] = []
-        items = self._split(list(value), children, fresh=self._in_fresh, inline=kind == "list")
+        items = self._split(list(value), children, fresh=self._holds_fresh(value), inline=kind == "list")
         return (kind, marshal.dumps(items, 2), tuple(children))
 
     def _dict(self, value: Any) -> State:
@@ -229,8 +230,12 @@ class FlatStates:
             return ("leaf", marshal.dumps(value, 2), ())
         children: list[int] = []
         keys = self._split(list(value), children)
-        items = self._split(list(value.values()), children, fresh=self._in_fresh)
+        items = self._split(list(value.values()), children, fresh=self._holds_fresh(value.values()))
         return ("dict", marshal.dumps((keys, items), 2), tuple(children))
+
+    def _holds_fresh(self, items: Iterable[Any]) -> bool:
+        """Tell whether a container that is described was made afresh with what is in it, but for memory of others."""
+        return self._in_fresh and not any(is_tensor(item) or is_array(item) for item in items)
 
     def _ordered(self, value: Any) -> State:
         """Describe an OrderedDict, of which a module has ten."""

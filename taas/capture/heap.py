@@ -21,6 +21,7 @@ from taas.capture.flat import FlatStates, State
 from taas.capture.memory import MemoryRange, SentMemory, Span
 from taas.capture.reader import Paths, Reader, is_as_sent, stays
 from taas.capture.reading import ATOMS
+from taas.capture.tensors import is_tensor
 
 NAMESPACE = 0
 """The number of the notebook's namespace."""
@@ -122,7 +123,9 @@ class Heap(FlatStates):
         self.walk()
 
     def _is_other_here(self, value: Any, state: State) -> bool:
-        return not self.reader.asks(type(value)) or not all(map(self._is_held, state[2]))
+        if not self.reader.asks(type(value)):
+            return True
+        return not is_tensor(value) and not all(map(self._is_held, state[2]))
 
     def _is_held(self, n: int) -> bool:
         """Tell whether anything but this table holds an object."""
