@@ -332,6 +332,16 @@ def test_what_holds_a_tensor_of_all_ranks_holds_it(notebook: Notebook) -> None:
     )
 
 
+def test_a_mesh_travels_without_a_warning(notebook: Notebook) -> None:
+    """That a process has not its groups is no news: neither in the notebook, nor in the next ranks."""
+    made = "import torch.distributed as dist\nmesh = dist.init_device_mesh('cpu', (2, 1), mesh_dim_names=('a', 'b'))\n"
+    ran = notebook.good(f"#pragma taas --gpus 2\n{made}parts = [mesh['a'], mesh['b']]")
+    assert (ran.own, ran.stderr) == ("", "")
+    assert notebook.value("parts[0].mesh.tolist(), mesh.mesh_dim_names") == "[0, 1] ('a', 'b')"
+    ran = notebook.good("#pragma taas --gpus 2\nprint(mesh.size(), parts[0].size())")
+    assert (ran.own, ran.stderr) == ("2 2\n", "")
+
+
 def test_a_model_that_an_earlier_cell_has_compiled(notebook: Notebook) -> None:
     """A rehearsal runs it eagerly, as one that the cell compiles."""
     notebook.good("import torch\nmodel = torch.compile(torch.nn.Linear(4, 1))")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from taas.errors import HeaderError
 from taas.runs.records import read_records
 from taas.storage.boundary import NEVER
 from taas.storage.kept import kept_versions, make_writes, recover, sort
+
+HOUR = 3600 * 10**9
 
 
 @pytest.fixture
@@ -104,6 +107,31 @@ def test_of_a_run_that_was_killed_the_same_is_kept(run: Run):
     run.rank(write("shard", "rank 1's"))
     assert recovered(run) == ["shard"]
     assert contents(run.project) == {"model.pt": "rank 0's", "shard": "rank 1's"}
+
+
+@pytest.mark.parametrize("ahead", [-HOUR, 0, HOUR])
+def test_a_file_system_with_another_clock_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead: int
+):
+    """The project may be on another machine: what was changed since the run began is told by its clock alone."""
+    project, writes = tmp_path / "project", tmp_path / "writes"
+    project.mkdir()
+    before, during = project / "before", project / "during"
+    before.write_text("as it was")
+    here = time.time_ns
+    monkeypatch.setattr(
+        time, "time_ns", lambda: here() - ahead
+    )  # this machine's clock; the other one's is right
+    since = make_writes(writes, str(project))
+    tree = rank_storage.scratch_of(writes, 1) / "tree"
+    tree.mkdir(parents=True)
+    for name in ("before", "during"):
+        (tree / name).write_text("rank 1's")
+    while not during.exists() or during.lstat().st_ctime_ns <= since:  # it ticks some hundred times a second
+        during.write_text("rank 0's")
+    [said] = sort(writes, str(project), "fox")
+    assert said.startswith("kept: before (1 file")
+    assert kept_versions([writes], str(project)) == {"before": {1: tree / "before"}}
 
 
 def test_where_nobody_can_know_what_rank_0_wrote_all_is_kept(run: Run):

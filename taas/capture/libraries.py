@@ -5,12 +5,13 @@
 * pandas copies a block before it writes to it while another frame or series looks into the same memory, which it counts in
   an object that such blocks have in common. Pickle leaves that out: a column taken from a frame would change with it.
   A series' pickle leaves out the block itself; an index made of a column looks into it, too.
-* DataLoaders with persistent workers hold these.
+* DataLoaders with persistent workers hold these, and meshes of devices their process groups.
 * Objects with traits (widgets) tell somebody when they change, which their pickles leave out.
 """
 
 from __future__ import annotations
 
+import logging
 import sys
 import weakref
 from collections.abc import Callable
@@ -37,6 +38,9 @@ def library_reader(cls: Any, *, answers: bool = False) -> _ReaderOf | None:
     data = getattr(sys.modules.get("torch.utils.data"), "DataLoader", None)
     if data is not None and issubclass(cls, data) and keeps_pickling_of_object(cls):
         return lambda value: _read(value, _set_loader, "_iterator")
+    mesh = getattr(sys.modules.get("torch.distributed.device_mesh"), "DeviceMesh", None)
+    if mesh is not None and issubclass(cls, mesh) and hasattr(cls, "__setstate__"):
+        return lambda value: _read(value, _set_mesh, "_pg_registry")
     return _reader_of_optimizers(cls) or _reader_of_blocks(cls, answers=answers)
 
 
@@ -45,6 +49,16 @@ def _set_loader(loader: Any, state: tuple[dict[str, Any]]) -> None:
     iterator = vars(loader).get("_iterator")
     vars(loader).clear()
     vars(loader).update(*state, _iterator=iterator)
+
+
+def _set_mesh(mesh: Any, state: tuple[dict[str, Any]]) -> None:
+    """Set a mesh without its warning of groups that this process does not have: nobody asked for it to be pickled."""
+    log = logging.getLogger("torch.distributed.device_mesh")
+    was, log.disabled = log.disabled, True
+    try:
+        mesh.__setstate__(*state)
+    finally:
+        log.disabled = was
 
 
 # ---------------------------------------------------------------- optimizers and schedulers
