@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Any
 from taas.errors import TaasError
 
 if TYPE_CHECKING:
+    from taas.capture.collected import collected
     from taas.dataloader_registry import register, resume, unregister
 
 __all__ = [
     "TaasError",
+    "collected",
     "load_ipython_extension",
     "register",
     "resume",
@@ -28,10 +30,11 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    if name not in ("register", "resume", "unregister"):
+    if name not in ("collected", "register", "resume", "unregister"):
         raise AttributeError(f"module 'taas' has no attribute {name!r}")
     # when one is first used: `import taas` is to cost less than 50 ms
-    return getattr(importlib.import_module("taas.dataloader_registry"), name)
+    module = "taas.capture.collected" if name == "collected" else "taas.dataloader_registry"
+    return getattr(importlib.import_module(module), name)
 
 
 def _magics() -> ModuleType:

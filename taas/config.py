@@ -8,12 +8,22 @@ notebooks mean the same here; ``taas.toml`` adds types and sets defaults::
     gpus = 2
     gpu_model = "L40S"
     vms = [1, 2, 3]              # numbers of VMs that one run may ask for; [1, 2, 4] where left out
+    slurm = "--gres=gpu:l40s:2 --cpus-per-task=16"  # how sbatch is asked for one; a whole node with its GPUs where left out
 
     [engine]
-    default = "local"            # or "ray"
-    address = "ray-head:6379"
+    default = "local"            # or "ray", or "slurm"
+    address = "ray-head:6379"    # of Ray
     wait = 600.0                 # seconds that a run waits for VMs; 0: it fails at once
     idle = 60.0                  # so long VMs elsewhere stay after a run, for the next one; 0: they are given back at once
+
+    [engine.slurm]               # what is asked of Slurm: what %taas engine slurm takes
+    partition = "gpu"
+    account = "project42"
+    time = "2:00:00"             # the longest that VMs stay
+    cpu_partition = "cpu"        # for VMs without GPUs
+    python = "/shared/env/bin/python"  # on the nodes; the notebook's own path where left out
+    host = "login1-ib"           # the address under which nodes reach this machine; found where left out
+    sbatch = "--qos=long"        # further options of sbatch
 
     [keep]
     idle = "30min"               # so long the ranks of a --keep cell stay where no other one comes
@@ -43,14 +53,14 @@ remembers would change runs. Unknown keys are errors (`ConfigError`) that name f
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from taas.errors import ConfigError, HeaderError
-from taas.header.arguments import TYPE_NAME, Wrong, choice, seconds, seconds_or_none, size, text_of
-from taas.header.options import SETTINGS
+from taas.header.arguments import TYPE_NAME, Option, Wrong, choice, seconds, seconds_or_none, size, text_of
+from taas.header.options import DEFAULTS, SETTINGS
 from taas.wording import nearest, shown
 
 
@@ -64,6 +74,7 @@ class InstanceType:
         gpus: GPUs of one VM; 0 for a CPU type.
         gpu_model: for the reader, who may look for a type by it.
         vms: the numbers of VMs that one run may ask for.
+        slurm: the options of ``sbatch`` that get one.
     """
 
     name: str
@@ -71,6 +82,7 @@ class InstanceType:
     gpus: int = 0
     gpu_model: str = ""
     vms: tuple[int, ...] = (1, 2, 4)
+    slurm: str = ""
 
     def __post_init__(self) -> None:
         if not TYPE_NAME.fullmatch(self.name):
@@ -104,8 +116,25 @@ class _Key(NamedTuple):
     default: Any
 
 
+def _of_slurm(name: str, metavar: str, allowed: str, instead: str) -> Option:
+    setting = f"engine.slurm.{name.replace('-', '_')}"
+    return Option(name, metavar, text_of(allowed, instead), allowed, setting)
+
+
+SLURM_OPTIONS = (
+    _of_slurm("partition", "P", "a partition, as sinfo names it", "gpu"),
+    _of_slurm("account", "A", "the account that the time is taken from", "project42"),
+    _of_slurm("time", "T", "how long VMs may stay at most, as sbatch takes it", "2:00:00"),
+    _of_slurm("cpu-partition", "P", "the partition of VMs without GPUs", "cpu"),
+    _of_slurm("python", "PATH", "the interpreter on the nodes", "/shared/env/bin/python"),
+    _of_slurm("host", "ADDRESS", "the address under which nodes reach this machine", "login1"),
+    _of_slurm("sbatch", "OPTIONS", "further options of sbatch, in quotes", '"--qos=long"'),
+)
+"""What ``%taas engine slurm`` takes, and ``[engine.slurm]``."""
+
 _KEYS: Mapping[str, _Key] = {
-    "engine.default": _Key(choice("local", "ray"), "local"),
+    **{option.setting: _Key(option.convert, "") for option in SLURM_OPTIONS if option.convert},
+    "engine.default": _Key(choice("local", "ray", "slurm"), "local"),
     "engine.address": _Key(text_of("where the cluster's head is", "ray-head:6379"), None),
     "engine.wait": _Key(seconds_or_none, 600.0),
     "engine.idle": _Key(seconds_or_none, 60.0),
@@ -122,10 +151,17 @@ class Catalog:
     Attributes:
         instances: by name.
         settings: by section and key, such as ``run.hang_timeout``; only what was said.
+        said_in: the file that says it, by section and key.
     """
 
     instances: Mapping[str, InstanceType] = field(default_factory=lambda: BUILT_IN_TYPES)
     settings: Mapping[str, Any] = field(default_factory=dict)
+    said_in: Mapping[str, Path] = field(default_factory=dict)
+
+    def in_force(self) -> dict[str, Any]:
+        """Return what holds for each key, set or not; what a header says goes before it."""
+        without = {**DEFAULTS, **{key: row.default for key, row in _KEYS.items()}}
+        return {key: self.settings.get(key, without[key]) for key in sorted(without)}
 
     def __getitem__(self, key: str) -> Any:
         """What holds for a key that is no option of a header."""
@@ -207,10 +243,12 @@ def _overlay(catalog: Catalog, said: dict[str, Any], path: Path) -> Catalog:
     }
     sections: dict[str, list[str]] = {"instances": []}
     for key in converters:
-        sections.setdefault(key.partition(".")[0], []).append(key.partition(".")[2])
-    _refuse_unknown(said, tuple(sections), "section", path)
-    instances, settings = dict(catalog.instances), dict(catalog.settings)
-    for section, values in said.items():
+        section, _, name = key.rpartition(".")
+        sections.setdefault(section, []).append(name)
+    parts = dict(_sections(said))
+    _refuse_unknown(parts, tuple(sections), "section", path)
+    instances, settings, said_in = dict(catalog.instances), dict(catalog.settings), dict(catalog.said_in)
+    for section, values in parts.items():
         if not isinstance(values, dict):
             raise ConfigError(f"{path}: {section} is a section; write [{section}] on a line of its own")
         if section == "instances":
@@ -219,6 +257,7 @@ def _overlay(catalog: Catalog, said: dict[str, Any], path: Path) -> Catalog:
         _refuse_unknown(values, tuple(sections[section]), f"key in [{section}]", path)
         for key, value in values.items():
             where, convert = f"{section}.{key}", converters[f"{section}.{key}"]
+            said_in[where] = path
             assert convert is not None
             items = value if isinstance(value, list) else [value]
             repeats = where in SETTINGS and SETTINGS[where].repeats
@@ -229,7 +268,17 @@ def _overlay(catalog: Catalog, said: dict[str, Any], path: Path) -> Catalog:
             except Wrong as wrong:
                 wrote = f"{path}: [{section}] {key} = {shown(str(value))}"
                 raise ConfigError(f"{wrote}: allowed is {wrong.allowed}; write {wrong.instead}") from None
-    return Catalog(instances=instances, settings=settings)
+    return Catalog(instances=instances, settings=settings, said_in=said_in)
+
+
+def _sections(said: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Give the sections of a file, one within another by both names, such as ``engine.slurm``."""
+    for name, values in said.items():
+        within = isinstance(values, dict) and name != "instances"
+        inner = {key: value for key, value in values.items() if isinstance(value, dict)} if within else {}
+        yield name, {key: value for key, value in values.items() if key not in inner} if inner else values
+        for key, value in inner.items():
+            yield f"{name}.{key}", value
 
 
 def _instances(values: dict[str, Any], path: Path) -> dict[str, InstanceType]:

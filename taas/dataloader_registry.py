@@ -108,21 +108,15 @@ def _check_iterable(loader: Any) -> None:
 
 
 def _check_travels(loader: Any, name: str) -> None:
-    from taas.capture.heap import Heap, culprit_of  # import taas stays quick
+    from taas.capture.heap import culprit_of, table_of  # import taas stays quick
     from taas.capture.reader import Reader
 
     namespace = vars(sys.modules["__main__"])
-
-    def fails(part: Any) -> Exception | None:
-        heap = Heap(Reader(namespace), [namespace])
-        heap.enter(part)
-        heap.walk()
-        error = next(iter(heap.failed.values()), None)
-        for device in heap.sent.devices() - {"cpu"}:
-            error = error or ValueError(f"on {device}, and data workers have no GPU")
-        return error
-
-    found = culprit_of(name, take_apart(loader), namespace, fails)
+    parts = take_apart(loader)
+    heap = table_of(parts, namespace, Reader(namespace))
+    for tensor in heap.sent.tensors_on_devices():
+        heap.failed[heap.enter(tensor)] = ValueError(f"on {tensor.device}, and data workers have no GPU")
+    found = culprit_of(name, parts, heap)
     if found is not None:
         raise RegistrationError(
             f"{found.path} cannot travel to a data worker: it is a {found.kind} ({found.reason}). "

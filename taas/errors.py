@@ -13,7 +13,7 @@
     ├── RunFailed                 a run ended without success
     │   ├── CellFailed            the cell raised, or a rank died, in a rank
     │   └── RunLost               a process of taas itself was killed (agent, supervisor, VM)
-    ├── DamagedAnswer             what a background run left on disk is not what it wrote
+    ├── DamagedAnswer             what a background run left on disk is cut off
     ├── CannotRehearse            (RuntimeError) this needs a real GPU
     ├── CannotAdopt               (RuntimeError) this launcher or wrapper cannot use the ranks that are there
     │   └── RanksDisagree         ranks that had to do the same did different things
@@ -142,7 +142,7 @@ class RunLost(_NoLine, RunFailed):
 
 
 class DamagedAnswer(_NoLine, TaasError):
-    """A file that a background run left was cut off or changed since; it was not read."""
+    """A file that a background run left has not the size that was written; it was not read."""
 
 
 class CannotRehearse(TaasError, RuntimeError):

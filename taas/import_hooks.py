@@ -112,6 +112,15 @@ def imported_since(known: set[str]) -> list[str]:
     return new
 
 
+_NOT_OF_PROJECTS = {"taas", "__main__", "__mp_main__", *sys.stdlib_module_names}
+
+
+def may_be_of_project(name: str) -> bool:
+    """Tell whether an imported module may be one of a project: neither Python's nor an installed one."""
+    file = getattr(sys.modules.get(name), "__file__", None) or ""
+    return file != "" and "site-packages" not in file and name.partition(".")[0] not in _NOT_OF_PROJECTS
+
+
 _noted: dict[str, tuple[object, int]] = {}
 """By name, the spec that a module was loaded with, and when its file had been changed last, in nanoseconds."""
 

@@ -191,7 +191,6 @@ def ordered(
         payload=Memory(os.getpid(), captured.fd, captured.nbytes),
         gpus=gpus if spec.gpus_per_rank else (),
         device=device_in_words(spec, len(gpus)) if local else f"by {engine.kind.capitalize()}",
-        waiting=not spec.background,
         delivery=delivery,
         engine=engine,
         notebook=notebook_path(shell),

@@ -13,7 +13,6 @@ from IPython.core.getipython import get_ipython
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 
 from taas.errors import HeaderError
-from taas.header.completion import header_matcher
 from taas.header.grammar import find_header, parse_magic_line
 from taas.header.options import options_table
 from taas.import_hooks import note_files
@@ -23,6 +22,13 @@ if TYPE_CHECKING:
     from taas.notebook.background import RunHandle
 
 _MAGIC_LINE = re.compile(r"%%taas(?!\w)")
+
+try:
+    from taas.header.completion import header_matcher
+except ImportError:  # IPython 7, as on Colab: its matchers do not see the cell, so there is no Tab in headers
+    _MATCHERS = []
+else:
+    _MATCHERS = [header_matcher]
 
 
 def _frontend() -> ModuleType:
@@ -114,7 +120,7 @@ def activate(shell: Any) -> None:
         )
         shell.register_magics(TaasMagics)
         shell.input_transformers_cleanup.append(headed_cell)
-        shell.Completer.custom_matchers.append(header_matcher)
+        shell.Completer.custom_matchers += _MATCHERS
         shell.events.register("post_run_cell", _note_files)
         if hasattr(shell, "kernel"):
             from taas.notebook.comms import let_comms_travel  # not every IPython has the package comm
@@ -160,6 +166,8 @@ def deactivate(shell: Any) -> None:
         for kind in ("line", "cell"):
             shell.magics_manager.magics[kind].pop("taas", None)
         shell.register_magic_function(shell.find_line_magic("debug").__self__._native_debug, "line", "debug")
-        shell.Completer.custom_matchers.remove(header_matcher)
+        shell.Completer.custom_matchers[:] = (
+            m for m in shell.Completer.custom_matchers if m not in _MATCHERS
+        )
         shell.events.unregister("post_run_cell", _note_files)
         shell.events.register("post_run_cell", _release_what_is_left)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 import signal
 from collections.abc import Iterable, Sequence
@@ -19,6 +20,11 @@ def shown(text: str, limit: int = 60) -> str:
     text = text[: limit + 1]
     text = text if text.isprintable() else repr(text)[1:-1]
     return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def shown_path(path: str | bytes | os.PathLike[str]) -> str:
+    """A path on one line: a name may have any byte, and need not be UTF-8."""
+    return shown(os.fsdecode(path), 200)
 
 
 def visible(text: str) -> str:

@@ -6,8 +6,6 @@ Each takes ``parallel(module, dim=0)``, which wraps a module, and returns number
 
 from __future__ import annotations
 
-import collections
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 
 Parallel = Callable[..., nn.Module]
 PROGRAMS: dict[str, Callable[[Parallel], Any]] = {}
-Pair = collections.namedtuple("Pair", ["logits", "hidden"])
 
 
 class Reference(nn.Module):
@@ -149,31 +146,17 @@ def _of_dict(model, x, y):
     return F.cross_entropy(out["logits"], y) + out["hidden"][0].pow(2).mean()
 
 
-def _of_pair(model, x, y):
-    out = model(x)
-    assert type(out) is Pair
-    return F.cross_entropy(out.logits, y) + out.hidden.abs().mean()
-
-
 PROGRAMS["tuple_output"] = simple(7, lambda: two_layers(lambda m, x: (m.b(m.a(x)), m.a(x), None)), _of_tuple)
-PROGRAMS["tuple_output_few"] = simple(
-    1, lambda: two_layers(lambda m, x: (m.b(m.a(x)), m.a(x), None)), _of_tuple
-)
 PROGRAMS["dict_output"] = simple(
     7, lambda: two_layers(lambda m, d: {"logits": m.b(m.a(d["x"])), "hidden": [m.a(d["x"])]}), _of_dict
 )
-PROGRAMS["namedtuple_output"] = simple(
-    7, lambda: two_layers(lambda m, x: Pair(m.b(m.a(x)), m.a(x))), _of_pair
+
+
+PROGRAMS["loss_inside"] = simple(
+    12,
+    lambda: two_layers(lambda m, x, y: F.cross_entropy(m.b(torch.tanh(m.a(x))), y)),
+    lambda model, x, y: model(x, y).mean(),
 )
-
-
-def _loss_inside(rows):
-    make = lambda: two_layers(lambda m, x, y: F.cross_entropy(m.b(torch.tanh(m.a(x))), y))  # noqa: E731
-    return simple(rows, make, lambda model, x, y: model(x, y).mean())
-
-
-PROGRAMS["loss_inside"] = _loss_inside(12)
-PROGRAMS["loss_inside_few"] = _loss_inside(2)
 
 
 def _with_penalty(model, x, y):
@@ -186,11 +169,6 @@ def _twice(model, x, y):
 
 PROGRAMS["penalty_on_parameters"] = simple(7, mlp, _with_penalty)
 PROGRAMS["two_forwards_one_backward"] = simple(7, mlp, _twice)
-PROGRAMS["chained_forwards"] = simple(
-    7,
-    lambda: Inner(lambda m, x: torch.tanh(m.a(x)), a=nn.Linear(6, 6)),
-    lambda m, x, y: m(m(x)).pow(2).mean(),
-)
 PROGRAMS["unused_parameters"] = simple(
     7, lambda: Inner(lambda m, x: m.a(x), a=nn.Linear(6, 3), b=nn.Linear(6, 3))
 )
@@ -244,30 +222,15 @@ def gradient_of_input(parallel):
     return [x.grad, *(p.grad for p in model.parameters())]
 
 
-def _gradient_penalty(parallel, rows):
+@program
+def gradient_penalty(parallel):
     torch.manual_seed(1)
     model = parallel(two_layers(lambda m, x: m.b(torch.tanh(m.a(x)))))
-    x = batch(rows)[0].requires_grad_()
+    x = batch(7)[0].requires_grad_()
     score = model(x).pow(2).sum()
     (grad,) = torch.autograd.grad(score, x, create_graph=True)
     (score + (grad.norm(dim=1) - 1).pow(2).mean()).backward()
     return [grad.detach(), x.grad, *(p.grad for p in model.parameters())]
-
-
-PROGRAMS["gradient_penalty"] = functools.partial(_gradient_penalty, rows=7)
-PROGRAMS["gradient_penalty_few"] = functools.partial(_gradient_penalty, rows=1)
-
-
-def _hessian_vector(parallel, rows):
-    torch.manual_seed(1)
-    model = parallel(mlp())
-    parameters = list(model.parameters())
-    grads = torch.autograd.grad(cross_entropy(model, *batch(rows)), parameters, create_graph=True)
-    return list(torch.autograd.grad(sum(g.pow(2).sum() for g in grads), parameters))
-
-
-PROGRAMS["second_order_in_parameters"] = functools.partial(_hessian_vector, rows=7)
-PROGRAMS["second_order_in_parameters_few"] = functools.partial(_hessian_vector, rows=1)
 
 
 @program
@@ -309,13 +272,3 @@ def two_models(parallel):
         (F.cross_entropy(second(first(x)), y) + F.cross_entropy(second(x), y)).backward()
         optimizer.step()
     return [p.detach() for p in parameters]
-
-
-@program
-def complex_parameters(parallel):
-    torch.manual_seed(1)
-    model = parallel(
-        Inner(lambda m, x: m.a(x.to(torch.complex64)).abs(), a=nn.Linear(6, 3, dtype=torch.complex64))
-    )
-    model(batch(7)[0]).sum().backward()
-    return [torch.view_as_real(p.grad) for p in model.parameters()]

@@ -10,7 +10,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -23,9 +23,11 @@ from ray_cluster import RayCluster, why_not
 
 from taas import _linux
 from taas.agent.forkserver import Forkserver
+from taas.header.options import RunSpec
 from taas.rank import lifeline
 from taas.runs.places import ProcessMark
 from taas.runs.records import RunRecord, write_record
+from taas.wire.ranks import Cell
 
 # a loaded machine is slow, not wrong; what is new is found by --hypothesis-profile=explore, not by whoever runs the suite
 settings.register_profile("explore", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -50,17 +52,16 @@ _MINUTES = (
     "test_random_notebooks",
     "test_widgets",
     "test_same_notebook",
-    "test_capture_programs",
     "test_kept",
 )
 """Files that take a minute, the longest first."""
 
 
-_held_for_oracle: list[contextlib.ExitStack] = []
+_held: dict[str, contextlib.ExitStack] = {}
 
 
 DAY = datetime.datetime.now(datetime.UTC).date().isoformat()
-"""What draws the rows of long tables, where not all of them run."""
+"""What draws rows and slow tests, where not all of them run."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -69,8 +70,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--rows",
         type=int,
         default=0,
-        help="so many rows of each table of slow tests, or as many as its mark says, and three times as many of tables "
-        "whose rows run in a notebook or its ranks; others each day",
+        help="so many rows of each table of slow tests, or as many as its mark says, three times as many of tables "
+        "whose rows run in a notebook or its ranks, and half of a slow file's other tests; others each day",
     )
     parser.addoption("--day", default=DAY, help="the day whose rows run (2026-11-25)")
 
@@ -93,17 +94,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _not_drawn(items: list[pytest.Item], rows: int, day: str) -> set[pytest.Item]:
-    """Return the rows of long tables that are not drawn today."""
+    """Return the rows of long tables, and the tests of slow files, that are not drawn today."""
     tables: dict[str, list[pytest.Item]] = {}
     for item in items:
         name, is_row, _ = item.nodeid.partition("[")
-        if is_row and (item.get_closest_marker("slow") or _has_processes(item)):
-            tables.setdefault(name, []).append(item)
+        if item.get_closest_marker("slow") or (is_row and _has_processes(item)):
+            tables.setdefault(name if is_row else str(item.path), []).append(item)
     dice = random.Random(day)
     dropped: set[pytest.Item] = set()
-    for table in tables.values():
+    for name, table in tables.items():
         slow = table[0].get_closest_marker("slow")
         drawn = slow.kwargs.get("rows", rows) if slow else 3 * rows
+        if name == str(table[0].path):
+            drawn = max(rows, (len(table) + 1) // 2)
         dropped.update(dice.sample(table, max(len(table) - drawn, 0)))
     return dropped
 
@@ -191,9 +194,11 @@ def _memory_left(before: set[str]) -> set[str]:
 def leaves_nothing(who: str) -> Iterator[None]:
     """Fail where something leaves a process or a /dev/shm file."""
     processes, memory = alive_below(), _shared_memory()
-    yield
-    assert not _left(processes), f"{who} left processes"
-    assert not _memory_left(memory), f"{who} left /dev/shm files"
+    try:
+        yield
+    finally:
+        assert not _left(processes), f"{who} left processes"
+        assert not _memory_left(memory), f"{who} left /dev/shm files"
 
 
 @pytest.fixture(autouse=True)
@@ -212,19 +217,32 @@ def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
         assert not any(thread.is_alive() for thread in late), f"threads left: {late}"
 
 
+def _hold(fixture: str, made: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
+    """Have what a fixture stands for, and keep it while tests follow that need it, of whatever module."""
+    if fixture not in _held:
+        _held[fixture] = contextlib.ExitStack()
+        _held[fixture].enter_context(made())
+
+
 @pytest.fixture(scope="module")
 def oracle() -> None:
-    """What the oracle's notebooks are forked from; it stays while tests follow that need it."""
-    if not _held_for_oracle:
-        _held_for_oracle.append(contextlib.ExitStack())
-        _held_for_oracle[0].enter_context(forkservers())
+    """What the oracle's notebooks are forked from."""
+    _hold("oracle", forkservers)
+
+
+@pytest.fixture(scope="module")
+def warm() -> None:
+    """What `ranks_harness` forks its ranks from."""
+    from ranks_harness import warm_server  # brings torch
+
+    _hold("warm", warm_server)
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
-    """End the oracle's forkservers before a test that does not need them."""
-    if _held_for_oracle and "oracle" not in getattr(nextitem, "fixturenames", ()):
-        _held_for_oracle.pop().close()
+    """End forkservers before a test that does not need them."""
+    for fixture in _held.keys() - {*getattr(nextitem, "fixturenames", ())}:
+        _held.pop(fixture).close()
 
 
 @pytest.fixture
@@ -242,8 +260,8 @@ def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunRecord:
     monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path))
     me = ProcessMark.of(os.getpid())
     record = RunRecord(
-        name="mine", id="0a1b2c", cell="", execution_count=1, project=str(tmp_path), supervisor=me, kernel=me,
-        background=False, world_size=3, vms=1, instance=None, output=(0,), device="CPU",
+        name="mine", id="0a1b2c", cell=Cell("", 1, RunSpec(ranks_per_vm=3), "nocolor"), project=str(tmp_path),
+        supervisor=me, kernel=me, device="CPU",
     )  # fmt: skip
     record.folder.mkdir()
     write_record(record)

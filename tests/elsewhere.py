@@ -48,7 +48,7 @@ class Vm:
     pid = 0
     host = "127.0.0.1"
     gpus: tuple[str, ...] = ()
-    place = waiting = ""
+    place = waiting = ending = ""
     error = "RunLost"
 
     def __init__(self, config: AgentConfig) -> None:
@@ -66,6 +66,9 @@ class Vm:
     def fileno(self) -> int:
         """Nobody says when it is gone."""
         return self._gone
+
+    def want(self) -> None:
+        """It was started at once."""
 
     def how_it_ended(self) -> str:
         """Nothing is known."""

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import functools
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -43,5 +46,17 @@ def _unless(why_not: str, need: str) -> pytest.MarkDecorator:
 
 
 needs_mounts = _unless(no_mounts(), "mounts file systems in a namespace of its own")
+
+
+@contextmanager
+def small_disk(folder: Path, options: str) -> Iterator[None]:
+    """Let a folder be a file system of its own, of a size, for who ``needs_mounts``."""
+    subprocess.run(["mount", "-t", "tmpfs", "-o", options, "small", str(folder)], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
 needs_user_namespaces = _unless(no_user_namespaces(), "makes a user namespace")
 needs_other_users = _unless(no_other_users(), "becomes another user")

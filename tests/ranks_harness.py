@@ -26,7 +26,6 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from taas.agent.torchrun import RunStore
@@ -63,16 +62,19 @@ class Outcome:
     exit_code: int | None = None
 
 
-@pytest.fixture(scope="module")
-def warm() -> Iterator[None]:
-    """A forkserver with torch loaded, for the tests of one module."""
+@contextlib.contextmanager
+def warm_server() -> Iterator[None]:
+    """A forkserver with torch loaded: the fixture ``warm``."""
     server = multiprocessing.forkserver._forkserver
     multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOAD)
     with _without_main():
         multiprocessing.forkserver.ensure_running()
-    yield
-    server._stop()
-    multiprocessing.forkserver.set_forkserver_preload([])
+    try:
+        yield
+    finally:
+        with contextlib.suppress(FileNotFoundError):  # its socket went with the last test's folder
+            server._stop()
+        multiprocessing.forkserver.set_forkserver_preload([])
 
 
 def run_ranks(

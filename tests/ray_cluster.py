@@ -72,10 +72,10 @@ class Node:
         home = cluster.folder / "home" if number == 0 else Path("/tmp/home")
         self.environ = {**cluster.environ, "HOME": str(home)}
         private = ["/dev/shm"] if number == 0 else ["/dev/shm", "/tmp", *cluster.hidden]
-        self._holder = _hold(
+        self._holder = hold(
             ["unshare", "--net", "--mount", "--propagation", "private"], private, self.environ
         )
-        cluster.plug(self._holder.pid, self.address, number)
+        cluster.switch.plug(self._holder.pid, self.address, number)
 
     # ------------------------------------------------------------ running something there
 
@@ -106,9 +106,9 @@ class Node:
         for _ in range(_TRIES):
             self.kill()
             self._ray = self._start_ray()
-            _prefer(self._ray.pid, -15)  # the 30 s that Ray gives itself are too short on a loaded machine
+            prefer(self._ray.pid, -15)  # the 30 s that Ray gives itself are too short on a loaded machine
             up = _line(self._ray, _START_SECONDS) == "up"
-            _prefer(self._ray.pid, 0)
+            prefer(self._ray.pid, 0)
             if up:
                 return
         raise AssertionError(f"Ray does not start on node {self.number}: {self.log.read_text()}")
@@ -143,7 +143,7 @@ class Node:
             return
         for init in psutil.Process(self._ray.pid).children():
             init.kill()  # process 1 of its namespace: the kernel ends all the others with it
-        _end(self._ray)
+        end(self._ray)
         self._ray = None
 
     def of_taas(self, *, actors: bool = True) -> list[psutil.Process]:
@@ -164,16 +164,46 @@ class Node:
 
     def cut_off(self) -> None:
         """Pull the cable: nothing gets through, in neither direction, and nobody is told."""
-        self._cluster.cable(self.number, "down")
+        self._cluster.switch.cable(self.number, "down")
 
     def reconnect(self) -> None:
         """Plug the cable in again."""
-        self._cluster.cable(self.number, "up")
+        self._cluster.switch.cable(self.number, "up")
 
     def close(self) -> None:
         """End all that is here, and the namespaces."""
         self.kill()
-        _end(self._holder)
+        end(self._holder)
+
+
+class Switch:
+    """A bridge in a network namespace of its own, and what is plugged into it; there inside a ``with``."""
+
+    def __enter__(self) -> Switch:
+        self._holder = hold(["unshare", "--net"], [], {"PATH": os.environ["PATH"]})
+        self._ip("link", "add", "bridge", "type", "bridge")
+        self._ip("link", "set", "bridge", "up")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        end(self._holder)
+
+    def plug(self, pid: int, address: str, number: int) -> None:
+        """Give the namespace of a process an interface in this network."""
+        ip("link", "add", f"port{number}", "netns", str(self._holder.pid), "type", "veth",
+            "peer", "name", "eth0", "netns", str(pid))  # fmt: skip
+        self._ip("link", "set", f"port{number}", "master", "bridge", "up")
+        for device, extra in (("lo", []), ("eth0", ["address", "add", f"{address}/24", "dev", "eth0"])):
+            if extra:
+                ip(*extra, namespace=pid)
+            ip("link", "set", device, "up", namespace=pid)
+
+    def cable(self, number: int, state: str) -> None:
+        """Set a port ``up`` or ``down``."""
+        self._ip("link", "set", f"port{number}", state)
+
+    def _ip(self, *arguments: str) -> None:
+        ip(*arguments, namespace=self._holder.pid)
 
 
 class RayCluster:
@@ -209,10 +239,7 @@ class RayCluster:
         self._stack.callback(shutil.rmtree, self.folder, ignore_errors=True)
         with contextlib.ExitStack() as undo:
             undo.callback(self._stack.close)
-            self._switch = _hold(["unshare", "--net"], [], self.environ)
-            self._stack.callback(_end, self._switch)
-            self._on_switch("link", "add", "bridge", "type", "bridge")
-            self._on_switch("link", "set", "bridge", "up")
+            self.switch = self._stack.enter_context(Switch())
             for number, offer in enumerate(self._offers):
                 self.nodes.append(Node(self, number, offer))
                 self._stack.callback(self.nodes[-1].close)
@@ -233,31 +260,12 @@ class RayCluster:
             time.sleep(0.1)
         return True
 
-    # ------------------------------------------------------------ cables
-
-    def plug(self, pid: int, address: str, number: int) -> None:
-        """Give the namespace of a process an interface in this cluster's network."""
-        _ip("link", "add", f"port{number}", "netns", str(self._switch.pid), "type", "veth",
-            "peer", "name", "eth0", "netns", str(pid))  # fmt: skip
-        self._on_switch("link", "set", f"port{number}", "master", "bridge", "up")
-        for device, extra in (("lo", []), ("eth0", ["address", "add", f"{address}/24", "dev", "eth0"])):
-            if extra:
-                _ip(*extra, namespace=pid)
-            _ip("link", "set", device, "up", namespace=pid)
-
-    def cable(self, number: int, state: str) -> None:
-        """Set a node's port at the bridge ``up`` or ``down``."""
-        self._on_switch("link", "set", f"port{number}", state)
-
-    def _on_switch(self, *arguments: str) -> None:
-        _ip(*arguments, namespace=self._switch.pid)
-
     # ------------------------------------------------------------ a notebook beside the head
 
     def notebook(self, folder: Path) -> Notebook:
         """Start a kernel on the head's node, with the cluster's token; the caller closes it."""
         self._notebooks += 1
-        manager = _KernelThere(
+        manager = KernelThere(
             kernel_name="python3", transport="ipc", ip=str(self.folder / f"k{self._notebooks}")
         )
         manager.there, manager.project = self.head, folder
@@ -266,7 +274,7 @@ class RayCluster:
         )
 
 
-class _KernelThere(KernelManager):
+class KernelThere(KernelManager):
     """Starts its kernel on a node; they speak over sockets in the file system, which reach across networks."""
 
     there: Node
@@ -289,10 +297,12 @@ def _clean_environment() -> dict[str, str]:
     }
 
 
-def _hold(unshare: list[str], private: list[str], environ: Mapping[str, str]) -> subprocess.Popen[str]:
-    """A process that keeps namespaces alive, with an empty directory at each private place."""
+def hold(
+    unshare: list[str], words: list[str], environ: Mapping[str, str], script: str = _HOLD
+) -> subprocess.Popen[str]:
+    """A process that keeps namespaces alive, with an empty directory at each of some places, or what a script makes."""
     holder = subprocess.Popen(
-        [*unshare, "sh", "-c", _HOLD, "hold", *private],
+        [*unshare, "sh", "-c", script, "hold", *words],
         env={"HOME": "/", **environ},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -309,13 +319,13 @@ def _line(process: subprocess.Popen[str], seconds: float) -> str:
     return process.stdout.readline().strip() if select.select([process.stdout], [], [], seconds)[0] else ""
 
 
-def _prefer(pid: int, niceness: int) -> None:
+def prefer(pid: int, niceness: int) -> None:
     """Set how much of the machine a session gets among the others (sched(7), autogroups)."""
     with contextlib.suppress(OSError):  # a kernel without them, or it has ended
         Path(f"/proc/{pid}/autogroup").write_text(str(niceness))
 
 
-def _end(process: subprocess.Popen[str]) -> None:
+def end(process: subprocess.Popen[str]) -> None:
     assert process.stdin is not None and process.stdout is not None
     process.stdin.close()
     try:
@@ -326,7 +336,7 @@ def _end(process: subprocess.Popen[str]) -> None:
     process.stdout.close()
 
 
-def _ip(*arguments: str, namespace: int | None = None) -> None:
+def ip(*arguments: str, namespace: int | None = None) -> None:
     there = [] if namespace is None else ["nsenter", f"--net=/proc/{namespace}/ns/net", "--"]
     done = subprocess.run([*there, "ip", *arguments], capture_output=True, text=True)
     assert done.returncode == 0, f"ip {' '.join(arguments)}: {done.stderr}"

@@ -46,8 +46,7 @@ def run(
     """
     from torch.distributed import TCPStore
 
-    # a group that is made again needs a store without the first one's keys
-    stores = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in range(2)]
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     chosen = names or programs(module)
     children = []
     for rank in range(ranks):
@@ -57,8 +56,7 @@ def run(
             "WORLD_SIZE": str(ranks),
             "LOCAL_WORLD_SIZE": str(ranks),
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(stores[0].port),
-            "NEXT_MASTER_PORT": str(stores[1].port),
+            "MASTER_PORT": str(store.port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RUN_ID": "rehearsal",
             "OMP_NUM_THREADS": "1",

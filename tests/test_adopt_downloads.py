@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from ranks_harness import DEADLINE, launch, run_ranks, warm  # noqa: F401
+from ranks_harness import DEADLINE, launch, run_ranks
 
 pytestmark = [pytest.mark.usefixtures("warm"), pytest.mark.slow]
 SAMPLES = 64
@@ -145,8 +145,9 @@ def _only_the_last(url, folder):
     return None
 
 
-@pytest.mark.parametrize("imports", [(), ("torchvision",)])
-@pytest.mark.parametrize(("program", "where"), [(_mnist, "data"), (_mnist_itself, "../elsewhere")])
+@pytest.mark.parametrize(
+    ("program", "where", "imports"), [(_mnist, "data", ()), (_mnist_itself, "../elsewhere", ("torchvision",))]
+)
 def test_torchvision_dataset_is_downloaded_once(site, program, where, imports):
     """Four ranks, MNIST's file format, inside the project and outside: each file is fetched once, all read it."""
     url, asked, md5 = site

@@ -16,12 +16,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from adopt_programs import PROGRAMS, Reference, mlp
-from ranks_harness import DEADLINE, run_ranks, warm  # noqa: F401
+from ranks_harness import DEADLINE, run_ranks
 from test_adopt_data_parallel import _flat
 from torch import nn
 
 from taas import adopt
-from taas.adopt import nccl
+from taas.adopt import waits
 
 pytestmark = [
     pytest.mark.gpu,
@@ -132,18 +132,18 @@ def test_a_late_disagreement_is_found_in_its_pass():
 def _copies_beside_a_busy_stream():
     weights = torch.ones(1 << 20, device="cuda")
     torch.cuda.synchronize()
-    idle = nccl.is_busy()
+    idle = waits.gpu_is_busy()
     torch.cuda._sleep(10_000_000_000)  # some seconds on the default stream
     copied = []
 
     def copy():
-        with nccl.beside_its_work():
+        with waits.beside_gpu_work():
             copied.append(weights.cpu().sum().item())
 
     thread = threading.Thread(target=copy)
     thread.start()
     thread.join()
-    return idle, copied, nccl.is_busy()
+    return idle, copied, waits.gpu_is_busy()
 
 
 def test_names_are_packed_beside_a_stream_that_hangs():
@@ -160,7 +160,7 @@ def _waits_for_a_rank_that_does_not_come(debug):
     dist.all_reduce(torch.ones(1, device="cuda"))
     dist.new_group([0, 1])
     torch.cuda.synchronize()
-    kinds = [type(backend).__name__ for backend in nccl.backends()]
+    kinds = [type(backend).__name__ for backend in waits.nccl_backends()]
     dist.barrier()
     if rank == 1:
         time.sleep(5)  # it is interrupted there, and aborts, too
@@ -168,8 +168,8 @@ def _waits_for_a_rank_that_does_not_come(debug):
         return kinds
     breaker = threading.Timer(2.0, adopt.break_off)
     breaker.start()
-    waits = torch.ones(1, device="cuda")
-    dist.all_reduce(waits)
+    value = torch.ones(1, device="cuda")
+    dist.all_reduce(value)
     with contextlib.suppress(RuntimeError):  # torch.AcceleratorError, or that the communicator was aborted
         torch.cuda.synchronize()
     breaker.join()
@@ -196,8 +196,8 @@ def _group_of_one():
     dist.init_process_group("nccl")
     dist.all_reduce(torch.ones(1, device="cuda"))
     torch.cuda.synchronize()
-    kinds = [type(backend).__name__ for backend in nccl.backends()]
-    nccl.abort(nccl.backends())  # which leaves it alone
+    kinds = [type(backend).__name__ for backend in waits.nccl_backends()]
+    waits.abort_nccl(waits.nccl_backends())  # which leaves it alone
     dist.all_reduce(torch.ones(1, device="cuda"))
     torch.cuda.synchronize()
     return kinds

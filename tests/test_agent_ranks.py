@@ -7,9 +7,8 @@ import socket
 import subprocess
 import sys
 import threading
-from multiprocessing.connection import wait
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from vm_harness import Vm
@@ -20,80 +19,67 @@ from taas.agent.rank_job import RankJob
 from taas.header.options import RunSpec
 from taas.wire.agents import JobOver, StartJob
 from taas.wire.framing import LOOPBACK, Memory, StoreAddress, pack
-from taas.wire.rank_connection import AgentConnection, RankConnection
+from taas.wire.rank_connection import hear, receive, send, socket_pair, tell
 from taas.wire.ranks import Cell, RankEnded, RankOrder, RankStage, Workspace
 
 
-def test_a_rank_that_stops_in_the_middle_of_a_message_holds_nobody() -> None:
-    """What it has said before is heard, and the rest when it goes on."""
-    ours, its = socket.socketpair()
-    connection, rank = RankConnection(ours), AgentConnection(its)
+@pytest.fixture
+def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
+    """The two ends, the agent's and a rank's."""
+    agent, rank = socket_pair()
+    with agent, rank:
+        yield agent, rank
+
+
+def test_what_a_rank_says_is_heard_until_it_is_gone(ends: tuple[socket.socket, socket.socket]) -> None:
+    """However long it is, and also where the rank has not heard what it was told; nonsense is its last word."""
+    agent, rank = ends
+    begun = RankStage(stage="begun", rank=3)
     long = RankEnded(rank=3, outcome="raised", at=0.0, message="x" * (4 << 20))
-    try:
-        data = pack(long)
-        rank.send(pack(RankStage(stage="begun", rank=3)))
-        its.sendall(len(data).to_bytes(4, "big") + data[:1000])
-        assert connection.receive() == [RankStage(stage="begun", rank=3)]
-        assert connection.receive() == []
-        rest = threading.Thread(target=its.sendall, args=(data[1000:],))
-        rest.start()
-        heard: list[Any] = []
-        while not heard:
-            assert wait([connection], 30)
-            heard += connection.receive()
-        rest.join()
-        assert heard == [long]
-        rank.send(b"\xc1")
-        assert (connection.receive(), connection.closed) == ([], True)
-    finally:
-        connection.close()
-        its.close()
+    for message in (begun, long):
+        send(rank, pack(message))
+    assert hear(agent) == ([begun, long], False)
+    tell(agent, b"unheard")
+    send(rank, pack(begun))
+    send(rank, b"\xc1")
+    rank.close()
+    assert hear(agent) == ([begun], True)
 
 
-def test_an_agent_waits_for_no_rank_that_does_not_hear() -> None:
+def tell_all(agent: socket.socket, *told: tuple[bytes, *tuple[int, ...]]) -> None:
+    """Tell a rank that does not hear, in a time that says that nobody waits for it."""
+    telling = threading.Thread(target=lambda: [tell(agent, *message) for message in told], daemon=True)
+    telling.start()
+    telling.join(30)
+    assert not telling.is_alive()
+
+
+def test_an_agent_waits_for_no_rank_that_does_not_hear(ends: tuple[socket.socket, socket.socket]) -> None:
     """A rank that is stuck reads nothing: an order of any length is there for it, with its descriptors, when it goes on."""
-    ours, its = socket.socketpair()
-    connection, rank = RankConnection(ours), AgentConnection(its)
+    agent, rank = ends
     payload = os.memfd_create("payload")
     os.write(payload, b"names")
     try:
         order = os.urandom(8 << 20)
-        sending = threading.Thread(
-            target=lambda: (connection.send(order, payload), connection.send(b"short"))
-        )
-        sending.daemon = True
-        sending.start()
-        sending.join(30)
-        assert not sending.is_alive()
-        heard, [descriptor] = rank.receive()
+        tell_all(agent, (order, payload), (b"short",))
+        heard, [descriptor] = receive(rank)
         assert heard == order
         assert os.pread(descriptor, 9, 0) == b"names"
         os.close(descriptor)
-        assert rank.receive() == (b"short", [])
+        assert receive(rank) == (b"short", [])
     finally:
-        connection.close()
-        its.close()
         os.close(payload)
 
 
-def test_a_rank_that_never_hears_is_cut_off() -> None:
+def test_a_rank_that_never_hears_is_cut_off(ends: tuple[socket.socket, socket.socket]) -> None:
     """However many messages it is sent; what it had not read until then is there for it, and then the end."""
-    ours, its = socket.socketpair()
-    connection, rank = RankConnection(ours), AgentConnection(its)
-    try:
-        sending = threading.Thread(target=lambda: [connection.send(bytes(4000)) for _ in range(1000)])
-        sending.daemon = True
-        sending.start()
-        sending.join(30)
-        assert not sending.is_alive()
-        assert (connection.receive(), connection.closed) == ([], True)
-        assert rank.receive() == (bytes(4000), [])
-        with pytest.raises(EOFError):
-            for _ in range(1000):
-                rank.receive()
-    finally:
-        connection.close()
-        its.close()
+    agent, rank = ends
+    tell_all(agent, *[(bytes(4000),)] * 1000)
+    assert hear(agent) == ([], True)
+    assert receive(rank) == (bytes(4000), [])
+    with pytest.raises(EOFError):
+        for _ in range(1000):
+            receive(rank)
 
 
 def test_names_that_cannot_be_opened_end_the_run_and_not_the_agent(
@@ -137,22 +123,22 @@ def test_names_that_cannot_be_opened_end_the_run_and_not_the_agent(
 
 
 IN_ITS_EXCEPT = """
-import ctypes, socket, threading
+import ctypes, threading
 from taas.rank.agent_link import AgentLink
 from taas.wire.framing import pack
-from taas.wire.rank_connection import AgentConnection, RankConnection
+from taas.wire.rank_connection import hear, socket_pair, tell
 from taas.wire.ranks import RankRequest
 from multiprocessing.connection import wait
 
-ours, its = socket.socketpair()
-agent, link = RankConnection(ours), AgentLink(AgentConnection(its))
+agent, its = socket_pair()
+link = AgentLink(its)
 link.begin_cell(lambda **_: None, lambda _: None)
 libc, lock = ctypes.CDLL(None), ctypes.create_string_buffer(64)
 
 def be_agent():
-    agent.send(pack(RankRequest(what="notice")))
+    tell(agent, pack(RankRequest(what="notice")))
     wait([agent], 20)
-    print([said.stage for said in agent.receive()], link.broken_off, flush=True)
+    print([said.stage for said in hear(agent)[0]], link.broken_off, flush=True)
     libc.pthread_mutex_unlock(lock)
 
 try:

@@ -240,7 +240,7 @@ def test_stop_without_a_name_is_for_this_notebooks_run(notebook: Notebook, tmp_p
 
 
 def test_a_restarted_kernel_attaches_to_its_own_notebooks_run(tmp_path: Path) -> None:
-    """Another notebook's run of the same name, which began later, is taken by nobody but that notebook."""
+    """Not to another's of the same name, which began later, when this one was over: two of one name never go on."""
 
     def opened(who: str) -> Notebook:
         book = Notebook(tmp_path, environ={"JPY_SESSION_NAME": str(tmp_path / f"{who}.ipynb")})
@@ -250,26 +250,29 @@ def test_a_restarted_kernel_attaches_to_its_own_notebooks_run(tmp_path: Path) ->
     books = {who: opened(who) for who in "AB"}
     try:
         for who, book in books.items():
-            book.good(f"#pragma taas --gpus 1 --background --name twice\nwho = {who!r}\nprint(who)")
+            cell = "#pragma taas --gpus 1 --background --name twice" + GATED.format(gate="both")
+            book.good(f"{cell}who = {who!r}\nprint(who)")
+            refused = books["B"].run(cell)
+            assert f"a run called twice of {tmp_path.name}/{who}.ipynb is going on" in refused.evalue
+            tmp_path.joinpath("both").touch()
+            book.good("%taas attach twice")
+            tmp_path.joinpath("both").unlink()
         books["A"].close()
         books["A"] = opened("A")
-        assert books["A"].good("%taas attach twice").own == "A\n"
+        assert books["A"].good("%taas attach twice").own == "ready\nA\n"
         assert books["A"].value("who") == "A"
         assert "A.ipynb (this one)" in books["A"].good("%taas status").displays[0]["data"]["text/plain"]
-        books["C"] = opened("C")
-        refused = books["C"].run("%taas logs twice").stderr
-        typed = re.findall(r"(twice-\w+) of \S+/([AB])\.ipynb", refused)
-        assert sorted(who for _, who in typed) == ["A", "B"], refused
-        for name, who in typed:
-            assert books["C"].good(f"%taas logs {name}").own == f"{who}\n"
-            assert name in terminal("history").stdout
+        assert terminal("logs", "twice").stdout == "ready\nB\n"
+        first, second = re.findall(r"^twice-\w+", terminal("history").stdout, re.MULTILINE)
+        assert terminal("logs", first).stdout == "ready\nA\n"
+        assert terminal("logs", second).stdout == "ready\nB\n"
     finally:
         for book in books.values():
             book.close()
 
 
 def test_history_says_that_the_supervisor_was_killed(notebook: Notebook) -> None:
-    """SIGKILL of the supervisor ends everything cleanly; the history says why."""
+    """``release`` kills one that is stopped; that ends everything cleanly, and the history says why."""
     notebook.good("#pragma taas --gpus 2 --background --name doomed" + GATED.format(gate="never"))
     notebook.start("%taas attach doomed")
     notebook.wait_for("ready")
@@ -277,7 +280,8 @@ def test_history_says_that_the_supervisor_was_killed(notebook: Notebook) -> None
     notebook.end()
     record = find_run("doomed", read_records(), live=True, kernel=0)
     found = notebook.processes()
-    psutil.Process(record.supervisor.pid).kill()
+    psutil.Process(record.supervisor.pid).suspend()
+    assert "was killed, and with it doomed" in terminal("release").stdout
     assert gone(found.ranks + found.agents + found.forkservers)
     ended = read_record(record.folder)
     assert ended is not None

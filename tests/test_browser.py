@@ -293,6 +293,11 @@ def test_a_day_at_the_notebook(room: Room, front: str) -> None:
     before = line.inner_text()
     page.wait_for_function("text => !document.body.innerText.includes(text)", arg=before, timeout=_PATIENCE)
     person.sees("rehearsed on CPU")
+    rows = line.locator("details").first
+    rows.locator("summary").first.click()
+    rows.locator("tr", has_text="epoch 5").locator("summary").first.click()
+    sync_api.expect(rows.locator("pre").first).to_contain_text("epoch 8", timeout=_PATIENCE)  # it stays open
+    sync_api.expect(rows.locator("tr").last).to_contain_text(re.compile(r"1\s*running\s*\d+ %"))
     person.photograph("live-view")
     page.get_by_role("button", name="Interrupt the kernel").first.click()
     person.sees("KeyboardInterrupt")
@@ -414,6 +419,22 @@ def test_a_notebook_that_is_opened_again(room: Room) -> None:
         "3/3", timeout=_PATIENCE
     )
     person.photograph("attached-anew")
+
+
+def test_a_notification_of_the_end(room: Room) -> None:
+    """The page is asked for it as the cell begins, and shows it when the run is over, with why it ended so."""
+    person = room.opens("notified")
+    person.page.evaluate(
+        "() => { window.told = []; window.Notification = class { static permission = 'default';"
+        "constructor(...said) { window.told.push(said) } static requestPermission() { window.told.push('asked');"
+        "this.permission = 'granted'; return Promise.resolve('granted') } } }"
+    )
+    person.enter("%load_ext taas")
+    person.enter("#pragma taas --gpus 1 --notify --name told\nraise ValueError('</script>')")
+    person.sees("told failed")
+    person.page.wait_for_function("window.told.length == 2", timeout=_PATIENCE)
+    told = person.page.evaluate("window.told")
+    assert told == ["asked", ["told failed", {"body": "rank 0: ValueError: </script>"}]]
 
 
 def test_stop_in_another_notebook(room: Room) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import types
-from typing import Any
 
 import cloudpickle
 from cloudpickle import cloudpickle as private
@@ -50,35 +49,11 @@ def test_slots_are_part_of_how_a_class_is_made() -> None:
 
 
 def test_the_hooks_of_the_pickler_exist() -> None:
-    """Functions that aren't the notebook's are left to cloudpickle."""
+    """What isn't the notebook's goes by reference; a class is made from its six parts, empty."""
     assert types.ModuleType in code_by_value.dispatch_table()
-    assert callable(private._lookup_module_and_qualname)
-
-
-def test_names_of_nested_code() -> None:
-    """Attributes don't count, nested functions, classes and comprehensions do."""
-    source = """
-def f(x):
-    def g(): return a.attribute + x
-    class C:
-        k = b
-    global c
-    c = [d for y in e]
-    del h
-"""
-    namespace: dict[str, Any] = {}
-    exec(source, namespace)
-    found = code_by_value.global_names(namespace["f"].__code__)
-    assert {"a", "b", "c", "d", "e"} == found - {"k", "h"}
-
-
-def test_a_cached_function_of_a_module_goes_by_reference() -> None:
-    """Only the notebook's own travel by value."""
-    import json.decoder as module
-
-    module.taas_cached = functools.lru_cache(len)
-    module.taas_cached.__module__, module.taas_cached.__qualname__ = module.__name__, "taas_cached"
-    try:
-        assert code_by_value.read_cached(module.taas_cached) is None
-    finally:
-        del module.taas_cached
+    assert private._should_pickle_by_reference(functools.wraps)
+    assert not private._should_pickle_by_reference(_class_of_main())
+    assert private._lookup_module_and_qualname(functools.wraps) == (functools, "wraps")
+    assert private._lookup_module_and_qualname(_class_of_main()) is None
+    made = private._make_skeleton_class(type, "Made", (dict,), {"__slots__": ("a",)}, None, None)
+    assert (made.__name__, made.__bases__, made.__slots__) == ("Made", (dict,), ("a",))

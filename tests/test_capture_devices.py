@@ -1,34 +1,187 @@
-"""State that an optimizer brings along follows parameters which the cell moves to another device.
+"""What GPUs do with names, where there is none: refusing, by being absent; by generators and devices that stand in for them.
 
-The device is torch's ``meta``, which every machine has; test_gpu.py has the whole way there and back on CUDA.
+test_capture_cuda.py and test_gpu.py have real ones.
 """
 
 from __future__ import annotations
 
-from fresh_interpreter import printed
+import pytest
+from fresh_interpreter import all_printed
 
-PROGRAM = """
+MEMORY = """
+import os, types
+from pathlib import Path
 import torch
-from taas.capture.libraries import join_devices_at_first_step, library_reader
+from taas.capture import arrive, capture, memory, tensors
 
-net = torch.nn.Linear(2, 1)
-sent = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-for parameter in net.parameters():
-    sent.state[parameter]["momentum_buffer"] = torch.ones_like(parameter)
-make, arguments, put, attributes, *_ = library_reader(type(sent))(sent)
-arrived = make(*arguments)
-put(arrived, attributes)
-join_devices_at_first_step()
+notebook, rank = types.ModuleType("__main__").__dict__, types.ModuleType("__main__").__dict__
+plain_memory_of = tensors.memory_of_storage
 
-torch.__future__.set_swap_module_params_on_conversion(True)  # as .cuda() does, parameters stay the same objects
-net.to("meta")
-net(torch.ones(1, 2, device="meta")).sum().backward()
-arrived.step()
-print({state["momentum_buffer"].device.type for state in arrived.state.values()})
+def on_gpu(storage):
+    found = plain_memory_of(storage)
+    found.device = "cuda:0"
+    return found
+
+def refuse(*_):
+    raise torch.OutOfMemoryError("CUDA out of memory.\\nTried to allocate 20.00 MiB")
+
+def cell(setup, text, *, gpu_here=False, gpu_there=False):
+    exec(setup, notebook)
+    tensors.memory_of_storage = on_gpu if gpu_here else plain_memory_of
+    captured = capture(text, notebook, None, project=Path.cwd())
+    arrival = arrive(captured.fd, rank, device=None)
+    arrival.mark()
+    exec(text, rank)
+    tensors.memory_of_storage = on_gpu if gpu_there else plain_memory_of
+    return captured, arrival.pack_answer(rank)
 """
 
-BACK = """
-import types
+GENERATORS = """
+import torch
+from taas.capture.process_state import ProcessState, of_notebook, put
+
+def initialise():  # as torch does when CUDA is first used, with what was queued until then
+    torch.cuda.default_generators = tuple(torch.Generator() for _ in range(2))
+    torch.cuda.random.device_count = lambda: 2
+    torch.cuda.current_device = torch.cuda.random.current_device = lambda: 0
+    for call in torch.cuda._lazy_seed_tracker.get_calls():
+        if call:
+            call[0]()
+
+def draw(device):
+    return torch.rand(1, generator=torch.cuda.default_generators[device]).item()
+
+def states(): return of_notebook()["random numbers"]
+def apply(**generators): put({"random numbers": generators})
+
+torch.manual_seed(3)
+"""
+
+ROWS = {
+    "new tensors of a gpu come to host memory": (  # The notebook's GPU is where the next rank computes: only what the notebook has there takes room there.
+        MEMORY
+        + """captured, answer = cell("import torch; old = torch.zeros(1)", '''
+made = torch.arange(4.); view = made[1:]; old += 1; net = torch.nn.Linear(2, 1); optimizer = torch.optim.Adam(net.parameters())
+net(torch.ones(2)).sum().backward(); optimizer.step()
+''', gpu_there=True)
+torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: 1
+memory.moved = refuse
+applied = captured.apply(answer)
+print(applied.lost, notebook["made"].tolist(), notebook["made"].device, notebook["old"].item())
+print(notebook["view"].data_ptr() - notebook["made"].data_ptr())
+state = notebook["optimizer"].state[notebook["net"].weight]
+print({t.device.type for t in (notebook["net"].weight, notebook["net"].weight.grad, *state.values())})
+""",
+        ['[] [0.0, 1.0, 2.0, 3.0] cpu 1.0', '4', "{'cpu'}"],
+    ),
+    "memory of several gpus stays apart in the process that has them all": (  # Each tensor lands on the device of its number, where the rank has that; in one of several ranks, on its own.
+        MEMORY
+        + """exec("a, b, c = torch.zeros(1), torch.ones(1), torch.ones(2)", {"torch": torch}, notebook)
+numbers = {notebook[name].untyped_storage().data_ptr(): f"cuda:{number}" for number, name in enumerate("abc")}
+
+def on_gpus(storage):
+    found = plain_memory_of(storage)
+    found.device = numbers[storage.data_ptr()]
+    return found
+
+tensors.memory_of_storage = on_gpus
+captured = capture("a, b, c", notebook, None, project=Path.cwd())
+tensors.memory_of_storage = plain_memory_of
+torch.cuda.device_count = lambda: 2
+for device in ("cuda", "cuda:1"):
+    asked = []
+    memory.moved = lambda storage, device: asked.append(device) or storage
+    arrive(captured.fd, {}, device=device).close()
+    print(asked)
+""",
+        ["['cuda:0', 'cuda:1', 'cuda:0']", "['cuda:1', 'cuda:1', 'cuda:1']"],
+    ),
+    "memory is read when the gpus have written it": (  # A kernel that uses CUDA waits for the devices that it uses, before its names travel.
+        MEMORY
+        + """asked = []
+torch.cuda.is_initialized, torch.cuda.device_count = lambda: True, lambda: 3
+torch._C._cuda_hasPrimaryContext = lambda number: number != 1
+torch.cuda.get_rng_state = torch.get_rng_state
+
+torch.cuda.synchronize = asked.append
+notebook["n"] = 1
+capture("n", notebook, None, project=Path.cwd())
+print(asked)
+""",
+        ['[0, 2]'],
+    ),
+    "work on the gpu that failed stops the run before it starts": (  # A failure that CUDA tells late is told then: what it left in memory would travel silently.
+        MEMORY
+        + """asked = []
+torch.cuda.is_initialized, torch.cuda.device_count = lambda: True, lambda: 3
+torch._C._cuda_hasPrimaryContext = lambda number: number != 1
+torch.cuda.get_rng_state = torch.get_rng_state
+
+from taas.errors import CaptureError
+torch.cuda.synchronize = refuse
+notebook["n"] = 1
+try:
+    capture("n", notebook, None, project=Path.cwd())
+except CaptureError as error:
+    print(error)
+""",
+        ["an earlier cell's work on the GPU has failed (CUDA out of memory.), and its tensors cannot be trusted. Nothing was started; restart the kernel."],
+    ),
+    "tensors that cannot be changed on the gpu are said": (  # The other names of the run come; the tensor has its old values, and a line says so.
+        MEMORY
+        + """captured, answer = cell("import torch; old = torch.zeros(4)", "old += 1; count = 3", gpu_here=True)
+memory.Stretch._write_to_device = refuse
+applied = captured.apply(answer)
+print(notebook["old"].tolist(), notebook["count"])
+print(*applied.lost, sep="\\n")
+""",
+        ['[0.0, 0.0, 0.0, 0.0] 3', 'new values of tensors that the notebook has on cuda:0 (CUDA out of memory.)'],
+    ),
+    "a rank with several gpus has them all seeded": (  # The notebook seeded CUDA and has not used it: each of the rank's devices draws as it would there.
+        GENERATORS
+        + """state = of_notebook()
+torch.cuda._lazy_seed_tracker.__init__()  # a rank's torch has no seed of the notebook
+ProcessState(state, "cuda:0").put()
+initialise()
+expected = torch.rand(1, generator=torch.Generator().manual_seed(3)).item()
+print(draw(0) == expected, draw(1) == expected)
+""",
+        ['True True'],
+    ),
+    "the next run goes on where the last one stopped": (  # CUDA's state that came back into a notebook without a context travels on with the next run.
+        GENERATORS
+        + """came = bytes(torch.Generator().manual_seed(8).get_state().numpy())
+print("cuda" in states())
+apply(cuda=came)
+print(states()["cuda"] == came)
+initialise()
+print(draw(0) == torch.rand(1, generator=torch.Generator().manual_seed(8)).item())
+""",
+        ['False', 'True', 'True'],
+    ),
+    "a seed of the notebook replaces the state that came": (  # Seeded after the run, the notebook's next run begins with that seed.
+        GENERATORS
+        + """apply(cuda=bytes(torch.Generator().manual_seed(8).get_state().numpy()))
+torch.manual_seed(5)
+print("cuda" in states(), states()["torch seed"])
+""",
+        ['False 5'],
+    ),
+    "a seed of a cell that used no gpu holds for the notebooks": (  # ``torch.manual_seed`` seeds CUDA too: after the run the notebook's GPUs draw as if it had run there.
+        GENERATORS
+        + """rank = ProcessState({}, None)
+rank.mark()
+torch.manual_seed(11)
+changes = rank.changes()
+torch.manual_seed(3)
+put(changes)
+initialise()
+print(draw(1) == torch.rand(1, generator=torch.Generator().manual_seed(11)).item())
+""",
+        ['True'],
+    ),
+    "state made on the cpu follows parameters on the gpu": (  # A rehearsed run of a network that the notebook has on a GPU: the optimizer's new state is beside it there.
+        """import types
 from pathlib import Path
 import torch
 from taas.capture import arrive, capture
@@ -47,14 +200,39 @@ for stretch in captured._memory.values():
     stretch.device = "cuda:0"
 applied = captured.apply(arrival.pack_answer(rank))
 print(applied.lost, {s["exp_avg"].device.type for s in notebook["opt"].state.values()}, len(notebook["opt"].state))
-"""
+""",
+        ["[] {'meta'} 2"],
+    ),
+    "state follows its parameters at the first step": (  # Parameters moved after the optimizer arrived: its momentum is beside them when it is stepped.
+        """import torch
+from taas.capture.libraries import join_devices_at_first_step, library_reader
+
+net = torch.nn.Linear(2, 1)
+sent = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+for parameter in net.parameters():
+    sent.state[parameter]["momentum_buffer"] = torch.ones_like(parameter)
+make, arguments, put, attributes, *_ = library_reader(type(sent))(sent)
+arrived = make(*arguments)
+put(arrived, attributes)
+join_devices_at_first_step()
+
+torch.__future__.set_swap_module_params_on_conversion(True)  # as .cuda() does, parameters stay the same objects
+net.to("meta")
+net(torch.ones(1, 2, device="meta")).sum().backward()
+arrived.step()
+print({state["momentum_buffer"].device.type for state in arrived.state.values()})
+""",
+        ["{'meta'}"],
+    ),
+}  # fmt: skip
 
 
-def test_state_made_on_the_cpu_follows_parameters_on_the_gpu() -> None:
-    """A rehearsed run of a network that the notebook has on a GPU: the optimizer's new state is beside it there."""
-    assert printed(BACK) == ["[] {'meta'} 2"]
+@pytest.fixture(scope="module")
+def said() -> dict[str, list[str]]:
+    return all_printed({name: program for name, (program, _) in ROWS.items()}, imports="torch")
 
 
-def test_state_follows_its_parameters_at_the_first_step() -> None:
-    """Parameters moved after the optimizer arrived: its momentum is beside them when it is stepped."""
-    assert printed(PROGRAM) == ["{'meta'}"]
+@pytest.mark.parametrize("name", ROWS)
+def test_names_and_gpus(name: str, said: dict[str, list[str]]) -> None:
+    """Each row's comment says what is so."""
+    assert said[name] == ROWS[name][1]

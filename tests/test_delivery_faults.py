@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import re
 import resource
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import psutil
 import pytest
 import torch
 import zmq
-from delivery_run import DeliveryRun, wait_for_delivery
+from delivery_run import PATIENCE, DeliveryRun, wait_for_delivery
+from privileges import needs_mounts
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
+from taas.delivery import loader as rank_side
+from taas.delivery.connection import DeliveryConnection
 from taas.delivery.messages import Failed, HostLost, Note, ProgressReport
 from taas.errors import DeliveryError, RanksDisagree, UnitsExhausted
 
@@ -79,8 +86,8 @@ def kill_workers(run: DeliveryRun, most: int | None = None) -> set[int]:
     return {worker.pid for worker in workers}
 
 
-def undisturbed(loader: DataLoader, ranks: int) -> Any:
-    with DeliveryRun({"d": loader}, ranks=ranks) as run:
+def undisturbed(loader: DataLoader, ranks: int, **config: Any) -> Any:
+    with DeliveryRun({"d": loader}, ranks=ranks, **config) as run:
         return run.ranks(everything)
 
 
@@ -100,19 +107,24 @@ def test_a_killed_worker_loses_and_doubles_nothing(shared: bool) -> None:
     assert disturbed == undisturbed(slow_loader(), 2)
 
 
-@pytest.mark.parametrize("how", ["shared memory", "tcp", "tcp, and the coordinator is told"])
-def test_a_killed_data_vm_loses_and_doubles_nothing(how: str) -> None:
-    """A worker pool SIGKILLed, its workers with it: the other data VM goes on; the loss is reported."""
-    shared = how == "shared memory"
-    with DeliveryRun({"d": slow_loader()}, ranks=2, vms=2, processes=2, shared=shared) as run:
+@pytest.mark.parametrize("how", ["shared memory", "frozen", "tcp", "tcp, and the coordinator is told"])
+def test_a_lost_data_vm_loses_and_doubles_nothing(how: str) -> None:
+    """A pool SIGKILLed, its workers with it, or all of them SIGSTOPped: the other VM goes on; the loss is reported."""
+    shared, silence = "tcp" not in how, 5.0 if how in ("frozen", "tcp") else 60.0
+    with DeliveryRun(
+        {"d": slow_loader()}, ranks=2, vms=2, processes=2, shared=shared, silence=silence
+    ) as run:
         ranks = run.start_ranks(everything)
         wait_for_delivery(run, 30)
-        os.kill(run.children[1].pid, signal.SIGKILL)
+        pool = psutil.Process(run.children[1].pid)
+        lost = [pool, *pool.children()]
+        for process in lost if how == "frozen" else lost[:1]:
+            process.suspend() if how == "frozen" else process.kill()
         if "told" in how:
             run.coordinator.send(HostLost(vm=0, cause="its node has no power"))
-        if how != "tcp":
-            assert run.wait_for(HostLost).vm == 0
+        assert run.wait_for(HostLost).vm == 0
         disturbed = run.results(ranks)
+        assert pool.status() == psutil.STATUS_ZOMBIE
     assert disturbed == undisturbed(slow_loader(), 2)
 
 
@@ -183,8 +195,12 @@ def test_a_poisonous_index_ends_with_its_name() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
-@pytest.mark.parametrize(("streams", "position"), [(1, 0), (1, 7), (2, 3)])
-def test_an_element_of_a_stream_that_kills_its_owner_ends_with_its_name(streams: int, position: int) -> None:
+@pytest.mark.parametrize(
+    ("streams", "position", "uneven"), [(1, 0, "drop"), (1, 7, "pad"), (1, 7, "raise"), (2, 3, "pad")]
+)
+def test_an_element_of_a_stream_that_kills_its_owner_ends_with_its_name(
+    streams: int, position: int, uneven: str
+) -> None:
     """A stream that dies at an element, in every worker: what is before it arrives, then all ranks are told."""
     deadly = position * streams + streams - 1
 
@@ -197,7 +213,7 @@ def test_an_element_of_a_stream_that_kills_its_owner_ends_with_its_name(streams:
                 yield torch.full((4,), float(number)), torch.rand(1)
 
     loader = DataLoader(Poisonous(), batch_size=1, num_workers=streams if streams > 1 else 0)
-    with DeliveryRun({"d": loader}, ranks=2, processes=2) as run:
+    with DeliveryRun({"d": loader}, ranks=2, processes=2, uneven=uneven) as run:
         results = run.ranks(until_it_fails)
     assert [got for got, _ in results] == [list(range(rank, deadly // 2 * 2, 2)) for rank in (0, 1)]
     for _, message in results:
@@ -234,6 +250,31 @@ def test_a_slab_that_cannot_be_reserved_falls_back_to_frames() -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert [x[0] for x, _ in got] == [float(i) for i in range(40)]
+
+
+@pytest.mark.parametrize(
+    ("limit", "advice"), [(resource.RLIMIT_NOFILE, "(ulimit -n)"), (resource.RLIMIT_AS, "(ulimit -v)")]
+)
+def test_a_rank_that_cannot_map_the_slabs_is_told_which_limit_to_raise(limit: int, advice: str) -> None:
+    """The one that it has met, and no other."""
+
+    def body(rank: int, _loaders: dict[str, Any]) -> str:
+        assert rank_side._connection is not None
+        os.close(free := os.dup(0))
+        soft, hard = resource.getrlimit(limit)
+        least = {resource.RLIMIT_NOFILE: free + 1, resource.RLIMIT_AS: psutil.Process().memory_info().vms}
+        resource.setrlimit(limit, (least[limit], hard))
+        try:
+            DeliveryConnection(rank_side._connection.config, rank, "")
+        except DeliveryError as error:
+            return str(error)
+        finally:
+            resource.setrlimit(limit, (soft, hard))
+        return ""
+
+    with DeliveryRun({"d": DataLoader(Slow(4, 0.0))}, slab=1 << 30) as run:
+        [said] = run.ranks(body)
+    assert re.findall(r"\(ulimit -.\)", said) == [advice], said
 
 
 def test_a_rank_that_leaves_its_loop_harms_nobody() -> None:
@@ -288,6 +329,66 @@ def test_hoarded_and_changed_batches_are_never_overwritten() -> None:
     assert got == [(1000 + i, 1000 + i) for i in range(64)]
 
 
+def test_batches_held_in_cycles_never_stop_the_delivery() -> None:
+    """A rank that keeps all batches of two loaders, in cycles that no collector frees, gets every element."""
+
+    def body(_rank: int, loaders: dict[str, Any]) -> Any:
+        gc.disable()
+        got = []
+        for pair in zip(loaders["a"], loaders["b"], strict=True):
+            got.append([int(x[0, 0]) for x, _ in pair])
+            circle: list[Any] = [pair]
+            circle.append(circle)
+        return got
+
+    sizes = {"a": (1 << 10,), "b": (1 << 16,)}
+    loaders = {name: DataLoader(Slow(150, 0.0, shape), batch_size=1) for name, shape in sizes.items()}
+    with DeliveryRun(loaders, slab=4 << 20, processes=2) as run:
+        assert run.ranks(body) == [[[i, i] for i in range(150)]]
+
+
+@needs_mounts
+def test_a_small_dev_shm_does_not_matter() -> None:
+    """With 4 MB of /dev/shm, a rank that holds 32 MB of batches gets them all."""
+    program = (
+        "import torch; from delivery_run import DeliveryRun; from torch.utils.data import DataLoader\n"
+        "loader = DataLoader(torch.arange(32).view(32, 1).expand(32, 1 << 17), batch_size=1)\n"
+        "with DeliveryRun({'d': loader}, slab=128 << 20, processes=2) as run:\n"
+        "    print(run.ranks(lambda rank, loaders: [int(x[0, 0]) for x in list(loaders['d'])]))"
+    )
+    mount = 'mount -t tmpfs -o size=4m tmpfs /dev/shm && exec "$0" -c "$1"'
+    done = subprocess.run(
+        ["unshare", "-m", "sh", "-c", mount, sys.executable, program],
+        capture_output=True, text=True, check=False, timeout=PATIENCE,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )  # fmt: skip
+    assert done.stdout.strip() == str([list(range(32))]), done.stderr
+
+
+def test_a_registered_loader_in_a_forked_process_is_an_error() -> None:
+    """It yields in the rank alone, also in a child that runs on with the cell; neither hangs."""
+
+    def body(_rank: int, loaders: dict[str, Any]) -> Any:
+        batches = iter(loaders["d"])
+        next(batches)
+        reader, writer = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                next(batches)
+            except DeliveryError as error:
+                os.write(writer, str(error).encode())
+            os._exit(0)
+        os.waitpid(child, 0)
+        os.close(writer)
+        return len(list(batches)), os.read(reader, 1 << 12).decode()
+
+    with DeliveryRun({"d": DataLoader(Slow(30), batch_size=1)}) as run:
+        [(left, said)] = run.ranks(body)
+    assert left == 29
+    assert "a registered loader yields in the rank alone" in said
+
+
 def test_a_view_keeps_its_batch() -> None:
     """Views, NumPy arrays and what autograd saved keep the memory of a batch, whatever else was dropped."""
 
@@ -310,22 +411,23 @@ def test_a_view_keeps_its_batch() -> None:
     assert got == [float(i) for i in range(60)]
 
 
-def test_a_collate_function_that_keeps_its_batch_is_safe() -> None:
+@pytest.mark.parametrize("growth", [1.0, 1.5], ids=["of one size", "larger than any before"])
+def test_a_collate_function_that_keeps_its_batch_is_safe(growth: float) -> None:
     """A collate function that caches what default_collate made does not find it overwritten later."""
 
     class Keeping:
         def __init__(self) -> None:
-            self.before: Any = None
+            self.kept: list[Any] = []
 
         def __call__(self, samples: list[Any]) -> Any:
-            batch = torch.utils.data.default_collate([x for x, _ in samples])
-            before, self.before = self.before, batch
-            return batch, torch.zeros(1) if before is None else before[:, 0].clone()
+            self.kept.append(torch.utils.data.default_collate([x for x, _ in samples]))
+            ballast = np.zeros(int(4096 * growth ** len(self.kept)), np.uint8)
+            return self.kept[-1], [int(batch[0, 0]) for batch in self.kept], ballast
 
-    loader = DataLoader(Slow(40, 0.0), batch_size=1, collate_fn=Keeping())
+    loader = DataLoader(Slow(16), batch_size=1, collate_fn=Keeping())
     with DeliveryRun({"d": loader}) as run:
-        [got] = run.ranks(lambda r, loaders: [(int(x[0, 0]), int(b[0])) for x, b in loaders["d"]])
-    assert got == [(i, max(0, i - 1)) for i in range(40)]
+        [got] = run.ranks(lambda r, loaders: [(int(x[0, 0]), kept) for x, kept, _ in loaders["d"]])
+    assert got == [(i, list(range(i + 1))) for i in range(16)]
 
 
 LEAVING = [SystemExit(3), KeyboardInterrupt(), GeneratorExit()]
@@ -481,23 +583,24 @@ def test_ranks_that_disagree_about_the_epoch_are_told() -> None:
     assert sorted(isinstance(result, str) for result in results) == [False, True]
 
 
-def test_a_stream_survives_its_owner() -> None:
+@pytest.mark.parametrize("uneven", ["drop", "pad"])
+def test_a_stream_survives_its_owner(uneven: str) -> None:
     """The worker that owns an IterableDataset's stream dies: another one replays it; nothing lost or doubled."""
 
     class Numbers(IterableDataset):
         def __iter__(self) -> Any:
-            for number in range(80):
+            for number in range(81):
                 time.sleep(0.01)
                 yield torch.full((4,), float(number)), torch.rand(1)
 
     loader = DataLoader(Numbers(), batch_size=2)
-    with DeliveryRun({"d": loader}, ranks=2, processes=3) as run:
+    with DeliveryRun({"d": loader}, ranks=2, processes=3, uneven=uneven) as run:
         ranks = run.start_ranks(everything)
-        for count in (8, 20):
+        for count in (8, 20, 40):
             wait_for_delivery(run, count)
             kill_workers(run, 3)
         disturbed = run.results(ranks)
-    assert disturbed == undisturbed(DataLoader(Numbers(), batch_size=2), 2)
+    assert disturbed == undisturbed(DataLoader(Numbers(), batch_size=2), 2, uneven=uneven)
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
@@ -595,23 +698,6 @@ def test_workers_share_the_dataset_of_their_vm() -> None:
         own = [written_by(worker.pid, address) for worker in all_workers_of(run, 4)]
     assert [x for x, _ in got] == [float(1 << 19)] * 64
     assert max(own) < 8 << 20, own
-
-
-def test_generators_come_back_where_the_last_iteration_leaves_them() -> None:
-    """After the run the loader's own generator goes on as if the notebook had iterated."""
-    from taas.delivery.registered import apply_final
-
-    def loader() -> DataLoader:
-        return DataLoader(torch.arange(10), shuffle=True, generator=torch.Generator().manual_seed(8))
-
-    mine, reference = loader(), loader()
-    with DeliveryRun({"d": mine}) as run:
-        run.ranks(lambda r, loaders: [list(loaders["d"]) for _ in range(2)])
-        final = run.finish()
-    apply_final(final.states, run.registrations)
-    for _ in range(2):
-        list(reference)
-    assert [x.tolist() for x in reference] == [x.tolist() for x in mine]
 
 
 def test_strangers_get_nothing() -> None:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Sampler
@@ -21,6 +22,7 @@ from taas.delivery.ledger import Ledger
 from taas.delivery.making import rngs_now
 from taas.delivery.messages import (
     Begin,
+    Cancel,
     Draw,
     Ended,
     FinishPlans,
@@ -53,7 +55,7 @@ def test_rows_are_whole_and_in_order(length: int, ranks: int, uneven: Any) -> No
         assert merged == [*range(length), *padding]
     else:
         assert merged == list(range(whole))
-    assert plan.steps == len(queues[0])
+    assert plan.rows == len(queues[0])
     assert bool(plan.refusal) == (uneven == "raise" and rest > 0)
 
 
@@ -85,7 +87,7 @@ def test_streams_take_turns_whatever_arrives_first(lengths: list[int], seed: int
 )
 def test_slots_never_overlap_and_merge_again(steps: list[int], reserved: int | None) -> None:
     """Taken extents are disjoint and reserved; when all are given back, the table is one piece again."""
-    table = SlotTable(1 << 16, None if reserved is None else lambda upto: min(upto, reserved))
+    table = SlotTable(1 << 16, lambda upto: upto if reserved is None else min(upto, reserved))
     taken: list[tuple[int, int]] = []
     for step in steps:
         if step < 0 and taken:
@@ -123,7 +125,7 @@ class World:
     ) -> None:
         self.rng, self.lengths, self.n = rng, lengths, ranks
         self.ledger = Ledger(config_of(ranks, 1 << 16, **config), rules=LeaseRules(window=0.01))
-        self.facts = [LoaderFacts(f"l{i}", length) for i, length in enumerate(lengths)]
+        self.facts = [LoaderFacts(f"l{i}", length, epoch=0) for i, length in enumerate(lengths)]
         self.drawn: dict[int, tuple[int, int]] = {}
         self.todo: dict[Peer, deque[Any]] = {}
         self.pipes: dict[tuple[Peer, int], deque[Any]] = {}
@@ -175,6 +177,8 @@ class World:
                 self.todo[peer].append(ticket)
         elif isinstance(message, Ended):
             self.ends[peer.number][message.plan] = message.steps
+        elif isinstance(message, Cancel) and peer.role == "rank":
+            self.forget(peer.number, message.plan)
 
     def check_slot(self, new: Any) -> None:
         """Nobody writes where another one does, or where a rank reads or will read."""
@@ -207,7 +211,7 @@ class World:
         name = self.rng.choice(busy)
         ticket = self.todo[name].popleft()
         self.pipes.setdefault((name, ticket.rank), deque()).append(ticket)
-        self.results[name].append(Result(ticket.number, ticket.loader, self.rng.randrange(1, 6000), 0.001))
+        self.results[name].append(Result(ticket.number, self.rng.randrange(1, 6000), 0.001))
         if self.rng.random() < 0.5:
             self.report(name)
 
@@ -258,14 +262,20 @@ class World:
 
     def close(self, rank: int, plan: int, consumed: int) -> None:
         """The rank has ended a loop: what is here of it is dropped."""
+        self.forget(rank, plan)
+        self.ledger.progressed(rank, Progress([PlanProgress(plan, consumed, consumed, True)], [], 0.0))
+
+    def forget(self, rank: int, plan: int) -> None:
         self.closed[rank].add(plan)
         for place in [place for place in self.here[rank] if place[0] == plan]:
             del self.here[rank][place]
-        self.ledger.progressed(rank, Progress([PlanProgress(plan, consumed, consumed, True)], [], 0.0))
 
 
 def iterate(world: World, epochs: int, kills: int, budget: int = 200_000) -> list[list[list[int]]]:
-    """Run every rank through ``epochs`` iterations of every loader; return what each got."""
+    """Run every rank through ``epochs`` iterations of every loader; return what each got.
+
+    They set epochs that nobody predicts: what was made for others is dropped.
+    """
     got: list[list[list[int]]] = [[[] for _ in range(epochs * len(world.lengths))] for _ in range(world.n)]
     at = [0] * world.n
     begun = [False] * world.n
@@ -285,10 +295,10 @@ def iterate(world: World, epochs: int, kills: int, budget: int = 200_000) -> lis
             continue
         loader, iteration = at[rank] % len(world.lengths), at[rank] // len(world.lengths)
         if not begun[rank]:
-            world.ledger.plans.begin(rank, Begin(loader, iteration, None))
+            world.ledger.plans.begin(rank, Begin(loader, iteration, 2 * iteration))
             begun[rank] = True
             world.pump()
-        plan = plan_number(loader, iteration, None)
+        plan = plan_number(loader, iteration, 2 * iteration)
         mine = got[rank][at[rank]]
         world.ledger.plans.consume(rank, plan, len(mine), len(mine))
         element = world.take(rank, plan, len(mine))
@@ -303,32 +313,40 @@ def iterate(world: World, epochs: int, kills: int, budget: int = 200_000) -> lis
 
 
 def test_what_a_late_worker_has_is_made_by_another() -> None:
-    """What it sends in the end is dropped, and the slots that it wrote to come back then."""
-    world = World(random.Random(0), [6], 1, 2)
-    world.ledger.plans.begin(0, Begin(0, 0, None))
+    """What it sends in the end is dropped, the slots that it wrote to come back then, and it is late no more."""
+    world = World(random.Random(0), [20], 1, 2)
+    world.ledger.plans.begin(0, Begin(0, 0, 0))
     world.pump()
-    late = next(name for name, todo in world.todo.items() if todo)
-    tickets, got = world.todo.pop(late), []
+    for name in [name for name, todo in world.todo.items() if todo]:
+        world.work()
+        world.report(name)
+    late = max(world.todo, key=lambda name: len(world.todo[name]))
+    tickets, got = world.todo[late], []
+    world.todo[late] = deque()
     world.now += 100
     world.ledger.overdue(world.now)
     world.pump()
+    world.ledger.made(late, [Result(tickets[0].number, 10, 0.001)])
+    world.pipes.setdefault((late, 0), deque()).append(tickets.popleft())
+    world.ledger.overdue(world.now)
+    assert not world.ledger.workers[late].late
     for _ in range(100):
         world.work()
         for name in world.results:
             world.report(name)
-        world.ledger.plans.consume(0, plan_number(0, 0, None), len(got), len(got))
-        if (element := world.take(0, plan_number(0, 0, None), len(got))) is not None:
+        world.ledger.plans.consume(0, plan_number(0, 0, 0), len(got), len(got))
+        if (element := world.take(0, plan_number(0, 0, 0), len(got))) is not None:
             got.append(element)
         world.pump()
-    assert got == list(range(6))
-    world.todo[late] = tickets
+    assert got == list(range(20))
     assert tickets
-    while tickets:
+    world.todo[late] += tickets
+    while world.todo[late]:
         world.work()
     world.report(late)
     world.arrive(0)
     world.let_go(0)
-    assert not [work for work in world.ledger.works.values() if work.plan == plan_number(0, 0, None)]
+    assert not [work for work in world.ledger.works.values() if work.plan == plan_number(0, 0, 0)]
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -353,7 +371,7 @@ def test_exactly_once_in_order_under_any_interleaving(
 @settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 1000))
 def test_all_slots_come_back(seed: int) -> None:
-    """When every element was released and every plan closed, no slot and no byte is charged to anybody."""
+    """When every element was released and every plan closed or dropped, all is free, and each was counted once."""
     world = World(random.Random(seed), [40, 23], 3, 3)
     iterate(world, 2, 4)
     for _ in range(1000):
@@ -367,6 +385,8 @@ def test_all_slots_come_back(seed: int) -> None:
             world.close(rank, plan, 0)
     world.pump()
     assert not world.ledger.works
+    assert [book.delivered for book in world.ledger.plans.loaders] == [2 * 39, 2 * 21]
+    assert not any(book.ready for book in world.ledger.plans.loaders)
     for state in world.ledger.room.ranks:
         assert state.slots.free == state.slots.size
 
@@ -379,7 +399,12 @@ def test_a_loader_nobody_iterates_takes_only_its_first_elements(prebuffer: int) 
         world.work()
         for name in list(world.results):
             world.report(name)
-    assert world.ledger.plans.loaders[0].prepared == prebuffer
+    assert world.ledger.plans.loaders[0].ready == prebuffer
+    [book] = world.ledger.plans.loaders
+    [worker, *_] = (work.leases[0].worker for work in world.ledger.works.values())
+    lost = sum(work.leases[0].worker == worker for work in world.ledger.works.values())
+    world.ledger.worker_lost(worker, -1, "SIGKILL")
+    assert book.ready == prebuffer - lost
 
 
 # ── samplers in the planner ──────────────────────────────────────────────────────────────────────────
@@ -406,6 +431,37 @@ def test_a_sampler_that_raises_after_the_cell_leaves_the_other_loaders_their_sta
     final = planner.answer(FinishPlans([(0, 0, None), (1, 0, None)]))
     assert list(msgspec.msgpack.decode(final.states)) == ["well"]
     assert final.unknown == {"late": "its sampler raised ValueError: no such index file"}
+
+
+class Epochs(Sampler[int]):
+    """As many indices as its epoch says, a draw each."""
+
+    def __init__(self) -> None:
+        self.epoch, self.generator = 3, torch.Generator()
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return (int(torch.randint(9, (), generator=self.generator)) for _ in range(self.epoch))
+
+    def __len__(self) -> int:
+        return self.epoch
+
+
+def test_an_epoch_that_was_planned_in_vain_leaves_no_trace_in_the_generators() -> None:
+    """They end where the one that the ranks chose leaves them, also if these leave it early."""
+    sampler = Epochs()
+    loader = DataLoader(range(9), sampler=sampler, batch_size=None)
+    planner = Planner([LoaderPlans("d", take_apart(loader), rngs_now(), 1)])
+    start = sampler.generator.get_state()
+    for message in (Draw(0, 0, 0, 3, 4), Cancel(0), Draw(1, 0, 0, 5, 2)):
+        planner.answer(message)
+    [states] = msgspec.msgpack.decode(planner.answer(FinishPlans([(0, 0, 5)])).states).values()
+    sampler.generator.set_state(start)
+    sampler.set_epoch(5)
+    list(loader)
+    assert sampler.generator.get_state().numpy().tobytes() in states.values()
 
 
 def test_an_index_that_cannot_be_pickled_fails_at_its_place() -> None:

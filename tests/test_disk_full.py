@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from fault_table import CELLS, Stage
 from notebook_harness import Notebook, Ran, gone, until
-from privileges import needs_mounts
+from privileges import needs_mounts, small_disk
 
 from taas.runs.records import read_records
 
@@ -32,12 +31,9 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The runtime folder of what is started now, which has one megabyte."""
     small = tmp_path / "small"
     small.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "small", str(small)], check=True)
-    try:
+    with small_disk(small, "size=1m"):
         monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(small))
         yield small
-    finally:
-        subprocess.run(["umount", "--lazy", str(small)], check=True)
 
 
 @pytest.fixture

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import tomllib
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
-from taas.config import load_catalog
-from taas.header.options import ON, OPTIONS
+from taas.config import _KEYS, InstanceType, load_catalog
+from taas.header.options import ON, OPTIONS, SETTINGS
 from taas.notebook.verbs import VERBS
 
 ROOT = Path(__file__).parents[1]
@@ -22,18 +24,21 @@ OF_RAY = {
     "autoscaling-config",
     "block",
     "head",
-    "min-nodes",
     "num-cpus",
     "num-gpus",
     "port",
     "resources",
 }
-OF_SLURM = {"cpus-per-task", "exclusive", "gpus-per-node", "nodes", "ntasks", "ntasks-per-node"}
+OF_SLURM = {"exclusive", "qos", "gres", "long", "mem", "nice", "no-kill", "no-requeue"}
 OF_SETPRIV = {"bounding-set", "clear-groups", "inh-caps", "regid", "reuid"}
+OF_TORCHRUN = {"nnodes", "nproc-per-node"}
+OF_NBDISTRIBUTED = {"gpu-ids", "num-processes"}
 OF_OTHER_PROGRAMS = (
     OF_RAY
     | OF_SLURM
     | OF_SETPRIV
+    | OF_TORCHRUN
+    | OF_NBDISTRIBUTED
     | {
         "hypothesis-profile",
         "ip",
@@ -47,6 +52,7 @@ OF_OTHER_PROGRAMS = (
         "follow",
         "strict",
         "nproc",
+        "user",
         "hypothesis-seed",
     }
 )
@@ -79,6 +85,36 @@ def test_options_in_documents_exist(path: Path) -> None:
     assert named <= {*OPTIONS, ON.name, *(option.name for verb in VERBS.values() for option in verb.options)}
 
 
+def first_column(name: str) -> list[str]:
+    """What stands as code in the first column of a page's tables."""
+    rows = re.findall(r"^\| (`.+?) \|", (ROOT / "docs" / name).read_text(), re.MULTILINE)
+    return [code for row in rows for code in re.findall(r"`([^`]+)`", row)]
+
+
+def test_every_option_and_every_key_has_its_row() -> None:
+    """The table of options, and that of the keys of ``taas.toml``, have all that there are, and no others."""
+    assert set(CELL_OPTION.findall(" ".join(first_column("cell.md")))) == {*OPTIONS, ON.name}
+    keys = {*_KEYS, *SETTINGS, *(f'instances."NAME".{field.name}' for field in fields(InstanceType)[1:])}
+    documented = {row for row in first_column("configuration.md") if "." in row}
+    assert documented == keys
+
+
+def test_what_troubleshooting_quotes_is_printed() -> None:
+    """Each text of the first columns stands in a string of the code; ``…`` is what the code puts in."""
+    trees = [ast.parse(path.read_text()) for path in (ROOT / "taas").rglob("*.py")]
+    strings = [string for tree in trees for string in map(words, ast.walk(tree)) if string]
+    for quoted in first_column("troubleshooting.md"):
+        pattern = re.compile(".*".join(map(re.escape, quoted.split("…"))), re.DOTALL)
+        assert any(map(pattern.search, strings)), f"taas prints no {quoted!r}"
+
+
+def words(node: ast.AST) -> str | None:
+    """The text of a string, with what an f-string puts in left out."""
+    if isinstance(node, ast.JoinedStr):
+        return "\0".join(part.value if isinstance(part, ast.Constant) else "" for part in node.values)
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else None
+
+
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 def test_verbs_in_documents_exist(path: Path) -> None:
     """Each ``%taas VERB`` that a document names is a verb."""
@@ -88,9 +124,9 @@ def test_verbs_in_documents_exist(path: Path) -> None:
 
 def test_make_knows_the_targets_that_documents_name() -> None:
     """``make NAME`` in a document, and in CI, is a target of the Makefile."""
-    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    for path in [*DOCUMENTS, ROOT / ".ci" / "run"]:
-        named = set(re.findall(r"(?:^|`)make ([a-z]+)", path.read_text(), re.MULTILINE))
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for path in [*DOCUMENTS, ROOT / ".ci" / "run", *(ROOT / ".github" / "workflows").iterdir()]:
+        named = set(re.findall(r"(?:^|`|- run: )make ([a-z-]+)", path.read_text(), re.MULTILINE))
         assert named <= targets, path.name
     assert (ROOT / ".ci" / "run").stat().st_mode & 0o111, ".ci/run is executable"
     assert subprocess.run(["bash", "-n", ROOT / ".ci" / "run"]).returncode == 0
@@ -112,7 +148,7 @@ def test_documented_configuration_is_accepted(tmp_path: Path, monkeypatch: pytes
 
 
 def test_constraints_meet_what_the_package_asks_for() -> None:
-    """Each dependency, of the package, its extras and the dev group, has its tested version in constraints.txt."""
+    """Each dependency, of the package, its extras and the groups, has its tested version in constraints.txt."""
     from packaging.requirements import Requirement
     from packaging.utils import canonicalize_name
 
@@ -121,7 +157,7 @@ def test_constraints_meet_what_the_package_asks_for() -> None:
     tested = {canonicalize_name(name): version for name, version in pinned.items()}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     extras = project["project"]["optional-dependencies"].values()
-    groups = [project["project"]["dependencies"], project["dependency-groups"]["dev"], *extras]
+    groups = [project["project"]["dependencies"], *project["dependency-groups"].values(), *extras]
     for requirement in map(Requirement, (line for group in groups for line in group)):
         version = tested.get(canonicalize_name(requirement.name))
         assert version is not None, f"{requirement.name} is not in constraints.txt"

@@ -19,7 +19,7 @@ from taas.header.grammar import find_header, parse_header
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 BLOCK = re.compile(
-    r"^<!-- cell\n(?P<hidden>.*?)^-->$|^(?P<not_run><!-- not run: .+ -->\n)?```(?P<info>\w*)\n(?P<text>.*?)^```$",
+    r"^<!-- cell\n(?P<hidden>.*?)^-->$|^(?P<not_run><!-- not run: .+ -->\n)?```(?P<info>[\w{}-]*)\n(?P<text>.*?)^```$",
     re.DOTALL | re.MULTILINE,
 )
 
@@ -57,7 +57,7 @@ def test_what_looks_like_a_cell_is_one(document: Path) -> None:
     """A block with a header, or magics, says that it is Python; so that the test above does not pass it by."""
     text = document.read_text()
     assert len(re.findall(r"^```", text, re.MULTILINE)) == 2 * len(
-        re.findall(r"^```\w*\n.*?^```$", text, re.DOTALL | re.MULTILINE)
+        re.findall(r"^```[\w{}-]*\n.*?^```$", text, re.DOTALL | re.MULTILINE)
     )
     for block in BLOCK.finditer(text):
         if block["text"] is not None and block["info"] not in ("python", "bash", "toml", "yaml"):

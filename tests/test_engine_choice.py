@@ -14,8 +14,10 @@ from notebook_harness import Notebook
 
 from taas.agent.forkserver import read_at_import
 from taas.agent.staging import environment
+from taas.config import load_catalog
 from taas.engines import AgentConfig, Demand, EngineChoice, chosen, ray_cluster
 from taas.engines.ray_cluster import bundle, what_is_missing
+from taas.engines.slurm import settings_of
 from taas.engines.versions import differing_versions
 from taas.errors import EngineError, HeaderError
 
@@ -44,10 +46,12 @@ def test_typed_wins_over_variable_over_file(own_project: Path, monkeypatch: pyte
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["slurm"], "allowed is local, or ray"),
+        (["kubernetes"], "allowed is local, ray and its address, or slurm"),
+        (["slurm", "gpu"], "it has --partition"),
+        (["slurm", "--partition"], "--partition has no value"),
         (["ray", "head"], "type ray head:6379"),
         (["ray", "ray://head:10001"], "make it a node"),
-        (["ray", "head:6379", "more"], "allowed is local, or ray"),
+        (["ray", "head:6379", "more"], "type ray head:6379"),
     ],
 )
 def test_wrong_engines(words: list[str], says: str) -> None:
@@ -95,6 +99,24 @@ def test_bundles() -> None:
     assert bundle(Demand("c1.4", 0), [{"c1.4": 1}]) == {"c1.4": 1}
     assert bundle(Demand(None, 4), [{"GPU": 8}]) == {"GPU": 4}
     assert bundle(Demand(None, 4), [{"CPU": 8}]) == {"CPU": 1}
+
+
+def test_what_is_asked_of_slurm(own_project: Path) -> None:
+    """What is typed wins over `[engine.slurm]`; a VM with GPUs is a whole node unless its type says how it is asked for."""
+    (own_project / "taas.toml").write_text(
+        '[engine]\ndefault = "slurm"\n[engine.slurm]\npartition = "gpu"\ncpu_partition = "cpu"\nsbatch = "--qos=long -v"\n'
+        '[instances."g2.4"]\nvcpus = 112\ngpus = 4\nslurm = "--gres=gpu:a100:4 --constraint=\'big\'"\n'
+    )
+    settings = settings_of(chosen.chosen(own_project).address)
+    rest = ["--qos=long", "-v"]
+    whole = ["--exclusive", "--mem=0"]
+    assert settings.asked_for(Demand("g2.8", 8)) == ["--partition=gpu", *whole, "--gres=gpu:8", *rest]
+    of_type = ["--partition=gpu", "--gres=gpu:a100:4", "--constraint=big", *rest]
+    assert settings.asked_for(Demand("g2.4", 4)) == of_type
+    assert settings.asked_for(Demand("c1.4")) == ["--partition=cpu", "--cpus-per-task=4", *rest]
+    assert settings.asked_for(Demand("g2.4", 4, rehearse=True)) == ["--partition=cpu", "--exclusive", *rest]
+    typed = chosen.read_choice(["slurm", "--partition=x", "--time=9"], "", load_catalog(own_project))
+    assert settings_of(typed.address).asked_for(Demand(None, 2))[:2] == ["--partition=x", "--time=9"]
 
 
 def test_what_is_missing() -> None:

@@ -154,3 +154,14 @@ def test_data_vms_share_the_reading(tmp_path: Path) -> None:
     assert re.findall(r"(\d+) steps, \d+\.\d s waited", printed) == ["32", "16"]
     assert sum("image/png" in out.get("data", {}) for out in outputs) == 1
     assert any("of 32 units" in out.get("data", {}).get("text/plain", "") for out in outputs)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("name", ["image_shards", "transformer", "evaluation", "checkpoint", "sweep"])
+def test_an_example_runs_to_its_end(name: str, tmp_path: Path) -> None:
+    """Their last cells assert what they show; the sweep's table is there."""
+    pytest.importorskip("sklearn")
+    pytest.importorskip("pandas")  # of the sweep's table
+    printed, _ = run_example(f"{name}.ipynb", tmp_path)
+    assert name != "sweep" or len(re.findall(r"^\d +\d\.\d+ +\d\.\d+$", printed, re.M)) == 3, printed

@@ -39,6 +39,7 @@ class Engine:
                 gpus=("0",),
                 place="",
                 waiting="",
+                ending="",
                 error="RunLost",
                 end=lambda name=Path(config.scratch).name: self.ended.append(name),
                 how_it_ended=lambda: "lost",
@@ -66,7 +67,7 @@ def fleet(engine: Engine, tmp_path: Path) -> Iterator[Fleet]:
         is_out_of_reach=lambda key: False,
     )
     worker = WorkThread(PollLoop().soon)
-    yield Fleet(control, tmp_path, lambda: None, lambda vm: None, worker)
+    yield Fleet(control, tmp_path, lambda: None, lambda vm: None, lambda: None, worker)
     worker.close()
 
 
@@ -79,7 +80,6 @@ def submit(vms: int = 2, gpus: int = 1, data_vms: int = 0) -> Submit:
         payload=payload,
         gpus=(),
         device="",
-        waiting=True,
         delivery=DeliveryOrder(payload, processes=1, encrypt=True) if data_vms else None,
         engine=EngineChoice("ray"),
     )
@@ -105,17 +105,21 @@ def test_an_idle_group_of_another_shape_makes_room(fleet: Fleet, engine: Engine)
     up(fleet.lease("r1", submit()))
     fleet.release("r1", idle=60)
     assert len(fleet.lease("r2", submit(vms=1))) == 1
-    assert engine.ended == ["agent-0", "agent-1"] and len(fleet.vms) == 1
+    assert sorted(engine.ended) == ["agent-0", "agent-1"] and len(fleet.vms) == 1
 
 
 def test_a_group_goes_as_a_whole(fleet: Fleet, engine: Engine) -> None:
-    """One whose time is over, or which is not whole any more, is given back."""
+    """One whose time is over, which is not whole any more, or a VM of which will be taken away, is given back."""
     first = up(fleet.lease("r1", submit()))
     assert fleet.lose(first[0], "") == "lost"
     fleet.release("r1", idle=60)
     assert fleet.vms == [] and sorted(engine.ended) == ["agent-0", "agent-1"]
     up(fleet.lease("r2", submit()))
     fleet.release("r2", idle=0)
+    assert fleet.vms == []
+    third = up(fleet.lease("r3", submit()))
+    third[0].machine.ending = "its time limit"
+    fleet.release("r3", idle=60)
     assert fleet.vms == []
 
 

@@ -23,7 +23,7 @@ supervisor = supervised(warm=False)
 payload = os.memfd_create("names")
 submit = Submit(
     cell=Cell("", 1, RunSpec(ranks_per_vm=1, gpus_per_rank=1), "nocolor"), workspace=Workspace(os.getcwd(), dict(os.environ)),
-    payload=Memory(os.getpid(), payload, 0), gpus=("0", "1", "2"), device="1 GPU", waiting=True,
+    payload=Memory(os.getpid(), payload, 0), gpus=("0", "1", "2"), device="1 GPU",
 )
 print("ready", flush=True)
 sys.stdin.readline()

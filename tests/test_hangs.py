@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from notebook_harness import Notebook, Ran
 
 from taas.agent.stacks import main_frames
@@ -55,7 +56,23 @@ def test_a_rank_that_skips_a_collective_is_named(notebook: Notebook) -> None:
     assert "no rank has made progress for 2 s" in text
     assert "ranks 0, 2: all_reduce, cell line 9" in text
     assert "rank 1: cell line 7: time.sleep(600)   <- differs" in text
-    assert "<details>" in view["text/html"]
+    assert "<details " in view["text/html"]
+    interrupt(notebook)
+
+
+@pytest.mark.skipif(
+    not hasattr(torch._C._distributed_c10d, "_dump_fr_trace_json"),
+    reason="this torch keeps no record of gloo",
+)
+def test_a_collective_that_differs_is_named(notebook: Notebook) -> None:
+    """Where ranks wait in different ones: operation, types and shapes, and which of its group's it is."""
+    notebook.start(
+        HEADER + GROUP + "dist.all_reduce(torch.ones(2))\n"
+        "if rank == 1: dist.broadcast(torch.ones(6, 2), 0)\nelse: dist.all_reduce(torch.ones(4))\n"
+    )
+    text = wait_for_trouble(notebook)["text/plain"]
+    assert "ranks 0, 2: all_reduce of Float[4], number 2, cell line 8" in text
+    assert "rank 1: broadcast of Float[6, 2], number 2, cell line 7   <- differs" in text
     interrupt(notebook)
 
 
@@ -116,51 +133,29 @@ def test_a_stopped_rank_is_named(notebook: Notebook) -> None:
     assert "SIGSTOP" not in ran.updates[-1]["data"]["text/plain"]
 
 
-def test_collectives_of_different_shapes_are_explained(notebook: Notebook) -> None:
-    """Mismatched shapes fail in a rank, by an exception or an abort in C++, or hang: the collective is named."""
-    notebook.start(
-        HEADER + GROUP + "x = torch.ones(4 if rank == 1 else 400_000)\ndist.all_reduce(x)\ndist.barrier()\n"
-    )
-    deadline = time.monotonic() + 150
-    ended = False
-    while not ended and not any("The run goes on" in u["data"]["text/plain"] for u in notebook._ran.updates):
-        ended = notebook._next(deadline)
-    if ended:
-        notebook._client.get_shell_msg(timeout=30)
-        assert notebook._ran.ename == "CellFailed", notebook._ran
-        assert "line 7" in notebook._ran.traceback or "line 8" in notebook._ran.traceback, notebook._ran
-    else:
-        assert "all_reduce" in notebook._ran.updates[-1]["data"]["text/plain"]
-        interrupt(notebook)
-
-
 def test_a_rank_that_computes_or_prints_is_not_hung(notebook: Notebook) -> None:
     """Processor time or output is progress, however long the collective takes that waits for it."""
     ran = notebook.good(
         "#pragma taas --gpus 2 --hang-timeout 2\n" + GROUP + "if rank == 0:\n"
-        "    end = time.monotonic() + 6\n"
+        "    end = time.monotonic() + 3\n"
         "    while time.monotonic() < end: sum(range(1000))\n"
         "dist.barrier()\n"
         "if rank == 1:\n"
-        "    for i in range(20):\n"
+        "    for i in range(15):\n"
         "        print(i, flush=True); time.sleep(0.2)\n"
         "dist.barrier()\n"
     )
     assert not any("The run goes on" in update["data"]["text/plain"] for update in ran.updates)
 
 
-@pytest.mark.parametrize("code", ["sum(range(10**13))", "time.sleep(600)"])
-def test_stacks_are_shown_also_while_c_code_holds_the_gil(
-    notebook: Notebook, tmp_path: Path, code: str
-) -> None:
+def test_stacks_are_shown_also_while_c_code_holds_the_gil(notebook: Notebook, tmp_path: Path) -> None:
     """``taas stacks`` from a terminal shows the lines of the cell."""
     from test_background import terminal
 
     notebook.good(f"came = {str(tmp_path)!r} + '/'")
-    line = f"open(came + rank, 'w').close(); {code}"
+    line = "open(came + rank, 'w').close(); sum(range(10**13))"
     notebook.start(
-        "#pragma taas --gpus 2 --name deep\nimport os, time\nrank = os.environ['RANK']\n"
-        f"def f():\n    {line}\nf()"
+        f"#pragma taas --gpus 2 --name deep\nimport os\nrank = os.environ['RANK']\ndef f():\n    {line}\nf()"
     )
     while len(list(tmp_path.iterdir())) < 2:  # where it is seen, the rank is in that line
         time.sleep(0.05)

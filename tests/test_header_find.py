@@ -37,7 +37,8 @@ HEADERS = {
     "#!gg2.8\nprint()": ("gg2.8", None),
     "#!gs.8\nprint()": ("gs.8", None),
     "#!H100\nprint()": ("H100", None),
-    "#! see below\n#pragma taas --gpus 8\nprint()": ("see", "--gpus 8"),
+    "#!see\n#pragma taas --gpus 8\nprint()": ("see", "--gpus 8"),
+    "#! v2 of the model\n#pragma taas --gpus 8\nprint()": (None, "--gpus 8"),
     "# v1.2\n#pragma taas --gpus 8\n# g2.8\n#!odd\nprint()": (None, "--gpus 8"),
     "#!g2.8\n#pragma taas --gpus 8\n'''\n#pragma taas\n'''": ("g2.8", "--gpus 8"),
 }
@@ -49,6 +50,7 @@ ORDINARY = [
     "#!/usr/bin/env python3.11\nprint()",
     "#!python3.11\nprint()",
     "#!fast\nprint()",
+    "#! v2 of the model\nprint()",
     "# g2.8 is quick\nprint()",
     "def f():  # pragma: no cover\n    pass",
     "# the header is #pragma taas --gpus 8\nprint()",

@@ -35,7 +35,7 @@ def test_option_list_is_frozen() -> None:
     """Options are the contract with every notebook written so far: none comes or goes unnoticed."""
     assert tuple(OPTIONS) == (
         "gpus", "cpus", "units", "name", "background", "rehearse", "backend", "max-restarts", "hang-timeout",
-        "output", "return", "rank-writes", "shared", "prebuffer", "uneven", "keep", "post-mortem",
+        "output", "return", "collect", "rank-writes", "shared", "prebuffer", "uneven", "keep", "post-mortem", "notify",
     )  # fmt: skip
 
 
@@ -92,12 +92,12 @@ def test_every_option_arrives() -> None:
     """Each option sets the attribute of its name."""
     assert options(
         "--cpus 8 --units train=20480,valid=400 --name night-1 --background --rehearse --backend cpu:gloo,cuda:nccl "
-        "--max-restarts 3 --hang-timeout 1.5 --output 3,0-1 --return model,losses --rank-writes deny "
+        "--max-restarts 3 --hang-timeout 1.5 --output 3,0-1 --return model,losses --collect loss,preds --rank-writes deny "
         "--shared 'a b' --shared c --prebuffer 0 --uneven pad"
     ) == RunSpec(
         ranks_per_vm=4, data_vms=8, units={"train": 20480, "valid": 400}, name="night-1", background=True,
         rehearse=True, backend="cpu:gloo,cuda:nccl", max_restarts=3, hang_timeout=1.5, output=(0, 1, 3),
-        returned=("model", "losses"), rank_writes="deny", shared=("a b", "c"), prebuffer=0, uneven="pad",
+        returned=("model", "losses"), collect=("loss", "preds"), rank_writes="deny", shared=("a b", "c"), prebuffer=0, uneven="pad",
     )  # fmt: skip
     assert options("--return none --output none --cpus 1 --units 7") == RunSpec(
         ranks_per_vm=4, returned=(), output="none", data_vms=1, units=7
@@ -165,11 +165,11 @@ REFUSED = {
     "#pragma taas": "type --gpus auto",
     "#pragma taas --background": "type --gpus auto",
     "#pragma taas --gpus 0": "type --gpus 1",
-    "#pragma taas --gpus -4": "from 1 to 1024, or auto",
+    "#pragma taas --gpus -4": "from 1 to 8192, or auto",
     "#pragma taas --gpus Auto": "type --gpus auto",
     "#pragma taas --gpus eight": "type --gpus auto",
-    "#pragma taas --gpus \u0668": "from 1 to 1024",
-    "#pragma taas --gpus 99999999999999999999": "from 1 to 1024",
+    "#pragma taas --gpus \u0668": "from 1 to 8192",
+    "#pragma taas --gpus 99999999999999999999": "from 1 to 8192",
     "#pragma taas --gpus {n}": "expanded only where the notebook has it",
     "#pragma taas --gpus": "--gpus has no value",
     "#pragma taas --gpus --cpus 4": "--gpus has no value",
@@ -338,6 +338,7 @@ SPECS = st.fixed_dictionaries(
         "hang_timeout": st.integers(1, 10**9).map(lambda millis: millis / 1000),
         "output": st.sampled_from(["0", "all", "none"]) | RANK_LISTS.filter(lambda ranks: ranks != (0,)),
         "returned": st.lists(IDENTIFIER, unique=True, max_size=4).map(tuple),
+        "collect": st.lists(IDENTIFIER, unique=True, max_size=4).map(tuple),
         "rank_writes": st.sampled_from(["discard", "deny"]),
         "shared": st.lists(st.text("ab /{}'\u00e9", min_size=1, max_size=9), unique=True, max_size=3).map(
             tuple

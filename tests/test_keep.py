@@ -184,32 +184,6 @@ def test_a_rank_that_dies_while_it_waits(notebook: Notebook) -> None:
     assert "rank 1 was killed by SIGKILL); all names that the cell needs travel" in ran.stdout
 
 
-_DIES = """
-import psutil
-from taas.notebook.foreground import Foreground
-ends = Foreground._end
-
-def dying(self, ended):
-    agent = psutil.Process(int(pids[0])).parent().parent()
-    agent.kill()
-    agent.wait()
-    ends(self, ended)
-
-Foreground._end = dying
-"""
-
-
-def test_an_agent_that_dies_before_the_names_are_taken(notebook: Notebook) -> None:
-    """The ranks of a run that is over are not kept yet, and will not be."""
-    notebook.good(KEEP + GROUP + PIDS)
-    notebook.good(_DIES)
-    assert notebook.run(KEEP + "kept = 5").ename == "RunLost"
-    notebook.good("Foreground._end = ends")
-    until(lambda: "ranks kept" not in str(notebook.good("%taas status")))
-    ran = notebook.good(KEEP + "print(os.path.exists(f'/proc/{pids[1]}'))")
-    assert ran.own == "False\n"
-
-
 def test_ranks_that_die_when_a_cell_was_ordered(notebook: Notebook) -> None:
     """Nobody knows it when the cell is sent, as their agent is stopped: it runs in new ranks, with all names."""
     notebook.good(KEEP + GROUP + PIDS + "big = torch.ones(3)")
@@ -229,25 +203,6 @@ def test_ranks_that_die_when_a_cell_was_ordered(notebook: Notebook) -> None:
     assert "next --keep cell" not in notebook.good(KEEP + "print(big.sum().item())").stdout
 
 
-_OVERTAKE = """
-import threading
-from taas.supervisor.connections import Visit, all_connections
-from taas.notebook.foreground import Foreground
-from taas.wire.clients import Released, RunRequest, Stacks
-[here] = [c for c in all_connections() if c.kernel.pid == __import__("os").getpid()]
-released, ends = [], Foreground._end
-
-def overtaken(self, ended):
-    with Visit(here) as visit:
-        visit.say(RunRequest(what="release"))
-        visit.ask(RunRequest(run="none", what="stacks"), Stacks)  # answered after the release was heard
-        ends(self, ended)
-        released.append(visit.ask(RunRequest(run="none", what="stacks"), Released))
-
-Foreground._end = overtaken
-"""
-
-
 def test_a_model_that_stays_does_not_travel_again(notebook: Notebook) -> None:
     """The runs' records say what did: 40 MB once, then the state of the process."""
     notebook.good("import torch\nmodel = torch.nn.Linear(1000, 10_000)")
@@ -260,36 +215,17 @@ def test_a_model_that_stays_does_not_travel_again(notebook: Notebook) -> None:
     assert max(sizes[1:]) < 1_000_000
 
 
-def test_release_ends_them(notebook: Notebook) -> None:
-    """And frees what they had."""
+def test_release_ends_them_and_reload_ext_does_not(notebook: Notebook) -> None:
+    """It frees what they had, which the next cell says."""
     notebook.good(KEEP + GROUP + PIDS)
     before = [psutil.Process(int(pid)) for pid in notebook.value("*pids").split()]
+    notebook.good("%reload_ext taas")
+    assert notebook.good(KEEP + f"print(os.getpid() == {before[0].pid})").own == "True\n"
     assert "2 kept ranks ended" in notebook.good("%taas release").stdout
     assert gone(before)
     ran = notebook.good(KEEP + "print(dist.is_initialized())")
     assert ran.own == "False\n"
     assert "%taas release, or %unload_ext taas, ended them" in ran.stdout
-
-
-def test_reload_ext_leaves_them(notebook: Notebook) -> None:
-    """``%reload_ext taas`` is no release, and ``%unload_ext taas`` is one, which the next cell says."""
-    notebook.good(KEEP + "import os\npid = os.getpid()")
-    stay = [psutil.Process(int(notebook.value("pid")))]
-    notebook.good("%reload_ext taas")
-    assert notebook.good(KEEP + f"print(os.getpid() == {stay[0].pid})").stdout.endswith("True\n")
-    notebook.good("%unload_ext taas")
-    assert gone(stay)
-    notebook.good("%load_ext taas")
-    assert "or %unload_ext taas, ended them" in notebook.good(KEEP + "1").stdout
-
-
-def test_a_release_that_overtakes_the_end_of_a_cell(notebook: Notebook) -> None:
-    """What is asked for before the supervisor knows that the answer was taken is done when it does."""
-    notebook.good(_OVERTAKE)
-    notebook.good("#pragma taas --gpus 2 --keep\nn = 1")
-    notebook.good("Foreground._end = ends")
-    assert notebook.value("[told.ranks for told in released]") == "[2]"
-    assert "ranks kept" not in str(notebook.good("%taas status").displays[-1]["data"])
 
 
 def test_they_end_when_no_cell_comes(notebook: Notebook) -> None:
@@ -390,3 +326,17 @@ def test_the_environment_goes_on(notebook: Notebook) -> None:
     assert notebook.good(KEEP + "print(os.environ['MINE'], os.environ['OTHER'])").own == "2 3\n"
     notebook.good("del os.environ['MINE']")
     assert notebook.good(KEEP + "print('MINE' in os.environ)").own == "False\n"
+
+
+def test_arguments_of_a_rank_are_the_notebooks(notebook: Notebook) -> None:
+    """The kernel's own are none in ranks; what a cell makes of them comes back, without what launchers give a rank."""
+    notebook.good("import sys; own = sys.argv[0]")
+    first = notebook.good(KEEP + "print(sys.argv)  # --local_rank\nsys.argv[1:1] = ['--lr', '1']")
+    assert first.own == "['<cell>', '--local_rank=0']\n"
+    assert notebook.value("sys.argv == [own, '--lr', '1']") == "True"
+    notebook.good("sys.argv[2] = '2'")
+    parsed = notebook.good(KEEP + "print(sys.argv[0] == own, sys.argv[1:])\nsys.argv += ['--fast']")
+    assert parsed.own == "True ['--lr', '2', '--local_rank=0']\n"
+    assert notebook.value("sys.argv == [own, '--lr', '2', '--fast']") == "True"
+    notebook.good(KEEP + "sys.argv = ['train.py', *sys.argv[1:2]]")
+    assert notebook.value("sys.argv") == "['train.py', '--lr']"

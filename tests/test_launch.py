@@ -185,10 +185,10 @@ def test_variables_in_the_header(notebook: Notebook) -> None:
 
 def test_variables_in_the_header_are_the_notebooks(notebook: Notebook) -> None:
     """Whatever IPython calls its own, on its way to the cell."""
-    notebook.good("from types import SimpleNamespace\nargs = cell = line = fn = SimpleNamespace(gpus=5000)")
+    notebook.good("from types import SimpleNamespace\nargs = cell = line = fn = SimpleNamespace(gpus=9000)")
     for name in ("args", "cell", "line", "fn"):
         ran = notebook.run(f"#pragma taas --gpus {{{name}.gpus}}\nprint('the body ran')")
-        assert ran.stderr.startswith("UsageError: --gpus 5000: "), ran
+        assert ran.stderr.startswith("UsageError: --gpus 9000: "), ran
 
 
 def test_the_cell_magic_is_the_same_thing(notebook: Notebook) -> None:
@@ -215,6 +215,29 @@ def test_return_narrows_what_comes_back(notebook: Notebook) -> None:
     notebook.good("a = b = 0")
     notebook.good("#pragma taas --gpus 1 --return a\na = 1; b = 1")
     assert notebook.value("a, b") == "1 0"
+
+
+def test_a_value_of_each_rank_is_collected(notebook: Notebook) -> None:
+    """Copies, of the notebook's own classes; what does not come is None, and named, in one line for all that have that reason."""
+    notebook.good("import taas, torch\nclass Best:\n    pass")
+    ran = notebook.good(
+        "#pragma taas --gpus 3 --collect loss,best,odd,gone --return none\nimport os\nrank = int(os.environ['RANK'])\n"
+        "loss = (torch.ones(1000, requires_grad=True) * rank).cuda()[:2]\nbest = Best(); best.of = [rank]\n"
+        "odd = print if rank == 1 else lambda: None"
+    )
+    said = [line.partition(": ")[2].partition(" was")[0] for line in ran.stdout.splitlines()]
+    assert sorted(said) == ["'gone' of ranks 0–2", "'odd' of ranks 0, 2"]
+    assert notebook.value("[(x.tolist(), x.requires_grad) for x in taas.collected['loss']]") == str(
+        [([float(rank)] * 2, False) for rank in range(3)]
+    )
+    assert notebook.value("[(type(x) is Best, x.of) for x in taas.collected['best']]") == str(
+        [(True, [rank]) for rank in range(3)]
+    )
+    assert notebook.value("taas.collected['odd']") == str([None, print, None])
+    notebook.run(
+        "#pragma taas --gpus 2 --collect loss\nimport os\nloss = os.environ['RANK']\nif loss == '1': 1 / 0"
+    )
+    assert notebook.value("taas.collected['loss'][1]") == "1"  # as it stood
 
 
 def test_importing_is_light() -> None:

@@ -57,7 +57,6 @@ def submit(tmp_path: Path) -> Submit:
         payload=Memory(0, 0, 0),
         gpus=(),
         device="CPU",
-        waiting=True,
     )
 
 
@@ -124,7 +123,7 @@ def test_a_supervisor_that_stays_silent_is_killed(
     monkeypatch.setattr(foreground, "_SILENCE_SECONDS", -1.0)
     wire = Wire([RunState(record=record)], [])
     with pytest.raises(KeyboardInterrupt):
-        follow(wire, submit, pressed(4))
+        follow(wire, submit, pressed(2))
     assert not wire.alive
 
 

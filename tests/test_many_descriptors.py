@@ -37,13 +37,13 @@ def many() -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
-def test_an_agent_sees_how_its_ranks_are(forkserver: Forkserver, many: None) -> None:
+def test_an_agent_sees_how_its_ranks_are(forkserver: Forkserver, many: None, tmp_path: Path) -> None:
     """Whether they are there, whether they leave in time, and whether their forkserver went before them."""
     process = RankProcess(Preparation(environ={}, project="/", colors="nocolor", shell_class=""))
     # its own may have a lower number, which has become free meanwhile
     process.sentinel = fcntl.fcntl(process.sentinel, fcntl.F_DUPFD_CLOEXEC, 1024)
     kept = KeptProcesses(lambda *_: None, lambda _: None, pytest.fail)
-    kept.keep({0: process}, None, ProjectArrival(None))
+    kept.keep({0: process}, None, ProjectArrival(None, tmp_path))
     try:
         assert process.alive
         kept.end(patient=True)

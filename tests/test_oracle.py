@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from oracle import Program, compare, compare_kernels, row
+from oracle import Program, compare, row, together
 from oracle.graph import describe, differences
 from torch.utils.hooks import RemovableHandle
 
@@ -34,7 +34,6 @@ CLASS = "class A:\n    def f(self): return 1\na = A(); a.x = [1]\n"
         ("d = {'k': [1, 2.0]}", "d = {'k': [1, 2]}", "d['k'][1]: 2.0 expected, 2 found"),
         ("d = {'a': 1, 'b': 2}", "d = {'b': 2, 'a': 1}", "d: in the order "),
         ("x = 1", "", "x: missing"),
-        ("nan = float('nan'); l = [nan]", "nan = float('nan'); l = [float('nan')]", "l[0]: the same object as nan"),
         (CLASS, CLASS + "a.x.append(2)", "a['x'][1]: not expected"),
         (CLASS, CLASS.replace("return 1", "return 2"), "A.f (code):"),
         (CLASS + "b = A()", CLASS + "A0 = A\nclass A: pass\nb = A(); del A0", "type(a): the same object as A expected"),
@@ -75,6 +74,16 @@ def test_what_only_one_of_them_does_is_found(cell: str, here_also: str, found: s
     assert any(found in line for line in different), different
 
 
+def test_notebooks_are_joined_under_names_of_their_own() -> None:
+    """As is what their cells show at their end; a row's files, too."""
+    one = row("one", ("import m; a = m.n",), "def f(a=1): return a + m.n", "f(a=a)", (("m.py", "n = 1"),))
+    (joint,) = together([row("two", ("a = 1",), "a += 1", "a"), one])
+    assert joint.headed == (1,)
+    assert joint.cells[1] == "a_0 += 1\ndef f_1(a_1=1):\n    return a_1 + m_1.n"
+    assert joint.cells[2].split() == ["shown_0", "=", "a_0", "shown_1", "=", "f_1(a_1=a_1)"]
+    assert joint.files == (("m_1.py", "n = 1"),)
+
+
 TRAINED = Program(
     "trained",
     (
@@ -86,14 +95,6 @@ TRAINED = Program(
     ),
     (1, 3),
 )
-
-
-@pytest.mark.slow
-def test_whole_kernels_and_all_of_taas(tmp_path: Path) -> None:
-    """What the oracle leaves out for speed does not change what it says."""
-    program = Program(TRAINED.name, TRAINED.cells, TRAINED.headed, "#pragma taas --gpus 2\n")
-    different = compare_kernels(program, tmp_path)
-    assert not different, "\n".join(different)
 
 
 def test_two_ranks(tmp_path: Path) -> None:

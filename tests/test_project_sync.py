@@ -17,15 +17,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from notebook_harness import until
+from privileges import needs_mounts, small_disk
 
+from taas.agent.outflow import ProjectChanges
+from taas.agent.staging import ProjectArrival
 from taas.header.options import RunSpec
 from taas.project_sync import archive
 from taas.project_sync.applier import Applier, unpack
 from taas.project_sync.archive import ArchiveEntry, Changes, entries, only, pack
+from taas.project_sync.late_files import LateFiles, _asked_as
 from taas.storage.kept import kept_versions, recover, sort
 from taas.supervisor.transfer import ProjectSync
-from taas.wire.framing import Memory
-from taas.wire.transfer import chunks_of
+from taas.wire.framing import Memory, StoreAddress
+from taas.wire.ranks import Cell, RankOrder, Staged
+from taas.wire.transfer import chunks_of, chunks_of_file
 
 _ROOT = Path(__file__).resolve().parent.parent
 
@@ -43,17 +48,18 @@ def tree(root: Path) -> dict[str, object]:
 
 
 class Travel:
-    """A project, its copy on a VM, and the way back, as a supervisor and an agent hold them."""
+    """A project, its copies on two VMs, and the way back from that of rank 0, as a supervisor and an agent hold them."""
 
     def __init__(self, folder: Path) -> None:
         self.project, self.copy, self.scratch = folder / "project", folder / "copy", folder / "scratch"
-        self.project.mkdir(exist_ok=True)
-        self.copy.mkdir()
+        self.second = folder / "second"
+        for place in (self.project, self.copy, self.second):
+            place.mkdir(exist_ok=True)
 
     def go(self, *, again: bool = False, **limits: int) -> archive.Archive:
-        packed = pack(str(self.project), **limits, known=self.applier.expected if again else None)
+        packed = pack(str(self.project), **limits, known=self.applier.known if again else None)
         try:
-            assert unpack(packed.fd, str(self.copy)) == []
+            assert unpack(packed.fd, str(self.copy)) == unpack(packed.fd, str(self.second)) == []
         finally:
             os.close(packed.fd)
         self.changes = Changes(str(self.copy), only(()))
@@ -117,7 +123,7 @@ def test_code_travels_and_data_and_what_can_be_made_anew_stay(travel: Travel) ->
     assert there["runs"] is None
     assert there["data"] is None
     assert there["latest"] == ("link", "runs")
-    assert packed.stayed == {b"data/train.bin": 3000}
+    assert {path: seen.size for path, seen in packed.stayed.items()} == {b"data/train.bin": 3000}
 
 
 def test_all_together_is_bounded_and_modules_come_first(travel: Travel) -> None:
@@ -142,15 +148,19 @@ def test_a_run_that_starts_again_finds_its_large_checkpoint(travel: Travel) -> N
 
 
 def test_a_copy_that_stays_is_brought_up_to_date(travel: Travel) -> None:
-    """What changed travels, what went goes, and a large file that the run made stays what it is, and the run's."""
-    fill(
-        travel.project,
-        {"edited.py": "1", "goes.py": "1", "turns": "1", "was/in.py": "1", "off/on": "1", "grows.bin": "1"},
-    )
+    """What changed travels, what went goes, and all else stays the file that it was, also a large one that the run made.
+
+    A VM without rank 0 has nothing that is out of date.
+    """
+    names = "edited.py goes.py turns was/in.py off/on grows.bin same.py touched.py old.pt log.txt"
+    fill(travel.project, dict.fromkeys(names.split(), "1"))
     travel.go(large=100)
-    fill(travel.copy, {"made.pt": b"1" * 300})
+    fill(travel.copy, {"made.pt": b"1" * 300, "log.txt": b"1" * 300})
+    (travel.copy / "old.pt").unlink()
     travel.back()
-    made = (travel.copy / "made.pt").stat().st_ino
+    stay = [travel.copy / name for name in ("same.py", "touched.py", "made.pt", "log.txt")]
+    before = [path.stat().st_ino for path in stay]
+    (travel.project / "touched.py").write_text("1")
     (travel.project / "goes.py").unlink()
     (travel.project / "turns").unlink()
     shutil.rmtree(travel.project / "was")
@@ -161,9 +171,15 @@ def test_a_copy_that_stays_is_brought_up_to_date(travel: Travel) -> None:
     )
     packed = travel.go(again=True, large=100)
     assert tree(travel.copy) | {"grows.bin": b"2" * 300} == tree(travel.project)
+    large = {"made.pt", "log.txt", "grows.bin"}
+    assert tree(travel.second) == {
+        name: data for name, data in tree(travel.project).items() if name not in large
+    }
     assert list(packed.stayed) == [b"grows.bin"]
     assert not (travel.copy / "grows.bin").exists()
-    assert (travel.copy / "made.pt").stat().st_ino == made
+    assert [path.stat().st_ino for path in stay] == before
+    modified = {(place / "touched.py").stat().st_mtime_ns for place in (travel.copy, travel.project)}
+    assert len(modified) == 1, "or a module would count as edited"
     fill(travel.copy, {"made.pt": b"3" * 301})
     travel.back()
     assert travel.applier.notices == []
@@ -270,7 +286,7 @@ def test_what_the_user_changed_meanwhile_is_kept_and_the_runs_version_is_to_be_r
         travel.back()
     fill(travel.scratch / "rank1" / "tree", {"model.py": "rank 1's"})
     (travel.scratch / "since").write_text("0")
-    [said] = sort(travel.scratch, str(travel.project), "golden-fox")
+    [said] = sort([travel.scratch], str(travel.project), "golden-fox")
     assert said.startswith("kept: model.py, new.txt (2 files, 24 bytes) as the run wrote it")
     assert "%taas recover golden-fox --overwrite" in said
     assert tree(travel.project) == {name: text.encode() for name, text in users.items()} | {
@@ -279,6 +295,23 @@ def test_what_the_user_changed_meanwhile_is_kept_and_the_runs_version_is_to_be_r
     kept = kept_versions([travel.scratch], str(travel.project))
     recover("golden-fox", kept, str(travel.project), overwrite=True)
     assert {*tree(travel.project).values()} == {b"run's, later"}
+
+
+def test_what_was_put_aside_is_taken_back_when_it_is_not_needed(travel: Travel) -> None:
+    """A later version has its place, or the run has removed it; and nothing is, where its user made the same change."""
+    fill(travel.project, {"a": "old", "b": "old", "c": "old"})
+    travel.go()
+    fill(travel.project, {"a": "user's", "b": "user's", "c": "both's", "dir": "user's"})
+    fill(travel.copy, {"a": "run's", "b": "run's", "c": "both's", "dir/x": "run's"})
+    travel.back()
+    assert travel.aside == dict.fromkeys(("a", "b", "dir/x"), b"run's")
+    (travel.project / "a").unlink()
+    (travel.copy / "a").write_text("later")
+    (travel.copy / "b").unlink()
+    shutil.rmtree(travel.copy / "dir")
+    travel.back()
+    assert travel.aside == {}
+    assert tree(travel.project) == {"a": b"later", "b": b"user's", "c": b"both's", "dir": b"user's"}
 
 
 def test_what_the_user_changed_is_not_removed_and_what_he_removed_may_come_anew(travel: Travel) -> None:
@@ -309,6 +342,18 @@ def test_a_folder_that_the_user_has_made_a_file_or_a_link(travel: Travel, tmp_pa
     }
     assert travel.aside == {"out/1": b"run's", "out/deep/2": b"run's", "link/3": b"run's"}
     assert tree(tmp_path / "outside") == {}
+
+
+def test_what_has_no_place_in_a_copy_is_named(travel: Travel) -> None:
+    """There is no other place for it, and its working directory least of all."""
+    fill(travel.project, {"dir/a": "1", os.fsdecode(b"f\xff\n"): "1"})
+    (travel.copy / "dir").write_text("in the way")
+    (travel.copy / os.fsdecode(b"f\xff\n")).mkdir()
+    packed = pack(str(travel.project))
+    said = unpack(packed.fd, str(travel.copy))
+    os.close(packed.fd)
+    why = "did not come back: something else stands in its place"
+    assert sorted(said) == [f"dir/a {why}", f"f\\udcff\\n {why}"]
 
 
 @pytest.mark.parametrize("path", [b"../escaped", b"/escaped", b"a/../../escaped", b"..", b"", b"a\0b"])
@@ -358,8 +403,10 @@ def test_what_the_run_made_in_place_of_a_file_that_stayed_home_loses_nothing_of_
     assert travel.applier.written == {b"model.pt", b"history.csv"}, "the next start has the run's own"
 
 
-def test_killed_in_the_middle_the_project_has_each_file_old_or_new(tmp_path: Path) -> None:
-    """Never a half under its name; what is left then is taas' own, and does not travel."""
+def test_killed_in_the_middle_the_project_has_each_file_old_or_new(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Never a half under its name; what is left then is taas' own, does not travel, and goes an hour later."""
     files = {f"{number}.pt": bytes([number]) * (20 << 20) for number in range(3)}
     copy, project = tmp_path / "copy", tmp_path / "project"
     fill(copy, files)
@@ -385,6 +432,10 @@ def test_killed_in_the_middle_the_project_has_each_file_old_or_new(tmp_path: Pat
     assert all(now[name] in (b"old", files[name]) for name in files)
     subprocess.run(command, cwd=_ROOT, check=True, stdout=subprocess.DEVNULL)
     assert {name: tree(project)[name] for name in files} == files
+    later = time.time() + 3700
+    monkeypatch.setattr(time, "time", lambda: later)
+    os.close(pack(str(project)).fd)
+    assert tree(project) == files
 
 
 # ---------------------------------------------------------------- anything at all
@@ -539,6 +590,65 @@ def test_a_large_file_that_the_cell_adds_to_is_kept_and_both_are_named(home: Hom
     assert "not on the VMs, which do not see this disk: history.csv (8.4 MB)" in said[1]
 
 
+@pytest.mark.parametrize(
+    "change", ["none", "rewritten", "cut", "emptied before", "a pipe before", "gone before"]
+)
+def test_a_file_that_is_asked_for_comes_as_it_was_packed_or_not_at_all(
+    home: Home, tmp_path: Path, change: str
+) -> None:
+    """Whoever waits for it is answered, whatever becomes of it meanwhile."""
+    source, pipe = home.project / "large.bin", tmp_path / "asked" / f"{_asked_as('large.bin')}-1"
+    source.write_bytes(b"1" * (archive.LARGE + 1))
+    until(lambda: time.time_ns() - source.stat().st_ctime_ns > archive._TICK_NS)
+    home.project_sync.packed()
+    said: list[str] = []
+    late = LateFiles(tmp_path / "asked", tmp_path / "cache", lambda message: said.append(message.what))
+    (tmp_path / "copy").mkdir()
+    late.expect(tmp_path / "copy", {b"large.bin": archive.FileState.of(source.lstat())})
+    os.mkfifo(pipe)
+    asks = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    late.step()
+    if change.endswith("before"):
+        source.unlink()
+        {"emptied": source.touch, "a pipe": lambda: os.mkfifo(source)}.get(change[:-7], lambda: None)()
+    for number, chunk in enumerate(chunks_of_file("large.bin", home.project_sync.open_file("large.bin"))):
+        late.take(chunk)
+        if number == 0 and change in ("rewritten", "cut"):
+            source.write_bytes(b"2" * (archive.LARGE + 1 if change == "rewritten" else 5))
+    assert os.read(asks, 1) == b".", "answered"
+    os.close(asks)
+    assert not pipe.exists()
+    assert said == (["file", "has"] if change == "none" else ["file"])
+    assert tree(tmp_path / "copy") == ({"large.bin": source.read_bytes()} if change == "none" else {})
+
+
+def test_who_asks_for_what_this_cell_does_not_lack_is_answered(tmp_path: Path) -> None:
+    """A DataLoader's worker of an earlier cell knows what was missing then, and waits at its pipe."""
+    late = LateFiles(tmp_path / "asked", tmp_path / "cache", lambda message: None)
+    late.expect(tmp_path, {})
+    pipe = tmp_path / "asked" / f"{_asked_as('large.bin')}-1"
+    os.mkfifo(pipe)
+    asks = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    late.step()
+    assert os.read(asks, 1) == b"."
+    os.close(asks)
+
+
+def test_a_rank_that_stays_asks_once_whatever_its_cells_lacked(tmp_path: Path) -> None:
+    """Its calls are replaced at the first cell that lacks a file; at one that lacks none nothing is asked for."""
+    code = (
+        "import os, pathlib, sys\n"
+        "from taas.project_sync import late_files\n"
+        "for names in ('[]', '[\"a\"]', '[]', '[\"a\"]'):\n"
+        "    pathlib.Path(sys.argv[1], 'index').write_text(names)\n"
+        "    late_files.use(sys.argv[1], '/p', '')\n"
+        "assert not hasattr(open.__wrapped__, '__wrapped__')\n"
+        "late_files.use('', '/p', '')\n"
+        "assert not os.path.exists('/p/a')\n"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=_ROOT, check=True, timeout=60)
+
+
 def test_what_several_vms_write_into_a_shared_directory_is_no_conflict(home: Home) -> None:
     """The last one to write a file wins, as on one machine; what the user changes is the user's against them all."""
     home.project_sync.packed()
@@ -584,3 +694,37 @@ def test_archives_of_two_vms_may_come_at_once(home: Home) -> None:
     home.project_sync.lose(1)
     home.arrive(1, {"ckpt/y": b"1"})
     assert home.files() == {"x": b"0", "y": b"1"}
+
+
+@needs_mounts
+@pytest.mark.parametrize("place", ["project", "scratch"])
+def test_a_full_disk_is_named_and_the_rest_comes(home: Home, place: str) -> None:
+    """That of the project, or of the run's folder: the run is not lost for that, and what is written later comes."""
+    (home.project / "old.txt").write_text("old")
+    home.project_sync.packed()
+    with small_disk(getattr(home, place), "size=2m"):
+        home.arrive(0, {"net.pt": bytes(3 << 20), "log.txt": b"1"})
+        home.arrive(0, {"best.pt": b"2"})
+        [said] = home.project_sync.notices(well=True)
+        assert " did not " in said and "No space left on device" in said
+        names = {"best.pt", "log.txt"} if place == "project" else {"best.pt", "old.txt"}
+        assert home.files().keys() == names
+
+
+@needs_mounts
+def test_a_full_disk_of_a_vm_is_named(home: Home, tmp_path: Path) -> None:
+    """What did not fit before has come by the end, if there is room by then."""
+    arrival = ProjectArrival(tmp_path, tmp_path / "files")
+    arrival.copy = home.project
+    cell = Cell("", 1, RunSpec(ranks_per_vm=1), "")
+    order = RankOrder("golden-fox", "g2.1-0", cell, 0, StoreAddress("", b""), ())
+    staged = Staged(Memory(0, 0, 0), "", "", "", {}, "", str(home.scratch), 0)
+    with small_disk(home.scratch, "size=64k"):
+        changes = ProjectChanges(str(home.project), order, staged, arrival, lambda: True)
+        fill(home.project, {"net.pt": bytes(1 << 20)})
+        assert not any(changes.chunks())
+    [said] = arrival.notices
+    assert said.startswith(
+        "what ranks wrote in the project did not come back from VM g2.1-0: No space left on device"
+    )
+    assert any(changes.chunks()) and len(arrival.notices) == 1

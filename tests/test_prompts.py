@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 
 import pytest
@@ -30,29 +29,29 @@ def test_input_and_getpass_as_in_a_plain_cell(notebook: Notebook) -> None:
     assert notebook.value("name, secret") == "Ada x y"
 
 
-def test_a_breakpoint_in_one_rank_of_four(notebook: Notebook) -> None:
+def test_a_breakpoint_in_one_rank(notebook: Notebook) -> None:
     """What it prints is shown though the rank's output is not; the others wait in a collective, and all go on."""
     notebook.start(
-        "#pragma taas --gpus 4 --hang-timeout 2\nimport torch, torch.distributed as dist\n"
+        "#pragma taas --gpus 2 --hang-timeout 2\nimport torch, torch.distributed as dist\n"
         "dist.init_process_group('nccl')\nrank = dist.get_rank()\nx = torch.ones(1) * rank\n"
-        "if rank == 3:\n    breakpoint()\n    x += 1\ndist.all_reduce(x)\ntotal = x.item()\n",
+        "if rank == 1:\n    breakpoint()\n    x += 1\ndist.all_reduce(x)\ntotal = x.item()\n",
         keyboard=True,
     )
-    assert notebook.asked() == "[rank 3] (Pdb) "
-    notebook.wait_for("[rank 3] -> ")
+    assert notebook.asked() == "[rank 1] (Pdb) "
+    notebook.wait_for("[rank 1] -> ")
     notebook.answer("p rank * 100")
-    assert notebook.asked() == "[rank 3] (Pdb) "
-    assert "[rank 3] 300" in notebook.wait_for("300").stdout
-    time.sleep(4)  # a person thinks for longer than a run may hang
+    assert notebook.asked() == "[rank 1] (Pdb) "
+    assert "[rank 1] 100" in notebook.wait_for("100").stdout
+    time.sleep(3)  # a person thinks for longer than a run may hang
     notebook.answer("x += 10")
-    assert notebook.asked() == "[rank 3] (Pdb) "
+    assert notebook.asked() == "[rank 1] (Pdb) "
     notebook.answer("n")
     notebook.asked()
     notebook.answer("c")
     ran = notebook.end()
     assert ran.status == "ok", ran
     assert not [update for update in ran.updates if "progress" in update["data"]["text/plain"]]
-    assert notebook.value("total") == str(0.0 + 1 + 2 + 3 + 10 + 1)
+    assert notebook.value("total") == str(0.0 + 1 + 10 + 1)
 
 
 def test_two_ranks_take_turns(notebook: Notebook) -> None:
@@ -71,15 +70,14 @@ def test_two_ranks_take_turns(notebook: Notebook) -> None:
     assert notebook.value("first") in ("012", "345")
 
 
-@pytest.mark.parametrize("module", ["pdb", "IPython.core.debugger"])
-def test_quitting_a_debugger_ends_the_run_in_all_ranks(notebook: Notebook, module: str) -> None:
+def test_quitting_a_debugger_ends_the_run_in_all_ranks(notebook: Notebook) -> None:
     """The error says so, and no rank is left."""
     notebook.start(
         "#pragma taas --gpus 2\nimport torch.distributed as dist\ndist.init_process_group('gloo')\n"
-        f"if dist.get_rank() == 1:\n    from {module} import set_trace; set_trace()\n    pass\ndist.barrier()\n",
+        "if dist.get_rank() == 1:\n    from IPython.core.debugger import set_trace; set_trace()\n    pass\ndist.barrier()\n",
         keyboard=True,
     )
-    assert re.fullmatch(r"\[rank 1\] (\(Pdb\)|ipdb>) ", notebook.asked())
+    assert notebook.asked() == "[rank 1] ipdb> "
     notebook.answer("q")
     ran = notebook.end()
     assert ran.ename == "CellFailed"
@@ -87,11 +85,11 @@ def test_quitting_a_debugger_ends_the_run_in_all_ranks(notebook: Notebook, modul
     assert not notebook.processes().ranks
 
 
-@pytest.mark.parametrize("ask", ["input('? ')", "breakpoint()\n    pass"], ids=["input", "debugger"])
-def test_an_interrupt_at_the_prompt(notebook: Notebook, ask: str) -> None:
+def test_an_interrupt_at_the_prompt(notebook: Notebook) -> None:
     """It means the run, and one press is enough."""
     notebook.start(
-        f"#pragma taas --gpus 2\nimport os\nif os.environ['RANK'] == '1':\n    {ask}\n", keyboard=True
+        "#pragma taas --gpus 2\nimport os\nif os.environ['RANK'] == '1':\n    breakpoint()\n    pass\n",
+        keyboard=True,
     )
     notebook.asked()
     notebook.interrupt()
@@ -137,31 +135,6 @@ def test_a_background_run_asks_who_attaches(notebook: Notebook) -> None:
     assert sorted(prompts) == ["[rank 0] who? ", "[rank 1] who? "]
     assert notebook.end().status == "ok"
     assert notebook.value("x") == "me"
-
-
-def test_a_child_of_a_rank_cannot_ask(notebook: Notebook) -> None:
-    """It is told so at once."""
-    ran = notebook.run(
-        "#pragma taas --gpus 1\nimport os, sys\nif not (pid := os.fork()):\n    try:\n        input('? ')\n"
-        "    except EOFError as error:\n        os.write(1, str(error).encode())\n    os._exit(0)\n"
-        "status = os.waitpid(pid, 0)[1]\n"
-    )
-    assert ran.status == "ok", ran
-    assert "only the rank itself can ask" in ran.stdout
-
-
-def test_a_run_that_starts_again_asks_again(notebook: Notebook) -> None:
-    """Its ranks count their questions anew; one that nobody answered is gone with its rank."""
-    notebook.start(
-        "#pragma taas --gpus 1 --max-restarts 1 --name twice\nimport os, signal\nfirst = input('first? ')\n"
-        "if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0': os.kill(os.getpid(), signal.SIGKILL)\n",
-        keyboard=True,
-    )
-    for number in range(2):
-        assert notebook.asked() == "first? "
-        notebook.answer(str(number))
-    assert notebook.end().status == "ok"
-    assert notebook.value("first") == "1"
 
 
 def test_debug_opens_the_rank_that_failed(notebook: Notebook) -> None:

@@ -2,7 +2,7 @@
 
 ``TAAS_NOTEBOOKS=2000 pytest tests/test_random_notebooks.py --hypothesis-seed=7`` plays more of them, or again. Without the
 variable they are the same in every run, and of plain Python, NumPy and torch; with it, every second one has a theme (tables,
-learning, plots, threads, the shell, training), where a difference may be a library's own: a number of a diagram, a clock. Some
+learning, plots, training), where a difference may be a library's own: a number of a diagram, a clock. Some
 cells raise, and later ones miss what those did not get to.
 """
 
@@ -19,7 +19,7 @@ from oracle.grammar import notebooks
 from oracle.statements import THEMES
 
 pytestmark = [pytest.mark.usefixtures("oracle"), pytest.mark.slow]
-COUNT = int(os.environ.get("TAAS_NOTEBOOKS", "8" if "TAAS_FEW" in os.environ else "200"))
+COUNT = int(os.environ.get("TAAS_NOTEBOOKS", "8" if "TAAS_FEW" in os.environ else "100"))
 _THEMES = tuple(THEMES.values()) if "TAAS_NOTEBOOKS" in os.environ else ()
 
 

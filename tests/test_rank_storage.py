@@ -262,6 +262,26 @@ def test_file_errors_are_those_of_a_file_system(run: Run):
     run.rank(body)
 
 
+def test_arguments_by_keyword_and_names_as_bytes_are_those_of_any_call(run: Run):
+    """Links are denied in the project alone; a name need not be UTF-8."""
+    (run.base / "file").touch()
+
+    def body(guard):
+        for call, where in ((os.symlink, {"src": "x"}), (os.link, {"src": run.base / "file"})):
+            call(**where, dst=run.base / call.__name__)
+            with pytest.raises(StorageDenied, match=rf"link \(by os\.{call.__name__}\)"):
+                call(**where, dst="link")
+        os.truncate(path=run.base / "file", length=3)
+        with open(b"new\xff", "w") as file:
+            file.write("x")
+        os.rename(src=b"new\xff", dst=b"done\xff")
+        return [os.listdir(b".") == [entry.name for entry in os.scandir(b".")] == [b"done\xff"]]
+
+    assert run.rank(body) == [True]
+    assert sorted(path.name for path in run.base.iterdir() if path.is_file()) == ["file", "link"]
+    assert (run.base / "file").stat().st_size == 3
+
+
 def test_own_directories_are_walked_into(run: Run):
     """chdir, getcwd and relative paths work in a directory that only this rank has."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import shutil
@@ -14,13 +15,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from notebook_harness import Notebook
+from notebook_harness import Notebook, until
+from privileges import needs_mounts, small_disk
 from storage_ranks import Run, fork, join
 from torch.distributed.checkpoint.api import CheckpointException
 
 from taas import _linux, rank_storage
 from taas.errors import HeaderError
-from taas.runs.records import read_records
+from taas.runs.records import read_records, runs_root
 from taas.storage.boundary import NEVER
 from taas.storage.kept import kept_versions, make_writes, recover, sort
 
@@ -37,7 +39,7 @@ def run(tmp_path: Path) -> Run:
 
 
 def settled(run: Run) -> list[str]:
-    return sort(run.scratch, str(run.project), "fox")
+    return sort([run.scratch], str(run.project), "fox")
 
 
 def recovered(run: Run, *, overwrite: bool = False) -> list[str]:
@@ -100,15 +102,6 @@ def test_a_file_from_before_the_run_is_not_rank_0s(tmp_path: Path):
     assert contents(run.project) == {"results.csv": "rank 1's"}
 
 
-def test_of_a_run_that_was_killed_the_same_is_kept(run: Run):
-    """Nobody sorted what its ranks wrote: recovering leaves out what rank 0 wrote, too."""
-    for rank in (0, 1):
-        run.rank(write("model.pt", f"rank {rank}'s"), rank=rank)
-    run.rank(write("shard", "rank 1's"))
-    assert recovered(run) == ["shard"]
-    assert contents(run.project) == {"model.pt": "rank 0's", "shard": "rank 1's"}
-
-
 @pytest.mark.parametrize("ahead", [-HOUR, 0, HOUR])
 def test_a_file_system_with_another_clock_loses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead: int
@@ -129,7 +122,7 @@ def test_a_file_system_with_another_clock_loses_nothing(
         (tree / name).write_text("rank 1's")
     while not during.exists() or during.lstat().st_ctime_ns <= since:  # it ticks some hundred times a second
         during.write_text("rank 0's")
-    [said] = sort(writes, str(project), "fox")
+    [said] = sort([writes], str(project), "fox")
     assert said.startswith("kept: before (1 file")
     assert kept_versions([writes], str(project)) == {"before": {1: tree / "before"}}
 
@@ -141,6 +134,42 @@ def test_where_nobody_can_know_what_rank_0_wrote_all_is_kept(run: Run):
     (run.scratch / "since").write_text(str(NEVER))
     [said] = settled(run)
     assert said.startswith("kept: file (1 file")
+
+
+def test_what_rank_0_wrote_after_a_restart_is_rank_0s(run: Run, tmp_path: Path):
+    """What an earlier start left is sorted again with what the last one did; nothing of it is lost before."""
+    first, second = run.scratch, tmp_path / "second"
+    for path in ("model.pt", "shard"):
+        run.rank(write(path, "rank 1's"))
+    [said] = sort([first], str(run.project), "fox", over=False)
+    assert said.startswith("kept: model.pt, shard (2 files")
+    make_writes(second, str(run.project))
+    run.now()
+    run.scratch = second
+    for rank in (0, 1):
+        run.rank(write("model.pt", f"rank {rank}'s"), rank=rank)
+    [said] = sort([first, second], str(run.project), "fox")
+    assert said.startswith("kept: shard (1 file")
+    (run.project / "shard").write_text("written after the run")
+    shard = rank_storage.scratch_of(first, 1) / "tree" / "shard"
+    assert kept_versions([first, second], str(run.project)) == {"shard": {1: shard}}
+
+
+def test_links_and_names_that_are_no_text_are_kept_and_recovered(run: Run):
+    """A link that leads nowhere, as rank 0 on a VM elsewhere may leave one; messages have names escaped."""
+    name = os.fsdecode(b"n\xff\n")
+    run.rank(write(name, "rank 1's"))
+    aside = rank_storage.scratch_of(run.scratch, 0) / "tree"
+    aside.mkdir(parents=True)
+    (aside / "latest").symlink_to("nowhere")
+    said = settled(run)
+    assert [line.split(" (1 file")[0] for line in said] == ["kept: latest", "kept: n\\udcff\\n"]
+    assert sorted(recovered(run)) == ["latest", name]
+    assert (run.project / "latest").readlink() == Path("nowhere")
+    assert recovered(run) == []
+    (run.project / name).write_text("edited")
+    with pytest.raises(HeaderError, match=r"n\\udcff\\n exists in the project"):
+        recovered(run)
 
 
 def test_different_versions_all_reach_the_project(run: Run):
@@ -207,7 +236,10 @@ def test_what_cannot_be_sorted_is_named(run: Run) -> None:
 
 @pytest.mark.slow
 def test_recover_is_typed_after_a_run(notebook: Notebook) -> None:
-    """The newest run that kept something, or the named one, from wherever it is typed; others have nothing."""
+    """The newest run that has something to recover, or the named one, from wherever it is typed; others have nothing.
+
+    One that was killed is sorted first: what its user does to the project after that is the user's.
+    """
     for record in read_records():
         shutil.rmtree(record.folder)  # of other tests
     ran = notebook.run("%taas recover")
@@ -227,6 +259,25 @@ def test_recover_is_typed_after_a_run(notebook: Notebook) -> None:
     notebook.good("import os; os.mkdir('sub'); os.chdir('sub')")
     assert "1 file of fox recovered" in notebook.good("%taas recover fox").stdout
     assert {path.name for path in notebook.folder.iterdir()} >= {"fox-1", "owl-1"}
+    (notebook.folder / "fox-1").unlink()
+    assert "1 file of fox recovered" in notebook.good("%taas recover").stdout  # owl's is there
+    assert "that its project lacks" in notebook.run("%taas recover").stderr
+    notebook.good("os.chdir('..')")
+    notebook.start(
+        "#pragma taas --gpus 2 --name elk\nimport os, signal\nfrom pathlib import Path\n"
+        "rank = os.environ['RANK']\n"
+        "for name in ('both', f'elk-{rank}'): Path(name).write_text(rank)\n"
+        "signal.pause()"
+    )
+    until((notebook.folder / "elk-0").exists)
+    until(lambda: [*runs_root().glob("elk-*/writes/rank1/tree/elk-1")])
+    [supervisor] = notebook.processes().supervisor
+    supervisor.kill()
+    assert notebook.end().ename == "RunLost"
+    assert "1 file of elk recovered" in notebook.good("%taas recover").stdout
+    (notebook.folder / "elk-1").write_text("edited")
+    assert "elk-1 exists in the project" in notebook.run("%taas recover elk").stderr
+    notebook.good("#pragma taas --gpus 1\nimport os")  # the new supervisor removes what the old one left
 
 
 WORLD = 3
@@ -259,12 +310,15 @@ def load_sharded(folder: Path) -> dict[str, torch.Tensor]:
     return state
 
 
+@needs_mounts
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:Detected an existing checkpoint")
 def test_a_sharded_checkpoint_is_made_whole_by_rank_0(run: Run, tmp_path: Path):
-    """Without --shared, too, it loads as soon as it is complete, and so does the next one in its place."""
+    """Without --shared, too, it loads as soon as it is complete, and so does the next one in its place, from another disk."""
     for number in range(2):
-        save_sharded(run, tmp_path / f"store{number}")
+        with small_disk(run.scratch, "size=1m") if number else contextlib.nullcontext():
+            save_sharded(run, tmp_path / f"store{number}")
+            assert [*run.scratch.rglob("*.distcp")] == [], "nothing is there twice"
         loaded = load_sharded(run.project / "ckpt")
         assert [float(loaded[f"part{rank}"].sum()) for rank in range(WORLD)] == [0.0, 4.0, 8.0]
         for shard in (run.project / "ckpt").glob("*.distcp"):

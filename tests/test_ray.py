@@ -257,8 +257,8 @@ def _release(cluster: RayCluster, book: Notebook) -> None:
 
 
 def _agents(cluster: RayCluster) -> list[int]:
-    found = [process for node in cluster.nodes[1:] for process in node.of_taas(actors=False)]
-    return sorted(process.pid for process in found if "taas.agent" in process.cmdline())
+    """Return the process ids of the agents on the nodes."""
+    return sorted(one.pid for node in cluster.nodes[1:] for one in _find(node, "taas.agent"))
 
 
 def _wait_for_resources(cluster: RayCluster, free: int) -> None:
@@ -321,7 +321,7 @@ def test_two_vms_train_as_this_machine_does(cluster: RayCluster, book: Notebook)
 
 
 def test_todays_module_travels_and_a_missing_file_is_explained(book: Notebook) -> None:
-    """An edit of a module holds in the next run. What was too large to travel is named when the run fails.
+    """An edit of a module holds in the next run. What did not travel, and nobody opened, is named when the run fails.
 
     It is also named, and kept, when the cell adds to it and so makes a new one.
     """
@@ -336,7 +336,7 @@ def test_todays_module_travels_and_a_missing_file_is_explained(book: Notebook) -
     [kept] = book.folder.glob("log.before-*.csv")
     assert kept.stat().st_size == 9 << 20
     (book.folder / "edited.py").write_text("VALUE = 'second'\n")
-    failed = book.run(cell + "open('large.bin')", 300)
+    failed = book.run(cell + "raise ValueError", 300)
     assert failed.own == "second\n"
     assert failed.ename == "CellFailed"
     assert "large.bin (9.4 MB)" in failed.stdout + failed.stderr
@@ -421,7 +421,7 @@ def test_kept_ranks(cluster: RayCluster, book: Notebook) -> None:
     assert book.value("sizes[-1] < 1_000_000") == "True"  # that is the state of the process; big has 17 MB
     assert (book.folder / "checkpoint.pt").stat().st_size == (9 << 20) + 4
     assert sorted(path.name for path in book.folder.iterdir() if path.name != "__pycache__") == names
-    [agent] = [p for p in cluster.nodes[2].of_taas(actors=False) if "taas.agent" in p.cmdline()]
+    [agent] = _find(cluster.nodes[2], "taas.agent")
     agent.kill()
     until(lambda: "ranks kept" not in _status(book))  # Ray says so some moments later
     ran = book.good(_KEEP + "print(len(big))", 240)

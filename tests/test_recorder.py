@@ -22,7 +22,6 @@ def _submit(payload: Memory, loaders: Memory) -> Submit:
         payload=payload,
         gpus=(),
         device="",
-        waiting=True,
         delivery=DeliveryOrder(loaders, processes=1, encrypt=False),
     )
 

@@ -2,37 +2,24 @@
 
 * Programs of one rank stand in ``rehearsal_programs.py``, of two ranks in ``rehearsal_programs_ranks.py``.
 * Every line of the table in docs/rehearsal.md is executed.
-* Frameworks train in two ranks with nothing but what their own documentation says. Their programs stand in
-  ``rehearsal_programs_<framework>.py``; each framework has interpreters of its own and makes the process group itself.
+* That frameworks train shows the gallery (``test_gallery.py``).
 * Objects that a rehearsed cell made for devices: the cell says where they work, and they do.
 """
 
 from __future__ import annotations
 
-import functools
-import importlib.util
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import rehearsal_ranks
 import rehearsal_table
-import torch
 from notebook_harness import Notebook
 
 from taas.engines.local import visible_gpus
 
 ONE, TWO = "rehearsal_programs", "rehearsal_programs_ranks"
 AS_ON_GPUS = ("what_goes_to_the_gpu_is_a_copy", "what_is_on_the_gpu_stays", "forked_children_have_no_cuda")
-NOT_BEFORE = {"attention_over_shards": "2.7", "fsdp2_shards_and_saves": "2.7"}
-"""Programs that need a newer torch than the oldest that is supported: its DTensors gather the heads, its FSDP2 wants CUDA."""
 LINES = rehearsal_table.lines()
-FRAMEWORKS = ("lightning", "accelerate", "fastai", "torchvision")
-PROGRAMS = [
-    (framework, program)
-    for framework in FRAMEWORKS
-    for program in rehearsal_ranks.programs(f"rehearsal_programs_{framework}")
-]
 RANKS = "#pragma taas --gpus 2\n"
 MADE = "taas: made for cuda devices, which this machine lacks: "
 
@@ -46,12 +33,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def together(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The verdicts of all programs for two ranks."""
-    names = [name for name in rehearsal_ranks.programs(TWO) if not _is_too_new(name)]
-    return rehearsal_ranks.run(TWO, tmp_path_factory.mktemp("rehearsal"), ranks=2, names=names)
-
-
-def _is_too_new(program: str) -> bool:
-    return torch.__version__ < NOT_BEFORE.get(program, "2")
+    return rehearsal_ranks.run(TWO, tmp_path_factory.mktemp("rehearsal"), ranks=2)
 
 
 @pytest.mark.parametrize("program", rehearsal_ranks.programs(ONE))
@@ -72,8 +54,6 @@ def test_a_gpu_gives_the_same_answer(program: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("program", rehearsal_ranks.programs(TWO))
 def test_two_ranks(program: str, together: dict[str, str]) -> None:
     """A program of several GPUs finds what it relies on."""
-    if _is_too_new(program):
-        pytest.skip(f"torch {torch.__version__} cannot do this on the CPU, newer ones can")
     assert together[program] == rehearsal_ranks.OK, together[program]
 
 
@@ -102,45 +82,15 @@ def test_table_is_read_whole() -> None:
     assert sum("torch.cuda" in line.code and bool(line.seen_in) for line in LINES) >= 20
 
 
-# ---------------------------------------------------------------- frameworks
-
-
-@pytest.fixture(scope="module")
-def of_frameworks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, str]]:
-    """Runs all programs of a framework at the first request for one of them."""
-
-    @functools.cache
-    def of(framework: str) -> dict[str, str]:
-        folder = tmp_path_factory.mktemp(framework)
-        return rehearsal_ranks.run(f"rehearsal_programs_{framework}", folder, ranks=2, timeout=180)
-
-    return of
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize(("framework", "program"), PROGRAMS)
-def test_framework_trains(
-    framework: str, program: str, of_frameworks: Callable[[str], dict[str, str]]
-) -> None:
-    """The framework sees two GPUs and two ranks, and the loss falls."""
-    if importlib.util.find_spec(framework) is None:
-        pytest.skip(f"{framework} is not installed (pip install jupyter-taas[gallery])")
-    verdict = of_frameworks(framework)[program]
-    assert verdict == rehearsal_ranks.OK, verdict
-
-
 # ---------------------------------------------------------------- what remembers a device afterwards
 
 
-@pytest.fixture
-def notebook(tmp_path: Path) -> Notebook:
+@pytest.fixture(scope="module")
+def notebook(notebook: Notebook) -> Notebook:
     """A notebook with a small data set."""
-    book = Notebook(tmp_path)
-    book.good("%load_ext taas\nimport torch\nfrom torch import nn\nfrom torch.utils.data import DataLoader")
-    book.good("x, y = torch.randn(32, 4), torch.randint(0, 2, (32,))\nnet = nn.Linear(4, 2)")
-    yield book
-    book.close()
+    notebook.good("import torch\nfrom torch import nn\nfrom torch.utils.data import DataLoader")
+    notebook.good("x, y, net = torch.randn(32, 4), torch.randint(0, 2, (32,)), nn.Linear(4, 2)")
+    return notebook
 
 
 def said(text: str) -> list[str]:
@@ -187,31 +137,3 @@ def test_what_accelerate_prepared(notebook: Notebook) -> None:
     assert notebook.value("seen") == "4"
     assert "NVIDIA" in notebook.run("Accelerator()\nlist(loader)").evalue
     assert notebook.value("len(list(DataLoader(loader.dataset, batch_size=4)))") == "8"
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-def test_a_trainer(notebook: Notebook) -> None:
-    """It works again in the next cell with a header, and its model in a plain one."""
-    pytest.importorskip("transformers", reason="transformers is not installed")
-    notebook.good(
-        "from transformers import Trainer, TrainingArguments\n"
-        "class Classifier(nn.Module):\n"
-        "    def __init__(self):\n"
-        "        super().__init__()\n"
-        "        self.layer = nn.Linear(4, 2)\n"
-        "    def forward(self, inputs, labels=None):\n"
-        "        logits = self.layer(inputs)\n"
-        "        return {'loss': nn.functional.cross_entropy(logits, labels), 'logits': logits}\n"
-        "rows = [{'inputs': a, 'labels': b} for a, b in zip(x, y)]\nnet = Classifier()"
-    )
-    ran = notebook.good(
-        RANKS
-        + "arguments = TrainingArguments('out', num_train_epochs=1, save_strategy='no', report_to='none')\n"
-        "trainer = Trainer(net, arguments, train_dataset=rows)\nended = trainer.train()",
-        200,
-    )
-    [line] = said(ran.stdout)
-    assert line.startswith("arguments, trainer. ")
-    notebook.good(RANKS + "loss = trainer.evaluate(rows[:8])['eval_loss']", 200)
-    assert notebook.value("loss > 0, net.layer(x).shape") == "True torch.Size([32, 2])"

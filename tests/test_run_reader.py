@@ -40,8 +40,9 @@ def prints(record: RunRecord, text: str, rank: int = 0) -> None:
     """Let a rank of the run's newest start print something."""
     folder = output_folder(record.folder, record.restarts) / str(rank)
     folder.mkdir(parents=True, exist_ok=True)
+    body = text.encode()
     with (folder / EVENTS).open("ab") as file:
-        file.write(RECORD.pack(0, len(text), 0, 0) + text.encode())
+        file.write(RECORD.pack(0, len(body), 0, 0) + body)
 
 
 def test_who_waits_is_woken_by_output_and_by_the_record(record: RunRecord) -> None:

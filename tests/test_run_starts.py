@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from taas.engines import Demand, EngineChoice
-from taas.engines.ray import RayMachine
+from taas.engines.driven import DrivenMachine
 from taas.header.options import RunSpec
 from taas.runs.places import ProcessMark
 from taas.runs.records import RunRecord, read_record
@@ -46,7 +46,7 @@ class Beginning:
     ) -> None:
         self._here, self._remote = here, remote
         self.told: list[tuple[str, Message]] = []
-        self.machines: list[RayMachine] = []
+        self.machines: list[DrivenMachine] = []
         self.vms = self._vms(2)
         self._payload = os.memfd_create("nothing")
         payload = Memory(os.getpid(), self._payload, 0)
@@ -58,7 +58,6 @@ class Beginning:
             payload=payload,
             gpus=(),
             device="by Ray",
-            waiting=True,
             delivery=loaders,
             engine=EngineChoice("ray"),
         )
@@ -69,7 +68,7 @@ class Beginning:
         self.run = Run(recorder, self.vms, self.data(data_vms), project, self._worker)
 
     def _vms(self, count: int) -> list[Vm]:
-        machines = [RayMachine(number, lambda number: None) for number in range(count)]
+        machines = [DrivenMachine(number, print, print, "the Ray cluster") for number in range(count)]
         self.machines += machines
         return [
             Vm(machine, f"vm{number}", Demand(), lambda *told: self.told.append(told), remote=self._remote)

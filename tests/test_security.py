@@ -24,7 +24,7 @@ import torch
 import zmq
 from delivery_run import DeliveryRun
 from notebook_harness import Notebook, Processes, gone
-from ranks_harness import run_ranks, warm  # noqa: F401
+from ranks_harness import run_ranks
 from stranger import Bomb, as_stranger, doors, only_as_root, private, try_all
 from torch.utils.data import DataLoader
 from zmq.utils.monitor import recv_monitor_message
@@ -39,15 +39,16 @@ from taas.delivery.messages import (
     HostLost,
     Peer,
     Result,
-    ToRank,
     WorkerLost,
+    new_identity,
 )
 from taas.delivery.registered import Registration, apply_final
-from taas.delivery.transport import ControlClient, SlabServer, connect_data, map_slabs, new_context
+from taas.delivery.transport import SlabServer, connect_data, map_slabs, new_context
 from taas.errors import EngineError
 from taas.header.options import RunSpec
 from taas.supervisor.connections import Visit, all_connections
 from taas.wire.clients import RunRequest, Submit
+from taas.wire.curve import make_dealer
 from taas.wire.framing import Memory, Message, pack
 from taas.wire.ranks import Cell, Workspace
 
@@ -224,7 +225,7 @@ def test_a_stray_client_gets_nothing(running: psutil.Process, tmp_path: Path, ki
     os.write(fd, payload)
     submit = Submit(
         cell=Cell("open('/dev/null')", 1, RunSpec(), "nocolor"), workspace=Workspace(str(tmp_path), {}),
-        payload=Memory(os.getpid(), fd, len(payload)), gpus=(), device="cpu", waiting=False,
+        payload=Memory(os.getpid(), fd, len(payload)), gpus=(), device="cpu",
     )  # fmt: skip
     context = zmq.Context()
     try:
@@ -380,17 +381,19 @@ def test_a_key_is_good_for_its_own_words_only(lie: str) -> None:
     holder, claimed, message = LIES[lie]
     loader = DataLoader(torch.arange(40), batch_size=2, shuffle=True, generator=torch.Generator())
     with DeliveryRun({"d": loader}, ranks=2) as run:
-        told = run.told(holder)
-        keys = msgspec.structs.replace(
-            told.keys, clients=told.keys.clients | {claimed.holder: told.keys.clients[holder.holder]}
-        )
-        context = new_context()
-        liar = ControlClient(context, msgspec.structs.replace(told, keys=keys), claimed, ToRank)
-        liar.send(message)
+        told, context = run.told(holder), new_context()
+        liar = make_dealer(context, told.keys.server_public, *told.keys.clients[holder.holder])
+        liar.identity = new_identity(claimed)
+        events = liar.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        liar.connect(told.endpoint)
+        recv_monitor_message(events)
+        liar.send(pack(message))
         assert run.ranks(lambda r, loaders: len(list(loaders["d"]))) == [10, 10]
         final = run.finish()
-        heard = liar.socket.poll(0) if claimed != holder else 0
-        liar.close()
+        heard = liar.poll(0) if claimed != holder else 0
+        liar.disable_monitor()
+        for one in (events, liar):
+            one.close(0)
         context.term()
     assert final.states
     assert not final.unknown

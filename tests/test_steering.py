@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import pty
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +17,7 @@ from test_background import terminal
 from taas.errors import HeaderError
 from taas.notebook.steering import do
 from taas.notebook.verbs import VERBS, complete, help_text
+from taas.runs.records import read_records
 
 pytestmark = pytest.mark.slow
 
@@ -24,13 +30,15 @@ def completions(notebook: Notebook, text: str) -> list[str]:
 
 
 def test_the_status_table_is_live(notebook: Notebook) -> None:
-    """It changes in the cell that asked when the run does, after that cell has ended."""
+    """``%taas`` alone: it changes in the cell that asked when the run does, after that cell has ended."""
     notebook.good(
         "#pragma taas --gpus 1 --background --name watched\nimport time\nfrom pathlib import Path\n"
         "while not Path('go').exists(): time.sleep(0.05)"
     )
-    shown = notebook.good("%taas status").displays[-1]["data"]
-    assert "watched" in shown["text/plain"]
+    [shown] = notebook.good("%taas").displays
+    assert "<table>" in shown["data"]["text/html"]
+    assert "watched" in shown["data"]["text/plain"]
+    assert "watched" in terminal().stdout
     notebook.folder.joinpath("go").touch()
     while True:
         message = notebook._client.get_iopub_msg(timeout=120)
@@ -50,10 +58,14 @@ def test_the_verbs_are_these() -> None:
         "stop",
         "stacks",
         "attach",
+        "top",
         "history",
         "recover",
+        "export",
         "engine",
+        "config",
         "types",
+        "run",
         "install",
         "release",
         "doctor",
@@ -70,9 +82,7 @@ def test_the_verbs_are_these() -> None:
         ("logs --rank", "--rank has no value"),
         ("status now", "now is one word too many; type %taas status"),
         ("release -9", "it has no options"),
-        ("engine nebula", "allowed is local, or ray"),
-        ("--gpus 2", "type %%taas --gpus 2 above its code"),
-        ("--status", "did you mean %taas status?"),
+        ("engine nebula", "allowed is local, ray and its address, or slurm"),
         ("logs 'a", "a quote is opened and not closed"),
     ],
 )
@@ -91,7 +101,7 @@ def test_verbs_and_options_complete() -> None:
     """After nothing the verbs, after dashes the verb's options."""
     assert complete("st") == list(VERBS)
     assert complete("logs --") == ["--rank", "--follow"]
-    assert complete("engine ") == ["local", "ray"]
+    assert complete("engine ") == ["local", "ray", "slurm"]
     assert complete("nonsense ") == []
 
 
@@ -100,7 +110,6 @@ def test_verbs_and_options_complete() -> None:
     [
         ("#!g2", ["#!g2.1", "#!g2.2", "#!g2.4", "#!g2.8"]),
         ("#pragma taas --ou", ["#pragma taas --output"]),
-        ("#pragma taas --output a", ["#pragma taas --output all"]),
         (
             "# pragma taas --gpus 2 --uneven=",
             [f"# pragma taas --gpus 2 --uneven={v}" for v in ("drop", "pad", "raise")],
@@ -109,10 +118,8 @@ def test_verbs_and_options_complete() -> None:
             "#pragma taas --rank-writes d",
             ["#pragma taas --rank-writes discard", "#pragma taas --rank-writes deny"],
         ),
-        ("#pragma taas --backend n", ["#pragma taas --backend nccl"]),
         ("#!g1.4\n#pragma taas --gpus ", [f"#pragma taas --gpus {n}" for n in ("auto", "4", "8", "16")]),
         ("#pragma taas --name pri", []),  # and not print
-        ("#pragma taas --name ", []),
         ("%%taas --ou", ["%%taas --output"]),
         ("%%taas --on g1", ["%%taas --on g1.1", "%%taas --on g1.2", "%%taas --on g1.4"]),
         ("x = 1\n%taas sta", ["%taas status", "%taas stacks"]),
@@ -135,15 +142,6 @@ def test_the_notebook_teaches(notebook: Notebook) -> None:
     assert "did you mean %taas status?" in notebook.run("%taas stauts").stderr + notebook._ran.evalue
 
 
-def test_taas_alone_is_the_status_table(notebook: Notebook) -> None:
-    """HTML in a notebook, with text beside it."""
-    notebook.good("#pragma taas --gpus 1 --name seen\npass")
-    [shown] = notebook.good("%taas").displays
-    assert "<table>" in shown["data"]["text/html"]
-    assert "seen" in shown["data"]["text/plain"]
-    assert "seen" in terminal().stdout
-
-
 def test_logs_have_all_ranks_complete_and_in_order(notebook: Notebook) -> None:
     """What the cell did not show is kept, tagged with its rank."""
     ran = notebook.good(
@@ -161,13 +159,44 @@ def test_logs_have_all_ranks_complete_and_in_order(notebook: Notebook) -> None:
     assert terminal("logs", "kept", "--rank", "7").returncode == 2
 
 
+def test_top_is_drawn_anew(notebook: Notebook) -> None:
+    """In a terminal until the run is over, in a notebook as a display: its ranks, a row each, with their last lines."""
+    notebook.good(
+        "#pragma taas --gpus 2 --background --name drawn\nimport os, time\nfrom pathlib import Path\n"
+        "print('here is', os.environ['RANK'])\nwhile not Path('end').exists(): time.sleep(0.05)"
+    )
+    ours, its = pty.openpty()
+    command = [sys.executable, "-m", "taas.cli", "top", "drawn"]
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=its, stderr=its) as drawing:
+        os.close(its)
+        drawn = b""
+        while not re.search(rb"1 +running +\d+ % .* here is 1\s.*\x1b\[H\x1b\[J", drawn, re.DOTALL):
+            drawn += os.read(ours, 4096)
+        [shown] = notebook.good("%taas top drawn").displays
+        assert "here is 1" in shown["data"]["text/plain"]
+        notebook.folder.joinpath("end").touch()
+        with contextlib.suppress(OSError):  # how a terminal says that nobody writes there any more
+            while True:
+                drawn += os.read(ours, 4096)
+        assert drawing.wait(60) == 0
+    os.close(ours)
+    assert "drawn done" in drawn.rpartition(b"\x1b[J")[2].decode()
+    notebook.good("%taas attach drawn")
+    assert next(run for run in read_records() if run.name == "drawn").curve, (
+        "what %taas history draws was not kept"
+    )
+
+
 def test_release_gives_warm_machines_back(notebook: Notebook) -> None:
-    """The next run starts new ones."""
-    notebook.good("#pragma taas --gpus 1\npass")
-    agents = notebook.processes().agents
-    assert agents
-    assert "given back" in notebook.good("%taas release").stdout
-    assert gone(agents)
+    """The next run starts new ones. Kept ranks go, too, and what cells have started below them."""
+    notebook.good(
+        "#!g1.1\n#pragma taas --gpus 2 --keep\n"
+        "import subprocess; subprocess.Popen(['sleep', '600'], start_new_session=True)"
+    )
+    found = notebook.processes()
+    assert (len(found.agents), len(found.others)) == (2, 2)
+    assert "2 kept ranks ended" in notebook.good("%taas release").stdout
+    assert gone(found.agents + found.others)
     assert notebook.good("#pragma taas --gpus 1\nprint('again')").own == "again\n"
 
 
@@ -196,7 +225,13 @@ def test_ranks_give_a_terminal_no_commands(notebook: Notebook) -> None:
     )
     said = {
         words: terminal(*words)
-        for words in (("logs", "spelled"), ("status",), ("history",), ("attach", "spelled"))
+        for words in (
+            ("logs", "spelled"),
+            ("status",),
+            ("history",),
+            ("attach", "spelled"),
+            ("top", "spelled"),
+        )
     }
     for words, done in said.items():
         shown = done.stdout + done.stderr
@@ -216,6 +251,23 @@ def test_types_are_the_catalog(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert ["#!g1.1", "1", "V100", "8", "1,", "2,", "4"] in rows
     assert ["#!c1.4", "4"] in rows
     assert rows[-1] == ["#!x1.2", "2", "L40S", "16", "2,", "4,", "8"]
+
+
+def test_the_settings_say_where_they_were_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default, by the user's file or by the project's, which wins; and how a header sets them for one cell."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    for folder, said in (
+        ("config/taas", "hang_timeout = 60\nmax_restarts = 1"),
+        (".", 'hang_timeout = "5min"'),
+    ):
+        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+        (tmp_path / folder / "taas.toml").write_text(f"[run]\n{said}\n")
+    rows = [re.split("  +", line) for line in terminal("config").stdout.splitlines()]
+    assert ["run.hang_timeout = 300.0", str(tmp_path / "taas.toml"), "--hang-timeout"] in rows
+    assert ["run.max_restarts = 1", str(tmp_path / "config/taas/taas.toml"), "--max-restarts"] in rows
+    assert ['storage.rank_writes = "discard"', "default", "--rank-writes"] in rows
+    assert ["keep.idle = 1800.0", "default"] in rows
 
 
 def test_the_terminal_teaches_and_fails_with_a_status(tmp_path: Path) -> None:

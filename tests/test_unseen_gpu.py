@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from notebook_harness import Notebook
 
-from taas.engines.local import present_gpus, unseen_gpu
+from taas.engines.local import device_in_words, present_gpus, unseen_gpu
+from taas.header.options import RunSpec
 from taas.notebook import doctor
 
 PCI = "sys/bus/pci/devices/0000:01:00.0"
@@ -64,20 +64,9 @@ def test_signs_of_a_gpu(tmp_path: Path, files: dict[str, str], sign: str | None,
 
 @needs_no_gpu
 @pytest.mark.usefixtures("nvidia_smi")
-def test_a_rehearsal_says_that_a_gpu_was_not_seen(tmp_path: Path) -> None:
+def test_a_rehearsal_says_that_a_gpu_was_not_seen() -> None:
     """The cell's line names the sign, and where to look; the same machine's doctor says what helps."""
-    project = tmp_path / "project"
-    project.mkdir()
-    book = Notebook(project)
-    try:
-        book.good("%load_ext taas")
-        ran = book.good("#pragma taas --gpus 2\nimport torch\nprint(torch.cuda.device_count())")
-    finally:
-        book.close()
-    assert ran.own == "2\n"
-    line = (ran.displays + ran.updates)[-1]["data"]["text/plain"]
-    assert "rehearsed on CPU (" in line
-    assert "is here, but no GPU to use: see %taas doctor)" in line
+    assert "is here, but no GPU to use: see %taas doctor)" in device_in_words(RunSpec(ranks_per_vm=2), 0)
     [finding] = [finding for finding in doctor._torch() if finding.what == "GPUs"]
     assert "is here, but no GPU to use" in finding.fact
     assert "nvidia-smi" in finding.advice

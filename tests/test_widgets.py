@@ -1,4 +1,4 @@
-"""Widgets and tqdm.notebook in a rank: the front end and the notebook have what they have after a cell without a header."""
+"""Widgets and live displays in a rank: the front end and the notebook have what they have after a cell without a header."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from notebook_harness import Notebook
 from test_status import executed
+
+from taas.rank.outlet import Updates
 
 pytest.importorskip("ipywidgets", reason="ipywidgets is not installed")
 pytestmark = pytest.mark.slow
@@ -45,22 +47,15 @@ def models(folder: Path, *cells: str) -> tuple[list[Any], list[Any]]:
 
 CELLS = (
     "for step in tqdm(range(5), desc='train'): pass",
-    "for step in tqdm(range(5), leave=False): pass",
     "with tqdm(total=10) as bar:\n    for step in range(4): bar.update(2)\ndel bar",
     "from tqdm.auto import tqdm as automatic\nfor step in automatic(range(5)): pass",
-    "for step in automatic(range(5)): pass",
     "box = widgets.VBox([widgets.IntSlider(value=3), widgets.HTML('<b>x</b>')])\n"
     "box.children[0].value = 5\ndisplay(box)",
-    "import numpy\nslider = widgets.FloatSlider()\nslider.max = numpy.float32(200)\n"
-    "slider.value = numpy.int64(150)\ndisplay(slider)",
     "picture = widgets.Image(value=bytes(range(256)))\ndisplay(picture)\npicture.value = b'x' * 1000",
     "box = widgets.VBox([of(options=['a', 'b', 'c']) for of in (widgets.Dropdown, widgets.RadioButtons,"
     " widgets.ToggleButtons, widgets.SelectionSlider)])\nfor one in box.children: one.value = 'b'\n"
     "box.children[0].options = ['x']\ndisplay(box)",
-    "many = widgets.SelectMultiple(options={'a': 1, 'b': 2})\nmany.value = (2,)\ndisplay(many)",
     "display(widgets.interactive(lambda opt: None, opt=['a', 'b']))",
-    "one, two = widgets.IntSlider(), widgets.IntSlider()\ntie = widgets.jslink((one, 'value'), (two, 'value'))\n"
-    "display(one, two)",
 )
 
 
@@ -162,17 +157,14 @@ def test_a_library_that_cannot_make_a_twin(notebook: Notebook) -> None:
     assert notebook.value("made.number, again.number, known.number, acc") == "4 5 6 0.9"
 
 
-@pytest.mark.parametrize(
-    ("output", "drawn"), [("0", [1, 0]), ("1", [0, 1]), ("all", [1, 1]), ("none", [0, 0])]
-)
-def test_tqdm_auto_draws_where_the_cell_shows_it(notebook: Notebook, output: str, drawn: list[int]) -> None:
+def test_tqdm_auto_draws_where_the_cell_shows_it(notebook: Notebook) -> None:
     """It is a widget in ranks whose output the cell shows, and text in the others."""
     notebook.good(
-        f"#pragma taas --gpus 2 --output {output}\nimport torch.distributed as dist\nfrom tqdm import auto, notebook\n"
+        "#pragma taas --gpus 2 --output 1\nimport torch.distributed as dist\nfrom tqdm import auto, notebook\n"
         "dist.init_process_group('gloo')\ndrawn = [None, None]\n"
         "dist.all_gather_object(drawn, int(issubclass(auto.tqdm, notebook.tqdm)))"
     )
-    assert notebook.value("drawn") == str(drawn)
+    assert notebook.value("drawn") == "[0, 1]"
 
 
 def test_attach_shows_widgets_in_another_kernel(notebook: Notebook, tmp_path: Path) -> None:
@@ -191,3 +183,67 @@ def test_attach_shows_widgets_in_another_kernel(notebook: Notebook, tmp_path: Pa
         )
     finally:
         other.close()
+
+
+# ---------------------------------------------------------------- bars and tables that a library draws live
+
+BAR = """#pragma taas --gpus 2
+import sys
+from rich.progress import Progress
+with Progress(auto_refresh=False) as progress:
+    task = progress.add_task("steps", total=3000)
+    for step in range(3000):
+        progress.update(task, advance=1, refresh=True)
+print("done")
+"""
+
+
+def test_updates_are_bounded_and_the_last_one_is_sent() -> None:
+    """The first goes at once; of the others of a moment only the latest; each display has its own."""
+    sent: list[Any] = []
+    updates = Updates(lambda **arguments: sent.append(arguments))
+    for number in range(1000):
+        updates.update("a", {"number": number})
+    updates.update("b", {"number": -1})
+    updates.flush()
+    assert sent[0] == {"number": 0}
+    assert {"number": -1} in sent
+    assert {"number": 999} in sent
+    assert [one["number"] for one in sent if one["number"] >= 0] == sorted(
+        one["number"] for one in sent if one["number"] >= 0
+    )
+    assert len(sent) < 100
+
+
+def test_a_rich_bar_is_one_display(notebook: Notebook) -> None:
+    """No cursor movements in the text; the bar is HTML, changes in place, and ends where the loop ended."""
+    ran = notebook.good(BAR)
+    assert ran.own == "done\n"
+    assert "\x1b" not in ran.stdout
+    bars = [update for update in ran.updates if "steps" in update["data"]["text/plain"]]
+    assert len({update["transient"]["display_id"] for update in bars}) == 1
+    assert "100%" in bars[-1]["data"]["text/plain"]
+    assert "<pre" in bars[-1]["data"]["text/html"]
+    assert len(bars) < 1500
+
+
+def test_a_bar_that_is_to_vanish_does(notebook: Notebook) -> None:
+    """A transient bar is empty at its end."""
+    ran = notebook.good(BAR.replace("auto_refresh=False", "auto_refresh=False, transient=True"))
+    bars = [update for update in ran.updates if not update["transient"]["display_id"].startswith("taas-")]
+    assert bars[-1]["data"]["text/plain"] == ""
+
+
+def test_libraries_find_the_notebook_they_are_shown_in(notebook: Notebook) -> None:
+    """What libraries ask for gives the same in the kernel and in a rank; Lightning's own question does not."""
+    asked = """
+import sys
+from rich.console import Console
+from fastprogress.core import IN_NOTEBOOK
+from transformers.utils.import_utils import is_in_notebook
+found = Console().is_jupyter, IN_NOTEBOOK, is_in_notebook(), type(get_ipython()).__name__
+print(*found, hasattr(sys, "ps1"))
+"""
+    here = notebook.good(asked).own.split()
+    assert here[:4] == ["True", "True", "True", "ZMQInteractiveShell"]
+    assert notebook.good("#pragma taas --gpus 1" + asked).own.split() == [*here[:4], "False"]

@@ -8,7 +8,8 @@ needs it.
 * ``spawn``, ``libraries``: launchers run their function in the ranks instead of new processes; rich's bars are displays.
 * ``data_parallel``: ``nn.DataParallel`` splits the batch over the ranks.
 * ``downloads``: one rank downloads, the others find it there.
-* ``membership``: the run's store; waiting for other ranks in C code can be broken off, with ``nccl`` on GPUs.
+* ``membership``: the rank's place, and the run's store.
+* ``waits``: which collective a rank waits in; waiting for other ranks in C code can be broken off.
 """
 
 from __future__ import annotations
@@ -16,9 +17,19 @@ from __future__ import annotations
 from taas.adopt.membership import Membership
 from taas.wire.framing import StoreAddress
 
-from . import data_parallel, downloads, libraries, nccl, rendezvous, spawn
+from . import data_parallel, downloads, libraries, rendezvous, spawn, waits
 
-__all__ = ["Membership", "begin_run", "break_off", "explain", "finish", "install", "nccl", "waits_on_gpus"]
+__all__ = [
+    "Membership",
+    "begin_run",
+    "break_off",
+    "explain",
+    "finish",
+    "install",
+    "pending_collective",
+    "waits",
+    "waits_on_gpus",
+]
 
 _meeting: rendezvous.Rendezvous | None = None
 
@@ -34,7 +45,7 @@ def install(membership: Membership, backend: str | None = None) -> None:
         rendezvous.choose_backend(backend)
     global _meeting
     if not membership.rehearsed:
-        nccl.prefer_abortable()
+        waits.prefer_abortable_nccl()
     _meeting = rendezvous.install(membership)
     membership.waits.install()
     adopter = spawn.install(membership, _meeting)
@@ -51,6 +62,11 @@ def begin_run(address: StoreAddress) -> None:
         _meeting.remake_group()
 
 
+def pending_collective() -> str:
+    """Return the collective that this rank waits in, in words; empty where none is known. For any thread."""
+    return waits.pending_collective(on_gpus=waits_on_gpus())
+
+
 def explain(error: BaseException) -> str | None:
     """What is known here of an error that its user cannot know."""
     return None if _meeting is None else _meeting.explain(error)
@@ -64,7 +80,7 @@ def break_off() -> None:
 
 def waits_on_gpus() -> bool:
     """Whether this rank has groups in which it may wait on its GPU."""
-    return _meeting is not None and bool(nccl.backends())
+    return _meeting is not None and bool(waits.nccl_backends())
 
 
 def finish(*, failed: bool = False) -> None:

@@ -59,24 +59,19 @@ def _refuse_elastic(module: ModuleType, membership: Membership) -> None:
 
 
 def _adopt_accelerate(module: Any, membership: Membership, adopter: Adopter) -> None:
-    for name in ("notebook_launcher", "debug_launcher"):
-        setattr(module, name, _in_ranks(getattr(module, name), membership, adopter))
-
-
-def _in_ranks(native: Callable[..., None], membership: Membership, adopter: Adopter) -> Callable[..., None]:
+    native = module.notebook_launcher
     signature = inspect.signature(native)
 
     def launch(*args: Any, **kwargs: Any) -> None:
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         given = bound.arguments
-        if "mixed_precision" in given:
-            os.environ["ACCELERATE_MIXED_PRECISION"] = str(given["mixed_precision"]).lower()
+        os.environ["ACCELERATE_MIXED_PRECISION"] = str(given["mixed_precision"]).lower()
         asked, function = given["num_processes"], given["function"]
         processes = membership.local_world_size if asked is None else asked
-        adopter.run(native.__name__, processes, lambda _: function(*given["args"]), given["args"])
+        adopter.run("notebook_launcher", processes, lambda _: function(*given["args"]), given["args"])
 
-    return membership.in_rank(native, launch)
+    module.notebook_launcher = membership.in_rank(native, launch)
 
 
 def _adopt_lightning(module: ModuleType, membership: Membership) -> None:

@@ -1,12 +1,9 @@
-"""Where this rank stands in the run, how it talks to the run's store, and how its waiting for others is broken off."""
+"""Where this rank stands in the run, and how it talks to the run's store."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
-import socket
-import stat
 import threading
 import time
 from collections import Counter
@@ -17,10 +14,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-import torch.distributed as dist
 from torch.distributed import FileStore, PrefixStore, Store, TCPStore
 
-from taas.adopt import nccl
+from taas.adopt.waits import Waits
 from taas.wire.framing import SEAL_BYTES, StoreAddress, authenticate, seal
 
 CONNECT_TIMEOUT = timedelta(seconds=60)
@@ -46,7 +42,7 @@ class Membership:
     notice: Callable[[str], None]  # shows one line to the user; called on rank 0 only
     project: Path  # the notebook's directory tree; only rank 0 writes it
     pid: int = field(default_factory=os.getpid)
-    waits: Waits = field(default_factory=lambda: Waits())
+    waits: Waits = field(default_factory=Waits)
     _client: TCPStore | None = None
     _files: dict[str, FileStore] = field(default_factory=dict)
     _told: set[str] = field(default_factory=set)
@@ -167,71 +163,3 @@ def in_time(seconds: float, close: Callable[[], object]) -> bool:
     closer.start()
     closer.join(seconds)
     return not closer.is_alive()
-
-
-# ---------------------------------------------------------------- waiting in C code
-#
-# While the main thread waits in gloo or in a store, no Python-level signal handler runs, and none of torch's own aborts
-# ends that wait. What it waits on can be taken away by another thread; the wait fails at once, and a pending
-# KeyboardInterrupt comes out in the place of torch's error. Peers' collectives of the same group fail, too.
-#
-# * gloo waits on TCP sockets: shut down, they fail. They are those that appear while torch makes a group; the listening
-#   one is left alone, since gloo ends the process if that fails.
-# * A store on one machine is a file that each wait opens again and again: a link to itself in its place cannot be opened.
-# * A store on several machines is a TCP connection of this rank's own.
-# * NCCL has its own abort (``nccl``).
-#
-# A group that is made afterwards has another store, and works.
-
-
-class Waits:
-    """What this rank may be waiting on in C code."""
-
-    def __init__(self) -> None:
-        self._sockets: set[int] = set()
-        self._before: set[int] | None = None
-        """Inodes of the sockets that were there before the group that is being made."""
-
-    def install(self) -> None:
-        """Note the sockets of all groups that are made from now on."""
-        module: Any = dist.distributed_c10d
-        native = module._new_process_group_helper
-
-        def make(*args: Any, **kwargs: Any) -> Any:
-            outer, before = self._before, set(_connections())
-            self._before = before if outer is None else outer
-            try:
-                return native(*args, **kwargs)
-            finally:
-                self._sockets |= set(_connections()) - before
-                self._before = outer
-
-        module._new_process_group_helper = make
-
-    def break_off(self, membership: Membership) -> None:
-        """Let every wait of this rank fail; called by a thread that does not wait."""
-        before, store = self._before, membership.address
-        for inode, (fd, port) in _connections().items():
-            of_gloo = inode in self._sockets or (before is not None and inode not in before)
-            if of_gloo or (not store.folder and port == store.port):
-                with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as ours:
-                    ours.shutdown(socket.SHUT_RDWR)
-        for path in membership.leave_store():
-            loop = path.with_name(f".{os.getpid()}-{path.name}")
-            with contextlib.suppress(OSError):
-                loop.symlink_to(path.name)
-                loop.replace(path)
-        nccl.abort(nccl.backends())
-
-
-def _connections() -> dict[int, tuple[int, int]]:
-    """Return this process's connected TCP sockets, by inode: the descriptor, and the port at the other end."""
-    found = {}
-    for entry in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):  # closed meanwhile, or not connected
-            status = entry.stat()
-            if stat.S_ISSOCK(status.st_mode):
-                with socket.socket(fileno=os.dup(int(entry.name))) as ours:
-                    if ours.family in (socket.AF_INET, socket.AF_INET6):
-                        found[status.st_ino] = int(entry.name), ours.getpeername()[1]
-    return found

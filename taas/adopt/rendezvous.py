@@ -27,8 +27,8 @@ from torch.distributed import Store
 from torch.distributed.constants import default_pg_timeout
 from torch.utils.data.distributed import DistributedSampler
 
-from taas.adopt import nccl
 from taas.adopt.membership import Membership, in_time
+from taas.adopt.waits import abort_nccl, nccl_backends
 from taas.errors import CannotAdopt, HeaderError
 from taas.header.arguments import BACKENDS
 from taas.rehearsal.patches import Arguments, rewrite_calls
@@ -115,7 +115,7 @@ class Rendezvous:
         """Make the default group anew that the end of the last cell broke off, if every rank had one."""
         me, backend = self.membership, dist.get_backend() if dist.is_initialized() else ""
         self._last, self._parted = ("", 0), ""
-        nccl.abort(nccl.backends())
+        abort_nccl(nccl_backends())
         close_default_group()
         store = me.store("backends")
         store.set(str(me.rank), backend)

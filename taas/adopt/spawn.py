@@ -64,7 +64,7 @@ class Adopter:
         store, all_of_them = self.membership.store(prefix), processes * self.membership.nodes
         if self.membership.local_rank < processes:
             try:
-                with self._as_process_of(what, processes), _forgotten_by_accelerate():
+                with self._as_process_of(what, processes):
                     body(self.membership.local_rank)
             except BaseException as error:
                 store.set(ENDED, f"{self.membership.rank} {type(error).__name__}: {text_of(error)}"[:2000])
@@ -151,19 +151,6 @@ def install(membership: Membership, rendezvous: Rendezvous) -> Adopter:
     adopted = membership.in_rank(native, start_processes)
     spawn_module.start_processes = mp.start_processes = adopted  # type: ignore[attr-defined]  # its spawn calls it
     return adopter
-
-
-@contextlib.contextmanager
-def _forgotten_by_accelerate() -> Iterator[None]:
-    """Let accelerate's note of what this process is end with the function, as it does with a process."""
-    name = "accelerate.state"
-    before = sys.modules.get(name)
-    had = before is not None and bool(before.PartialState._shared_state)
-    yield
-    state: Any = sys.modules.get(name)
-    if state is not None and not had:
-        state.AcceleratorState._reset_state(reset_partial_state=True)
-        state.GradientState._reset_state()
 
 
 def without_torchrun_variables() -> contextlib.AbstractContextManager[None]:

@@ -14,7 +14,6 @@ import sys
 import time
 from collections.abc import Callable
 from multiprocessing import forkserver as _mp
-from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -148,11 +147,6 @@ class Forkserver:
         pid: int | None = self._server._forkserver_pid  # type: ignore[attr-defined]
         return pid
 
-    def own_pids(self) -> set[int]:
-        """Process ids of the forkserver and of multiprocessing's resource tracker."""
-        tracker: int | None = resource_tracker._resource_tracker._pid  # type: ignore[attr-defined]
-        return {pid for pid in (self.pid, tracker) if pid is not None}
-
     def outlived(self, exitcode: int | None) -> bool:
         """Whether it is there after one of its processes ended with this status.
 
@@ -188,7 +182,7 @@ class Forkserver:
                 with contextlib.suppress(PermissionError, ProcessLookupError):
                     os.setpriority(os.PRIO_PROCESS, int(thread.name), 0)
 
-    def fit(self, run: str, environ: dict[str, str], *, rehearsed: bool | None, held: bool = False) -> bool:
+    def fit(self, run: str, environ: dict[str, str], *, rehearsed: int | None, held: bool = False) -> bool:
         """Make sure that it runs with the notebook's environment, today's packages, and GPUs or none.
 
         A restart costs the import of torch, some seconds; it happens only after such a change, and before the
@@ -204,7 +198,7 @@ class Forkserver:
             self.start()
             return False
         self._run = run
-        rehearsed = self._made_for.rehearsed if rehearsed is None else rehearsed
+        rehearsed = self._made_for.rehearsed if rehearsed is None else bool(rehearsed)
         wanted = _MadeFor(read_at_import(environ), _installed(), rehearsed)
         changed = wanted != self._made_for
         if changed:

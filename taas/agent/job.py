@@ -94,9 +94,8 @@ class Job:
 
     # ------------------------------------------------------------ what differs
 
-    def _rehearsed(self) -> bool | None:
-        """Whether the forkserver has to be one that rehearses; None: as it is."""
-        raise NotImplementedError
+    _UNBEGUN = ""
+    """How one ended that had not begun, where that is to be said."""
 
     def _before(self) -> ProjectArrival | None:
         """Return the project of kept ranks that this job continues with."""
@@ -140,14 +139,16 @@ class Job:
                 self.end(message.how, names=message.names)
 
     def _take(self, chunk: Chunk) -> None:
-        if self._staging is None or self.begun or self._how is not None:
+        late = chunk.of == "file"
+        if self._staging is None or (self.begun and not late) or self._how is not None:
             return
         try:
             self._staging.take(chunk)
         except OSError as error:
             self.fail(str(error))
         else:
-            self._fork_when_staged()
+            if not self.begun:
+                self._fork_when_staged()
 
     def _fork_when_staged(self) -> None:
         assert self._staging is not None
@@ -157,8 +158,11 @@ class Job:
         try:
             staged = self._staging.staged
             services, held = self._services, self._services.kept.there
-            if services.forkserver.fit(self.run, staged.environ, rehearsed=self._rehearsed(), held=held):
+            rehearsed = self._order.work.rehearsed
+            if services.forkserver.fit(self.run, staged.environ, rehearsed=rehearsed, held=held):
                 services.renewed()
+            if staged.late:
+                self._services.grows(Path(staged.late))
             self._fork(staged)
         except Exception as error:  # whatever it was, the supervisor says so in the cell
             self.fail(f"{type(error).__name__}: {error}")
@@ -170,7 +174,7 @@ class Job:
     def end(self, how: How, *, names: bool) -> None:
         """End its processes; those of one that has yet to begin are never forked."""
         if not self.begun:
-            self._how = self._how or ""
+            self._how = self._how or self._UNBEGUN
         self._end_processes(how, names=names)
 
     def fail(self, how: str) -> None:
@@ -190,6 +194,8 @@ class Job:
 
     def step(self) -> None:
         """Do what is due."""
+        if self._staging is not None and self._staging.project.late is not None:
+            self._staging.project.late.step()
         try:
             self.sender.step()
         except OSError as error:
@@ -218,13 +224,12 @@ class Job:
 class DataJob(Job):
     """One data process."""
 
+    _UNBEGUN = "ended before it began"
+
     def __init__(self, order: StartJob, services: Services) -> None:
         super().__init__(order, services)
         assert isinstance(order.work, DataOrder)
         self._work = order.work
-
-    def _rehearsed(self) -> bool | None:
-        return self._work.rehearsed
 
     def _fork(self, staged: Staged) -> None:
         assert self._staging is not None
@@ -234,12 +239,6 @@ class DataJob(Job):
             self.sender.add(log_of(log, lambda: self.ended))
             self._services.grows(log.parent)
         self.processes.append(ForkedProcess(fork(_be_data_process, self._work, staged)))
-
-    def end(self, how: How, *, names: bool) -> None:
-        """End it, also before it began."""
-        if not self.begun:
-            self._how = self._how or "ended before it began"
-        super().end(how, names=names)
 
     def _end_processes(self, how: How, *, names: bool) -> None:
         """SIGKILL it with all its data workers: what was to be said was said to the coordinator."""
@@ -256,6 +255,7 @@ def _be_data_process(order: DataOrder, staged: Staged) -> None:
     from threadpoolctl import threadpool_limits  # as all that a data process needs and an agent does not
 
     from taas import project_sync
+    from taas.project_sync import late_files
     from taas.rank.lifeline import tie_to_agent
 
     tie_to_agent()
@@ -264,6 +264,7 @@ def _be_data_process(order: DataOrder, staged: Staged) -> None:
     os.environ.update(staged.environ | _AS_A_C1_4)
     _write_to(staged.output)
     project = project_sync.entered(staged.replica, staged.project, lambda text: sys.stderr.write(f"{text}\n"))
+    late_files.use(staged.late, staged.project, staged.replica)
     os.chdir(project)
     sys.path[:0] = [] if project in sys.path else [project]
     threadpool_limits(1)  # the variable alone is read at import, which was before the fork

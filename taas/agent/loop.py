@@ -15,13 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import psutil
 import zmq
 
 from taas import _linux
 from taas.agent.forkserver import Forkserver
 from taas.agent.job import DataJob, Job, Services
-from taas.agent.processes import RankProcess, become_subreaper, kill_tree, sweep_orphans
+from taas.agent.processes import RankProcess, become_subreaper, sweep_orphans
 from taas.agent.rank_job import RankJob
 from taas.agent.spares import KeptProcesses, Spares
 from taas.agent.staging import environment
@@ -98,7 +97,8 @@ class Agent:
         """Start the forkserver; elsewhere as the first run will want it, for its second start takes as long."""
         config = self._config
         if config.remote:
-            self._forkserver.fit("", environment(config.ahead, config.changed, config), rehearsed=None)
+            environ = environment(config.demand.environ, config.demand.changed, config)
+            self._forkserver.fit("", environ, rehearsed=None)
         else:
             self._forkserver.start()
 
@@ -175,8 +175,7 @@ class Agent:
                 last_first.callback(self._link.close)
             for job in self._jobs.values():
                 last_first.callback(job.close)
-            last_first.callback(sweep_orphans, ())  # spares whose forkserver went first
-            last_first.callback(kill_tree, psutil.Process().children())
+            last_first.callback(sweep_orphans, ())
             last_first.callback(self._kept.end, patient=True)
 
     # ------------------------------------------------------------ what is written, and left
@@ -184,7 +183,7 @@ class Agent:
     def _sweep(self) -> None:
         """End what dead processes have left; a cell that runs may have orphans that it needs."""
         if all(job.ended for job in self._rank_jobs):
-            sweep_orphans(self._forkserver.own_pids())
+            sweep_orphans((self._forkserver.pid,))
 
     # ------------------------------------------------------------ spares
 
@@ -210,12 +209,12 @@ class Agent:
     def _lose_spare(self, spare: RankProcess) -> None:
         self._spares.lose(spare)
         if not self._forkserver.outlived(spare.exitcode):
-            sweep_orphans(self._forkserver.own_pids())
+            sweep_orphans((self._forkserver.pid,))
 
     def _forget_spares(self) -> None:
         """Let go of those of another forkserver, which ended with it, and bury them."""
         self._spares.end()
-        sweep_orphans(self._forkserver.own_pids())
+        sweep_orphans((self._forkserver.pid,))
 
 
 def _die_when_stopped(ending: threading.Event) -> None:

@@ -16,7 +16,7 @@ from typing import Literal
 from taas.agent.staging import ProjectArrival
 from taas.project_sync.archive import Changes, only, shared_places
 from taas.rank_storage import scratch_of
-from taas.runs.events import EVENTS, STDERR, STDOUT
+from taas.runs.events import COLLECTED, EVENTS, STDERR, STDOUT
 from taas.wire.framing import Memory
 from taas.wire.ranks import RankOrder, Staged
 from taas.wire.transfer import CHUNK, Chunk, chunks_of
@@ -30,7 +30,7 @@ def output_of(rank: int, folder: Path, ended: Callable[[], bool]) -> Iterator[Ch
 
     It ends with a last look, begun when ``ended`` says that nobody writes there any more.
     """
-    sent = dict.fromkeys((STDOUT, STDERR, EVENTS), 0)
+    sent = dict.fromkeys((STDOUT, STDERR, EVENTS, COLLECTED), 0)
     last = False
     while not last:
         last, events = ended(), _size(folder / EVENTS)
@@ -132,16 +132,22 @@ class ProjectChanges:
     def _archive(
         self, of: Literal["changes", "writes"], changes: Changes, *, last: bool
     ) -> Iterator[Chunk | None]:
-        with tempfile.TemporaryFile(dir=self._scratch) as archive:
-            self._packing = True
-            try:
+        """Pack what has changed, and send it; where there is no room for that, the next look has it."""
+        self._packing = True
+        try:
+            if self._arrival.late is not None and of == "changes":
+                changes.know(self._arrival.late.came)
+            with tempfile.TemporaryFile(dir=self._scratch) as archive:
                 yield from changes.pack(archive.fileno(), last=last)
-            finally:
                 self._packing = False
-            self._arrival.notices += [
-                f"{path} did not come back from VM {self._order.vm}: it was still being written"
-                for path in changes.unsent
-            ]
-            if size := os.fstat(archive.fileno()).st_size:
-                memory = Memory(os.getpid(), archive.fileno(), size)
-                yield from chunks_of(of, memory, self._order.first_rank)
+                if size := os.fstat(archive.fileno()).st_size:
+                    memory = Memory(os.getpid(), archive.fileno(), size)
+                    yield from chunks_of(of, memory, self._order.first_rank)
+            lost = [(path, "it was still being written") for path in changes.unsent]
+        except OSError as error:
+            why = f"{error.strerror} ({self._scratch} there). See to that, and run the cell again"
+            lost = [("what ranks wrote in the project", why)]
+        self._packing = False
+        if last:
+            vm = self._order.vm
+            self._arrival.notices += [f"{what} did not come back from VM {vm}: {why}" for what, why in lost]

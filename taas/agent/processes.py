@@ -12,7 +12,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from multiprocessing.connection import wait
 from typing import Any
 
@@ -21,7 +21,7 @@ import psutil
 from taas import _linux
 from taas.agent.forkserver import fork
 from taas.wire import deadlines
-from taas.wire.rank_connection import RankConnection
+from taas.wire.rank_connection import hear, socket_pair, tell
 from taas.wire.ranks import Preparation, RankSays, RankStage
 
 _PR_SET_CHILD_SUBREAPER = 36
@@ -88,27 +88,27 @@ class RankProcess(ForkedProcess):
     """
 
     def __init__(self, preparation: Preparation) -> None:
-        ours, its = socket.socketpair()
+        ours, its = socket_pair()
         with its:
             try:
                 super().__init__(fork(_be_rank, its, preparation))
             except BaseException:
                 ours.close()
                 raise
-        self.connection: RankConnection | None = RankConnection(ours)
+        self.connection: socket.socket | None = ours
         self.ready = False
 
     def tell(self, message: bytes, *descriptors: int) -> None:
         """Send it a message, if it is connected, and with it descriptors of this process."""
         if self.connection is not None:
-            self.connection.send(message, *descriptors)
+            tell(self.connection, message, *descriptors)
 
     def hear(self) -> list[RankSays]:
         """Return what it has said; it is disconnected when it says no more."""
         assert self.connection is not None
-        heard = self.connection.receive()
-        if self.connection.closed:
-            self.connection = None
+        heard, closed = hear(self.connection)
+        if closed:
+            self.disconnect()
         self.ready = self.ready or any(isinstance(said, RankStage) for said in heard)
         return heard
 
@@ -171,22 +171,20 @@ def wait_for_all(handles: Iterable[int], seconds: float) -> None:
         left.difference_update(wait(left, rest))
 
 
-def sweep_orphans(own: Iterable[int]) -> None:
+def sweep_orphans(own: Collection[int | None]) -> None:
     """End this process's adopted orphans: its children but those in ``own``.
 
     Again until there are none: while a tree is being killed, what is left of it is handed on to this process.
     """
-    kept = set(own)
     for _ in range(SWEEPS):
-        if not (left := orphans(kept)):
+        if not (left := orphans(own)):
             return
         kill_tree(left)
 
 
-def orphans(own: Iterable[int]) -> list[psutil.Process]:
+def orphans(own: Collection[int | None]) -> list[psutil.Process]:
     """Return this process's children but those in ``own``; those that have ended by themselves are buried."""
-    kept = set(own)
-    return [child for child in psutil.Process().children() if child.pid not in kept and not _ended(child)]
+    return [child for child in psutil.Process().children() if child.pid not in own and not _ended(child)]
 
 
 def _ended(child: psutil.Process) -> bool:

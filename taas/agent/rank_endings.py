@@ -33,6 +33,7 @@ class Rank:
         ended: how the cell ended in it.
         kept: it waits for the next order.
         signalled: the last signal that it was sent.
+        to_end, out_of_time: since when it has been to end, and out of time for that; 0: it has not.
         too_late: what it had not done in time with its names, in words, if it was ended for that.
     """
 
@@ -41,7 +42,7 @@ class Rank:
         self.started = self.at_work = self.packing = False
         self.ended: RankEnded | None = None
         self.kept: RankKept | None = None
-        self.ended_at = 0.0
+        self.ended_at = self.to_end = self.out_of_time = 0.0
         self.signalled: signal.Signals | None = None
         self.too_late = ""
 
@@ -61,8 +62,8 @@ class Rank:
         self.tell(RankRequest(what="leave"))
 
     def kill(self) -> None:
-        """SIGKILL it and all its descendants."""
-        if not self.process.gone:
+        """SIGKILL it and all its descendants, once."""
+        if not self.process.gone and self.signalled != signal.SIGKILL:
             self.process.kill_tree()
             self.send(signal.SIGKILL)
 
@@ -109,12 +110,8 @@ class Ending:
         self._how: How | None = None
         self._began = 0.0
         self._names = True
-        self._seen: dict[int, float] = {}
-        self._interrupted: set[int] = set()
         self._asked = 0.0
         self._packing = 0.0
-        self._terminated: dict[int, float] = {}
-        self._killed: set[int] = set()
 
     def begin(self, how: How, *, names: bool) -> None:
         """Let the ranks end; an ending that has begun can become less patient, never more."""
@@ -142,11 +139,11 @@ class Ending:
     def _interrupt(self, ranks: list[Rank]) -> None:
         now, failure = time.monotonic(), self._how == "failure"
         for rank in ranks:
-            if rank.number in self._interrupted or ((self._stayed or failure) and not rank.started):
+            if rank.signalled is not None or ((self._stayed or failure) and not rank.started):
                 continue
-            if now < self._seen.setdefault(rank.number, now) + deadlines.SAME_END * failure:
+            rank.to_end = rank.to_end or now
+            if now < rank.to_end + deadlines.SAME_END * failure:
                 continue
-            self._interrupted.add(rank.number)
             if rank.started:
                 rank.send(signal.SIGINT)
                 # at once: its except may wait for others by the time that it has the message
@@ -172,13 +169,13 @@ class Ending:
         if self._names and rank.number == 0 and rank.started and rank.ended is None:
             until, rank.too_late = self._names_until(rank)
             if now >= until:
-                self._kill(rank)
-        elif rank.number not in self._terminated:
-            self._terminated[rank.number] = now
+                rank.kill()
+        elif not rank.out_of_time:
+            rank.out_of_time = now
             if rank.ended is None:
                 rank.send(signal.SIGTERM)
-        elif now >= self._terminated[rank.number] + deadlines.TERM_TO_KILL:
-            self._kill(rank)
+        elif now >= rank.out_of_time + deadlines.TERM_TO_KILL:
+            rank.kill()
 
     def _names_until(self, rank: Rank) -> tuple[float, str]:
         """Ask rank 0 for its names; returns until when they may come, and what it is to be said not to have done by then."""
@@ -195,8 +192,3 @@ class Ending:
             self._packing + deadlines.NAMES_PACKED,
             f"had not packed them after {deadlines.NAMES_PACKED:.0f} s",
         )
-
-    def _kill(self, rank: Rank) -> None:
-        if rank.number not in self._killed:
-            self._killed.add(rank.number)
-            rank.kill()

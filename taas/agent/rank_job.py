@@ -21,8 +21,9 @@ from taas.agent.rank_endings import Ending, Rank
 from taas.agent.stacks import Look, last_words
 from taas.agent.staging import ProjectArrival
 from taas.agent.torchrun import RunStore, rank_environ
+from taas.agent.usage import RankUsage
 from taas.wire import deadlines
-from taas.wire.agents import How, LookAtRanks, RanksSeen, StartJob
+from taas.wire.agents import How, LookAtRanks, RanksSeen, RanksUse, StartJob
 from taas.wire.framing import Memory, Message, StoreAddress, pack
 from taas.wire.ranks import (
     Answer,
@@ -58,11 +59,14 @@ class RankJob(Job):
         self.stays = False
         self._store: RunStore | None = None
         self._changes: ProjectChanges | None = None
-        self._looks: list[Look] = []
+        self._look: Look | None = None
         self._folder = Path()
         self._answer = -1
         self._stood: Memory | None = None
         self._ending = Ending(order.work)
+        each = order.work.cell.spec.gpus_per_rank
+        gpus = order.work.gpus
+        self._usage = RankUsage([gpus[at * each : (at + 1) * each] for at in range(self.size)])
 
     @property
     def size(self) -> int:
@@ -70,9 +74,6 @@ class RankJob(Job):
         return self._work.local_world_size
 
     # ------------------------------------------------------------ beginning
-
-    def _rehearsed(self) -> bool | None:
-        return bool(self._work.rehearsed)
 
     def _before(self) -> ProjectArrival | None:
         return self._services.kept.project if self._work.continues else None
@@ -127,10 +128,10 @@ class RankJob(Job):
         """Take in what the supervisor says about this job."""
         match message:
             case LookAtRanks():
-                orphans(self._services.forkserver.own_pids())  # buries them: a long run may have many
+                orphans((self._services.forkserver.pid,))  # buries them: a long run may have many
                 processes = {rank.number: rank.process for rank in self.ranks}
-                self._looks.append(Look(processes, self._folder, message))
-                self._step_looks()
+                self._look = Look(processes, self._folder, message)  # in place of one that is on its way
+                self._step_look()
             case Answer():
                 for rank in self.ranks:
                     if rank.number == message.rank:
@@ -188,12 +189,10 @@ class RankJob(Job):
 
     # ------------------------------------------------------------ looking at them
 
-    def _step_looks(self) -> None:
-        for look in list(self._looks):
-            seen = look.result()
-            if seen is not None:
-                self._looks.remove(look)
-                self._say(RanksSeen(look=look.number, ranks=seen))
+    def _step_look(self) -> None:
+        if self._look is not None and (seen := self._look.result()) is not None:
+            self._say(RanksSeen(look=self._look.number, ranks=seen))
+            self._look = None
 
     # ------------------------------------------------------------ how they end, or stay
 
@@ -255,18 +254,22 @@ class RankJob(Job):
         """Do what is due."""
         self._ending.step([rank for rank in self.ranks if not rank.process.gone])
         self._dismiss()
+        if self.ranks and not self.over and (self.ended or not self._usage.wait()):
+            used = self._usage.look(self.ranks)
+            if used:
+                self._say(RanksUse(ranks=used))
         super().step()
-        self._step_looks()
+        self._step_look()
         for rank in self.ranks:
             if rank.late:
                 rank.send(signal.SIGKILL)
 
     def wait(self) -> float | None:
         """Return the seconds until :meth:`step` has something to do, if nothing is heard; None: never."""
-        waits: list[float | None] = [look.wait() for look in self._looks]
+        waits: list[float | None] = [] if self._look is None else [self._look.wait()]
         there = [rank for rank in self.ranks if not rank.process.gone]
         if there:
-            waits.append(self._ending.wait())
+            waits += [self._ending.wait(), self._usage.wait()]
         if self._changes is not None and not self.sender.waits:
             waits.append(self._changes.wait())
         waits += [deadlines.RANK_EXITS for rank in there if rank.ended is not None and not rank.kept]

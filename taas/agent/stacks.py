@@ -12,11 +12,13 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from taas.agent.processes import ForkedProcess
+from taas.agent.processes import RankProcess
 from taas.runs.events import FILES, STDERR
-from taas.runs.stacks import SIGNAL, STACKS, Frame, Preface, RankSeen, fold
+from taas.runs.stacks import COLLECTIVE, SIGNAL, STACKS, Frame, Preface, RankSeen, fold
 from taas.wire import deadlines
 from taas.wire.agents import LookAtRanks
+from taas.wire.framing import pack
+from taas.wire.ranks import RankRequest
 
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+)", re.MULTILINE)
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
@@ -107,7 +109,7 @@ class Look:
         wanted: the question.
     """
 
-    def __init__(self, ranks: Mapping[int, ForkedProcess], folder: Path, wanted: LookAtRanks) -> None:
+    def __init__(self, ranks: Mapping[int, RankProcess], folder: Path, wanted: LookAtRanks) -> None:
         self.number = wanted.look
         self._ranks, self._folder = ranks, folder
         self._asked: dict[int, _StackQuery] = {}
@@ -117,11 +119,13 @@ class Look:
             for rank, process in ranks.items():
                 self._ask(rank, process)
 
-    def _ask(self, rank: int, process: ForkedProcess) -> None:
+    def _ask(self, rank: int, process: RankProcess) -> None:
         if process.gone or not _catches(process.pid) or _status(process) in (psutil.STATUS_STOPPED, "gone"):
             return
         with contextlib.suppress(OSError, msgspec.MsgspecError):  # it is not that far yet
             asked = _StackQuery(self._folder / str(rank) / STACKS)
+            (self._folder / str(rank) / COLLECTIVE).unlink(missing_ok=True)
+            process.tell(pack(RankRequest(what="collective")))
             os.kill(process.pid, SIGNAL)  # its agent has not buried it: the id is still its own
             self._asked[rank] = asked
 
@@ -140,7 +144,7 @@ class Look:
             return None
         return tuple(self._seen(rank, process) for rank, process in self._ranks.items())
 
-    def _seen(self, rank: int, process: ForkedProcess) -> RankSeen:
+    def _seen(self, rank: int, process: RankProcess) -> RankSeen:
         asked = self._asked.get(rank)
         cpu = 0.0
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -152,10 +156,14 @@ class Look:
             with contextlib.suppress(FileNotFoundError):
                 written += (self._folder / str(rank) / name).stat().st_size
         frames = asked.frames() if asked is not None else None
-        return RankSeen(rank, process.pid, _status(process), cpu, written, frames)
+        collective = ""
+        if frames is not None:
+            with contextlib.suppress(OSError):  # it has not said it, or knows of none
+                collective = (self._folder / str(rank) / COLLECTIVE).read_text()
+        return RankSeen(rank, process.pid, _status(process), cpu, written, frames, collective)
 
 
-def _status(process: ForkedProcess) -> str:
+def _status(process: RankProcess) -> str:
     with contextlib.suppress(psutil.NoSuchProcess):
         if not process.gone:
             return str(psutil.Process(process.pid).status())

@@ -17,6 +17,8 @@ import msgspec
 from taas import project_sync
 from taas.engines import AgentConfig
 from taas.project_sync.applier import unpack
+from taas.project_sync.archive import entries
+from taas.project_sync.late_files import LateFiles
 from taas.storage.boundary import clock_of
 from taas.wire.agents import JobRequest, StartJob
 from taas.wire.framing import Memory
@@ -83,8 +85,8 @@ class Staging:
             self._output = str(root / Path(order.output).name)
             self._scratch = str(root / "writes")
             Path(self._scratch).mkdir(mode=0o700, exist_ok=True)
-        self.project = before or ProjectArrival(self._root)
-        self.project.expect(order)
+        self.project = before or ProjectArrival(self._root, Path(config.scratch) / "files")
+        self.project.expect(order, say)
         if not self.project.ready:
             say(JobRequest(what="project"))
 
@@ -100,6 +102,7 @@ class Staging:
             payload=self._payload.memory,
             project=self.project.path,
             replica=self.project.replica,
+            late=str(self.project.late.folder) if self.project.late is not None else "",
             environ=self._environ,
             output=self._output,
             scratch=self._scratch,
@@ -116,6 +119,8 @@ class Staging:
         try:
             if chunk.of == "payload":
                 self._payload.take(chunk)
+            elif chunk.of == "file":
+                self.project.take_file(chunk)
             else:
                 what = "the project"
                 self.project.take(chunk)
@@ -149,9 +154,11 @@ class ProjectArrival:
 
     Args:
         root: a folder of this VM, which its owner removes; None on the notebook's machine.
+        cache: for large files of projects, as long as there is the agent.
 
     Attributes:
         root: as above.
+        late: what its copy lacks; None where there is none.
         ready: whether it is here, as it is now.
         copy: where it was unpacked; None where the notebook's disk is seen.
         path: where those who work with it find it.
@@ -160,8 +167,10 @@ class ProjectArrival:
         notices: lines for the user.
     """
 
-    def __init__(self, root: Path | None) -> None:
-        self.root = root
+    def __init__(self, root: Path | None, cache: Path) -> None:
+        self.root, self._cache = root, cache
+        self.late: LateFiles | None = None
+        self._say: Callable[[JobRequest], None] = lambda said: None
         self._vm = ""
         self._packed: Incoming | None = None
         self.path = self.replica = ""
@@ -170,9 +179,15 @@ class ProjectArrival:
         self.notices: list[str] = []
         self.ready = False
 
-    def expect(self, order: StartJob) -> None:
-        """A job needs the project as it is now; the copy that an earlier one left here is brought up to date."""
+    def expect(self, order: StartJob, say: Callable[[JobRequest], None]) -> None:
+        """A job needs the project as it is now; the copy that an earlier one left here is brought up to date.
+
+        Args:
+            order: the job's.
+            say: says something of it to the supervisor.
+        """
         self._vm, self._packed, self.notices = order.name, None, []
+        self._say = say
         self.since_ns = order.since_ns
         self.path = self.path or order.workspace.project
         self.ready = self.root is None or (self.copy is None and _sees_disk(order))
@@ -197,6 +212,10 @@ class ProjectArrival:
         there, self.copy = self.copy is not None, self.root / _COPY
         self.copy.mkdir(mode=0o700, exist_ok=True)
         self.notices += unpack(fd, str(self.copy))
+        self.late = LateFiles(self.root / "late", self._cache, self._say)
+        self.late.expect(
+            self.copy, {entry.path: entry.state for entry, _ in entries(fd) if entry.bare and entry.state}
+        )
         self.since_ns = clock_of(str(self.copy))
         if there:
             return
@@ -211,6 +230,11 @@ class ProjectArrival:
             self.path = str(self.copy)
         else:
             self.replica = str(self.copy)
+
+    def take_file(self, chunk: Chunk) -> None:
+        """The supervisor sends a part of a file that was asked for."""
+        if self.late is not None:
+            self.late.take(chunk)
 
     def close(self) -> None:
         """Give back what is on its way. Twice is harmless."""

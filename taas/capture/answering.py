@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import sys
+import types
 from collections.abc import Container
 from typing import TYPE_CHECKING, Any
 
 from taas.capture.applying import AS_BEFORE, NOTHING
 from taas.capture.cells import users_names
-from taas.capture.heap import NAMESPACE, Heap, culprit_in_heap, failure_of
-from taas.capture.holders import holders, leave_out, left_out, loaded_as
-from taas.capture.memory import SentMemory
+from taas.capture.heap import NAMESPACE, Heap, culprit_of, table_of
+from taas.capture.holders import Left, data_of, holders, left_out, loaded_as
+from taas.capture.memory import MemoryTable, SentMemory
 from taas.capture.payload import write_file
 from taas.capture.process_state import not_brought
 from taas.capture.reader import Reader, holds_shards, is_wrapper, stays
+from taas.capture.reading import ATOMS
+from taas.capture.snapshot import MemorySnapshot
 
 if TYPE_CHECKING:
     from taas.capture.arriving import Arrival
@@ -44,12 +47,11 @@ class CellChanges:
         self._saved = self._heap.saved()
         self._places_now = holders(arrival.project)
         left_out.clear()
-        known, before = self._heap.number, arrival.places_before
-        travel = {name: it for name, it in self._places_now.items() if id(it) in known or name not in before}
-        self._lost += leave_out(travel, self._fails, self._why_not, known)
-        self._compare()
+        self._describe()
         self._roots = self._numbered_names(value)
         self._places = self._numbered_places()
+        self._leave_out()
+        self._compare()
         self._number_anew()
         self._held_back = self._without_refused()
 
@@ -152,13 +154,31 @@ class CellChanges:
 
     # ------------------------------------------------------------ what changed
 
-    def _compare(self) -> None:
+    def _describe(self) -> None:
         heap, arrival = self._heap, self._arrival
         known = [n for n, value in enumerate(heap.objects) if n != NAMESPACE and not stays(type(value))]
         reader = Reader(self._namespace, project=arrival.project, unwrap=True)
         sent = SentMemory(arrival.memory.places(), arrival.next_region)
         heap.describe_after(known, reader, sent)
-        for n in range(NAMESPACE + 1, self._known):
+
+    def _leave_out(self) -> None:
+        """Leave out what cannot travel of modules, loggers and formatters, and say so where the notebook has another one."""
+        heap = self._heap
+        while left := heap.leave_out(self._known):
+            for one in left:
+                if isinstance(one.holder, types.ModuleType):
+                    n = heap.number[id(one.holder)]
+                    if n >= self._known or self._arrival.own_before.is_as_it_was(one.path, one.part):
+                        continue
+                why = self._why_not(one.path, one.part) or f"{one.path}: {one.error}"
+                self._lost.append(why + AS_BEFORE)
+            for n in {heap.number[id(one.holder)] for one in left}:
+                heap.describe_again(n)
+            heap.walk()
+
+    def _compare(self) -> None:
+        heap = self._heap
+        for n in range(NAMESPACE + 1, self._arrival.own_before.known):
             before, now = heap.before[n], heap.states[n]
             if now is before or before is None or n in heap.failed:
                 continue
@@ -166,7 +186,7 @@ class CellChanges:
             if by_name or heap.same(before, now):
                 heap.states[n] = before  # what a protocol made afresh was made for this comparison only
                 continue
-            differ = heap.change(before, now)
+            differ = heap.change(before, now) if n < self._known else None
             if differ is None:
                 self._anew[n] = -1
             else:
@@ -206,9 +226,10 @@ class CellChanges:
                     continue
                 children = tuple(self._anew.get(child, child) for child in state[2])
                 before, heap.states[n] = state, (*state[:2], children)
-                if n >= self._known:
+                if n >= self._arrival.own_before.known:
                     continue
-                differ = None if state[0] in _WHOLE else heap.change(before, heap.states[n])
+                is_whole = state[0] in _WHOLE or n >= self._known
+                differ = None if is_whole else heap.change(before, heap.states[n])
                 if differ is None:
                     self._anew[n] = heap.renumber(n)
                     self._changed.pop(n, None)
@@ -242,11 +263,57 @@ class CellChanges:
         return self._why_not(name, value) or f"{name}: {next(iter(self._heap.failed.values()))}"
 
     def _why_not(self, name: str, value: Any) -> str | None:
-        found = culprit_in_heap(name, value, self._namespace, project=self._arrival.project, unwrap=True)
+        reader = Reader(self._namespace, project=self._arrival.project, unwrap=True)
+        found = culprit_of(name, value, table_of(value, self._namespace, reader))
         if found is None:
             return None
         return f"{name}: {found.path} is a {found.kind}, which cannot be pickled ({found.reason})"
 
-    def _fails(self, value: Any, limit: int | None = None) -> Exception | None:
-        reader = Reader(self._namespace, project=self._arrival.project, unwrap=True)
-        return failure_of(value, self._namespace, reader, limit)
+
+class OwnData:
+    """What the project's modules hold of this process' own, since it could not travel, as it is before a cell.
+
+    Args:
+        heap: the objects that travelled.
+        reader: tells what objects consist of.
+
+    Attributes:
+        known: how many numbers there are; some of them may be of parts that only this process has.
+    """
+
+    def __init__(self, heap: Heap, reader: Reader) -> None:
+        self._parts: dict[str, Any] = {}
+        left = heap.number.get(id(Left))
+        modules = [v for v in heap.objects if isinstance(v, types.ModuleType)] if left is not None else []
+        for module in modules:
+            if left in (heap.states[heap.number[id(module)]] or _NO_STATE)[2]:
+                own = {f"{module.__name__}.{way}": part for way, part in data_of(module).items()}
+                self._parts |= {
+                    p: v for p, v in own.items() if type(v) not in ATOMS and id(v) not in heap.number
+                }
+        self._heap = Heap(reader, heap.objects if self._parts else ())
+        self.known = len(heap.objects)
+        for part in self._parts.values():
+            self._heap.enter(part)
+        self._heap.walk()
+        self._heap.sent.lay_out(0)
+        self._stretches = self._heap.sent.stretches
+        self._snapshot = MemorySnapshot(self._stretches)
+        self._dirty: set[int] | None = None
+
+    def is_as_it_was(self, path: str, part: Any) -> bool:
+        """Tell whether a part is the same object as before, with the same in it."""
+        if self._parts.get(path) is not part:
+            return False
+        heap = self._heap
+        if self._dirty is None:
+            new = range(self.known, len(heap.objects))
+            heap.describe_after(new, heap.reader)
+            regions = self._snapshot.changed(self._stretches)
+            table = MemoryTable(self._stretches, ())
+            dirty = {n for n in new if not heap.same(heap.before[n], heap.states[n])}
+            for n, memory in heap.memories_among(new).items():
+                if any(regions.get(r, True) for r in table.regions_of([memory])):
+                    dirty.add(n)
+            self._dirty = dirty
+        return heap.reached([heap.number[id(part)]]).isdisjoint(self._dirty)

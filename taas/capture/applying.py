@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib
 import re
 import sys
-from collections.abc import Collection, Iterable
+import types
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,13 +14,14 @@ from taas.capture import process_state
 from taas.capture.building import Builder, Loss, change
 from taas.capture.cells import users_names
 from taas.capture.heap import CONSTANT, Heap, no_collection
+from taas.capture.holders import apart, loaded_as
 from taas.capture.libraries import join_devices
 from taas.capture.memory import MemoryTable, Stretch
 from taas.capture.payload import Payload
 from taas.capture.reader import Paths, Reader
 from taas.capture.reading import MissingModule, keeps_all_attributes
 from taas.capture.tensors import ONLY_A_SHARD
-from taas.import_hooks import note_files
+from taas.import_hooks import is_edited, note_files
 from taas.wording import first_line
 
 
@@ -67,7 +69,13 @@ class Applied:
     next_region: int = 0
 
 
-def apply_answer(fd: int, namespace: dict[str, Any], heap: Heap, known: dict[int, Stretch]) -> Applied:
+def apply_answer(
+    fd: int,
+    namespace: dict[str, Any],
+    heap: Heap,
+    known: dict[int, Stretch],
+    loaded: Mapping[str, Any] | None = None,
+) -> Applied:
     """Build what an answer brings and do what it says.
 
     Everything is built before any object is changed. New names are bound as they come, for methods that rebuild others.
@@ -77,9 +85,14 @@ def apply_answer(fd: int, namespace: dict[str, Any], heap: Heap, known: dict[int
         namespace: where names are rebound.
         heap: the objects that travelled; knows afterwards those that came.
         known: the memory that travelled, by region.
+        loaded: the specs of the project's modules when they did, by name; None for names only.
     """
     with no_collection():
         answer = _Incoming(fd, namespace, heap, known)
+        if loaded is None:
+            answer.leave_the_process()
+        else:
+            answer.set_apart(loaded)
         answer.build()
         return answer.apply()
 
@@ -95,6 +108,25 @@ class _Incoming:
         self._applied = Applied(lost=list(contents["lost"]), cells=contents["cells"])
 
     # ------------------------------------------------------------ building
+
+    def leave_the_process(self) -> None:
+        """Bring names only: modules, loggers, formatters and settings stay as they are here."""
+        self._contents |= {"reloaded": [], "process state": None}
+
+    def set_apart(self, loaded: Mapping[str, Any]) -> None:
+        """Leave modules as they are that were edited or reloaded here while the cell ran, and are others than in the ranks; say so."""
+        contents = self._contents
+        here, reloaded = loaded_as(contents["project"]), contents["reloaded"]
+        values = (self._made[n] for n in contents["changed"])
+        changed = [value.__name__ for value in values if isinstance(value, types.ModuleType)]
+        others = [n for n in changed if n in here and loaded.get(n, here[n]) is not here[n]]
+        others += [n for n in here if f"the module {n}" in contents["places"] and is_edited(n)]
+        for name in others:
+            if name not in reloaded:
+                apart.add(f"the module {name}")
+                self._lose(
+                    f"data of {name}", "the module is another one here, edited or reloaded while the cell ran"
+                )
 
     def build(self) -> None:
         """Build all that is new; what is not whole is left out, and told."""
@@ -186,7 +218,8 @@ class _Incoming:
         )
         as_before = "" if held_back == refused.keys() else AS_BEFORE
         for n, part in refused.items():
-            self._lose(f"new contents of {self._path(self._made[n])}", self._reason(part, n) + as_before)
+            path = next(self._paths_to([n]), f"a {type(self._made[n]).__qualname__}")
+            self._lose(f"new contents of {path}", self._reason(part, n) + as_before)
         return held_back
 
     def _change_in_place(self, held_back: set[int]) -> list[int]:
@@ -208,8 +241,11 @@ class _Incoming:
                 done.append(n)
         return done
 
-    def _path(self, value: Any) -> str:
-        return Paths(Reader(self._namespace)).path_to(value, users_names(self._namespace))
+    def _paths_to(self, numbers: Iterable[int]) -> Iterator[str]:
+        """Yield how to write some objects, beginning at the notebook's names."""
+        wanted = {id(self._made[n]) for n in numbers}
+        walked = Paths(Reader(self._namespace)).walk(users_names(self._namespace)) if wanted else ()
+        return (path for path, value in walked if id(value) in wanted)
 
     def _join_devices(self, known: list[Any]) -> None:
         try:
@@ -237,14 +273,18 @@ class _Incoming:
         new = [n for n in contents["states"] if n in whole and self._is_comparable(n)]
         again = [n for n in changed if contents["changed"][n][0][0] != "reading"]
         heap.describe_after((*new, *again), Reader(self._namespace, project=contents["project"]))
-        self._say_what_differs([n for n in (*new, *again) if not self._is_as_there(n)])
+        self._applied.lost += [
+            f"{path}: it is not what rank 0 had, for the way its class is pickled does not bring all of it (give what you "
+            "need of it a name of its own)"
+            for path in self._paths_to(n for n in (*new, *again) if not self._is_as_there(n))
+        ]
         heap.end_proof(contents["next"])
 
     def _is_comparable(self, n: int) -> bool:
         kind, value = self._contents["states"][n][0], self._made[n]
-        if (
-            kind in CONSTANT or self._heap.number.get(id(value)) != n
-        ):  # it stands for another one: what was wrapped
+        if kind in CONSTANT or isinstance(value, type):  # Python orders a class's attributes as they are set
+            return False
+        if self._heap.number.get(id(value)) != n:  # it stands for another one: what was wrapped
             return False
         own = type(value).__module__ == "__main__" and keeps_all_attributes(type(value))
         return kind != "reading" or own
@@ -253,18 +293,6 @@ class _Incoming:
         heap = self._heap
         before, now = heap.before[n], heap.states[n]
         return now is before or n in heap.failed or heap.same(before, now, by_value=True)
-
-    def _say_what_differs(self, numbers: list[int]) -> None:
-        if not numbers:
-            return
-        targets = {id(self._made[n]) for n in numbers}
-        paths = Paths(Reader(self._namespace)).walk(users_names(self._namespace))
-        found = [path for path, value in paths if id(value) in targets]
-        self._applied.lost += [
-            f"{path}: it is not what rank 0 had, for the way its class is pickled does not bring all of it (give what you "
-            "need of it a name of its own)"
-            for path in found
-        ]
 
 
 def _in_few_lines(lost: Iterable[str], sharded: Collection[str]) -> list[str]:

@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from taas.capture.answering import CellChanges
+from taas.capture.answering import CellChanges, OwnData
 from taas.capture.applying import NOTHING, Applied, apply_answer
 from taas.capture.building import Builder
-from taas.capture.cells import MAGIC, dress
+from taas.capture.cells import MAGIC, cell_numbers, dress
 from taas.capture.heap import NAMESPACE, Heap, no_collection
-from taas.capture.holders import go_to_ends, holders, loaded_as
+from taas.capture.holders import all_holders, go_to_ends, holders, loaded_as, set_apart
 from taas.capture.libraries import join_devices_at_first_step
 from taas.capture.memory import MemoryTable, SentMemory, Stretch, view_of
 from taas.capture.payload import Payload
@@ -42,11 +42,13 @@ class Arrival:
         cell_numbers: ``In[n]`` of the cells that functions are from, by file.
         held: names that an earlier cell left here, and that hold still.
         names_before, places_before, specs_before: what was bound right before the cell, and what a reload makes anew.
+        own_before: what modules held of this process' own.
     """
 
     names_before: dict[str, Any]
     places_before: dict[str, Any]
     specs_before: dict[str, Any]
+    own_before: OwnData
 
     def __init__(
         self, fd: int, namespace: dict[str, Any], *, device: str | None, before: Arrival | None = None
@@ -55,6 +57,7 @@ class Arrival:
         self.payload = Payload(self._fd)
         self.contents = contents = self.payload.contents
         self._namespace = namespace
+        set_apart(contents["apart"])
         self._snapshot: MemorySnapshot | None = before._snapshot if before is not None else None
         known = dict[int, Stretch]()
         held = contents["held"]
@@ -113,8 +116,8 @@ class Arrival:
         """Tell a rank's shell the numbers of earlier cells, for tracebacks, and what they imported from the future."""
         contents = self.contents
         shell.compile.flags |= contents["future"]
-        shell.compile._filename_map.update(contents["cells"])
-        self.cell_numbers = shell.compile._filename_map
+        self.cell_numbers = cell_numbers(shell)
+        self.cell_numbers.update(contents["cells"])
         dress(shell, self._namespace, contents["history"], contents["extensions"], self._magics)
 
     def mark(self) -> None:
@@ -123,6 +126,8 @@ class Arrival:
             self.heap.mark()
         self.names_before = {**self._namespace}
         self.places_before, self.specs_before = holders(self.project), loaded_as(self.project)
+        with no_collection():
+            self.own_before = OwnData(self.heap, Reader(self._namespace, project=self.project))
         self.state.mark()
         self._snapshot = MemorySnapshot(self.memory.stretches, self._snapshot)
 
@@ -257,6 +262,7 @@ def rebind_answer(payload_fd: int, answer_fd: int, namespace: dict[str, Any]) ->
         CaptureError: an object cannot be rebuilt here.
     """
     arrival = Arrival(payload_fd, namespace, device=None)
+    set_apart(all_holders())
     for entry in (arrival.project, *arrival.contents["process state"]["sys.path"]):
         if entry not in sys.path:
             sys.path.append(entry)

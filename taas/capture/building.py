@@ -7,7 +7,6 @@ says why. Objects that are there already are filled only: that is how a notebook
 from __future__ import annotations
 
 import marshal
-import pickle
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
@@ -16,14 +15,13 @@ from typing import Any, NamedTuple
 from taas.capture.flat import State
 from taas.capture.heap import CONSTANT
 from taas.capture.memory import MemoryTable
-from taas.capture.reading import import_or_stand_in, make_plain, set_insides, turn_into
+from taas.capture.reading import find, make_plain, set_insides, turn_into
 
 _WHOLE = frozenset({"tuple", "frozenset", "same"})
 _BOXES: dict[str, Callable[[], Any]] = {
     "list": list,
     "dict": dict,
-    "leaf": dict,
-    "ordered": OrderedDict,
+    "OrderedDict": OrderedDict,
     "set": set,
 }
 
@@ -249,14 +247,13 @@ def fill(value: Any, kind: str, said: Any, children: list[Any], *, arguments_dif
         _fill_reading(value, said, children, arguments_differ=arguments_differ)
     elif kind == "list":
         value[:] = filled_with(said, children)
-    elif kind == "leaf":
+    elif kind in ("dict", "OrderedDict"):
+        if type(said) is tuple:  # else a plain subtree, whole
+            count = said[0].count(...)
+            keys, items = filled_with(said[0], children[:count]), filled_with(said[1], children[count:])
+            said = zip(_interned(keys), items, strict=True)
         value.clear()
         value.update(said)
-    elif kind in ("dict", "ordered"):
-        count = said[0].count(...)
-        keys, items = filled_with(said[0], children[:count]), filled_with(said[1], children[count:])
-        value.clear()
-        value.update(zip(_interned(keys), items, strict=True))
     else:
         items = list(items_of_set(said, children))
         value.clear()
@@ -272,14 +269,10 @@ def _fill_object(value: Any, said: Any, children: list[Any]) -> None:
     cls, *parts = children
     if type(value) is not cls:
         turn_into(value, make_plain, cls)
-    attributes: Any = None
-    if names is ...:
-        attributes, *parts = parts
-    elif names is not None:
-        count = held.count(...) if parts else 0
-        attributes = dict(zip(map(sys.intern, names), filled_with(held, parts[:count]), strict=True))
-        parts = parts[count:]
-    set_insides(value, (attributes, dict(zip(slots, filled_with(inside, parts), strict=True))))
+    count = held.count(...)
+    values = filled_with(held, parts[:count])
+    attributes = None if names is None else dict(zip(_interned(names), values, strict=True))
+    set_insides(value, (attributes, dict(zip(slots, filled_with(inside, parts[count:]), strict=True))))
 
 
 def _fill_reading(value: Any, said: Any, children: list[Any], *, arguments_differ: bool) -> None:
@@ -311,18 +304,3 @@ def items_of_set(told: Any, children: list[Any]) -> Iterable[Any]:
     """Return the items of a set that a blob says."""
     plain, others = told
     return [*plain, *filled_with(others, children)]
-
-
-def find(module: str, name: str) -> Any:
-    """Return what a module holds under a name; the module for none.
-
-    Raises:
-        pickle.UnpicklingError: it holds nothing of that name.
-    """
-    found = import_or_stand_in(module)
-    try:
-        for part in name.split(".") if name else ():
-            found = getattr(found, part)
-    except AttributeError as error:
-        raise pickle.UnpicklingError(f"{module} has no {name} here") from error
-    return found

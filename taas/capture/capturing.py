@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from taas.capture import process_state
 from taas.capture.applying import Applied, apply_answer
 from taas.capture.cells import (
+    cell_numbers,
     extensions_with,
     history_of,
     imported_by,
@@ -24,8 +25,16 @@ from taas.capture.cells import (
     values_of_cells,
 )
 from taas.capture.code_by_value import global_names, words_in
-from taas.capture.heap import Heap, culprit_in_heap, failure_of, no_collection
-from taas.capture.holders import edited_modules, go_to_ends, holders, leave_out, left_out, modules_reached
+from taas.capture.heap import Heap, LeftOut, TooLarge, culprit_of, no_collection, table_of
+from taas.capture.holders import (
+    edited_modules,
+    go_to_ends,
+    holders,
+    left_out,
+    loaded_as,
+    modules_reached,
+    set_apart,
+)
 from taas.capture.kept import Held, Kept
 from taas.capture.libraries import wait_for_devices
 from taas.capture.memory import SentMemory
@@ -74,6 +83,7 @@ class Capture:
         held: Held,
         places: dict[str, Any],
         imports: Sequence[str],
+        edited: dict[str, types.ModuleType],
     ) -> None:
         self._needs, self._held, self._namespace, self._project = needs, held, namespace, project
         self._imports = imports
@@ -88,9 +98,9 @@ class Capture:
         self.left_behind: dict[str, str] = {}
         self._detached: list[str] = []
         self._without: list[str] = []
-        self._looked_at: set[str] = set()
         self._too_large: list[str] = []
-        self._edited: list[str] = []
+        self._edited = edited
+        self._loaded = loaded_as(project)
         self._pack(places)
 
     def __enter__(self) -> Capture:
@@ -117,7 +127,8 @@ class Capture:
         Args:
             answer_fd: what :meth:`Arrival.pack_answer` wrote; stays open.
         """
-        self._applied = apply_answer(answer_fd, self._namespace, self.heap, self._memory)
+        set_apart(self._edited)
+        self._applied = apply_answer(answer_fd, self._namespace, self.heap, self._memory, self._loaded)
         return self._applied
 
     def kept(self) -> Kept:
@@ -133,7 +144,6 @@ class Capture:
     def _pack(self, places: dict[str, Any]) -> None:
         """Describe the names, with those that their functions turn out to use, and those of their classes."""
         left_out.clear()
-        self._holders()
         needs, namespace, reader = self._needs, self._namespace, self.heap.reader
         waiting = sorted((needs.sure | needs.maybe) - self._held.names)
         met = {*waiting, *self._held.names}
@@ -165,7 +175,7 @@ class Capture:
         held = self._held
         while new := {
             name: value
-            for name, value in (places | self._holders()).items()
+            for name, value in (places | holders(self._project, self._reached())).items()
             if name not in self._places and name not in self.left_behind and name not in held.places
         }:
             for name, value in new.items():
@@ -173,14 +183,6 @@ class Capture:
                 if error is not None:
                     self.left_behind[name] = self._why(name, value, error)
                     self._without.append(self.left_behind[name])
-
-    def _holders(self) -> dict[str, Any]:
-        """Return what holds something of the notebook and is reached, without the parts that cannot travel."""
-        found = holders(self._project, self._reached())
-        new = {name: holder for name, holder in found.items() if name not in self._looked_at}
-        self._looked_at |= new.keys()
-        self._without += leave_out(new, self._fails, self._why_not)
-        return found
 
     def _reached(self) -> set[str]:
         reader = self.heap.reader
@@ -200,10 +202,15 @@ class Capture:
         length, pieces = len(heap.objects), len(heap.sent)
         roots[name] = heap.enter(value)
         heap.walk()
+        if left := heap.leave_out(length):
+            self._without += [why for part in left if (why := self._why_left_out(part))]
+            heap.back_to(length)
+            heap.sent.forget(pieces)
+            return self._add(name, value, roots, limit=limit)
         error = next(iter(heap.failed.values()), None)
-        nbytes = heap.size(length) + heap.sent.size(pieces)
+        nbytes = heap.size(range(length, len(heap.objects)))
         if error is None and limit is not None and nbytes > limit:
-            error = ValueError(f"it has more than {limit:,} bytes")
+            error = TooLarge(f"it has more than {limit:,} bytes")
         if error is not None:
             heap.back_to(length)
             heap.sent.forget(pieces)
@@ -220,9 +227,8 @@ class Capture:
             CaptureError: there is no memory for it.
         """
         check_room(self.sizes)
-        self._edited = [] if self._held.names else edited_modules(self._project, self._reached())
         heap, reader = self.heap, self.heap.reader
-        files = getattr(getattr(shell, "compile", None), "_filename_map", {})
+        files = cell_numbers(shell)
         sources = reader.sources()
         words = {*self._needs.words}.union(*map(words_in, reader.functions))
         modules = [
@@ -232,6 +238,7 @@ class Capture:
         first = len(self._held.objects)
         contents |= {
             "project": self._project,
+            "apart": [*self._edited],
             "process state": process_state.of_notebook(),
             "cells": {file: files[file] for file in sources if file in files},
             "sources": sources,
@@ -252,20 +259,20 @@ class Capture:
         self._memory = {**self._held.memory(), **heap.sent.stretches}
 
     def _why(self, name: str, value: Any, error: Exception) -> str:
-        found = culprit_in_heap(name, value, self._namespace, project=self._project)
+        reader = Reader(self._namespace, project=self._project)
+        found = culprit_of(name, value, table_of(value, self._namespace, reader))
         if found is None:
-            return f"{name!r} cannot travel to the ranks: {type(error).__name__}: {error}"
+            return f"{name!r} cannot travel to the ranks: {type(error).__name__}: {error}."
         inside = "" if found.path == name else f" cannot travel to the ranks, because {found.path}"
         return (
             f"{name!r}{inside} is a {found.kind}, which cannot be pickled ({found.reason}); {found.advice}."
         )
 
-    def _why_not(self, name: str, value: Any) -> str | None:
-        error = self._fails(value)
-        return None if error is None else self._why(name, value, error)
-
-    def _fails(self, value: Any, limit: int | None = None) -> Exception | None:
-        return failure_of(value, self._namespace, Reader(self._namespace, project=self._project), limit)
+    def _why_left_out(self, left: LeftOut) -> str:
+        """Say why a part stays behind; the data of a module are its own in ranks, but for what was merely too large."""
+        if isinstance(left.holder, types.ModuleType) and not isinstance(left.error, TooLarge):
+            return ""
+        return self._why(left.path, left.part, left.error)
 
     @property
     def notices(self) -> list[str]:
@@ -282,10 +289,11 @@ class Capture:
                 "travels anew, without the parallel wrapper or the sharding that it had in the ranks; wrap it again before "
                 "it is trained."
             )
-        if self._edited:
+        edited = [n for module in self._edited.values() if (n := module.__name__) in self._reached()]
+        if edited:
             found.append(
-                f"{', '.join(self._edited)}: edited since this notebook imported it. The ranks run the file as it is now, the "
-                f"notebook what it imported, each with data of its own; importlib.reload({self._edited[0]}) in a cell of its own takes the file here, too."
+                f"{', '.join(edited)}: edited since this notebook imported it. The ranks run the file as it is now, the "
+                f"notebook what it imported, each with data of its own; importlib.reload({edited[0]}) in a cell of its own takes the file here, too."
             )
         if self._detached:
             names = ", ".join(self._detached)
@@ -330,11 +338,14 @@ def capture(
         future = shell.compile.flags & _FUTURE if shell is not None else 0
         needs = needs_of(cell, namespace)
         needs.maybe |= values_of_cells(needs.words, namespace)
-        held = Held(kept or Kept(namespace, project=str(project)), namespace, anew)
+        kept = kept or Kept(namespace, project=str(project))
+        edited = {n: module for n, module in edited_modules(str(project)).items() if n not in kept.places}
+        set_apart(edited)
+        held = Held(kept, namespace, anew)
         _check_returned(needs, namespace, {*(returned or ())} - held.names)
         _wait_for_devices()
         magics = magics_used(needs.words, namespace, shell)
-        known = magics, list(imported_by(cell))
+        known = magics, list(imported_by(cell)), edited
         captured = Capture(namespace, needs, str(project), held, *known)
         while held.let_go(captured.heap):  # what travels has parts of them
             captured = Capture(namespace, needs, str(project), held, *known)

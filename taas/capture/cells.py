@@ -161,6 +161,12 @@ def history_of(shell: InteractiveShell | None) -> dict[str, Any]:
     }
 
 
+def cell_numbers(shell: InteractiveShell | None) -> dict[str, int]:
+    """Return ``In[n]`` of a shell's cells by file, which tracebacks show; IPython 7 has no numbers there."""
+    numbers: dict[str, int] = {} if shell is None else vars(shell.compile).setdefault("_filename_map", {})
+    return numbers
+
+
 def dress(
     shell: InteractiveShell,
     namespace: dict[str, Any],

@@ -27,6 +27,7 @@ from typing import Any
 from cloudpickle import cloudpickle as _cloudpickle
 
 from taas.capture.reading import Reading, import_or_stand_in, read_insides, set_insides
+from taas.import_hooks import may_be_of_project
 
 TESTED_CLOUDPICKLE = "3.1"
 """The series whose private parts this module was written against."""
@@ -212,20 +213,36 @@ def read_class(cls: type) -> Reading | None:
     return Reading(make, arguments, _set_class, (attributes,), (".",), turn_into_class)
 
 
-def _make_class(meta: type, name: str, bases: tuple[type, ...], *rest: Any) -> type:
-    """Make a class that is filled later, without its bases' ``__init_subclass__``: what that did when it was defined is in their state."""
+def _make_class(
+    meta: type, name: str, bases: tuple[Any, ...], attributes: dict[str, Any], tracked: Any, _: Any
+) -> type:
+    """Make a class that is filled later, without the hooks of its bases and their metaclass, if these are the notebook's or the project's.
+
+    What they did when it was defined is in their state.
+    """
+    own_bases = types.resolve_bases(bases)
+    if own_bases is not bases:
+        attributes = {**attributes, "__orig_bases__": bases}
     hooks = {
         base: vars(base)["__init_subclass__"]
-        for base in {part for base in types.resolve_bases(bases) for part in base.__mro__}
-        if "__init_subclass__" in vars(base) and not _cloudpickle._should_pickle_by_reference(base)
+        for base in {part for base in own_bases for part in base.__mro__}
+        if "__init_subclass__" in vars(base) and _has_state(base)
     }
+    by: Any = next(part for part in meta.__mro__ if not _has_state(part))
     try:
         for base in hooks:
             type.__delattr__(base, "__init_subclass__")
-        return _cloudpickle._make_skeleton_class(meta, name, bases, *rest)  # type: ignore[no-any-return]
+        cls = by.__new__(meta, name, own_bases, dict(attributes))
+        by.__init__(cls, name, own_bases, dict(attributes))
+        return _cloudpickle._lookup_class_or_track(tracked, cls)  # type: ignore[no-any-return]
     finally:
         for base, hook in hooks.items():
             type.__setattr__(base, "__init_subclass__", hook)
+
+
+def _has_state(cls: type) -> bool:
+    """Tell whether what a class holds travels, as it is of the notebook, or of a module of the project."""
+    return may_be_of_project(cls.__module__) or not _cloudpickle._should_pickle_by_reference(cls)
 
 
 def turn_into_class(cls: type, *_: Any) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import gc
 import marshal
-import operator
 import pickle
 import sys
 import types
@@ -25,6 +24,7 @@ from taas.capture.reader import Reader, content_of
 from taas.capture.reading import (
     ATOMS,
     Reading,
+    is_only_python,
     itself,
     module_named,
     read_insides,
@@ -37,12 +37,11 @@ State = tuple[str, bytes, tuple[int, ...]]
 
 _BOXES = frozenset({list, dict, tuple})
 _PLAIN = ATOMS | _BOXES
-_FLOATS = frozenset({float, complex})
 _LARGE = 8
 """Items from which on it pays to look whether a container is a plain subtree."""
 _DEEPEST = 64
 _HELD = (
-    ("math", "nan"), ("numpy", "nan"), ("argparse", "SUPPRESS"), ("builtins", "__dict__"), ("builtins", "Ellipsis"),
+    ("argparse", "SUPPRESS"), ("builtins", "__dict__"), ("builtins", "Ellipsis"),
     ("builtins", "NotImplemented"), ("dataclasses", "_EMPTY_METADATA"), ("sys", "stdout"), ("sys", "stderr"), ("traitlets", "All"),
 )  # fmt: skip
 """What is told by which object it is (``default is SUPPRESS``; what ``exec`` puts into a namespace), by its name in a module."""
@@ -65,29 +64,10 @@ def _counted_as_part(state: tuple[Any, ...]) -> int:
     return 0
 
 
-class _Probe:
-    pass
-
-
 _held_once = [[]]  # type: ignore[var-annotated]
 _ALONE = next(iter(_with_counts(list(_held_once))))[1]
 _IN_MAP = max(map(_count, [[]]))
 _FRESH_PART = _counted_as_part(({},))
-_probe = _Probe()
-_probe.x = 1  # type: ignore[attr-defined]
-_OWN_DICT = _count(_probe.__dict__)
-
-
-def _is_nan_among(values: Iterable[Any]) -> bool:
-    """Tell whether a NaN is among values, which has an identity: ``nan in numbers``."""
-    floats = [value for value in values if type(value) in _FLOATS]
-    return any(map(operator.ne, floats, floats))
-
-
-def _is_flat(values: Iterable[Any]) -> bool:
-    """Tell whether all are atoms without identity."""
-    kinds = set(map(type, values))
-    return kinds <= ATOMS and (kinds.isdisjoint(_FLOATS) or not _is_nan_among(values))
 
 
 def _is_leaf(box: Any) -> bool:
@@ -95,7 +75,7 @@ def _is_leaf(box: Any) -> bool:
     inner = box if type(box) is list else gc.get_referents(box)
     for _ in range(_DEEPEST):
         kinds = set(map(type, inner))
-        if not kinds <= _PLAIN or (not kinds.isdisjoint(_FLOATS) and _is_nan_among(inner)):
+        if not kinds <= _PLAIN:
             return False
         if kinds <= ATOMS:
             return True
@@ -167,11 +147,13 @@ class FlatStates:
             self.describe_again(self._todo.pop())
 
     def describe_again(self, n: int) -> None:
-        """Describe an object as it is now; what its own protocol raises is noted."""
+        """Describe an object as it is now; what its own protocol raises is noted, and its attributes are compared all the same."""
         try:
             self.states[n] = self.describe(n)
         except Exception as error:  # whatever a user's own protocol raises
             self.failed[n] = error
+            if is_only_python(type(self.objects[n])):
+                self.states[n] = self._plain(self.objects[n])
 
     def back_to(self, length: int) -> None:
         """Forget what was entered since there were ``length`` objects."""
@@ -219,35 +201,30 @@ class FlatStates:
 
     def _list(self, value: Any) -> State:
         kind = type(value).__name__
-        if len(value) > _LARGE and (_is_leaf(value) if kind == "list" else _is_flat(value)):
+        if len(value) > _LARGE and (_is_leaf(value) if kind == "list" else _atomic(map(type, value))):
             return (kind, marshal.dumps(value, 2), ())
         children: list[int] = []
         items = self._split(list(value), children, fresh=self._holds_fresh(value), inline=kind == "list")
         return (kind, marshal.dumps(items, 2), tuple(children))
 
     def _dict(self, value: Any) -> State:
-        if len(value) > _LARGE and _is_leaf(value):
-            return ("leaf", marshal.dumps(value, 2), ())
+        """Describe a dict, or an OrderedDict, of which a module has ten."""
+        kind = type(value).__name__
+        if kind != "dict" and vars(value):
+            return self._reading(value, self.reader.reader_of(OrderedDict)(value))  # type: ignore[misc, arg-type]
+        if kind == "dict" and len(value) > _LARGE and _is_leaf(value):
+            return (kind, marshal.dumps(value, 2), ())
         children: list[int] = []
         keys = self._split(list(value), children)
         items = self._split(list(value.values()), children, fresh=self._holds_fresh(value.values()))
-        return ("dict", marshal.dumps((keys, items), 2), tuple(children))
+        return (kind, marshal.dumps((keys, items), 2), tuple(children))
 
     def _holds_fresh(self, items: Iterable[Any]) -> bool:
         """Tell whether a container that is described was made afresh with what is in it, but for memory of others."""
         return self._in_fresh and not any(is_tensor(item) or is_array(item) for item in items)
 
-    def _ordered(self, value: Any) -> State:
-        """Describe an OrderedDict, of which a module has ten."""
-        if vars(value) and (reading := self.reader.read(value)) is not None:
-            return self._reading(value, reading)
-        children: list[int] = []
-        keys = self._split(list(value), children)
-        items = self._split(list(value.values()), children)
-        return ("ordered", marshal.dumps((keys, items), 2), tuple(children))
-
     def _set(self, value: Any) -> State:
-        if _is_flat(value):
+        if _atomic(map(type, value)):
             return (type(value).__name__, marshal.dumps((value, ()), 2), ())
         plain = {item for item in value if self._is_inline_item(item)}
         children: list[int] = []
@@ -259,25 +236,16 @@ class FlatStates:
         )  # in no order
 
     def _is_inline_item(self, item: Any) -> bool:
-        kind = type(item)
-        return (
-            _is_flat(item) if kind is tuple else kind in ATOMS and item == item and id(item) not in self._held
-        )
+        if type(item) is tuple:
+            return _atomic(map(type, item))
+        return type(item) in ATOMS and id(item) not in self._held
 
     def _plain(self, value: Any) -> State:
         """Describe an object that is its ``__dict__`` and slots."""
         children = [self.enter(type(value))]
         attributes, slots = read_insides(value)
-        names: Any = None
-        held: list[Any] = []
-        whole = attributes is not None and (
-            _count(attributes) > _OWN_DICT + 1 or not set(map(type, attributes)) <= {str}
-        )
-        if whole:  # others hold it, too
-            children.append(self.enter(attributes))
-            names = ...
-        elif attributes is not None:
-            names, held = list(attributes), self._split(list(attributes.values()), children)
+        names = None if attributes is None else [*attributes]
+        held = self._split(list((attributes or {}).values()), children)
         inside = self._split(list(slots.values()), children)
         return ("object", marshal.dumps((names, held, list(slots), inside), 2), tuple(children))
 
@@ -347,15 +315,14 @@ class FlatStates:
             fresh: whether a protocol has made what nobody else holds.
             inline: whether what can change may stand in the blob; not in that of a constant.
         """
-        kinds = set(map(type, values))
-        plain = kinds <= ATOMS and (len(values) > _LARGE or self._held.keys().isdisjoint(map(id, values)))
-        if plain and (kinds.isdisjoint(_FLOATS) or not _is_nan_among(values)):
+        few = len(values) <= _LARGE
+        if _atomic(map(type, values)) and not (few and any(id(value) in self._held for value in values)):
             return values
         number, out = self.number, list[Any]()
         for value, count in _with_counts(values):
             kind = type(value)
             if kind in ATOMS:
-                by_value = id(value) not in self._held and value == value
+                by_value = id(value) not in self._held
             elif kind in _BOXES:
                 by_value = self._is_inline(value, count <= _ALONE and inline)
             else:
@@ -370,11 +337,9 @@ class FlatStates:
 
     def _is_inline(self, box: Any, alone: bool) -> bool:
         """Tell whether a small plain container may stand in a blob: one in which nothing can change, or that has one holder."""
-        if type(box) is tuple:
-            return _is_flat(box)
-        if not alone or id(box) in self.number:
+        if type(box) is not tuple and (not alone or id(box) in self.number):
             return False
-        return _is_flat(box) and (type(box) is list or _is_flat(box.values()))
+        return _atomic(map(type, box)) and (type(box) is not dict or _atomic(map(type, box.values())))
 
     def _child(self, value: Any, *, fresh: bool) -> int:
         if type(value) is MemoryRange:
@@ -403,7 +368,7 @@ def _atom(_: FlatStates, value: Any) -> State:
 
 _KNOWN: dict[type, Callable[[FlatStates, Any], State]] = {
     list: FlatStates._list, tuple: FlatStates._list, dict: FlatStates._dict, set: FlatStates._set, frozenset: FlatStates._set,
-    OrderedDict: FlatStates._ordered, types.BuiltinFunctionType: FlatStates._builtin, types.CodeType: _atom, **dict.fromkeys(ATOMS, _atom),
+    OrderedDict: FlatStates._dict, types.BuiltinFunctionType: FlatStates._builtin, types.CodeType: _atom, **dict.fromkeys(ATOMS, _atom),
 }  # fmt: skip
 
 

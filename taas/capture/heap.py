@@ -10,14 +10,14 @@ import contextlib
 import gc
 import marshal
 import pickle
-import sys
 import types
-from collections.abc import Callable, Collection, Container, Iterable, Iterator
+from collections.abc import Collection, Container, Iterable, Iterator
 from copy import copy
 from itertools import islice
 from typing import Any, NamedTuple
 
 from taas.capture.flat import FlatStates, State
+from taas.capture.holders import left_out, parts_of_holder
 from taas.capture.memory import MemoryRange, SentMemory, Span
 from taas.capture.reader import Paths, Reader, is_as_sent, stays
 from taas.capture.reading import ATOMS
@@ -29,8 +29,7 @@ NAMESPACE = 0
 CONSTANT = frozenset({"atom", "global", "memory", "name", "same", "tuple", "frozenset"})
 """Kinds of objects in which nothing can change."""
 
-_HELD_BY_TABLE = 2
-"""References to an object that only a table holds, with the one that asks."""
+_CODE = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)
 
 
 @contextlib.contextmanager
@@ -51,6 +50,19 @@ def no_collection() -> Iterator[None]:
 _NO_BLOB = marshal.dumps(None, 2)
 
 
+class TooLarge(Exception):
+    """It could travel, but has more bytes than may."""
+
+
+class LeftOut(NamedTuple):
+    """A part of a module's data, of a logger or of a display formatter that stays behind: in what, how it is written, and why."""
+
+    holder: Any
+    path: str
+    part: Any
+    error: Exception
+
+
 class Heap(FlatStates):
     """The objects of a notebook, or of a rank, by number, and what they were earlier.
 
@@ -64,19 +76,52 @@ class Heap(FlatStates):
 
     # ------------------------------------------------------------ what is in it
 
-    def size(self, since: int) -> int:
-        """Return about how many bytes the states of objects from a number on have."""
-        return sum(len(state[1]) + 8 * len(state[2]) for state in self.states[since:] if state is not None)
+    def size(self, numbers: Iterable[int]) -> int:
+        """Return about how many bytes some objects have to be written: their states, and memory."""
+        found = 0
+        for n in numbers:
+            if (state := self.states[n]) is not None:
+                found += len(state[1]) + 8 * len(state[2])
+                if state[0] == "memory":
+                    found += sum(high - low for low, high in self.objects[n].spans[:1])
+        return found
 
-    def foreign_code(self, since: int) -> Exception | None:
-        """Return an error where objects from a number on hold code that is neither found by its name nor the notebook's."""
-        for value, state in zip(self.objects[since:], self.states[since:], strict=True):
-            by_value = (
-                state is not None and state[0] == "reading" and isinstance(value, (type, types.FunctionType))
-            )
-            if by_value and value.__module__ not in ("__main__", "builtins"):
-                return pickle.PicklingError(f"{value.__qualname__} is not found by its name")
-        return None
+    def leave_out(self, since: int) -> list[LeftOut]:
+        """Leave out, until :data:`left_out` is emptied, what cannot travel of the loggers, formatters and modules met of late.
+
+        Nor does what is too large of a module's data, or holds code of a module that is not found by its name. They have to be
+        described again without it.
+
+        Args:
+            since: the number from which on objects are new.
+        """
+        holders, self.reader.holders = self.reader.holders, []
+        if not holders:
+            return []
+        new = range(since, len(self.objects))
+        foreign = {n for n in new if _is_foreign_code(self.objects[n], self.states[n])}
+        is_large = self.size(new) > LARGEST
+        if not (self.failed or foreign or is_large):
+            return []
+        among = range(NAMESPACE + 1, len(self.objects))
+        failing, with_code = self.holding(self.failed, among), self.holding(foreign, among)
+        found = []
+        for holder in holders:
+            reasons = {"a part of it cannot be pickled": failing}
+            if isinstance(holder, types.ModuleType):
+                reasons["it holds code that is not found by its name"] = with_code
+            for path, part in parts_of_holder(holder):
+                n = self.number.get(id(part), NAMESPACE)
+                why = next((pickle.PicklingError(why) for why, which in reasons.items() if n in which), None)
+                error = why or (self._too_large(n) if is_large and n >= since and len(reasons) > 1 else None)
+                if error is not None and id(part) not in left_out:
+                    found.append(LeftOut(holder, path, part, error))
+        left_out.update({id(one.part): one.part for one in found})
+        return found
+
+    def _too_large(self, n: int) -> Exception | None:
+        is_large = self.size(self.reached([n])) > LARGEST
+        return TooLarge(f"it has more than {LARGEST:,} bytes") if is_large else None
 
     def early(self, n: int) -> int:
         """Tell when a name of an object is bound: modules and plain values, then code, then what has methods that may use them."""
@@ -108,9 +153,9 @@ class Heap(FlatStates):
     def mark(self) -> None:
         """Describe again what is read in another way here than there: tensors of other devices, functions on this namespace.
 
-        An object with a protocol of its own is asked again only where it keeps others in place of what it was made with
-        (the levels of pandas' indexes); nor is what is here what came: containers, plain objects, arrays, tensors in host
-        memory, data of modules.
+        An object with a protocol of its own is asked again where it may keep a copy of what it was made with: this is nobody
+        else's, and gets a number that only this side knows. What is here what came is not: containers, plain objects, arrays,
+        tensors in host memory, data of modules.
         """
         for n, value in enumerate(self.objects):
             if n == NAMESPACE or value is None or stays(type(value)) or isinstance(value, types.ModuleType):
@@ -125,11 +170,13 @@ class Heap(FlatStates):
     def _is_other_here(self, value: Any, state: State) -> bool:
         if not self.reader.asks(type(value)):
             return True
-        return not is_tensor(value) and not all(map(self._is_held, state[2]))
+        return not is_tensor(value) and any(map(self._may_change, state[2]))
 
-    def _is_held(self, n: int) -> bool:
-        """Tell whether anything but this table holds an object."""
-        return self.objects[n] is not None and sys.getrefcount(self.objects[n]) > _HELD_BY_TABLE
+    def _may_change(self, n: int) -> bool:
+        state = self.states[n]
+        return state is None or (
+            state[0] not in CONSTANT and not isinstance(self.objects[n], (*_CODE, type(None)))
+        )
 
     def describe_after(self, numbers: Iterable[int], reader: Reader, sent: SentMemory | None = None) -> None:
         """Describe some objects anew: what they are now, beside what they were."""
@@ -249,7 +296,7 @@ class Heap(FlatStates):
         """Tell whether other arguments are part of a change; None for one that cannot be done in place."""
         assert before is not None and now is not None
         kinds = {before[0], now[0]}
-        if kinds <= {"dict", "leaf"} or (len(kinds) == 1 and kinds <= {"list", "ordered", "set", "object"}):
+        if len(kinds) == 1 and kinds <= {"list", "dict", "OrderedDict", "set", "object"}:
             return False
         if now[0] == "object" and before[0] == "reading":
             return False  # it has turned into an object of another class
@@ -313,10 +360,16 @@ class Heap(FlatStates):
 
 
 def _has_identity(kind: str, value: Any) -> bool:
-    """Tell whether an object is known by which one it is; of plain values, only None and a NaN."""
+    """Tell whether an object is known by which one it is; of plain values, only None."""
     if kind == "atom":
-        return value is None or type(value) is types.CodeType or bool(value != value)
+        return value is None or type(value) is types.CodeType
     return kind not in ("memory", "same")  # the latter is another one here, which has a number of its own
+
+
+def _is_foreign_code(value: Any, state: State | None) -> bool:
+    """Tell whether an object is code that is neither found by its name nor the notebook's."""
+    by_value = state is not None and state[0] == "reading" and isinstance(value, (type, types.FunctionType))
+    return by_value and value.__module__ not in ("__main__", "builtins")
 
 
 def _is_value(state: State) -> bool:
@@ -325,8 +378,9 @@ def _is_value(state: State) -> bool:
 
 # ---------------------------------------------------------------- what cannot travel
 
-_DEPTH = 40
-_WIDTH = 10_000
+LARGEST = 256 << 20
+"""Data of a module that have more bytes stay behind."""
+_PARTS = 1_000_000
 
 _ADVICE = {
     "generator": "make it inside the cell, or a list of it before",
@@ -350,62 +404,31 @@ class Culprit(NamedTuple):
     advice: str
 
 
-def failure_of(
-    value: Any, namespace: dict[str, Any], reader: Reader, limit: int | None = None
-) -> Exception | None:
-    """Return why a value cannot travel by itself; with a ``limit``, in so many bytes, and without code of modules."""
+def table_of(value: Any, namespace: dict[str, Any], reader: Reader) -> Heap:
+    """Return a table of an object alone."""
     heap = Heap(reader, [namespace])
     heap.enter(value)
     heap.walk()
-    error = next(iter(heap.failed.values()), None)
-    if error is None and limit is not None and heap.size(0) + heap.sent.size(0) > limit:
-        error = ValueError(f"it has more than {limit:,} bytes")
-    return error if error is not None or limit is None else heap.foreign_code(0)
+    return heap
 
 
-def culprit_of(
-    name: str, value: Any, namespace: dict[str, Any], write: Callable[[Any], Exception | None]
-) -> Culprit | None:
-    """Find what in ``value`` cannot be pickled, going down to the innermost part that fails by itself.
+def culprit_of(name: str, value: Any, heap: Heap) -> Culprit | None:
+    """Return what in an object cannot travel, as its table says, by the shortest way to it.
 
     Args:
         name: how the path begins.
         value: the object.
-        namespace: the globals of the notebook's functions.
-        write: pickles an object as it was tried; raises, or returns, why it cannot.
-
-    Returns:
-        None where ``value`` can be pickled.
+        heap: its table.
     """
-    reason = _failure(value, write)
-    if reason is None:
+    failed = {id(heap.objects[n]): error for n, error in heap.failed.items()}
+    if not failed:
         return None
-    paths, seen = Paths(Reader(namespace)), {id(value): value}
-    for _ in range(_DEPTH):
-        for label, part in islice(paths.parts(value), _WIDTH):
-            inner = None if id(part) in seen else _failure(part, write)
-            seen[id(part)] = part
-            if inner is not None:
-                name, value, reason = name + label, part, inner
-                break
-        else:
-            break
-    cls = type(value)
+    walked = islice(Paths(heap.reader).walk({name: value}), _PARTS)
+    path, part = next(
+        (found for found in walked if id(found[1]) in failed), (name, heap.objects[min(heap.failed)])
+    )
+    error, cls = failed[id(part)], type(part)
     own = cls.__module__ in ("builtins", "__main__")
     kind = cls.__qualname__ if own else f"{cls.__module__}.{cls.__qualname__}"
-    return Culprit(name, kind, reason, _ADVICE.get(cls.__name__, _OTHER_ADVICE))
-
-
-def culprit_in_heap(name: str, value: Any, namespace: dict[str, Any], **how: Any) -> Culprit | None:
-    """Find what in a value cannot travel as names do; ``how`` its reader is made."""
-    return culprit_of(
-        name, value, namespace, lambda part: failure_of(part, namespace, Reader(namespace, **how))
-    )
-
-
-def _failure(value: Any, write: Callable[[Any], Exception | None]) -> str | None:
-    try:
-        error = write(value)
-    except Exception as raised:  # whatever a user's __reduce__ or __getstate__ raises
-        error = raised
-    return None if error is None else f"{type(error).__name__}: {error}".partition("\n")[0]
+    reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+    return Culprit(path, kind, reason, _ADVICE.get(cls.__name__, _OTHER_ADVICE))

@@ -4,9 +4,9 @@ They are objects of the heap, known by name.
 
 A module travels by its name. The data of the project's modules (``helper.counter``), and of their classes
 (``helper.Model.count``), are the module's state. They travel where the cell reaches the module, by whatever it uses. Functions
-and classes are not data, unless they are the notebook's own: they are what the module's file says. Where the file was edited
-since the notebook imported it, the data are what it says, too. An object that another process cannot rebuild from names (a lock,
-a library opened by ctypes) stays behind: the ranks' module has its own.
+and classes are not data, unless they are the notebook's own: they are what the module's file says. Where the ranks have
+another module than the notebook (its file was edited in between), each has data of its own. An object that another process cannot
+rebuild from names (a lock, a library opened by ctypes), or that is too large, stays behind: the ranks' module has its own.
 
 A logger's state is its handlers and filters, but for those that come with a library or with what runs the kernel (levels are
 settings); a formatter's is which function shows which class.
@@ -21,12 +21,11 @@ import operator
 import os
 import sys
 import types
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any
 
 from taas.capture.code_by_value import words_in
 from taas.capture.reading import (
-    ATOMS,
     MissingModule,
     Reading,
     import_or_stand_in,
@@ -34,13 +33,12 @@ from taas.capture.reading import (
     make_plain,
     turn_into,
 )
-from taas.import_hooks import imported_since, is_edited
+from taas.import_hooks import imported_since, is_edited, may_be_of_project
 
 _ANY_MODULE = ({"import_module"}, {"__import__"}, {"sys", "modules"}, {"runpy"}, {"%run"})
 """Code with such words may reach modules that it does not name."""
 _CODE = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)
 _NOT_DATA_OF = ("typing", "__future__", "_frozen_importlib_external")
-_NOT_OF_PROJECTS = {"taas", "__main__", "__mp_main__", *sys.stdlib_module_names}
 _HOLDS = {"pandas": "options.display.float_format"}
 """What modules of libraries hold that is a function of the notebook, and no plain setting."""
 
@@ -52,8 +50,18 @@ _known: set[str] = set()
 _maybe_of_projects: list[str] = []
 _put: set[str] = set()
 """What was put into modules: what takes its place is data, too."""
+_lacks: set[str] = set()
+"""What the other side's modules have and could not send, and the ones here have not."""
 left_out: dict[int, Any] = {}
 """Parts of what holds something of the notebook that cannot travel, by their ids: each process has its own."""
+apart: set[str] = set()
+"""What keeps what it has here, by what messages call it: it is another one than on the other side."""
+
+
+def set_apart(names: Iterable[str]) -> None:
+    """Let these, and no others, keep what they have."""
+    apart.clear()
+    apart.update(names)
 
 
 class Left:
@@ -62,12 +70,7 @@ class Left:
 
 def survey() -> None:
     """Note which modules may be a project's: done once before forking, it costs a rank nothing."""
-    _maybe_of_projects.extend(filter(_may_be_of_project, imported_since(_known)))
-
-
-def _may_be_of_project(name: str) -> bool:
-    file = getattr(sys.modules[name], "__file__", None) or ""
-    return file != "" and "site-packages" not in file and name.partition(".")[0] not in _NOT_OF_PROJECTS
+    _maybe_of_projects.extend(filter(may_be_of_project, imported_since(_known)))
 
 
 def _of_project(project: str) -> list[tuple[str, types.ModuleType]]:
@@ -84,33 +87,32 @@ def loaded_as(project: str) -> dict[str, Any]:
     return {name: module.__spec__ for name, module in _of_project(project)}
 
 
-def edited_modules(project: str, modules: Container[str]) -> list[str]:
-    """Return those of some modules of the project whose file was edited since the notebook imported it."""
-    return [name for name, _ in _of_project(project) if is_edited(name) and name in modules]
+def edited_modules(project: str) -> dict[str, types.ModuleType]:
+    """Return the project's modules whose file was edited since this process imported it, by what messages call them."""
+    return {name_of_holder(module): module for name, module in _of_project(project) if is_edited(name)}
 
 
 def reader_of_module(module: types.ModuleType, project: str) -> Reading:
-    """Read a module: it is found by its name; one of the project that was not edited has its data as state."""
+    """Read a module: it is found by its name; one of the project that is not set apart has its data as state."""
     name = module.__name__
-    of_project = bool(project) and name in dict(_of_project(project)) and not is_edited(name)
-    if not of_project and name not in _HOLDS:
+    has_data = name in _HOLDS or (bool(project) and name in dict(_of_project(project)))
+    if not has_data or name_of_holder(module) in apart:
         return Reading(import_or_stand_in, (name,))
-    told = {way: Left if id(value) in left_out else value for way, value in sorted(data_of(module).items())}
+    lacking = {key.removeprefix(f"{name}:"): Left for key in _lacks if key.startswith(f"{name}:")}
+    here = {way: Left if id(value) in left_out else value for way, value in data_of(module).items()}
+    told = dict(sorted((lacking | here).items()))
     return Reading(import_or_stand_in, (name,), _set_data, (told,), (".",))
 
 
 def modules_with_data(project: str, modules: Container[str] | None = None) -> dict[str, types.ModuleType]:
     """Return the modules that are imported and have data of the notebook's, by what messages call them; of some only."""
-    found = {
-        name: module
-        for name, module in _of_project(project)
-        if (modules is None or name in modules) and not is_edited(name)
-    }
+    found = {name: module for name, module in _of_project(project) if modules is None or name in modules}
     for name in _HOLDS.keys() & sys.modules.keys():
         if name in _put or any(value is not None for value in data_of(sys.modules[name]).values()):
             found[name] = sys.modules[name]
             _put.add(name)
-    return {f"the module {name}": module for name, module in found.items()}
+    named = {name_of_holder(module): module for module in found.values()}
+    return {name: module for name, module in named.items() if name not in apart}
 
 
 def data_of(module: types.ModuleType) -> dict[str, Any]:
@@ -128,13 +130,14 @@ def data_of(module: types.ModuleType) -> dict[str, Any]:
 
 def _set_data(module: types.ModuleType, state: tuple[dict[str, Any]]) -> None:
     name = module.__name__
-    if isinstance(module, MissingModule) or is_edited(name):
+    if isinstance(module, MissingModule) or name_of_holder(module) in apart:
         return
     here, told = data_of(module), state[0]
     for way in here.keys() - told.keys():
         holder, attribute = _held(module, way)
         if attribute in vars(holder):
             delattr(holder, attribute)
+    _lacks.update(f"{name}:{way}" for way, value in told.items() if value is Left and way not in here)
     for way, value in told.items():
         if value is not Left and here.get(way, Left) is not value:
             _put.add(f"{name}:{way}")
@@ -196,8 +199,6 @@ def modules_reached(words: set[str], named: set[str], project: str) -> set[str]:
 # ---------------------------------------------------------------- all that holds something
 
 _OF_KERNELS = ("IPython.", "ipykernel.", "matplotlib_inline.")
-_LARGEST = 256 << 20
-"""Data of a module that have more bytes stay behind."""
 _listed: set[str] = set()
 """What has held something of the notebook once: that it holds nothing any more is its state."""
 
@@ -214,46 +215,40 @@ def reader_of_holders(cls: type) -> Callable[[Any], Reading | None] | None:
 
 def holders(project: str, modules: Container[str] | None = None) -> dict[str, Any]:
     """Return what holds something of the notebook, by what messages call it; of some modules of the project only."""
-    found: dict[str, Any] = {f"logging.getLogger({log.name!r})": log for log in all_loggers()}
-    found |= {f"get_ipython().display_formatter.formatters[{kind!r}]": f for kind, f in _formatters().items()}
+    found = {name_of_holder(one): one for one in (*all_loggers(), *_formatters().values())}
     _listed.update(name for name, holder in found.items() if any(_own_parts(holder).values()))
     listed = {name: holder for name, holder in found.items() if name in _listed}
     return listed | modules_with_data(project, modules)
 
 
-def leave_out(
-    held: dict[str, Any],
-    fails: Callable[[Any, int | None], Exception | None],
-    why: Callable[[str, Any], str | None],
-    known: Container[int] = (),
-) -> list[str]:
-    """Leave out what cannot travel of what loggers, formatters and modules hold, until :data:`left_out` is emptied.
+def all_holders() -> list[str]:
+    """Return what messages call all modules, loggers and formatters of this process, whatever they hold."""
+    return [
+        *(f"the module {name}" for name in sys.modules),
+        *(name_of_holder(one) for one in (*all_loggers(), *_formatters().values())),
+    ]
 
-    Args:
-        held: these, as :func:`holders` has them.
-        fails: returns why an object cannot travel; with a number, in so many bytes, and without code of modules.
-        why: says of a part, by its name, why it cannot travel.
-        known: ids of what both sides know.
 
-    Returns:
-        What it said of parts that are not in modules: these have their own in each process.
-    """
-    said = []
-    for holder_name, holder in held.items():
-        in_module = isinstance(holder, types.ModuleType)
-        for kind, parts in _own_parts(holder).items():
-            for key, part in [*(parts.items() if isinstance(parts, dict) else enumerate(parts))]:
-                if type(part) in ATOMS or id(part) in known:
-                    continue
-                if fails(part, _LARGEST if in_module else None) is not None:
-                    left_out[id(part)] = part
-                    said += [] if in_module else [why(f"{holder_name}.{kind}[{key!r}]", part) or ""]
-    return said
+def name_of_holder(holder: Any) -> str:
+    """Return what messages call a module, a logger or a display formatter."""
+    if isinstance(holder, types.ModuleType):
+        return f"the module {holder.__name__}"
+    if isinstance(holder, logging.Logger):
+        return f"logging.getLogger({holder.name!r})"
+    return f"get_ipython().display_formatter.formatters[{holder.format_type!r}]"
+
+
+def parts_of_holder(holder: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what a module, a logger or a display formatter holds of the notebook, and how that is written."""
+    if isinstance(holder, types.ModuleType):
+        yield from ((f"{holder.__name__}.{way}", part) for way, part in data_of(holder).items())
+        return
+    for kind, parts in _own_parts(holder).items():
+        for key, part in parts.items() if isinstance(parts, dict) else enumerate(parts):
+            yield f"{name_of_holder(holder)}.{kind}[{key!r}]", part
 
 
 def _own_parts(holder: Any) -> dict[str, Any]:
-    if isinstance(holder, types.ModuleType):
-        return {"data": data_of(holder)}
     if not isinstance(holder, logging.Logger):
         return {"type_printers": _own_printers(holder)}
     return {
@@ -294,7 +289,7 @@ def _read_logger(log: Any) -> Reading | None:
 
 
 def _set_logger(log: Any, state: tuple[dict[str, list[Any]]]) -> None:
-    for name, items in state[0].items():
+    for name, items in state[0].items() if name_of_holder(log) not in apart else ():
         here = getattr(log, name)
         here[:] = [*(item for item in here if _stays(log, item)), *items]
 
@@ -360,6 +355,8 @@ def _own_printers(formatter: Any) -> dict[Any, Any]:
 
 
 def _set_printers(formatter: Any, state: tuple[dict[str, dict[Any, Any]]]) -> None:
+    if name_of_holder(formatter) in apart:
+        return
     here, told = _own_printers(formatter), state[0]["type_printers"]
     for key in here.keys() - told.keys():
         formatter.pop(key, None)

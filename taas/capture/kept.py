@@ -176,7 +176,7 @@ class Held:
         self.named = {
             id(value): name
             for name, value in by_wrapped
-            if name in self.names and name not in self.own and (type(value) not in ATOMS or value != value)
+            if name in self.names and name not in self.own and type(value) not in ATOMS
         }
 
     def let_go(self, heap: Heap) -> bool:

@@ -5,7 +5,7 @@
 * pandas copies a block before it writes to it while another frame or series looks into the same memory, which it counts in
   an object that such blocks have in common. Pickle leaves that out: a column taken from a frame would change with it.
   A series' pickle leaves out the block itself; an index made of a column looks into it, too.
-* DataLoaders with persistent workers hold these, and meshes of devices their process groups.
+* DataLoaders with persistent workers hold these, and meshes of devices their process groups; tqdm counts its bars.
 * Objects with traits (widgets) tell somebody when they change, which their pickles leave out.
 """
 
@@ -17,7 +17,15 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from taas.capture.reading import Reading, keeps_pickling_of_object, make_plain, read_reduced, turn_into
+from taas.capture.reading import (
+    Reading,
+    keeps_pickling_of_object,
+    make_plain,
+    read_insides,
+    read_reduced,
+    set_insides,
+    turn_into,
+)
 
 _rebuilt: weakref.WeakSet[Any] = weakref.WeakSet()
 """Optimizers that were built in this process and not stepped since."""
@@ -41,6 +49,9 @@ def library_reader(cls: Any, *, answers: bool = False) -> _ReaderOf | None:
     mesh = getattr(sys.modules.get("torch.distributed.device_mesh"), "DeviceMesh", None)
     if mesh is not None and issubclass(cls, mesh) and hasattr(cls, "__setstate__"):
         return lambda value: _read(value, _set_mesh, "_pg_registry")
+    bar = getattr(sys.modules.get("tqdm.std"), "tqdm", None)
+    if bar is not None and issubclass(cls, bar):
+        return lambda value: Reading(make_plain, (type(value),), _set_bar, read_insides(value), (".", "."))
     return _reader_of_optimizers(cls) or _reader_of_blocks(cls, answers=answers)
 
 
@@ -59,6 +70,13 @@ def _set_mesh(mesh: Any, state: tuple[dict[str, Any]]) -> None:
         mesh.__setstate__(*state)
     finally:
         log.disabled = was
+
+
+def _set_bar(bar: Any, insides: tuple[Any, dict[str, Any]]) -> None:
+    """Set a bar of tqdm; one that is over has no line any more, though its class counts it when it is made."""
+    set_insides(bar, insides)
+    if bar.disable:
+        type(bar)._instances.discard(bar)
 
 
 # ---------------------------------------------------------------- optimizers and schedulers

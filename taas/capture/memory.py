@@ -221,20 +221,16 @@ class SentMemory:
         kept = {(memory.address, memory.nbytes) for memory in memories}
         self._met = {key: met for key, met in self._met.items() if key in kept}
 
-    def devices(self) -> set[str]:
-        """Return the devices that have it."""
-        return {memory.device for memory in self._met.values()}
+    def tensors_on_devices(self) -> list[Any]:
+        """Return the tensors on memory that is not the host's."""
+        return [
+            tensor for memory in self._met.values() if memory.device != "cpu" for tensor in memory.tensors
+        ]
 
     def is_detached(self, since: int = 0) -> bool:
         """Tell whether tensors on the memory from a number on leave a graph behind."""
         later = islice(self._met.values(), since, None)
         return any(not tensor.is_leaf for met in later for tensor in met.tensors)
-
-    def size(self, since: int = 0) -> int:
-        """Return about how many bytes have to be written, of the memory from a number on."""
-        return sum(
-            high - low for met in islice(self._met.values(), since, None) for low, high in met.spans[:1]
-        )
 
     def lay_out(self, start: int) -> int:
         """Give all memory its place in a file whose first ``start`` bytes are taken; return the file's size."""

@@ -173,7 +173,7 @@ class _Reader:
         parts, blocks = _parts_of(node)
         for part in parts:
             self._run(part)
-        self._perhaps(blocks, binds=not isinstance(node, ast.ClassDef))
+        self._perhaps(blocks)
         match node:
             case ast.ImportFrom(names=[ast.alias(name="*")]):
                 self._bind_any()
@@ -190,23 +190,32 @@ class _Reader:
                 self._use(["__annotations__"])  # each of them changes this dict
             case ast.FunctionDef(decorator_list=[_, *_]) | ast.AsyncFunctionDef(decorator_list=[_, *_]):
                 self._use(self._later[node.name])  # who is given it may call it at once
-            case ast.ClassDef() if node.decorator_list or node.keywords:
-                self._use(self._later[node.name])
+            case ast.ClassDef():
+                self._class(node)
             case ast.Raise():
                 self._unsure += 1
         stored = _stored(node)
         self.touched.update(stored)
         self._bound |= stored
 
-    def _perhaps(self, blocks: Sequence[Sequence[ast.AST]], *, binds: bool) -> None:
-        """Read blocks, each of which perhaps runs: what it binds is bound in it alone, for a class's not even there."""
+    def _class(self, node: ast.ClassDef) -> None:
+        """Read the body of a class, which runs here and binds nothing here: a name of its own, read again, is perhaps not it."""
+        before, touched = self._bound, {*self.touched}
+        for statement in node.body:
+            self._run(statement)
+            self._bound &= before
+        self._bound, self.touched = before, touched
+        if node.decorator_list or node.keywords:
+            self._use(self._later[node.name])
+
+    def _perhaps(self, blocks: Sequence[Sequence[ast.AST]]) -> None:
+        """Read blocks, each of which perhaps runs: what it binds is bound in it alone."""
         before = after = self._bound
         self._unsure += 1
         for block in blocks:
             self._bound = before
             for node in block:
                 self._run(node)
-                self._bound = self._bound if binds else self._bound & before
             after &= self._bound
         self._unsure -= 1
         self._bound = after
@@ -245,7 +254,7 @@ def _parts_of(node: ast.AST) -> tuple[list[ast.AST], list[Sequence[ast.AST]]]:
     """Return the parts of a node that run, in their order, and then its blocks, each of which perhaps runs."""
     match node:
         case ast.ClassDef():
-            return [*node.decorator_list, *node.bases, *node.keywords], [node.body]
+            return [*node.decorator_list, *node.bases, *node.keywords], []
         case ast.If() | ast.While():
             return [node.test], [node.body, node.orelse]
         case ast.IfExp():

@@ -12,7 +12,6 @@ in it, is the state as long as nobody has seeded CUDA since, and travels on.
 
 from __future__ import annotations
 
-import collections
 import functools
 import importlib
 import operator
@@ -46,15 +45,8 @@ def _told(sent: Any, before: Any, now: Any) -> Any:
         return new | {name: None for name in before if name not in now}
     if not isinstance(now, list):
         return now
-    beside = collections.Counter(before)
-    beside.subtract(sent or ())
-    found = []
-    for item in now:
-        if beside[item] > 0:
-            beside[item] -= 1
-        else:
-            found.append(item)
-    return found
+    beside = [item for item in before if item not in (sent or ())]
+    return [item for item in now if item not in beside]
 
 
 # ---------------------------------------------------------------- environment

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copyreg
 import enum
 import linecache
+import logging
 import sys
 import types
 import weakref
@@ -29,7 +30,7 @@ from taas.capture.reading import (
     FILES,
     Reading,
     container_reader,
-    import_or_stand_in,
+    find,
     is_only_python,
     itself,
     keeps_pickling_of_object,
@@ -38,6 +39,7 @@ from taas.capture.reading import (
     read_exception,
     read_file,
     read_plain,
+    read_proxy,
     read_reduced,
     read_reference,
 )
@@ -68,6 +70,7 @@ class Reader:
         functions: the code of the notebook's functions met so far.
         names: those that each of them, and of its classes, uses and is found by.
         modules: those that something met so far was found in by its name.
+        holders: modules with data, loggers and display formatters met so far.
     """
 
     def __init__(self, namespace: dict[str, Any], *, project: str = "", unwrap: bool = False) -> None:
@@ -75,12 +78,15 @@ class Reader:
         self.functions: list[types.CodeType] = []
         self.names: list[set[str]] = []
         self.modules: set[str] = set()
+        self.holders: list[Any] = []
         self._table = {**copyreg.dispatch_table, **dispatch_table()}
         self._held: dict[str, dict[int, str]] = {}
         self._asked: set[type] = set()
         self._readers: dict[type, _ReaderOf | None] = {
             types.FunctionType: self._function,
             **dict.fromkeys(FILES, read_file),
+            **dict.fromkeys(weakref.ProxyTypes, read_proxy),
+            types.MethodType: self._method,
             **READERS,
             **dict.fromkeys((*ATOMS, types.BuiltinFunctionType, types.CodeType)),
         }
@@ -121,7 +127,7 @@ class Reader:
         if issubclass(cls, types.ModuleType):
             return self._module
         if (holder := reader_of_holders(cls)) is not None:
-            return holder
+            return lambda value: self._holder(value, holder(value))
         if getattr(cls, "__taas_stays__", False):
             return self._by_protocol
         if delivers(cls):
@@ -155,6 +161,12 @@ class Reader:
         rule = keeps_pickling_of_object(cls) and is_plain and not new_takes_arguments
         return read_plain if rule else self._by_protocol
 
+    def _method(self, method: Any) -> Reading | None:
+        """Read a bound method; that of an output stream is the stream's own where it arrives, which has another class."""
+        if any(method.__self__ is stream for stream in (sys.stdout, sys.stderr)):
+            return Reading(getattr, (method.__self__, method.__name__))
+        return self._by_protocol(method)
+
     def _by_protocol(self, value: Any) -> Reading | None:
         reducer = self._table.get(type(value))
         return read_reduced(value, reducer(value) if reducer is not None else value.__reduce_ex__(4))
@@ -167,7 +179,7 @@ class Reader:
             if module not in self._held:
                 self._held[module] = self._held_by(module)
             name = self._held[module].get(id(value))
-            return reader(value) if name is None else Reading(from_module, (module, name))
+            return reader(value) if name is None else Reading(find, (module, name))
 
         return read
 
@@ -181,8 +193,14 @@ class Reader:
 
     def _module(self, module: types.ModuleType) -> Reading | None:
         self.modules.add(module.__name__)
-        known = module_named(module.__name__) is module
-        return reader_of_module(module, self._project) if known else self._by_protocol(module)
+        if module_named(module.__name__) is not module:
+            return self._by_protocol(module)
+        return self._holder(module, reader_of_module(module, self._project))
+
+    def _holder(self, value: Any, reading: Reading | None) -> Reading | None:
+        if reading is not None and reading.state is not None and not isinstance(value, logging.Handler):
+            self.holders.append(value)
+        return reading
 
     def _class(self, cls: type) -> Reading | None:
         self.modules.add(cls.__module__)
@@ -241,11 +259,6 @@ def _leaves_out(cls: Any) -> bool:
     return made or (cls.__module__, cls.__qualname__) == ("torch.nn.modules.module", "_WrappedHook")
 
 
-def from_module(module: str, name: str) -> Any:
-    """Return what a module holds under a name."""
-    return getattr(import_or_stand_in(module), name)
-
-
 def content_of(value: Any) -> Reading | None:
     """Read a plain array or tensor that a protocol made to be pickled, with a copy of what is in its memory; else None."""
     if is_array(value):
@@ -290,11 +303,6 @@ class Paths:
                 seen[id(value)] = value
                 yield path, value
                 waiting += ((path + label, part) for label, part in self.parts(value))
-
-    def path_to(self, target: Any, roots: Mapping[str, Any]) -> str:
-        """Return how to write ``target``, beginning at named objects; its type where there is no way."""
-        found = (path for path, value in self.walk(roots) if value is target)
-        return next(found, f"a {type(target).__qualname__}")
 
 
 def _entries(keys: Iterable[Any], items: Iterable[Any]) -> Iterator[tuple[str, Any]]:

@@ -27,6 +27,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from taas.import_hooks import may_be_of_project
+
 ATOMS: frozenset[type] = frozenset({str, bytes, int, float, complex, bool, type(None)})
 """Types whose objects are their values: nobody can tell which of two equal ones it is."""
 
@@ -116,8 +118,18 @@ def set_insides(value: Any, insides: tuple[Any, dict[str, Any]]) -> None:
 
 
 def make_plain(cls: Any) -> Any:
-    """Make an empty object, without its class' own ``__new__``: what that does, such as count or ask for arguments, is done."""
-    return object.__new__(cls)
+    """Make an empty object, a library's by its ``__new__``: that may set up what its methods need.
+
+    What a ``__new__`` of the notebook or the project does, such as count, is done.
+    """
+    if cls.__new__ is object.__new__:
+        return object.__new__(cls)
+    makers = (base for base in cls.__mro__ if "__new__" in vars(base) and base.__module__ != "__main__")
+    by: Any = next(base for base in makers if not may_be_of_project(base.__module__))
+    try:
+        return by.__new__(cls)
+    except TypeError:  # it asks for arguments
+        return object.__new__(cls)
 
 
 def itself(value: Any) -> Any:
@@ -243,6 +255,21 @@ def module_named(name: str) -> Any:
     return getattr(module_named(parent), last, None) if found is None and parent else found
 
 
+def find(module: str, name: str) -> Any:
+    """Return what a module holds under a name; the module for none.
+
+    Raises:
+        pickle.UnpicklingError: it holds nothing of that name.
+    """
+    found = import_or_stand_in(module)
+    try:
+        for part in name.split(".") if name else ():
+            found = getattr(found, part)
+    except AttributeError as error:
+        raise pickle.UnpicklingError(f"{module} has no {name} here") from error
+    return found
+
+
 # ---------------------------------------------------------------- containers
 
 
@@ -339,6 +366,11 @@ def read_reference(reference: Any) -> Reading:
     """Read a weak reference; what it refers to lives where it arrives only if something else there holds it."""
     key = (reference.key,) if isinstance(reference, weakref.KeyedRef) else ()
     return Reading(_make_reference, (type(reference), reference(), reference.__callback__, *key))
+
+
+def read_proxy(proxy: Any) -> Reading:
+    """Read a weak proxy, which passes itself off as what it stands for: tqdm's bars hold one of themselves."""
+    return Reading(weakref.proxy, (proxy.__reduce_ex__.__self__,))
 
 
 def _make_reference(cls: Any, target: Any, callback: Any, *key: Any) -> Any:

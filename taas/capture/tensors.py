@@ -8,9 +8,8 @@ are not loaded there is nothing of theirs.
 A value that is sharded over ranks is whole where this rank has all of it, else nothing of it travels: a pickle of a
 DTensor holds this rank's shard under the whole's shape, and nobody who unpickles it elsewhere can ask the other ranks.
 
-The memory of objects cannot be addressed: there the root of the views is a container, and a view is a view of it; one of some
-records of others is a copy, as in a pickle. So it is with the memory of a file (``np.memmap``): its root travels as the file's
-name, its place in it and its mode, and none of its bytes does.
+An array of objects is a container, and a view of one is a container of its own, as in a pickle. The memory of a file
+(``np.memmap``) stays there: the root of its views travels as the file's name, its place in it and its mode.
 """
 
 from __future__ import annotations
@@ -336,13 +335,13 @@ def _memory_of(array: Any, root: Any) -> MemoryRange | None:
 
 
 def _read_array(array: Any) -> Reading | None:
+    if array.dtype.hasobject:
+        return _read_objects(array)
     root = _root(array)
-    of_file, of_objects = _is_of_file(root), array.dtype.hasobject
-    if root is array and (of_file or of_objects):
-        return _read_file(array) if of_file else _read_objects(array)
-    if of_objects and array.dtype != object:
-        return None  # some records of others: a copy, as pickle makes it
-    memory = root if of_file or of_objects else _memory_of(array, root)
+    of_file = _is_of_file(root)
+    if root is array and of_file:
+        return _read_file(array)
+    memory = root if of_file else _memory_of(array, root)
     start = _address(array) if memory is None else _address(root) if memory is root else memory.address
     view = (type(array), memory, array.dtype, array.shape, array.strides, _address(array) - start)
     return Reading(_make_array, view, *_insides(array))
@@ -373,8 +372,6 @@ def _insides(array: Any) -> tuple[Callable[[Any, Any], None] | None, Any, tuple[
 def _make_array(cls: Any, memory: Any, dtype: Any, shape: Any, strides: Any, offset: int) -> Any:
     import numpy as np
 
-    if dtype.hasobject:
-        return np.asarray(_ObjectView(memory, shape, strides, offset)).view(cls)
     if memory is None:
         return np.ndarray.__new__(cls, shape, dtype)
     if isinstance(memory, MemoryRange):
@@ -384,15 +381,6 @@ def _make_array(cls: Any, memory: Any, dtype: Any, shape: Any, strides: Any, off
     if isinstance(made, np.memmap):
         vars(made)["_mmap"] = memory._mmap
     return made
-
-
-class _ObjectView:
-    """What NumPy makes a view of an array of objects from, since their memory cannot be given as a buffer."""
-
-    def __init__(self, base: Any, shape: Any, strides: Any, offset: int) -> None:
-        self.base = base
-        where = {"data": (_address(base) + offset, False), "shape": shape, "strides": strides}
-        self.__array_interface__ = {"version": 3, "typestr": "|O", **where}
 
 
 def _set_array(array: Any, state: tuple[Any, ...] | None) -> None:

@@ -68,6 +68,8 @@ class Delivered(msgspec.Struct, frozen=True, kw_only=True):
 
 
 ALONE_SECONDS = 300.0
+Uneven = Literal["drop", "pad", "raise"]
+"""What becomes of an incomplete last row."""
 
 
 class DeliveryConfig(msgspec.Struct, frozen=True):
@@ -77,6 +79,7 @@ class DeliveryConfig(msgspec.Struct, frozen=True):
         folder: where the delivery's sockets on this host are, which nobody else can enter: ranks and data workers are here
             and share memory. Empty: they are elsewhere.
         alone: seconds that ranks may be without any data worker before the run fails; another VM may be on its way.
+        silence: seconds without a beat after which a data VM counts as lost; a worker pool on this host is killed.
         patience: seconds that the planner has, when the ranks have ended, to tell where the generators are.
         places: where the loaders go on, if the run was started again and the cell resumes.
     """
@@ -88,11 +91,12 @@ class DeliveryConfig(msgspec.Struct, frozen=True):
     host: str = "127.0.0.1"  # address for the coordinator to listen on where there is no folder
     endpoint: str = ""  # where it listens, once that is known
     encrypt: bool = True  # CURVE on the data path between hosts
-    uneven: Literal["drop", "pad", "raise"] = "drop"  # what becomes of an incomplete last row
+    uneven: Uneven = "drop"
     units: dict[str, int] = {}  # elements per loader name, "*" for all
     prebuffer: int | None = None  # elements ready before the ranks are asked for; None: two a rank
     hosts: int = 1  # data VMs that will join
     alone: float = ALONE_SECONDS
+    silence: float = 20.0
     patience: float = 30.0
     places: dict[str, ResumePoint] = {}
 

@@ -7,6 +7,7 @@ exactly once: what is here already, or was yielded, is dropped by its number.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import threading
 import time
@@ -42,6 +43,12 @@ from taas.wire.framing import authenticate
 _FLUSH = 0.002
 _FLUSH_COUNT = 16
 _AT_ONCE = 256
+_NO_DESCRIPTOR = ". Raise the limit of open files (ulimit -n)"
+_ADVICE = {
+    errno.EMFILE: _NO_DESCRIPTOR,
+    errno.ENFILE: _NO_DESCRIPTOR,
+    errno.ENOMEM: ". Raise the limit of address space (ulimit -v), or make the buffer smaller ([delivery] buffer in taas.toml)",
+}
 
 
 @dataclass(slots=True)
@@ -96,6 +103,7 @@ class DeliveryConnection:
         host: where data VMs elsewhere can reach it.
 
     Attributes:
+        holdings: makes objects of elements.
         waited: seconds spent waiting in all.
         places: where loaders begin that do not begin at their start.
         begun: whether any loader has begun.
@@ -112,11 +120,9 @@ class DeliveryConnection:
         try:
             slabs = map_slabs(config.folder)
         except OSError as error:
-            raise DeliveryError(
-                f"this rank cannot map the memory that its data workers write to: {error}. Raise the limit of address space "
-                "(ulimit -v), or make the buffer smaller ([delivery] buffer in taas.toml)"
-            ) from error
-        self._holdings = Holdings(slabs, config.slab // 2)
+            said = f"this rank cannot map the memory that its data workers write to: {error}"
+            raise DeliveryError(said + _ADVICE.get(error.errno or 0, "")) from error
+        self.holdings = Holdings(slabs, config.slab // 2)
         self._context = new_context()
         self._receiver = DataReceiver(self._context, config, rank, host)
         self._control = ControlClient(self._context, config, Peer("rank", rank), ToRank)
@@ -162,26 +168,23 @@ class DeliveryConnection:
             DeliveryError: nothing will come any more.
         """
         with self._turn:
-            return self._take(plan, step)
-
-    def _take(self, plan: int, step: int) -> Element | Ended:
-        self._progress[plan] = PlanProgress(plan, step, step)
-        iteration = self._iterations[plan]
-        iteration.next = step
-        now = time.perf_counter()
-        if now - self._drained > _FLUSH:
-            self._drain()
-        seq = self._seq(step)
-        element: Element | Ended | None = None
-        if iteration.ended is None or step < iteration.ended.steps:
-            element = iteration.ready.pop(seq, None)
-        if element is None:
-            element = self._wait_for(iteration, seq, step)
-        if now - self._flushed > _FLUSH or self._holdings.to_tell >= _FLUSH_COUNT:
-            self._flush()
-        if isinstance(element, Element):
-            iteration.next = step + 1
-        return element
+            self._progress[plan] = PlanProgress(plan, step, step)
+            iteration = self._iterations[plan]
+            iteration.next = step
+            now = time.perf_counter()
+            if now - self._drained > _FLUSH:
+                self._drain()
+            seq = self._seq(step)
+            element: Element | Ended | None = None
+            if iteration.ended is None or step < iteration.ended.steps:
+                element = iteration.ready.pop(seq, None)
+            if element is None:
+                element = self._wait_for(iteration, seq, step)
+            if now - self._flushed > _FLUSH or self.holdings.to_tell >= _FLUSH_COUNT:
+                self._flush()
+            if isinstance(element, Element):
+                iteration.next = step + 1
+            return element
 
     def ended(self, plan: int) -> Ended:
         """Return how a plan ends of which this rank takes nothing; waits until that is known.
@@ -214,24 +217,16 @@ class DeliveryConnection:
     def _seq(self, step: int) -> int:
         return step * self.config.ranks + self._rank
 
-    def build(self, element: Element) -> Any:
-        """Return the element's object."""
-        return self._holdings.build(element)
-
     def pin(self, element: Element) -> Future[Any]:
         """Have the element's object in page-locked memory, which another thread copies; twice is harmless."""
         if element.pinned is None:
             element.pinned = Future()
             self._pinning = self._pinning or Pinning()
             try:
-                self._pinning.pin(element.pinned, self._holdings.build(element))
+                self._pinning.pin(element.pinned, self.holdings.build(element))
             except Exception as error:  # it is raised at the element's own step
                 element.pinned.set_exception(error)
         return element.pinned
-
-    def release(self, element: Element) -> None:
-        """Nobody will make an object of an element."""
-        self._holdings.release(element)
 
     def abandon(self, plan: int, consumed: int, asked: int) -> None:
         """Close a plan, whichever thread says so, in the middle of whatever."""
@@ -315,7 +310,7 @@ class DeliveryConnection:
 
     def _flush(self) -> None:
         self._flushed = time.perf_counter()
-        released, plans = self._holdings.told(), self._progress
+        released, plans = self.holdings.told(), self._progress
         if released or plans:
             self._progress = {}
             self._control.send(Progress(list(plans.values()), released, self.waited))

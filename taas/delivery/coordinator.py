@@ -57,8 +57,6 @@ _decode = {
 }
 """By role: nobody is understood who says what is another's to say."""
 _TICK = 0.25
-_GONE = 20.0
-"""Seconds without a beat after which a data VM elsewhere counts as lost."""
 _END_SECONDS = 4.0
 """So long the end of a coordinator may take."""
 
@@ -79,9 +77,12 @@ class Coordinator:
         self._loop.on(self._server.gate.socket, self._server.gate.answer)
         if self._slab_server is not None:
             self._loop.on(self._slab_server.fileno(), self._slab_server.answer)
-        self._pidfds: set[int] = set()
-        self._heard: dict[Peer, float | None] = {}
-        """When each data VM's worker pool was last heard; None: it is struck, though it may say more."""
+        self._pidfds: dict[Peer, int] = {}
+        self._ticks = 0
+        self._heard: dict[Peer, int | None] = {}
+        """At which tick each data VM's worker pool was last heard; None: it is struck, though it may say more.
+
+        Seconds would count against pools that this process itself was paused (a container's freezer)."""
         self._meter = ProgressMeter(self.ledger)
         ledger = self.ledger
         self._handlers: dict[type, Callable[[Peer, Any], object]] = {
@@ -97,8 +98,7 @@ class Coordinator:
         }
         """What is done on hearing something."""
         self._lost: set[Peer] = set()
-        """Workers that have ended, some before their own word was heard."""
-        self._planner_died = False
+        """The planner, and workers, that have ended, some before their own word was heard."""
         self._since_worker = time.monotonic()
         self._final_by: float | None = None
         """When the planner has to have said where the generators are; None while the ranks run."""
@@ -156,7 +156,7 @@ class Coordinator:
         self._final_by = now + self.config.patience
         self._tell_progress(now)
         begun = [(book.index, *book.last_begun) for book in self.ledger.plans.loaders if book.last_begun]
-        if self._planner_died or not self._server.send(PLANNER, FinishPlans(begun)):
+        if PLANNER in self._lost or not self._server.send(PLANNER, FinishPlans(begun)):
             self._finish_without("has died")
 
     def _finish_without(self, why: str) -> None:
@@ -191,9 +191,9 @@ class Coordinator:
 
     def _hear(self, pool: Peer) -> bool:
         """Somebody of a data VM said something; False: it is struck."""
-        if self._heard.get(pool, 0.0) is None:
+        if self._heard.get(pool, 0) is None:
             return False
-        self._heard[pool] = time.monotonic()
+        self._heard[pool] = self._ticks
         return True
 
     def _on_hello(self, peer: Peer, hello: Hello) -> None:
@@ -224,45 +224,46 @@ class Coordinator:
     def _watch(self, peer: Peer, pid: int) -> None:
         """Hear of the end of a process on this host within milliseconds; of one that is gone already its host tells."""
         with contextlib.suppress(OSError):
-            fd = os.pidfd_open(pid)
-            self._pidfds.add(fd)
-            self._loop.on(fd, lambda: self._on_end(fd, peer))
+            fd = self._pidfds[peer] = os.pidfd_open(pid)
+            self._loop.on(fd, lambda: self._on_end(peer))
 
-    def _on_end(self, fd: int, peer: Peer) -> None:
+    def _on_end(self, peer: Peer) -> None:
         """A process on this host ended, for certain."""
+        fd = self._pidfds.pop(peer)
         self._loop.off(fd)
-        self._pidfds.remove(fd)
         os.close(fd)
         if peer.role == "pool":
             self._host_lost(peer, "ended")
             return
-        self._planner_died = True
+        self._lost.add(PLANNER)
         if self._final_by is not None:
             self._finish_without("has died")
         elif not self._has_all:
             self._fail("the process that iterates the registered loaders' samplers died")
 
     def _host_lost(self, pool: Peer, cause: str) -> None:
-        if self._heard.get(pool, 0.0) is None:
-            return
-        self._heard[pool] = None
-        if not self._has_all:
+        if self._heard.get(pool, 0) is not None and not self._has_all:
             self._report(HostLost(pool.number, cause))
+        self._heard[pool] = None
+        if pool in self._pidfds:  # it is silent: its workers may write until its end is heard
+            signal.pidfd_send_signal(self._pidfds[pool], signal.SIGKILL)
+            return
         # The system kills workers with their pool.
         for worker in [name for name in self.ledger.workers if name.pool == pool]:
             self.ledger.worker_lost(worker, -1, "its data VM is gone")
 
     def _tick(self, now: float) -> None:
         self._next_tick = now + _TICK
+        self._ticks += 1
         for pool, heard in self._heard.items():
-            if not self.config.folder and heard is not None and now - heard > _GONE:
-                self._host_lost(pool, f"silent for {_GONE:.0f} s")
+            if heard is not None and (self._ticks - heard) * _TICK > self.config.silence:
+                self._host_lost(pool, f"silent for {self.config.silence:.0f} s")
         if self._final_by is not None and now > self._final_by:
             self._finish_without(f"has not answered for {self.config.patience:g} s")
         self.ledger.overdue(now)
         if self.ledger.workers or self._has_all:
             self._since_worker = now
-        elif now - self._since_worker > self.config.alone and any(r.joined for r in self.ledger.room.ranks):
+        elif now - self._since_worker > self.config.alone and self.ledger.joined:
             self._fail(f"no data worker has been there for {self.config.alone:.0f} s: all data VMs are gone")
         self._tell_progress(now)
 
@@ -289,7 +290,7 @@ class Coordinator:
             if self._slab_server is not None:
                 last_first.callback(self._slab_server.close)
             last_first.callback(self._server.close)
-            for fd in self._pidfds:
+            for fd in self._pidfds.values():
                 last_first.callback(os.close, fd)
             for peer in (PLANNER, *self._heard, *self.ledger.workers):
                 last_first.callback(self._server.send, peer, Leave())

@@ -34,7 +34,6 @@ class RankState:
     """A rank: its slab, and how far ahead of it is worked."""
 
     slots: SlotTable
-    joined: bool = False
     waited: float = 0.0
     targets: dict[int, int] = field(default_factory=dict)  # by loader, how many ahead were enough so far
     blocked: set[int] = field(default_factory=set)  # plans whose target held an idle worker back
@@ -71,15 +70,12 @@ class Headroom:
         paces: by loader.
     """
 
-    def __init__(
-        self, plans: Plans, config: DeliveryConfig, rules: LeaseRules, reserve: Reserve | None
-    ) -> None:
+    def __init__(self, plans: Plans, config: DeliveryConfig, rules: LeaseRules, reserve: Reserve) -> None:
         self._plans, self._slab, self._rules = plans, config.slab, rules
         self.paces: dict[int, Pace] = defaultdict(Pace)
         size = self._slab if config.folder else 0
         self.ranks = [
-            RankState(SlotTable(size, reserve and partial(reserve, rank), rank * self._slab))
-            for rank in range(plans.n)
+            RankState(SlotTable(size, partial(reserve, rank), rank * self._slab)) for rank in range(plans.n)
         ]
 
     def progressed(self, rank: int, waited: float, asked: Iterable[int]) -> None:

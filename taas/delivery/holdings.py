@@ -38,12 +38,12 @@ class Holdings:
     def __init__(self, slabs: Slabs | None, limit: int) -> None:
         self._slabs, self._limit = slabs, limit
         self._freed: deque[tuple[int, int]] = deque()
-        self._released: list[int] = []
+        """Elements and bytes of slots that are held no more."""
         self._held = 0
 
     def release(self, element: Element) -> None:
         """Nobody uses this element's memory."""
-        self._released.append(element.arrival.number)
+        self._freed.append((element.arrival.number, 0))
 
     def build(self, element: Element) -> Any:
         """Return the element's object. Its memory is the slot itself, unless this rank hoards."""
@@ -69,15 +69,15 @@ class Holdings:
     @property
     def to_tell(self) -> int:
         """How many releases the coordinator does not know of."""
-        return len(self._released) + len(self._freed)
+        return len(self._freed)
 
     def told(self) -> list[int]:
         """Return which elements were released since this was asked last."""
+        released = []
         while self._freed:
             number, capacity = self._freed.popleft()
             self._held -= capacity
-            self._released.append(number)
-        released, self._released = self._released, []
+            released.append(number)
         return released
 
 

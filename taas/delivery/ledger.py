@@ -48,13 +48,17 @@ class Ledger:
 
     Attributes:
         outbox: messages with who gets them.
+        joined: ranks that take elements, and what they said.
         works: elements that were leased, by number, until their slots are free.
         streams: of iterable datasets.
         failure: why no element will come any more, or "".
     """
 
     def __init__(
-        self, config: DeliveryConfig, reserve: Reserve | None = None, rules: LeaseRules | None = None
+        self,
+        config: DeliveryConfig,
+        reserve: Reserve = lambda _, upto: upto,
+        rules: LeaseRules | None = None,
     ) -> None:
         self._rules = rules or LeaseRules()
         self.plans = Plans(config)
@@ -63,7 +67,7 @@ class Ledger:
         self.workers: dict[Peer, WorkerState] = {}
         self.works: dict[int, Work] = {}
         self._numbers = itertools.count(1)
-        self._hellos: dict[int, Hello] = {}
+        self.joined: dict[int, Hello] = {}
         self._retries: list[tuple[int, int, int, Work]] = []
         self.streams = StreamFeeder(self.plans, self.workers, self.room.of_stream)
         self._planner: Hello | None = None
@@ -74,8 +78,7 @@ class Ledger:
 
     def rank_joined(self, number: int, hello: Hello) -> None:
         """A rank takes elements from now on."""
-        self.room.ranks[number].joined = True
-        self._hellos[number] = hello
+        self.joined[number] = hello
         for name in self.workers:
             self.outbox.append((name, hello))
         if self.failure:
@@ -87,7 +90,7 @@ class Ledger:
         """The planner has the loaders: plan their first iterations."""
         self._planner = hello
         self.plans.hello(hello.loaders)
-        for rank in self._hellos:
+        for rank in self.joined:
             self.plans.tell(rank, hello)
 
     def progressed(self, rank: int, progress: Progress) -> None:
@@ -128,18 +131,18 @@ class Ledger:
     def worker_joined(self, name: Peer, shared: bool) -> None:
         """A worker takes tickets from now on."""
         self.workers[name] = WorkerState(name, shared)
-        for hello in self._hellos.values():
+        for hello in self.joined.values():
             self.outbox.append((name, hello))
 
     def made(self, name: Peer, results: Iterable[Result]) -> None:
         """A worker is through with these elements."""
         worker = self.workers.get(name)
         for result in results:
-            self.room.paces[result.loader].see(result.nbytes, result.seconds)
             work = self.works.get(result.number)
             lease = None if work is None else work.lease_of(name)
             if worker is None or work is None or lease is None:
                 continue  # the worker is dead: others make it
+            self.room.paces[work.loader].see(result.nbytes, result.seconds)
             worker.late = False
             worker.backlog -= 1
             worker.backlog_seconds = worker.backlog_seconds - lease.expected if worker.backlog else 0.0
@@ -155,7 +158,6 @@ class Ledger:
     def _count_prepared(self, work: Work) -> None:
         if not work.prepared:
             work.prepared = True
-            self.plans.loaders[work.loader].prepared += 1
             if plan := self.plans.by_number.get(work.plan):
                 plan.left(work.stream)
 
@@ -194,7 +196,7 @@ class Ledger:
                 continue
             since = now - max(self._rules.patience, 20 * self.room.paces[work.loader].seconds)
             for lease in work.leases:
-                if not lease.done and lease.since < since:
+                if not (lease.done or lease.given_up) and lease.since < since:
                     lease.given_up = True
                     self._retry(work)
                     if lease.worker in self.workers:

@@ -293,10 +293,10 @@ class DeliveredIterator:
 
     def _unpack(self, element: Element) -> Any:
         if element.arrival.failed:
-            self._connection.release(element)
+            self._connection.holdings.release(element)
             raise_remote(element.stream)
         if not (self._loader.pin_memory and torch.cuda.is_available()):
-            return self._connection.build(element)
+            return self._connection.holdings.build(element)
         pinned = self._connection.pin(element)
         ahead = self._connection.upcoming(self._plan, self._step)
         if ahead is not None and not ahead.arrival.failed:

@@ -22,7 +22,6 @@ from taas.capture.arriving import unpack
 from taas.capture.process_state import set_generators, states_of_generators
 from taas.delivery.encoding import pack_failure
 from taas.delivery.loader import DeliveredLoader
-from taas.delivery.messages import StreamPlace
 from taas.delivery.plan import unpack_place
 from taas.delivery.registered import LoaderParts, Loaders
 
@@ -48,17 +47,9 @@ class WorkerStatus(ctypes.Structure):
     That is the number of an element (-1 for none), or the element of a stream that it makes before it is asked for.
     """
 
-    _fields_ = (("number", ctypes.c_int64), ("_ahead", ctypes.c_int64 * 3))
+    _fields_ = (("number", ctypes.c_int64), ("ahead", ctypes.c_int64 * 3))
     number: int
-
-    @property
-    def ahead(self) -> StreamPlace:
-        """What is made ahead."""
-        return StreamPlace(*self._ahead)
-
-    @ahead.setter
-    def ahead(self, place: StreamPlace) -> None:
-        self._ahead[:] = place
+    ahead: Any  # the numbers of a StreamPlace
 
 
 class Failure:

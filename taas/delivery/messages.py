@@ -211,7 +211,6 @@ class Result(NamedTuple):
     """An element was made and sent: the bytes of memory it takes, and the seconds it took to make."""
 
     number: int
-    loader: int
     nbytes: int
     seconds: float
     leaked: bool = False  # user code still holds memory of the slot: it is never given out again

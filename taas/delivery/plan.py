@@ -13,11 +13,9 @@ import struct
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import InitVar, dataclass, field
-from typing import Literal
 
+from taas.delivery.config import Uneven
 from taas.delivery.messages import Peer
-
-Uneven = Literal["drop", "pad", "raise"]
 
 _MASK = (1 << 64) - 1
 
@@ -125,7 +123,6 @@ class RankView:
     closed: bool = False
     consumed: int = 0
     asked: int = 0  # steps it has asked beyond; who leaves its loop consumed the last without asking on
-    told_end: bool = False
     queue: deque[Work] = field(default_factory=deque)  # planned, leased to nobody yet, in order of steps
     unconsumed: deque[Work] = field(default_factory=deque)  # leased or made, in order of steps
     nbytes: int = 0  # of these
@@ -147,13 +144,11 @@ class Plan:
     order: StreamOrder | None = None  # of an iterable dataset: in which its streams' elements leave
     ranks: list[RankView] = field(init=False)
     base_seed: int | None = None  # what its elements' seeds come from; None while the planner has not said
-    drawn: int = 0  # indices received from the sampler
     rows: int = 0  # rows that have left, that is, steps planned for every rank
     asked: bool = False  # the planner has yet to answer
     ended: bool = False  # the sampler has no more
-    steps: int | None = None  # of this plan, once that is known
     last: int | None = None  # rows after which it is cut, once they are drawn; None where its sampler ends it
-    failure: bytes = b""  # packed exception of the user's sampler, raised after ``steps``
+    failure: bytes = b""  # packed exception of the user's sampler, raised after all rows
     refusal: str = ""  # why there is no more, though there should be
     index: bytes = b""
     _row: list[tuple[bytes, int, int]] = field(default_factory=list)
@@ -166,6 +161,11 @@ class Plan:
     def streams(self) -> Sequence[PlanStream]:
         """Those of an iterable dataset."""
         return () if self.order is None else self.order.streams
+
+    @property
+    def drawn(self) -> int:
+        """Indices received from the sampler, until it has no more."""
+        return self.rows * len(self.ranks) + len(self._row)
 
     @property
     def begun(self) -> bool:
@@ -188,7 +188,6 @@ class Plan:
         for at, index in enumerate(indices):
             seed = element_seed(base_seed, self.iteration, self.drawn)
             entry = index, seed, streams[at] if streams else -1
-            self.drawn += 1
             if len(self._first) < n:
                 self._first.append(entry)
             self._row.append(entry)
@@ -207,16 +206,14 @@ class Plan:
         elif self._row and self.uneven == "raise":
             self.refusal = f"this iteration {unshared(self.drawn, len(self.ranks))}"
         self._row.clear()
-        self.steps = self.rows
 
     def cut(self, rows: int, refusal: str = "", index: bytes = b"") -> None:
         """Close the plan after so many rows, whatever its sampler has: what was planned beyond them is nobody's."""
         self.ended = True
-        self.rows = self.steps = min(self.rows, rows)
+        self.rows = min(self.rows, rows)
         self.failure, self.refusal, self.index = b"", refusal, index
         self._row.clear()
         for view in self.ranks:
-            view.told_end = False
             while view.queue and view.queue[-1].step >= rows:
                 view.queue.pop().over = True
             for work in view.unconsumed:

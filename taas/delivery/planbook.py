@@ -55,7 +55,6 @@ class LoaderBook:
     begun_at: tuple[int, int] | None = None  # iteration and step that this start of the run began with
     last_begun: tuple[int, int | None] | None = None
     rows_past: int = 0  # planned in plans that are closed, or taken by an earlier start
-    prepared: int = 0
     delivered: int = 0
 
     @property
@@ -65,9 +64,12 @@ class LoaderBook:
 
     @property
     def ready(self) -> int:
-        """Elements made that no rank has consumed."""
+        """Elements made that no rank has consumed; what a dead worker had is made again."""
         return sum(
-            work.prepared for plan in self.plans.values() for view in plan.ranks for work in view.unconsumed
+            work.is_made and not work.over
+            for plan in self.plans.values()
+            for view in plan.ranks
+            for work in view.unconsumed
         )
 
     @property
@@ -111,7 +113,7 @@ class LoaderBook:
         if begun:
             plan = min(begun, key=lambda plan: plan.iteration)
             iteration, taken, step = plan.iteration, self.rows_closed, min(view.asked for view in plan.ranks)
-            over = plan.steps is not None and step >= plan.steps and not plan.broken
+            over = plan.ended and step >= plan.rows and not plan.broken
         else:
             iteration, taken, over = self.last_begun[0], self.rows_before, True
             step = self.rows_closed - taken
@@ -278,7 +280,7 @@ class Plans:
         if book.last_begun is None or message.iteration > book.last_begun[0]:
             book.last_begun = message.iteration, plan.epoch
         self._draw(book, plan)
-        self._tell_end(plan)
+        self._tell_end(plan, rank)
 
     def _go_on(self, book: LoaderBook, plan: Plan, message: Begin) -> None:
         """A loader is begun for the first time: after a restart, not always at its start."""
@@ -349,15 +351,15 @@ class Plans:
             view.asked = max(view.asked, asked)
             self.loaders[plan.loader].delivered += len(plan.consume(rank, consumed))
 
-    def _tell_end(self, plan: Plan) -> None:
-        if plan.steps is None:
+    def _tell_end(self, plan: Plan, only: int | None = None) -> None:
+        """Tell all ranks that are in a plan, or only one, how it ends, once that is known."""
+        if not plan.ended:
             return
         name = self.loaders[plan.loader].facts.name
         refusal = plan.refusal if plan.index or not plan.refusal else f"'{name}': {plan.refusal}"
-        ended = Ended(plan.ident, plan.steps, plan.failure, refusal, plan.index)
+        ended = Ended(plan.ident, plan.rows, plan.failure, refusal, plan.index)
         for rank, view in enumerate(plan.ranks):
-            if view.begun and not view.closed and not view.told_end:
-                view.told_end = True
+            if view.begun and not view.closed and only in (None, rank):
                 self.tell(rank, ended)
 
     def _drop(self, plan: Plan) -> None:

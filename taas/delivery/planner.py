@@ -151,6 +151,7 @@ class LoaderPlans:
         self._starts[number] = self._snapshot()
         self._starts.pop(number - 8, None)
         self._ends.pop(number - 8, None)
+        self._ends.pop(number, None)  # of one that was planned for another epoch
         if epoch is not None:
             for index_sampler in self._index_samplers:
                 for sampler in _with_epochs(index_sampler):

@@ -43,8 +43,8 @@ class ProgressMeter:
             for book in ledger.plans.loaders:
                 if self._lacks(book) > 0 and ledger.is_full(book):
                     yield Note(
-                        f"'{book.facts.name}': the ranks began with {book.prepared} elements made, not with "
-                        f"{book.prepared + self._lacks(book)}: the buffer holds no more ([delivery] buffer in taas.toml)"
+                        f"'{book.facts.name}': the ranks began with {book.ready} elements made, not with "
+                        f"{book.ready + self._lacks(book)}: the buffer holds no more ([delivery] buffer in taas.toml)"
                     )
         for loader in ledger.streams.held_up - self._held_up:
             self._held_up.add(loader)
@@ -91,7 +91,7 @@ class ProgressMeter:
     def _lacks(self, book: LoaderBook) -> int:
         """Elements that are still to be made before the ranks begin."""
         asked = self._ledger.plans.prebuffer_rows * book.ranks
-        return min(asked, book.planned() or 1) - book.prepared
+        return min(asked, book.planned() or 1) - book.ready
 
     def _rate(self, now: float, delivered: int) -> float:
         since, before = self._since or (now, delivered)

@@ -112,10 +112,9 @@ class SlotTable:
     What cannot be reserved is not part of the slab.
     """
 
-    def __init__(self, size: int, reserve: Callable[[int], int] | None = None, start: int = 0) -> None:
+    def __init__(self, size: int, reserve: Callable[[int], int], start: int = 0) -> None:
         self.size, self._start = size, start
-        self._reserve = reserve
-        self._reserved = start + size if reserve is None else start
+        self._reserve, self._reserved = reserve, start
         self._extents = [(start, size)] if size else []
         """Start and length of each."""
 
@@ -149,7 +148,6 @@ class SlotTable:
 
     def _grow(self, upto: int) -> bool:
         """Reserve up to a byte; where that cannot be had, free room behind what is reserved is forgotten."""
-        assert self._reserve is not None
         self._reserved = self._reserve(upto)
         if self._reserved >= upto:
             return True

@@ -83,7 +83,8 @@ class ElementStream:
 
     def step(self, rngs: Rngs) -> None:
         """Make the next element, or find the end."""
-        self._enter(rngs)
+        rngs.enter(self.home, self._seed)
+        set_worker_info(**self._info)
         element = self._produce()
         if element is _END:
             self.ended = True
@@ -103,10 +104,6 @@ class ElementStream:
         while position not in self.held and self.made <= position and not self.ended:
             self.step(rngs)
         return self.held.pop(position, None)
-
-    def _enter(self, rngs: Rngs) -> None:
-        rngs.enter(self.home, self._seed)
-        set_worker_info(**self._info)
 
     def _produce(self) -> Any:
         """Return the next element, a Failure, or ``_END``."""
@@ -188,9 +185,9 @@ class OwnedStreams:
         """Make one element that was not asked for yet."""
         for key, stream in self._streams.items():
             if stream.has_demand:
-                self._status.ahead = StreamPlace(*key, stream.made)
+                self._status.ahead[:] = StreamPlace(*key, stream.made)
                 stream.step(self._rngs)
-                self._status.ahead = NOWHERE
+                self._status.ahead[:] = NOWHERE
                 self._announce(key, stream)
                 return
 

@@ -9,6 +9,7 @@ is checked before anything is unpickled (``taas.wire.framing``).
 from __future__ import annotations
 
 import contextlib
+import errno
 import hmac
 import os
 import socket
@@ -227,7 +228,10 @@ def map_slabs(folder: str) -> Slabs | None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
         client.settimeout(10.0)
         client.connect(f"{folder}/{_SLABS}")
-        [fd] = socket.recv_fds(client, 1, 1, socket.MSG_CMSG_CLOEXEC)[1]
+        found = socket.recv_fds(client, 1, 1, socket.MSG_CMSG_CLOEXEC)[1]
+    if not found:  # the system drops a descriptor for which there is no room
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+    [fd] = found
     try:
         return Slabs(fd) if os.fstat(fd).st_size else None
     finally:

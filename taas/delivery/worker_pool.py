@@ -36,6 +36,7 @@ from taas.delivery.messages import (
     Hello,
     Peer,
     Result,
+    StreamPlace,
     Ticket,
     ToWorker,
     WorkerLost,
@@ -141,7 +142,7 @@ class Worker:
     def _serve(self, ticket: Ticket) -> None:
         self._status.number = ticket.number
         began = time.perf_counter()
-        region = self._region(ticket)
+        region = slot = self._region(ticket)
         with stacking_into(None if ticket.loader in self._plain_stack else region):
             element = self._make(ticket)
         if not isinstance(element, Failure):
@@ -155,11 +156,11 @@ class Worker:
         del element
         nbytes = region.used + len(stream)
         self._send(ticket, region, stream, failed)
-        leaked = region.slot and region.is_held()
+        leaked = slot.slot and slot.is_held()  # also where the element did not fit, and lies elsewhere
         if leaked:
             self._plain_stack.add(ticket.loader)
         seconds = time.perf_counter() - began
-        self._results.append(Result(ticket.number, ticket.loader, nbytes, seconds, leaked))
+        self._results.append(Result(ticket.number, nbytes, seconds, leaked))
         self._status.number = -1
 
     def _region(self, ticket: Ticket) -> RawRegion:
@@ -270,7 +271,7 @@ class WorkerPool:
         serial = self._serial
         self._serial += 1
         status = self._slots[number]
-        status.number, status.ahead = -1, NOWHERE  # nobody works here yet
+        status.number, status.ahead[:] = -1, NOWHERE  # nobody works here yet
         parent = os.getpid()
         with warnings.catch_warnings():
             # The only other thread is zmq's, whose locks a child never takes: it makes a context of its own.
@@ -313,7 +314,7 @@ class WorkerPool:
         code = os.waitstatus_to_exitcode(os.waitpid(child.pid, 0)[1])
         cause = killed_by(code) if code < 0 else f"exit code {code}"
         status = self._slots[child.number]
-        return WorkerLost(child.serial, status.number, cause, status.ahead)
+        return WorkerLost(child.serial, status.number, cause, StreamPlace(*status.ahead))
 
     def _end_all(self) -> None:
         for pidfd, child in self._children.items():

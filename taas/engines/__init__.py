@@ -26,8 +26,8 @@ class EngineChoice(msgspec.Struct, frozen=True):
     """Which engine gives a run its VMs.
 
     Attributes:
-        kind: ``local`` or ``ray``; any but ``local`` has its machines elsewhere.
-        address: where the Ray cluster is; empty: the one that this machine is part of.
+        kind: ``local``, ``ray`` or ``slurm``; any but ``local`` has its machines elsewhere.
+        address: where the Ray cluster is; empty: the one that this machine is part of. Of Slurm what is asked of it.
         wait: seconds that VMs may be waited for.
         idle: seconds that VMs elsewhere stay after a run, for the next one.
     """
@@ -49,6 +49,7 @@ class Demand(msgspec.Struct, frozen=True):
         environ: the notebook's variables that libraries read when they are imported, for VMs that do not have
             them from the notebook's machine.
         changed: names of variables that the notebook itself set, changed or removed.
+        later: a cluster is asked for it when somebody says so (:meth:`Machine.want`): first its data are made ready.
     """
 
     instance: str | None = None
@@ -57,6 +58,7 @@ class Demand(msgspec.Struct, frozen=True):
     wait: float = 600.0
     environ: dict[str, str] = {}
     changed: tuple[str, ...] = ()
+    later: bool = False
 
     @property
     def shape(self) -> tuple[str | None, int, bool]:
@@ -75,9 +77,7 @@ class AgentConfig(msgspec.Struct, frozen=True):
         idle: nobody waits for it yet: libraries are imported at a low priority until there is an order.
         remote: the supervisor may be on another host: nothing is read through /proc, and the wire beats.
         environ: of a remote VM, the environment that programs have there.
-        ahead: of a remote VM, what the demand says of the notebook's environment: libraries are imported with it
-            before the first run is known.
-        changed: as in the demand.
+        demand: what the VM was asked for: of a remote one, libraries are imported before the first run is known.
     """
 
     endpoint: str
@@ -89,8 +89,7 @@ class AgentConfig(msgspec.Struct, frozen=True):
     idle: bool = False
     remote: bool = False
     environ: dict[str, str] = {}
-    ahead: dict[str, str] = {}
-    changed: tuple[str, ...] = ()
+    demand: Demand = Demand()
 
 
 class Machine(Protocol):
@@ -103,6 +102,7 @@ class Machine(Protocol):
             out this machine's.
         place: where it is, for messages; empty for this machine.
         waiting: what it waits for, in words.
+        ending: that it will be taken away soon, and why, in words that go on after "stopped from"; empty: not that it is known.
         error: the class of :mod:`taas.errors` that tells best why it ended, or could not be had.
     """
 
@@ -111,10 +111,14 @@ class Machine(Protocol):
     gpus: tuple[str, ...] | None
     place: str
     waiting: str
+    ending: str
     error: str
 
     def fileno(self) -> int:
         """Return a descriptor that becomes readable when the VM's agent is gone."""
+
+    def want(self) -> None:
+        """Ask for it now, where its demand said ``later``. Twice is harmless."""
 
     def how_it_ended(self) -> str:
         """Say what became of the agent, such as ``killed by SIGKILL``; it is gone."""

@@ -8,23 +8,27 @@ from pathlib import Path
 from typing import NamedTuple
 
 from taas.config import Catalog, load_catalog
-from taas.engines import Engine, EngineChoice, ray
+from taas.engines import Engine, EngineChoice, ray, slurm
 from taas.errors import HeaderError
 from taas.wording import shown
 
 
 class _Elsewhere(NamedTuple):
-    read_address: Callable[[str, str], str]  # what was typed after its name, and where; raises HeaderError
+    # what was typed after its name, where, and what taas.toml says; raises HeaderError
+    read_address: Callable[[list[str], str, Catalog], str]
     check_installed: Callable[[], None]  # raises EngineError with what to type
     start: Callable[[str, Callable[[str], str], Path], Engine]  # of an address, as start_engine says
 
 
-_ELSEWHERE = {"ray": _Elsewhere(ray.read_address, ray.check_installed, ray.RayEngine)}
+_ELSEWHERE = {
+    "ray": _Elsewhere(ray.read_address, ray.check_installed, ray.RayEngine),
+    "slurm": _Elsewhere(slurm.read_address, slurm.check_installed, slurm.SlurmEngine),
+}
 _said: list[EngineChoice] = []
 
 
 def read_choice(words: list[str], where: str, configured: Catalog) -> EngineChoice:
-    """Read an engine's name, and the address of one that has its machines elsewhere.
+    """Read an engine's name, and the address, or the options, of one that has its machines elsewhere.
 
     Args:
         words: what was typed.
@@ -35,12 +39,11 @@ def read_choice(words: list[str], where: str, configured: Catalog) -> EngineChoi
         HeaderError: it is none of them.
     """
     kind, *rest = words
-    if len(rest) > (kind in _ELSEWHERE) or kind not in ("local", *_ELSEWHERE):
-        others = " or ".join(_ELSEWHERE)
+    if rest if kind == "local" else kind not in _ELSEWHERE:
         raise HeaderError(
-            f"{where} {shown(' '.join(words))}: allowed is local, or {others} and its address; type local"
+            f"{where} {shown(' '.join(words))}: allowed is local, ray and its address, or slurm and its options; type local"
         )
-    address = _ELSEWHERE[kind].read_address("".join(rest), where) if kind in _ELSEWHERE else ""
+    address = "" if kind == "local" else _ELSEWHERE[kind].read_address(rest, where, configured)
     return EngineChoice(kind, address, configured["engine.wait"], configured["engine.idle"])
 
 
@@ -69,7 +72,7 @@ def chosen(project: Path) -> EngineChoice:
     if words := os.environ.get("TAAS_ENGINE", "").split():
         return read_choice(words, "TAAS_ENGINE", configured)
     kind, address = configured["engine.default"], configured["engine.address"]
-    words = [kind, address] if address and kind in _ELSEWHERE else [kind]
+    words = [kind, address] if address and kind == "ray" else [kind]
     return read_choice(words, "[engine] in taas.toml:", configured)
 
 

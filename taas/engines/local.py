@@ -11,6 +11,7 @@ import re
 import shutil
 import signal
 import subprocess
+import time
 from collections.abc import Sequence
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -35,7 +36,7 @@ class LocalMachine:
 
     host = "127.0.0.1"
     gpus: tuple[str, ...] | None = None
-    place = waiting = ""
+    place = waiting = ending = ""
     error = "RunLost"
 
     def __init__(self, config: AgentConfig) -> None:
@@ -52,6 +53,7 @@ class LocalMachine:
             )
         self.pid = self._agent.process.pid
         self._pidfd = os.pidfd_open(self.pid)
+        self._end_by = float("inf")
         self._agent.send(config)
 
     @property
@@ -62,6 +64,9 @@ class LocalMachine:
     def fileno(self) -> int:
         """Return the agent's pidfd."""
         return self._pidfd
+
+    def want(self) -> None:
+        """It was started at once."""
 
     def how_it_ended(self) -> str:
         """Return the signal or the status the agent ended with, and the error that it wrote last."""
@@ -76,16 +81,16 @@ class LocalMachine:
         end = os.pread(self._log, _LINE_BYTES, max(0, size - _LINE_BYTES)).decode(errors="replace")
         return end.rstrip().rpartition("\n")[2]
 
-    def ask_to_end(self) -> None:
-        """Close the agent's standard input."""
+    def end(self) -> None:
+        """Close the agent's standard input; its time runs from now on."""
+        self._end_by = min(self._end_by, time.monotonic() + _END_SECONDS)
         self._agent.hang_up()
 
-    def end(self) -> None:
-        """Ask the agent to end and wait for it; kill it when it does not."""
+    def reap(self) -> None:
+        """Wait for the agent that is to end; kill it when it does not. Twice is harmless."""
         if self._pidfd < 0:
             return
-        self.ask_to_end()
-        if not wait([self._pidfd], _END_SECONDS):
+        if not wait([self._pidfd], max(0.0, self._end_by - time.monotonic())):
             self._agent.process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):  # it is in a system call that does not end
             self._agent.process.wait(_END_SECONDS)
@@ -126,9 +131,9 @@ class LocalEngine:
     def close(self) -> None:
         """End all agents."""
         for machine in self._machines:
-            machine.ask_to_end()  # all at once, then wait for each
+            machine.end()  # all at once, then wait for each
         for machine in self._machines:
-            machine.end()
+            machine.reap()
         self._machines.clear()
 
 

@@ -45,8 +45,17 @@ def in_words(resources: dict[str, float]) -> str:
     return ", ".join(f"{name} {amount:g}" for name, amount in sorted(resources.items())) or "nothing"
 
 
+def count_fitting(wanted: Mapping[str, float], nodes: list[dict[str, float]]) -> int:
+    """Return how many nodes have what is asked of each, free or not."""
+    return sum(all(node.get(name, 0) >= amount for name, amount in wanted.items()) for node in nodes)
+
+
 def what_is_missing(
-    wanted: dict[str, float], count: int, nodes: list[dict[str, float]], free: Mapping[str, float]
+    wanted: dict[str, float],
+    count: int,
+    nodes: list[dict[str, float]],
+    free: Mapping[str, float],
+    does: str = "",
 ) -> str:
     """Say what is asked for, what the cluster has, and what has to happen.
 
@@ -55,6 +64,7 @@ def what_is_missing(
         count: how many nodes.
         nodes: the resources of each living node.
         free: what is free in the whole cluster.
+        does: what an autoscaler does about it, if there is one.
     """
     asked = f"{counted(count, 'node')} with {in_words(wanted)}"
     total: dict[str, float] = defaultdict(float)
@@ -63,12 +73,13 @@ def what_is_missing(
             if not name.startswith(_UNCOUNTED):
                 total[name] += amount
     has = f"the cluster has {counted(len(nodes), 'node')} with {in_words(total)} in all"
-    fitting = sum(all(node.get(name, 0) >= amount for name, amount in wanted.items()) for node in nodes)
+    fitting = count_fitting(wanted, nodes)
     if fitting >= count:
         scarce = min(wanted, key=lambda name: free.get(name, 0.0) / wanted[name])
-        return f"{asked}; {has}, of {scarce} {free.get(scarce, 0.0):g} free: other runs or jobs have the rest"
+        why = does or "other runs or jobs have the rest"
+        return f"{asked}; {has}, of {scarce} {free.get(scarce, 0.0):g} free: {why}"
     name = next((name for name in wanted if name not in ("GPU", "CPU")), "taas")
-    return f"{asked}; {has}, {fitting} like that: {_HOW_TO_BRING % name}"
+    return f"{asked}; {has}, {fitting} like that: {does or _HOW_TO_BRING % name}"
 
 
 # ---------------------------------------------------------------- whether the head is there

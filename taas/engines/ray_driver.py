@@ -2,8 +2,8 @@
 
 Ray ends a driver whose node or head is lost, and blocks one whose cluster does not answer. Neither may happen to
 the supervisor, so it has a child for it. The child ends with its standard input, or with the cluster's head; Ray
-then takes back all it held: nothing here is detached. Beside the actor on the nodes (ray_vm) it is the only module
-that imports ray.
+then takes back all it held: nothing here is detached. Beside the actor on the nodes (ray_vm), and ray_autoscaler, it
+is the only module that imports ray.
 """
 
 from __future__ import annotations
@@ -23,14 +23,9 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from taas.engines import AgentConfig, Demand, ray_vm, versions
-from taas.engines.ray import Acquire, Asks, ClusterReport, ReleaseVm, Reports, VmReport
-from taas.engines.ray_cluster import (
-    SILENCE_SECONDS,
-    bundle,
-    reach,
-    watch,
-    what_is_missing,
-)
+from taas.engines.driven import Acquire, Asks, ClusterReport, ReleaseVm, Reports, VmReport
+from taas.engines.ray_autoscaler import plans_for
+from taas.engines.ray_cluster import SILENCE_SECONDS, bundle, count_fitting, reach, watch, what_is_missing
 from taas.wire import short_folder
 from taas.wording import first_line
 
@@ -153,7 +148,10 @@ class Group:
                 remove_placement_group(placement)
                 placement = self._place(nodes, len(vms))
             size = len(set(self._bundles.values()))
-            missing = what_is_missing(self._wanted, size, nodes, ray.available_resources())
+            plans = plans_for(ray.get_runtime_context().gcs_address, placement.id.hex())
+            missing = what_is_missing(self._wanted, size, nodes, ray.available_resources(), plans.does)
+            if plans.never and not count_fitting(self._wanted, nodes):  # else one may be free some time
+                return f"{plans.never}: {missing}"
             if time.monotonic() > deadline:
                 return (
                     f"the Ray cluster did not give what the run asks for within {self._demand.wait:g} s "

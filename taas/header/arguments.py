@@ -181,7 +181,7 @@ def choice(*allowed: str) -> Callable[[str], str]:
     return convert
 
 
-MAX_GPUS = 1024
+MAX_GPUS = 8192
 
 
 def gpus(text: str) -> int | None:
@@ -238,16 +238,16 @@ def ranks(*words: str) -> Callable[[str], str | RankRanges]:
     return convert
 
 
-def returned(text: str) -> tuple[str, ...]:
-    """The names that come back."""
+def names(text: str) -> tuple[str, ...]:
+    """Names of the notebook, or none."""
     if text == "none":
         return ()
-    names = tuple(text.split(","))
-    if not all(name.isidentifier() and not keyword.iskeyword(name) for name in names):
+    found = tuple(text.split(","))
+    if not all(name.isidentifier() and not keyword.iskeyword(name) for name in found):
         raise Wrong(
             "names of the notebook with commas and without spaces between them, or none", "model,losses"
         )
-    return tuple(dict.fromkeys(names))
+    return tuple(dict.fromkeys(found))
 
 
 _TIME = re.compile(r"(\d{1,9}(?:\.\d{1,6})?)(s|sec|m|min|h)?", re.ASCII)

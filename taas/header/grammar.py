@@ -50,7 +50,8 @@ _MARK = re.compile(r"^#?[!\s]*")
 _SHEBANG = re.compile(r"#!\s*((?:\{[^{}]*\}|[^\s{}/])(?:\{[^{}]*\}|[^\s{}])*)\s*(.*)")
 _PRAGMA = re.compile(r"#\s*pragma\s+taas(?:\s+(.*))?")
 _SPACED_TYPE = re.compile(r"#\s*([cg]\d+\.\d+)", re.ASCII | re.IGNORECASE)
-_TYPE_LIKE = re.compile(r"[{$]|(?<![a-z])[a-z]{1,2}\d", re.ASCII | re.IGNORECASE)
+_TYPE = re.compile(rf"{TYPE_NAME.pattern}|.*[{{$].*", re.ASCII | re.IGNORECASE)
+_TYPE_LIKE = re.compile(r"(\d+x)?[a-z]{1,2}\d\w*([.,-]\w+)?", re.ASCII | re.IGNORECASE)
 _WORD = re.compile(r"([^\W\d_]*)[\s:,;]*")
 _SLIPS = {"pragma": 2, "taas": 1, "pragmataas": 2}
 """With how many slips a word of the header is still known."""
@@ -104,7 +105,7 @@ def _read_top(cell: str) -> tuple[HeaderText, int]:
         head.append(line.strip())
         at += len(line) + 1
     pragmas = [*filter(None, map(_PRAGMA.fullmatch, head))]
-    types = [line for line in filter(None, map(_SHEBANG.fullmatch, head)) if _like_a_type(line[1])]
+    types = [line for line in filter(None, map(_type_line, head)) if _like_a_type(line[1])]
     known = {line[0] for line in (*pragmas, *types)}
     near = (_nearly(text, headed=bool(types) and not pragmas) for text in head if text not in known)
     problem = next(filter(None, near), None) or _out_of_order(head, types, pragmas)
@@ -115,15 +116,22 @@ def _read_top(cell: str) -> tuple[HeaderText, int]:
     return HeaderText(instance=instance, options=options, problem=problem), at
 
 
+def _type_line(comment: str) -> re.Match[str] | None:
+    """What may be a type after ``#!``; where words go on from it, as in ``#! v2 of the model``, only what surely is one."""
+    line = _SHEBANG.fullmatch(comment)
+    words = line is not None and line[2][:1].isalpha() and _meant(line[2], headed=True) is None
+    return line if line is None or not words or _TYPE.fullmatch(line[1]) else None
+
+
 def _doubtful_type(comments: list[str]) -> str | None:
     """What can only have been meant as a type, above a pragma; the catalog says which type is near."""
-    found = (_SHEBANG.fullmatch(text) or _SPACED_TYPE.fullmatch(text) for text in comments)
+    found = (_type_line(text) or _SPACED_TYPE.fullmatch(text) for text in comments)
     return next((line[1] for line in found if line), None)
 
 
 def _like_a_type(name: str) -> bool:
-    """Whether it is surely meant as a type: written like one or like a GPU, or nearly one: ``g2-8``, ``8xA100``, ``gs.8``."""
-    return bool(_TYPE_LIKE.search(name)) or any(
+    """Whether it is meant as a type: written like one or like a GPU, or nearly one: ``g2-8``, ``8xA100``, ``gs.8``."""
+    return bool(_TYPE.fullmatch(name) or _TYPE_LIKE.fullmatch(name)) or any(
         misspelt(name.lower(), word, 1) for kind in BUILT_IN_TYPES for word in (kind, kind.partition(".")[0])
     )
 
@@ -151,9 +159,10 @@ def _out_of_order(head: list[str], types: list[re.Match[str]], pragmas: list[re.
 def _nearly(comment: str, *, headed: bool) -> str | None:
     """Why a comment that was surely meant as a pragma is none; None for an ordinary comment."""
     meant = _meant(comment, headed=headed)
+    if meant is None:
+        return None
     right = shown(f"#pragma taas {meant}".strip())
-    told = f"{shown(comment)} is a comment: allowed is #pragma taas and options; type {right} (or ##pragma to switch it off)"
-    return told if meant is not None else None
+    return f"{shown(comment)} is a comment: allowed is #pragma taas and options; type {right} (or ##pragma to switch it off)"
 
 
 def _meant(comment: str, *, headed: bool = False) -> str | None:

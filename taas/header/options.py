@@ -21,9 +21,9 @@ from taas.header.arguments import (
     backend,
     choice,
     gpus,
+    names,
     ranks,
     read_line,
-    returned,
     run_name,
     seconds,
     split_words,
@@ -86,7 +86,8 @@ class RunSpec:
         "0|all|none|LIST", ranks("0", "all", "none"), "ranks whose output the cell shows, such as 0,3-5", "0",
         setting="run.output")
     returned: tuple[str, ...] | None = _row(
-        "NAME,…|none", returned, "names that come back; all new and changed ones if not given", None, option="return")
+        "NAME,…|none", names, "names that come back; all new and changed ones if not given", None, option="return")
+    collect: tuple[str, ...] = _row("NAME,…", names, "names of which taas.collected has every rank's value", ())
     rank_writes: Literal["discard", "deny"] = _row(
         "discard|deny", choice("discard", "deny"), "writes of ranks other than 0", "discard",
         setting="storage.rank_writes")
@@ -98,13 +99,14 @@ class RunSpec:
         "drop|pad|raise", choice("drop", "pad", "raise"), "an uneven last round", "drop", delivers=True)
     keep: bool = _row("", None, "the ranks stay, with their names, for the next --keep cell", False)
     post_mortem: bool = _row("", None, "open the debugger in a rank that fails", False)
+    notify: bool = _row("", None, "a notification of the browser, or a terminal's bell, when the run has ended", False)
     # fmt: on
 
-    def shown_ranks(self) -> tuple[int, ...] | None:
-        """Return the ranks whose output the cell shows; None for all."""
+    def shown_ranks(self) -> tuple[int, ...]:
+        """Return the ranks whose output the cell shows."""
         if isinstance(self.output, tuple):
             return self.output
-        return {"0": (0,), "all": None, "none": ()}[self.output]
+        return {"0": (0,), "all": tuple(range(self.world_size)), "none": ()}[self.output]
 
     @property
     def world_size(self) -> int:
@@ -130,6 +132,8 @@ OPTIONS: dict[str, Option] = {option.name: option for option in (_GPUS, *_FIELDS
 """All that a header may ever say, and what help, completion and error messages name."""
 SETTINGS = {option.setting: option for option in OPTIONS.values() if option.setting}
 """By section and key of ``taas.toml``, the option of which that says what holds in notebooks."""
+DEFAULTS = {option.setting: getattr(RunSpec, name) for name, option in _FIELDS.items() if option.setting}
+"""What holds where neither a header nor ``taas.toml`` says anything, by section and key."""
 ON = Option(
     "on",
     "TYPE",

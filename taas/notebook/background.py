@@ -14,7 +14,8 @@ from taas.capture import Applied, Capture, rebind_answer
 from taas.delivery.registered import Registration, apply_final
 from taas.notebook.cell_output import say
 from taas.notebook.live_view import LiveDisplay, RunView
-from taas.notebook.tables import Shown, line, plain
+from taas.notebook.tables import Shown, plain
+from taas.notebook.watched_run import WatchedRun
 from taas.runs.places import ProcessMark
 from taas.runs.reader import finish
 from taas.runs.records import ANSWER, LOADERS, PAYLOAD, RunRecord, read_record
@@ -40,6 +41,7 @@ class RunHandle:
 
     def __init__(self, record: RunRecord) -> None:
         self.name, self.id, self.folder = record.name, record.id, record.folder
+        self._view = WatchedRun()
 
     @property
     def record(self) -> RunRecord | None:
@@ -61,7 +63,7 @@ class RunHandle:
         if record.live:
             hints += f"; %taas logs {name} its output alone; %taas stop {name} ends it"
         below = Shown(hints, f'<div style="opacity:.75">{html.escape(hints)}</div>')
-        return line(record, kept=True) + below, record.live
+        return self._view.of(record, kept=True) + below, record.live
 
     def __repr__(self) -> str:
         return self._look()[0].text
@@ -108,6 +110,8 @@ def attach(record: RunRecord, shell: Any) -> None:
         needed = {ANSWER} if captured is not None else {ANSWER, PAYLOAD}
         if needed <= record.files.keys() or not record.background:  # else its notices say why there are none
             _bring_names(record, shell, captured, view)
+        if record.background:
+            view.collect()
     _kept.pop(record.id, None)
     if record.outcome == "interrupted":
         say(f"{record.name} was {record.message or 'stopped'}; {record.names}")

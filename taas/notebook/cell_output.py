@@ -11,10 +11,8 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import msgspec
-
 from taas.notebook.comms import KernelEnds
-from taas.runs.events import Output
+from taas.runs.events import Output, plain_form, read_arguments
 from taas.runs.reader import LOOK_SECONDS, RunReader
 from taas.runs.records import RunRecord
 
@@ -25,7 +23,6 @@ _MESSAGE_SECONDS = 0.2
 """As ipykernel does it: a message of each stream in so long a time, the first one at once."""
 _LARGEST_MESSAGE = 1_000_000
 """So many characters wait for no more."""
-_read_output = msgspec.msgpack.Decoder(dict[str, Any])
 
 
 def follow(
@@ -107,7 +104,7 @@ class Screen:
             if item.kind == "note":
                 say(item.text)
             else:
-                self._display(item.rank, item.kind, _read_output.decode(item.body))
+                self._display(item.rank, item.kind, read_arguments(item.body))
 
     def _write(self, stream: str, rank: int, text: str) -> None:
         self._waiting.setdefault(stream, []).append(self._tagged(rank, text))
@@ -209,7 +206,5 @@ class TerminalOutput(Screen):
     """Output as text; of displays their plain form."""
 
     def _display(self, rank: int, kind: str, arguments: dict[str, Any]) -> None:
-        if kind == "error":
-            self._write("stderr", rank, "\n".join(arguments["traceback"]) + "\n")
-        elif kind not in ("clear", "comm"):
-            self._write("stdout", rank, arguments["data"].get("text/plain", "") + "\n")
+        if text := plain_form(kind, arguments):
+            self._write("stderr" if kind == "error" else "stdout", rank, text)

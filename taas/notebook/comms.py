@@ -72,8 +72,10 @@ def open_comms_to(publish: Publish) -> None:
 
 def let_comms_travel() -> None:
     """Let pickles of this process hold comms of the kernel's, with the widgets that have them."""
-    from ipykernel.comm.comm import BaseComm as KernelComm
-
+    try:
+        from ipykernel.comm.comm import BaseComm as KernelComm
+    except ImportError:  # ipykernel before 6.18 has comms of its own
+        return
     copyreg.pickle(KernelComm, _reduced)
 
 

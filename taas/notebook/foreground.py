@@ -153,6 +153,7 @@ class Foreground:
             if self._ended.answer is not None:
                 self._apply_answer(self._ended.record, captured, view)
         finally:
+            view.collect()
             view.end()
         return self._ended
 

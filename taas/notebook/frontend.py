@@ -16,10 +16,11 @@ from taas.header.grammar import HeaderText, has_code, parse_header
 from taas.launcher import debug_rank, launch, notebook_path
 from taas.notebook.background import RunHandle, attach
 from taas.notebook.cell_output import CellOutput, Screen
-from taas.notebook.live_view import LiveTable
+from taas.notebook.live_view import LiveDisplay, LiveTable
 from taas.notebook.steering import Frontend, do
 from taas.notebook.tables import Shown
-from taas.runs.records import RunRecord, in_words
+from taas.notebook.watched_run import WatchedRun
+from taas.runs.records import RunRecord, in_words, read_record
 from taas.wording import visible
 
 __all__ = ["NotebookFrontend", "check_syntax", "debug_rank", "do", "run_cell"]
@@ -75,6 +76,19 @@ class NotebookFrontend(Frontend):
             LiveTable(self._shell.display_pub, self.own)
         else:
             super().show_status()
+
+    def show_ranks(self, record: RunRecord) -> None:
+        """Show a run with its ranks, updated in place where there is a front end to do so."""
+        if not hasattr(self._shell, "kernel"):
+            super().show_ranks(record)
+            return
+        view = WatchedRun()
+
+        def look() -> tuple[Shown, bool]:
+            now = read_record(record.folder) or record
+            return view.in_full(now), now.live
+
+        LiveDisplay(self._shell.display_pub, look)
 
     def screen(self, plain: int | None) -> Screen:
         """Return this cell."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import getpass
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -11,14 +12,18 @@ from typing import Any
 from IPython.core.error import StdinNotImplementedError
 
 from taas.capture import NOTHING, Applied
+from taas.capture.cells import cell_numbers
+from taas.capture.collected import collect
 from taas.notebook.cell_output import CellOutput, follow, say
-from taas.notebook.tables import Shown, line, status
+from taas.notebook.tables import Shown, line, notification, status
+from taas.notebook.watched_run import WatchedRun
+from taas.runs.events import COLLECTED
 from taas.runs.reader import RunReader
 from taas.runs.records import RunRecord, read_records
 from taas.wire.ranks import Answer, Asking
 
-_SHORTEST_SECONDS = 0.25
 _DISPLAY_SECONDS = 1.0
+"""Between two messages of a view, but where something is new that a person waits for."""
 _TURN_SECONDS = 0.3
 """So long after an answer the next question is expected of the same rank: a debugger asks again and again."""
 
@@ -29,19 +34,19 @@ class _Updated:
     def __init__(self, publisher: Any) -> None:
         self._publisher = publisher
         self._transient = {"display_id": f"taas-{time.monotonic_ns()}"}
-        self._shown: str | None = None
+        self._shown: Shown | None = None
 
     def show(self, view: Shown, *, below: bool = False) -> None:
         """Show it in place of the last one, or below what the cell shows now."""
-        if below or view.text != self._shown:
-            update, self._shown = self._shown is not None and not below, view.text
+        if below or view != self._shown:
+            update, self._shown = self._shown is not None and not below, view
             self._publisher.publish(
                 view._repr_mimebundle_(), metadata={}, transient=self._transient, update=update
             )
 
 
 class _LiveLine:
-    """One run's line, updated four times a second at most.
+    """One run's line, with its ranks folded below it, updated once a second, and when its state changes.
 
     Without a kernel (IPython in a terminal) an update would be one more line: there the run's beginning, what is
     wrong, and its end are printed.
@@ -50,8 +55,10 @@ class _LiveLine:
     def __init__(self, record: RunRecord, shell: Any) -> None:
         self.record = record
         self._display = _Updated(shell.display_pub) if hasattr(shell, "kernel") else None
-        self._printed = ""
+        self._run, self._printed = WatchedRun(), ""
         self._at = 0.0
+        if record.cell.spec.notify and self._display is not None:
+            shell.display_pub.publish(notification(record))
         self.refresh(final=True)
 
     def show(self, record: RunRecord) -> None:
@@ -64,23 +71,22 @@ class _LiveLine:
         if self._display is None and news:
             say(*line(record).text.splitlines())
         elif self._display is not None:
-            self.refresh()
+            self.refresh(final=bool(news or record.state != before.state))
 
     def refresh(self, *, final: bool = False) -> None:
-        if not final and time.monotonic() < self._at + _SHORTEST_SECONDS:
+        if not final and time.monotonic() < self._at + _DISPLAY_SECONDS:
             return
         self._at = time.monotonic()
-        shown = line(self.record, kept=self._display is not None)
         if self._display is not None:
-            self._display.show(shown)
-        elif shown.text != self._printed:
-            self._printed = shown.text
-            say(*shown.text.splitlines())
+            self._display.show(self._run.of(self.record, kept=True))
+        elif (text := line(self.record).text) != self._printed:
+            self._printed = text
+            say(*text.splitlines())
 
     def show_again(self) -> None:
         """Show the line below what the cell shows now: the cell has cleared its output, and the line with it."""
         if self._display is not None:
-            self._display.show(line(self.record, kept=True), below=True)
+            self._display.show(self._run.of(self.record, kept=True), below=True)
 
 
 class RunView:
@@ -155,7 +161,7 @@ class RunView:
         return True
 
     def _read(self, asked: Asking, record: RunRecord) -> tuple[str, str]:
-        prompt = asked.prompt if record.world_size == 1 else f"[rank {asked.rank}] {asked.prompt}"
+        prompt = asked.prompt if record.cell.spec.world_size == 1 else f"[rank {asked.rank}] {asked.prompt}"
         kernel = getattr(self._shell, "kernel", None)
         try:
             if kernel is None:
@@ -177,18 +183,34 @@ class RunView:
             self._shell.displayhook.update_user_ns(applied.value)
         self.output.names_came()
         if numbered:
-            self._shell.compile._filename_map.update(applied.cells)
+            cell_numbers(self._shell).update(applied.cells)
         if applied.lost:
             say(f"did not come back: {'; '.join(applied.lost)}")
+
+    def collect(self) -> None:
+        """Let :data:`taas.collected` have what the header asked of each rank, once the names have come."""
+        record = self.reader.record
+        if record.cell.spec.collect:
+            say(*collect(record.cell.spec.collect, record.rank_folders()))
+            for folder in record.rank_folders() if not record.background else ():
+                (folder / COLLECTED).unlink(missing_ok=True)  # as the names of such a run, it comes once
 
     def end(self) -> None:
         """Show how the run ended."""
         record = self.reader.record
+        if record.cell.spec.notify:
+            self._notify(record)
         if record.notices or record.outcome != "done":
             self.output.settle()  # there is more to be shown
         self.line.record = record
         self.line.refresh(final=True)
         say(*record.notices)
+
+    def _notify(self, record: RunRecord) -> None:
+        if hasattr(self._shell, "kernel"):
+            self._shell.display_pub.publish(notification(record))
+        else:
+            sys.stdout.write("\a")
 
     def __enter__(self) -> RunView:
         return self
@@ -231,7 +253,7 @@ class LiveTable(LiveDisplay):
     def __init__(self, publisher: Any, own: Callable[[list[RunRecord]], list[RunRecord]]) -> None:
         def look() -> tuple[Shown, bool]:
             records = read_records()
-            return status(records, own=own(records)), any(record.live for record in records)
+            return status(records, own=own(records), kept=True), any(record.live for record in records)
 
         super().__init__(publisher, look)
         if LiveTable._newest is not None:

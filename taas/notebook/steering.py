@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import html
 import os
 import re
@@ -12,23 +13,32 @@ import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+import msgspec
+
+from taas._linux import process
 from taas.config import Catalog, load_catalog, project_folder
 from taas.engines import chosen
+from taas.engines.slurm import settings_of
 from taas.errors import EngineError, HeaderError
 from taas.header.arguments import Line, split_words
-from taas.notebook import doctor, tables
+from taas.notebook import doctor, slurm_check, tables
 from taas.notebook.cell_output import Screen, TerminalOutput, follow, say, show_written
+from taas.notebook.export import export
 from taas.notebook.supervised import supervised
 from taas.notebook.tables import Shown
 from taas.notebook.verbs import VERBS, help_text
+from taas.notebook.watched_run import WatchedRun
+from taas.runs.places import ProcessMark
 from taas.runs.reader import LOOK_SECONDS, RunReader
 from taas.runs.records import RunRecord, find_run, of_notebook, read_records, told_apart
-from taas.storage.kept import kept_versions, recover
+from taas.storage.kept import kept_versions, recover, sort
 from taas.supervisor import connections
 from taas.wire.clients import Prepare, Released, RunRequest, Stacks
-from taas.wording import counted, nearest, shown
+from taas.wording import counted, nearest, shown, shown_path
 
 _STOP_SECONDS = 12.0
+_TOP_SECONDS = 1.0
+_CLEARED = "\x1b[H\x1b[J"
 
 
 class Frontend:
@@ -59,6 +69,22 @@ class Frontend:
     def show_status(self) -> None:
         """Show which runs go on, for as long as they do where that can be shown in place."""
         self.show(tables.status(read_records()))
+
+    def show_ranks(self, record: RunRecord) -> None:
+        """Show a run's ranks, a row each, anew each second, until the run is over or somebody has seen enough."""
+        view, terminal = WatchedRun(), sys.__stdout__
+        redrawn = terminal is not None and terminal.isatty()
+        with RunReader(record, ()) as reader, contextlib.suppress(KeyboardInterrupt):
+            while True:
+                shown = view.in_full(reader.look(at_once=True))
+                if terminal is not None and redrawn:
+                    terminal.write(
+                        _CLEARED
+                    )  # not by way of `show`: what ranks say may give a terminal no commands
+                self.show(shown)
+                if reader.over or not redrawn:
+                    return
+                time.sleep(_TOP_SECONDS)
 
     def screen(self, plain: int | None) -> Screen:
         """Return where ranks' output is shown; lines of the rank ``plain`` carry no number."""
@@ -96,7 +122,7 @@ def _named(frontend: Frontend, line: Line, *, live: bool) -> RunRecord:
 def _logs(frontend: Frontend, line: Line) -> None:
     record = _named(frontend, line, live=False)
     asked = line.options.get("rank", "all")
-    size = record.world_size
+    size = record.cell.spec.world_size
     ranks = list(range(size)) if asked == "all" else list(asked.within(size, "rank"))
     screen = frontend.screen(ranks[0] if len(ranks) == 1 else None)
     if "follow" in line.options:
@@ -119,9 +145,9 @@ def _only_run(frontend: Frontend) -> RunRecord:
     mine = frontend.own(live) if frontend.kernel else live
     if not live or len(mine) == 1:
         return mine[0] if mine else _named(frontend, Line(), live=True)
-    names = ", ".join(f"{told_apart(record, live)} of {record.owner}" for record in mine or live)
+    names = ", ".join(f"{record.name} of {record.owner}" for record in mine or live)
     fact = f"{len(mine)} runs go on" if mine else "no run of this notebook goes on, but of others"
-    raise HeaderError(f"%taas stop: {fact} ({names}); type %taas stop {told_apart((mine or live)[-1], live)}")
+    raise HeaderError(f"%taas stop: {fact} ({names}); type %taas stop {(mine or live)[-1].name}")
 
 
 def _stop(frontend: Frontend, line: Line) -> None:
@@ -156,32 +182,47 @@ def _stacks(frontend: Frontend, line: Line) -> None:
 def _recover(frontend: Frontend, line: Line) -> None:
     records = read_records()
     asked = [_named(frontend, line, live=False)] if line.words else [run for run in records if not run.live]
-    found = ((run, kept_versions(run.writes, run.project)) for run in reversed(asked) if not run.live)
-    record, versions = next(((run, kept) for run, kept in found if kept), (None, {}))
-    if record is None:
-        if line.words and asked[0].live:
-            raise HeaderError(f"%taas recover: {asked[0].name} goes on; type it when that run has ended")
-        which = f"{asked[0].name} has no" if line.words else "no run has"
-        raise HeaderError(f"%taas recover: {which} kept writes of ranks other than 0")
-    name = told_apart(record, records)
-    paths = recover(name, versions, record.project, overwrite="overwrite" in line.options)
-    say(
-        f"{counted(len(paths), 'file')} of {name} recovered",
-        *(f"  {path}" for path in paths[:20]),
-    )
+    if line.words and asked[0].live:
+        raise HeaderError(f"%taas recover: {asked[0].name} goes on; type it when that run has ended")
+    for run in reversed(asked):
+        name = told_apart(run, records)
+        if not run.may_go_on:  # one that was killed has not sorted what its ranks wrote
+            sort(run.writes, run.project, name)
+        versions = kept_versions(run.writes, run.project)
+        if not versions:
+            continue
+        paths = recover(name, versions, run.project, overwrite="overwrite" in line.options)
+        if paths or line.words:
+            said = (f"  {shown_path(path)}" for path in paths[:20])
+            say(f"{counted(len(paths), 'file')} of {name} recovered", *said)
+            return
+    which = f"{asked[0].name} has no" if line.words else "no run has"
+    raise HeaderError(f"%taas recover: {which} kept writes of ranks other than 0 that its project lacks")
+
+
+def _export(frontend: Frontend, line: Line) -> None:
+    record = _named(frontend, line, live=False)
+    say(*export(record, Path(line.options.get("to", record.name))))
 
 
 def _engine(frontend: Frontend, line: Line) -> None:
-    if not line.words:
+    words = [*line.words, *(f"--{name}={value}" for name, value in line.options.items() if name != "check")]
+    if "check" in line.options:
+        if line.words != ("slurm",):
+            raise HeaderError("%taas engine --check tries Slurm: type %taas engine slurm --check")
+        address = chosen.read_choice(words, "%taas engine", load_catalog(project_folder())).address
+        frontend.show(doctor.report(slurm_check.examine(settings_of(address))))
+        return
+    if not words:
         choice = chosen.chosen(project_folder())
     elif frontend.kernel == 0:
-        chosen.read_choice(list(line.words), "taas engine", Catalog())
+        chosen.read_choice(words, "taas engine", Catalog())
         raise HeaderError(
             "taas engine in a terminal changes nothing: allowed is %taas engine in a notebook; or write [engine] "
             f'default = "{line.words[0]}" into taas.toml'
         )
     else:
-        choice = chosen.choose(list(line.words))
+        choice = chosen.choose(words)
         if choice.kind != "local":
             supervised(warm=False).say(Prepare(engine=choice))  # it takes seconds to become part of a cluster
     say(f"engine: {' '.join(word for word in (choice.kind, choice.address) if word)}")
@@ -233,42 +274,99 @@ def _install(frontend: Frontend, line: Line) -> None:
 
 def _release(frontend: Frontend, line: Line) -> None:
     mine = [c for c in connections.all_connections() if frontend.kernel in (0, c.kernel.pid)]
-    released = [_released(connection) for connection in mine]
+    released = [_released(frontend, connection) for connection in mine]
     count, ranks = sum(one.count for one in released), sum(one.ranks for one in released)
     ended = f"{counted(ranks, 'kept rank')} ended" if ranks else ""
     given = f"{counted(count, 'idle VM')} given back" if count or not ranks else ""
     say(f"{', '.join(filter(None, (ended, given)))}; the next run starts new ones")
 
 
-def _released(connection: connections.Connection) -> Released:
-    """Have a supervisor give back what it has; one that says nothing is killed."""
-    with connections.Visit(connection) as visit:
-        try:
+def _released(frontend: Frontend, connection: connections.Connection) -> Released:
+    """Have a supervisor give back what it has; one that is stuck is killed.
+
+    In a terminal only one that is stopped is taken for stuck: to taas of another release a supervisor says nothing, either.
+    """
+    supervisor, silent = connection.supervisor, False
+    try:
+        with connections.Visit(connection) as visit:
+            silent = True
             visit.ask(RunRequest(what="stacks"), Stacks)
-        except EngineError:
-            if connection.supervisor.lives:
-                os.kill(connection.supervisor.pid, signal.SIGKILL)
-            say(
-                f"the supervisor (process {connection.supervisor.pid}) did not answer, and was killed with all its runs"
-            )
-            return Released(count=0)
-        released: Released = visit.ask(RunRequest(what="release"), Released)
-        return released
+            silent = False
+            released: Released = visit.ask(RunRequest(what="release"), Released)
+            return released
+    except EngineError as error:
+        found = process(supervisor.pid) if supervisor.lives else None
+        if found is not None and silent and (frontend.kernel or found.state == "T"):
+            _kill(supervisor)
+        elif found is not None:
+            say(f"nothing of process {supervisor.pid} was given back: {error}")
+    return Released(count=0)
+
+
+def _kill(supervisor: ProcessMark) -> None:
+    runs = [record.name for record in read_records() if record.live and record.supervisor == supervisor]
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(supervisor.pid, signal.SIGKILL)
+    lost = f", and with it {', '.join(runs)}" if runs else ""
+    say(f"the supervisor (process {supervisor.pid}) did not answer, and was killed{lost}")
+
+
+# ---------------------------------------------------------------- tables, also for programs
+
+
+def _print_json(what: object) -> None:
+    sys.stdout.write(msgspec.json.encode(what).decode() + "\n")
+
+
+def _status(frontend: Frontend, line: Line) -> None:
+    if "json" in line.options:
+        _print_json([tables.facts(record) for record in read_records() if record.live])
+    else:
+        frontend.show_status()
+
+
+def _history(frontend: Frontend, line: Line) -> None:
+    if "json" in line.options:
+        _print_json([tables.facts(record) for record in read_records()])
+    else:
+        frontend.show(tables.history(read_records()))
+
+
+def _config(frontend: Frontend, line: Line) -> None:
+    catalog = load_catalog(project_folder())
+    if "json" in line.options:
+        said = {key: str(path) for key, path in catalog.said_in.items()}
+        _print_json(
+            {key: {"value": value, "set_in": said.get(key)} for key, value in catalog.in_force().items()}
+        )
+    else:
+        frontend.show(tables.config(catalog))
+
+
+def _types(frontend: Frontend, line: Line) -> None:
+    catalog = load_catalog(project_folder())
+    if "json" in line.options:
+        _print_json([*catalog.instances.values()])
+    else:
+        frontend.show(tables.types(catalog))
 
 
 # ---------------------------------------------------------------- a line
 
 
 _HANDLERS: dict[str, Callable[[Frontend, Line], None]] = {
-    "status": lambda frontend, _: frontend.show_status(),
+    "status": _status,
     "logs": _logs,
     "stop": _stop,
     "stacks": _stacks,
     "attach": lambda frontend, line: frontend.attach(_named(frontend, line, live=False)),
-    "history": lambda frontend, _: frontend.show(tables.history(read_records())),
+    "top": lambda frontend, line: frontend.show_ranks(_named(frontend, line, live=False)),
+    "history": _history,
     "recover": _recover,
+    "export": _export,
     "engine": _engine,
-    "types": lambda frontend, _: frontend.show(tables.types(load_catalog(project_folder()))),
+    "config": _config,
+    "types": _types,
     "install": _install,
     "release": _release,
     "doctor": lambda frontend, _: frontend.show(doctor.report(doctor.examine())),
@@ -287,6 +385,10 @@ def do(text: str, frontend: Frontend) -> None:
         about = help_text(name if name in VERBS else rest[0] if rest and rest[0] in VERBS else None)
         frontend.show(Shown(about, f"<pre>{html.escape(about)}</pre>"))
         return
+    if name == "run" and rest:
+        raise HeaderError(
+            "%taas run is for a terminal (taas run SCRIPT --gpus 8); in a notebook type %load SCRIPT, with a header above the code"
+        )
     if name not in VERBS:
         if name.startswith("-") and name.lstrip("-") not in VERBS:
             said = shown(text.strip())

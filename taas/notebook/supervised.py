@@ -32,14 +32,14 @@ class Supervised(Wire):
     def __init__(self, *, warm: bool, idle: bool = False) -> None:
         public, secret = zmq.curve_keypair()
         life, self._life = os.pipe()
+        os.register_at_fork(after_in_child=self._forget_life)  # a child may outlive this process
         try:
             up = _start(SupervisorConfig(os.getpid(), life, public.decode(), warm, idle))
         except BaseException:
-            os.close(self._life)
+            self._forget_life()
             raise
         finally:
             os.close(life)
-        os.register_at_fork(after_in_child=self._forget_life)  # a child may outlive this process
         super().__init__(up, public, secret)
         self.pid = up.supervisor.pid
         self._folder = Path(up.endpoint.removeprefix("ipc://")).parent

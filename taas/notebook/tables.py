@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import html
+import json
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from taas.config import Catalog
+from taas.header.options import SETTINGS
 from taas.runs.records import RunRecord, told_apart
 from taas.runs.retention import NOTICE_SECONDS
 from taas.runs.stacks import StackGroup
@@ -18,6 +20,18 @@ from taas.wording import shown as on_one_line
 
 _MARKS = {"done": "✓", "failed": "✗", "interrupted": "■", "lost": "✗", "live": "▸"}
 _CELL_WIDTH, _WHERE_WIDTH = 44, 120
+_BARS = "▁▂▃▄▅▆▇█"
+STAYS_OPEN = (
+    '<script>document.querySelectorAll("details[data-taas]").forEach(d=>{const o=window.taasOpen??={},k=d.dataset.taas;'
+    "d.open=o[k]??d.open;d.ontoggle=()=>{o[k]=d.open}})</script>"
+)
+"""Stands behind what is :func:`folded`: front ends that run scripts leave open what was, when a newer view takes its place."""
+
+
+_NOTIFIES = (
+    "<script>if(window.Notification){{const show=()=>{then};"
+    "Notification.permission==='granted'?show():Notification.requestPermission().then(p=>p==='granted'&&show())}}</script>"
+)
 
 
 @dataclass(frozen=True)
@@ -49,6 +63,10 @@ def span(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60:02} min"
 
 
+def _written(now: float) -> str:
+    return time.strftime("at %H:%M", time.localtime(now))
+
+
 def _moment(then: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(then))
 
@@ -71,10 +89,11 @@ def _elapsed(record: RunRecord, now: float, *, kept: bool = False) -> str:
 
 def _ranks(record: RunRecord) -> str:
     """Return the shape in words: ``8 ranks on g2.8``, ``16 ranks on 2 g2.8``."""
-    many = counted(record.world_size, "rank")
-    if record.vms > 1:
-        return f"{many} on {record.vms} {record.instance or 'VMs'}"
-    return f"{many} on {record.instance}" if record.instance else many
+    spec = record.cell.spec
+    many = counted(spec.world_size, "rank")
+    if spec.vms > 1:
+        return f"{many} on {spec.vms} {spec.instance or 'VMs'}"
+    return f"{many} on {spec.instance}" if spec.instance else many
 
 
 def _delivery(record: RunRecord) -> str:
@@ -98,9 +117,9 @@ def _notebook(record: RunRecord, own: Sequence[RunRecord]) -> str:
 
 def _cell(record: RunRecord) -> str:
     """Return the cell's number, and its first line that is not its header."""
-    lines = (line.strip() for line in record.cell.splitlines())
+    lines = (line.strip() for line in record.cell.text.splitlines())
     first = next((line for line in lines if line and not line.startswith(("#", "%"))), "")
-    return f"In[{record.execution_count}] {on_one_line(first, _CELL_WIDTH)}".rstrip()
+    return f"In[{record.cell.execution_count}] {on_one_line(first, _CELL_WIDTH)}".rstrip()
 
 
 def why(record: RunRecord) -> str:
@@ -113,26 +132,67 @@ def why(record: RunRecord) -> str:
     return record.message
 
 
+def notification(record: RunRecord) -> dict[str, str]:
+    """Return what has a browser ask whether it may notify, and when the run is over, notify; other front ends show nothing."""
+    said = json.dumps([f"{record.name} {record.outcome}", why(record)]).replace("<", "\\u003c")
+    then = "{}" if record.live else f"new Notification(...(([t,b])=>[t,{{body:b}}])({said}))"
+    return {"text/plain": "", "text/html": _NOTIFIES.format(then=then)}
+
+
+def facts(record: RunRecord) -> dict[str, Any]:
+    """Return a run for programs (``--json``): times in seconds since the epoch, sizes in bytes, shares in percent."""
+    first = record.first
+    return {
+        "name": record.name,
+        "id": record.id,
+        "state": record.state,
+        "outcome": record.outcome or None,
+        "why": why(record) or None,
+        "first_rank": None if first is None else first.rank,
+        "ranks": record.cell.spec.world_size,
+        "vms": record.cell.spec.vms,
+        "device": record.device,
+        "waiting": record.waiting or None,
+        "trouble": None if record.trouble is None else record.trouble.headline,
+        "asks": [asked.rank for asked in record.questions],
+        "submitted": record.submitted,
+        "ended": record.ended or None,
+        "restarts": record.restarts,
+        "delivered": record.delivered,
+        "use": record.use,
+        "kept_ranks": len(record.kept_ranks or ()),
+        "cell": record.cell.text,
+        "notebook": record.notebook or None,
+        "project": record.project,
+        "folder": str(record.folder),
+    }
+
+
 # ---------------------------------------------------------------- one run, in its cell
 
 
-def line(record: RunRecord, now: float | None = None, *, kept: bool = False) -> Shown:
+def line(
+    record: RunRecord, now: float | None = None, *, kept: bool = False, left: float | None = None
+) -> Shown:
     """Show one run: a compact line, with what is wrong below it.
 
     Args:
         record: the run.
         now: seconds since the epoch.
         kept: the notebook keeps it: saved, or opened again, while the run goes on, it says of when it is.
+        left: seconds until it will be over, where something tells that.
     """
     now = time.time() if now is None else now
     state, elapsed = _state(record), _elapsed(record, now)
+    if record.state == "running" and left is not None and left >= 1:
+        elapsed += f", about {span(left // 1).replace('.0 s', ' s')} left"
     parts = [_ranks(record), elapsed, record.device]
     if record.restarts:
         parts.append(f"started again {'once' if record.restarts == 1 else f'{record.restarts} times'}")
     if delivery := _delivery(record):
         parts.append(delivery)
     if kept and record.live:
-        parts.append(f"at {time.strftime('%H:%M', time.localtime(now))}")
+        parts.append(_written(now))
     mark = _MARKS.get(record.outcome or "live", "")
     head = f"{mark} {record.name} {state}"
     quiet = html.escape(" · ".join(["", *parts]))
@@ -165,7 +225,7 @@ def _asks(record: RunRecord) -> str:
     ranks = [one.rank for one in record.questions]
     verb = "asks and waits" if len(ranks) == 1 else "ask and wait"
     where = f": %taas attach {record.name} answers" if record.background else " for an answer in its cell"
-    others = ", and the other ranks with them" if record.world_size > len(ranks) else ""
+    others = ", and the other ranks with them" if record.cell.spec.world_size > len(ranks) else ""
     return f"{ranks_in_words(ranks)} {verb}{where}{others}"
 
 
@@ -177,19 +237,29 @@ def stacks(places: Iterable[StackGroup]) -> Shown:
         text += [f"  {place}", *(f"      {frame}" for frame in place.stack)]
         summary = html.escape(str(place))
         frames = html.escape("\n".join(place.stack))
-        marked.append(
-            f"<details><summary>{summary}</summary><pre>{frames}</pre></details>"
-            if frames
-            else f"<div>{summary}</div>"
-        )
+        key = f"stack-{place.ranks}"
+        marked.append(folded(key, str(place), f"<pre>{frames}</pre>") if frames else f"<div>{summary}</div>")
     return Shown("\n".join(text), "".join(marked))
 
 
 # ---------------------------------------------------------------- many runs
 
 
-def status(records: Sequence[RunRecord], now: float | None = None, own: Sequence[RunRecord] = ()) -> Shown:
-    """Show the runs that go on, those whose ranks are kept, and the last one that ended, of this notebook's own, too."""
+def status(
+    records: Sequence[RunRecord],
+    now: float | None = None,
+    own: Sequence[RunRecord] = (),
+    *,
+    kept: bool = False,
+) -> Shown:
+    """Show the runs that go on, those whose ranks are kept, and the last one that ended, of this notebook's own, too.
+
+    Args:
+        records: all runs.
+        now: seconds since the epoch.
+        own: this notebook's.
+        kept: as of :func:`line`.
+    """
     now = time.time() if now is None else now
     live = [record for record in records if record.live]
     last = [record for some in (records, own) for record in [r for r in some if not r.live][-1:]]
@@ -213,8 +283,8 @@ def status(records: Sequence[RunRecord], now: float | None = None, own: Sequence
         for record in (*live, *ended)
     ]
     heads = ("run", "state", "ranks", "time", "device", "memory", "delivered", "cell", "notebook")
-    shown = table(heads, rows)
-    return sum((line(record, now) for record in live if record.trouble is not None), shown)
+    shown = sum((line(record, now) for record in live if record.trouble is not None), table(heads, rows))
+    return shown + plain(_written(now)) if kept and live else shown
 
 
 def history(records: Sequence[RunRecord], now: float | None = None) -> Shown:
@@ -229,12 +299,13 @@ def history(records: Sequence[RunRecord], now: float | None = None) -> Shown:
             _state(record),
             _ranks(record),
             _elapsed(record, now),
+            "".join(_BARS[min(share * len(_BARS) // 101, len(_BARS) - 1)] for share in record.curve),
             _cell(record),
             record.owner,
         )
         for record in records
     ]
-    heads = ("run", "started", "outcome", "ranks", "time", "cell", "notebook")
+    heads = ("run", "started", "outcome", "ranks", "time", "busy", "cell", "notebook")
     shown = table(heads, rows, [why(record) for record in records])
     announced = [record for record in records if record.announced]
     if not announced:
@@ -245,6 +316,25 @@ def history(records: Sequence[RunRecord], now: float | None = None) -> Shown:
         f"removed after {_moment(announced[0].announced + NOTICE_SECONDS)}. Copy what you need from {announced[0].folder.parent}."
     )
     return shown + plain(note)
+
+
+def config(catalog: Catalog) -> Shown:
+    """Show the settings that hold, where each was set, and the option that a header has for it."""
+    rows = [
+        (
+            f"{key} = {_as_in_toml(value)}",
+            str(catalog.said_in.get(key, "default")),
+            f"--{SETTINGS[key].name}" if key in SETTINGS else "",
+        )
+        for key, value in catalog.in_force().items()
+    ]
+    return table(("setting", "set in", "for one cell"), rows)
+
+
+def _as_in_toml(value: object) -> str:
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_as_in_toml, value))}]"
+    return f'"{value}"' if isinstance(value, str) else str(value).lower()
 
 
 def types(catalog: Catalog) -> Shown:
@@ -266,8 +356,34 @@ def plain(text: str) -> Shown:
     return Shown(text, f"<div>{html.escape(text)}</div>")
 
 
-def table(heads: Sequence[str], rows: Sequence[Sequence[str]], remarks: Sequence[str] = ()) -> Shown:
-    """Show rows of short cells, without columns of empty ones; a remark on a row, of any length, stands below it."""
+def folded(key: str, summary: str, inside: str) -> str:
+    """Return HTML that opens; ``key`` tells which it is, in this view and in newer ones."""
+    return f'<details data-taas="{key}"><summary>{html.escape(summary)}</summary>{inside}</details>'
+
+
+def _row_in_html(tag: str, row: Sequence[str], more: str = "", key: str = "", opened: str = "") -> str:
+    style = 'style="text-align:left;vertical-align:top"'
+    inside = [html.escape(cell) for cell in row]
+    if opened:
+        inside[-1] = folded(key, row[-1], opened)
+    cells = "".join(f"<{tag}{more} {style}>{cell}</{tag}>" for cell in inside)
+    return f'<tr style="background:none">{cells}</tr>'
+
+
+def table(
+    heads: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    remarks: Sequence[str] = (),
+    opened: Mapping[str, str] | None = None,
+) -> Shown:
+    """Show rows of short cells, without columns of empty ones.
+
+    Args:
+        heads: of the columns.
+        rows: their cells.
+        remarks: on each row, of any length; it stands below the row.
+        opened: for each row, by the key of :func:`folded`, the HTML that its last cell opens, if there is some.
+    """
     used = [column for column in range(len(heads)) if any(row[column] for row in rows)]
     heads, *rows = ([row[column] for column in used] for row in (heads, *rows))
     widths = [max(len(row[column]) for row in (heads, *rows)) for column in range(len(heads))]
@@ -275,14 +391,12 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]], remarks: Sequence
     def line_of(row: Sequence[str]) -> str:
         return "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
 
-    def marked(tag: str, row: Sequence[str], more: str = "") -> str:
-        style = 'style="text-align:left;vertical-align:top"'
-        cells = "".join(f"<{tag}{more} {style}>{html.escape(cell)}</{tag}>" for cell in row)
-        return f'<tr style="background:none">{cells}</tr>'
-
     text, body = [line_of(heads)], ""
-    for row, remark in zip(rows, remarks or [""] * len(rows), strict=True):
+    inner = opened.items() if opened else [("", "")] * len(rows)
+    for row, remark, (key, more) in zip(rows, remarks or [""] * len(rows), inner, strict=True):
         text += [line_of(row), *([f"    {remark}"] if remark else [])]
-        body += marked("td", row) + (marked("td", [remark], f' colspan="{len(heads)}"') if remark else "")
-    head = f"<table><thead>{marked('th', heads)}</thead>"
+        body += _row_in_html("td", row, key=key, opened=more) + (
+            _row_in_html("td", [remark], f' colspan="{len(heads)}"') if remark else ""
+        )
+    head = f"<table><thead>{_row_in_html('th', heads)}</thead>"
     return Shown("\n".join(text), f"{head}<tbody>{body}</tbody></table>")

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from taas.config import SLURM_OPTIONS
 from taas.errors import HeaderError
-from taas.header.arguments import Line, Option, ranks, read_line
+from taas.header.arguments import Line, Option, ranks, read_line, text_of
 from taas.wording import nearest, shown
 
 
@@ -81,7 +82,7 @@ def complete(line: str) -> list[str]:
     if last.startswith("-"):
         return [f"--{option.name}" for option in verb.options]
     if verb.name == "engine":
-        return ["local", "ray"]
+        return ["local", "ray", "slurm"]
     if not verb.runs:
         return []
     from taas.runs.records import (
@@ -95,10 +96,16 @@ def complete(line: str) -> list[str]:
 # ---------------------------------------------------------------- the table
 
 
+_JSON = Option("json")
 VERBS: dict[str, Verb] = {
     verb.name: verb
     for verb in (
-        Verb("status", "", "the runs that go on: state, ranks, time, device, delivery, what is wrong"),
+        Verb(
+            "status",
+            "",
+            "the runs that go on: state, ranks, time, device, delivery, what is wrong",
+            (_JSON,),
+        ),
         Verb(
             "logs",
             "[RUN]",
@@ -115,7 +122,13 @@ VERBS: dict[str, Verb] = {
         ),
         Verb("stacks", "[RUN]", "where each rank stands now, ranks at one place together", runs="live"),
         Verb("attach", "[RUN]", "a run's output from its beginning, then live, then its names", runs="all"),
-        Verb("history", "", "all runs that are kept, how they ended, and why"),
+        Verb(
+            "top",
+            "[RUN]",
+            "a run's ranks, a row each: state, use, last line; redrawn each second",
+            runs="live",
+        ),
+        Verb("history", "", "all runs that are kept, how they ended, and why", (_JSON,)),
         Verb(
             "recover",
             "[RUN]",
@@ -123,8 +136,31 @@ VERBS: dict[str, Verb] = {
             (Option("overwrite"),),
             "all",
         ),
-        Verb("engine", "[local|ray ADDRESS]", "where machines come from"),
-        Verb("types", "", "the instance types that #!TYPE may name, and their GPUs"),
+        Verb(
+            "export",
+            "[RUN]",
+            "a run's cell, and what it needs of the notebook, as a program for torchrun",
+            (Option("to", "DIR", text_of("a folder", "program")),),
+            "all",
+        ),
+        Verb(
+            "engine",
+            "[local|ray ADDRESS|slurm]",
+            "where machines come from; the options are Slurm's, --check tries it",
+            (*SLURM_OPTIONS, Option("check")),
+        ),
+        Verb(
+            "config",
+            "",
+            "the settings that hold, where each was set, and the option that a header has for it",
+            (_JSON,),
+        ),
+        Verb("types", "", "the instance types that #!TYPE may name, and their GPUs", (_JSON,)),
+        Verb(
+            "run",
+            "SCRIPT",
+            "in a terminal: a script as a cell; its header, or options such as --gpus 8 --on g2.8",
+        ),
         Verb(
             "install",
             "",

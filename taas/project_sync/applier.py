@@ -2,7 +2,8 @@
 
 What stands at a path is known from when the project was packed, or from this run's last change. Where something else
 stands there now, the notebook's user changed it meanwhile: it stays, and the run's version is put aside, for
-``%taas recover``. (Between that look and the change lie microseconds, in which an editor could save; it would lose.)
+``%taas recover``, until a later one finds its place. (Between that look and the change lie microseconds, in which an editor
+could save; it would lose.) What stands there as it is to be is not replaced: who has it open goes on having it.
 
 A file that did not travel is another case: the VM had none, so that whatever the run made there began empty, be it
 a new checkpoint or a line added to a log. The run's takes its place, as it would have here, and the old one stays
@@ -15,14 +16,17 @@ beside it, since nothing of it may be in the new one.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 import stat
 from collections.abc import Callable, Container, Iterator, Mapping
 from pathlib import Path
 
-from taas.project_sync.archive import OWN, ArchiveEntry, FileState, entries, scan
-from taas.wording import size_in_words
+from taas.project_sync.archive import PART, ArchiveEntry, FileState, entries, scan
+from taas.wording import shown_path, size_in_words
+
+_COMPARED = 1 << 20
 
 
 class Applier:
@@ -33,7 +37,7 @@ class Applier:
         found: what stood there when it was packed, by path: nobody else's.
         stayed: files that stood there, too, and did not travel.
         run: name of the run, for the names of those.
-        aside: a folder for what has no place in the project.
+        aside: a folder for what has no place in the project; None: that is said.
 
     Attributes:
         notices: what the user is to be told, a line each.
@@ -46,12 +50,17 @@ class Applier:
         found: Mapping[bytes, FileState],
         stayed: Container[bytes] = (),
         run: str = "",
-        aside: Path = Path(),
+        aside: Path | None = None,
     ) -> None:
         self._root, self._aside, self._run = root, aside, os.fsencode(run)
         self._found, self.expected = found, dict(found)
         self._stayed = stayed
         self.notices: list[str] = []
+
+    @property
+    def known(self) -> dict[bytes, FileState]:
+        """What the VMs may have: what stands there, and what was removed here, which not each of them did."""
+        return {**self._found, **self.expected}
 
     @property
     def written(self) -> set[bytes]:
@@ -74,31 +83,60 @@ class Applier:
                 except (OSError, ValueError) as error:  # the latter for what is no path
                     why = getattr(error, "strerror", None) or error
                     if entry.state is not None:  # else it went with its folder
-                        self.notices.append(f"{_shown(entry.path)} did not come back: {why}")
+                        self.notices.append(f"{shown_path(entry.path)} did not come back: {why}")
 
     def _take(self, root: int, entry: ArchiveEntry, data: memoryview) -> None:
-        path, state = entry.path, entry.state
-        try:
-            with _folder(root, path, make=state is not None) as folder:
-                name = os.path.basename(path)
-                stands = _look(folder, name)
-                if state is None:
-                    self._remove(path, folder, stands)
-                    return
-                if state.kind != "directory":
-                    ours = self._is_free(path, folder, stands)
-                    if ours:
-                        _put(entry, data, folder)
-                elif ours := stands is None:
-                    os.mkdir(name, state.mode & 0o777 | 0o700, dir_fd=folder)
-                if ours and (stands := _look(folder, name)):
-                    self.expected[path] = stands
-        except NotADirectoryError:  # a file, or a link, is in its folder's place
-            ours = False
-        if not ours and state is not None and state.kind != "directory":
-            self._aside.mkdir(parents=True, exist_ok=True)
-            with _directory(self._aside) as aside, _folder(aside, path, make=True) as folder:
-                _put(entry, data, folder)
+        comes = None if entry.bare else entry.state
+        placed = comes is None or comes.kind == "directory"
+        with (
+            contextlib.suppress(NotADirectoryError, FileNotFoundError),  # in its folder's place
+            _folder(root, entry.path, make=comes is not None) as folder,
+        ):
+            placed = self._place(entry, data, folder)
+        if placed:
+            self._take_back(entry.path)
+        else:
+            self._put_aside(entry, data)
+
+    def _place(self, entry: ArchiveEntry, data: memoryview, folder: int) -> bool:
+        """Make a change, unless a version of the user's is in its way: then returns False."""
+        path, state, name = entry.path, entry.state, os.path.basename(entry.path)
+        stands = _look(folder, name)
+        if state is None or entry.bare:
+            if stands is not None and (state is None or not state.is_version_of(stands)):
+                self._remove(path, folder, stands)
+            return True
+        if state.kind == "directory":
+            if stands is not None:
+                return True  # where it is none, what is to be in it finds no place
+            os.mkdir(name, state.mode & 0o777 | 0o700, dir_fd=folder)
+        elif stands is not None and _is_same(entry, data, folder, stands):
+            if state.kind == "file":  # its ctime says that the run wrote it
+                os.utime(name, ns=(state.modified_ns, state.modified_ns), dir_fd=folder)
+        elif self._is_free(path, folder, stands):
+            _put(entry, data, folder)
+        else:
+            return False
+        if stands := _look(folder, name):
+            self.expected[path] = stands
+        return True
+
+    def _put_aside(self, entry: ArchiveEntry, data: memoryview) -> None:
+        if self._aside is None:
+            raise FileExistsError(errno.EEXIST, "something else stands in its place")
+        self._aside.mkdir(parents=True, exist_ok=True)
+        with _directory(self._aside) as aside, _folder(aside, entry.path, make=True) as folder:
+            _put(entry, data, folder)
+
+    def _take_back(self, path: bytes) -> None:
+        """Remove what was put aside of a path: a later version has its place, or the run has none any more."""
+        if self._aside is not None:
+            with (
+                contextlib.suppress(OSError),  # there is none
+                _directory(self._aside) as aside,
+                _folder(aside, path, make=False) as folder,
+            ):
+                _unlink(path, folder)
 
     def _is_free(self, path: bytes, folder: int, stands: FileState | None) -> bool:
         """Whether a path is the run's; a file that had not travelled gets another name."""
@@ -114,8 +152,8 @@ class Applier:
         except OSError:  # that is there, or it is another user's file, which may not have a second name
             return False
         self.notices.append(
-            f"{_shown(path)} ({size_in_words(stands.size)}) had not travelled to the VM, where the run made one "
-            f"anew: that one is here now, and yours is {_shown(kept)}"
+            f"{shown_path(path)} ({size_in_words(stands.size)}) had not travelled to the VM, where the run made one "
+            f"anew: that one is here now, and yours is {shown_path(kept)}"
         )
         return True
 
@@ -123,14 +161,12 @@ class Applier:
         expected = self.expected.pop(path, None)
         if stands is None or expected is None:
             return
-        if stands.kind == "directory":
-            with contextlib.suppress(OSError):  # somebody else has put something there
-                os.rmdir(os.path.basename(path), dir_fd=folder)
-        elif stands == expected:
-            os.unlink(os.path.basename(path), dir_fd=folder)
+        if stands == expected or stands.kind == expected.kind == "directory":
+            with contextlib.suppress(OSError):  # somebody else has put something into a directory
+                _unlink(path, folder)
         else:
             self.notices.append(
-                f"{_shown(path)} was changed here while the run removed it: it is as you left it"
+                f"{shown_path(path)} was changed here while the run removed it: it is as you left it"
             )
 
 
@@ -188,10 +224,34 @@ def _look(folder: int, name: bytes) -> FileState | None:
     return FileState.of(status, target)
 
 
+def _unlink(path: bytes, folder: int) -> None:
+    name = os.path.basename(path)
+    try:
+        os.unlink(name, dir_fd=folder)
+    except IsADirectoryError:
+        os.rmdir(name, dir_fd=folder)
+
+
+def _is_same(entry: ArchiveEntry, data: memoryview, folder: int, stands: FileState) -> bool:
+    """Whether a file or a link stands there as it is to be."""
+    assert entry.state is not None
+    if stands[:4] != entry.state[:4] or stands.kind != "file":
+        return stands[:4] == entry.state[:4]
+    try:
+        fd = os.open(os.path.basename(entry.path), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+    except OSError:
+        return False
+    with os.fdopen(fd, "rb") as file:
+        return all(
+            file.read(_COMPARED) == bytes(data[at : at + _COMPARED])
+            for at in range(0, stands.size, _COMPARED)
+        )
+
+
 def _put(entry: ArchiveEntry, data: memoryview, folder: int) -> None:
     """Put a file or a link at its name, in one step."""
     assert entry.state is not None
-    own = OWN + f"part-{secrets.token_hex(8)}".encode()
+    own = PART + secrets.token_hex(8).encode()
     try:
         if entry.state.kind == "link":
             os.symlink(entry.state.target, own, dir_fd=folder)
@@ -209,7 +269,3 @@ def _put(entry: ArchiveEntry, data: memoryview, folder: int) -> None:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(own, dir_fd=folder)
         raise
-
-
-def _shown(path: bytes) -> str:
-    return os.fsdecode(path).encode("utf-8", "backslashreplace").decode()

@@ -9,7 +9,7 @@ its file. Links are never followed.
 """
 
 # Paths are bytes, relative to a tree's root.
-# ruff: noqa: PTH115, PTH118
+# ruff: noqa: PTH108, PTH115, PTH118
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from typing import NamedTuple
 import msgspec
 
 from taas._linux import is_being_written
+from taas.wording import shown_path
 
 LARGE = 8 << 20
 """Bytes up to which a file that is no module travels."""
@@ -40,8 +41,12 @@ _STAY = frozenset(
     b".tox .nox .cache .local .conda .ipython .jupyter".split()
 )
 _ENVIRONMENT = ("pyvenv.cfg", "conda-meta")
-OWN = b".taas-"
+_OWN = b".taas-"
 """So begin the names of files of taas' own."""
+PART = _OWN + b"part-"
+"""So does the name of one that is being written."""
+_LEFT_SECONDS = 3600.0
+"""Who still writes to it has changed it since."""
 _ORDER = {"directory": 0, "file": 1, "link": 2}
 """Links after what they may lead to."""
 _TICK_NS = 20_000_000
@@ -70,6 +75,10 @@ class FileState(NamedTuple):
             return cls("directory", mode)
         return cls("link" if stat.S_ISLNK(status.st_mode) else "other", mode, 0, target, inode)
 
+    def is_version_of(self, other: FileState) -> bool:
+        """Whether these are copies, on two hosts, of one version of a file."""
+        return (*self[:3], self.modified_ns) == (*other[:3], other.modified_ns)
+
 
 Skip = Callable[[bytes, os.DirEntry[bytes]], bool]
 """Says of an entry, with its path, whether to leave it out with all beneath it."""
@@ -78,7 +87,8 @@ Skip = Callable[[bytes, os.DirEntry[bytes]], bool]
 def scan(root: bytes, skip: Skip) -> Iterator[tuple[bytes, FileState]]:
     """Yield what is beneath a directory, each directory before what is in it, nearest to the root first.
 
-    What cannot be read, or goes while it is looked at, is passed over, and so is what is taas' own.
+    What cannot be read, or goes while it is looked at, is passed over, and so is what is taas' own; a part that a
+    killed process has left is removed.
     """
     folders = [b""]
     for folder in folders:
@@ -88,9 +98,14 @@ def scan(root: bytes, skip: Skip) -> Iterator[tuple[bytes, FileState]]:
         ):
             for entry in entries:
                 path = folder + b"/" + entry.name if folder else entry.name
-                if entry.name.startswith(OWN) or skip(path, entry):
+                if skip(path, entry):
                     continue
                 with contextlib.suppress(OSError):
+                    if entry.name.startswith(_OWN):
+                        left = time.time() - entry.stat(follow_symlinks=False).st_ctime > _LEFT_SECONDS
+                        if left and entry.name.startswith(PART):
+                            os.unlink(entry.path)
+                        continue
                     target = os.readlink(entry.path) if entry.is_symlink() else b""
                     seen = FileState.of(entry.stat(follow_symlinks=False), target)
                     if seen.kind == "directory":
@@ -106,6 +121,7 @@ class ArchiveEntry(msgspec.Struct, frozen=True):
 
     path: bytes
     state: FileState | None = None  # None: nothing any more; what was beneath a directory was removed before
+    bare: bool = False  # the bytes do not follow: who has another version of it has none any more
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -127,7 +143,7 @@ def entries(fd: int) -> Iterator[tuple[ArchiveEntry, memoryview]]:
             ends = begins + int.from_bytes(whole[offset:begins], "big")
             with whole[begins:ends] as head:
                 entry = _decoder.decode(head)
-            offset = ends + (0 if entry.state is None else entry.state.size)
+            offset = ends + (0 if entry.state is None or entry.bare else entry.state.size)
             if not ends <= offset <= size:
                 raise msgspec.DecodeError(f"an archive of {size:,} bytes ends within {entry.path!r}")
             with whole[ends:offset] as data:
@@ -136,7 +152,9 @@ def entries(fd: int) -> Iterator[tuple[ArchiveEntry, memoryview]]:
 
 def _add(fd: int, entry: ArchiveEntry) -> None:
     data = _encoder.encode(entry)
-    os.write(fd, len(data).to_bytes(_LENGTH, "big") + data)
+    data = len(data).to_bytes(_LENGTH, "big") + data
+    while data:
+        data = data[os.write(fd, data) :]
 
 
 def _add_file(fd: int, root: bytes, path: bytes, *, closed: bool) -> Generator[None, None, FileState | None]:
@@ -214,9 +232,7 @@ class Archive:
 
     fd: int  # a memory file; the caller closes it
     found: dict[bytes, FileState]  # what travels, as it stood when it was packed
-    stayed: dict[
-        bytes, int
-    ]  # files that do not: too large, unreadable, or written to just then; with their sizes
+    stayed: dict[bytes, FileState]  # files that do not: too large, unreadable, or written to just then
     whole: bool  # False where the project has more than ENTRIES files, and the rest was not looked at
 
 
@@ -238,8 +254,8 @@ def pack(
 ) -> Archive:
     """Pack a project as it stands; what is in ``always`` travels whatever its size, beside what is within the limits.
 
-    ``known`` is what stands on the VMs already, as it stood here when it did: what is too large does not travel again, and what
-    is not so any more is removed there.
+    ``known`` is what stands on the VMs already, or on some, as it stood here when it did: what is too large does not travel
+    again, and what is not so any more is removed there.
 
     Raises:
         OSError: the directory cannot be read, or there is no memory for it.
@@ -258,11 +274,15 @@ def pack(
         while True:
             next(packing)
     except StopIteration as done:
+        for path in had:
+            _add(fd, ArchiveEntry(path, stands[path], bare=True))
         told = {path: stands[path] for path in had} | done.value
+        for path in files.keys() - told.keys():  # they may come when somebody wants them: late_files
+            _add(fd, ArchiveEntry(path, found[path], bare=True))
     except BaseException:
         os.close(fd)
         raise
-    stayed = {path: size for path, size in files.items() if path not in told}
+    stayed = {path: found[path] for path in files if path not in told}
     return Archive(fd, told, stayed, len(found) <= limit)
 
 
@@ -299,6 +319,10 @@ class Changes:
         self._known: dict[bytes, FileState] = {} if afresh else dict(scan(self._root, skip))
         self.unsent: list[str] = []
 
+    def know(self, came: Mapping[bytes, FileState]) -> None:
+        """Take in what came there since from elsewhere, as it did."""
+        self._known |= came
+
     def pack(self, fd: int, *, last: bool = False) -> Iterator[None]:
         """Write what has changed since the last look into an archive, in steps of bounded size.
 
@@ -310,7 +334,7 @@ class Changes:
         tell = [path for path, seen in found.items() if seen.kind in _ORDER and seen != known.get(path)]
         told = yield from _add_all(fd, self._root, known, found, tell, closed=not last)
         self._known = {p: was for p, was in known.items() if p in found and found[p].kind == was.kind} | told
-        self.unsent = [os.fsdecode(path) for path in tell if last and path not in told]
+        self.unsent = [shown_path(path) for path in tell if last and path not in told]
 
 
 def only(places: Collection[str]) -> Skip:

@@ -5,7 +5,7 @@ So a rank whose main thread is in C code can still be asked:
 * It is interrupted. A real-time signal follows the SIGINT; its Python-level handler, which runs as soon as the main thread
   runs Python code, proves that the interrupt is noticed, whatever handler of SIGINT the cell has. A main thread that uses
   the processor in C code (it saves a large model) has the time it needs. One that has slept for a second may wait for
-  other ranks: that is broken off (:mod:`taas.adopt.membership`), and the KeyboardInterrupt comes out. While C code holds
+  other ranks: that is broken off (:mod:`taas.adopt.waits`), and the KeyboardInterrupt comes out. While C code holds
   the GIL nobody answers.
 * It is to pack its names as they stand: the main thread does so before its next line of Python, or this one while the
   main one sleeps in C code, which changes nothing then. The first of the two says the rank's last word.
@@ -17,6 +17,7 @@ import os
 import queue
 import select
 import signal
+import socket
 import sys
 import threading
 import time
@@ -26,9 +27,10 @@ from pathlib import Path
 from typing import Literal
 
 from taas import adopt
+from taas.runs import stacks
 from taas.wire import deadlines
 from taas.wire.framing import Message, MessageReader, pack
-from taas.wire.rank_connection import NOTICE, AgentConnection
+from taas.wire.rank_connection import NOTICE, receive, send
 from taas.wire.ranks import Answer, RankEnded, RankHears, RankRequest, RankStage, RankStart
 
 _NAMES = NOTICE + 1
@@ -46,7 +48,7 @@ class AgentLink:
         broken_off: whether the main thread's waiting for other ranks was made to fail in this cell.
     """
 
-    def __init__(self, agent: AgentConnection) -> None:
+    def __init__(self, agent: socket.socket) -> None:
         self._agent, self._pid = agent, os.getpid()
         self._main_thread = threading.get_ident()
         self._speaker: dict[str, int] = {}
@@ -67,7 +69,7 @@ class AgentLink:
 
     def send(self, message: Message) -> None:
         """Send the agent a message."""
-        self._agent.send(pack(message))
+        send(self._agent, pack(message))
 
     def next_order(self) -> Order | None:
         """Return the next order for this process, with a descriptor of its names; None: there is none, and it may leave.
@@ -77,7 +79,7 @@ class AgentLink:
         """
         if self._noticed >= 0:
             return self._orders.get()
-        return _order(*self._agent.receive())
+        return _order(*receive(self._agent))
 
     @property
     def in_cell(self) -> bool:
@@ -154,7 +156,7 @@ class AgentLink:
                 self.send(RankStage(stage="at work"))
             if self._agent.fileno() in ready:
                 try:
-                    data, descriptors = self._agent.receive()
+                    data, descriptors = receive(self._agent)
                 except (EOFError, OSError):  # the agent went, and the system ends this process
                     self._orders.put(None)
                     return
@@ -177,6 +179,8 @@ class AgentLink:
                 self.answer = self._ahead = -1
             case RankRequest(what="leave") if self._given:
                 os._exit(1)
+            case RankRequest(what="collective"):
+                stacks.note_collective(adopt.pending_collective())
             case Answer():
                 self._answered(said)
             case _:
@@ -195,7 +199,7 @@ class AgentLink:
             os.eventfd_write(self._noticed, 1)
             return
         slept = asked.seconds()
-        if slept < deadlines.BREAK_OFF and adopt.waits_on_gpus() and adopt.nccl.is_busy():
+        if slept < deadlines.BREAK_OFF and adopt.waits_on_gpus() and adopt.waits.gpu_is_busy():
             slept = asked.age
         if slept == 0.0:  # it will do what it is asked when it comes back
             if not asked.told and asked.age >= deadlines.BREAK_OFF:

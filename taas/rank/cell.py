@@ -11,11 +11,13 @@ import traceback
 from bdb import BdbQuit
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from taas import adopt, capture
+from taas.capture import collected
 from taas.engines.local import present_gpus
 from taas.rank.agent_link import AgentLink
 from taas.rank.keyboard import Keyboard
@@ -44,6 +46,8 @@ def run_cell(start: RankStart, rank: Prepared, link: AgentLink, outlet: Outlet) 
     if start.rank == 0 and link.in_rank:
         said = _remembered(rank.arrival) if start.order.rehearsed and not present_gpus() else ()
         ended = with_notices(_pack_names(ended, rank.arrival, value), said)
+    if start.order.cell.spec.collect and link.in_rank:
+        ended = with_notices(ended, _pack_collected(start))
     outlet.flush()
     return with_notices(ended, said_of_wall(rank.wall))
 
@@ -90,20 +94,29 @@ def _run_code(start: RankStart, rank: Prepared, link: AgentLink) -> tuple[RankEn
 
 
 def wait_for_threads(rank: int) -> None:
-    """Let threads that are no daemons, and executors, come to their end, as the end of Python does; say so if that lasts."""
+    """Let threads that are no daemons, and executors, come to their end, as the end of Python does; say so if that lasts.
+
+    Python's own way swallows an interrupt, from 3.13.
+    """
     late = threading.Timer(_LATE_SECONDS, _say_who_is_late, [rank])
     late.daemon = True
     late.start()
     try:
-        threading._shutdown()  # type: ignore[attr-defined]
+        for end_executors in reversed(threading._threading_atexits):  # type: ignore[attr-defined]
+            end_executors()
+        while waited_for := _threads():
+            waited_for[0].join()
     finally:
         late.cancel()
 
 
-def _say_who_is_late(rank: int) -> None:
+def _threads() -> list[threading.Thread]:
     main = threading.main_thread()
-    names = [thread.name for thread in threading.enumerate() if not thread.daemon and thread is not main]
-    if names:
+    return [thread for thread in threading.enumerate() if not thread.daemon and thread is not main]
+
+
+def _say_who_is_late(rank: int) -> None:
+    if names := [thread.name for thread in _threads()]:
         print(  # noqa: T201  the cell shows it
             f"taas: rank {rank} has run the cell's last line, and waits for {len(names)} thread(s): {', '.join(names)}"
         )
@@ -168,6 +181,16 @@ def _pack_names(ended: RankEnded, arrival: Any, value: Any, *, last: bool = True
     return msgspec.structs.replace(ended, answer=Memory(os.getpid(), fd, os.fstat(fd).st_size))
 
 
+def _pack_collected(start: RankStart) -> list[str]:
+    """Write down what the header asks of each rank; returns why that was not possible."""
+    names, folder = sys.modules["__main__"].__dict__, Path(start.staged.output) / str(start.rank)
+    try:
+        collected.pack(start.order.cell.spec.collect, names, folder)
+    except OSError as error:
+        return [f"what rank {start.rank} was to give to taas.collected could not be written: {error}"]
+    return []
+
+
 def _remembered(arrival: Any) -> tuple[str, ...]:
     """Say which names that come back were made for devices that the notebook does not have."""
     from taas.rehearsal.refused import remembered  # brings torch, which rehearsed ranks have
@@ -201,7 +224,7 @@ def _last_word(number: int, arrival: Any, *, last: bool = True) -> RankEnded:
     ended = failed(number, KeyboardInterrupt())
     if not last:
         ended = msgspec.structs.replace(ended, outcome="stood")
-    with adopt.nccl.beside_its_work():
+    with adopt.waits.beside_gpu_work():
         return _pack_names(ended, arrival, None, last=last) if number == 0 else ended
 
 

@@ -21,7 +21,6 @@ from taas.rank.cell import failed, lost_output, run_cell, wait_for_threads, with
 from taas.rank.outlet import Outlet
 from taas.rank.preparing import Prepared, become_rank
 from taas.rank.shell import RankShell, make_ready
-from taas.wire.rank_connection import AgentConnection
 from taas.wire.ranks import Preparation, RankEnded, RankKept, RankStage, RankStart, preparation_of
 
 
@@ -40,7 +39,7 @@ def main(agent: socket.socket, preparation: Preparation) -> NoReturn:
         shell = None
         with contextlib.suppress(Exception):  # it is tried again, and said, when there is an order
             shell = make_ready(preparation, outlet)
-        link = AgentLink(AgentConnection(agent))
+        link = AgentLink(agent)
         link.send(RankStage(stage="ready"))
         status = _Orders(shell, link, outlet).carry_out()
         outlet.flush()

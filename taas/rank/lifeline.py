@@ -4,7 +4,8 @@ Two ties, both held by the operating system, so that they work while C code hold
 stopped: the parent-death signal where the other one is the parent (prctl(2), PR_SET_PDEATHSIG), else a SIGKILL on
 end-of-file of a pipe whose writing end only the other one has (fcntl(2), F_SETSIG). Children that leave a rank's session
 stay in the process tree of agent and supervisor, and are found there (agent/processes.py). So a supervisor is not killed at
-the end of its kernel: it is told to go on, should it be stopped, and ends all that there is.
+the end of its kernel: it is told to go on, should it be stopped, and ends all that there is, and only one that does not
+notice is killed, some seconds later.
 
 And what ``ps`` and ``top`` call those that are not ranks yet (proc_pid_comm(5)).
 """
@@ -19,6 +20,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 
 from taas import _linux
+from taas.wire import deadlines
 
 _F_SETOWN, _F_SETSIG = 8, 10
 _COMM = Path("/proc/self/comm")
@@ -49,3 +51,35 @@ def signal_at_end(pipe: int, owner: int, number: signal.Signals) -> None:
     fcntl.fcntl(pipe, _F_SETOWN, owner)
     fcntl.fcntl(pipe, _F_SETSIG, number)
     fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
+
+
+class KernelTie:
+    """A supervisor's tie to its kernel, which ends with that process, whoever has inherited its end of the life pipe.
+
+    Args:
+        kernel: process id.
+        life: the life pipe's reading end.
+
+    Attributes:
+        sources: descriptors, of which one at least becomes readable.
+
+    Raises:
+        ProcessLookupError: it is gone already.
+    """
+
+    def __init__(self, kernel: int, life: int) -> None:
+        self.sources = life, os.pidfd_open(kernel)
+        signal_at_end(life, os.getpid(), signal.SIGCONT)
+        self._too = os.open(f"/proc/self/fd/{life}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        self.kills(True)
+
+    def kills(self, it_does: bool) -> None:
+        """Say whether the pipe's end is to kill this process, whatever it is at, if it has not unsaid that in time.
+
+        No Python runs for it: the signal's handler is alarm(2) itself, whose argument, the signal's number, is that time.
+        """
+        number = signal.Signals(int(deadlines.NOTICE_END))
+        _linux.libc.signal(number, _linux.libc.alarm)
+        signal_at_end(self._too, os.getpid(), number if it_does else signal.SIGCONT)
+        if not it_does:
+            signal.alarm(0)

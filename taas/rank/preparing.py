@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 
 from taas import adopt, capture, project_sync, rehearsal
+from taas.project_sync import late_files
 from taas.rank import children
 from taas.rank.shell import RankShell
 from taas.rank_storage import Guard, Policy, guard, scratch_of
@@ -51,6 +52,7 @@ class Prepared:
         if order.continues:
             self._enter_directory(Path(order.cell.directory), staged.project)
         self.wall.begin_run(scratch_of(Path(staged.scratch), start.rank), staged.since_ns)
+        late_files.use(staged.late, staged.project, staged.replica)
         adopt.begin_run(order.store)
         if order.delivery is not None:
             from taas.delivery import loader
@@ -59,7 +61,7 @@ class Prepared:
         self.arrival = capture.arrive(payload, self.shell.user_ns, device=self.device, before=self.arrival)
         self.shell.execution_count = order.cell.execution_count
         self.arrival.dress(self.shell)
-        answer_requests(Path(staged.output) / str(start.rank), self.shell.compile._filename_map)
+        answer_requests(Path(staged.output) / str(start.rank), self.arrival.cell_numbers)
         if start.rank == 0:
             self.arrival.mark()
 
@@ -88,8 +90,7 @@ def become_rank(start: RankStart, shell: RankShell, payload: int) -> Prepared:
     """Make this process what the contract says a rank is, but for the names."""
     order, rank, local_rank, staged = start.order, start.rank, start.local_rank, start.staged
     capture.check_versions(capture.peek(payload))
-    shown = order.cell.spec.shown_ranks()
-    if not hasattr(shell, "kernel") or not (shown is None or rank in shown):
+    if not hasattr(shell, "kernel") or rank not in order.cell.spec.shown_ranks():
         sys.modules.pop("ipykernel.zmqshell", None)  # its bars are text: nobody would see widgets
     os.environ.update(start.environ)
     project = project_sync.entered(staged.replica, staged.project, functools.partial(_tell, start))
@@ -123,7 +124,7 @@ def _enter_storage(start: RankStart, project: str) -> Guard:
     scratch = scratch_of(Path(staged.scratch), start.rank)
     scratch.mkdir(mode=0o700, parents=True, exist_ok=True)
     sockets = "" if order.delivery is None else order.delivery.folder
-    ours = [staged.output, order.store.folder, sockets]
+    ours = [staged.output, order.store.folder, sockets, staged.late]
     if order.cell.spec.keep:  # later runs have other folders beside these
         ours = [str(Path(path).parent) for path in ours if path]
     return guard(

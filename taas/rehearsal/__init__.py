@@ -6,7 +6,7 @@ generators, autocast and GradScaler, ``torch.load`` with any ``map_location``, p
 DTensor and meshes, ZeRO, SyncBatchNorm, ``torch.compile`` (eagerly), TorchScript; children
 forked or spawned by ``multiprocessing``.
 
-Not covered, and refused by name where it is called: CUDA graphs, CUDA and Triton kernels, NVML, GPU memory
+Not covered, and refused by name where it is called: CUDA graphs, CUDA and Triton kernels, cupy, NVML, GPU memory
 snapshots, ``torch.cuda.comm``. Memory figures are 0, with one warning. Tensors tell the truth: ``x.device`` is ``cpu`` and ``x.is_cuda``
 False, so ``assert x.is_cuda`` and ``x.device == device`` fail here. Programs started with ``subprocess`` see the
 machine as it is. The time and memory a rehearsal takes say nothing about GPUs.
@@ -43,13 +43,23 @@ def install(local_rank: int, device_count: int) -> None:
     """
     global _installed
     # these import torch: a child that never does shall not pay for it
-    from taas.rehearsal import cuda_module, devices, distributed, operators, refused, streams, tensors
+    from taas.rehearsal import (
+        cuda_module,
+        devices,
+        distributed,
+        operators,
+        patches,
+        refused,
+        streams,
+        tensors,
+    )
 
     devices.place(local_rank, device_count)
     if not _installed:
         # the last one looks at what the others left of torch
-        for part in (devices, cuda_module, streams, operators, tensors, distributed, refused):
+        for part in (patches, devices, cuda_module, streams, operators, tensors, distributed, refused):
             part.install()
+            vars(part)["__warningregistry__"] = None  # what it shows for the program is noted there
     _installed = True
     _rehearse_children(local_rank, device_count)
 

@@ -6,7 +6,9 @@ Where a patch can, it rewrites arguments and calls torch's own function, so mean
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -86,6 +88,17 @@ def _let_streams_wait() -> None:
         setattr(torch.cpu.Stream, name, always(None))
 
 
+def _split_unnoticed(*args: Any, out: Sequence[Tensor], **kwargs: Any) -> None:
+    """FSDP2's copy from what it gathered: torch 2.6 relies on CUDA's kernel, which autograd counts as no change."""
+    with ExitStack() as uncounted:
+        for tensor in out:
+            uncounted.enter_context(torch.autograd._unsafe_preserve_version_counter(tensor))
+        _split_with_sizes_copy(*args, out=list(out), **kwargs)
+
+
+_split_with_sizes_copy = torch.split_with_sizes_copy
+
+
 # ---------------------------------------------------------------- SyncBatchNorm: the sums go over all ranks
 #
 # In fp32 for half-precision inputs, as CUDA's kernels keep them (aten/src/ATen/native/cuda/Normalization.cuh).
@@ -148,13 +161,14 @@ def _move_running_statistics(norm: nn.SyncBatchNorm, mean: Tensor, var: Tensor) 
 
 # ---------------------------------------------------------------- what NCCL takes and gloo does not
 #
-# NCCL counts elements, where gloo wants the shapes of the whole and of a rank's part to agree; and gloo has no averages
-# before torch 2.15.
+# NCCL counts elements, where gloo wants the shapes of the whole and of a rank's part to agree; it averages, which gloo does
+# since torch 2.15, and no integers; and it leaves alone what a rank gives to another one, where gloo adds up.
 
-AVERAGING = {  # the collective, and the argument that holds what a rank gives
+AVERAGING = {  # the collective, and the argument that holds its result
     "all_reduce": "tensor",
     "reduce": "tensor",
-    "reduce_scatter_tensor": "input",
+    "reduce_scatter": "output",
+    "reduce_scatter_tensor": "output",
 }
 
 
@@ -167,17 +181,38 @@ def _flatten(arguments: Arguments, whole: str, part: str) -> None:
         arguments[whole], arguments[part] = (tensor.detach().view(-1) for tensor in tensors)
 
 
-def _average(arguments: Arguments, given: str) -> None:
-    """Sum what each rank has divided."""
-    tensor = arguments[given]
-    if arguments.get("op") == dist.ReduceOp.AVG and tensor.is_floating_point():
-        arguments["op"], size = dist.ReduceOp.SUM, dist.get_world_size(arguments.get("group"))
-        arguments[given] = tensor / size if given == "input" else tensor.detach().div_(size)
+def _average(name: str, result: str) -> None:
+    """Let a collective average: a sum and a division, which has ended when the call returns."""
+    original = getattr(dist, name)
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def collective(*args: Any, **kwargs: Any) -> Any:
+        arguments = signature.bind(*args, **kwargs).arguments
+        if arguments.get("op") != dist.ReduceOp.AVG:
+            return original(*args, **kwargs)
+        total, size = arguments[result].detach(), dist.get_world_size(arguments.get("group"))
+        work = original(**arguments | {"op": dist.ReduceOp.SUM})
+        if work is not None:
+            work.wait()
+        whole = not (total.is_floating_point() or total.is_complex())
+        total.copy_(torch.div(total, max(size, 1), rounding_mode="trunc" if whole else None))
+        return work
+
+    replace_everywhere(dist, name, collective)
+
+
+def _give_a_copy(arguments: Arguments) -> None:
+    """``dist.reduce``, on a rank that is not the one that gets the result."""
+    gets = dist.get_rank() == arguments.get("dst")
+    if not gets and dist.get_rank(arguments.get("group")) != arguments.get("group_dst"):
+        arguments["tensor"] = arguments["tensor"].detach().clone()
 
 
 def _install_collectives() -> None:
-    for name, given in AVERAGING.items():
-        rewrite_calls(dist, name, functools.partial(_average, given=given))
+    for name, result in AVERAGING.items():
+        _average(name, result)
+    rewrite_calls(dist, "reduce", _give_a_copy)
     gathered = functools.partial(_flatten, whole="output_tensor", part="input_tensor")
     scattered = functools.partial(_flatten, whole="input", part="output")
     for rewrite, names in (
@@ -204,6 +239,8 @@ def install() -> None:
         lambda module: rewrite_calls(module.FullyShardedDataParallel, "__init__", _rewrite_fsdp),
     )
     _let_streams_wait()
+    if torch.__version__ < "2.7":
+        replace(torch, "split_with_sizes_copy", _split_unnoticed)
     replace(nn.SyncBatchNorm, "forward", _norm_forward)
     # It keeps DDP from taking SyncBatchNorm.
     replace(DistributedDataParallel, "_passing_sync_batchnorm_handle", always(None))

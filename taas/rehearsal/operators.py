@@ -8,7 +8,6 @@ help: it goes where the loss is. ``torch.compile`` runs eagerly: the same object
 from __future__ import annotations
 
 import functools
-import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -23,7 +22,7 @@ from torch.nn import attention
 
 from taas.import_hooks import after_import
 from taas.rehearsal.devices import CPU, cuda_index, machine, put, send
-from taas.rehearsal.patches import Arguments, always, replace, replace_all, rewrite_calls
+from taas.rehearsal.patches import Arguments, always, pass_over, replace, replace_all, rewrite_calls
 from taas.rehearsal.streams import generators
 
 # ---------------------------------------------------------------- making tensors
@@ -210,26 +209,12 @@ def _single(argument: Any) -> Any:
 
 # ---------------------------------------------------------------- attention
 
-_attention: Any = torch.nn.functional.scaled_dot_product_attention
-
 
 def _and_the_plain_one(arguments: Arguments) -> None:
     """Flash and memory-efficient attention are chosen to be fast; what every device has is the plain one."""
     backends = arguments["backends"]
     chosen = [backends] if isinstance(backends, attention.SDPBackend) else list(backends)
     arguments["backends"] = [*chosen, attention.SDPBackend.MATH]
-
-
-def _attention_over_shards(query: Any, *args: Any, **kwargs: Any) -> Any:
-    """``F.scaled_dot_product_attention``; of DTensors in its parts, since the CPU's kernel has no sharding strategy."""
-    distributed = sys.modules.get("torch.distributed.tensor")
-    if distributed is None or not isinstance(query, distributed.DTensor):
-        return _attention(query, *args, **kwargs)
-    # The causal mask is a plain tensor.
-    from torch.distributed.tensor.experimental import implicit_replication
-
-    with attention.sdpa_kernel(attention.SDPBackend.MATH), implicit_replication():
-        return _attention(query, *args, **kwargs)
 
 
 # ---------------------------------------------------------------- torch.compile
@@ -251,6 +236,7 @@ def _compile(model: Any = None, **options: Any) -> Any:
     def eager(*args: Any, **kwargs: Any) -> Any:
         return model(*args, **kwargs)
 
+    pass_over(eager)
     vars(eager)["_torchdynamo_orig_callable"] = model
     return eager
 
@@ -267,7 +253,6 @@ def install() -> None:
     replace(torch.amp.autocast_mode, "_cast", _cast_on_the_cpu)
     _VF.lstm = _lstm_in_single_precision
     rewrite_calls(attention, "sdpa_kernel", _and_the_plain_one)
-    replace(torch.nn.functional, "scaled_dot_product_attention", _attention_over_shards)
     replace_all(torch.backends.cuda, {"enable_math_sdp": always(None), "is_built": always(True)})
     replace(torch.backends.cudnn, "is_available", always(True))
     after_import("torch._dynamo.config", _turn_off)

@@ -1,6 +1,7 @@
 """What cannot be rehearsed says so by name, where it is called.
 
-Nothing here stops an import: libraries that import these modules and never use them go on.
+Nothing here stops an import but cupy's, as if it were not installed: libraries that import these modules and never use
+them go on.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from torch.nn.parallel import comm  # torch.cuda.comm takes its names from here
 
 from taas.errors import CannotRehearse
-from taas.import_hooks import after_import
+from taas.import_hooks import after_import, around_import
 from taas.rehearsal.patches import Arguments, always, replace, rewrite_calls
 from taas.rehearsal.streams import Event, Stream
 from taas.wording import shown
@@ -64,9 +65,11 @@ def _message(name: str, reason: str) -> str:
     )
 
 
-def _refusing(name: str, reason: str) -> Callable[..., NoReturn]:
+def _refusing(
+    name: str, reason: str, error: type[CannotRehearse] = CannotRehearse
+) -> Callable[..., NoReturn]:
     def refused(*args: Any, **kwargs: Any) -> NoReturn:
-        raise CannotRehearse(_message(name, reason))
+        raise error(_message(name, reason))
 
     return refused
 
@@ -110,6 +113,19 @@ def _no_triton(module: Any) -> None:
     module.has_triton = always(False)
 
 
+def _refuse_nvml(module: Any) -> None:
+    """``pynvml`` does not initialise; those who can do without NVML catch its own error."""
+
+    class NVMLCannotBeRehearsed(CannotRehearse, module.NVMLError_LibraryNotFound):
+        __str__ = Exception.__str__
+
+    module.nvmlInit = module.nvmlInitWithFlags = _refusing("pynvml", NVML, NVMLCannotBeRehearsed)
+
+
+class _CupyCannotBeRehearsed(CannotRehearse, ImportError):
+    """Those who can do without cupy catch an ImportError."""
+
+
 def install() -> None:
     """Refuse by name, in torch and in libraries that may be imported later."""
     _refuse_names(torch.cuda, TORCH_CUDA)
@@ -124,6 +140,8 @@ def install() -> None:
     after_import("torch.utils.cpp_extension", _refuse_cuda_sources)
     after_import("torch.utils._triton", _no_triton)
     after_import("triton.runtime.jit", _refuse_triton)
+    after_import("pynvml", _refuse_nvml)
+    around_import({"cupy"}, _refusing("cupy", "it computes on a GPU", _CupyCannotBeRehearsed))
 
 
 # ---------------------------------------------------------------- what remembers a device afterwards

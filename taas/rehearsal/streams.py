@@ -151,8 +151,6 @@ class DeviceGenerators(Sequence[torch.Generator]):
         return machine.device_count
 
     def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
         if not 0 <= index < len(self):
             raise IndexError(f"cuda:{index} is not among the {len(self)} devices of this run")
         if index not in self._made:

@@ -17,9 +17,13 @@ from __future__ import annotations
 import codecs
 import ctypes
 import os
+import re
 import struct
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import msgspec
 
 from taas.wording import size_in_words
 
@@ -27,11 +31,16 @@ RECORD = struct.Struct("<BIQQ")
 KINDS = ("stdout", "stderr", "display", "update", "clear", "result", "comm", "error")
 EVENTS, STDOUT, STDERR = "events", "stdout", "stderr"
 FILES = (EVENTS, STDOUT, STDERR)
+COLLECTED = "collected"
+"""Beside these, at its end: values of the rank that the header asked for (capture/collected.py)."""
 LARGEST_DISPLAY = 48 << 20
 """A display of more bytes does not fit well into a notebook."""
 LARGEST_TEXT = 1 << 16
 """Bytes of a stream in one record."""
 _BLOCK = 1 << 18
+_LAST_BYTES = 1 << 13, 1 << 20
+"""Where the last lines of a rank are looked for: so far from the end of its files, or, before a large display, so far."""
+_MAY_BEGIN = re.compile(rb"(?=[\0-\7].{3}[\0-\2])", re.DOTALL)
 _IN_MODIFY, _IN_MOVED_TO, _IN_CREATE, _IN_IGNORED = 0x2, 0x80, 0x100, 0x8000
 _WANTED = _IN_MODIFY | _IN_MOVED_TO | _IN_CREATE
 BLIND_SECONDS = 0.1
@@ -54,6 +63,16 @@ class Output(NamedTuple):
     kind: str
     text: str = ""
     body: bytes = b""
+
+
+read_arguments = msgspec.msgpack.Decoder(dict[str, Any]).decode
+
+
+def plain_form(kind: str, arguments: dict[str, Any]) -> str:
+    """Return lines for what is no text, given with the arguments of IPython's publisher; nothing where it has no such form."""
+    if kind == "error":
+        return "\n".join(arguments["traceback"]) + "\n"
+    return "" if kind in ("clear", "comm") else arguments["data"].get("text/plain", "") + "\n"
 
 
 class _Growing:
@@ -195,10 +214,66 @@ class RankEvents:
         if text:
             self._found.append(Output(self._rank, self._kind, text))
 
+    def skip(self) -> bool:
+        """Leave all but the last that was written; returns whether its beginning was found.
+
+        A record begins where a chain of records begins that ends with the file.
+        """
+        whole = self._events.size()
+        sizes = [file.size() for file in self._raw]
+        for near in _LAST_BYTES:
+            begin = max(0, whole - near)
+            block = self._events.peek(whole - begin, begin - self._events.offset)
+            starts = (0,) if begin == 0 else (found.start() for found in _MAY_BEGIN.finditer(block))
+            begins = next((at for at in starts if _is_chain(block, at, sizes)), None)
+            if begins is not None:
+                break
+        else:
+            return False
+        self._events.offset = begin + begins
+        seen = RECORD.unpack_from(block, begins)[2:] if block else (0, 0)
+        for file, size, known in zip(self._raw, sizes, seen, strict=True):
+            file.offset = max(known, size - _LAST_BYTES[0])
+        return True
+
     def close(self) -> None:
         """Close the files."""
         for file in (self._events, *self._raw):
             file.close()
+
+
+def _is_chain(block: bytes, at: int, sizes: Sequence[int]) -> bool:
+    """Whether records begin there and follow each other to the end; the raw files have these sizes."""
+    while at + RECORD.size <= len(block):
+        kind, length, stdout, stderr = RECORD.unpack_from(block, at)
+        if kind >= len(KINDS) or stdout > sizes[0] or stderr > sizes[1]:
+            return False
+        at += RECORD.size + length
+    return at == len(block)
+
+
+def last_written(folder: Path, count: int) -> tuple[list[str], dict[str, Any]] | None:
+    """Return the last lines that a rank has written, as a terminal shows them, and its last display among them, by MIME type.
+
+    None: they cannot be told just now.
+
+    Args:
+        folder: the rank's output.
+        count: how many at most.
+    """
+    events, text, drawn = RankEvents(folder), "", dict[str, Any]()
+    try:
+        if not events.skip():
+            return None
+        while found := events.read():
+            for item in found:
+                arguments = read_arguments(item.body) if item.body else {}
+                text += plain_form(item.kind, arguments) if item.body else item.text
+                drawn = arguments.get("data", drawn)
+    finally:
+        events.close()
+    lines = [line.rstrip("\r").rpartition("\r")[2].rstrip() for line in text.split("\n")]
+    return [line for line in lines if line][-count:], drawn
 
 
 class Inotify:

@@ -39,7 +39,7 @@ class RunReader:
     def __init__(self, record: RunRecord, ranks: Iterable[int] | None = None) -> None:
         self.record, self.removed = record, False
         self._folder = record.folder
-        self._ranks = tuple(record.shown_ranks() if ranks is None else ranks)
+        self._ranks = tuple(record.cell.spec.shown_ranks() if ranks is None else ranks)
         self._watch = Inotify()
         self._watch.add(self._folder)
         self._told = False

@@ -35,7 +35,7 @@ from taas.delivery.config import Delivered
 from taas.errors import HeaderError
 from taas.runs.places import ProcessMark, runtime_folder, write_private
 from taas.runs.stacks import Trouble
-from taas.wire.ranks import Asking, RankEnded, RankKept
+from taas.wire.ranks import Asking, Cell, RankEnded, RankKept, RankUse
 from taas.wording import nearest, shown
 
 ANSWER, PAYLOAD, LOADERS, ANNOUNCED, _RECORD = "answer", "payload", "loaders", "announced", "record.json"
@@ -71,14 +71,10 @@ class RunRecord(Verdict, kw_only=True):
     Attributes:
         name: what it is called; not unique for ever.
         id: makes it unique.
-        cell: its text.
-        execution_count: the notebook's ``In[n]``.
+        cell: what runs, with its header.
         project: the notebook's folder.
         notebook: its path; empty where its front end does not say it.
         supervisor, kernel: the processes.
-        background: whether it outlives its kernel.
-        world_size, vms, instance: its shape.
-        output: the ranks whose output it shows; None for all.
         device: on what it runs, in words.
         gpus: the GPUs it has, as CUDA_VISIBLE_DEVICES names them.
         names_nbytes: size of the names that travelled to its ranks, in bytes.
@@ -93,23 +89,19 @@ class RunRecord(Verdict, kw_only=True):
         trouble: what is wrong while it goes on.
         questions: what its ranks ask the person at the keyboard, and wait for.
         delivered: how far its registered loaders are.
+        use: what its ranks use, in the order of their numbers.
+        curve: how busy they were, in percent, in as many equal parts of its time.
         kept_ranks: its ranks, while they stay after it and wait for the notebook's next cell.
         files: what it left for `%taas attach`: by name, the size in bytes.
     """
 
     name: str
     id: str
-    cell: str
-    execution_count: int
+    cell: Cell
     project: str
     notebook: str = ""
     supervisor: ProcessMark
     kernel: ProcessMark
-    background: bool
-    world_size: int
-    vms: int
-    instance: str | None
-    output: tuple[int, ...] | None
     device: str
     gpus: tuple[str, ...] = ()
     names_nbytes: int = 0
@@ -123,6 +115,8 @@ class RunRecord(Verdict, kw_only=True):
     trouble: Trouble | None = None
     questions: tuple[Asking, ...] = ()
     delivered: Delivered | None = None
+    use: tuple[RankUse, ...] = ()
+    curve: tuple[int, ...] = ()
     kept_ranks: tuple[RankKept, ...] | None = None
     files: dict[str, int] = {}
 
@@ -147,14 +141,32 @@ class RunRecord(Verdict, kw_only=True):
             self.kernel.pid == kernel and self.kernel.lives
         )
 
-    def shown_ranks(self) -> range | tuple[int, ...]:
-        """Return the ranks whose output it shows."""
-        return range(self.world_size) if self.output is None else self.output
+    @property
+    def background(self) -> bool:
+        """Whether it outlives its kernel."""
+        return self.cell.spec.background
+
+    @property
+    def busy(self) -> float | None:
+        """How busy its GPUs are, or, where nobody can tell or there are none, a processor for each rank, in percent on average."""
+        gpus = [rank.gpu for rank in self.use if rank.gpu is not None]
+        shares = gpus or [rank.cpu for rank in self.use]
+        return sum(shares) / len(shares) if shares else None
+
+    def rank_folders(self) -> list[Path]:
+        """Return the folders in which the ranks of its last start write."""
+        output = output_folder(self.folder, self.restarts)
+        return [output / str(rank) for rank in range(self.cell.spec.world_size)]
 
     @property
     def live(self) -> bool:
         """Whether it goes on."""
         return self.state != "over"
+
+    @property
+    def may_go_on(self) -> bool:
+        """Whether it counts as lost only because its supervisor cannot be seen from this machine."""
+        return self.outcome == "lost" and self.supervisor.elsewhere
 
     @property
     def holds(self) -> bool:
@@ -292,38 +304,25 @@ def find_run(
     notebook: str = "",
     project: str = "",
 ) -> RunRecord:
-    """Find the run that a person means: this notebook's; else, where only one other notebook has such a run, that.
+    """Find the run that a person means: this notebook's before others', of these one that goes on, of these the newest.
 
     Args:
-        name: as typed: its name, or its name and id; None: the newest.
-        records: all runs, oldest first.
+        name: as typed: its name, or its name and id; None: any.
+        records: all runs.
         live: only one that goes on will do.
         kernel: process id of that of the notebook where it was typed; 0 in a terminal.
         notebook: that notebook's path; empty where nobody says it.
         project: its folder.
 
     Raises:
-        HeaderError: there is none, it is over, or several other notebooks have one.
+        HeaderError: there is none, or it is over.
     """
-
-    def standing(record: RunRecord) -> tuple[bool, bool, float]:
-        return record.live, record.kernel.pid == kernel, record.submitted
-
-    everything = list(records)
-    fitting = _called(name, everything)
-    wanted = [r for r in fitting if r.live or not live]
+    fitting = _called(name, list(records))
     mine = of_notebook(fitting, kernel, notebook, project)
-    *_, best = standings = sorted(mine or wanted or fitting, key=standing)
-    newest = {r.notebook or r.kernel: r for r in standings}.values()
-    if len(newest) > 1 and (name or kernel) and not best.is_of(kernel, notebook):
-        what = f"a run called {shown(name)}" if name else "runs, but not this one"
-        raise HeaderError(f"several notebooks have {what}; type one of {_choice(newest, everything)}")
+    best = max(mine or fitting, key=lambda record: (record.live, record.submitted))
     if live and not best.live:
         what = f"run {best.name}" if name else f"the last run, {best.name},"
-        others = (
-            f"type one of other notebooks' ({_choice(wanted, everything)})" if wanted else "no other goes on"
-        )
-        raise HeaderError(f"{what} is over ({best.outcome}); {others}. `%taas history` lists all runs")
+        raise HeaderError(f"{what} is over ({best.outcome}); `%taas status` shows what goes on")
     return best
 
 
@@ -336,7 +335,3 @@ def _called(name: str | None, everything: list[RunRecord]) -> list[RunRecord]:
     near = nearest(name, {record.name for record in everything}, 0.5)
     hint = f"; did you mean {near}?" if near else "; `%taas history` lists what there is"
     raise HeaderError(f"no run is called {shown(name)}{hint}")
-
-
-def _choice(records: Iterable[RunRecord], everything: list[RunRecord]) -> str:
-    return ", ".join(f"{told_apart(record, everything)} of {record.owner}" for record in records)

@@ -39,7 +39,7 @@ def make_room(
         The runs that were removed.
     """
     now = time.time() if now is None else now
-    ended = [record for record in read_records() if not record.live and not _may_go_on(record)]
+    ended = [record for record in read_records() if not record.live and not record.may_go_on]
     excess_runs = len(ended) - runs
     sizes = {record.id: _size_of(record.folder) for record in ended}
     excess_bytes = sum(sizes.values()) - nbytes
@@ -58,11 +58,6 @@ def make_room(
             shutil.rmtree(record.folder, ignore_errors=True)
             removed.append(record)
     return removed
-
-
-def _may_go_on(record: RunRecord) -> bool:
-    """Whether it counts as lost only because its supervisor cannot be seen from this machine."""
-    return record.outcome == "lost" and record.supervisor.elsewhere
 
 
 def _size_of(folder: Path) -> int:

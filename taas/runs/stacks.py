@@ -26,10 +26,11 @@ from taas.wording import ranks_in_words
 
 _SHOWN_FRAMES = 12
 _SOURCE_WIDTH = 70
-STACKS = "stacks"
+STACKS, COLLECTIVE = "stacks", "collective"
 SIGNAL = signal.SIGRTMIN + 11
 """A real-time signal that neither glibc, CUDA nor profilers use."""
 _fd = -1
+_folder = Path()
 
 
 class Frame(NamedTuple):
@@ -58,6 +59,7 @@ class RankSeen(NamedTuple):
         cpu: processor seconds it has used.
         written: bytes of output it has written.
         frames: innermost first; None if it was not asked or did not answer.
+        collective: the one it waits in, in words, as torch's flight recorder has it.
     """
 
     rank: int
@@ -66,6 +68,7 @@ class RankSeen(NamedTuple):
     cpu: float
     written: int
     frames: tuple[Frame, ...] | None = None
+    collective: str = ""
 
 
 class StackGroup(msgspec.Struct, frozen=True):
@@ -127,7 +130,9 @@ def fold(
         The places in the order of their ranks. Where there are several, all but the one with the most ranks
         are odd; if two have as many, the one whose ranks wait in a collective counts as the rest.
     """
-    source = _Source(cell, execution_count)
+    seen = list(seen)
+    differ = len({rank.collective for rank in seen if rank.collective}) > 1
+    source = _Source(cell, execution_count, collectives=differ)
     together: dict[str, list[RankSeen]] = defaultdict(list)
     for rank in seen:
         together[source.place_of(rank)].append(rank)
@@ -149,7 +154,8 @@ def fold(
 class _Source:
     """The text of frames' lines."""
 
-    def __init__(self, cell: str, execution_count: int) -> None:
+    def __init__(self, cell: str, execution_count: int, *, collectives: bool) -> None:
+        self._collectives = collectives
         self._lines = cell.splitlines()
         self._count = execution_count
 
@@ -174,6 +180,8 @@ class _Source:
         if not rank.frames:
             return "gave no answer" if rank.status != "gone" else "is gone"
         doing = is_collective(rank.frames)
+        if doing and self._collectives and rank.collective:
+            doing = rank.collective
         mine = next((frame for frame in rank.frames if frame.cell == self._count), None)
         mine = mine or next((frame for frame in rank.frames if frame.cell is not None), None)
         if mine is None:
@@ -220,7 +228,8 @@ def answer_requests(folder: Path, cells: dict[str, int]) -> None:
         folder: the rank's output files.
         cells: see :class:`Preface`.
     """
-    global _fd
+    global _fd, _folder
+    _folder = folder
     before, _fd = _fd, os.open(folder / STACKS, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     preface = Preface(threading.main_thread().ident or 0, cells)
     with contextlib.suppress(OSError):  # a full disk: nobody sees where this rank stands, and its cell runs
@@ -229,3 +238,9 @@ def answer_requests(folder: Path, cells: dict[str, int]) -> None:
     faulthandler.register(SIGNAL, file=_fd, all_threads=True, chain=False)
     if before >= 0:
         os.close(before)
+
+
+def note_collective(what: str) -> None:
+    """Write down which collective this process waits in, for whoever has asked."""
+    with contextlib.suppress(OSError):  # a full disk
+        (_folder / COLLECTIVE).write_text(what)

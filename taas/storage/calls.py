@@ -12,7 +12,7 @@ import io
 import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from types import FunctionType, ModuleType
 from typing import Any
@@ -73,19 +73,25 @@ def _set_default(function: FunctionType, index: int, new: Callable[..., Any]) ->
 
 def install(diversion: Diversion) -> None:
     """Divert this process's calls, for good: they mean what the diversion says from now on."""
-    survey()
     replacements: dict[str, Callable[..., Any]] = {name: getattr(diversion, name) for name in _DIVERTED}
     links = os.supports_follow_symlinks
     links |= {new for name, new in replacements.items() if getattr(os, name) in links}
-    for name, new in replacements.items():
-        setattr(os, name, new)
-    builtins.open = io.open = replacements["builtins.open"] = _opener(diversion)
-    replacements["shutil.rmtree"] = diversion.rmtree
-    setattr(shutil, "rmtree", diversion.rmtree)  # noqa: B010 the type has an attribute that a method lacks
-    for put, name in _bound:
-        put(replacements[name])
+    replace(replacements | {"builtins.open": _opener(diversion), "shutil.rmtree": diversion.rmtree})
     if "torch" in sys.modules:
         _divert_torch(sys.modules["torch"], diversion)
+
+
+def replace(new: Mapping[str, Callable[..., Any]]) -> None:
+    """Put others in the place of functions of ``os``, of ``builtins.open`` and ``shutil.rmtree``, wherever modules hold them."""
+    survey()
+    for name, function in new.items():
+        if name == "builtins.open":
+            builtins.open = io.open = function
+        else:
+            setattr(shutil if name == "shutil.rmtree" else os, name.rpartition(".")[2], function)
+    for put, name in _bound:
+        if name in new:
+            put(new[name])
 
 
 def _opener(diversion: Diversion) -> Callable[..., Any]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import errno
 import functools
+import inspect
 import os
 import posix
 import shutil
@@ -96,13 +97,16 @@ def _removing(native: _Call, *, directory: bool) -> _Call:
     return _in_place_of(native, follow=False)(remove)
 
 
-def _denied(native: _Call, *positions: int) -> _Call:
-    """A call that no rank but 0 makes in the project, which the arguments at these positions name."""
+def _denied(native: _Call, *paths: str) -> _Call:
+    """A call that no rank but 0 makes in the project, which these arguments name."""
+    signature = inspect.signature(native)
 
+    @functools.wraps(native)
     def deny(self: Diversion, *given: Any, **options: Any) -> None:
+        arguments = signature.bind(*given, **options).arguments
         descriptors = [value for name, value in options.items() if name.endswith("dir_fd")]
-        for position in positions:
-            if (place := self.place(given[position], *descriptors, follow=False)) is not None:
+        for path in paths:
+            if (place := self.place(arguments[path], *descriptors, follow=False)) is not None:
                 raise self.denial.error(self.table.live(place), f"by os.{native.__name__}")
         native(*given, **options)
 
@@ -248,11 +252,11 @@ class Diversion:
     setxattr = _noting(posix.setxattr)
     unlink = remove = _removing(posix.unlink, directory=False)
     rmdir = _removing(posix.rmdir, directory=True)
-    symlink = _denied(posix.symlink, 1)
-    link = _denied(posix.link, 0, 1)
-    truncate = _denied(posix.truncate, 0)
-    mkfifo = _denied(posix.mkfifo, 0)
-    mknod = _denied(posix.mknod, 0)
+    symlink = _denied(posix.symlink, "dst")
+    link = _denied(posix.link, "src", "dst")
+    truncate = _denied(posix.truncate, "path")
+    mkfifo = _denied(posix.mkfifo, "path")
+    mknod = _denied(posix.mknod, "path")
 
     @_in_place_of(posix.mkdir, follow=False)
     def mkdir(self, place: str, path: Any, mode: int = 0o777, **_: Any) -> None:

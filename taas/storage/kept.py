@@ -5,10 +5,10 @@ Each start of a run has a folder of its own for it, within the run's::
     writes/since          when the start began, by the clock of the project's file system; until it is sorted
     writes/rank<k>/tree/  the files of a rank (storage/table.py)
 
-At the end ``sort`` removes what rank 0 wrote, too: a path that the project shows as changed since then (by ``ctime``, which no
-program can set back, so that rank 0 runs unobserved). All else stays, and in doubt a file stays; what rank 0 has here found no
-place in the project (project_sync/applier.py), and stays as well. ``recover`` copies it; it goes with the run's folder
-(runs/retention.py).
+At the end ``sort`` removes what rank 0 wrote, too, in this start or a later one: a path that the project shows as changed since
+then (by ``ctime``, which no program can set back, so that rank 0 runs unobserved). All else stays, and in doubt a file stays;
+what rank 0 has here found no place in the project (project_sync/applier.py), and stays as well. ``recover`` copies it; it goes
+with the run's folder (runs/retention.py).
 
 A checkpoint with a file of each rank is made whole before: ``torch.distributed.checkpoint`` has every rank write its part; when
 all have, rank 0 writes the list of them (``finish``). Ranks of this VM have written theirs to their scratch, from where rank 0,
@@ -32,7 +32,7 @@ from taas.errors import HeaderError
 from taas.import_hooks import after_import
 from taas.storage.boundary import NEVER, changed_since, clock_of, resolve_beneath
 from taas.storage.table import GONE, MARK, TREE
-from taas.wording import counted, ranks_in_words, shown, size_in_words
+from taas.wording import counted, ranks_in_words, shown, shown_path, size_in_words
 
 Versions = dict[str, dict[int, Path]]
 """By path in the project and rank: where a file is that only ranks other than 0 wrote."""
@@ -72,29 +72,35 @@ def kept_versions(folders: Iterable[Path], project: str) -> Versions:
     return {path: {0: ranks[0]} if 0 in ranks else ranks for path, ranks in sorted(found.items())}
 
 
-def sort(folder: Path, project: str, run: str) -> list[str]:
-    """Remove what rank 0 wrote, too, from what the ranks of an ended start wrote; nobody else writes there any more.
+def sort(folders: Sequence[Path], project: str, run: str, *, over: bool = True) -> list[str]:
+    """Remove what rank 0 wrote, too, from what the ranks wrote; none of them is left. Twice is harmless.
 
     Args:
-        folder: from :func:`make_writes`.
+        folders: of the run's starts, from :func:`make_writes`, the first one's first.
         project: the notebook's folder.
         run: the run's name.
+        over: it does not start again: what is left is kept, whatever becomes of the project.
 
     Returns:
-        What the cell says about it.
+        What the cell says about it when the run is over.
     """
     try:
-        kept = kept_versions([folder], project)
-        said = [*_told(kept, run), *_unremoved(folder, project, kept)]
+        kept = kept_versions(folders, project)
+        said = [*_told(kept, run), *_unremoved(folders, project, kept)]
         wanted = {file for versions in kept.values() for file in versions.values()}
-        for _, scratch in _scratches(folder):
-            for _, file in _files(scratch / TREE):
-                if file not in wanted:
-                    file.unlink()
-            shutil.rmtree(scratch / GONE, ignore_errors=True)
-        (folder / _SINCE).unlink()
+        for folder in folders:
+            for _, scratch in _scratches(folder):
+                for _, file in _files(scratch / TREE):
+                    if file not in wanted:
+                        file.unlink()
+                if over:
+                    shutil.rmtree(scratch / GONE, ignore_errors=True)
+            if over:
+                (folder / _SINCE).unlink(missing_ok=True)
     except OSError as error:
-        return [f"rank writes could not be sorted ({error}): take what you need from {folder}"]
+        return [
+            f"rank writes could not be sorted ({error}): take what you need from {shown_path(folders[0])}"
+        ]
     return said
 
 
@@ -123,23 +129,22 @@ def recover(run: str, versions: Versions, project: str, *, overwrite: bool) -> l
         raise HeaderError(
             f"%taas recover {run}: its project {project} is not there any more; what was kept lies in {source.parent}"
         )
-    wanted = {root / path: source for path, source in _named(versions)}
-    taken = {target for target in wanted if os.path.lexists(target)}
-    same = {target for target in taken if filecmp.cmp(wanted[target], target, shallow=False)}
-    if (others := sorted(taken - same)) and not overwrite:
+    lacking = {root / path: source for path, source in _named(versions) if not _are_same(source, root / path)}
+    taken = [str(target.relative_to(root)) for target in lacking if os.path.lexists(target)]
+    if taken and not overwrite:
         raise HeaderError(
-            f"%taas recover {run}: {_some([str(target.relative_to(root)) for target in others])} "
-            f"exists in the project; nothing was written. Move it away, or add --overwrite."
+            f"%taas recover {run}: {_some(taken)} exists in the project; nothing was written. "
+            "Move it away, or add --overwrite."
         )
-    written = [target for target in wanted if target not in same]
-    for target in written:
+    for target, source in lacking.items():
         try:
-            put(wanted[target], target, shutil.copy2)
+            _put(source, target)
         except OSError as error:
             raise HeaderError(
-                f"%taas recover {run}: {target} cannot be written ({error.strerror}): see to that, and type it again"
+                f"%taas recover {run}: {shown_path(target)} cannot be written ({error.strerror}): see to that, and type "
+                "it again"
             ) from error
-    return written
+    return [*lacking]
 
 
 def _named(versions: Versions) -> Iterator[tuple[str, Path]]:
@@ -147,8 +152,15 @@ def _named(versions: Versions) -> Iterator[tuple[str, Path]]:
         first, *others = sorted(of_ranks)
         yield path, of_ranks[first]
         for rank in others:
-            if not filecmp.cmp(of_ranks[first], of_ranks[rank], shallow=False):
+            if not _are_same(of_ranks[first], of_ranks[rank]):
                 yield f"{path}.rank{rank}", of_ranks[rank]
+
+
+def _are_same(one: Path, other: Path) -> bool:
+    """Whether two are links to the same place, or files of the same content."""
+    if one.is_symlink() or other.is_symlink():
+        return one.is_symlink() and other.is_symlink() and one.readlink() == other.readlink()
+    return one.exists() and other.exists() and filecmp.cmp(one, other, shallow=False)
 
 
 def _begun(folder: Path) -> int:
@@ -163,7 +175,8 @@ def _scratches(folder: Path) -> Iterator[tuple[int, Path]]:
 
 
 def _files(tree: Path) -> list[tuple[str, Path]]:
-    return [(str(file.relative_to(tree)), file) for file in tree.rglob("*") if file.is_file()]
+    found = (path for path in tree.rglob("*") if path.is_symlink() or not path.is_dir())
+    return [(str(path.relative_to(tree)), path) for path in found]
 
 
 def _told(kept: Versions, run: str) -> Iterator[str]:
@@ -182,20 +195,21 @@ def _told(kept: Versions, run: str) -> Iterator[str]:
 
 
 def _described(kept: Versions) -> str:
-    size = sum(file.stat().st_size for ranks in kept.values() for file in ranks.values())
+    size = sum(file.lstat().st_size for ranks in kept.values() for file in ranks.values())
     return f"{_some(list(kept))} ({counted(len(kept), 'file')}, {size_in_words(size)})"
 
 
-def _unremoved(folder: Path, project: str, kept: Versions) -> list[str]:
+def _unremoved(folders: Iterable[Path], project: str, kept: Versions) -> list[str]:
     """What ranks removed, and rank 0 neither removed nor wrote again: it is still there."""
-    since_ns = _begun(folder)
     removers: dict[str, set[int]] = {}
-    for rank, scratch in _scratches(folder):
-        for mark in (scratch / GONE).rglob(MARK):
-            place = str(mark.parent.relative_to(scratch / GONE))
-            live = f"{project}/{place}"
-            if place not in kept and os.path.lexists(live) and not changed_since(live, since_ns):
-                removers.setdefault(place, set()).add(rank)
+    for folder in folders:
+        since_ns = _begun(folder)
+        for rank, scratch in _scratches(folder):
+            for mark in (scratch / GONE).rglob(MARK):
+                place = str(mark.parent.relative_to(scratch / GONE))
+                live = f"{project}/{place}"
+                if place not in kept and os.path.lexists(live) and not changed_since(live, since_ns):
+                    removers.setdefault(place, set()).add(rank)
     if not removers:
         return []
     ranks = ranks_in_words(set.union(*removers.values()))
@@ -204,7 +218,7 @@ def _unremoved(folder: Path, project: str, kept: Versions) -> list[str]:
 
 def _some(names: Sequence[str]) -> str:
     rest = len(names) - _SHOWN
-    return ", ".join(names[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
+    return ", ".join(map(shown_path, names[:_SHOWN])) + (f" and {rest} more" if rest > 0 else "")
 
 
 # ---------------------------------------------------------------- checkpoints of all ranks
@@ -241,7 +255,7 @@ def _gather(folder: Path, place: str, names: Iterable[str], run_scratch: Path) -
     for name in names:
         for source in run_scratch.glob(f"rank*/{TREE}"):
             if (written := source / place / name).is_file():
-                put(written, folder / name, shutil.move)
+                _move(written, folder / name)
     lacking = [name for name in sorted(names) if not (folder / name).exists()]
     if lacking:
         more = f" and {len(lacking) - 1} more" if lacking[1:] else ""
@@ -251,12 +265,21 @@ def _gather(folder: Path, place: str, names: Iterable[str], run_scratch: Path) -
         )
 
 
-def put(source: Path, target: Path, by: Callable[[Path, Path], object]) -> None:
-    """Copy or move a file into a project, complete or not at all; folders that lack are made."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_name(f".{target.name[:200]}.partial")
+def _move(source: Path, target: Path) -> None:
     try:
-        by(source, partial)
+        source.rename(target)
+    except OSError:  # another file system, or its folder is not there yet
+        _put(source, target)
+        source.unlink()
+
+
+def _put(source: Path, target: Path) -> None:
+    """Copy a file or a link into a project, complete or not at all; folders that lack are made."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_name(f".taas-part-{target.name[:200]}")
+    try:
+        partial.unlink(missing_ok=True)  # of somebody who was killed
+        shutil.copy2(source, partial, follow_symlinks=False)
         partial.replace(target)
     finally:
         partial.unlink(missing_ok=True)

@@ -12,6 +12,7 @@ import fcntl
 import os
 import shutil
 import time
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -78,13 +79,10 @@ def remove_folders_left(beside: Path) -> None:
     """Remove the folders of supervisors that were killed; one that lives holds its own before it listens there."""
     for socket in beside.parent.glob(f"{PREFIX}*/{SOCKET}"):
         with contextlib.suppress(OSError):  # another user's, or somebody was faster
-            fd = os.open(socket.parent, os.O_RDONLY | os.O_CLOEXEC)
+            fd = os.open(socket.parent, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if socket.parent.lstat().st_uid == os.geteuid():  # another user's link might lead to any file
-                    with contextlib.suppress(OSError):
-                        (socket.parent / CONNECTION).readlink().unlink()
-                    shutil.rmtree(socket.parent, ignore_errors=True)
+                shutil.rmtree(socket.parent, ignore_errors=True)
             finally:
                 os.close(fd)
 
@@ -175,15 +173,17 @@ class ControlSocket:
 
     Attributes:
         up: what clients have to know to come in; the kernel has a key of its own.
+        clients: the keys of the kernel, and of visitors who could read the connection file.
+        agents: those of agents that are let in.
+        outgoing: what was not sent yet: for whom, and the message.
         socket, gate: what to poll.
     """
 
     def __init__(self, client_key: str, kernel: ProcessMark, folder: Path) -> None:
         self._context = zmq.Context()
         visitor, visitor_secret = zmq.curve_keypair()
-        self._clients = {client_key, visitor.decode()}
-        self._allowed = set(self._clients)
-        self.gate = Gate(self._context, lambda key: key.decode() in self._allowed)
+        self.clients, self.agents = {client_key, visitor.decode()}, set[str]()
+        self.gate = Gate(self._context, lambda key: key.decode() in self.clients | self.agents)
         public, secret = zmq.curve_keypair()
         self.socket = make_router(self._context, public, secret)
         endpoint = f"ipc://{folder / SOCKET}"
@@ -198,21 +198,10 @@ class ControlSocket:
         )
         self._connection_file = write_connection(self.up)
         (folder / CONNECTION).symlink_to(self._connection_file.absolute())
+        self.outgoing: deque[tuple[str, Message]] = deque()
         self._routes: dict[str, bytes] = {}
         self._endpoints: dict[str, str] = {}
         self._unreachable: dict[str, float] = {}
-
-    def allow(self, key: str) -> None:
-        """Let an agent in."""
-        self._allowed.add(key)
-
-    def forbid(self, key: str) -> None:
-        """Let an agent in no more."""
-        self._allowed.discard(key)
-
-    def is_client(self, key: str) -> bool:
-        """Whether it is the kernel's key, or a visitor's who could read the connection file."""
-        return key in self._clients
 
     def receive(self) -> Iterator[tuple[str, bytes, memoryview]]:
         """Give what has come in, up to a number: then the other sources are looked at.
@@ -230,7 +219,19 @@ class ControlSocket:
             yield key, route.bytes, frame.buffer
 
     def send(self, key: str, message: Message) -> None:
-        """Send a message to the peer with a key, if it has come in."""
+        """Send a message to the peer with a key, if it has come in; what is for agents waits for :meth:`flush`."""
+        if key in self.clients:
+            self._send(key, message)
+        else:
+            self.outgoing.append((key, message))
+
+    def flush(self, seconds: float = float("inf")) -> None:
+        """Send what is outgoing, for so long: there may be a thousand agents to tell."""
+        until = time.monotonic() + seconds
+        while self.outgoing and time.monotonic() < until:
+            self._send(*self.outgoing.popleft())
+
+    def _send(self, key: str, message: Message) -> None:
         route = self._routes.get(key)
         if route is not None and not self.reply(route, message):
             self._unreachable.setdefault(key, time.monotonic())
@@ -263,7 +264,8 @@ class ControlSocket:
         self._connection_file.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Send what is on its way, and close."""
+        """Send what is outgoing, and close."""
+        self.flush()
         self.socket.close(linger=1000)
         self.gate.socket.close()
         self._context.term()

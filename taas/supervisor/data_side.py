@@ -268,10 +268,9 @@ class DataSide:
     def process_over(self, job: int, over: JobOver) -> None:
         """A data process is gone. A worker pool is started anew; a planner's end is the run's, as the coordinator sees, too."""
         number = job - self._job(0)
-        misses, vm = self._misses, self.vms.lose(number)
+        misses, vm = self._misses, self.vms.started[number]
+        self.vms.lose(number)
         self._transfer.lose(job)
-        if vm is None:
-            return
         vm.send(OfJob(run=self._run, job=job, said=JobRequest(what="forget")))
         if misses and number == PLANNER:
             said = f"the planner {over.how}; what it printed is in {self._log}"

@@ -30,6 +30,7 @@ class Findings:
         ended: how ranks have ended, as they or their agents said.
         answer: rank 0's names, if they came.
         notices: what the cell says when it is over.
+        kept: what it says then of writes of ranks other than 0.
         presses: how often a person interrupted it.
         interrupted: a person did, or its client is gone, before it had failed.
         let_go: its client takes no names of it.
@@ -45,6 +46,7 @@ class Findings:
         self.ended: dict[int, RankEnded] = {}
         self.answer: Memory | None = None
         self.notices: list[str] = []
+        self.kept: list[str] = []
         self.presses = 0
         self.interrupted = self.let_go = False
         self.stopped = ""

@@ -29,8 +29,9 @@ class Fleet:
         control: where agents connect.
         scratch: folder for the agents' own.
         started: called when there are new VMs, or a new engine.
-        strike: called with each VM that is about to be given back.
-        worker: waits for the ends of agents of this machine.
+        strike: called with each VM that is about to end.
+        ended: called when the agents of those that were given back or lost are gone.
+        worker: waits for that, on this machine.
     """
 
     def __init__(
@@ -39,13 +40,15 @@ class Fleet:
         scratch: Path,
         started: Callable[[], None],
         strike: Callable[[Vm], None],
+        ended: Callable[[], None],
         worker: WorkThread,
     ) -> None:
-        self._worker = worker
-        self._control, self._scratch, self._started, self._strike = control, scratch, started, strike
+        self._control, self._scratch, self._started = control, scratch, started
+        self._strike, self._ended, self._worker = strike, ended, worker
         self._local = LocalEngine()
         self._engines: dict[tuple[str, str], Engine] = {("local", ""): self._local}
         self._of: dict[Vm, Engine] = {}
+        self._by_key: dict[str, Vm] = {}
         self._count, self._next_beat = 0, 0.0
 
     @property
@@ -60,7 +63,7 @@ class Fleet:
 
     def find(self, key: str) -> Vm | None:
         """Return the VM whose agent has this key."""
-        return next((vm for vm in self._of if vm.key == key), None)
+        return self._by_key.get(key)
 
     def warm_up(self, *, idle: bool) -> None:
         """Start a VM here: whoever starts a supervisor is about to submit a run, or ``idle``: will some time."""
@@ -101,8 +104,7 @@ class Fleet:
                     data=data,
                     idle=idle,
                     remote=engine.remote,
-                    ahead=demand.environ,
-                    changed=demand.changed,
+                    demand=demand,
                 )
             )
         machines = engine.start(demand, configs, [vm.machine for vm in lost])
@@ -111,9 +113,10 @@ class Fleet:
             Vm(machine, config.public_key, demand, self._control.send, remote=engine.remote, data=data)
             for machine, config in zip(machines, configs, strict=True)
         ]
-        for vm in started:
-            vm.group, vm.beside = tuple(started), beside
-            self._of[vm] = engine
+        group = tuple(started)
+        for vm in group:
+            vm.group, vm.beside = group, beside
+            self._of[vm], self._by_key[vm.key] = engine, vm
         self._started()
         return started
 
@@ -130,7 +133,7 @@ class Fleet:
                 vm.run = run
             return [*kept]
         spec = submit.cell.spec
-        demand = demand_of(submit, spec.instance, spec.gpus_per_vm)
+        demand = demand_of(submit, spec.instance, spec.gpus_per_vm, later=submit.delivery is not None)
         gpus = () if spec.rehearse else submit.gpus
         return self._lease(self.prepare(submit.engine), run, demand, spec.vms, gpus)
 
@@ -238,12 +241,11 @@ class Fleet:
 
     def step(self) -> None:
         """Give back who is unfit, and VMs elsewhere for which no run has come in time, or which are no whole group any more."""
-        now = time.monotonic()
+        now, idle = time.monotonic(), self._idle
+        groups = {id(vm.group): vm.group for vm in idle if vm.remote}
+        torn = {which for which, group in groups.items() if any(map(_leaves, group))}
         self.give_back(
-            vm
-            for vm in self._idle
-            if vm.unfit
-            or (vm.remote and (now >= vm.until or any(other.gone or not other.up for other in vm.group)))
+            vm for vm in idle if vm.unfit or (vm.remote and (now >= vm.until or id(vm.group) in torn))
         )
 
     def wait(self) -> float | None:
@@ -260,15 +262,14 @@ class Fleet:
     def give_back(self, vms: Iterable[Vm]) -> int:
         """Give VMs back to their engine, as far as they are there; returns how many."""
         there = [vm for vm in vms if not vm.gone]
-        for vm in there:
+        for vm in reversed(there):  # a poller forgets its last source fastest
             self._strike(vm)
             vm.end(self._worker)
-            self._forget(vm)
+            vm.gone = True
+            del self._of[vm], self._by_key[vm.key]
+        if there:
+            self._worker.after(self._ended)
         return len(there)
-
-    def _forget(self, vm: Vm) -> None:
-        vm.gone = True
-        del self._of[vm]
 
     # ------------------------------------------------------------ life and death
 
@@ -284,9 +285,8 @@ class Fleet:
 
     def lose(self, vm: Vm, how: str) -> str:
         """Strike a VM whose agent is gone, or out of reach, as ``how`` says; returns how it ended."""
-        self._forget(vm)
         how = how or vm.machine.how_it_ended()
-        vm.end(self._worker)
+        self.give_back([vm])
         return how
 
     def close(self) -> None:
@@ -294,5 +294,11 @@ class Fleet:
         for vm in self._of:
             if vm.remote:
                 vm.send(Leave())
+        self._control.flush()
         for engine in self.engines:
             engine.close()
+
+
+def _leaves(vm: Vm) -> bool:
+    """Whether the group of a VM elsewhere has to do without it."""
+    return vm.gone or vm.unfit or bool(vm.machine.ending) or not vm.up

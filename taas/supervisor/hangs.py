@@ -54,7 +54,6 @@ class HangWatch:
         self._quiet_since = time.monotonic()
         self._ended: set[int] = set()
         self._suspicious = False
-        self._trouble: Trouble | None = None
 
     # ------------------------------------------------------------ looking
 
@@ -145,14 +144,9 @@ class HangWatch:
         self._before, self._before_at, self._ended = seen, now, ended
         self._suspicious = bool(stopped or ended or now - self._quiet_since >= self._timeout / 2)
         if headline is not None:
-            self._say(Trouble(headline, self._fold(there.values())))
+            self._run.recorder.note(trouble=Trouble(headline, self._fold(there.values())))
         elif moved:
-            self._say(None)
-
-    def _say(self, trouble: Trouble | None) -> None:
-        if trouble != self._trouble:
-            self._trouble = trouble
-            self._run.recorder.note(trouble=trouble)
+            self._run.recorder.note(trouble=None)
 
     def _fold(self, ranks: Iterable[RankSeen]) -> tuple[StackGroup, ...]:
         submit = self._run.submit

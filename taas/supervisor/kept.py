@@ -14,7 +14,7 @@ from taas.wire.clients import Submit
 from taas.wording import counted
 
 _OF_ONE_CELL = (
-    "data_vms", "hang_timeout", "keep", "name", "output", "post_mortem", "prebuffer", "returned", "uneven", "units",
+    "collect", "data_vms", "hang_timeout", "keep", "name", "notify", "output", "post_mortem", "prebuffer", "returned", "uneven", "units",
 )  # fmt: skip
 """Fields of a header that may be others in each cell."""
 _IN_WORDS = {"world_size": "number", "instance": "instance type", "project": "project folder"}
@@ -32,10 +32,6 @@ class KeptRanks:
         self._run: Run | None = None
         self._why_gone = "their supervisor ended"
         self._until = float("inf")
-
-    def has(self, vm: Vm) -> bool:
-        """Whether some of them are on a VM."""
-        return self._run is not None and vm in self._run.vms
 
     def keep(self, run: Run) -> None:
         """Keep the ranks of a run that is over."""
@@ -76,7 +72,7 @@ class KeptRanks:
 
     def lose(self, vm: Vm, run: Run | None, how: str) -> None:
         """End them as some of them died on a VM; those of a run whose names are still being taken will not be kept."""
-        if self.has(vm):
+        if self._run is not None and vm in self._run.vms:
             self.end(how)
         elif run is not None and run.state == "over":
             run.ranks.lost = how

@@ -10,7 +10,6 @@ import sys
 import threading
 import traceback
 from functools import partial
-from multiprocessing.connection import wait
 from pathlib import Path
 
 import msgspec
@@ -19,8 +18,9 @@ from taas import _linux
 from taas.agent.processes import SWEEPS, become_subreaper, kill_tree, orphans, sweep_orphans
 from taas.engines import Engine
 from taas.errors import EngineError
-from taas.rank.lifeline import signal_at_end
+from taas.rank.lifeline import KernelTie
 from taas.runs.places import ProcessMark, crash_report
+from taas.runs.records import read_records
 from taas.runs.retention import make_room
 from taas.supervisor.connections import ControlSocket, hold_folder, remove_folders_left
 from taas.supervisor.fleet import Fleet
@@ -51,15 +51,15 @@ from taas.wire.short_folder import make_short_folder
 class Supervisor:
     """All runs of one kernel; ``up`` is what that has to know."""
 
-    def __init__(self, config: SupervisorConfig, scratch: Path) -> None:
-        self._config = config
+    def __init__(self, config: SupervisorConfig, tie: KernelTie, scratch: Path) -> None:
+        self._config, self._tie = config, tie
         self._kernel_mark = ProcessMark.of(config.kernel)
         self._kernel_gone = False
         self._control = ControlSocket(config.client_key, self._kernel_mark, scratch)
         self._scratch, self.up = scratch, self._control.up
         self._sources = PollLoop()
         self._worker = WorkThread(self._sources.soon)
-        self._fleet = Fleet(self._control, scratch, self._watch_vms, self._strike, self._worker)
+        self._fleet = Fleet(self._control, scratch, self._watch_vms, self._strike, self._sweep, self._worker)
         self._kept = KeptRanks(self._fleet)
         self._runs: dict[str, Run] = {}
         self._submits: list[tuple[str, Submit]] = []
@@ -73,10 +73,10 @@ class Supervisor:
         """Serve until the kernel is gone, and no background run is left."""
         self._sources.on(self._control.gate.socket, self._control.gate.answer)
         self._sources.on(self._control.socket, self._hear)
-        self._sources.on(self._config.life, self._lose_kernel)
+        for source in self._tie.sources:
+            self._sources.on(source, self._lose_kernel)
         self._worker.do(partial(remove_folders_left, self._scratch))
         threading.Thread(target=make_room, name="taas-retention", daemon=True).start()
-        threading.Thread(target=self._die_when_stuck, name="taas-life", daemon=True).start()
         if self._config.warm:
             self._fleet.warm_up(idle=self._config.idle)
         try:
@@ -90,14 +90,17 @@ class Supervisor:
                 # who was given back may have GPUs until it is gone
                 while self._submits and not self._worker.pending:
                     self._submit(*self._submits.pop(0))
+                self._control.flush(deadlines.TURN)
         finally:
-            _end(self._control, self._fleet, self._scratch)
+            _end(self._control, self._fleet)
 
     @property
     def _timed(self) -> list[HangWatch | KeptRanks | Fleet]:
         return [*(run.hangs for run in self._runs.values()), self._kept, self._fleet]
 
     def _wait(self) -> float | None:
+        if self._control.outgoing:
+            return 0.0
         waits = [wait for timed in self._timed if (wait := timed.wait()) is not None]
         if self._runs:
             waits.append(deadlines.LATE_LOOK)
@@ -105,7 +108,7 @@ class Supervisor:
 
     def _hear(self) -> None:
         for key, route, data in self._control.receive():
-            if self._control.is_client(key):
+            if key in self._control.clients:
                 with contextlib.suppress(msgspec.DecodeError):  # a terminal's taas of another release
                     self._hear_client(key, route, self._read_client(data))
             elif (vm := self._fleet.find(key)) is not None:  # else struck already: its last words came late
@@ -119,26 +122,25 @@ class Supervisor:
 
     @property
     def _in_background(self) -> bool:
-        return any(not run.submit.waiting for run in list(self._runs.values()))
+        return any(run.background for run in self._runs.values())
+
+    def _tie_to_kernel(self) -> None:
+        self._tie.kills(not (self._kernel_gone or self._in_background))
 
     def _lose_kernel(self) -> None:
         """Its kernel is gone, or has let go of this process: foreground runs end, with all else where there is no other."""
         self._kernel_gone = True
+        self._tie_to_kernel()
         self._submits.clear()
-        self._sources.off(self._config.life)
+        for source in self._tie.sources:
+            self._sources.off(source)
         if not self._in_background:
             return  # all is killed at once
         self._kept.end("their kernel ended")
         self._fleet.release_idle()
         for run in list(self._runs.values()):
-            if run.submit.waiting or run.state == "over":
+            if not run.background or run.state == "over":
                 self._let_go(run)
-
-    def _die_when_stuck(self) -> None:
-        """Let the system kill this process where its loop does not notice the kernel's end; a thread's."""
-        wait([self._config.life])
-        if not self._kernel_gone and not self._in_background:
-            _linux.kill_in(deadlines.NOTICE_END)
 
     def _let_go(self, run: Run) -> None:
         if run.state != "over":
@@ -179,13 +181,17 @@ class Supervisor:
             released = Released(count=self._fleet.release_idle(), ranks=ranks)
             self._worker.after(partial(self._control.reply, self._releases.pop(0), released))
 
+    def _check_name(self, wanted: str | None) -> None:
+        """See that a name means one run, as long as there is something to be done to it."""
+        others = [record for record in read_records() if record.live] if wanted else []
+        owner = next((f" of {record.owner}" for record in others if record.name == wanted), "")
+        if owner or wanted in self._runs:
+            raise EngineError(f"a run called {wanted}{owner} is going on: give this one another --name")
+
     def _submit(self, key: str, submit: Submit) -> None:
         recorder = kept = worker = None
         try:
-            if submit.cell.spec.name in self._runs:
-                raise EngineError(
-                    f"a run called {submit.cell.spec.name} is going on: give this one another --name"
-                )
+            self._check_name(submit.cell.spec.name)
             kept = self._kept.find(submit)
             recorder = Recorder(submit, self._kernel_mark)
             name = recorder.record.name
@@ -214,6 +220,7 @@ class Supervisor:
 
     def _begin(self, run: Run) -> None:
         self._runs[run.name] = run
+        self._tie_to_kernel()
         if run.data is not None:
             self._sources.on(run.data.fileno(), partial(self._hear_data, run))
         run.look_at_machines()
@@ -233,7 +240,8 @@ class Supervisor:
     def _hear_data(self, run: Run) -> None:
         assert run.data is not None
         source = run.data.fileno()
-        run.step_data()
+        run.data.step()
+        run.data_changed()
         if run.data.over:
             self._sources.off(source)
 
@@ -249,9 +257,9 @@ class Supervisor:
         if run.loss and self._restart(run):
             return
         ended = run.conclude()
-        if run.submit.waiting:
+        if not run.background:
             self._control.send(self._config.client_key, ended)
-        if ended.answer is None or self._kernel_gone or run.found.let_go or not run.submit.waiting:
+        if ended.answer is None or self._kernel_gone or run.found.let_go or run.background:
             self._forget(run)
 
     def _forget(self, run: Run) -> None:
@@ -264,6 +272,7 @@ class Supervisor:
         run.worker.do(run.recorder.close)
         run.worker.close()
         del self._runs[run.name]
+        self._tie_to_kernel()
 
     # ------------------------------------------------------------ agents
 
@@ -271,7 +280,7 @@ class Supervisor:
         for vm in self._fleet.vms:
             if vm.machine.fileno() not in self._sources:
                 self._sources.on(vm.machine.fileno(), partial(self._lose_vm, vm))
-            self._control.allow(vm.key)
+            self._control.agents.add(vm.key)
         for engine in self._fleet.engines:
             source = engine.fileno()
             if source >= 0 and source not in self._sources:
@@ -279,7 +288,7 @@ class Supervisor:
 
     def _strike(self, vm: Vm) -> None:
         self._sources.off(vm.machine.fileno())
-        self._control.forbid(vm.key)
+        self._control.agents.discard(vm.key)
 
     def _hear_engine(self, engine: Engine, source: int) -> None:
         engine.step()
@@ -309,16 +318,14 @@ class Supervisor:
             run.hear(vm, message.job, message.said)
 
     def _lose_vm(self, vm: Vm, how: str = "") -> None:
-        self._strike(vm)
         how = self._fleet.lose(vm, how)
-        self._worker.after(self._sweep)  # when its agent is dead
         run = self._runs.get(vm.run or "")
         if run is not None:
             run.vm_lost(vm, how)
         self._kept.lose(vm, run, f"their agent was {how}")
 
     def _sweep(self, times: int = SWEEPS) -> None:
-        """End what lost agents have left, again until there is nothing, as :func:`sweep_orphans` does."""
+        """End what agents have left, again until there is nothing, as :func:`sweep_orphans` does."""
         own = [pid for engine in self._fleet.engines for pid in engine.pids()]
         own += [pid for run in self._runs.values() if run.data is not None for pid in run.data.pids()]
         left = orphans(own)
@@ -326,13 +333,12 @@ class Supervisor:
             self._worker.do(partial(kill_tree, left), lambda _: self._sweep(times - 1))
 
 
-def _end(control: ControlSocket, fleet: Fleet, scratch: Path) -> None:
+def _end(control: ControlSocket, fleet: Fleet) -> None:
     """End all that there is, whatever goes wrong with one thing: at once what is here, then what engines have elsewhere."""
     _linux.kill_in(deadlines.END_SUPERVISOR)
     raise_limit()
     drivers = [pid for engine in fleet.engines if engine.remote for pid in engine.pids()]
     with contextlib.ExitStack() as last_first:
-        last_first.callback(shutil.rmtree, scratch, ignore_errors=True)
         last_first.callback(control.close)
         last_first.callback(sweep_orphans, ())
         last_first.callback(fleet.close)
@@ -345,12 +351,12 @@ def main() -> None:
     become_subreaper()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     config = msgspec.json.decode(sys.stdin.readline(), type=SupervisorConfig)
-    signal_at_end(config.life, os.getpid(), signal.SIGCONT)
+    tie = KernelTie(config.kernel, config.life)
     raise_limit()
     scratch = Path(make_short_folder())
     hold_folder(scratch)
     try:
-        supervisor = Supervisor(config, scratch)
+        supervisor = Supervisor(config, tie, scratch)
         sys.stdout.write(msgspec.json.encode(supervisor.up).decode() + "\n")
         sys.stdout.flush()
         with contextlib.suppress(OSError):
@@ -360,3 +366,5 @@ def main() -> None:
     except Exception:  # its agents end with it; the notebook says where to look
         sys.stdin.close()  # it may be that there was no descriptor left
         crash_report(os.getpid()).write_text(traceback.format_exc())
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)

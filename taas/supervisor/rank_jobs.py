@@ -107,7 +107,8 @@ class RankJobs:
         """The store is open: start the ranks of the VMs that wait for it."""
         self.store = store
         for number in range(start, len(self.vms)):
-            self._start(number, store)
+            if number not in self.done:
+                self._start(number, store)
 
     def _start(self, number: int, store: StoreAddress) -> None:
         submit, name = self._submit, self.name(number)
@@ -160,6 +161,13 @@ class RankJobs:
         number = answer.rank // self._submit.cell.spec.ranks_per_vm
         if number in self.busy:
             self.tell(number, answer)
+
+    @property
+    def notice(self) -> str:
+        """Why VMs will be taken away soon: the cell may still save what it has. Who may start again goes on until then."""
+        spec = self._submit.cell.spec
+        again = not spec.keep and self._run.restarts < spec.max_restarts
+        return "" if again else next((vm.machine.ending for vm in self.vms if vm.machine.ending), "")
 
     @property
     def stay(self) -> tuple[RankKept, ...]:

@@ -22,11 +22,17 @@ from taas.runs.records import (
     write_record,
 )
 from taas.runs.retention import keep
+from taas.wire.agents import RanksUse
 from taas.wire.clients import Submit
 from taas.wire.framing import Memory
-from taas.wire.ranks import Asking, RankKept
+from taas.wire.ranks import Asking, RankKept, RankUse
 
 _RESERVE_BYTES = 64 << 10
+_EXPORTED_BYTES = 64 << 20
+"""Names of a run in the foreground are kept up to this size."""
+_CURVE_PARTS, _MOST_LOOKS = 12, 512
+_USE_SECONDS = 1.0
+"""Between two versions of the record for what ranks use: a run may have many VMs, and each speaks for itself."""
 
 
 class Recorder:
@@ -41,28 +47,24 @@ class Recorder:
     """
 
     def __init__(self, submit: Submit, kernel: ProcessMark) -> None:
-        spec = submit.cell.spec
         self._held: list[int] = []
+        self._busy: list[tuple[float, float]] = []
+        self._use: dict[int, RankUse] = {}
+        self._use_written = 0.0
         try:
             self.submit = self._holding(submit)
-            name, mark = new_folder(spec.name)
+            name, mark = new_folder(submit.cell.spec.name)
         except OSError:
             self.close()
             raise
         self.record = RunRecord(
             name=name,
             id=mark,
-            cell=submit.cell.text,
-            execution_count=submit.cell.execution_count,
+            cell=submit.cell,
             project=submit.workspace.project,
             notebook=submit.notebook,
             supervisor=ProcessMark.of(os.getpid()),
             kernel=kernel,
-            background=not submit.waiting,
-            world_size=spec.world_size,
-            vms=spec.vms,
-            instance=spec.instance,
-            output=spec.shown_ranks(),
             device=submit.device,
             names_nbytes=submit.payload.nbytes,
         )
@@ -105,8 +107,24 @@ class Recorder:
                 setattr(self.record, name, value)
             self._write()
 
-    def note_question(self, asking: Asking) -> None:
-        """Write down what a rank asks now, or that it asks nothing."""
+    def take(self, said: Asking | RanksUse) -> None:
+        """Write down what a rank asks now, or that it asks nothing; or what the ranks of a VM use."""
+        if isinstance(said, Asking):
+            self._note_question(said)
+        else:
+            self._use |= {one.rank: one for one in said.ranks}
+            if time.monotonic() >= self._use_written + _USE_SECONDS:
+                self._write_use()
+
+    def _write_use(self) -> None:
+        self._use_written = time.monotonic()
+        self.note(use=tuple(self._use[rank] for rank in sorted(self._use)))
+        if any(one.state == "running" for one in self._use.values()):
+            self._busy.append((self._use_written, self.record.busy or 0.0))
+            if len(self._busy) > _MOST_LOOKS:
+                del self._busy[1::2]
+
+    def _note_question(self, asking: Asking) -> None:
         others = [one for one in self.record.questions if one.rank != asking.rank]
         self.note(questions=(*others, asking) if asking.number else tuple(others))
 
@@ -115,7 +133,8 @@ class Recorder:
         self.record.files.clear()
         used = f"{number} of {self.submit.cell.spec.max_restarts} restarts used"
         losses = (*self.record.losses, f"{loss}; started again ({used})")
-        self.note(state="acquiring", restarts=number, losses=losses, trouble=None, questions=())
+        self.note(state="acquiring", restarts=number, losses=losses, trouble=None, questions=(), use=())
+        self._use.clear()
 
     def end(
         self, verdict: Verdict, notices: tuple[str, ...], kept_ranks: tuple[RankKept, ...] | None
@@ -128,18 +147,32 @@ class Recorder:
             kept_ranks: its ranks, if they stay.
         """
         self._reserve.unlink(missing_ok=True)
+        self._write_use()
         end = msgspec.structs.asdict(verdict)
         now = {"state": "over", "ended": time.time(), "kept_ranks": kept_ranks}
-        self.note(**end, **now, trouble=None, questions=(), notices=notices)
+        self.note(**end, **now, curve=self._curve(), trouble=None, questions=(), notices=notices)
+
+    def _curve(self) -> tuple[int, ...]:
+        """Return how busy the ranks were; what was seen last holds until something else was."""
+        if not self._busy:
+            return ()
+        begin = self._busy[0][0]
+        times = [begin + (time.monotonic() - begin) * part / _CURVE_PARTS for part in range(_CURVE_PARTS)]
+        return tuple(round([share for at, share in self._busy if at <= then][-1]) for then in times)
 
     def keep(self, answer: Memory | None, loaders: bytes) -> tuple[str, ...]:
-        """Keep of a background run what `%taas attach` will bring; any thread may. Returns what went wrong.
+        """Keep what `%taas export` needs, and of a background run what `%taas attach` will bring; any thread may.
+
+        Returns what went wrong.
 
         Args:
             answer: rank 0's names.
             loaders: where the delivery left the generators of the registered loaders.
         """
         if not self.record.background:
+            if self.submit.payload.nbytes <= _EXPORTED_BYTES:
+                with contextlib.suppress(OSError):  # the disk is full: it cannot be exported
+                    keep(self.record, PAYLOAD, self.submit.payload.fd)
             return ()
         if loaders:
             with contextlib.suppress(OSError):  # the disk is full: the generators stay where they are

@@ -17,7 +17,7 @@ from taas.supervisor.rank_jobs import RankJobs
 from taas.supervisor.recorder import Recorder
 from taas.supervisor.transfer import ProjectSync, Transfer
 from taas.supervisor.vms import DataVms, Vm
-from taas.wire.agents import How, JobOver, JobRequest, JobSays, RanksSeen
+from taas.wire.agents import How, JobOver, JobRequest, JobSays, RanksSeen, RanksUse
 from taas.wire.clients import RunState
 from taas.wire.framing import StoreAddress
 from taas.wire.poll_loop import WorkThread
@@ -54,6 +54,7 @@ class Run:
         self.submit = submit = recorder.submit
         self.name = name = recorder.record.name
         self._spec, project = submit.cell.spec, submit.workspace.project
+        self.background = self._spec.background
         self._settling = self._over = False
         self.output, self._sockets = output_folder(recorder.record.folder, restarts), sockets
         self.scratch: Path = writes_folder(self.output)
@@ -78,14 +79,20 @@ class Run:
         """Start as soon as all VMs are up, and enough elements are prepared; until then say what is waited for."""
         if self.data is not None:
             self.data.start_data_processes()
+            if self.state == "acquiring" and self.data.ready:
+                for vm in self.vms:
+                    vm.machine.want()
         prepared = self.data is None or self.data.ready
         if self.state == "acquiring" and prepared and all(vm.up for vm in self.vms):
             self._start()
         elif self.state == "acquiring":
-            vms = [*self.vms, *(() if self.data is None else self.data.vms.by_number.values())]
+            vms = [*(() if self.data is None else self.data.vms.by_number.values()), *self.vms]
             self.recorder.note(waiting=next((vm.waiting for vm in vms if not vm.up), ""))
-        elif self.state == "running" and self.data is not None:
-            self.recorder.note(waiting=self.data.waiting)
+        elif self.state == "running":
+            if self.data is not None:
+                self.recorder.note(waiting=self.data.waiting)
+            if notice := self.ranks.notice:
+                self.interrupt(notice)
 
     def _start(self) -> None:
         if lack := self.ranks.lack_of_gpus():
@@ -94,13 +101,8 @@ class Run:
             self._enter("starting", device=self.ranks.device_in_words() or self.recorder.record.device)
             self.ranks.begin(None if self.data is None else self.data.rank_config)
 
-    def step_data(self) -> None:
-        """Take in what the coordinator of the data side has said."""
-        assert self.data is not None
-        self.data.step()
-        self._data_changed()
-
-    def _data_changed(self) -> None:
+    def data_changed(self) -> None:
+        """Take in how far the data side is, if there is one."""
         if (data := self.data) is None:
             return
         if data.delivered is not None:
@@ -122,7 +124,7 @@ class Run:
         if self.data is not None and self.data.has(vm, job):
             if isinstance(said, JobOver):
                 self.data.process_over(job, said)
-                self._data_changed()
+                self.data_changed()
             elif isinstance(said, Chunk | Taken | JobRequest):
                 self._carry(job, said)
         elif self.ranks.may_say(vm, job, said):
@@ -143,8 +145,9 @@ class Run:
                     if self.data is None or not self.data.vms.elsewhere:  # else one may join at any time
                         self._project_sync.all_started()
                     self._enter("running")
-            case Asking():
-                self.recorder.note_question(said)
+                    self.look_at_machines()
+            case Asking() | RanksUse():
+                self.recorder.take(said)
             case RankEnded():
                 self.found.measure_clock(said.rank, said.at)
                 self._rank_ended(said)
@@ -173,7 +176,7 @@ class Run:
             self._trouble(why)
         elif self.data is not None:
             self.data.fail(why)
-            self._data_changed()
+            self.data_changed()
 
     def _trouble(self, what: str, error: str = RunLost.__name__) -> None:
         """Something keeps the run from going on; ``error`` is the class of :mod:`taas.errors` for it."""
@@ -182,7 +185,7 @@ class Run:
 
     def _rank_ended(self, ended: RankEnded) -> None:
         self.found.take(ended)
-        self.recorder.note_question(Asking(rank=ended.rank))
+        self.recorder.take(Asking(rank=ended.rank))
         if ended.rank == 0 and ended.answer is not None and ended.answer.elsewhere:
             try:
                 self.transfer.expect(0, ended.answer)
@@ -197,7 +200,7 @@ class Run:
             self._rank_vm_lost(self.vms.index(vm), how)
         if self.data is not None:
             self.data.lose(vm, how, replace=self.state in ("acquiring", "starting", "running"))
-            self._data_changed()
+            self.data_changed()
 
     def _rank_vm_lost(self, number: int, how: str) -> None:
         vm, answer = self.vms[number], self.found.answer
@@ -277,7 +280,7 @@ class Run:
         return self.found.loss
 
     def again(self, vms: list[Vm], data: DataVms | None) -> Run:
-        """Give this name to a new start on these VMs; what ranks other than 0 wrote until now is kept.
+        """Give this name to a new start on these VMs; what ranks other than 0 wrote until now is sorted again at its end.
 
         The ranks hear where the loaders were, for ``taas.resume``.
 
@@ -289,7 +292,7 @@ class Run:
         self.forget()
         self.recorder.begin_again(number, self.loss)
         new.found.notices = self.found.notices
-        new._project_sync.take_along(self._project_sync.written)
+        new._project_sync.follow(self._project_sync)
         return new
 
     def settle(self, then: Callable[[Run], None]) -> None:
@@ -307,8 +310,10 @@ class Run:
         notices = self.found.notices
         notices += [*notes, *self._project_sync.notices(well=well)]
         self._project_sync.close()
-        notices += [*self.transfer.notices, *sort(self.scratch, self.submit.workspace.project, self.name)]
+        notices += self.transfer.notices
         notices += self.recorder.keep(self.found.answer, final)
+        record = self.recorder.record
+        self.found.kept = sort(record.writes, record.project, self.name, over=self._over)
         return self
 
     def conclude(self) -> RunState:
@@ -317,7 +322,7 @@ class Run:
         gone = [_NOT_KEPT] if self._spec.keep and not self.ranks.stay else []
         if not self.found.all_done:
             self.ranks.store = None  # it may have been broken off
-        self.recorder.end(verdict, (*self.found.notices, *gone), self.ranks.stay or None)
+        self.recorder.end(verdict, (*self.found.notices, *self.found.kept, *gone), self.ranks.stay or None)
         loaders = b"" if self.data is None else self.data.final
         return RunState(record=self.recorder.record, answer=self.found.answer, loaders=loaders)
 

@@ -9,7 +9,7 @@ import contextlib
 import os
 import secrets
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -22,13 +22,14 @@ from taas.project_sync import archive
 from taas.project_sync.applier import Applier, unpack
 from taas.project_sync.archive import FileState, shared_places
 from taas.rank_storage import scratch_of
-from taas.runs.events import FILES
+from taas.runs.events import COLLECTED, FILES
+from taas.storage.table import TREE
 from taas.supervisor.vms import Vm
 from taas.wire.agents import JobRequest, OfJob, StartJob
 from taas.wire.framing import Memory
 from taas.wire.poll_loop import WorkThread
-from taas.wire.transfer import Chunk, Incoming, Sender, Taken, chunks_of
-from taas.wording import size_in_words
+from taas.wire.transfer import Chunk, Incoming, Sender, Taken, chunks_of, chunks_of_file
+from taas.wording import shown_path, size_in_words
 
 _NAMED = 3
 
@@ -103,6 +104,11 @@ class Transfer:
         match said:
             case _ if job not in self._senders:
                 return  # lost meanwhile, or on this host
+            case JobRequest(what="file"):
+                opened = partial(self._project_sync.open_file, said.path)
+                self.worker.do(opened, lambda fd: self._send(job, chunks_of_file(said.path, fd.result())))
+            case JobRequest(what="has"):
+                self.worker.do(partial(self._project_sync.travelled, job, said.path))
             case JobRequest():
                 self.worker.do(self._project_sync.packed, partial(self._go_on, job, said))
             case Taken():
@@ -130,11 +136,15 @@ class Transfer:
             what = "names that the run made could not be taken" if of_answer else "project could not travel"
             self._failed(job, f"the {what}: {error}")
         else:
-            if isinstance(said, JobRequest) and job in self._senders:
-                self._senders[job].add(chunks_of("project", result))
-                self._step(job)
+            if isinstance(said, JobRequest):
+                self._send(job, chunks_of("project", result))
         if isinstance(said, Chunk) and job in self._senders:  # kept or not: the run's end waits for the agent
             self._senders[job].acknowledge(said)
+
+    def _send(self, job: int, chunks: Iterator[Chunk]) -> None:
+        if job in self._senders:
+            self._senders[job].add(chunks)
+            self._step(job)
 
     def _step(self, job: int) -> None:
         try:
@@ -146,13 +156,14 @@ class Transfer:
         """Write what a job wrote to the same place here; a full disk loses output, as it does in a rank."""
         if job >= self._spec.vms:  # data processes of all VMs have one file
             path, flags = self._output / "data.log", os.O_APPEND
-        elif chunk.file in FILES:
+        elif chunk.file in (*FILES, COLLECTED):
             path, flags = self._output / str(chunk.rank) / chunk.file, 0
         else:
             return
         self._lost_bytes += len(chunk.data)
         try:
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if not chunk.offset:
+                path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | flags, 0o600)
             try:
                 self._lost_bytes -= (
@@ -207,21 +218,22 @@ class ProjectSync:
         self._applier: Applier | None = None
         self._coming: dict[tuple[int, str], Incoming] = {}
         self._along: set[bytes] = set()
+        self._aside = scratch_of(scratch, 0) / TREE
         self._said: list[str] = []
 
     @property
     def known(self) -> Mapping[bytes, FileState]:
-        """What the VMs have, each file as it stands here."""
-        return self._known if self._applier is None else self._applier.expected
+        """What the VMs have, or some of them, each file as it stands here."""
+        return self._known if self._applier is None else self._applier.known
 
     @property
     def written(self) -> set[bytes]:
         """What the run wrote in the project: when it starts again, it goes on from that."""
         return self._along if self._applier is None else self._along | self._applier.written
 
-    def take_along(self, written: set[bytes]) -> None:
-        """Let these files travel whatever their size."""
-        self._along = written
+    def follow(self, earlier: ProjectSync) -> None:
+        """Be that of a run that starts again: what it wrote travels whatever its size, and may have no place here as before."""
+        self._along, self._aside = earlier.written, earlier._aside
 
     def token(self) -> tuple[str, bytes]:
         """Return the path of a file, and what nobody can guess is in it: who reads that there sees the project's disk.
@@ -251,9 +263,28 @@ class ProjectSync:
         """
         if self._archive is None:
             packed = self._archive = archive.pack(self._project, always=self._along, known=self._known)
-            aside = scratch_of(self._scratch, 0) / "tree"
-            self._applier = Applier(self._project, packed.found, packed.stayed, self._run, aside)
+            self._applier = Applier(self._project, packed.found, packed.stayed, self._run, self._aside)
         return Memory(os.getpid(), self._archive.fd, os.fstat(self._archive.fd).st_size)
+
+    def open_file(self, name: str) -> int:
+        """Open a file of the project that a job asks for; below 0: it cannot be had, or is not as it was packed."""
+        path, packed = os.fsencode(name), self._archive
+        try:
+            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+            fd = os.open(Path(self._project, name), flags)
+        except OSError:
+            return -1
+        stands = FileState.of(os.fstat(fd))
+        if packed is not None and stands in (packed.stayed.get(path), packed.found.get(path)):
+            return fd
+        os.close(fd)
+        return -1
+
+    def travelled(self, job: int, name: str) -> None:
+        """A file is on a job's VM after all: what the run makes of it on rank 0's is no other file."""
+        path, packed = os.fsencode(name), self._archive
+        if packed is not None and self._applier is not None and job == 0 and path in packed.stayed:
+            packed.found[path] = self._applier.expected[path] = packed.stayed.pop(path)
 
     def take(self, vm: int, chunk: Chunk) -> None:
         """Take in what a VM has changed, and make the changes when all of it is here.
@@ -263,24 +294,37 @@ class ProjectSync:
             chunk: of ``changes`` in the project, which rank 0's VM makes, or in a ``--shared`` directory in it, where
                 ranks of all VMs write; or of ``writes``, what its ranks have in their scratch.
 
+        What there is no room for is said in :attr:`notices`.
+
         Raises:
-            OSError: it cannot be written at all.
             msgspec.DecodeError: it is no archive.
         """
-        key = vm, chunk.of
-        if key not in self._coming:
-            self._coming[key] = Incoming(Memory(0, 0, chunk.size), self._scratch)
-        coming = self._coming[key]
-        coming.take(chunk)
-        if not coming.complete:
-            return
+        key, place = (vm, chunk.of), str(self._scratch)
         try:
+            if not chunk.offset:
+                self._give_up(key)
+                self._coming[key] = Incoming(Memory(0, 0, chunk.size), self._scratch)
+            elif key not in self._coming:
+                return  # the rest of what was given up
+            coming = self._coming[key]
+            coming.take(chunk)
+            if not coming.complete:
+                return
             if chunk.of == "writes":
                 self._said += unpack(coming.fd, str(self._scratch), lambda entry: self._is_of(vm, entry))
             elif self._applier is not None:
+                place = self._project
                 self._applier.take(coming.fd, lambda entry: vm == 0 or self._is_shared(entry))
-        finally:
-            self._coming.pop(key).close()
+        except OSError as error:
+            self._said.append(
+                f"what ranks of VM {vm} wrote in the project did not all come back: {error.strerror or error} ({place}). "
+                "See to that, and run the cell again"
+            )
+        self._give_up(key)
+
+    def _give_up(self, key: tuple[int, str]) -> None:
+        if (coming := self._coming.pop(key, None)) is not None:
+            coming.close()
 
     def _is_of(self, vm: int, entry: archive.ArchiveEntry) -> bool:
         ranks = range(max(1, vm * self._width), (vm + 1) * self._width)
@@ -294,7 +338,7 @@ class ProjectSync:
     def lose(self, vm: int) -> None:
         """A VM is gone: what it was sending does not count."""
         for key in [key for key in self._coming if key[0] == vm]:
-            self._coming.pop(key).close()
+            self._give_up(key)
 
     def notices(self, *, well: bool) -> list[str]:
         """Lines for the user.
@@ -302,7 +346,7 @@ class ProjectSync:
         Args:
             well: the run succeeded.
         """
-        said, packed, applier = self._said, self._archive, self._applier
+        said, packed, applier = [*dict.fromkeys(self._said)], self._archive, self._applier
         if packed is None or applier is None:
             return said
         made_anew = packed.stayed.keys() & applier.expected.keys()
@@ -321,13 +365,14 @@ class ProjectSync:
 
 def _left_out(packed: archive.Archive) -> str:
     """What did not travel: a run that failed, or made it anew, may have missed it."""
-    largest = sorted(packed.stayed.items(), key=lambda item: -item[1])
-    named = [f"{os.fsdecode(path)} ({size_in_words(size)})" for path, size in largest[:_NAMED]]
+    largest = sorted(packed.stayed.items(), key=lambda item: -item[1].size)
+    named = [f"{shown_path(path)} ({size_in_words(seen.size)})" for path, seen in largest[:_NAMED]]
     if more := len(largest) - len(named):
         named.append(f"{more} more")
     if not packed.whole:
         named.append(f"all beyond the first {archive.ENTRIES:,} files")
     return (
-        f"not on the VMs, which do not see this disk: {', '.join(named)}. Modules travel, and other files up to "
-        f"{size_in_words(archive.LARGE)}; put data on a disk that the VMs see, or let the cell download it"
+        f"not on the VMs, which do not see this disk: {', '.join(named)}. Of what is larger than "
+        f"{size_in_words(archive.LARGE)} only modules travel ahead; other files come when Python opens them, not when C code "
+        "does, or lists a directory. Put data on a disk that the VMs see, or let the cell download it"
     )

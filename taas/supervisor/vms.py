@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from taas.agent.forkserver import read_at_import
 from taas.engines import Demand, Machine
+from taas.engines.local import LocalMachine
 from taas.errors import EngineError, NotEnoughDevices
 from taas.runs.places import runtime_folder
 from taas.runs.records import read_records
@@ -95,15 +96,14 @@ class Vm:
 
     def end(self, worker: WorkThread) -> None:
         """Give it back; its agent is told by both ways there are. One of this machine is waited for by a worker."""
-        if self.remote:
-            self._send(self.key, Leave())
-            self.machine.end()
-        else:
-            worker.do(self.machine.end)
+        self._send(self.key, Leave())
+        self.machine.end()
+        if isinstance(self.machine, LocalMachine):
+            worker.do(self.machine.reap)
 
 
-def demand_of(submit: Submit, instance: str | None, gpus: int = 0) -> Demand:
-    """Return what each VM of a run has to have: to be of an instance type, with so many GPUs."""
+def demand_of(submit: Submit, instance: str | None, gpus: int = 0, *, later: bool = False) -> Demand:
+    """Return what each VM of a run has to have: to be of an instance type, with so many GPUs; ``later`` as an engine has it."""
     return Demand(
         instance,
         gpus,
@@ -111,6 +111,7 @@ def demand_of(submit: Submit, instance: str | None, gpus: int = 0) -> Demand:
         submit.engine.wait,
         read_at_import(submit.workspace.environ),
         submit.workspace.changed,
+        later,
     )
 
 
@@ -244,10 +245,10 @@ class DataVms:
         place = self._all[number].machine.place if number in self._all else ""
         return f"data VM {number} ({place})" if place else f"data VM {number}"
 
-    def lose(self, number: int) -> Vm | None:
-        """Strike a number; returns the VM that its data process was started on."""
+    def lose(self, number: int) -> None:
+        """Strike a number."""
         self.by_number.pop(number, None)
-        return self.started.pop(number, None)
+        self.started.pop(number, None)
 
     def replace(self, vm: Vm | None = None) -> bool:
         """Take a VM in place of a lost one: this one, or another; returns whether there is one."""

@@ -7,7 +7,7 @@ from typing import Generic, Literal, TypeVar
 from taas.delivery.config import DataOrder
 from taas.runs.stacks import RankSeen
 from taas.wire.framing import Alive, Leave, Memory, Message, StoreAddress
-from taas.wire.ranks import Answer, Asking, RankEnded, RankKept, RankOrder, RankStage, Workspace
+from taas.wire.ranks import Answer, Asking, RankEnded, RankKept, RankOrder, RankStage, RankUse, Workspace
 from taas.wire.transfer import Chunk, Taken
 
 How = Literal["interrupt", "failure", "now"]
@@ -66,19 +66,38 @@ class RanksSeen(Message, frozen=True):
     ranks: tuple[RankSeen, ...]
 
 
+class RanksUse(Message, frozen=True):
+    """What the ranks of a VM use of it now; said when it has changed."""
+
+    ranks: tuple[RankUse, ...]
+
+
 class JobRequest(Message, frozen=True):
     """What one of the two asks of the other for a job.
 
     Attributes:
         what: ``project``, by an agent: this VM does not see the notebook's disk: send the project, packed
-            (:mod:`taas.project_sync.archive`). ``forget``, by the supervisor: it has what it needs of a job that is
-            over: forget it.
+            (:mod:`taas.project_sync.archive`). ``file``, by an agent: send one that did not travel with it; ``has``: it is there
+            now. ``forget``, by the supervisor: it has what it needs of a job that is over: forget it.
+        path: of the file, in the project.
     """
 
-    what: Literal["project", "forget"]
+    what: Literal["project", "file", "has", "forget"]
+    path: str = ""
 
 
-JobSays = StoreAddress | RankStage | Asking | RankEnded | JobOver | RanksSeen | JobRequest | Chunk | Taken
+JobSays = (
+    StoreAddress
+    | RankStage
+    | Asking
+    | RankEnded
+    | JobOver
+    | RanksSeen
+    | RanksUse
+    | JobRequest
+    | Chunk
+    | Taken
+)
 """A store's address: the agent of rank 0 opened it. What ranks said, or their agent says of them, is passed on."""
 AgentSays = Alive | KeptGone | OfJob[JobSays]
 

@@ -55,7 +55,6 @@ class Submit(Message, frozen=True):
         payload: the packed names.
         gpus: GPUs that the notebook's machine has, as CUDA_VISIBLE_DEVICES names them; none: rehearse.
         device: what the ranks run on, in words.
-        waiting: a foreground run: the client waits, and the run ends with it.
         delivery: registered loaders that data workers run.
         engine: where the VMs come from.
         notebook: its path; empty where the front end does not say it.
@@ -68,7 +67,6 @@ class Submit(Message, frozen=True):
     payload: Memory
     gpus: tuple[str, ...]
     device: str
-    waiting: bool
     delivery: DeliveryOrder | None = None
     engine: EngineChoice = EngineChoice()
     notebook: str = ""

@@ -6,6 +6,7 @@ takes it for stuck, and this before the person at the keyboard takes the supervi
 
 LOCK_AGAIN = 0.01  # nothing tells that a lock is free but to try it again
 CLOCK_GRAIN = 0.02  # so roughly processor time is counted; who waits may use that, and a share of its time:
+TURN = 0.02  # for the supervisor to tell agents something; then it hears others
 IDLE_SHARE = 0.05  # of a second in each second: a store, for one, looks again and again
 STACKS_LOOK = 0.05  # between two looks whether a rank has written its stacks
 ENDINGS_LOOK = 0.1  # between two looks which rank is out of time
@@ -14,6 +15,7 @@ SPARES_REST = 0.1  # after a run; first comes what follows it at once: the next 
 STILL = 0.2  # of sleep in C code: such a main thread changes no names, and they are packed beside it
 HANG_LOOK_SHORTEST = 0.25  # between two looks whether a run makes progress, at least
 SAME_END = 0.3  # for a rank in the cell after another one has failed: it may fail itself
+USAGE_FIRST = 0.5  # until ranks are looked at first: shorter runs show no use
 FORKSERVER_YOUNG = 0.5  # of idle imports; such a forkserver is started anew when somebody waits for it
 TERM_TO_KILL = 0.6  # from a rank's SIGTERM to its SIGKILL
 BREAK_OFF = 1.0  # of sleep after an interrupt: such a main thread waits for others, as far as can be seen
@@ -22,13 +24,16 @@ LATE_LOOK = 1.0  # between two looks of the supervisor who has not ended in time
 NAMES_NOW = 1.5  # for rank 0's names where all is to end now
 FINISHING_LOOK = 1.5  # until an interrupted cell is looked at, and again
 BEAT = 1.5  # between two signs of life that are asked for on a connection between hosts
+USAGE_LOOK = 2.0  # between two looks at what ranks use
 NOTICE = 2.0  # for a rank to say that it is at work on an interrupt
 STACKS = 2.0  # for a rank to write its stacks
 TREE_DIES = 2.0  # for processes that were killed to be dead
 DEATH_IS_THE_CAUSE = 2.0  # a killed rank is to blame for what others met so shortly before its agent saw it
 CHOOSE_GPUS = 2.0  # for another supervisor to choose among this machine's GPUs
 LAST_WORD = 2.0  # for an engine to say why a connection is gone
-NOTICE_END = 3.0  # for a supervisor to notice its kernel's end; then the system kills it, and so all below it
+NOTICE_END = (
+    3.0  # for a supervisor to notice its kernel's end; a signal's number, too (KernelTie in rank/lifeline)
+)
 LEAVE_KEPT = 3.0  # for what libraries do at the exit of kept ranks
 FAILURE = 3.5  # for the cell in a rank after another one has failed
 END_RANKS = 4.0  # for an agent to end ranks now, rank 0's names included; who sends something home is at work

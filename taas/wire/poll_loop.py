@@ -22,6 +22,8 @@ from typing import Any
 
 import zmq
 
+_AT_ONCE = 64
+
 
 class PollLoop:
     """Sources and their actions."""
@@ -52,8 +54,11 @@ class PollLoop:
         os.eventfd_write(self._bell, 1)
 
     def _act_soon(self) -> None:
-        os.eventfd_read(self._bell)
-        while self._soon:
+        """Act, up to a number of times: then the other sources are looked at."""
+        asked = os.eventfd_read(self._bell)
+        if asked > _AT_ONCE:
+            os.eventfd_write(self._bell, asked - _AT_ONCE)
+        for _ in range(min(asked, _AT_ONCE)):
             self._soon.popleft()()
 
     def step(self, wait: float | None) -> None:

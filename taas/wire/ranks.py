@@ -83,6 +83,25 @@ class RankKept(Message, frozen=True):
     gpu_bytes: int = 0
 
 
+class RankUse(msgspec.Struct, frozen=True):
+    """What a rank uses of its VM, as its agent sees it from outside.
+
+    Attributes:
+        state: ``starting``, ``running``, ``stopped`` (by SIGSTOP), or how it ended (:class:`RankEnded`).
+        cpu: percent of one processor.
+        nbytes: memory that it shares with no file.
+        gpu: percent of its GPUs, on average; None: it has none, or nobody can tell.
+        gpu_nbytes: memory used of them, by whomever.
+    """
+
+    rank: int
+    state: str
+    cpu: int = 0
+    nbytes: int = 0
+    gpu: int | None = None
+    gpu_nbytes: int = 0
+
+
 RankSays = RankStage | Asking | RankEnded | RankKept
 
 
@@ -108,10 +127,10 @@ class RankRequest(Message, frozen=True):
         what: ``notice``: a SIGINT was sent to the rank: say when it is noticed, and break off a wait that keeps it from
             that. ``names``: pack the names as they stand, by another thread while the main one waits, and leave.
             ``taken``: the agent has rank 0's names: forget them. ``leave``: there is no other order, and the agent has
-            all it needs: exit.
+            all it needs: exit. ``collective``: write down which one it waits in (runs/stacks.py).
     """
 
-    what: Literal["notice", "names", "taken", "leave"]
+    what: Literal["notice", "names", "taken", "leave", "collective"]
 
 
 @dataclass(frozen=True)
@@ -172,6 +191,7 @@ class Staged(msgspec.Struct, frozen=True):
         payload: the packed names, or loaders.
         project: absolute path of the project.
         replica: the copy of the project that is to stand there; empty: the project itself is there.
+        late: folder in which files are asked for that the copy lacks (:mod:`taas.project_sync.late_files`).
         environ: the environment to have.
         output: folder of the ranks' output files, or a data process's log.
         scratch: folder for what ranks other than 0 write in the project's place.
@@ -181,6 +201,7 @@ class Staged(msgspec.Struct, frozen=True):
     payload: Memory
     project: str
     replica: str
+    late: str
     environ: dict[str, str]
     output: str
     scratch: str

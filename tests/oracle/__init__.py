@@ -4,26 +4,22 @@
 other, taas is loaded, and each headed cell runs in real ranks, forked from the agent's own forkserver. All that
 stands between is production's: the magics, the launcher, the agent's rank group, the rank's entry; only the
 supervisor's place is taken by a pipe to the test, so that a notebook takes a fraction of a second.
-``compare_kernels`` does the same with two whole kernels as Jupyter starts them, and all of taas.
 """
 
 from __future__ import annotations
 
-import pickle
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from notebook_harness import Notebook, Ran
+from notebook_harness import Ran
 
 from oracle.graph import differences
-from oracle.kernel import SEEDS, look, through
-from oracle.program import HEADER, Played, Program, row
-from oracle.ranks import files_of, forkservers, new_project, play
+from oracle.program import Played, Program, row, together
+from oracle.ranks import forkservers, play
 
-__all__ = ["HEADER", "Played", "Program", "compare", "compare_kernels", "forkservers", "play", "row"]
+__all__ = ["Played", "Program", "compare", "forkservers", "play", "row", "together"]
 
 _LINES = 20
 _VARYING = re.compile(
@@ -96,44 +92,3 @@ def _without_taas(shown: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
         elif not (kind in ("display", "update") and "taas" in str(what.get("transient"))):
             kept.append((kind, what))
     return [(kind, _VARYING.sub("<varies>", str(what))) for kind, what in kept]
-
-
-def compare_kernels(program: Program, folder: Path) -> list[str]:
-    """As ``compare``, with kernels as Jupyter starts them, and all of taas."""
-    plain = _played_whole(program, folder, plain=True)
-    (folder / "project").rename(folder / "plain")
-    return _compared(plain, _played_whole(program, folder, plain=False), goes_on=program.goes_on)
-
-
-def _played_whole(program: Program, folder: Path, *, plain: bool) -> Played:
-    project = new_project(program, folder)
-    book = Notebook(
-        project, environ={"PYTHONPATH": str(Path(__file__).parent.parent), "OMP_NUM_THREADS": "1"}
-    )
-    described = folder / "described"
-    try:
-        gc_paused(book, f"exec({SEEDS!r}, {{}})")
-        gc_paused(book, "get_ipython().run_line_magic('load_ext', 'taas')")
-        if plain:  # what describes the names imports it
-            gc_paused(book, "get_ipython().run_line_magic('unload_ext', 'taas')")
-
-        def look() -> Any:
-            gc_paused(book, f"__import__('oracle').save({str(described)!r})")
-            return pickle.loads(described.read_bytes())
-
-        found = through(program, book.run, look, plain=plain)
-    finally:
-        book.close()
-    found.files = files_of(project)
-    return found
-
-
-def gc_paused(book: Notebook, code: str) -> None:
-    """Execute what is no cell of the notebook."""
-    ran = book.run(code, store_history=False)
-    assert ran.status == "ok", ran.traceback
-
-
-def save(path: str) -> None:
-    """In a kernel: write what ``look`` finds to a file."""
-    Path(path).write_bytes(pickle.dumps(look(sys.modules["__main__"].__dict__)))

@@ -28,7 +28,7 @@ def atom(value: Any) -> str | None:
         parts = [atom(part) for part in value]
         return None if None in parts else f"({', '.join(filter(None, parts))})"
     if cls is float:
-        return repr(value) if value == value else None  # x in [x] is true for the same nan only
+        return repr(value)
     if isinstance(value, types.ModuleType):
         return f"module {value.__name__}"
     if isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)):

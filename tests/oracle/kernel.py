@@ -11,7 +11,6 @@ import re
 import sys
 import traceback
 import types
-from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -24,16 +23,16 @@ from oracle.state import process_state
 from taas.wire.clients import RunRequest, RunState, Submit
 from taas.wire.framing import MessageReader, pack
 
-__all__ = ["RUN", "SEEDS", "be_kernel", "look", "through"]
+__all__ = ["RUN", "be_kernel"]
 
 RUN = "oracle"
-SEEDS = "import random as _r, numpy as _n, torch as _t\n_r.seed(1); _n.random.seed(1); _t.manual_seed(1)\n"
+_SEEDS = "import random as _r, numpy as _n, torch as _t\n_r.seed(1); _n.random.seed(1); _t.manual_seed(1)\n"
 _OF_IPYTHON = {"In", "Out", "_oh", "_ih", "_dh", "_i", "_ii", "_iii", "get_ipython"}
 _OWN = ("open", "exit", "quit", "display")  # IPython's, unless the notebook has its own
 _read_said = MessageReader(RunState)
 
 
-def look(notebook: dict[str, Any]) -> tuple[Graph, dict[str, Any]]:
+def _look(notebook: dict[str, Any]) -> tuple[Graph, dict[str, Any]]:
     """Describe a notebook's names, what IPython keeps for it, its modules and its process; in its kernel."""
     gc.collect()  # pandas asks which objects are alive
     names = {
@@ -76,20 +75,20 @@ def be_kernel(pipe: Connection, program: Program, folder: str, *, plain: bool) -
         kernel = _Kernel(folder)
         if not plain:
             kernel.load_taas(_Wire(pipe))
-        pipe.send(("played", through(program, kernel.run, kernel.look, plain=plain)))
+        pipe.send(("played", _played(kernel, program, plain=plain)))
     except BaseException:
         pipe.send(("failed", traceback.format_exc()))
     pipe.close()
     os._exit(0)
 
 
-def through(program: Program, run: Callable[[str], Ran], look: Callable[[], Any], *, plain: bool) -> Played:
+def _played(kernel: _Kernel, program: Program, *, plain: bool) -> Played:
     played = Played()
     last = len(program.cells) - 1
     for number in range(last + 1):
-        played.cells.append(run(program.text(number, plain=plain)))
+        played.cells.append(kernel.run(program.text(number, plain=plain)))
         if number in program.headed or number == last:
-            played.left.append((number, *look()))
+            played.left.append((number, *kernel.look()))
     return played
 
 
@@ -123,7 +122,7 @@ class _Kernel:
         sys.argv = ["ipykernel_launcher.py", "-f", "kernel.json"]
         sys.modules["torch"].set_num_threads(1)
         self.main = sys.modules["__main__"] = types.ModuleType("__main__")
-        exec(SEEDS, {})
+        exec(_SEEDS, {})
         config = Config()
         config.HistoryManager.enabled = False
         manager = InProcessKernelManager(config=config)
@@ -153,7 +152,7 @@ class _Kernel:
 
     def look(self) -> tuple[Graph, dict[str, Any]]:
         """Describe what there is now."""
-        return self._context.run(look, self.main.__dict__)
+        return self._context.run(_look, self.main.__dict__)
 
 
 class _Wire:

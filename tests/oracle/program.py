@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import re
+import symtable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,7 +13,7 @@ from notebook_harness import Ran
 
 from oracle.graph import Graph
 
-__all__ = ["HEADER", "Played", "Program", "row"]
+__all__ = ["HEADER", "Played", "Program", "row", "together"]
 
 HEADER = "#!c1.4\n"
 _LOST = "taas: did not come back: "
@@ -58,6 +62,52 @@ def row(
     """Return the notebook of earlier cells, one headed cell, and one that looks at what it left."""
     cells = (*earlier, cell, probe) if probe else (*earlier, cell)
     return Program(name, cells, (len(earlier),), files=files, **more)
+
+
+def together(programs: Iterable[Program], most: int = 16) -> Iterator[Program]:
+    """Yield notebooks of the cells of several with as many headed cells, which are played in the time of one.
+
+    Names that a notebook binds get its number (``a_3``), so that a difference says whose it is. An identifier is the same
+    everywhere in it, as a global, an attribute, an argument; texts stay as they are.
+    """
+    alike: dict[tuple[int, str], list[Program]] = {}
+    for one in programs:
+        alike.setdefault((len(one.headed), one.header), []).append(one)
+    for (count, header), group in alike.items():
+        for at in range(0, len(group), most):
+            some = group[at : at + most]
+            parts, files = zip(*(_numbered(one, number) for number, one in enumerate(some)), strict=True)
+            cells = tuple(map("\n".join, zip(*parts, strict=True)))
+            name = "; ".join(f"{number} {one.name}" for number, one in enumerate(some))
+            yield Program(name, cells, tuple(range(1, 2 * count, 2)), header, sum(files, ()))
+
+
+def _numbered(program: Program, number: int) -> tuple[list[str], tuple[tuple[str, str], ...]]:
+    """Return a notebook's cells, every second one a headed one, and its files, with the number in its names and theirs."""
+    table = symtable.symtable("\n".join(program.cells), program.name, "exec")
+    bound = {s.get_name() for s in table.get_symbols() if s.is_assigned() and not s.is_imported()}
+    stems = [name.partition(".")[0] for name, _ in program.files]
+
+    def with_files(text: str) -> str:
+        return re.sub(rf"\b({'|'.join(stems)})\b", rf"\1_{number}", text) if stems else text
+
+    cells = [""]
+    for n, cell in enumerate(program.cells):
+        tree = ast.parse(with_files(cell))
+        for node in ast.walk(tree):
+            for place in ("id", "attr", "arg", "name", "rest") if not isinstance(node, ast.alias) else ():
+                if getattr(node, place, None) in bound:
+                    setattr(node, place, f"{getattr(node, place)}_{number}")
+            if isinstance(node, (ast.Global, ast.Nonlocal)):
+                node.names = [f"{name}_{number}" if name in bound else name for name in node.names]
+        if isinstance(last := tree.body[-1], ast.Expr):
+            tree.body[-1] = ast.Assign([ast.Name(f"shown_{number}", ast.Store())], last.value, lineno=0)
+        text = ast.unparse(tree)
+        if n in program.headed:
+            cells += [text, ""]
+        else:
+            cells[-1] += text + "\n"
+    return cells, tuple((with_files(name), with_files(text)) for name, text in program.files)
 
 
 @dataclass

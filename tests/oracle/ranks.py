@@ -30,7 +30,7 @@ from taas.wire.clients import RunState, Submit
 from taas.wire.framing import LOOPBACK, MessageReader, StoreAddress, pack
 from taas.wire.ranks import RankEnded, RankKept, RankOrder
 
-__all__ = ["files_of", "forkservers", "new_project", "play"]
+__all__ = ["forkservers", "play"]
 
 _kernels = mp.ForkServer()
 _ranks = Forkserver()
@@ -102,17 +102,17 @@ class _Process:
 
 def play(program: Program, folder: Path, *, plain: bool) -> Played:
     """Play a notebook in a folder's project, with its headers or with comments in their place."""
-    project = new_project(program, folder)
+    project = _new_project(program, folder)
     kernel = _Process(program, project, plain=plain)
     try:
         found: Played = kernel.receive()[1] if plain else _serve(kernel, folder)
     finally:
         kernel.close()
-    found.files = files_of(project)
+    found.files = _files_of(project)
     return found
 
 
-def new_project(program: Program, folder: Path) -> Path:
+def _new_project(program: Program, folder: Path) -> Path:
     project = folder / "project"
     project.mkdir(parents=True)
     for name, text in program.files:
@@ -120,7 +120,7 @@ def new_project(program: Program, folder: Path) -> Path:
     return project
 
 
-def files_of(project: Path) -> dict[str, str]:
+def _files_of(project: Path) -> dict[str, str]:
     """Hash the project's files."""
     return {
         str(path.relative_to(project)): hashlib.sha1(path.read_bytes()).hexdigest()

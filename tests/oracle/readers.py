@@ -151,8 +151,9 @@ def _ndarray(describer: Describer, number: int, value: Any) -> Read:
         "strides": value.strides if value.size else (),  # of nothing
         "writeable": bool(value.flags.writeable),
     }
-    describer.view(number, *np.lib.array_utils.byte_bounds(plain))
     edges = _attributes(value)
+    if not value.dtype.hasobject:  # views of objects are copies in ranks (docs/names.md)
+        describer.view(number, *np.lib.array_utils.byte_bounds(plain))
     if value.dtype.hasobject:
         edges += _items(plain.ravel().tolist())
     else:

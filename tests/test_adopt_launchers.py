@@ -8,11 +8,12 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
+import cloudpickle
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from ranks_harness import DEADLINE, launch, run_ranks, warm  # noqa: F401
+from ranks_harness import DEADLINE, launch, run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -67,17 +68,6 @@ def _twice_without_destroy(processes):
     return SEEN, dist.is_initialized(), os.environ["WORLD_SIZE"]
 
 
-def _by_environment(index):
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    SEEN.append((index, dist.get_rank(), dist.get_world_size()))
-
-
-def _partial_by_environment():
-    SEEN.clear()
-    mp.spawn(_by_environment, nprocs=2)
-    return SEEN
-
-
 def _fail_on_1(index):
     if index == 1:
         raise ValueError("rank 1 is ill")
@@ -102,10 +92,6 @@ def _shared_tensor():
 def _managed():
     with mp.Manager() as manager:
         mp.spawn(_note, args=(manager.dict(),), nprocs=2)
-
-
-def _event():
-    mp.spawn(_note, args=(mp.get_context("spawn").Event(),), nprocs=2)
 
 
 def _hogwild():
@@ -183,12 +169,6 @@ def test_function_runs_once_in_each_rank():
     assert [(None, [(rank, pid, ("a", 2))], pid) for rank, (_, _, pid) in enumerate(results)] == results
 
 
-def test_one_rank_is_the_one_process():
-    """With one rank, ``nprocs=1`` runs in it."""
-    ((_, seen, pid),) = run_ranks(_spawn_noting, 1, 1)
-    assert [(0, pid, ("a", 2))] == seen
-
-
 def test_fewer_processes_use_the_first_ranks():
     """Two processes in three ranks: the third waits, and the user is told."""
     outcomes = launch(_spawn_noting, 3, 2)
@@ -215,17 +195,10 @@ def test_returns_when_all_have_ended(tmp_path, monkeypatch):
     assert run_ranks(_wait_for_the_slowest, 2) == ["done", "done"]
 
 
-@pytest.mark.parametrize("processes", [2, 3])
-def test_group_is_gone_when_the_function_returns(processes):
-    """A function that never destroys its group can be spawned again, by fewer ranks too."""
-    results = run_ranks(_twice_without_destroy, 3, processes)
-    seen = [[(rank, processes, float(processes))] * 2 for rank in range(processes)] + [[]] * (3 - processes)
-    assert [(one, False, "3") for one in seen] == results
-
-
-def test_environment_has_the_size_of_the_spawn():
-    """``env://`` in two of three ranks is a group of two."""
-    assert run_ranks(_partial_by_environment, 3) == [[(0, 0, 2)], [(1, 1, 2)], []]
+def test_group_is_gone_when_the_function_returns():
+    """A function that never destroys its group can be spawned again, by fewer ranks than there are."""
+    seen = [[(rank, 2, 2.0)] * 2 for rank in range(2)] + [[]]
+    assert [(one, False, "3") for one in seen] == run_ranks(_twice_without_destroy, 3, 2)
 
 
 def test_failing_rank_speaks_first():
@@ -257,7 +230,6 @@ def _spawn_nested():
     [
         (_spawn_nested, "inside mp.spawn"),
         (_hogwild, "shared memory"),
-        (_event, "barrier()"),
         (_managed, "all_gather_object"),
         (_queue, "a SimpleQueue of multiprocessing (args[0]), of which each rank would have its own"),
         (_shared_tensor, "a Tensor in shared memory (args[0])"),
@@ -276,10 +248,102 @@ def test_ordinary_processes_are_untouched():
     assert run_ranks(_ordinary_processes, 2) == [(True, True, [0, 1, 4, 9], [[0, 1], [2, 3], [4, 5]])] * 2
 
 
-@pytest.mark.parametrize("vms", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_program_in_the_shape_of_the_fourth_seed(vms):
-    """Own rendezvous, ``model.to(rank)``, DDP, a sampler, mp.spawn: it trains, on two VMs as well."""
-    world = 2 * vms
-    every = run_ranks(_run_seed_four, world, vms=vms)
-    assert world == len(every)
+def test_program_in_the_shape_of_the_fourth_seed():
+    """Own rendezvous, ``model.to(rank)``, DDP, a sampler, mp.spawn: it trains, on two VMs."""
+    every = run_ranks(_run_seed_four, 4, vms=2)
     assert all(losses[-1] < losses[0] / 2 for losses in every)
+
+
+# ---------------------------------------------------------------- Lightning and accelerate, without a word about them in the program
+
+
+def _data():
+    source = torch.Generator().manual_seed(0)
+    inputs = torch.randn(64, 4, generator=source)
+    return TensorDataset(inputs, inputs.sum(1, keepdim=True))
+
+
+def _lightning():
+    import lightning.pytorch as pl
+
+    class Module(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.losses = nn.Linear(4, 1), []
+
+        def training_step(self, batch, index):
+            loss = nn.functional.mse_loss(self.layer(batch[0]), batch[1])
+            self.losses.append(loss.item())
+            return loss
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    pl.seed_everything(1, verbose=False)
+    module = Module()
+    trainer = pl.Trainer(
+        max_epochs=2, accelerator="cpu", devices=int(os.environ["LOCAL_WORLD_SIZE"]), strategy="ddp_notebook", logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, log_every_n_steps=1,
+    )  # fmt: skip
+    trainer.fit(module, DataLoader(_data(), batch_size=4))
+    return (
+        trainer.world_size,
+        trainer.num_nodes,
+        len(module.losses),
+        module.layer.weight.tolist(),
+        module.losses[-1] < module.losses[0],
+    )
+
+
+def _accelerate_train(scale, log):
+    from accelerate import Accelerator
+
+    accelerator = Accelerator()
+    torch.manual_seed(0)
+    model, loader = nn.Linear(4, 1), DataLoader(_data(), batch_size=4)
+    model, optimizer, loader = accelerator.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=scale), loader
+    )
+    for x, y in loader:
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(x), y)
+        accelerator.backward(loss)
+        optimizer.step()
+        log.append(loss.item())
+    log.append((accelerator.num_processes, accelerator.mixed_precision, len(loader)))
+
+
+def _accelerate(processes, **how):
+    from accelerate import notebook_launcher
+
+    log: list = []
+    notebook_launcher(_accelerate_train, args=(0.1, log), num_processes=processes, **how)
+    return log
+
+
+def _names():
+    from accelerate import notebook_launcher
+    from torch.multiprocessing.spawn import start_processes
+
+    adopted = [notebook_launcher, mp.spawn, start_processes, nn.parallel.data_parallel]
+    return [cloudpickle.loads(cloudpickle.dumps(each)) is each for each in adopted]
+
+
+def test_lightning_trains_in_the_ranks():
+    """A strategy that forks uses the ranks that are there, on two VMs: ``num_nodes`` is supplied, and all end with one model."""
+    first, second = run_ranks(_lightning, 2, vms=2, rehearsed=False)
+    assert first[:3] == second[:3] == (2, 2, 16)
+    assert first[3] == second[3]
+    assert first[4]
+
+
+def test_accelerate_notebook_launcher_runs_in_the_ranks():
+    """Each rank is one process of it, without a number, too; the loader is divided."""
+    for log in run_ranks(_accelerate, 2, None):
+        assert log[-1] == (2, "no", 8)
+        assert log[-2] < log[0]
+
+
+def test_adopted_functions_go_by_name():
+    """A cell that imports one has its name in the notebook afterwards: it is the library's own there."""
+    assert run_ranks(_names, 2) == [[True] * 4] * 2

@@ -1,0 +1,50 @@
+"""The documentation site: ``make docs`` builds it from the documents where they lie, with the repository as its root.
+
+So links lead to the same files here and where one reads the repository, and nothing is written twice.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+from ipython_pygments_lexers import IPython3Lexer
+from sphinx.application import Sphinx
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+project = "taas"
+author = "the authors of taas"
+release = version = re.findall(r'__version__ = "(.+)"', (ROOT / "taas" / "__init__.py").read_text())[0]
+
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+root_doc = "docs/index"
+include_patterns = ["*.md", "docs/*.md", "taas/agents.md", "examples/**.ipynb"]
+exclude_patterns = [".*", "artefacts", "build", "dist", "AGENTS.md"]
+nitpicky = True
+nitpick_ignore = [("py:exc", "UsageError")]  # IPython's
+
+myst_enable_extensions = ["colon_fence"]
+myst_heading_anchors = 3
+nb_execution_mode = "off"  # the examples have no outputs in git; tests/test_examples.py runs them
+
+python_use_unqualified_type_names = True
+
+html_theme = "furo"
+html_title = f"taas {version}"
+html_extra_path = ["site"]  # index.html, which leads to the first page
+html_copy_source = False
+html_show_sphinx = False
+
+
+def setup(app: Sphinx) -> None:
+    """A block of Python is a cell: with magics, and ``!`` for the shell."""
+    app.add_lexer("python", IPython3Lexer)
+    app.connect("autodoc-process-bases", _leave_out_private)
+
+
+def _leave_out_private(_app: Sphinx, _name: str, _obj: object, _options: object, bases: list[type]) -> None:
+    """How an error is shown is no base class for a reader."""
+    bases[:] = [base for base in bases if not base.__name__.startswith("_")]

@@ -1,0 +1,187 @@
+"""What a rank waits in for other ranks, and how that is broken off.
+
+While the main thread waits in gloo or in a store, no Python-level signal handler runs, and none of torch's own aborts
+ends that wait. What it waits on can be taken away by another thread; the wait fails at once, and a pending
+KeyboardInterrupt comes out in the place of torch's error. Peers' collectives of the same group fail, too.
+
+* gloo waits on TCP sockets: shut down, they fail. They are those that appear while torch makes a group; the listening
+  one is left alone, since gloo ends the process if that fails.
+* A store on one machine is a file that each wait opens again and again: a link to itself in its place cannot be opened.
+* A store on several machines is a TCP connection of this rank's own.
+* NCCL has its own abort (below).
+
+A group that is made afterwards has another store, and works.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import stat
+import sys
+import threading
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from taas.adopt.membership import Membership
+
+
+class Waits:
+    """What this rank may be waiting on in C code."""
+
+    def __init__(self) -> None:
+        self._sockets: set[int] = set()
+        self._before: set[int] | None = None
+        """Inodes of the sockets that were there before the group that is being made."""
+
+    def install(self) -> None:
+        """Note the sockets of all groups that are made from now on."""
+        module: Any = dist.distributed_c10d
+        native = module._new_process_group_helper
+
+        def make(*args: Any, **kwargs: Any) -> Any:
+            outer, before = self._before, set(_connections())
+            self._before = before if outer is None else outer
+            try:
+                return native(*args, **kwargs)
+            finally:
+                self._sockets |= set(_connections()) - before
+                self._before = outer
+
+        module._new_process_group_helper = make
+
+    def break_off(self, membership: Membership) -> None:
+        """Let every wait of this rank fail; called by a thread that does not wait."""
+        before, store = self._before, membership.address
+        for inode, (fd, port) in _connections().items():
+            of_gloo = inode in self._sockets or (before is not None and inode not in before)
+            if of_gloo or (not store.folder and port == store.port):
+                with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as ours:
+                    ours.shutdown(socket.SHUT_RDWR)
+        for path in membership.leave_store():
+            loop = path.with_name(f".{os.getpid()}-{path.name}")
+            with contextlib.suppress(OSError):
+                loop.symlink_to(path.name)
+                loop.replace(path)
+        abort_nccl(nccl_backends())
+
+
+def _connections() -> dict[int, tuple[int, int]]:
+    """Return this process's connected TCP sockets, by inode: the descriptor, and the port at the other end."""
+    found = {}
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # closed meanwhile, or not connected
+            status = entry.stat()
+            if stat.S_ISSOCK(status.st_mode):
+                with socket.socket(fileno=os.dup(int(entry.name))) as ours:
+                    if ours.family in (socket.AF_INET, socket.AF_INET6):
+                        found[status.st_ino] = int(entry.name), ours.getpeername()[1]
+    return found
+
+
+# ---------------------------------------------------------------- on GPUs
+#
+# Which groups wait there, and how they are made to fail, in every torch from 2.6 on.
+#
+# * ``ProcessGroupNCCL`` is ``nccl`` up to torch 2.14, and ``nccl-legacy`` since: its ``abort()`` returns. Its watchdog may
+#   still end the process, when it sees the abort of another rank before its own (``TORCH_NCCL_ASYNC_ERROR_HANDLING``).
+# * ``ProcessGroupNCCL2`` is ``nccl`` from torch 2.15 on. Its ``abort()`` and ``shutdown()`` while something waits, and its
+#   watchdog at a time-out, end the process with SIGABRT before any ``finally`` (pytorch's pull requests 191948 and 192105).
+#   So ranks get the old one by that name, unless the notebook's environment has ``TORCH_DIST_USE_NCCL2``; and a group of
+#   this kind is never aborted: what waits in it waits until the rank is ended.
+#
+# From torch's sources, and its library's texts; tests/test_adopt_gpu.py waits for GPUs.
+
+ABORT_SECONDS = 10.0
+
+
+def prefer_abortable_nccl() -> None:
+    """Let ``nccl`` be the backend that can be aborted; torch asks for the variable when a group first uses that name."""
+    os.environ.setdefault("TORCH_DIST_USE_NCCL2", "0")
+
+
+def nccl_backends() -> list[Any]:
+    """Return the NCCL backends of this process: of all torch's groups, whatever they were asked for."""
+    found: list[Any] = []
+    for group in [*dist.distributed_c10d._world.pg_names]:
+        with contextlib.suppress(
+            RuntimeError, AttributeError
+        ):  # it has none for GPUs; this rank is not in it
+            found.append(group._get_backend(torch.device("cuda")))
+    bare = [getattr(backend, "wrapped_pg", backend) for backend in found]
+    return [*{id(backend): backend for backend in bare if "NCCL" in type(backend).__name__}.values()]
+
+
+def abort_nccl(found: Iterable[Any]) -> None:
+    """Let all that waits in these backends fail, if it can.
+
+    Each has a thread of its own: an abort may wait for that of another rank, which has begun with another group. After
+    :data:`ABORT_SECONDS` they are left to themselves.
+    """
+    threads = [
+        threading.Thread(target=backend.abort, name="taas-aborts", daemon=True)
+        for backend in found
+        if type(backend).__name__ == "ProcessGroupNCCL"
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(ABORT_SECONDS)
+
+
+def gpu_is_busy() -> bool:
+    """Whether the GPU has not done what it was asked: a collective may wait, and the main thread for it, at full speed."""
+    try:
+        return torch.cuda.is_initialized() and not torch.cuda.default_stream().query()
+    except RuntimeError:  # it has failed
+        return True
+
+
+@contextlib.contextmanager
+def beside_gpu_work() -> Iterator[None]:
+    """Let copies from the GPU in this thread not wait for what it was asked before, which may never be done."""
+    with torch.cuda.stream(torch.cuda.Stream()) if torch.cuda.is_initialized() else contextlib.nullcontext():
+        yield
+
+
+# ---------------------------------------------------------------- which collective it is
+#
+# By torch's flight recorder (https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html): torch records for
+# gloo in newer releases, without a variable that says so; for NCCL where ``TORCH_FR_BUFFER_SIZE``, or
+# ``TORCH_NCCL_TRACE_BUFFER_SIZE``, is not 0. Where it does not, nothing is known.
+
+
+def pending_collective(*, on_gpus: bool) -> str:
+    """Return the oldest collective that has begun and not ended, in words; empty where none is known."""
+    recorder: Any = sys.modules.get("torch._C._distributed_c10d")
+    dump = getattr(recorder, "_dump_nccl_trace_json" if on_gpus else "_dump_fr_trace_json", None)
+    if dump is None:
+        return ""
+    try:
+        entries = json.loads(dump(onlyActive=True)).get("entries", ())
+        active = (entry for entry in entries if not entry["retired"] and entry["state"] != "completed")
+        return next((_in_words(entry) for entry in active), "")
+    except (
+        ValueError,
+        TypeError,
+        LookupError,
+        AttributeError,
+        RuntimeError,
+    ):  # nothing is promised of its form
+        return ""
+
+
+def _in_words(entry: dict[str, Any]) -> str:
+    sizes = zip(entry["input_sizes"], entry["input_dtypes"], strict=False)
+    of = ", ".join(f"{dtype}{size}" for size, dtype in sizes)
+    group = entry["process_group"][-1]
+    where = "" if group in ("", "default_pg") else f" of group {group}"
+    operation = entry["profiling_name"].rpartition(":")[2]
+    return f"{operation}{f' of {of}' if of else ''}, number {entry['collective_seq_id']}{where}"

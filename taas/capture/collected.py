@@ -1,0 +1,102 @@
+"""Values of each rank for ``taas.collected``: copies, by plain pickle, of the names that ``--collect`` asked for.
+
+Classes and functions go by name, so that what comes is of the notebook's own classes; tensors go as copies in host
+memory, detached from how they were computed.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from taas.capture.payload import check_room
+from taas.errors import CaptureError
+from taas.runs.events import COLLECTED
+from taas.wording import fitting, ranks_in_words, text_of
+
+collected: dict[str, list[Any]] = {}
+"""By name, the values of all ranks of the last run that was asked for it, in their order; None for one that did not come."""
+
+
+class _Value(msgspec.Struct, array_like=True):
+    """A name of one rank: its value as it is pickled, or why it is not."""
+
+    pickled: bytes = b""
+    why: str = ""
+
+
+class _CopyPickler(pickle.Pickler):
+    def reducer_override(self, value: Any) -> Any:
+        torch = sys.modules.get("torch")
+        if torch is None or type(value) is not torch.Tensor:
+            return NotImplemented
+        return value.detach().cpu().clone().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+
+
+def pack(names: Sequence[str], namespace: Mapping[str, Any], folder: Path) -> None:
+    """Write a rank's values into its folder.
+
+    Raises:
+        OSError: there is no room for them.
+    """
+    values = {name: _packed(namespace[name]) for name in names if name in namespace}
+    (folder / COLLECTED).write_bytes(msgspec.msgpack.encode(values))
+
+
+def _packed(value: Any) -> _Value:
+    file = io.BytesIO()
+    try:
+        _CopyPickler(file, pickle.HIGHEST_PROTOCOL).dump(value)
+    except Exception as error:  # whatever its class does: it is said in the notebook
+        return _Value(why=_reason(error))
+    return _Value(file.getvalue())
+
+
+def _reason(error: Exception) -> str:
+    """Return an error in words, the same ones in each rank."""
+    return re.sub(" at 0x[0-9a-f]+", "", f"{type(error).__name__}: {fitting(text_of(error), 200)}")
+
+
+def collect(names: Sequence[str], folders: Sequence[Path]) -> list[str]:
+    """Put the values of all ranks into :data:`collected`; returns what did not come, in lines for the user.
+
+    Args:
+        names: those that were asked for.
+        folders: of each rank's output.
+    """
+    lost: dict[tuple[str, str], list[int]] = {}
+    for name in names:
+        collected[name] = [None] * len(folders)
+    for rank, folder in enumerate(folders):
+        packed = _read(folder / COLLECTED)
+        for name in names:
+            missing = _Value(
+                why="there is none at its end" if packed is not None else "it ended before it gave it"
+            )
+            value = (packed or {}).get(name, missing)
+            try:
+                why = value.why
+                collected[name][rank] = None if why else pickle.loads(value.pickled)
+            except Exception as error:  # whatever its class does
+                why = _reason(error)
+            if why:
+                lost.setdefault((name, why), []).append(rank)
+    return [
+        f"{name!r} of {ranks_in_words(ranks)} was not collected: {why}" for (name, why), ranks in lost.items()
+    ]
+
+
+def _read(path: Path) -> dict[str, _Value] | None:
+    """Read what a rank has written; None where that is not there, or not whole."""
+    try:
+        check_room({path.parent.name: path.stat().st_size})
+        return msgspec.msgpack.decode(path.read_bytes(), type=dict[str, _Value])
+    except (OSError, msgspec.MsgspecError, CaptureError):
+        return None

@@ -1,0 +1,430 @@
+"""``taas export``: the cell of a run as a program for torchrun, which needs no taas.
+
+The names that the cell was given lie in the run's folder. A process of its own unpacks them, as a rank does, and writes two
+files. The program has the cell, and above it the imports, plain values and definitions that it needs as the notebook's cells
+have them. All other names, and the states of the random generators, are pickled beside it, as they were when the cell began.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import os
+import pickle
+import random
+import re
+import subprocess
+import sys
+import textwrap
+import types
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from taas.capture.cells import is_of_ipython, magic_of, python_of
+from taas.errors import EngineError
+from taas.runs.records import PAYLOAD, RunRecord, read_record
+from taas.wording import counted, shown
+
+PROGRAM, DATA = "train.py", "train.pickle"
+_PLAIN = (bool, int, float, str, type(None))
+_NO_LITERALS = (float("inf"), float("-inf"))
+_LONGEST = 200
+"""Characters of a plain value that stands in the program."""
+_COMPOUND = (ast.If, ast.Try, ast.With, ast.For, ast.While)
+_FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
+_DEFINITION = (*_FUNCTION, ast.ClassDef)
+_IMPORT = (ast.Import, ast.ImportFrom)
+
+_TOP = '''\
+"""{title}
+
+    torchrun {shape} {program}
+
+Written by `taas export {run}`; taas is not needed. Start it in the project's folder.{notes}
+"""
+
+'''
+_PATH = """
+sys.path.insert(0, os.getcwd())  # the project's modules
+"""
+_BEGIN = """
+_rank, _world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+if torch.cuda.is_available():
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+"""
+_SHARE = '''
+
+class _Share:
+    """A rank's share of what something yields: each element is one rank's, and all have the same number of them."""
+
+    def __init__(self, elements, units=None):
+        self.elements, self.left = elements, units if units is None else units // _world_size
+
+    def __iter__(self):
+        row = []
+        for element in self.elements:
+            row.append(element)
+            if self.left == 0:
+                return
+            if len(row) == _world_size:
+                yield row[_rank]
+                row, self.left = [], self.left if self.left is None else self.left - 1
+
+    def __len__(self):
+        return len(self.elements) // _world_size
+
+
+def _shared_loader(units, sampler=None, batch_sampler=None, elements=None, **parts):
+    if batch_sampler is not None:
+        return DataLoader(batch_sampler=_Share(batch_sampler, units), **parts)
+    if sampler is not None:
+        return DataLoader(sampler=_Share(sampler, units), **parts)
+    return _Share(DataLoader(**parts) if elements is None else elements, units)
+
+'''
+_LOAD = """
+with open(Path(__file__).with_name("{data}"), "rb") as _file:  # what the notebook had
+    _names, _generators = pickle.load(_file)
+"""
+_GENERATORS = {
+    "random": "random.setstate({})",
+    "numpy": "numpy.random.set_state({})",
+    "torch": "torch.set_rng_state({})",
+}
+
+
+def export(record: RunRecord, to: Path) -> list[str]:
+    """Write a run's program into a folder; returns lines for the user.
+
+    Raises:
+        EngineError: it cannot be written.
+    """
+    if not (record.folder / PAYLOAD).exists():
+        raise EngineError(
+            f"the names that {record.name} was given are not there any more: they are kept up to 64 MB (of background "
+            "runs always), and while the run is in %taas history. Run the cell again, with less data in the notebook's "
+            "names: let the cell load it."
+        )
+    if (to / PROGRAM).exists():
+        raise EngineError(f"{to / PROGRAM} is there already: name another folder with --to")
+    command = "import sys; from taas.notebook.export import main; main(*sys.argv[1:])"
+    arguments = [sys.executable, "-P", "-c", command, str(record.folder), str(to.absolute())]
+    done = subprocess.run(arguments, cwd=record.project, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise EngineError(f"{record.name} cannot be exported: {(done.stderr.splitlines() or ['?'])[-1]}")
+    return done.stdout.splitlines()
+
+
+def main(folder: str, to: str) -> None:
+    """Unpack a run's names into a new ``__main__``, and write the files; for each thing that is left out print a line."""
+    from taas.capture.arriving import unpack
+    from taas.capture.payload import Payload
+    from taas.delivery.loader import DeliveredLoader
+
+    record, home = read_record(Path(folder)), types.ModuleType("__main__")
+    assert record is not None
+    sys.modules["__main__"] = home
+    fd = os.open(Path(folder, PAYLOAD), os.O_RDONLY)
+    unpack(fd, vars(home), Path(record.project), DeliveredLoader)
+    payload = Payload(fd)
+    names = {name: vars(home)[name] for name in payload.header.names if name in vars(home)}
+    names = {name: value for name, value in names.items() if not is_of_ipython(name, value)}
+    typed = payload.contents["history"].get("typed", [])
+    written = _Program(record, names, _bindings(typed), os.path.relpath(to, record.project))
+    written.notes += [f"{name}: not exported, {why}" for name, why in payload.contents["left behind"].items()]
+    text = written.text()
+    if "get_ipython(" in text:
+        written.notes.append("get_ipython() is IPython's: the program fails there; look for it")
+    try:
+        compile(text, PROGRAM, "exec")
+    except SyntaxError as error:  # such as an await of the cell's
+        written.notes.append(f"line {error.lineno} of the program is not Python: {error.msg}")
+    Path(to).mkdir(parents=True, exist_ok=True)
+    Path(to, DATA).write_bytes(written.data())
+    Path(to, PROGRAM).write_text(text)
+    out = [
+        f"{Path(to, PROGRAM)} is written, with {counted(len(written.pickled), 'name')} in {DATA}",
+        *written.notes,
+    ]
+    sys.stdout.write("\n".join(out) + "\n")
+
+
+# ---------------------------------------------------------------- what cells bind
+
+
+class _Bound(NamedTuple):
+    """The statement by which a name was bound last, and where it stands in the notebook."""
+
+    node: ast.stmt
+    source: str
+    place: tuple[int, int]
+
+
+def _bindings(cells: Iterable[str]) -> dict[str, _Bound]:
+    found: dict[str, _Bound] = {}
+    for number, cell in enumerate(cells):
+        try:
+            text = python_of(cell)
+            statements = [*_statements(ast.parse(text).body)]
+        except SyntaxError:
+            continue  # it never ran
+        lines = text.splitlines(keepends=True)
+        for node in statements:
+            for name, own in _binds(node):
+                if isinstance(own, _IMPORT):
+                    source = ast.unparse(own)
+                    if name in found and isinstance(
+                        found[name].node, ast.Import
+                    ):  # import a.b, after import a
+                        source = "\n".join(dict.fromkeys([*found[name].source.splitlines(), source]))
+                else:
+                    first = min((d.lineno for d in getattr(node, "decorator_list", ())), default=node.lineno)
+                    source = textwrap.dedent("".join(lines[first - 1 : node.end_lineno]))
+                found[name] = _Bound(own, source.rstrip(), (number, node.lineno))
+    return found
+
+
+def _statements(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
+    """Yield the statements of a cell that functions and classes have not to themselves."""
+    for node in body:
+        if isinstance(node, _COMPOUND):
+            handlers = [statement for handler in getattr(node, "handlers", ()) for statement in handler.body]
+            parts = (getattr(node, name, []) for name in ("body", "orelse", "finalbody"))
+            yield from _statements([*handlers, *(statement for part in parts for statement in part)])
+        else:
+            yield node
+
+
+def _binds(node: ast.stmt) -> Iterator[tuple[str, ast.stmt]]:
+    if isinstance(node, _DEFINITION):
+        yield node.name, node
+    elif isinstance(node, ast.Import):
+        for alias in node.names:
+            yield alias.asname or alias.name.partition(".")[0], ast.Import([alias])
+    elif isinstance(node, ast.ImportFrom):
+        for alias in node.names:
+            yield alias.asname or alias.name, ast.ImportFrom(node.module, [alias], node.level)
+    else:
+        for part in ast.walk(node):
+            if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store):
+                yield part.id, node
+
+
+def _read_by(node: ast.AST, *, now: bool) -> set[str]:
+    """Return the names that code reads, all of them or those that are needed at its definition."""
+    found, waiting = set[str](), [node]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, ast.Name):
+            found.add(part.id)
+        if now and isinstance(part, _FUNCTION):
+            waiting += [*part.decorator_list, *part.args.defaults, *filter(None, part.args.kw_defaults)]
+            arguments = (*part.args.posonlyargs, *part.args.args, *part.args.kwonlyargs)
+            waiting += filter(None, [part.returns, *(argument.annotation for argument in arguments)])
+        elif not (now and isinstance(part, ast.Lambda)):
+            waiting += ast.iter_child_nodes(part)
+    return found
+
+
+# ---------------------------------------------------------------- the program
+
+
+class _ProgramPickler(pickle.Pickler):
+    """Refuses what would need taas."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if (getattr(value, "__module__", None) or type(value).__module__).partition(".")[0] == "taas":
+            raise pickle.PicklingError("it is taas' own")
+        return NotImplemented
+
+
+def _pickled(value: Any) -> bytes:
+    file = io.BytesIO()
+    _ProgramPickler(file, protocol=5).dump(value)
+    return file.getvalue()
+
+
+def _generators() -> dict[str, Any]:
+    """Return the states of the random generators, by library."""
+    states: dict[str, Any] = {"random": random.getstate()}
+    if "numpy" in sys.modules:
+        states["numpy"] = sys.modules["numpy"].random.get_state()
+    if "torch" in sys.modules:
+        states["torch"] = sys.modules["torch"].get_rng_state()
+    return states
+
+
+def _below_header(cell: str) -> str:
+    """Return a cell without its header."""
+    first, _, rest = cell.lstrip().partition("\n")
+    if first.startswith("%%taas"):
+        return rest
+    lines = cell.splitlines(keepends=True)
+    code = next((n for n, line in enumerate(lines) if line.strip() and not line.lstrip().startswith("#")), 0)
+    head = [line for line in lines[:code] if not line.lstrip().startswith("#!") and "taas" not in line]
+    return "".join([*head, *lines[code:]])
+
+
+class _Program:
+    """A cell and what it needs.
+
+    Attributes:
+        pickled: the names whose values are in the data file.
+        loaders: those of them that are registered loaders.
+        notes: lines about what is left out.
+    """
+
+    def __init__(
+        self, record: RunRecord, names: Mapping[str, Any], bound: Mapping[str, _Bound], folder: str
+    ) -> None:
+        self._record, self._names, self._bound, self._folder = record, names, bound, folder
+        self._generators = _generators()
+        self._imports: dict[str, _Bound] = {}
+        self._plain: dict[str, str] = {}
+        self._defined: dict[str, _Bound] = {}
+        self.pickled: dict[str, Any] = {}
+        self.loaders = set[str]()
+        self.notes: list[str] = []
+        self._body = self._without_magics(_below_header(record.cell.text))
+        waiting = [*names]
+        for name in waiting:  # it grows
+            waiting += self._place(name) - {*waiting}
+
+    def _place(self, name: str) -> set[str]:
+        """Find the part of the program for a name; returns the names that are read there."""
+        bound, value = self._bound.get(name), self._names.get(name)
+        if name not in self._names and not (bound and isinstance(bound.node, (*_DEFINITION, *_IMPORT))):
+            return set()  # a builtin, or a name of its own
+        if (parts := getattr(value, "taas_parts", None)) is not None:
+            self._place_loader(name, parts)
+        elif bound and isinstance(bound.node, _IMPORT):
+            self._imports[name] = bound
+        elif isinstance(value, types.ModuleType):
+            node = ast.Import([ast.alias(value.__name__, name if name != value.__name__ else None)])
+            self._imports[name] = _Bound(node, ast.unparse(node), (0, 0))
+        elif bound and isinstance(bound.node, _DEFINITION):
+            self._defined[name] = bound
+            return _read_by(bound.node, now=False)
+        else:
+            return self._place_value(name, bound, value)
+        return set()
+
+    def _place_value(self, name: str, bound: _Bound | None, value: Any) -> set[str]:
+        """Write a value as a literal, or keep it beside the program; a closure or lambda that cannot be kept, as its source."""
+        if type(value) in _PLAIN and value not in _NO_LITERALS and len(repr(value)) <= _LONGEST:
+            self._plain[name] = repr(value)
+        elif (why := self._keep(name, value)) and bound and callable(value):
+            self._defined[name] = bound
+            return _read_by(bound.node, now=False)
+        elif why:
+            self.notes.append(why)
+        return set()
+
+    def _keep(self, name: str, value: Any) -> str:
+        """Take a value into the data file; returns why that is not possible."""
+        try:
+            _pickled(value)
+        except Exception as error:  # whatever its own methods raise
+            return f"{name}: not exported, {shown(f'{type(error).__name__}: {error}', 120)}"
+        self.pickled[name] = value
+        return ""
+
+    def _place_loader(self, name: str, parts: Any) -> None:
+        """Take a registered loader apart: as in the run, element i is rank ``i % N``'s."""
+        names = ("dataset", "num_workers", "collate_fn", "worker_init_fn", "persistent_workers", "generator")
+        given: dict[str, Any] = {key: getattr(parts, key) for key in names}
+        if parts.plain:
+            given = {"elements": parts.dataset}
+        elif parts.streams:
+            given |= {"batch_size": parts.batch_size, "drop_last": parts.drop_last}
+        elif parts.auto_collation:
+            given["batch_sampler"] = parts.index_sampler
+        else:
+            given |= {"sampler": parts.index_sampler, "batch_size": None}
+        if why := self._keep(name, given):
+            self.notes.append(why)
+            return
+        self.loaders.add(name)
+        if hasattr(getattr(parts.index_sampler, "sampler", parts.index_sampler), "num_replicas"):
+            self.notes.append(f"{name}: its DistributedSampler is one rank's; make it in the program")
+        if parts.generator is None and not parts.plain:
+            self.notes.append(f"{name}: it has no generator of its own, so the program draws another order")
+
+    def _without_magics(self, body: str) -> str:
+        """Turn a cell's body into Python, with a comment in the place of each magic."""
+        if body.lstrip().startswith("%%"):
+            magic, _, body = body.lstrip().partition("\n")
+            self.notes.append(f"{shown(magic)}: not exported, it is IPython's")
+        text = python_of(body)
+        lines, tree = text.splitlines(), ast.parse(text)
+        if "display" in _read_by(tree, now=False) - {*self._names}:
+            self._plain["display"] = "print"
+        magics = [node for node in ast.walk(tree) if isinstance(node, ast.Expr) and magic_of(node.value)]
+        for node in sorted(magics, key=lambda node: node.lineno, reverse=True):  # one may have several lines
+            indent = lines[node.lineno - 1][: node.col_offset]
+            said = body.splitlines()[node.lineno - 1].strip()
+            lines[node.lineno - 1 : node.end_lineno] = [f"{indent}pass  # {said}" if indent else f"# {said}"]
+            self.notes.append(f"{shown(said)}: not exported, it is IPython's")
+        return "\n".join(lines).strip()
+
+    def data(self) -> bytes:
+        """The data file: the names by value, and the states of the random generators."""
+        return _pickled((self.pickled, self._generators))
+
+    def text(self) -> str:
+        """The program."""
+        early, late = self._in_order()
+        parts = [_SHARE] if self.loaders else []
+        parts += ["\n".join(f"{name} = {value}" for name, value in self._plain.items())]
+        parts += [f"\n\n{bound.source}\n" for bound in early]
+        parts += [_LOAD.format(data=DATA), "\n".join(map(self._loaded, self.pickled))]
+        parts += [f"\n\n{bound.source}\n" for bound in late]
+        parts += [_GENERATORS[which].format(f'_generators["{which}"]') for which in self._generators]
+        below = "\n".join([*filter(None, parts), "", "# the cell", self._body, ""])
+        return self._top() + re.sub(r"\n{4,}", "\n\n\n", self._begin() + below)
+
+    def _top(self) -> str:
+        record, spec = self._record, self._record.cell.spec
+        notes = "".join(f"\n{note}" for note in ("", *self.notes)) if self.notes else ""
+        notes = notes.replace("\\", "/").replace('"', "'")
+        vms = f"--nnodes {spec.vms} " if spec.vms > 1 else ""
+        return _TOP.format(
+            title=f"Cell In[{record.cell.execution_count}] of {record.owner}, as a program.",
+            shape=f"{vms}--nproc-per-node {spec.ranks_per_vm}",
+            program=f"{self._folder}/{PROGRAM}",
+            run=record.name,
+            notes=notes,
+        )
+
+    def _begin(self) -> str:
+        """What is imported, and which rank this is."""
+        imports = [line for bound in self._imports.values() for line in bound.source.splitlines()]
+        future = [line for line in imports if line.startswith("from __future__")]
+        needed = {"import os", "import pickle", "from pathlib import Path", "import torch", *imports}
+        needed |= {f"import {which}" for which in self._generators}
+        needed |= {"from torch.utils.data import DataLoader"} if self.loaders else set()
+        files = [getattr(module, "__file__", None) or "/" for module in [*sys.modules.values()]]
+        if any(Path(file).is_relative_to(self._record.project) for file in files):
+            future += ["import os", "import sys", _PATH]
+        ordered = sorted(needed - {*future}, key=lambda line: (line.startswith("from "), line))
+        return "\n".join([*dict.fromkeys(future), *ordered, _BEGIN])
+
+    def _loaded(self, name: str) -> str:
+        if name not in self.loaders:
+            return f'{name} = _names["{name}"]'
+        units = self._record.cell.spec.units
+        units = units.get(name) if isinstance(units, dict) else units
+        return f'{name} = _shared_loader({units}, **_names["{name}"])'
+
+    def _in_order(self) -> tuple[list[_Bound], list[_Bound]]:
+        """Return the definitions as the notebook had them: those that need no data, and those that do."""
+        early, late = list[_Bound](), list[_Bound]()
+        waits = {*self.pickled}
+        for name, bound in sorted(self._defined.items(), key=lambda item: item[1].place):
+            if waits.isdisjoint(_read_by(bound.node, now=True) - {name}):
+                early.append(bound)
+            else:
+                waits.add(name)
+                late.append(bound)
+        return early, late
