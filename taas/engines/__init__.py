@@ -66,7 +66,7 @@ class Demand(msgspec.Struct, frozen=True):
         return self.instance, self.gpus, self.rehearse
 
 
-class AgentConfig(msgspec.Struct, frozen=True):
+class AgentConfig(msgspec.Struct, frozen=True, tag=True):
     """What an engine writes to an agent's standard input, as one line of JSON.
 
     Attributes:
