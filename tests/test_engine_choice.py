@@ -115,20 +115,10 @@ def test_what_is_missing() -> None:
 
 def test_versions_that_differ() -> None:
     """Versions that matter are compared, and the difference is named with what to install."""
-    here = {
-        "python": "3.11.7",
-        "torch": "2.9.1+cu126",
-        "cloudpickle": "3.1.2",
-        "jupyter-taas": "0.1.0",
-        "numpy": "2.4",
-    }
+    here = {"python": "3.11.7", "torch": "2.9.1+cu126", "jupyter-taas": "0.1.0", "numpy": "2.4"}
     assert differing_versions({**here, "python": "3.11.9", "torch": "2.9.1", "numpy": "2.1"}, here) == ""
-    assert "Python" not in differing_versions({**here, "torch": "2.9.0"}, here)
     assert 'pip install "torch==2.9.1"' in differing_versions({**here, "torch": "2.9.0"}, here)
-    assert (
-        differing_versions({**here, "python": "3.12.1"}, here)
-        == "the notebook has python 3.11.7, the VM 3.12.1"
-    )
+    assert differing_versions({**here, "python": "3.12.1"}, here).endswith("has python 3.11.7, the VM 3.12.1")
     assert "the VM not" in differing_versions({**here, "jupyter-taas": ""}, here)
 
 

@@ -149,15 +149,9 @@ class DrivenEngine:
     """VMs of a cluster.
 
     Args:
-        address: where the cluster is, or what is asked of it: the driver's first argument.
+        address: where the cluster is, or what is asked of it: the first argument of the module ``driver``.
         listen: makes the supervisor listen on an address of this machine; returns the endpoint.
         scratch: folder for what the driver writes to its standard error.
-
-    Attributes:
-        driver: the driver's module.
-        kind: what it is a driver of, for messages.
-        cluster: what the cluster is called.
-        advice: what to look at when it cannot be reached.
     """
 
     remote = True

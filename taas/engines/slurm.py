@@ -64,7 +64,7 @@ class SlurmEngine(DrivenEngine):
 
 
 class Settings(NamedTuple):
-    """What is asked of Slurm: by options of :data:`taas.config.SLURM_OPTIONS`, and by instance type."""
+    """What is asked of Slurm: by option, and by instance type."""
 
     said: Mapping[str, str]
     types: Mapping[str, list[str]]
@@ -124,11 +124,7 @@ END
 
 
 def slurm(*command: str, given: str = "", seconds: float = _COMMAND_SECONDS) -> str:
-    """Run one of Slurm's commands; returns what it printed.
-
-    Raises:
-        EngineError: it failed, or did not answer; the text is its own.
-    """
+    """Run one of Slurm's commands; returns what it printed, or raises an EngineError with what it said."""
     try:
         done = subprocess.run(
             command, input=given, capture_output=True, text=True, timeout=seconds, check=False

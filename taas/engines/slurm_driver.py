@@ -1,8 +1,8 @@
 """``python -m taas.engines.slurm_driver SETTINGS PATIENCE``: the supervisor's Slurm driver, a process of its own.
 
 It submits jobs, follows them in the queue, and is who their nodes (slurm_vm) speak with: over a CURVE socket of its own, with
-a key pair for each job. Slurm's commands may take their time, and nobody else waits for them. It ends with its standard
-input, and gives all jobs back; nodes that miss it end their agents and themselves, and with the last one a job ends.
+a key pair for each job. It ends with its standard input, and gives all jobs back; nodes that miss it end their agents and
+themselves, and with the last one a job ends.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from taas.engines.slurm import (
 from taas.engines.versions import differing_versions, versions
 from taas.errors import EngineError
 from taas.wire.curve import Gate, make_router, set_heartbeat
-from taas.wire.framing import Alive, Leave, Message, MessageReader, pack
+from taas.wire.framing import Alive, Leave, MessageReader, pack
 from taas.wire.poll_loop import PollLoop
 from taas.wording import counted
 
@@ -58,8 +58,7 @@ class _JobNode:
 
     def __init__(self, number: int, config: AgentConfig) -> None:
         self.number, self.config = number, config
-        self.route = b""
-        self.node = ""
+        self.route, self.node = b"", ""
         self.released = self.gone = False
         self.lost, self.lost_at = "", 0.0
 
@@ -71,11 +70,10 @@ class _Job:
         self.vms = [
             _JobNode(number, config) for number, config in zip(ask.machines, ask.configs, strict=True)
         ]
-        self.demand = ask.demand
+        self.demand, self.asked = ask.demand, time.monotonic()
         self.id = self.said = ""
-        self.notice_at, self.noticed = float("inf"), False
-        self.asked = time.monotonic()
-        self.end_by = float("inf")
+        self.notice_at = self.end_by = float("inf")
+        self.noticed = False
 
     @property
     def left(self) -> list[_JobNode]:
@@ -213,7 +211,7 @@ class SlurmDriver:
             visible = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
             self._tell(vm, msgspec.structs.replace(vm.config, environ=visible))
 
-    def _tell(self, vm: _JobNode, message: Message) -> bool:
+    def _tell(self, vm: _JobNode, message: msgspec.Struct) -> bool:
         try:
             self._socket.send_multipart([vm.route, pack(message)])
         except zmq.ZMQError as error:
@@ -307,9 +305,9 @@ class SlurmDriver:
         if now.state != "RUNNING" or job.noticed:
             return
         left, notice = seconds_of(now.left), min(_NOTICE_SECONDS, seconds_of(now.limit) / 2)
-        job.notice_at, job.noticed = time.monotonic() + left - notice, left <= notice
+        job.noticed = left <= notice
+        job.notice_at = float("inf") if job.noticed else time.monotonic() + left - notice
         if job.noticed:
-            job.notice_at = float("inf")
             text = f"Slurm: its job {job.id} reaches the time limit ({now.limit}) in {left:.0f} s; --time asks for more"
             for vm in job.left:
                 self._report(VmReport(vm.number, "ending", text))

@@ -51,9 +51,8 @@ class _Node:
         self._loop = PollLoop()
         self._read = MessageReader(AgentConfig | Leave | Alive)
         self._agent: LocalMachine | None = None
-        self._over = False
+        self._over, self.why = False, ""
         self._scratch = make_short_folder()
-        self.why = ""
 
     def serve(self, task: int, name: str) -> None:
         """Keep the agent until it, or the driver, is gone."""
