@@ -29,29 +29,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = [
-    "CannotAdopt",
-    "CannotRehearse",
-    "CaptureError",
-    "CellFailed",
-    "ConfigError",
-    "DamagedAnswer",
-    "DeliveryError",
-    "EngineError",
-    "HeaderError",
-    "NotEnoughDevices",
-    "RanksDisagree",
-    "RanksGone",
-    "RegistrationError",
-    "RehearsalWarning",
-    "RunFailed",
-    "RunLost",
-    "StorageDenied",
-    "TaasError",
-    "UnitsExhausted",
-    "VersionMismatch",
-]
-
 
 def _rebuild(cls: type[TaasError], args: tuple[Any, ...], state: dict[str, Any]) -> TaasError:
     error = cls.__new__(cls, *args)

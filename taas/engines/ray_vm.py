@@ -29,10 +29,9 @@ _RAYS_OWN = ("RAY_", "OMP_NUM_THREADS", "PYTHONBREAKPOINT")
 
 
 def given_gpus() -> list[str]:
-    """Return the GPUs that Ray gave this process, as CUDA_VISIBLE_DEVICES names them.
+    """Return the GPUs that Ray gave this process, as CUDA_VISIBLE_DEVICES names them, which does not tell.
 
-    That variable does not tell: of an actor without GPUs it is the node's own, and who starts Ray may have it left alone
-    (``RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES``).
+    Of an actor without GPUs it is the node's own, and it may be left alone (``RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES``).
     """
     import ray
 
@@ -59,11 +58,7 @@ class VmActor:
         return {"host": get_node_ip_address(), "versions": versions(), "gpus": there(given_gpus())}
 
     def serve(self, line: bytes) -> str:
-        """Run the agent until it ends; returns the end of what it wrote to its log.
-
-        Args:
-            line: its configuration, without its scratch and its environment.
-        """
+        """Run an agent, whose configuration lacks scratch and environment, to its end; returns that of its log."""
         scratch = make_short_folder()
         environ = {name: value for name, value in os.environ.items() if not name.startswith(_RAYS_OWN)}
         environ["CUDA_VISIBLE_DEVICES"] = ",".join(there(given_gpus()))

@@ -8,8 +8,7 @@ import shutil
 import socket
 from collections.abc import Iterable
 
-from taas.engines.slurm import COMMANDS, Settings
-from taas.engines.slurm_queue import own_address, slurm
+from taas.engines.slurm import COMMANDS, Settings, own_address, slurm
 from taas.engines.versions import differing_versions, versions
 from taas.errors import EngineError
 from taas.notebook.doctor import Finding
