@@ -26,7 +26,7 @@ from taas.engines import AgentConfig, Demand, ray_vm, versions
 from taas.engines.driven import Acquire, Asks, ClusterReport, ReleaseVm, Reports, VmReport
 from taas.engines.ray_autoscaler import plans_for
 from taas.engines.ray_cluster import SILENCE_SECONDS, bundle, count_fitting, reach, watch, what_is_missing
-from taas.wire import short_folder
+from taas.wire import curve
 from taas.wording import first_line
 
 _LOOK_SECONDS = 1.0
@@ -347,7 +347,7 @@ def main() -> None:
     address, patience = sys.argv[1], float(sys.argv[2])
     driver = Driver(out)
     try:
-        for module in (ray_vm, versions, short_folder):
+        for module in (ray_vm, versions, curve):
             ray.cloudpickle.register_pickle_by_value(module)
         driver.report(ClusterReport(_connect(address, patience)))
     except Exception as error:
