@@ -38,7 +38,7 @@ from taas.delivery.messages import (
 )
 from taas.delivery.registered import Registration, delivering
 from taas.delivery.transport import CoordinatorProcess
-from taas.wire.short_folder import make_short_folder
+from taas.wire.curve import make_short_folder
 
 PATIENCE = 150.0
 """Seconds within which ranks end on the most loaded machine; below the suite's own limit for a test."""

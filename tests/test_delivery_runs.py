@@ -12,7 +12,7 @@ from notebook_harness import Notebook, gone
 
 from taas.delivery.messages import Failed, Hello, Note, Report
 from taas.runs.records import read_records
-from taas.wire.child import Child
+from taas.wire.poll_loop import Child
 
 pytestmark = pytest.mark.slow
 

@@ -12,7 +12,9 @@ from privileges import needs_mounts, small_disk
 pytestmark = [needs_mounts, pytest.mark.slow]
 
 
-@pytest.mark.parametrize(("options", "lack"), [("size=64k", r"is full \(\d+ kB left\)"), ("ro", "is read-only")])
+@pytest.mark.parametrize(
+    ("options", "lack"), [("size=64k", r"is full \(\d+ kB left\)"), ("ro", "is read-only")]
+)
 @pytest.mark.parametrize("place", ["/dev/shm", "runtime"])
 def test_a_folder_without_room(
     place: str, options: str, lack: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -32,4 +34,6 @@ def test_a_folder_without_room(
             book.close()
     assert ran.ename == "EngineError"
     assert ran.evalue.startswith(f"{folder}, where r") and "nothing was started" in ran.evalue
-    assert re.search(f" {lack}: ", ran.evalue) or ("cannot be made: Read-only" in ran.evalue and options == "ro")
+    assert re.search(f" {lack}: ", ran.evalue) or (
+        "cannot be made: Read-only" in ran.evalue and options == "ro"
+    )

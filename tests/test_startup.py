@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -71,16 +70,6 @@ def test_ipython_goes_on_where_taas_is_not(ipython_dir: Path, tmp_path: Path) ->
     broken = ipython(tmp_path / "project", "print(mine + 1)", blocked="taas.magics").splitlines()
     assert broken[0].startswith("taas was not loaded, so that #pragma taas is a comment here: ")
     assert broken[1:] == ["42"]
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_folder_that_cannot_be_written_is_named(ipython_dir: Path) -> None:
-    """No file in a temporary folder that nobody reads."""
-    ipython_dir.mkdir(mode=0o500)
-    refused = terminal("install")
-    assert refused.returncode == 1
-    assert str(ipython_dir) in refused.stderr
-    assert "IPYTHONDIR" in refused.stderr
 
 
 def test_a_startup_folder_that_is_a_file_is_named(ipython_dir: Path) -> None:

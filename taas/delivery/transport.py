@@ -22,9 +22,9 @@ import zmq
 from taas.delivery.config import DeliveryConfig, Keys
 from taas.delivery.messages import Peer, Report, Result, Ticket, new_identity, peer_named
 from taas.delivery.slab import Slabs
-from taas.wire.child import Child
 from taas.wire.curve import Gate, make_dealer, make_router, serve_curve, show_key
 from taas.wire.framing import Message, MessageReader, pack
+from taas.wire.poll_loop import Child
 
 _SLABS = "slabs"
 

@@ -17,8 +17,8 @@ import msgspec
 
 from taas.config import Catalog
 from taas.engines import AgentConfig, Demand, Machine
-from taas.wire.child import Child
 from taas.wire.framing import Message
+from taas.wire.poll_loop import Child
 
 # ---------------------------------------------------------------- what the two say: one JSON line each
 

@@ -21,8 +21,7 @@ import psutil
 from taas.engines import AgentConfig, Demand, Machine
 from taas.errors import EngineError, NotEnoughDevices
 from taas.header.options import RunSpec
-from taas.wire.child import Child
-from taas.wire.poll_loop import as_found
+from taas.wire.poll_loop import Child, as_found
 from taas.wording import counted
 
 _END_SECONDS = 5.0

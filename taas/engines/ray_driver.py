@@ -29,7 +29,7 @@ from taas.engines import AgentConfig, Demand, ray_vm, versions
 from taas.engines.driven import Acquire, Asks, ClusterReport, Reporter, VmReport
 from taas.engines.ray import bundle, count_fitting, what_is_missing
 from taas.errors import EngineError
-from taas.wire import short_folder
+from taas.wire import curve
 from taas.wording import first_line
 
 _LOOK_SECONDS = 1.0
@@ -364,7 +364,7 @@ def main() -> None:
     """Become a driver of the cluster, and serve."""
     report = Reporter()
     try:
-        for module in (ray_vm, versions, short_folder):
+        for module in (ray_vm, versions, curve):
             ray.cloudpickle.register_pickle_by_value(module)
         report(ClusterReport(_connect(sys.argv[1], float(sys.argv[2]))))
     except Exception as error:

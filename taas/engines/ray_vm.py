@@ -1,7 +1,7 @@
 """A VM of a Ray cluster: the actor that holds its resources and keeps its agent.
 
 The class travels to the node by value (``ray_driver`` sees to that), so that a node without taas can say so.
-Beside Ray it needs the standard library, and `versions` and `short_folder`, which travel with it.
+Beside Ray it needs the standard library, and `versions` and `make_short_folder`, which travel with it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from taas.engines.versions import versions
-from taas.wire.short_folder import make_short_folder
+from taas.wire.curve import make_short_folder
 
 _TAIL_BYTES = 2000
 _START = (

@@ -27,10 +27,9 @@ from taas.engines.local import LocalMachine, visible_gpus
 from taas.engines.slurm import address_towards
 from taas.engines.versions import versions
 from taas.wire import deadlines
-from taas.wire.curve import SupervisorLink, make_dealer, set_heartbeat
+from taas.wire.curve import SupervisorLink, make_dealer, make_short_folder, set_heartbeat
 from taas.wire.framing import Alive, Leave, Message, MessageReader, pack
 from taas.wire.poll_loop import PollLoop
-from taas.wire.short_folder import make_short_folder
 
 _SLURMS_OWN = ("SLURM_", "SLURMD_", "SRUN_", "PMI_", "PMIX_")
 """Libraries take ranks with such variables for tasks of srun; a rank is none."""

@@ -18,8 +18,7 @@ from taas.notebook.tables import Shown, plain
 from taas.notebook.watched_run import WatchedRun
 from taas.runs.places import ProcessMark
 from taas.runs.reader import finish
-from taas.runs.records import ANSWER, LOADERS, PAYLOAD, RunRecord, read_record
-from taas.runs.retention import open_kept
+from taas.runs.records import ANSWER, LOADERS, PAYLOAD, RunRecord, open_kept, read_record
 from taas.supervisor import connections
 from taas.wire.ranks import Answer
 

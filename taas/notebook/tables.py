@@ -12,8 +12,7 @@ from typing import Any
 
 from taas.config import Catalog
 from taas.header.options import SETTINGS
-from taas.runs.records import RunRecord, told_apart
-from taas.runs.retention import NOTICE_SECONDS
+from taas.runs.records import NOTICE_SECONDS, RunRecord, told_apart
 from taas.runs.stacks import StackGroup
 from taas.wording import counted, named, ranks_in_words, size_in_words
 from taas.wording import shown as on_one_line

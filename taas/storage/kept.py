@@ -8,7 +8,7 @@ Each start of a run has a folder of its own for it, within the run's::
 At the end ``sort`` removes what rank 0 wrote, too, in this start or a later one: a path that the project shows as changed since
 then (by ``ctime``, which no program can set back, so that rank 0 runs unobserved). All else stays, and in doubt a file stays;
 what rank 0 has here found no place in the project (project_sync/applier.py), and stays as well. ``recover`` copies it; it goes
-with the run's folder (runs/retention.py).
+with the run's folder (runs/records.py).
 
 A checkpoint with a file of each rank is made whole before: ``torch.distributed.checkpoint`` has every rank write its part; when
 all have, rank 0 writes the list of them (``finish``). Ranks of this VM have written theirs to their scratch, from where rank 0,

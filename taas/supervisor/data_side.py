@@ -45,36 +45,20 @@ _END_SECONDS = 5.0
 class Phase(IntEnum):
     """How far a delivery is; it never goes back."""
 
-    PREPARING = auto()
-    """The first elements are made; the ranks wait for them."""
+    PREPARING = auto()  # the ranks wait for the first elements
     DELIVERING = auto()
-    FINISHING = auto()
-    """The ranks have ended, or have all they asked for: what is lost from now on is not missed."""
-    OVER = auto()
-    """The coordinator has said its last."""
-    CLOSED = auto()
-    """Its processes are being ended."""
+    FINISHING = auto()  # the ranks have ended, or have all they asked for: what is lost now is not missed
+    OVER = auto()  # the coordinator has said its last
+    CLOSED = auto()  # its processes are being ended
 
 
 class DataSide:
     """What the supervisor has of a delivery. ``step`` is to be called when ``fileno`` is readable.
 
-    Args:
-        run: its name.
-        submit: what was asked for.
-        vms: where the data processes are.
-        transfer: starts jobs.
-        log: file that takes what data processes print.
-        sockets: folder for the delivery's own.
-        places: where an earlier start of the run left its loaders.
-
     Attributes:
-        vms: as given.
-        phase: how far it is.
         failed: why nothing is delivered any more, or "".
         deserted: nobody is left who tells the ranks so.
         error: the class of :mod:`taas.errors` for that.
-        delivered: how far the loaders are, once that was said.
         final: the generators' states, for the notebook.
         places: where each loader goes on if the run is started again: as an earlier start left it, until it ends.
         notes: lines for the user, in order.
@@ -122,11 +106,11 @@ class DataSide:
         )
 
     def fileno(self) -> int:
-        """Return the descriptor on which the coordinator reports."""
+        """Return where the coordinator reports."""
         return self._coordinator.fileno()
 
     def pids(self) -> list[int]:
-        """Return the processes that are the supervisor's own children."""
+        """Return the supervisor's own children."""
         return [self._coordinator.process.pid]
 
     @property
