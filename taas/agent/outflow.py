@@ -123,7 +123,7 @@ class ProjectChanges:
             yield from self._archive("changes", self._project, last=True)
         # What ranks other than 0 wrote in the project's place is sorted on the notebook's machine.
         numbers = range(max(1, self._order.first_rank), self._order.first_rank + self._order.local_world_size)
-        places = [f"{scratch_of(Path(), rank)}/{folder}" for rank in numbers for folder in ("tree", "gone")]
+        places = [f"{scratch_of(Path(), rank)}/tree" for rank in numbers]
         if places:
             yield from self._archive(
                 "writes", Changes(str(self._scratch), only(places), afresh=True), last=True

@@ -131,9 +131,8 @@ class Staging:
         """Let the project stay for the ranks that do; what they diverted is on the notebook's machine."""
         self._stays = True
         if self._root is not None:
-            for folder in ("tree", "gone"):
-                for diverted in Path(self._scratch).glob(f"rank*/{folder}"):
-                    shutil.rmtree(diverted, ignore_errors=True)
+            for diverted in Path(self._scratch).glob("rank*/tree"):
+                shutil.rmtree(diverted, ignore_errors=True)
         return self.project
 
     def close(self) -> None:

@@ -39,9 +39,7 @@ class Applier:
         run: name of the run, for the names of those.
         aside: a folder for what has no place in the project; None: that is said.
 
-    Attributes:
-        notices: what the user is to be told, a line each.
-        expected: what stands there, as far as it travelled or was put there.
+    ``notices`` has lines for the user, ``expected`` what stands there, as far as it travelled or was put there.
     """
 
     def __init__(
@@ -175,9 +173,7 @@ def unpack(
 ) -> list[str]:
     """Unpack an archive into a folder that is taas' own, over what is there; returns what could not be, a line each.
 
-    Raises:
-        msgspec.DecodeError: it is no archive.
-        OSError: the folder is not there.
+    Raises as :meth:`Applier.take` does.
     """
     applier = Applier(folder, dict(scan(os.fsencode(folder), lambda path, entry: False)))
     applier.take(archive, allowed)
@@ -242,10 +238,8 @@ def _is_same(entry: ArchiveEntry, data: memoryview, folder: int, stands: FileSta
     except OSError:
         return False
     with os.fdopen(fd, "rb") as file:
-        return all(
-            file.read(_COMPARED) == bytes(data[at : at + _COMPARED])
-            for at in range(0, stands.size, _COMPARED)
-        )
+        pieces = range(0, stands.size, _COMPARED)
+        return all(file.read(_COMPARED) == bytes(data[at : at + _COMPARED]) for at in pieces)
 
 
 def _put(entry: ArchiveEntry, data: memoryview, folder: int) -> None:
@@ -257,13 +251,11 @@ def _put(entry: ArchiveEntry, data: memoryview, folder: int) -> None:
             os.symlink(entry.state.target, own, dir_fd=folder)
         else:
             fd = os.open(own, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=folder)
-            try:
+            with os.fdopen(fd, "wb", buffering=0) as file:
                 while data:
-                    data = data[os.write(fd, data) :]
+                    data = data[file.write(data) :]
                 os.fchmod(fd, entry.state.mode & 0o777)
                 os.utime(fd, ns=(entry.state.modified_ns, entry.state.modified_ns))
-            finally:
-                os.close(fd)
         os.rename(own, os.path.basename(entry.path), src_dir_fd=folder, dst_dir_fd=folder)
     except BaseException:
         with contextlib.suppress(FileNotFoundError):

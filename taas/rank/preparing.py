@@ -19,7 +19,7 @@ from taas import adopt, capture, project_sync, rehearsal
 from taas.project_sync import late_files
 from taas.rank import children
 from taas.rank.shell import RankShell
-from taas.rank_storage import Guard, Policy, guard, scratch_of
+from taas.rank_storage import Guard, guard, scratch_of
 from taas.runs.stacks import answer_requests
 from taas.wire.ranks import RankOrder, RankStart
 
@@ -128,15 +128,13 @@ def _enter_storage(start: RankStart, project: str) -> Guard:
     if order.cell.spec.keep:  # later runs have other folders beside these
         ours = [str(Path(path).parent) for path in ours if path]
     return guard(
-        Policy(
-            project=project,
-            rank=start.rank,
-            mode=order.cell.spec.rank_writes,
-            shared=order.cell.spec.shared,
-            scratch=str(scratch),
-            since_ns=staged.since_ns,
-            writable=tuple(path for path in ours if path),
-        )
+        project=project,
+        rank=start.rank,
+        scratch=scratch,
+        mode=order.cell.spec.rank_writes,
+        shared=order.cell.spec.shared,
+        since_ns=staged.since_ns,
+        writable=tuple(path for path in ours if path),
     )
 
 

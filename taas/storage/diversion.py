@@ -1,11 +1,11 @@
-"""What the calls of Python's ``os`` mean in a rank whose writes are diverted.
+"""What the calls of Python's ``os`` mean in a rank whose writes are diverted, and how that gets in their place.
 
 Writes to the project go to the rank's scratch (``table``), with the checks and errors the file system would have given, and
 reading calls see them there; under ``--rank-writes deny`` a write is ``StorageDenied``. Metadata of a live file are changed in
 words only: copying a data set to note its new mode would help nobody.
 
-All that ordinary training code does is here. Links and devices are ``StorageDenied``; paths relative to a descriptor go to the
-real call and meet the wall.
+``os`` and ``open`` are replaced where they are defined, and in every module that took them by name before; ``posix`` and ``_io``
+keep the real ones. What is not here (links, devices, paths relative to a descriptor) is no hole: it meets the wall.
 """
 
 # Methods have no docstrings: each means what the function of os means whose name it bears.
@@ -13,17 +13,22 @@ real call and meet the wall.
 
 from __future__ import annotations
 
+import _io
+import builtins
 import errno
 import functools
-import inspect
+import io
 import os
 import posix
 import shutil
 import stat
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from types import FunctionType, ModuleType
 from typing import Any
 
+from taas.import_hooks import imported_since
 from taas.storage.boundary import Denial
 from taas.storage.table import Seen, Table
 
@@ -62,8 +67,8 @@ def _in_place_of(native: _Call, *, follow: bool = True, reads: bool = False) -> 
 def _reading(native: _Call, *, follow: bool = True) -> _Call:
     """A call that looks at what a path names."""
 
-    def read(self: Diversion, place: str, path: Any, **options: Any) -> Any:
-        return native(self._there(place, path).path, **options)
+    def read(self: Diversion, place: str, path: Any, *rest: Any, **options: Any) -> Any:
+        return native(self._there(place, path).path, *rest, **options)
 
     return _in_place_of(native, follow=follow, reads=True)(read)
 
@@ -97,22 +102,6 @@ def _removing(native: _Call, *, directory: bool) -> _Call:
     return _in_place_of(native, follow=False)(remove)
 
 
-def _denied(native: _Call, *paths: str) -> _Call:
-    """A call that no rank but 0 makes in the project, which these arguments name."""
-    signature = inspect.signature(native)
-
-    @functools.wraps(native)
-    def deny(self: Diversion, *given: Any, **options: Any) -> None:
-        arguments = signature.bind(*given, **options).arguments
-        descriptors = [value for name, value in options.items() if name.endswith("dir_fd")]
-        for path in paths:
-            if (place := self.place(arguments[path], *descriptors, follow=False)) is not None:
-                raise self.denial.error(self.table.live(place), f"by os.{native.__name__}")
-        native(*given, **options)
-
-    return deny
-
-
 class Diversion:
     """All calls of one rank.
 
@@ -125,9 +114,9 @@ class Diversion:
         self.table = table
         self.denial = denial
 
-    def place(self, path: Any, *descriptors: int | None, follow: bool = True) -> str | None:
+    def place(self, path: Any, descriptor: int | None = None, *, follow: bool = True) -> str | None:
         """The place a call's path leads to; None when the call is none of ours: outside the project, or by descriptor."""
-        if isinstance(path, int) or any(descriptor is not None for descriptor in descriptors):
+        if isinstance(path, int) or descriptor is not None:
             return None
         return self.table.locate(os.fsdecode("." if path is None else path), follow=follow)
 
@@ -159,6 +148,8 @@ class Diversion:
     lstat = _reading(posix.lstat, follow=False)
     statvfs = _reading(posix.statvfs)
     chdir = _reading(posix.chdir)
+    listxattr = _reading(posix.listxattr)
+    getxattr = _reading(posix.getxattr)
 
     def getcwd(self) -> str:
         return self.table.outward(posix.getcwd())
@@ -174,12 +165,6 @@ class Diversion:
         # The wall would answer no to W_OK, but a write would be diverted.
         diverted = self.denial.mode == "discard" and not seen.own
         return posix.access(seen.path, mode & ~os.W_OK if diverted else mode, **options)
-
-    @_in_place_of(posix.listxattr)
-    def listxattr(self, place: str, path: Any, **_: Any) -> list[str]:
-        """None in the project: who copies a file would set them."""
-        self._there(place, path)
-        return []
 
     @_in_place_of(posix.listdir, reads=True)
     def listdir(self, place: str, path: Any) -> list[Any]:
@@ -252,11 +237,6 @@ class Diversion:
     setxattr = _noting(posix.setxattr)
     unlink = remove = _removing(posix.unlink, directory=False)
     rmdir = _removing(posix.rmdir, directory=True)
-    symlink = _denied(posix.symlink, "dst")
-    link = _denied(posix.link, "src", "dst")
-    truncate = _denied(posix.truncate, "path")
-    mkfifo = _denied(posix.mkfifo, "path")
-    mknod = _denied(posix.mknod, "path")
 
     @_in_place_of(posix.mkdir, follow=False)
     def mkdir(self, place: str, path: Any, mode: int = 0o777, **_: Any) -> None:
@@ -284,8 +264,8 @@ class Diversion:
     def rename(
         self, src: Any, dst: Any, *, src_dir_fd: int | None = None, dst_dir_fd: int | None = None
     ) -> None:
-        source = self.place(src, src_dir_fd, dst_dir_fd, follow=False)
-        target = self.place(dst, src_dir_fd, dst_dir_fd, follow=False)
+        source = self.place(src, src_dir_fd, follow=False)
+        target = self.place(dst, dst_dir_fd, follow=False)
         if source is None and target is None:
             posix.rename(src, dst, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
             return
@@ -327,14 +307,8 @@ class Entry(os.PathLike[Any]):
     def __fspath__(self) -> Any:
         return self.path
 
-    def __repr__(self) -> str:
-        return f"<DirEntry {self.name!r}>"
-
     def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
         return os.stat(self.path, follow_symlinks=follow_symlinks)
-
-    def inode(self) -> int:
-        return os.lstat(self.path).st_ino
 
     def is_symlink(self) -> bool:
         return os.path.islink(self.path)
@@ -350,7 +324,7 @@ class Entry(os.PathLike[Any]):
 
 
 class Entries(Iterator[Entry], AbstractContextManager["Entries"]):
-    """What ``os.scandir`` returns: an iterator that is closed after use."""
+    """What ``os.scandir`` returns: an iterator that is left as a context."""
 
     def __init__(self, directory: Any, names: list[Any]) -> None:
         self._entries = (Entry(directory, name) for name in names)
@@ -363,3 +337,113 @@ class Entries(Iterator[Entry], AbstractContextManager["Entries"]):
 
     def close(self) -> None:
         self._entries.close()
+
+
+# ---------------------------------------------------------------- in the place of Python's own
+
+_DIVERTED = [name for name in vars(Diversion) if name in os.__all__]
+# Standard modules that bound the real functions as defaults or class attributes when they were imported.
+_BOUND_EARLY = ("tempfile", "shutil", "pathlib", "glob", "zipfile", "tarfile")
+_REAL = {"posix", "_io", "os", "io", "builtins"}
+
+_surveyed: set[str] = set()
+_bound: list[tuple[Callable[[Any], None], str]] = []
+"""Where modules hold a real function: what puts another there, and its name. Known before the fork: a rank that looked through
+all modules again would touch, and so copy, the pages of each of them."""
+
+
+def survey() -> None:
+    """Note which modules hold real functions by name: done once before forking, it costs a rank nothing."""
+    originals = {id(getattr(os, name)): name for name in _DIVERTED}
+    originals |= {id(builtins.open): "builtins.open", id(shutil.rmtree): "shutil.rmtree"}
+    for name in imported_since(_surveyed):
+        module = sys.modules[name]
+        if not isinstance(module, ModuleType) or name in _REAL or name == __name__:
+            continue
+        for key, value in [*vars(module).items()]:
+            if id(value) in originals:
+                _bound.append((functools.partial(setattr, module, key), originals[id(value)]))
+            elif name in _BOUND_EARLY and getattr(value, "__module__", "") == name:
+                _survey_bound(value, originals)
+
+
+def _survey_bound(value: Any, originals: dict[int, str]) -> None:
+    """Note real functions that a function has as defaults, or a class as static methods or in methods' defaults."""
+    if isinstance(value, type):
+        for key, member in [*vars(value).items()]:
+            if isinstance(member, staticmethod) and id(member.__func__) in originals:
+                put = functools.partial(_set_static, value, key)
+                _bound.append((put, originals[id(member.__func__)]))
+            else:
+                _survey_bound(member, originals)
+    elif isinstance(value, FunctionType):
+        for index, default in enumerate(value.__defaults__ or ()):
+            if id(default) in originals:
+                _bound.append((functools.partial(_set_default, value, index), originals[id(default)]))
+
+
+def _set_static(owner: type, key: str, new: _Call) -> None:
+    setattr(owner, key, staticmethod(new))
+
+
+def _set_default(function: FunctionType, index: int, new: _Call) -> None:
+    defaults = [*(function.__defaults__ or ())]
+    defaults[index] = new
+    function.__defaults__ = tuple(defaults)
+
+
+def install(diversion: Diversion) -> None:
+    """Divert this process's calls, for good: they mean what the diversion says from now on."""
+    replacements: dict[str, _Call] = {name: getattr(diversion, name) for name in _DIVERTED}
+    links = os.supports_follow_symlinks
+    links |= {new for name, new in replacements.items() if getattr(os, name) in links}
+    replace(replacements | {"builtins.open": _opener(diversion), "shutil.rmtree": diversion.rmtree})
+    if "torch" in sys.modules:
+        _divert_torch(sys.modules["torch"], diversion)
+
+
+def replace(new: Mapping[str, _Call]) -> None:
+    """Put others in the place of functions of ``os``, of ``builtins.open`` and ``shutil.rmtree``, wherever modules hold them."""
+    survey()
+    for name, function in new.items():
+        if name == "builtins.open":
+            builtins.open = io.open = function
+        else:
+            setattr(shutil if name == "shutil.rmtree" else os, name.rpartition(".")[2], function)
+    for put, name in _bound:
+        if name in new:
+            put(new[name])
+
+
+def _opener(diversion: Diversion) -> _Call:
+    """``open``: Python's own, which gets its descriptor from the diversion and keeps the name it was given."""
+
+    def divert(path: Any, flags: int) -> int:
+        return diversion.open(path, flags, 0o666)
+
+    @functools.wraps(_io.open)
+    def open(file: Any, *options: Any, **named: Any) -> Any:  # noqa: A001 stands for the built-in, so it bears its name
+        if len(options) < 7:  # its last one is the opener
+            named["opener"] = named.get("opener") or divert
+        return _io.open(file, *options, **named)
+
+    return open
+
+
+def _divert_torch(torch: Any, diversion: Diversion) -> None:
+    """Let ``torch.save`` and ``torch.load(mmap=True)``, whose C++ opens files by name itself, follow."""
+    real_writer = torch._C.PyTorchFileWriter
+
+    class PyTorchFileWriter(real_writer):  # type: ignore[misc, valid-type]
+        """The C++ writer, on the rank's own file."""
+
+        def __init__(self, file: Any, *args: Any, **options: Any) -> None:
+            super().__init__(diversion.target(file) if isinstance(file, str) else file, *args, **options)
+
+    torch._C.PyTorchFileWriter = PyTorchFileWriter
+    native_map = torch.UntypedStorage.from_file
+
+    def from_file(filename: Any, shared: bool = False, *args: Any, **options: Any) -> Any:
+        return native_map(filename if shared else diversion.source(filename), shared, *args, **options)
+
+    torch.UntypedStorage.from_file = staticmethod(from_file)
