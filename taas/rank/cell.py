@@ -18,7 +18,6 @@ import msgspec
 
 from taas import adopt, capture
 from taas.capture import collected
-from taas.engines.local import present_gpus
 from taas.rank.agent_link import AgentLink
 from taas.rank.keyboard import Keyboard
 from taas.rank.outlet import Outlet
@@ -44,8 +43,7 @@ def run_cell(start: RankStart, rank: Prepared, link: AgentLink, outlet: Outlet) 
     link.begin_cell(partial(_last_word, start.rank, rank.arrival), keyboard.answer)
     ended, value = _run_to_end(start, rank, link)
     if start.rank == 0 and link.in_rank:
-        said = _remembered(rank.arrival) if start.order.rehearsed and not present_gpus() else ()
-        ended = with_notices(_pack_names(ended, rank.arrival, value), said)
+        ended = _pack_names(ended, rank.arrival, value)
     if start.order.cell.spec.collect and link.in_rank:
         ended = with_notices(ended, _pack_collected(start))
     outlet.flush()
@@ -189,17 +187,6 @@ def _pack_collected(start: RankStart) -> list[str]:
     except OSError as error:
         return [f"what rank {start.rank} was to give to taas.collected could not be written: {error}"]
     return []
-
-
-def _remembered(arrival: Any) -> tuple[str, ...]:
-    """Say which names that come back were made for devices that the notebook does not have."""
-    from taas.rehearsal.refused import remembered  # brings torch, which rehearsed ranks have
-
-    names, before = sys.modules["__main__"].__dict__, arrival.names_before
-    asked = names if arrival.returned is None else names.keys() & arrival.returned
-    return remembered(
-        {n: v for n, v in names.items() if n in asked and before.get(n) is not v and n[0] != "_"}
-    )
 
 
 def said_of_wall(wall: Guard) -> tuple[str, ...]:
