@@ -308,7 +308,7 @@ def test_silent_clients_hold_nobody_up(tmp_path: Path) -> None:
             while not wanted.done():
                 if select.select([server], [], [], 0.1)[0]:
                     server.answer()
-        server.close()
+        server._listener.close()
         slabs = wanted.result()
         assert slabs is not None
         slabs.map[:1] = b"!"
