@@ -89,9 +89,8 @@ def guard(
 ) -> Guard:
     """Put this rank behind the wall; the first thing a freshly forked rank does.
 
-    The process must have one thread and must not yet have opened the project. Rank 0 is left as it is, but that it
-    completes checkpoints which all ranks write.
-    Descriptors that a rank needs from other processes by ``/proc/<pid>/fd`` must be opened before.
+    The process has one thread and has not yet opened the project; what it needs of other processes by ``/proc/<pid>/fd`` it has
+    opened. Rank 0 is left as it is, but that it completes checkpoints which all ranks write.
 
     Args:
         project: the notebook's directory.
@@ -101,10 +100,7 @@ def guard(
         shared: directories where every rank may write, relative to the project or absolute; made if absent.
         since_ns: when the run began, by the clock of the project's file system: what changed there since is rank 0's doing.
         writable: absolute paths that taas itself needs to write in this rank: output files, sockets.
-        mechanisms: which walls to try, in order.
-
-    Raises:
-        StorageDenied: none of these mechanisms works.
+        mechanisms: which walls to try, in order; where none of them stands, this raises StorageDenied.
     """
     if rank == 0:
         standing = Guard("none (rank 0)", scratch)
@@ -114,7 +110,7 @@ def guard(
     edge = boundary.draw(project, shared, (*writable, str(scratch)))
     brought_along = walls.inherited(edge)
     table = Table(edge, str(scratch), since_ns)
-    why_not: list[str] = []
+    why_not = []
     for mechanism in mechanisms:
         try:
             walls.WALLS[mechanism](edge)
@@ -128,9 +124,8 @@ def guard(
         denial = Denial(rank, mode, edge, LANDLOCK_SAID if mechanism == "landlock" else WALL_SAID)
         diversion.install(diversion.Diversion(table, denial))
         return Guard(mechanism, scratch, denial, table)
-    raise StorageDenied(
-        errno.EPERM, f"rank {rank} cannot be kept from writing the project: {'; '.join(why_not)}"
-    )
+    why = "; ".join(why_not)
+    raise StorageDenied(errno.EPERM, f"rank {rank} cannot be kept from writing the project: {why}")
 
 
 def _move_temporary_files(edge: boundary.Boundary, scratch: Path) -> None:

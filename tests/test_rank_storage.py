@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import glob
-import itertools
 import os
 import signal
 import sqlite3
@@ -115,58 +114,6 @@ def test_ordinary_code_goes_well_in_every_rank(run: Run, what: str) -> None:
     code = f"import {names}\nfrom pathlib import Path\n{ORDINARY[what]}"
     run.rank(lambda guard: exec(code, {}))
     assert {path.name: path.read_text() for path in run.project.iterdir()} == {"log": "live "}
-
-
-def test_reads_are_live(run: Run, wall: str):
-    """Two hundred times: absent, saved by rank 0, replaced by rename; every rank loads the new one."""
-    rounds, ranks = 200, 2
-    to_rank = [os.pipe() for _ in range(ranks)]
-    to_test = [os.pipe() for _ in range(ranks)]
-
-    def rank(number):
-        def body(guard):
-            seen = []
-            for _ in range(rounds):
-                absent = os.path.exists("ckpt.pt")
-                os.write(to_test[number][1], b".")
-                os.read(to_rank[number][0], 1)
-                first = int(torch.load("ckpt.pt"))
-                os.write(to_test[number][1], b".")
-                os.read(to_rank[number][0], 1)
-                seen.append([absent, first, int(torch.load("ckpt.pt"))])
-                os.write(to_test[number][1], b".")
-                os.read(to_rank[number][0], 1)
-            return seen
-
-        return run.start(body, number + 1, wall)
-
-    def barrier():
-        for one, pipe in zip(started, to_test, strict=True):
-            if not os.read(pipe[0], 1):
-                join(one)  # which raises what it raised
-
-    def release():
-        for pipe in to_rank:
-            os.write(pipe[1], b".")
-
-    started = [rank(number) for number in range(ranks)]
-    for pipe in to_test:
-        os.close(pipe[1])
-    for number in range(rounds):
-        barrier()
-        torch.save(torch.tensor(number), run.project / "ckpt.pt")
-        release()
-        barrier()
-        torch.save(torch.tensor(-number), run.project / "ckpt.tmp")
-        (run.project / "ckpt.tmp").rename(run.project / "ckpt.pt")
-        release()
-        barrier()
-        (run.project / "ckpt.pt").unlink()
-        release()
-    for one in started:
-        assert join(one) == [[False, number, -number] for number in range(rounds)]
-    for fd in (*itertools.chain(*to_rank), *(pipe[0] for pipe in to_test)):
-        os.close(fd)
 
 
 def test_the_newer_of_two_versions_is_seen(run: Run):

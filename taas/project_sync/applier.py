@@ -171,10 +171,7 @@ class Applier:
 def unpack(
     archive: int, folder: str, allowed: Callable[[ArchiveEntry], bool] = lambda entry: True
 ) -> list[str]:
-    """Unpack an archive into a folder that is taas' own, over what is there; returns what could not be, a line each.
-
-    Raises as :meth:`Applier.take` does.
-    """
+    """Unpack an archive into a folder that is taas' own, over what is there; returns what could not be, a line each."""
     applier = Applier(folder, dict(scan(os.fsencode(folder), lambda path, entry: False)))
     applier.take(archive, allowed)
     return applier.notices
@@ -192,11 +189,7 @@ def _directory(path: str | bytes | Path, within: int | None = None) -> Iterator[
 
 @contextlib.contextmanager
 def _folder(root: int, path: bytes, *, make: bool) -> Iterator[int]:
-    """Open the folder of a path beneath an open directory, through no link and no ``..``; ``make``: what is missing of it.
-
-    Raises:
-        OSError: it is not there, is no directory, or leads through a link.
-    """
+    """Open the folder of a path beneath an open directory, through no link and no ``..``; ``make``: what is missing of it."""
     parts = path.split(b"/")
     if any(part in (b"", b".", b"..") for part in parts):
         raise OSError("it is no plain path")

@@ -49,10 +49,7 @@ class Boundary:
 
 
 def clock_of(folder: str) -> int:
-    """Return the time in nanoseconds by the clock of a folder's file system, which may be another machine's.
-
-    Where nothing may be made, nobody will have written: a time that will never come.
-    """
+    """Return the time (ns) by the clock of a folder's file system; where nothing may be made: one that will never come."""
     try:
         with tempfile.TemporaryFile(dir=folder, prefix=".taas-clock-") as touched:
             return os.fstat(touched.fileno()).st_ctime_ns

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import _io
 import builtins
+import contextlib
 import errno
 import functools
 import io
@@ -43,10 +44,8 @@ def _fail(code: int, path: Any) -> OSError:
 def _in_place_of(native: _Call, *, follow: bool = True, reads: bool = False) -> Callable[[_Call], _Call]:
     """Make of a method that is given a place the call it stands for; what is outside the project goes to the real call.
 
-    Args:
-        native: the real call.
-        follow: whether it follows a link in the last component, if nobody says.
-        reads: whether the live project is the view until something was diverted.
+    ``follow``: whether it follows a link in the last component, if nobody says; ``reads``: the live project is the view until
+    something was diverted.
     """
 
     def decorate(method: _Call) -> _Call:
@@ -85,30 +84,8 @@ def _noting(native: _Call) -> _Call:
     return _in_place_of(native)(note)
 
 
-def _removing(native: _Call, *, directory: bool) -> _Call:
-    """A call that removes an empty directory, or anything else."""
-
-    def remove(self: Diversion, place: str, path: Any, **_: Any) -> None:
-        seen = self.table.see(place)
-        if seen is None:
-            self._miss(place, path)
-            return
-        if seen.is_directory != directory:
-            raise _fail(errno.ENOTDIR if directory else errno.EISDIR, path)
-        if directory and self.table.names(place):
-            raise _fail(errno.ENOTEMPTY, path)
-        self._vanish(place)
-
-    return _in_place_of(native, follow=False)(remove)
-
-
 class Diversion:
-    """All calls of one rank.
-
-    Args:
-        table: what it sees.
-        denial: what it is told, and whether it may write at all.
-    """
+    """All calls of one rank: the table is what it sees, the denial what it is told, and whether it may write at all."""
 
     def __init__(self, table: Table, denial: Denial) -> None:
         self.table = table
@@ -162,21 +139,18 @@ class Diversion:
         seen = self.table.see(place)
         if seen is None:
             return False
-        # The wall would answer no to W_OK, but a write would be diverted.
-        diverted = self.denial.mode == "discard" and not seen.own
-        return posix.access(seen.path, mode & ~os.W_OK if diverted else mode, **options)
-
-    @_in_place_of(posix.listdir, reads=True)
-    def listdir(self, place: str, path: Any) -> list[Any]:
-        return self._names(place, path)
+        if self.denial.mode == "discard":  # the wall would answer no to W_OK, but a write would be diverted
+            mode &= ~os.W_OK
+        return posix.access(seen.path, mode, **options)
 
     @_in_place_of(posix.scandir, reads=True)
     def scandir(self, place: str, path: Any) -> Any:
         if not self.table.mixed(place):
             return posix.scandir(path)
-        return Entries("." if path is None else os.fspath(path), self._names(place, path))
+        return Entries("." if path is None else os.fspath(path), self.listdir(path))
 
-    def _names(self, place: str, path: Any) -> list[Any]:
+    @_in_place_of(posix.listdir, reads=True)
+    def listdir(self, place: str, path: Any) -> list[Any]:
         if not self._there(place, path).is_directory:
             raise _fail(errno.ENOTDIR, path)
         names = self.table.names(place)
@@ -206,9 +180,10 @@ class Diversion:
         exclusive = flags & os.O_CREAT and flags & os.O_EXCL
         if seen is None and not flags & os.O_CREAT:
             raise _fail(errno.ENOENT, path)
-        if seen is not None and exclusive and not self.table.is_rank_0s(place, seen):
-            raise _fail(errno.EEXIST, path)
-        if seen is not None and not exclusive:
+        if seen is not None and exclusive:
+            if not self.table.is_rank_0s(place, seen):
+                raise _fail(errno.EEXIST, path)
+        elif seen is not None:
             if seen.is_directory:
                 raise _fail(errno.EISDIR, path)  # an O_TMPFILE, too: who asks for one has another way
             if not stat.S_ISREG(seen.status.st_mode):
@@ -235,8 +210,33 @@ class Diversion:
     chown = _noting(posix.chown)
     utime = _noting(posix.utime)
     setxattr = _noting(posix.setxattr)
-    unlink = remove = _removing(posix.unlink, directory=False)
-    rmdir = _removing(posix.rmdir, directory=True)
+
+    @_in_place_of(posix.unlink, follow=False)
+    def unlink(self, place: str, path: Any, **_: Any) -> None:
+        self._remove(place, path, directory=False)
+
+    remove = unlink
+
+    @_in_place_of(posix.rmdir, follow=False)
+    def rmdir(self, place: str, path: Any, **_: Any) -> None:
+        if self.table.names(place):
+            raise _fail(errno.ENOTEMPTY, path)
+        self._remove(place, path, directory=True)
+
+    @_in_place_of(shutil.rmtree, follow=False)
+    def rmtree(self, place: str, path: Any, ignore_errors: bool = False, *_: Any, **__: Any) -> None:
+        """``shutil``'s: a folder goes in one step, so that it does not matter whether rank 0 removes it at the same time."""
+        with contextlib.suppress(OSError) if ignore_errors else contextlib.nullcontext():
+            self._remove(place, path, directory=True)
+
+    def _remove(self, place: str, path: Any, *, directory: bool) -> None:
+        seen = self.table.see(place)
+        if seen is None:
+            self._miss(place, path)
+        elif seen.is_directory != directory:
+            raise _fail(errno.ENOTDIR if directory else errno.EISDIR, path)
+        else:
+            self._vanish(place)
 
     @_in_place_of(posix.mkdir, follow=False)
     def mkdir(self, place: str, path: Any, mode: int = 0o777, **_: Any) -> None:
@@ -245,21 +245,6 @@ class Diversion:
             raise _fail(errno.EEXIST, path)
         self._allow(place)
         posix.mkdir(self.table.claim(place), mode | stat.S_IRWXU)
-
-    @_in_place_of(shutil.rmtree, follow=False)
-    def rmtree(self, place: str, path: Any, ignore_errors: bool = False, *_: Any, **__: Any) -> None:
-        """``shutil``'s: a folder goes in one step, so that it does not matter whether rank 0 removes it at the same time."""
-        try:
-            seen = self.table.see(place)
-            if seen is None:
-                self._miss(place, path)
-            elif seen.is_directory:
-                self._vanish(place)
-            else:
-                raise _fail(errno.ENOTDIR, path)
-        except OSError:
-            if not ignore_errors:
-                raise
 
     def rename(
         self, src: Any, dst: Any, *, src_dir_fd: int | None = None, dst_dir_fd: int | None = None
@@ -342,7 +327,7 @@ class Entries(Iterator[Entry], AbstractContextManager["Entries"]):
 # ---------------------------------------------------------------- in the place of Python's own
 
 _DIVERTED = [name for name in vars(Diversion) if name in os.__all__]
-# Standard modules that bound the real functions as defaults or class attributes when they were imported.
+# Modules that bound the real functions as defaults or class attributes when they were imported.
 _BOUND_EARLY = ("tempfile", "shutil", "pathlib", "glob", "zipfile", "tarfile")
 _REAL = {"posix", "_io", "os", "io", "builtins"}
 
@@ -387,9 +372,8 @@ def _set_static(owner: type, key: str, new: _Call) -> None:
 
 
 def _set_default(function: FunctionType, index: int, new: _Call) -> None:
-    defaults = [*(function.__defaults__ or ())]
-    defaults[index] = new
-    function.__defaults__ = tuple(defaults)
+    before = function.__defaults__ or ()
+    function.__defaults__ = (*before[:index], new, *before[index + 1 :])
 
 
 def install(diversion: Diversion) -> None:

@@ -47,10 +47,7 @@ class Seen(NamedTuple):
 class Table:
     """The view of one rank, made before its wall stands. A *place* is a path relative to the project; "." is the project.
 
-    Args:
-        boundary: the project's.
-        scratch: the rank's folder, which is there.
-        since_ns: when the run began, by the clock of the project's file system.
+    ``since_ns`` is when the run began, by the clock of the project's file system.
     """
 
     def __init__(self, boundary: Boundary, scratch: str, since_ns: int) -> None:
@@ -95,11 +92,10 @@ class Table:
     def _both(self, place: str) -> tuple[Seen | None, Seen | None]:
         own_path, live_path = self.own(place), self.live(place)
         own, live = _lstat(own_path), _lstat(live_path)
-        if live is not None and self._removed_at(place) >= live.st_ctime_ns - self._ahead:
-            live = None
+        removed = live is not None and self._removed_at(place) >= live.st_ctime_ns - self._ahead
         return (
             None if own is None else Seen(own_path, own, True),
-            None if live is None else Seen(live_path, live, False),
+            None if live is None or removed else Seen(live_path, live, False),
         )
 
     def _removed_at(self, place: str) -> int:
@@ -136,12 +132,7 @@ class Table:
         return bool(self._gone) or _lstat(self.own(place)) is not None
 
     def locate(self, path: str, *, follow: bool = True) -> str | None:
-        """The place a path leads to, None when that is outside the rule.
-
-        Args:
-            path: as given to the call.
-            follow: whether a link in the last component is followed.
-        """
+        """The place a path, as given to a call, leads to; None when that is outside the rule."""
         if not path:
             return None  # the system's error for it is ENOENT
         if not path.startswith("/"):
@@ -156,27 +147,18 @@ class Table:
     # changing the view -----------------------------------------------------------------------------
 
     def claim(self, place: str) -> str:
-        """Make the directories above a place in this rank's tree and return its own path.
-
-        Raises:
-            FileNotFoundError, NotADirectoryError: as the live file system would.
-        """
+        """Make the directories above a place in this rank's tree, if the view has them, and return its own path."""
         parent = _above(place)
         seen = self.see(parent)
-        if seen is None:
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self.live(place))
-        if not seen.is_directory:
-            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), self.live(place))
+        if seen is None or not seen.is_directory:
+            code = errno.ENOENT if seen is None else errno.ENOTDIR
+            raise OSError(code, os.strerror(code), self.live(place))
         if _lstat(self.own(parent)) is None:
             os.makedirs(self.own(parent), exist_ok=True)
         return self.own(place)
 
     def copy_up(self, place: str) -> str:
-        """Give this rank its own version of what stands at a place, with all beneath it.
-
-        Raises:
-            OSError: ENOSPC when the scratch cannot hold it; ELOOP for a link.
-        """
+        """Give this rank its own version of what stands at a place, with all beneath it; ENOSPC, ELOOP for a link."""
         own = self.claim(place)
         while (seen := self.see(place)) is not None:
             if seen.is_directory:

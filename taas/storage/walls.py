@@ -41,7 +41,8 @@ LIMITS = {
     ),
     NO_WALL: (
         "only what Python's own functions write is held back: C and C++ libraries (h5py, SQLite, safetensors, "
-        "torch.jit.save), shells and other programs can write the project, and so do Python's calls with dir_fd= and those that make links",
+        "torch.jit.save), shells and other programs can write the project, and so do Python's calls with dir_fd= and "
+        "those that make links",
     ),
 }
 
@@ -62,17 +63,13 @@ _WAYS_ROUND = (
 
 def _raise_mount(boundary: Boundary) -> str:
     """Where this is refused, the process may afterwards be in a namespace of its own, which restricts nothing."""
-    with _linux.own_mounts(_WAYS_ROUND) as as_root:
-        _mount_readonly(boundary)
-    return "as root" if as_root else "through a user namespace"
-
-
-def _mount_readonly(boundary: Boundary) -> None:
     project = boundary.project
-    with _linux.still_seen(boundary.open):
+    with _linux.own_mounts(_WAYS_ROUND) as as_root, _linux.still_seen(boundary.open):
         _linux.mount(project, project, _linux.MS_BIND | _linux.MS_REC)
         if project == "/":
-            _enter_what_lies_on_root()
+            # Absolute paths begin at this process's root, below what was mounted on it; ".." of the root lies above.
+            os.chdir("/..")
+            os.chroot(".")
         try:
             _linux.mount_readonly(project)
         except OSError as error:
@@ -83,12 +80,7 @@ def _mount_readonly(boundary: Boundary) -> None:
                     _linux.remount_readonly(entry)
     if not os.statvfs(project).f_flag & os.ST_RDONLY:
         raise OSError(errno.EPERM, f"{project} is still writable after it was mounted read-only")
-
-
-def _enter_what_lies_on_root() -> None:
-    """Absolute paths begin at this process's root, below what was mounted on it; ".." of the root lies above."""
-    os.chdir("/..")
-    os.chroot(".")
+    return "as root" if as_root else "through a user namespace"
 
 
 # ---------------------------------------------------------------- Landlock
@@ -171,11 +163,7 @@ _KEPT = os.O_APPEND | os.O_NONBLOCK | os.O_DIRECTORY | os.O_PATH
 
 
 def inherited(boundary: Boundary) -> dict[int, str]:
-    """Find the descriptors beneath the project, and their paths.
-
-    What has no name any more is left as it is: nobody else finds it, and in a project ``/`` a memfd's
-    "/memfd:x (deleted)" is no path.
-    """
+    """Find the descriptors beneath the project that have a name there, and their paths."""
     found = {}
     for name in os.listdir("/proc/self/fd"):
         descriptor = int(name)
