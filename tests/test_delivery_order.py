@@ -790,3 +790,20 @@ def test_a_cell_ends_whose_planner_does_not(how: str, tmp_path: Path) -> None:
     [said] = notes(run)
     assert "'late'" in said
     assert {"killed": "has died", "stuck": "has not answered for 0.1 s"}[how] in said
+
+
+def test_break_nested_and_zip_are_iterations_of_their_own() -> None:
+    """A loop that is left, nested loops and zip of a loader with itself yield whole, valid elements."""
+
+    def body(_rank: int, loaders: dict[str, Any]) -> Any:
+        loader = loaders["d"]
+        first = [b["at"].tolist() for _, b in zip(range(3), loader, strict=False)]
+        nested = [(a["at"][0].item(), b["at"][0].item()) for a in loader for b in loader]
+        pairs = [(a["at"].tolist(), b["at"].tolist()) for a, b in zip(loader, loader, strict=True)]
+        return first, nested, pairs
+
+    with DeliveryRun({"d": DataLoader(Squares(12), batch_size=2)}, vms=2) as run:
+        [(first, nested, pairs)] = run.ranks(body)
+    assert first == [[0, 1], [2, 3], [4, 5]]
+    assert [(a, b) for a in range(0, 12, 2) for b in range(0, 12, 2)] == nested
+    assert [([i, i + 1], [i, i + 1]) for i in range(0, 12, 2)] == pairs

@@ -269,3 +269,15 @@ def test_a_coordinator_killed_in_the_middle_of_a_word_has_ended(
     coordinator.process.kill()
     assert coordinator.read() is None
     assert coordinator.close() == []
+
+
+def test_an_exception_of_the_dataset_is_raised_in_the_rank(registered: Notebook) -> None:
+    """The remote traceback is in the cell."""
+    registered.good(
+        "class Bad(Dataset):\n    def __len__(self): return 8\n"
+        "    def __getitem__(self, i):\n        if i == 5: raise ValueError('cannot decode picture 5')\n        return i\n"
+        "bad = DataLoader(Bad(), batch_size=2); taas.register(bad);"
+    )
+    ran = registered.run(HEAD + "\nfor batch in bad: print(batch)")
+    assert ran.ename == "CellFailed"
+    assert "cannot decode picture 5" in ran.traceback
