@@ -21,7 +21,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from taas.capture.cells import is_of_ipython, magic_of, python_of
+from taas.capture.cells import is_of_ipython, python_of
+from taas.capture.names import magic_of
 from taas.errors import EngineError
 from taas.runs.records import PAYLOAD, RunRecord, read_record
 from taas.wording import counted, shown
