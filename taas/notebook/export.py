@@ -273,13 +273,12 @@ class _Program:
         self._body = self._without_magics(_below_header(record.cell.text))
         self._waiting = [*names]
         for name in self._waiting:  # it grows
-            self._place(name, bound.get(name), names.get(name))
+            if name in names or (name in bound and isinstance(bound[name].node, (*_DEFINITION, *_IMPORT))):
+                self._place(name, bound.get(name), names.get(name))  # else a builtin, or a name of its own
 
     def _place(self, name: str, bound: _Bound | None, value: Any) -> None:
         """Find the part of the program for a name."""
         here = bound.node if bound else None
-        if name not in self._names and not isinstance(here, (*_DEFINITION, *_IMPORT)):
-            return  # a builtin, or a name of its own
         if (parts := getattr(value, "taas_parts", None)) is not None:
             self._place_loader(name, parts)
         elif bound and isinstance(here, _IMPORT):

@@ -96,11 +96,6 @@ def _memory(record: RunRecord) -> str:
     return ", ".join(f"{size_in_words(size)}{what}" for what, size in held.items() if size)
 
 
-def _notebook(record: RunRecord, own: Sequence[RunRecord]) -> str:
-    mine = record.kernel.pid == os.getpid() or record in own
-    return f"{record.owner} (this one)" if mine else record.owner
-
-
 def _cell(record: RunRecord) -> str:
     """Return the cell's number, and its first line that is not its header."""
     lines = (line.strip() for line in record.cell.text.splitlines())
@@ -224,22 +219,25 @@ def status(
     now = time.time() if now is None else now
     live = [record for record in records if record.live]
     last = [record for some in (records, own) for record in [r for r in some if not r.live][-1:]]
-    ended = [record for record in records if not record.live and (record.kept_ranks or record in last)]
-    if not live and not ended:
+    shown = live + [record for record in records if not record.live and (record.kept_ranks or record in last)]
+    if not shown:
         return plain(
             "no run yet: start one by a cell with `#pragma taas --gpus 8` on top (%%taas? has the options)"
         )
-    rows = []
-    for record in (*live, *ended):
-        state, elapsed = _state(record), _elapsed(record, now)
-        if record.kept_ranks:
-            state, elapsed = f"{state}, ranks kept", f"idle {span(now - record.ended, whole=True)}"
-        name, notebook = told_apart(record, (*live, *ended)), _notebook(record, own)
-        rest = (record.device, _memory(record), _delivery(record), _cell(record), notebook)
-        rows.append((name, state, _ranks(record), elapsed, *rest))
+    rows = [(told_apart(record, shown), *_standing(record, now, own)) for record in shown]
     heads = ("run", "state", "ranks", "time", "device", "memory", "delivered", "cell", "notebook")
-    shown = sum((line(record, now) for record in live if record.trouble is not None), table(heads, rows))
-    return shown + plain(_written(now)) if kept and live else shown
+    view = sum((line(record, now) for record in live if record.trouble is not None), table(heads, rows))
+    return view + plain(_written(now)) if kept and live else view
+
+
+def _standing(record: RunRecord, now: float, own: Sequence[RunRecord]) -> tuple[str, ...]:
+    state, elapsed = _state(record), _elapsed(record, now)
+    if record.kept_ranks:
+        state, elapsed = f"{state}, ranks kept", f"idle {span(now - record.ended, whole=True)}"
+    mine = record.kernel.pid == os.getpid() or record in own
+    notebook = f"{record.owner} (this one)" if mine else record.owner
+    held = (record.device, _memory(record), _delivery(record))
+    return (state, _ranks(record), elapsed, *held, _cell(record), notebook)
 
 
 def history(records: Sequence[RunRecord], now: float | None = None) -> Shown:
