@@ -26,7 +26,7 @@ from taas.errors import CaptureError, DeliveryError, EngineError, HeaderError, R
 from taas.header.options import RunSpec
 from taas.notebook.background import RunHandle, keep_capture
 from taas.notebook.cell_output import say
-from taas.notebook.foreground import Foreground, Interrupts, start_background
+from taas.notebook.foreground import Interrupts, run_in_foreground, start_background
 from taas.notebook.supervised import supervised
 from taas.runs.places import check_room
 from taas.runs.reader import finish
@@ -107,7 +107,7 @@ def _launch(spec: RunSpec, cell: str, shell: Any, left: KeptRun | None) -> RunHa
                 record = start_background(supervisor, submit, interrupts)
                 keep_capture(record.id, captured, loaders)
                 return RunHandle(record)
-            ended = Foreground(supervisor, shell, interrupts).follow(submit, captured)
+            ended = run_in_foreground(supervisor, submit, interrupts, captured, shell)
         if spec.keep:
             _kept = KeptRun(ended.record, spec, captured.kept()) if ended.record.kept_ranks else None
         apply_final(ended.loaders, loaders)
