@@ -157,16 +157,6 @@ def test_two_data_nodes_deliver_as_this_machine_does(cluster: RayCluster, book: 
     )
 
 
-def test_too_few_data_nodes_are_named(cluster: RayCluster, book: Notebook) -> None:
-    """[engine] wait = 0: the run fails, and says what of data nodes is missing."""
-    (book.folder / "taas.toml").write_text("[engine]\nwait = 0\nidle = 0\n")
-    book.good(f"%taas engine ray {cluster.address}\nloader = fresh(240)")
-    ran = book.run(_SLOW.format(vms=3, name="many"))
-    assert ran.ename == "EngineError", ran
-    assert "1 node with c1.4 1" in ran.evalue
-    assert cluster.rid_of_taas(60, actors=False)
-
-
 def test_a_data_node_killed_in_an_epoch(cluster: RayCluster, book: Notebook) -> None:
     """It is named, the other one goes on, nothing is lost or doubled; the next run has two again."""
     book.good(f"loader = fresh({_SLOW_ROWS})")

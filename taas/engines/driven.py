@@ -172,20 +172,12 @@ class DrivenEngine:
 
     @staticmethod
     def read_address(words: list[str], where: str, configured: Catalog) -> str:
-        """Read what was typed after the engine's name, as ``where`` says, and what ``taas.toml`` says.
-
-        Raises:
-            HeaderError: it is wrong.
-        """
+        """Read what was typed, where, and what ``taas.toml`` says; a HeaderError says what is wrong."""
         raise NotImplementedError
 
     @staticmethod
     def check_installed() -> None:
-        """Refuse the engine where this machine has not what it needs.
-
-        Raises:
-            EngineError: with what to do.
-        """
+        """Refuse, by an EngineError that says what to do, a machine that lacks what the engine needs."""
         raise NotImplementedError
 
     def _start_driver(self, patience: float) -> None:
