@@ -278,3 +278,17 @@ def test_accelerate_notebook_launcher_runs_in_the_ranks():
 def test_adopted_functions_go_by_name():
     """A cell that imports one has its name in the notebook afterwards: it is the library's own there."""
     assert run_ranks(_names, 2) == [[True] * 4] * 2
+
+
+def _join_false():
+    context = mp.start_processes(_note, args=(1,), nprocs=2, join=False, start_method="fork")
+    return (
+        context.join(),
+        context.join(timeout=1.0),
+        isinstance(context, mp.ProcessContext),
+    )
+
+
+def test_context_without_join():
+    """``join=False`` returns a ProcessContext whose ``join`` is true at once."""
+    assert run_ranks(_join_false, 2) == [(True, True, True)] * 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import types
 import weakref
 from collections.abc import Iterator
@@ -480,3 +481,25 @@ def test_an_object_that_cannot_be_set_costs_itself_whatever_it_raises(error: str
     made, stubborn = applied.lost
     assert made.startswith(f"made: it cannot be rebuilt here ({error}")
     assert stubborn.startswith(f"a Stubborn of the notebook refused its new contents: {error}")
+
+
+COUNTED = """
+import counting
+class C:
+    def __init__(self, name): self.name = name
+    def __getstate__(self): counting.calls.append(self.name); return {**self.__dict__}
+    def __setstate__(self, state): self.__dict__.update(state)
+untouched, changed = C("untouched"), C("changed"); t = 1, [untouched]; l = [t]
+"""
+
+
+def test_objects_are_seldom_asked_for_their_state(rounds: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once in the notebook and once in rank 0, also where a tuple is replaced, and whether they changed or not."""
+    counting: Any = types.ModuleType("counting")
+    counting.calls = []
+    monkeypatch.setitem(sys.modules, "counting", counting)
+    one = rounds(COUNTED, "untouched, changed, t, l, counting")
+    one.run("changed.n = 1; t = (2, t[1]); l[0] = t")
+    assert (counting.calls.count("untouched"), counting.calls.count("changed")) == (2, 2)
+    assert one.notebook["changed"].n == 1
+    assert one.notebook["l"][0] is one.notebook["t"]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from oracle import compare, row, together
+from oracle import Program, compare, row, together
 from oracle.graph import describe, differences
 from torch.utils.hooks import RemovableHandle
 
@@ -82,3 +82,22 @@ def test_notebooks_are_joined_under_names_of_their_own() -> None:
     assert joint.cells[1] == "a_0 += 1\ndef f_1(a_1=1):\n    return a_1 + m_1.n"
     assert joint.cells[2].split() == ["shown_0", "=", "a_0", "shown_1", "=", "f_1(a_1=a_1)"]
     assert joint.files == (("m_1.py", "n = 1"),)
+
+
+TRAINED = Program(
+    "trained",
+    (
+        "import torch, torch.nn as nn\nnet = nn.Linear(2, 1); opt = torch.optim.SGD(net.parameters(), lr=.1); log = []",
+        "for step in range(3):\n    opt.zero_grad(); loss = net(torch.ones(4, 2)).pow(2).mean(); loss.backward(); opt.step()\n"
+        "    log.append(loss.item()); print(step)\ndel loss\nlen(log)",
+        "log.append(torch.rand(1).item())",
+        "import os\nos.environ['PROGRAM_X'] = str(len(log)); best = min(log); display(best)",
+    ),
+    (1, 3),
+)
+
+
+def test_two_ranks(tmp_path: Path) -> None:
+    """Only rank 0's names come back."""
+    program = Program(TRAINED.name, TRAINED.cells, TRAINED.headed, "#pragma taas --gpus 2\n")
+    assert compare(program, tmp_path) == []

@@ -13,9 +13,10 @@ from cluster_cells import NEXT, SETUP, TRAIN, WEIGHTS
 from conftest import leaves_nothing
 from notebook_harness import Notebook, until
 from ray_autoscaling import AutoscaledCluster
-from ray_cluster import why_not
+from ray_cluster import RayCluster, why_not
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
+NODES = [{"CPU": 1}, {"g2.8": 1, "c1.4": 1}, {"g2.8": 1, "c1.4": 1}]
 _WAITS = f"{NEXT}\nimport time\nprint('there', flush=True)\ntime.sleep(600)"
 
 
@@ -43,11 +44,8 @@ def book(autoscaled: AutoscaledCluster, tmp_path: Path) -> Iterator[Notebook]:
         autoscaled.wait_until_none_is_left()
 
 
-def test_nodes_come_for_a_cell_and_go(autoscaled: AutoscaledCluster, book: Notebook) -> None:
-    """Two VMs train as this machine does. First come data VMs, and those of ranks when enough elements are ready.
-
-    The cell's line says what is awaited. They are given back by `%taas release`, and the autoscaler takes them back.
-    """
+def _trains_as_here(book: Notebook) -> list[str]:
+    """Train there and here; returns what the cell there said in its line."""
     book.good(SETUP)
     there = book.good(TRAIN, 400)
     assert re.fullmatch(r"epoch 0: [\d.]+\nepoch 1: [\d.]+\n", there.own)
@@ -57,7 +55,15 @@ def test_nodes_come_for_a_cell_and_go(autoscaled: AutoscaledCluster, book: Noteb
     book.good(SETUP)
     assert book.good(TRAIN, 400).own == there.own
     assert book.value(WEIGHTS) == weights
-    lines = [update["data"]["text/plain"] for update in there.updates]
+    return [update["data"]["text/plain"] for update in there.updates]
+
+
+def test_nodes_come_for_a_cell_and_go(autoscaled: AutoscaledCluster, book: Notebook) -> None:
+    """Two VMs train as this machine does. First come data VMs, and those of ranks when enough elements are ready.
+
+    The cell's line says what is awaited. They are given back by `%taas release`, and the autoscaler takes them back.
+    """
+    lines = _trains_as_here(book)
     said = (
         r"waiting for 1 node with c1\.4 1; the cluster has 1 node",
         r"Ray's autoscaler starts \d c1\.4",
@@ -67,6 +73,16 @@ def test_nodes_come_for_a_cell_and_go(autoscaled: AutoscaledCluster, book: Noteb
     assert -1 not in when and when == sorted(when), (when, lines)
     assert " given back" in book.good("%taas release").stdout
     autoscaled.wait_until_none_is_left()
+
+
+def test_three_nodes_that_are_up_train_as_this_machine_does(cluster: RayCluster, tmp_path: Path) -> None:
+    """The same on nodes of a cluster that nobody scales, and that share no disk."""
+    book = cluster.notebook(tmp_path)
+    try:
+        book.good(f"import taas\n%taas engine ray {cluster.address}")
+        _trains_as_here(book)
+    finally:
+        book.close()
 
 
 def test_what_can_never_come_fails_at_once(book: Notebook) -> None:

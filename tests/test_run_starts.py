@@ -316,3 +316,31 @@ def test_a_run_that_cannot_be_recorded_holds_nothing(
         assert len([*Path("/proc/self/fd").iterdir()]) == before
     finally:
         os.close(fd)
+
+
+def test_a_new_start_forgets_no_data_vm_that_was_lost(begin: Callable[..., Beginning]) -> None:
+    """The cell names at its end what every start said of its data, in order."""
+    begun = begin(data_vms=2, max_restarts=1)
+    for restart in range(2):
+        data = begun.run.data
+        assert data is not None
+        data.phase = Phase.DELIVERING  # the first elements are there: the run goes on without this one
+        vm = data.vms.by_number[1]
+        vm.machine.go(f"no node for start {restart}", "EngineError")
+        data.lose(vm, f"no node for start {restart}")
+        if restart == 0:
+            begun.again(data_vms=2)
+    assert begun.ended().notices == (
+        "data VM 1 could not be had: no node for start 0",
+        "data VM 1 could not be had: no node for start 1",
+    )
+
+
+def test_names_that_were_not_packed_in_time_are_said_to_be(begin: Callable[..., Beginning]) -> None:
+    """The agent says what its rank had not done: to answer is one thing, to pack is another one."""
+    begun = begin()
+    _all_come(begun, (), ())
+    begun.hear(0, RankStage(stage="begun", rank=0))
+    late = RankEnded(rank=0, outcome="ended", at=0.0, message="had not packed them after 60 s")
+    begun.hear(0, late)
+    assert begun.ended().names == "no names came back: rank 0 had not packed them after 60 s"

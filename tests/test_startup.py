@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -99,3 +100,13 @@ def test_a_cell_that_loads_taas_itself_is_told(tmp_path: Path, load: str) -> Non
         assert book.good("%reload_ext taas").stderr == ""
     finally:
         book.close()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_that_cannot_be_written_is_named(ipython_dir: Path) -> None:
+    """No file in a temporary folder that nobody reads."""
+    ipython_dir.mkdir(mode=0o500)
+    refused = terminal("install")
+    assert refused.returncode == 1
+    assert str(ipython_dir) in refused.stderr
+    assert "IPYTHONDIR" in refused.stderr
