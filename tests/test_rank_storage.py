@@ -491,7 +491,7 @@ def be_looked_into(wall):
 
 base = Path(tempfile.mkdtemp(dir="/tmp"))
 (base / "project").mkdir()
-import taas.rank.forkserver_tie
+import taas.agent.import_first
 memory = ctypes.create_string_buffer(b"there")
 address = ctypes.addressof(memory)
 pipe, filled = os.pipe()
