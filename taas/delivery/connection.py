@@ -83,9 +83,8 @@ class Holdings:
             if element.frame is not None:
                 memory = element.frame.buffer
                 array = np.frombuffer(memory, np.uint8)
-                if (
-                    array.ctypes.data % 64 or not array.flags.writeable
-                ):  # small frames share a buffer of zmq's
+                # small frames share a buffer of zmq's
+                if array.ctypes.data % 64 or not array.flags.writeable:
                     memory = array.copy()
         elif slabs is not None and self._held and self._held + arrival.capacity > self._limit:
             memory = np.frombuffer(slabs.map, np.uint8, arrival.used, arrival.offset).copy()

@@ -155,9 +155,8 @@ class Coordinator:
         if self._slab_server is not None:
             self._loop.on(self._slab_server.fileno(), self._slab_server.answer)
         self._pidfds: dict[Peer, int] = {}
-        self._ticks = (
-            0  # seconds would count against pools that this process was paused (a container's freezer)
-        )
+        # seconds would count against pools that this process was paused (a container's freezer)
+        self._ticks = 0
         self._heard: dict[Peer, int | None] = {}
         """At which tick each data VM's worker pool was last heard; None: it is struck, though it may say more."""
         self._meter = ProgressMeter(self.ledger)
