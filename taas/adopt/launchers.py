@@ -16,6 +16,7 @@ strategies that fork (``ddp_notebook``, ``ddp_spawn``) must not. rich's live dis
 from __future__ import annotations
 
 import contextlib
+import importlib
 import inspect
 import os
 import sys
@@ -54,10 +55,10 @@ def install(membership: Membership, rendezvous: Rendezvous) -> None:
     spawn_module.start_processes = mp.start_processes = _start_processes(membership, adopter)
     after_import("rich.live", _adopt_rich)
     after_import("torch.distributed.launcher.api", lambda module: _refuse_elastic(module, membership))
-    if membership.world_size == 1:
-        return
     for name in FORKING_LIGHTNING:
         after_import(name, lambda module: _adopt_lightning(module, membership))
+    if membership.world_size == 1:
+        return
     after_import("accelerate.launchers", lambda module: _adopt_accelerate(module, membership, adopter))
     if membership.nodes > 1:
         for variable in ("PL_TRAINER_NUM_NODES", "LT_NUM_NODES"):  # Trainer and Fabric take them as defaults
@@ -117,16 +118,26 @@ def _adopt_accelerate(module: Any, membership: Membership, adopter: Adopter) -> 
 
 def _adopt_lightning(module: Any, membership: Membership) -> None:
     launcher = module._MultiProcessingLauncher
+    native = launcher.launch
 
-    def launch(
-        self: Any, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any
-    ) -> Any:
+    def launch(self: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         strategy = self._strategy
+        if membership.world_size == 1 and strategy.num_processes > 1:
+            strategy.cluster_environment = _own_environment(module)  # not torchrun's, which the rank has
+            with _without_torchrun_variables():
+                return native(self, function, *args, **kwargs)
+        kwargs.pop("trainer", None)
         nodes = getattr(strategy, "num_nodes", membership.nodes)
         strategy.cluster_environment.validate_settings(num_devices=strategy.num_processes, num_nodes=nodes)
         return function(*args, **kwargs)
 
-    launcher.launch = membership.in_rank(launcher.launch, launch)
+    launcher.launch = membership.in_rank(native, launch)
+
+
+def _own_environment(module: Any) -> Any:
+    """Return what Lightning takes for a program that starts its processes itself."""
+    package = "lightning.fabric" if module.__name__.startswith("lightning.") else "lightning_fabric"
+    return importlib.import_module(f"{package}.plugins.environments").LightningEnvironment()
 
 
 class Adopter:
