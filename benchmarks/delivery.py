@@ -389,7 +389,8 @@ def data_path_rate(gigabytes: float, *, encrypt: bool) -> float:
         receiver.socket.recv_multipart(copy=False)
     seconds = time.perf_counter() - start
     os.waitpid(sender, 0)
-    context.destroy()
+    receiver.close()
+    context.term()
     return (count - 1) * (8 << 20) / seconds / 1e9
 
 
