@@ -21,6 +21,7 @@ import pytest
 import torch
 import zmq
 from delivery_run import PATIENCE, DeliveryRun, wait_for_delivery
+from notebook_harness import until
 from privileges import needs_mounts
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
@@ -111,20 +112,35 @@ def test_a_killed_worker_loses_and_doubles_nothing(shared: bool) -> None:
 def test_a_lost_data_vm_loses_and_doubles_nothing(how: str) -> None:
     """A pool SIGKILLed, its workers with it, or all of them SIGSTOPped: the other VM goes on; the loss is reported."""
     shared, silence = "tcp" not in how, 5.0 if how in ("frozen", "tcp") else 60.0
+    (quarter, reached), (lost, know) = os.pipe(), os.pipe()
+
+    def body(_rank: int, loaders: dict[str, Any]) -> Any:
+        batches = iter(loaders["d"])
+        got = [next(batches) for _ in range(15)]
+        os.write(reached, b".")
+        os.read(lost, 1)
+        return values([*got, *batches])
+
     with DeliveryRun(
         {"d": slow_loader()}, ranks=2, vms=2, processes=2, shared=shared, silence=silence
     ) as run:
-        ranks = run.start_ranks(everything)
-        wait_for_delivery(run, 30)
+        while run.reports[-1].workers < 4:
+            run.wait_for(ProgressReport)
+        ranks = run.start_ranks(body)
+        for _ in ranks:
+            os.read(quarter, 1)
         pool = psutil.Process(run.children[1].pid)
-        lost = [pool, *pool.children()]
-        for process in lost if how == "frozen" else lost[:1]:
+        ended = [pool, *pool.children()]
+        for process in ended if how == "frozen" else ended[:1]:
             process.suspend() if how == "frozen" else process.kill()
         if "told" in how:
             run.coordinator.send(HostLost(vm=0, cause="its node has no power"))
         assert run.wait_for(HostLost).vm == 0
+        os.write(know, b"..")
         disturbed = run.results(ranks)
-        assert pool.status() == psutil.STATUS_ZOMBIE
+        until(lambda: pool.status() == psutil.STATUS_ZOMBIE)
+    for fd in (quarter, reached, lost, know):
+        os.close(fd)
     assert disturbed == undisturbed(slow_loader(), 2)
 
 
