@@ -389,8 +389,7 @@ def data_path_rate(gigabytes: float, *, encrypt: bool) -> float:
         receiver.socket.recv_multipart(copy=False)
     seconds = time.perf_counter() - start
     os.waitpid(sender, 0)
-    receiver.close()
-    context.term()
+    context.destroy()
     return (count - 1) * (8 << 20) / seconds / 1e9
 
 

@@ -48,16 +48,10 @@ _SCAN = struct.Struct("=12Q")
 
 
 class Watch:
-    """Pages that are watched from now on.
+    """Pages that are watched from now on; ``inner`` says which of each span (address, end), in whole pages.
 
-    Args:
-        spans: memory (address, end) of this process. What cannot be watched is left out, as are the pages at its edges, which
-            it may share with something else.
-        sealed: what the system calls a file that nobody can write to (memfd_create(2)), private mappings of which are watched.
-        before: a watch that this one takes the place of: what both have costs little. It is closed.
-
-    Attributes:
-        inner: what is watched of each span, in whole pages.
+    What cannot be watched is left out, as are the pages at a span's edges, which it may share with something else. Private mappings of
+    ``sealed`` files, by memfd_create(2)'s name for them, are watched. ``before`` is closed: what both have costs little.
     """
 
     def __init__(self, spans: Iterable[Span], sealed: str = "", before: Watch | None = None) -> None:
@@ -179,10 +173,7 @@ def _pieces(wanted: Iterable[Span], sealed: str) -> list[Span]:
 
 
 def _own_memory(sealed: str) -> tuple[list[Span], bool]:
-    """Return this process's private memory, neighbours joined, and whether it has devices that may write into it.
-
-    That is memory of no file, and of sealed ones of a name.
-    """
+    """Return private memory of no file, or of sealed ones, neighbours joined, and whether devices may write into this process."""
     found: list[Span] = []
     lines = Path("/proc/self/maps").read_text(errors="replace").splitlines()
     mappings = [mapping.groups() for line in lines if (mapping := _MAPPING.fullmatch(line))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import pickle
 import select
@@ -38,7 +39,7 @@ from taas.delivery.messages import (
 )
 from taas.delivery.registered import Registration, delivering
 from taas.delivery.transport import CoordinatorProcess
-from taas.wire.short_folder import make_short_folder
+from taas.wire.curve import make_short_folder
 
 PATIENCE = 150.0
 """Seconds within which ranks end on the most loaded machine; below the suite's own limit for a test."""
@@ -81,10 +82,9 @@ class Rank:
     """A forked rank that runs ``body(rank, loaders)``."""
 
     def __init__(self, config: DeliveryConfig, rank: int, payload: int, body: Callable[..., Any]) -> None:
-        self._reader, writer = os.pipe()
+        self._reader, writer = multiprocessing.Pipe(duplex=False)
         self.pid = os.fork()
         if self.pid == 0:
-            os.close(self._reader)
             torch.set_num_threads(1)  # an OpenMP pool is not there after a fork; asked, it hangs
             try:
                 rank_side.connect(config, rank, "127.0.0.1")
@@ -98,29 +98,19 @@ class Rank:
             except Exception:
                 data = cloudpickle.dumps((False, (RuntimeError(outcome[1][1]), outcome[1][1])))
             rank_side.disconnect()
-            with os.fdopen(writer, "wb") as file:
-                file.write(data)
+            writer.send_bytes(data)
             os._exit(0)
-        os.close(writer)
+        writer.close()
 
     def result(self, deadline: float) -> tuple[bool, Any]:
-        data = b""
-        while True:
-            left = deadline - time.monotonic()
-            if left <= 0 or not select.select([self._reader], [], [], left)[0]:
-                os.kill(self.pid, 9)
-                self._end()
+        try:
+            if not self._reader.poll(max(0.0, deadline - time.monotonic())):
+                os.kill(self.pid, signal.SIGKILL)
                 raise TimeoutError("a rank did not end")
-            piece = os.read(self._reader, 1 << 20)
-            if not piece:
-                break
-            data += piece
-        self._end()
-        return pickle.loads(data)
-
-    def _end(self) -> None:
-        os.close(self._reader)
-        os.waitpid(self.pid, 0)
+            return pickle.loads(self._reader.recv_bytes())
+        finally:
+            self._reader.close()
+            os.waitpid(self.pid, 0)
 
 
 class DeliveryRun:
@@ -214,18 +204,8 @@ class DeliveryRun:
 
     def finish(self) -> Final:
         """Return the loaders' final states, when the ranks have ended."""
-        self.ask_for_final()
-        return self.heard_final()
-
-    def ask_for_final(self) -> None:
-        """Say that the ranks have ended."""
         self.coordinator.send(FinishPlans())
-
-    def heard_final(self) -> Final:
-        """Return the loaders' final states, which were asked for."""
-        final = self.wait_for(Final)
-        assert isinstance(final, Final)
-        return final
+        return self.wait_for(Final)
 
     def __enter__(self) -> DeliveryRun:
         return self

@@ -193,19 +193,19 @@ def rename_the_project(s):
     os.rename(s.project, s.outside / "taken")
 
 
-@attack(discard="denied")
+@attack(discard="denied", passes={"diversion"})
 def hard_link(s):
     os.link(s.project / "file", s.project / "second")
     (s.project / "second").write_text("new")
     assert (s.project / "file").read_text() == "content"
 
 
-@attack(discard="denied")
+@attack(discard="denied", passes={"diversion"})
 def soft_link(s):
     os.symlink("file", s.project / "latest")
 
 
-@attack(discard="denied")
+@attack(discard="denied", passes={"diversion"})
 def make_node(s):
     os.mknod(s.project / "node", stat.S_IFREG | 0o600)
 
@@ -213,7 +213,7 @@ def make_node(s):
 # content and metadata -------------------------------------------------------------------------------
 
 
-@attack(discard="denied")
+@attack(discard="denied", passes={"diversion"})
 def truncate(s):
     os.truncate(s.project / "file", 3)
 
@@ -542,10 +542,13 @@ def attempt(chosen, scene, mechanism, mode, uid):
     scene.file_fd = os.open("file", os.O_RDWR)
     scene.read_fd = os.open("file", os.O_RDONLY)
     scene.dir_fd = os.open(".", os.O_RDONLY)
-    policy = rank_storage.Policy(
-        project=str(scene.project), rank=1, mode=mode, scratch=str(scene.base / "scratch")
+    guard = rank_storage.guard(
+        project=str(scene.project),
+        rank=1,
+        mode=mode,
+        scratch=scene.base / "scratch",
+        mechanisms=(mechanism,),
     )
-    guard = rank_storage.guard(policy, (mechanism,))
     try:
         chosen.run(scene)
     except StorageDenied:

@@ -63,7 +63,7 @@ def test_programs_on_two_ranks_of_one_gpu():
 
 
 def _nccl_of_one():
-    from taas.adopt.membership import Membership
+    from taas.adopt.rendezvous import Membership
     from taas.adopt.replica_group import ReplicaGroup
     from taas.wire.framing import StoreAddress
 
@@ -74,8 +74,10 @@ def _nccl_of_one():
 
 
 def _nccl_in(group):
+    from taas.adopt.replica_group import Slices
+
     values = torch.arange(6.0, device="cuda").reshape(2, 3)
-    gathered, (total,) = group.gather(values > 2, [2], 0), group.sum([values])
+    gathered, (total,) = group.gather(values > 2, Slices((2,), 0)), group.sum([values])
     group.take_from_rank_0([values])
     kind = type(group._group._get_backend(values.device)).__name__
     chosen = [backend for backend, _ in torch.distributed.distributed_c10d._world.pg_map.values()]

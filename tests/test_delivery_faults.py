@@ -25,8 +25,6 @@ from notebook_harness import until
 from privileges import needs_mounts
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
-from taas.delivery import loader as rank_side
-from taas.delivery.connection import DeliveryConnection
 from taas.delivery.messages import Failed, HostLost, Note, ProgressReport
 from taas.errors import DeliveryError, RanksDisagree, UnitsExhausted
 
@@ -266,31 +264,6 @@ def test_a_slab_that_cannot_be_reserved_falls_back_to_frames() -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert [x[0] for x, _ in got] == [float(i) for i in range(40)]
-
-
-@pytest.mark.parametrize(
-    ("limit", "advice"), [(resource.RLIMIT_NOFILE, "(ulimit -n)"), (resource.RLIMIT_AS, "(ulimit -v)")]
-)
-def test_a_rank_that_cannot_map_the_slabs_is_told_which_limit_to_raise(limit: int, advice: str) -> None:
-    """The one that it has met, and no other."""
-
-    def body(rank: int, _loaders: dict[str, Any]) -> str:
-        assert rank_side._connection is not None
-        os.close(free := os.dup(0))
-        soft, hard = resource.getrlimit(limit)
-        least = {resource.RLIMIT_NOFILE: free + 1, resource.RLIMIT_AS: psutil.Process().memory_info().vms}
-        resource.setrlimit(limit, (least[limit], hard))
-        try:
-            DeliveryConnection(rank_side._connection.config, rank, "")
-        except DeliveryError as error:
-            return str(error)
-        finally:
-            resource.setrlimit(limit, (soft, hard))
-        return ""
-
-    with DeliveryRun({"d": DataLoader(Slow(4, 0.0))}, slab=1 << 30) as run:
-        [said] = run.ranks(body)
-    assert re.findall(r"\(ulimit -.\)", said) == [advice], said
 
 
 def test_a_rank_that_leaves_its_loop_harms_nobody() -> None:

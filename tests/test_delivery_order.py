@@ -30,7 +30,7 @@ from torch.utils.data.distributed import DistributedSampler
 import taas
 from taas.delivery.config import ResumePoint
 from taas.delivery.making import rngs_now
-from taas.delivery.messages import Note, ProgressReport
+from taas.delivery.messages import Final, FinishPlans, Note, ProgressReport
 from taas.delivery.planner import LoaderPlans
 from taas.delivery.registered import apply_final, take_apart
 from taas.errors import DeliveryError, RanksDisagree, UnitsExhausted
@@ -286,23 +286,6 @@ def test_distributed_sampler_streams_per_rank(vms: int, ranks: int) -> None:
         for at, epoch in enumerate((0, 1, 5)):
             own.sampler.set_epoch(epoch)
             assert [plain(e) for e in own] == epochs[at]
-
-
-def test_break_nested_and_zip_are_iterations_of_their_own() -> None:
-    """A loop that is left, nested loops and zip of a loader with itself yield whole, valid elements."""
-
-    def body(_rank: int, loaders: dict[str, Any]) -> Any:
-        loader = loaders["d"]
-        first = [b["at"].tolist() for _, b in zip(range(3), loader, strict=False)]
-        nested = [(a["at"][0].item(), b["at"][0].item()) for a in loader for b in loader]
-        pairs = [(a["at"].tolist(), b["at"].tolist()) for a, b in zip(loader, loader, strict=True)]
-        return first, nested, pairs
-
-    with DeliveryRun({"d": DataLoader(Squares(12), batch_size=2)}, vms=2) as run:
-        [(first, nested, pairs)] = run.ranks(body)
-    assert first == [[0, 1], [2, 3], [4, 5]]
-    assert [(a, b) for a in range(0, 12, 2) for b in range(0, 12, 2)] == nested
-    assert [([i, i + 1], [i, i + 1]) for i in range(0, 12, 2)] == pairs
 
 
 @pytest.mark.parametrize("how", ["drop", "pad", "raise"])
@@ -798,12 +781,29 @@ def test_a_cell_ends_whose_planner_does_not(how: str, tmp_path: Path) -> None:
 
     with DeliveryRun({"late": late_loader(never_back)}, patience=1e6 if how == "killed" else 0.1) as run:
         run.ranks(left_open)
-        run.ask_for_final()
+        run.coordinator.send(FinishPlans())
         control.open().close()  # it is there now
         if how == "killed":
             os.kill(run.children[0].pid, signal.SIGKILL)
-        final = run.heard_final()
+        final = run.wait_for(Final)
     assert final.states == b""
     [said] = notes(run)
     assert "'late'" in said
     assert {"killed": "has died", "stuck": "has not answered for 0.1 s"}[how] in said
+
+
+def test_break_nested_and_zip_are_iterations_of_their_own() -> None:
+    """A loop that is left, nested loops and zip of a loader with itself yield whole, valid elements."""
+
+    def body(_rank: int, loaders: dict[str, Any]) -> Any:
+        loader = loaders["d"]
+        first = [b["at"].tolist() for _, b in zip(range(3), loader, strict=False)]
+        nested = [(a["at"][0].item(), b["at"][0].item()) for a in loader for b in loader]
+        pairs = [(a["at"].tolist(), b["at"].tolist()) for a, b in zip(loader, loader, strict=True)]
+        return first, nested, pairs
+
+    with DeliveryRun({"d": DataLoader(Squares(12), batch_size=2)}, vms=2) as run:
+        [(first, nested, pairs)] = run.ranks(body)
+    assert first == [[0, 1], [2, 3], [4, 5]]
+    assert [(a, b) for a in range(0, 12, 2) for b in range(0, 12, 2)] == nested
+    assert [([i, i + 1], [i, i + 1]) for i in range(0, 12, 2)] == pairs

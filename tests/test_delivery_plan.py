@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Sampler
 
 from taas.delivery.config import DeliveryConfig, new_keys
-from taas.delivery.headroom import LeaseRules
 from taas.delivery.ledger import Ledger
 from taas.delivery.making import rngs_now
 from taas.delivery.messages import (
@@ -34,7 +33,7 @@ from taas.delivery.messages import (
     Progress,
     Result,
 )
-from taas.delivery.plan import Plan, StreamOrder, element_seed, plan_number
+from taas.delivery.plan import Plan, element_seed, plan_number
 from taas.delivery.planner import LoaderPlans, Planner
 from taas.delivery.registered import take_apart
 from taas.delivery.slab import SlotTable, slot_size
@@ -65,20 +64,6 @@ def test_element_seeds_differ_and_depend_on_the_plan_alone() -> None:
     assert len(seeds) == 100_000
     assert element_seed(3, 1, 4) == element_seed(3, 1, 4)
     assert all(0 <= seed < 1 << 63 for seed in seeds)
-
-
-@given(lengths=st.lists(st.integers(0, 9), min_size=1, max_size=5), seed=st.integers(0, 999))
-def test_streams_take_turns_whatever_arrives_first(lengths: list[int], seed: int) -> None:
-    """Round j holds the j-th element of each stream that has one, in the order of streams."""
-    rng = random.Random(seed)
-    order, made, got, over = StreamOrder(len(lengths)), [0] * len(lengths), [], False
-    while not over:
-        stream = rng.randrange(len(lengths))
-        made[stream] = min(made[stream] + rng.randrange(3), lengths[stream])
-        order.announce(stream, made[stream], made[stream] == lengths[stream] and rng.random() < 0.8)
-        settled, over = order.advance()
-        got += settled
-    assert got == [(s, j) for j in range(max(lengths)) for s in range(len(lengths)) if j < lengths[s]]
 
 
 @given(
@@ -124,7 +109,7 @@ class World:
         self, rng: random.Random, lengths: list[int], ranks: int, workers: int, **config: Any
     ) -> None:
         self.rng, self.lengths, self.n = rng, lengths, ranks
-        self.ledger = Ledger(config_of(ranks, 1 << 16, **config), rules=LeaseRules(window=0.01))
+        self.ledger = Ledger(config_of(ranks, 1 << 16, **config))
         self.facts = [LoaderFacts(f"l{i}", length, epoch=0) for i, length in enumerate(lengths)]
         self.drawn: dict[int, tuple[int, int]] = {}
         self.todo: dict[Peer, deque[Any]] = {}

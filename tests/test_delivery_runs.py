@@ -12,7 +12,7 @@ from notebook_harness import Notebook, gone
 
 from taas.delivery.messages import Failed, Hello, Note, Report
 from taas.runs.records import read_records
-from taas.wire.child import Child
+from taas.wire.poll_loop import Child
 
 pytestmark = pytest.mark.slow
 
@@ -85,18 +85,6 @@ def test_the_buffer_of_the_catalog_is_what_ranks_get(registered: Notebook) -> No
     registered.good(HEAD + read)
     catalog.unlink()
     assert registered.value("size") == str(6 << 20)
-
-
-def test_an_exception_of_the_dataset_is_raised_in_the_rank(registered: Notebook) -> None:
-    """The remote traceback is in the cell."""
-    registered.good(
-        "class Bad(Dataset):\n    def __len__(self): return 8\n"
-        "    def __getitem__(self, i):\n        if i == 5: raise ValueError('cannot decode picture 5')\n        return i\n"
-        "bad = DataLoader(Bad(), batch_size=2); taas.register(bad);"
-    )
-    ran = registered.run(HEAD + "\nfor batch in bad: print(batch)")
-    assert ran.ename == "CellFailed"
-    assert "cannot decode picture 5" in ran.traceback
 
 
 def test_a_loader_that_the_cell_does_not_use_is_not_run(registered: Notebook) -> None:
@@ -281,3 +269,15 @@ def test_a_coordinator_killed_in_the_middle_of_a_word_has_ended(
     coordinator.process.kill()
     assert coordinator.read() is None
     assert coordinator.close() == []
+
+
+def test_an_exception_of_the_dataset_is_raised_in_the_rank(registered: Notebook) -> None:
+    """The remote traceback is in the cell."""
+    registered.good(
+        "class Bad(Dataset):\n    def __len__(self): return 8\n"
+        "    def __getitem__(self, i):\n        if i == 5: raise ValueError('cannot decode picture 5')\n        return i\n"
+        "bad = DataLoader(Bad(), batch_size=2); taas.register(bad);"
+    )
+    ran = registered.run(HEAD + "\nfor batch in bad: print(batch)")
+    assert ran.ename == "CellFailed"
+    assert "cannot decode picture 5" in ran.traceback

@@ -52,9 +52,9 @@ def next_cell_runs(notebook: Notebook) -> Iterator[None]:
     assert notebook.good("#pragma taas --gpus 2\nimport os\nprint(os.environ['WORLD_SIZE'])").own == "2\n"
 
 
-def interrupted(notebook: Notebook, body: str, world_size: int = 2) -> Ran:
+def interrupted(notebook: Notebook, body: str) -> Ran:
     """Run a cell, and press interrupt once it has printed "ready"."""
-    notebook.start(f"#pragma taas --gpus {world_size}\n{body}")
+    notebook.start(f"#pragma taas --gpus 2\n{body}")
     notebook.wait_for("ready")
     notebook.interrupt()
     return notebook.end()
@@ -67,13 +67,8 @@ def test_a_handled_interrupt_ends_well_however_long_it_takes(notebook: Notebook)
     """A checkpoint that takes 4 s is whole, the cell succeeds, and all names come back."""
     ran = interrupted(
         notebook,
-        "import os, time\n"
-        "steps = 0\n"
-        "try:\n"
-        "    ready()\n"
-        "    while True:\n"
-        "        steps += 1\n"
-        "        time.sleep(0.01)\n"
+        "import os, time\nsteps = 0\n"
+        "try:\n    ready()\n    while True: steps += 1; time.sleep(0.01)\n"
         "except KeyboardInterrupt:\n"
         "    if os.environ['RANK'] == '0':\n"
         "        with open('checkpoint', 'wb') as file:\n"
@@ -91,8 +86,7 @@ def test_a_handled_interrupt_ends_well_however_long_it_takes(notebook: Notebook)
 def test_an_interrupt_that_comes_when_the_cell_has_just_ended(notebook: Notebook) -> None:
     """It changes nothing any more, and what libraries registered for the rank's exit is done."""
     notebook.good(
-        "#pragma taas --gpus 2\n"
-        "import atexit, os, pathlib, signal, sys\n"
+        "#pragma taas --gpus 2\nimport atexit, os, pathlib, signal, sys\n"
         "if os.environ['RANK'] == '0': atexit.register(pathlib.Path('flushed').touch)\n"
         "def press(frame, event, argument):\n"
         "    if event == 'call' and frame.f_code.co_name == 'end_cell':\n"
@@ -165,12 +159,9 @@ def test_a_handler_of_the_cells_own_is_asked(notebook: Notebook) -> None:
     """``signal.signal(SIGINT, …)`` works as in a script: the loop ends when it has seen the flag."""
     ran = interrupted(
         notebook,
-        "import signal, time\n"
-        "stopped = []\n"
+        "import signal, time\nstopped = []\n"
         "before = signal.signal(signal.SIGINT, lambda number, frame: stopped.append(number))\n"
-        "ready()\n"
-        "while not stopped: time.sleep(0.05)\n"
-        "after = 'saved'\n",
+        "ready()\nwhile not stopped: time.sleep(0.05)\nafter = 'saved'\n",
     )
     assert ran.status == "ok", ran.evalue
     assert notebook.value("after, stopped") == "saved [2]"
@@ -337,24 +328,28 @@ def test_rank_1_is_at_its_end_before_rank_0_has_begun(notebook: Notebook) -> Non
     assert notebook.value("x") == "1"
 
 
-def test_rank_0_is_killed(notebook: Notebook) -> None:
-    """Nothing comes, and the error says so."""
-    ran = notebook.run(
-        "#pragma taas --gpus 2\nimport os, signal, time\nlost = 1\n"
-        "if os.environ['RANK'] == '0': os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(600)"
-    )
-    assert "no names came back: rank 0 was killed by SIGKILL" in ran.evalue
-    assert notebook.value("'lost' in globals()") == "False"
-
-
-def test_what_cannot_be_packed_after_an_error_is_said(notebook: Notebook) -> None:
-    """The others come; the error is the cell's own."""
-    ran = notebook.run(
-        "#pragma taas --gpus 2\nimport threading\nlock = threading.Lock()\nkept = 1\nraise ValueError('mine')"
-    )
-    assert "raised ValueError: mine" in ran.evalue
-    assert "lock" in ran.stdout + ran.stderr
-    assert notebook.value("kept") == "1"
+@pytest.mark.parametrize(
+    ("body", "said", "holds"),
+    [
+        (
+            "import os, signal, time\nlost = 1\n"
+            "if os.environ['RANK'] == '0': os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(600)",
+            ("no names came back: rank 0 was killed by SIGKILL",),
+            "'lost' not in globals()",
+        ),
+        (
+            "import threading\nlock = threading.Lock()\nkept = 1\nraise ValueError('mine')",
+            ("raised ValueError: mine", "lock"),
+            "kept == 1",
+        ),
+    ],
+    ids=["rank 0 is killed", "a name cannot be packed"],
+)
+def test_what_does_not_come_is_said(notebook: Notebook, body: str, said: tuple[str, ...], holds: str) -> None:
+    """Nothing, where rank 0 is gone; else all others come, and the error is the cell's own."""
+    ran = notebook.run(f"#pragma taas --gpus 2\n{body}")
+    assert all(words in ran.evalue + ran.stdout + ran.stderr for words in said)
+    assert notebook.value(holds) == "True"
 
 
 def test_return_narrows_what_comes_after_an_error(notebook: Notebook) -> None:

@@ -203,18 +203,6 @@ def test_ranks_that_die_when_a_cell_was_ordered(notebook: Notebook) -> None:
     assert "next --keep cell" not in notebook.good(KEEP + "print(big.sum().item())").stdout
 
 
-def test_a_model_that_stays_does_not_travel_again(notebook: Notebook) -> None:
-    """The runs' records say what did: 40 MB once, then the state of the process."""
-    notebook.good("import torch\nmodel = torch.nn.Linear(1000, 10_000)")
-    for _ in range(3):
-        notebook.good(KEEP + "total = model.weight.sum().item()")
-    sizes = [
-        record.names_nbytes for record in sorted(read_records(), key=lambda record: record.submitted)[-3:]
-    ]
-    assert sizes[0] > 40_000_000
-    assert max(sizes[1:]) < 1_000_000
-
-
 def test_release_ends_them_and_reload_ext_does_not(notebook: Notebook) -> None:
     """It frees what they had, which the next cell says."""
     notebook.good(KEEP + GROUP + PIDS)
@@ -340,3 +328,15 @@ def test_arguments_of_a_rank_are_the_notebooks(notebook: Notebook) -> None:
     assert notebook.value("sys.argv == [own, '--lr', '2', '--fast']") == "True"
     notebook.good(KEEP + "sys.argv = ['train.py', *sys.argv[1:2]]")
     assert notebook.value("sys.argv") == "['train.py', '--lr']"
+
+
+def test_a_model_that_stays_does_not_travel_again(notebook: Notebook) -> None:
+    """The runs' records say what did: 40 MB once, then the state of the process."""
+    notebook.good("import torch\nmodel = torch.nn.Linear(1000, 10_000)")
+    for _ in range(3):
+        notebook.good(KEEP + "total = model.weight.sum().item()")
+    sizes = [
+        record.names_nbytes for record in sorted(read_records(), key=lambda record: record.submitted)[-3:]
+    ]
+    assert sizes[0] > 40_000_000
+    assert max(sizes[1:]) < 1_000_000

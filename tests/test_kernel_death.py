@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -117,24 +116,3 @@ def test_a_kernel_that_dies_beside_a_background_run(book: Notebook, tmp_path: Pa
     assert gone([supervisor])
     outlives = [record for record in read_records() if record.name == "outlives"][-1]
     assert (outlives.outcome, outlives.message) == ("done", "")
-
-
-def test_a_kernel_that_dies_while_output_waits_for_it(book: Notebook, tmp_path: Path) -> None:
-    """Nobody acknowledges the rest: it stays in its files, and the run ends as any other."""
-    book.start(
-        "#pragma taas --gpus 1\n"
-        "import time\nfrom pathlib import Path\n"
-        "print('ready', flush=True)\n"
-        "while not Path('go').exists(): time.sleep(0.02)\n"
-        "for _ in range(32): print('x' * (1 << 20))\n"
-        "Path('printed').touch()\n"
-        "time.sleep(600)"
-    )
-    book.wait_for("ready")
-    found = book.processes()
-    os.kill(book.pid, signal.SIGSTOP)
-    (tmp_path / "go").touch()
-    while not (tmp_path / "printed").exists():
-        time.sleep(0.02)
-    book.kill()
-    assert gone(found.supervisor + found.agents + found.forkservers + found.ranks)

@@ -6,6 +6,7 @@ import os
 import signal
 import types
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from taas.errors import RunLost
 from taas.header.options import RunSpec
 from taas.notebook import foreground
 from taas.notebook.cell_output import CellOutput
-from taas.notebook.foreground import Foreground, Interrupts, start_background
+from taas.notebook.foreground import Interrupts, run_in_foreground, start_background
 from taas.runs.events import EVENTS, LARGEST_TEXT, RECORD
 from taas.runs.records import RunRecord
 from taas.wire.clients import RunRequest, RunState, Submit
@@ -82,7 +83,7 @@ def pressed(times: int) -> Interrupts:
 
 
 def follow(wire: Wire, submit: Submit, interrupts: Interrupts) -> RunState:
-    return Foreground(wire, _Shell(), interrupts).follow(submit, None)  # type: ignore[arg-type]
+    return run_in_foreground(wire, submit, interrupts, None, _Shell())  # type: ignore[arg-type]
 
 
 def ended(record: RunRecord, outcome: str, answer: Memory | None = None) -> RunState:
@@ -175,12 +176,12 @@ def test_unpacking_that_does_not_end_can_be_interrupted(
     wire = Wire([RunState(record=record)], [end])
     try:
         with Interrupts() as interrupts:
-            waiting = Foreground(wire, _Shell(), interrupts)  # type: ignore[arg-type]
+            waiting = partial(run_in_foreground, wire, submit, interrupts, _Unpacking(presses), _Shell())  # type: ignore[arg-type]
             if presses == 1:
-                assert waiting.follow(submit, _Unpacking(1)) == end  # type: ignore[arg-type]
+                assert waiting() == end
             else:
                 with pytest.raises(KeyboardInterrupt, match="while the run's names were unpacked"):
-                    waiting.follow(submit, _Unpacking(2))  # type: ignore[arg-type]
+                    waiting()
     finally:
         os.close(fd)
     assert RunRequest(run="mine", what="let go") in wire.said

@@ -68,14 +68,5 @@ def test_the_first_gpu_is_the_ranks_own_in_a_cell_for_data_parallel(
         run="r", vm="vm", cell=Cell(cell, 1, RunSpec(name="r", ranks_per_vm=2, keep=keep), ""),
         group_rank=0, store=store, gpus=("4", "6"),
     )  # fmt: skip
-    staged = Staged(
-        payload=Memory(1, 1, 0),
-        project="/",
-        replica="",
-        late="",
-        environ={},
-        output="/",
-        scratch="/",
-        since_ns=0,
-    )
+    staged = Staged(Memory(1, 1, 0), "/", "", "", {}, "/", "/", 0)
     assert rank_environ(order, staged, 1)["CUDA_VISIBLE_DEVICES"] == visible

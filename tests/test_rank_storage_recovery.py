@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import shutil
 import time
@@ -207,15 +206,6 @@ def test_a_project_that_is_gone_stops_a_recovery(run: Run):
         recovered(run)
 
 
-def test_removals_by_others_are_said(run: Run):
-    """What another rank removed and rank 0 did not is still there, and the cell says so."""
-    (run.project / "old.pt").touch()
-    (run.scratch / "since").write_text(str(run.now()))
-    run.rank(lambda guard: Path("old.pt").unlink())
-    assert settled(run) == ["rank writes: old.pt removed by rank 1 but not by rank 0: still there"]
-    assert (run.project / "old.pt").exists()
-
-
 def test_what_cannot_be_sorted_is_named(run: Run) -> None:
     """The run ends all the same, and what was written stays."""
 
@@ -283,16 +273,17 @@ def test_recover_is_typed_after_a_run(notebook: Notebook) -> None:
 WORLD = 3
 
 
-def save_sharded(run: Run, store: Path, scratches: dict[int, str] | None = None, **options) -> None:
+def save_sharded(run: Run, store: Path, scratches: dict[int, Path] | None = None, **options) -> None:
     """Every rank saves its part of one checkpoint, as FSDP programs do; ``scratches``: of ranks on other VMs."""
 
     def rank_process(rank):
+        if scratches and rank in scratches:
+            options["scratch"] = scratches[rank]
         policy = run.policy(rank, **options)
-        policy = dataclasses.replace(policy, scratch=(scratches or {}).get(rank, policy.scratch))
 
         def body():
-            rank_storage.guard(policy)
-            os.chdir(policy.project)
+            rank_storage.guard(**policy)
+            os.chdir(run.project)
             torch.set_num_threads(1)
             dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
             dcp.save({f"part{rank}": torch.full((4,), float(rank)), "step": 7}, checkpoint_id="ckpt")
@@ -334,7 +325,7 @@ def test_a_sharded_checkpoint_of_several_vms_is_kept_and_recovered(
     """What ranks of other VMs wrote rank 0 does not reach: the cell says what to type, and nothing of it is lost."""
     elsewhere = tmp_path / "elsewhere" / "rank2"
     elsewhere.mkdir(parents=True)
-    save_sharded(run, tmp_path / "store", scratches={2: str(elsewhere)})
+    save_sharded(run, tmp_path / "store", scratches={2: elsewhere})
     assert "the checkpoint ckpt lacks __2_0.distcp: only rank 0 writes the project" in capfd.readouterr().out
     shutil.rmtree(run.scratch / "rank2")
     elsewhere.rename(run.scratch / "rank2")  # as it comes home

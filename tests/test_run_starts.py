@@ -14,7 +14,7 @@ import pytest
 from taas.engines import Demand, EngineChoice
 from taas.engines.driven import DrivenMachine
 from taas.header.options import RunSpec
-from taas.runs.places import ProcessMark
+from taas.runs.places import ProcessMark, runtime_folder
 from taas.runs.records import RunRecord, read_record
 from taas.supervisor.data_side import Phase
 from taas.supervisor.recorder import Recorder
@@ -29,17 +29,20 @@ from taas.wire.ranks import Asking, Cell, RankEnded, RankStage, Workspace
 from taas.wire.transfer import Chunk
 
 
+def _submit(spec: RunSpec, payload: Memory, loaders: DeliveryOrder | None, project: str = "/") -> Submit:
+    return Submit(
+        cell=Cell("", 1, spec, "nocolor"),
+        workspace=Workspace(project, {}),
+        payload=payload,
+        gpus=(),
+        device="by Ray",
+        delivery=loaders,
+        engine=EngineChoice("ray"),
+    )
+
+
 class Beginning:
-    """A run of two VMs with two ranks each, and what is written down of it.
-
-    Attributes:
-        told: what the VMs were told, with their keys.
-
-    Args:
-        data_vms: that it has, too.
-        here: the address of this machine, once it is known.
-        remote: whether its VMs are other hosts.
-    """
+    """A run of two VMs with two ranks each, and what is written down of it; ``told`` is what VMs were told, with their keys."""
 
     def __init__(
         self, project: Path, data_vms: int = 0, here: str = "", *, remote: bool = True, **options: Any
@@ -52,16 +55,7 @@ class Beginning:
         payload = Memory(os.getpid(), self._payload, 0)
         loaders = DeliveryOrder(payload, processes=1, encrypt=True) if data_vms else None
         spec = RunSpec(name="starts", instance="g2.2", vms=2, ranks_per_vm=2, data_vms=data_vms, **options)
-        submit = Submit(
-            cell=Cell("", 1, spec, "nocolor"),
-            workspace=Workspace(str(project), {}),
-            payload=payload,
-            gpus=(),
-            device="by Ray",
-            delivery=loaders,
-            engine=EngineChoice("ray"),
-        )
-        recorder = Recorder(submit, ProcessMark.of(os.getpid()))
+        recorder = Recorder(_submit(spec, payload, loaders, str(project)), ProcessMark.of(os.getpid()))
         recorder.begin(())
         self._loop = PollLoop()
         self._worker = WorkThread(self._loop.soon)
@@ -82,11 +76,6 @@ class Beginning:
         planner, *vms = self._vms(count + 1)
         return DataVms(vms, planner, lambda: self._here, lambda: None)
 
-    def again(self, data_vms: int) -> None:
-        """Start it again."""
-        self._settle(self.run)
-        self.run = self.run.again(self.vms, self.data(data_vms))
-
     def started(self) -> list[StartJob]:
         """The orders to start ranks."""
         return [told for _, told in self.told if isinstance(told, StartJob)]
@@ -104,18 +93,16 @@ class Beginning:
 
     def ended(self) -> RunRecord:
         """End it, and return what is known of it then."""
-        self.run.end()
-        if self.run.recorder.record.live:
-            self._settle(self.run)
-            self.run.conclude()
+        run = self.run
+        run.end()
+        if run.recorder.record.live:
+            if run.data is not None and not run.data.closed:
+                run.data.close()
+            self.work()
+            run.settle(lambda settled: None)
+            self.work()
+            run.conclude()
         return self.record
-
-    def _settle(self, run: Run) -> None:
-        if run.data is not None and not run.data.closed:
-            run.data.close()
-        self.work()
-        run.settle(lambda settled: None)
-        self.work()
 
     def work(self) -> None:
         """Wait for the worker."""
@@ -196,24 +183,6 @@ def test_vms_without_any_gpu_are_a_rehearsal(
     assert (begun.record.state, begun.record.device) == ("starting", f"rehearsed on CPU ({why})")
 
 
-def test_a_new_start_forgets_no_data_vm_that_was_lost(begin: Callable[..., Beginning]) -> None:
-    """The cell names at its end what every start said of its data, in order."""
-    begun = begin(data_vms=2, max_restarts=1)
-    for restart in range(2):
-        data = begun.run.data
-        assert data is not None
-        data.phase = Phase.DELIVERING  # the first elements are there: the run goes on without this one
-        vm = data.vms.by_number[1]
-        vm.machine.go(f"no node for start {restart}", "EngineError")
-        data.lose(vm, f"no node for start {restart}")
-        if restart == 0:
-            begun.again(data_vms=2)
-    assert begun.ended().notices == (
-        "data VM 1 could not be had: no node for start 0",
-        "data VM 1 could not be had: no node for start 1",
-    )
-
-
 def test_a_vm_that_is_lost_when_its_ranks_have_ended_well(begin: Callable[..., Beginning]) -> None:
     """The coordinator is asked for its last word all the same: else the run would wait for it for ever."""
     begun = begin(data_vms=1, here="127.0.0.1")
@@ -233,19 +202,15 @@ def test_a_vm_that_is_lost_when_its_ranks_have_ended_well(begin: Callable[..., B
     assert begun.ended().outcome == "lost"
 
 
-def _all_end_well(begun: Beginning, answer: Memory | None = None) -> None:
-    for rank in range(4):
-        begun.hear(rank // 2, RankStage(stage="begun", rank=rank))
-        ended = RankEnded(rank=rank, outcome="done", at=0.0, answer=answer if rank == 0 else None)
-        begun.hear(rank // 2, ended)
-
-
 def test_an_agent_that_dies_takes_the_names_that_it_held(begin: Callable[..., Beginning]) -> None:
     """Its ranks have ended well, and nobody has opened their names: the record does not say that they came back."""
     begun = begin(remote=False)
     _all_come(begun, (), ())
     begun.machines[0].pid = 4242
-    _all_end_well(begun, Memory(4242, 9, 100))
+    for rank in range(4):
+        begun.hear(rank // 2, RankStage(stage="begun", rank=rank))
+        answer = None if rank else Memory(4242, 9, 100)
+        begun.hear(rank // 2, RankEnded(rank=rank, outcome="done", at=0.0, answer=answer))
     begun.hear(0, JobOver())
     begun.run.vm_lost(begun.vms[0], "killed by SIGKILL")
     begun.hear(1, JobOver())
@@ -295,16 +260,6 @@ def test_the_first_to_fail_is_found_whatever_clocks_say(
     assert verdict.vm.startswith(f"g2.2-{first // 2} ")
 
 
-def test_names_that_were_not_packed_in_time_are_said_to_be(begin: Callable[..., Beginning]) -> None:
-    """The agent says what its rank had not done: to answer is one thing, to pack is another one."""
-    begun = begin()
-    _all_come(begun, (), ())
-    begun.hear(0, RankStage(stage="begun", rank=0))
-    late = RankEnded(rank=0, outcome="ended", at=0.0, message="had not packed them after 60 s")
-    begun.hear(0, late)
-    assert begun.ended().names == "no names came back: rank 0 had not packed them after 60 s"
-
-
 ANSWER = Memory(0, 0, 4)
 FOREIGN: list[tuple[int, JobSays]] = [
     (0, RankEnded(rank=0, outcome="done", at=0.0, answer=ANSWER)),
@@ -339,3 +294,53 @@ def test_an_agent_speaks_of_its_own_job_and_ranks_only(begin: Callable[..., Begi
     assert (begun.run.found.answer, begun.run.transfer.answer, begun.run.ranks.store) == (None, None, None)
     begun.hear(0, RankEnded(rank=1, outcome="done", at=0.0, answer=Memory(os.getpid(), 9, 100)))
     assert begun.run.found.answer is None
+
+
+@pytest.mark.parametrize("lacks", ["payload", "folder"])
+def test_a_run_that_cannot_be_recorded_holds_nothing(
+    lacks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its kernel closed its payload, or there is no room for its folder: cell after cell may be refused so."""
+    monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path))
+    fd = os.memfd_create("names")
+    try:
+        there = Memory(os.getpid(), fd, 0)
+        payload = Memory(os.getpid(), fd, 1) if lacks == "payload" else there
+        if lacks == "folder":
+            runtime_folder("runs").rmdir()
+            (tmp_path / "taas" / "runs").touch()
+        before = len([*Path("/proc/self/fd").iterdir()])
+        loaders = DeliveryOrder(there, processes=1, encrypt=False)
+        with pytest.raises(OSError, match=r"is not the memory|exists|Not a directory"):
+            Recorder(_submit(RunSpec(), payload, loaders), ProcessMark.of(os.getpid()))
+        assert len([*Path("/proc/self/fd").iterdir()]) == before
+    finally:
+        os.close(fd)
+
+
+def test_a_new_start_forgets_no_data_vm_that_was_lost(begin: Callable[..., Beginning]) -> None:
+    """The cell names at its end what every start said of its data, in order."""
+    begun = begin(data_vms=2, max_restarts=1)
+    for restart in range(2):
+        data = begun.run.data
+        assert data is not None
+        data.phase = Phase.DELIVERING  # the first elements are there: the run goes on without this one
+        vm = data.vms.by_number[1]
+        vm.machine.go(f"no node for start {restart}", "EngineError")
+        data.lose(vm, f"no node for start {restart}")
+        if restart == 0:
+            begun.again(data_vms=2)
+    assert begun.ended().notices == (
+        "data VM 1 could not be had: no node for start 0",
+        "data VM 1 could not be had: no node for start 1",
+    )
+
+
+def test_names_that_were_not_packed_in_time_are_said_to_be(begin: Callable[..., Beginning]) -> None:
+    """The agent says what its rank had not done: to answer is one thing, to pack is another one."""
+    begun = begin()
+    _all_come(begun, (), ())
+    begun.hear(0, RankStage(stage="begun", rank=0))
+    late = RankEnded(rank=0, outcome="ended", at=0.0, message="had not packed them after 60 s")
+    begun.hear(0, late)
+    assert begun.ended().names == "no names came back: rank 0 had not packed them after 60 s"

@@ -93,16 +93,7 @@ LIMIT = 64 << 20
 
 def everybody(found: Processes) -> list[psutil.Process]:
     """All processes of taas for a notebook."""
-    kinds = (
-        found.supervisor,
-        found.agents,
-        found.forkservers,
-        found.ranks,
-        found.data_processes,
-        found.spares,
-        found.others,
-    )
-    return [process for kind in kinds for process in kind]
+    return [process for kind in found.__dataclass_fields__ for process in getattr(found, kind)]
 
 
 @pytest.fixture(scope="module")
@@ -204,17 +195,6 @@ def test_descriptors_are_many_where_peers_come_in_and_as_usual_in_ranks(notebook
         assert soft == hard
 
 
-def stranger(kind: str, server_key: bytes, endpoint: str, context: zmq.Context) -> zmq.Socket:
-    """A client without the key."""
-    client = context.socket(zmq.DEALER)
-    client.linger = 0
-    if kind == "another key":
-        client.curve_serverkey = server_key
-        client.curve_publickey, client.curve_secretkey = zmq.curve_keypair()
-    client.connect(endpoint)
-    return client
-
-
 @pytest.mark.parametrize("kind", ["no key", "another key"])
 def test_a_stray_client_gets_nothing(running: psutil.Process, tmp_path: Path, kind: str) -> None:
     """Neither commands nor pickles of a client without the key are read, and nothing is answered."""
@@ -229,7 +209,12 @@ def test_a_stray_client_gets_nothing(running: psutil.Process, tmp_path: Path, ki
     )  # fmt: skip
     context = zmq.Context()
     try:
-        client = stranger(kind, zmq.curve_keypair()[0], f"ipc://{path}", context)
+        client = context.socket(zmq.DEALER)
+        client.linger = 0
+        if kind == "another key":
+            client.curve_serverkey = zmq.curve_keypair()[0]
+            client.curve_publickey, client.curve_secretkey = zmq.curve_keypair()
+        client.connect(f"ipc://{path}")
         for message in (pack(submit), pack(RunRequest(run="r1", what="interrupt")), payload):
             client.send(message)
         assert client.poll(1500) == 0
@@ -323,7 +308,7 @@ def test_silent_clients_hold_nobody_up(tmp_path: Path) -> None:
             while not wanted.done():
                 if select.select([server], [], [], 0.1)[0]:
                     server.answer()
-        server.close()
+        server._listener.close()
         slabs = wanted.result()
         assert slabs is not None
         slabs.map[:1] = b"!"

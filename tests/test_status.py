@@ -27,12 +27,12 @@ from taas.runs.places import ProcessMark
 from taas.runs.records import (
     RunRecord,
     find_run,
+    make_room,
     new_folder,
     of_notebook,
     read_records,
     write_record,
 )
-from taas.runs.retention import make_room
 from taas.runs.stacks import StackGroup, Trouble
 from taas.supervisor.connections import Connection, all_connections, write_connection
 from taas.wire.ranks import Cell, RankEnded, RankUse

@@ -16,11 +16,10 @@ IDLE = """
 import os
 from multiprocessing import get_context
 from taas.agent.forkserver import Forkserver
-from taas.agent.import_idly import MODULES
 
 def look(answer):
     import sys
-    answer.send((os.getpriority(os.PRIO_PROCESS, 0), "taas.rank.entry" in sys.modules, MODULES in os.environ))
+    answer.send((os.getpriority(os.PRIO_PROCESS, 0), "taas.rank.entry" in sys.modules, "TAAS_IMPORT_IDLY" in os.environ))
 
 if __name__ == "__main__":
     server = Forkserver(idle=True)

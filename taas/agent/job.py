@@ -24,7 +24,7 @@ import msgspec
 from taas.agent.forkserver import Forkserver, fork
 from taas.agent.outflow import log_of
 from taas.agent.processes import ForkedProcess
-from taas.agent.spares import KeptProcesses, Spares
+from taas.agent.spares import KeptProcesses, On, Spares
 from taas.agent.staging import ProjectArrival, Staging
 from taas.delivery.config import DataOrder
 from taas.engines import AgentConfig
@@ -41,56 +41,42 @@ class Services:
     """What a job has of its VM.
 
     Attributes:
-        config: the agent's.
-        forkserver: what its processes are forked from.
-        spares: processes that wait for the order to be a rank.
-        kept: ranks that wait for the order to run another cell.
         on, off: begin and end to watch a descriptor.
         grows: tells of a folder in which files grow that are to be sent.
         say: sends a message to the supervisor.
-        renewed: the forkserver was started anew: forget what was forked from the old one.
-        sweep: end what processes that are gone have left, if no cell runs: it may have orphans that it needs.
+        sweep: ends what processes that are gone have left, if no cell runs: it may have orphans that it needs.
     """
 
     config: AgentConfig
     forkserver: Forkserver
     spares: Spares
     kept: KeptProcesses
-    on: Callable[[Any, Callable[[], None]], None]
+    on: On
     off: Callable[[Any], None]
     grows: Callable[[Path], None]
     say: Callable[[Message], None]
-    renewed: Callable[[], None]
     sweep: Callable[[], None]
 
 
 class Job:
     """One job.
 
-    Args:
-        order: the supervisor's.
-        services: what it has of this VM.
-
     Attributes:
-        name: what messages call its VM.
-        processes: its processes.
-        begun: whether they were forked.
+        begun: whether its processes were forked.
         over: whether its end was said.
-        swept: whether nothing that they left is there.
         sender: what sends home what they write, change and answer; on the notebook's machine there is nothing to send.
     """
 
     def __init__(self, order: StartJob, services: Services) -> None:
-        self.run, self.number, self.name = order.run, order.job, order.name
         self.processes: list[ForkedProcess] = []
-        self.begun = self.over = self.swept = False
+        self.begun = self.over = self._swept = False
         self.sender = Sender(self._say)
         self._order, self._services = order, services
         self._staging: Staging | None = None
         self._how: str | None = None
 
     def _say(self, said: JobSays) -> None:
-        self._services.say(OfJob(run=self.run, job=self.number, said=said))
+        self._services.say(OfJob(run=self._order.run, job=self._order.job, said=said))
 
     # ------------------------------------------------------------ what differs
 
@@ -156,13 +142,13 @@ class Job:
             return
         self.begun = True
         try:
-            staged = self._staging.staged
-            services, held = self._services, self._services.kept.there
-            rehearsed = self._order.work.rehearsed
-            if services.forkserver.fit(self.run, staged.environ, rehearsed=rehearsed, held=held):
-                services.renewed()
+            order, staged, services = self._order, self._staging.staged, self._services
+            if services.forkserver.fit(
+                order.run, staged.environ, rehearsed=order.work.rehearsed, held=services.kept.there
+            ):
+                services.spares.forget()
             if staged.late:
-                self._services.grows(Path(staged.late))
+                services.grows(Path(staged.late))
             self._fork(staged)
         except Exception as error:  # whatever it was, the supervisor says so in the cell
             self.fail(f"{type(error).__name__}: {error}")
@@ -201,8 +187,8 @@ class Job:
         except OSError as error:
             self.fail(f"what its processes wrote could not be sent: {error}")
         if self.ended and not self.over:
-            if not self.swept:
-                self.swept = True
+            if not self._swept:
+                self._swept = True
                 self._services.sweep()
             if self.sender.done:
                 self.over = True
@@ -256,10 +242,10 @@ def _be_data_process(order: DataOrder, staged: Staged) -> None:
 
     from taas import project_sync
     from taas.project_sync import late_files
-    from taas.rank.lifeline import tie_to_agent
+    from taas.rank.lifeline import name_process, tie_to_agent
 
     tie_to_agent()
-    Path("/proc/self/comm").write_text("taas-planner" if order.plans else "taas-pool")
+    name_process("taas-planner" if order.plans else "taas-pool")
     os.environ.clear()
     os.environ.update(staged.environ | _AS_A_C1_4)
     _write_to(staged.output)
@@ -284,8 +270,8 @@ def _write_to(log: str) -> None:
 
     Each line at once: a data worker is killed at the run's end, with all that it has not written yet.
     """
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)
+    assert isinstance(sys.stdout, io.TextIOWrapper)
+    sys.stdout.reconfigure(line_buffering=True)
     try:
         Path(log).parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)

@@ -11,7 +11,6 @@ import sys
 import threading
 import traceback
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -20,7 +19,7 @@ import zmq
 from taas import _linux
 from taas.agent.forkserver import Forkserver
 from taas.agent.job import DataJob, Job, Services
-from taas.agent.processes import RankProcess, become_subreaper, sweep_orphans
+from taas.agent.processes import become_subreaper, sweep_orphans
 from taas.agent.rank_job import RankJob
 from taas.agent.spares import KeptProcesses, Spares
 from taas.agent.staging import environment
@@ -45,31 +44,21 @@ class Agent:
             set_heartbeat(self._socket)
         self._sources = PollLoop()
         self._read = MessageReader(AgentHears)
+        on, off = self._sources.on, self._sources.off
         self._forkserver = Forkserver(data=config.data, idle=config.idle)
-        self._spares = Spares(self._watch_spare, self._unwatch_spare)
-        self._kept = KeptProcesses(self._sources.on, self._sources.off, self._say)
+        self._spares = Spares(self._forkserver, on, off)
+        self._kept = KeptProcesses(on, off, self._say)
         self._inotify = Inotify()
         self._jobs: dict[tuple[str, int], Job] = {}
         self._supervisor_gone = False
         self._config = config
-        self._scratch = Path(config.scratch)
         self._link = SupervisorLink(self._socket, config.endpoint) if config.remote else None
         self._ending = threading.Event()
         self._socket.connect(config.endpoint)
+        grows, say, sweep = self._inotify.add, self._say, self._sweep
         self._services = Services(
-            config,
-            self._forkserver,
-            self._spares,
-            self._kept,
-            self._sources.on,
-            self._sources.off,
-            self._inotify.add,
-            self._say,
-            self._forget_spares,
-            self._sweep,
+            config, self._forkserver, self._spares, self._kept, on, off, grows, say, sweep
         )
-
-    # ------------------------------------------------------------ the loop
 
     def run(self) -> None:
         """Serve until the supervisor is gone, then end all that was started here."""
@@ -119,8 +108,6 @@ class Agent:
     def _say(self, message: Message) -> None:
         self._socket.send(pack(message))
 
-    # ------------------------------------------------------------ the supervisor
-
     def _hear_supervisor(self) -> None:
         while True:
             try:
@@ -151,7 +138,7 @@ class Agent:
         if job.preparation is not None and self._forkserver.outlived(None):
             self._spares.want(job.preparation, job.size)
         else:
-            self._forget_spares()
+            self._spares.forget()
 
     def _lose_supervisor(self) -> None:
         self._supervisor_gone = not os.read(sys.stdin.fileno(), 4096)
@@ -168,7 +155,7 @@ class Agent:
         self._ending.set()
         _linux.kill_in(deadlines.END_AGENT)
         with contextlib.ExitStack() as last_first:
-            last_first.callback(shutil.rmtree, self._scratch, ignore_errors=True)
+            last_first.callback(shutil.rmtree, self._config.scratch, ignore_errors=True)
             last_first.callback(self._context.term)
             last_first.callback(self._socket.close, linger=0)
             if self._link is not None:
@@ -178,43 +165,10 @@ class Agent:
             last_first.callback(sweep_orphans, ())
             last_first.callback(self._kept.end, patient=True)
 
-    # ------------------------------------------------------------ what is written, and left
-
     def _sweep(self) -> None:
         """End what dead processes have left; a cell that runs may have orphans that it needs."""
         if all(job.ended for job in self._rank_jobs):
             sweep_orphans((self._forkserver.pid,))
-
-    # ------------------------------------------------------------ spares
-
-    def _watch_spare(self, spare: RankProcess) -> None:
-        self._sources.on(spare.sentinel, partial(self._lose_spare, spare))
-        assert spare.connection is not None
-        source = spare.connection.fileno()
-        self._sources.on(source, partial(self._hear_spare, spare))
-
-    def _unwatch_spare(self, spare: RankProcess) -> None:
-        self._sources.off(spare.sentinel)
-        if spare.connection is not None:
-            self._sources.off(spare.connection.fileno())
-
-    def _hear_spare(self, spare: RankProcess) -> None:
-        assert spare.connection is not None
-        source = spare.connection.fileno()
-        spare.hear()
-        if spare.connection is None:  # it closed its end: it is about to be gone
-            self._sources.off(source)
-            self._lose_spare(spare)
-
-    def _lose_spare(self, spare: RankProcess) -> None:
-        self._spares.lose(spare)
-        if not self._forkserver.outlived(spare.exitcode):
-            sweep_orphans((self._forkserver.pid,))
-
-    def _forget_spares(self) -> None:
-        """Let go of those of another forkserver, which ended with it, and bury them."""
-        self._spares.end()
-        sweep_orphans((self._forkserver.pid,))
 
 
 def _die_when_stopped(ending: threading.Event) -> None:
@@ -225,7 +179,7 @@ def _die_when_stopped(ending: threading.Event) -> None:
 
 
 def main() -> None:
-    """Read the configuration from standard input, and serve."""
+    """Serve as the configuration on standard input says."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     line = read_line(sys.stdin.fileno())
     if not line:  # the engine changed its mind

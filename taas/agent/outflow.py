@@ -30,15 +30,15 @@ def output_of(rank: int, folder: Path, ended: Callable[[], bool]) -> Iterator[Ch
 
     It ends with a last look, begun when ``ended`` says that nobody writes there any more.
     """
-    sent = dict.fromkeys((STDOUT, STDERR, EVENTS, COLLECTED), 0)
+    files = dict.fromkeys((STDOUT, STDERR, EVENTS, COLLECTED), 0)
     last = False
     while not last:
         last, events = ended(), _size(folder / EVENTS)
-        for name in sent:
+        for name, sent in files.items():
             size = events if name == EVENTS else _size(folder / name)
-            for offset, data in _read(folder / name, sent[name], size):
+            for offset, data in _read(folder / name, sent, size):
                 yield Chunk(of="output", rank=rank, file=name, offset=offset, data=data)
-                sent[name] = offset + len(data)
+                files[name] = offset + len(data)
         if not last:  # else it is over: nothing might wake this process for another step
             yield None
 
@@ -59,15 +59,11 @@ def log_of(log: Path, ended: Callable[[], bool]) -> Iterator[Chunk | None]:
 
 def _read(path: Path, offset: int, size: int) -> Iterator[tuple[int, bytes]]:
     """Read a file up to a size; gives chunks, with where they are."""
-    if offset >= size:
-        return
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        while offset < size and (data := os.pread(fd, min(CHUNK, size - offset), offset)):
-            yield offset, data
-            offset += len(data)
-    finally:
-        os.close(fd)
+    if offset < size:
+        with path.open("rb", buffering=0) as file:
+            while offset < size and (data := os.pread(file.fileno(), min(CHUNK, size - offset), offset)):
+                yield offset, data
+                offset += len(data)
 
 
 def _size(path: Path) -> int:
@@ -80,33 +76,22 @@ def _size(path: Path) -> int:
 class ProjectChanges:
     """What ranks do to the copy of the project on their VM, and to the ``--shared`` directories in it, as archives.
 
-    Args:
-        home: absolute path of the project on the notebook's machine.
-        order: what the ranks were told.
-        staged: what they have here.
-        arrival: how the project came here.
-        ended: whether all ranks have ended.
+    ``home`` is the project's path on the notebook's machine; ``ended`` says whether all ranks have ended.
     """
 
     def __init__(
-        self,
-        home: str,
-        order: RankOrder,
-        staged: Staged,
-        arrival: ProjectArrival,
-        ended: Callable[[], bool],
+        self, home: str, order: RankOrder, staged: Staged, arrival: ProjectArrival, ended: Callable[[], bool]
     ) -> None:
         self._order, self._scratch, self._arrival, self._ended = order, staged.scratch, arrival, ended
         shared = shared_places(home, order.cell.spec.shared)
         own = order.first_rank == 0
-        self._project: Changes | None = None
-        if arrival.copy is not None and (own or shared):
-            self._project = Changes(str(arrival.copy), only(() if own else shared))
+        sends = arrival.copy is not None and (own or shared)
+        self._project = Changes(str(arrival.copy), only(() if own else shared)) if sends else None
         self._next_look = monotonic() + _EVERY_SECONDS
         self._packing = False
 
     def wait(self) -> float | None:
-        """Return the seconds until there is something to do; None: there is not."""
+        """Return the seconds until there is something to do."""
         if self._packing:
             return 0.0
         looks = self._project is not None and not self._ended()
@@ -123,11 +108,10 @@ class ProjectChanges:
             yield from self._archive("changes", self._project, last=True)
         # What ranks other than 0 wrote in the project's place is sorted on the notebook's machine.
         numbers = range(max(1, self._order.first_rank), self._order.first_rank + self._order.local_world_size)
-        places = [f"{scratch_of(Path(), rank)}/{folder}" for rank in numbers for folder in ("tree", "gone")]
+        places = [f"{scratch_of(Path(), rank)}/tree" for rank in numbers]
         if places:
-            yield from self._archive(
-                "writes", Changes(str(self._scratch), only(places), afresh=True), last=True
-            )
+            writes = Changes(str(self._scratch), only(places), afresh=True)
+            yield from self._archive("writes", writes, last=True)
 
     def _archive(
         self, of: Literal["changes", "writes"], changes: Changes, *, last: bool

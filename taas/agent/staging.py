@@ -31,13 +31,8 @@ _COPY = "project"
 def environment(notebook: dict[str, str], changed: Iterable[str], config: AgentConfig) -> dict[str, str]:
     """Return the environment that ranks have on this VM.
 
-    A variable that the notebook set itself holds here, too; one that it inherited holds where this VM has none
-    of that name: PATH, HOME and their like are the VM's.
-
-    Args:
-        notebook: the notebook's environment, or a part of it.
-        changed: names of variables that the notebook set, changed or removed.
-        config: the agent's.
+    A variable that the notebook set itself (``changed``: or removed) holds here, too; one that it inherited holds where
+    this VM has none of that name: PATH, HOME and their like are the VM's.
     """
     own = {name: value for name, value in config.environ.items() if name not in changed}
     return {**notebook, **own}
@@ -58,9 +53,6 @@ class Staging:
         config: the agent's.
         say: says something of the job to the supervisor.
         before: the project, where the ranks that this VM has kept are in it.
-
-    Attributes:
-        project: the project's way here.
 
     Raises:
         OSError: there is no room for it, or its holder is gone.
@@ -110,20 +102,11 @@ class Staging:
         )
 
     def take(self, chunk: Chunk) -> None:
-        """Take in what the supervisor sends.
-
-        Raises:
-            OSError: it cannot be kept; the text says what.
-        """
-        what = "the cell's names" if isinstance(self._order.work, RankOrder) else "the registered loaders"
+        """Take in what the supervisor sends; where it cannot be kept, an OSError says what."""
+        names = "the cell's names" if isinstance(self._order.work, RankOrder) else "the registered loaders"
+        what = names if chunk.of == "payload" else "the project"
         try:
-            if chunk.of == "payload":
-                self._payload.take(chunk)
-            elif chunk.of == "file":
-                self.project.take_file(chunk)
-            else:
-                what = "the project"
-                self.project.take(chunk)
+            (self._payload if chunk.of == "payload" else self.project).take(chunk)
         except (OSError, msgspec.DecodeError) as error:
             raise OSError(f"{what} could not be taken: {error}") from error
 
@@ -131,9 +114,8 @@ class Staging:
         """Let the project stay for the ranks that do; what they diverted is on the notebook's machine."""
         self._stays = True
         if self._root is not None:
-            for folder in ("tree", "gone"):
-                for diverted in Path(self._scratch).glob(f"rank*/{folder}"):
-                    shutil.rmtree(diverted, ignore_errors=True)
+            for diverted in Path(self._scratch).glob("rank*/tree"):
+                shutil.rmtree(diverted, ignore_errors=True)
         return self.project
 
     def close(self) -> None:
@@ -157,8 +139,7 @@ class ProjectArrival:
         cache: for large files of projects, as long as there is the agent.
 
     Attributes:
-        root: as above.
-        late: what its copy lacks; None where there is none.
+        late: what its copy lacks.
         ready: whether it is here, as it is now.
         copy: where it was unpacked; None where the notebook's disk is seen.
         path: where those who work with it find it.
@@ -180,25 +161,24 @@ class ProjectArrival:
         self.ready = False
 
     def expect(self, order: StartJob, say: Callable[[JobRequest], None]) -> None:
-        """A job needs the project as it is now; the copy that an earlier one left here is brought up to date.
-
-        Args:
-            order: the job's.
-            say: says something of it to the supervisor.
-        """
-        self._vm, self._packed, self.notices = order.name, None, []
-        self._say = say
+        """A job needs the project as it is now; the copy that an earlier one left here is brought up to date."""
+        self._vm, self._say = order.name, say
+        self._packed, self.notices = None, []
         self.since_ns = order.since_ns
         self.path = self.path or order.workspace.project
         self.ready = self.root is None or (self.copy is None and _sees_disk(order))
 
     def take(self, chunk: Chunk) -> None:
-        """The supervisor sends a part of the packed project.
+        """The supervisor sends a part of the packed project, or of a file that was asked for.
 
         Raises:
             OSError: there is no room for it.
             msgspec.DecodeError: it is no project.
         """
+        if chunk.of == "file":
+            if self.late is not None:
+                self.late.take(chunk)
+            return
         if self._packed is None:
             self._packed = Incoming(Memory(0, 0, chunk.size))
         self._packed.take(chunk)
@@ -231,11 +211,6 @@ class ProjectArrival:
         else:
             self.replica = str(self.copy)
 
-    def take_file(self, chunk: Chunk) -> None:
-        """The supervisor sends a part of a file that was asked for."""
-        if self.late is not None:
-            self.late.take(chunk)
-
     def close(self) -> None:
         """Give back what is on its way. Twice is harmless."""
         if self._packed is not None:
@@ -243,7 +218,7 @@ class ProjectArrival:
 
 
 def _sees_disk(order: StartJob) -> bool:
-    """Whether the file that proves it is there: names, sizes and times do not, for a VM may have a copy of that disk."""
+    """Whether the file is there that proves it: names, sizes and times do not, for a VM may have a copy of that disk."""
     with contextlib.suppress(OSError):
         return bool(order.token) and Path(order.token_path).read_bytes() == order.token
     return False

@@ -11,6 +11,7 @@ import pickle
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +42,7 @@ class _CopyPickler(pickle.Pickler):
 
 
 def pack(names: Sequence[str], namespace: Mapping[str, Any], folder: Path) -> None:
-    """Write a rank's values into its folder.
-
-    Raises:
-        OSError: there is no room for them.
-    """
+    """Write a rank's values into its folder."""
     values = {name: _packed(namespace[name]) for name in names if name in namespace}
     (folder / COLLECTED).write_bytes(msgspec.msgpack.encode(values))
 
@@ -65,38 +62,29 @@ def _reason(error: Exception) -> str:
 
 
 def collect(names: Sequence[str], folders: Sequence[Path]) -> list[str]:
-    """Put the values of all ranks into :data:`collected`; returns what did not come, in lines for the user.
-
-    Args:
-        names: those that were asked for.
-        folders: of each rank's output.
-    """
+    """Put the values of all ranks, from the folders of their output, into :data:`collected`; returns in lines what did not come."""
     lost: dict[tuple[str, str], list[int]] = {}
     for name in names:
         collected[name] = [None] * len(folders)
     for rank, folder in enumerate(folders):
         packed = _read(folder / COLLECTED)
         for name in names:
-            missing = _Value(
-                why="there is none at its end" if packed is not None else "it ended before it gave it"
-            )
-            value = (packed or {}).get(name, missing)
+            missing = "there is none at its end" if packed is not None else "it ended before it gave it"
+            value = (packed or {}).get(name, _Value(why=missing))
+            why = value.why
             try:
-                why = value.why
                 collected[name][rank] = None if why else pickle.loads(value.pickled)
             except Exception as error:  # whatever its class does
                 why = _reason(error)
             if why:
                 lost.setdefault((name, why), []).append(rank)
-    return [
-        f"{name!r} of {ranks_in_words(ranks)} was not collected: {why}" for (name, why), ranks in lost.items()
-    ]
+    told = ((name, ranks_in_words(ranks), why) for (name, why), ranks in lost.items())
+    return [f"{name!r} of {ranks} was not collected: {why}" for name, ranks, why in told]
 
 
 def _read(path: Path) -> dict[str, _Value] | None:
     """Read what a rank has written; None where that is not there, or not whole."""
-    try:
+    with suppress(OSError, msgspec.MsgspecError, CaptureError):
         check_room({path.parent.name: path.stat().st_size})
         return msgspec.msgpack.decode(path.read_bytes(), type=dict[str, _Value])
-    except (OSError, msgspec.MsgspecError, CaptureError):
-        return None
+    return None

@@ -1,8 +1,5 @@
 """The planner process: it answers the coordinator with the indices that the user's samplers draw.
 
-An agent calls ``main`` in a process forked from its forkserver, where torch is imported already. A sampler may be
-slow, raise, or crash: the coordinator goes on, and the failure reaches the ranks at its place in the order.
-
 Samplers run exactly as torch's DataLoader would run them. It draws in a fixed sequence, which these plans repeat
 (``torch/utils/data/dataloader.py``): a new iterator calls ``iter(index_sampler)``, then draws its base seed from the
 loader's generator; with workers it calls ``iter(index_sampler)`` once more. Persistent workers keep that iterator: a
@@ -132,8 +129,10 @@ class LoaderPlans:
         """
         opened = Iteration(number)
         try:
-            if repeats:
-                self._repeat(number, epoch)
+            for earlier in range(number) if repeats else ():
+                past = self.open(earlier, None if epoch is None else epoch - number + earlier)
+                self._run_out(past, most=(self._length() or 0) + 1)
+                self.drop(past)
             self._begin(opened, epoch)
         except BaseException as error:
             opened.error = error
@@ -170,12 +169,6 @@ class LoaderPlans:
             self._rngs = rngs_now()
         opened.streams = [] if self.parts.streams else streams
 
-    def _repeat(self, number: int, epoch: int | None) -> None:
-        for earlier in range(number):
-            past = self.open(earlier, None if epoch is None else epoch - number + earlier)
-            self._run_out(past, most=(self._length() or 0) + 1)
-            self.drop(past)
-
     def draw(
         self, opened: Iteration, count: int, until: float, pack: Callable[[Any], Any] = lambda index: index
     ) -> list[Any]:
@@ -210,12 +203,9 @@ class LoaderPlans:
     def final_states(
         self, number: int, epoch: int | None, opened: Iteration | None
     ) -> dict[str, bytes | int]:
-        """Where the loader's own generators stand after an iteration, by attribute path; and its epoch.
+        """Return where the loader's own generators stand after an iteration, by attribute path; and its epoch.
 
-        ``opened`` is that iteration, if it was not dropped.
-
-        Raises:
-            Exception: what the sampler raised.
+        ``opened`` is that iteration, if it was not dropped. Raises what the sampler raises.
         """
         if opened is not None and number not in self._ends:
             self._run_out(opened)
@@ -242,21 +232,19 @@ class LoaderPlans:
 _END = object()
 
 
-def _samplers(index_sampler: Any) -> list[Any]:
-    """The index sampler and the sampler inside it."""
-    return [s for s in (index_sampler, getattr(index_sampler, "sampler", None)) if s is not None]
-
-
 def _with_epochs(index_sampler: Any) -> list[Any]:
-    return [sampler for sampler in _samplers(index_sampler) if hasattr(sampler, "set_epoch")]
+    """Return the index sampler and the sampler inside it, those of them that know epochs."""
+    samplers = index_sampler, getattr(index_sampler, "sampler", None)
+    return [sampler for sampler in samplers if hasattr(sampler, "set_epoch")]
 
 
 def _find_distributed(parts: LoaderParts) -> Any:
-    for sampler in _with_epochs(parts.index_sampler):
-        like_torchs = hasattr(sampler, "num_replicas") and hasattr(sampler, "rank")
-        if isinstance(sampler, DistributedSampler) or like_torchs:
-            return sampler
-    return None
+    distributed = (
+        sampler
+        for sampler in _with_epochs(parts.index_sampler)
+        if hasattr(sampler, "num_replicas") and hasattr(sampler, "rank")
+    )
+    return next(distributed, None)
 
 
 def _with_sampler(index_sampler: Any, old: Any, new: Any) -> Any:
@@ -271,12 +259,11 @@ def _with_sampler(index_sampler: Any, old: Any, new: Any) -> Any:
 
 
 def _generators_of(parts: LoaderParts) -> dict[str, torch.Generator]:
-    """Every torch.Generator that the loader or its samplers hold, by attribute path, once each."""
+    """Return every torch.Generator that the loader or its samplers hold, by attribute path, once each."""
     found: dict[str, torch.Generator] = {}
     places = [("generator", parts.generator)]
-    for path, holder in zip(
-        ("index_sampler", "index_sampler.sampler"), _samplers(parts.index_sampler), strict=False
-    ):
+    sampler = getattr(parts.index_sampler, "sampler", None)
+    for path, holder in (("index_sampler", parts.index_sampler), ("index_sampler.sampler", sampler)):
         places += [(f"{path}.{name}", value) for name, value in getattr(holder, "__dict__", {}).items()]
     for path, value in places:
         if isinstance(value, torch.Generator) and not any(value is known for known in found.values()):
@@ -293,10 +280,6 @@ class Planner:
     def __init__(self, loaders: list[LoaderPlans | LoaderFacts]) -> None:
         self._loaders = loaders
         self._open: dict[int, tuple[LoaderPlans, Iteration]] = {}
-
-    def facts(self) -> tuple[LoaderFacts, ...]:
-        """Return what only the unpickled loaders tell."""
-        return tuple(plans if isinstance(plans, LoaderFacts) else plans.facts for plans in self._loaders)
 
     def answer(self, message: Any) -> Any:
         """Return the reply to a message, or None."""
@@ -347,7 +330,8 @@ def _pack_index(index: Any) -> bytes:
         return by_value
 
 
-def _load(config: DataOrder) -> Planner:
+def _load(config: DataOrder) -> list[LoaderPlans | LoaderFacts]:
+    """Return each loader's plans, or why it has none."""
     parts_of = load_loaders(config.payload)
     rngs = rngs_now()  # the notebook's, and this process's where it has none
     loaders: list[LoaderPlans | LoaderFacts] = []
@@ -357,19 +341,20 @@ def _load(config: DataOrder) -> Planner:
         except BaseException as error:
             reason = f"the sampler of '{name}' cannot be planned ahead: {type(error).__name__}: {error}"
             loaders.append(LoaderFacts(name, error=reason))
-    return Planner(loaders)
+    return loaders
 
 
 def main(config: DataOrder) -> None:
     """Serve until told to quit."""
     with connected(config.common, PLANNER, ToPlanner) as control:
+        loaders: list[LoaderPlans | LoaderFacts] = []
         try:
-            planner = _load(config)
-            hello = Hello(os.getpid(), loaders=planner.facts())
+            loaders = _load(config)
+            facts = [known if isinstance(known, LoaderFacts) else known.facts for known in loaders]
+            control.send(Hello(os.getpid(), loaders=tuple(facts)))
         except BaseException:
-            planner = Planner([])
-            hello = Hello(os.getpid(), traceback.format_exc())
-        control.send(hello)
+            control.send(Hello(os.getpid(), traceback.format_exc()))
+        planner = Planner(loaders)
         while not isinstance(message := control.receive(), Leave):
             reply = planner.answer(message)
             if reply is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import html
 import os
 import types
-from functools import partial
 from typing import Any
 
 from IPython.core.getipython import get_ipython
@@ -18,10 +17,7 @@ from taas.notebook.tables import Shown, plain
 from taas.notebook.watched_run import WatchedRun
 from taas.runs.places import ProcessMark
 from taas.runs.reader import finish
-from taas.runs.records import ANSWER, LOADERS, PAYLOAD, RunRecord, read_record
-from taas.runs.retention import open_kept
-from taas.supervisor import connections
-from taas.wire.ranks import Answer
+from taas.runs.records import ANSWER, LOADERS, PAYLOAD, RunRecord, open_kept, read_record
 
 _BY_REFERENCE = (types.ModuleType, types.FunctionType, type)  # imported and defined, not worth a mention
 _kept: dict[str, tuple[Capture, list[Registration]]] = {}
@@ -84,22 +80,17 @@ def keep_capture(run_id: str, captured: Capture, loaders: list[Registration]) ->
 
 
 def attach(record: RunRecord, shell: Any) -> None:
-    """Show a run in this cell and bring its names into the notebook.
+    """Show a run in this cell, bring its names into the notebook, and raise what it raised.
 
     In the kernel that started the run, what it was given changes in place; in another one names are rebound.
     An interrupt detaches, and the run goes on.
-
-    Raises:
-        CellFailed, RunLost, KeyboardInterrupt: as the run ended.
     """
-    with RunView(record, shell, partial(_answer, record)) as view:
+    name = record.name
+    with RunView(record, shell) as view:
         try:
             record = view.follow()
         except KeyboardInterrupt:
-            say(
-                f"detached; {record.name} goes on. %taas attach {record.name} comes back to it, "
-                f"%taas stop {record.name} ends it"
-            )
+            say(f"detached; {name} goes on. %taas attach {name} comes back to it, %taas stop {name} ends it")
             return
         view.output.settle()
         view.end()
@@ -114,15 +105,9 @@ def attach(record: RunRecord, shell: Any) -> None:
             view.collect()
     _kept.pop(record.id, None)
     if record.outcome == "interrupted":
-        say(f"{record.name} was {record.message or 'stopped'}; {record.names}")
+        say(f"{name} was {record.message or 'stopped'}; {record.names}")
     elif record.outcome != "done":
         finish(record)
-
-
-def _answer(record: RunRecord, answer: Answer) -> None:
-    """Send an answer to the supervisor of a run, whoever's it is."""
-    with connections.Visit(connections.connection_of(record)) as visit:
-        visit.say(answer)
 
 
 def _no_names_because(record: RunRecord) -> str:
@@ -141,11 +126,8 @@ def _bring_names(record: RunRecord, shell: Any, captured: Capture | None, view: 
     if why := _no_names_because(record):
         say(why)
         return
-    fd = open_kept(record, ANSWER)
-    try:
-        applied = captured.apply(fd) if captured is not None else _rebind(record, fd, shell.user_ns)
-    finally:
-        os.close(fd)
+    with os.fdopen(open_kept(record, ANSWER), "rb") as answer:
+        applied = _applied(record, answer.fileno(), captured, shell.user_ns)
     _brought.add(record.id)
     view.take(applied, numbered=captured is not None)
     made = [name for name in applied.rebound if not isinstance(shell.user_ns.get(name), _BY_REFERENCE)]
@@ -155,9 +137,8 @@ def _bring_names(record: RunRecord, shell: Any, captured: Capture | None, view: 
     say("; ".join(said) or "no name was new or changed")
 
 
-def _rebind(record: RunRecord, answer: int, namespace: dict[str, Any]) -> Applied:
-    payload = open_kept(record, PAYLOAD)
-    try:
-        return rebind_answer(payload, answer, namespace)
-    finally:
-        os.close(payload)
+def _applied(record: RunRecord, fd: int, captured: Capture | None, namespace: dict[str, Any]) -> Applied:
+    if captured is not None:
+        return captured.apply(fd)
+    with os.fdopen(open_kept(record, PAYLOAD), "rb") as payload:
+        return rebind_answer(payload.fileno(), fd, namespace)

@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 from IPython.core.error import StdinNotImplementedError
 
@@ -20,6 +20,7 @@ from taas.notebook.watched_run import WatchedRun
 from taas.runs.events import COLLECTED
 from taas.runs.reader import RunReader
 from taas.runs.records import RunRecord, read_records
+from taas.supervisor import connections
 from taas.wire.ranks import Answer, Asking
 
 _DISPLAY_SECONDS = 1.0
@@ -73,30 +74,20 @@ class _LiveLine:
         elif self._display is not None:
             self.refresh(final=bool(news or record.state != before.state))
 
-    def refresh(self, *, final: bool = False) -> None:
-        if not final and time.monotonic() < self._at + _DISPLAY_SECONDS:
+    def refresh(self, *, final: bool = False, below: bool = False) -> None:
+        """Show it as it is now: once a second but for what is ``final``; ``below`` what the cell shows, which was cleared."""
+        if not (final or below) and time.monotonic() < self._at + _DISPLAY_SECONDS:
             return
         self._at = time.monotonic()
         if self._display is not None:
-            self._display.show(self._run.of(self.record, kept=True))
-        elif (text := line(self.record).text) != self._printed:
+            self._display.show(self._run.of(self.record, kept=True), below=below)
+        elif not below and (text := line(self.record).text) != self._printed:
             self._printed = text
             say(*text.splitlines())
 
-    def show_again(self) -> None:
-        """Show the line below what the cell shows now: the cell has cleared its output, and the line with it."""
-        if self._display is not None:
-            self._display.show(self._run.of(self.record, kept=True), below=True)
-
 
 class RunView:
-    """A run as its cell shows it: the cell that launched it, or one that came back to it. A context manager.
-
-    Args:
-        record: the run.
-        shell: the notebook's.
-        send: sends a person's answer to the run's supervisor.
-        live: it is shown as it is written.
+    """A run as its cell shows it: the cell that launched it (``live``), or one that came back to it. A context manager.
 
     Attributes:
         reader: reads it.
@@ -104,46 +95,46 @@ class RunView:
         output: what its ranks show.
     """
 
-    def __init__(
-        self, record: RunRecord, shell: Any, send: Callable[[Answer], None], *, live: bool = False
-    ) -> None:
-        self._shell, self._send, self.reader = shell, send, RunReader(record)
+    def __init__(self, record: RunRecord, shell: Any, *, live: bool = False) -> None:
+        self._shell, self.reader = shell, RunReader(record)
         self.line, self.output = _LiveLine(record, shell), CellOutput(shell, live=live)
-        self.output.above = self.line.show_again
+        self.output.above = lambda: self.line.refresh(below=True)
         self._answered: set[tuple[int, int, int]] = set()
         """By start of the run, rank and number: the questions that were answered here."""
         self._turn, self._turn_until = -1, 0.0
 
-    def follow(
-        self,
-        look: Callable[[], None] = lambda: None,
-        wait: Callable[[float], None] | None = None,
-        ask: Callable[[RunRecord], bool] | None = None,
-    ) -> RunRecord:
-        """Show what there is and what comes, until the run is over; returns its last record.
+    def __enter__(self) -> Self:
+        return self
 
-        Args:
-            look: called several times a second.
-            wait: as in :func:`~taas.notebook.cell_output.follow`.
-            ask: calls :meth:`ask`, if this is the time for it.
-        """
+    def __exit__(self, *_: object) -> None:
+        self.line.show(self.reader.look(at_once=True))  # if the cell leaves it early, it may have been lost
+        self.line.refresh(final=True)
+        self.reader.close()
 
-        def look_round(record: RunRecord) -> None:
-            if record.live:  # its end is shown below all that it has printed
-                self.line.show(record)
-                for question in record.questions:
-                    self.output.show(self.reader.include(question.rank))
-            look()
+    def follow(self) -> RunRecord:
+        """Show what there is and what comes, until the run is over; returns its last record."""
+        return follow(self.reader, self.output, self.look, self.wait, self.ask)
 
-        return follow(self.reader, self.output, look_round, wait, ask or self.ask)
+    def look(self, record: RunRecord) -> None:
+        """Show how it is going, and whoever asks something."""
+        if record.live:  # its end is shown below all that it has printed
+            self.line.show(record)
+            for question in record.questions:
+                self.output.show(self.reader.include(question.rank))
+
+    def wait(self, seconds: float) -> None:
+        """Wait until there may be something new, at most so long."""
+        self.reader.wait(seconds)
+
+    def send(self, answer: Answer) -> None:
+        """Send a person's answer to the run's supervisor, whoever's it is."""
+        with connections.Visit(connections.connection_of(self.reader.record)) as visit:
+            visit.say(answer)
 
     def ask(self, record: RunRecord) -> bool:
         """Ask the person what a rank wants to know next; returns whether there was something.
 
-        A rank keeps its turn as long as it asks on.
-
-        Raises:
-            KeyboardInterrupt: the person did not answer.
+        A rank keeps its turn as long as it asks on. A KeyboardInterrupt is no answer.
         """
         start = record.restarts
         found = [one for one in record.questions if (start, one.rank, one.number) not in self._answered]
@@ -157,7 +148,7 @@ class RunView:
         text, refused = self._read(asked, record)
         self._answered.add((start, asked.rank, asked.number))
         self._turn, self._turn_until = asked.rank, time.monotonic() + _TURN_SECONDS
-        self._send(Answer(run=record.name, rank=asked.rank, number=asked.number, text=text, refused=refused))
+        self.send(Answer(run=record.name, rank=asked.rank, number=asked.number, text=text, refused=refused))
         return True
 
     def _read(self, asked: Asking, record: RunRecord) -> tuple[str, str]:
@@ -175,9 +166,7 @@ class RunView:
     def take(self, applied: Applied, *, numbered: bool = True) -> None:
         """Show what came with the names: ``Out[n]`` and ``_``, widgets, and what could not come.
 
-        Args:
-            applied: what became of the answer.
-            numbered: tracebacks may name the cells of its functions by their numbers, which are this notebook's.
+        ``numbered``: tracebacks may name the cells of its functions by their numbers, which are this notebook's.
         """
         if applied.value is not NOTHING:
             self._shell.displayhook.update_user_ns(applied.value)
@@ -198,40 +187,26 @@ class RunView:
     def end(self) -> None:
         """Show how the run ended."""
         record = self.reader.record
-        if record.cell.spec.notify:
-            self._notify(record)
+        if record.cell.spec.notify and hasattr(self._shell, "kernel"):
+            self._shell.display_pub.publish(notification(record))
+        elif record.cell.spec.notify:
+            sys.stdout.write("\a")
         if record.notices or record.outcome != "done":
             self.output.settle()  # there is more to be shown
         self.line.record = record
         self.line.refresh(final=True)
         say(*record.notices)
 
-    def _notify(self, record: RunRecord) -> None:
-        if hasattr(self._shell, "kernel"):
-            self._shell.display_pub.publish(notification(record))
-        else:
-            sys.stdout.write("\a")
-
-    def __enter__(self) -> RunView:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.line.show(self.reader.look(at_once=True))  # if the cell leaves it early, it may have been lost
-        self.line.refresh(final=True)
-        self.reader.close()
-
 
 class LiveDisplay:
     """What goes on, in the cell that asked: updated once a second by a thread of the kernel, until it is over.
 
-    Args:
-        publisher: the shell's.
-        look: returns what there is to be shown now, and whether it goes on.
+    ``look`` returns what there is to be shown now, and whether it goes on.
     """
 
     def __init__(self, publisher: Any, look: Callable[[], tuple[Shown, bool]]) -> None:
         self._display, self._look = _Updated(publisher), look
-        self._superseded = threading.Event()
+        self.superseded = threading.Event()
         if self._show():
             threading.Thread(target=self._follow, name="taas-display", daemon=True).start()
 
@@ -241,21 +216,21 @@ class LiveDisplay:
         return goes_on
 
     def _follow(self) -> None:
-        while not self._superseded.wait(_DISPLAY_SECONDS) and self._show():
+        while not self.superseded.wait(_DISPLAY_SECONDS) and self._show():
             pass
 
 
-class LiveTable(LiveDisplay):
-    """The table of runs; a newer one takes its place, and the older one stays as it was last."""
+_newest_table: LiveDisplay | None = None
 
-    _newest: LiveTable | None = None
 
-    def __init__(self, publisher: Any, own: Callable[[list[RunRecord]], list[RunRecord]]) -> None:
-        def look() -> tuple[Shown, bool]:
-            records = read_records()
-            return status(records, own=own(records), kept=True), any(record.live for record in records)
+def show_live_table(publisher: Any, own: Callable[[list[RunRecord]], list[RunRecord]]) -> None:
+    """Show the table of runs; a newer one takes its place, and the older one stays as it was last."""
+    global _newest_table
 
-        super().__init__(publisher, look)
-        if LiveTable._newest is not None:
-            LiveTable._newest._superseded.set()
-        LiveTable._newest = self
+    def look() -> tuple[Shown, bool]:
+        records = read_records()
+        return status(records, own=own(records), kept=True), any(record.live for record in records)
+
+    if _newest_table is not None:
+        _newest_table.superseded.set()
+    _newest_table = LiveDisplay(publisher, look)

@@ -8,7 +8,6 @@ import gc
 import io
 import os
 import socket
-import sys
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,35 +24,21 @@ from taas.wire.ranks import Preparation, RankEnded, RankKept, RankStage, RankSta
 
 
 def main(agent: socket.socket, preparation: Preparation) -> NoReturn:
-    """Be a rank, once the agent orders it; called in a process forked from the forkserver.
-
-    Args:
-        agent: the connection to it.
-        preparation: what to do before there is an order.
-    """
+    """Be a rank, once the agent orders it; called in a process forked from the forkserver."""
     lifeline.tie_to_agent()  # before anything can hang
     lifeline.name_process(lifeline.SPARE_NAME)
-    outlet = Outlet()
-    status = 1
+    outlet, shell = Outlet(), None
+    status = 1  # also where the agent is gone
     try:
-        shell = None
         with contextlib.suppress(Exception):  # it is tried again, and said, when there is an order
             shell = make_ready(preparation, outlet)
         link = AgentLink(agent)
         link.send(RankStage(stage="ready"))
         status = _Orders(shell, link, outlet).carry_out()
         outlet.flush()
-    except KeyboardInterrupt:  # one that came before the cell, and not while it is prepared
-        status = 130
-    except (EOFError, BrokenPipeError):  # the agent is gone
-        status = 1
     finally:
         # Threads that still run must not hold the rank, nor half-destroyed process groups abort it.
         os._exit(status)
-
-
-_FILES = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
-"""What keeps back what is written to it."""
 
 
 class _Orders:
@@ -64,7 +49,6 @@ class _Orders:
         self._rank: Prepared | None = None
 
     def carry_out(self) -> int:
-        """Return the status to leave with."""
         ended: RankEnded | None = None
         while (order := self._link.next_order()) is not None:
             lifeline.name_process(lifeline.OWN_NAME)
@@ -87,8 +71,6 @@ class _Orders:
         outlet.open(Path(start.staged.output) / str(start.rank))
         ended = self._run(start, payload)
         outlet.flush()
-        if not link.in_rank:
-            _leave_as_child(ended)
         link.answer = -1 if ended.answer is None else ended.answer.fd
         link.send(with_notices(ended, lost_output(ended, outlet)))
         with _shown():
@@ -124,17 +106,11 @@ def _shown() -> Iterator[None]:
         traceback.print_exc()
 
 
-def _leave_as_child(ended: RankEnded) -> NoReturn:
-    """End a process that the cell forked and let run on to the cell's end: it is not the rank."""
-    sys.stderr.write("\n".join(ended.traceback))
-    sys.stderr.flush()
-    os._exit(0 if ended.outcome == "done" else 1)
-
-
 def _end_as_python_does() -> None:
     """Do what the end of Python would, which this process does not come to: exit functions, flushing."""
     atexit._run_exitfuncs()
+    keep_back = io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom
     # isinstance would ask proxies
-    for file in [part for part in gc.get_objects() if issubclass(type(part), _FILES)]:
+    for file in [part for part in gc.get_objects() if issubclass(type(part), keep_back)]:
         with contextlib.suppress(OSError, ValueError):  # it is closed, or what it writes to is
             file.flush()

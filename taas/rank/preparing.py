@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from taas import adopt, capture, project_sync, rehearsal
 from taas.project_sync import late_files
 from taas.rank import children
 from taas.rank.shell import RankShell
-from taas.rank_storage import Guard, Policy, guard, scratch_of
+from taas.rank_storage import Guard, guard, scratch_of
 from taas.runs.stacks import answer_requests
 from taas.wire.ranks import RankOrder, RankStart
 
@@ -29,8 +30,6 @@ class Prepared:
     """This process, from its first order to its last.
 
     Attributes:
-        shell: where its cells run.
-        wall: the one around the project.
         device: where CUDA tensors of the notebook land; ``cuda``: on the device they had; None: in host memory.
         environ: the notebook's, as it was last.
         project: where it is on this VM.
@@ -47,10 +46,17 @@ class Prepared:
     def take_in(self, start: RankStart, payload: int) -> None:
         """Make ready for a cell: its variables, loaders and names, of which ``payload`` is a descriptor."""
         order, staged = start.order, start.staged
-        self._take_environ(staged.environ)
+        for name in self.environ.keys() - staged.environ.keys():
+            os.environ.pop(name, None)
+        os.environ.update(staged.environ.items() - self.environ.items())
+        self.environ = staged.environ
         os.environ.update(start.environ)
         if order.continues:
-            self._enter_directory(Path(order.cell.directory), staged.project)
+            there = Path(order.cell.directory)
+            if there.is_relative_to(staged.project):
+                there = self.project / there.relative_to(staged.project)
+            if there.is_dir():  # on this VM, too
+                os.chdir(there)
         self.wall.begin_run(scratch_of(Path(staged.scratch), start.rank), staged.since_ns)
         late_files.use(staged.late, staged.project, staged.replica)
         adopt.begin_run(order.store)
@@ -65,20 +71,6 @@ class Prepared:
         if start.rank == 0:
             self.arrival.mark()
 
-    def _take_environ(self, environ: dict[str, str]) -> None:
-        """Take over what the notebook has changed of its environment since the last cell."""
-        for name in self.environ.keys() - environ.keys():
-            os.environ.pop(name, None)
-        os.environ.update(environ.items() - self.environ.items())
-        self.environ = environ
-
-    def _enter_directory(self, there: Path, project: str) -> None:
-        """Go where the notebook is, if this VM has that directory."""
-        if there.is_relative_to(project):
-            there = self.project / there.relative_to(project)
-        if there.is_dir():
-            os.chdir(there)
-
     def sizes(self) -> dict[str, int]:
         """Return the memory that this process holds, as a `RankKept` has it."""
         torch = sys.modules["torch"]
@@ -88,9 +80,9 @@ class Prepared:
 
 def become_rank(start: RankStart, shell: RankShell, payload: int) -> Prepared:
     """Make this process what the contract says a rank is, but for the names."""
-    order, rank, local_rank, staged = start.order, start.rank, start.local_rank, start.staged
+    order, local_rank, staged = start.order, start.local_rank, start.staged
     capture.check_versions(capture.peek(payload))
-    if not hasattr(shell, "kernel") or rank not in order.cell.spec.shown_ranks():
+    if not hasattr(shell, "kernel") or start.rank not in order.cell.spec.shown_ranks():
         sys.modules.pop("ipykernel.zmqshell", None)  # its bars are text: nobody would see widgets
     os.environ.update(start.environ)
     project = project_sync.entered(staged.replica, staged.project, functools.partial(_tell, start))
@@ -98,7 +90,7 @@ def become_rank(start: RankStart, shell: RankShell, payload: int) -> Prepared:
     _enter_project(start, project)
     device = _enter_device(order, local_rank)
     membership = adopt.Membership(
-        rank=rank,
+        rank=start.rank,
         world_size=order.cell.spec.world_size,
         local_rank=local_rank,
         local_world_size=order.local_world_size,
@@ -113,7 +105,6 @@ def become_rank(start: RankStart, shell: RankShell, payload: int) -> Prepared:
 
 
 def _tell(start: RankStart, text: str) -> None:
-    """Show a line in the cell, once for all ranks."""
     if start.rank == 0:
         print(f"taas: VM {start.order.vm}: {text}")  # noqa: T201
 
@@ -128,15 +119,13 @@ def _enter_storage(start: RankStart, project: str) -> Guard:
     if order.cell.spec.keep:  # later runs have other folders beside these
         ours = [str(Path(path).parent) for path in ours if path]
     return guard(
-        Policy(
-            project=project,
-            rank=start.rank,
-            mode=order.cell.spec.rank_writes,
-            shared=order.cell.spec.shared,
-            scratch=str(scratch),
-            since_ns=staged.since_ns,
-            writable=tuple(path for path in ours if path),
-        )
+        project=project,
+        rank=start.rank,
+        scratch=scratch,
+        mode=order.cell.spec.rank_writes,
+        shared=order.cell.spec.shared,
+        since_ns=staged.since_ns,
+        writable=tuple(path for path in ours if path),
     )
 
 
@@ -145,19 +134,19 @@ def _enter_project(start: RankStart, project: str) -> None:
     os.chdir(project)
     if sys.path[:1] != [project]:
         sys.path.insert(0, project)
-    sys.argv = ["<cell>"]
-    for spelling in ("--local_rank", "--local-rank"):
-        if spelling in start.order.cell.text:
-            sys.argv = ["<cell>", f"{spelling}={start.local_rank}"]
-            break
+    spelling = re.search("--local[_-]rank", start.order.cell.text)
+    sys.argv = ["<cell>", *([f"{spelling[0]}={start.local_rank}"] if spelling else [])]
 
 
 def _enter_device(order: RankOrder, local_rank: int) -> str | None:
     """Select this rank's device and its share of the processor; returns where CUDA tensors of the notebook land."""
     import torch
 
-    if "OMP_NUM_THREADS" in os.environ:
-        _limit_threads(int(os.environ["OMP_NUM_THREADS"]))
+    if threads := os.environ.get("OMP_NUM_THREADS"):  # read at import, which was before the fork
+        from taas.rank.preloaded import THREAD_POOLS
+
+        torch.set_num_threads(int(threads))
+        THREAD_POOLS.limit(limits=int(threads))
     if order.rehearsed:
         rehearsal.install(local_rank, order.rehearsed)
         return None
@@ -177,13 +166,3 @@ def _select_device(own: str) -> None:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     if own in visible[: torch.cuda.device_count()]:
         torch.cuda.set_device(visible.index(own))
-
-
-def _limit_threads(count: int) -> None:
-    """Do what OMP_NUM_THREADS would do: the libraries read it at import, which was before the fork."""
-    import torch
-
-    from taas.rank.preloaded import THREAD_POOLS
-
-    torch.set_num_threads(count)
-    THREAD_POOLS.limit(limits=count)

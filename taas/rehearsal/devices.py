@@ -21,17 +21,12 @@ _CudaError: type[RuntimeError] = getattr(torch, "AcceleratorError", RuntimeError
 
 @dataclass
 class RehearsedMachine:
-    """What the rank is told it has: GPUs of the run on this VM, the same for all its ranks there, and the current one.
-
-    Attributes:
-        used: whether this process, or the one it was forked from, has used a device.
-        forked: whether it was forked from one that had: CUDA does not work there.
-    """
+    """What the rank is told it has: GPUs of the run on this VM, the same for all its ranks there, and the current one."""
 
     device_count: int = 1
     current: int = 0
-    used: bool = False
-    forked: bool = False
+    used: bool = False  # this process, or the one it was forked from, has used a device
+    forked: bool = False  # from one that had: CUDA does not work there
 
     def note_fork(self) -> None:
         """Do in a forked child what CUDA does."""
@@ -42,11 +37,7 @@ machine = RehearsedMachine()
 
 
 def place(local_rank: int, device_count: int) -> None:
-    """Set what the machine has; the local rank's device is current.
-
-    Raises:
-        ValueError: the local rank has no device.
-    """
+    """Set what the machine has; the local rank's device is current. ValueError: it has none."""
     if not 0 <= local_rank < device_count:
         raise ValueError(
             f"local rank {local_rank} has no GPU among {device_count}: a rehearsed rank needs 0 <= rank < GPUs"
@@ -77,46 +68,33 @@ def check(index: int) -> None:
 
 
 def cuda_index(device: Any) -> int | None:
-    """The index of a device-like that means CUDA; None for anything else.
-
-    Raises:
-        RuntimeError: the device isn't there, as CUDA raises it.
-    """
-    if isinstance(device, str):
-        if not device.startswith("cuda"):
-            return None
+    """The index of a device-like that means CUDA, which must exist; None for anything else."""
+    if not is_device_like(device):
+        return None
+    if not isinstance(device, int):
         device = torch.device(device)
-    if isinstance(device, torch.device):
         if device.type != "cuda":
             return None
         device = machine.current if device.index is None else device.index
-    elif not isinstance(device, int) or isinstance(device, bool):
-        return None
     check(device)
     return device  # type: ignore[no-any-return]
 
 
 def as_cpu(device: Any) -> Any:
-    """The CPU for a device-like that means CUDA; anything else as it is.
-
-    Raises:
-        RuntimeError: the device isn't there, as CUDA raises it.
-    """
+    """The CPU for a device-like that means CUDA, which must exist; anything else as it is."""
     return device if cuda_index(device) is None else CPU
 
 
 def is_device_like(value: Any) -> bool:
     """Whether a positional argument names a device rather than a dtype or a tensor."""
-    return isinstance(value, (str, torch.device)) or (isinstance(value, int) and not isinstance(value, bool))
+    return isinstance(value, (str, torch.device, int)) and not isinstance(value, bool)
 
 
 def ordinal(device: Any = None) -> int:
     """The index of a CUDA device-like; the current device for ``None`` and for a bare ``"cuda"``.
 
     Programs ask about ``x.device``, which is honest: so the CPU's device, where it is no text, is the current one.
-
-    Raises:
-        ValueError: the device isn't a CUDA device.
+    ValueError: any other device, as torch raises it.
     """
     if device is None or device == CPU:
         return machine.current
@@ -129,11 +107,7 @@ def ordinal(device: Any = None) -> int:
 
 
 def existing(device: Any = None) -> int:
-    """Like :func:`ordinal`, and the device must exist.
-
-    Raises:
-        RuntimeError: the device isn't there, as CUDA raises it.
-    """
+    """Like :func:`ordinal`, and the device must exist."""
     index = ordinal(device)
     check(index)
     return index

@@ -21,10 +21,6 @@ _FAILED = ("raised", "exited", "died")
 class Findings:
     """What the supervisor has found out about one start of a run.
 
-    Args:
-        spec: what was asked for.
-        ranks: its ranks, which may be those of an earlier run, and the VMs that they are on.
-
     Attributes:
         started: the ranks that have begun the cell.
         ended: how ranks have ended, as they or their agents said.
@@ -53,8 +49,9 @@ class Findings:
         self.lost: str | None = None
         self.trouble: str | None = None
         self.error = RunLost.__name__
-        self._clocks: dict[int, float] = {}
-        """What the clock of a VM elsewhere is behind this process's, in seconds."""
+        self._clocks: dict[
+            int, float
+        ] = {}  # what that of a VM elsewhere is behind this process's, in seconds
 
     def take(self, ended: RankEnded) -> None:
         """Take in how the cell ended in a rank; names that are elsewhere still have to come."""
@@ -73,8 +70,7 @@ class Findings:
     @property
     def all_done(self) -> bool:
         """Whether the cell has ended well in every rank."""
-        ended = self.ended.values()
-        return len(ended) == self._spec.world_size and all(rank.outcome == "done" for rank in ended)
+        return sum(rank.outcome == "done" for rank in self.ended.values()) == self._spec.world_size
 
     @property
     def loss(self) -> str:
@@ -84,10 +80,7 @@ class Findings:
 
     @property
     def verdict(self) -> Verdict:
-        """How the run ended.
-
-        Kept ranks that were lost before one of them began the cell are ranks that are gone: it runs in new ones.
-        """
+        """How the run ended; kept ranks that were lost before one of them began the cell are gone: it runs in new ones."""
         verdict = self._verdict()
         lost = what_was_lost(verdict) if self._ranks.continues and not self.started else ""
         if not lost or self.error != RunLost.__name__:
@@ -103,19 +96,21 @@ class Findings:
         if self.interrupted and not (self.all_done and self.answer):
             return over(outcome="interrupted", message=self._after_interrupt(failed))
         if self.lost or self.trouble or orphaned:
-            message = self.lost or self.trouble or self._forkserver_lost(orphaned[0])
+            message = self.lost or self.trouble
+            if not message:
+                server = f"the forkserver{named('of', self._vm_of(orphaned[0].rank))}"
+                message = f"{server} was killed; its ranks went with it"
             return over(outcome="lost", message=message, error=self.error)
-        if undone:
-            first = self._blame(failed or undone)
-            others = max(0, len(failed) - 1)
-            return over(
-                outcome="failed",
-                first=first,
-                vm=self._vm_of(first.rank),
-                others=others,
-                message=self._left_before(first),
-            )
-        return Verdict(outcome="done")
+        if not undone:
+            return Verdict(outcome="done")
+        first = self._blame(failed or undone)
+        return over(
+            outcome="failed",
+            first=first,
+            vm=self._vm_of(first.rank),
+            others=max(0, len(failed) - 1),
+            message=self._left_before(first),
+        )
 
     def _after_interrupt(self, failed: list[RankEnded]) -> str:
         """Say who interrupted, and what failed while the cell was finishing: what it would have saved is not."""
@@ -140,10 +135,8 @@ class Findings:
             why = ": rank 0 was lost"
         elif ended.outcome in ("died", "orphaned"):
             why = f": rank 0 was {ended.message}" if ended.message.startswith("killed") else ": rank 0 died"
-        elif ended.outcome == "ended":
-            why = f": rank 0 {ended.message}"
         else:
-            why = ""
+            why = f": rank 0 {ended.message}" if ended.outcome == "ended" else ""
         return f"no names came back{why}"
 
     def _left_before(self, first: RankEnded) -> str:
@@ -153,9 +146,6 @@ class Findings:
         done = [ended for ended in self.ended.values() if ended.outcome == "done"]
         left = [ended.rank for ended in done if self._when(ended) < self._when(first)]
         return f"{ranks_in_words(left)} had ended the cell" if left else ""
-
-    def _forkserver_lost(self, orphan: RankEnded) -> str:
-        return f"the forkserver{named('of', self._vm_of(orphan.rank))} was killed; its ranks went with it"
 
     def _blame(self, failed: list[RankEnded]) -> RankEnded:
         """Return what failed first, among ranks that may have failed because of each other.
@@ -188,8 +178,5 @@ def what_was_lost(verdict: Verdict) -> str:
 
 def failed_in_collective(ended: RankEnded) -> bool:
     """Whether a rank failed where ranks wait for each other, as far as its error tells."""
-    said = "\n".join(ended.traceback)
-    return (
-        "torch/distributed/" in said
-        or re.search("gloo|nccl|ProcessGroup", ended.message, re.IGNORECASE) is not None
-    )
+    in_torch = any("torch/distributed/" in line for line in ended.traceback)
+    return in_torch or bool(re.search("gloo|nccl|ProcessGroup", ended.message, re.IGNORECASE))

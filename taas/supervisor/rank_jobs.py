@@ -22,13 +22,8 @@ if TYPE_CHECKING:
 class RankJobs:
     """The jobs of the ranks of one start of a run, by the number of their VM.
 
-    Args:
-        run: whose they are.
-        before: the jobs of the run whose ranks the VMs have kept for this one.
-
     Attributes:
-        vms: those of the run.
-        continues: these are ranks that were kept.
+        continues: these are the ranks that the VMs have kept of an earlier run, whose jobs were those ``before``.
         told: those that were started.
         done: those that are over, or lost, or will not be started.
         kept: the ranks that stay on each VM.
@@ -62,8 +57,6 @@ class RankJobs:
             return f"{agent}; it took {what} with it"
         return how.removeprefix("lost: ") if self.vms[number].remote else f"{agent} before its ranks began"
 
-    # ------------------------------------------------------------ GPUs
-
     def lack_of_gpus(self) -> str:
         """Say which VM has fewer GPUs than its ranks need, where not all have none, and are rehearsed; the VMs are up."""
         needed = self._submit.cell.spec.gpus_per_vm
@@ -87,14 +80,8 @@ class RankJobs:
             return f"rehearsed on CPU ({'as --rehearse asks' if spec.rehearse else 'no GPU there'})"
         return counted(count, "GPU")
 
-    # ------------------------------------------------------------ from start to end
-
     def begin(self, delivery: Callable[[int], DeliveryConfig] | None) -> None:
-        """Start the ranks: at once where there is a store, else those of the first VM, whose agent opens one.
-
-        Args:
-            delivery: tells how those of a VM reach the run's data workers.
-        """
+        """Start the ranks: at once where there is a store, else those of the first VM, whose agent opens one."""
         self._delivery = delivery
         if self.store is not None:
             self.take_store(self.store, start=0)
@@ -111,26 +98,10 @@ class RankJobs:
                 self._start(number, store)
 
     def _start(self, number: int, store: StoreAddress) -> None:
-        submit, name = self._submit, self.name(number)
-        order = StartJob(
+        submit, name, vm = self._submit, self.name(number), self.vms[number]
+        work = RankOrder(
             run=self._run.name,
-            job=number,
-            name=f"VM {name}" if name else "this machine",
-            payload=submit.payload,
-            workspace=submit.workspace,
-            output=str(self._run.output),
-            scratch=str(self._run.scratch),
-            since_ns=self._run.since_ns,
-            work=self._order(number, store),
-        )
-        self.told.add(number)
-        self._run.transfer.start(self.vms[number], order)
-
-    def _order(self, number: int, store: StoreAddress) -> RankOrder:
-        submit, vm = self._submit, self.vms[number]
-        return RankOrder(
-            run=self._run.name,
-            vm=self.name(number),
+            vm=name,
             cell=submit.cell,
             group_rank=number,
             store=store,
@@ -140,6 +111,19 @@ class RankJobs:
             host=vm.machine.host,
             continues=self.continues,
         )
+        order = StartJob(
+            run=self._run.name,
+            job=number,
+            name=f"VM {name}" if name else "this machine",
+            payload=submit.payload,
+            workspace=submit.workspace,
+            output=str(self._run.output),
+            scratch=str(self._run.scratch),
+            since_ns=self._run.since_ns,
+            work=work,
+        )
+        self.told.add(number)
+        self._run.transfer.start(vm, order)
 
     @property
     def busy(self) -> dict[int, Vm]:
@@ -181,10 +165,7 @@ class RankJobs:
         return len(self.done) == len(self.vms)
 
     def end(self, how: How, *, names: bool, begun: bool) -> None:
-        """Let all ranks end, as :class:`taas.wire.agents.EndJob` says; VMs that were not told to start are done.
-
-        Where no rank has ``begun`` the cell, there is nothing that would have to be finished.
-        """
+        """Let all ranks end (:class:`taas.wire.agents.EndJob`). Where none has ``begun`` the cell, nothing has to be finished."""
         by = time.monotonic() + deadlines.END_RANKS
         if how == "now":
             self._end_by = min(self._end_by, by)
@@ -196,10 +177,9 @@ class RankJobs:
 
     def postpone_end(self) -> None:
         """Somebody of the run is at work: its agents have their time from now on."""
-        by = time.monotonic() + deadlines.END_RANKS
-        self._end_by, self._patient_by = (
-            by if deadline < float("inf") else deadline for deadline in (self._end_by, self._patient_by)
-        )
+        by, never = time.monotonic() + deadlines.END_RANKS, float("inf")
+        self._end_by = by if self._end_by < never else never
+        self._patient_by = by if self._patient_by < never else never
 
     @property
     def overdue(self) -> list[Vm]:
@@ -207,12 +187,8 @@ class RankJobs:
 
         Until all has to end now, a VM elsewhere may take its time: what the cell wrote there has to come home.
         """
-        now = time.monotonic()
-        return [
-            vm
-            for vm in self.busy.values()
-            if now > (self._end_by if vm.remote else min(self._end_by, self._patient_by))
-        ]
+        now, here = time.monotonic(), min(self._end_by, self._patient_by)
+        return [vm for vm in self.busy.values() if now > (self._end_by if vm.remote else here)]
 
     def forget(self) -> None:
         """Tell the agents that nobody needs what they hold."""

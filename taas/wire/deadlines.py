@@ -16,7 +16,6 @@ STILL = 0.2  # of sleep in C code: such a main thread changes no names, and they
 HANG_LOOK_SHORTEST = 0.25  # between two looks whether a run makes progress, at least
 SAME_END = 0.3  # for a rank in the cell after another one has failed: it may fail itself
 USAGE_FIRST = 0.5  # until ranks are looked at first: shorter runs show no use
-FORKSERVER_YOUNG = 0.5  # of idle imports; such a forkserver is started anew when somebody waits for it
 TERM_TO_KILL = 0.6  # from a rank's SIGTERM to its SIGKILL
 BREAK_OFF = 1.0  # of sleep after an interrupt: such a main thread waits for others, as far as can be seen
 FORKSERVER_DIES = 1.0  # from the moment that what it held is closed

@@ -21,12 +21,9 @@ from taas.wire.ranks import RankSays
 NOTICE = signal.SIGRTMIN + 12
 """Asks the main thread of a rank to say that it runs Python code; neither glibc, CUDA nor profilers use it."""
 _read_rank = MessageReader(RankSays)
-_LONG = b"\xc1"
-"""The packet of a long message: no message in MessagePack has this byte."""
-_SHORT = 4096
-"""Bytes of a packet, at most."""
-_READS = 1024
-"""A dead process has left no more packets than this: they are more than a socket holds."""
+_LONG = b"\xc1"  # the packet of a long message: no message in MessagePack has this byte
+_SHORT = 4096  # bytes of a packet, at most
+_READS = 1024  # more packets than a socket holds
 _MOST_DESCRIPTORS = 4
 
 
@@ -73,15 +70,8 @@ def receive(end: socket.socket, flags: int = 0) -> tuple[bytes, list[int]]:
         return file.read(WIRE_LIMIT), descriptors.tolist()
 
 
-# ---------------------------------------------------------------- the agent's end
-
-
 def tell(rank: socket.socket, message: bytes, *descriptors: int) -> None:
-    """Send a rank a message. One that has left hundreds unheard is cut off: :func:`hear` finds the connection closed.
-
-    Raises:
-        OSError: there is no memory or descriptor for a long one.
-    """
+    """Send a rank a message. One that has left hundreds unheard is cut off: :func:`hear` finds the connection closed."""
     try:
         send(rank, message, *descriptors, flags=socket.MSG_DONTWAIT)
     except BlockingIOError:

@@ -19,7 +19,7 @@ class RankStage(Message, frozen=True):
         stage: ``ready``: a process has done all that a rank does before its order, and waits for one. ``begun``: the
             cell begins to run. ``at work``: the main thread of a rank that is interrupted runs Python code: what the
             cell makes of it takes its time. ``packing``: it packs its names, and its :class:`RankEnded` follows.
-        rank: which; -1 before its order.
+        rank: -1 before its order.
         at: of ``begun``: wall-clock time of its machine in seconds since the epoch.
     """
 
@@ -32,14 +32,12 @@ class RankEnded(Message, frozen=True):
     """How a cell ended in one rank.
 
     Attributes:
-        rank: global rank.
         outcome: ``done``, ``raised``, ``exited`` (``sys.exit(n)``, n ≠ 0), ``interrupted``, or, said by the
             agent, ``died`` (by a signal, or without a word), ``orphaned`` (with its forkserver) and ``ended`` (by a
             signal of the agent's). ``stood``: it has not ended; these are its names if it says no more.
         at: wall-clock time of its machine in seconds since the epoch.
         etype: class name of the exception, or the signal's name.
         message: the exception's text, or what is known.
-        traceback: formatted lines.
         answer: rank 0's names: at the end of the cell, or as they stood when it failed or was ended.
         notices: lines for the user.
     """
@@ -55,14 +53,7 @@ class RankEnded(Message, frozen=True):
 
 
 class Asking(Message, frozen=True):
-    """What a rank asks the person at the keyboard, and waits for.
-
-    Attributes:
-        rank: its number.
-        number: of its question, counted from 1; 0: it asks nothing any more.
-        prompt: what it asks.
-        hidden: whether the answer is not to be seen.
-    """
+    """What a rank asks the person at the keyboard, and waits for: its first question is number 1, with 0 it asks nothing more."""
 
     rank: int
     number: int = 0
@@ -73,9 +64,7 @@ class Asking(Message, frozen=True):
 class RankKept(Message, frozen=True):
     """A rank has done all that its order asked, keeps its names, and waits for the next one.
 
-    Attributes:
-        host_bytes: memory of its own.
-        gpu_bytes: of its GPU, as torch has it reserved.
+    ``host_bytes`` are memory of its own, ``gpu_bytes`` what torch has reserved of its GPU.
     """
 
     rank: int
@@ -106,11 +95,9 @@ RankSays = RankStage | Asking | RankEnded | RankKept
 
 
 class Answer(Message, frozen=True):
-    """What the person at the keyboard answers; from a client by the supervisor and an agent to the rank.
+    """What the person at the keyboard answers to a rank's question; ``refused`` says why nobody can.
 
-    Attributes:
-        number: of the rank's question.
-        refused: why nobody can answer; empty: somebody did.
+    It goes from a client by the supervisor and an agent to the rank.
     """
 
     run: str
@@ -138,10 +125,8 @@ class Preparation:
     """What ranks of different runs have in common, so that a process can prepare for it before there is an order.
 
     Attributes:
-        environ: the notebook's environment.
         project: absolute path of the project, or of this VM's copy of it.
-        colors: name of the notebook's colour theme, for tracebacks.
-        shell_class: name of the class of the notebook's shell, which libraries ask for.
+        colors, shell_class: as in :class:`Cell`.
     """
 
     environ: dict[str, str]
@@ -154,7 +139,6 @@ class Cell(msgspec.Struct, frozen=True):
     """A headed cell, from the notebook to its ranks.
 
     Attributes:
-        text: all of it.
         execution_count: the notebook's ``In[n]``.
         spec: the header.
         colors: name of the notebook's colour theme, for tracebacks.
@@ -173,10 +157,7 @@ class Cell(msgspec.Struct, frozen=True):
 class Workspace(msgspec.Struct, frozen=True):
     """What a notebook finds on its machine; on another VM it is staged (:mod:`taas.agent.staging`).
 
-    Attributes:
-        project: absolute path of the project.
-        environ: the notebook's environment.
-        changed: variables of ``environ`` that the notebook set itself; the others it inherited on its machine.
+    ``changed`` are variables of ``environ`` that the notebook set itself; the others it inherited on its machine.
     """
 
     project: str
@@ -189,10 +170,8 @@ class Staged(msgspec.Struct, frozen=True):
 
     Attributes:
         payload: the packed names, or loaders.
-        project: absolute path of the project.
         replica: the copy of the project that is to stand there; empty: the project itself is there.
         late: folder in which files are asked for that the copy lacks (:mod:`taas.project_sync.late_files`).
-        environ: the environment to have.
         output: folder of the ranks' output files, or a data process's log.
         scratch: folder for what ranks other than 0 write in the project's place.
         since_ns: when the run began, by the clock of the file system that the project, or its copy, is on.
@@ -212,9 +191,6 @@ class RankOrder(Message, frozen=True):
     """What the ranks of one run on one VM are to do: complete when the supervisor writes it, the same for all of them.
 
     Attributes:
-        run: name of the run.
-        vm: name of the VM.
-        cell: what to run.
         group_rank: the VM's number in the run, as torchrun's.
         store: the run's store; without a port, the agent of these ranks opens it.
         gpus: the run's GPUs on this VM, as CUDA_VISIBLE_DEVICES names them; empty where it is rehearsed.
@@ -237,7 +213,7 @@ class RankOrder(Message, frozen=True):
 
     @property
     def local_world_size(self) -> int:
-        """Ranks on this VM."""
+        """How many ranks are on this VM."""
         return self.cell.spec.ranks_per_vm
 
     @property
@@ -252,14 +228,7 @@ class RankOrder(Message, frozen=True):
 
 
 class RankStart(Message, frozen=True):
-    """Be this rank.
-
-    Attributes:
-        order: what all ranks of the run on this VM are told; its store is open.
-        staged: where all that they need is on this VM.
-        local_rank: which of them this one is.
-        environ: variables of this rank, over the notebook's.
-    """
+    """Be this rank, with these variables over the notebook's; the store is open."""
 
     order: RankOrder
     staged: Staged
@@ -274,12 +243,8 @@ class RankStart(Message, frozen=True):
 
 def preparation_of(order: RankOrder, staged: Staged) -> Preparation:
     """What a process has to have done before it can become one of these ranks."""
-    return Preparation(
-        environ=staged.environ,
-        project=staged.replica or staged.project,
-        colors=order.cell.colors,
-        shell_class=order.cell.shell_class,
-    )
+    cell, project = order.cell, staged.replica or staged.project
+    return Preparation(staged.environ, project, cell.colors, cell.shell_class)
 
 
 RankHears = RankStart | RankRequest | Answer
