@@ -146,7 +146,8 @@ class Ending:
         if self._how == "interrupt":
             at_work = any(rank.at_work or (rank.number == 0 and rank.started) for rank in in_cell)
             return passed >= deadlines.NOTICE and not at_work
-        return passed >= deadlines.FAILURE or self._how == "now"
+        patience = deadlines.FAILURE_OF_KEPT if self._stay else deadlines.FAILURE
+        return passed >= patience or self._how == "now"
 
     def _end(self, rank: Rank) -> None:
         now = time.monotonic()

@@ -41,6 +41,7 @@ HANG_LOOK_OVERDUE = 5.0  # for a look at ranks; then another one takes its place
 SILENCE = 6.0  # for a sign of life to come from another host
 END_AGENT = 8.0  # for the end of an agent; then the system kills it
 NAMES_BEGIN = 10.0  # for rank 0 to begin packing its names after a failure
+FAILURE_OF_KEPT = 10.0  # for the cell in ranks that stay after it: with one of them goes what only they have
 SUPERVISOR_ANSWERS = 10.0  # for a supervisor's answer to a visitor
 ENDED_OTHERS = 10.0  # in a collective to which ranks that have ended the cell will not come
 HANG_LOOK_LONGEST = 10.0  # between two looks whether a run makes progress, at most
