@@ -277,7 +277,8 @@ def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunRecord:
 @contextlib.contextmanager
 def _one_kernel() -> Iterator[None]:
     """The kernel of all modules that want a notebook, while they follow each other."""
-    folders = set(Path(tempfile.gettempdir()).glob("taas-*"))
+    where = Path(tempfile.gettempdir())  # asked now: the suite's own is no longer set when its last test is over
+    folders = set(where.glob("taas-*"))
     with leaves_nothing("the notebook"):
         book = Notebook(Path(tempfile.mkdtemp(prefix="first")))
         try:
@@ -287,7 +288,7 @@ def _one_kernel() -> Iterator[None]:
         finally:
             _kernels.clear()
             book.close()
-    assert not set(Path(tempfile.gettempdir()).glob("taas-*")) - folders, "the notebook left a folder"
+    assert not set(where.glob("taas-*")) - folders, "the notebook left a folder"
 
 
 @pytest.fixture(scope="module")
