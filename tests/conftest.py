@@ -292,11 +292,17 @@ def _one_kernel() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def notebook(tmp_path_factory: pytest.TempPathFactory) -> Notebook:
-    """A notebook with taas loaded, in a project of its own: for the tests of one module."""
-    _hold("notebook", _one_kernel)
-    _kernels[0].renew(tmp_path_factory.mktemp("project"))
+def kernel() -> Notebook:
+    """The kernel that notebooks share; a module with a notebook of its own has none."""
+    _hold("kernel", _one_kernel)
     return _kernels[0]
+
+
+@pytest.fixture(scope="module")
+def notebook(kernel: Notebook, tmp_path_factory: pytest.TempPathFactory) -> Notebook:
+    """A notebook with taas loaded, in a project of its own: for the tests of one module."""
+    kernel.renew(tmp_path_factory.mktemp("project"))
+    return kernel
 
 
 @pytest.fixture(scope="module")
