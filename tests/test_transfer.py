@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from taas.agent.outflow import log_of, output_of
-from taas.agent.staging import Staging
+from taas.agent.staging import Staging, log_of, output_of
 from taas.delivery.config import DataOrder
 from taas.engines import AgentConfig, Demand
 from taas.engines.driven import DrivenMachine

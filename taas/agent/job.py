@@ -22,10 +22,9 @@ from typing import Any
 import msgspec
 
 from taas.agent.forkserver import Forkserver, fork
-from taas.agent.outflow import log_of
 from taas.agent.processes import ForkedProcess
 from taas.agent.spares import KeptProcesses, On, Spares
-from taas.agent.staging import ProjectArrival, Staging
+from taas.agent.staging import ProjectArrival, Staging, log_of
 from taas.delivery.config import DataOrder
 from taas.engines import AgentConfig
 from taas.wire.agents import EndJob, How, JobOver, JobSays, OfJob, StartJob

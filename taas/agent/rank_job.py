@@ -16,10 +16,9 @@ import msgspec
 
 from taas.agent.job import Job, Services
 from taas.agent.looks import Look, RankUsage, last_words
-from taas.agent.outflow import ProjectChanges, output_of
 from taas.agent.processes import ForkedProcess, orphans
 from taas.agent.rank_endings import Ending, Rank
-from taas.agent.staging import ProjectArrival
+from taas.agent.staging import ProjectArrival, ProjectChanges, output_of
 from taas.agent.torchrun import RunStore, rank_environ
 from taas.wire import deadlines
 from taas.wire.agents import How, LookAtRanks, RanksSeen, RanksUse, StartJob

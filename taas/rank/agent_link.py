@@ -37,8 +37,18 @@ from taas import adopt
 from taas.runs import stacks
 from taas.wire import deadlines
 from taas.wire.framing import Message, MessageReader, pack
-from taas.wire.rank_connection import NOTICE, receive, send
-from taas.wire.ranks import Answer, Asking, RankEnded, RankHears, RankRequest, RankStage, RankStart
+from taas.wire.ranks import (
+    NOTICE,
+    Answer,
+    Asking,
+    RankEnded,
+    RankHears,
+    RankRequest,
+    RankStage,
+    RankStart,
+    receive,
+    send,
+)
 
 _NAMES = NOTICE + 1
 _read = MessageReader(RankHears)
