@@ -200,19 +200,23 @@ def test_spans(seconds: float, words: str) -> None:
     assert tables.span(seconds) == words
 
 
+def _of_nobody(_: list[RunRecord]) -> list[RunRecord]:
+    return []
+
+
 def test_runs_are_found_by_name_the_live_one_first(make: Make) -> None:
     """A name may be used again; the run that goes on is meant, else the newest."""
     make("a", state="over", outcome="done", submitted=3.0)
     live = make("a", state="running", submitted=1.0)
     newest = make("b", state="over", outcome="done", submitted=4.0)
     records = read_records()
-    assert find_run("a", records, live=False, kernel=0).id == live.id
-    assert find_run(None, records, live=True, kernel=0).id == live.id
-    assert find_run(f"b-{newest.id}", records, live=False, kernel=0).id == newest.id
+    assert find_run("a", records, _of_nobody, live=False).id == live.id
+    assert find_run(None, records, _of_nobody, live=True).id == live.id
+    assert find_run(f"b-{newest.id}", records, _of_nobody, live=False).id == newest.id
     with pytest.raises(Exception, match=r"did you mean b\?"):
-        find_run("bb", records, live=False, kernel=0)
+        find_run("bb", records, _of_nobody, live=False)
     with pytest.raises(Exception, match="run b is over"):
-        find_run("b", records, live=True, kernel=0)
+        find_run("b", records, _of_nobody, live=True)
 
 
 def test_a_notebooks_own_run_is_found_before_others_of_its_name(make: Make) -> None:
@@ -220,7 +224,12 @@ def test_a_notebooks_own_run_is_found_before_others_of_its_name(make: Make) -> N
     gone, other = ProcessMark(1, 1.0), ProcessMark.of(os.getppid())
     mine = make("a", state="over", outcome="done", kernel=gone, notebook="/x/mine.ipynb", submitted=1.0)
     theirs = make("a", state="running", kernel=other, notebook="/x/theirs.ipynb", submitted=2.0)
-    records, found = read_records(), partial(find_run, "a", kernel=os.getpid(), project="/project")
+    records = read_records()
+
+    def found(records: list[RunRecord], *, live: bool, notebook: str) -> RunRecord:
+        own = partial(of_notebook, kernel=os.getpid(), notebook=notebook, project="/project")
+        return find_run("a", records, own, live=live)
+
     assert found(records, live=False, notebook="/x/mine.ipynb").id == mine.id
     assert found(records, live=False, notebook="/x/theirs.ipynb").id == theirs.id
     with pytest.raises(HeaderError, match="run a is over"):
@@ -237,9 +246,9 @@ def test_a_notebook_without_a_path_has_the_runs_of_its_project_whose_kernel_is_g
     theirs = make("a", state="running", kernel=ProcessMark.of(os.getppid()), submitted=2.0)
     make("b", state="over", outcome="done", kernel=ProcessMark.of(os.getppid()), submitted=3.0)
     records = read_records()
-    assert find_run("a", records, live=False, kernel=os.getpid(), project="/project").id == mine.id
-    own = of_notebook(records, os.getpid(), "", "/project")
-    shown = tables.status(records, 10.0, own).text.splitlines()[1:]
+    own = partial(of_notebook, kernel=os.getpid(), project="/project")
+    assert find_run("a", records, own, live=False).id == mine.id
+    shown = tables.status(records, 10.0, own(records)).text.splitlines()[1:]
     assert [row.split()[0] for row in shown] == [f"a-{theirs.id}", f"a-{mine.id}", "b"]
 
 

@@ -104,14 +104,7 @@ def as_in_terminal(text: str) -> str:
 
 
 def _named(frontend: Frontend, line: Line, *, live: bool) -> RunRecord:
-    return find_run(
-        line.words[0] if line.words else None,
-        read_records(),
-        live=live,
-        kernel=frontend.kernel,
-        notebook=frontend.notebook,
-        project=frontend.project,
-    )
+    return find_run(line.words[0] if line.words else None, read_records(), frontend.own, live=live)
 
 
 def _logs(frontend: Frontend, line: Line) -> None:

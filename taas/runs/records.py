@@ -26,7 +26,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from copy import copy
 from functools import lru_cache
 from pathlib import Path
@@ -270,23 +270,19 @@ def of_notebook(
 def find_run(
     name: str | None,
     records: list[RunRecord],
+    own: Callable[[list[RunRecord]], list[RunRecord]],
     *,
     live: bool,
-    kernel: int,
-    notebook: str = "",
-    project: str = "",
 ) -> RunRecord:
-    """Find the run that a person means: this notebook's before others', of these one that goes on, of these the newest.
+    """Find the run that a person means: this notebook's ``own`` before others', of these one that goes on, of these the newest.
 
     ``name`` is as typed: the run's name, or its name and id; None: any. ``live``: only one that goes on will do.
-    ``kernel`` is the process id of the notebook where it was typed, 0 in a terminal.
 
     Raises:
         HeaderError: there is none, or it is over.
     """
     fitting = _called(name, records)
-    mine = of_notebook(fitting, kernel, notebook, project)
-    best = max(mine or fitting, key=lambda record: (record.live, record.submitted))
+    best = max(own(fitting) or fitting, key=lambda record: (record.live, record.submitted))
     if live and not best.live:
         what = f"run {best.name}" if name else f"the last run, {best.name},"
         raise HeaderError(f"{what} is over ({best.outcome}); `%taas status` shows what goes on")
