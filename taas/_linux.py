@@ -209,11 +209,7 @@ class Process(NamedTuple):
 
 
 def process(pid: int) -> Process | None:
-    """Return the process with this id; None if there is none.
-
-    Raises:
-        OSError: there is no descriptor left to read that with.
-    """
+    """Return the process with this id; None: there is none; OSError: there is no descriptor left to read that with."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):

@@ -89,11 +89,7 @@ class AgentLink:
         send(self._agent, pack(message))
 
     def next_order(self) -> Order | None:
-        """Return the next order; None: there is none, and this process may leave.
-
-        Raises:
-            EOFError: the agent is gone.
-        """
+        """Return the next order; None: there is none, and this process may leave; EOFError: the agent is gone."""
         if self._noticed >= 0:
             return self._orders.get()
         data, descriptors = receive(self._agent)

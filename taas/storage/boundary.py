@@ -140,11 +140,7 @@ def missing_shared(project: Path, shared: tuple[str, ...]) -> list[Path]:
 
 
 def make_shared(project: Path, shared: tuple[str, ...]) -> list[str]:
-    """Make those that are not there; returns a line for the user for each.
-
-    Raises:
-        HeaderError: one cannot be made.
-    """
+    """Make those that are not there; returns a line for the user for each. A HeaderError: one cannot be made."""
     said = []
     for place in missing_shared(project, shared):
         name = shown(str(place.relative_to(project.resolve())))
