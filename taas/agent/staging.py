@@ -25,7 +25,7 @@ from taas.engines import AgentConfig
 from taas.project_sync.applier import unpack
 from taas.project_sync.archive import Changes, entries, only, shared_places
 from taas.project_sync.late_files import LateFiles
-from taas.runs.events import COLLECTED, EVENTS, STDERR, STDOUT
+from taas.runs.events import COLLECTED, EVENTS, STDERR, STDOUT, size_of
 from taas.storage import scratch_of
 from taas.storage.boundary import clock_of
 from taas.wire.agents import JobRequest, StartJob
@@ -246,9 +246,9 @@ def output_of(rank: int, folder: Path, ended: Callable[[], bool]) -> Iterator[Ch
     files = dict.fromkeys((STDOUT, STDERR, EVENTS, COLLECTED), 0)
     last = False
     while not last:
-        last, events = ended(), _size(folder / EVENTS)
+        last, events = ended(), size_of(folder / EVENTS)
         for name, sent in files.items():
-            size = events if name == EVENTS else _size(folder / name)
+            size = events if name == EVENTS else size_of(folder / name)
             for offset, data in _read(folder / name, sent, size):
                 yield Chunk(of="output", rank=rank, file=name, offset=offset, data=data)
                 files[name] = offset + len(data)
@@ -261,7 +261,7 @@ def log_of(log: Path, ended: Callable[[], bool]) -> Iterator[Chunk | None]:
     sent, last = 0, False
     while not last:
         last = ended()
-        for offset, piece in _read(log, sent, _size(log)):
+        for offset, piece in _read(log, sent, size_of(log)):
             data = piece if last or len(piece) == CHUNK else piece[: piece.rfind(b"\n") + 1]
             if data:
                 yield Chunk(of="output", offset=offset, data=data)
@@ -277,13 +277,6 @@ def _read(path: Path, offset: int, size: int) -> Iterator[tuple[int, bytes]]:
             while offset < size and (data := os.pread(file.fileno(), min(CHUNK, size - offset), offset)):
                 yield offset, data
                 offset += len(data)
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:
-        return 0
 
 
 class ProjectChanges:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import html
-import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from taas.notebook.tables import STAYS_OPEN, Shown, folded, line, table
-from taas.runs.events import FILES, last_written
+from taas.runs.events import FILES, last_written, size_of
 from taas.runs.records import RunRecord
 from taas.wire.ranks import RankUse
 from taas.wording import shown as on_one_line
@@ -48,19 +47,12 @@ class WatchedRun:
         return [self._lines(folder) for folder in record.rank_folders()]
 
     def _lines(self, folder: Path) -> list[str]:
-        sizes = [_size(folder / name) for name in FILES]
+        sizes = [size_of(folder / name) for name in FILES]
         known, lines = self._last.get(folder, ([0] * len(sizes), []))
         if sizes != known and (found := last_written(folder, _LINES)) is not None:
             lines = [on_one_line(visible(_COLOURS.sub("", text)), _WIDTH) for text in found]
             self._last[folder] = sizes, lines
         return lines
-
-
-def _size(path: Path) -> int:
-    try:
-        return os.stat(path).st_size  # noqa: PTH116  of each rank again and again
-    except FileNotFoundError:
-        return 0
 
 
 def _seconds_left(record: RunRecord, lines: Sequence[str]) -> float | None:

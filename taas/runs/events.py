@@ -71,6 +71,14 @@ def plain_form(kind: str, arguments: dict[str, Any]) -> str:
     return "" if kind in ("clear", "comm") else arguments["data"].get("text/plain", "") + "\n"
 
 
+def size_of(file: Path | int) -> int:
+    """Return the size of a file; 0 where there is none."""
+    try:  # called for each rank again and again
+        return os.stat(file).st_size  # noqa: PTH116
+    except FileNotFoundError:
+        return 0
+
+
 class _Growing:
     """A file that grows, read from where the last read ended; open once there is something in it."""
 
@@ -80,10 +88,7 @@ class _Growing:
         self.offset = 0
 
     def size(self) -> int:
-        try:  # called for each rank again and again
-            return os.stat(self._fd if self._fd >= 0 else self._path).st_size  # noqa: PTH116
-        except FileNotFoundError:
-            return 0
+        return size_of(self._fd if self._fd >= 0 else self._path)
 
     def peek(self, count: int, ahead: int = 0) -> bytes:
         """Return up to ``count`` bytes, leaving them unread."""
