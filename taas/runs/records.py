@@ -78,7 +78,6 @@ class RunRecord(Verdict, kw_only=True):
         notebook: its path; empty where its front end does not say it.
         device: on what it runs, in words.
         gpus: the GPUs it has, as CUDA_VISIBLE_DEVICES names them.
-        names_nbytes: of the names that travelled to its ranks.
         state: ``acquiring``, ``starting``, ``running``, ``finishing`` (interrupted: the cell's own ``except`` and
             ``finally`` run), ``ending`` or ``over``.
         waiting: what it waits for while it is ``acquiring``, or while it has lost its last data VM; where its ranks
@@ -102,7 +101,6 @@ class RunRecord(Verdict, kw_only=True):
     kernel: ProcessMark
     device: str
     gpus: tuple[str, ...] = ()
-    names_nbytes: int = 0
     state: str = "acquiring"
     waiting: str = ""
     submitted: float = msgspec.field(default_factory=time.time)

@@ -53,7 +53,6 @@ class Recorder:
             supervisor=ProcessMark.of(os.getpid()),
             kernel=kernel,
             device=submit.device,
-            names_nbytes=submit.payload.nbytes,
         )
 
     def _hold(self, memory: Memory) -> Memory:

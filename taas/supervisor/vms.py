@@ -152,12 +152,12 @@ def share_gpus(
     if not gpus:
         return [()] * count
     holding = [record for record in read_records() if record.holds and record.gpus]
-    others = {record.name: record.gpus for record in holding if record.supervisor.pid != os.getpid()}
+    others = [record for record in holding if record.supervisor.pid != os.getpid()]
     taken = {gpu for vm in vms if vm.run is not None for gpu in vm.gpus}
-    taken.update(*others.values())
+    taken |= {gpu for record in others for gpu in record.gpus}
     free = [gpu for gpu in gpus if gpu not in taken]
     if len(free) < count * gpus_per_vm:
-        named = f" ({', '.join(others)})" if others else ""
+        named = f" ({', '.join(record.name for record in others)})" if others else ""
         advice = (
             "ranks that this notebook keeps have some. `%taas release` ends them."
             if any(vm.run == KEPT and vm.gpus for vm in vms)
