@@ -144,9 +144,7 @@ def _free(free: int, total: int) -> str:
 
 def _write_rule() -> Iterable[Finding]:
     fact = "; ".join(line.strip() for line in walls.verdicts()).removeprefix("write rule: ")
-    advice = (
-        "as root, or with user namespaces allowed, ranks get a mount; Linux 5.13 or newer may have Landlock"
-    )
+    advice = "as root, or with user namespaces, ranks get a mount; Linux 5.13 or newer may have Landlock"
     yield _limited("write rule", fact, not fact.startswith("mount"), advice)
 
 

@@ -72,10 +72,10 @@ class Frontend:
         with RunReader(record, ()) as reader, contextlib.suppress(KeyboardInterrupt):
             while True:
                 shown = view.in_full(reader.look(at_once=True))
-                if (
-                    terminal is not None and redrawn
-                ):  # not by `show`: what ranks say gives a terminal no commands
-                    terminal.write("\x1b[H\x1b[J")
+                if terminal is not None and redrawn:
+                    terminal.write(
+                        "\x1b[H\x1b[J"
+                    )  # not by `show`: what ranks say gives a terminal no commands
                 self.show(shown)
                 if reader.over or not redrawn:
                     return

@@ -237,9 +237,8 @@ class Findings:
         self.lost: str | None = None
         self.trouble: str | None = None
         self.error = RunLost.__name__
-        self._clocks: dict[
-            int, float
-        ] = {}  # what that of a VM elsewhere is behind this process's, in seconds
+        self._clocks: dict[int, float] = {}
+        """By VM elsewhere, the seconds that its clock is behind this process's."""
 
     def take(self, ended: RankEnded) -> None:
         """Take in how the cell ended in a rank; names that are elsewhere still have to come."""
