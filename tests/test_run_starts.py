@@ -7,6 +7,7 @@ import select
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -62,7 +63,8 @@ class Beginning:
         self.run = Run(recorder, self.vms, self.data(data_vms), project, self._worker)
 
     def _vms(self, count: int) -> list[Vm]:
-        machines = [DrivenMachine(number, print, print, "the Ray cluster") for number in range(count)]
+        engine = SimpleNamespace(want=print, give_back=print)
+        machines = [DrivenMachine(number, engine, "the Ray cluster") for number in range(count)]
         self.machines += machines
         return [
             Vm(machine, f"vm{number}", Demand(), lambda *told: self.told.append(told), remote=self._remote)
