@@ -1,4 +1,7 @@
-"""What a cell shows of runs, updated in place: its own run's line, above what its ranks show and ask, ``%taas status``, and runs that go on by themselves."""
+"""What a cell shows of runs, updated in place: its own run's line, above what its ranks show and ask, and ``%taas status``.
+
+And runs that go on by themselves: what their cells give back at once, and coming back to them, or to any other run.
+"""
 
 from __future__ import annotations
 
