@@ -130,12 +130,6 @@ class RunRecord(Verdict, kw_only=True):
         """The folders of what ranks other than 0 wrote in the project's place, one for each start."""
         return [output_folder(self.folder, number) / "writes" for number in range(self.restarts + 1)]
 
-    def is_of(self, kernel: int, notebook: str) -> bool:
-        """Whether it is surely of the notebook with this kernel and this path, which may have had another kernel then."""
-        return bool(notebook and self.notebook == notebook) or (
-            self.kernel.pid == kernel and self.kernel.lives
-        )
-
     @property
     def background(self) -> bool:
         """Whether it outlives its kernel."""
@@ -252,17 +246,20 @@ def told_apart(record: RunRecord, records: Iterable[RunRecord]) -> str:
 def of_notebook(
     records: Iterable[RunRecord], kernel: int, notebook: str = "", project: str = ""
 ) -> list[RunRecord]:
-    """Return a notebook's runs, those of its earlier kernels, too.
+    """Return the runs of a notebook with this kernel and this path, those of its earlier kernels, too.
 
     Where front ends do not say their notebooks' paths, and its kernel has none, those of its project that may be its
     own, since their kernels are gone.
     """
-    records = list(records)
-    return [record for record in records if record.is_of(kernel, notebook)] or [
-        record
-        for record in records
-        if not (notebook or record.notebook) and record.project == project and not record.kernel.lives
-    ]
+    mine, perhaps = list[RunRecord](), list[RunRecord]()
+    for record in records:
+        if (notebook and record.notebook == notebook) or (
+            record.kernel.pid == kernel and record.kernel.lives
+        ):
+            mine.append(record)
+        elif not (notebook or record.notebook or record.kernel.lives) and record.project == project:
+            perhaps.append(record)
+    return mine or perhaps
 
 
 def find_run(
