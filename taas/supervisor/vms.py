@@ -18,7 +18,7 @@ from taas.engines import Demand, Machine
 from taas.engines.local import LocalMachine
 from taas.errors import EngineError, NotEnoughDevices
 from taas.runs.places import runtime_folder
-from taas.runs.records import read_records
+from taas.runs.records import RunRecord, read_records
 from taas.wire import deadlines
 from taas.wire.clients import Submit
 from taas.wire.framing import Leave, Message
@@ -151,8 +151,7 @@ def share_gpus(
     """
     if not gpus:
         return [()] * count
-    holding = [record for record in read_records() if record.holds and record.gpus]
-    others = [record for record in holding if record.supervisor.pid != os.getpid()]
+    others = _of_other_notebooks()
     taken = {gpu for vm in vms if vm.run is not None for gpu in vm.gpus}
     taken |= {gpu for record in others for gpu in record.gpus}
     free = [gpu for gpu in gpus if gpu not in taken]
@@ -168,6 +167,12 @@ def share_gpus(
             f"GPUs needed: {count * gpus_per_vm}; free of this machine's {len(gpus)}: {len(free)}; {advice}"
         )
     return [tuple(free[i * gpus_per_vm : (i + 1) * gpus_per_vm]) for i in range(count)]
+
+
+def _of_other_notebooks() -> list[RunRecord]:
+    """Return the runs of others that have GPUs of this machine."""
+    holding = [record for record in read_records() if record.holds and record.gpus]
+    return [record for record in holding if record.supervisor.pid != os.getpid()]
 
 
 class DataVms:
