@@ -132,27 +132,22 @@ def mount_readonly(target: str) -> None:
 
 
 class Mount(NamedTuple):
-    """One line of /proc/self/mountinfo."""
+    """Where something is mounted, and how."""
 
-    device: str  # "major:minor" of the filesystem
-    root: str  # which directory of the filesystem is mounted
-    point: str  # where
+    point: str
     options: frozenset[str]
 
 
 def mounts() -> list[Mount]:
-    """The mounts this process sees, in the kernel's order (proc_pid_mountinfo(5))."""
-    found = []
-    for line in Path("/proc/self/mountinfo").read_bytes().splitlines():
-        fields = line.split(b" ")
-        root, point = (os.fsdecode(_unescape(field)) for field in fields[3:5])
-        found.append(Mount(fields[2].decode(), root, point, frozenset(fields[5].decode().split(","))))
-    return found
-
-
-def _unescape(field: bytes) -> bytes:
-    """Undo mountinfo's octal escapes of blank, tab, newline and backslash."""
-    return re.sub(rb"\\([0-7]{3})", lambda found: bytes([int(found[1], 8)]), field)
+    """The mounts this process sees, in the kernel's order (proc_pid_mountinfo(5): field 5, with octal escapes, and 6)."""
+    lines = (line.split(b" ") for line in Path("/proc/self/mountinfo").read_bytes().splitlines())
+    return [
+        Mount(
+            os.fsdecode(re.sub(rb"\\([0-7]{3})", lambda found: bytes([int(found[1], 8)]), fields[4])),
+            frozenset(fields[5].decode().split(",")),
+        )
+        for fields in lines
+    ]
 
 
 @contextlib.contextmanager
@@ -209,11 +204,7 @@ class Process(NamedTuple):
 
 
 def process(pid: int) -> Process | None:
-    """Return the process with this id; None if there is none.
-
-    Raises:
-        OSError: there is no descriptor left to read that with.
-    """
+    """Return the process with this id; None: there is none; OSError: there is no descriptor left to read that with."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):

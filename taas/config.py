@@ -115,11 +115,7 @@ class Catalog:
         return self.settings.get(key, _DEFAULTS[key])
 
     def find(self, name: str, before: str = "#!") -> InstanceType:
-        """The type called ``name``, which was typed after ``before``.
-
-        Raises:
-            HeaderError: there is none; the message has the types there are, and the nearest one.
-        """
+        """The type called ``name``, which was typed after ``before``; a HeaderError has the types there are, and the nearest one."""
         if name in self.instances:
             return self.instances[name]
         misspelt = not TYPE_NAME.fullmatch(name)  # else one of a size or kind that is not there
@@ -137,11 +133,7 @@ class Catalog:
 
 
 def project_folder() -> Path:
-    """Return the notebook's directory.
-
-    Raises:
-        HeaderError: somebody removed it.
-    """
+    """Return the notebook's directory; a HeaderError: somebody removed it."""
     try:
         return Path.cwd()
     except FileNotFoundError:

@@ -24,9 +24,9 @@ from taas.engines.chosen import check_installed, chosen
 from taas.engines.local import check_devices, check_memory, device_in_words, visible_gpus
 from taas.errors import CaptureError, DeliveryError, EngineError, HeaderError, RanksGone, RunFailed
 from taas.header.options import RunSpec
-from taas.notebook.background import RunHandle, keep_capture
 from taas.notebook.cell_output import say
 from taas.notebook.foreground import Interrupts, run_in_foreground, start_background
+from taas.notebook.live_view import RunHandle, keep_capture
 from taas.notebook.supervised import supervised
 from taas.runs.places import check_room
 from taas.runs.reader import finish

@@ -19,7 +19,7 @@ from taas.import_hooks import note_files
 from taas.notebook.verbs import VERBS, help_text
 
 if TYPE_CHECKING:
-    from taas.notebook.background import RunHandle
+    from taas.notebook.live_view import RunHandle
 
 _MAGIC_LINE = re.compile(r"%%taas(?!\w)")
 

@@ -18,8 +18,18 @@ from taas.agent.rank_job import RankJob
 from taas.header.options import RunSpec
 from taas.wire.agents import JobOver, StartJob
 from taas.wire.framing import LOOPBACK, Memory, StoreAddress, pack
-from taas.wire.rank_connection import hear, receive, send, socket_pair, tell
-from taas.wire.ranks import Cell, RankEnded, RankOrder, RankStage, Workspace
+from taas.wire.ranks import (
+    Cell,
+    RankEnded,
+    RankOrder,
+    RankStage,
+    Workspace,
+    hear,
+    receive,
+    send,
+    socket_pair,
+    tell,
+)
 
 Ends = tuple[socket.socket, socket.socket]
 
@@ -115,7 +125,7 @@ IN_ITS_EXCEPT = """
 import ctypes, threading
 from taas.rank.agent_link import AgentLink
 from taas.wire.framing import pack
-from taas.wire.rank_connection import hear, socket_pair, tell
+from taas.wire.ranks import hear, socket_pair, tell
 from taas.wire.ranks import RankRequest
 from multiprocessing.connection import wait
 

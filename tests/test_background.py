@@ -278,7 +278,7 @@ def test_history_says_that_the_supervisor_was_killed(notebook: Notebook) -> None
     notebook.wait_for("ready")
     notebook.interrupt()
     notebook.end()
-    record = find_run("doomed", read_records(), live=True, kernel=0)
+    record = find_run("doomed", read_records(), list, live=True)
     found = notebook.processes()
     psutil.Process(record.supervisor.pid).suspend()
     assert "was killed, and with it doomed" in terminal("release").stdout
@@ -295,7 +295,7 @@ def test_run_folders_and_connection_files_are_private(notebook: Notebook, own_ru
     """Nobody else reads what a run printed, its names, or the keys of its supervisor."""
     notebook.good("#pragma taas --gpus 2 --background --name secret\npassword = 'x'\nprint(password)")
     notebook.good("%taas attach secret")
-    record = find_run("secret", read_records(), live=False, kernel=notebook.pid)
+    record = find_run("secret", read_records(), list, live=False)
     modes = {}
     for path in (own_runtime / "taas").rglob("*"):
         with contextlib.suppress(FileNotFoundError):  # the supervisor may be replacing one
@@ -353,7 +353,7 @@ def test_an_answer_that_was_cut_off_is_said_to_be(notebook: Notebook) -> None:
     """No riddle of pickle's: the file is named, and what to do."""
     notebook.good("import torch\nweights = torch.zeros(1000)")
     notebook.good("#pragma taas --gpus 1 --background --name hurt\nweights += 1\nmore = 7")
-    record = find_run("hurt", read_records(), live=False, kernel=notebook.pid)
+    record = find_run("hurt", read_records(), list, live=False)
     assert terminal("logs", "hurt", "--follow").returncode == 0
     answer = record.folder / "answer"
     os.truncate(answer, answer.stat().st_size // 2)

@@ -19,8 +19,7 @@ from hypothesis import strategies as st
 from notebook_harness import until
 from privileges import needs_mounts, small_disk
 
-from taas.agent.outflow import ProjectChanges
-from taas.agent.staging import ProjectArrival
+from taas.agent.staging import ProjectArrival, ProjectChanges
 from taas.header.options import RunSpec
 from taas.project_sync import archive
 from taas.project_sync.applier import Applier, unpack

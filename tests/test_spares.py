@@ -128,7 +128,7 @@ def test_one_that_is_killed_harms_nothing(notebook: Notebook) -> None:
 
 def test_an_agent_that_may_open_nothing_makes_none_and_goes_on() -> None:
     """It looks how much memory is free, and cannot: that is no reason to die."""
-    spares = Spares(pytest.fail, pytest.fail)
+    spares = Spares(pytest.fail, pytest.fail, pytest.fail)
     spares.want(Preparation(environ={}, project="/", colors="", shell_class=""), 1)
     while wait := spares.wait():
         time.sleep(wait)

@@ -180,12 +180,6 @@ def test_the_history_says_why(make: Make) -> None:
     assert re.search(r'<td colspan="7"[^>]*>rank 3 on g2.8-0: ValueError: bad</td>', view.html)
 
 
-def test_the_history_has_a_curve(make: Make) -> None:
-    """Of how busy the ranks were, the last look at them holding until the next one."""
-    make(state="over", outcome="done", ended=1060.0, curve=(0, 5, 50, 100, 180))
-    assert "  1 min 00 s  ▁▁▄██  " in tables.history(read_records(), 1070.0).text
-
-
 def test_the_views_name_the_notebook(make: Make) -> None:
     """By the name that its front end tells, with its folder's; else by the project's folder."""
     make("one", state="running", notebook="/home/me/mnist/a.ipynb", kernel=ProcessMark(1, 1.0))
@@ -206,19 +200,23 @@ def test_spans(seconds: float, words: str) -> None:
     assert tables.span(seconds) == words
 
 
+def _of_nobody(_: list[RunRecord]) -> list[RunRecord]:
+    return []
+
+
 def test_runs_are_found_by_name_the_live_one_first(make: Make) -> None:
     """A name may be used again; the run that goes on is meant, else the newest."""
     make("a", state="over", outcome="done", submitted=3.0)
     live = make("a", state="running", submitted=1.0)
     newest = make("b", state="over", outcome="done", submitted=4.0)
     records = read_records()
-    assert find_run("a", records, live=False, kernel=0).id == live.id
-    assert find_run(None, records, live=True, kernel=0).id == live.id
-    assert find_run(f"b-{newest.id}", records, live=False, kernel=0).id == newest.id
+    assert find_run("a", records, _of_nobody, live=False).id == live.id
+    assert find_run(None, records, _of_nobody, live=True).id == live.id
+    assert find_run(f"b-{newest.id}", records, _of_nobody, live=False).id == newest.id
     with pytest.raises(Exception, match=r"did you mean b\?"):
-        find_run("bb", records, live=False, kernel=0)
+        find_run("bb", records, _of_nobody, live=False)
     with pytest.raises(Exception, match="run b is over"):
-        find_run("b", records, live=True, kernel=0)
+        find_run("b", records, _of_nobody, live=True)
 
 
 def test_a_notebooks_own_run_is_found_before_others_of_its_name(make: Make) -> None:
@@ -226,7 +224,12 @@ def test_a_notebooks_own_run_is_found_before_others_of_its_name(make: Make) -> N
     gone, other = ProcessMark(1, 1.0), ProcessMark.of(os.getppid())
     mine = make("a", state="over", outcome="done", kernel=gone, notebook="/x/mine.ipynb", submitted=1.0)
     theirs = make("a", state="running", kernel=other, notebook="/x/theirs.ipynb", submitted=2.0)
-    records, found = read_records(), partial(find_run, "a", kernel=os.getpid(), project="/project")
+    records = read_records()
+
+    def found(records: list[RunRecord], *, live: bool, notebook: str) -> RunRecord:
+        own = partial(of_notebook, kernel=os.getpid(), notebook=notebook, project="/project")
+        return find_run("a", records, own, live=live)
+
     assert found(records, live=False, notebook="/x/mine.ipynb").id == mine.id
     assert found(records, live=False, notebook="/x/theirs.ipynb").id == theirs.id
     with pytest.raises(HeaderError, match="run a is over"):
@@ -243,9 +246,9 @@ def test_a_notebook_without_a_path_has_the_runs_of_its_project_whose_kernel_is_g
     theirs = make("a", state="running", kernel=ProcessMark.of(os.getppid()), submitted=2.0)
     make("b", state="over", outcome="done", kernel=ProcessMark.of(os.getppid()), submitted=3.0)
     records = read_records()
-    assert find_run("a", records, live=False, kernel=os.getpid(), project="/project").id == mine.id
-    own = of_notebook(records, os.getpid(), "", "/project")
-    shown = tables.status(records, 10.0, own).text.splitlines()[1:]
+    own = partial(of_notebook, kernel=os.getpid(), project="/project")
+    assert find_run("a", records, own, live=False).id == mine.id
+    shown = tables.status(records, 10.0, own(records)).text.splitlines()[1:]
     assert [row.split()[0] for row in shown] == [f"a-{theirs.id}", f"a-{mine.id}", "b"]
 
 
@@ -410,16 +413,6 @@ def test_the_finished_notebook_reads_well(finished: Any) -> None:
     text, _ = MarkdownExporter().from_notebook_node(finished)
     assert "page done" in text
     assert "<table>" in finished.cells[5].outputs[0].data["text/html"]
-
-
-def test_what_other_ranks_draw_opens_in_their_row(notebook: Notebook) -> None:
-    """When the run is over; what rank 0 draws stands in the cell."""
-    ran = notebook.good(
-        "#pragma taas --gpus 2\nimport os, matplotlib.pyplot as plt\nplt.plot([0, int(os.environ['RANK'])])\nplt.show()"
-    )
-    [row_0, row_1] = re.findall(r"<tr.*?</tr>", ran.updates[-1]["data"]["text/html"])[1:]
-    assert "data:image/png" not in row_0
-    assert row_1.count("data:image/png") == 1
 
 
 def test_a_terminal_hears_of_the_end(tmp_path: Path) -> None:

@@ -7,10 +7,11 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import wait
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from taas.agent.forkserver import Forkserver
-from taas.agent.job import Job, Services
+from taas.agent.job import Job
 from taas.agent.spares import KeptProcesses, Spares
 from taas.engines import AgentConfig
 
@@ -26,7 +27,7 @@ class Vm:
         on, off = self._actions.__setitem__, lambda source: self._actions.pop(source, None)
         spares = Spares(forkserver, on, off)
         spares.forget = spares.end  # the test's own children are no orphans
-        self.services = Services(
+        self.services = SimpleNamespace(
             config=AgentConfig("", "", "", "", str(scratch)),
             forkserver=forkserver,
             spares=spares,

@@ -19,7 +19,7 @@ import psutil
 
 from taas.agent.processes import RankProcess
 from taas.agent.rank_endings import Rank
-from taas.runs.events import FILES, STDERR
+from taas.runs.events import FILES, STDERR, size_of
 from taas.runs.stacks import COLLECTIVE, SIGNAL, STACKS, Frame, Preface, RankSeen, fold
 from taas.wire import deadlines
 from taas.wire.agents import LookAtRanks
@@ -138,13 +138,11 @@ class Look:
         return tuple(self._seen(rank, process) for rank, process in self._ranks.items())
 
     def _seen(self, rank: int, process: RankProcess) -> RankSeen:
-        folder, cpu, written, collective = self._folder / str(rank), 0.0, 0, ""
+        folder, cpu, collective = self._folder / str(rank), 0.0, ""
         with contextlib.suppress(psutil.NoSuchProcess):
             if process.recorded is not None and not process.gone:
                 cpu = sum(process.recorded.cpu_times()[:2])
-        for name in FILES:
-            with contextlib.suppress(FileNotFoundError):
-                written += (folder / name).stat().st_size
+        written = sum(size_of(folder / name) for name in FILES)
         frames = self._asked[rank].frames() if rank in self._asked else None
         if frames is not None:
             with contextlib.suppress(OSError):  # it has not said it, or knows of none

@@ -18,7 +18,7 @@ import zmq
 
 from taas import _linux
 from taas.agent.forkserver import Forkserver
-from taas.agent.job import DataJob, Job, Services
+from taas.agent.job import DataJob, Job
 from taas.agent.processes import become_subreaper, sweep_orphans
 from taas.agent.rank_job import RankJob
 from taas.agent.spares import KeptProcesses, Spares
@@ -35,7 +35,12 @@ from taas.wire.ranks import RankOrder
 
 
 class Agent:
-    """The processes of one VM: jobs of one run at a time."""
+    """The processes of one VM: jobs of one run at a time.
+
+    Attributes:
+        on, off: begin and end to watch a descriptor.
+        grows: tells of a folder in which files grow that are to be sent.
+    """
 
     def __init__(self, config: AgentConfig) -> None:
         self._context = zmq.Context()
@@ -44,21 +49,18 @@ class Agent:
             set_heartbeat(self._socket)
         self._sources = PollLoop()
         self._read = MessageReader(AgentHears)
-        on, off = self._sources.on, self._sources.off
-        self._forkserver = Forkserver(data=config.data, idle=config.idle)
-        self._spares = Spares(self._forkserver, on, off)
-        self._kept = KeptProcesses(on, off, self._say)
+        self.on, self.off = self._sources.on, self._sources.off
+        self.forkserver = Forkserver(data=config.data, idle=config.idle)
+        self.spares = Spares(self.forkserver, self.on, self.off)
+        self.kept = KeptProcesses(self.on, self.off, self.say)
         self._inotify = Inotify()
+        self.grows = self._inotify.add
         self._jobs: dict[tuple[str, int], Job] = {}
         self._supervisor_gone = False
-        self._config = config
+        self.config = config
         self._link = SupervisorLink(self._socket, config.endpoint) if config.remote else None
         self._ending = threading.Event()
         self._socket.connect(config.endpoint)
-        grows, say, sweep = self._inotify.add, self._say, self._sweep
-        self._services = Services(
-            config, self._forkserver, self._spares, self._kept, on, off, grows, say, sweep
-        )
 
     def run(self) -> None:
         """Serve until the supervisor is gone, then end all that was started here."""
@@ -69,14 +71,14 @@ class Agent:
             self._sources.on(self._link.source, partial(self._look_at_link, self._link))
             threading.Thread(target=_die_when_stopped, args=(self._ending,), daemon=True).start()
         self._sources.on(self._inotify.fileno(), self._inotify.changed)  # each round mirrors what is new
-        self._say(Alive())
+        self.say(Alive())
         try:
             while not self._supervisor_gone:
                 self._sources.step(self._wait())
                 for job in self._jobs.values():
                     job.step()
                 if not self._rank_jobs:
-                    self._spares.step()
+                    self.spares.step()
                 if self._link is not None:
                     self._look_at_link(self._link)
         finally:
@@ -84,12 +86,12 @@ class Agent:
 
     def _import_ahead(self) -> None:
         """Start the forkserver; elsewhere as the first run will want it, for its second start takes as long."""
-        config = self._config
+        config = self.config
         if config.remote:
             environ = environment(config.demand.environ, config.demand.changed, config)
-            self._forkserver.fit("", environ, rehearsed=None)
+            self.forkserver.fit("", environ, rehearsed=None)
         else:
-            self._forkserver.start()
+            self.forkserver.start()
 
     @property
     def _rank_jobs(self) -> list[RankJob]:
@@ -102,10 +104,11 @@ class Agent:
         if self._inotify.blind and any(not job.sender.done for job in self._jobs.values()):
             waits.append(BLIND_SECONDS)
         if not self._rank_jobs:
-            waits.append(self._spares.wait())
+            waits.append(self.spares.wait())
         return min((wait for wait in waits if wait is not None), default=None)
 
-    def _say(self, message: Message) -> None:
+    def say(self, message: Message) -> None:
+        """Send a message to the supervisor."""
         self._socket.send(pack(message))
 
     def _hear_supervisor(self) -> None:
@@ -118,7 +121,7 @@ class Agent:
                 self._supervisor_gone = True
             elif isinstance(message, StartJob):
                 kind = RankJob if isinstance(message.work, RankOrder) else DataJob
-                job = self._jobs[message.run, message.job] = kind(message, self._services)
+                job = self._jobs[message.run, message.job] = kind(message, self)
                 job.begin()
             elif isinstance(message, Alive):
                 continue  # zmq's own thread answers to what it stands for
@@ -134,11 +137,11 @@ class Agent:
         job.close()
         if not isinstance(job, RankJob) or job.stays:
             return
-        self._kept.end()  # what is left of those with which it did not go on
-        if job.preparation is not None and self._forkserver.outlived(None):
-            self._spares.want(job.preparation, job.size)
+        self.kept.end()  # what is left of those with which it did not go on
+        if job.preparation is not None and self.forkserver.outlived(None):
+            self.spares.want(job.preparation, job.size)
         else:
-            self._spares.forget()
+            self.spares.forget()
 
     def _lose_supervisor(self) -> None:
         self._supervisor_gone = not os.read(sys.stdin.fileno(), 4096)
@@ -155,7 +158,7 @@ class Agent:
         self._ending.set()
         _linux.kill_in(deadlines.END_AGENT)
         with contextlib.ExitStack() as last_first:
-            last_first.callback(shutil.rmtree, self._config.scratch, ignore_errors=True)
+            last_first.callback(shutil.rmtree, self.config.scratch, ignore_errors=True)
             last_first.callback(self._context.term)
             last_first.callback(self._socket.close, linger=0)
             if self._link is not None:
@@ -163,12 +166,12 @@ class Agent:
             for job in self._jobs.values():
                 last_first.callback(job.close)
             last_first.callback(sweep_orphans, ())
-            last_first.callback(self._kept.end, patient=True)
+            last_first.callback(self.kept.end, patient=True)
 
-    def _sweep(self) -> None:
+    def sweep(self) -> None:
         """End what dead processes have left; a cell that runs may have orphans that it needs."""
         if all(job.ended for job in self._rank_jobs):
-            sweep_orphans((self._forkserver.pid,))
+            sweep_orphans((self.forkserver.pid,))
 
 
 def _die_when_stopped(ending: threading.Event) -> None:

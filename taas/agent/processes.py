@@ -21,8 +21,7 @@ import psutil
 from taas import _linux
 from taas.agent.forkserver import fork
 from taas.wire import deadlines
-from taas.wire.rank_connection import hear, socket_pair, tell
-from taas.wire.ranks import Preparation, RankSays
+from taas.wire.ranks import Preparation, RankSays, hear, socket_pair, tell
 
 _PR_SET_CHILD_SUBREAPER = 36
 SWEEPS = 10

@@ -16,8 +16,7 @@ from taas.agent.processes import RankProcess
 from taas.wire import deadlines
 from taas.wire.agents import How
 from taas.wire.framing import Message, pack
-from taas.wire.rank_connection import NOTICE
-from taas.wire.ranks import RankEnded, RankKept, RankOrder, RankRequest
+from taas.wire.ranks import NOTICE, RankEnded, RankKept, RankOrder, RankRequest
 from taas.wording import killed_by
 
 _PATIENCE: tuple[How, ...] = ("now", "failure", "interrupt")

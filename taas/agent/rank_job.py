@@ -11,15 +11,15 @@ import signal
 import time
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from taas.agent.job import Job, Services
+from taas.agent.job import Job
 from taas.agent.looks import Look, RankUsage, last_words
-from taas.agent.outflow import ProjectChanges, output_of
 from taas.agent.processes import ForkedProcess, orphans
 from taas.agent.rank_endings import Ending, Rank
-from taas.agent.staging import ProjectArrival
+from taas.agent.staging import ProjectArrival, ProjectChanges, output_of
 from taas.agent.torchrun import RunStore, rank_environ
 from taas.wire import deadlines
 from taas.wire.agents import How, LookAtRanks, RanksSeen, RanksUse, StartJob
@@ -39,12 +39,15 @@ from taas.wire.ranks import (
 )
 from taas.wire.transfer import chunks_of
 
+if TYPE_CHECKING:
+    from taas.agent.loop import Agent
+
 
 class RankJob(Job):
     """All ranks of a run on this VM; ``stays``: they were kept for the next run."""
 
-    def __init__(self, order: StartJob, services: Services) -> None:
-        super().__init__(order, services)
+    def __init__(self, order: StartJob, agent: Agent) -> None:
+        super().__init__(order, agent)
         assert isinstance(order.work, RankOrder)
         self._work = order.work
         self.ranks: list[Rank] = []
@@ -68,12 +71,12 @@ class RankJob(Job):
     # ------------------------------------------------------------ beginning
 
     def _before(self) -> ProjectArrival | None:
-        return self._services.kept.project if self._work.continues else None
+        return self._agent.kept.project if self._work.continues else None
 
     def _fork(self, staged: Staged) -> None:
         assert self._staging is not None
-        work, services = self._work, self._services
-        if work.continues and not services.kept.there:
+        work, agent = self._work, self._agent
+        if work.continues and not agent.kept.there:
             self.fail(f"those of {self._order.name} had ended before")
             return
         self._folder = Path(staged.output)
@@ -81,23 +84,23 @@ class RankJob(Job):
         folders = {number: self._folder / str(number) for number in numbers}
         for folder in folders.values():
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if services.config.remote:
+        if agent.config.remote:
             self._changes = ProjectChanges(
                 self._order.workspace.project, work, staged, self._staging.project, lambda: self.ended
             )
             self.sender.add(self._changes.chunks())
             for number, folder in folders.items():
                 self.sender.add(output_of(number, folder, lambda: self.ended))
-                services.grows(folder)
+                agent.grows(folder)
         self._work = work = msgspec.structs.replace(work, store=self._open_store())
         self.preparation = preparation_of(work, staged)
-        spares, kept = services.spares, services.kept
+        spares, kept = agent.spares, agent.kept
         processes = kept.take() if work.continues else spares.take(self.preparation, self.size)
         for local, process in enumerate(processes):
             rank = Rank(numbers[local], process)
             self.ranks.append(rank)
             self.processes.append(process)
-            services.on(process.source, partial(self._hear_rank, rank))
+            agent.on(process.source, partial(self._hear_rank, rank))
             environ = rank_environ(work, staged, local)
             start = RankStart(order=work, staged=staged, local_rank=local, environ=environ)
             process.tell(pack(start), staged.payload.fd)
@@ -106,7 +109,7 @@ class RankJob(Job):
         wanted = self._work.store
         if wanted.port:
             return wanted
-        self._store = RunStore(wanted, self._work.cell.spec.world_size, Path(self._services.config.scratch))
+        self._store = RunStore(wanted, self._work.cell.spec.world_size, Path(self._agent.config.scratch))
         self._say(self._store.address)
         return self._store.address
 
@@ -116,7 +119,7 @@ class RankJob(Job):
         """Take in what the supervisor says."""
         match message:
             case LookAtRanks():
-                orphans((self._services.forkserver.pid,))  # buries them: a long run may have many
+                orphans((self._agent.forkserver.pid,))  # buries them: a long run may have many
                 processes = {rank.number: rank.process for rank in self.ranks}
                 self._look = Look(processes, self._folder, message)  # in place of one that is on its way
                 self._step_look()
@@ -146,7 +149,7 @@ class RankJob(Job):
                 case RankKept():
                     rank.kept = said
         if rank.process.source < 0:
-            self._services.off(source)
+            self._agent.off(source)
 
     def _rank_ended(self, rank: Rank, said: RankEnded) -> None:
         if said.answer is not None:
@@ -171,7 +174,7 @@ class RankJob(Job):
                 os.close(self._answer)
             self._answer = answer.open()
         held = Memory(os.getpid(), self._answer, answer.nbytes)
-        if not self._services.config.remote:
+        if not self._agent.config.remote:
             return held
         self.sender.add(chunks_of("answer", held))
         return held.from_elsewhere()
@@ -193,11 +196,11 @@ class RankJob(Job):
         if len(staying) < self.size or self._how is not None:
             return ()
         for process in staying.values():
-            self._services.off(process.sentinel)
-            self._services.off(process.source)
+            self._agent.off(process.sentinel)
+            self._agent.off(process.source)
         assert self._staging is not None
         self.stays = True
-        self._services.kept.keep(staying, self._store, self._staging.leave_to_ranks())
+        self._agent.kept.keep(staying, self._store, self._staging.leave_to_ranks())
         self._store = None
         self.processes, kept, self.ranks = [], tuple(rank.kept for rank in self.ranks if rank.kept), []
         return kept
@@ -215,9 +218,9 @@ class RankJob(Job):
     def _process_gone(self, process: ForkedProcess) -> None:
         rank = next(rank for rank in self.ranks if rank.process is process)
         self._hear_rank(rank)
-        self._services.off(rank.process.source)
+        self._agent.off(rank.process.source)
         rank.process.disconnect()
-        outlived = self._services.forkserver.outlived(process.exitcode)
+        outlived = self._agent.forkserver.outlived(process.exitcode)
         if rank.ended is None:
             ended = rank.post_mortem(forkserver_outlived=outlived)
             if ended.outcome == "died":

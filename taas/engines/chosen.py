@@ -47,11 +47,7 @@ def choose(words: list[str]) -> EngineChoice:
 
 
 def chosen(project: Path) -> EngineChoice:
-    """Return the engine of the next run.
-
-    Raises:
-        HeaderError: TAAS_ENGINE or ``taas.toml`` is wrong.
-    """
+    """Return the engine of the next run; a HeaderError: TAAS_ENGINE or ``taas.toml`` is wrong."""
     configured = load_catalog(project)
     if _said:
         return _said[0]
@@ -63,11 +59,7 @@ def chosen(project: Path) -> EngineChoice:
 
 
 def check_installed(choice: EngineChoice) -> None:
-    """Refuse an engine that this machine cannot reach.
-
-    Raises:
-        EngineError: with the command that installs what it lacks.
-    """
+    """Refuse an engine that this machine cannot reach, by an EngineError with the command that installs what it lacks."""
     if choice.kind in _ELSEWHERE:
         _ELSEWHERE[choice.kind].check_installed()
 

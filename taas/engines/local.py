@@ -199,9 +199,8 @@ def device_in_words(spec: RunSpec, present: int) -> str:
     if present and not spec.rehearse:
         return counted(spec.vms * spec.gpus_per_vm, "GPU")
     why = "as --rehearse asks" if present else "no GPU here"
-    if not present_gpus() and (
-        unseen := unseen_gpu()
-    ):  # those that are present are hidden, as the user asked
+    # those that are present are hidden, as the user asked
+    if not present_gpus() and (unseen := unseen_gpu()):
         why = f"{unseen[0]} is here, but no GPU to use: see %taas doctor"
     return f"rehearsed on CPU ({why})"
 

@@ -209,11 +209,7 @@ def address_towards(host: str) -> str:
 
 
 def own_address(settings: Settings) -> str:
-    """Return the address under which nodes reach this machine.
-
-    Raises:
-        EngineError: Slurm does not answer, or no node's address is known here.
-    """
+    """Return the address under which nodes reach this machine; an EngineError: Slurm does not answer, or no node is known here."""
     if host := settings.get("host"):
         try:
             return socket.gethostbyname(host)

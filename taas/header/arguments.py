@@ -191,11 +191,7 @@ class RankRanges:
     ranges: tuple[tuple[int, int], ...]
 
     def within(self, world_size: int, option: str) -> tuple[int, ...]:
-        """Return the ranks, in order.
-
-        Raises:
-            HeaderError: the run has fewer.
-        """
+        """Return the ranks, in order; a HeaderError: the run has fewer."""
         highest = max(last for _, last in self.ranges)
         if highest >= world_size:
             raise HeaderError(

@@ -154,11 +154,7 @@ def read_options(text: str, *, magic: bool) -> dict[str, Any]:
 
 
 def spec_values(given: Mapping[str, Any], settings: Mapping[str, Any], world_size: int) -> dict[str, Any]:
-    """Return the fields that the header sets, or else ``taas.toml``.
-
-    Raises:
-        HeaderError: a rank is named that the run does not have.
-    """
+    """Return the fields that the header sets, or else ``taas.toml``; a HeaderError: a rank is named that the run does not have."""
     values: dict[str, Any] = {}
     for name, option in _FIELDS.items():
         said = [

@@ -163,11 +163,9 @@ def _bindings(cells: Iterable[str]) -> dict[str, _Bound]:
         for node in statements:
             for name, own in _binds(node):
                 if isinstance(own, _IMPORT):
-                    source = ast.unparse(own)
-                    if name in found and isinstance(
-                        found[name].node, ast.Import
-                    ):  # import a.b, after import a
-                        source = "\n".join(dict.fromkeys([*found[name].source.splitlines(), source]))
+                    before, source = found.get(name), ast.unparse(own)
+                    if before and isinstance(before.node, ast.Import):  # import a.b, after import a
+                        source = "\n".join(dict.fromkeys([*before.source.splitlines(), source]))
                 else:
                     first = min((d.lineno for d in getattr(node, "decorator_list", ())), default=node.lineno)
                     source = textwrap.dedent("".join(lines[first - 1 : node.end_lineno]))

@@ -71,11 +71,7 @@ class Interrupts:
         self._silent_since = None
 
     def check(self, supervisor: Supervised) -> None:
-        """Ask a supervisor whether it is there, at the second interrupt and each later one; kill it if it is silent.
-
-        Raises:
-            KeyboardInterrupt: it was killed.
-        """
+        """Ask a supervisor whether it is there, from the second interrupt on; kill a silent one, and raise KeyboardInterrupt."""
         now = time.monotonic()
         if self.count >= _FINAL and self.count > self._asked:
             self._asked, self._silent_since = self.count, self._silent_since or now

@@ -18,9 +18,8 @@ from taas.engines.local import visible_gpus
 from taas.errors import HeaderError
 from taas.header.grammar import HeaderText, find_header, has_code, parse_header, parse_magic_line
 from taas.launcher import debug_rank, launch, notebook_path
-from taas.notebook.background import RunHandle, attach
 from taas.notebook.cell_output import CellOutput, Screen
-from taas.notebook.live_view import LiveDisplay, show_live_table
+from taas.notebook.live_view import LiveDisplay, RunHandle, attach, show_live_table
 from taas.notebook.steering import Frontend, do
 from taas.notebook.tables import Shown
 from taas.notebook.watched_run import WatchedRun

@@ -72,10 +72,10 @@ class Frontend:
         with RunReader(record, ()) as reader, contextlib.suppress(KeyboardInterrupt):
             while True:
                 shown = view.in_full(reader.look(at_once=True))
-                if (
-                    terminal is not None and redrawn
-                ):  # not by `show`: what ranks say gives a terminal no commands
-                    terminal.write("\x1b[H\x1b[J")
+                if terminal is not None and redrawn:
+                    terminal.write(
+                        "\x1b[H\x1b[J"
+                    )  # not by `show`: what ranks say gives a terminal no commands
                 self.show(shown)
                 if reader.over or not redrawn:
                     return
@@ -104,14 +104,7 @@ def as_in_terminal(text: str) -> str:
 
 
 def _named(frontend: Frontend, line: Line, *, live: bool) -> RunRecord:
-    return find_run(
-        line.words[0] if line.words else None,
-        read_records(),
-        live=live,
-        kernel=frontend.kernel,
-        notebook=frontend.notebook,
-        project=frontend.project,
-    )
+    return find_run(line.words[0] if line.words else None, read_records(), frontend.own, live=live)
 
 
 def _logs(frontend: Frontend, line: Line) -> None:

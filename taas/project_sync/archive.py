@@ -120,11 +120,7 @@ _decoder = msgspec.msgpack.Decoder(ArchiveEntry)
 
 
 def entries(fd: int) -> Iterator[tuple[ArchiveEntry, memoryview]]:
-    """Read an archive: entries, each with its bytes, which hold until the next one.
-
-    Raises:
-        msgspec.DecodeError: it is none, or ends within an entry.
-    """
+    """Read an archive: entries, each with its bytes, which hold until the next one; a msgspec.DecodeError: it is none, or cut off."""
     size, offset = os.fstat(fd).st_size, 0
     if not size:
         return

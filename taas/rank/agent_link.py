@@ -37,8 +37,18 @@ from taas import adopt
 from taas.runs import stacks
 from taas.wire import deadlines
 from taas.wire.framing import Message, MessageReader, pack
-from taas.wire.rank_connection import NOTICE, receive, send
-from taas.wire.ranks import Answer, Asking, RankEnded, RankHears, RankRequest, RankStage, RankStart
+from taas.wire.ranks import (
+    NOTICE,
+    Answer,
+    Asking,
+    RankEnded,
+    RankHears,
+    RankRequest,
+    RankStage,
+    RankStart,
+    receive,
+    send,
+)
 
 _NAMES = NOTICE + 1
 _read = MessageReader(RankHears)
@@ -79,11 +89,7 @@ class AgentLink:
         send(self._agent, pack(message))
 
     def next_order(self) -> Order | None:
-        """Return the next order; None: there is none, and this process may leave.
-
-        Raises:
-            EOFError: the agent is gone.
-        """
+        """Return the next order; None: there is none, and this process may leave; EOFError: the agent is gone."""
         if self._noticed >= 0:
             return self._orders.get()
         data, descriptors = receive(self._agent)

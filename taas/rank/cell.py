@@ -12,7 +12,7 @@ from bdb import BdbQuit
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 
@@ -20,12 +20,14 @@ from taas import adopt, capture
 from taas.capture import collected
 from taas.rank.agent_link import AgentLink, Keyboard
 from taas.rank.outlet import Outlet
-from taas.rank.preparing import Prepared
-from taas.rank_storage import Guard
+from taas.storage import Guard
 from taas.storage.walls import NO_WALL
 from taas.wire.framing import Memory
 from taas.wire.ranks import RankEnded, RankOrder, RankStage, RankStart
 from taas.wording import fitting_lines, text_of
+
+if TYPE_CHECKING:
+    from taas.rank.entry import Prepared
 
 _LATE_SECONDS = 5.0
 """Threads that take longer after the cell's last line are named."""

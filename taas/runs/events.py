@@ -71,6 +71,14 @@ def plain_form(kind: str, arguments: dict[str, Any]) -> str:
     return "" if kind in ("clear", "comm") else arguments["data"].get("text/plain", "") + "\n"
 
 
+def size_of(file: Path | int) -> int:
+    """Return the size of a file; 0 where there is none."""
+    try:  # called for each rank again and again
+        return os.stat(file).st_size  # noqa: PTH116
+    except FileNotFoundError:
+        return 0
+
+
 class _Growing:
     """A file that grows, read from where the last read ended; open once there is something in it."""
 
@@ -80,10 +88,7 @@ class _Growing:
         self.offset = 0
 
     def size(self) -> int:
-        try:  # called for each rank again and again
-            return os.stat(self._fd if self._fd >= 0 else self._path).st_size  # noqa: PTH116
-        except FileNotFoundError:
-            return 0
+        return size_of(self._fd if self._fd >= 0 else self._path)
 
     def peek(self, count: int, ahead: int = 0) -> bytes:
         """Return up to ``count`` bytes, leaving them unread."""
@@ -245,24 +250,19 @@ def _is_chain(block: bytes, at: int, sizes: Sequence[int]) -> bool:
     return at == len(block)
 
 
-def last_written(folder: Path, count: int) -> tuple[list[str], dict[str, Any]] | None:
-    """Return the last lines in a rank's folder, as a terminal shows them, and its last display among them, by MIME type.
-
-    None: they cannot be told just now.
-    """
-    events, text, drawn = RankEvents(folder), "", dict[str, Any]()
+def last_written(folder: Path, count: int) -> list[str] | None:
+    """Return the last lines in a rank's folder, as a terminal shows them; None: they cannot be told just now."""
+    events, text = RankEvents(folder), ""
     try:
         if not events.skip():
             return None
         while found := events.read():
             for item in found:
-                arguments = read_arguments(item.body) if item.body else {}
-                text += plain_form(item.kind, arguments) if item.body else item.text
-                drawn = arguments.get("data", drawn)
+                text += plain_form(item.kind, read_arguments(item.body)) if item.body else item.text
     finally:
         events.close()
     lines = [line.rstrip("\r").rpartition("\r")[2].rstrip() for line in text.split("\n")]
-    return [line for line in lines if line][-count:], drawn
+    return [line for line in lines if line][-count:]
 
 
 class Inotify:

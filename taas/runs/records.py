@@ -26,7 +26,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from copy import copy
 from functools import lru_cache
 from pathlib import Path
@@ -78,7 +78,6 @@ class RunRecord(Verdict, kw_only=True):
         notebook: its path; empty where its front end does not say it.
         device: on what it runs, in words.
         gpus: the GPUs it has, as CUDA_VISIBLE_DEVICES names them.
-        names_nbytes: of the names that travelled to its ranks.
         state: ``acquiring``, ``starting``, ``running``, ``finishing`` (interrupted: the cell's own ``except`` and
             ``finally`` run), ``ending`` or ``over``.
         waiting: what it waits for while it is ``acquiring``, or while it has lost its last data VM; where its ranks
@@ -89,7 +88,6 @@ class RunRecord(Verdict, kw_only=True):
         trouble: what is wrong while it goes on.
         questions: what its ranks ask the person at the keyboard, and wait for.
         use: what its ranks use, in the order of their numbers.
-        curve: how busy they were, in percent, in as many equal parts of its time.
         kept_ranks: its ranks, while they stay after it and wait for the notebook's next cell.
         files: what it left for `%taas attach`: by name, the size in bytes.
     """
@@ -103,7 +101,6 @@ class RunRecord(Verdict, kw_only=True):
     kernel: ProcessMark
     device: str
     gpus: tuple[str, ...] = ()
-    names_nbytes: int = 0
     state: str = "acquiring"
     waiting: str = ""
     submitted: float = msgspec.field(default_factory=time.time)
@@ -115,7 +112,6 @@ class RunRecord(Verdict, kw_only=True):
     questions: tuple[Asking, ...] = ()
     delivered: Delivered | None = None
     use: tuple[RankUse, ...] = ()
-    curve: tuple[int, ...] = ()
     kept_ranks: tuple[RankKept, ...] | None = None
     files: dict[str, int] = {}
 
@@ -134,23 +130,10 @@ class RunRecord(Verdict, kw_only=True):
         """The folders of what ranks other than 0 wrote in the project's place, one for each start."""
         return [output_folder(self.folder, number) / "writes" for number in range(self.restarts + 1)]
 
-    def is_of(self, kernel: int, notebook: str) -> bool:
-        """Whether it is surely of the notebook with this kernel and this path, which may have had another kernel then."""
-        return bool(notebook and self.notebook == notebook) or (
-            self.kernel.pid == kernel and self.kernel.lives
-        )
-
     @property
     def background(self) -> bool:
         """Whether it outlives its kernel."""
         return self.cell.spec.background
-
-    @property
-    def busy(self) -> float | None:
-        """How busy its GPUs are, or, where nobody can tell or there are none, a processor for each rank, in percent on average."""
-        gpus = [rank.gpu for rank in self.use if rank.gpu is not None]
-        shares = gpus or [rank.cpu for rank in self.use]
-        return sum(shares) / len(shares) if shares else None
 
     def rank_folders(self) -> list[Path]:
         """Return the folders in which the ranks of its last start write."""
@@ -263,39 +246,38 @@ def told_apart(record: RunRecord, records: Iterable[RunRecord]) -> str:
 def of_notebook(
     records: Iterable[RunRecord], kernel: int, notebook: str = "", project: str = ""
 ) -> list[RunRecord]:
-    """Return a notebook's runs, those of its earlier kernels, too.
+    """Return the runs of a notebook with this kernel and this path, those of its earlier kernels, too.
 
     Where front ends do not say their notebooks' paths, and its kernel has none, those of its project that may be its
     own, since their kernels are gone.
     """
-    records = list(records)
-    return [record for record in records if record.is_of(kernel, notebook)] or [
-        record
-        for record in records
-        if not (notebook or record.notebook) and record.project == project and not record.kernel.lives
-    ]
+    mine, perhaps = list[RunRecord](), list[RunRecord]()
+    for record in records:
+        if (notebook and record.notebook == notebook) or (
+            record.kernel.pid == kernel and record.kernel.lives
+        ):
+            mine.append(record)
+        elif not (notebook or record.notebook or record.kernel.lives) and record.project == project:
+            perhaps.append(record)
+    return mine or perhaps
 
 
 def find_run(
     name: str | None,
     records: list[RunRecord],
+    own: Callable[[list[RunRecord]], list[RunRecord]],
     *,
     live: bool,
-    kernel: int,
-    notebook: str = "",
-    project: str = "",
 ) -> RunRecord:
-    """Find the run that a person means: this notebook's before others', of these one that goes on, of these the newest.
+    """Find the run that a person means: this notebook's ``own`` before others', of these one that goes on, of these the newest.
 
     ``name`` is as typed: the run's name, or its name and id; None: any. ``live``: only one that goes on will do.
-    ``kernel`` is the process id of the notebook where it was typed, 0 in a terminal.
 
     Raises:
         HeaderError: there is none, or it is over.
     """
     fitting = _called(name, records)
-    mine = of_notebook(fitting, kernel, notebook, project)
-    best = max(mine or fitting, key=lambda record: (record.live, record.submitted))
+    best = max(own(fitting) or fitting, key=lambda record: (record.live, record.submitted))
     if live and not best.live:
         what = f"run {best.name}" if name else f"the last run, {best.name},"
         raise HeaderError(f"{what} is over ({best.outcome}); `%taas status` shows what goes on")

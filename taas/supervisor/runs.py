@@ -11,9 +11,8 @@ from taas.errors import NotEnoughDevices, RunLost
 from taas.runs.records import output_folder
 from taas.storage.kept import make_writes, sort
 from taas.supervisor.data_side import DataSide
-from taas.supervisor.findings import Findings
 from taas.supervisor.hangs import HangWatch
-from taas.supervisor.rank_jobs import RankJobs
+from taas.supervisor.rank_jobs import Findings, RankJobs
 from taas.supervisor.recorder import Recorder
 from taas.supervisor.transfer import ProjectSync, Transfer
 from taas.supervisor.vms import DataVms, Vm

@@ -18,7 +18,7 @@ from taas.engines import Demand, Machine
 from taas.engines.local import LocalMachine
 from taas.errors import EngineError, NotEnoughDevices
 from taas.runs.places import runtime_folder
-from taas.runs.records import read_records
+from taas.runs.records import RunRecord, read_records
 from taas.wire import deadlines
 from taas.wire.clients import Submit
 from taas.wire.framing import Leave, Message
@@ -151,15 +151,17 @@ def share_gpus(
     """
     if not gpus:
         return [()] * count
-    busy = {gpu for vm in vms if vm.run is not None for gpu in vm.gpus}
-    gpus = _not_elsewhere(gpus)
-    free = [gpu for gpu in gpus if gpu not in busy]
+    others = _of_other_notebooks()
+    taken = {gpu for vm in vms if vm.run is not None for gpu in vm.gpus}
+    taken |= {gpu for record in others for gpu in record.gpus}
+    free = [gpu for gpu in gpus if gpu not in taken]
     if len(free) < count * gpus_per_vm:
-        kept = any(vm.run == KEPT and vm.gpus for vm in vms)
+        named = f" ({', '.join(record.name for record in others)})" if others else ""
         advice = (
             "ranks that this notebook keeps have some. `%taas release` ends them."
-            if kept
-            else "other runs have the rest. `%taas status` shows them; wait for one, or `%taas stop` it."
+            if any(vm.run == KEPT and vm.gpus for vm in vms)
+            else f"other runs have the rest{named}. `%taas status` shows them; wait for one, or `%taas stop` it. Ranks "
+            "that are kept end with a `%taas release` in their notebook."
         )
         raise NotEnoughDevices(
             f"GPUs needed: {count * gpus_per_vm}; free of this machine's {len(gpus)}: {len(free)}; {advice}"
@@ -167,17 +169,10 @@ def share_gpus(
     return [tuple(free[i * gpus_per_vm : (i + 1) * gpus_per_vm]) for i in range(count)]
 
 
-def _not_elsewhere(gpus: tuple[str, ...]) -> tuple[str, ...]:
-    others = [record for record in read_records() if record.holds and record.supervisor.pid != os.getpid()]
-    taken = {gpu for record in others for gpu in record.gpus}
-    free = tuple(gpu for gpu in gpus if gpu not in taken)
-    if taken and not free:
-        names = ", ".join(record.name for record in others)
-        raise NotEnoughDevices(
-            f"other notebooks have all {len(gpus)} GPUs ({names}). `%taas status` shows them; wait for one, or "
-            "`%taas stop` it. Ranks that are kept end with a `%taas release` in their notebook."
-        )
-    return free
+def _of_other_notebooks() -> list[RunRecord]:
+    """Return the runs of others that have GPUs of this machine."""
+    holding = [record for record in read_records() if record.holds and record.gpus]
+    return [record for record in holding if record.supervisor.pid != os.getpid()]
 
 
 class DataVms:
