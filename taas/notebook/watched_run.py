@@ -67,11 +67,10 @@ def _seconds_left(record: RunRecord, lines: Sequence[str]) -> float | None:
 
 
 def _use(record: RunRecord) -> str:
-    """Return what the ranks use in the mean, of their GPUs or else of a processor each, for the line that opens the rows."""
-    gpus = [rank.gpu for rank in record.use if rank.gpu is not None]
-    shares = gpus or [rank.cpu for rank in record.use]
-    kind = "GPU" if gpus else "CPU"
-    return f"{kind} {sum(shares) / len(shares):.0f} % · " if shares and record.live else ""
+    """Return what the ranks use in the mean, for the line that opens the rows."""
+    share = record.busy
+    kind = "GPU" if any(rank.gpu is not None for rank in record.use) else "CPU"
+    return "" if share is None or not record.live else f"{kind} {share:.0f} % · "
 
 
 def _rows(record: RunRecord, ranks: Sequence[Sequence[str]]) -> Shown:

@@ -135,6 +135,13 @@ class RunRecord(Verdict, kw_only=True):
         """Whether it outlives its kernel."""
         return self.cell.spec.background
 
+    @property
+    def busy(self) -> float | None:
+        """How busy its GPUs are, or, where nobody can tell or there are none, a processor for each rank, in percent on average."""
+        gpus = [rank.gpu for rank in self.use if rank.gpu is not None]
+        shares = gpus or [rank.cpu for rank in self.use]
+        return sum(shares) / len(shares) if shares else None
+
     def rank_folders(self) -> list[Path]:
         """Return the folders in which the ranks of its last start write."""
         output = output_folder(self.folder, self.restarts)
