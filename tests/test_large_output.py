@@ -135,19 +135,25 @@ def test_a_record_that_is_being_written_is_read_when_it_is_whole(tmp_path: Path)
     events.close()
 
 
+def _last(folder: Path, count: int) -> list[str]:
+    found = last_written(folder, count)
+    assert found is not None
+    return found[0]
+
+
 def test_the_last_lines_of_much(tmp_path: Path) -> None:
     """Found from the end of the files, in their order, also behind a large display; of a bar what a terminal shows."""
     written = Written(tmp_path)
-    assert last_written(tmp_path, 3) == []
+    assert _last(tmp_path, 3) == []
     for number in range(2000):
         written.record("stdout", f"line {number}\n".encode())
-    assert last_written(tmp_path, 2) == ["line 1998", "line 1999"]
+    assert _last(tmp_path, 2) == ["line 1998", "line 1999"]
     written.raw_stdout(b"".join(b"C %d\n" % number for number in range(10_000)))
-    assert last_written(tmp_path, 2) == ["C 9998", "C 9999"]
+    assert _last(tmp_path, 2) == ["C 9998", "C 9999"]
     written.record("display", pack_display({"data": {"text/plain": "<Figure>", "image/png": "x" * 100_000}}))
-    assert last_written(tmp_path, 2) == ["C 9999", "<Figure>"]
+    assert _last(tmp_path, 2) == ["C 9999", "<Figure>"]
     written.record("stderr", b"".join(b"\r%3d%%|" % percent for percent in range(50)))
-    assert last_written(tmp_path, 2) == [" 49%|"]
+    assert _last(tmp_path, 2) == [" 49%|"]
     with (tmp_path / EVENTS).open("ab") as file:
         file.write(RECORD.pack(0, 5, 0, 0) + b"ha")  # it is being written
     assert last_written(tmp_path, 2) is None

@@ -415,6 +415,16 @@ def test_the_finished_notebook_reads_well(finished: Any) -> None:
     assert "<table>" in finished.cells[5].outputs[0].data["text/html"]
 
 
+def test_what_other_ranks_draw_opens_in_their_row(notebook: Notebook) -> None:
+    """When the run is over; what rank 0 draws stands in the cell."""
+    ran = notebook.good(
+        "#pragma taas --gpus 2\nimport os, matplotlib.pyplot as plt\nplt.plot([0, int(os.environ['RANK'])])\nplt.show()"
+    )
+    [row_0, row_1] = re.findall(r"<tr.*?</tr>", ran.updates[-1]["data"]["text/html"])[1:]
+    assert "data:image/png" not in row_0
+    assert row_1.count("data:image/png") == 1
+
+
 def test_a_terminal_hears_of_the_end(tmp_path: Path) -> None:
     """Where nothing can be updated, the run's beginning and its end are a line each."""
     cell = "#pragma taas --gpus 1 --name plain\nprint('trained')"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import html
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from taas.notebook.tables import STAYS_OPEN, Shown, folded, line, table
 from taas.runs.events import FILES, last_written, size_of
@@ -15,23 +16,42 @@ from taas.wording import shown as on_one_line
 from taas.wording import size_in_words, visible
 
 _LINES, _WIDTH, _LAST_WIDTH = 20, 200, 70
+_DRAWN = 1 << 19
+"""Characters of HTML, at most, that a rank's last figure or table may have in the row of a run that is over."""
 _AT_WORK = ("starting", "running", "stopped")
 _COLOURS = re.compile(r"\x1b\[[0-9;:]*m")
 _BAR = re.compile(r"(?<!\d)(\d+)/(?!\1 )\d+ \[[^<\]]*<(?:(\d+):)?(\d+):(\d\d)")
 """How a bar of tqdm ends: ``12/100 [00:03<00:20, 4.20it/s]``."""
 
 
+class _Written(NamedTuple):
+    """What a rank wrote last: lines, and its last display by MIME type."""
+
+    lines: Sequence[str] = ()
+    display: Mapping[str, Any] = {}
+
+    def opened(self, *, drawn: bool) -> str:
+        """Return the HTML that its row opens, ``drawn``: with the display; empty where the row says it all."""
+        picture, shown = self.display.get("image/png", ""), self.display.get("text/html", "")
+        if picture:
+            shown = f'<img src="data:image/png;base64,{picture}">'
+        if not drawn or len(shown) > _DRAWN:
+            shown = ""
+        lines = html.escape("\n".join(self.lines))
+        return f"<pre>{lines}</pre>{shown}" if shown or len(self.lines) > 1 else ""
+
+
 class WatchedRun:
     """What a person sees of one run, again and again; what ranks wrote last is read anew where their files have grown."""
 
     def __init__(self) -> None:
-        self._last: dict[Path, tuple[list[int], list[str]]] = {}
+        self._last: dict[Path, tuple[list[int], _Written]] = {}
 
     def of(self, record: RunRecord, now: float | None = None, *, kept: bool = False) -> Shown:
         """Show the run's line, with the time that is left if something tells it, and the folded rows; as :func:`line`."""
         ranks = self._written_by(record)
-        above = line(record, now, kept=kept, left=_seconds_left(record, ranks[0]))
-        if not record.use and not any(ranks):
+        above = line(record, now, kept=kept, left=_seconds_left(record, ranks[0].lines))
+        if not record.use and not any(written.lines for written in ranks):
             return above
         below = folded(record.id, f"{_use(record)}each rank's state and output", _rows(record, ranks).html)
         return Shown(above.text, f"{above.html}{below}{STAYS_OPEN}")
@@ -39,20 +59,20 @@ class WatchedRun:
     def in_full(self, record: RunRecord) -> Shown:
         """Show the line and the rows, unfolded."""
         ranks = self._written_by(record)
-        shown = line(record, left=_seconds_left(record, ranks[0])) + _rows(record, ranks)
+        shown = line(record, left=_seconds_left(record, ranks[0].lines)) + _rows(record, ranks)
         return Shown(shown.text, shown.html + STAYS_OPEN)
 
-    def _written_by(self, record: RunRecord) -> list[list[str]]:
-        """Return the last lines of each rank."""
-        return [self._lines(folder) for folder in record.rank_folders()]
+    def _written_by(self, record: RunRecord) -> list[_Written]:
+        return [self._written(folder) for folder in record.rank_folders()]
 
-    def _lines(self, folder: Path) -> list[str]:
+    def _written(self, folder: Path) -> _Written:
         sizes = [size_of(folder / name) for name in FILES]
-        known, lines = self._last.get(folder, ([0] * len(sizes), []))
+        known, written = self._last.get(folder, ([0] * len(sizes), _Written()))
         if sizes != known and (found := last_written(folder, _LINES)) is not None:
-            lines = [on_one_line(visible(_COLOURS.sub("", text)), _WIDTH) for text in found]
-            self._last[folder] = sizes, lines
-        return lines
+            lines = [on_one_line(visible(_COLOURS.sub("", text)), _WIDTH) for text in found[0]]
+            written = _Written(lines, found[1])
+            self._last[folder] = sizes, written
+        return written
 
 
 def _seconds_left(record: RunRecord, lines: Sequence[str]) -> float | None:
@@ -73,13 +93,16 @@ def _use(record: RunRecord) -> str:
     return "" if share is None or not record.live else f"{kind} {share:.0f} % · "
 
 
-def _rows(record: RunRecord, ranks: Sequence[Sequence[str]]) -> Shown:
+def _rows(record: RunRecord, ranks: Sequence[_Written]) -> Shown:
     use = {one.rank: one for one in record.use}
-    last = [on_one_line(lines[-1], _LAST_WIDTH) if lines else "" for lines in ranks]
+    last = [on_one_line(written.lines[-1], _LAST_WIDTH) if written.lines else "" for written in ranks]
     rows = [(str(rank), *_facts(record, rank, use.get(rank)), text) for rank, text in enumerate(last)]
     heads = ("rank", "state", "CPU", "memory", "GPU", "GPU memory", "last line")
-    more = [html.escape("\n".join(lines)) if len(lines) > 1 else "" for lines in ranks]
-    opened = {f"{record.id}-{rank}": text and f"<pre>{text}</pre>" for rank, text in enumerate(more)}
+    shown = record.cell.spec.shown_ranks()  # what these draw stands in the cell
+    opened = {
+        f"{record.id}-{rank}": written.opened(drawn=not record.live and rank not in shown)
+        for rank, written in enumerate(ranks)
+    }
     return table(heads, rows, opened=opened)
 
 

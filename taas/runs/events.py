@@ -250,19 +250,24 @@ def _is_chain(block: bytes, at: int, sizes: Sequence[int]) -> bool:
     return at == len(block)
 
 
-def last_written(folder: Path, count: int) -> list[str] | None:
-    """Return the last lines in a rank's folder, as a terminal shows them; None: they cannot be told just now."""
-    events, text = RankEvents(folder), ""
+def last_written(folder: Path, count: int) -> tuple[list[str], dict[str, Any]] | None:
+    """Return the last lines in a rank's folder, as a terminal shows them, and its last display among them, by MIME type.
+
+    None: they cannot be told just now.
+    """
+    events, text, drawn = RankEvents(folder), "", dict[str, Any]()
     try:
         if not events.skip():
             return None
         while found := events.read():
             for item in found:
-                text += plain_form(item.kind, read_arguments(item.body)) if item.body else item.text
+                arguments = read_arguments(item.body) if item.body else {}
+                text += plain_form(item.kind, arguments) if item.body else item.text
+                drawn = arguments.get("data", drawn)
     finally:
         events.close()
     lines = [line.rstrip("\r").rpartition("\r")[2].rstrip() for line in text.split("\n")]
-    return [line for line in lines if line][-count:]
+    return [line for line in lines if line][-count:], drawn
 
 
 class Inotify:
