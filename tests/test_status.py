@@ -180,6 +180,12 @@ def test_the_history_says_why(make: Make) -> None:
     assert re.search(r'<td colspan="7"[^>]*>rank 3 on g2.8-0: ValueError: bad</td>', view.html)
 
 
+def test_the_history_has_a_curve(make: Make) -> None:
+    """Of how busy the ranks were, the last look at them holding until the next one."""
+    make(state="over", outcome="done", ended=1060.0, curve=(0, 5, 50, 100, 180))
+    assert "  1 min 00 s  ▁▁▄██  " in tables.history(read_records(), 1070.0).text
+
+
 def test_the_views_name_the_notebook(make: Make) -> None:
     """By the name that its front end tells, with its folder's; else by the project's folder."""
     make("one", state="running", notebook="/home/me/mnist/a.ipynb", kernel=ProcessMark(1, 1.0))

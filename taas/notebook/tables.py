@@ -19,6 +19,7 @@ from taas.wording import shown as on_one_line
 
 _MARKS = {"done": "✓", "failed": "✗", "interrupted": "■", "lost": "✗", "live": "▸"}
 _CELL_WIDTH, _WHERE_WIDTH = 44, 120
+_BARS = "▁▂▃▄▅▆▇█"
 STAYS_OPEN = (
     '<script>document.querySelectorAll("details[data-taas]").forEach(d=>{const o=window.taasOpen??={},k=d.dataset.taas;'
     "d.open=o[k]??d.open;d.ontoggle=()=>{o[k]=d.open}})</script>"
@@ -250,12 +251,13 @@ def history(records: Sequence[RunRecord], now: float | None = None) -> Shown:
             _state(record),
             _ranks(record),
             _elapsed(record, now),
+            "".join(_BARS[min(share * len(_BARS) // 101, len(_BARS) - 1)] for share in record.curve),
             _cell(record),
             record.owner,
         )
         for record in records
     ]
-    heads = ("run", "started", "outcome", "ranks", "time", "cell", "notebook")
+    heads = ("run", "started", "outcome", "ranks", "time", "busy", "cell", "notebook")
     shown = table(heads, rows, [why(record) for record in records])
     announced = [record for record in records if record.announced]
     if not announced:

@@ -88,6 +88,7 @@ class RunRecord(Verdict, kw_only=True):
         trouble: what is wrong while it goes on.
         questions: what its ranks ask the person at the keyboard, and wait for.
         use: what its ranks use, in the order of their numbers.
+        curve: how busy they were, in percent, in as many equal parts of its time.
         kept_ranks: its ranks, while they stay after it and wait for the notebook's next cell.
         files: what it left for `%taas attach`: by name, the size in bytes.
     """
@@ -112,6 +113,7 @@ class RunRecord(Verdict, kw_only=True):
     questions: tuple[Asking, ...] = ()
     delivered: Delivered | None = None
     use: tuple[RankUse, ...] = ()
+    curve: tuple[int, ...] = ()
     kept_ranks: tuple[RankKept, ...] | None = None
     files: dict[str, int] = {}
 
