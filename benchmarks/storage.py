@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from taas import storage
+from taas import rank_storage
 from taas.storage import diversion, walls
 
 
@@ -44,7 +44,7 @@ def in_fork(body: Callable[[], Any]) -> Any:
 
 
 def policy(base: Path, rank: int) -> dict[str, Any]:
-    project, scratch = base / "project", storage.scratch_of(base / "scratch", rank)
+    project, scratch = base / "project", rank_storage.scratch_of(base / "scratch", rank)
     project.mkdir(exist_ok=True)
     scratch.mkdir(parents=True, exist_ok=True)
     return {"project": str(project), "rank": rank, "scratch": scratch}
@@ -55,7 +55,7 @@ def guard_seconds(base: Path, mechanism: str, repeats: int) -> dict[str, float]:
 
     def body() -> tuple[float, float]:
         wall, processor = time.perf_counter(), time.process_time()
-        storage.guard(**policy(base, 1), mechanisms=(mechanism,))
+        rank_storage.guard(**policy(base, 1), mechanisms=(mechanism,))
         return (time.perf_counter() - wall) * 1e3, (time.process_time() - processor) * 1e3
 
     found = [in_fork(body) for _ in range(repeats)]
@@ -97,7 +97,7 @@ def rank_0_ratio(base: Path, work: Callable[[], tuple[float, float]], pairs: int
     """Guarded over unguarded time of rank 0: of the clock, and of the processor, which neighbours disturb less."""
 
     def guarded() -> tuple[float, float]:
-        storage.guard(**policy(base, 0))
+        rank_storage.guard(**policy(base, 0))
         return work()
 
     policy(base, 0)
@@ -127,7 +127,7 @@ def call_microseconds(base: Path, guarded: bool) -> dict[str, float]:
 
     def body() -> dict[str, float]:
         if guarded:
-            storage.guard(**policy(base, 1))
+            rank_storage.guard(**policy(base, 1))
         found = {"stat, nothing diverted yet": each(lambda: os.stat(project / "live"))}
         (project / "mine").write_text("x")
         found["stat in the project"] = each(lambda: os.stat(project / "live"))
@@ -156,7 +156,7 @@ def main() -> None:
         result: dict[str, Any] = {"machine": {"cores": os.cpu_count(), "load": os.getloadavg()[0]}}
         result["doctor"] = walls.verdicts()
         result["guard"] = {}
-        for mechanism in storage.MECHANISMS:
+        for mechanism in rank_storage.MECHANISMS:
             if walls.verdicts((mechanism,))[0].startswith(f"write rule: {mechanism}"):
                 result["guard"][mechanism] = guard_seconds(base, mechanism, repeats)
         tensor = torch.zeros(floats)

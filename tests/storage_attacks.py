@@ -34,7 +34,7 @@ import numpy as np
 import torch
 import torch.utils.data
 
-from taas import storage
+from taas import rank_storage
 from taas.errors import StorageDenied
 
 libc = ctypes.CDLL(None, use_errno=True)
@@ -542,7 +542,7 @@ def attempt(chosen, scene, mechanism, mode, uid):
     scene.file_fd = os.open("file", os.O_RDWR)
     scene.read_fd = os.open("file", os.O_RDONLY)
     scene.dir_fd = os.open(".", os.O_RDONLY)
-    guard = storage.guard(
+    guard = rank_storage.guard(
         project=str(scene.project),
         rank=1,
         mode=mode,

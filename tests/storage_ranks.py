@@ -12,8 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from taas import storage
-from taas.storage import Guard
+from taas import rank_storage
+from taas.rank_storage import Guard
 from taas.storage.boundary import clock_of
 
 
@@ -35,8 +35,8 @@ class Run:
         return first
 
     def policy(self, rank: int, **options: Any) -> dict[str, Any]:
-        """Arguments of ``storage.guard``."""
-        scratch = storage.scratch_of(self.scratch, rank)
+        """Arguments of ``rank_storage.guard``."""
+        scratch = rank_storage.scratch_of(self.scratch, rank)
         scratch.mkdir(parents=True, exist_ok=True)
         return {"project": str(self.project), "rank": rank, "scratch": scratch, **options}
 
@@ -53,7 +53,7 @@ class Run:
             policy["mechanisms"] = (mechanism,)
 
         def guarded() -> Any:
-            guard = storage.guard(**policy)
+            guard = rank_storage.guard(**policy)
             os.chdir(self.project)
             return body(guard)
 
@@ -86,7 +86,7 @@ class Turns:
 
 def diverted(run: Run, rank: int = 1) -> list[list[Any]]:
     """What a rank has in its scratch in the project's place: paths, and sizes in bytes."""
-    tree = storage.scratch_of(run.scratch, rank) / "tree"
+    tree = rank_storage.scratch_of(run.scratch, rank) / "tree"
     found = subprocess.run(
         ["find", str(tree), "-type", "f", "-printf", "%P %s\\n"], capture_output=True, text=True, check=True
     )

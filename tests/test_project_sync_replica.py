@@ -22,7 +22,7 @@ import json, os, sys
 copy, project, user, wall = sys.argv[1:]
 from taas import _linux
 from pathlib import Path
-from taas.storage import guard
+from taas.rank_storage import guard
 from taas.project_sync import entered
 if user:  # who may not read where taas is
     os.setgid(int(user)); os.setuid(int(user)); _linux.prctl(4, 1)  # its own /proc again

@@ -20,7 +20,7 @@ import torch
 from privileges import needs_mounts, needs_user_namespaces
 from storage_ranks import Run, Turns, diverted, fork, join
 
-from taas import _linux, storage
+from taas import _linux, rank_storage
 from taas.errors import StorageDenied
 from taas.rank.cell import said_of_wall
 from taas.storage import walls
@@ -31,7 +31,7 @@ def run(tmp_path: Path) -> Run:
     return Run(tmp_path)
 
 
-@pytest.fixture(params=storage.MECHANISMS)
+@pytest.fixture(params=rank_storage.MECHANISMS)
 def wall(request: pytest.FixtureRequest) -> str:
     lines = walls.verdicts((request.param,))
     if not lines[0].startswith(f"write rule: {request.param}"):
@@ -380,7 +380,7 @@ def test_kernels_before_5_12_remount_one_by_one(run: Run, monkeypatch: pytest.Mo
         _linux.unshare(_linux.CLONE_NEWNS)
         _linux.mount(None, "/", _linux.MS_REC | _linux.MS_PRIVATE)
         assert os.system(f"mount -t tmpfs -o nosuid,nodev none {run.project}/disk") == 0
-        storage.guard(**policy, mechanisms=("mount",))
+        rank_storage.guard(**policy, mechanisms=("mount",))
         held = [
             os.system(f"touch {place}/x 2>/dev/null") != 0 for place in (run.project, run.project / "disk")
         ]
@@ -401,7 +401,7 @@ def test_a_refused_mechanism_gives_way_to_the_next(run: Run):
         _linux.map_own_ids(uid, gid)
         Path("/proc/sys/user/max_user_namespaces").write_text("0")
         _linux.drop_capabilities(None)
-        return storage.guard(**policy).mechanism
+        return rank_storage.guard(**policy).mechanism
 
     assert join(fork(body)) == "landlock"
 
@@ -411,7 +411,7 @@ def test_no_wall_at_all_is_an_error(run: Run):
 
     def body():
         try:
-            storage.guard(**run.policy(1), mechanisms=())
+            rank_storage.guard(**run.policy(1), mechanisms=())
         except StorageDenied as error:
             return str(error)
         return "it ran"
@@ -425,7 +425,7 @@ def test_the_ties_to_the_agent_hold(run: Run, wall: str):
 
     def body():
         _linux.set_parent_death_signal(signal.SIGKILL)
-        storage.guard(**policy, mechanisms=(wall,))
+        rank_storage.guard(**policy, mechanisms=(wall,))
         return _linux.parent_death_signal()
 
     assert join(fork(body)) == signal.SIGKILL
@@ -455,7 +455,7 @@ def test_doctor_says_what_this_machine_gives():
 LOOKS_INTO = """
 import ctypes, os, signal, sys, tempfile
 from pathlib import Path
-from taas import _linux, storage
+from taas import _linux, rank_storage
 from storage_ranks import fork, join
 
 class Vector(ctypes.Structure):
@@ -477,9 +477,9 @@ def take(pid, fd):
     return os.read(_linux.check(_linux.libc.syscall(438, os.pidfd_open(pid), fd, 0), "pidfd_getfd", ""), 5).decode()
 
 def rank(number, body):
-    scratch = storage.scratch_of(base / "scratch", number)
+    scratch = rank_storage.scratch_of(base / "scratch", number)
     scratch.mkdir(parents=True)
-    wall = storage.guard(project=str(base / "project"), rank=number, scratch=scratch)
+    wall = rank_storage.guard(project=str(base / "project"), rank=number, scratch=scratch)
     return body(wall)
 
 def look(_):

@@ -15,7 +15,7 @@ pytest.importorskip("h5py", reason="one of the attacks writes by HDF5")
 import storage_attacks
 from privileges import no_other_users, no_user_namespaces
 
-from taas import storage
+from taas import rank_storage
 from taas.storage import walls
 
 NOBODY = 65534
@@ -24,7 +24,7 @@ USERS = (os.getuid(),) if os.getuid() or no_other_users() else (0, NOBODY)
 
 def run_table(mechanism: str, mode: str, uid: int) -> dict[str, tuple[str, list[str]]]:
     command = [sys.executable, storage_attacks.__file__, mechanism, mode, str(uid)]
-    environ = {**os.environ, "PYTHONPATH": str(Path(storage.__file__).parents[2])}
+    environ = {**os.environ, "PYTHONPATH": str(Path(rank_storage.__file__).parents[1])}
     done = subprocess.run(command, capture_output=True, text=True, timeout=380, env=environ, cwd="/")
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
@@ -40,7 +40,7 @@ def refused(mechanism: str) -> str:
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("uid", USERS, ids=lambda uid: "root" if uid == 0 else "ordinary")
 @pytest.mark.parametrize("mode", ["discard", "deny"])
-@pytest.mark.parametrize("mechanism", storage.MECHANISMS)
+@pytest.mark.parametrize("mechanism", rank_storage.MECHANISMS)
 def test_every_attack_is_diverted_or_denied(mechanism: str, mode: str, uid: int):
     """Bytes and metadata of the project stay; what passes a weaker wall is exactly what its limits say."""
     why = refused(mechanism)

@@ -19,7 +19,7 @@ from privileges import needs_mounts, small_disk
 from storage_ranks import Run, fork, join
 from torch.distributed.checkpoint.api import CheckpointException
 
-from taas import _linux, storage
+from taas import _linux, rank_storage
 from taas.errors import HeaderError
 from taas.runs.records import read_records, runs_root
 from taas.storage.boundary import NEVER
@@ -115,7 +115,7 @@ def test_a_file_system_with_another_clock_loses_nothing(
         time, "time_ns", lambda: here() - ahead
     )  # this machine's clock; the other one's is right
     since = make_writes(writes, str(project))
-    tree = storage.scratch_of(writes, 1) / "tree"
+    tree = rank_storage.scratch_of(writes, 1) / "tree"
     tree.mkdir(parents=True)
     for name in ("before", "during"):
         (tree / name).write_text("rank 1's")
@@ -150,7 +150,7 @@ def test_what_rank_0_wrote_after_a_restart_is_rank_0s(run: Run, tmp_path: Path):
     [said] = sort([first, second], str(run.project), "fox")
     assert said.startswith("kept: shard (1 file")
     (run.project / "shard").write_text("written after the run")
-    shard = storage.scratch_of(first, 1) / "tree" / "shard"
+    shard = rank_storage.scratch_of(first, 1) / "tree" / "shard"
     assert kept_versions([first, second], str(run.project)) == {"shard": {1: shard}}
 
 
@@ -158,7 +158,7 @@ def test_links_and_names_that_are_no_text_are_kept_and_recovered(run: Run):
     """A link that leads nowhere, as rank 0 on a VM elsewhere may leave one; messages have names escaped."""
     name = os.fsdecode(b"n\xff\n")
     run.rank(write(name, "rank 1's"))
-    aside = storage.scratch_of(run.scratch, 0) / "tree"
+    aside = rank_storage.scratch_of(run.scratch, 0) / "tree"
     aside.mkdir(parents=True)
     (aside / "latest").symlink_to("nowhere")
     said = settled(run)
@@ -211,7 +211,7 @@ def test_what_cannot_be_sorted_is_named(run: Run) -> None:
 
     def as_an_ordinary_user() -> object:
         _linux.drop_capabilities(None)
-        tree = storage.scratch_of(run.scratch, 1) / "tree"
+        tree = rank_storage.scratch_of(run.scratch, 1) / "tree"
         tree.mkdir(parents=True)
         (tree / "file").write_text("rank 1's")
         (run.project / "file").write_text("rank 0's")
@@ -282,7 +282,7 @@ def save_sharded(run: Run, store: Path, scratches: dict[int, Path] | None = None
         policy = run.policy(rank, **options)
 
         def body():
-            storage.guard(**policy)
+            rank_storage.guard(**policy)
             os.chdir(run.project)
             torch.set_num_threads(1)
             dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)

@@ -25,8 +25,8 @@ from taas.engines import AgentConfig
 from taas.project_sync.applier import unpack
 from taas.project_sync.archive import Changes, entries, only, shared_places
 from taas.project_sync.late_files import LateFiles
+from taas.rank_storage import scratch_of
 from taas.runs.events import COLLECTED, EVENTS, STDERR, STDOUT, size_of
-from taas.storage import scratch_of
 from taas.storage.boundary import clock_of
 from taas.wire.agents import JobRequest, StartJob
 from taas.wire.framing import Memory

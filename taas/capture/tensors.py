@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from taas.capture.memory import MemoryRange, memory_of_storage
 from taas.capture.reading import Reading, read_insides, read_reduced, set_insides
-from taas.storage import is_closed
+from taas.rank_storage import is_closed
 
 if TYPE_CHECKING:
     import torch

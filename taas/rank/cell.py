@@ -20,7 +20,7 @@ from taas import adopt, capture
 from taas.capture import collected
 from taas.rank.agent_link import AgentLink, Keyboard
 from taas.rank.outlet import Outlet
-from taas.storage import Guard
+from taas.rank_storage import Guard
 from taas.storage.walls import NO_WALL
 from taas.wire.framing import Memory
 from taas.wire.ranks import RankEnded, RankOrder, RankStage, RankStart

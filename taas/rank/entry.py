@@ -30,8 +30,8 @@ from taas.rank.agent_link import AgentLink
 from taas.rank.cell import failed, lost_output, run_cell, wait_for_threads, with_notices
 from taas.rank.outlet import Outlet
 from taas.rank.shell import RankShell, make_ready
+from taas.rank_storage import Guard, guard, scratch_of
 from taas.runs.stacks import answer_requests
-from taas.storage import Guard, guard, scratch_of
 from taas.wire.ranks import Preparation, RankEnded, RankKept, RankOrder, RankStage, RankStart, preparation_of
 
 

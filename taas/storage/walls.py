@@ -8,7 +8,7 @@
 * None, where the kernel offers nothing: what is diverted of Python's own calls guards against accidents, and the cell says so.
 
 Each function raises one wall around this single-threaded process, and all that it will start, and returns how, for people.
-``verdicts`` tries them, each in a process of its own.
+``verdicts`` tries them, each in a process of its own (``python -m taas.storage.walls MECHANISM PROJECT``).
 """
 
 # Plain strings: a Path folds "..", which the kernel follows, and these run on every call of a rank.
@@ -196,7 +196,6 @@ def reopen(found: dict[int, str]) -> None:
 # ---------------------------------------------------------------- which wall this machine gives
 
 _SECONDS = 30
-_TRY = "import sys; from taas.storage.walls import main; sys.exit(main(*sys.argv[1:]))"
 
 
 def verdicts(mechanisms: Sequence[str] = tuple(WALLS)) -> list[str]:
@@ -204,7 +203,7 @@ def verdicts(mechanisms: Sequence[str] = tuple(WALLS)) -> list[str]:
     refused: list[str] = []
     for mechanism in mechanisms:
         with tempfile.TemporaryDirectory() as project:
-            command = [sys.executable, "-c", _TRY, mechanism, project]
+            command = [sys.executable, "-m", "taas.storage.walls", mechanism, project]
             done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
         said = (done.stdout.strip() or done.stderr.strip() or f"status {done.returncode}").splitlines()[-1]
         if done.returncode == 0:
@@ -214,7 +213,7 @@ def verdicts(mechanisms: Sequence[str] = tuple(WALLS)) -> list[str]:
     return [f"write rule: nothing of {', '.join(mechanisms)} works here", *refused]
 
 
-def main(mechanism: str, project: str) -> int:
+def _main(mechanism: str, project: str) -> int:
     """Raise a wall and try to write past it, in Python and from a shell; what is printed last is the verdict."""
     try:
         how = WALLS[mechanism](draw(project, (), ()))
@@ -227,3 +226,7 @@ def main(mechanism: str, project: str) -> int:
     held = mechanism == NO_WALL or (shell.returncode != 0 and not os.listdir(project))
     print(how if held else "it was raised, but a write passed it")  # noqa: T201 the verdict
     return 0 if held else 1
+
+
+if __name__ == "__main__":
+    sys.exit(_main(*sys.argv[1:]))

@@ -21,8 +21,8 @@ from taas.header.options import RunSpec
 from taas.project_sync import archive
 from taas.project_sync.applier import Applier, unpack
 from taas.project_sync.archive import FileState, shared_places
+from taas.rank_storage import scratch_of
 from taas.runs.events import COLLECTED, FILES
-from taas.storage import scratch_of
 from taas.storage.table import TREE
 from taas.supervisor.vms import Vm
 from taas.wire.agents import JobRequest, OfJob, StartJob
