@@ -277,7 +277,9 @@ def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunRecord:
 @contextlib.contextmanager
 def _one_kernel() -> Iterator[None]:
     """The kernel of all modules that want a notebook, while they follow each other."""
-    where = Path(tempfile.gettempdir())  # asked now: the suite's own is no longer set when its last test is over
+    where = Path(
+        tempfile.gettempdir()
+    )  # asked now: the suite's own is no longer set when its last test is over
     folders = set(where.glob("taas-*"))
     with leaves_nothing("the notebook"):
         book = Notebook(Path(tempfile.mkdtemp(prefix="first")))

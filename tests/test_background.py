@@ -11,12 +11,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 from notebook_harness import Notebook, gone, until
 
 from taas.runs.records import find_run, read_record, read_records, runs_root
-from taas.wire.framing import pack
 
 pytestmark = pytest.mark.slow
 
@@ -198,18 +196,6 @@ def test_a_disk_that_takes_its_time_holds_up_no_other_run(notebook: Notebook) ->
     (owl.folder / "answer").unlink()
 
 
-def test_stop_from_a_terminal_beside_a_busy_kernel(notebook: Notebook) -> None:
-    """A foreground run ends by ``taas stop`` as by the interrupt button, and its cell says who did it."""
-    notebook.start("#pragma taas --gpus 2 --name busy" + GATED.format(gate="never"))
-    notebook.wait_for("ready")
-    done = terminal("stop", "busy")
-    assert done.returncode == 0, done.stderr
-    assert "busy stopped after" in done.stdout
-    ran = notebook.end()
-    assert ran.ename == "KeyboardInterrupt"
-    assert "busy was stopped from a terminal" in ran.evalue
-
-
 def test_stop_without_a_name_is_for_this_notebooks_run(notebook: Notebook, tmp_path: Path) -> None:
     """Another notebook's is stopped by name only; its cell and the history then say by whom."""
     (tmp_path / "other").mkdir()
@@ -271,26 +257,6 @@ def test_a_restarted_kernel_attaches_to_its_own_notebooks_run(tmp_path: Path) ->
             book.close()
 
 
-def test_history_says_that_the_supervisor_was_killed(notebook: Notebook) -> None:
-    """``release`` kills one that is stopped; that ends everything cleanly, and the history says why."""
-    notebook.good("#pragma taas --gpus 2 --background --name doomed" + GATED.format(gate="never"))
-    notebook.start("%taas attach doomed")
-    notebook.wait_for("ready")
-    notebook.interrupt()
-    notebook.end()
-    record = find_run("doomed", read_records(), live=True, kernel=0)
-    found = notebook.processes()
-    psutil.Process(record.supervisor.pid).suspend()
-    assert "was killed, and with it doomed" in terminal("release").stdout
-    assert gone(found.ranks + found.agents + found.forkservers)
-    ended = read_record(record.folder)
-    assert ended is not None
-    assert (ended.outcome, ended.live) == ("lost", False)
-    assert "the supervisor was killed" in terminal("history").stdout
-    assert notebook.run("%taas attach doomed").ename == "RunLost"
-    assert notebook.good("#pragma taas --gpus 1\nprint('next')").own == "next\n"
-
-
 def test_run_folders_and_connection_files_are_private(notebook: Notebook, own_runtime: Path) -> None:
     """Nobody else reads what a run printed, its names, or the keys of its supervisor."""
     notebook.good("#pragma taas --gpus 2 --background --name secret\npassword = 'x'\nprint(password)")
@@ -323,30 +289,6 @@ def test_no_key_is_left_when_a_kernel_ends(end: str, tmp_path: Path, monkeypatch
     finally:
         book.close()
     until(lambda: not list(files.iterdir()), 30)
-
-
-def test_a_stray_client_gets_nothing(notebook: Notebook) -> None:
-    """Without the key of the connection file a client is not heard; with a wrong one neither."""
-    import zmq
-
-    from taas.supervisor.connections import all_connections
-    from taas.wire.clients import RunRequest
-
-    notebook.good("#pragma taas --gpus 1\npass")
-    [connection] = [one for one in all_connections() if one.kernel.pid == notebook.pid]
-    public, secret = zmq.curve_keypair()
-    context = zmq.Context()
-    for curve in (True, False):
-        socket = context.socket(zmq.DEALER)
-        if curve:
-            socket.curve_serverkey = connection.server_key.encode()
-            socket.curve_publickey, socket.curve_secretkey = public, secret
-        socket.connect(connection.endpoint)
-        socket.send(pack(RunRequest(what="release")))
-        assert not socket.poll(500)
-        socket.close(linger=0)
-    context.term()
-    assert notebook.good("#pragma taas --gpus 1\nprint('unharmed')").own == "unharmed\n"
 
 
 def test_an_answer_that_was_cut_off_is_said_to_be(notebook: Notebook) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import types
 import weakref
 from collections.abc import Iterator
@@ -20,7 +19,6 @@ from taas.capture import (
     Capture,
     arrive,
     capture,
-    check_syntax,
     check_versions,
     peek,
     rebind_answer,
@@ -124,17 +122,6 @@ def test_other_names_travel_whole_after_a_failure(rounds: Any) -> None:
     assert one.rank["good"][0] is one.rank["shared"]
     one.run("good[1]['y'] = 4; shared.append(2)")
     assert one.notebook["good"] == [[1, 2], {"y": 4}]
-
-
-def test_what_cannot_come_back_is_listed_and_the_rest_comes(rounds: Any) -> None:
-    """One line each: the name, the path, the type."""
-    one = rounds("import threading\nkeep = [1]", "keep, threading")
-    applied = one.run("keep.append(2); lock = threading.Lock(); deep = {'a': [lock]}; fine = 3")
-    assert one.notebook["keep"] == [1, 2]
-    assert one.notebook["fine"] == 3
-    assert "lock" not in one.notebook
-    assert len(applied.lost) == 2
-    assert any("deep['a'][0] is a _thread.lock" in line for line in applied.lost)
 
 
 OWNER = """
@@ -414,14 +401,6 @@ def test_a_module_that_changed_on_disk(tmp_path: Path) -> None:
     assert "CaptureError: 'o' cannot be rebuilt in the ranks" in failed.evalue
 
 
-def test_syntax_errors_belong_to_the_notebook() -> None:
-    """Before anything starts, with the cell's line; magics and top-level await are fine."""
-    check_syntax("#!g2.8\n%time x = 1\nawait x\n!ls", None)
-    with pytest.raises(SyntaxError) as error:
-        check_syntax("#!g2.8\n#pragma taas\nx = (", None)
-    assert error.value.lineno == 3
-
-
 def test_another_notebook_gets_names_that_changed(rounds: Any) -> None:
     """There is nothing to change in place there: what the cell changed, and what holds it, is bound anew."""
     one = rounds(
@@ -481,25 +460,3 @@ def test_an_object_that_cannot_be_set_costs_itself_whatever_it_raises(error: str
     made, stubborn = applied.lost
     assert made.startswith(f"made: it cannot be rebuilt here ({error}")
     assert stubborn.startswith(f"a Stubborn of the notebook refused its new contents: {error}")
-
-
-COUNTED = """
-import counting
-class C:
-    def __init__(self, name): self.name = name
-    def __getstate__(self): counting.calls.append(self.name); return {**self.__dict__}
-    def __setstate__(self, state): self.__dict__.update(state)
-untouched, changed = C("untouched"), C("changed"); t = 1, [untouched]; l = [t]
-"""
-
-
-def test_objects_are_seldom_asked_for_their_state(rounds: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once in the notebook and once in rank 0, also where a tuple is replaced, and whether they changed or not."""
-    counting: Any = types.ModuleType("counting")
-    counting.calls = []
-    monkeypatch.setitem(sys.modules, "counting", counting)
-    one = rounds(COUNTED, "untouched, changed, t, l, counting")
-    one.run("changed.n = 1; t = (2, t[1]); l[0] = t")
-    assert (counting.calls.count("untouched"), counting.calls.count("changed")) == (2, 2)
-    assert one.notebook["changed"].n == 1
-    assert one.notebook["l"][0] is one.notebook["t"]

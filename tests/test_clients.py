@@ -64,20 +64,6 @@ def test_a_notebook_is_executed(tmp_path: Path, words: list[str], total: int) ->
     assert after.outputs[0].text == f"total {total}\n"
 
 
-def test_ipython_in_a_terminal(tmp_path: Path) -> None:
-    """The run's beginning and end are lines; what was trained is there afterwards."""
-    (tmp_path / "cells.ipy").write_text("\n\n".join(CELLS[:2]))
-    given = "".join(f"get_ipython().run_cell({cell!r})\n" for cell in CELLS)
-    environ = {**os.environ, "IPYTHONDIR": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-m", "IPython", "--simple-prompt", "--colors=NoColor"],
-        cwd=tmp_path, input=given, capture_output=True, text=True, timeout=240, env=environ, check=False,
-    )  # fmt: skip
-    assert "ranks 2\n" in done.stdout
-    assert "done · 2 ranks" in done.stdout
-    assert "total 4\n" in done.stdout
-
-
 def test_a_script(tmp_path: Path) -> None:
     """`taas run`: with options, or its own header; only rank 0 writes, and an error is the status 1 with its lines."""
     (tmp_path / "train.py").write_text(

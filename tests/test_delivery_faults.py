@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 import re
 import resource
@@ -235,24 +234,6 @@ def test_an_element_of_a_stream_that_kills_its_owner_ends_with_its_name(
         assert "exit code 3" in message
 
 
-def test_an_element_that_kills_who_makes_it_again_leaves_no_rank_waiting(tmp_path: Path) -> None:
-    """Its stream's first owner has made it, and dies of something else before a rank has it."""
-    made = tmp_path / "made"
-
-    class Once(IterableDataset):
-        def __iter__(self) -> Any:
-            for number in range(40):
-                if number == 20:
-                    os._exit(3) if made.exists() else made.touch()
-                yield torch.full((4,), float(number)), torch.rand(1)
-
-    with DeliveryRun({"d": DataLoader(Once(), batch_size=1)}, processes=2, prebuffer=30) as run:
-        kill_workers(run)
-        [(got, message)] = run.ranks(until_it_fails)
-    assert got == list(range(20))
-    assert "'d': element 20 of stream 0 killed the data worker" in message
-
-
 def test_a_slab_that_cannot_be_reserved_falls_back_to_frames() -> None:
     """Where memory for a slab cannot be reserved, elements travel as frames; nothing dies of SIGBUS."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -316,24 +297,6 @@ def test_hoarded_and_changed_batches_are_never_overwritten() -> None:
     with DeliveryRun({"d": loader}, slab=4 << 20, processes=2) as run:
         [got] = run.ranks(body)
     assert got == [(1000 + i, 1000 + i) for i in range(64)]
-
-
-def test_batches_held_in_cycles_never_stop_the_delivery() -> None:
-    """A rank that keeps all batches of two loaders, in cycles that no collector frees, gets every element."""
-
-    def body(_rank: int, loaders: dict[str, Any]) -> Any:
-        gc.disable()
-        got = []
-        for pair in zip(loaders["a"], loaders["b"], strict=True):
-            got.append([int(x[0, 0]) for x, _ in pair])
-            circle: list[Any] = [pair]
-            circle.append(circle)
-        return got
-
-    sizes = {"a": (1 << 10,), "b": (1 << 16,)}
-    loaders = {name: DataLoader(Slow(150, 0.0, shape), batch_size=1) for name, shape in sizes.items()}
-    with DeliveryRun(loaders, slab=4 << 20, processes=2) as run:
-        assert run.ranks(body) == [[[i, i] for i in range(150)]]
 
 
 @needs_mounts

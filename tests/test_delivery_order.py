@@ -29,10 +29,8 @@ from torch.utils.data.distributed import DistributedSampler
 
 import taas
 from taas.delivery.config import ResumePoint
-from taas.delivery.making import rngs_now
 from taas.delivery.messages import Final, FinishPlans, Note, ProgressReport
-from taas.delivery.planner import LoaderPlans
-from taas.delivery.registered import apply_final, take_apart
+from taas.delivery.registered import apply_final
 from taas.errors import DeliveryError, RanksDisagree, UnitsExhausted
 
 pytestmark = pytest.mark.slow
@@ -216,32 +214,6 @@ def test_every_kind_of_loader_keeps_its_order(vms: int, ranks: int) -> None:
             assert elements[: len(elements) // ranks * ranks] == got, f"{name}, epoch {epoch}"
 
 
-@pytest.mark.parametrize("persistent", [False, True])
-@pytest.mark.parametrize("kind", ["sampler", "batch_sampler", "lazy"])
-def test_samplers_are_iterated_as_often_as_torch_iterates_them(kind: str, persistent: bool) -> None:
-    """Also with workers that persist, and when the first iteration is begun again, the order is the notebook's."""
-    kinds: dict[str, Callable[[], dict[str, Any]]] = {
-        "sampler": lambda: {"batch_size": None, "sampler": Eager()},
-        "batch_sampler": lambda: {"batch_sampler": Eager(4)},
-        "lazy": lambda: {"batch_size": 4, "shuffle": True},
-    }
-
-    def loader() -> DataLoader:
-        data = torch.arange(12)
-        return DataLoader(data, num_workers=1, persistent_workers=persistent, **kinds[kind]())
-
-    torch.manual_seed(11)
-    mine = loader()
-    plans = LoaderPlans("d", take_apart(mine), rngs_now(), 1)
-    got = []
-    plans.drop(plans.open(0, None))
-    for epoch in range(EPOCHS):
-        got.append(plans.draw(plans.open(epoch, None), 1000, float("inf")))
-    torch.manual_seed(11)
-    theirs = loader()
-    assert got == [[x.tolist() for x in theirs] for _ in range(EPOCHS)]
-
-
 @pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 def test_workers_that_persist_are_seeded_and_initialised_once() -> None:
     """A stream that shuffles and draws goes on from epoch to epoch as in the notebook's own workers."""
@@ -309,25 +281,6 @@ def test_uneven_epochs_follow_the_rule(how: str) -> None:
         assert all("cannot share evenly" in result for result in results)
     else:
         assert wanted[how] == results
-
-
-@pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
-def test_streams_of_workers_that_persist_are_padded_with_what_they_began_with() -> None:
-    """The first elements of the same epoch come again, with the same draws, and the next epoch is not disturbed."""
-
-    def loader() -> DataLoader:
-        torch.manual_seed(11)
-        return DataLoader(
-            Shuffled(), batch_size=None, num_workers=2, persistent_workers=True, worker_init_fn=count_init
-        )
-
-    def epochs(_rank: int, loaders: dict[str, Any]) -> Any:
-        return [[plain(e[:4]) for e in loaders["d"]] for _ in range(EPOCHS)]
-
-    wanted = [elements + elements[:3] for elements in epochs(0, {"d": loader()})]
-    with DeliveryRun({"d": loader()}, ranks=5, processes=2, uneven="pad") as run:
-        results = run.ranks(epochs)
-    assert wanted == [merged([result[epoch] for result in results]) for epoch in range(EPOCHS)]
 
 
 def test_augmentation_does_not_depend_on_the_workers() -> None:
@@ -528,33 +481,6 @@ def test_a_second_start_goes_on_at_the_lowest_step_not_done_by_all(name: str) ->
     for at, wanted in ((0, expected(name)[1][4:]), (1, expected(name)[2])):
         got = merged([epochs[name][at] for _, epochs in results])
         assert wanted[: len(wanted) // 2 * 2] == got, f"iteration {at + 1}"
-
-
-@pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
-def test_what_a_second_start_makes_of_an_iteration_before_its_place_leaves_nothing() -> None:
-    """Workers that persist begin afresh, however much was made ahead of the first iteration, which nobody wants."""
-
-    def started(prebuffer: int) -> Any:
-        torch.manual_seed(11)
-        loader = DataLoader(
-            Shuffled(), batch_size=2, num_workers=2, persistent_workers=True, worker_init_fn=count_init
-        )
-        places = {"d": ResumePoint(1, 2, 12)}
-        with DeliveryRun({"d": loader}, processes=2, places=places, prebuffer=prebuffer) as run:
-            return run.ranks(going_on)
-
-    assert started(1) == started(8)
-
-
-def test_a_second_start_that_does_not_resume_begins_at_the_start() -> None:
-    """And what it then loses is counted from there."""
-    with DeliveryRun(
-        {"d": MAKERS["shuffled"]()}, ranks=2, places={"d": ResumePoint(1, 2, 6)}, slab=4 << 20
-    ) as run:
-        results = run.ranks(lambda _, loaders: [plain(e) for e in loaders["d"]])
-        wait_for_delivery(run, 12)
-    assert merged(results) == expected("shuffled")[0][:12]
-    assert run.places == {"d": ResumePoint(1, 0, 6)}
 
 
 def test_a_loss_between_two_iterations_goes_on_with_the_next() -> None:
@@ -790,20 +716,3 @@ def test_a_cell_ends_whose_planner_does_not(how: str, tmp_path: Path) -> None:
     [said] = notes(run)
     assert "'late'" in said
     assert {"killed": "has died", "stuck": "has not answered for 0.1 s"}[how] in said
-
-
-def test_break_nested_and_zip_are_iterations_of_their_own() -> None:
-    """A loop that is left, nested loops and zip of a loader with itself yield whole, valid elements."""
-
-    def body(_rank: int, loaders: dict[str, Any]) -> Any:
-        loader = loaders["d"]
-        first = [b["at"].tolist() for _, b in zip(range(3), loader, strict=False)]
-        nested = [(a["at"][0].item(), b["at"][0].item()) for a in loader for b in loader]
-        pairs = [(a["at"].tolist(), b["at"].tolist()) for a, b in zip(loader, loader, strict=True)]
-        return first, nested, pairs
-
-    with DeliveryRun({"d": DataLoader(Squares(12), batch_size=2)}, vms=2) as run:
-        [(first, nested, pairs)] = run.ranks(body)
-    assert first == [[0, 1], [2, 3], [4, 5]]
-    assert [(a, b) for a in range(0, 12, 2) for b in range(0, 12, 2)] == nested
-    assert [([i, i + 1], [i, i + 1]) for i in range(0, 12, 2)] == pairs

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import msgspec
-import pytest
-
 from taas.rank.outlet import pack_display
 from taas.runs.events import (
     EVENTS,
@@ -20,8 +17,7 @@ from taas.runs.events import (
     RankEvents,
     last_written,
 )
-from taas.wire.framing import WIRE_LIMIT, pack
-from taas.wording import fitting, fitting_lines, text_of
+from taas.wire.framing import WIRE_LIMIT
 
 LIMIT = 1 << 18
 HUGE = WIRE_LIMIT + (1 << 20)
@@ -157,38 +153,3 @@ def test_the_last_lines_of_much(tmp_path: Path) -> None:
     with (tmp_path / EVENTS).open("ab") as file:
         file.write(RECORD.pack(0, 5, 0, 0) + b"ha")  # it is being written
     assert last_written(tmp_path, 2) is None
-
-
-def test_an_error_larger_than_a_message() -> None:
-    """Its beginning and its end are told."""
-    told = fitting("a" + "x" * HUGE + "z")
-    assert len(told) < LIMIT + 100
-    assert (told[0], told[-1]) == ("a", "z")
-    lines = fitting_lines(["first", *(["x" * HUGE] * 3), *map(str, range(100_000)), "last"])
-    assert (lines[0], lines[-1]) == ("first", "last")
-    assert len(pack("".join(lines))) < WIRE_LIMIT / 8
-
-
-class _Mute(Exception):
-    def __str__(self) -> str:
-        raise ValueError("no words")
-
-
-@pytest.mark.parametrize(
-    ("error", "told"),
-    [
-        (ValueError("caf\udce9"), "caf\\udce9"),
-        (_Mute(), "<its __str__ raised ValueError>"),
-        (ValueError("bad"), "bad"),
-    ],
-)
-def test_an_error_whose_text_is_no_text(error: Exception, told: str) -> None:
-    """It can be sent all the same."""
-    assert text_of(error) == told
-    pack(text_of(error))
-
-
-def test_a_display_with_a_file_name_that_is_not_utf8() -> None:
-    """It is shown, with that character written out."""
-    body = pack_display({"data": {"text/html": "caf\udce9", "n": [1, "\udce9"]}})
-    assert msgspec.msgpack.decode(body) == {"data": {"text/html": "caf\\udce9", "n": [1, "\\udce9"]}}

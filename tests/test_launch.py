@@ -210,13 +210,6 @@ def test_names_come_back_in_place(notebook: Notebook) -> None:
     assert notebook.value("bool((net.weight != before).any())") == "True"
 
 
-def test_return_narrows_what_comes_back(notebook: Notebook) -> None:
-    """``--return a`` brings ``a`` and nothing else."""
-    notebook.good("a = b = 0")
-    notebook.good("#pragma taas --gpus 1 --return a\na = 1; b = 1")
-    assert notebook.value("a, b") == "1 0"
-
-
 def test_a_value_of_each_rank_is_collected(notebook: Notebook) -> None:
     """Copies, of the notebook's own classes; what does not come is None, and named, in one line for all that have that reason."""
     notebook.good("import taas, torch\nclass Best:\n    pass")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import time
@@ -15,7 +14,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from notebook_harness import Notebook, until
-from privileges import needs_mounts, small_disk
 from storage_ranks import Run, fork, join
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -58,16 +56,6 @@ def write(path: str, text: str) -> Callable[[Any], None]:
         Path(path).write_text(text)
 
     return body
-
-
-def test_every_rank_saves_the_model(run: Run):
-    """torch.save in eight ranks: one file, rank 0's, and not a word about it."""
-    for rank in range(8):
-        run.rank(lambda guard, rank=rank: torch.save({"rank": rank}, "mnist_cnn.pt"), rank=rank)
-    assert settled(run) == []
-    assert torch.load(run.project / "mnist_cnn.pt") == {"rank": 0}
-    assert [path.name for path in run.project.iterdir()] == ["mnist_cnn.pt"]
-    assert contents(run.scratch) == {}
 
 
 def test_what_only_others_wrote_is_kept_and_recovered(run: Run):
@@ -301,22 +289,6 @@ def load_sharded(folder: Path) -> dict[str, torch.Tensor]:
     return state
 
 
-@needs_mounts
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:Detected an existing checkpoint")
-def test_a_sharded_checkpoint_is_made_whole_by_rank_0(run: Run, tmp_path: Path):
-    """Without --shared, too, it loads as soon as it is complete, and so does the next one in its place, from another disk."""
-    for number in range(2):
-        with small_disk(run.scratch, "size=1m") if number else contextlib.nullcontext():
-            save_sharded(run, tmp_path / f"store{number}")
-            assert [*run.scratch.rglob("*.distcp")] == [], "nothing is there twice"
-        loaded = load_sharded(run.project / "ckpt")
-        assert [float(loaded[f"part{rank}"].sum()) for rank in range(WORLD)] == [0.0, 4.0, 8.0]
-        for shard in (run.project / "ckpt").glob("*.distcp"):
-            shard.write_text("an older checkpoint's")
-    assert settled(run) == []
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_sharded_checkpoint_of_several_vms_is_kept_and_recovered(
@@ -337,15 +309,5 @@ def test_a_sharded_checkpoint_of_several_vms_is_kept_and_recovered(
     with pytest.raises(CheckpointException, match=r"__2_0"):
         load_sharded(run.project / "ckpt")
     recovered(run)
-    loaded = load_sharded(run.project / "ckpt")
-    assert [float(loaded[f"part{rank}"].sum()) for rank in range(WORLD)] == [0.0, 4.0, 8.0]
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_a_sharded_checkpoint_in_a_shared_directory_loads(run: Run, tmp_path: Path):
-    """With --shared every rank writes the project there, and nothing is left to say."""
-    save_sharded(run, tmp_path / "store", shared=("ckpt",))
-    assert settled(run) == []
     loaded = load_sharded(run.project / "ckpt")
     assert [float(loaded[f"part{rank}"].sum()) for rank in range(WORLD)] == [0.0, 4.0, 8.0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import select
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +13,7 @@ import pytest
 from taas.engines import Demand, EngineChoice
 from taas.engines.driven import DrivenMachine
 from taas.header.options import RunSpec
-from taas.runs.places import ProcessMark, runtime_folder
+from taas.runs.places import ProcessMark
 from taas.runs.records import RunRecord, read_record
 from taas.supervisor.data_side import Phase
 from taas.supervisor.recorder import Recorder
@@ -183,25 +182,6 @@ def test_vms_without_any_gpu_are_a_rehearsal(
     assert (begun.record.state, begun.record.device) == ("starting", f"rehearsed on CPU ({why})")
 
 
-def test_a_vm_that_is_lost_when_its_ranks_have_ended_well(begin: Callable[..., Beginning]) -> None:
-    """The coordinator is asked for its last word all the same: else the run would wait for it for ever."""
-    begun = begin(data_vms=1, here="127.0.0.1")
-    run = begun.run
-    assert run.data is not None
-    run.data.phase = Phase.DELIVERING
-    _all_come(begun, (), ())
-    for rank in range(4):
-        begun.hear(rank // 2, RankEnded(rank=rank, outcome="done", at=0.0))
-    begun.hear(0, JobOver())
-    run.vm_lost(begun.vms[1], "lost: node 10.0.0.2 does not answer any more")
-    while not run.settled:
-        assert select.select([run.data], [], [], 30)[0], (
-            "the coordinator says no more, and the run is not over"
-        )
-        run.data.step()
-    assert begun.ended().outcome == "lost"
-
-
 def test_an_agent_that_dies_takes_the_names_that_it_held(begin: Callable[..., Beginning]) -> None:
     """Its ranks have ended well, and nobody has opened their names: the record does not say that they came back."""
     begun = begin(remote=False)
@@ -294,53 +274,3 @@ def test_an_agent_speaks_of_its_own_job_and_ranks_only(begin: Callable[..., Begi
     assert (begun.run.found.answer, begun.run.transfer.answer, begun.run.ranks.store) == (None, None, None)
     begun.hear(0, RankEnded(rank=1, outcome="done", at=0.0, answer=Memory(os.getpid(), 9, 100)))
     assert begun.run.found.answer is None
-
-
-@pytest.mark.parametrize("lacks", ["payload", "folder"])
-def test_a_run_that_cannot_be_recorded_holds_nothing(
-    lacks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its kernel closed its payload, or there is no room for its folder: cell after cell may be refused so."""
-    monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path))
-    fd = os.memfd_create("names")
-    try:
-        there = Memory(os.getpid(), fd, 0)
-        payload = Memory(os.getpid(), fd, 1) if lacks == "payload" else there
-        if lacks == "folder":
-            runtime_folder("runs").rmdir()
-            (tmp_path / "taas" / "runs").touch()
-        before = len([*Path("/proc/self/fd").iterdir()])
-        loaders = DeliveryOrder(there, processes=1, encrypt=False)
-        with pytest.raises(OSError, match=r"is not the memory|exists|Not a directory"):
-            Recorder(_submit(RunSpec(), payload, loaders), ProcessMark.of(os.getpid()))
-        assert len([*Path("/proc/self/fd").iterdir()]) == before
-    finally:
-        os.close(fd)
-
-
-def test_a_new_start_forgets_no_data_vm_that_was_lost(begin: Callable[..., Beginning]) -> None:
-    """The cell names at its end what every start said of its data, in order."""
-    begun = begin(data_vms=2, max_restarts=1)
-    for restart in range(2):
-        data = begun.run.data
-        assert data is not None
-        data.phase = Phase.DELIVERING  # the first elements are there: the run goes on without this one
-        vm = data.vms.by_number[1]
-        vm.machine.go(f"no node for start {restart}", "EngineError")
-        data.lose(vm, f"no node for start {restart}")
-        if restart == 0:
-            begun.again(data_vms=2)
-    assert begun.ended().notices == (
-        "data VM 1 could not be had: no node for start 0",
-        "data VM 1 could not be had: no node for start 1",
-    )
-
-
-def test_names_that_were_not_packed_in_time_are_said_to_be(begin: Callable[..., Beginning]) -> None:
-    """The agent says what its rank had not done: to answer is one thing, to pack is another one."""
-    begun = begin()
-    _all_come(begun, (), ())
-    begun.hear(0, RankStage(stage="begun", rank=0))
-    late = RankEnded(rank=0, outcome="ended", at=0.0, message="had not packed them after 60 s")
-    begun.hear(0, late)
-    assert begun.ended().names == "no names came back: rank 0 had not packed them after 60 s"

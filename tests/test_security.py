@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import mmap
 import os
 import pickle
 import resource
@@ -12,7 +11,6 @@ import shutil
 import socket
 import stat
 import tempfile
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -29,7 +27,6 @@ from stranger import Bomb, as_stranger, doors, only_as_root, private, try_all
 from torch.utils.data import DataLoader
 from zmq.utils.monitor import recv_monitor_message
 
-from taas.capture.payload import seal
 from taas.delivery import loader as rank_side
 from taas.delivery.messages import (
     PLANNER,
@@ -230,20 +227,6 @@ def test_memory_of_another_size_or_owner_is_refused(tmp_path: Path) -> None:
     fd = os.memfd_create("short")
     with pytest.raises(OSError, match="not the memory that was announced"):
         Memory(os.getpid(), fd, 10).open()
-    os.close(fd)
-
-
-def test_names_are_sealed_once_the_system_lets_them_be() -> None:
-    """While somebody has pages of the file, the kernel refuses, and nobody hears of it."""
-    fd = os.memfd_create("names", os.MFD_ALLOW_SEALING)
-    os.truncate(fd, mmap.PAGESIZE)
-    written = mmap.mmap(fd, mmap.PAGESIZE)
-    sealing = threading.Thread(target=seal, args=(fd,))
-    sealing.start()
-    assert sealing.is_alive()
-    written.close()
-    sealing.join(30)
-    assert fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_WRITE
     os.close(fd)
 
 

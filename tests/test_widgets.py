@@ -11,8 +11,6 @@ import pytest
 from notebook_harness import Notebook
 from test_status import executed
 
-from taas.rank.outlet import Updates
-
 pytest.importorskip("ipywidgets", reason="ipywidgets is not installed")
 pytestmark = pytest.mark.slow
 HEAD = "#pragma taas --gpus 2\n"
@@ -196,23 +194,6 @@ with Progress(auto_refresh=False) as progress:
         progress.update(task, advance=1, refresh=True)
 print("done")
 """
-
-
-def test_updates_are_bounded_and_the_last_one_is_sent() -> None:
-    """The first goes at once; of the others of a moment only the latest; each display has its own."""
-    sent: list[Any] = []
-    updates = Updates(lambda **arguments: sent.append(arguments))
-    for number in range(1000):
-        updates.update("a", {"number": number})
-    updates.update("b", {"number": -1})
-    updates.flush()
-    assert sent[0] == {"number": 0}
-    assert {"number": -1} in sent
-    assert {"number": 999} in sent
-    assert [one["number"] for one in sent if one["number"] >= 0] == sorted(
-        one["number"] for one in sent if one["number"] >= 0
-    )
-    assert len(sent) < 100
 
 
 def test_a_rich_bar_is_one_display(notebook: Notebook) -> None:
