@@ -423,21 +423,8 @@ def snapshot(root):
         status = path.lstat()
         content = path.read_bytes() if stat.S_ISREG(status.st_mode) else b""
         attributes = {name: os.getxattr(path, name) for name in os.listxattr(path)}
-        fields = (
-            "st_mode",
-            "st_uid",
-            "st_gid",
-            "st_size",
-            "st_ino",
-            "st_nlink",
-            "st_mtime_ns",
-            "st_ctime_ns",
-        )
-        found[str(path.relative_to(root))] = (
-            content,
-            attributes,
-            *(getattr(status, name) for name in fields),
-        )
+        times = status.st_mtime_ns, status.st_ctime_ns
+        found[str(path.relative_to(root))] = content, attributes, times, tuple(status)[:7]
     return found
 
 

@@ -432,31 +432,3 @@ def test_another_notebook_that_cannot_take_a_run_stays_as_it_was(
         rebind_answer(one.captured.fd, answer, other)
     os.close(answer)
     assert other == {"lr": 5}
-
-
-REFUSES = """
-class Stubborn:
-    level = 1
-    def __getstate__(self): return {"value": self.level}
-    def __setstate__(self, state):
-        self.level = state["value"]
-        if self.level == 3: raise ERROR
-first, stubborn, last = [1], Stubborn(), [1]
-stubborn.level = 2
-"""
-
-
-@pytest.mark.parametrize("error", ["ValueError", "SystemExit"])
-def test_an_object_that_cannot_be_set_costs_itself_whatever_it_raises(error: str) -> None:
-    """All else of the answer comes, and what does not is named: also where a class of the user's asks Python to end."""
-    cell = (
-        "first.append(2); stubborn.level = 3; last.append(2); made = Stubborn(); made.level = 3; number = 1"
-    )
-    round_ = Round(REFUSES.replace("ERROR", error), cell)
-    applied = round_.run(cell)
-    there = round_.notebook
-    assert (there["first"], there["last"], there["number"]) == ([1, 2], [1, 2], 1)
-    assert "made" not in there
-    made, stubborn = applied.lost
-    assert made.startswith(f"made: it cannot be rebuilt here ({error}")
-    assert stubborn.startswith(f"a Stubborn of the notebook refused its new contents: {error}")

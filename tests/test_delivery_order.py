@@ -158,6 +158,10 @@ MAKERS: dict[str, Callable[[], DataLoader]] = {
     "weighted": lambda: DataLoader(Squares(), batch_size=4, sampler=weighted()),
     "unbatched": lambda: DataLoader(Squares(), batch_size=None, sampler=SequentialSampler(range(50))),
     "collate": lambda: DataLoader(Squares(), batch_size=5, collate_fn=sorted_by_value),
+    "eager": lambda: DataLoader(range(12), batch_size=None, sampler=Eager()),
+    "eager_persistent": lambda: DataLoader(
+        range(12), batch_sampler=Eager(4), num_workers=1, persistent_workers=True
+    ),
     "stream": lambda: DataLoader(Counting(), batch_size=4),
     "streams": lambda: DataLoader(Counting(), batch_size=2, num_workers=3, generator=generator(9)),
     "changing": lambda: DataLoader(Changing(), batch_size=3),
@@ -195,7 +199,6 @@ def merged(per_rank: list[list[Any]]) -> list[Any]:
 SHAPES = [
     pytest.param(1, 1, id="1vm-1rank"),
     pytest.param(3, 2, id="3vms-2ranks"),
-    pytest.param(1, 8, id="1vm-8ranks"),
     pytest.param(8, 3, id="8vms-3ranks"),
 ]
 
@@ -350,12 +353,11 @@ def kept_open(loader: Any) -> Any:
 
 
 @pytest.mark.parametrize("body", [zipped, nested, kept_open])
-@pytest.mark.parametrize("nbytes", [1 << 10, 1 << 18])
-def test_iterations_that_are_open_together_hold_up_none(body: Callable[[Any], Any], nbytes: int) -> None:
+def test_iterations_that_are_open_together_hold_up_none(body: Callable[[Any], Any]) -> None:
     """The usual ``next(iter(loader))`` before the loop among them: every iteration is whole."""
 
     def loader() -> DataLoader:
-        return DataLoader(Numbers(300, nbytes), batch_size=1)
+        return DataLoader(Numbers(300, 1 << 18), batch_size=1)
 
     with DeliveryRun({"d": loader()}, processes=2, slab=4 << 20) as run:
         assert run.ranks(lambda _, loaders: body(loaders["d"])) == [body(loader())]
@@ -386,10 +388,9 @@ def until(steps: int) -> Callable[[int, dict[str, Any]], list[int]]:
 
 
 @pytest.mark.parametrize("steps", [0, 3])
-@pytest.mark.parametrize("nbytes", [1 << 10, 1 << 18])
-def test_a_stream_goes_on_without_ranks_that_leave_it(steps: int, nbytes: int) -> None:
+def test_a_stream_goes_on_without_ranks_that_leave_it(steps: int) -> None:
     """One rank leaves its loop early, or never begins it: the other one gets all that is its own."""
-    loader = DataLoader(Stream(200, nbytes), batch_size=1)
+    loader = DataLoader(Stream(200, 1 << 18), batch_size=1)
     with DeliveryRun({"d": loader}, ranks=2, processes=2, slab=64 << 20) as run:
         got = run.ranks(until(steps))
     assert got == [list(range(0, 200, 2)), list(range(1, 2 * steps, 2))]
@@ -463,9 +464,7 @@ def going_on(_rank: int, loaders: dict[str, Any]) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
-@pytest.mark.parametrize(
-    "name", ["plain", "shuffled", "global_rng", "persistent", "own_sampler", "stream", "streams"]
-)
+@pytest.mark.parametrize("name", ["shuffled", "persistent", "streams"])
 def test_a_second_start_goes_on_at_the_lowest_step_not_done_by_all(name: str) -> None:
     """Ranks are lost in their second iteration, at different steps: the rest of it, and the next, are unchanged."""
     torch.manual_seed(11)
@@ -558,9 +557,7 @@ def test_units_of_both_starts_are_added_up() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
-@pytest.mark.parametrize(
-    ("name", "units"), [("shuffled", 8), ("streams", 8), ("shuffled", 12), ("stream", 10)], ids=str
-)
+@pytest.mark.parametrize(("name", "units"), [("shuffled", 12), ("streams", 8)], ids=str)
 def test_used_up_units_leave_an_empty_loop_before_the_save(name: str, units: int) -> None:
     """The loss comes after the loop that the units ended, in the middle of its epoch or at its very end.
 

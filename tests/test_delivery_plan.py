@@ -35,7 +35,7 @@ from taas.delivery.messages import (
 from taas.delivery.plan import Plan, element_seed, plan_number
 from taas.delivery.planner import LoaderPlans, Planner
 from taas.delivery.registered import take_apart
-from taas.delivery.slab import SlotTable, slot_size
+from taas.delivery.slab import SlotTable
 
 
 @given(length=st.integers(0, 40), ranks=st.integers(1, 9), uneven=st.sampled_from(["drop", "pad", "raise"]))
@@ -86,15 +86,6 @@ def test_slots_never_overlap_and_merge_again(steps: list[int], reserved: int | N
         table.give(*place)
     assert table.free == table.size
     assert table.size == 0 or table.take(table.size) == 0 or reserved is not None
-
-
-@given(st.integers(1, 1 << 30))
-def test_slot_sizes_are_few_and_close(nbytes: int) -> None:
-    """A slot is at most an eighth, or a page, larger than what it holds, and a slot of itself."""
-    size = slot_size(nbytes)
-    assert nbytes <= size <= max(nbytes * 9 // 8 + 1, nbytes + 4096)
-    assert slot_size(size) == size
-    assert size % 4096 == 0
 
 
 def config_of(ranks: int, slab: int, **config: Any) -> DeliveryConfig:

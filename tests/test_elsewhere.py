@@ -16,7 +16,7 @@ CELL = """
 import os, torch
 torch.save(weights, "net.pt")
 made = weights * 2
-os.write(1, b"first\n")
+os.write(1, b"first\\n")
 print("rank", os.environ["RANK"])
 """
 

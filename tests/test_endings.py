@@ -310,24 +310,6 @@ def test_rank_0_fails(notebook: Notebook) -> None:
     )
 
 
-def test_rank_1_is_at_its_end_before_rank_0_has_begun(notebook: Notebook) -> None:
-    """Rank 0 comes to the same end, and its names come back."""
-    notebook.good(
-        "import os, pathlib, psutil\nclass Late:\n    def __setstate__(self, state):\n"
-        "        if os.environ.get('RANK') == '0':\n"
-        "            while not (one := pathlib.Path(ready_at, '1')).exists() or not one.read_text(): pass\n"
-        "            while psutil.pid_exists(int(one.read_text())): pass\n"
-        "late, x = Late(), 0\nlate.is_one = True"
-    )
-    ran = notebook.run(
-        "#pragma taas --gpus 2\nlate\npathlib.Path(ready_at, os.environ['RANK']).write_text(str(os.getpid()))\n"
-        "x = 1\nraise SystemExit(2)"
-    )
-    assert ran.ename == "CellFailed"
-    assert STOOD in ran.evalue
-    assert notebook.value("x") == "1"
-
-
 @pytest.mark.parametrize(
     ("body", "said", "holds"),
     [
@@ -395,7 +377,9 @@ def test_many_presses_end_no_other_run(notebook: Notebook) -> None:
     )
     notebook.start(f"#pragma taas --gpus 2\n{DEAF}")
     notebook.wait_for("ready")
-    for _ in range(8):
+    notebook.interrupt()
+    notebook.wait_for("noticed")
+    for _ in range(7):
         notebook.interrupt()
     assert notebook.end().ename == "KeyboardInterrupt"
     (notebook.folder / "go").touch()

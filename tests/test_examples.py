@@ -72,18 +72,6 @@ def test_offline_digits_are_read_by_torchvision(tmp_path: Path) -> None:
     assert not train.data[:, :4].any(), "MNIST leaves a frame of four pixels"
 
 
-@pytest.mark.slow
-def test_offline_digits_leave_mnist_alone(tmp_path: Path) -> None:
-    """Files that are there are not written over, so that a real MNIST survives a lost network."""
-    pytest.importorskip("sklearn")
-    raw = tmp_path / "MNIST" / "raw"
-    raw.mkdir(parents=True)
-    (raw / "train-images-idx3-ubyte").write_bytes(b"the real one")
-    assert run(EXAMPLES / "offline_mnist.py", tmp_path, cwd=tmp_path).returncode == 0
-    assert (raw / "train-images-idx3-ubyte").read_bytes() == b"the real one"
-    assert len(list(raw.iterdir())) == 4
-
-
 def notebook(path: Path, *sources: str) -> Path:
     """A small notebook on disk."""
     cells = [nbformat.v4.new_code_cell(source) for source in sources]

@@ -147,17 +147,6 @@ def test_a_rank_that_is_stuck_ends_them(notebook: Notebook, tmp_path: Path) -> N
     assert notebook.good(KEEP + "print(x)").own == "1\n"
 
 
-def test_names_that_came_back_are_held_nowhere_else(notebook: Notebook) -> None:
-    """The memory that brought them is given back by rank 0, which stays."""
-    notebook.good(KEEP + "import os, torch")
-    count = "len(os.listdir('/proc/self/fd'))"
-    counts = []
-    for _ in range(3):
-        notebook.good(KEEP + f"big = torch.ones(1 << 20)\ncount = {count}")
-        counts.append(notebook.value("count"))
-    assert len(set(counts[1:])) == 1, counts
-
-
 def test_a_rank_that_dies_in_a_cell_takes_the_others_along(notebook: Notebook) -> None:
     """The cell says that they are gone; the next one has new ranks, and the notebook's names."""
     notebook.good(KEEP + GROUP + PIDS + "kept = 5")

@@ -17,10 +17,6 @@ from taas.runs.events import (
     RankEvents,
     last_written,
 )
-from taas.wire.framing import WIRE_LIMIT
-
-LIMIT = 1 << 18
-HUGE = WIRE_LIMIT + (1 << 20)
 
 
 class Written:
@@ -55,32 +51,6 @@ class Written:
 
 def text(messages: list[list[Output]]) -> str:
     return "".join(item.text for items in messages for item in items)
-
-
-def largest(messages: list[list[Output]]) -> int:
-    return max(sum(len(item.text) + len(item.body) for item in items) for items in messages)
-
-
-def test_one_print_larger_than_a_message(tmp_path: Path) -> None:
-    """It comes in pieces, whole, with characters that lie across their borders."""
-    written = Written(tmp_path)
-    body = ("é" * (HUGE // 2) + "\n").encode()
-    written.record("stdout", body)
-    written.record("stdout", b"after\n")
-    messages = written.messages()
-    assert largest(messages) < 4 * LIMIT
-    assert text(messages).encode() == body + b"after\n"
-
-
-def test_a_childs_output_larger_than_a_message_comes_before_what_is_printed_then(tmp_path: Path) -> None:
-    """C code and children write to files of their own; the order holds."""
-    written = Written(tmp_path)
-    written.record("stdout", b"first\n")
-    written.raw_stdout(b"c" * HUGE)
-    written.record("stdout", b"last\n")
-    messages = written.messages()
-    assert largest(messages) < 4 * LIMIT
-    assert text(messages) == "first\n" + "c" * HUGE + "last\n"
 
 
 def test_a_display_larger_than_a_message_is_said_and_left_out(tmp_path: Path) -> None:

@@ -208,13 +208,6 @@ def test_a_rich_bar_is_one_display(notebook: Notebook) -> None:
     assert len(bars) < 1500
 
 
-def test_a_bar_that_is_to_vanish_does(notebook: Notebook) -> None:
-    """A transient bar is empty at its end."""
-    ran = notebook.good(BAR.replace("auto_refresh=False", "auto_refresh=False, transient=True"))
-    bars = [update for update in ran.updates if not update["transient"]["display_id"].startswith("taas-")]
-    assert bars[-1]["data"]["text/plain"] == ""
-
-
 def test_libraries_find_the_notebook_they_are_shown_in(notebook: Notebook) -> None:
     """What libraries ask for gives the same in the kernel and in a rank; Lightning's own question does not."""
     asked = """
