@@ -363,19 +363,6 @@ def test_iterations_that_are_open_together_hold_up_none(body: Callable[[Any], An
         assert run.ranks(lambda _, loaders: body(loaders["d"])) == [body(loader())]
 
 
-def test_units_are_used_up_beside_an_open_iteration() -> None:
-    """300 units over 200 elements: one in an iterator that stays open, all others in the loops after it."""
-
-    def body(_rank: int, loaders: dict[str, Any]) -> Any:
-        iterator = iter(loaders["d"])
-        return [firsts([next(iterator)]), firsts(loaders["d"]), firsts(loaders["d"]), firsts(iterator)]
-
-    loader = DataLoader(Numbers(200, 1 << 12), batch_size=1)
-    with DeliveryRun({"d": loader}, processes=2, units={"d": 300}) as run:
-        [got] = run.ranks(body)
-    assert got == [[0], list(range(200)), list(range(99)), []]
-
-
 def until(steps: int) -> Callable[[int, dict[str, Any]], list[int]]:
     """Rank 0 takes all, the others so many steps; none at all of 0."""
 

@@ -6,12 +6,13 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from taas.engines import Demand, EngineChoice
-from taas.engines.driven import DrivenMachine
+from taas.engines.driven import DrivenMachine, VmReport
 from taas.header.options import RunSpec
 from taas.runs.places import ProcessMark
 from taas.runs.records import RunRecord, read_record
@@ -61,7 +62,8 @@ class Beginning:
         self.run = Run(recorder, self.vms, self.data(data_vms), project, self._worker)
 
     def _vms(self, count: int) -> list[Vm]:
-        machines = [DrivenMachine(number, print, print, "the Ray cluster") for number in range(count)]
+        engine: Any = SimpleNamespace(want=print, give_back=print)
+        machines = [DrivenMachine(number, engine, "the Ray cluster") for number in range(count)]
         self.machines += machines
         return [
             Vm(machine, f"vm{number}", Demand(), lambda *told: self.told.append(told), remote=self._remote)
@@ -141,7 +143,7 @@ def test_an_agent_that_is_heard_before_its_place_is_known(begin: Callable[..., B
     assert (begun.run.state, begun.started()) == ("acquiring", [])
     assert (begun.record.state, begun.record.waiting) == ("acquiring", "the Ray cluster")
     for number, machine in enumerate(begun.machines, 1):
-        machine.come(f"10.0.0.{number}", ("0", "1"))
+        machine.take(VmReport(machine.number, "there", host=f"10.0.0.{number}", gpus=("0", "1")))
         begun.run.look_at_machines()
     [start] = begun.started()
     assert (start.work.gpus, start.work.rehearsed, start.work.store.host) == (("0", "1"), 0, "10.0.0.1")
@@ -150,7 +152,7 @@ def test_an_agent_that_is_heard_before_its_place_is_known(begin: Callable[..., B
 
 def _all_come(begun: Beginning, *gpus: tuple[str, ...]) -> None:
     for number, (vm, machine, given) in enumerate(zip(begun.vms, begun.machines[:2], gpus, strict=True), 1):
-        machine.come(f"10.0.0.{number}", given)
+        machine.take(VmReport(machine.number, "there", host=f"10.0.0.{number}", gpus=given))
         vm.answered = True
         begun.run.look_at_machines()
 
