@@ -242,8 +242,14 @@ def warm() -> None:
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     """End kernel and forkservers before a module that does not begin with a test that needs them."""
     if nextitem is None or nextitem.path != item.path:
-        for fixture in _held.keys() - {*getattr(nextitem, "fixturenames", ())}:
+        for fixture in [name for name in _held if nextitem is None or not _needs(nextitem, name)]:
             _held.pop(fixture).close()
+
+
+def _needs(item: pytest.Item, fixture: str) -> bool:
+    """Whether a test uses a fixture of this file, and not a module's own of the same name, which finds no other there."""
+    found = item._fixtureinfo.name2fixturedefs.get(fixture, ()) if isinstance(item, pytest.Function) else ()
+    return len(found) == 1 or (len(found) > 1 and fixture in found[-1].argnames)
 
 
 @pytest.fixture

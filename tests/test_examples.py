@@ -144,7 +144,7 @@ def test_data_vms_share_the_reading(tmp_path: Path) -> None:
     assert any("of 32 units" in out.get("data", {}).get("text/plain", "") for out in outputs)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(rows=1)
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("name", ["image_shards", "transformer", "evaluation", "checkpoint", "sweep"])
 def test_an_example_runs_to_its_end(name: str, tmp_path: Path) -> None:

@@ -24,7 +24,6 @@ from taas.project_sync import archive
 from taas.project_sync.applier import Applier, unpack
 from taas.project_sync.archive import ArchiveEntry, Changes, entries, only, pack
 from taas.project_sync.late_files import LateFiles, _asked_as
-from taas.storage.kept import kept_versions, recover, sort
 from taas.supervisor.transfer import ProjectSync
 from taas.wire.framing import Memory
 from taas.wire.transfer import chunks_of, chunks_of_file
@@ -250,30 +249,6 @@ def test_a_file_that_changes_while_it_is_read_is_left_for_the_next_look(travel: 
 
 
 # ---------------------------------------------------------------- the notebook's user goes on working
-
-
-def test_what_the_user_changed_meanwhile_is_kept_and_the_runs_version_is_to_be_recovered(
-    travel: Travel,
-) -> None:
-    """Changed, made, or replaced: both versions are there, the run's latest, and named."""
-    fill(travel.project, {"model.py": "old", "notes.txt": "old"})
-    travel.go()
-    users = {"model.py": "user's", "new.txt": "user's"}
-    fill(travel.project, users)
-    for text in ("run's", "run's, later"):
-        fill(travel.copy, {"model.py": text, "new.txt": text, "notes.txt": text})
-        travel.back()
-    fill(travel.scratch / "rank1" / "tree", {"model.py": "rank 1's"})
-    (travel.scratch / "since").write_text("0")
-    [said] = sort([travel.scratch], str(travel.project), "golden-fox")
-    assert said.startswith("kept: model.py, new.txt (2 files, 24 bytes) as the run wrote it")
-    assert "%taas recover golden-fox --overwrite" in said
-    assert tree(travel.project) == {name: text.encode() for name, text in users.items()} | {
-        "notes.txt": b"run's, later"
-    }
-    kept = kept_versions([travel.scratch], str(travel.project))
-    recover("golden-fox", kept, str(travel.project), overwrite=True)
-    assert {*tree(travel.project).values()} == {b"run's, later"}
 
 
 def test_what_the_user_changed_is_not_removed_and_what_he_removed_may_come_anew(travel: Travel) -> None:

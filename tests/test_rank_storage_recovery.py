@@ -58,19 +58,6 @@ def write(path: str, text: str) -> Callable[[Any], None]:
     return body
 
 
-def test_what_only_others_wrote_is_kept_and_recovered(run: Run):
-    """The cell says what was kept and from whom; recovering copies it to its place, and once more does nothing."""
-    for rank in (1, 2, 3):
-        run.rank(write(f"ckpt/shard{rank}", "x" * 1500), rank=rank)
-    assert settled(run) == [
-        "kept: ckpt/shard1, ckpt/shard2, ckpt/shard3 (3 files, 4.5 kB) from ranks 1–3, which rank 0 did not write: "
-        "%taas recover fox brings them into the project, and with --shared ckpt every rank writes there itself"
-    ]
-    assert recovered(run) == [f"ckpt/shard{rank}" for rank in (1, 2, 3)]
-    assert contents(run.project) == {f"ckpt/shard{rank}": "x" * 1500 for rank in (1, 2, 3)}
-    assert recovered(run) == []
-
-
 def test_a_file_from_before_the_run_is_not_rank_0s(tmp_path: Path):
     """A path that rank 0 left as it was is kept: only a write of this run makes the others replicas."""
     run = Run(tmp_path)
@@ -166,21 +153,6 @@ def test_different_versions_all_reach_the_project(run: Run):
     settled(run)
     recovered(run)
     assert contents(run.project) == {"log": "same", "log.rank3": "other"}
-
-
-def test_a_folder_in_the_way_of_a_file_is_named(run: Run) -> None:
-    """Once it is gone, the same line brings the rest."""
-    for path in ("a", "b"):
-        run.rank(write(path, "rank 1's"))
-    settled(run)
-    (run.project / "b").mkdir()
-    with pytest.raises(HeaderError, match=r"b exists in the project; nothing was written"):
-        recovered(run)
-    with pytest.raises(HeaderError, match=r"/b cannot be written \(Is a directory\): see to that"):
-        recovered(run, overwrite=True)
-    (run.project / "b").rmdir()
-    assert recovered(run) == ["b"]
-    assert contents(run.project) == {"a": "rank 1's", "b": "rank 1's"}
 
 
 def test_a_project_that_is_gone_stops_a_recovery(run: Run):

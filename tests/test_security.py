@@ -22,7 +22,6 @@ import torch
 import zmq
 from delivery_run import DeliveryRun
 from notebook_harness import Notebook, Processes, gone
-from ranks_harness import run_ranks
 from stranger import Bomb, as_stranger, doors, only_as_root, private, try_all
 from torch.utils.data import DataLoader
 from zmq.utils.monitor import recv_monitor_message
@@ -240,25 +239,6 @@ def test_files_with_keys_are_private(running: psutil.Process, public: Path) -> N
     runtime = Path(os.environ["JUPYTER_RUNTIME_DIR"])
     for path in [*folders, *runtime.glob("taas*")]:
         assert not path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO), path
-
-
-def _replicas_of_two_runs() -> None:
-    """Rank 1 has another key, as a stranger would who takes its place in the group."""
-    from taas import adopt
-
-    assert adopt._meeting is not None
-    membership = adopt._meeting.membership
-    if membership.rank == 1:
-        membership.address = msgspec.structs.replace(membership.address, secret=bytes(32))
-    torch.nn.DataParallel(torch.nn.Linear(2, 1))(torch.ones(4, 2))
-
-
-@pytest.mark.usefixtures("warm")
-def test_what_replicas_say_to_each_other_is_sealed() -> None:
-    """gloo takes any peer; DataParallel unpickles nothing of one that has not the run's key."""
-    for outcome in run_ranks(_replicas_of_two_runs, 2, fails=True, grace=60):
-        assert outcome.error == "RanksDisagree", outcome
-        assert "not of this run" in outcome.text
 
 
 def test_silent_clients_hold_nobody_up(tmp_path: Path) -> None:

@@ -130,31 +130,6 @@ def test_selections_of_the_cell_and_of_the_notebook(notebook: Notebook) -> None:
     assert notebook.value("first.value, first.index, made.value, tie.target[0] is made") == "3 1 4 True"
 
 
-FAULTY = """
-def refuses(value, widget):
-    if value != widget.good: raise ValueError("not\\nhere")
-    return value
-@widgets.register
-class Faulty(widgets.DOMWidget):
-    good = 7
-    _model_name = traitlets.Unicode("FaultyModel").tag(sync=True)
-    number = traitlets.Int(7).tag(sync=True, from_json=refuses)
-known = Faulty()
-"""
-
-
-def test_a_library_that_cannot_make_a_twin(notebook: Notebook) -> None:
-    """It is said in one line, once, and the run goes on; so it is where a widget of the notebook cannot follow."""
-    notebook.good("import traitlets" + FAULTY)
-    for cell in ("made = Faulty(number=3)\nmade.number = 4\nagain = Faulty(number=5)", "known.number = 6"):
-        ran = notebook.good(HEAD + cell + "\nprint('goes on')\nacc = .9")
-        assert ran.own == "goes on\n"
-        assert [line for line in ran.stdout.splitlines() if "Faulty" in line] == [
-            "taas: a page that is loaded again may not draw this Faulty as it is now: ValueError: not\\nhere"
-        ]
-    assert notebook.value("made.number, again.number, known.number, acc") == "4 5 6 0.9"
-
-
 def test_tqdm_auto_draws_where_the_cell_shows_it(notebook: Notebook) -> None:
     """It is a widget in ranks whose output the cell shows, and text in the others."""
     notebook.good(
