@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shutil
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -28,12 +28,10 @@ while not Path("{gate}").exists():
 
 
 @pytest.fixture(scope="module", autouse=True)
-def own_runtime(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A runtime folder of this module's own, so that the newest run is a test's."""
-    folder = tmp_path_factory.mktemp("runtime")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("JUPYTER_RUNTIME_DIR", str(folder))
-        yield folder
+def earlier_runs_are_forgotten() -> None:
+    """The newest run is a test's."""
+    for record in read_records():
+        shutil.rmtree(record.folder)
 
 
 def open_notebook(project: Path) -> Notebook:
@@ -257,13 +255,13 @@ def test_a_restarted_kernel_attaches_to_its_own_notebooks_run(tmp_path: Path) ->
             book.close()
 
 
-def test_run_folders_and_connection_files_are_private(notebook: Notebook, own_runtime: Path) -> None:
+def test_run_folders_and_connection_files_are_private(notebook: Notebook) -> None:
     """Nobody else reads what a run printed, its names, or the keys of its supervisor."""
     notebook.good("#pragma taas --gpus 2 --background --name secret\npassword = 'x'\nprint(password)")
     notebook.good("%taas attach secret")
     record = find_run("secret", read_records(), live=False, kernel=notebook.pid)
     modes = {}
-    for path in (own_runtime / "taas").rglob("*"):
+    for path in runs_root().parent.rglob("*"):
         with contextlib.suppress(FileNotFoundError):  # the supervisor may be replacing one
             modes[path] = stat.S_IMODE(path.stat().st_mode)
     assert stat.S_IMODE(runs_root().stat().st_mode) == 0o700
