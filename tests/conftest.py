@@ -34,6 +34,7 @@ settings.register_profile("explore", deadline=None, suppress_health_check=[Healt
 settings.register_profile("taas", settings.get_profile("explore"), derandomize=True)
 settings.load_profile("taas")
 _PR_SET_CHILD_SUBREAPER = 36
+_OF_A_RUN = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "OMP_NUM_THREADS", "PYTHONUNBUFFERED"}
 _MINUTES = (
     "test_browser",
     "test_fault_table",
@@ -136,13 +137,7 @@ def clean_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
     """No variable of the person who runs the suite reaches a test; runtime files go to folders of its own."""
     with pytest.MonkeyPatch.context() as patch:
         for name in list(os.environ):
-            if name.startswith(("TAAS_", "MASTER_", "TORCHELASTIC_", "JPY_")) or name in {
-                "RANK",
-                "LOCAL_RANK",
-                "WORLD_SIZE",
-                "OMP_NUM_THREADS",
-                "PYTHONUNBUFFERED",
-            }:
+            if name.startswith(("TAAS_", "MASTER_", "TORCHELASTIC_", "JPY_")) or name in _OF_A_RUN:
                 patch.delenv(name)
         for name in ("JUPYTER_RUNTIME_DIR", "JUPYTER_DATA_DIR", "IPYTHONDIR", "XDG_CONFIG_HOME", "TMPDIR"):
             patch.setenv(name, str(tmp_path_factory.mktemp(name.lower())))

@@ -8,7 +8,6 @@ import io
 import multiprocessing
 import os
 import pickle
-import re
 import sys
 import tempfile
 import warnings
@@ -19,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from taas.errors import CannotRehearse, RehearsalWarning
+from taas.errors import CannotRehearse
 
 CPU = torch.device("cpu")
 # what needs no GPU: modules, classes, flags, and switches that only set a variable
@@ -29,15 +28,6 @@ BY_ITSELF = (
     *("caching_allocator_disabled", "caching_allocator_enable", "get_allocator_backend", "streams", "tunable"),
     *("has_half", "has_magma"),
 )  # fmt: skip
-
-
-def machine_has_the_devices_of_the_run():
-    """CUDA is available, in the words of every torch."""
-    assert torch.cuda.is_available() is torch.accelerator.is_available() is True
-    assert torch.cuda.is_initialized()
-    assert torch.accelerator.current_accelerator() == torch.device("cuda")
-    assert torch.get_device_module("cuda") is torch.cuda is torch.get_device_module()
-    assert torch.device(0) == torch.device("cuda:0")
 
 
 def every_name_of_torch_cuda_is_accounted_for():
@@ -54,22 +44,6 @@ def every_name_of_torch_cuda_is_accounted_for():
     }
     assert set(torch.cuda.__all__) - accounted == set()
     assert set(refused.TORCH_CUDA) & {*cuda_module.CUDA} == set()
-
-
-def tensors_stay_honest():
-    """A tensor sent to CUDA says it is on the CPU, so branches to custom kernels are not taken."""
-    for x in (
-        torch.ones(2).cuda(),
-        torch.ones(2).to("cuda"),
-        torch.ones(2).to(0),
-        torch.ones(2).to(device="cuda:0", dtype=torch.float16),
-        torch.ones(2).to(torch.device("cuda"), non_blocking=True),
-        torch.ones(2, device="cuda"),
-        torch.empty(2, pin_memory=True),
-    ):
-        assert x.device == CPU
-        assert x.is_cuda is False
-        assert x.get_device() == -1
 
 
 def every_factory_takes_a_device():
@@ -115,24 +89,6 @@ def wrong_ordinals_raise_what_cuda_raises():
         torch.cuda.set_device("cpu")
     torch.cuda.set_device(-1)
     assert torch.cuda.current_device() == 0
-
-
-def default_device_can_be_cuda():
-    """The default device reaches every factory, and is reported as CUDA."""
-    with torch.device("cuda"):
-        assert torch.zeros(2).device == CPU
-        assert nn.Linear(2, 2).weight.device == CPU
-    torch.set_default_device("cuda")
-    try:
-        assert torch.randn(2).device == CPU
-        assert torch.get_default_device() == torch.device("cuda", 0)
-        assert torch.zeros(2, device=torch.get_default_device()).device == CPU
-    finally:
-        torch.set_default_device("cpu")
-        assert torch.get_default_device() == CPU
-        torch.set_default_device(None)
-    with pytest.raises(RuntimeError, match="invalid device ordinal"), torch.device("cuda:6"):
-        torch.zeros(2)
 
 
 def legacy_tensor_types_make_cpu_tensors():
@@ -286,43 +242,6 @@ def random_states_go_round():
     assert len(torch.cuda.default_generators) == 1
 
 
-def generators_take_cuda():
-    """A generator for CUDA is a CPU generator, and is a torch.Generator."""
-    g = torch.Generator(device="cuda").manual_seed(4)
-    assert isinstance(g, torch.Generator)
-    assert isinstance(torch.default_generator, torch.Generator)
-    a = torch.randn(3, generator=g, device="cuda")
-    assert torch.equal(a, torch.randn(3, generator=torch.Generator("cuda").manual_seed(4), device="cuda"))
-    assert torch.Generator().device == CPU
-
-
-def streams_and_events():
-    """Streams nest and restore; events take time only when asked, as CUDA has it."""
-    stream, before = torch.cuda.Stream(), torch.cuda.current_stream()
-    assert before == torch.cuda.default_stream()
-    with torch.cuda.stream(stream):
-        assert torch.cuda.current_stream() is stream
-        with torch.cuda.stream(torch.cuda.Stream(priority=-1)):
-            assert torch.cuda.current_stream() is not stream
-        assert torch.cuda.current_stream() is stream
-    assert torch.cuda.current_stream() is before
-    stream.wait_stream(before)
-    before.wait_event(stream.record_event())
-    torch.ones(1).record_stream(stream)
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    with pytest.raises(RuntimeError, match="must be recorded"):
-        start.elapsed_time(end)
-    end.record(stream)
-    torch.cuda.synchronize()
-    assert start.elapsed_time(end) >= 0
-    assert end.query() and stream.query()
-    with pytest.raises(RuntimeError, match="enable_timing"):
-        start.elapsed_time(torch.cuda.Event())
-    with torch.Stream(device="cuda") as s:
-        assert torch.accelerator.current_stream() is s
-
-
 def torch_cuda_takes_the_device_of_a_tensor():
     """What a tensor says of its device, which is honest, is good enough to ask torch.cuda about it."""
     where = torch.ones(1, device="cuda").device
@@ -385,30 +304,6 @@ def recurrent_networks_under_autocast():
         assert net(packed)[0].data.dtype is torch.float16
     reference = net(x)[0]
     assert torch.allclose(reference, net(x)[0])
-
-
-def grad_scaler_scales():
-    """GradScaler scales, unscales, skips steps with infinities and saves its state."""
-    net = nn.Linear(4, 1).cuda()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler("cuda", init_scale=8.0)
-    assert scaler.is_enabled()
-    for factor in (1.0, float("inf")):
-        before = net.weight.detach().clone()
-        optimizer.zero_grad(set_to_none=True)
-        with torch.autocast("cuda"):
-            loss = net(torch.ones(2, 4, device="cuda")).sum() * factor
-        scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(net.parameters(), 1.0)
-        scaler.step(optimizer)
-        scaler.update()
-        assert torch.equal(before, net.weight) == (factor != 1.0)
-    assert scaler.get_scale() == 4.0
-    torch.amp.GradScaler().load_state_dict(scaler.state_dict())
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        assert torch.cuda.amp.GradScaler().is_enabled()
 
 
 def checkpoints_load_onto_any_device():
@@ -541,40 +436,6 @@ def _raised_in_fork(function):
     os.waitpid(child, 0)
     with os.fdopen(receiving) as said:
         return said.read()
-
-
-def memory_figures_are_neutral():
-    """Memory figures warn once for each name."""
-    with pytest.warns(RehearsalWarning, match="torch.cuda.memory_allocated: memory figures"):
-        assert torch.cuda.memory_allocated() == 0
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert torch.cuda.memory_allocated(0) == 0
-    with pytest.warns(RehearsalWarning):
-        assert torch.cuda.memory_stats()["allocated_bytes.all.peak"] == 0
-    with pytest.warns(RehearsalWarning):
-        free, total = torch.cuda.mem_get_info()
-    assert free == total == torch.cuda.get_device_properties(0).total_memory
-
-
-def what_needs_a_gpu_is_refused_by_name():
-    """CUDA graphs, kernels, sensors and snapshots raise CannotRehearse with the name of what was called."""
-    from torch.cuda import comm
-    from torch.utils import cpp_extension
-
-    calls = {
-        "torch.cuda.CUDAGraph": lambda: torch.cuda.CUDAGraph(),
-        "torch.cuda.graph": lambda: torch.cuda.graph(None),
-        "torch.cuda.temperature": lambda: torch.cuda.temperature(),
-        "torch.cuda.memory_snapshot": lambda: torch.cuda.memory_snapshot(),
-        "torch.cuda.comm.scatter": lambda: comm.scatter(torch.ones(2), [0]),
-        "torch.cuda.jiterator._create_jit_fn": lambda: torch.cuda.jiterator._create_jit_fn("x"),
-        "load_inline('k') with CUDA": lambda: cpp_extension.load_inline("k", "", cuda_sources="x"),
-    }
-    for name, call in calls.items():
-        with pytest.raises(CannotRehearse, match=re.escape(f"{name} ")):
-            call()
-    assert not isinstance(3, torch.cuda.CUDAGraph)
 
 
 def libraries_without_a_gpu_are_refused_by_name():

@@ -8,6 +8,7 @@ import pickle
 import random
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -307,3 +308,21 @@ def _outlives_the_programs_groups():
 def test_the_group_is_known_to_torch_and_made_again_with_the_programs_own():
     """It is no default group; a program that destroys all groups ends it, and the next pass has another one."""
     assert run_ranks(_outlives_the_programs_groups, 2) == [(["gloo"], False)] * 2
+
+
+def _replicas_of_two_runs():
+    """Rank 1 has another key, as a stranger would who takes its place in the group."""
+    from taas import adopt
+
+    assert adopt._meeting is not None
+    membership = adopt._meeting.membership
+    if membership.rank == 1:
+        membership.address = msgspec.structs.replace(membership.address, secret=bytes(32))
+    torch.nn.DataParallel(torch.nn.Linear(2, 1))(torch.ones(4, 2))
+
+
+def test_what_replicas_say_to_each_other_is_sealed():
+    """gloo takes any peer; DataParallel unpickles nothing of one that has not the run's key."""
+    for outcome in run_ranks(_replicas_of_two_runs, 2, fails=True, grace=60):
+        assert outcome.error == "RanksDisagree", outcome
+        assert "not of this run" in outcome.text

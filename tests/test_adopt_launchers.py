@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import time
 from datetime import timedelta
@@ -84,24 +83,6 @@ def _managed():
         mp.spawn(_note, args=(manager.dict(),), nprocs=2)
 
 
-def _hogwild():
-    model = nn.Linear(2, 2)
-    model.share_memory()
-    mp.spawn(_note, args=(model,), nprocs=2)
-
-
-def _ordinary_processes():
-    """A process and a loader with workers, which taas has no business with."""
-    context = multiprocessing.get_context("fork")
-    queue = context.SimpleQueue()
-    process = context.Process(target=lambda: queue.put(os.getpid()))
-    process.start()
-    child = queue.get()
-    process.join()
-    loader = DataLoader(torch.arange(4), batch_size=2, num_workers=2, multiprocessing_context="fork")
-    return child != os.getpid(), [batch.tolist() for batch in loader]
-
-
 def _elastic():
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -166,7 +147,6 @@ def _spawn_nested():
     ("program", "words"),
     [
         (_spawn_nested, "inside mp.spawn"),
-        (_hogwild, "a Linear that processes share"),
         (_managed, "all_gather_object"),
         (_queue, "a SimpleQueue that processes share (args[0]), of which each rank would have its own"),
         (_shared_tensor, "a Tensor that processes share (args[0])"),
@@ -174,15 +154,10 @@ def _spawn_nested():
     ],
 )
 def test_what_cannot_be_adopted_is_refused_by_name(program, words):
-    """Launchers within launchers, Hogwild, torchrun from Python."""
+    """Launchers within launchers, what processes share, torchrun from Python."""
     for outcome in run_ranks(program, 2, fails=True, grace=DEADLINE):
         assert outcome.error == "CannotAdopt", outcome.trace
         assert words in outcome.text
-
-
-def test_ordinary_processes_are_untouched():
-    """multiprocessing.Process and DataLoader workers are real processes."""
-    assert run_ranks(_ordinary_processes, 2) == [(True, [[0, 1], [2, 3]])] * 2
 
 
 # ---------------------------------------------------------------- Lightning and accelerate, without a word about them in the program

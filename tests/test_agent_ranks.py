@@ -17,19 +17,8 @@ from taas.agent.forkserver import Forkserver
 from taas.agent.rank_job import RankJob
 from taas.header.options import RunSpec
 from taas.wire.agents import JobOver, StartJob
-from taas.wire.framing import LOOPBACK, Memory, StoreAddress, pack
-from taas.wire.ranks import (
-    Cell,
-    RankEnded,
-    RankOrder,
-    RankStage,
-    Workspace,
-    hear,
-    receive,
-    send,
-    socket_pair,
-    tell,
-)
+from taas.wire.framing import LOOPBACK, Memory, StoreAddress
+from taas.wire.ranks import Cell, RankEnded, RankOrder, Workspace, receive, socket_pair, tell
 
 Ends = tuple[socket.socket, socket.socket]
 
@@ -40,21 +29,6 @@ def ends() -> Iterator[Ends]:
     agent, rank = socket_pair()
     with agent, rank:
         yield agent, rank
-
-
-def test_what_a_rank_says_is_heard_until_it_is_gone(ends: Ends) -> None:
-    """However long it is, and also where the rank has not heard what it was told; nonsense is its last word."""
-    agent, rank = ends
-    begun = RankStage(stage="begun", rank=3)
-    long = RankEnded(rank=3, outcome="raised", at=0.0, message="x" * (4 << 20))
-    for message in (begun, long):
-        send(rank, pack(message))
-    assert hear(agent) == ([begun, long], False)
-    tell(agent, b"unheard")
-    send(rank, pack(begun))
-    send(rank, b"\xc1")
-    rank.close()
-    assert hear(agent) == ([begun], True)
 
 
 def tell_all(agent: socket.socket, *told: tuple[bytes, *tuple[int, ...]]) -> None:
@@ -80,17 +54,6 @@ def test_an_agent_waits_for_no_rank_that_does_not_hear(ends: Ends) -> None:
         assert receive(rank) == (b"short", [])
     finally:
         os.close(payload)
-
-
-def test_a_rank_that_never_hears_is_cut_off(ends: Ends) -> None:
-    """However many messages it is sent; what it had not read until then is there for it, and then the end."""
-    agent, rank = ends
-    tell_all(agent, *[(bytes(4000),)] * 1000)
-    assert hear(agent) == ([], True)
-    assert receive(rank) == (bytes(4000), [])
-    with pytest.raises(EOFError):
-        for _ in range(1000):
-            receive(rank)
 
 
 def test_names_that_cannot_be_opened_end_the_run_and_not_the_agent(

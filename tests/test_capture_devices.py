@@ -1,6 +1,6 @@
 """What GPUs do with names, where there is none: refusing, by being absent; by generators and devices that stand in for them.
 
-test_capture_cuda.py and test_gpu.py have real ones.
+test_gpu.py has real ones.
 """
 
 from __future__ import annotations

@@ -20,7 +20,6 @@ from taas.capture import (
     Capture,
     arrive,
     capture,
-    check_syntax,
     check_versions,
     peek,
     rebind_answer,
@@ -124,17 +123,6 @@ def test_other_names_travel_whole_after_a_failure(rounds: Any) -> None:
     assert one.rank["good"][0] is one.rank["shared"]
     one.run("good[1]['y'] = 4; shared.append(2)")
     assert one.notebook["good"] == [[1, 2], {"y": 4}]
-
-
-def test_what_cannot_come_back_is_listed_and_the_rest_comes(rounds: Any) -> None:
-    """One line each: the name, the path, the type."""
-    one = rounds("import threading\nkeep = [1]", "keep, threading")
-    applied = one.run("keep.append(2); lock = threading.Lock(); deep = {'a': [lock]}; fine = 3")
-    assert one.notebook["keep"] == [1, 2]
-    assert one.notebook["fine"] == 3
-    assert "lock" not in one.notebook
-    assert len(applied.lost) == 2
-    assert any("deep['a'][0] is a _thread.lock" in line for line in applied.lost)
 
 
 OWNER = """
@@ -412,14 +400,6 @@ def test_a_module_that_changed_on_disk(tmp_path: Path) -> None:
     failed = play(row("", earlier, "o", files=files), tmp_path, plain=False).cells[-1]
     assert failed.ename == "CellFailed"
     assert "CaptureError: 'o' cannot be rebuilt in the ranks" in failed.evalue
-
-
-def test_syntax_errors_belong_to_the_notebook() -> None:
-    """Before anything starts, with the cell's line; magics and top-level await are fine."""
-    check_syntax("#!g2.8\n%time x = 1\nawait x\n!ls", None)
-    with pytest.raises(SyntaxError) as error:
-        check_syntax("#!g2.8\n#pragma taas\nx = (", None)
-    assert error.value.lineno == 3
 
 
 def test_another_notebook_gets_names_that_changed(rounds: Any) -> None:

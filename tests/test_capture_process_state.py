@@ -1,6 +1,6 @@
 """What cells did to their process holds in ranks, and what they do there holds in the notebook.
 
-GPUs are not needed; test_capture_cuda.py and test_gpu.py have what is.
+GPUs are not needed; test_gpu.py has what is.
 """
 
 from __future__ import annotations

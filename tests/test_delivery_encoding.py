@@ -112,11 +112,6 @@ def test_a_sparse_tensor_is_held_by_nobody_else(slab: Slabs) -> None:
     assert seen() is None
 
 
-class Unwilling:
-    def __reduce__(self) -> Any:
-        raise ValueError("not for travelling")
-
-
 def test_what_pickle_cannot_do_is_left_to_cloudpickle_in_a_region_that_is_too_small() -> None:
     """A tensor that does not fit, then a function of the notebook's: both arrive."""
     element = {"t": torch.arange(4000.0), "f": lambda x: x + 1}
@@ -126,18 +121,6 @@ def test_what_pickle_cannot_do_is_left_to_cloudpickle_in_a_region_that_is_too_sm
     out = decode(encoded, region.buffer)
     same(out["t"], element["t"])
     assert out["f"](1) == 2
-
-
-@pytest.mark.parametrize(
-    ("last", "error"),
-    [((i for i in range(3)), TypeError), (Unwilling(), ValueError)],
-    ids=["generator", "own"],
-)
-@pytest.mark.parametrize("nbytes", [64, 1 << 16])
-def test_what_nobody_can_pickle_raises(last: Any, error: type[Exception], nbytes: int) -> None:
-    """Its own error comes out, whether or not the tensors before it fit."""
-    with pytest.raises(error):
-        encode((torch.arange(4000.0), last), RawRegion.of_size(nbytes))
 
 
 @pytest.mark.parametrize("name", ["tensor", "array", "nested", "fortran", "channels_last"])

@@ -19,43 +19,13 @@ ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 CELL_OPTION = re.compile(r"(?<![\w-])--([a-z][a-z-]+)")
-OF_RAY = {
-    "address",
-    "autoscaling-config",
-    "block",
-    "head",
-    "num-cpus",
-    "num-gpus",
-    "port",
-    "resources",
-}
-OF_SLURM = {"exclusive", "qos", "gres", "long", "mem", "nice", "no-kill", "no-requeue"}
-OF_SETPRIV = {"bounding-set", "clear-groups", "inh-caps", "regid", "reuid"}
-OF_TORCHRUN = {"nnodes", "nproc-per-node"}
-OF_NBDISTRIBUTED = {"gpu-ids", "num-processes"}
-OF_OTHER_PROGRAMS = (
-    OF_RAY
-    | OF_SLURM
-    | OF_SETPRIV
-    | OF_TORCHRUN
-    | OF_NBDISTRIBUTED
-    | {
-        "hypothesis-profile",
-        "ip",
-        "no-browser",
-        "shm-size",
-        "local",
-        "constraint",
-        "help",
-        "rank",
-        "runtime-dir",
-        "follow",
-        "strict",
-        "nproc",
-        "user",
-        "hypothesis-seed",
-    }
+OF_RAY = "address autoscaling-config block head num-cpus num-gpus port resources"
+OF_SLURM = "exclusive qos gres long mem nice no-kill no-requeue"
+OF_OTHERS = (
+    "bounding-set clear-groups inh-caps regid reuid nnodes nproc-per-node gpu-ids num-processes hypothesis-profile "
+    "hypothesis-seed ip no-browser shm-size local constraint help rank runtime-dir follow strict nproc user"
 )
+OF_OTHER_PROGRAMS = {*OF_RAY.split(), *OF_SLURM.split(), *OF_OTHERS.split()}
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)

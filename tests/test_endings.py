@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 from notebook_harness import Notebook, Ran, gone, until
+from test_background import terminal
 
 pytestmark = pytest.mark.slow
 
@@ -197,7 +198,6 @@ def test_a_rank_that_does_not_notice_holds_nobody(notebook: Notebook) -> None:
 
 ALONE = {
     "all_reduce": (GROUP, "dist.all_reduce(torch.ones(4))"),
-    "new group": (GROUP, "dist.new_group([0, 1])"),
     "store": (GROUP, "dist.distributed_c10d._get_default_store().wait(['never'])"),
     "DataParallel, whose group is none of torch's own": (
         "import os, time, torch\nrank = int(os.environ['RANK'])\n"
@@ -387,6 +387,24 @@ def test_a_second_press_ends_everything(notebook: Notebook) -> None:
     assert notebook.value("stage") == "noticed"
 
 
+def test_many_presses_end_no_other_run(notebook: Notebook) -> None:
+    """The supervisor, which has the background runs of the same kernel, too, is at ending this one."""
+    notebook.good(
+        "#pragma taas --gpus 1 --background --name owl\nimport pathlib, time\n"
+        "while not pathlib.Path('go').exists(): time.sleep(0.02)\nsaved = 42"
+    )
+    notebook.start(f"#pragma taas --gpus 2\n{DEAF}")
+    notebook.wait_for("ready")
+    notebook.interrupt()
+    notebook.wait_for("noticed")
+    for _ in range(7):
+        notebook.interrupt()
+    assert notebook.end().ename == "KeyboardInterrupt"
+    (notebook.folder / "go").touch()
+    notebook.good("%taas attach owl")
+    assert notebook.value("saved") == "42"
+
+
 def test_a_second_press_while_rank_0_holds_the_gil(notebook: Notebook) -> None:
     """Nobody answers: nothing comes, and the error says it."""
     notebook.start("#pragma taas --gpus 2\nimport itertools\nready()\nsum(itertools.repeat(0.5))")
@@ -406,50 +424,39 @@ def test_a_second_press_while_rank_0_holds_the_gil(notebook: Notebook) -> None:
 # ---------------------------------------------------------------- from elsewhere
 
 
-@pytest.fixture(scope="module")
-def other(notebook: Notebook, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
-    """Another notebook."""
-    found = Notebook(tmp_path_factory.mktemp("other"))
-    found.good("%load_ext taas")
-    yield found
-    found.close()
-
-
-def test_stop_is_one_press(notebook: Notebook, other: Notebook) -> None:
+def test_stop_is_one_press(notebook: Notebook) -> None:
     """The cell's ``finally`` runs; its error says who stopped it."""
     notebook.start(
         "#pragma taas --gpus 2 --name long\nimport time\n"
         "try:\n    ready()\n    time.sleep(600)\nfinally:\n    finished = 1"
     )
     notebook.wait_for("ready")
-    assert "long stopped" in other.good("%taas stop long").stdout
+    assert "long stopped after" in terminal("stop", "long").stdout
     ran = notebook.end()
     assert ran.ename == "KeyboardInterrupt"
-    assert "stopped from" in ran.evalue
+    assert "long was stopped from a terminal" in ran.evalue
     assert STOOD in ran.evalue
     assert notebook.value("finished") == "1"
 
 
-def test_stop_now_is_two(notebook: Notebook, other: Notebook) -> None:
+def test_stop_now_is_two(notebook: Notebook) -> None:
     """The cell's own patience is over."""
     notebook.start(f"#pragma taas --gpus 2 --name deaf\n{DEAF}")
     notebook.wait_for("ready")
-    assert "deaf stopped" in other.good("%taas stop deaf --now").stdout
+    assert "deaf stopped" in terminal("stop", "deaf", "--now").stdout
     assert notebook.end().ename == "KeyboardInterrupt"
     assert notebook.value("stage in ('begun', 'noticed')") == "True"
 
 
-def test_a_background_run_that_fails_leaves_its_names(notebook: Notebook, other: Notebook) -> None:
-    """``attach`` brings them, in place where it began and rebound elsewhere, and raises."""
+def test_a_background_run_that_fails_leaves_its_names(notebook: Notebook) -> None:
+    """``attach`` brings them, in place, and raises."""
     notebook.good("rows = [1]\nsame = rows")
     notebook.good(
         "#pragma taas --gpus 2 --background --name bad\nrows.append(2)\nmade = 3\nraise ValueError('late')"
     )
-    there = other.run("%taas attach bad")
-    assert there.ename == "CellFailed"
-    assert STOOD in there.evalue
-    assert other.value("rows, made") == "[1, 2] 3"
-    assert notebook.run("%taas attach bad").ename == "CellFailed"
+    ran = notebook.run("%taas attach bad")
+    assert ran.ename == "CellFailed"
+    assert STOOD in ran.evalue
     assert notebook.value("rows, same is rows, made") == "[1, 2] True 3"
 
 

@@ -11,8 +11,6 @@ import pytest
 import torch
 from notebook_harness import Notebook, Ran
 
-from taas.runs.stacks import Frame, RankSeen, fold
-
 pytestmark = pytest.mark.slow
 
 HEADER = "#pragma taas --gpus 3 --hang-timeout 2\n"
@@ -163,17 +161,3 @@ def test_stacks_are_shown_also_while_c_code_holds_the_gil(notebook: Notebook, tm
     notebook.interrupt()
     notebook.wait_for_line("press again to end it")
     interrupt(notebook)
-
-
-def test_of_two_the_one_outside_the_collective_is_odd() -> None:
-    """With as many ranks on both sides, those that wait for the others are the rest. What has no frames is said in words."""
-    reduce = Frame("/x/torch/distributed/distributed_c10d.py", 100, "all_reduce")
-    mine, here = Frame("<ipython-input-4-abc>", 3, "<module>", 4), ("sleeping", 1.0, 0)
-    seen = [RankSeen(0, 100, *here, (mine,)), RankSeen(1, 101, *here, (reduce, mine))]
-    seen.append(RankSeen(2, 102, "stopped", 1.0, 0))
-    assert [str(place) for place in fold(seen, cell="#pragma taas\n\nx()", execution_count=4, ended=[3])] == [
-        "rank 0: cell line 3: x()   <- differs",
-        "rank 1: all_reduce, cell line 3",
-        "rank 2: stopped by SIGSTOP (`kill -CONT 102` lets it go on)   <- differs",
-        "rank 3: ended the cell   <- differs",
-    ]

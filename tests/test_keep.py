@@ -184,25 +184,6 @@ def test_a_rank_that_dies_while_it_waits(notebook: Notebook) -> None:
     assert "rank 1 was killed by SIGKILL); all names that the cell needs travel" in ran.stdout
 
 
-def test_ranks_that_die_when_a_cell_was_ordered(notebook: Notebook) -> None:
-    """Nobody knows it when the cell is sent, as their agent is stopped: it runs in new ranks, with all names."""
-    notebook.good(KEEP + GROUP + PIDS + "big = torch.ones(3)")
-    before = there(int(pid) for pid in notebook.value("*pids").split())
-    (agent,) = notebook.processes().agents
-    agent.suspend()
-    for process in before:
-        process.kill()
-    notebook.start(KEEP + "print(os.getpid(), big.sum().item())")
-    until(lambda: any(record.state == "starting" for record in read_records()))
-    agent.resume()
-    ran = notebook.end()
-    assert ran.status == "ok", ran
-    assert "the ranks that this notebook kept are gone" in ran.stdout
-    assert "all names that the cell needs travel" in ran.stdout
-    assert ran.own.split()[-1] == "3.0"
-    assert "next --keep cell" not in notebook.good(KEEP + "print(big.sum().item())").stdout
-
-
 def test_release_ends_them_and_reload_ext_does_not(notebook: Notebook) -> None:
     """It frees what they had, which the next cell says."""
     notebook.good(KEEP + GROUP + PIDS)

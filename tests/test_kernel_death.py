@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 from notebook_harness import Notebook, gone, until
-from test_background import terminal
 
 from taas.runs.records import read_records
 
@@ -58,34 +56,6 @@ def test_sigkill_of_the_kernel(book: Notebook) -> None:
         assert gone(everything, 5)
     finally:
         child.kill()
-
-
-STUCK = """
-import itertools, signal, sys
-if "taas.supervisor" in sys.orig_argv:
-    signal.signal(signal.SIGUSR1, lambda *_: all(itertools.repeat(1)))  # no other thread runs any more
-"""
-
-
-def test_a_supervisor_that_is_stuck_when_its_kernel_dies(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It notices nothing: the system kills it, and all below it. A terminal may not: who says nothing there may be well."""
-    (tmp_path / "sitecustomize.py").write_text(STUCK)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    book = Notebook(tmp_path)
-    try:
-        book.good("import taas")
-        book.start("#pragma taas --gpus 2\nimport time\nprint('ready', flush=True)\ntime.sleep(600)")
-        book.wait_for("ready")
-        found = book.processes()
-        found.supervisor[0].send_signal(signal.SIGUSR1)
-        said = terminal("release").stdout
-        assert f"nothing of process {found.supervisor[0].pid} was given back" in said
-        book.kill()
-        assert gone(found.supervisor + found.agents + found.forkservers + found.ranks)
-    finally:
-        book.close()
 
 
 KILLERS = {

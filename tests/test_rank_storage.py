@@ -8,7 +8,6 @@ from __future__ import annotations
 import errno
 import glob
 import os
-import signal
 import sqlite3
 import subprocess
 import sys
@@ -419,18 +418,6 @@ def test_no_wall_at_all_is_an_error(run: Run):
     assert "cannot be kept from writing" in join(fork(body))
 
 
-def test_the_ties_to_the_agent_hold(run: Run, wall: str):
-    """The parent-death signal survives the change of credentials."""
-    policy = run.policy(1)
-
-    def body():
-        _linux.set_parent_death_signal(signal.SIGKILL)
-        rank_storage.guard(**policy, mechanisms=(wall,))
-        return _linux.parent_death_signal()
-
-    assert join(fork(body)) == signal.SIGKILL
-
-
 def test_a_machine_that_gives_no_wall_is_told_of_in_the_cell(run: Run):
     """What Python's own functions write is diverted there all the same."""
 
@@ -442,14 +429,6 @@ def test_a_machine_that_gives_no_wall_is_told_of_in_the_cell(run: Run):
     assert "this machine gives no wall" in line
     assert seen
     assert not (run.project / "model.txt").exists()
-
-
-def test_doctor_says_what_this_machine_gives():
-    """The first line names the wall; a weaker one comes with its limits."""
-    lines = walls.verdicts()
-    assert lines[0].startswith("write rule: ")
-    weakest = walls.verdicts(("diversion",))
-    assert any("limit:" in line for line in weakest)
 
 
 LOOKS_INTO = """

@@ -60,29 +60,6 @@ def write(path: str, text: str) -> Callable[[Any], None]:
     return body
 
 
-def test_every_rank_saves_the_model(run: Run):
-    """torch.save in eight ranks: one file, rank 0's, and not a word about it."""
-    for rank in range(8):
-        run.rank(lambda guard, rank=rank: torch.save({"rank": rank}, "mnist_cnn.pt"), rank=rank)
-    assert settled(run) == []
-    assert torch.load(run.project / "mnist_cnn.pt") == {"rank": 0}
-    assert [path.name for path in run.project.iterdir()] == ["mnist_cnn.pt"]
-    assert contents(run.scratch) == {}
-
-
-def test_what_only_others_wrote_is_kept_and_recovered(run: Run):
-    """The cell says what was kept and from whom; recovering copies it to its place, and once more does nothing."""
-    for rank in (1, 2, 3):
-        run.rank(write(f"ckpt/shard{rank}", "x" * 1500), rank=rank)
-    assert settled(run) == [
-        "kept: ckpt/shard1, ckpt/shard2, ckpt/shard3 (3 files, 4.5 kB) from ranks 1–3, which rank 0 did not write: "
-        "%taas recover fox brings them into the project, and with --shared ckpt every rank writes there itself"
-    ]
-    assert recovered(run) == [f"ckpt/shard{rank}" for rank in (1, 2, 3)]
-    assert contents(run.project) == {f"ckpt/shard{rank}": "x" * 1500 for rank in (1, 2, 3)}
-    assert recovered(run) == []
-
-
 def test_a_file_from_before_the_run_is_not_rank_0s(tmp_path: Path):
     """A path that rank 0 left as it was is kept: only a write of this run makes the others replicas."""
     run = Run(tmp_path)
@@ -178,21 +155,6 @@ def test_different_versions_all_reach_the_project(run: Run):
     settled(run)
     recovered(run)
     assert contents(run.project) == {"log": "same", "log.rank3": "other"}
-
-
-def test_a_folder_in_the_way_of_a_file_is_named(run: Run) -> None:
-    """Once it is gone, the same line brings the rest."""
-    for path in ("a", "b"):
-        run.rank(write(path, "rank 1's"))
-    settled(run)
-    (run.project / "b").mkdir()
-    with pytest.raises(HeaderError, match=r"b exists in the project; nothing was written"):
-        recovered(run)
-    with pytest.raises(HeaderError, match=r"/b cannot be written \(Is a directory\): see to that"):
-        recovered(run, overwrite=True)
-    (run.project / "b").rmdir()
-    assert recovered(run) == ["b"]
-    assert contents(run.project) == {"a": "rank 1's", "b": "rank 1's"}
 
 
 def test_a_project_that_is_gone_stops_a_recovery(run: Run):
@@ -337,15 +299,5 @@ def test_a_sharded_checkpoint_of_several_vms_is_kept_and_recovered(
     with pytest.raises(CheckpointException, match=r"__2_0"):
         load_sharded(run.project / "ckpt")
     recovered(run)
-    loaded = load_sharded(run.project / "ckpt")
-    assert [float(loaded[f"part{rank}"].sum()) for rank in range(WORLD)] == [0.0, 4.0, 8.0]
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_a_sharded_checkpoint_in_a_shared_directory_loads(run: Run, tmp_path: Path):
-    """With --shared every rank writes the project there, and nothing is left to say."""
-    save_sharded(run, tmp_path / "store", shared=("ckpt",))
-    assert settled(run) == []
     loaded = load_sharded(run.project / "ckpt")
     assert [float(loaded[f"part{rank}"].sum()) for rank in range(WORLD)] == [0.0, 4.0, 8.0]

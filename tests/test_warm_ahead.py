@@ -67,14 +67,6 @@ def test_unload_ext_ends_it(book: Notebook) -> None:
     assert gone(found.agents + found.forkservers)
 
 
-def test_release_ends_it(book: Notebook) -> None:
-    """As it ends whatever else waits for the next run."""
-    book.good("%load_ext taas")
-    found = _warm(book)
-    assert "1 idle VM given back" in book.good("%taas release").stdout
-    assert gone(found.agents + found.forkservers)
-
-
 def test_nothing_is_started_for_another_engine(book: Notebook) -> None:
     """The VMs of a cluster are asked for by a run; a plain import starts nothing either."""
     book.good("import os; os.environ['TAAS_ENGINE'] = 'ray 10.0.0.1:6379'\n%load_ext taas")
