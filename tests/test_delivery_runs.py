@@ -251,7 +251,7 @@ def test_what_was_said_at_once_is_heard_at_once(tmp_path: Path, monkeypatch: pyt
         last=b'{"type":"Failed","reason":"its end"}\n{"type":"Fai',
     )
     said: list[Report] | None = coordinator.read()
-    assert said == [Hello(1, address="tcp://here"), Note("first")]
+    assert said == [Hello(address="tcp://here"), Note("first")]
     assert not readable(coordinator)
     coordinator.send("go on")
     assert coordinator.read() == [Note("whole")]

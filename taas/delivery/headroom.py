@@ -129,7 +129,7 @@ class StreamFeeder:
         plan = self._plans.by_number.get(place.plan)
         if plan is None:
             return 0
-        stream = plan.streams[place.stream]
+        stream = plan.order.streams[place.stream]
         stream.deaths = stream.deaths + 1 if stream.died_at == place.position else 1
         stream.died_at = place.position
         return stream.deaths
@@ -138,7 +138,7 @@ class StreamFeeder:
         """Tell owners how far ahead of the ranks to make their streams."""
         for plan in self._plans.by_number.values() if self._workers else ():
             if plan.base_seed is not None and not plan.closed and (not plan.ended or self._unsent(plan)):
-                for stream in plan.streams:
+                for stream in plan.order.streams:
                     self._feed(self._plans.loaders[plan.loader], plan, stream)
 
     def owner(self, loader: int, stream: int) -> Peer | None:
@@ -160,7 +160,6 @@ class StreamFeeder:
         if stream.told is not None and stream.told[0] == name and stream.told[1] >= upto:
             return
         stream.told = (name, upto)
-        assert plan.order is not None
         floor = min(plan.waiting(stream.number), default=plan.order.round)
         upto = max(upto, floor + lookahead)
         if stream.broken_at is not None:

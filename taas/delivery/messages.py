@@ -72,7 +72,6 @@ class Hello(Message, frozen=True):
     The coordinator says it to the supervisor: peers can be started.
     """
 
-    pid: int
     error: str = ""  # why it is of no use: a planner or a worker pool cannot load the registered loaders
     loaders: tuple[LoaderFacts, ...] = ()  # what the planner knows of them
     shared: bool = False  # a worker has mapped the slabs
@@ -278,9 +277,12 @@ class ProgressReport(Message, frozen=True):
 
 
 class HostLost(Message, frozen=True):
-    """A data VM is gone; what it had leased is made elsewhere. Who sees it tells the other."""
+    """A data VM is gone; what it had leased is made elsewhere. Who sees it tells the other.
 
-    vm: int
+    On this host the coordinator only finds that a worker pool is silent: the supervisor ends it, and says when it is gone.
+    """
+
+    vm: int  # the planner has -1
     cause: str
 
 

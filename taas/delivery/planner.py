@@ -12,7 +12,6 @@ loader is planned ahead never shows in the order of another.
 from __future__ import annotations
 
 import copy
-import os
 import pickle
 import time
 import traceback
@@ -351,9 +350,9 @@ def main(config: DataOrder) -> None:
         try:
             loaders = _load(config)
             facts = [known if isinstance(known, LoaderFacts) else known.facts for known in loaders]
-            control.send(Hello(os.getpid(), loaders=tuple(facts)))
+            control.send(Hello(loaders=tuple(facts)))
         except BaseException:
-            control.send(Hello(os.getpid(), traceback.format_exc()))
+            control.send(Hello(traceback.format_exc()))
         planner = Planner(loaders)
         while not isinstance(message := control.receive(), Leave):
             reply = planner.answer(message)

@@ -104,11 +104,6 @@ class SlotTable:
         self._reserve, self._reserved = reserve, start
         self._extents = [(start, size)] if size else []  # start and length of each
 
-    @property
-    def free(self) -> int:
-        """Bytes free in all, in one piece or not."""
-        return sum(length for _, length in self._extents)
-
     def take(self, nbytes: int) -> int | None:
         """Return the offset of ``nbytes`` free bytes, or None."""
         for at, (start, length) in enumerate(self._extents):

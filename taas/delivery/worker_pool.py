@@ -80,7 +80,7 @@ class Worker:
 
     def run(self) -> None:
         """Work until killed by the pool."""
-        self._control.send(Hello(os.getpid(), shared=self._slabs is not None))
+        self._control.send(Hello(shared=self._slabs is not None))
         while True:
             self._listen()
             if self._todo:
@@ -228,7 +228,7 @@ class WorkerPool:
             self._fork(number)
         name = Peer("pool", self._config.vm)
         with connected(self._config.common, name, ToWorker) as control:  # after the forks: it has threads
-            control.send(Hello(os.getpid()))
+            control.send(Hello())
             try:
                 self._watch(control)
             finally:
@@ -313,7 +313,7 @@ def main(config: DataOrder) -> None:
         loaders = load_loaders(config.payload)
     except BaseException:
         with connected(config.common, Peer("pool", config.vm), ToWorker) as control:
-            control.send(Hello(os.getpid(), traceback.format_exc()))
+            control.send(Hello(traceback.format_exc()))
         return
     gc.collect()
     gc.freeze()  # a collection in a worker would write to, and so copy, every page it shares
