@@ -195,7 +195,7 @@ class Ledger:
     def announced(self, name: Peer, message: Announced) -> None:
         """A stream's owner holds more elements; one that owns it no longer is not believed."""
         plan = self.plans.by_number.get(message.plan)
-        if plan is not None and self.streams.owner(plan.loader, message.stream) == name:
+        if plan is not None and self.streams.owners.get((plan.loader, message.stream)) == name:
             plan.order.announce(message.stream, message.made, message.ended)
             self.plans.settle(plan)
 
@@ -265,7 +265,7 @@ class Ledger:
         """A stream's own worker, else the one that would begin soonest, if it may take more now."""
         if work.stream < 0:
             return self._least_busy(work)
-        owner = self.streams.owner(work.plan.loader, work.stream)
+        owner = self.streams.owners.get((work.plan.loader, work.stream))
         worker = owner and self.workers.get(owner)
         return worker if worker and worker.backlog < _LEASES else None
 
