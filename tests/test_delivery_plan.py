@@ -410,7 +410,7 @@ def test_a_sampler_that_raises_after_the_cell_leaves_the_other_loaders_their_sta
     """It is named with what it raised; the planner goes on."""
     parts = {"late": DataLoader(range(9), sampler=Raising(), batch_size=None), "well": DataLoader(range(9))}
     plans = [LoaderPlans(name, take_apart(it), rngs_now(), 1) for name, it in parts.items()]
-    planner = Planner(list(plans))
+    planner = Planner(dict(enumerate(plans)))
     for index in range(2):
         planner.answer(Draw(index, index, 0, None, 0))
     final = planner.answer(FinishPlans([(0, 0, None), (1, 0, None)]))
@@ -438,7 +438,7 @@ def test_an_epoch_that_was_planned_in_vain_leaves_no_trace_in_the_generators() -
     """They end where the one that the ranks chose leaves them, also if these leave it early."""
     sampler = Epochs()
     loader = DataLoader(range(9), sampler=sampler, batch_size=None)
-    planner = Planner([LoaderPlans("d", take_apart(loader), rngs_now(), 1)])
+    planner = Planner({0: LoaderPlans("d", take_apart(loader), rngs_now(), 1)})
     start = sampler.generator.get_state()
     for message in (Draw(0, 0, 0, 3, 4), Cancel(0), Draw(1, 0, 0, 5, 2)):
         planner.answer(message)
@@ -457,7 +457,7 @@ def test_an_index_that_cannot_be_pickled_fails_at_its_place() -> None:
 
     keys = [Key(0), Key(1), threading.Lock(), Key(3)]
     keyed = DataLoader(range(4), sampler=keys, batch_size=None)
-    planner = Planner([LoaderPlans("d", take_apart(keyed), rngs_now(), 1)])
+    planner = Planner({0: LoaderPlans("d", take_apart(keyed), rngs_now(), 1)})
     first, second = (planner.answer(Draw(0, 0, 0, None, 100)) for _ in range(2))
     assert ([pickle.loads(index) for index in first.indices], first.ended) == ([(0,), (1,)], False)
     assert (second.indices, second.ended) == ([], True)

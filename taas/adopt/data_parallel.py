@@ -21,7 +21,6 @@ import threading
 import weakref
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -262,20 +261,6 @@ def _device_of(module: nn.Module) -> torch.device:
 # ---------------------------------------------------------------- one forward pass: compute the own slice, agree with the others, gather
 
 
-@dataclass
-class PassReport:
-    """What one rank tells the others after its part of a pass."""
-
-    batch: tuple[str, int] = ("", 0)  # the whole one's: place in the program and shapes, and checksum
-    outputs: list[tuple[tuple[int, ...], bool]] = field(
-        default_factory=list
-    )  # shape, and whether it has a gradient
-    buffers: list[str] = field(
-        default_factory=list
-    )  # that replica 0 may have changed; of no meaning from others
-    failure: tuple[str, str] | None = None  # the class and the text of an exception
-
-
 class ReplicaPass:
     """One pass of one module over one batch, on this rank."""
 
@@ -293,7 +278,11 @@ class ReplicaPass:
         self._number, module_number = place
         mode = "training" if module.training else "evaluating"
         self._place = f"module {module_number}, {mode}{'' if self._grad else ', without gradients'}"
-        self._report = PassReport()
+        # what it tells the others, beside the batch: the outputs' shapes, and whether they have gradients; which buffers
+        # replica 0 may have changed, of no meaning from others; class and text of an exception
+        self._outputs: list[tuple[tuple[int, ...], bool]] = []
+        self._buffers: list[str] = []
+        self._failure: tuple[str, str] | None = None
         self._sample = Sample(batch)
         self._ways, self._replicas = divide(batch, group.size, dim)
         self._idle = group.rank >= self._replicas  # no sample is left for this rank
@@ -320,12 +309,12 @@ class ReplicaPass:
                     f"{type(self._module).__name__} returned a {type(strange).__name__}; nn.DataParallel gathers "
                     "tensors, None, and tuples, lists and dicts of them. Return a tensor instead."
                 )
-            self._report.outputs = [(tuple(t.shape), t.requires_grad) for t in tensors_of(self._output)]
+            self._outputs = [(tuple(t.shape), t.requires_grad) for t in tensors_of(self._output)]
         except Exception as error:  # every rank must hear of it, or the others would wait in the exchange
-            self._error, self._report.failure = error, (type(error).__name__, text_of(error))
+            self._error, self._failure = error, (type(error).__name__, text_of(error))
         # Batch norm's kernels update running statistics without a new version, so while training small buffers count as
         # changed; a large one (a mask, a table of positions) is no statistic.
-        self._report.buffers = [
+        self._buffers = [
             name
             for name, buffer in buffers.items()
             if versions[name] != buffer._version
@@ -360,30 +349,27 @@ class ReplicaPass:
             RanksDisagree: ranks are at different places, or have different batches.
             CannotAdopt: the replicas' outputs don't match.
         """
-        self._report.batch = f"{self._sample.shapes} for {self._place}", self._sample.checksum()
-        reports: list[PassReport] = self._group.exchange(self._report)
-        self._check(reports)
-        if reports[0].buffers:
-            mine = dict(self._module.named_buffers())
-            self._group.take_from_rank_0([mine[name] for name in reports[0].buffers])
-        return self._gather([report.outputs for report in reports])
-
-    def _check(self, reports: Sequence[PassReport]) -> None:
-        """Raise unless all ranks are at one place, with one batch, and could compute their parts."""
-        first = reports[0].batch
-        drew = [rank for rank, report in enumerate(reports) if report.batch != first]
-        failures = {rank: report.failure for rank, report in enumerate(reports) if report.failure}
-        if drew and len(failures) < len(reports):
+        batch = f"{self._sample.shapes} for {self._place}", self._sample.checksum()
+        reports = self._group.exchange((batch, self._outputs, self._buffers, self._failure))
+        batches, outputs, buffers, failures = zip(*reports, strict=True)
+        drew = [rank for rank, drawn in enumerate(batches) if drawn != batches[0]]
+        failed = [rank for rank, failure in enumerate(failures) if failure is not None]
+        if drew and len(failed) < len(failures):
             raise RanksDisagree(
                 f"Rank 0 and {ranks_in_words(drew)} drew different batches at forward pass {self._number} of "
-                f"nn.DataParallel (rank 0: {first[0]}; rank {drew[0]}: {reports[drew[0]].batch[0]}). {SAME_BATCH}"
+                f"nn.DataParallel (rank 0: {batches[0][0]}; rank {drew[0]}: {batches[drew[0]][0]}). {SAME_BATCH}"
             )
         if self._error is not None:
             raise self._error
-        for rank, (name, text) in failures.items():
+        if failed:
             # That rank raises the error itself, with its traceback; it goes first.
             threading.Event().wait(GRACE_SECONDS)
-            raise _error_class(name)(f"Caught {name} in replica {rank} of nn.DataParallel: {text}")
+            name, text = failures[failed[0]]
+            raise _error_class(name)(f"Caught {name} in replica {failed[0]} of nn.DataParallel: {text}")
+        if buffers[0]:
+            mine = dict(self._module.named_buffers())
+            self._group.take_from_rank_0([mine[name] for name in buffers[0]])
+        return self._gather(outputs)
 
     def _gather(self, described: Sequence[Sequence[tuple[tuple[int, ...], bool]]]) -> Any:
         """Join the ranks' outputs, those that some rank has a gradient for in one crossing."""

@@ -169,7 +169,13 @@ class Adopter:
                 raise
             if store.add("count", 1) == all_of_them:
                 store.set(ENDED, "")
-        self._wait_for_all(what, prefix)
+        self.membership.wait_for(prefix, ENDED)
+        if failure := store.get(ENDED).decode():
+            # The rank that failed is about to end the run with its own traceback, which says more than this
+            # error. It is raised for a program that caught that one.
+            threading.Event().wait(GRACE_SECONDS)
+            rank, _, text = failure.partition(" ")
+            raise ProcessRaisedException(f"rank {rank} failed in {what}: {text}", int(rank), os.getpid())
         if not had_group:  # a group made in a process goes with it
             close_default_group()
 
@@ -218,16 +224,6 @@ class Adopter:
                 raise
         finally:
             self._inside, self.rendezvous.span = "", me.local_world_size
-
-    def _wait_for_all(self, what: str, prefix: str) -> None:
-        me, store = self.membership, self.membership.store(prefix)
-        me.wait_for(prefix, ENDED)
-        if failure := store.get(ENDED).decode():
-            # The rank that failed is about to end the run with its own traceback, which says more than this
-            # error. It is raised for a program that caught that one.
-            threading.Event().wait(GRACE_SECONDS)
-            rank, _, text = failure.partition(" ")
-            raise ProcessRaisedException(f"rank {rank} failed in {what}: {text}", int(rank), os.getpid())
 
 
 def _without_torchrun_variables() -> contextlib.AbstractContextManager[None]:

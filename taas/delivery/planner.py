@@ -274,28 +274,27 @@ def _generators_of(parts: LoaderParts) -> dict[str, torch.Generator]:
 
 
 class Planner:
-    """Answers the coordinator; one plan is one iteration of one loader."""
+    """Answers the coordinator, of the loaders that can be planned, by number; one plan is one iteration of one loader."""
 
-    def __init__(self, loaders: list[LoaderPlans | LoaderFacts]) -> None:
+    def __init__(self, loaders: dict[int, LoaderPlans]) -> None:
         self._loaders = loaders
         self._open: dict[int, tuple[LoaderPlans, Iteration]] = {}
 
     def answer(self, message: Any) -> Any:
         """Return the reply to a message, or None."""
-        if isinstance(message, Draw):
-            return self._draw(message)
-        if isinstance(message, FinishPlans):
-            return self._finish(message)
-        assert isinstance(message, Cancel)
-        if message.plan in self._open:
-            plans, opened = self._open.pop(message.plan)
-            plans.drop(opened)
+        match message:
+            case Draw():
+                return self._draw(message)
+            case FinishPlans():
+                return self._finish(message)
+            case Cancel() if message.plan in self._open:
+                plans, opened = self._open.pop(message.plan)
+                plans.drop(opened)
         return None
 
     def _draw(self, message: Draw) -> Planned:
         if message.plan not in self._open:
             plans = self._loaders[message.loader]
-            assert isinstance(plans, LoaderPlans)
             opened = plans.open(message.iteration, message.epoch, repeats=message.repeats)
             self._open[message.plan] = plans, opened
         plans, opened = self._open[message.plan]
@@ -311,12 +310,11 @@ class Planner:
         states, unknown = {}, {}
         for index, iteration, epoch in message.begun:
             plans = self._loaders[index]
-            if isinstance(plans, LoaderPlans):
-                drawn = (it for of, it in self._open.values() if of is plans and it.number == iteration)
-                try:
-                    states[plans.name] = plans.final_states(iteration, epoch, next(drawn, None))
-                except BaseException as error:
-                    unknown[plans.name] = f"its sampler raised {type(error).__name__}: {error}"
+            drawn = (it for of, it in self._open.values() if of is plans and it.number == iteration)
+            try:
+                states[plans.name] = plans.final_states(iteration, epoch, next(drawn, None))
+            except BaseException as error:
+                unknown[plans.name] = f"its sampler raised {type(error).__name__}: {error}"
         return Final(pack(states), unknown)
 
 
@@ -329,31 +327,31 @@ def _pack_index(index: Any) -> bytes:
         return by_value
 
 
-def _load(config: DataOrder) -> list[LoaderPlans | LoaderFacts]:
-    """Return each loader's plans, or why it has none."""
+def _load(config: DataOrder) -> tuple[dict[int, LoaderPlans], tuple[LoaderFacts, ...]]:
+    """Return the plans of those loaders that can be planned, by number; and what is known of each."""
     parts_of = load_loaders(config.payload)
     rngs = rngs_now()  # the notebook's, and this process's where it has none
-    loaders: list[LoaderPlans | LoaderFacts] = []
-    for name, parts in parts_of:
+    plans, facts = {}, []
+    for number, (name, parts) in enumerate(parts_of):
         try:
-            loaders.append(LoaderPlans(name, parts, rngs, config.common.ranks))
+            plans[number] = LoaderPlans(name, parts, rngs, config.common.ranks)
+            facts.append(plans[number].facts)
         except BaseException as error:
             reason = f"the sampler of '{name}' cannot be planned ahead: {type(error).__name__}: {error}"
-            loaders.append(LoaderFacts(name, error=reason))
-    return loaders
+            facts.append(LoaderFacts(name, error=reason))
+    return plans, tuple(facts)
 
 
 def main(config: DataOrder) -> None:
     """Serve until told to quit."""
     with connected(config.common, PLANNER, ToPlanner) as control:
-        loaders: list[LoaderPlans | LoaderFacts] = []
+        planner = Planner({})
         try:
-            loaders = _load(config)
-            facts = [known if isinstance(known, LoaderFacts) else known.facts for known in loaders]
-            control.send(Hello(loaders=tuple(facts)))
+            plans, facts = _load(config)
+            planner = Planner(plans)
+            control.send(Hello(loaders=facts))
         except BaseException:
             control.send(Hello(traceback.format_exc()))
-        planner = Planner(loaders)
         while not isinstance(message := control.receive(), Leave):
             reply = planner.answer(message)
             if reply is not None:
