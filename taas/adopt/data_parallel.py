@@ -58,6 +58,7 @@ SAME_BATCH = (
     "random.seed / numpy.random.seed where they are used), or give each rank its own share: DistributedDataParallel with a "
     "DistributedSampler."
 )
+Batch = tuple[tuple[Any, ...], dict[str, Any]]  # arguments, and those by name
 OVERRIDABLE = ("replicate", "scatter", "parallel_apply", "gather")
 
 
@@ -106,14 +107,7 @@ class Replicas:
             set_generators(group.exchange(states)[0], cuda=self.cuda)
         return number, home
 
-    def forward(
-        self,
-        module: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        dim: int,
-        home: torch.device | None,
-    ) -> Any:
+    def forward(self, module: nn.Module, batch: Batch, dim: int, home: torch.device | None) -> Any:
         """The module's output for the whole batch, of which this rank computes its slice along ``dim``.
 
         It goes ``home``, or where the program had put the module.
@@ -124,7 +118,7 @@ class Replicas:
         """
         (number, meant), device = self.take_in(module), _device_of(module)
         self._passes += 1
-        one = ReplicaPass(self._connected(), module, device, dim, (self._passes, number), (args, kwargs))
+        one = ReplicaPass(self._connected(), module, batch, dim, (self._passes, number))
         self.inside += 1
         try:
             with self._own_random_numbers():
@@ -190,11 +184,7 @@ def _change_class(cls: Any, replicas: Replicas) -> None:
     in_rank = replicas.membership.in_rank
 
     def init(
-        self: Any,
-        module: nn.Module,
-        device_ids: Sequence[int | torch.device] | None = None,
-        output_device: int | torch.device | None = None,
-        dim: int = 0,
+        self: Any, module: nn.Module, device_ids: Any = None, output_device: Any = None, dim: int = 0
     ) -> None:
         nn.Module.__init__(self)
         self.module, self.dim = module, dim
@@ -202,7 +192,7 @@ def _change_class(cls: Any, replicas: Replicas) -> None:
         self.device_ids = list(everywhere if device_ids is None else device_ids)
         self.output_device = output_device if output_device is not None else (self.device_ids or [0])[0]
         given = output_device is not None and replicas.cuda
-        self._taas_home = torch.device(output_device) if given else None  # type: ignore[arg-type]
+        self._taas_home = torch.device(output_device) if given else None
         # One device is no parallelism: natively the module just runs there.
         self._taas_whole = device_ids is not None and len(device_ids) == 1
         if not self._taas_whole:
@@ -220,9 +210,8 @@ def _change_class(cls: Any, replicas: Replicas) -> None:
                 "--gpus), which sees all GPUs of the machine."
             )
         # An instance that the notebook made without a GPU has no ``dim``.
-        return replicas.forward(
-            self.module, inputs, kwargs, getattr(self, "dim", 0), getattr(self, "_taas_home", None)
-        )
+        home = getattr(self, "_taas_home", None)
+        return replicas.forward(self.module, (inputs, kwargs), getattr(self, "dim", 0), home)
 
     cls.__init__, cls.forward = in_rank(cls.__init__, init), in_rank(cls.forward, forward)
     cls.__taas_unwrap__ = True
@@ -265,15 +254,10 @@ class ReplicaPass:
     """One pass of one module over one batch, on this rank."""
 
     def __init__(
-        self,
-        group: ReplicaGroup,
-        module: nn.Module,
-        device: torch.device,
-        dim: int,
-        place: tuple[int, int],
-        batch: tuple[tuple[Any, ...], dict[str, Any]],
+        self, group: ReplicaGroup, module: nn.Module, batch: Batch, dim: int, place: tuple[int, int]
     ) -> None:
-        self._group, self._module, self._device, self._dim, self._batch = group, module, device, dim, batch
+        self._group, self._module, self._batch, self._dim = group, module, batch, dim
+        self._device = _device_of(module)
         self._grad = torch.is_grad_enabled()
         self._number, module_number = place
         mode = "training" if module.training else "evaluating"

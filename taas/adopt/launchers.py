@@ -123,7 +123,11 @@ def _adopt_lightning(module: Any, membership: Membership) -> None:
     def launch(self: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         strategy = self._strategy
         if membership.world_size == 1 and strategy.num_processes > 1:
-            strategy.cluster_environment = _own_environment(module)  # not torchrun's, which the rank has
+            package = "lightning.fabric" if module.__name__.startswith("lightning.") else "lightning_fabric"
+            environments = importlib.import_module(f"{package}.plugins.environments")
+            strategy.cluster_environment = (
+                environments.LightningEnvironment()
+            )  # not torchrun's, which the rank has
             with _without_torchrun_variables():
                 return native(self, function, *args, **kwargs)
         kwargs.pop("trainer", None)
@@ -132,12 +136,6 @@ def _adopt_lightning(module: Any, membership: Membership) -> None:
         return function(*args, **kwargs)
 
     launcher.launch = membership.in_rank(native, launch)
-
-
-def _own_environment(module: Any) -> Any:
-    """Return what Lightning takes for a program that starts its processes itself."""
-    package = "lightning.fabric" if module.__name__.startswith("lightning.") else "lightning_fabric"
-    return importlib.import_module(f"{package}.plugins.environments").LightningEnvironment()
 
 
 class Adopter:

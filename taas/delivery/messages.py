@@ -144,9 +144,7 @@ class FinishPlans(Message, frozen=True):
 class Final(Message, frozen=True):
     """Where the loaders' generators stand, for ``registered.apply_final``."""
 
-    states: (
-        bytes  # packed {loader name: {attribute path: a generator's state, or an epoch}}; empty: not known
-    )
+    states: bytes  # packed {loader name: {attribute path: a generator's state, or an epoch}}; empty: unknown
     unknown: dict[str, str] = msgspec.field(default_factory=dict)  # why it is not known of others, by name
 
 

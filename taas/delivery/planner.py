@@ -49,12 +49,8 @@ _SLICE = 0.02
 # ── one loader's iterations ───────────────────────────────────────────────────────────────────────────
 
 
-@dataclass(slots=True)
-class _Snapshot:
-    """Everything an iteration's order hangs on: process-wide RNGs and the sampler's own generators."""
-
-    rngs: RngStates
-    generators: dict[str, Any]
+_Snapshot = tuple[RngStates, dict[str, Any]]
+"""Everything an iteration's order hangs on: states of process-wide RNGs, and of the sampler's own generators by path."""
 
 
 @dataclass(slots=True)
@@ -142,8 +138,8 @@ class LoaderPlans:
         number = opened.number
         streams: list[Iterator[Any]] = []
         if (start := self._starts.get(number)) is not None:
-            self._rngs = start.rngs
-            for path, state in start.generators.items():
+            self._rngs, generators = start
+            for path, state in generators.items():
                 self._generators[path].set_state(state)
         apply_rngs(self._rngs)
         self._starts[number] = self._snapshot()
@@ -208,9 +204,9 @@ class LoaderPlans:
         """
         if opened is not None and number not in self._ends:
             self._run_out(opened)
-        end = self._ends.get(number) or self._snapshot()
+        _, generators = self._ends.get(number) or self._snapshot()
         states: dict[str, bytes | int] = {
-            f"{path}!state": state.numpy().tobytes() for path, state in end.generators.items()
+            f"{path}!state": state.numpy().tobytes() for path, state in generators.items()
         }
         if epoch is not None:
             states["epoch"] = epoch
@@ -225,7 +221,7 @@ class LoaderPlans:
             raise opened.error
 
     def _snapshot(self) -> _Snapshot:
-        return _Snapshot(self._rngs, {p: g.get_state() for p, g in self._generators.items()})
+        return self._rngs, {path: generator.get_state() for path, generator in self._generators.items()}
 
 
 _END = object()

@@ -28,10 +28,6 @@ class RehearsedMachine:
     used: bool = False  # this process, or the one it was forked from, has used a device
     forked: bool = False  # from one that had: CUDA does not work there
 
-    def note_fork(self) -> None:
-        """Do in a forked child what CUDA does."""
-        self.forked = self.used
-
 
 machine = RehearsedMachine()
 
@@ -142,7 +138,7 @@ def send(tensor: torch.Tensor, device: int) -> torch.Tensor:
 
 def install() -> None:
     """Heed forks. Let ``torch.device(0)`` mean ``cuda:0`` where torch refuses numbers: CPU builds, and without GPUs torch 2.6."""
-    os.register_at_fork(after_in_child=machine.note_fork)
+    os.register_at_fork(after_in_child=lambda: setattr(machine, "forked", machine.used))
     try:
         torch.device(0)
     except RuntimeError:
