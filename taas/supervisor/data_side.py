@@ -251,11 +251,12 @@ class DataSide:
         self.vms.lose(number)
         self._transfer.lose(job)
         vm.send(OfJob(run=self._run, job=job, said=JobRequest(what="forget")))
-        if misses or number == PLANNER:
-            self._tell_lost(number, over.how)
-        if misses and number == PLANNER:
-            self.failed = "" if self.ready else f"the planner {over.how}; what it printed is in {self._log}"
+        if number == PLANNER:
+            self._command(HostLost(vm=PLANNER, cause=over.how))
+            if misses and not self.ready:
+                self.failed = f"the planner {over.how}; what it printed is in {self._log}"
         elif misses:
+            self._tell_lost(number, over.how)
             self._replace(over.how, vm)
 
     def _tell_lost(self, number: int, how: str) -> None:
@@ -270,7 +271,7 @@ class DataSide:
             self.vms.lose(number)
             self._transfer.lose(self._job(number))
             if number == PLANNER:
-                self._tell_lost(number, how)
+                self._command(HostLost(vm=PLANNER, cause=how))
                 self.failed = self.failed or f"the agent of the planner was {how}"
             elif misses and (vm.up or vm.machine.error == RunLost.__name__):
                 self._tell_lost(number, how)
