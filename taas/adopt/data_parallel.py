@@ -70,7 +70,7 @@ class Replicas:
         self.inside = 0
         """Above 0 while a replica's pass is computed."""
         self._passes = 0
-        self._group: ReplicaGroup | None = None
+        self.group: ReplicaGroup | None = None
         # by module its number in the program, and where that had put it, if that is another rank's GPU
         self._modules: weakref.WeakKeyDictionary[nn.Module, tuple[int, torch.device | None]] = (
             weakref.WeakKeyDictionary()
@@ -84,9 +84,9 @@ class Replicas:
 
     def _connected(self) -> ReplicaGroup:
         """The ranks; connected when the program first needs them, and again when it has destroyed all groups."""
-        if self._group is None or self._group.ended:
-            self._group = ReplicaGroup(self.membership, cuda=self.cuda)
-        return self._group
+        if self.group is None or self.group.ended:
+            self.group = ReplicaGroup(self.membership, cuda=self.cuda)
+        return self.group
 
     def take_in(self, module: nn.Module) -> tuple[int, torch.device | None]:
         """Make a module that is to be divided the same on every rank; return its number, and where it was meant to be.
@@ -153,12 +153,6 @@ class Replicas:
         finally:
             set_generators(outside, cuda=self.cuda)
 
-    def close(self) -> None:
-        """Leave the group, if there is one."""
-        if self._group is not None:
-            in_time(CLOSE_SECONDS, self._group.close)
-            self._group = None
-
 
 _replicas: Replicas | None = None
 
@@ -176,8 +170,9 @@ def install(membership: Membership) -> None:
 
 def close() -> None:
     """Leave the replicas' group, if the program made one."""
-    if _replicas is not None:
-        _replicas.close()
+    if _replicas is not None and _replicas.group is not None:
+        in_time(CLOSE_SECONDS, _replicas.group.close)
+        _replicas.group = None
 
 
 def _change_class(cls: Any, replicas: Replicas) -> None:
@@ -364,22 +359,28 @@ class ReplicaPass:
             )
         every = list(zip(*described, strict=True))
         ways = [self._way([shape for shape, _ in outputs]) for outputs in every]
-        own = [tensor if tensor.dim() else tensor.reshape(1) for tensor in tensors_of(self._output)]
-        rows = [t.narrow(way.dim, 0, 0) if self._idle else t for t, way in zip(own, ways, strict=True)]
+        rows = [self._rows(tensor, way) for tensor, way in zip(tensors_of(self._output), ways, strict=True)]
         tracked = [i for i, outputs in enumerate(every) if self._grad and any(grad for _, grad in outputs)]
-        if tracked and self._token is None:
-            raise CannotAdopt(
-                f"The output of {type(self._module).__name__} depends on parameters that are not its own, so "
-                "nn.DataParallel over ranks cannot sum their gradients. Register them in the module."
-            )
-        crossing = Crossing(self._group, tuple(ways[i] for i in tracked), self._device)
-        crossed = Outward.apply(crossing, self._token, *(rows[i] for i in tracked)) if tracked else ()
+        crossed = self._crossed([ways[i] for i in tracked], [rows[i] for i in tracked]) if tracked else ()
         joined = dict(zip(tracked, crossed, strict=True))
         results = (
             joined[index] if index in joined else self._group.gather(tensor, way)
             for index, (tensor, way) in enumerate(zip(rows, ways, strict=True))
         )
         return map_tensors(self._output, lambda _: next(results))
+
+    def _rows(self, tensor: Tensor, way: Slices) -> Tensor:
+        rows = tensor if tensor.dim() else tensor.reshape(1)
+        return rows.narrow(way.dim, 0, 0) if self._idle else rows
+
+    def _crossed(self, ways: Sequence[Slices], rows: Sequence[Tensor]) -> Sequence[Tensor]:
+        if self._token is None:
+            raise CannotAdopt(
+                f"The output of {type(self._module).__name__} depends on parameters that are not its own, so "
+                "nn.DataParallel over ranks cannot sum their gradients. Register them in the module."
+            )
+        crossing = Crossing(self._group, tuple(ways), self._device)
+        return Outward.apply(crossing, self._token, *rows)  # type: ignore[no-any-return]
 
     def _way(self, shapes: Sequence[tuple[int, ...]]) -> Slices:
         """How an output is divided over the ranks; each adds its rows, or a scalar, which is one."""
