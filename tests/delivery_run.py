@@ -32,6 +32,7 @@ from taas.delivery.messages import (
     Final,
     FinishPlans,
     Hello,
+    HostLost,
     Peer,
     ProgressReport,
     Report,
@@ -69,12 +70,13 @@ class Child:
             finally:
                 os._exit(0)
 
+        self.pidfd = os.pidfd_open(self.pid)
+
     def end(self) -> None:
         """Wait until it has quit, as it was told, and kill it if it does not."""
-        pidfd = os.pidfd_open(self.pid)
-        if not select.select([pidfd], [], [], 5.0)[0]:
+        if not select.select([self.pidfd], [], [], 5.0)[0]:
             os.kill(self.pid, signal.SIGKILL)
-        os.close(pidfd)
+        os.close(self.pidfd)
         os.waitpid(self.pid, 0)
 
 
@@ -142,7 +144,9 @@ class DeliveryRun:
         self.payload = f"/proc/{os.getpid()}/fd/{self._captured.fd}"
         self.reports: list[Report] = []
         self._unheard: deque[Report] = deque()
+        self._seen_ended: set[int] = set()
         self.coordinator = CoordinatorProcess()
+        self.children: list[Child] = []
         self.children = self._start(processes)
         if wait:
             self.wait_until_ready()
@@ -177,11 +181,25 @@ class DeliveryRun:
             while self._unheard:
                 report = self._unheard.popleft()
                 self.reports.append(report)
+                if isinstance(report, HostLost) and self.config.folder and report.vm not in self._seen_ended:
+                    child = self.children[1 + report.vm]  # which its agent would end now
+                    os.kill(child.pid, signal.SIGKILL)
+                    select.select([child.pidfd], [], [])
+                    self._see_ends()
                 if isinstance(report, kinds):
                     return report
-            said = self.coordinator.read()
-            assert said is not None, "the coordinator ended"
-            self._unheard += said
+            self._see_ends()
+            if select.select([self.coordinator.fileno()], [], [], 0.05)[0]:
+                said = self.coordinator.read()
+                assert said is not None, "the coordinator ended"
+                self._unheard += said
+
+    def _see_ends(self) -> None:
+        """Tell the coordinator of the data processes of this host that have ended, as the supervisor would."""
+        for vm, child in enumerate(self.children, -1) if self.config.folder else ():
+            if vm not in self._seen_ended and select.select([child.pidfd], [], [], 0)[0]:
+                self._seen_ended.add(vm)
+                self.coordinator.send(HostLost(vm=vm, cause="ended"))
 
     def start_ranks(self, body: Callable[..., Any]) -> list[Rank]:
         configs = [

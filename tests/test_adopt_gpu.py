@@ -122,7 +122,7 @@ def _late_disagreement():
 
 
 def test_a_late_disagreement_is_found_in_its_pass():
-    """Also where batches lie on the GPU, which is not waited for: the next pass says it, and names this one."""
+    """Also where batches lie on the GPU."""
     for outcome in run_ranks(_late_disagreement, 2, rehearsed=False, fails=True, grace=DEADLINE):
         assert outcome.error == "RanksDisagree", outcome.trace
         assert "at forward pass 12 " in outcome.text

@@ -661,7 +661,7 @@ def test_strangers_get_nothing() -> None:
         half_right = ControlClient(context, config, worker, ToWorker)
         half_right.socket.sndtimeo = 500
         with contextlib.suppress(zmq.Again):  # refused already: nobody takes it
-            half_right.send(Hello(1))
+            half_right.send(Hello())
         assert not half_right.socket.poll(500, zmq.POLLIN)
         half_right.socket.close(0)
         context.term()

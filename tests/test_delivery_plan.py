@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pickle
 import random
+import threading
 from collections import deque
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import pytest
@@ -84,7 +85,7 @@ def test_slots_never_overlap_and_merge_again(steps: list[int], reserved: int | N
                 taken.append((offset, step))
     for place in taken:
         table.give(*place)
-    assert table.free == table.size
+    assert sum(length for _, length in table._extents) == table.size
     assert table.size == 0 or table.take(table.size) == 0 or reserved is not None
 
 
@@ -113,9 +114,9 @@ class World:
         self.held: list[list[Any]] = [[] for _ in range(ranks)]
         self.ends: list[dict[int, int]] = [{} for _ in range(ranks)]
         self.now = 0.0
-        self.ledger.planner_joined(Hello(1, loaders=tuple(self.facts)))
+        self.ledger.planner_joined(Hello(loaders=tuple(self.facts)))
         for rank in range(ranks):
-            self.ledger.rank_joined(rank, Hello(1))
+            self.ledger.rank_joined(rank, Hello())
         for _ in range(workers):
             self.hire()
         self.pump()
@@ -287,6 +288,43 @@ def iterate(world: World, epochs: int, kills: int, budget: int = 200_000) -> lis
     return got
 
 
+def test_what_a_late_worker_has_is_made_by_another() -> None:
+    """What it sends in the end is dropped, the slots that it wrote to come back then, and it is late no more."""
+    world = World(random.Random(0), [20], 1, 2)
+    world.ledger.plans.begin(0, Begin(0, 0, 0))
+    world.pump()
+    for name in [name for name, todo in world.todo.items() if todo]:
+        world.work()
+        world.report(name)
+    late = max(world.todo, key=lambda name: len(world.todo[name]))
+    tickets, got = world.todo[late], []
+    world.todo[late] = deque()
+    world.now += 100
+    world.ledger.overdue(world.now)
+    world.pump()
+    world.ledger.made(late, [Result(tickets[0].number, 10, 0.001)])
+    world.pipes.setdefault((late, 0), deque()).append(tickets.popleft())
+    world.ledger.overdue(world.now)
+    assert not world.ledger.workers[late].late
+    for _ in range(100):
+        world.work()
+        for name in world.results:
+            world.report(name)
+        world.ledger.plans.consume(0, plan_number(0, 0, 0), len(got), len(got))
+        if (element := world.take(0, plan_number(0, 0, 0), len(got))) is not None:
+            got.append(element)
+        world.pump()
+    assert got == list(range(20))
+    assert tickets
+    world.todo[late] += tickets
+    while world.todo[late]:
+        world.work()
+    world.report(late)
+    world.arrive(0)
+    world.let_go(0)
+    assert not [work for work in world.ledger.works.values() if work.plan.ident == plan_number(0, 0, 0)]
+
+
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     lengths=st.lists(st.integers(0, 60), min_size=1, max_size=3),
@@ -326,7 +364,7 @@ def test_all_slots_come_back(seed: int) -> None:
     assert [book.delivered for book in world.ledger.plans.loaders] == [2 * 39, 2 * 21]
     assert not any(book.ready for book in world.ledger.plans.loaders)
     for state in world.ledger.room.ranks:
-        assert state.slots.free == state.slots.size
+        assert sum(length for _, length in state.slots._extents) == state.slots.size
 
 
 @pytest.mark.parametrize("prebuffer", [2, 4, 8])
@@ -346,6 +384,29 @@ def test_a_loader_nobody_iterates_takes_only_its_first_elements(prebuffer: int) 
 
 
 # ── samplers in the planner ──────────────────────────────────────────────────────────────────────────
+
+
+class Raising(Sampler[int]):
+    """Three indices, then an error."""
+
+    def __len__(self) -> int:
+        return 9
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(3)
+        raise ValueError("no such index file")
+
+
+def test_a_sampler_that_raises_after_the_cell_leaves_the_other_loaders_their_states() -> None:
+    """It is named with what it raised; the planner goes on."""
+    parts = {"late": DataLoader(range(9), sampler=Raising(), batch_size=None), "well": DataLoader(range(9))}
+    plans = [LoaderPlans(name, take_apart(it), rngs_now(), 1) for name, it in parts.items()]
+    planner = Planner(dict(enumerate(plans)))
+    for index in range(2):
+        planner.answer(Draw(index, index, 0, None, 0))
+    final = planner.answer(FinishPlans([(0, 0, None), (1, 0, None)]))
+    assert list(msgspec.msgpack.decode(final.states)) == ["well"]
+    assert final.unknown == {"late": "its sampler raised ValueError: no such index file"}
 
 
 class Epochs(Sampler[int]):
@@ -368,7 +429,7 @@ def test_an_epoch_that_was_planned_in_vain_leaves_no_trace_in_the_generators() -
     """They end where the one that the ranks chose leaves them, also if these leave it early."""
     sampler = Epochs()
     loader = DataLoader(range(9), sampler=sampler, batch_size=None)
-    planner = Planner([LoaderPlans("d", take_apart(loader), rngs_now(), 1)])
+    planner = Planner({0: LoaderPlans("d", take_apart(loader), rngs_now(), 1)})
     start = sampler.generator.get_state()
     for message in (Draw(0, 0, 0, 3, 4), Cancel(0), Draw(1, 0, 0, 5, 2)):
         planner.answer(message)
@@ -377,3 +438,20 @@ def test_an_epoch_that_was_planned_in_vain_leaves_no_trace_in_the_generators() -
     sampler.set_epoch(5)
     list(loader)
     assert sampler.generator.get_state().numpy().tobytes() in states.values()
+
+
+def test_an_index_that_cannot_be_pickled_fails_at_its_place() -> None:
+    """Those before it are planned; one that cloudpickle can take is none of them."""
+
+    class Key(NamedTuple):
+        number: int
+
+    keys = [Key(0), Key(1), threading.Lock(), Key(3)]
+    keyed = DataLoader(range(4), sampler=keys, batch_size=None)
+    planner = Planner({0: LoaderPlans("d", take_apart(keyed), rngs_now(), 1)})
+    first, second = (planner.answer(Draw(0, 0, 0, None, 100)) for _ in range(2))
+    assert ([pickle.loads(index) for index in first.indices], first.ended) == ([(0,), (1,)], False)
+    assert (second.indices, second.ended) == ([], True)
+    error, text = pickle.loads(second.failure)
+    assert "cannot pickle '_thread.lock' object" in str(error)
+    assert "cannot pickle '_thread.lock' object" in text

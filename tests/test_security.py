@@ -304,9 +304,9 @@ LIES: dict[str, tuple[Peer, Peer, Message | list[Result]]] = {
     "a data VM as the planner": (POOL, PLANNER, Final(b"", {"d": "a lie"})),
     "a data VM says what the planner says": (POOL, POOL, Final(b"", {"d": "a lie"})),
     "a rank as the planner": (Peer("rank", 1), PLANNER, Final(b"", {"d": "a lie"})),
-    "a rank as another rank": (Peer("rank", 1), Peer("rank", 0), Hello(1, address="ipc:///nowhere")),
+    "a rank as another rank": (Peer("rank", 1), Peer("rank", 0), Hello(address="ipc:///nowhere")),
     "a rank says what a data VM says": (Peer("rank", 1), Peer("rank", 1), WorkerLost(0, -1, "a lie")),
-    "a data VM as another one": (POOL, Peer("pool", 1), Hello(1, "a lie")),
+    "a data VM as another one": (POOL, Peer("pool", 1), Hello("a lie")),
 }
 
 

@@ -14,6 +14,7 @@ needs it.
 from __future__ import annotations
 
 from taas.adopt.rendezvous import Membership
+from taas.adopt.waits import pending_collective, waits_on_gpus
 from taas.wire.framing import StoreAddress
 
 from . import data_parallel, downloads, launchers, rendezvous, waits
@@ -58,11 +59,6 @@ def begin_run(address: StoreAddress) -> None:
         _meeting.remake_group()
 
 
-def pending_collective() -> str:
-    """Return the collective that this rank waits in, in words; empty where none is known. For any thread."""
-    return waits.pending_collective(on_gpus=waits_on_gpus())
-
-
 def explain(error: BaseException) -> str | None:
     """What is known here of an error that its user cannot know."""
     return None if _meeting is None else _meeting.explain(error)
@@ -73,11 +69,6 @@ def break_off() -> None:
     if _meeting is not None:
         me = _meeting.membership
         me.waits.break_off(me.address, me.leave_store())
-
-
-def waits_on_gpus() -> bool:
-    """Whether this rank has groups in which it may wait on its GPU."""
-    return _meeting is not None and bool(waits.nccl_backends())
 
 
 def finish(*, failed: bool = False) -> None:

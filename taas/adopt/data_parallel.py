@@ -21,7 +21,6 @@ import threading
 import weakref
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -59,15 +58,8 @@ SAME_BATCH = (
     "random.seed / numpy.random.seed where they are used), or give each rank its own share: DistributedDataParallel with a "
     "DistributedSampler."
 )
+Batch = tuple[tuple[Any, ...], dict[str, Any]]  # arguments, and those by name
 OVERRIDABLE = ("replicate", "scatter", "parallel_apply", "gather")
-
-
-@dataclass
-class _Divided:
-    """What is known of a module that is divided."""
-
-    number: int  # in the program
-    home: torch.device | None = None  # where the program had put it, if that is another rank's GPU
 
 
 class Replicas:
@@ -78,8 +70,11 @@ class Replicas:
         self.inside = 0
         """Above 0 while a replica's pass is computed."""
         self._passes = 0
-        self._group: ReplicaGroup | None = None
-        self._modules: weakref.WeakKeyDictionary[nn.Module, _Divided] = weakref.WeakKeyDictionary()
+        self.group: ReplicaGroup | None = None
+        # by module its number in the program, and where that had put it, if that is another rank's GPU
+        self._modules: weakref.WeakKeyDictionary[nn.Module, tuple[int, torch.device | None]] = (
+            weakref.WeakKeyDictionary()
+        )
         self._random_origin, self._since_origin = -1, 0
 
     @property
@@ -89,38 +84,30 @@ class Replicas:
 
     def _connected(self) -> ReplicaGroup:
         """The ranks; connected when the program first needs them, and again when it has destroyed all groups."""
-        if self._group is None or self._group.ended:
-            self._group = ReplicaGroup(self.membership, cuda=self.cuda)
-        return self._group
+        if self.group is None or self.group.ended:
+            self.group = ReplicaGroup(self.membership, cuda=self.cuda)
+        return self.group
 
-    def take_in(self, module: nn.Module) -> _Divided:
-        """Make a module that is to be divided the same on every rank.
+    def take_in(self, module: nn.Module) -> tuple[int, torch.device | None]:
+        """Make a module that is to be divided the same on every rank; return its number, and where it was meant to be.
 
         ``model.to("cuda:0")`` is what programs say; one process a GPU means each on its own, so it is moved there.
         """
-        new = module not in self._modules
-        if new:
-            self.membership.tell(ADVICE.format(size=self.membership.world_size))
-            self._modules[module] = _Divided(len(self._modules))
-        divided, device = self._modules[module], _device_of(module)
+        known, device = self._modules.get(module), _device_of(module)
+        number, home = known or (len(self._modules), None)
         if self.cuda and device.type == "cuda" and device.index != torch.cuda.current_device():
             module.to(torch.device("cuda", torch.cuda.current_device()))
-            divided.home = device
-        if new:
+            home = device
+        self._modules[module] = number, home
+        if known is None:
+            self.membership.tell(ADVICE.format(size=self.membership.world_size))
             group = self._connected()
             group.take_from_rank_0([*module.parameters(), *module.buffers()])
             states = states_of_generators(cuda=self.cuda) if self.membership.rank == 0 else None
             set_generators(group.exchange(states)[0], cuda=self.cuda)
-        return divided
+        return number, home
 
-    def forward(
-        self,
-        module: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        dim: int,
-        home: torch.device | None,
-    ) -> Any:
+    def forward(self, module: nn.Module, batch: Batch, dim: int, home: torch.device | None) -> Any:
         """The module's output for the whole batch, of which this rank computes its slice along ``dim``.
 
         It goes ``home``, or where the program had put the module.
@@ -129,16 +116,16 @@ class Replicas:
             RanksDisagree: the ranks have different batches.
             CannotAdopt: the output cannot be gathered.
         """
-        divided, device = self.take_in(module), _device_of(module)
+        (number, meant), device = self.take_in(module), _device_of(module)
         self._passes += 1
-        one = ReplicaPass(self._connected(), module, device, dim, (self._passes, divided.number))
+        one = ReplicaPass(self._connected(), module, batch, dim, (self._passes, number))
         self.inside += 1
         try:
             with self._own_random_numbers():
-                one.compute(args, kwargs)
+                one.compute()
         finally:
             self.inside -= 1
-        output, home = one.collect(), home or divided.home or device
+        output, home = one.collect(), home or meant or device
         return output if home == device else map_tensors(output, lambda tensor: tensor.to(home))
 
     @contextlib.contextmanager
@@ -166,12 +153,6 @@ class Replicas:
         finally:
             set_generators(outside, cuda=self.cuda)
 
-    def close(self) -> None:
-        """Leave the group, if there is one."""
-        if self._group is not None:
-            in_time(CLOSE_SECONDS, self._group.close)
-            self._group = None
-
 
 _replicas: Replicas | None = None
 
@@ -189,19 +170,16 @@ def install(membership: Membership) -> None:
 
 def close() -> None:
     """Leave the replicas' group, if the program made one."""
-    if _replicas is not None:
-        _replicas.close()
+    if _replicas is not None and _replicas.group is not None:
+        in_time(CLOSE_SECONDS, _replicas.group.close)
+        _replicas.group = None
 
 
 def _change_class(cls: Any, replicas: Replicas) -> None:
     in_rank = replicas.membership.in_rank
 
     def init(
-        self: Any,
-        module: nn.Module,
-        device_ids: Sequence[int | torch.device] | None = None,
-        output_device: int | torch.device | None = None,
-        dim: int = 0,
+        self: Any, module: nn.Module, device_ids: Any = None, output_device: Any = None, dim: int = 0
     ) -> None:
         nn.Module.__init__(self)
         self.module, self.dim = module, dim
@@ -209,7 +187,7 @@ def _change_class(cls: Any, replicas: Replicas) -> None:
         self.device_ids = list(everywhere if device_ids is None else device_ids)
         self.output_device = output_device if output_device is not None else (self.device_ids or [0])[0]
         given = output_device is not None and replicas.cuda
-        self._taas_home = torch.device(output_device) if given else None  # type: ignore[arg-type]
+        self._taas_home = torch.device(output_device) if given else None
         # One device is no parallelism: natively the module just runs there.
         self._taas_whole = device_ids is not None and len(device_ids) == 1
         if not self._taas_whole:
@@ -218,11 +196,17 @@ def _change_class(cls: Any, replicas: Replicas) -> None:
     def forward(self: Any, *inputs: Any, **kwargs: Any) -> Any:
         if getattr(self, "_taas_whole", False):
             return self.module(*inputs, **kwargs)
-        _refuse_overrides(type(self))
+        if own := [
+            name for name in OVERRIDABLE if getattr(type(self), name) is not getattr(nn.DataParallel, name)
+        ]:
+            raise CannotAdopt(
+                f"{type(self).__name__} changes {', '.join(own)} of nn.DataParallel, which ranks would not follow. Use "
+                "nn.DataParallel itself or DistributedDataParallel, or run the cell in one process (#!TYPE without "
+                "--gpus), which sees all GPUs of the machine."
+            )
         # An instance that the notebook made without a GPU has no ``dim``.
-        return replicas.forward(
-            self.module, inputs, kwargs, getattr(self, "dim", 0), getattr(self, "_taas_home", None)
-        )
+        home = getattr(self, "_taas_home", None)
+        return replicas.forward(self.module, (inputs, kwargs), getattr(self, "dim", 0), home)
 
     cls.__init__, cls.forward = in_rank(cls.__init__, init), in_rank(cls.forward, forward)
     cls.__taas_unwrap__ = True
@@ -253,16 +237,6 @@ def _avoid_reentrant_checkpoints(replicas: Replicas) -> None:
     module.CheckpointFunction.apply = staticmethod(apply)
 
 
-def _refuse_overrides(cls: type) -> None:
-    own = [name for name in OVERRIDABLE if getattr(cls, name) is not getattr(nn.DataParallel, name)]
-    if own:
-        raise CannotAdopt(
-            f"{cls.__name__} changes {', '.join(own)} of nn.DataParallel, which ranks would not follow. Use "
-            "nn.DataParallel itself or DistributedDataParallel, or run the cell in one process (#!TYPE without "
-            "--gpus), which sees all GPUs of the machine."
-        )
-
-
 def _device_of(module: nn.Module) -> torch.device:
     first = next(itertools.chain(module.parameters(), module.buffers()), None)
     return first.device if first is not None else torch.device("cpu")
@@ -271,76 +245,64 @@ def _device_of(module: nn.Module) -> torch.device:
 # ---------------------------------------------------------------- one forward pass: compute the own slice, agree with the others, gather
 
 
-@dataclass
-class PassReport:
-    """What one rank tells the others after its part of a pass."""
-
-    # place in the program, shapes and checksum of the whole batch, by pass; on a GPU the sum is told one pass later
-    batches: dict[int, tuple[str, int | None]] = field(default_factory=dict)
-    # of the replica's tensors: shape, and whether it has a gradient
-    outputs: list[tuple[tuple[int, ...], bool]] = field(default_factory=list)
-    # that replica 0 may have changed; of no meaning from others
-    buffers: list[str] = field(default_factory=list)
-    # the class and the text of an exception
-    failure: tuple[str, str] | None = None
-
-
 class ReplicaPass:
     """One pass of one module over one batch, on this rank."""
 
     def __init__(
-        self, group: ReplicaGroup, module: nn.Module, device: torch.device, dim: int, place: tuple[int, int]
+        self, group: ReplicaGroup, module: nn.Module, batch: Batch, dim: int, place: tuple[int, int]
     ) -> None:
-        self._group, self._module, self._device, self._dim = group, module, device, dim
+        self._group, self._module, self._batch, self._dim = group, module, batch, dim
+        self._device = _device_of(module)
         self._grad = torch.is_grad_enabled()
         self._number, module_number = place
         mode = "training" if module.training else "evaluating"
         self._place = f"module {module_number}, {mode}{'' if self._grad else ', without gradients'}"
-        self._report = PassReport()
-        self._replicas = 0
+        # what it tells the others, beside the batch: the outputs' shapes, and whether they have gradients; which buffers
+        # replica 0 may have changed, of no meaning from others; class and text of an exception
+        self._outputs: list[tuple[tuple[int, ...], bool]] = []
+        self._buffers: list[str] = []
+        self._failure: tuple[str, str] | None = None
+        self._sample = Sample(batch)
+        self._ways, self._replicas = divide(batch, group.size, dim)
+        self._idle = group.rank >= self._replicas  # no sample is left for this rank
         self._token: Tensor | None = None
         self._output: Any = None
         self._error: Exception | None = None
 
-    @property
-    def _idle(self) -> bool:
-        """Whether no sample is left for this rank."""
-        return self._group.rank >= self._replicas
-
-    def compute(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def compute(self) -> None:
         """Run the module on this rank's slice; an exception is kept until the others know of it.
 
         A rank for which no sample is left runs it on replica 0's, and gives nothing of it: so all have one structure, and
         one graph.
         """
-        whole = (args, kwargs)
-        self._group.samples[self._number] = Sample(whole, self._place)
-        ways, self._replicas = divide(whole, self._group.size, self._dim)
-        slices, weights = self._enter(tensors_of(whole), ways)
-        own_args, own_kwargs = map_tensors(whole, lambda _: slices.pop(0))
+        slices, weights = self._enter()
+        own_args, own_kwargs = map_tensors(self._batch, lambda _: slices.pop(0))
         # Replica 0 alone works on the module's own buffers; what a forward pass puts in their place is lost, as in DataParallel.
         buffers = dict(self._module.named_buffers())
         versions = {name: buffer._version for name, buffer in buffers.items()}
         weights |= {n: buffer.clone() for n, buffer in buffers.items()} if self._group.rank else buffers
         try:
             self._output = torch.func.functional_call(self._module, weights, own_args, own_kwargs)
-            self._describe_output()
+            for strange in (leaf for leaf in leaves(self._output) if not isinstance(leaf, Tensor | None)):
+                raise CannotAdopt(
+                    f"{type(self._module).__name__} returned a {type(strange).__name__}; nn.DataParallel gathers "
+                    "tensors, None, and tuples, lists and dicts of them. Return a tensor instead."
+                )
+            self._outputs = [(tuple(t.shape), t.requires_grad) for t in tensors_of(self._output)]
         except Exception as error:  # every rank must hear of it, or the others would wait in the exchange
-            self._error, self._report.failure = error, (type(error).__name__, text_of(error))
+            self._error, self._failure = error, (type(error).__name__, text_of(error))
         # Batch norm's kernels update running statistics without a new version, so while training small buffers count as
         # changed; a large one (a mask, a table of positions) is no statistic.
-        self._report.buffers = [
+        self._buffers = [
             name
             for name, buffer in buffers.items()
             if versions[name] != buffer._version
             or (self._module.training and buffer.numel() * buffer.element_size() <= STATISTIC_BYTES)
         ]
 
-    def _enter(
-        self, tensors: Sequence[Tensor], ways: Sequence[Slices | None]
-    ) -> tuple[list[Tensor], dict[str, Tensor]]:
+    def _enter(self) -> tuple[list[Tensor], dict[str, Tensor]]:
         """Bring batch and parameters across; returns the replica's inputs, and its parameters that have gradients, by name."""
-        mine = 0 if self._idle else self._group.rank
+        tensors, ways, mine = tensors_of(self._batch), self._ways, 0 if self._idle else self._group.rank
         # Copies: a module that changes its input in place would change the batch, differently on each rank.
         slices = [
             (tensor if way is None else way.of(tensor, mine))
@@ -359,14 +321,6 @@ class ReplicaPass:
             slices[index] = slices[index].requires_grad_() if self._idle else part
         return slices, dict(zip(named, inner, strict=True))
 
-    def _describe_output(self) -> None:
-        for strange in (leaf for leaf in leaves(self._output) if not isinstance(leaf, Tensor | None)):
-            raise CannotAdopt(
-                f"{type(self._module).__name__} returned a {type(strange).__name__}; nn.DataParallel gathers "
-                "tensors, None, and tuples, lists and dicts of them. Return a tensor instead."
-            )
-        self._report.outputs = [(tuple(t.shape), t.requires_grad) for t in tensors_of(self._output)]
-
     def collect(self) -> Any:
         """Agree with the other ranks and gather the output of the whole batch.
 
@@ -374,30 +328,27 @@ class ReplicaPass:
             RanksDisagree: ranks are at different places, or have different batches.
             CannotAdopt: the replicas' outputs don't match.
         """
-        samples = self._group.samples
-        for number, sample in list(samples.items()):
-            late = number == self._number and sample.copied is not None
-            self._report.batches[number] = sample.description, None if late else sample.checksum()
-            if not late:
-                del samples[number]
-        reports: list[PassReport] = self._group.exchange(self._report)
-        if self._error is None or not all(report.failure for report in reports):
-            _check_agreement(reports)
-        self._raise_failures(reports)
-        if reports[0].buffers:
-            mine = dict(self._module.named_buffers())
-            self._group.take_from_rank_0([mine[name] for name in reports[0].buffers])
-        return self._gather([report.outputs for report in reports])
-
-    def _raise_failures(self, reports: Sequence[PassReport]) -> None:
+        batch = f"{self._sample.shapes} for {self._place}", self._sample.checksum()
+        reports = self._group.exchange((batch, self._outputs, self._buffers, self._failure))
+        batches, outputs, buffers, failures = zip(*reports, strict=True)
+        drew = [rank for rank, drawn in enumerate(batches) if drawn != batches[0]]
+        failed = [rank for rank, failure in enumerate(failures) if failure is not None]
+        if drew and len(failed) < len(failures):
+            raise RanksDisagree(
+                f"Rank 0 and {ranks_in_words(drew)} drew different batches at forward pass {self._number} of "
+                f"nn.DataParallel (rank 0: {batches[0][0]}; rank {drew[0]}: {batches[drew[0]][0]}). {SAME_BATCH}"
+            )
         if self._error is not None:
             raise self._error
-        for rank, report in enumerate(reports):
-            if report.failure is not None:
-                # That rank raises the error itself, with its traceback; it goes first.
-                threading.Event().wait(GRACE_SECONDS)
-                name, text = report.failure
-                raise _error_class(name)(f"Caught {name} in replica {rank} of nn.DataParallel: {text}")
+        if failed:
+            # That rank raises the error itself, with its traceback; it goes first.
+            threading.Event().wait(GRACE_SECONDS)
+            name, text = failures[failed[0]]
+            raise _error_class(name)(f"Caught {name} in replica {failed[0]} of nn.DataParallel: {text}")
+        if buffers[0]:
+            mine = dict(self._module.named_buffers())
+            self._group.take_from_rank_0([mine[name] for name in buffers[0]])
+        return self._gather(outputs)
 
     def _gather(self, described: Sequence[Sequence[tuple[tuple[int, ...], bool]]]) -> Any:
         """Join the ranks' outputs, those that some rank has a gradient for in one crossing."""
@@ -412,19 +363,11 @@ class ReplicaPass:
         tracked = [i for i, outputs in enumerate(every) if self._grad and any(grad for _, grad in outputs)]
         crossed = self._crossed([ways[i] for i in tracked], [rows[i] for i in tracked]) if tracked else ()
         joined = dict(zip(tracked, crossed, strict=True))
-        results = iter(
-            [
-                joined[index] if index in joined else self._group.gather(tensor, way)
-                for index, (tensor, way) in enumerate(zip(rows, ways, strict=True))
-            ]
+        results = (
+            joined[index] if index in joined else self._group.gather(tensor, way)
+            for index, (tensor, way) in enumerate(zip(rows, ways, strict=True))
         )
         return map_tensors(self._output, lambda _: next(results))
-
-    def _way(self, shapes: Sequence[tuple[int, ...]]) -> Slices:
-        """How an output is divided over the ranks; each adds its rows, or a scalar, which is one."""
-        dim = self._dim if shapes[0] else 0
-        rows = [shape[dim] if shape else 1 for shape in shapes[: self._replicas]]
-        return Slices((*rows, *(0,) * (len(shapes) - self._replicas)), dim)
 
     def _rows(self, tensor: Tensor, way: Slices) -> Tensor:
         rows = tensor if tensor.dim() else tensor.reshape(1)
@@ -436,33 +379,33 @@ class ReplicaPass:
                 f"The output of {type(self._module).__name__} depends on parameters that are not its own, so "
                 "nn.DataParallel over ranks cannot sum their gradients. Register them in the module."
             )
-        outer: Sequence[Tensor] = Outward.apply(
-            Crossing(self._group, tuple(ways), self._device), self._token, *rows
-        )
-        return outer
+        crossing = Crossing(self._group, tuple(ways), self._device)
+        return Outward.apply(crossing, self._token, *rows)  # type: ignore[no-any-return]
 
-
-# ---------------------------------------------------------------- what must agree
+    def _way(self, shapes: Sequence[tuple[int, ...]]) -> Slices:
+        """How an output is divided over the ranks; each adds its rows, or a scalar, which is one."""
+        dim = self._dim if shapes[0] else 0
+        rows = [shape[dim] if shape else 1 for shape in shapes[: self._replicas]]
+        return Slices((*rows, *(0,) * (len(shapes) - self._replicas)), dim)
 
 
 class Sample:
-    """Some elements of each tensor of a batch. Those on a GPU are copied by it: it is waited for when they are read."""
+    """Some elements of each tensor of a batch. Those on a GPU are copied by it: they are waited for when they are read."""
 
-    def __init__(self, batch: Any, place: str) -> None:
+    def __init__(self, batch: Any) -> None:
         tensors = tensors_of(batch)
-        shapes = ", ".join("x".join(map(str, t.shape)) or "scalar" for t in tensors) or "no tensor"
-        self.description = f"{shapes} for {place}"
+        self.shapes = ", ".join("x".join(map(str, t.shape)) or "scalar" for t in tensors) or "no tensor"
         plain = [leaf for leaf in leaves(batch) if isinstance(leaf, PLAIN)]
         self._sum = zlib.crc32(repr(([(tuple(t.shape), t.dtype) for t in tensors], plain)).encode())
         dense = [_some(t.detach()) for t in tensors if t.layout == torch.strided]
         self._parts = [part.to("cpu", non_blocking=True) for part in dense]
         on_gpu = any(part.is_cuda for part in dense)
-        self.copied = torch.cuda.current_stream().record_event() if on_gpu else None
+        self._copied = torch.cuda.current_stream().record_event() if on_gpu else None
 
     def checksum(self) -> int:
         """A number that differs, as good as surely, where two ranks' samples differ."""
-        if self.copied is not None:
-            self.copied.synchronize()
+        if self._copied is not None:
+            self._copied.synchronize()
         for part in self._parts:
             self._sum = zlib.crc32(part.numpy().data, self._sum)
         return self._sum
@@ -481,13 +424,3 @@ def _error_class(name: str) -> type[Exception]:
     found = getattr(torch, name, None) or getattr(builtins, name, None)
     known = (ValueError, TypeError, RuntimeError, ArithmeticError, LookupError)
     return found if isinstance(found, type) and issubclass(found, known) else RuntimeError
-
-
-def _check_agreement(reports: Sequence[PassReport]) -> None:
-    """Raise ``RanksDisagree`` unless all ranks are at one place, with one batch."""
-    for number, drawn in reports[0].batches.items():
-        if drew := [rank for rank, report in enumerate(reports) if report.batches[number] != drawn]:
-            raise RanksDisagree(
-                f"Rank 0 and {ranks_in_words(drew)} drew different batches at forward pass {number} of nn.DataParallel "
-                f"(rank 0: {drawn[0]}; rank {drew[0]}: {reports[drew[0]].batches[number][0]}). {SAME_BATCH}"
-            )

@@ -123,7 +123,11 @@ def _adopt_lightning(module: Any, membership: Membership) -> None:
     def launch(self: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         strategy = self._strategy
         if membership.world_size == 1 and strategy.num_processes > 1:
-            strategy.cluster_environment = _own_environment(module)  # not torchrun's, which the rank has
+            package = "lightning.fabric" if module.__name__.startswith("lightning.") else "lightning_fabric"
+            environments = importlib.import_module(f"{package}.plugins.environments")
+            strategy.cluster_environment = (
+                environments.LightningEnvironment()
+            )  # not torchrun's, which the rank has
             with _without_torchrun_variables():
                 return native(self, function, *args, **kwargs)
         kwargs.pop("trainer", None)
@@ -132,12 +136,6 @@ def _adopt_lightning(module: Any, membership: Membership) -> None:
         return function(*args, **kwargs)
 
     launcher.launch = membership.in_rank(native, launch)
-
-
-def _own_environment(module: Any) -> Any:
-    """Return what Lightning takes for a program that starts its processes itself."""
-    package = "lightning.fabric" if module.__name__.startswith("lightning.") else "lightning_fabric"
-    return importlib.import_module(f"{package}.plugins.environments").LightningEnvironment()
 
 
 class Adopter:
@@ -169,7 +167,13 @@ class Adopter:
                 raise
             if store.add("count", 1) == all_of_them:
                 store.set(ENDED, "")
-        self._wait_for_all(what, prefix)
+        self.membership.wait_for(prefix, ENDED)
+        if failure := store.get(ENDED).decode():
+            # The rank that failed is about to end the run with its own traceback, which says more than this
+            # error. It is raised for a program that caught that one.
+            threading.Event().wait(GRACE_SECONDS)
+            rank, _, text = failure.partition(" ")
+            raise ProcessRaisedException(f"rank {rank} failed in {what}: {text}", int(rank), os.getpid())
         if not had_group:  # a group made in a process goes with it
             close_default_group()
 
@@ -218,16 +222,6 @@ class Adopter:
                 raise
         finally:
             self._inside, self.rendezvous.span = "", me.local_world_size
-
-    def _wait_for_all(self, what: str, prefix: str) -> None:
-        me, store = self.membership, self.membership.store(prefix)
-        me.wait_for(prefix, ENDED)
-        if failure := store.get(ENDED).decode():
-            # The rank that failed is about to end the run with its own traceback, which says more than this
-            # error. It is raised for a program that caught that one.
-            threading.Event().wait(GRACE_SECONDS)
-            rank, _, text = failure.partition(" ")
-            raise ProcessRaisedException(f"rank {rank} failed in {what}: {text}", int(rank), os.getpid())
 
 
 def _without_torchrun_variables() -> contextlib.AbstractContextManager[None]:

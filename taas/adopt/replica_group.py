@@ -30,6 +30,7 @@ from taas.wire.framing import SEAL_BYTES, authenticate, seal
 
 MESSAGE_BYTES = 1024  # what one exchange carries at once; longer messages take a second one
 LENGTH_BYTES = 8
+PICKLE_AT = LENGTH_BYTES + SEAL_BYTES
 BUCKET_BYTES = 64 << 20
 TORCHS: Any = dist.distributed_c10d
 
@@ -38,7 +39,6 @@ class ReplicaGroup:
     """Collectives over all ranks of the run; every rank must call the same ones in the same order."""
 
     def __init__(self, membership: Membership, *, cuda: bool) -> None:
-        self.samples: dict[int, Any] = {}  # of batches that the other ranks were not told of yet, by pass
         self.rank, self.size = membership.rank, membership.world_size
         self._membership, self._exchanges = membership, 0
         self._name = membership.numbered("data-parallel")
@@ -73,13 +73,10 @@ class ReplicaGroup:
             RanksDisagree: a message is not the rank's whose place it has.
         """
         self._exchanges += 1
-        key = self._membership.address.secret
-        # the seal holds for nothing else than this rank's message of this exchange
-        titles = [
-            f"{self._name}: replica {rank}, exchange {self._exchanges}".encode() for rank in range(self.size)
-        ]
+        # a seal holds for nothing else than one rank's message of this exchange
+        key, title = self._membership.address.secret, f"{self._name}: exchange {self._exchanges}, replica "
         pickled = pickle.dumps(message, protocol=5)
-        sealed = seal(key, titles[self.rank], pickled) + pickled
+        sealed = seal(key, f"{title}{self.rank}".encode(), pickled) + pickled
         mine = len(sealed).to_bytes(LENGTH_BYTES, "little") + sealed
         parts = self._all_bytes(mine[:MESSAGE_BYTES], MESSAGE_BYTES)
         ends = [LENGTH_BYTES + int.from_bytes(part[:LENGTH_BYTES], "little") for part in parts]
@@ -87,12 +84,9 @@ class ReplicaGroup:
             tails = self._all_bytes(mine[MESSAGE_BYTES:], max(ends) - MESSAGE_BYTES)
             parts = [part + tail for part, tail in zip(parts, tails, strict=True)]
         messages = []
-        for rank, (title, part, end) in enumerate(zip(titles, parts, ends, strict=True)):
-            frame, pickled = (
-                part[LENGTH_BYTES : LENGTH_BYTES + SEAL_BYTES],
-                part[LENGTH_BYTES + SEAL_BYTES : end],
-            )
-            if authenticate(key, frame + title, pickled) is None:
+        for rank, (part, end) in enumerate(zip(parts, ends, strict=True)):
+            frame, pickled = part[LENGTH_BYTES:PICKLE_AT], part[PICKLE_AT:end]
+            if authenticate(key, frame + f"{title}{rank}".encode(), pickled) is None:
                 raise RanksDisagree(
                     f"What nn.DataParallel got as rank {rank}'s is not what that rank said: ranks called the module in "
                     "another order, or a process that is not of this run has connected to it (docs/security.md)."
@@ -118,11 +112,9 @@ class ReplicaGroup:
         if every.numel():
             self._carried = [_bytes(every), _bytes(rows.contiguous())]
             self._group._allgather_base(*self._carried).wait()
-        if all(size == most for size in way.sizes):
-            return every.flatten(0, 1).movedim(0, way.dim)
-        return torch.cat([part[:size] for part, size in zip(every, way.sizes, strict=True)]).movedim(
-            0, way.dim
-        )
+        parts = [part[:size] for part, size in zip(every, way.sizes, strict=True)]
+        joined = every.flatten(0, 1) if min(way.sizes) == most else torch.cat(parts)
+        return joined.movedim(0, way.dim)
 
     def sum(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The sum over ranks of each tensor; bitwise the same on every rank."""

@@ -115,6 +115,11 @@ def nccl_backends() -> list[Any]:
     return [*{id(backend): backend for backend in bare if "NCCL" in type(backend).__name__}.values()]
 
 
+def waits_on_gpus() -> bool:
+    """Whether this rank has groups in which it may wait on its GPU."""
+    return bool(nccl_backends())
+
+
 def abort_nccl(found: Iterable[Any]) -> None:
     """Let all that waits in these backends fail, if it can.
 
@@ -154,10 +159,10 @@ def beside_gpu_work() -> Iterator[None]:
 # ``TORCH_NCCL_TRACE_BUFFER_SIZE``, is not 0. Where it does not, nothing is known.
 
 
-def pending_collective(*, on_gpus: bool) -> str:
-    """Return the oldest collective that has begun and not ended, in words; empty where none is known."""
+def pending_collective() -> str:
+    """Return this rank's oldest collective that has begun and not ended, in words; empty where none is known. For any thread."""
     recorder: Any = sys.modules.get("torch._C._distributed_c10d")
-    dump = getattr(recorder, "_dump_nccl_trace_json" if on_gpus else "_dump_fr_trace_json", None)
+    dump = getattr(recorder, "_dump_nccl_trace_json" if waits_on_gpus() else "_dump_fr_trace_json", None)
     if dump is None:
         return ""
     try:

@@ -83,9 +83,7 @@ class DeliveryConfig(msgspec.Struct, frozen=True):
     prebuffer: int | None = None  # elements ready before the ranks are asked for; None: two a rank
     hosts: int = 1  # data VMs that will join
     alone: float = ALONE_SECONDS  # that ranks may be without any data worker: another VM may be on its way
-    silence: float = (
-        20.0  # seconds after which a data VM counts as lost; a worker pool on this host is killed
-    )
+    silence: float = 20.0  # seconds after which a data VM counts as lost; on this host its pool is killed
     patience: float = 30.0  # seconds that the planner has to tell where the generators are in the end
     places: dict[str, ResumePoint] = {}  # where loaders go on, if the run was started again and resumes
 

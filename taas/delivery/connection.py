@@ -7,7 +7,6 @@ least once; here it is yielded exactly once: what is here already, or was yielde
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import time
 from collections import defaultdict, deque
@@ -171,7 +170,7 @@ class DeliveryConnection:
         self.places: dict[str, ResumePoint] = {}  # where loaders begin that do not begin at their start
         self.begun = False  # whether any loader has
         self.waited = 0.0  # seconds spent waiting in all
-        self.facts: tuple[LoaderFacts, ...] = ()
+        self.facts: dict[str, tuple[int, LoaderFacts]] = {}  # by name, with the loader's number
         try:
             slabs = map_slabs(config.folder)
         except OSError as error:
@@ -193,11 +192,11 @@ class DeliveryConnection:
         self._failed = ""
         self._flushed = self._drained = 0.0
         address, key = self._receiver.address, self._receiver.key
-        self._control.send(Hello(os.getpid(), address=address, key=key))
+        self._control.send(Hello(address=address, key=key))
 
     # ── what a loader asks ────────────────────────────────────────────────────────────────────────
 
-    def welcome(self) -> tuple[LoaderFacts, ...]:
+    def welcome(self) -> dict[str, tuple[int, LoaderFacts]]:
         """Return the loaders' facts; waits until the planner has them."""
         with self._turn:
             while not self.facts:
@@ -332,7 +331,7 @@ class DeliveryConnection:
             if message.plan in self._iterations:  # else it was closed meanwhile
                 self._iterations[message.plan].ended = message
         elif isinstance(message, Hello):
-            self.facts = message.loaders
+            self.facts = {facts.name: (number, facts) for number, facts in enumerate(message.loaders)}
         elif isinstance(message, Cancel):
             self._closed.add(message.plan)
             self._iterations[message.plan].ready.clear()

@@ -154,7 +154,6 @@ class Coordinator:
         self._loop.on(self._server.gate.socket, self._server.gate.answer)
         if self._slab_server is not None:
             self._loop.on(self._slab_server.fileno(), self._slab_server.answer)
-        self._pidfds: dict[Peer, int] = {}
         # seconds would count against pools that this process was paused (a container's freezer)
         self._ticks = 0
         self._heard: dict[Peer, int | None] = {}
@@ -180,7 +179,7 @@ class Coordinator:
         self._unread = b""
         self._next_tick = 0.0
         self._over = False
-        self._report(Hello(os.getpid(), address=self._server.endpoint))
+        self._report(Hello(address=self._server.endpoint))
 
     # ── the loop ──────────────────────────────────────────────────────────────────────────────────
 
@@ -222,8 +221,10 @@ class Coordinator:
         for command in map(_decode_command, lines):
             if isinstance(command, Failed):
                 self._fail(command.reason)
+            elif isinstance(command, HostLost) and command.vm < 0:
+                self._planner_lost()
             elif isinstance(command, HostLost):
-                self._host_lost(Peer("pool", command.vm), command.cause)
+                self._host_lost(Peer("pool", command.vm), command.cause, ended=True)
             elif self._final_by is None:
                 self._finish(time.monotonic())
 
@@ -275,17 +276,13 @@ class Coordinator:
 
     def _on_hello(self, peer: Peer, hello: Hello) -> None:
         if peer == PLANNER:
-            self._watch(peer, hello.pid)  # it is on this host wherever the others are
             self._on_planner(hello)
         elif peer.role == "rank":
             self.ledger.rank_joined(peer.number, msgspec.structs.replace(hello, rank=peer.number))
         elif hello.error:
             self._fail(f"a data VM cannot load the registered loaders:\n{hello.error}")
-        elif self._hear(peer.pool):  # else this was said before it was lost
-            if peer.role == "worker" and peer not in self._lost:
-                self.ledger.worker_joined(peer, hello.shared)
-            elif peer.role == "pool" and self.config.folder:
-                self._watch(peer, hello.pid)
+        elif self._hear(peer.pool) and peer.role == "worker" and peer not in self._lost:
+            self.ledger.worker_joined(peer, hello.shared)  # else this was said before it was lost
 
     def _on_planner(self, hello: Hello) -> None:
         if hello.error:
@@ -303,43 +300,29 @@ class Coordinator:
 
     # ── who is there ──────────────────────────────────────────────────────────────────────────────
 
-    def _watch(self, peer: Peer, pid: int) -> None:
-        """Hear of the end of a process on this host within milliseconds; of one that is gone already its host tells."""
-        with contextlib.suppress(OSError):
-            fd = self._pidfds[peer] = os.pidfd_open(pid)
-            self._loop.on(fd, lambda: self._on_end(peer))
-
-    def _on_end(self, peer: Peer) -> None:
-        """A process on this host ended, for certain."""
-        fd = self._pidfds.pop(peer)
-        self._loop.off(fd)
-        os.close(fd)
-        if peer.role == "pool":
-            self._host_lost(peer, "ended")
-            return
+    def _planner_lost(self) -> None:
         self._lost.add(PLANNER)
         if self._final_by is not None:
             self._finish_without("has died")
         elif not self._has_all:
             self._fail("the process that iterates the registered loaders' samplers died")
 
-    def _host_lost(self, pool: Peer, cause: str) -> None:
+    def _host_lost(self, pool: Peer, cause: str, *, ended: bool) -> None:
         if self._heard.get(pool, 0) is not None and not self._has_all:
             self._report(HostLost(pool.number, cause))
         self._heard[pool] = None
-        if pool in self._pidfds:  # it is silent: its workers may write until its end is heard
-            signal.pidfd_send_signal(self._pidfds[pool], signal.SIGKILL)
-            return
-        # The system kills workers with their pool.
-        for worker in [name for name in self.ledger.workers if name.pool == pool]:
-            self.ledger.worker_lost(worker, -1, "its data VM is gone")
+        if (
+            ended or not self.config.folder
+        ):  # else its workers, whom the system kills with it, may write to the slabs yet
+            for worker in [name for name in self.ledger.workers if name.pool == pool]:
+                self.ledger.worker_lost(worker, -1, "its data VM is gone")
 
     def _tick(self, now: float) -> None:
         self._next_tick = now + _TICK
         self._ticks += 1
         for pool, heard in self._heard.items():
             if heard is not None and (self._ticks - heard) * _TICK > self.config.silence:
-                self._host_lost(pool, f"silent for {self.config.silence:.0f} s")
+                self._host_lost(pool, f"silent for {self.config.silence:.0f} s", ended=False)
         if self._final_by is not None and now > self._final_by:
             self._finish_without(f"has not answered for {self.config.patience:g} s")
         self.ledger.overdue(now)

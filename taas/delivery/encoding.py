@@ -220,13 +220,7 @@ def encode(element: Any, region: RawRegion) -> bytes | None:
 # ── decode ────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class _Memory(threading.local):
-    """Where what this thread unpickles has its raw memory."""
-
-    exporter: Any = None
-
-
-_memory = _Memory()
+_memory = threading.local()  # ``exporter``: where what this thread unpickles has its raw memory
 
 
 def _tensor(offset: int, code: int, shape: tuple[int, ...], strides: Any = None) -> torch.Tensor:

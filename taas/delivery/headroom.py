@@ -118,18 +118,18 @@ class StreamFeeder:
     def __init__(self, plans: Plans, workers: Collection[Peer], prefetch_limit: Callable[[int], int]) -> None:
         self._plans, self._workers, self._prefetch_limit = plans, workers, prefetch_limit
         self.held_up: set[int] = set()  # loaders whose ranks wait for others, because no more may be held
-        self._owners: dict[tuple[int, int], Peer] = {}
+        self.owners: dict[tuple[int, int], Peer] = {}  # by loader and stream
 
     def disown(self, name: Peer) -> None:
         """A worker is dead: its streams get other owners, who are not told anything yet."""
-        self._owners = {key: owner for key, owner in self._owners.items() if owner != name}
+        self.owners = {key: owner for key, owner in self.owners.items() if owner != name}
 
     def died(self, place: StreamPlace) -> int:
         """A stream's owner died of an element: return how many have by now, one after the other."""
         plan = self._plans.by_number.get(place.plan)
         if plan is None:
             return 0
-        stream = plan.streams[place.stream]
+        stream = plan.order.streams[place.stream]
         stream.deaths = stream.deaths + 1 if stream.died_at == place.position else 1
         stream.died_at = place.position
         return stream.deaths
@@ -138,12 +138,8 @@ class StreamFeeder:
         """Tell owners how far ahead of the ranks to make their streams."""
         for plan in self._plans.by_number.values() if self._workers else ():
             if plan.base_seed is not None and not plan.closed and (not plan.ended or self._unsent(plan)):
-                for stream in plan.streams:
+                for stream in plan.order.streams:
                     self._feed(self._plans.loaders[plan.loader], plan, stream)
-
-    def owner(self, loader: int, stream: int) -> Peer | None:
-        """Return a stream's owner."""
-        return self._owners.get((loader, stream))
 
     @staticmethod
     def _unsent(plan: Plan) -> bool:
@@ -160,7 +156,6 @@ class StreamFeeder:
         if stream.told is not None and stream.told[0] == name and stream.told[1] >= upto:
             return
         stream.told = (name, upto)
-        assert plan.order is not None
         floor = min(plan.waiting(stream.number), default=plan.order.round)
         upto = max(upto, floor + lookahead)
         if stream.broken_at is not None:
@@ -187,7 +182,7 @@ class StreamFeeder:
     def _owner(self, book: LoaderBook, stream: int) -> Peer:
         """Return a stream's owner, or choose the worker with the fewest streams."""
         key = (book.index, stream)
-        if key not in self._owners:
-            load = Counter(self._owners.values())
-            self._owners[key] = min(self._workers, key=lambda name: load[name])
-        return self._owners[key]
+        if key not in self.owners:
+            load = Counter(self.owners.values())
+            self.owners[key] = min(self._workers, key=lambda name: load[name])
+        return self.owners[key]

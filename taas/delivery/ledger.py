@@ -101,7 +101,7 @@ class Ledger:
         """Their ranks use none of these elements' memory, and look at none that is still to come."""
         for work in works:
             work.over = work.released = True
-            self._count_prepared(work)
+            work.count_prepared()
             self._free(work)
 
     def _free(self, work: Work) -> None:
@@ -135,24 +135,18 @@ class Ledger:
             lease = None if work is None else work.lease_of(name)
             if worker is None or work is None or lease is None:
                 continue  # the worker is dead: others make it
-            self.room.paces[work.loader].see(result.nbytes, result.seconds)
+            self.room.paces[work.plan.loader].see(result.nbytes, result.seconds)
             worker.late = False
             worker.backlog -= 1
             worker.backlog_seconds = worker.backlog_seconds - lease.expected if worker.backlog else 0.0
             lease.done, lease.given_up = True, False
             if result.leaked:
                 lease.capacity = 0
-            elif not (lease.capacity or work.over) and (plan := self.plans.by_number.get(work.plan)):
-                plan.weigh(work, result.nbytes)
-            self._count_prepared(work)
+            elif not (lease.capacity or work.over):
+                work.plan.weigh(work, result.nbytes)
+            work.count_prepared()
             if work.released:
                 self._free(work)
-
-    def _count_prepared(self, work: Work) -> None:
-        if not work.prepared:
-            work.prepared = True
-            if plan := self.plans.by_number.get(work.plan):
-                plan.left(work.stream)
 
     def worker_lost(self, name: Peer, current: int, cause: str, ahead: StreamPlace = NOWHERE) -> None:
         """A worker is dead, for certain. ``current`` and ``ahead``: what was in its status slot."""
@@ -172,7 +166,7 @@ class Ledger:
     def _blame(self, name: Peer, current: int, cause: str, ahead: StreamPlace) -> None:
         work = self.works.get(current)
         if work is None or work.stream >= 0:
-            place = ahead if work is None else StreamPlace(work.plan, *unpack_place(work.index))
+            place = ahead if work is None else StreamPlace(work.plan.ident, *unpack_place(work.index))
             if self.streams.died(place) >= _DEATHS:
                 self.plans.break_off(place, cause)
         elif not work.over:
@@ -185,7 +179,7 @@ class Ledger:
         for work in self.works.values():
             if work.stream >= 0 or work.over:
                 continue
-            since = now - max(_PATIENCE, 20 * self.room.paces[work.loader].seconds)
+            since = now - max(_PATIENCE, 20 * self.room.paces[work.plan.loader].seconds)
             for lease in work.leases:
                 if not (lease.done or lease.given_up) and lease.since < since:
                     lease.given_up = True
@@ -196,13 +190,14 @@ class Ledger:
     def _retry(self, work: Work) -> None:
         if not (work.queued or work.over or work.is_coming):
             work.queued = True
-            heapq.heappush(self._retries, (work.step, work.seq, work.plan, work))
+            heapq.heappush(self._retries, (work.step, work.seq, work.plan.ident, work))
 
     def announced(self, name: Peer, message: Announced) -> None:
         """A stream's owner holds more elements; one that owns it no longer is not believed."""
         plan = self.plans.by_number.get(message.plan)
-        if plan is not None and self.streams.owner(plan.loader, message.stream) == name:
-            self.plans.announced(plan, message)
+        if plan is not None and self.streams.owners.get((plan.loader, message.stream)) == name:
+            plan.order.announce(message.stream, message.made, message.ended)
+            self.plans.settle(plan)
 
     # ── leasing ───────────────────────────────────────────────────────────────────────────────────
 
@@ -257,26 +252,25 @@ class Ledger:
 
     def _lease(self, work: Work, worker: WorkerState, now: float) -> Ticket:
         """Give work out: with a slot, where the size of such elements is known and there is room."""
-        pace = self.room.paces[work.loader]
+        plan, pace = work.plan, self.room.paces[work.plan.loader]
         slot = self.room.ranks[work.rank].slots.take(pace.size) if pace.size and worker.shared else None
         offset, capacity = (0, 0) if slot is None else (slot, pace.size)
         work.leases.append(Lease(worker.name, offset, capacity, now, pace.seconds))
         worker.backlog += 1
         worker.backlog_seconds += pace.seconds
-        return Ticket(
-            work.number, work.plan, work.loader, work.seq, work.rank, work.seed, work.index, offset, capacity
-        )
+        of = work.number, plan.ident, plan.loader, work.seq, work.rank, work.seed, work.index
+        return Ticket(*of, offset, capacity)
 
     def _worker_for(self, work: Work) -> WorkerState | None:
         """A stream's own worker, else the one that would begin soonest, if it may take more now."""
         if work.stream < 0:
             return self._least_busy(work)
-        owner = self.streams.owner(work.loader, work.stream)
+        owner = self.streams.owners.get((work.plan.loader, work.stream))
         worker = owner and self.workers.get(owner)
         return worker if worker and worker.backlog < _LEASES else None
 
     def _least_busy(self, work: Work) -> WorkerState | None:
-        sized = self.room.paces[work.loader].size
+        sized = self.room.paces[work.plan.loader].size
         best, least = None, (_WINDOW, 0)
         for worker in self.workers.values():
             if worker.late:
@@ -293,7 +287,9 @@ class Ledger:
     def is_full(self, book: LoaderBook) -> bool:
         """Whether elements of a loader are planned, and no more may be made before some are consumed."""
         heads = list(self.plans.heads(book))
-        leases = (lease for work in self.works.values() if work.loader == book.index for lease in work.leases)
+        leases = (
+            lease for work in self.works.values() if work.plan.loader == book.index for lease in work.leases
+        )
         return (
             bool(heads)
             and all(lease.done for lease in leases)

@@ -72,7 +72,7 @@ def resume(given: Mapping[str, tuple[int, int]]) -> dict[str, ResumePoint]:
         raise DeliveryError(
             "taas.resume() comes too late: a loop over a registered loader has begun. Call it before the first one"
         )
-    known = {facts.name: facts for facts in connection.welcome()}
+    known = connection.welcome()
     for name, (iteration, step) in given.items():
         if name not in known:
             raise DeliveryError(
@@ -86,7 +86,7 @@ def resume(given: Mapping[str, tuple[int, int]]) -> dict[str, ResumePoint]:
     connection.places.update((name, place) for name, place in config.places.items() if name in known)
     for name, (iteration, step) in given.items():
         # What was taken before: as an earlier start knows, else whole iterations.
-        at, taken = config.places.get(name), iteration * (_steps(config, known[name]) or 0)
+        at, taken = config.places.get(name), iteration * (_steps(config, known[name][1]) or 0)
         taken = at.taken if at is not None and at.iteration == iteration else taken
         connection.places[name] = ResumePoint(iteration, step, taken)
     return dict(connection.places)
@@ -163,12 +163,11 @@ class DeliveredLoader(DataLoader[Any]):
         )
 
     def _facts(self) -> tuple[int, LoaderFacts]:
-        for index, facts in enumerate(_connected().welcome()):
-            if facts.name == self.taas_name:
-                return index, facts
-        raise DeliveryError(
-            f"'{self.taas_name}' is not among the loaders of this run: register it before the cell"
-        )
+        if (known := _connected().welcome().get(self.taas_name)) is None:
+            raise DeliveryError(
+                f"'{self.taas_name}' is not among the loaders of this run: register it before the cell"
+            )
+        return known
 
     def __len__(self) -> int:
         """Steps of this rank in one iteration."""

@@ -72,7 +72,6 @@ class Hello(Message, frozen=True):
     The coordinator says it to the supervisor: peers can be started.
     """
 
-    pid: int
     error: str = ""  # why it is of no use: a planner or a worker pool cannot load the registered loaders
     loaders: tuple[LoaderFacts, ...] = ()  # what the planner knows of them
     shared: bool = False  # a worker has mapped the slabs
@@ -145,9 +144,7 @@ class FinishPlans(Message, frozen=True):
 class Final(Message, frozen=True):
     """Where the loaders' generators stand, for ``registered.apply_final``."""
 
-    states: (
-        bytes  # packed {loader name: {attribute path: a generator's state, or an epoch}}; empty: not known
-    )
+    states: bytes  # packed {loader name: {attribute path: a generator's state, or an epoch}}; empty: unknown
     unknown: dict[str, str] = msgspec.field(default_factory=dict)  # why it is not known of others, by name
 
 
@@ -278,9 +275,12 @@ class ProgressReport(Message, frozen=True):
 
 
 class HostLost(Message, frozen=True):
-    """A data VM is gone; what it had leased is made elsewhere. Who sees it tells the other."""
+    """A data VM is gone; what it had leased is made elsewhere. Who sees it tells the other.
 
-    vm: int
+    On this host the coordinator only finds that a worker pool is silent: the supervisor ends it, and says when it is gone.
+    """
+
+    vm: int  # the planner has -1
     cause: str
 
 

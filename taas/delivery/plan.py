@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import struct
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import InitVar, dataclass, field
 
 from taas.delivery.config import Uneven
@@ -69,8 +69,7 @@ class Lease:
 class Work:
     """One planned element, until its rank has done with it."""
 
-    plan: int
-    loader: int
+    plan: Plan
     seq: int
     rank: int
     step: int
@@ -95,6 +94,12 @@ class Work:
     def is_made(self) -> bool:
         """Whether somebody has made it who lives."""
         return any(lease.done and not lease.given_up for lease in self.leases)
+
+    def count_prepared(self) -> None:
+        """Some worker has made it, or none needs to; its stream may go on."""
+        if not self.prepared and self.stream >= 0:
+            self.plan.order.streams[self.stream].left += 1
+        self.prepared = True
 
     def lease_of(self, worker: Peer) -> Lease | None:
         """Return what this worker has yet to make, if it is to make it."""
@@ -124,8 +129,9 @@ class Plan:
     epoch: int | None
     size: InitVar[int]  # of the world
     uneven: Uneven
-    order: StreamOrder | None = None  # of an iterable dataset: in which its streams' elements leave
+    streams: InitVar[int] = 0  # of an iterable dataset
     ranks: list[RankView] = field(init=False)
+    order: StreamOrder = field(init=False)  # in which the elements of streams leave
     base_seed: int | None = None  # what its elements' seeds come from; None while the planner has not said
     rows: int = 0  # rows that have left, that is, steps planned for every rank
     asked: bool = False  # the planner has yet to answer
@@ -137,13 +143,9 @@ class Plan:
     _row: list[tuple[bytes, int, int]] = field(default_factory=list)
     _first: list[tuple[bytes, int, int]] = field(default_factory=list)
 
-    def __post_init__(self, size: int) -> None:
+    def __post_init__(self, size: int, streams: int) -> None:
         self.ranks = [RankView() for _ in range(size)]
-
-    @property
-    def streams(self) -> Sequence[PlanStream]:
-        """Those of an iterable dataset."""
-        return () if self.order is None else self.order.streams
+        self.order = StreamOrder(streams)
 
     @property
     def drawn(self) -> int:
@@ -201,10 +203,11 @@ class Plan:
         for rank, (view, entry) in enumerate(zip(self.ranks, self._row, strict=True)):
             index, seed, stream = entry
             seq = self.rows * len(self.ranks) + rank
+            work = Work(self, seq, rank, self.rows, seed, index, stream)
             if view.closed or self.rows < view.consumed:
-                self.left(stream)
+                work.count_prepared()
             else:
-                view.queue.append(Work(self.ident, self.loader, seq, rank, self.rows, seed, index, stream))
+                view.queue.append(work)
         self.rows += 1
         self._row.clear()
 
@@ -227,11 +230,6 @@ class Plan:
             view.asked = start
         return self._unwanted(below)
 
-    def left(self, stream: int) -> None:
-        """An element of a stream, if it is of one, was made for its rank, or nobody is to make it."""
-        if self.order is not None:
-            self.order.streams[stream].left += 1
-
     def close(self, rank: int) -> list[Work]:
         """The rank wants no more; return what workers make for it yet, which is made for nobody."""
         view = self.ranks[rank]
@@ -245,9 +243,7 @@ class Plan:
     def _unwanted(self, works: list[Work]) -> list[Work]:
         for work in works:
             work.over = True
-            if not work.prepared:
-                work.prepared = True
-                self.left(work.stream)
+            work.count_prepared()
         return [work for work in works if work.leases]
 
     def waiting(self, stream: int) -> Iterator[int]:

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from taas.delivery.config import DeliveryConfig, ResumePoint
 from taas.delivery.messages import (
     PLANNER,
-    Announced,
     Begin,
     Cancel,
     Draw,
@@ -24,7 +23,6 @@ from taas.delivery.messages import (
 )
 from taas.delivery.plan import (
     Plan,
-    StreamOrder,
     Work,
     pack_place,
     plan_number,
@@ -163,27 +161,19 @@ class Plans:
             plan.end(message.failure)
         self._cut_used_up(self.loaders[plan.loader], plan)
 
-    def announced(self, plan: Plan, message: Announced) -> None:
-        """A stream's owner holds more elements: those whose place is settled become work."""
-        if plan.order is not None:
-            plan.order.announce(message.stream, message.made, message.ended)
-            self._settle(plan)
-
-    def cut(self, plan_id: int, step: int, refusal: str, index: bytes = b"") -> None:
+    def cut(self, plan: Plan, step: int, refusal: str, index: bytes = b"") -> None:
         """A plan ends before this step, with an error."""
-        plan = self.by_number.get(plan_id)
-        if plan is not None:
-            plan.cut(step, refusal, index)
-            self._tell_end(plan)
+        plan.cut(step, refusal, index)
+        self._tell_end(plan)
 
     def break_off(self, place: StreamPlace, cause: str) -> None:
         """Whoever makes this element of a stream dies: the plan ends before it, and before what else is not made yet."""
         plan = self.by_number.get(place.plan)
-        if plan is None or plan.order is None:
+        if plan is None:
             return
         why = f"element {place.position} of stream {place.stream} {poisonous(cause)}"
-        plan.order.broken, plan.streams[place.stream].broken_at = why, place.position
-        self._settle(plan)
+        plan.order.broken, plan.order.streams[place.stream].broken_at = why, place.position
+        self.settle(plan)
         unmade = [
             work.step
             for view in plan.ranks
@@ -193,10 +183,11 @@ class Plans:
             and unpack_place(work.index)[1] >= place.position
         ]
         if unmade:
-            self.cut(plan.ident, min(unmade), why)
+            self.cut(plan, min(unmade), why)
 
-    def _settle(self, plan: Plan) -> None:
-        if plan.ended or plan.order is None:
+    def settle(self, plan: Plan) -> None:
+        """Streams have more elements, or end: those whose place is settled become work."""
+        if plan.ended:
             return
         assert plan.base_seed is not None
         settled, over = plan.order.advance()
@@ -241,9 +232,8 @@ class Plans:
         return count if left is None else min(count, left * self.n - plan.drawn)
 
     def _open(self, book: LoaderBook, iteration: int, epoch: int | None) -> Plan:
-        order = StreamOrder(book.facts.streams) if book.facts.streams else None
         number = plan_number(book.index, iteration, epoch)
-        plan = Plan(number, book.index, iteration, epoch, self.n, self.uneven, order)
+        plan = Plan(number, book.index, iteration, epoch, self.n, self.uneven, book.facts.streams)
         self.by_number[plan.ident] = book.plans[iteration] = plan
         return plan
 
@@ -350,7 +340,7 @@ class Plans:
 
     def _forget(self, plan: Plan, *, undone: bool = False) -> None:
         del self.by_number[plan.ident], self.loaders[plan.loader].plans[plan.iteration]
-        makers = {stream.told[0] for stream in plan.streams if stream.told is not None}
+        makers = {stream.told[0] for stream in plan.order.streams if stream.told is not None}
         self.outbox += [(peer, Cancel(plan.ident, undone)) for peer in (PLANNER, *makers)]
 
     # ── leasing ───────────────────────────────────────────────────────────────────────────────────

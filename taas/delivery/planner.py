@@ -12,7 +12,6 @@ loader is planned ahead never shows in the order of another.
 from __future__ import annotations
 
 import copy
-import os
 import pickle
 import time
 import traceback
@@ -50,12 +49,8 @@ _SLICE = 0.02
 # ── one loader's iterations ───────────────────────────────────────────────────────────────────────────
 
 
-@dataclass(slots=True)
-class _Snapshot:
-    """Everything an iteration's order hangs on: process-wide RNGs and the sampler's own generators."""
-
-    rngs: RngStates
-    generators: dict[str, Any]
+_Snapshot = tuple[RngStates, dict[str, Any]]
+"""Everything an iteration's order hangs on: states of process-wide RNGs, and of the sampler's own generators by path."""
 
 
 @dataclass(slots=True)
@@ -143,8 +138,8 @@ class LoaderPlans:
         number = opened.number
         streams: list[Iterator[Any]] = []
         if (start := self._starts.get(number)) is not None:
-            self._rngs = start.rngs
-            for path, state in start.generators.items():
+            self._rngs, generators = start
+            for path, state in generators.items():
                 self._generators[path].set_state(state)
         apply_rngs(self._rngs)
         self._starts[number] = self._snapshot()
@@ -209,9 +204,9 @@ class LoaderPlans:
         """
         if opened is not None and number not in self._ends:
             self._run_out(opened)
-        end = self._ends.get(number) or self._snapshot()
+        _, generators = self._ends.get(number) or self._snapshot()
         states: dict[str, bytes | int] = {
-            f"{path}!state": state.numpy().tobytes() for path, state in end.generators.items()
+            f"{path}!state": state.numpy().tobytes() for path, state in generators.items()
         }
         if epoch is not None:
             states["epoch"] = epoch
@@ -226,7 +221,7 @@ class LoaderPlans:
             raise opened.error
 
     def _snapshot(self) -> _Snapshot:
-        return _Snapshot(self._rngs, {p: g.get_state() for p, g in self._generators.items()})
+        return self._rngs, {path: generator.get_state() for path, generator in self._generators.items()}
 
 
 _END = object()
@@ -275,28 +270,27 @@ def _generators_of(parts: LoaderParts) -> dict[str, torch.Generator]:
 
 
 class Planner:
-    """Answers the coordinator; one plan is one iteration of one loader."""
+    """Answers the coordinator, of the loaders that can be planned, by number; one plan is one iteration of one loader."""
 
-    def __init__(self, loaders: list[LoaderPlans | LoaderFacts]) -> None:
+    def __init__(self, loaders: dict[int, LoaderPlans]) -> None:
         self._loaders = loaders
         self._open: dict[int, tuple[LoaderPlans, Iteration]] = {}
 
     def answer(self, message: Any) -> Any:
         """Return the reply to a message, or None."""
-        if isinstance(message, Draw):
-            return self._draw(message)
-        if isinstance(message, FinishPlans):
-            return self._finish(message)
-        assert isinstance(message, Cancel)
-        if message.plan in self._open:
-            plans, opened = self._open.pop(message.plan)
-            plans.drop(opened)
+        match message:
+            case Draw():
+                return self._draw(message)
+            case FinishPlans():
+                return self._finish(message)
+            case Cancel() if message.plan in self._open:
+                plans, opened = self._open.pop(message.plan)
+                plans.drop(opened)
         return None
 
     def _draw(self, message: Draw) -> Planned:
         if message.plan not in self._open:
             plans = self._loaders[message.loader]
-            assert isinstance(plans, LoaderPlans)
             opened = plans.open(message.iteration, message.epoch, repeats=message.repeats)
             self._open[message.plan] = plans, opened
         plans, opened = self._open[message.plan]
@@ -312,12 +306,11 @@ class Planner:
         states, unknown = {}, {}
         for index, iteration, epoch in message.begun:
             plans = self._loaders[index]
-            if isinstance(plans, LoaderPlans):
-                drawn = (it for of, it in self._open.values() if of is plans and it.number == iteration)
-                try:
-                    states[plans.name] = plans.final_states(iteration, epoch, next(drawn, None))
-                except BaseException as error:
-                    unknown[plans.name] = f"its sampler raised {type(error).__name__}: {error}"
+            drawn = (it for of, it in self._open.values() if of is plans and it.number == iteration)
+            try:
+                states[plans.name] = plans.final_states(iteration, epoch, next(drawn, None))
+            except BaseException as error:
+                unknown[plans.name] = f"its sampler raised {type(error).__name__}: {error}"
         return Final(pack(states), unknown)
 
 
@@ -330,31 +323,31 @@ def _pack_index(index: Any) -> bytes:
         return by_value
 
 
-def _load(config: DataOrder) -> list[LoaderPlans | LoaderFacts]:
-    """Return each loader's plans, or why it has none."""
+def _load(config: DataOrder) -> tuple[dict[int, LoaderPlans], tuple[LoaderFacts, ...]]:
+    """Return the plans of those loaders that can be planned, by number; and what is known of each."""
     parts_of = load_loaders(config.payload)
     rngs = rngs_now()  # the notebook's, and this process's where it has none
-    loaders: list[LoaderPlans | LoaderFacts] = []
-    for name, parts in parts_of:
+    plans, facts = {}, []
+    for number, (name, parts) in enumerate(parts_of):
         try:
-            loaders.append(LoaderPlans(name, parts, rngs, config.common.ranks))
+            plans[number] = LoaderPlans(name, parts, rngs, config.common.ranks)
+            facts.append(plans[number].facts)
         except BaseException as error:
             reason = f"the sampler of '{name}' cannot be planned ahead: {type(error).__name__}: {error}"
-            loaders.append(LoaderFacts(name, error=reason))
-    return loaders
+            facts.append(LoaderFacts(name, error=reason))
+    return plans, tuple(facts)
 
 
 def main(config: DataOrder) -> None:
     """Serve until told to quit."""
     with connected(config.common, PLANNER, ToPlanner) as control:
-        loaders: list[LoaderPlans | LoaderFacts] = []
+        planner = Planner({})
         try:
-            loaders = _load(config)
-            facts = [known if isinstance(known, LoaderFacts) else known.facts for known in loaders]
-            control.send(Hello(os.getpid(), loaders=tuple(facts)))
+            plans, facts = _load(config)
+            planner = Planner(plans)
+            control.send(Hello(loaders=facts))
         except BaseException:
-            control.send(Hello(os.getpid(), traceback.format_exc()))
-        planner = Planner(loaders)
+            control.send(Hello(traceback.format_exc()))
         while not isinstance(message := control.receive(), Leave):
             reply = planner.answer(message)
             if reply is not None:

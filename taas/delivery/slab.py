@@ -19,7 +19,6 @@ from typing import Any
 _PAGE = 4096
 _RESERVE = 8 << 20
 _POPULATE_WRITE = 23
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 class SlabFile:
@@ -58,9 +57,8 @@ class Slabs:
         """Map the pages of a slot in one call instead of one fault a page; once per slot."""
         if (offset, nbytes) not in self._faulted:
             self._faulted.add((offset, nbytes))
-            length = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-            start = ctypes.c_void_p(self.address + offset)
-            _libc.madvise(start, ctypes.c_size_t(length), ctypes.c_int(_POPULATE_WRITE))
+            with contextlib.suppress(OSError):  # before Linux 5.14
+                self.map.madvise(_POPULATE_WRITE, offset, nbytes)
 
 
 class SlotLease(ctypes.Array[ctypes.c_char]):
@@ -103,11 +101,6 @@ class SlotTable:
         self.size, self._start = size, start
         self._reserve, self._reserved = reserve, start
         self._extents = [(start, size)] if size else []  # start and length of each
-
-    @property
-    def free(self) -> int:
-        """Bytes free in all, in one piece or not."""
-        return sum(length for _, length in self._extents)
 
     def take(self, nbytes: int) -> int | None:
         """Return the offset of ``nbytes`` free bytes, or None."""

@@ -17,7 +17,6 @@ import time
 import traceback
 import warnings
 from collections import deque
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +79,7 @@ class Worker:
 
     def run(self) -> None:
         """Work until killed by the pool."""
-        self._control.send(Hello(os.getpid(), shared=self._slabs is not None))
+        self._control.send(Hello(shared=self._slabs is not None))
         while True:
             self._listen()
             if self._todo:
@@ -205,13 +204,6 @@ class Worker:
 _BEAT = 0.5
 
 
-@dataclass(slots=True)
-class _Child:
-    serial: int
-    number: int
-    pid: int
-
-
 class WorkerPool:
     """Forks ``processes`` workers and replaces those that die."""
 
@@ -220,7 +212,7 @@ class WorkerPool:
         self._serial = 0
         slots = WorkerStatus * config.processes
         self._slots = slots.from_buffer(mmap.mmap(-1, ctypes.sizeof(slots)))
-        self._children: dict[int, _Child] = {}
+        self._children: dict[int, tuple[int, int, int]] = {}  # by pidfd: serial, number, pid
 
     def run(self) -> None:
         """Keep the workers until told to quit."""
@@ -228,14 +220,14 @@ class WorkerPool:
             self._fork(number)
         name = Peer("pool", self._config.vm)
         with connected(self._config.common, name, ToWorker) as control:  # after the forks: it has threads
-            control.send(Hello(os.getpid()))
+            control.send(Hello())
             try:
                 self._watch(control)
             finally:
                 for pidfd in self._children:
                     signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-                for child in self._children.values():
-                    os.waitpid(child.pid, 0)
+                for _, _, pid in self._children.values():
+                    os.waitpid(pid, 0)
 
     def _watch(self, control: ControlClient) -> None:
         poller = zmq.Poller()
@@ -250,8 +242,9 @@ class WorkerPool:
                         return
                 else:
                     poller.unregister(source)
-                    control.send(self._reap(source))
-                    poller.register(self._fork(self._children.pop(source).number), zmq.POLLIN)
+                    number, lost = self._reap(source)
+                    control.send(lost)
+                    poller.register(self._fork(number), zmq.POLLIN)
             if time.monotonic() >= next_beat:
                 next_beat = time.monotonic() + _BEAT
                 control.send(Alive())
@@ -270,7 +263,7 @@ class WorkerPool:
         if pid == 0:
             self._become_worker(Peer("worker", self._config.vm, serial), number, parent, status)
         pidfd = os.pidfd_open(pid)
-        self._children[pidfd] = _Child(serial, number, pid)
+        self._children[pidfd] = serial, number, pid
         return pidfd
 
     def _become_worker(self, name: Peer, number: int, parent: int, status: WorkerStatus) -> None:
@@ -296,13 +289,13 @@ class WorkerPool:
                 if os.waitid(os.P_PIDFD, pidfd, os.WSTOPPED | os.WNOHANG):
                     signal.pidfd_send_signal(pidfd, signal.SIGKILL)
 
-    def _reap(self, pidfd: int) -> WorkerLost:
-        child = self._children[pidfd]
+    def _reap(self, pidfd: int) -> tuple[int, WorkerLost]:
+        serial, number, pid = self._children.pop(pidfd)
         os.close(pidfd)
-        code = os.waitstatus_to_exitcode(os.waitpid(child.pid, 0)[1])
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         cause = killed_by(code) if code < 0 else f"exit code {code}"
-        status = self._slots[child.number]
-        return WorkerLost(child.serial, status.number, cause, StreamPlace(*status.ahead))
+        status = self._slots[number]
+        return number, WorkerLost(serial, status.number, cause, StreamPlace(*status.ahead))
 
 
 def main(config: DataOrder) -> None:
@@ -313,7 +306,7 @@ def main(config: DataOrder) -> None:
         loaders = load_loaders(config.payload)
     except BaseException:
         with connected(config.common, Peer("pool", config.vm), ToWorker) as control:
-            control.send(Hello(os.getpid(), traceback.format_exc()))
+            control.send(Hello(traceback.format_exc()))
         return
     gc.collect()
     gc.freeze()  # a collection in a worker would write to, and so copy, every page it shares

@@ -28,10 +28,6 @@ class RehearsedMachine:
     used: bool = False  # this process, or the one it was forked from, has used a device
     forked: bool = False  # from one that had: CUDA does not work there
 
-    def note_fork(self) -> None:
-        """Do in a forked child what CUDA does."""
-        self.forked = self.used
-
 
 machine = RehearsedMachine()
 
@@ -55,29 +51,11 @@ def use() -> None:
     machine.used = True
 
 
-def check(index: int) -> None:
-    """Use a device; raise what CUDA raises for one that isn't there, with the devices that are."""
-    use()
-    if not 0 <= index < machine.device_count:
-        last = machine.device_count - 1
-        raise _CudaError(
-            f"CUDA error: invalid device ordinal\ncuda:{index} was asked for; this run has cuda:0"
-            + (f" to cuda:{last}" if last else "")
-            + " on this VM (rehearsed on the CPU)."
-        )
-
-
 def cuda_index(device: Any) -> int | None:
     """The index of a device-like that means CUDA, which must exist; None for anything else."""
-    if not is_device_like(device):
+    if not is_device_like(device) or not (isinstance(device, int) or torch.device(device).type == "cuda"):
         return None
-    if not isinstance(device, int):
-        device = torch.device(device)
-        if device.type != "cuda":
-            return None
-        device = machine.current if device.index is None else device.index
-    check(device)
-    return device  # type: ignore[no-any-return]
+    return existing(device)
 
 
 def as_cpu(device: Any) -> Any:
@@ -107,9 +85,15 @@ def ordinal(device: Any = None) -> int:
 
 
 def existing(device: Any = None) -> int:
-    """Like :func:`ordinal`, and the device must exist."""
-    index = ordinal(device)
-    check(index)
+    """Like :func:`ordinal`; uses the device, and raises what CUDA raises for one that isn't there, with those that are."""
+    index, last = ordinal(device), machine.device_count - 1
+    use()
+    if not 0 <= index <= last:
+        raise _CudaError(
+            f"CUDA error: invalid device ordinal\ncuda:{index} was asked for; this run has cuda:0"
+            + (f" to cuda:{last}" if last else "")
+            + " on this VM (rehearsed on the CPU)."
+        )
     return index
 
 
@@ -154,7 +138,7 @@ def send(tensor: torch.Tensor, device: int) -> torch.Tensor:
 
 def install() -> None:
     """Heed forks. Let ``torch.device(0)`` mean ``cuda:0`` where torch refuses numbers: CPU builds, and without GPUs torch 2.6."""
-    os.register_at_fork(after_in_child=machine.note_fork)
+    os.register_at_fork(after_in_child=lambda: setattr(machine, "forked", machine.used))
     try:
         torch.device(0)
     except RuntimeError:

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from taas.import_hooks import after_import
 from taas.rehearsal.devices import CPU, as_cpu, existing
-from taas.rehearsal.patches import Arguments, always, replace, replace_everywhere, rewrite_calls
+from taas.rehearsal.patches import Arguments, always, replace, replace_all, replace_everywhere, rewrite_calls
 
 
 def gloo_for(backend: Any) -> Any:
@@ -70,11 +70,6 @@ def _rewrite_fsdp(arguments: Arguments) -> None:
 def _rewrite_mesh(arguments: Arguments) -> None:
     if arguments.get("device_type") == "cuda":
         arguments["device_type"] = "cpu"
-
-
-def _accept_cpu_modules(module: Any) -> None:
-    """FSDP1 broadcasts modules that are on their GPU only (``sync_module_states``); here that is the CPU."""
-    module._check_module_states_for_sync_module_states = always(None)
 
 
 def _split_unnoticed(*args: Any, out: Sequence[Tensor], **kwargs: Any) -> None:
@@ -209,7 +204,9 @@ def install() -> None:
     replace_everywhere(dist, "is_nccl_available", always(True))
     rewrite_calls(DistributedDataParallel, "__init__", _rewrite_ddp)
     rewrite_calls(device_mesh.DeviceMesh, "__init__", _rewrite_mesh)
-    after_import("torch.distributed.fsdp._init_utils", _accept_cpu_modules)
+    # FSDP1 broadcasts modules that are on their GPU only (sync_module_states); here that is the CPU
+    accept = {"_check_module_states_for_sync_module_states": always(None)}
+    after_import("torch.distributed.fsdp._init_utils", lambda module: replace_all(module, accept))
     after_import(
         "torch.distributed.fsdp.fully_sharded_data_parallel",
         lambda module: rewrite_calls(module.FullyShardedDataParallel, "__init__", _rewrite_fsdp),

@@ -110,9 +110,7 @@ def _module_to(self: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
 
 
 def _module_cuda(self: nn.Module, device: Any = None) -> nn.Module:
-    index = existing(device)
-    moved: nn.Module = self._apply(lambda tensor: put(_to(tensor, CPU), index))
-    return moved
+    return _module_to(self, torch.device("cuda", existing(device)))
 
 
 def _module_to_empty(self: nn.Module, *, device: Any, recurse: bool = True) -> nn.Module:

@@ -170,15 +170,14 @@ class DataSide:
                 self._endpoint = report.address
                 self.start_data_processes()
             case Failed():
-                self.failed = report.reason
+                self.failed = self.failed or report.reason
             case Note():
                 self.notes.append(report.text)
             case HostLost():
                 self.notes.append(
                     f"{self.vms.name(report.vm)} was lost ({report.cause}); what it had not delivered was made elsewhere"
                 )
-                if self.vms.elsewhere:  # its agent is there, and starts another worker pool
-                    self._end_job(report.vm)
+                self._end_job(report.vm)  # where its agent is there, and starts another worker pool
             case ProgressReport():
                 if report.prebuffered:
                     self._reach(Phase.DELIVERING)
@@ -252,19 +251,18 @@ class DataSide:
         self.vms.lose(number)
         self._transfer.lose(job)
         vm.send(OfJob(run=self._run, job=job, said=JobRequest(what="forget")))
-        if misses and number == PLANNER:
-            said = f"the planner {over.how}; what it printed is in {self._log}"
-            self.failed = "" if self.ready else said
+        if number == PLANNER:
+            self._command(HostLost(vm=PLANNER, cause=over.how))
+            if misses and not self.ready:
+                self.failed = f"the planner {over.how}; what it printed is in {self._log}"
         elif misses:
             self._tell_lost(number, over.how)
             self._replace(over.how, vm)
 
     def _tell_lost(self, number: int, how: str) -> None:
-        """Tell the coordinator what it does not see itself, of other hosts."""
         cause = how.removeprefix("lost: ")
         self._last_lost = f"{self.vms.name(number)} was lost ({cause})"
-        if self.vms.elsewhere:
-            self._command(HostLost(vm=number, cause=cause))
+        self._command(HostLost(vm=number, cause=cause))
 
     def lose(self, vm: Vm, how: str, *, replace: bool = True) -> None:
         """A data VM is lost, ``how`` in words: another one takes its place, if it is to be replaced."""
@@ -272,7 +270,8 @@ class DataSide:
             misses = self._misses
             self.vms.lose(number)
             self._transfer.lose(self._job(number))
-            if number == PLANNER:  # the coordinator sees its planner's end
+            if number == PLANNER:
+                self._command(HostLost(vm=PLANNER, cause=how))
                 self.failed = self.failed or f"the agent of the planner was {how}"
             elif misses and (vm.up or vm.machine.error == RunLost.__name__):
                 self._tell_lost(number, how)
