@@ -110,7 +110,8 @@ def _check_travels(loader: Any, name: str) -> None:
     namespace = vars(sys.modules["__main__"])
     parts = take_apart(loader)
     heap = table_of(parts, namespace, Reader(namespace))
-    for tensor in heap.sent.tensors_on_devices():
+    memories = heap.memory_ranges(range(len(heap.objects)))
+    for tensor in (tensor for memory in memories if memory.device != "cpu" for tensor in memory.tensors):
         heap.failed[heap.enter(tensor)] = ValueError(f"on {tensor.device}, and data workers have no GPU")
     found = culprit_of(name, parts, heap)
     if found is not None:

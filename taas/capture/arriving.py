@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import types
@@ -53,7 +54,7 @@ class Arrival:
         self._snapshot: MemorySnapshot | None = before._snapshot if before is not None else None
         known = dict[int, Stretch]()
         held = contents["held"]
-        self.heap = Heap(Reader(namespace, project=contents["project"]), [namespace])
+        self.heap = Heap(Reader(namespace, project=contents["project"]), [namespace], math.inf)
         if before is not None:
             there = before.memory.stretches  # other ranks than 0 have no memory of answers
             known = {number: there[number] for number in held["regions"] if number in there}
@@ -76,19 +77,23 @@ class Arrival:
         """The names that arrived."""
         return self.payload.header.names
 
-    def load(self) -> None:
-        """Bind the names; raises :class:`CaptureError` where an object cannot be rebuilt here."""
+    def load(self, *, tolerant: bool = False) -> Builder:
+        """Bind the names; raises :class:`CaptureError` where an object cannot be rebuilt here; ``tolerant``: it is left out."""
         namespace, contents, first = self._namespace, self.contents, self.contents["first"]
         for name in contents["held"]["deleted"]:
             namespace.pop(name, None)
         states = dict(enumerate(contents["states"], first))
         made = dict(enumerate(self.heap.objects))
-        builder = Builder(states, made, self.memory, namespace)
+        builder = Builder(states, made, self.memory, namespace, tolerant=tolerant)
         for name, n in contents["roots"].items():
-            namespace[name] = self._built(builder, name, n)
+            value = self._built(builder, name, n)
+            if n not in builder.lost:
+                namespace[name] = value
         beside = {name: self._built(builder, name, n) for name, n in contents["places"].items()}
         self._magics = {name: value for name, value in beside.items() if name.startswith(MAGIC)}
-        self.heap.learn(made, states, self.known, contents["fresh"])
+        whole = {n: value for n, value in made.items() if n not in builder.lost} if builder.lost else made
+        self.heap.learn(whole, states, self.known, contents["fresh"])
+        return builder
 
     def _built(self, builder: Builder, name: str, n: int) -> Any:
         try:
@@ -171,7 +176,7 @@ class CellChanges:
         left_out.clear()
         known = [n for n, value in enumerate(self._heap.objects) if n != NAMESPACE and not stays(type(value))]
         reader = Reader(namespace, project=arrival.project, unwrap=True)
-        self._heap.describe_after(known, reader, SentMemory(arrival.memory.places(), arrival.next_region))
+        self._heap.describe_after(known, reader, self._known)
         self._roots = self._numbered_names(value)
         self._places = self._numbered_places()
         self._leave_out()
@@ -187,7 +192,7 @@ class CellChanges:
         bound = {name: n for name, n in self._roots.items() if self._is_bound(name, n)}
         reached = heap.reached([*bound.values(), *self._places.values(), *changed], self._held_back)
         sent = {n for n in reached if n >= self._known}
-        heap.sent.keep([heap.objects[n] for n in sent if heap.states[n][0] == "memory"])  # type: ignore[index]
+        memory = SentMemory(heap.memory_ranges(sent), arrival.memory.places(), arrival.next_region)
         sources, process_state = heap.reader.sources(), self._process_state()
         contents = {
             "cells": {file: n for file, n in arrival.cell_numbers.items() if file in sources},
@@ -211,9 +216,9 @@ class CellChanges:
         as_before = heap.only_among(self._held_back, heap.before)
         kept_out = arrival.memory.regions_of(heap.memories_among(as_before).values())
         patches = [patch for patch in arrival.patches(wanted) if patch[0] not in kept_out]
-        fd = write_file(heap.sent, bound, contents, patches)[0]
+        fd = write_file(memory, bound, contents, patches)[0]
         if last:
-            arrival.learn(heap.sent)
+            arrival.learn(memory)
             heap.end_after(self._known, sent, self._anew, self._held_back)
         else:
             heap.take_back(self._saved)
@@ -390,8 +395,9 @@ class OwnData:
         for part in self._parts.values():
             self._heap.enter(part)
         self._heap.walk()
-        self._heap.sent.lay_out(0)
-        self._stretches = self._heap.sent.stretches
+        memory = SentMemory(self._heap.memory_ranges(range(self.known, len(self._heap.objects))))
+        memory.lay_out(0)
+        self._stretches = memory.stretches
         self._snapshot = MemorySnapshot(self._stretches)
         self._dirty: set[int] | None = None
 
@@ -425,15 +431,20 @@ def arrive(
     closed. Raises :class:`VersionMismatch` before anything is unpickled, :class:`CaptureError` where an object cannot be rebuilt.
     """
     arrival = Arrival(fd, namespace, device=device, before=before)
-    arrival.state.put_early(str(project or arrival.project))
-    arrival.payload.take_sources()
-    with no_collection():
-        arrival.load()
-    arrival.state.put()
-    go_to_ends()
+    _load_with_state(arrival, project)
     if device is not None:
         join_devices_at_first_step()
     return arrival
+
+
+def _load_with_state(arrival: Arrival, project: Path | None, *, tolerant: bool = False) -> Builder:
+    arrival.state.put_early(str(project or arrival.project))
+    arrival.payload.take_sources()
+    with no_collection():
+        builder = arrival.load(tolerant=tolerant)
+    arrival.state.put()
+    go_to_ends()
+    return builder
 
 
 def unpack(fd: int, namespace: dict[str, Any], project: Path, kind: type) -> list[Any]:
@@ -442,25 +453,12 @@ def unpack(fd: int, namespace: dict[str, Any], project: Path, kind: type) -> lis
     Returns the objects of a ``kind``, in the order in which they were captured. Raises :class:`VersionMismatch` before anything
     is unpickled, :class:`CaptureError` where one of these cannot be rebuilt.
     """
-    payload = Payload(fd)
-    contents = payload.contents
-    state = ProcessState(contents["process state"], None)
-    state.put_early(str(project))
-    payload.take_sources()
-    states = dict(enumerate(contents["states"], contents["first"]))
-    builder = Builder(states, {NAMESPACE: namespace}, payload.mapped(None), namespace, tolerant=True)
-    with no_collection():
-        for name, n in contents["roots"].items():
-            value = builder.build(n)
-            if n not in builder.lost:
-                namespace[name] = value
-        for name, n in contents["places"].items():
-            if not name.startswith(MAGIC):
-                builder.build(n)
-    state.put()
-    go_to_ends()
+    arrival = Arrival(fd, namespace, device=None)
+    builder = _load_with_state(arrival, project, tolerant=True)
+    arrival.close()
     for n, loss in builder.lost.items():
-        if states[n][2] and builder.made.get(states[n][2][0]) is kind:
+        children = builder.states[n][2]
+        if children and builder.made.get(children[0]) is kind:
             raise CaptureError(f"{loss.what} cannot be rebuilt on a data VM: {loss.reason}")
     return [builder.made[n] for n in sorted(builder.made) if type(builder.made[n]) is kind]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import marshal
+import math
 import pickle
 import types
 from collections.abc import Collection, Container, Iterable, Iterator
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple
 
 from taas.capture.flat import FlatStates, State
 from taas.capture.holders import left_out, parts_of_holder
-from taas.capture.memory import MemoryRange, SentMemory, Span
+from taas.capture.memory import MemoryRange, Span
 from taas.capture.reader import Reader, is_as_sent, stays, ways_through
 from taas.capture.reading import ATOMS
 from taas.capture.tensors import is_tensor
@@ -49,10 +50,6 @@ NO_STATE: State = "", b"", ()
 """Stands for None."""
 
 
-class TooLarge(Exception):
-    """It could travel, but has more bytes than may."""
-
-
 class LeftOut(NamedTuple):
     """A part of a module's data, of a logger or of a formatter that stays behind: in what, how it is written, and why."""
 
@@ -65,8 +62,8 @@ class LeftOut(NamedTuple):
 class Heap(FlatStates):
     """The objects of a notebook, or of a rank, by number, and what they were ``before``, while a table is compared with itself."""
 
-    def __init__(self, reader: Reader, objects: Iterable[Any], sent: SentMemory | None = None) -> None:
-        super().__init__(reader, objects, sent)
+    def __init__(self, reader: Reader, objects: Iterable[Any], collected: float = 0) -> None:
+        super().__init__(reader, objects, collected)
         self.before: list[State | None] = []
 
     # ------------------------------------------------------------ what is in it
@@ -84,33 +81,28 @@ class Heap(FlatStates):
     def leave_out(self, since: int) -> list[LeftOut]:
         """Leave out, until :data:`left_out` is emptied, what cannot travel of the loggers, formatters and modules met ``since`` a number.
 
-        Nor does what is too large of a module's data, or holds code of a module that is not found by its name. They have to be
-        described again without it.
+        Nor does what of a module's data holds code of a module that is not found by its name. They have to be described again
+        without it.
         """
         holders, self.reader.holders = self.reader.holders, []
         if not holders:
             return []
         new = range(since, len(self.objects))
         foreign = {n for n in new if _is_foreign_code(self.objects[n], self.states[n])}
-        is_large = self.size(new) > LARGEST
-        if not (self.failed or foreign or is_large):
+        if not (self.failed or foreign):
             return []
         among = range(NAMESPACE + 1, len(self.objects))
         failing, with_code = self.holding(self.failed, among), self.holding(foreign, among)
         found = []
         for holder in holders:
             reasons = {"a part of it cannot be pickled": failing}
-            if of_module := isinstance(holder, types.ModuleType):
+            if isinstance(holder, types.ModuleType):
                 reasons["it holds code that is not found by its name"] = with_code
             for path, part in parts_of_holder(holder):
                 n = self.number.get(id(part), NAMESPACE)
-                errors: list[Exception] = [
-                    pickle.PicklingError(why) for why, which in reasons.items() if n in which
-                ]
-                if of_module and is_large and n >= since and self.size(self.reached([n])) > LARGEST:
-                    errors.append(TooLarge(f"it has more than {LARGEST:,} bytes"))
-                if errors and id(part) not in left_out:
-                    found.append(LeftOut(holder, path, part, errors[0]))
+                why = next((why for why, which in reasons.items() if n in which), None)
+                if why is not None and id(part) not in left_out:
+                    found.append(LeftOut(holder, path, part, pickle.PicklingError(why)))
         left_out.update({id(one.part): one.part for one in found})
         return found
 
@@ -164,9 +156,9 @@ class Heap(FlatStates):
         state, is_code = self.states[n], isinstance(self.objects[n], (*_CODE, type(None)))
         return state is None or not (is_code or state[0] in CONSTANT)
 
-    def describe_after(self, numbers: Iterable[int], reader: Reader, sent: SentMemory | None = None) -> None:
+    def describe_after(self, numbers: Iterable[int], reader: Reader, collected: float = math.inf) -> None:
         """Describe some objects anew: what they are now, beside what they were."""
-        self.reader, self.sent = reader, SentMemory() if sent is None else sent
+        self.reader, self.collected = reader, collected
         self.before = self.states.copy()
         self.failed = {n: error for n, error in self.failed.items() if self.states[n] is None}
         for n in numbers:
@@ -202,6 +194,10 @@ class Heap(FlatStates):
         for n in anew:
             self.objects[n] = self.states[n] = None
         self.before, self.failed = [], {}
+
+    def memory_ranges(self, numbers: Collection[int]) -> list[MemoryRange]:
+        """Return the memory among some objects."""
+        return [self.objects[n] for n in self.memories_among(numbers)]
 
     def memories_among(self, numbers: Collection[int]) -> dict[int, Span]:
         """Return where the memory is that is among some objects, and its length, by number."""
@@ -353,8 +349,6 @@ def _is_value(state: State) -> bool:
 
 # ---------------------------------------------------------------- what cannot travel
 
-LARGEST = 256 << 20
-"""Data of a module that have more bytes stay behind."""
 _PARTS = 1_000_000
 
 _ADVICE = {
