@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from taas.capture.applying import AS_BEFORE, NOTHING, Applied, apply_answer
 from taas.capture.building import Builder
 from taas.capture.cells import MAGIC, cell_numbers, dress, users_names
-from taas.capture.heap import NAMESPACE, NO_STATE, Heap, culprit_of, no_collection, table_of
+from taas.capture.heap import NAMESPACE, NO_STATE, Heap, culprit_of, no_collection
 from taas.capture.holders import (
     Left,
     all_holders,
@@ -171,7 +171,6 @@ class CellChanges:
         self._lost: list[str] = []
         self._changed: dict[int, bool] = {}  # whether its arguments are others, by number
         self._anew: dict[int, int] = {}  # the new numbers of what is made anew
-        self._saved = self._heap.saved()
         self._places_now = holders(arrival.project)
         left_out.clear()
         known = [n for n, value in enumerate(self._heap.objects) if n != NAMESPACE and not stays(type(value))]
@@ -211,7 +210,8 @@ class CellChanges:
             "reloaded": self._reloaded(),
             "there": [*self._visible],
             "own": [name for name in self._visible if name not in bound and self._is_own(name)],
-            **self._told_of_models(),
+            "wrapped": [name for name, item in self._visible.items() if is_wrapper(type(item))],
+            "sharded": [name for name, item in self._visible.items() if holds_shards(item)],
         }
         as_before = heap.only_among(self._held_back, heap.before)
         kept_out = arrival.memory.regions_of(heap.memories_among(as_before).values())
@@ -221,7 +221,7 @@ class CellChanges:
             arrival.learn(memory)
             heap.end_after(self._known, sent, self._anew, self._held_back)
         else:
-            heap.take_back(self._saved)
+            heap.take_back(arrival.own_before.known, self._anew)
         return fd
 
     def _wanted(self) -> set[int] | None:
@@ -245,13 +245,6 @@ class CellChanges:
             for name in sorted(self._arrival.returned or ())
             if name not in self._visible and name not in self._arrival.names
         ]
-
-    def _told_of_models(self) -> dict[str, list[str]]:
-        visible = self._visible.items()
-        return {
-            "wrapped": [name for name, item in visible if is_wrapper(type(item))],
-            "sharded": [name for name, item in visible if holds_shards(item)],
-        }
 
     def _deleted(self) -> list[str]:
         gone = [name for name in (*self._arrival.names, *self._arrival.held) if name not in self._namespace]
@@ -374,7 +367,7 @@ class CellChanges:
 
     def _why_not(self, name: str, value: Any) -> str | None:
         reader = Reader(self._namespace, project=self._arrival.project, unwrap=True)
-        found = culprit_of(name, value, table_of(value, self._namespace, reader))
+        found = culprit_of(name, value, reader)
         return found and f"{name}: {found.path} is a {found.kind}, which cannot be pickled ({found.reason})"
 
 

@@ -30,7 +30,6 @@ from taas.capture.heap import (
     Heap,
     culprit_of,
     no_collection,
-    table_of,
 )
 from taas.capture.holders import (
     edited_modules,
@@ -244,8 +243,7 @@ class Capture:
         self._memory = {**self._held.memory(), **memory.stretches}
 
     def _why(self, name: str, value: Any, error: Exception) -> str:
-        reader = Reader(self._namespace, project=self._project)
-        found = culprit_of(name, value, table_of(value, self._namespace, reader))
+        found = culprit_of(name, value, Reader(self._namespace, project=self._project))
         if found is None:
             return f"{name!r} cannot travel to the ranks: {type(error).__name__}: {error}."
         inside = "" if found.path == name else f" cannot travel to the ranks, because {found.path}"
@@ -431,7 +429,7 @@ class Held:
         length = len(heap.objects)
         heap.describe_after(numbers, heap.reader)
         found = {n for n in numbers if n in heap.failed or not heap.same(heap.before[n], heap.states[n])}
-        heap.end_proof(length)
+        heap.take_back(length)
         changed = kept.snapshot.changed(kept.stretches)
         regions = {n for n in kept.stretches if changed.get(n, True)}
         return found | self._looking_into(regions)

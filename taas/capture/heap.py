@@ -13,7 +13,6 @@ import math
 import pickle
 import types
 from collections.abc import Collection, Container, Iterable, Iterator
-from copy import copy
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -51,12 +50,12 @@ NO_STATE: State = "", b"", ()
 
 
 class LeftOut(NamedTuple):
-    """A part of a module's data, of a logger or of a formatter that stays behind: in what, how it is written, and why."""
+    """A part of a module's data, of a logger or of a formatter that stays behind: in what, and how it is written."""
 
     holder: Any
     path: str
     part: Any
-    error: Exception
+    error: Exception = pickle.PicklingError("a part of it cannot be pickled, or is code without a name")
 
 
 class Heap(FlatStates):
@@ -92,17 +91,14 @@ class Heap(FlatStates):
         if not (self.failed or foreign):
             return []
         among = range(NAMESPACE + 1, len(self.objects))
-        failing, with_code = self.holding(self.failed, among), self.holding(foreign, among)
+        failing = self.holding(self.failed, among)
+        of_modules = self.holding({*self.failed, *foreign}, among)
         found = []
         for holder in holders:
-            reasons = {"a part of it cannot be pickled": failing}
-            if isinstance(holder, types.ModuleType):
-                reasons["it holds code that is not found by its name"] = with_code
+            stays_behind = of_modules if isinstance(holder, types.ModuleType) else failing
             for path, part in parts_of_holder(holder):
-                n = self.number.get(id(part), NAMESPACE)
-                why = next((why for why, which in reasons.items() if n in which), None)
-                if why is not None and id(part) not in left_out:
-                    found.append(LeftOut(holder, path, part, pickle.PicklingError(why)))
+                if self.number.get(id(part), NAMESPACE) in stays_behind and id(part) not in left_out:
+                    found.append(LeftOut(holder, path, part))
         left_out.update({id(one.part): one.part for one in found})
         return found
 
@@ -174,15 +170,6 @@ class Heap(FlatStates):
         self.states.append(self.states[n])
         return m
 
-    def saved(self) -> dict[str, Any]:
-        """Return what :meth:`take_back` takes, to compare once more later."""
-        names = ("objects", "states", "number", "fresh", "memories")
-        return {name: copy(getattr(self, name)) for name in names}
-
-    def take_back(self, saved: dict[str, Any]) -> None:
-        """Know what was known earlier, and no more."""
-        vars(self).update(saved, before=[], failed={})
-
     def end_after(
         self, known: int, sent: Container[int], anew: Iterable[int], held_back: Iterable[int]
     ) -> None:
@@ -221,10 +208,11 @@ class Heap(FlatStates):
             elif state is not None and _has_identity(state[0], value):
                 self.number[id(value)] = n
 
-    def end_proof(self, length: int) -> None:
-        """Forget what reading again has found; the states are those that came."""
+    def take_back(self, length: int, anew: Iterable[int] = ()) -> None:
+        """Forget what describing again has found beyond ``length`` objects, of which some got new numbers: all is as before."""
         self.states[:length] = self.before[:length]
         self.back_to(length)
+        self.number |= {id(self.objects[n]): n for n in anew}
         self.before, self.failed = [], {}
 
     # ------------------------------------------------------------ comparing
@@ -370,20 +358,18 @@ class Culprit(NamedTuple):
     advice: str
 
 
-def table_of(value: Any, namespace: dict[str, Any], reader: Reader) -> Heap:
-    """Return a table of an object alone."""
-    heap = Heap(reader, [namespace])
+def culprit_of(name: str, value: Any, reader: Reader, *, without_gpu: bool = False) -> Culprit | None:
+    """Return what in an object, called ``name``, cannot travel, or not to where no GPU is, by the shortest way to it."""
+    heap = Heap(reader, [reader.namespace])
     heap.enter(value)
     heap.walk()
-    return heap
-
-
-def culprit_of(name: str, value: Any, heap: Heap) -> Culprit | None:
-    """Return what in an object, called ``name``, cannot travel, as its table says, by the shortest way to it."""
+    for memory in heap.memory_ranges(range(len(heap.objects))) if without_gpu else ():
+        for tensor in memory.tensors if memory.device != "cpu" else ():
+            heap.failed[heap.enter(tensor)] = ValueError(f"on {tensor.device}, and data workers have no GPU")
     failed = {id(heap.objects[n]): error for n, error in heap.failed.items()}
     if not failed:
         return None
-    walked = islice(ways_through(heap.reader, {name: value}), _PARTS)
+    walked = islice(ways_through(reader, {name: value}), _PARTS)
     first = name, heap.objects[min(heap.failed)]
     path, part = next((found for found in walked if id(found[1]) in failed), first)
     error, cls = failed[id(part)], type(part)
