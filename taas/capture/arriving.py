@@ -143,11 +143,6 @@ class Arrival:
             for start, end in spans:
                 yield number, start, view_of(address + start, end - start, host)
 
-    def learn(self, sent: SentMemory) -> None:
-        """Note what memory the notebook knows once it has the last answer."""
-        self.memory.stretches.update(sent.stretches)
-        self.next_region += len(sent.stretches)
-
     def close(self) -> None:
         """Give up the payload's descriptor; no answer can be packed afterwards."""
         if self._fd >= 0:
@@ -204,21 +199,19 @@ class CellChanges:
             "changed": {n: (heap.states[n], self._changed[n]) for n in changed},
             "fresh": heap.fresh & sent,
             "next": len(heap.objects),
-            "deleted": self._deleted(),
             "process state": process_state,
             "imports": [n for n in arrival.contents["imports of the cell"] if n in sys.modules],
-            "reloaded": self._reloaded(),
             "there": [*self._visible],
             "own": [name for name in self._visible if name not in bound and self._is_own(name)],
-            "wrapped": [name for name, item in self._visible.items() if is_wrapper(type(item))],
-            "sharded": [name for name, item in self._visible.items() if holds_shards(item)],
+            **self._told_of_names(),
         }
         as_before = heap.only_among(self._held_back, heap.before)
         kept_out = arrival.memory.regions_of(heap.memories_among(as_before).values())
         patches = [patch for patch in arrival.patches(wanted) if patch[0] not in kept_out]
         fd = write_file(memory, bound, contents, patches)[0]
         if last:
-            arrival.learn(memory)
+            arrival.memory.stretches |= memory.stretches
+            arrival.next_region += len(memory.stretches)
             heap.end_after(self._known, sent, self._anew, self._held_back)
         else:
             heap.take_back(arrival.own_before.known, self._anew)
@@ -246,13 +239,15 @@ class CellChanges:
             if name not in self._visible and name not in self._arrival.names
         ]
 
-    def _deleted(self) -> list[str]:
-        gone = [name for name in (*self._arrival.names, *self._arrival.held) if name not in self._namespace]
-        return [name for name in gone if self._is_returned(name)]
-
-    def _reloaded(self) -> list[str]:
-        before, now = self._arrival.specs_before, loaded_as(self._arrival.project)
-        return [name for name, spec in now.items() if before.get(name, spec) is not spec]
+    def _told_of_names(self) -> dict[str, list[str]]:
+        arrival, visible = self._arrival, self._visible.items()
+        known, specs = (*arrival.names, *arrival.held), loaded_as(arrival.project).items()
+        return {
+            "deleted": [name for name in known if name not in self._namespace and self._is_returned(name)],
+            "reloaded": [name for name, spec in specs if arrival.specs_before.get(name, spec) is not spec],
+            "wrapped": [name for name, item in visible if is_wrapper(type(item))],
+            "sharded": [name for name, item in visible if holds_shards(item)],
+        }
 
     def _is_own(self, name: str) -> bool:
         value = self._visible[name]

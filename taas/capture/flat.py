@@ -103,6 +103,7 @@ class FlatStates:
         self.reader = reader
         self.objects: list[Any] = list(objects)
         self.states: list[State | None] = [None] * len(self.objects)
+        self.before: list[State | None] = []  # what they were, while they are compared with it
         self.number = {id(value): n for n, value in enumerate(self.objects)}
         self.collected = collected
         self.memories: dict[tuple[int, int], int] = {}

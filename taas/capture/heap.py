@@ -61,10 +61,6 @@ class LeftOut(NamedTuple):
 class Heap(FlatStates):
     """The objects of a notebook, or of a rank, by number, and what they were ``before``, while a table is compared with itself."""
 
-    def __init__(self, reader: Reader, objects: Iterable[Any], collected: float = 0) -> None:
-        super().__init__(reader, objects, collected)
-        self.before: list[State | None] = []
-
     # ------------------------------------------------------------ what is in it
 
     def size(self, numbers: Iterable[int]) -> int:
