@@ -104,15 +104,11 @@ def _check_iterable(loader: Any) -> None:
 
 
 def _check_travels(loader: Any, name: str) -> None:
-    from taas.capture.heap import culprit_of, table_of  # import taas stays quick
+    from taas.capture.heap import culprit_of  # import taas stays quick
     from taas.capture.reader import Reader
 
-    namespace = vars(sys.modules["__main__"])
-    parts = take_apart(loader)
-    heap = table_of(parts, namespace, Reader(namespace))
-    for tensor in heap.sent.tensors_on_devices():
-        heap.failed[heap.enter(tensor)] = ValueError(f"on {tensor.device}, and data workers have no GPU")
-    found = culprit_of(name, parts, heap)
+    reader = Reader(vars(sys.modules["__main__"]))
+    found = culprit_of(name, take_apart(loader), reader, without_gpu=True)
     if found is not None:
         raise RegistrationError(
             f"{found.path} cannot travel to a data worker: it is a {found.kind} ({found.reason}). "

@@ -31,10 +31,8 @@ from taas import _linux
 Span = tuple[int, int]
 
 _PAGE = mmap.PAGESIZE
-_JOINED = 16 * _PAGE
-"""Pieces that are nearer to each other are watched as one: every piece may take two of the 65530 mappings of a process."""
 _MOST = 4096
-"""So many pieces are watched, the largest ones."""
+"""So many pieces are watched, the largest ones: every piece may take two of the 65530 mappings of a process."""
 
 _NR_USERFAULTFD = {"x86_64": 323, "aarch64": 282}
 _USER_MODE_ONLY = 1
@@ -159,16 +157,9 @@ def _is_within(spans: list[Span], span: Span) -> bool:
 
 
 def _pieces(wanted: Iterable[Span], sealed: str) -> list[Span]:
-    """Return what of memory can be watched, near neighbours joined, the largest first."""
+    """Return what of memory can be watched, the largest first."""
     own, has_devices = _own_memory(sealed)
-    found: list[Span] = []
-    for start, end in sorted(wanted):
-        if not _is_within(own, (start, end)) or (has_devices and _is_pinned(start, end)):
-            continue
-        if found and start - found[-1][1] < _JOINED and _is_within(own, (found[-1][0], end)):
-            found[-1] = (found[-1][0], max(end, found[-1][1]))
-        else:
-            found.append((start, end))
+    found = [span for span in wanted if _is_within(own, span) and not (has_devices and _is_pinned(*span))]
     return sorted(found, key=lambda piece: piece[0] - piece[1])[:_MOST]
 
 

@@ -228,7 +228,7 @@ class _Incoming:
             "need of it a name of its own)"
             for path in self._paths_to(n for n in (*new, *again) if not self._is_as_there(n))
         ]
-        heap.end_proof(contents["next"])
+        heap.take_back(contents["next"])
 
     def _is_comparable(self, n: int) -> bool:
         kind, value = self._contents["states"][n][0], self._made[n]

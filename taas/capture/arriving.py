@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import types
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from taas.capture.applying import AS_BEFORE, NOTHING, Applied, apply_answer
 from taas.capture.building import Builder
 from taas.capture.cells import MAGIC, cell_numbers, dress, users_names
-from taas.capture.heap import NAMESPACE, NO_STATE, Heap, culprit_of, no_collection, table_of
+from taas.capture.heap import NAMESPACE, NO_STATE, Heap, culprit_of, no_collection
 from taas.capture.holders import (
     Left,
     all_holders,
@@ -53,7 +54,7 @@ class Arrival:
         self._snapshot: MemorySnapshot | None = before._snapshot if before is not None else None
         known = dict[int, Stretch]()
         held = contents["held"]
-        self.heap = Heap(Reader(namespace, project=contents["project"]), [namespace])
+        self.heap = Heap(Reader(namespace, project=contents["project"]), [namespace], math.inf)
         if before is not None:
             there = before.memory.stretches  # other ranks than 0 have no memory of answers
             known = {number: there[number] for number in held["regions"] if number in there}
@@ -76,19 +77,23 @@ class Arrival:
         """The names that arrived."""
         return self.payload.header.names
 
-    def load(self) -> None:
-        """Bind the names; raises :class:`CaptureError` where an object cannot be rebuilt here."""
+    def load(self, *, tolerant: bool = False) -> Builder:
+        """Bind the names; raises :class:`CaptureError` where an object cannot be rebuilt here; ``tolerant``: it is left out."""
         namespace, contents, first = self._namespace, self.contents, self.contents["first"]
         for name in contents["held"]["deleted"]:
             namespace.pop(name, None)
         states = dict(enumerate(contents["states"], first))
         made = dict(enumerate(self.heap.objects))
-        builder = Builder(states, made, self.memory, namespace)
+        builder = Builder(states, made, self.memory, namespace, tolerant=tolerant)
         for name, n in contents["roots"].items():
-            namespace[name] = self._built(builder, name, n)
+            value = self._built(builder, name, n)
+            if n not in builder.lost:
+                namespace[name] = value
         beside = {name: self._built(builder, name, n) for name, n in contents["places"].items()}
         self._magics = {name: value for name, value in beside.items() if name.startswith(MAGIC)}
-        self.heap.learn(made, states, self.known, contents["fresh"])
+        whole = {n: value for n, value in made.items() if n not in builder.lost} if builder.lost else made
+        self.heap.learn(whole, states, self.known, contents["fresh"])
+        return builder
 
     def _built(self, builder: Builder, name: str, n: int) -> Any:
         try:
@@ -138,11 +143,6 @@ class Arrival:
             for start, end in spans:
                 yield number, start, view_of(address + start, end - start, host)
 
-    def learn(self, sent: SentMemory) -> None:
-        """Note what memory the notebook knows once it has the last answer."""
-        self.memory.stretches.update(sent.stretches)
-        self.next_region += len(sent.stretches)
-
     def close(self) -> None:
         """Give up the payload's descriptor; no answer can be packed afterwards."""
         if self._fd >= 0:
@@ -166,12 +166,11 @@ class CellChanges:
         self._lost: list[str] = []
         self._changed: dict[int, bool] = {}  # whether its arguments are others, by number
         self._anew: dict[int, int] = {}  # the new numbers of what is made anew
-        self._saved = self._heap.saved()
         self._places_now = holders(arrival.project)
         left_out.clear()
         known = [n for n, value in enumerate(self._heap.objects) if n != NAMESPACE and not stays(type(value))]
         reader = Reader(namespace, project=arrival.project, unwrap=True)
-        self._heap.describe_after(known, reader, SentMemory(arrival.memory.places(), arrival.next_region))
+        self._heap.describe_after(known, reader, self._known)
         self._roots = self._numbered_names(value)
         self._places = self._numbered_places()
         self._leave_out()
@@ -187,7 +186,7 @@ class CellChanges:
         bound = {name: n for name, n in self._roots.items() if self._is_bound(name, n)}
         reached = heap.reached([*bound.values(), *self._places.values(), *changed], self._held_back)
         sent = {n for n in reached if n >= self._known}
-        heap.sent.keep([heap.objects[n] for n in sent if heap.states[n][0] == "memory"])  # type: ignore[index]
+        memory = SentMemory(heap.memory_ranges(sent), arrival.memory.places(), arrival.next_region)
         sources, process_state = heap.reader.sources(), self._process_state()
         contents = {
             "cells": {file: n for file, n in arrival.cell_numbers.items() if file in sources},
@@ -200,23 +199,22 @@ class CellChanges:
             "changed": {n: (heap.states[n], self._changed[n]) for n in changed},
             "fresh": heap.fresh & sent,
             "next": len(heap.objects),
-            "deleted": self._deleted(),
             "process state": process_state,
             "imports": [n for n in arrival.contents["imports of the cell"] if n in sys.modules],
-            "reloaded": self._reloaded(),
             "there": [*self._visible],
             "own": [name for name in self._visible if name not in bound and self._is_own(name)],
-            **self._told_of_models(),
+            **self._told_of_names(),
         }
         as_before = heap.only_among(self._held_back, heap.before)
         kept_out = arrival.memory.regions_of(heap.memories_among(as_before).values())
         patches = [patch for patch in arrival.patches(wanted) if patch[0] not in kept_out]
-        fd = write_file(heap.sent, bound, contents, patches)[0]
+        fd = write_file(memory, bound, contents, patches)[0]
         if last:
-            arrival.learn(heap.sent)
+            arrival.memory.stretches |= memory.stretches
+            arrival.next_region += len(memory.stretches)
             heap.end_after(self._known, sent, self._anew, self._held_back)
         else:
-            heap.take_back(self._saved)
+            heap.take_back(arrival.own_before.known, self._anew)
         return fd
 
     def _wanted(self) -> set[int] | None:
@@ -241,20 +239,15 @@ class CellChanges:
             if name not in self._visible and name not in self._arrival.names
         ]
 
-    def _told_of_models(self) -> dict[str, list[str]]:
-        visible = self._visible.items()
+    def _told_of_names(self) -> dict[str, list[str]]:
+        arrival, visible = self._arrival, self._visible.items()
+        known, specs = (*arrival.names, *arrival.held), loaded_as(arrival.project).items()
         return {
+            "deleted": [name for name in known if name not in self._namespace and self._is_returned(name)],
+            "reloaded": [name for name, spec in specs if arrival.specs_before.get(name, spec) is not spec],
             "wrapped": [name for name, item in visible if is_wrapper(type(item))],
             "sharded": [name for name, item in visible if holds_shards(item)],
         }
-
-    def _deleted(self) -> list[str]:
-        gone = [name for name in (*self._arrival.names, *self._arrival.held) if name not in self._namespace]
-        return [name for name in gone if self._is_returned(name)]
-
-    def _reloaded(self) -> list[str]:
-        before, now = self._arrival.specs_before, loaded_as(self._arrival.project)
-        return [name for name, spec in now.items() if before.get(name, spec) is not spec]
 
     def _is_own(self, name: str) -> bool:
         value = self._visible[name]
@@ -369,7 +362,7 @@ class CellChanges:
 
     def _why_not(self, name: str, value: Any) -> str | None:
         reader = Reader(self._namespace, project=self._arrival.project, unwrap=True)
-        found = culprit_of(name, value, table_of(value, self._namespace, reader))
+        found = culprit_of(name, value, reader)
         return found and f"{name}: {found.path} is a {found.kind}, which cannot be pickled ({found.reason})"
 
 
@@ -390,8 +383,9 @@ class OwnData:
         for part in self._parts.values():
             self._heap.enter(part)
         self._heap.walk()
-        self._heap.sent.lay_out(0)
-        self._stretches = self._heap.sent.stretches
+        memory = SentMemory(self._heap.memory_ranges(range(self.known, len(self._heap.objects))))
+        memory.lay_out(0)
+        self._stretches = memory.stretches
         self._snapshot = MemorySnapshot(self._stretches)
         self._dirty: set[int] | None = None
 
@@ -425,15 +419,20 @@ def arrive(
     closed. Raises :class:`VersionMismatch` before anything is unpickled, :class:`CaptureError` where an object cannot be rebuilt.
     """
     arrival = Arrival(fd, namespace, device=device, before=before)
-    arrival.state.put_early(str(project or arrival.project))
-    arrival.payload.take_sources()
-    with no_collection():
-        arrival.load()
-    arrival.state.put()
-    go_to_ends()
+    _load_with_state(arrival, project)
     if device is not None:
         join_devices_at_first_step()
     return arrival
+
+
+def _load_with_state(arrival: Arrival, project: Path | None, *, tolerant: bool = False) -> Builder:
+    arrival.state.put_early(str(project or arrival.project))
+    arrival.payload.take_sources()
+    with no_collection():
+        builder = arrival.load(tolerant=tolerant)
+    arrival.state.put()
+    go_to_ends()
+    return builder
 
 
 def unpack(fd: int, namespace: dict[str, Any], project: Path, kind: type) -> list[Any]:
@@ -442,25 +441,12 @@ def unpack(fd: int, namespace: dict[str, Any], project: Path, kind: type) -> lis
     Returns the objects of a ``kind``, in the order in which they were captured. Raises :class:`VersionMismatch` before anything
     is unpickled, :class:`CaptureError` where one of these cannot be rebuilt.
     """
-    payload = Payload(fd)
-    contents = payload.contents
-    state = ProcessState(contents["process state"], None)
-    state.put_early(str(project))
-    payload.take_sources()
-    states = dict(enumerate(contents["states"], contents["first"]))
-    builder = Builder(states, {NAMESPACE: namespace}, payload.mapped(None), namespace, tolerant=True)
-    with no_collection():
-        for name, n in contents["roots"].items():
-            value = builder.build(n)
-            if n not in builder.lost:
-                namespace[name] = value
-        for name, n in contents["places"].items():
-            if not name.startswith(MAGIC):
-                builder.build(n)
-    state.put()
-    go_to_ends()
+    arrival = Arrival(fd, namespace, device=None)
+    builder = _load_with_state(arrival, project, tolerant=True)
+    arrival.close()
     for n, loss in builder.lost.items():
-        if states[n][2] and builder.made.get(states[n][2][0]) is kind:
+        children = builder.states[n][2]
+        if children and builder.made.get(children[0]) is kind:
             raise CaptureError(f"{loss.what} cannot be rebuilt on a data VM: {loss.reason}")
     return [builder.made[n] for n in sorted(builder.made) if type(builder.made[n]) is kind]
 

@@ -53,7 +53,7 @@ class Builder:
         *,
         tolerant: bool = False,
     ) -> None:
-        self._states, self.made, self._memory, self._namespace = states, made, memory, namespace
+        self.states, self.made, self._memory, self._namespace = states, made, memory, namespace
         self._tolerant = tolerant
         self.lost: dict[int, Loss] = {}
         self._begun: set[int] = set()
@@ -62,7 +62,7 @@ class Builder:
 
     def build(self, root: int) -> Any:
         """Make and fill an object with all that is in it; unless tolerant, raises whatever its own protocol raises."""
-        states, begun, made = self._states, self._begun, self.made
+        states, begun, made = self.states, self._begun, self.made
         complete, make, fill_late = self._complete, self._make, self._fill
         stack = [(root, complete)]
         while stack:
@@ -93,14 +93,14 @@ class Builder:
 
     def _is_childless(self, n: int) -> bool:
         """Make an object at once that has nothing in it but its blob; tell whether it is one."""
-        if n in self._begun or n not in self._states or self._states[n][2]:
+        if n in self._begun or n not in self.states or self.states[n][2]:
             return False
         self._begun.add(n)
         self._attempt(self._complete, n, ())
         return True
 
     def _before(self, n: int) -> tuple[int, ...]:
-        kind, _, children = self._states[n]
+        kind, _, children = self.states[n]
         if kind in _WHOLE:
             return children
         if kind == "object":
@@ -111,7 +111,7 @@ class Builder:
         """Return what a state says, decoded once until it is filled."""
         said = self._decoded.get(n)
         if said is None:
-            said = self._decoded[n] = _loads(self._states[n][1])
+            said = self._decoded[n] = _loads(self.states[n][1])
         return said
 
     def _attempt(self, step: Callable[[int], None], n: int, needed: tuple[int, ...]) -> None:
@@ -132,18 +132,18 @@ class Builder:
         self.lost[n], self.made[n] = because, None
 
     def _complete(self, n: int) -> None:
-        kind, blob, children = self._states[n]
+        kind, blob, children = self.states[n]
         said, parts = _loads(blob), [self.made[c] for c in children]
         value = self.made[n] = self._new(kind, said, parts)
         self._fill_new(value, kind, said, parts)
 
     def _make(self, n: int) -> None:
-        kind = self._states[n][0]
+        kind = self.states[n][0]
         self.made[n] = self._new(kind, self._said(n), [self.made[c] for c in self._before(n)])
 
     def _fill(self, n: int) -> None:
-        kind, _, children = self._states[n]
-        said = self._decoded.pop(n, None) or _loads(self._states[n][1])
+        kind, _, children = self.states[n]
+        said = self._decoded.pop(n, None) or _loads(self.states[n][1])
         self._fill_new(self.made[n], kind, said, [self.made[c] for c in children])
 
     @staticmethod

@@ -28,11 +28,8 @@ from taas.capture.heap import (
     CONSTANT,
     NAMESPACE,
     Heap,
-    LeftOut,
-    TooLarge,
     culprit_of,
     no_collection,
-    table_of,
 )
 from taas.capture.holders import (
     edited_modules,
@@ -86,13 +83,14 @@ class Capture:
     ) -> None:
         self._needs, self._held, self._namespace, self._project = needs, held, namespace, project
         self._imports, self._edited, self._loaded = imports, edited, loaded_as(project)
-        sent = SentMemory(regions=held.kept.next_region)
-        self.heap = Heap(Reader(namespace, project=project), [namespace], sent)
-        self.heap.go_on(held.kept.heap, (), len(held.objects))
+        first = len(held.objects)
+        self.heap = Heap(Reader(namespace, project=project), [namespace], first)
+        self.heap.go_on(held.kept.heap, (), first)
         self.heap.named = held.named
         self._roots: dict[str, int] = {}
         self._places: dict[str, int] = {}
         self.sizes: dict[str, int] = {}
+        self._large_places: dict[str, int] = {}
         self.left_behind: dict[str, str] = {}
         self._detached: list[str] = []
         self._without: list[str] = []
@@ -184,30 +182,34 @@ class Capture:
 
     def _add(self, name: str, value: Any, roots: dict[str, int], limit: float = math.inf) -> Exception | None:
         heap = self.heap
-        length, pieces = len(heap.objects), len(heap.sent)
+        length = len(heap.objects)
         n = heap.enter(value)
         heap.walk()
         left = heap.leave_out(length)
         error = next(iter(heap.failed.values()), None)
         nbytes = heap.size(range(length, len(heap.objects)))
         if error is None and nbytes > limit:
-            error = TooLarge(f"it has more than {limit:,} bytes")
+            error = CaptureError(f"it has more than {limit:,} bytes")
         if left or error is not None:
             heap.back_to(length)
-            heap.sent.forget(pieces)
         if left:
-            self._without += [why for part in left if (why := self._why_left_out(part))]
+            # of a module's data, each process has its own
+            told = (one for one in left if not isinstance(one.holder, types.ModuleType))
+            self._without += [self._why(one.path, one.part, one.error) for one in told]
             return self._add(name, value, roots, limit)
         if error is None:
             roots[name] = n
-            if roots is self._roots:
+            if roots is self._places:
+                self._large_places |= {name: nbytes} if nbytes > LARGE else {}
+            else:
                 self.sizes[name] = nbytes
-                self._detached += [name] * heap.sent.is_detached(pieces)
+                new = heap.memory_ranges(range(length, len(heap.objects)))
+                self._detached += [name] * any(not t.is_leaf for memory in new for t in memory.tensors)
         return error
 
     def write(self, shell: InteractiveShell | None, **contents: Any) -> None:
         """Write them into a file, with what the ranks have to know beside them; raises :class:`CaptureError` without memory for it."""
-        check_room(self.sizes)
+        check_room(self.sizes | self._large_places)
         heap, reader = self.heap, self.heap.reader
         files = cell_numbers(shell)
         sources = reader.sources()
@@ -233,14 +235,15 @@ class Capture:
             "fresh": heap.fresh,
             "held": self._held.told(self.sizes),
         }
-        self.fd, self.nbytes = write_file(heap.sent, self.sizes, contents)
+        new = heap.memory_ranges(range(first, len(heap.objects)))
+        memory = SentMemory(new, first=self._held.kept.next_region)
+        self.fd, self.nbytes = write_file(memory, self.sizes, contents)
         heap.named, heap.objects[:first] = {}, self._held.objects
         heap.know(contents["held"]["numbers"])
-        self._memory = {**self._held.memory(), **heap.sent.stretches}
+        self._memory = {**self._held.memory(), **memory.stretches}
 
     def _why(self, name: str, value: Any, error: Exception) -> str:
-        reader = Reader(self._namespace, project=self._project)
-        found = culprit_of(name, value, table_of(value, self._namespace, reader))
+        found = culprit_of(name, value, Reader(self._namespace, project=self._project))
         if found is None:
             return f"{name!r} cannot travel to the ranks: {type(error).__name__}: {error}."
         inside = "" if found.path == name else f" cannot travel to the ranks, because {found.path}"
@@ -248,18 +251,12 @@ class Capture:
             f"{name!r}{inside} is a {found.kind}, which cannot be pickled ({found.reason}); {found.advice}."
         )
 
-    def _why_left_out(self, left: LeftOut) -> str:
-        """Say why a part stays behind; the data of a module are its own in ranks, but for what was merely too large."""
-        if isinstance(left.holder, types.ModuleType) and not isinstance(left.error, TooLarge):
-            return ""
-        return self._why(left.path, left.part, left.error)
-
     @property
     def notices(self) -> list[str]:
         """Lines for the user."""
         found = [
             f"{name} is {size_in_words(size)}; it is written to shared memory once for all ranks of a machine."
-            for name, size in self.sizes.items()
+            for name, size in (self.sizes | self._large_places).items()
             if size > LARGE
         ]
         found += [f"{why} The ranks do without it." for why in self._without]
@@ -432,7 +429,7 @@ class Held:
         length = len(heap.objects)
         heap.describe_after(numbers, heap.reader)
         found = {n for n in numbers if n in heap.failed or not heap.same(heap.before[n], heap.states[n])}
-        heap.end_proof(length)
+        heap.take_back(length)
         changed = kept.snapshot.changed(kept.stretches)
         regions = {n for n in kept.stretches if changed.get(n, True)}
         return found | self._looking_into(regions)

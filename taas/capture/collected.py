@@ -26,11 +26,8 @@ collected: dict[str, list[Any]] = {}
 """By name, the values of all ranks of the last run that was asked for it, in their order; None for one that did not come."""
 
 
-class _Value(msgspec.Struct, array_like=True):
-    """A name of one rank: its value as it is pickled, or why it is not."""
-
-    pickled: bytes = b""
-    why: str = ""
+_Value = tuple[bytes, str]
+"""A name of one rank: its value as it is pickled, or why it is not."""
 
 
 class _CopyPickler(pickle.Pickler):
@@ -52,8 +49,8 @@ def _packed(value: Any) -> _Value:
     try:
         _CopyPickler(file, pickle.HIGHEST_PROTOCOL).dump(value)
     except Exception as error:  # whatever its class does: it is said in the notebook
-        return _Value(why=_reason(error))
-    return _Value(file.getvalue())
+        return b"", _reason(error)
+    return file.getvalue(), ""
 
 
 def _reason(error: Exception) -> str:
@@ -70,10 +67,9 @@ def collect(names: Sequence[str], folders: Sequence[Path]) -> list[str]:
         packed = _read(folder / COLLECTED)
         for name in names:
             missing = "there is none at its end" if packed is not None else "it ended before it gave it"
-            value = (packed or {}).get(name, _Value(why=missing))
-            why = value.why
+            pickled, why = (packed or {}).get(name, (b"", missing))
             try:
-                collected[name][rank] = None if why else pickle.loads(value.pickled)
+                collected[name][rank] = None if why else pickle.loads(pickled)
             except Exception as error:  # whatever its class does
                 why = _reason(error)
             if why:

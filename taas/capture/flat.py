@@ -17,7 +17,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
-from taas.capture.memory import MemoryRange, SentMemory
+from taas.capture.memory import MemoryRange
 from taas.capture.reader import Reader
 from taas.capture.reading import (
     ATOMS,
@@ -95,15 +95,17 @@ class FlatStates:
     """Objects by number, and their flat states. The first are those that both sides know; the namespace is number 0.
 
     ``fresh`` are numbers of what a protocol made only to be pickled, and so is another one each time, with what only that holds.
-    ``named`` is what objects are called that go by a name of the ranks, by their ids.
+    ``named`` is what objects are called that go by a name of the ranks, by their ids. Of memory from number ``collected`` on it is
+    noted how all that look into it use it.
     """
 
-    def __init__(self, reader: Reader, objects: Iterable[Any], sent: SentMemory | None = None) -> None:
+    def __init__(self, reader: Reader, objects: Iterable[Any], collected: float = 0) -> None:
         self.reader = reader
         self.objects: list[Any] = list(objects)
         self.states: list[State | None] = [None] * len(self.objects)
+        self.before: list[State | None] = []  # what they were, while they are compared with it
         self.number = {id(value): n for n, value in enumerate(self.objects)}
-        self.sent = SentMemory() if sent is None else sent
+        self.collected = collected
         self.memories: dict[tuple[int, int], int] = {}
         self.failed: dict[int, Exception] = {}
         self.fresh: set[int] = set()
@@ -307,15 +309,18 @@ class FlatStates:
         return n
 
     def _memory(self, memory: MemoryRange) -> int:
-        self.sent.add(memory)
         key = memory.address, memory.nbytes
         n = self.memories.get(key)
         if n is None:
             n = self.memories[key] = len(self.objects)
             self.objects.append(memory)
             self.states.append(("memory", marshal.dumps(key, 2), ()))
-        elif self.objects[n].storage is None:
-            self.objects[n].storage = memory.storage
+            return n
+        met = self.objects[n]
+        met.storage = memory.storage if met.storage is None else met.storage
+        if n >= self.collected:
+            met.spans += memory.spans
+            met.tensors += memory.tensors
         return n
 
 

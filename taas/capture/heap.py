@@ -9,16 +9,16 @@ from __future__ import annotations
 import contextlib
 import gc
 import marshal
+import math
 import pickle
 import types
 from collections.abc import Collection, Container, Iterable, Iterator
-from copy import copy
 from itertools import islice
 from typing import Any, NamedTuple
 
 from taas.capture.flat import FlatStates, State
 from taas.capture.holders import left_out, parts_of_holder
-from taas.capture.memory import MemoryRange, SentMemory, Span
+from taas.capture.memory import MemoryRange, Span
 from taas.capture.reader import Reader, is_as_sent, stays, ways_through
 from taas.capture.reading import ATOMS
 from taas.capture.tensors import is_tensor
@@ -49,25 +49,17 @@ NO_STATE: State = "", b"", ()
 """Stands for None."""
 
 
-class TooLarge(Exception):
-    """It could travel, but has more bytes than may."""
-
-
 class LeftOut(NamedTuple):
-    """A part of a module's data, of a logger or of a formatter that stays behind: in what, how it is written, and why."""
+    """A part of a module's data, of a logger or of a formatter that stays behind: in what, and how it is written."""
 
     holder: Any
     path: str
     part: Any
-    error: Exception
+    error: Exception = pickle.PicklingError("a part of it cannot be pickled, or is code without a name")
 
 
 class Heap(FlatStates):
     """The objects of a notebook, or of a rank, by number, and what they were ``before``, while a table is compared with itself."""
-
-    def __init__(self, reader: Reader, objects: Iterable[Any], sent: SentMemory | None = None) -> None:
-        super().__init__(reader, objects, sent)
-        self.before: list[State | None] = []
 
     # ------------------------------------------------------------ what is in it
 
@@ -84,33 +76,25 @@ class Heap(FlatStates):
     def leave_out(self, since: int) -> list[LeftOut]:
         """Leave out, until :data:`left_out` is emptied, what cannot travel of the loggers, formatters and modules met ``since`` a number.
 
-        Nor does what is too large of a module's data, or holds code of a module that is not found by its name. They have to be
-        described again without it.
+        Nor does what of a module's data holds code of a module that is not found by its name. They have to be described again
+        without it.
         """
         holders, self.reader.holders = self.reader.holders, []
         if not holders:
             return []
         new = range(since, len(self.objects))
         foreign = {n for n in new if _is_foreign_code(self.objects[n], self.states[n])}
-        is_large = self.size(new) > LARGEST
-        if not (self.failed or foreign or is_large):
+        if not (self.failed or foreign):
             return []
         among = range(NAMESPACE + 1, len(self.objects))
-        failing, with_code = self.holding(self.failed, among), self.holding(foreign, among)
+        failing = self.holding(self.failed, among)
+        of_modules = self.holding({*self.failed, *foreign}, among)
         found = []
         for holder in holders:
-            reasons = {"a part of it cannot be pickled": failing}
-            if of_module := isinstance(holder, types.ModuleType):
-                reasons["it holds code that is not found by its name"] = with_code
+            stays_behind = of_modules if isinstance(holder, types.ModuleType) else failing
             for path, part in parts_of_holder(holder):
-                n = self.number.get(id(part), NAMESPACE)
-                errors: list[Exception] = [
-                    pickle.PicklingError(why) for why, which in reasons.items() if n in which
-                ]
-                if of_module and is_large and n >= since and self.size(self.reached([n])) > LARGEST:
-                    errors.append(TooLarge(f"it has more than {LARGEST:,} bytes"))
-                if errors and id(part) not in left_out:
-                    found.append(LeftOut(holder, path, part, errors[0]))
+                if self.number.get(id(part), NAMESPACE) in stays_behind and id(part) not in left_out:
+                    found.append(LeftOut(holder, path, part))
         left_out.update({id(one.part): one.part for one in found})
         return found
 
@@ -164,9 +148,9 @@ class Heap(FlatStates):
         state, is_code = self.states[n], isinstance(self.objects[n], (*_CODE, type(None)))
         return state is None or not (is_code or state[0] in CONSTANT)
 
-    def describe_after(self, numbers: Iterable[int], reader: Reader, sent: SentMemory | None = None) -> None:
+    def describe_after(self, numbers: Iterable[int], reader: Reader, collected: float = math.inf) -> None:
         """Describe some objects anew: what they are now, beside what they were."""
-        self.reader, self.sent = reader, SentMemory() if sent is None else sent
+        self.reader, self.collected = reader, collected
         self.before = self.states.copy()
         self.failed = {n: error for n, error in self.failed.items() if self.states[n] is None}
         for n in numbers:
@@ -182,15 +166,6 @@ class Heap(FlatStates):
         self.states.append(self.states[n])
         return m
 
-    def saved(self) -> dict[str, Any]:
-        """Return what :meth:`take_back` takes, to compare once more later."""
-        names = ("objects", "states", "number", "fresh", "memories")
-        return {name: copy(getattr(self, name)) for name in names}
-
-    def take_back(self, saved: dict[str, Any]) -> None:
-        """Know what was known earlier, and no more."""
-        vars(self).update(saved, before=[], failed={})
-
     def end_after(
         self, known: int, sent: Container[int], anew: Iterable[int], held_back: Iterable[int]
     ) -> None:
@@ -202,6 +177,10 @@ class Heap(FlatStates):
         for n in anew:
             self.objects[n] = self.states[n] = None
         self.before, self.failed = [], {}
+
+    def memory_ranges(self, numbers: Collection[int]) -> list[MemoryRange]:
+        """Return the memory among some objects."""
+        return [self.objects[n] for n in self.memories_among(numbers)]
 
     def memories_among(self, numbers: Collection[int]) -> dict[int, Span]:
         """Return where the memory is that is among some objects, and its length, by number."""
@@ -225,10 +204,11 @@ class Heap(FlatStates):
             elif state is not None and _has_identity(state[0], value):
                 self.number[id(value)] = n
 
-    def end_proof(self, length: int) -> None:
-        """Forget what reading again has found; the states are those that came."""
+    def take_back(self, length: int, anew: Iterable[int] = ()) -> None:
+        """Forget what describing again has found beyond ``length`` objects, of which some got new numbers: all is as before."""
         self.states[:length] = self.before[:length]
         self.back_to(length)
+        self.number |= {id(self.objects[n]): n for n in anew}
         self.before, self.failed = [], {}
 
     # ------------------------------------------------------------ comparing
@@ -353,8 +333,6 @@ def _is_value(state: State) -> bool:
 
 # ---------------------------------------------------------------- what cannot travel
 
-LARGEST = 256 << 20
-"""Data of a module that have more bytes stay behind."""
 _PARTS = 1_000_000
 
 _ADVICE = {
@@ -376,20 +354,18 @@ class Culprit(NamedTuple):
     advice: str
 
 
-def table_of(value: Any, namespace: dict[str, Any], reader: Reader) -> Heap:
-    """Return a table of an object alone."""
-    heap = Heap(reader, [namespace])
+def culprit_of(name: str, value: Any, reader: Reader, *, without_gpu: bool = False) -> Culprit | None:
+    """Return what in an object, called ``name``, cannot travel, or not to where no GPU is, by the shortest way to it."""
+    heap = Heap(reader, [reader.namespace])
     heap.enter(value)
     heap.walk()
-    return heap
-
-
-def culprit_of(name: str, value: Any, heap: Heap) -> Culprit | None:
-    """Return what in an object, called ``name``, cannot travel, as its table says, by the shortest way to it."""
+    for memory in heap.memory_ranges(range(len(heap.objects))) if without_gpu else ():
+        for tensor in memory.tensors if memory.device != "cpu" else ():
+            heap.failed[heap.enter(tensor)] = ValueError(f"on {tensor.device}, and data workers have no GPU")
     failed = {id(heap.objects[n]): error for n, error in heap.failed.items()}
     if not failed:
         return None
-    walked = islice(ways_through(heap.reader, {name: value}), _PARTS)
+    walked = islice(ways_through(reader, {name: value}), _PARTS)
     first = name, heap.objects[min(heap.failed)]
     path, part = next((found for found in walked if id(found[1]) in failed), first)
     error, cls = failed[id(part)], type(part)

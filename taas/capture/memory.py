@@ -157,56 +157,24 @@ def _read_at(fd: int, target: memoryview, offset: int) -> None:
 
 
 class SentMemory:
-    """The memory that a sender has met and the receiver lacks; what both have is ``known``.
+    """The memory that a sender names and the receiver lacks; what both have is ``known``.
 
     ``first`` is the number of its first region; once it is laid out, ``regions`` are its places in a file, and ``stretches`` where
     this process has them.
     """
 
-    def __init__(self, known: Iterable[Place] = (), regions: int = 0) -> None:
-        self._known, self.first = sorted(known), regions
-        self._met: dict[tuple[int, int], MemoryRange] = {}
+    def __init__(self, memories: Iterable[MemoryRange], known: Iterable[Place] = (), first: int = 0) -> None:
+        self._known, self.first = sorted(known), first
+        lacking = (m for m in memories if find_place(self._known, m.address, m.nbytes) is None)
+        self._memories = [memory for memory in lacking if memory.nbytes]
         self.regions: list[Region] = []
         self.stretches: dict[int, Stretch] = {}
-
-    def __len__(self) -> int:
-        return len(self._met)
-
-    def add(self, memory: MemoryRange) -> None:
-        """Note memory that a state names, and what is used of it."""
-        if memory.nbytes and find_place(self._known, memory.address, memory.nbytes) is not None:
-            return
-        met = self._met.setdefault((memory.address, memory.nbytes), memory)
-        if met is not memory:
-            met.storage = memory.storage if met.storage is None else met.storage
-            met.spans += memory.spans
-            met.tensors += memory.tensors
-
-    def forget(self, count: int) -> None:
-        """Forget the memory from the ``count``-th on."""
-        while len(self._met) > count:
-            self._met.popitem()
-
-    def keep(self, memories: Iterable[MemoryRange]) -> None:
-        """Forget all memory but some."""
-        kept = {(memory.address, memory.nbytes) for memory in memories}
-        self._met = {key: met for key, met in self._met.items() if key in kept}
-
-    def tensors_on_devices(self) -> list[Any]:
-        """Return the tensors on memory that is not the host's."""
-        return [tensor for met in self._met.values() if met.device != "cpu" for tensor in met.tensors]
-
-    def is_detached(self, since: int = 0) -> bool:
-        """Tell whether tensors on the memory from a number on leave a graph behind."""
-        later = [*self._met.values()][since:]
-        return any(not tensor.is_leaf for met in later for tensor in met.tensors)
 
     def lay_out(self, start: int) -> int:
         """Give all memory its place in a file whose first ``start`` bytes are taken; return the file's size."""
         groups: list[list[MemoryRange]] = []
         end = -1
-        met = [memory for memory in self._met.values() if memory.nbytes]
-        for memory in sorted(met, key=lambda memory: (memory.address, -memory.nbytes)):
+        for memory in sorted(self._memories, key=lambda memory: (memory.address, -memory.nbytes)):
             if memory.address >= end:
                 groups.append([])
             groups[-1].append(memory)
@@ -394,43 +362,38 @@ class MemorySnapshot:
 
     def __init__(self, stretches: dict[int, Stretch], before: MemorySnapshot | None = None) -> None:
         self._stretches = {n: stretch for n, stretch in stretches.items() if stretch.is_there()}
-        large = {
-            (n, span): (stretch.address + span[0], stretch.address + span[1])
-            for n, stretch in self._stretches.items()
-            if stretch.is_in_host_memory()
-            for span in stretch.spans
-            if span[1] - span[0] >= _WATCHED_FROM
-        }
-        self._watch: Watch = Watch(large.values(), NAME, before._watch if before is not None else None)
-        self._watched: dict[int, dict[Span, Span]] = {}
-        for (n, span), outer in large.items():
-            if (inner := self._watch.inner.get(outer)) is not None:
-                address = self._stretches[n].address
-                self._watched.setdefault(n, {})[span] = inner[0] - address, inner[1] - address
-        self._read = self._read_rest(self._stretches)
+        spans = [
+            (n, stretch.address, span) for n, stretch in self._stretches.items() for span in stretch.spans
+        ]
+        large = [
+            (address + start, address + end)
+            for n, address, (start, end) in spans
+            if end - start >= _WATCHED_FROM and self._stretches[n].is_in_host_memory()
+        ]
+        self._watch: Watch = Watch(large, NAME, before._watch if before is not None else None)
+        self._watched: dict[int, list[Span]] = {n: [] for n in self._stretches}  # by address
+        self._rest: dict[int, list[Span]] = {
+            n: [] for n in self._stretches
+        }  # the edges of watched pages, too
+        for n, address, (start, end) in spans:
+            inner = self._watch.inner.get((address + start, address + end))
+            if inner is None:
+                self._rest[n].append((start, end))
+            else:
+                self._watched[n].append(inner)
+                self._rest[n] += [(start, inner[0] - address), (inner[1] - address, end)]
+        self._read = _checksums_of(self._stretches, self._rest)
 
     def changed(self, regions: Container[int]) -> dict[int, list[Span]]:
         """Return which parts of some regions differ; memory that is no longer where it was is left out."""
         there = {n: here for n, here in self._stretches.items() if n in regions and here.is_there()}
-        unwritten, now = self._watch.unwritten(), self._read_rest(there)
+        unwritten, now = self._watch.unwritten(), _checksums_of(there, self._rest)
         found: dict[int, list[Span]] = {}
         for n, stretch in there.items():
             found[n] = [part for part, what in now[n].items() if self._read[n][part] != what]
-            for low, high in self._watched.get(n, {}).values():
-                written = _without((stretch.address + low, stretch.address + high), unwritten)
+            for inner in self._watched[n]:
+                written = _without(inner, unwritten)
                 found[n] += [(start - stretch.address, end - stretch.address) for start, end in written]
-        return found
-
-    def _read_rest(self, stretches: dict[int, Stretch]) -> dict[int, dict[Span, Any]]:
-        """Return what is in all that is not watched: checksums, and the bytes at the edges of watched pages."""
-        found = _checksums_of(stretches, self._watched)
-        for n in stretches.keys() & self._watched:
-            for (start, end), (low, high) in self._watched[n].items():
-                for edge, edge_end in ((start, low), (high, end)):
-                    if edge < edge_end:
-                        found[n][edge, edge_end] = ctypes.string_at(
-                            stretches[n].address + edge, edge_end - edge
-                        )
         return found
 
 
@@ -450,17 +413,15 @@ def _without(span: Span, taken: list[Span]) -> list[Span]:
     return found
 
 
-def _checksums_of(
-    stretches: dict[int, Stretch], but: dict[int, dict[Span, Span]]
-) -> dict[int, dict[Span, Any]]:
+def _checksums_of(stretches: dict[int, Stretch], spans: dict[int, list[Span]]) -> dict[int, dict[Span, Any]]:
+    """Return the checksums of some spans of memory, by their parts."""
     found: dict[int, dict[Span, Any]] = {n: {} for n in stretches}
     jobs: list[tuple[int, Span, int]] = []
     for number, stretch in stretches.items():
         if not stretch.is_in_host_memory():
             found[number] = dict(_sums_on_device(stretch))
             continue
-        spans = [span for span in stretch.spans if span not in but.get(number, ())]
-        jobs += ((number, part, stretch.address) for span in spans for part in _parts(*span))
+        jobs += ((number, part, stretch.address) for span in spans[number] for part in _parts(*span))
     _weights()
     threads = min(len(os.sched_getaffinity(0)), 8, len(jobs) // _SHARED_FROM)
     if threads > 1:

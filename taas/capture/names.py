@@ -79,12 +79,11 @@ class _Reader:
         self._bound = _NONE  # surely, by now
         self._later: dict[str, _Names] = {}  # what functions and classes of the cell read when they run
         self._of_earlier: dict[str, _Names] = {}
-        self._texts = _Texts(namespace)
+        self._texts = _Texts()
 
     def read(self, code: str) -> None:
         """Read Python of the notebook."""
         tree = ast.parse(code)
-        self._texts.add(tree)
         later: list[tuple[str, Iterable[str]]] = [*_later_in(_compiled(tree)).items()]
         for node in ast.walk(tree):
             match node:
@@ -127,7 +126,9 @@ class _Reader:
             return _NONE
         (needs.sure if sure else needs.maybe).add(name)
         if name not in self._of_earlier:
-            self._of_earlier[name] = _names_used_by(namespace[name], namespace)
+            is_main = getattr(namespace[name], "__dict__", None) is namespace  # import __main__ as m
+            used = frozenset({_ANY + name}) if is_main else _names_used_by(namespace[name], namespace)
+            self._of_earlier[name] = used
         return self._of_earlier[name]
 
     def _run(self, node: ast.AST) -> None:
@@ -367,26 +368,16 @@ _SHOWN = 60
 
 
 class _Texts:
-    """Finds the names in texts: the words of those that are known, ``*`` for those that code makes."""
+    """Finds the names in texts: the words of those that the code has, ``*`` for those that it makes."""
 
-    def __init__(self, namespace: Mapping[str, Any]) -> None:
-        self._namespace = namespace
-        self._rebound: set[str] = set()  # what may have another value than the namespace has
-        self._around: dict[ast.AST, ast.AST] = {}
-
-    def add(self, tree: ast.AST) -> None:
-        """Know the code round each node, and the names that are bound in it."""
-        for node in ast.walk(tree):
-            match node:
-                case ast.Name(id=name, ctx=ast.Store()) | ast.arg(arg=name):
-                    self._rebound.add(name)
-            self._around.update(dict.fromkeys(ast.iter_child_nodes(node), node))
+    def __init__(self) -> None:
+        self._told: set[ast.AST] = set()  # stand for all names, and the code around them says which
 
     def inside(self, node: ast.AST) -> frozenset[str]:
-        """Return the names in the texts of all code in a node."""
-        return frozenset[str]().union(*map(self.of, ast.walk(node)))
+        """Return the names in the texts of all code in a function, a class or an expression."""
+        return frozenset[str]().union(*(self.of(part, inside=True) for part in ast.walk(node)))
 
-    def of(self, node: ast.AST) -> set[str]:
+    def of(self, node: ast.AST, *, inside: bool = False) -> set[str]:
         """Return the names that a node itself says by texts: in annotations, to what runs texts, among all names."""
         annotation = getattr(node, "annotation", None) or getattr(node, "returns", None)
         if annotation is not None:
@@ -395,65 +386,62 @@ class _Texts:
             case ast.alias(name="__main__", asname=str()) | ast.ImportFrom(module="__main__"):
                 return {_any_name(node)}
             case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name)) if name in _HOLD_TEXT:
-                return self._in_call(node, name)
-        return self._beside(node) if self._stands_for_all(node) else set()
-
-    def _in_call(self, node: ast.Call, name: str) -> set[str]:
-        said = [*node.args, *(keyword.value for keyword in node.keywords)]
-        first, *others = map(self._known, [*said, ast.Pass()])
-        runs = name in _RUN_TEXT and (isinstance(node.func, ast.Name) or "ipython" in ast.unparse(node.func))
-        if first in _LIST_NAMES or (runs and node.args and not first):
+                return _names_in_call(node, name)
+        if _stands_for_all(node, inside=inside):
+            return set() if node in self._told else {_any_name(node)}
+        all_names, text = _looked_up(node)
+        if all_names is None or not _stands_for_all(all_names, inside=inside):
+            return set()
+        self._told.add(all_names)
+        if not isinstance(text, str):
             return {_any_name(node)}
-        return _words_of(first, *others) | _words_in(node)
+        return _words_of(text) | {text}  # a whole text may be a name: globals()["0.weight"]
 
-    def _known(self, text: ast.AST | None) -> str:
-        """Return a text that is known; else an empty one."""
-        value = text.value if isinstance(text, ast.Constant) else None
-        if isinstance(text, ast.Name) and text.id not in self._rebound:
-            value = self._namespace.get(text.id)
-        return value if isinstance(value, str) else ""
 
-    def _beside(self, node: ast.AST) -> set[str]:
-        """Return what is looked up in something that stands for all names, by the text beside it."""
-        around = self._around.get(node, node)
-        match node, around:
-            case (ast.Name() | ast.Subscript(), ast.Attribute(attr=name)) if name != "__dict__":  # __main__.x
-                return {name}
-        while isinstance(around, (ast.Attribute, ast.keyword)):
-            node, around = around, self._around[around]
-        match around:
-            case ast.Subscript(ctx=ast.Store()):
-                return set()
-            case ast.Call(func=ast.Attribute(attr="update" | "__setitem__") as func) if func is node:
-                return set()
-            case ast.Call(func=ast.Name(id="getattr" | "hasattr"), args=[_, text, *_]):
-                texts = [text]
-            case ast.Call(func=func, args=args):
-                texts = [*args[:1], getattr(func, "value", func)]  # "{x}".format(**globals())
-            case ast.Subscript(slice=text) | ast.Compare(left=text) | ast.BinOp(left=text):
-                texts = [text]
-            case _:
-                texts = []
-        known = {text for text in map(self._known, texts) if text}
-        # a whole text may be a name: globals()["0.weight"]
-        return _words_of(*known) | known or {_any_name(around)}
+def _names_in_call(node: ast.Call, name: str) -> set[str]:
+    """Return the names in what is given to a function that runs, or looks through, texts."""
+    first = _text_of(node.args[0]) if node.args else ""
+    runs = name in _RUN_TEXT and (isinstance(node.func, ast.Name) or "ipython" in ast.unparse(node.func))
+    if first in _LIST_NAMES or (runs and first is None):
+        return {_any_name(node)}
+    return _words_in(node)
 
-    def _stands_for_all(self, node: ast.AST) -> bool:
-        match node:
-            case ast.Call(func=ast.Name(id=name), args=[], keywords=[]) if name in _ALL_NAMES:
-                return name == "globals" or not self._in_function(node)
-            case ast.Name(id=name):
-                value: Any = None if name in self._rebound else self._namespace.get(name)
-                is_module = isinstance(value, types.ModuleType)
-                return name == "__main__" or (is_module and value.__name__ == "__main__")
-            case ast.Subscript(value=ast.Attribute(attr="modules"), slice=which):
-                return ast.unparse(which) in ("'__main__'", "__name__")
-        return isinstance(node, ast.Attribute) and node.attr == "user_ns"
 
-    def _in_function(self, node: ast.AST) -> bool:
-        while (around := self._around.get(node)) is not None and not isinstance(around, _FUNCTION):
-            node = around
-        return around is not None
+def _text_of(node: ast.AST) -> str | None:
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else None
+
+
+def _looked_up(node: ast.AST) -> tuple[ast.AST | None, str | None]:
+    """Return what code looks something up in, if it looks up one thing, and by which text: None for one that it makes."""
+    match node:
+        case ast.Subscript(value=where, ctx=ast.Store()):
+            return where, ""
+        case ast.Call(func=ast.Attribute(value=where, attr="update" | "__setitem__")):
+            return where, ""
+        case ast.Attribute(value=ast.Name() | ast.Subscript() as where, attr=name) if name != "__dict__":
+            return where, name  # __main__.x
+        case ast.Subscript(value=where, slice=text) | ast.Compare(left=text, comparators=[where]):
+            return where, _text_of(text)
+        case ast.Call(func=ast.Name(id="getattr" | "hasattr"), args=[where, text, *_]):
+            return where, _text_of(text)
+        case ast.Call(func=ast.Attribute(value=where, attr="get"), args=[text, *_]):
+            return where, _text_of(text)
+        case ast.Call(func=ast.Attribute(value=text, attr="format"), keywords=[ast.keyword(value=where)]):
+            return where, _text_of(text)  # "{x}".format(**globals())
+        case ast.BinOp(left=text, right=where):
+            return where, _text_of(text)
+    return None, None
+
+
+def _stands_for_all(node: ast.AST, *, inside: bool) -> bool:
+    match node:
+        case ast.Call(func=ast.Name(id=name), args=[], keywords=[]) if name in _ALL_NAMES:
+            return name == "globals" or not inside
+        case ast.Subscript(value=ast.Attribute(attr="modules"), slice=which):
+            return ast.unparse(which) in ("'__main__'", "__name__")
+        case ast.Name(id="__main__") | ast.Attribute(attr="user_ns"):
+            return True
+    return False
 
 
 def magic_of(node: ast.AST) -> tuple[str, list[str]] | None:
@@ -491,12 +479,10 @@ def _looked_up_by(code: types.CodeType) -> frozenset[str]:
 @functools.lru_cache(maxsize=1024)
 def _names_in_text(text: str, line: int, unknown: str) -> frozenset[str]:
     """Return the names that the function in a line of a text looks up; what is ``unknown`` if there is none."""
-    texts = _Texts({})
     with contextlib.suppress(SyntaxError):
-        texts.add(tree := ast.parse(text))
-        for node in ast.walk(tree):
+        for node in ast.walk(ast.parse(text)):
             if isinstance(node, _FUNCTION):
                 first = min((d.lineno for d in getattr(node, "decorator_list", ())), default=node.lineno)
                 if first == line:
-                    return texts.inside(node)
+                    return _Texts().inside(node)
     return frozenset({unknown})

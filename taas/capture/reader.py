@@ -64,7 +64,7 @@ class Reader:
     """
 
     def __init__(self, namespace: dict[str, Any], *, project: str = "", unwrap: bool = False) -> None:
-        self._namespace, self._project, self._unwrap = namespace, project, unwrap
+        self.namespace, self._project, self._unwrap = namespace, project, unwrap
         self.functions: list[types.CodeType] = []
         self.names: list[set[str]] = []
         self.modules: set[str] = set()
@@ -193,7 +193,7 @@ class Reader:
         return reading
 
     def _function(self, function: types.FunctionType) -> Reading | None:
-        if function.__globals__ is self._namespace:
+        if function.__globals__ is self.namespace:
             self.functions.append(function.__code__)
             self.names.append(names_of(function))
         elif "__name__" in function.__globals__:  # else it is a dict that ``exec`` was given

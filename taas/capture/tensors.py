@@ -7,7 +7,7 @@ theirs.
 A value that is sharded over ranks is whole where this rank has all of it, else nothing of it travels: a pickle of a
 DTensor holds this rank's shard under the whole's shape.
 
-A view of an array of objects is a container of its own, as in a pickle. The memory of a file (``np.memmap``) stays there.
+An array of objects is what its own protocol says, a view of one with objects of its own. The memory of a file (``np.memmap``) stays there.
 """
 
 from __future__ import annotations
@@ -315,7 +315,7 @@ def _memory_of(array: Any, root: Any) -> MemoryRange | None:
 
 def _read_array(array: Any) -> Reading | None:
     if array.dtype.hasobject:
-        return _read_objects(array)
+        return None
     root = _root(array)
     of_file = _is_of_file(root)
     if root is array and of_file:
@@ -382,30 +382,3 @@ def _read_file(root: Any) -> Reading:
 def _open_file(cls: Any, file: str, dtype: Any, mode: str, offset: int, shape: Any, order: str) -> Any:
     """Map a file; what a rank writes that must not write to it is its own."""
     return cls(file, dtype, "c" if mode != "r" and is_closed(file) else mode, offset, shape, order)
-
-
-def _read_objects(array: Any) -> Reading:
-    import numpy as np
-
-    plain = array.view(np.ndarray)
-    items = tuple(np.ndarray.__reduce__(plain)[2][4])
-    state = (items, *(_insides(array)[1] or (None, {}, True)))
-    arguments = (type(array), plain.shape, plain.dtype, "F" if plain.flags.fnc else "C")
-    return Reading(_make_objects, arguments, _set_objects, state, ("[]", ".", ".", ".flags.writeable"))
-
-
-def _make_objects(cls: Any, shape: tuple[int, ...], dtype: Any, order: str) -> Any:
-    return sys.modules["numpy"].ndarray.__new__(cls, shape, dtype, order=order)
-
-
-def _set_objects(array: Any, state: tuple[Any, ...]) -> None:
-    """Put objects into an array that others may be looking into, which its own ``__setstate__`` would leave behind."""
-    import numpy as np
-
-    items, *rest = state
-    plain = array.view(np.ndarray)
-    other: Any = np.empty(0, plain.dtype)
-    other.__setstate__((1, plain.shape, plain.dtype, plain.flags.fnc, list(items)))
-    plain.flags.writeable = True
-    np.copyto(plain, other)
-    _set_array(array, tuple(rest))
