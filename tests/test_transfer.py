@@ -6,6 +6,7 @@ import os
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -35,7 +36,7 @@ class Hosts:
             place.mkdir()
         (self.project / "model.py").write_text("x = 1\n")
         self.told: deque[Message] = deque()
-        self._machine = DrivenMachine(0, print, print, "")
+        self._machine = DrivenMachine(0, SimpleNamespace(give_back=print), "")
         self.vm = Vm(self._machine, "vm0", Demand(), self._tell, remote=True)
         spec = RunSpec(name=RUN, vms=2, ranks_per_vm=2)
         self.project_sync = ProjectSync(RUN, str(self.project), folder / "scratch", spec)
