@@ -1,4 +1,4 @@
-"""A rank's side: names out of a payload before the cell, and the answer after it."""
+"""A rank's side: names out of a payload (:class:`Arrival`), and what the cell changed into the answer (:class:`CellChanges`)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """One numbered heap: number → object and flat state, of all that travels; what both sides know, and what has changed.
 
-The payload is the states of a table. What changed is ``before[n] != now[n]``. Who holds what is the states' children.
+The payload is the states of a table. What changed is ``before[n] != now[n]``; :meth:`Heap.change` says whether that can be
+done in place, :meth:`Heap.held_back` what stays as it was where a part is refused. Who holds what is the states' children.
 Why a value cannot travel, and which part of it, is found by describing it in a table of its own.
 """
 

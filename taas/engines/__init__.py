@@ -1,8 +1,9 @@
 """Where VMs come from: the contract that the supervisor has with an engine.
 
 An engine is an :class:`Engine` that gives :class:`Machine` objects, in a file beside this one. It is entered as a row of
-the table in ``engines/chosen.py``, in ``config.py`` (``engine.default`` and keys of its own), ``notebook/verbs.py`` (usage
-and Tab), ``notebook/doctor.py``, and an extra of ``pyproject.toml``. Any kind but ``local`` has its machines elsewhere.
+the table in ``engines/chosen.py``, and in its error's text, in ``config.py`` (``engine.default``, keys of its own, what an
+instance type asks of it), ``notebook/verbs.py`` (usage and Tab), ``notebook/steering.py`` and ``notebook/doctor.py``
+(``--check``), and as an extra of ``pyproject.toml`` if it imports something. Any kind but ``local`` has its machines elsewhere.
 
 Before it starts an agent elsewhere, an engine compares the versions there with those here (``engines/versions.py``), for
 what is pickled on one is unpickled on the other. It ends an agent by the end of its standard input, and by nothing
