@@ -71,6 +71,9 @@ class Replicas:
         """Above 0 while a replica's pass is computed."""
         self._passes = 0
         self.group: ReplicaGroup | None = None
+        # The one before, which has ended. Its destructor would wait, holding the GIL, for threads of gloo's that may want the GIL
+        # to give back the last collective's tensors; once there is another one they have long been done.
+        self.past: ReplicaGroup | None = None
         # by module its number in the program, and where that had put it, if that is another rank's GPU
         self._modules: weakref.WeakKeyDictionary[nn.Module, tuple[int, torch.device | None]] = (
             weakref.WeakKeyDictionary()
@@ -85,7 +88,7 @@ class Replicas:
     def _connected(self) -> ReplicaGroup:
         """The ranks; connected when the program first needs them, and again when it has destroyed all groups."""
         if self.group is None or self.group.ended:
-            self.group = ReplicaGroup(self.membership, cuda=self.cuda)
+            self.past, self.group = self.group or self.past, ReplicaGroup(self.membership, cuda=self.cuda)
         return self.group
 
     def take_in(self, module: nn.Module) -> tuple[int, torch.device | None]:
@@ -172,7 +175,7 @@ def close() -> None:
     """Leave the replicas' group, if the program made one."""
     if _replicas is not None and _replicas.group is not None:
         in_time(CLOSE_SECONDS, _replicas.group.close)
-        _replicas.group = None
+        _replicas.past, _replicas.group = _replicas.group, None
 
 
 def _change_class(cls: Any, replicas: Replicas) -> None:
