@@ -43,7 +43,16 @@ _main_lock = threading.Lock()
 
 @dataclass
 class Outcome:
-    """How one rank ended: ``error`` names the exception's class, or says ``"killed"`` of one ended with the others."""
+    """How one rank ended.
+
+    Attributes:
+        value: what the function returned.
+        error: name of the exception's class, ``"killed"`` for a rank ended with the others, or ``""``.
+        text: the exception's text.
+        trace: its traceback.
+        notices: what the user was told.
+        exit_code: of the process.
+    """
 
     value: Any = None
     error: str = ""
@@ -69,13 +78,34 @@ def warm_server() -> Iterator[None]:
 
 
 def run_ranks(
-    function: Callable[..., Any], world: int, *args: Any, fails: bool = False, **how: Any
+    function: Callable[..., Any],
+    world: int,
+    *args: Any,
+    vms: int = 1,
+    rehearsed: bool = True,
+    fails: bool = False,
+    grace: float = GRACE,
+    imports: tuple[str, ...] = (),
+    host: str = LOOPBACK,
+    environ: Mapping[str, str] | None = None,
 ) -> list[Any]:
-    """Run ``function(*args)`` in ``world`` ranks, as :func:`launch` does; returns what each returned.
+    """Run ``function(*args)`` in ``world`` ranks on ``vms`` pretended VMs; returns what each returned.
 
-    With ``fails=True`` the outcomes are returned instead, and failures are expected.
+    With ``fails=True`` the outcomes are returned instead, and failures are expected; where every rank's own is,
+    ``grace=DEADLINE`` waits for them all, however late one begins. ``imports`` are modules that a rank has imported
+    when taas is installed in it, as the forkserver's preload may do; ``environ`` are variables beside torchrun's.
     """
-    outcomes = launch(function, world, *args, **how)
+    outcomes = launch(
+        function,
+        world,
+        *args,
+        vms=vms,
+        rehearsed=rehearsed,
+        grace=grace,
+        imports=imports,
+        host=host,
+        environ=environ,
+    )
     if fails:
         return outcomes
     broken = [f"rank {r}: {o.error} {o.trace}" for r, o in enumerate(outcomes) if o.error or o.exit_code]
@@ -94,12 +124,7 @@ def launch(
     host: str = LOOPBACK,
     environ: Mapping[str, str] | None = None,
 ) -> list[Outcome]:
-    """Run ranks on ``vms`` pretended VMs; returns how each ended. With another ``host`` they meet through a TCPStore.
-
-    Where every rank fails by itself, ``grace=DEADLINE`` waits for them all, however late one begins. ``imports`` are modules
-    that a rank has imported when taas is installed in it, as the forkserver's preload may do; ``environ`` are variables
-    beside torchrun's.
-    """
+    """As ``run_ranks``, but returns how each rank ended; with another ``host`` through a TCPStore."""
     scratch = tempfile.mkdtemp(prefix="ranks-")
     store = RunStore(StoreAddress(host, secrets.token_bytes(32)), world, Path(scratch))
     context = multiprocessing.get_context("forkserver")
@@ -107,8 +132,10 @@ def launch(
     for rank in range(world):
         mine, its = context.Pipe(duplex=False)
         environment = {**_torchrun(rank, world, world // vms, store.address), **(environ or {})}
-        told = its, environment, store.address, rehearsed, imports, str(Path.cwd()), function, args
-        process = context.Process(target=_rank, args=told)
+        process = context.Process(
+            target=_rank,
+            args=(its, environment, store.address, rehearsed, imports, str(Path.cwd()), function, args),
+        )
         with _without_main():
             process.start()
         its.close()

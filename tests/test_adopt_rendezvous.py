@@ -59,7 +59,8 @@ def _by_old_name(init):
 
 
 def _mesh():
-    return init_device_mesh("cpu", (2,)).size(), dist.get_rank()
+    mesh = init_device_mesh("cpu", (2,))
+    return mesh.size(), mesh.get_rank()
 
 
 def _first_two_then_all():

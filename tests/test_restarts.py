@@ -98,3 +98,40 @@ def test_attach_and_logs_show_all_starts(notebook: Notebook) -> None:
     assert notebook.value("step") == "6"
     logs = notebook.good("%taas logs twice --rank 1").stdout
     assert logs.index("start 0 of 1 from step 0") < logs.index("start 1 of 1 from step 3")
+
+
+WAITS = """
+import time, torch.distributed
+from pathlib import Path
+torch.distributed.init_process_group("gloo")
+torch.distributed.barrier()
+Path("all ranks are there").touch()
+time.sleep(600)
+"""
+IN_THE_WAY = """
+import os, time, torch.distributed
+from pathlib import Path
+from jupyter_core.paths import jupyter_runtime_dir
+torch.distributed.init_process_group("gloo")
+torch.distributed.barrier()
+if os.environ["RANK"] == "0":
+    [folder] = (Path(jupyter_runtime_dir()) / "taas" / "runs").glob("blocked-*")
+    (folder / "restart-1").touch()
+    os.kill(os.getpid(), 9)
+time.sleep(600)
+"""
+
+
+def test_a_run_that_cannot_begin_again_is_the_only_one_that_ends(notebook: Notebook) -> None:
+    """As on a full disk. The supervisor, and all other runs with it, goes on."""
+    notebook.good(HEAD + " --background --name other" + WAITS)
+    before = notebook.processes().supervisor
+    notebook.good("from pathlib import Path\nwhile not Path('all ranks are there').exists(): pass")
+    ran = notebook.run(HEAD + " --name blocked" + IN_THE_WAY)
+    assert ran.ename == "CellFailed"
+    assert "rank 0 killed by SIGKILL" in ran.evalue
+    assert "it could not be started again" in ran.stdout
+    assert notebook.good("#pragma taas --gpus 2\nprint('fine')").own == "fine\n"
+    assert notebook.processes().supervisor == before
+    assert "other" in str(notebook.good("%taas status").displays), "it is still there"
+    notebook.good("%taas stop other")

@@ -1,8 +1,8 @@
 """``python -m taas.engines.slurm_driver SETTINGS PATIENCE``: the supervisor's Slurm driver, a process of its own.
 
 It submits jobs, follows them in the queue, and is who their nodes (slurm_vm) speak with: over a CURVE socket of its own, with
-a key pair for each job. It ends with its standard input, and gives all jobs back; nodes that miss it end their agents and
-themselves, and with the last one a job ends.
+a key pair for each job. Slurm's commands may take their time, and nobody else waits for them. It ends with its standard
+input, and gives all jobs back; nodes that miss it end their agents and themselves, and with the last one a job ends.
 """
 
 from __future__ import annotations
@@ -12,30 +12,21 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import msgspec
 import zmq
 
 from taas.engines import AgentConfig
-from taas.engines.driven import Acquire, Asks, ClusterReport, ReleaseVm, Reporter, VmReport
-from taas.engines.slurm import (
-    GONE,
-    WAITS,
-    Settings,
-    Standing,
-    elapsed,
-    look,
-    own_address,
-    script,
-    seconds_of,
-    settings_of,
-    slurm,
-)
+from taas.engines.driven import Acquire, Asks, ClusterReport, ReleaseVm, Reports, VmReport
+from taas.engines.slurm import Settings, script, settings_of
+from taas.engines.slurm_queue import GONE, WAITS, Standing, elapsed, look, own_address, seconds_of, slurm
+from taas.engines.slurm_vm import AgentGone, NodeThere, StartAgent
 from taas.engines.versions import differing_versions, versions
 from taas.errors import EngineError
 from taas.wire.curve import Gate, make_router, set_heartbeat
-from taas.wire.framing import Alive, Leave, MessageReader, pack
+from taas.wire.framing import Alive, Leave, Message, MessageReader, pack
 from taas.wire.poll_loop import PollLoop
 from taas.wording import counted
 
@@ -58,7 +49,8 @@ class _JobNode:
 
     def __init__(self, number: int, config: AgentConfig) -> None:
         self.number, self.config = number, config
-        self.route, self.node = b"", ""
+        self.route = b""
+        self.node = ""
         self.released = self.gone = False
         self.lost, self.lost_at = "", 0.0
 
@@ -70,10 +62,11 @@ class _Job:
         self.vms = [
             _JobNode(number, config) for number, config in zip(ask.machines, ask.configs, strict=True)
         ]
-        self.demand, self.asked = ask.demand, time.monotonic()
+        self.demand = ask.demand
         self.id = self.said = ""
-        self.notice_at = self.end_by = float("inf")
-        self.noticed = False
+        self.notice_at, self.noticed = float("inf"), False
+        self.asked = time.monotonic()
+        self.end_by = float("inf")
 
     @property
     def left(self) -> list[_JobNode]:
@@ -85,10 +78,16 @@ class _Job:
 
 
 class SlurmDriver:
-    """Serves one supervisor on a machine that nodes reach as ``host``."""
+    """Serves one supervisor.
 
-    def __init__(self, report: Reporter, settings: Settings, host: str) -> None:
-        self._report, self._settings = report, settings
+    Args:
+        out: where it reports.
+        settings: what is asked of Slurm.
+        host: the address under which nodes reach this machine.
+    """
+
+    def __init__(self, out: int, settings: Settings, host: str) -> None:
+        self._out, self._settings = out, settings
         self._jobs: dict[str, _Job] = {}
         self._context = zmq.Context()
         self._gate = Gate(self._context, lambda key: key.decode() in self._jobs)
@@ -97,7 +96,7 @@ class SlurmDriver:
         set_heartbeat(self._socket)
         port = self._socket.bind_to_random_port(f"tcp://{host}")
         self._words = {"endpoint": f"tcp://{host}:{port}", "server_key": public.decode()}
-        self._read = MessageReader(VmReport)
+        self._read = MessageReader(NodeThere | AgentGone)
         self._ask = msgspec.json.Decoder(Asks)
         self._unread = b""
         self._over_by = float("inf")
@@ -106,6 +105,13 @@ class SlurmDriver:
         self._loop.on(self._gate.socket, self._gate.answer)
         self._loop.on(self._socket, self._hear)
         self._loop.on(sys.stdin.fileno(), self._hear_supervisor)
+
+    def report(self, line: Reports) -> None:
+        """Tell the supervisor something; it may be gone."""
+        with contextlib.suppress(OSError):
+            data = memoryview(msgspec.json.encode(line) + b"\n")
+            while data:
+                data = data[os.write(self._out, data) :]
 
     def serve(self) -> None:
         """Do what standard input says, until its end; then give all jobs back."""
@@ -188,16 +194,17 @@ class SlurmDriver:
         while self._socket.poll(0):
             route, frame = self._socket.recv_multipart(copy=False)
             job = self._jobs.get(str(frame.get("User-Id")))
-            report: VmReport = self._read(frame.buffer)
-            if job is None or not 0 <= report.machine < len(job.vms):
+            message: Any = self._read(frame.buffer)
+            if job is None:
                 continue  # it was struck meanwhile
-            vm = job.vms[report.machine]
-            if report.state == "there":
-                self._come(job, vm, route.bytes, report)
-            elif vm.route == route.bytes:
-                self._lose(job, vm, report.text)
+            if isinstance(message, NodeThere) and 0 <= message.task < len(job.vms):
+                self._come(job, job.vms[message.task], route.bytes, message)
+            elif isinstance(message, AgentGone):
+                for vm in job.vms:
+                    if vm.route == route.bytes:
+                        self._lose(job, vm, message.how)
 
-    def _come(self, job: _Job, vm: _JobNode, route: bytes, there: VmReport) -> None:
+    def _come(self, job: _Job, vm: _JobNode, route: bytes, there: NodeThere) -> None:
         vm.route, vm.node = route, there.node
         if differing := differing_versions(there.versions, versions()):
             self._tell(vm, Leave())
@@ -207,11 +214,10 @@ class SlurmDriver:
             self._tell(vm, Leave())
         else:
             gpus = () if job.demand.rehearse else there.gpus[: job.demand.gpus]
-            self._report(VmReport(vm.number, "there", host=there.host, node=there.node, gpus=gpus))
-            visible = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
-            self._tell(vm, msgspec.structs.replace(vm.config, environ=visible))
+            self.report(VmReport(vm.number, "there", host=there.host, node=there.node, gpus=gpus))
+            self._tell(vm, StartAgent(config=vm.config, gpus=gpus))
 
-    def _tell(self, vm: _JobNode, message: msgspec.Struct) -> bool:
+    def _tell(self, vm: _JobNode, message: Message) -> bool:
         try:
             self._socket.send_multipart([vm.route, pack(message)])
         except zmq.ZMQError as error:
@@ -298,43 +304,45 @@ class SlurmDriver:
         elif f"{said}, {elapsed(waits)}" != job.said:
             job.said = f"{said}, {elapsed(waits)}"
             for vm in coming:
-                self._report(VmReport(vm.number, "waiting", job.said))
+                self.report(VmReport(vm.number, "waiting", job.said))
 
     def _give_notice(self, job: _Job, now: Standing) -> None:
         """Tell of the time limit while there is time for a cell to save what it has."""
         if now.state != "RUNNING" or job.noticed:
             return
         left, notice = seconds_of(now.left), min(_NOTICE_SECONDS, seconds_of(now.limit) / 2)
-        job.noticed = left <= notice
-        job.notice_at = float("inf") if job.noticed else time.monotonic() + left - notice
+        job.notice_at, job.noticed = time.monotonic() + left - notice, left <= notice
         if job.noticed:
+            job.notice_at = float("inf")
             text = f"Slurm: its job {job.id} reaches the time limit ({now.limit}) in {left:.0f} s; --time asks for more"
             for vm in job.left:
-                self._report(VmReport(vm.number, "ending", text))
+                self.report(VmReport(vm.number, "ending", text))
 
     def _gone(self, vm: _JobNode, how: str, error: str) -> None:
         vm.gone = True
-        self._report(VmReport(vm.number, "gone", how, error=error))
+        self.report(VmReport(vm.number, "gone", how, error=error))
 
 
-def main() -> None:
+def main(arguments: Sequence[str]) -> None:
     """Reach Slurm, and serve."""
-    report = Reporter()
-    settings, until = settings_of(sys.argv[1]), time.monotonic() + float(sys.argv[2])
-    while True:
+    out = os.dup(1)
+    os.dup2(2, 1)
+    settings, until = settings_of(arguments[0]), time.monotonic() + float(arguments[1])
+    report = ClusterReport()
+    while not report.host and not (report.why_not and time.monotonic() > until):
         try:
-            host = own_address(settings)
-            break
+            report = ClusterReport(own_address(settings))
         except EngineError as error:
-            if time.monotonic() > until:
-                report(ClusterReport(why_not=str(error)))
-                return
+            report = ClusterReport(why_not=str(error))
             time.sleep(min(_LOOK_SECONDS, max(0.0, until - time.monotonic())))
-    driver = SlurmDriver(report, settings, host)
-    report(ClusterReport(host))
+    if not report.host:
+        os.write(out, msgspec.json.encode(report) + b"\n")
+        return
+    driver = SlurmDriver(out, settings, report.host)
+    driver.report(report)
     driver.serve()
     os._exit(0)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -31,9 +31,13 @@ from taas.wording import counted, misspelt, nearest, shown
 
 @dataclass(frozen=True, kw_only=True)
 class HeaderText:
-    """A header as found in a cell, not yet judged: what stands after ``#!`` and ``#pragma taas``, or why it cannot be one.
+    """A header as found in a cell, not yet judged.
 
-    Of a ``magic`` line ``%%taas`` IPython has expanded the names already, and ``--on`` is allowed there.
+    Attributes:
+        instance: what stands after ``#!``; None without such a line.
+        options: what stands after ``#pragma taas``; None without such a line.
+        problem: why this cannot be a header; None where it can.
+        magic: it is a ``%%taas`` line, which IPython has expanded already and where ``--on`` is allowed.
     """
 
     instance: str | None = None
@@ -206,7 +210,14 @@ def parse_header(
     visible_gpus: int,
     registered: Sequence[str],
 ) -> RunSpec:
-    """Judge a header, in which ``expand`` replaces ``{name}`` and ``$name``; ``registered`` are names of loaders.
+    """Judge a header.
+
+    Args:
+        header: from `find_header` or `parse_magic_line`.
+        expand: what replaces ``{name}`` and ``$name``: IPython's ``shell.var_expand``.
+        catalog: instance types and defaults.
+        visible_gpus: GPUs of this machine, for ``--gpus auto``.
+        registered: names of the registered loaders.
 
     Raises:
         HeaderError: one line: what is wrong, what is allowed, what to type instead.

@@ -14,10 +14,9 @@ from typing import Any
 import torch.distributed as dist
 from threadpoolctl import ThreadpoolController
 
-from taas import _linux
+from taas import _linux, rank_storage
 from taas.capture import holders
 from taas.rank import lifeline
-from taas.storage import diversion
 
 THREAD_POOLS = ThreadpoolController()
 """The thread pools of BLAS and OpenMP in this process, found once: looking costs 15 ms."""
@@ -62,7 +61,7 @@ lifeline.name_process(lifeline.FORKSERVER_NAME)
 _keep_freed_memory()
 _forget_exit_functions()
 _register_backends()
-diversion.survey()
+rank_storage.prepare()
 holders.survey()
 gc.collect()
 gc.freeze()  # ranks' collections leave alone what all of them share: a touched page is a copied page
