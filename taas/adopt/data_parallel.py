@@ -63,7 +63,7 @@ class Replicas:
         self.inside = 0
         self._passes = 0
         self._group: ReplicaGroup | None = None
-        # The one before, which has ended. Its destructor would wait, holding the GIL, for threads of gloo's that may want the GIL
+        # The one before, which has ended. Its destructor can wait, holding the GIL, for threads of gloo's that may want the GIL
         # to give back the last collective's tensors; once there is another one they have long been done.
         self._past: ReplicaGroup | None = None
         self._modules: weakref.WeakKeyDictionary[nn.Module, _Divided] = weakref.WeakKeyDictionary()
