@@ -389,8 +389,7 @@ def data_path_rate(gigabytes: float, *, encrypt: bool) -> float:
         receiver.socket.recv_multipart(copy=False)
     seconds = time.perf_counter() - start
     os.waitpid(sender, 0)
-    receiver.close()
-    context.term()
+    context.destroy()
     return (count - 1) * (8 << 20) / seconds / 1e9
 
 
@@ -478,9 +477,9 @@ def planner(_rounds: int) -> list[Row]:
     from taas.delivery.plan import plan_number
 
     ledger = Ledger(DeliveryConfig(new_keys(), 2, 1 << 28, "here", units={"*": 20_480_000}))
-    ledger.planner_joined(Hello(1, loaders=(LoaderFacts("d", None),)))
+    ledger.planner_joined(Hello(loaders=(LoaderFacts("d", None),)))
     for rank in (0, 1):
-        ledger.rank_joined(rank, Hello(1))
+        ledger.rank_joined(rank, Hello())
         ledger.plans.begin(rank, Begin(0, 0, None))
     for worker in range(8):
         ledger.worker_joined(Peer("worker", 0, worker), True)

@@ -26,8 +26,7 @@ from typing import Any
 import torch
 
 from taas import rank_storage
-from taas.rank_storage import Policy
-from taas.storage import walls
+from taas.storage import diversion, walls
 
 
 def in_fork(body: Callable[[], Any]) -> Any:
@@ -44,11 +43,11 @@ def in_fork(body: Callable[[], Any]) -> Any:
     return said
 
 
-def policy(base: Path, rank: int) -> Policy:
+def policy(base: Path, rank: int) -> dict[str, Any]:
     project, scratch = base / "project", rank_storage.scratch_of(base / "scratch", rank)
     project.mkdir(exist_ok=True)
     scratch.mkdir(parents=True, exist_ok=True)
-    return Policy(project=str(project), rank=rank, scratch=str(scratch))
+    return {"project": str(project), "rank": rank, "scratch": scratch}
 
 
 def guard_seconds(base: Path, mechanism: str, repeats: int) -> dict[str, float]:
@@ -56,7 +55,7 @@ def guard_seconds(base: Path, mechanism: str, repeats: int) -> dict[str, float]:
 
     def body() -> tuple[float, float]:
         wall, processor = time.perf_counter(), time.process_time()
-        rank_storage.guard(policy(base, 1), (mechanism,))
+        rank_storage.guard(**policy(base, 1), mechanisms=(mechanism,))
         return (time.perf_counter() - wall) * 1e3, (time.process_time() - processor) * 1e3
 
     found = [in_fork(body) for _ in range(repeats)]
@@ -98,7 +97,7 @@ def rank_0_ratio(base: Path, work: Callable[[], tuple[float, float]], pairs: int
     """Guarded over unguarded time of rank 0: of the clock, and of the processor, which neighbours disturb less."""
 
     def guarded() -> tuple[float, float]:
-        rank_storage.guard(policy(base, 0))
+        rank_storage.guard(**policy(base, 0))
         return work()
 
     policy(base, 0)
@@ -128,7 +127,7 @@ def call_microseconds(base: Path, guarded: bool) -> dict[str, float]:
 
     def body() -> dict[str, float]:
         if guarded:
-            rank_storage.guard(policy(base, 1))
+            rank_storage.guard(**policy(base, 1))
         found = {"stat, nothing diverted yet": each(lambda: os.stat(project / "live"))}
         (project / "mine").write_text("x")
         found["stat in the project"] = each(lambda: os.stat(project / "live"))
@@ -149,7 +148,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer repeats, a 100 MB save")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    rank_storage.prepare()
+    diversion.survey()
     pairs, repeats, floats = (5, 20, 25_000_000) if options.quick else (15, 100, 250_000_000)
     memory = Path("/dev/shm")  # no disk of a busy machine in the figures
     base = Path(tempfile.mkdtemp(prefix="taas-bench-", dir=memory if memory.is_dir() else None))

@@ -1,9 +1,6 @@
 """The Linux calls that Python's library has not, by ctypes: plumbing only, no policy.
 
-Each function is one system call (or one /proc file) with Python types. A refusal is an ``OSError``
-whose text says which call, on what, and what usually causes that refusal.
-
-Sources: man pages unshare(2), mount(2), mount_setattr(2), user_namespaces(7), capabilities(7),
+A refusal is an ``OSError`` whose text says which call, on what, and what usually causes that refusal. Sources: man pages unshare(2), mount(2), mount_setattr(2), user_namespaces(7), capabilities(7),
 prctl(2), timer_create(2), mallopt(3). The numbers below are from the kernel's uapi headers; calls newer than 2019
 have the same number on every architecture.
 """
@@ -25,9 +22,7 @@ from typing import NamedTuple
 CLONE_NEWNS = 0x00020000
 CLONE_NEWUSER = 0x10000000
 
-MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC = 0x1, 0x2, 0x4, 0x8
-MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 0x20, 0x1000, 0x4000, 0x40000
-MS_NOATIME, MS_NODIRATIME, MS_RELATIME = 0x400, 0x800, 0x200000
+MS_RDONLY, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 0x1, 0x20, 0x1000, 0x4000, 0x40000
 
 _NR_MOUNT_SETATTR = 442
 _AT_FDCWD, _AT_RECURSIVE = -100, 0x8000
@@ -37,10 +32,8 @@ _PR_SET_PDEATHSIG, _PR_GET_PDEATHSIG, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS = 1
 _PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL = 47, 4
 _CAPABILITY_VERSION_3 = 0x20080522
 
-# mallopt(3)
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4
 
-# capabilities(7), by number
 CAP_DAC_READ_SEARCH, CAP_SYS_MODULE, CAP_SYS_RAWIO, CAP_SYS_PTRACE, CAP_SYS_ADMIN = 2, 16, 17, 19, 21
 CAP_MKNOD, CAP_BPF, CAP_CHECKPOINT_RESTORE = 27, 39, 40
 
@@ -51,17 +44,13 @@ _ADVICE = {
     "(kernel.apparmor_restrict_unprivileged_userns), kernel.unprivileged_userns_clone=0 or a chroot refuses them",
     ("unshare", errno.EINVAL): "the process has more than one thread, or the kernel has no such namespace",
     ("unshare", errno.ENOSPC): "user.max_user_namespaces is used up, or 0",
-    ("unshare", errno.ENOSYS): "the kernel has no namespaces",
     ("mount", errno.EPERM): "mounting is refused here: no CAP_SYS_ADMIN (a container), AppArmor or seccomp",
-    ("mount", errno.EACCES): "mounting is refused here by a security module",
     ("mount", errno.EINVAL): "the path is no mount point (as / in a chroot), or a locked mount is beneath it",
     ("mount_setattr", errno.ENOSYS): "the kernel is older than 5.12",
     ("mount_setattr", errno.EPERM): "mounts cannot be changed here: seccomp or a security module refuses it",
     ("landlock", errno.ENOSYS): "the kernel is older than 5.13 or built without Landlock",
     ("landlock", errno.EOPNOTSUPP): "Landlock is built in but switched off at boot (lsm= lacks 'landlock')",
     ("landlock", errno.EPERM): "no_new_privs is not set and the process lacks CAP_SYS_ADMIN",
-    ("landlock", errno.E2BIG): "sixteen Landlock rulesets are in force already",
-    ("write", errno.EPERM): "the kernel refuses this id map: the parent namespace forbids it",
 }
 
 
@@ -86,13 +75,7 @@ def unshare(flags: int) -> None:
 def map_own_ids(uid: int, gid: int) -> None:
     """In a new user namespace: keep this user's own ids, and no others."""
     for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
-        try:
-            Path(f"/proc/self/{name}").write_text(text)
-        except OSError as error:
-            refused = (
-                f"write(/proc/self/{name}): {error.strerror} {_ADVICE.get(('write', error.errno or 0), '')}"
-            )
-            raise OSError(error.errno, refused.rstrip()) from error
+        Path(f"/proc/self/{name}").write_text(text)
 
 
 _user_namespace: int | None = None
@@ -137,50 +120,34 @@ def mount(source: str | None, target: str, flags: int) -> None:
 
 
 class _MountAttr(ctypes.Structure):
-    _fields_ = (
-        ("attr_set", ctypes.c_uint64),
-        ("attr_clr", ctypes.c_uint64),
-        ("propagation", ctypes.c_uint64),
-        ("userns_fd", ctypes.c_uint64),
-    )
+    _fields_ = tuple((name, ctypes.c_uint64) for name in ("attr_set", "attr_clr", "propagation", "userns_fd"))
 
 
 def mount_readonly(target: str) -> None:
     """Make the mount at ``target`` and every mount beneath it read-only, in one step (Linux >= 5.12)."""
     attr = _MountAttr(attr_set=_MOUNT_ATTR_RDONLY)
-    result = libc.syscall(
-        _NR_MOUNT_SETATTR,
-        _AT_FDCWD,
-        os.fsencode(target),
-        _AT_RECURSIVE,
-        ctypes.byref(attr),
-        ctypes.sizeof(attr),
-    )
+    place, size = os.fsencode(target), ctypes.sizeof(attr)
+    result = libc.syscall(_NR_MOUNT_SETATTR, _AT_FDCWD, place, _AT_RECURSIVE, ctypes.byref(attr), size)
     check(result, "mount_setattr", target)
 
 
 class Mount(NamedTuple):
-    """One line of /proc/self/mountinfo."""
+    """Where something is mounted, and how."""
 
-    device: str  # "major:minor" of the filesystem
-    root: str  # which directory of the filesystem is mounted
-    point: str  # where
+    point: str
     options: frozenset[str]
 
 
 def mounts() -> list[Mount]:
-    """The mounts this process sees, in the kernel's order (proc_pid_mountinfo(5))."""
-    found = []
-    for line in Path("/proc/self/mountinfo").read_bytes().splitlines():
-        fields = line.split(b" ")
-        root, point = (os.fsdecode(_unescape(field)) for field in fields[3:5])
-        found.append(Mount(fields[2].decode(), root, point, frozenset(fields[5].decode().split(","))))
-    return found
-
-
-def _unescape(field: bytes) -> bytes:
-    """Undo mountinfo's octal escapes of blank, tab, newline and backslash."""
-    return re.sub(rb"\\([0-7]{3})", lambda found: bytes([int(found[1], 8)]), field)
+    """The mounts this process sees, in the kernel's order (proc_pid_mountinfo(5): field 5, with octal escapes, and 6)."""
+    lines = (line.split(b" ") for line in Path("/proc/self/mountinfo").read_bytes().splitlines())
+    return [
+        Mount(
+            os.fsdecode(re.sub(rb"\\([0-7]{3})", lambda found: bytes([int(found[1], 8)]), fields[4])),
+            frozenset(fields[5].decode().split(",")),
+        )
+        for fields in lines
+    ]
 
 
 @contextlib.contextmanager
@@ -197,13 +164,8 @@ def still_seen(places: Iterable[str]) -> Iterator[None]:
 
 
 _REMOUNT_FLAGS = {
-    "nosuid": MS_NOSUID,
-    "nodev": MS_NODEV,
-    "noexec": MS_NOEXEC,
-    "noatime": MS_NOATIME,
-    "nodiratime": MS_NODIRATIME,
-    "relatime": MS_RELATIME,
-}
+    "nosuid": 0x2, "nodev": 0x4, "noexec": 0x8, "noatime": 0x400, "nodiratime": 0x800, "relatime": 0x200000,
+}  # fmt: skip
 
 
 def remount_readonly(entry: Mount) -> None:
@@ -242,11 +204,7 @@ class Process(NamedTuple):
 
 
 def process(pid: int) -> Process | None:
-    """Return the process with this id; None if there is none.
-
-    Raises:
-        OSError: there is no descriptor left to read that with.
-    """
+    """Return the process with this id; None: there is none; OSError: there is no descriptor left to read that with."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -262,11 +220,7 @@ class _CapHeader(ctypes.Structure):
 
 
 class _CapData(ctypes.Structure):
-    _fields_ = (
-        ("effective", ctypes.c_uint32),
-        ("permitted", ctypes.c_uint32),
-        ("inheritable", ctypes.c_uint32),
-    )
+    _fields_ = tuple((name, ctypes.c_uint32) for name in ("effective", "permitted", "inheritable"))
 
 
 def has_capability(number: int) -> bool:
@@ -277,11 +231,7 @@ def has_capability(number: int) -> bool:
 
 
 def drop_capabilities(numbers: Iterable[int] | None) -> None:
-    """Give up capabilities for good, in this process and whatever it executes.
-
-    Args:
-        numbers: which ones; None means all of them.
-    """
+    """Give up capabilities, or all, for good, in this process and whatever it executes."""
     last = _last_capability()
     numbers = range(last + 1) if numbers is None else [number for number in numbers if number <= last]
     header, data = _CapHeader(_CAPABILITY_VERSION_3, 0), (_CapData * 2)()
@@ -308,17 +258,14 @@ def _last_capability() -> int:
 
 def prctl(option: int, argument: int = 0) -> int:
     """Change an attribute of this process that takes one integer."""
-    zero = ctypes.c_ulong(0)
-    result = libc.prctl(option, ctypes.c_ulong(argument), zero, zero, zero)
+    result = libc.prctl(option, *map(ctypes.c_ulong, (argument, 0, 0, 0)))
     return check(result, "prctl", f"{option}, {argument}")
 
 
 def keep_freed_memory(kept: int, map_from: int | None = None) -> None:
-    """Have malloc keep what is freed instead of giving it back: fresh pages cost more than the work done in them.
+    """Have malloc keep so many freed bytes at the top of a heap: fresh pages cost more than the work done in them.
 
-    Args:
-        kept: bytes at the top of a heap that are not given back.
-        map_from: blocks of so many bytes (32 MiB at most) are mapped, and given back, each on its own; None: no block is.
+    Blocks from ``map_from`` bytes on (32 MiB at most) are mapped, and given back, each on its own; None: no block is.
     """
     libc.mallopt(_M_TRIM_THRESHOLD, kept)
     if map_from is None:
@@ -376,16 +323,10 @@ def set_parent_death_signal(number: int) -> None:
 
 @contextlib.contextmanager
 def own_mounts(give_up: Sequence[int]) -> Iterator[bool]:
-    """Enter a new mount namespace; in the body this process may mount, afterwards it may not.
+    """Enter a new mount namespace; in the body this process may mount, afterwards it may not. Yields whether this is root.
 
-    The process has one thread. As root the right to mount is there; an ordinary user gets it by a user namespace,
-    with all other capabilities, and loses them all at the end, also when the body fails.
-
-    Args:
-        give_up: the capabilities that root loses at the end.
-
-    Yields:
-        Whether this is root.
+    The process has one thread. As root, who loses the capabilities ``give_up`` at the end, the right to mount is there; an
+    ordinary user gets it by a user namespace, with all other capabilities, and loses them all, also when the body fails.
 
     Raises:
         OSError: refused here; the text says by what. The process may then be in a namespace of its own.

@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with redirect_stdout(_Stream(sys.stdout)), redirect_stderr(_Stream(sys.stderr)):
             if words[:1] == ["run"] and words[1:] and not {"--help", "-h"} & set(words):
-                from taas.notebook.script import run_script  # it brings IPython, which no other verb needs
+                from taas.notebook.frontend import run_script  # it brings IPython, which no other verb needs
 
                 return 0 if run_script(words[1], shlex.join(words[2:])) else 1
             do(shlex.join(words), Frontend())

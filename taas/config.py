@@ -1,48 +1,8 @@
 """Instance types, and ``taas.toml``.
 
 A run asks for VMs of an *instance type*. The built-in types carry DataSphere's names and sizes, so that its
-notebooks mean the same here; ``taas.toml`` adds types and sets defaults::
-
-    [instances."x1.2"]           # a type of your own; a built-in name redefines that type
-    vcpus = 16
-    gpus = 2
-    gpu_model = "L40S"
-    vms = [1, 2, 3]              # numbers of VMs that one run may ask for; [1, 2, 4] where left out
-    slurm = "--gres=gpu:l40s:2 --cpus-per-task=16"  # how sbatch is asked for one; a whole node with its GPUs where left out
-
-    [engine]
-    default = "local"            # or "ray", or "slurm"
-    address = "ray-head:6379"    # of Ray
-    wait = 600.0                 # seconds that a run waits for VMs; 0: it fails at once
-    idle = 60.0                  # so long VMs elsewhere stay after a run, for the next one; 0: they are given back at once
-
-    [engine.slurm]               # what is asked of Slurm: what %taas engine slurm takes
-    partition = "gpu"
-    account = "project42"
-    time = "2:00:00"             # the longest that VMs stay
-    cpu_partition = "cpu"        # for VMs without GPUs
-    python = "/shared/env/bin/python"  # on the nodes; the notebook's own path where left out
-    host = "login1-ib"           # the address under which nodes reach this machine; found where left out
-    sbatch = "--qos=long"        # further options of sbatch
-
-    [keep]
-    idle = "30min"               # so long the ranks of a --keep cell stay where no other one comes
-
-    [storage]
-    shared = ["checkpoints"]     # directories where every rank may write
-    rank_writes = "discard"      # or "deny"
-
-    [delivery]
-    encrypt = true
-    buffer = "4 GiB"             # of prepared elements; from the memory there is where left out
-
-    [run]
-    hang_timeout = 300.0         # seconds, or "5min"
-    max_restarts = 0
-    output = "0"                 # or "all", "none", "0,3-5"
-
-What an option of the cell header is called, too, takes what that option takes (`header.options`); the others stand in
-a table below.
+notebooks mean the same here; ``taas.toml`` adds types and sets defaults (docs/configuration.md has all keys). A key that an
+option of the cell header has, too, takes what that takes (`header.options`); the others stand in a table below.
 
 Two files are read, if they are there: ``taas.toml`` in the user's configuration folder
 (``$XDG_CONFIG_HOME/taas``, else ``~/.config/taas``), then ``taas.toml`` in the project, the kernel's working
@@ -56,7 +16,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from taas.errors import ConfigError, HeaderError
 from taas.header.arguments import TYPE_NAME, Option, Wrong, choice, seconds, seconds_or_none, size, text_of
@@ -66,16 +26,7 @@ from taas.wording import nearest, shown
 
 @dataclass(frozen=True, kw_only=True)
 class InstanceType:
-    """A kind of VM.
-
-    Attributes:
-        name: as written after ``#!``: a letter, digits, a dot, digits.
-        vcpus: virtual CPUs of one VM.
-        gpus: GPUs of one VM; 0 for a CPU type.
-        gpu_model: for the reader, who may look for a type by it.
-        vms: the numbers of VMs that one run may ask for.
-        slurm: the options of ``sbatch`` that get one.
-    """
+    """A kind of VM: what one has, the numbers of them that one run may ask for, and the options of ``sbatch`` that get one."""
 
     name: str
     vcpus: int
@@ -109,13 +60,6 @@ DATA_VM = "c1.4"
 """The type of the VMs that ``--cpus`` asks for."""
 
 
-class _Key(NamedTuple):
-    """A key of ``taas.toml`` that is called like no option of a header: what it takes, and what holds without it."""
-
-    convert: Callable[[str], Any]
-    default: Any
-
-
 def _of_slurm(name: str, metavar: str, allowed: str, instead: str) -> Option:
     setting = f"engine.slurm.{name.replace('-', '_')}"
     return Option(name, metavar, text_of(allowed, instead), allowed, setting)
@@ -132,16 +76,21 @@ SLURM_OPTIONS = (
 )
 """What ``%taas engine slurm`` takes, and ``[engine.slurm]``."""
 
-_KEYS: Mapping[str, _Key] = {
-    **{option.setting: _Key(option.convert, "") for option in SLURM_OPTIONS if option.convert},
-    "engine.default": _Key(choice("local", "ray", "slurm"), "local"),
-    "engine.address": _Key(text_of("where the cluster's head is", "ray-head:6379"), None),
-    "engine.wait": _Key(seconds_or_none, 600.0),
-    "engine.idle": _Key(seconds_or_none, 60.0),
-    "keep.idle": _Key(seconds, 1800.0),
-    "delivery.encrypt": _Key(lambda text: choice("true", "false")(text.lower()) == "true", True),
-    "delivery.buffer": _Key(size, None),
+_KEYS: Mapping[str, tuple[Callable[[str], Any], Any]] = {
+    **{option.setting: (option.convert, "") for option in SLURM_OPTIONS if option.convert},
+    "engine.default": (choice("local", "ray", "slurm"), "local"),
+    "engine.address": (text_of("where the cluster's head is", "ray-head:6379"), None),
+    "engine.wait": (seconds_or_none, 600.0),
+    "engine.idle": (seconds_or_none, 60.0),
+    "keep.idle": (seconds, 1800.0),
+    "delivery.encrypt": (lambda text: choice("true", "false")(text.lower()) == "true", True),
+    "delivery.buffer": (size, None),
 }
+"""The keys that no option of a header has: what each takes, and what holds without it."""
+_CONVERT = {key: convert for key, (convert, _) in _KEYS.items()} | {
+    key: option.convert for key, option in SETTINGS.items() if option.convert
+}
+_DEFAULTS = {**DEFAULTS, **{key: default for key, (_, default) in _KEYS.items()}}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,23 +109,13 @@ class Catalog:
 
     def in_force(self) -> dict[str, Any]:
         """Return what holds for each key, set or not; what a header says goes before it."""
-        without = {**DEFAULTS, **{key: row.default for key, row in _KEYS.items()}}
-        return {key: self.settings.get(key, without[key]) for key in sorted(without)}
+        return {key: self[key] for key in sorted(_DEFAULTS)}
 
     def __getitem__(self, key: str) -> Any:
-        """What holds for a key that is no option of a header."""
-        return self.settings.get(key, _KEYS[key].default)
+        return self.settings.get(key, _DEFAULTS[key])
 
     def find(self, name: str, before: str = "#!") -> InstanceType:
-        """The type called ``name``.
-
-        Args:
-            name: as it was typed.
-            before: what it was typed after.
-
-        Raises:
-            HeaderError: there is none; the message has the types there are, and the nearest one.
-        """
+        """The type called ``name``, which was typed after ``before``; a HeaderError has the types there are, and the nearest one."""
         if name in self.instances:
             return self.instances[name]
         misspelt = not TYPE_NAME.fullmatch(name)  # else one of a size or kind that is not there
@@ -194,11 +133,7 @@ class Catalog:
 
 
 def project_folder() -> Path:
-    """Return the notebook's directory.
-
-    Raises:
-        HeaderError: somebody removed it.
-    """
+    """Return the notebook's directory; a HeaderError: somebody removed it."""
     try:
         return Path.cwd()
     except FileNotFoundError:
@@ -209,10 +144,7 @@ def project_folder() -> Path:
 
 
 def load_catalog(project: Path | None = None) -> Catalog:
-    """Read the user's and the project's ``taas.toml``.
-
-    Args:
-        project: the project's directory; the working directory where None.
+    """Read ``taas.toml`` of the user and of a project, which is the working directory where None.
 
     Raises:
         ConfigError: a file cannot be read, is not TOML, or has a key or value that is not allowed.
@@ -237,59 +169,49 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _overlay(catalog: Catalog, said: dict[str, Any], path: Path) -> Catalog:
-    """``catalog`` with what one file says; sections are merged key by key, instance types replaced whole."""
-    converters = {key: row.convert for key, row in _KEYS.items()} | {
-        key: o.convert for key, o in SETTINGS.items()
-    }
-    sections: dict[str, list[str]] = {"instances": []}
-    for key in converters:
-        section, _, name = key.rpartition(".")
-        sections.setdefault(section, []).append(name)
-    parts = dict(_sections(said))
-    _refuse_unknown(parts, tuple(sections), "section", path)
-    instances, settings, said_in = dict(catalog.instances), dict(catalog.settings), dict(catalog.said_in)
-    for section, values in parts.items():
-        if not isinstance(values, dict):
-            raise ConfigError(f"{path}: {section} is a section; write [{section}] on a line of its own")
-        if section == "instances":
-            instances |= _instances(values, path)
-            continue
-        _refuse_unknown(values, tuple(sections[section]), f"key in [{section}]", path)
-        for key, value in values.items():
-            where, convert = f"{section}.{key}", converters[f"{section}.{key}"]
-            said_in[where] = path
-            assert convert is not None
-            items = value if isinstance(value, list) else [value]
-            repeats = where in SETTINGS and SETTINGS[where].repeats
-            try:
-                settings[where] = (
-                    tuple(convert(str(item)) for item in items) if repeats else convert(str(value))
-                )
-            except Wrong as wrong:
-                wrote = f"{path}: [{section}] {key} = {shown(str(value))}"
-                raise ConfigError(f"{wrote}: allowed is {wrong.allowed}; write {wrong.instead}") from None
-    return Catalog(instances=instances, settings=settings, said_in=said_in)
+    """``catalog`` with what one file says, key by key; instance types are replaced whole."""
+    types = _instances(said.pop("instances", {}), path)
+    settings = {key: _setting(key, value, path) for key, value in _flat(said)}
+    return Catalog(
+        instances={**catalog.instances, **types},
+        settings={**catalog.settings, **settings},
+        said_in={**catalog.said_in, **dict.fromkeys(settings, path)},
+    )
 
 
-def _sections(said: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Give the sections of a file, one within another by both names, such as ``engine.slurm``."""
-    for name, values in said.items():
-        within = isinstance(values, dict) and name != "instances"
-        inner = {key: value for key, value in values.items() if isinstance(value, dict)} if within else {}
-        yield name, {key: value for key, value in values.items() if key not in inner} if inner else values
-        for key, value in inner.items():
-            yield f"{name}.{key}", value
+def _flat(tables: dict[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    """Give the values of a file by section and key."""
+    for name, value in tables.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{before}{name}.")
+        else:
+            yield before + name, value
 
 
-def _instances(values: dict[str, Any], path: Path) -> dict[str, InstanceType]:
+def _setting(key: str, value: Any, path: Path) -> Any:
+    section = key.rpartition(".")[0]
+    beside = [known for known in _CONVERT if known.rpartition(".")[0] == section]
+    _refuse_unknown([key], beside or [*_CONVERT, 'instances."g2.8"'], path)
+    convert = _CONVERT[key]
+    try:
+        if key in SETTINGS and SETTINGS[key].repeats:
+            return tuple(convert(str(item)) for item in (value if isinstance(value, list) else [value]))
+        return convert(str(value))
+    except Wrong as wrong:
+        wrote = f"{path}: {key} = {shown(str(value))}"
+        raise ConfigError(f"{wrote}: allowed is {wrong.allowed}; write {wrong.instead}") from None
+
+
+def _instances(tables: Any, path: Path) -> dict[str, InstanceType]:
     import msgspec
 
     types = {}
-    for name, entry in values.items():
-        where = f'instances."{shown(name)}"'
+    for name, entry in tables.items() if isinstance(tables, dict) else [("", None)]:
         if not isinstance(entry, dict) or any(isinstance(value, dict) for value in entry.values()):
             raise ConfigError(f'{path}: write [instances."g3.8"], with the dot of the name inside quotes')
-        _refuse_unknown(entry, tuple(f.name for f in fields(InstanceType))[1:], f"key in [{where}]", path)
+        where = f'instances."{shown(name)}"'
+        allowed = [f"{where}.{field.name}" for field in fields(InstanceType)[1:]]
+        _refuse_unknown([f"{where}.{key}" for key in entry], allowed, path)
         try:
             types[name] = msgspec.convert({"name": name, **entry}, InstanceType)
         except msgspec.ValidationError as exc:
@@ -297,9 +219,9 @@ def _instances(values: dict[str, Any], path: Path) -> dict[str, InstanceType]:
     return types
 
 
-def _refuse_unknown(values: dict[str, Any], allowed: tuple[str, ...], what: str, path: Path) -> None:
-    for key in values:
+def _refuse_unknown(keys: list[str], allowed: list[str], path: Path) -> None:
+    for key in keys:
         if key not in allowed:
             raise ConfigError(
-                f"{path}: {shown(key)} is no {what}; allowed is {', '.join(allowed)}; write {nearest(key, allowed)}"
+                f"{path}: {shown(key)} is no key; allowed is {', '.join(allowed)}; write {nearest(key, allowed)}"
             )

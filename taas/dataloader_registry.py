@@ -1,8 +1,4 @@
-"""``taas.register``, what is registered, and ``taas.resume``. Imports no torch: it belongs to the kernel.
-
-What is registered is looked at at once: it must be iterable and it must survive the way to another machine. What cannot
-is refused with the path to it. How it travels then is told by :mod:`taas.delivery.registered`.
-"""
+"""``taas.register``, what is registered, and ``taas.resume``. Imports no torch: it belongs to the kernel."""
 
 from __future__ import annotations
 
@@ -108,15 +104,11 @@ def _check_iterable(loader: Any) -> None:
 
 
 def _check_travels(loader: Any, name: str) -> None:
-    from taas.capture.heap import culprit_of, table_of  # import taas stays quick
+    from taas.capture.heap import culprit_of  # import taas stays quick
     from taas.capture.reader import Reader
 
-    namespace = vars(sys.modules["__main__"])
-    parts = take_apart(loader)
-    heap = table_of(parts, namespace, Reader(namespace))
-    for tensor in heap.sent.tensors_on_devices():
-        heap.failed[heap.enter(tensor)] = ValueError(f"on {tensor.device}, and data workers have no GPU")
-    found = culprit_of(name, parts, heap)
+    reader = Reader(vars(sys.modules["__main__"]))
+    found = culprit_of(name, take_apart(loader), reader, without_gpu=True)
     if found is not None:
         raise RegistrationError(
             f"{found.path} cannot travel to a data worker: it is a {found.kind} ({found.reason}). "
@@ -128,15 +120,10 @@ def _check_travels(loader: Any, name: str) -> None:
 
 
 class Position(NamedTuple):
-    """Where a registered loader begins.
+    """Where a registered loader begins."""
 
-    Attributes:
-        iteration: of its loops over the loader, from 0, which one the first loop of the cell is.
-        step: the step of that iteration which the first loop of the cell begins at, in each rank.
-    """
-
-    iteration: int
-    step: int
+    iteration: int  # of the loops over the loader, from 0, which one the first loop of the cell is
+    step: int  # of that iteration, which the first loop of the cell begins at, in each rank
 
 
 _START = Position(0, 0)
@@ -145,10 +132,8 @@ _START = Position(0, 0)
 class Resumed:
     """Where the loaders of a cell begin; ``resumed[loader]`` (or ``resumed["name"]``) is a ``Position``.
 
-    A loader that is not delivered by data workers begins at its start: ``Position(0, 0)``.
-
-    Attributes:
-        restart: how often this run was started again; 0 in its first start, in the notebook, and in a plain script.
+    A loader that is not delivered by data workers begins at its start: ``Position(0, 0)``. ``restart`` is how often this run
+    was started again: 0 in its first start, in the notebook, and in a plain script.
     """
 
     def __init__(self, restart: int, places: Mapping[str, Position]) -> None:

@@ -27,44 +27,9 @@ Each message has the fact, the cause and the next step. Each pickles round trip.
 
 from __future__ import annotations
 
-from typing import Any
-
-__all__ = [
-    "CannotAdopt",
-    "CannotRehearse",
-    "CaptureError",
-    "CellFailed",
-    "ConfigError",
-    "DamagedAnswer",
-    "DeliveryError",
-    "EngineError",
-    "HeaderError",
-    "NotEnoughDevices",
-    "RanksDisagree",
-    "RanksGone",
-    "RegistrationError",
-    "RehearsalWarning",
-    "RunFailed",
-    "RunLost",
-    "StorageDenied",
-    "TaasError",
-    "UnitsExhausted",
-    "VersionMismatch",
-]
-
-
-def _rebuild(cls: type[TaasError], args: tuple[Any, ...], state: dict[str, Any]) -> TaasError:
-    error = cls.__new__(cls, *args)
-    error.args = args
-    error.__dict__.update(state)
-    return error
-
 
 class TaasError(Exception):
     """Root of all errors of taas."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (type(self), self.args, self.__dict__)
 
 
 class _NoLine:

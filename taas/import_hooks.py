@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.abc
 import importlib.machinery
-import importlib.util
 import itertools
 import sys
 import threading
@@ -54,19 +53,14 @@ class _Finder(importlib.abc.MetaPathFinder):
             return None
         self._finding.name = fullname  # finders like this one search from the start again
         try:
-            return self._wrapped(fullname, path, target)
+            for finder in sys.meta_path[sys.meta_path.index(self) + 1 :]:
+                spec = finder.find_spec(fullname, path, target)
+                if spec is not None and spec.loader is not None:
+                    changes, around = self.changes.get(fullname, []), self.arounds.get(fullname, nullcontext)
+                    spec.loader = _Changed(spec.loader, changes, around)
+                    return spec
         finally:
             self._finding.name = ""
-
-    def _wrapped(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None
-    ) -> importlib.machinery.ModuleSpec | None:
-        for finder in sys.meta_path[sys.meta_path.index(self) + 1 :]:
-            spec = finder.find_spec(fullname, path, target)
-            if spec is not None and spec.loader is not None:
-                changes = self.changes.get(fullname, [])
-                spec.loader = _Changed(spec.loader, changes, self.arounds.get(fullname, nullcontext))
-                return spec
         return None
 
 
@@ -74,12 +68,7 @@ _finder = _Finder()
 
 
 def after_import(name: str, change: Change) -> None:
-    """Call ``change(module)`` right after module ``name`` is executed, or now if it has been.
-
-    Args:
-        name: full dotted name of the module.
-        change: what to do to it. Modules that import names from it see the changed ones.
-    """
+    """Call ``change(module)`` right after a module is executed, before anyone takes names from it; or now if it has been."""
     module = sys.modules.get(name)
     if module is not None:
         change(module)
@@ -125,8 +114,8 @@ _noted: dict[str, tuple[object, int]] = {}
 """By name, the spec that a module was loaded with, and when its file had been changed last, in nanoseconds."""
 
 
-def note_files() -> None:
-    """Note as what the files of modules that were imported or reloaded since stand on disk."""
+def note_files(_result: object = None) -> None:
+    """Note as what the files of modules that were imported or reloaded since stand on disk: after each cell, and before."""
     for name, module in list(sys.modules.items()):
         spec = vars(module).get("__spec__") if isinstance(module, ModuleType) else None
         if spec is not None and _noted.get(name, (None,))[0] is not spec:

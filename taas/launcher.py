@@ -24,9 +24,9 @@ from taas.engines.chosen import check_installed, chosen
 from taas.engines.local import check_devices, check_memory, device_in_words, visible_gpus
 from taas.errors import CaptureError, DeliveryError, EngineError, HeaderError, RanksGone, RunFailed
 from taas.header.options import RunSpec
-from taas.notebook.background import RunHandle, keep_capture
 from taas.notebook.cell_output import say
-from taas.notebook.foreground import Foreground, Interrupts, start_background
+from taas.notebook.foreground import Interrupts, run_in_foreground, start_background
+from taas.notebook.live_view import RunHandle, keep_capture
 from taas.notebook.supervised import supervised
 from taas.runs.places import check_room
 from taas.runs.reader import finish
@@ -42,13 +42,7 @@ _RANK_BUFFER = 256 << 20
 
 @dataclass(frozen=True)
 class KeptRun:
-    """The ranks of a run that is over.
-
-    Attributes:
-        record: the run's last.
-        spec: its header.
-        names: what they have of the notebook's names.
-    """
+    """The ranks of a run that is over, with what they have of the notebook's names."""
 
     record: RunRecord
     spec: RunSpec
@@ -59,23 +53,11 @@ _kept: KeptRun | None = None
 
 
 def launch(spec: RunSpec, cell: str, shell: Any) -> RunHandle | None:
-    """Run a cell in ranks and bring the results into the shell's namespace; or start it in the background.
-
-    Args:
-        spec: the header, parsed.
-        cell: text of the whole cell; its header lines are comments.
-        shell: the notebook's IPython shell.
-
-    Returns:
-        For ``--background``, a handle of the run, which goes on.
+    """Run a cell in ranks and bring the results into the shell's namespace; or, with ``--background``, return its handle.
 
     Raises:
-        SyntaxError: the cell does not compile; nothing was started.
-        CaptureError: a name that the cell needs cannot travel; nothing was started.
-        EngineError: no room for what a run needs of this machine; nothing was started.
-        NotEnoughDevices: fewer GPUs than ranks; nothing was started.
-        CellFailed: a rank failed.
-        RunLost: a process of taas was killed.
+        SyntaxError, CaptureError, EngineError: nothing was started.
+        RunFailed: a rank failed, or a process of taas was killed.
         KeyboardInterrupt: the cell was interrupted, and did not end well all the same; no rank is left.
     """
     global _kept
@@ -125,7 +107,7 @@ def _launch(spec: RunSpec, cell: str, shell: Any, left: KeptRun | None) -> RunHa
                 record = start_background(supervisor, submit, interrupts)
                 keep_capture(record.id, captured, loaders)
                 return RunHandle(record)
-            ended = Foreground(supervisor, shell, interrupts).follow(submit, captured)
+            ended = run_in_foreground(supervisor, submit, interrupts, captured, shell)
         if spec.keep:
             _kept = KeptRun(ended.record, spec, captured.kept()) if ended.record.kept_ranks else None
         apply_final(ended.loaders, loaders)

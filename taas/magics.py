@@ -19,7 +19,7 @@ from taas.import_hooks import note_files
 from taas.notebook.verbs import VERBS, help_text
 
 if TYPE_CHECKING:
-    from taas.notebook.background import RunHandle
+    from taas.notebook.live_view import RunHandle
 
 _MAGIC_LINE = re.compile(r"%%taas(?!\w)")
 
@@ -121,7 +121,7 @@ def activate(shell: Any) -> None:
         shell.register_magics(TaasMagics)
         shell.input_transformers_cleanup.append(headed_cell)
         shell.Completer.custom_matchers += _MATCHERS
-        shell.events.register("post_run_cell", _note_files)
+        shell.events.register("post_run_cell", note_files)
         if hasattr(shell, "kernel"):
             from taas.notebook.comms import let_comms_travel  # not every IPython has the package comm
 
@@ -132,11 +132,6 @@ def start_ahead(shell: Any) -> None:
     """Start what the first cell will need, if a cell loads taas: the profile's startup folder does it in every kernel."""
     if sys.displayhook is shell.displayhook:
         _supervised().start_ahead()
-
-
-def _note_files(_result: object) -> None:
-    """After each cell: which files the modules are from that it imported (docs of :mod:`taas.capture.holders`)."""
-    note_files()
 
 
 def _release_what_is_left(_result: object) -> None:
@@ -169,5 +164,5 @@ def deactivate(shell: Any) -> None:
         shell.Completer.custom_matchers[:] = (
             m for m in shell.Completer.custom_matchers if m not in _MATCHERS
         )
-        shell.events.unregister("post_run_cell", _note_files)
+        shell.events.unregister("post_run_cell", note_files)
         shell.events.register("post_run_cell", _release_what_is_left)

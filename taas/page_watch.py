@@ -31,10 +31,8 @@ from taas import _linux
 Span = tuple[int, int]
 
 _PAGE = mmap.PAGESIZE
-_JOINED = 16 * _PAGE
-"""Pieces that are nearer to each other are watched as one: every piece may take two of the 65530 mappings of a process."""
 _MOST = 4096
-"""So many pieces are watched, the largest ones."""
+"""So many pieces are watched, the largest ones: every piece may take two of the 65530 mappings of a process."""
 
 _NR_USERFAULTFD = {"x86_64": 323, "aarch64": 282}
 _USER_MODE_ONLY = 1
@@ -48,16 +46,10 @@ _SCAN = struct.Struct("=12Q")
 
 
 class Watch:
-    """Pages that are watched from now on.
+    """Pages that are watched from now on; ``inner`` says which of each span (address, end), in whole pages.
 
-    Args:
-        spans: memory (address, end) of this process. What cannot be watched is left out, as are the pages at its edges, which
-            it may share with something else.
-        sealed: what the system calls a file that nobody can write to (memfd_create(2)), private mappings of which are watched.
-        before: a watch that this one takes the place of: what both have costs little. It is closed.
-
-    Attributes:
-        inner: what is watched of each span, in whole pages.
+    What cannot be watched is left out, as are the pages at a span's edges, which it may share with something else. Private mappings of
+    ``sealed`` files, by memfd_create(2)'s name for them, are watched. ``before`` is closed: what both have costs little.
     """
 
     def __init__(self, spans: Iterable[Span], sealed: str = "", before: Watch | None = None) -> None:
@@ -165,24 +157,14 @@ def _is_within(spans: list[Span], span: Span) -> bool:
 
 
 def _pieces(wanted: Iterable[Span], sealed: str) -> list[Span]:
-    """Return what of memory can be watched, near neighbours joined, the largest first."""
+    """Return what of memory can be watched, the largest first."""
     own, has_devices = _own_memory(sealed)
-    found: list[Span] = []
-    for start, end in sorted(wanted):
-        if not _is_within(own, (start, end)) or (has_devices and _is_pinned(start, end)):
-            continue
-        if found and start - found[-1][1] < _JOINED and _is_within(own, (found[-1][0], end)):
-            found[-1] = (found[-1][0], max(end, found[-1][1]))
-        else:
-            found.append((start, end))
+    found = [span for span in wanted if _is_within(own, span) and not (has_devices and _is_pinned(*span))]
     return sorted(found, key=lambda piece: piece[0] - piece[1])[:_MOST]
 
 
 def _own_memory(sealed: str) -> tuple[list[Span], bool]:
-    """Return this process's private memory, neighbours joined, and whether it has devices that may write into it.
-
-    That is memory of no file, and of sealed ones of a name.
-    """
+    """Return private memory of no file, or of sealed ones, neighbours joined, and whether devices may write into this process."""
     found: list[Span] = []
     lines = Path("/proc/self/maps").read_text(errors="replace").splitlines()
     mappings = [mapping.groups() for line in lines if (mapping := _MAPPING.fullmatch(line))]

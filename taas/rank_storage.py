@@ -2,12 +2,12 @@
 
 Covered, in every rank but 0 and in all it starts (DataLoader workers, child processes, shells):
   * every way to change files, directories or links beneath the project, by whatever route: links, ``..``,
-    /proc/self/fd, a working directory or descriptor from before, other mounts of the same directories;
+    /proc/self/fd, a working directory or descriptor from before;
   * attempts to undo it: mounting, remounting, other processes' namespaces.
 Reads stay live: what rank 0 saves, every rank can load right away.
 
 Not covered:
-  * hard links and mappings of project files made before the run: they are the file itself;
+  * hard links and mappings of project files made before the run, other mounts of its directories: they are the file itself;
   * the weaker walls' holes, which ``taas doctor`` lists for this machine (Landlock: metadata such as mode and
     times; no wall: everything that is not Python, and other programs);
   * what a rank asks somebody else to write: a daemon, another machine, rank 0.
@@ -29,39 +29,13 @@ from pathlib import Path
 from typing import Literal
 
 from taas.errors import StorageDenied
-from taas.storage import boundary, calls, kept, walls
-from taas.storage.boundary import NEVER, Denial
-from taas.storage.diversion import Diversion
+from taas.storage import boundary, diversion, kept, walls
+from taas.storage.boundary import LANDLOCK_SAID, NEVER, WALL_SAID, Denial
 from taas.storage.table import Table
 
 _edge: boundary.Boundary | None = None
 """What this process, a rank other than 0, must not write."""
-RankWrites = Literal["discard", "deny"]
 MECHANISMS = tuple(walls.WALLS)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Policy:
-    """What one rank may write.
-
-    Attributes:
-        project: the notebook's directory.
-        rank: global rank.
-        mode: what becomes of writes to the project.
-        shared: directories where every rank may write, relative to the project or absolute; made if absent.
-        since_ns: when the run began, by the clock of the project's file system: what changed there since is rank 0's doing.
-        scratch: this rank's private folder for diverted files, made by the agent (``scratch_of``); it may
-            lie beneath the project.
-        writable: absolute paths that taas itself needs to write in this rank: output files, sockets.
-    """
-
-    project: str
-    rank: int
-    mode: RankWrites = "discard"
-    shared: tuple[str, ...] = ()
-    scratch: str
-    writable: tuple[str, ...] = ()
-    since_ns: int = NEVER
 
 
 @dataclass
@@ -81,7 +55,7 @@ class Guard:
     table: Table | None = None
 
     def begin_run(self, scratch: Path, since_ns: int) -> None:
-        """Another run begins in this rank, with scratch and time as :class:`Policy` has them."""
+        """Another run begins in this rank, with scratch and time as :func:`guard` has them."""
         self.scratch = scratch
         if self.table is not None:
             scratch.mkdir(parents=True, exist_ok=True)
@@ -102,37 +76,42 @@ def is_closed(path: str) -> bool:
     return _edge is not None and _edge.relative(os.path.realpath(path)) is not None
 
 
-def prepare() -> None:
-    """Do once, in the forkserver, what every rank's guard would otherwise repeat: 10 ms each."""
-    calls.survey()
-
-
-def guard(policy: Policy, mechanisms: Sequence[str] = MECHANISMS) -> Guard:
+def guard(
+    *,
+    project: str,
+    rank: int,
+    scratch: Path,
+    mode: Literal["discard", "deny"] = "discard",
+    shared: tuple[str, ...] = (),
+    since_ns: int = NEVER,
+    writable: tuple[str, ...] = (),
+    mechanisms: Sequence[str] = MECHANISMS,
+) -> Guard:
     """Put this rank behind the wall; the first thing a freshly forked rank does.
 
-    The process must have one thread and must not yet have opened the project. Rank 0 is left as it is, but that it
-    completes checkpoints which all ranks write.
-    Descriptors that a rank needs from other processes by ``/proc/<pid>/fd`` must be opened before.
+    The process has one thread and has not yet opened the project; what it needs of other processes by ``/proc/<pid>/fd`` it has
+    opened. Rank 0 is left as it is, but that it completes checkpoints which all ranks write.
 
     Args:
-        policy: what the rank may write.
-        mechanisms: which walls to try, in order.
-
-    Raises:
-        StorageDenied: none of these mechanisms works.
+        project: the notebook's directory.
+        rank: global rank.
+        scratch: its folder for diverted files, which is there (``scratch_of``); it may lie beneath the project.
+        mode: what becomes of writes to the project.
+        shared: directories where every rank may write, relative to the project or absolute; made if absent.
+        since_ns: when the run began, by the clock of the project's file system: what changed there since is rank 0's doing.
+        writable: absolute paths that taas itself needs to write in this rank: output files, sockets.
+        mechanisms: which walls to try, in order; where none of them stands, this raises StorageDenied.
     """
-    scratch = Path(policy.scratch)
-    if policy.rank == 0:
+    if rank == 0:
         standing = Guard("none (rank 0)", scratch)
-        kept.complete_checkpoints(policy.project, lambda: standing.scratch.parent)
+        kept.complete_checkpoints(project, lambda: standing.scratch.parent)
         return standing
     global _edge
-    edge = boundary.draw(policy.project, policy.shared, (*policy.writable, policy.scratch))
+    edge = boundary.draw(project, shared, (*writable, str(scratch)))
     brought_along = walls.inherited(edge)
-    table = Table(edge, policy.scratch, policy.since_ns)
-    why_not: list[str] = []
+    table = Table(edge, str(scratch), since_ns)
+    why_not = []
     for mechanism in mechanisms:
-        denial = Denial(policy.rank, policy.mode, edge, landlock=mechanism == "landlock")
         try:
             walls.WALLS[mechanism](edge)
         except OSError as error:
@@ -142,11 +121,11 @@ def guard(policy: Policy, mechanisms: Sequence[str] = MECHANISMS) -> Guard:
         _edge = edge
         if mechanism == "landlock":
             _move_temporary_files(edge, scratch)
-        calls.install(Diversion(table, denial))
+        denial = Denial(rank, mode, edge, LANDLOCK_SAID if mechanism == "landlock" else WALL_SAID)
+        diversion.install(diversion.Diversion(table, denial))
         return Guard(mechanism, scratch, denial, table)
-    raise StorageDenied(
-        errno.EPERM, f"rank {policy.rank} cannot be kept from writing the project: {'; '.join(why_not)}"
-    )
+    why = "; ".join(why_not)
+    raise StorageDenied(errno.EPERM, f"rank {rank} cannot be kept from writing the project: {why}")
 
 
 def _move_temporary_files(edge: boundary.Boundary, scratch: Path) -> None:

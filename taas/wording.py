@@ -23,7 +23,7 @@ def shown(text: str, limit: int = 60) -> str:
 
 
 def shown_path(path: str | bytes | os.PathLike[str]) -> str:
-    """A path on one line: a name may have any byte, and need not be UTF-8."""
+    """A path on one line; it need not be UTF-8."""
     return shown(os.fsdecode(path), 200)
 
 

@@ -120,7 +120,6 @@ def two_layers(forward: Callable[..., Any]) -> nn.Module:
     return Inner(forward, a=nn.Linear(6, 16), b=nn.Linear(16, 3))
 
 
-PROGRAMS["uneven_batch"] = simple(7, mlp)
 PROGRAMS["fewer_samples_than_ranks"] = simple(1, mlp)
 PROGRAMS["batch_norm_uneven"] = simple(11, lambda: mlp(nn.BatchNorm1d(16)))
 PROGRAMS["inplace_on_input"] = simple(7, lambda: nn.Sequential(nn.ReLU(inplace=True), *mlp()))
@@ -183,15 +182,6 @@ def _tied():
 PROGRAMS["tied_weights"] = simple(7, _tied)
 
 
-def _frozen():
-    net = mlp()
-    net[0].requires_grad_(False)
-    return net
-
-
-PROGRAMS["frozen_layer"] = simple(7, _frozen)
-
-
 def _checkpointed(reentrant):
     def forward(m, x):
         x = m.a(x)
@@ -211,15 +201,6 @@ def lstm_along_dim_1(parallel):
     torch.manual_seed(1)
     model = parallel(Inner(lambda m, x: m.a(x)[0], a=nn.LSTM(6, 5, num_layers=2)), dim=1)
     return train(model, model.parameters(), 20, lambda m, x, y: m(x.reshape(4, 5, 6)).pow(2).mean())
-
-
-@program
-def gradient_of_input(parallel):
-    torch.manual_seed(1)
-    model, (x, y) = parallel(mlp()), batch(7)
-    x.requires_grad_()
-    F.cross_entropy(model(x * 2), y).backward()
-    return [x.grad, *(p.grad for p in model.parameters())]
 
 
 @program
@@ -250,25 +231,3 @@ def integer_and_boolean_outputs(parallel):
     torch.manual_seed(1)
     model = parallel(two_layers(lambda m, x: (m.b(m.a(x)).argmax(1), m.a(x) > 0, m.a(x).to(torch.bfloat16))))
     return [out.detach().double() for out in model(batch(7)[0])]
-
-
-@program
-def features_of_a_larger_model(parallel):
-    torch.manual_seed(1)
-    features = parallel(nn.Sequential(nn.Linear(6, 16), nn.Tanh()))
-    model = nn.Sequential(nn.Linear(6, 6), features, nn.Linear(16, 3))
-    return train(model, model.parameters(), 7, cross_entropy)
-
-
-@program
-def two_models(parallel):
-    torch.manual_seed(1)
-    first, second = parallel(nn.Linear(6, 6)), parallel(nn.Linear(6, 3))
-    parameters = [*first.parameters(), *second.parameters()]
-    optimizer = torch.optim.Adam(parameters, lr=0.1)
-    for step in range(3):
-        optimizer.zero_grad()
-        x, y = batch(7, step)
-        (F.cross_entropy(second(first(x)), y) + F.cross_entropy(second(x), y)).backward()
-        optimizer.step()
-    return [p.detach() for p in parameters]

@@ -34,6 +34,7 @@ settings.register_profile("explore", deadline=None, suppress_health_check=[Healt
 settings.register_profile("taas", settings.get_profile("explore"), derandomize=True)
 settings.load_profile("taas")
 _PR_SET_CHILD_SUBREAPER = 36
+_OF_A_RUN = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "OMP_NUM_THREADS", "PYTHONUNBUFFERED"}
 _MINUTES = (
     "test_browser",
     "test_fault_table",
@@ -58,6 +59,7 @@ _MINUTES = (
 
 
 _held: dict[str, contextlib.ExitStack] = {}
+_kernels: list[Notebook] = []
 
 
 DAY = datetime.datetime.now(datetime.UTC).date().isoformat()
@@ -71,7 +73,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=int,
         default=0,
         help="so many rows of each table of slow tests, or as many as its mark says, three times as many of tables "
-        "whose rows run in a notebook or its ranks, and half of a slow file's other tests; others each day",
+        "whose rows run in a notebook or its ranks, and a third of a slow file's other tests; others each day",
     )
     parser.addoption("--day", default=DAY, help="the day whose rows run (2026-11-25)")
 
@@ -88,9 +90,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         dropped = _not_drawn(items, config.getoption("rows"), config.getoption("day"))
         config.hook.pytest_deselected(items=[item for item in items if item in dropped])
         items[:] = [item for item in items if item not in dropped]
-    items.sort(
-        key=lambda item: _MINUTES.index(item.path.stem) if item.path.stem in _MINUTES else len(_MINUTES)
-    )
+    with_notebook = {item.path for item in items if "notebook" in getattr(item, "fixturenames", ())}
+
+    def turn(item: pytest.Item) -> tuple[int, bool]:
+        long = _MINUTES.index(item.path.stem) if item.path.stem in _MINUTES else len(_MINUTES)
+        return long, item.path not in with_notebook
+
+    items.sort(key=turn)
 
 
 def _not_drawn(items: list[pytest.Item], rows: int, day: str) -> set[pytest.Item]:
@@ -106,7 +112,7 @@ def _not_drawn(items: list[pytest.Item], rows: int, day: str) -> set[pytest.Item
         slow = table[0].get_closest_marker("slow")
         drawn = slow.kwargs.get("rows", rows) if slow else 3 * rows
         if name == str(table[0].path):
-            drawn = max(rows, (len(table) + 1) // 2)
+            drawn = max(rows, (len(table) + 2) // 3)
         dropped.update(dice.sample(table, max(len(table) - drawn, 0)))
     return dropped
 
@@ -131,13 +137,7 @@ def clean_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
     """No variable of the person who runs the suite reaches a test; runtime files go to folders of its own."""
     with pytest.MonkeyPatch.context() as patch:
         for name in list(os.environ):
-            if name.startswith(("TAAS_", "MASTER_", "TORCHELASTIC_", "JPY_")) or name in {
-                "RANK",
-                "LOCAL_RANK",
-                "WORLD_SIZE",
-                "OMP_NUM_THREADS",
-                "PYTHONUNBUFFERED",
-            }:
+            if name.startswith(("TAAS_", "MASTER_", "TORCHELASTIC_", "JPY_")) or name in _OF_A_RUN:
                 patch.delenv(name)
         for name in ("JUPYTER_RUNTIME_DIR", "JUPYTER_DATA_DIR", "IPYTHONDIR", "XDG_CONFIG_HOME", "TMPDIR"):
             patch.setenv(name, str(tmp_path_factory.mktemp(name.lower())))
@@ -239,10 +239,11 @@ def warm() -> None:
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
-    """End forkservers before a test that does not need them."""
-    for fixture in _held.keys() - {*getattr(nextitem, "fixturenames", ())}:
-        _held.pop(fixture).close()
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """End kernel and forkservers before a module that does not begin with a test that needs them."""
+    if nextitem is None or nextitem.path != item.path:
+        for fixture in _held.keys() - {*getattr(nextitem, "fixturenames", ())}:
+            _held.pop(fixture).close()
 
 
 @pytest.fixture
@@ -268,18 +269,37 @@ def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunRecord:
     return record
 
 
-@pytest.fixture(scope="module")
-def notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
-    """A notebook with taas loaded, for the tests of one module."""
-    folders = set(Path(tempfile.gettempdir()).glob("taas-*"))
+@contextlib.contextmanager
+def _one_kernel() -> Iterator[None]:
+    """The kernel of all modules that want a notebook, while they follow each other."""
+    where = Path(
+        tempfile.gettempdir()
+    )  # asked now: the suite's own is no longer set when its last test is over
+    folders = set(where.glob("taas-*"))
     with leaves_nothing("the notebook"):
-        book = Notebook(tmp_path_factory.mktemp("project"))
+        book = Notebook(Path(tempfile.mkdtemp(prefix="first")))
         try:
             book.good("%load_ext taas")
-            yield book
+            _kernels.append(book)
+            yield
         finally:
+            _kernels.clear()
             book.close()
-    assert not set(Path(tempfile.gettempdir()).glob("taas-*")) - folders, "the notebook left a folder"
+    assert not set(where.glob("taas-*")) - folders, "the notebook left a folder"
+
+
+@pytest.fixture(scope="module")
+def kernel() -> Notebook:
+    """The kernel that notebooks share; a module with a notebook of its own has none."""
+    _hold("kernel", _one_kernel)
+    return _kernels[0]
+
+
+@pytest.fixture(scope="module")
+def notebook(kernel: Notebook, tmp_path_factory: pytest.TempPathFactory) -> Notebook:
+    """A notebook with taas loaded, in a project of its own: for the tests of one module."""
+    kernel.renew(tmp_path_factory.mktemp("project"))
+    return kernel
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import pickle
 import select
@@ -31,6 +32,7 @@ from taas.delivery.messages import (
     Final,
     FinishPlans,
     Hello,
+    HostLost,
     Peer,
     ProgressReport,
     Report,
@@ -38,7 +40,7 @@ from taas.delivery.messages import (
 )
 from taas.delivery.registered import Registration, delivering
 from taas.delivery.transport import CoordinatorProcess
-from taas.wire.short_folder import make_short_folder
+from taas.wire.curve import make_short_folder
 
 PATIENCE = 150.0
 """Seconds within which ranks end on the most loaded machine; below the suite's own limit for a test."""
@@ -68,12 +70,13 @@ class Child:
             finally:
                 os._exit(0)
 
+        self.pidfd = os.pidfd_open(self.pid)
+
     def end(self) -> None:
         """Wait until it has quit, as it was told, and kill it if it does not."""
-        pidfd = os.pidfd_open(self.pid)
-        if not select.select([pidfd], [], [], 5.0)[0]:
+        if not select.select([self.pidfd], [], [], 5.0)[0]:
             os.kill(self.pid, signal.SIGKILL)
-        os.close(pidfd)
+        os.close(self.pidfd)
         os.waitpid(self.pid, 0)
 
 
@@ -81,10 +84,9 @@ class Rank:
     """A forked rank that runs ``body(rank, loaders)``."""
 
     def __init__(self, config: DeliveryConfig, rank: int, payload: int, body: Callable[..., Any]) -> None:
-        self._reader, writer = os.pipe()
+        self._reader, writer = multiprocessing.Pipe(duplex=False)
         self.pid = os.fork()
         if self.pid == 0:
-            os.close(self._reader)
             torch.set_num_threads(1)  # an OpenMP pool is not there after a fork; asked, it hangs
             try:
                 rank_side.connect(config, rank, "127.0.0.1")
@@ -98,29 +100,19 @@ class Rank:
             except Exception:
                 data = cloudpickle.dumps((False, (RuntimeError(outcome[1][1]), outcome[1][1])))
             rank_side.disconnect()
-            with os.fdopen(writer, "wb") as file:
-                file.write(data)
+            writer.send_bytes(data)
             os._exit(0)
-        os.close(writer)
+        writer.close()
 
     def result(self, deadline: float) -> tuple[bool, Any]:
-        data = b""
-        while True:
-            left = deadline - time.monotonic()
-            if left <= 0 or not select.select([self._reader], [], [], left)[0]:
-                os.kill(self.pid, 9)
-                self._end()
+        try:
+            if not self._reader.poll(max(0.0, deadline - time.monotonic())):
+                os.kill(self.pid, signal.SIGKILL)
                 raise TimeoutError("a rank did not end")
-            piece = os.read(self._reader, 1 << 20)
-            if not piece:
-                break
-            data += piece
-        self._end()
-        return pickle.loads(data)
-
-    def _end(self) -> None:
-        os.close(self._reader)
-        os.waitpid(self.pid, 0)
+            return pickle.loads(self._reader.recv_bytes())
+        finally:
+            self._reader.close()
+            os.waitpid(self.pid, 0)
 
 
 class DeliveryRun:
@@ -152,7 +144,9 @@ class DeliveryRun:
         self.payload = f"/proc/{os.getpid()}/fd/{self._captured.fd}"
         self.reports: list[Report] = []
         self._unheard: deque[Report] = deque()
+        self._seen_ended: set[int] = set()
         self.coordinator = CoordinatorProcess()
+        self.children: list[Child] = []
         self.children = self._start(processes)
         if wait:
             self.wait_until_ready()
@@ -187,11 +181,25 @@ class DeliveryRun:
             while self._unheard:
                 report = self._unheard.popleft()
                 self.reports.append(report)
+                if isinstance(report, HostLost) and self.config.folder and report.vm not in self._seen_ended:
+                    child = self.children[1 + report.vm]  # which its agent would end now
+                    os.kill(child.pid, signal.SIGKILL)
+                    select.select([child.pidfd], [], [])
+                    self._see_ends()
                 if isinstance(report, kinds):
                     return report
-            said = self.coordinator.read()
-            assert said is not None, "the coordinator ended"
-            self._unheard += said
+            self._see_ends()
+            if select.select([self.coordinator.fileno()], [], [], 0.05)[0]:
+                said = self.coordinator.read()
+                assert said is not None, "the coordinator ended"
+                self._unheard += said
+
+    def _see_ends(self) -> None:
+        """Tell the coordinator of the data processes of this host that have ended, as the supervisor would."""
+        for vm, child in enumerate(self.children, -1) if self.config.folder else ():
+            if vm not in self._seen_ended and select.select([child.pidfd], [], [], 0)[0]:
+                self._seen_ended.add(vm)
+                self.coordinator.send(HostLost(vm=vm, cause="ended"))
 
     def start_ranks(self, body: Callable[..., Any]) -> list[Rank]:
         configs = [
@@ -214,18 +222,8 @@ class DeliveryRun:
 
     def finish(self) -> Final:
         """Return the loaders' final states, when the ranks have ended."""
-        self.ask_for_final()
-        return self.heard_final()
-
-    def ask_for_final(self) -> None:
-        """Say that the ranks have ended."""
         self.coordinator.send(FinishPlans())
-
-    def heard_final(self) -> Final:
-        """Return the loaders' final states, which were asked for."""
-        final = self.wait_for(Final)
-        assert isinstance(final, Final)
-        return final
+        return self.wait_for(Final)
 
     def __enter__(self) -> DeliveryRun:
         return self

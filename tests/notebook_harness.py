@@ -21,6 +21,16 @@ from jupyter_client.manager import KernelManager
 from taas.rank import lifeline
 
 _NOT_A_RANK_YET = (lifeline.SPARE_NAME, lifeline.FORKSERVER_NAME)
+_STATE = "import os, sys; print((dict(os.environ), sys.path, set(sys.modules)))"
+_RENEW = """
+import os, sys
+environ, path, modules = {state}
+for name in sys.modules.keys() - modules:
+    if os.path.dirname(os.getcwd()) in str(getattr(sys.modules[name], "__file__", "")):
+        del sys.modules[name]
+os.environ.clear(); os.environ.update(environ); sys.path[:] = path
+os.chdir({folder!r})
+"""
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -114,6 +124,14 @@ class Notebook:
         self.hidden = False
         self._pending = ""
         self._ran = Ran()
+        self._as_started = ""
+
+    def renew(self, folder: Path) -> None:
+        """Have it as it was when this was first called, in another folder."""
+        self._as_started = self._as_started or self.good(_STATE).own
+        self.folder = folder
+        self.good(f"%taas release\n{_RENEW.format(state=self._as_started.strip(), folder=str(folder))}")
+        self.good("%reset -f")
 
     def run(self, code: str, seconds: float = 120, *, store_history: bool = True) -> Ran:
         """Execute a cell and wait for its end."""

@@ -43,16 +43,7 @@ _main_lock = threading.Lock()
 
 @dataclass
 class Outcome:
-    """How one rank ended.
-
-    Attributes:
-        value: what the function returned.
-        error: name of the exception's class, ``"killed"`` for a rank ended with the others, or ``""``.
-        text: the exception's text.
-        trace: its traceback.
-        notices: what the user was told.
-        exit_code: of the process.
-    """
+    """How one rank ended: ``error`` names the exception's class, or says ``"killed"`` of one ended with the others."""
 
     value: Any = None
     error: str = ""
@@ -78,34 +69,13 @@ def warm_server() -> Iterator[None]:
 
 
 def run_ranks(
-    function: Callable[..., Any],
-    world: int,
-    *args: Any,
-    vms: int = 1,
-    rehearsed: bool = True,
-    fails: bool = False,
-    grace: float = GRACE,
-    imports: tuple[str, ...] = (),
-    host: str = LOOPBACK,
-    environ: Mapping[str, str] | None = None,
+    function: Callable[..., Any], world: int, *args: Any, fails: bool = False, **how: Any
 ) -> list[Any]:
-    """Run ``function(*args)`` in ``world`` ranks on ``vms`` pretended VMs; returns what each returned.
+    """Run ``function(*args)`` in ``world`` ranks, as :func:`launch` does; returns what each returned.
 
-    With ``fails=True`` the outcomes are returned instead, and failures are expected; where every rank's own is,
-    ``grace=DEADLINE`` waits for them all, however late one begins. ``imports`` are modules that a rank has imported
-    when taas is installed in it, as the forkserver's preload may do; ``environ`` are variables beside torchrun's.
+    With ``fails=True`` the outcomes are returned instead, and failures are expected.
     """
-    outcomes = launch(
-        function,
-        world,
-        *args,
-        vms=vms,
-        rehearsed=rehearsed,
-        grace=grace,
-        imports=imports,
-        host=host,
-        environ=environ,
-    )
+    outcomes = launch(function, world, *args, **how)
     if fails:
         return outcomes
     broken = [f"rank {r}: {o.error} {o.trace}" for r, o in enumerate(outcomes) if o.error or o.exit_code]
@@ -124,7 +94,12 @@ def launch(
     host: str = LOOPBACK,
     environ: Mapping[str, str] | None = None,
 ) -> list[Outcome]:
-    """As ``run_ranks``, but returns how each rank ended; with another ``host`` through a TCPStore."""
+    """Run ranks on ``vms`` pretended VMs; returns how each ended. With another ``host`` they meet through a TCPStore.
+
+    Where every rank fails by itself, ``grace=DEADLINE`` waits for them all, however late one begins. ``imports`` are modules
+    that a rank has imported when taas is installed in it, as the forkserver's preload may do; ``environ`` are variables
+    beside torchrun's.
+    """
     scratch = tempfile.mkdtemp(prefix="ranks-")
     store = RunStore(StoreAddress(host, secrets.token_bytes(32)), world, Path(scratch))
     context = multiprocessing.get_context("forkserver")
@@ -132,10 +107,8 @@ def launch(
     for rank in range(world):
         mine, its = context.Pipe(duplex=False)
         environment = {**_torchrun(rank, world, world // vms, store.address), **(environ or {})}
-        process = context.Process(
-            target=_rank,
-            args=(its, environment, store.address, rehearsed, imports, str(Path.cwd()), function, args),
-        )
+        told = its, environment, store.address, rehearsed, imports, str(Path.cwd()), function, args
+        process = context.Process(target=_rank, args=told)
         with _without_main():
             process.start()
         its.close()

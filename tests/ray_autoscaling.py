@@ -63,23 +63,14 @@ class AutoscaledCluster:
         }
         self._log = self.folder / "head.log"
         with self._log.open("w") as log:
+            start = (
+                f"{Path(sys.executable).with_name('ray')} start --head --block --num-cpus=0 --node-ip-address=127.0.0.1 "
+                f"--port={port} --temp-dir={self.folder}/r --autoscaling-config={self.folder}/config.json "
+                f"--object-store-memory={_MEMORY} --ray-client-server-port={_free_port()} --include-dashboard=false "
+                "--dashboard-agent-listen-port=0"
+            )
             self._head = subprocess.Popen(
-                [
-                    *(
-                        str(Path(sys.executable).with_name("ray")),
-                        "start",
-                        "--head",
-                        "--block",
-                        "--num-cpus=0",
-                    ),
-                    *("--node-ip-address=127.0.0.1", f"--port={port}", f"--temp-dir={self.folder / 'r'}"),
-                    *(
-                        f"--autoscaling-config={self.folder / 'config.json'}",
-                        f"--object-store-memory={_MEMORY}",
-                    ),
-                    *(f"--ray-client-server-port={_free_port()}", "--include-dashboard=false"),
-                    "--dashboard-agent-listen-port=0",
-                ],
+                start.split(),
                 env={**self.environ, **head},
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -92,29 +83,17 @@ class AutoscaledCluster:
         return self
 
     def _config(self) -> dict[str, object]:
-        nodes = {
-            name: {
-                "resources": {**has, "object_store_memory": _MEMORY},
-                "node_config": {},
-                "min_workers": 0,
-                "max_workers": 2,
-            }
-            for name, has in _TYPES.items()
-        }
+        nodes = {}
+        for name, has in _TYPES.items():
+            resources = {**has, "object_store_memory": _MEMORY}
+            nodes[name] = {"resources": resources, "node_config": {}, "min_workers": 0, "max_workers": 2}
+        switches = "launch_multiple use_node_id_as_ip disable_node_updaters disable_launch_config_check"
         provider = {
             "type": "external",
             "module": "ray.autoscaler._private.fake_multi_node.node_provider.FakeMultiNodeProvider",
             "gcs_address": self.address,
             "head_node_id": _HEAD,
-            **dict.fromkeys(
-                (
-                    "launch_multiple",
-                    "use_node_id_as_ip",
-                    "disable_node_updaters",
-                    "disable_launch_config_check",
-                ),
-                True,
-            ),
+            **dict.fromkeys(switches.split(), True),
         }
         return {
             "cluster_name": "here",
@@ -161,8 +140,7 @@ class AutoscaledCluster:
         return said.partition("Recent failures")[0]
 
     def __exit__(self, *_: object) -> None:
-        os.killpg(
-            self._head.pid, signal.SIGKILL
-        )  # nodes are in its group; upon SIGTERM it takes more than 20 s
+        # nodes are in its group; upon SIGTERM it takes more than 20 s
+        os.killpg(self._head.pid, signal.SIGKILL)
         self._head.wait(20)
-        subprocess.run(["rm", "-rf", str(self.folder)], check=True)
+        subprocess.run(["rm", "-rf", str(self.folder)], check=True)  # the nodes, too, remove what is theirs

@@ -7,7 +7,6 @@ import copy
 import functools
 import os
 import tempfile
-from pathlib import Path
 
 import pytest
 import torch
@@ -192,19 +191,6 @@ def sync_batch_norm_trains_in_ddp():
     ddp(torch.randn(1, 3, 8, 8))
 
 
-def zero_shards_the_optimizer():
-    """ZeroRedundancyOptimizer steps on every rank."""
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-
-    ddp = DDP(_net().cuda(), device_ids=[RANK])
-    optimizer = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, lr=0.1)
-    before = ddp.module[0].weight.detach().clone()
-    ddp(torch.randn(2, 3, 8, 8, device="cuda")).sum().backward()
-    optimizer.step()
-    optimizer.consolidate_state_dict(to=0)
-    assert not torch.equal(before, ddp.module[0].weight)
-
-
 def fsdp1_shards():
     """FSDP1 trains with device_id in every form, mixed precision and a full state dict at the end."""
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
@@ -304,19 +290,6 @@ def meshes_and_dtensors():
     parallelize_module(net, mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
     assert torch.allclose(net(x), expected, atol=1e-6)
     assert init_device_mesh("cuda", (2, 1), mesh_dim_names=("a", "b"))["a"].size() == 2
-
-
-def checkpoints_are_loaded_by_all_ranks():
-    """The tutorial's form: rank 0 saves, all ranks load with map_location={"cuda:0": "cuda:RANK"}."""
-    path = [str(Path(tempfile.mkdtemp()) / "ckpt.pt") if RANK == 0 else None]
-    dist.broadcast_object_list(path, 0)
-    net = DDP(_net().cuda(RANK), device_ids=[RANK])
-    if RANK == 0:
-        torch.save(net.state_dict(), path[0])
-    dist.barrier()
-    state = torch.load(path[0], map_location={"cuda:0": f"cuda:{RANK}"}, weights_only=True)
-    net.load_state_dict(state)
-    dist.barrier()
 
 
 def data_parallel_in_one_process():

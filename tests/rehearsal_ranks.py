@@ -7,7 +7,6 @@ in the same ranks, since starting torch costs seconds; each gets its own verdict
 from __future__ import annotations
 
 import ast
-import contextlib
 import importlib
 import json
 import os
@@ -50,11 +49,10 @@ def run(
     chosen = names or programs(module)
     children = []
     for rank in range(ranks):
-        environment = os.environ | {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(ranks),
-            "LOCAL_WORLD_SIZE": str(ranks),
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+        environment = {
+            **os.environ,
+            **{name: str(value) for name, value in place.items()},
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(store.port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
@@ -62,24 +60,17 @@ def run(
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": os.pathsep.join([str(HERE.parent), str(HERE)]),
         }
+        told = [module, str(folder), str(rank), str(ranks if devices is None else devices), *chosen]
         with (folder / f"{rank}.log").open("wb") as log:
-            arguments = [
-                sys.executable,
-                __file__,
-                module,
-                str(folder),
-                str(rank),
-                str(ranks if devices is None else devices),
-                *chosen,
-            ]
+            command = [sys.executable, __file__, *told]
             children.append(
-                subprocess.Popen(arguments, env=environment, cwd=folder, stdout=log, stderr=subprocess.STDOUT)
+                subprocess.Popen(command, env=environment, cwd=folder, stdout=log, stderr=subprocess.STDOUT)
             )
     try:
         for child in children:
             child.wait(timeout)
     except subprocess.TimeoutExpired:
-        pass
+        pass  # a rank waits for one that failed, which says why
     finally:
         for child in children:
             child.kill()
@@ -90,16 +81,12 @@ def run(
 def _verdict(folder: Path, name: str, ranks: int) -> str:
     bad = []
     for rank in range(ranks):
-        with contextlib.suppress(FileNotFoundError):
-            verdicts = dict(json.loads(line) for line in (folder / f"{rank}.json").read_text().splitlines())
-            if verdicts.get(name) == OK:
-                continue
-            if name in verdicts:
-                bad.append(f"rank {rank}:\n{verdicts[name]}")
-                continue
-        bad.append(
-            f"rank {rank} did not come to it; its last words:\n{(folder / f'{rank}.log').read_text()[-1500:]}"
-        )
+        file, verdicts = folder / f"{rank}.json", {}
+        if file.exists():
+            verdicts = dict(json.loads(line) for line in file.read_text().splitlines())
+        last_words = f"did not come to it; its last words:\n{(folder / f'{rank}.log').read_text()[-1500:]}"
+        if (verdict := verdicts.get(name, last_words)) != OK:
+            bad.append(f"rank {rank}: {verdict}")
     return "\n".join(bad) or OK
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from taas import rank_storage
-from taas.rank_storage import Guard, Policy
+from taas.rank_storage import Guard
 from taas.storage.boundary import clock_of
 
 
@@ -34,10 +34,11 @@ class Run:
             now = clock_of(str(self.base))
         return first
 
-    def policy(self, rank: int, **options: Any) -> Policy:
+    def policy(self, rank: int, **options: Any) -> dict[str, Any]:
+        """Arguments of ``rank_storage.guard``."""
         scratch = rank_storage.scratch_of(self.scratch, rank)
         scratch.mkdir(parents=True, exist_ok=True)
-        return Policy(**{"project": str(self.project), "rank": rank, "scratch": str(scratch), **options})
+        return {"project": str(self.project), "rank": rank, "scratch": scratch, **options}
 
     def rank(self, body: Callable[[Guard], Any], **options: Any) -> Any:
         """Run ``body`` in one rank and return what it returns; what it raises fails the test."""
@@ -48,11 +49,12 @@ class Run:
     ) -> tuple[int, int]:
         """Let one rank run ``body``; give what this returns to ``join``."""
         policy = self.policy(rank, **options)
-        mechanisms = rank_storage.MECHANISMS if mechanism is None else (mechanism,)
+        if mechanism is not None:
+            policy["mechanisms"] = (mechanism,)
 
         def guarded() -> Any:
-            guard = rank_storage.guard(policy, mechanisms)
-            os.chdir(policy.project)
+            guard = rank_storage.guard(**policy)
+            os.chdir(self.project)
             return body(guard)
 
         return fork(guarded)

@@ -8,6 +8,7 @@ import pickle
 import random
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -170,35 +171,6 @@ def test_ranks_with_different_batches_are_named():
         assert "DistributedSampler" in outcome.text
 
 
-def _different_parameters():
-    model, rank = nn.DataParallel(mlp()), int(os.environ["RANK"])
-    with torch.no_grad():
-        model.module[2].bias.add_(rank)
-    for step in range(8):
-        model(batch(6, step)[0])
-
-
-def test_a_parameter_that_one_rank_changed_by_itself_is_named():
-    """Rarely looked at, but in the first pass."""
-    for outcome in run_ranks(_different_parameters, 2, fails=True, grace=DEADLINE):
-        assert outcome.error == "RanksDisagree", outcome.trace
-        assert "'2.bias'" in outcome.text
-
-
-def _one_step_fewer():
-    model, rank = nn.DataParallel(mlp()), int(os.environ["RANK"])
-    for step in range(3 + rank):
-        model(batch(6, step)[0]).sum().backward()
-
-
-def test_rank_that_ends_earlier_is_named():
-    """A loop that ends by the clock: the rank that goes on is told who left, not that a connection was closed."""
-    left, late = run_ranks(_one_step_fewer, 2, fails=True, grace=DEADLINE)
-    assert not left.error
-    assert late.error == "RanksDisagree", late.trace
-    assert "Rank(s) 0 had ended the cell when rank 1" in late.text
-
-
 def _one_replica_fails():
     def forward(m, x):
         if float(x[0, 0]) == 5.0:
@@ -228,11 +200,7 @@ class _Balanced(nn.DataParallel):
 
 
 def _subclass():
-    _Balanced(mlp())
-
-
-def _sparse():
-    nn.DataParallel(nn.Sequential(nn.Embedding(4, 2, sparse=True)))
+    _Balanced(mlp())(batch(4)[0])
 
 
 def _strange_output():
@@ -248,7 +216,6 @@ def _foreign_parameter():
     ("case", "words"),
     [
         (_subclass, "_Balanced changes scatter"),
-        (_sparse, "sparse=False"),
         (_strange_output, "returned a float"),
         (_foreign_parameter, "not its own"),
     ],
@@ -295,23 +262,19 @@ def test_functional_form_is_adopted():
 
 def _curve(parallel):
     torch.manual_seed(0)
-    model = parallel(
-        nn.Sequential(
-            nn.Conv2d(1, 4, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(36, 10), nn.LogSoftmax(1)
-        )
-    )
+    model = parallel(nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 10)))
     source = torch.Generator().manual_seed(1)
     images, labels = torch.rand(256, 1, 8, 8, generator=source), torch.randint(10, (256,), generator=source)
     loader = DataLoader(TensorDataset(images, labels), batch_size=32, shuffle=True)
     optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), []
-    while len(losses) < 50:
+    for _ in range(6):
         for x, y in loader:
             optimizer.zero_grad()
-            loss = F.nll_loss(model(x), y)
+            loss = F.cross_entropy(model(x), y)
             loss.backward()
             optimizer.step()
             losses.append(loss.item())
-    return losses[:50]
+    return losses
 
 
 def _ranks_curve():
@@ -320,7 +283,7 @@ def _ranks_curve():
 
 @pytest.mark.slow
 def test_loss_curve_of_eight_ranks_is_that_of_one_process():
-    """50 steps of a small CNN without batch norm and dropout: the plain program's losses."""
+    """48 steps of a small CNN without batch norm and dropout: the plain program's losses."""
     plain = _curve(lambda module: module)
     for losses in run_ranks(_ranks_curve, 8):
         assert losses == pytest.approx(plain, rel=1e-4)
@@ -345,3 +308,21 @@ def _outlives_the_programs_groups():
 def test_the_group_is_known_to_torch_and_made_again_with_the_programs_own():
     """It is no default group; a program that destroys all groups ends it, and the next pass has another one."""
     assert run_ranks(_outlives_the_programs_groups, 2) == [(["gloo"], False)] * 2
+
+
+def _replicas_of_two_runs():
+    """Rank 1 has another key, as a stranger would who takes its place in the group."""
+    from taas import adopt
+
+    assert adopt._meeting is not None
+    membership = adopt._meeting.membership
+    if membership.rank == 1:
+        membership.address = msgspec.structs.replace(membership.address, secret=bytes(32))
+    torch.nn.DataParallel(torch.nn.Linear(2, 1))(torch.ones(4, 2))
+
+
+def test_what_replicas_say_to_each_other_is_sealed():
+    """gloo takes any peer; DataParallel unpickles nothing of one that has not the run's key."""
+    for outcome in run_ranks(_replicas_of_two_runs, 2, fails=True, grace=60):
+        assert outcome.error == "RanksDisagree", outcome
+        assert "not of this run" in outcome.text

@@ -63,7 +63,7 @@ def test_programs_on_two_ranks_of_one_gpu():
 
 
 def _nccl_of_one():
-    from taas.adopt.membership import Membership
+    from taas.adopt.rendezvous import Membership
     from taas.adopt.replica_group import ReplicaGroup
     from taas.wire.framing import StoreAddress
 
@@ -74,8 +74,10 @@ def _nccl_of_one():
 
 
 def _nccl_in(group):
+    from taas.adopt.replica_group import Slices
+
     values = torch.arange(6.0, device="cuda").reshape(2, 3)
-    gathered, (total,) = group.gather(values > 2, [2], 0), group.sum([values])
+    gathered, (total,) = group.gather(values > 2, Slices((2,), 0)), group.sum([values])
     group.take_from_rank_0([values])
     kind = type(group._group._get_backend(values.device)).__name__
     chosen = [backend for backend, _ in torch.distributed.distributed_c10d._world.pg_map.values()]
@@ -120,7 +122,7 @@ def _late_disagreement():
 
 
 def test_a_late_disagreement_is_found_in_its_pass():
-    """Also where batches lie on the GPU, which is not waited for: the next pass says it, and names this one."""
+    """Also where batches lie on the GPU."""
     for outcome in run_ranks(_late_disagreement, 2, rehearsed=False, fails=True, grace=DEADLINE):
         assert outcome.error == "RanksDisagree", outcome.trace
         assert "at forward pass 12 " in outcome.text

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import time
 from datetime import timedelta
@@ -15,8 +14,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from ranks_harness import DEADLINE, launch, run_ranks
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 pytestmark = [pytest.mark.usefixtures("warm"), pytest.mark.slow]
 SEEN: list = []
@@ -30,15 +28,6 @@ def _spawn_noting(processes, function=_note):
     SEEN.clear()
     result = mp.spawn(function, args=("a", 2), nprocs=processes, join=True)
     return result, SEEN, os.getpid()
-
-
-def _join_false():
-    context = mp.start_processes(_note, args=(1,), nprocs=2, join=False, start_method="fork")
-    return (
-        context.join(),
-        context.join(timeout=1.0),
-        isinstance(context, mp.ProcessContext),
-    )
 
 
 def _rank_1_last(index):
@@ -68,12 +57,12 @@ def _twice_without_destroy(processes):
     return SEEN, dist.is_initialized(), os.environ["WORLD_SIZE"]
 
 
-def _fail_on_1(index):
+def _fail_on_1(index, *args):
     if index == 1:
         raise ValueError("rank 1 is ill")
 
 
-def _leave(index):
+def _leave(index, *args):
     raise SystemExit(0)
 
 
@@ -92,66 +81,6 @@ def _shared_tensor():
 def _managed():
     with mp.Manager() as manager:
         mp.spawn(_note, args=(manager.dict(),), nprocs=2)
-
-
-def _hogwild():
-    model = nn.Linear(2, 2)
-    model.share_memory()
-    mp.spawn(_note, args=(model,), nprocs=2)
-
-
-def _square(x):
-    return os.getpid(), x * x
-
-
-def _ordinary_processes():
-    """A process, a pool and a loader with workers, which taas has no business with."""
-    queue = multiprocessing.get_context("fork").SimpleQueue()
-    process = multiprocessing.get_context("fork").Process(target=lambda: queue.put(os.getpid()))
-    process.start()
-    child = queue.get()
-    process.join()
-    with multiprocessing.get_context("fork").Pool(2) as pool:
-        squares = pool.map(_square, range(4))
-    loader = DataLoader(
-        TensorDataset(torch.arange(6)), batch_size=2, num_workers=2, multiprocessing_context="fork"
-    )
-    batches = [batch[0].tolist() for batch in loader]
-    mine = os.getpid()
-    return child != mine, all(pid != mine for pid, _ in squares), [s for _, s in squares], batches
-
-
-def _setup(rank, world_size):
-    os.environ["MASTER_ADDR"] = "localhost"
-    os.environ["MASTER_PORT"] = "12355"
-    torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", rank=rank, world_size=world_size)
-
-
-def _seed_four(rank, world_size, epochs, losses):
-    """The shape of the fourth seed: set-up function, loader function, DDP with device_ids."""
-    _setup(rank, world_size)
-    torch.manual_seed(0)
-    inputs = torch.randn(64, 4)
-    data = TensorDataset(inputs, inputs.sum(1, keepdim=True))
-    loader = DataLoader(data, batch_size=8, pin_memory=True, shuffle=False, sampler=DistributedSampler(data))
-    model = DistributedDataParallel(nn.Linear(4, 1).to(rank), device_ids=[rank])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for epoch in range(epochs):
-        loader.sampler.set_epoch(epoch)
-        for x, y in loader:
-            optimizer.zero_grad()
-            loss = nn.functional.mse_loss(model(x.to(rank)), y.to(rank))
-            loss.backward()
-            optimizer.step()
-        losses.append(loss.item())
-    dist.destroy_process_group()
-
-
-def _run_seed_four():
-    losses: list[float] = []
-    mp.spawn(_seed_four, args=(torch.cuda.device_count(), 4, losses), nprocs=torch.cuda.device_count())
-    return losses
 
 
 def _elastic():
@@ -184,11 +113,6 @@ def test_more_processes_are_refused():
     assert "--gpus 8" in outcome.text
 
 
-def test_context_without_join():
-    """``join=False`` returns a ProcessContext whose ``join`` is true at once."""
-    assert run_ranks(_join_false, 2) == [(True, True, True)] * 2
-
-
 def test_returns_when_all_have_ended(tmp_path, monkeypatch):
     """The code after ``mp.spawn`` finds what the slowest rank wrote."""
     monkeypatch.chdir(tmp_path)
@@ -196,29 +120,23 @@ def test_returns_when_all_have_ended(tmp_path, monkeypatch):
 
 
 def test_group_is_gone_when_the_function_returns():
-    """A function that never destroys its group can be spawned again, by fewer ranks than there are."""
+    """A function that never destroys its group can be spawned again, by fewer ranks than there are; and on two VMs."""
     seen = [[(rank, 2, 2.0)] * 2 for rank in range(2)] + [[]]
     assert [(one, False, "3") for one in seen] == run_ranks(_twice_without_destroy, 3, 2)
+    seen = [[(rank, 4, 4.0)] * 2 for rank in range(4)]
+    assert [(one, False, "4") for one in seen] == run_ranks(_twice_without_destroy, 4, 2, vms=2)
 
 
 def test_failing_rank_speaks_first():
     """The error is the function's own; the other rank reports it only after the run should have ended."""
-    first, second = run_ranks(_spawn_noting, 2, 2, _fail_on_1_with_args, fails=True, grace=1.0)
+    first, second = run_ranks(_spawn_noting, 2, 2, _fail_on_1, fails=True, grace=1.0)
     assert (second.error, second.text) == ("ValueError", "rank 1 is ill")
     assert first.error == "killed"
 
 
-def _fail_on_1_with_args(index, *args):
-    _fail_on_1(index)
-
-
-def _leave_with_args(index, *args):
-    _leave(index)
-
-
 def test_exit_in_the_function_ends_the_function():
     """``sys.exit(0)`` in a spawned process doesn't end the program."""
-    assert [result for result, _, _ in run_ranks(_spawn_noting, 2, 2, _leave_with_args)] == [None, None]
+    assert [result for result, _, _ in run_ranks(_spawn_noting, 2, 2, _leave)] == [None, None]
 
 
 def _spawn_nested():
@@ -229,29 +147,17 @@ def _spawn_nested():
     ("program", "words"),
     [
         (_spawn_nested, "inside mp.spawn"),
-        (_hogwild, "shared memory"),
         (_managed, "all_gather_object"),
-        (_queue, "a SimpleQueue of multiprocessing (args[0]), of which each rank would have its own"),
-        (_shared_tensor, "a Tensor in shared memory (args[0])"),
+        (_queue, "a SimpleQueue that processes share (args[0]), of which each rank would have its own"),
+        (_shared_tensor, "a Tensor that processes share (args[0])"),
         (_elastic, "torchrun"),
     ],
 )
 def test_what_cannot_be_adopted_is_refused_by_name(program, words):
-    """Launchers within launchers, Hogwild, torchrun from Python."""
+    """Launchers within launchers, what processes share, torchrun from Python."""
     for outcome in run_ranks(program, 2, fails=True, grace=DEADLINE):
         assert outcome.error == "CannotAdopt", outcome.trace
         assert words in outcome.text
-
-
-def test_ordinary_processes_are_untouched():
-    """multiprocessing.Process, Pool and DataLoader workers are real processes."""
-    assert run_ranks(_ordinary_processes, 2) == [(True, True, [0, 1, 4, 9], [[0, 1], [2, 3], [4, 5]])] * 2
-
-
-def test_program_in_the_shape_of_the_fourth_seed():
-    """Own rendezvous, ``model.to(rank)``, DDP, a sampler, mp.spawn: it trains, on two VMs."""
-    every = run_ranks(_run_seed_four, 4, vms=2)
-    assert all(losses[-1] < losses[0] / 2 for losses in every)
 
 
 # ---------------------------------------------------------------- Lightning and accelerate, without a word about them in the program
@@ -347,3 +253,17 @@ def test_accelerate_notebook_launcher_runs_in_the_ranks():
 def test_adopted_functions_go_by_name():
     """A cell that imports one has its name in the notebook afterwards: it is the library's own there."""
     assert run_ranks(_names, 2) == [[True] * 4] * 2
+
+
+def _join_false():
+    context = mp.start_processes(_note, args=(1,), nprocs=2, join=False, start_method="fork")
+    return (
+        context.join(),
+        context.join(timeout=1.0),
+        isinstance(context, mp.ProcessContext),
+    )
+
+
+def test_context_without_join():
+    """``join=False`` returns a ProcessContext whose ``join`` is true at once."""
+    assert run_ranks(_join_false, 2) == [(True, True, True)] * 2

@@ -59,8 +59,7 @@ def _by_old_name(init):
 
 
 def _mesh():
-    mesh = init_device_mesh("cpu", (2,))
-    return mesh.size(), mesh.get_rank()
+    return init_device_mesh("cpu", (2,)).size(), dist.get_rank()
 
 
 def _first_two_then_all():

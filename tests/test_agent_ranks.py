@@ -14,36 +14,21 @@ import pytest
 from vm_harness import Vm
 
 from taas.agent.forkserver import Forkserver
-from taas.agent.rank_endings import Rank
 from taas.agent.rank_job import RankJob
 from taas.header.options import RunSpec
 from taas.wire.agents import JobOver, StartJob
-from taas.wire.framing import LOOPBACK, Memory, StoreAddress, pack
-from taas.wire.rank_connection import hear, receive, send, socket_pair, tell
-from taas.wire.ranks import Cell, RankEnded, RankOrder, RankStage, Workspace
+from taas.wire.framing import LOOPBACK, Memory, StoreAddress
+from taas.wire.ranks import Cell, RankEnded, RankOrder, Workspace, receive, socket_pair, tell
+
+Ends = tuple[socket.socket, socket.socket]
 
 
 @pytest.fixture
-def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
+def ends() -> Iterator[Ends]:
     """The two ends, the agent's and a rank's."""
     agent, rank = socket_pair()
     with agent, rank:
         yield agent, rank
-
-
-def test_what_a_rank_says_is_heard_until_it_is_gone(ends: tuple[socket.socket, socket.socket]) -> None:
-    """However long it is, and also where the rank has not heard what it was told; nonsense is its last word."""
-    agent, rank = ends
-    begun = RankStage(stage="begun", rank=3)
-    long = RankEnded(rank=3, outcome="raised", at=0.0, message="x" * (4 << 20))
-    for message in (begun, long):
-        send(rank, pack(message))
-    assert hear(agent) == ([begun, long], False)
-    tell(agent, b"unheard")
-    send(rank, pack(begun))
-    send(rank, b"\xc1")
-    rank.close()
-    assert hear(agent) == ([begun], True)
 
 
 def tell_all(agent: socket.socket, *told: tuple[bytes, *tuple[int, ...]]) -> None:
@@ -54,7 +39,7 @@ def tell_all(agent: socket.socket, *told: tuple[bytes, *tuple[int, ...]]) -> Non
     assert not telling.is_alive()
 
 
-def test_an_agent_waits_for_no_rank_that_does_not_hear(ends: tuple[socket.socket, socket.socket]) -> None:
+def test_an_agent_waits_for_no_rank_that_does_not_hear(ends: Ends) -> None:
     """A rank that is stuck reads nothing: an order of any length is there for it, with its descriptors, when it goes on."""
     agent, rank = ends
     payload = os.memfd_create("payload")
@@ -71,47 +56,24 @@ def test_an_agent_waits_for_no_rank_that_does_not_hear(ends: tuple[socket.socket
         os.close(payload)
 
 
-def test_a_rank_that_never_hears_is_cut_off(ends: tuple[socket.socket, socket.socket]) -> None:
-    """However many messages it is sent; what it had not read until then is there for it, and then the end."""
-    agent, rank = ends
-    tell_all(agent, *[(bytes(4000),)] * 1000)
-    assert hear(agent) == ([], True)
-    assert receive(rank) == (bytes(4000), [])
-    with pytest.raises(EOFError):
-        for _ in range(1000):
-            receive(rank)
-
-
 def test_names_that_cannot_be_opened_end_the_run_and_not_the_agent(
-    tmp_path: Path, forkserver: Forkserver, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, forkserver: Forkserver
 ) -> None:
     """The supervisor is told why, and every rank ends; nobody looks ten times a second when all are gone."""
     payload = os.memfd_create("payload")
     vm = Vm(tmp_path, forkserver)
-    work = RankOrder(
-        run="golden-fox",
-        vm="vm-0",
-        cell=Cell("", 1, RunSpec(name="golden-fox", ranks_per_vm=2), "nocolor"),
-        group_rank=0,
-        store=StoreAddress(LOOPBACK, b"0" * 32),
-        gpus=(),
-    )
+    cell = Cell("", 1, RunSpec(name="golden-fox", ranks_per_vm=2), "nocolor")
     order = StartJob(
-        run="golden-fox",
-        job=0,
-        name="VM vm-0",
-        payload=Memory(os.getpid(), payload, 0),
+        run="golden-fox", job=0, name="VM vm-0", payload=Memory(os.getpid(), payload, 0),
         workspace=Workspace(str(tmp_path), dict(os.environ)),
-        output=str(tmp_path / "output"),
-        scratch=str(tmp_path / "writes"),
-        work=work,
-    )
+        output=str(tmp_path / "output"), scratch=str(tmp_path / "writes"),
+        work=RankOrder("golden-fox", "vm-0", cell, 0, StoreAddress(LOOPBACK, b"0" * 32), ()),
+    )  # fmt: skip
     job = RankJob(order, vm.services)
     try:
         job.begin()
-        rank: Rank = job.ranks[0]
         wrong = Memory(os.getpid(), payload, 1)
-        job._rank_ended(rank, RankEnded(rank=0, outcome="done", at=0.0, answer=wrong))
+        job._rank_ended(job.ranks[0], RankEnded(rank=0, outcome="done", at=0.0, answer=wrong))
         heard = [message.said for message in vm.run(job)]
         assert RankEnded(rank=0, outcome="done", at=0.0) in heard
         [over] = [said for said in heard if isinstance(said, JobOver)]
@@ -126,7 +88,7 @@ IN_ITS_EXCEPT = """
 import ctypes, threading
 from taas.rank.agent_link import AgentLink
 from taas.wire.framing import pack
-from taas.wire.rank_connection import hear, socket_pair, tell
+from taas.wire.ranks import hear, socket_pair, tell
 from taas.wire.ranks import RankRequest
 from multiprocessing.connection import wait
 

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from jupyter_client.manager import KernelManager
 from notebook_harness import Notebook, gone
-from privileges import needs_other_users, needs_user_namespaces, no_user_namespaces
-
-from taas.agent.processes import kill_tree
+from privileges import no_user_namespaces
 
 NO_WATCHES = 'echo 0 > /proc/sys/user/max_inotify_{what} && exec "$@"'
 
@@ -73,32 +66,3 @@ def test_a_variable_that_is_not_utf8(notebook: Notebook) -> None:
     """It reaches the ranks as it is, and stops no run."""
     notebook.good("import os\nos.environb[b'LATIN'] = b'\\xe9'")
     assert notebook.good("#pragma taas --gpus 1\nimport os; print(os.environb[b'LATIN'])").own == "b'\\xe9'\n"
-
-
-@needs_user_namespaces
-def test_no_watch_for_a_folder(tmp_path: Path) -> None:
-    """The watcher knows that it has to look by itself."""
-    code = (
-        "import sys, pathlib; from taas.runs.events import Inotify; watch = Inotify(); print(watch.blind)\n"
-        "watch.add(pathlib.Path(sys.argv[1])); print(watch.blind, watch.changed()); watch.close()"
-    )
-    command = without("watches", sys.executable, "-c", code, str(tmp_path))
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (done.stdout, done.stderr) == ("False\nTrue set()\n", "")
-
-
-@needs_other_users
-def test_a_child_of_another_user() -> None:
-    """What a cell started by sudo may not be ended: the agent goes on."""
-    with subprocess.Popen(["sleep", "600"]) as child:
-        if (other := os.fork()) == 0:
-            os.setuid(65534)
-            try:
-                kill_tree([psutil.Process(child.pid)])
-            except BaseException:
-                os._exit(1)
-            os._exit(0)
-        _, status = os.waitpid(other, 0)
-        still = child.poll() is None
-        child.kill()
-    assert (status, still) == (0, True)

@@ -1,6 +1,6 @@
 """What GPUs do with names, where there is none: refusing, by being absent; by generators and devices that stand in for them.
 
-test_capture_cuda.py and test_gpu.py have real ones.
+test_gpu.py has real ones.
 """
 
 from __future__ import annotations
@@ -57,6 +57,14 @@ def apply(**generators): put({"random numbers": generators})
 torch.manual_seed(3)
 """
 
+THREE_DEVICES = """
+asked = []
+torch.cuda.is_initialized, torch.cuda.device_count = lambda: True, lambda: 3
+torch._C._cuda_hasPrimaryContext = lambda number: number != 1
+torch.cuda.get_rng_state = torch.get_rng_state
+notebook["n"] = 1
+"""
+
 ROWS = {
     "new tensors of a gpu come to host memory": (  # The notebook's GPU is where the next rank computes: only what the notebook has there takes room there.
         MEMORY
@@ -97,29 +105,15 @@ for device in ("cuda", "cuda:1"):
         ["['cuda:0', 'cuda:1', 'cuda:0']", "['cuda:1', 'cuda:1', 'cuda:1']"],
     ),
     "memory is read when the gpus have written it": (  # A kernel that uses CUDA waits for the devices that it uses, before its names travel.
-        MEMORY
-        + """asked = []
-torch.cuda.is_initialized, torch.cuda.device_count = lambda: True, lambda: 3
-torch._C._cuda_hasPrimaryContext = lambda number: number != 1
-torch.cuda.get_rng_state = torch.get_rng_state
-
-torch.cuda.synchronize = asked.append
-notebook["n"] = 1
+        MEMORY + THREE_DEVICES + """torch.cuda.synchronize = asked.append
 capture("n", notebook, None, project=Path.cwd())
 print(asked)
 """,
         ['[0, 2]'],
     ),
     "work on the gpu that failed stops the run before it starts": (  # A failure that CUDA tells late is told then: what it left in memory would travel silently.
-        MEMORY
-        + """asked = []
-torch.cuda.is_initialized, torch.cuda.device_count = lambda: True, lambda: 3
-torch._C._cuda_hasPrimaryContext = lambda number: number != 1
-torch.cuda.get_rng_state = torch.get_rng_state
-
-from taas.errors import CaptureError
+        MEMORY + THREE_DEVICES + """from taas.errors import CaptureError
 torch.cuda.synchronize = refuse
-notebook["n"] = 1
 try:
     capture("n", notebook, None, project=Path.cwd())
 except CaptureError as error:

@@ -38,13 +38,9 @@ def test_built_in_types() -> None:
     }  # fmt: skip
 
 
-def test_without_files_the_defaults_hold() -> None:
-    """No file is needed."""
-    assert load_catalog() == Catalog()
-
-
 def test_types_of_ones_own(tmp_path: Path) -> None:
-    """A file adds types and redefines built-in ones."""
+    """A file adds types and redefines built-in ones; none is needed."""
+    assert load_catalog() == Catalog()
     catalog = config(
         tmp_path,
         '[instances."x1.2"]\nvcpus = 16\ngpus = 2\ngpu_model = "L40S"\nvms = [1, 3]\n[instances."g2.8"]\nvcpus=9\n',
@@ -79,28 +75,19 @@ def test_a_key_takes_what_its_option_takes(tmp_path: Path) -> None:
 
 
 REFUSED = {
-    "[instance]\n": "write instances",
-    "run = 3\n": "write [run]",
-    "[run]\nhang_timout = 3\n": "write hang_timeout",
+    '[instance."x1.2"]\nvcpus = 3\n': "write instances",
+    "run = 3\n": "write run.",
+    "[run]\nhang_timout = 3\n": "write run.hang_timeout",
     "[run]\nhang_timeout = -3\n": "above 0",
-    "[run]\nhang_timeout = nan\n": "above 0",
-    "[run]\nmax_restarts = true\n": "max_restarts",
-    '[run]\noutput = "some"\n': "output",
     '[engine]\ndefault = "kubernetes"\n': "default",
-    '[engine.slurm]\npartitio = "gpu"\n': "key in [engine.slurm]",
-    '[run.slurm]\npartition = "gpu"\n': "run.slurm is no section",
-    "[storage]\nshared = ['']\n": "shared",
+    '[engine.slurm]\npartitio = "gpu"\n': "write engine.slurm.partition",
+    '[run.slurm]\npartition = "gpu"\n': "write engine.slurm.partition",
     "[storage]\nrank_writes = 'dicard'\n": "write discard",
     "[delivery]\nbuffer = '2 parsecs'\n": "a size: bytes",
-    "[delivery]\nbuffer = true\n": "buffer",
-    "[engine]\nwait = -1\n": "wait",
-    "[delivery]\nencrypt = 'no'\n": "encrypt",
     "[instances.g3.8]\nvcpus = 3\n": "quotes",
     '[instances."big"]\nvcpus = 3\n': "called like g2.8",
     '[instances."g3.8"]\ngpus = 3\n': "vcpus",
-    '[instances."g3.8"]\nvcpus = 3\ngpu = 3\n': "write gpus",
-    '[instances."g3.8"]\nvcpus = 3\nname = "x"\n': "name",
-    '[instances."g3.8"]\nvcpus = 0\n': "at least 1",
+    '[instances."g3.8"]\nvcpus = 3\ngpu = 3\n': ".gpus",
     '[instances."g3.8"]\nvcpus = 8\nvms = []\n': "vms",
     "[run\n": "line 1",
     "\udcff": "utf-8",

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import re
-import select
-from pathlib import Path
-from typing import Any
 
 import pytest
 from notebook_harness import Notebook, gone
 
-from taas.delivery.messages import Failed, Hello, Note, Report
 from taas.runs.records import read_records
-from taas.wire.child import Child
 
 pytestmark = pytest.mark.slow
 
@@ -85,18 +80,6 @@ def test_the_buffer_of_the_catalog_is_what_ranks_get(registered: Notebook) -> No
     registered.good(HEAD + read)
     catalog.unlink()
     assert registered.value("size") == str(6 << 20)
-
-
-def test_an_exception_of_the_dataset_is_raised_in_the_rank(registered: Notebook) -> None:
-    """The remote traceback is in the cell."""
-    registered.good(
-        "class Bad(Dataset):\n    def __len__(self): return 8\n"
-        "    def __getitem__(self, i):\n        if i == 5: raise ValueError('cannot decode picture 5')\n        return i\n"
-        "bad = DataLoader(Bad(), batch_size=2); taas.register(bad);"
-    )
-    ran = registered.run(HEAD + "\nfor batch in bad: print(batch)")
-    assert ran.ename == "CellFailed"
-    assert "cannot decode picture 5" in ran.traceback
 
 
 def test_a_loader_that_the_cell_does_not_use_is_not_run(registered: Notebook) -> None:
@@ -231,53 +214,14 @@ def test_an_interrupt_ends_the_data_workers(registered: Notebook) -> None:
 
 # ── the supervisor's end of a delivery ───────────────────────────────────────────────────────────────
 
-SPEAKER = """
-import os, sys
 
-os.write(1, {first!r})
-sys.stdin.readline()
-os.write(1, {second!r})
-if sys.stdin.read() == "":
-    os.write(1, {last!r})
-"""
-"""Writes as the coordinator does: something at once, more when it is asked, the last at its stdin's end."""
-
-
-def speaker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **said: bytes) -> Child:
-    (tmp_path / "speaker.py").write_text(SPEAKER.format(**said))
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    return Child(["-m", "speaker"], Report)
-
-
-def readable(coordinator: Child) -> list[Any]:
-    return select.select([coordinator], [], [], 0)[0]
-
-
-def test_what_was_said_at_once_is_heard_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing stays behind where no descriptor tells of it; half a line waits for its other half."""
-    coordinator = speaker(
-        tmp_path,
-        monkeypatch,
-        first=b'{"type":"Hello","pid":1,"address":"tcp://here"}\n{"type":"Note","text":"first"}\n{"type":"No',
-        second=b'te","text":"whole"}\n',
-        last=b'{"type":"Failed","reason":"its end"}\n{"type":"Fai',
+def test_an_exception_of_the_dataset_is_raised_in_the_rank(registered: Notebook) -> None:
+    """The remote traceback is in the cell."""
+    registered.good(
+        "class Bad(Dataset):\n    def __len__(self): return 8\n"
+        "    def __getitem__(self, i):\n        if i == 5: raise ValueError('cannot decode picture 5')\n        return i\n"
+        "bad = DataLoader(Bad(), batch_size=2); taas.register(bad);"
     )
-    said: list[Report] | None = coordinator.read()
-    assert said == [Hello(1, address="tcp://here"), Note("first")]
-    assert not readable(coordinator)
-    coordinator.send("go on")
-    assert coordinator.read() == [Note("whole")]
-    assert coordinator.close() == [Failed("its end")]
-
-
-def test_a_coordinator_killed_in_the_middle_of_a_word_has_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What it could not say to the end is not taken for a report."""
-    coordinator = speaker(
-        tmp_path, monkeypatch, first=b'{"type":"Note","text":"first"}\n{"ty', second=b"", last=b""
-    )
-    assert coordinator.read() == [Note("first")]
-    coordinator.process.kill()
-    assert coordinator.read() is None
-    assert coordinator.close() == []
+    ran = registered.run(HEAD + "\nfor batch in bad: print(batch)")
+    assert ran.ename == "CellFailed"
+    assert "cannot decode picture 5" in ran.traceback

@@ -115,5 +115,5 @@ def test_memory_is_pinned_by_a_thread_while_the_rank_computes() -> None:
         [(came, ahead, threads, again)] = run.ranks(_pinned)
     assert came == [*range(13), "not this one"]
     assert ahead
-    assert threads == {"taas-pin"}
+    assert threads == {"taas-pin_0"}
     assert again == [*range(5)]

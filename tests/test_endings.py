@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 from notebook_harness import Notebook, Ran, gone, until
+from test_background import terminal
 
 pytestmark = pytest.mark.slow
 
@@ -52,9 +53,9 @@ def next_cell_runs(notebook: Notebook) -> Iterator[None]:
     assert notebook.good("#pragma taas --gpus 2\nimport os\nprint(os.environ['WORLD_SIZE'])").own == "2\n"
 
 
-def interrupted(notebook: Notebook, body: str, world_size: int = 2) -> Ran:
+def interrupted(notebook: Notebook, body: str) -> Ran:
     """Run a cell, and press interrupt once it has printed "ready"."""
-    notebook.start(f"#pragma taas --gpus {world_size}\n{body}")
+    notebook.start(f"#pragma taas --gpus 2\n{body}")
     notebook.wait_for("ready")
     notebook.interrupt()
     return notebook.end()
@@ -67,13 +68,8 @@ def test_a_handled_interrupt_ends_well_however_long_it_takes(notebook: Notebook)
     """A checkpoint that takes 4 s is whole, the cell succeeds, and all names come back."""
     ran = interrupted(
         notebook,
-        "import os, time\n"
-        "steps = 0\n"
-        "try:\n"
-        "    ready()\n"
-        "    while True:\n"
-        "        steps += 1\n"
-        "        time.sleep(0.01)\n"
+        "import os, time\nsteps = 0\n"
+        "try:\n    ready()\n    while True: steps += 1; time.sleep(0.01)\n"
         "except KeyboardInterrupt:\n"
         "    if os.environ['RANK'] == '0':\n"
         "        with open('checkpoint', 'wb') as file:\n"
@@ -91,8 +87,7 @@ def test_a_handled_interrupt_ends_well_however_long_it_takes(notebook: Notebook)
 def test_an_interrupt_that_comes_when_the_cell_has_just_ended(notebook: Notebook) -> None:
     """It changes nothing any more, and what libraries registered for the rank's exit is done."""
     notebook.good(
-        "#pragma taas --gpus 2\n"
-        "import atexit, os, pathlib, signal, sys\n"
+        "#pragma taas --gpus 2\nimport atexit, os, pathlib, signal, sys\n"
         "if os.environ['RANK'] == '0': atexit.register(pathlib.Path('flushed').touch)\n"
         "def press(frame, event, argument):\n"
         "    if event == 'call' and frame.f_code.co_name == 'end_cell':\n"
@@ -165,12 +160,9 @@ def test_a_handler_of_the_cells_own_is_asked(notebook: Notebook) -> None:
     """``signal.signal(SIGINT, …)`` works as in a script: the loop ends when it has seen the flag."""
     ran = interrupted(
         notebook,
-        "import signal, time\n"
-        "stopped = []\n"
+        "import signal, time\nstopped = []\n"
         "before = signal.signal(signal.SIGINT, lambda number, frame: stopped.append(number))\n"
-        "ready()\n"
-        "while not stopped: time.sleep(0.05)\n"
-        "after = 'saved'\n",
+        "ready()\nwhile not stopped: time.sleep(0.05)\nafter = 'saved'\n",
     )
     assert ran.status == "ok", ran.evalue
     assert notebook.value("after, stopped") == "saved [2]"
@@ -206,7 +198,6 @@ def test_a_rank_that_does_not_notice_holds_nobody(notebook: Notebook) -> None:
 
 ALONE = {
     "all_reduce": (GROUP, "dist.all_reduce(torch.ones(4))"),
-    "new group": (GROUP, "dist.new_group([0, 1])"),
     "store": (GROUP, "dist.distributed_c10d._get_default_store().wait(['never'])"),
     "DataParallel, whose group is none of torch's own": (
         "import os, time, torch\nrank = int(os.environ['RANK'])\n"
@@ -337,24 +328,28 @@ def test_rank_1_is_at_its_end_before_rank_0_has_begun(notebook: Notebook) -> Non
     assert notebook.value("x") == "1"
 
 
-def test_rank_0_is_killed(notebook: Notebook) -> None:
-    """Nothing comes, and the error says so."""
-    ran = notebook.run(
-        "#pragma taas --gpus 2\nimport os, signal, time\nlost = 1\n"
-        "if os.environ['RANK'] == '0': os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(600)"
-    )
-    assert "no names came back: rank 0 was killed by SIGKILL" in ran.evalue
-    assert notebook.value("'lost' in globals()") == "False"
-
-
-def test_what_cannot_be_packed_after_an_error_is_said(notebook: Notebook) -> None:
-    """The others come; the error is the cell's own."""
-    ran = notebook.run(
-        "#pragma taas --gpus 2\nimport threading\nlock = threading.Lock()\nkept = 1\nraise ValueError('mine')"
-    )
-    assert "raised ValueError: mine" in ran.evalue
-    assert "lock" in ran.stdout + ran.stderr
-    assert notebook.value("kept") == "1"
+@pytest.mark.parametrize(
+    ("body", "said", "holds"),
+    [
+        (
+            "import os, signal, time\nlost = 1\n"
+            "if os.environ['RANK'] == '0': os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(600)",
+            ("no names came back: rank 0 was killed by SIGKILL",),
+            "'lost' not in globals()",
+        ),
+        (
+            "import threading\nlock = threading.Lock()\nkept = 1\nraise ValueError('mine')",
+            ("raised ValueError: mine", "lock"),
+            "kept == 1",
+        ),
+    ],
+    ids=["rank 0 is killed", "a name cannot be packed"],
+)
+def test_what_does_not_come_is_said(notebook: Notebook, body: str, said: tuple[str, ...], holds: str) -> None:
+    """Nothing, where rank 0 is gone; else all others come, and the error is the cell's own."""
+    ran = notebook.run(f"#pragma taas --gpus 2\n{body}")
+    assert all(words in ran.evalue + ran.stdout + ran.stderr for words in said)
+    assert notebook.value(holds) == "True"
 
 
 def test_return_narrows_what_comes_after_an_error(notebook: Notebook) -> None:
@@ -392,6 +387,24 @@ def test_a_second_press_ends_everything(notebook: Notebook) -> None:
     assert notebook.value("stage") == "noticed"
 
 
+def test_many_presses_end_no_other_run(notebook: Notebook) -> None:
+    """The supervisor, which has the background runs of the same kernel, too, is at ending this one."""
+    notebook.good(
+        "#pragma taas --gpus 1 --background --name owl\nimport pathlib, time\n"
+        "while not pathlib.Path('go').exists(): time.sleep(0.02)\nsaved = 42"
+    )
+    notebook.start(f"#pragma taas --gpus 2\n{DEAF}")
+    notebook.wait_for("ready")
+    notebook.interrupt()
+    notebook.wait_for("noticed")
+    for _ in range(7):
+        notebook.interrupt()
+    assert notebook.end().ename == "KeyboardInterrupt"
+    (notebook.folder / "go").touch()
+    notebook.good("%taas attach owl")
+    assert notebook.value("saved") == "42"
+
+
 def test_a_second_press_while_rank_0_holds_the_gil(notebook: Notebook) -> None:
     """Nobody answers: nothing comes, and the error says it."""
     notebook.start("#pragma taas --gpus 2\nimport itertools\nready()\nsum(itertools.repeat(0.5))")
@@ -411,50 +424,39 @@ def test_a_second_press_while_rank_0_holds_the_gil(notebook: Notebook) -> None:
 # ---------------------------------------------------------------- from elsewhere
 
 
-@pytest.fixture(scope="module")
-def other(notebook: Notebook, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
-    """Another notebook."""
-    found = Notebook(tmp_path_factory.mktemp("other"))
-    found.good("%load_ext taas")
-    yield found
-    found.close()
-
-
-def test_stop_is_one_press(notebook: Notebook, other: Notebook) -> None:
+def test_stop_is_one_press(notebook: Notebook) -> None:
     """The cell's ``finally`` runs; its error says who stopped it."""
     notebook.start(
         "#pragma taas --gpus 2 --name long\nimport time\n"
         "try:\n    ready()\n    time.sleep(600)\nfinally:\n    finished = 1"
     )
     notebook.wait_for("ready")
-    assert "long stopped" in other.good("%taas stop long").stdout
+    assert "long stopped after" in terminal("stop", "long").stdout
     ran = notebook.end()
     assert ran.ename == "KeyboardInterrupt"
-    assert "stopped from" in ran.evalue
+    assert "long was stopped from a terminal" in ran.evalue
     assert STOOD in ran.evalue
     assert notebook.value("finished") == "1"
 
 
-def test_stop_now_is_two(notebook: Notebook, other: Notebook) -> None:
+def test_stop_now_is_two(notebook: Notebook) -> None:
     """The cell's own patience is over."""
     notebook.start(f"#pragma taas --gpus 2 --name deaf\n{DEAF}")
     notebook.wait_for("ready")
-    assert "deaf stopped" in other.good("%taas stop deaf --now").stdout
+    assert "deaf stopped" in terminal("stop", "deaf", "--now").stdout
     assert notebook.end().ename == "KeyboardInterrupt"
     assert notebook.value("stage in ('begun', 'noticed')") == "True"
 
 
-def test_a_background_run_that_fails_leaves_its_names(notebook: Notebook, other: Notebook) -> None:
-    """``attach`` brings them, in place where it began and rebound elsewhere, and raises."""
+def test_a_background_run_that_fails_leaves_its_names(notebook: Notebook) -> None:
+    """``attach`` brings them, in place, and raises."""
     notebook.good("rows = [1]\nsame = rows")
     notebook.good(
         "#pragma taas --gpus 2 --background --name bad\nrows.append(2)\nmade = 3\nraise ValueError('late')"
     )
-    there = other.run("%taas attach bad")
-    assert there.ename == "CellFailed"
-    assert STOOD in there.evalue
-    assert other.value("rows, made") == "[1, 2] 3"
-    assert notebook.run("%taas attach bad").ename == "CellFailed"
+    ran = notebook.run("%taas attach bad")
+    assert ran.ename == "CellFailed"
+    assert STOOD in ran.evalue
     assert notebook.value("rows, same is rows, made") == "[1, 2] True 3"
 
 

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import socket
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
-from notebook_harness import Notebook
 
 from taas.agent.forkserver import read_at_import
 from taas.agent.staging import environment
 from taas.config import load_catalog
-from taas.engines import AgentConfig, Demand, EngineChoice, chosen, ray_cluster
-from taas.engines.ray_cluster import bundle, what_is_missing
+from taas.engines import AgentConfig, Demand, EngineChoice, chosen
+from taas.engines.ray import bundle, what_is_missing
 from taas.engines.slurm import settings_of
 from taas.engines.versions import differing_versions
 from taas.errors import EngineError, HeaderError
@@ -61,32 +57,15 @@ def test_wrong_engines(words: list[str], says: str) -> None:
 
 
 def test_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without Ray its engine says how to install it; a kernel and the local engine never import it."""
+    """Without Ray its engine says how to install it; nothing else imports it."""
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(EngineError, match=r"pip install 'jupyter-taas\[ray\]'"):
         chosen.choose(["ray"])
     code = (
         "import sys; sys.modules['ray'] = None\n"
-        "import taas, taas.magics, taas.launcher, taas.supervisor.loop, taas.agent.loop, taas.engines.ray"
+        "import taas, taas.magics, taas.launcher, taas.supervisor.loop, taas.agent.loop, taas.rank.entry"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
-
-
-@pytest.mark.slow
-def test_a_cell_runs_where_ray_is_not_installed(tmp_path: Path) -> None:
-    """Kernel, supervisor, agent and ranks of the local engine do without it."""
-    hidden = tmp_path / "hidden"
-    hidden.mkdir()
-    (hidden / "ray.py").write_text("raise ModuleNotFoundError(\"No module named 'ray'\", name='ray')\n")
-    path = os.pathsep.join([str(hidden), *filter(None, [os.environ.get("PYTHONPATH")])])
-    book = Notebook(tmp_path, environ={"PYTHONPATH": path})
-    try:
-        book.good("import taas")
-        body = "try:\n    import ray\nexcept ModuleNotFoundError as error:\n    said = str(error)"
-        book.good(f"#pragma taas --gpus 2\n{body}")
-        assert book.value("said") == "No module named 'ray'"
-    finally:
-        book.close()
 
 
 def test_bundles() -> None:
@@ -136,50 +115,11 @@ def test_what_is_missing() -> None:
 
 def test_versions_that_differ() -> None:
     """Versions that matter are compared, and the difference is named with what to install."""
-    here = {
-        "python": "3.11.7",
-        "torch": "2.9.1+cu126",
-        "cloudpickle": "3.1.2",
-        "jupyter-taas": "0.1.0",
-        "numpy": "2.4",
-    }
+    here = {"python": "3.11.7", "torch": "2.9.1+cu126", "jupyter-taas": "0.1.0", "numpy": "2.4"}
     assert differing_versions({**here, "python": "3.11.9", "torch": "2.9.1", "numpy": "2.1"}, here) == ""
-    assert "Python" not in differing_versions({**here, "torch": "2.9.0"}, here)
     assert 'pip install "torch==2.9.1"' in differing_versions({**here, "torch": "2.9.0"}, here)
-    assert (
-        differing_versions({**here, "python": "3.12.1"}, here)
-        == "the notebook has python 3.11.7, the VM 3.12.1"
-    )
+    assert differing_versions({**here, "python": "3.12.1"}, here).endswith("has python 3.11.7, the VM 3.12.1")
     assert "the VM not" in differing_versions({**here, "jupyter-taas": ""}, here)
-
-
-def test_a_head_is_waited_for_as_long_as_told() -> None:
-    """Nobody listens: an error at once, or as soon as somebody does, an end of the waiting."""
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))  # the port is this test's from now on, also while nobody listens there
-        address = f"127.0.0.1:{server.getsockname()[1]}"
-        with pytest.raises(ConnectionRefusedError):
-            ray_cluster.reach(address, 0.0)
-        waiting = threading.Thread(target=ray_cluster.reach, args=(address, 60.0))
-        waiting.start()
-        server.listen()
-        waiting.join(60)
-        assert not waiting.is_alive()
-        ray_cluster.reach(address, 0.0)
-    ray_cluster.reach("auto", 0.0)
-
-
-def test_a_head_that_answers_no_more() -> None:
-    """Silence counts from the last answer; a head that does not know this node is lost at once; an end is one."""
-    answers = iter([True, None])
-    assert (
-        ray_cluster.watch(lambda seconds: next(answers, None), 0.0, threading.Event())
-        == "has not answered for 0 s"
-    )
-    assert "started anew" in ray_cluster.watch(lambda seconds: False, 60.0, threading.Event())
-    over = threading.Event()
-    over.set()
-    assert ray_cluster.watch(lambda seconds: False, 60.0, over) == ""
 
 
 def test_the_environment_on_a_vm() -> None:

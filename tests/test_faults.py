@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Iterator
-from pathlib import Path
 
 import psutil
 import pytest
@@ -15,11 +12,6 @@ from taas.supervisor.connections import Visit, all_connections
 from taas.wire.clients import RunRequest, Stacks
 
 pytestmark = pytest.mark.slow
-
-WAIT = """
-import os, sys, time
-print("ready", flush=True)
-"""
 
 
 @pytest.fixture(autouse=True)
@@ -53,6 +45,12 @@ FAILS = {
         ("raise ExceptionGroup('both', ", "ValueError: a", "TypeError: b", "line 2"),
     ),
     "an interrupt that nobody pressed": ("raise KeyboardInterrupt('mine')", "KeyboardInterrupt", ()),
+    "one that is not UTF-8": ("raise ValueError('caf\\udce9')", "raised ValueError: caf\\udce9", ("raise ",)),
+    "one larger than a message": (
+        "raise ValueError('x' * 70_000_000)",
+        "raised ValueError: xxx",
+        ("raise ",),
+    ),
     "a status": ("import sys\nsys.exit(3)", "called sys.exit(3)", ()),
     "a rank that leaves without a word": (
         f"{GROUP}if rank == 1: os._exit(0)",
@@ -98,33 +96,8 @@ def test_leaving_without_a_status_succeeds(notebook: Notebook, leave: str) -> No
     assert notebook.value("left_at") == "7"
 
 
-UNSPEAKABLE = {
-    "a file name that is not UTF-8": ("raise ValueError('caf\\udce9')", "raised ValueError: caf\\udce9"),
-    "an error that cannot say itself": (
-        "class Mute(Exception):\n    def __str__(self): raise KeyError('no')\nraise Mute()",
-        "raised Mute: <its __str__ raised KeyError>",
-    ),
-    "an error larger than a message": ("raise ValueError('x' * 70_000_000)", "raised ValueError: xxx"),
-}
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("what", UNSPEAKABLE)
-def test_an_exception_that_is_hard_to_tell(notebook: Notebook, what: str, rank: int) -> None:
-    """The cell says what failed, on which line, whatever the error is like, and whichever rank had it."""
-    body, said = UNSPEAKABLE[what]
-    ran = notebook.run(
-        f"#pragma taas --gpus 2\nimport os, time\nif os.environ['RANK'] != '{rank}': time.sleep(600)\n{body}"
-    )
-    assert ran.ename == "CellFailed"
-    assert f"rank {rank} {said}" in ran.evalue
-    assert "raise " in ran.traceback
-
-
 STREAMS = [
     "sys.stdout.close(); sys.stderr.close()",
-    "sys.stdout.buffer.close(); sys.stderr.buffer.close()",
-    "sys.stdout = sys.stderr = None",
     "sys.stdout = open('printed', 'w'); sys.stdout.close()",
     "os.close(1); os.close(2)",
     "del sys.stdout, sys.stderr; 1 / 0",  # without the error IPython misses them, in a plain cell, too
@@ -143,30 +116,6 @@ def test_what_a_cell_does_to_its_streams_ends_nothing(notebook: Notebook, act: s
     assert notebook.value("made, before is __import__('sys').stdout") == "1 True"
 
 
-DIES_WITH_ITS_ANSWER = """
-import os, psutil, signal, subprocess
-from taas.rank.agent_link import AgentLink
-agent, rank = psutil.Process(os.getppid()).ppid(), os.getpid()
-send = AgentLink.send
-def last(self, message):
-    subprocess.Popen(["sh", "-c", f"while kill -0 {rank}; do sleep 0.02; done; kill -CONT {agent}"], stderr=-3)
-    os.kill(agent, signal.SIGSTOP)  # it goes on when this process is gone
-    send(self, message)
-    os.kill(rank, signal.SIGKILL)
-AgentLink.send = last
-"""
-
-
-def test_a_rank_that_dies_while_it_tells_how_it_ended(notebook: Notebook) -> None:
-    """Its own death is told, and its agent goes on."""
-    notebook.good("#pragma taas --gpus 1\npass")
-    agents = notebook.processes().agents
-    ran = notebook.run(f"#pragma taas --gpus 1{DIES_WITH_ITS_ANSWER}")
-    assert ran.ename == "CellFailed"
-    assert "rank 0 killed by SIGKILL" in ran.evalue
-    assert notebook.processes().agents == agents
-
-
 def test_orphans_that_have_ended_are_buried_while_the_run_goes_on(notebook: Notebook) -> None:
     """A long run may start many: each would keep its process id until the end."""
     ran = notebook.good(
@@ -181,25 +130,6 @@ def test_orphans_that_have_ended_are_buried_while_the_run_goes_on(notebook: Note
     assert ran.own == "buried\n"
 
 
-def test_sigkill_of_the_agent(notebook: Notebook) -> None:
-    """The ranks go with their agent, in whatever they are; children with a session of their own go too."""
-    notebook.start(
-        "#pragma taas --gpus 2"
-        + WAIT.replace(
-            "print", "import subprocess; subprocess.Popen(['sleep', '600'], start_new_session=True)\nprint"
-        )
-        + "time.sleep(600)"
-    )
-    notebook.wait_for("ready")
-    found = notebook.processes()
-    [agent] = found.agents
-    os.kill(agent.pid, signal.SIGKILL)
-    ran = notebook.end()
-    assert ran.ename == "RunLost"
-    assert "the agent was killed by SIGKILL" in ran.evalue
-    assert gone(found.ranks + found.others + found.forkservers)
-
-
 def test_a_message_of_another_release(notebook: Notebook) -> None:
     """A terminal may have another taas than the kernel: what is not understood ends no run."""
     notebook.good("#pragma taas --gpus 1\npass")
@@ -209,66 +139,6 @@ def test_a_message_of_another_release(notebook: Notebook) -> None:
         visit._socket.send(b"\x81\xa4type\xa6Future")
         visit.ask(RunRequest(run="", what="stacks"), Stacks)
     assert notebook.processes().supervisor == before
-
-
-CONFUSED = """
-import gc, signal, sys
-
-def talk(number, frame):
-    from taas.agent.loop import Agent
-    [agent] = [one for one in gc.get_objects() if isinstance(one, Agent)]
-    agent._socket.send_multipart({words!r})
-
-if "taas.agent" in sys.orig_argv:
-    signal.signal(signal.SIGUSR1, talk)
-"""
-
-
-@pytest.mark.slow(rows=1)
-@pytest.mark.parametrize("words", [[b"\xc1"], [b"\x81\xa4type\xa6Future"], [b"two", b"frames"]])
-def test_an_agent_that_talks_nonsense_loses_its_own_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[bytes]
-) -> None:
-    """Whatever broke in it: the run of the other agent goes on to its end, and the next cell runs."""
-    (tmp_path / "sitecustomize.py").write_text(CONFUSED.format(words=words))
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    notebook = Notebook(tmp_path)
-    try:
-        notebook.good("%load_ext taas\nimport os, time\nfrom pathlib import Path")
-        notebook.good(
-            "#pragma taas --gpus 1 --background --name owl\n"
-            "while not Path('go').exists(): time.sleep(0.02)\n"
-            "saved = 42"
-        )
-        notebook.start("#pragma taas --gpus 1\nprint('child of', os.getppid(), flush=True)\ntime.sleep(600)")
-        forkserver = psutil.Process(int(notebook.wait_for("child of ").own.split()[-1]))
-        confused = forkserver.parent()
-        assert confused in notebook.processes().agents
-        confused.send_signal(signal.SIGUSR1)
-        ran = notebook.end()
-        assert ran.ename == "RunLost"
-        assert "the agent was given up, since it said what nobody understands (" in ran.evalue
-        (tmp_path / "go").touch()
-        notebook.good("%taas attach owl")
-        assert notebook.value("saved") == "42"
-        assert notebook.good("#pragma taas --gpus 1\nprint('next')").own == "next\n"
-    finally:
-        notebook.close()
-
-
-def test_an_interrupt_does_not_spoil_a_traceback(notebook: Notebook) -> None:
-    """Ranks that fail together interrupt each other: the first one's error is shown, and nothing else."""
-    ran = notebook.run(
-        "#pragma taas --gpus 1\nimport os, signal\n"
-        "class Late(Exception):\n"
-        "    def _render_traceback_(self):\n"
-        "        os.kill(os.getpid(), signal.SIGINT)\n"
-        "        return ['its own traceback']\n"
-        "raise Late('late')\n"
-    )
-    assert ran.stderr == ""
-    assert ran.traceback.startswith("its own traceback")
-    assert "raised Late: late" in ran.evalue
 
 
 BUSY = {
@@ -322,15 +192,6 @@ def test_an_interrupt_that_comes_after_the_end(notebook: Notebook) -> None:
     notebook.good("#pragma taas --gpus 2\npass")
     [supervisor] = notebook.processes().supervisor
     assert notebook.value("late") == str(supervisor.pid)
-
-
-def test_an_object_that_the_kernel_cannot_unpack(notebook: Notebook) -> None:
-    """A line says why; the other names come."""
-    ran = notebook.good(
-        "#pragma taas --gpus 2\nclass Odd:\n    def __reduce__(self): return int, ('no number',)\nodd = Odd(); even = 2"
-    )
-    assert "odd: it cannot be rebuilt here (ValueError: invalid literal for int()" in ran.stdout + ran.stderr
-    assert notebook.value("'odd' in globals(), even") == "False 2"
 
 
 def test_an_interrupt_while_the_kernel_unpacks(notebook: Notebook) -> None:

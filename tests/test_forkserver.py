@@ -27,34 +27,6 @@ print(began[0] == began[1], began[1] == began[2])
 server._end()
 """
 
-FEW_DESCRIPTORS = """
-import os, resource, signal
-from taas.agent.forkserver import Forkserver
-from taas.agent.processes import fork
-
-server = Forkserver(data=True)
-server.start()
-began = server.pid
-for free in range(0, 9, 2):
-    held = [os.open(os.devnull, os.O_RDONLY) for _ in range(free)]
-    lowest = os.dup(0)
-    for one in (lowest, *held):
-        os.close(one)
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
-    try:
-        fork(os.getpid).join()
-    except OSError as error:
-        assert error.errno == 24, error
-    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    fork(os.getpid).join()
-print(server.pid == began)
-os.kill(server.pid, signal.SIGKILL)
-fork(os.getpid).join()
-print(server.pid != began)
-server._end()
-"""
-
 STOPPED_AT_ONCE = """
 import os, signal
 from taas import _linux
@@ -74,12 +46,6 @@ def test_a_package_installed_while_a_run_starts(tmp_path: Path) -> None:
     """The run keeps the forkserver it began with; the next one finds the package."""
     done = subprocess.run([sys.executable, "-c", PROGRAM, str(tmp_path)], capture_output=True, text=True)
     assert (done.stdout, done.returncode) == ("True False\n", 0), done.stderr
-
-
-def test_few_descriptors_and_a_kill() -> None:
-    """However few files an agent may open: its forkserver lives, and forks as soon as there is room; killed, it starts anew."""
-    done = subprocess.run([sys.executable, "-c", FEW_DESCRIPTORS], capture_output=True, text=True)
-    assert (done.stdout, done.returncode) == ("True\nTrue\n", 0), done.stderr
 
 
 @pytest.mark.parametrize("who", ["nobody", "forkserver"])

@@ -175,18 +175,6 @@ def test_a_rank_has_its_device_from_the_start(notebook: Notebook) -> None:
     assert f"{len(GPUS)} GPU" in live_line(ran)
 
 
-def test_auto_takes_every_gpu(notebook: Notebook) -> None:
-    """``--gpus auto`` is one rank for each GPU of the machine, and no rehearsal."""
-    ran = notebook.good("#pragma taas --gpus auto\nimport os\nprint(os.environ['WORLD_SIZE'])")
-    assert ran.stdout == f"{len(GPUS)}\n"
-
-
-def test_an_instance_type_of_one_gpu(notebook: Notebook) -> None:
-    """``#!g2.1`` alone is one process that sees one GPU."""
-    ran = notebook.good("#!g2.1\nimport torch\nprint(torch.cuda.device_count(), resident.sum().item())")
-    assert ran.own == "1 3.0\n"
-
-
 @pytest.mark.parametrize(
     ("header", "asked"),
     [

@@ -63,4 +63,4 @@ def test_each_gets_other_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     taken = [gpus for gpus in said if isinstance(gpus, list)]
     assert sorted(taken) == [["0"], ["1"], ["2"]]
     [refused] = [words for words in said if isinstance(words, str)]
-    assert refused.startswith("other notebooks have all 3 GPUs (r")
+    assert refused.startswith("GPUs needed: 1; free of this machine's 3: 0; other runs have the rest (r")

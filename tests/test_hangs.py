@@ -6,15 +6,10 @@ import os
 import signal
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from notebook_harness import Notebook, Ran
-
-from taas.agent.stacks import main_frames
-from taas.runs.stacks import Frame, Preface, RankSeen, fold
-from taas.wording import ranks_in_words
 
 pytestmark = pytest.mark.slow
 
@@ -166,67 +161,3 @@ def test_stacks_are_shown_also_while_c_code_holds_the_gil(notebook: Notebook, tm
     notebook.interrupt()
     notebook.wait_for_line("press again to end it")
     interrupt(notebook)
-
-
-# ---------------------------------------------------------------- folding
-
-
-def seen(rank: int, *frames: Frame, status: str = "sleeping") -> RankSeen:
-    return RankSeen(rank, 100 + rank, status, 1.0, 0, frames or None)
-
-
-CELL = "#pragma taas\n" + "\n".join(f"step_{n}()" for n in range(2, 30))
-REDUCE = (
-    Frame("/x/torch/distributed/distributed_c10d.py", 100, "all_reduce"),
-    Frame("/x/torch/distributed/c10d_logger.py", 83, "wrapper"),
-    Frame("<ipython-input-4-abc>", 20, "<module>", 4),
-)
-
-
-def test_ranks_at_one_place_are_folded_and_the_odd_one_is_marked() -> None:
-    """Seven ranks in a collective, one elsewhere: two lines."""
-    elsewhere = Frame("<ipython-input-4-abc>", 12, "<module>", 4)
-    places = fold([*(seen(n, *REDUCE) for n in range(7)), seen(7, elsewhere)], cell=CELL, execution_count=4)
-    assert [str(place) for place in places] == [
-        "ranks 0–6: all_reduce, cell line 20",
-        "rank 7: cell line 12: step_12()   <- differs",
-    ]
-
-
-def test_of_two_the_one_outside_the_collective_is_odd() -> None:
-    """With as many ranks on both sides, those that wait for the others are the rest."""
-    elsewhere = Frame("<ipython-input-4-abc>", 12, "<module>", 4)
-    places = fold([seen(0, elsewhere), seen(1, *REDUCE)], cell=CELL, execution_count=4)
-    assert [place.odd for place in places] == [True, False]
-
-
-def test_ended_and_stopped_ranks_have_a_place() -> None:
-    """What has no frames is said in words."""
-    places = fold([seen(0, *REDUCE), seen(1, status="stopped")], cell=CELL, execution_count=4, ended=[2])
-    assert "kill -CONT 101" in str(places[1])
-    assert "rank 2: ended the cell" in str(places[2])
-
-
-@pytest.mark.parametrize(
-    ("ranks", "words"),
-    [([3], "rank 3"), ([0, 1, 2], "ranks 0–2"), ([5, 0, 2, 1], "ranks 0–2, 5"), ([1, 3], "ranks 1, 3")],
-)
-def test_ranks_in_words(ranks: list[int], words: str) -> None:
-    """Neighbours are a range."""
-    assert ranks_in_words(ranks) == words
-
-
-def test_the_main_thread_is_found_in_a_dump() -> None:
-    """Other threads' frames are not taken for it."""
-    dump = (
-        'Thread 0x00000000000000ff (most recent call first):\n  File "/t.py", line 1 in other\n\n'
-        'Current thread 0x00000000000000aa (most recent call first):\n  File "<ipython-input-3-x>", line 7 in f\n'
-        '  File "/tmp/ipykernel_1/5.py", line 2 in g\n'
-    )
-    preface = Preface(0xAA, {"/tmp/ipykernel_1/5.py": 2})
-    expected: Any = (
-        Frame("<ipython-input-3-x>", 7, "f", 3),
-        Frame("/tmp/ipykernel_1/5.py", 2, "g", 2),
-    )
-    assert main_frames(dump, preface) == expected
-    assert main_frames(dump, Preface(1, {})) is None

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import timeit
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,25 +15,14 @@ HEADERS = {
     "\n\n# why\n#!g2.8\n\n# and\n#pragma taas --gpus 8\nprint()": ("g2.8", "--gpus 8"),
     "#!/usr/bin/env python3\n# -*- coding: utf-8 -*-\n#!g2.8\n#pragma taas --gpus 8": ("g2.8", "--gpus 8"),
     "#!g2.8\r\n#pragma taas --gpus 8\r\nprint()": ("g2.8", "--gpus 8"),
-    "#!g2.8\r#pragma taas --gpus 8\rprint()": ("g2.8", "--gpus 8"),
     "#!g2.8  # eight A100\n#pragma\ttaas\t--gpus 8": ("g2.8", "--gpus 8"),
     "#! g2.8\n#pragma taas": ("g2.8", ""),
     "#!g2.8\n# pragma taas --gpus 8\nprint()": ("g2.8", "--gpus 8"),
-    "#!g2.8\n# pragma taas {settings}\nprint()": ("g2.8", "{settings}"),
-    "#!g2.8\n# pragma taas\nprint()": ("g2.8", ""),
     "#!{kind}\n#pragma taas --gpus {n}": ("{kind}", "--gpus {n}"),
-    "#!$kind\nprint()": ("$kind", None),
-    "#!g2.$n\nprint()": ("g2.$n", None),
-    "#!g28\n#pragma taas --gpus 8": ("g28", "--gpus 8"),
     "# g2.8\n#pragma taas --gpus 8": ("g2.8", "--gpus 8"),
     "#!G2.8\nprint()": ("G2.8", None),
-    "#!g2.4\n# pragma taas gpus=4\nprint()": ("g2.4", "gpus=4"),
     "#!g2.8\n# more of it: --gpus 16\n#pragma taas --gpus 8\n# was --gpus 4\nprint()": ("g2.8", "--gpus 8"),
     "#!g2-4\nprint()": ("g2-4", None),
-    "#!g24\nprint()": ("g24", None),
-    "#!G2,8\nprint()": ("G2,8", None),
-    "#!gg2.8\nprint()": ("gg2.8", None),
-    "#!gs.8\nprint()": ("gs.8", None),
     "#!H100\nprint()": ("H100", None),
     "#!see\n#pragma taas --gpus 8\nprint()": ("see", "--gpus 8"),
     "#! v2 of the model\n#pragma taas --gpus 8\nprint()": (None, "--gpus 8"),
@@ -47,32 +34,20 @@ ORDINARY = [
     "",
     "x = 1",
     "#!/bin/bash\nls",
-    "#!/usr/bin/env python3.11\nprint()",
     "#!python3.11\nprint()",
     "#!fast\nprint()",
-    "#! v2 of the model\nprint()",
     "# g2.8 is quick\nprint()",
     "def f():  # pragma: no cover\n    pass",
     "# the header is #pragma taas --gpus 8\nprint()",
     "##!g2.8\n##pragma taas --gpus 8\nprint()",
-    "# #!g2.8\n# #pragma taas --gpus 8\nprint()",
     "text = '''\n#!g2.8\n#pragma taas --gpus 8\n'''",
     'text = """\n#pragma taas --gpus 8\n"""',
-    "text = '#pragma taas --gpus 8'",
     r"text = 'it\'s #pragma taas --gpus 8'",
     "%%writefile cell.py\n#!g2.8\n#pragma taas --gpus 8\n",
     "\n%%bash\n#!g2.8\n",
     "#pragma omp parallel\nprint()",
     "# see taas --gpus 8 in the docs\nprint()",
-    "#taas\nprint()",
-    "# pragma: no cover\nprint()",
-    "# task --name night\nprint()",
-    "# program --gpus 8 of the sponsor\nprint()",
-    "# torchrun --nproc-per-node 8\nprint()",
     "x = 1\n# torchrun --gpus 8\n",
-    "##pragma taas --gpus 8\nprint()",
-    "#%%taas --gpus 8\nprint()",
-    "#!node\nprint()",
     "#pragma task --parallel\nprint()",
     "print()  #!g2.8",
 ]
@@ -84,7 +59,6 @@ PROBLEMS = {
     "'''doc'''\n#!g2.8\n#pragma taas --gpus 8": "line 2",
     "!echo don't\n%time f()\n#pragma taas --gpus 8": "line 3",
     "def f(:\n#pragma taas --gpus 8": "line 2",
-    "x = 1\n# pragma taas --gpus 8": "line 2",
     "#!g2.8\n#pragma taas --gpus 8\nx = 1\n#pragma taas --gpus 16": "leave it out",
     "#!g2.8\n#pragma taas --gpus 8\n#pragma taas --cpus 1": "type #!g2.8 and below it #pragma taas --gpus 8 --cpus 1",
     "#!g2.8\n#!g2.4\n": "allowed is one #!TYPE",
@@ -92,41 +66,22 @@ PROBLEMS = {
     "#!g2.8 --gpus 8\n": "type #!g2.8 and below it #pragma taas --gpus 8",
     "#!g2.8 #pragma taas --gpus 8\n": "alone on its line, and one #pragma taas below it; type #!g2.8 and",
     "#!g2.8 # taas --gpus 8\n": "alone on its line",
-    "#!g2.8 --cpus 1\n#pragma taas --gpus 8  # all": "type #!g2.8 and below it #pragma taas --gpus 8 --cpus 1",
     "#  pragma  tass --gpus 8\n": "type #pragma taas --gpus 8",
-    "#!g2.8\n#pragma tass --gpus 8\n": "type #pragma taas --gpus 8",
-    "#!g2.8\n#pragma tas\n": "type #pragma taas",
-    "#Pragma Taas --gpus 8\n": "type #pragma taas --gpus 8",
     "#PRAGMA TAAS --gpus 8\n": "type #pragma taas --gpus 8",
-    "#pragma: taas --gpus 8\n": "type #pragma taas --gpus 8",
     "#pragmataas --gpus 8\n": "type #pragma taas --gpus 8",
     "#pragma taas--gpus 8\n": "type #pragma taas --gpus 8",
-    "#!pragma taas --gpus 8\n": "type #pragma taas --gpus 8",
-    "#pragma --gpus 8\n": "type #pragma taas --gpus 8",
-    "#pragma taas: --gpus 8\n": "type #pragma taas --gpus 8",
-    "#pragma taas, --gpus 8\n": "type #pragma taas --gpus 8",
     "#taas --gpus 8\n": "type #pragma taas --gpus 8",
-    "#!taas --gpus 8\n": "type #pragma taas --gpus 8",
-    "# pragmas taas \u2013gpus 8\n": "type #pragma taas --gpus 8",
-    "x = 1\n# pragma taas\n": "line 2",
     "x = 1\n# taas --gpus 4": "line 2",
     **{  # below a right type, where all ranks but one would be missing, and alone
         f"{above}{line}\nprint()": "type #pragma taas --gpus 4"
         for above in ("#!g2.4\n", "")
         for line in (
             "#prgama taas --gpus 4",
-            "#pragmas taas --gpus 4",
             "# taas --gpus 4",
-            "# progma tass --gpus 4",
-            "#prgam taas --gpu 4",
             "#paragma --gpus 4",
-            "#taas: --gpus 4",
         )
     },
-    "#prgama taas gpus 4\n": "type #pragma taas gpus 4",
-    "#prgama tass\n": "type #pragma taas (or",
     "#!g2.4\n# --gpus 4\n": "type #pragma taas --gpus 4",
-    "#!g2.4\n# trains with --gpus 4\n": "type #pragma taas --gpus 4",
     "#!g2.4\n#pragma\n": "type #pragma taas (or",
     "#!g2.4\n#!pragma taas --background\n": "type #pragma taas --background",
 }
@@ -162,20 +117,8 @@ LINES = st.sampled_from(
 
 @given(st.lists(LINES | st.text(), max_size=8).map("\n".join))
 def test_any_cell_is_either_ordinary_or_headed(cell: str) -> None:
-    """Whatever stands in a cell, looking at it raises nothing and says at most one line."""
+    """Looking at it raises nothing and says at most one line; a right header stays the header above it."""
     found = find_header(cell)
     assert found is None or found.problem is None or len(found.problem.splitlines()) == 1
-
-
-@given(st.lists(LINES | st.text(), max_size=8).map("\n".join))
-def test_top_header_survives_any_body(body: str) -> None:
-    """A right header stays the header over any body; only a second one in the body is a problem."""
-    found = find_header("#!g2.8\n#pragma taas --gpus 8\npass\n" + body)
-    assert found is not None
-    assert (found.instance, found.options) == ("g2.8", "--gpus 8")
-
-
-def test_looking_is_cheap() -> None:
-    """An ordinary cell of 200 lines costs far less than it takes to type a key."""
-    cell = "for epoch in range(3):  # comment\n    train(model, 'text', epoch)\n" * 100
-    assert min(timeit.repeat(lambda: find_header(cell), number=100, repeat=5)) / 100 < 1e-3
+    above = find_header("#!g2.8\n#pragma taas --gpus 8\npass\n" + cell)
+    assert above is not None and (above.instance, above.options) == ("g2.8", "--gpus 8")

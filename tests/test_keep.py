@@ -12,7 +12,7 @@ import psutil
 import pytest
 from notebook_harness import Notebook, gone, there, until
 
-from taas.runs.records import read_records
+from taas.runs.records import PAYLOAD, read_records
 
 
 @pytest.fixture(autouse=True)
@@ -184,37 +184,6 @@ def test_a_rank_that_dies_while_it_waits(notebook: Notebook) -> None:
     assert "rank 1 was killed by SIGKILL); all names that the cell needs travel" in ran.stdout
 
 
-def test_ranks_that_die_when_a_cell_was_ordered(notebook: Notebook) -> None:
-    """Nobody knows it when the cell is sent, as their agent is stopped: it runs in new ranks, with all names."""
-    notebook.good(KEEP + GROUP + PIDS + "big = torch.ones(3)")
-    before = there(int(pid) for pid in notebook.value("*pids").split())
-    (agent,) = notebook.processes().agents
-    agent.suspend()
-    for process in before:
-        process.kill()
-    notebook.start(KEEP + "print(os.getpid(), big.sum().item())")
-    until(lambda: any(record.state == "starting" for record in read_records()))
-    agent.resume()
-    ran = notebook.end()
-    assert ran.status == "ok", ran
-    assert "the ranks that this notebook kept are gone" in ran.stdout
-    assert "all names that the cell needs travel" in ran.stdout
-    assert ran.own.split()[-1] == "3.0"
-    assert "next --keep cell" not in notebook.good(KEEP + "print(big.sum().item())").stdout
-
-
-def test_a_model_that_stays_does_not_travel_again(notebook: Notebook) -> None:
-    """The runs' records say what did: 40 MB once, then the state of the process."""
-    notebook.good("import torch\nmodel = torch.nn.Linear(1000, 10_000)")
-    for _ in range(3):
-        notebook.good(KEEP + "total = model.weight.sum().item()")
-    sizes = [
-        record.names_nbytes for record in sorted(read_records(), key=lambda record: record.submitted)[-3:]
-    ]
-    assert sizes[0] > 40_000_000
-    assert max(sizes[1:]) < 1_000_000
-
-
 def test_release_ends_them_and_reload_ext_does_not(notebook: Notebook) -> None:
     """It frees what they had, which the next cell says."""
     notebook.good(KEEP + GROUP + PIDS)
@@ -340,3 +309,13 @@ def test_arguments_of_a_rank_are_the_notebooks(notebook: Notebook) -> None:
     assert notebook.value("sys.argv == [own, '--lr', '2', '--fast']") == "True"
     notebook.good(KEEP + "sys.argv = ['train.py', *sys.argv[1:2]]")
     assert notebook.value("sys.argv") == "['train.py', '--lr']"
+
+
+def test_a_model_that_stays_does_not_travel_again(notebook: Notebook) -> None:
+    """The runs' records say what did: 40 MB once, then the state of the process."""
+    notebook.good("import torch\nmodel = torch.nn.Linear(1000, 10_000)")
+    for _ in range(3):
+        notebook.good(KEEP + "total = model.weight.sum().item()")
+    sizes = [(record.folder / PAYLOAD).stat().st_size for record in read_records()[-3:]]
+    assert sizes[0] > 40_000_000
+    assert max(sizes[1:]) < 1_000_000

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import os
-import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 from notebook_harness import Notebook, gone, until
-from test_background import terminal
 
 from taas.runs.records import read_records
 
@@ -61,34 +58,6 @@ def test_sigkill_of_the_kernel(book: Notebook) -> None:
         child.kill()
 
 
-STUCK = """
-import itertools, signal, sys
-if "taas.supervisor" in sys.orig_argv:
-    signal.signal(signal.SIGUSR1, lambda *_: all(itertools.repeat(1)))  # no other thread runs any more
-"""
-
-
-def test_a_supervisor_that_is_stuck_when_its_kernel_dies(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It notices nothing: the system kills it, and all below it. A terminal may not: who says nothing there may be well."""
-    (tmp_path / "sitecustomize.py").write_text(STUCK)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    book = Notebook(tmp_path)
-    try:
-        book.good("import taas")
-        book.start("#pragma taas --gpus 2\nimport time\nprint('ready', flush=True)\ntime.sleep(600)")
-        book.wait_for("ready")
-        found = book.processes()
-        found.supervisor[0].send_signal(signal.SIGUSR1)
-        said = terminal("release").stdout
-        assert f"nothing of process {found.supervisor[0].pid} was given back" in said
-        book.kill()
-        assert gone(found.supervisor + found.agents + found.forkservers + found.ranks)
-    finally:
-        book.close()
-
-
 KILLERS = {
     "with a run's names in its hands": "class Last:\n"
     "    def __reduce__(self): return os.kill, (kernel, 9)  # when the kernel unpacks it\n"
@@ -117,24 +86,3 @@ def test_a_kernel_that_dies_beside_a_background_run(book: Notebook, tmp_path: Pa
     assert gone([supervisor])
     outlives = [record for record in read_records() if record.name == "outlives"][-1]
     assert (outlives.outcome, outlives.message) == ("done", "")
-
-
-def test_a_kernel_that_dies_while_output_waits_for_it(book: Notebook, tmp_path: Path) -> None:
-    """Nobody acknowledges the rest: it stays in its files, and the run ends as any other."""
-    book.start(
-        "#pragma taas --gpus 1\n"
-        "import time\nfrom pathlib import Path\n"
-        "print('ready', flush=True)\n"
-        "while not Path('go').exists(): time.sleep(0.02)\n"
-        "for _ in range(32): print('x' * (1 << 20))\n"
-        "Path('printed').touch()\n"
-        "time.sleep(600)"
-    )
-    book.wait_for("ready")
-    found = book.processes()
-    os.kill(book.pid, signal.SIGSTOP)
-    (tmp_path / "go").touch()
-    while not (tmp_path / "printed").exists():
-        time.sleep(0.02)
-    book.kill()
-    assert gone(found.supervisor + found.agents + found.forkservers + found.ranks)

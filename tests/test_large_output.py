@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import msgspec
-import pytest
-
 from taas.rank.outlet import pack_display
 from taas.runs.events import (
     EVENTS,
@@ -20,11 +17,6 @@ from taas.runs.events import (
     RankEvents,
     last_written,
 )
-from taas.wire.framing import WIRE_LIMIT, pack
-from taas.wording import fitting, fitting_lines, text_of
-
-LIMIT = 1 << 18
-HUGE = WIRE_LIMIT + (1 << 20)
 
 
 class Written:
@@ -59,32 +51,6 @@ class Written:
 
 def text(messages: list[list[Output]]) -> str:
     return "".join(item.text for items in messages for item in items)
-
-
-def largest(messages: list[list[Output]]) -> int:
-    return max(sum(len(item.text) + len(item.body) for item in items) for items in messages)
-
-
-def test_one_print_larger_than_a_message(tmp_path: Path) -> None:
-    """It comes in pieces, whole, with characters that lie across their borders."""
-    written = Written(tmp_path)
-    body = ("é" * (HUGE // 2) + "\n").encode()
-    written.record("stdout", body)
-    written.record("stdout", b"after\n")
-    messages = written.messages()
-    assert largest(messages) < 4 * LIMIT
-    assert text(messages).encode() == body + b"after\n"
-
-
-def test_a_childs_output_larger_than_a_message_comes_before_what_is_printed_then(tmp_path: Path) -> None:
-    """C code and children write to files of their own; the order holds."""
-    written = Written(tmp_path)
-    written.record("stdout", b"first\n")
-    written.raw_stdout(b"c" * HUGE)
-    written.record("stdout", b"last\n")
-    messages = written.messages()
-    assert largest(messages) < 4 * LIMIT
-    assert text(messages) == "first\n" + "c" * HUGE + "last\n"
 
 
 def test_a_display_larger_than_a_message_is_said_and_left_out(tmp_path: Path) -> None:
@@ -157,38 +123,3 @@ def test_the_last_lines_of_much(tmp_path: Path) -> None:
     with (tmp_path / EVENTS).open("ab") as file:
         file.write(RECORD.pack(0, 5, 0, 0) + b"ha")  # it is being written
     assert last_written(tmp_path, 2) is None
-
-
-def test_an_error_larger_than_a_message() -> None:
-    """Its beginning and its end are told."""
-    told = fitting("a" + "x" * HUGE + "z")
-    assert len(told) < LIMIT + 100
-    assert (told[0], told[-1]) == ("a", "z")
-    lines = fitting_lines(["first", *(["x" * HUGE] * 3), *map(str, range(100_000)), "last"])
-    assert (lines[0], lines[-1]) == ("first", "last")
-    assert len(pack("".join(lines))) < WIRE_LIMIT / 8
-
-
-class _Mute(Exception):
-    def __str__(self) -> str:
-        raise ValueError("no words")
-
-
-@pytest.mark.parametrize(
-    ("error", "told"),
-    [
-        (ValueError("caf\udce9"), "caf\\udce9"),
-        (_Mute(), "<its __str__ raised ValueError>"),
-        (ValueError("bad"), "bad"),
-    ],
-)
-def test_an_error_whose_text_is_no_text(error: Exception, told: str) -> None:
-    """It can be sent all the same."""
-    assert text_of(error) == told
-    pack(text_of(error))
-
-
-def test_a_display_with_a_file_name_that_is_not_utf8() -> None:
-    """It is shown, with that character written out."""
-    body = pack_display({"data": {"text/html": "caf\udce9", "n": [1, "\udce9"]}})
-    assert msgspec.msgpack.decode(body) == {"data": {"text/html": "caf\\udce9", "n": [1, "\\udce9"]}}

@@ -13,22 +13,10 @@ from notebook_harness import Notebook
 from taas.engines.local import check_memory
 from taas.errors import EngineError
 
-TORCHRUN = [
-    "RANK",
-    "LOCAL_RANK",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "GROUP_RANK",
-    "GROUP_WORLD_SIZE",
-    "ROLE_RANK",
-    "ROLE_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "TORCHELASTIC_RUN_ID",
-    "TORCHELASTIC_RESTART_COUNT",
-    "TORCHELASTIC_USE_AGENT_STORE",
-    "OMP_NUM_THREADS",
-]
+TORCHRUN = (
+    "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE ROLE_RANK ROLE_WORLD_SIZE MASTER_ADDR "
+    "MASTER_PORT TORCHELASTIC_RUN_ID TORCHELASTIC_RESTART_COUNT TORCHELASTIC_USE_AGENT_STORE OMP_NUM_THREADS"
+)
 
 
 @pytest.mark.parametrize(
@@ -79,9 +67,7 @@ def test_a_shared_directory_that_is_made_is_said(notebook: Notebook) -> None:
         ("#pragma taas --gpus 2", "write the code below the header"),
         ("#!g2.8\n#pragma taas --gpus 8\n\n# nothing yet", "write the code below the header"),
         ("%%taas --gpus 2", "write the code below the header"),
-        ("%%taas --gpus 2\n# nothing yet", "write the code below the header"),
         ("%taas --gpus 2", "type %%taas --gpus 2 above its code"),
-        ("%taas stauts", "did you mean %taas status?"),
     ],
 )
 def test_a_line_without_a_cell_is_an_error(notebook: Notebook, cell: str, said: str) -> None:
@@ -149,7 +135,9 @@ def test_a_needed_name_that_cannot_travel_stops_the_run(notebook: Notebook) -> N
 
 def test_the_environment_of_a_rank_is_torchruns(notebook: Notebook) -> None:
     """Every variable that torchrun sets is set, with torchrun's meaning."""
-    body = f"import json, os\nprint(json.dumps({{name: os.environ.get(name) for name in {TORCHRUN!r}}}))"
+    body = (
+        f"import json, os\nprint(json.dumps({{name: os.environ.get(name) for name in {TORCHRUN.split()!r}}}))"
+    )
     found = json.loads(notebook.good("#pragma taas --gpus 2\n" + body).own)
     assert None not in found.values()
     assert (found["RANK"], found["WORLD_SIZE"], found["LOCAL_WORLD_SIZE"]) == ("0", "2", "2")
@@ -210,13 +198,6 @@ def test_names_come_back_in_place(notebook: Notebook) -> None:
     assert notebook.value("bool((net.weight != before).any())") == "True"
 
 
-def test_return_narrows_what_comes_back(notebook: Notebook) -> None:
-    """``--return a`` brings ``a`` and nothing else."""
-    notebook.good("a = b = 0")
-    notebook.good("#pragma taas --gpus 1 --return a\na = 1; b = 1")
-    assert notebook.value("a, b") == "1 0"
-
-
 def test_a_value_of_each_rank_is_collected(notebook: Notebook) -> None:
     """Copies, of the notebook's own classes; what does not come is None, and named, in one line for all that have that reason."""
     notebook.good("import taas, torch\nclass Best:\n    pass")
@@ -263,13 +244,8 @@ def test_a_name_to_return_that_is_not_there_is_said(notebook: Notebook) -> None:
     [
         "keep()",
         "exec('kept = 1')",
-        "%time kept = 1",
         "from math import *; kept = 1",
         "import __main__; __main__.kept = 1",
-        "for kept in range(2): pass",
-        "[kept := 1 for _ in range(2)]",
-        "import math as kept",
-        "with open('/dev/null') as kept: kept = 1",
     ],
 )
 def test_a_name_that_the_cell_may_make_can_be_returned(notebook: Notebook, body: str) -> None:
@@ -288,14 +264,6 @@ def test_what_cannot_come_back_is_one_line(notebook: Notebook) -> None:
         r"taas: did not come back: lock: lock is a _thread.lock, .*; deep: deep\[0\] is a .*\n", ran.stdout
     )
     assert notebook.value("fine") == "3"
-
-
-def test_what_comes_back_as_what_its_module_has(notebook: Notebook) -> None:
-    """That is how its class has it (Lightning's loaders hold one): no line says that it did not come back."""
-    ran = notebook.good(
-        "#pragma taas --gpus 2\nfrom torch.utils._pytree import LeafSpec\nspecs = [LeafSpec()]"
-    )
-    assert not ran.stdout
 
 
 def test_what_a_cell_began_is_ended_as_at_the_end_of_a_program(notebook: Notebook) -> None:
@@ -342,19 +310,6 @@ def test_what_holds_a_wrapped_model_holds_the_model(notebook: Notebook, wrapper:
     assert notebook.value("type(own).__name__, owner.model is own") == "Linear True"
 
 
-def test_what_holds_a_tensor_of_all_ranks_holds_it(notebook: Notebook) -> None:
-    """A replicated DTensor comes back as a plain tensor, under all its names."""
-    notebook.good(
-        "#pragma taas --gpus 2\nimport torch\nfrom torch.distributed import tensor\n"
-        "mesh = torch.distributed.init_device_mesh('cpu', (2,))\n"
-        "whole = tensor.distribute_tensor(torch.ones(2), mesh, [tensor.Replicate()])\nholder = {'it': whole}\ndel mesh"
-    )
-    assert (
-        notebook.value("type(whole).__name__, whole.tolist(), holder['it'] is whole")
-        == "Tensor [1.0, 1.0] True"
-    )
-
-
 def test_a_mesh_travels_without_a_warning(notebook: Notebook) -> None:
     """That a process has not its groups is no news: neither in the notebook, nor in the next ranks."""
     made = "import torch.distributed as dist\nmesh = dist.init_device_mesh('cpu', (2, 1), mesh_dim_names=('a', 'b'))\n"
@@ -396,25 +351,6 @@ def test_a_question_where_nobody_can_answer(notebook: Notebook, ask: str) -> Non
     assert "StdinNotImplementedError" in ran.evalue
 
 
-def test_typed_tuples_and_slotted_classes_travel(notebook: Notebook) -> None:
-    """Classes that Python makes in its own way are the same class there and back."""
-    notebook.good(
-        "from dataclasses import dataclass\nfrom typing import NamedTuple\n"
-        "class Step(NamedTuple):\n    reward: float\n    done: bool = False\n"
-        "@dataclass(slots=True)\nclass Buffer:\n    steps: list\n"
-        "buffer = Buffer([Step(1.0)])"
-    )
-    notebook.good(
-        "#pragma taas --gpus 1\nassert isinstance(buffer.steps[0], Step)\n"
-        "class Pair(NamedTuple):\n    a: int\n"
-        "buffer.steps.append(Step(2.0, True)); pair = Pair(3)"
-    )
-    assert notebook.value("buffer.steps == [Step(1.0), Step(2.0, True)], type(buffer.steps[1]) is Step") == (
-        "True True"
-    )
-    assert notebook.value("pair, Pair(a=4)") == "Pair(a=3) Pair(a=4)"
-
-
 def test_ranks_that_have_ended_before_the_last_ones_start(notebook: Notebook) -> None:
     """Many ranks with little to do: what the first ones said is heard, though they are gone."""
     assert notebook.good("#pragma taas --gpus 24\nprint('done')").own == "done\n"
@@ -451,16 +387,6 @@ def test_a_group_that_a_rank_never_comes_to_says_which(notebook: Notebook) -> No
     )
     assert ran.ename == "CellFailed"
     assert "rank(s) 1 had not come to this process group of 2" in ran.evalue + ran.traceback
-
-
-def test_a_data_set_of_a_library_is_all_there(notebook: Notebook) -> None:
-    """scikit-learn's leave a part of themselves out of a pickle, which nobody misses: no word is said of it."""
-    ran = notebook.good("#pragma taas --gpus 1\nfrom sklearn.datasets import load_iris\niris = load_iris()")
-    assert "did not come back" not in ran.stdout
-    assert (
-        notebook.value("iris.data.shape, iris.target_names.tolist()")
-        == "(150, 4) ['setosa', 'versicolor', 'virginica']"
-    )
 
 
 def test_a_module_that_was_edited_after_its_import_is_named(notebook: Notebook) -> None:

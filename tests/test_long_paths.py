@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from notebook_harness import Notebook, gone
 
-from taas.wire.short_folder import LONGEST_BASE, make_short_folder
+from taas.wire.curve import LONGEST_BASE, make_short_folder
 
 TRAIN = """#pragma taas --gpus 2 --cpus 1
 import torch.distributed as dist, torch.multiprocessing as mp
@@ -65,7 +65,7 @@ def test_the_folder_for_sockets_is_private_and_short(tmp_path: Path, monkeypatch
     instead.rmdir()
     assert instead.parent == Path("/tmp")
     assert mode == 0o700
-    monkeypatch.setattr("taas.wire.short_folder._INSTEAD", (os.devnull,))
+    monkeypatch.setattr("taas.wire.curve._INSTEAD", (os.devnull,))
     with pytest.raises(
         OSError, match=r"too long for the path of a socket; /dev/null: Not a directory.*Set TMPDIR"
     ):

@@ -21,13 +21,14 @@ _ENTER = """
 import json, os, sys
 copy, project, user, wall = sys.argv[1:]
 from taas import _linux
-from taas.rank_storage import Policy, guard
+from pathlib import Path
+from taas.rank_storage import guard
 from taas.project_sync import entered
 if user:  # who may not read where taas is
     os.setgid(int(user)); os.setuid(int(user)); _linux.prctl(4, 1)  # its own /proc again
 entered(copy, project, sys.exit)
 if wall:
-    guard(Policy(project=project, rank=1, scratch=wall))
+    guard(project=project, rank=1, scratch=Path(wall))
 os.chdir(project)
 said = {"sees": sorted(os.listdir(project)), "reads": open(f"{project}/model.py").read()}
 try:

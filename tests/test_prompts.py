@@ -97,15 +97,6 @@ def test_an_interrupt_at_the_prompt(notebook: Notebook) -> None:
     assert not notebook.processes().ranks
 
 
-def test_a_front_end_without_a_keyboard(notebook: Notebook) -> None:
-    """The rank hears what a plain cell would."""
-    ran = notebook.run("#pragma taas --gpus 1\nx = input('? ')")
-    assert "StdinNotImplementedError" in ran.evalue
-    plain = notebook.run("x = input('? ')")
-    assert plain.ename == "StdinNotImplementedError"
-    assert plain.evalue in ran.evalue
-
-
 def test_post_mortem(notebook: Notebook) -> None:
     """The debugger opens where the error was, in the rank that had it, with the error shown above."""
     notebook.start(

@@ -1,9 +1,7 @@
 """Random notebooks, with and without headers on random cells.
 
 ``TAAS_NOTEBOOKS=2000 pytest tests/test_random_notebooks.py --hypothesis-seed=7`` plays more of them, or again. Without the
-variable they are the same in every run, and of plain Python, NumPy and torch; with it, every second one has a theme (tables,
-learning, plots, training), where a difference may be a library's own: a number of a diagram, a clock. Some
-cells raise, and later ones miss what those did not get to.
+variable they are the same in every run. Some cells raise, and later ones miss what those did not get to.
 """
 
 from __future__ import annotations
@@ -16,11 +14,9 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, note, settings
 from oracle import Program, compare
 from oracle.grammar import notebooks
-from oracle.statements import THEMES
 
 pytestmark = [pytest.mark.usefixtures("oracle"), pytest.mark.slow]
 COUNT = int(os.environ.get("TAAS_NOTEBOOKS", "8" if "TAAS_FEW" in os.environ else "100"))
-_THEMES = tuple(THEMES.values()) if "TAAS_NOTEBOOKS" in os.environ else ()
 
 
 _SETTINGS = settings(
@@ -43,7 +39,7 @@ def _compare(program: Program) -> None:
 
 @pytest.mark.timeout(120 + 10 * COUNT)
 @_SETTINGS
-@given(program=notebooks(themes=_THEMES))
+@given(program=notebooks())
 def test_random_cells_in_ranks_leave_what_they_leave_in_the_notebook(program: Program) -> None:
     """Whatever ordinary code the cells are made of."""
     _compare(program)
@@ -51,7 +47,7 @@ def test_random_cells_in_ranks_leave_what_they_leave_in_the_notebook(program: Pr
 
 @pytest.mark.timeout(120 + 10 * COUNT)
 @settings(_SETTINGS, max_examples=COUNT // 2)
-@given(program=notebooks(kept=True, themes=_THEMES))
+@given(program=notebooks(kept=True))
 def test_random_cells_in_ranks_that_stay(program: Program) -> None:
     """Whatever the cells between have changed of what the ranks hold."""
     _compare(program)

@@ -12,7 +12,7 @@ from taas.wire.ranks import Cell, RankOrder, Staged
 
 RANK_1_OF_2 = """
 import os, types, torch
-from taas.rank import preparing
+from taas.rank import entry
 os.environ["CUDA_VISIBLE_DEVICES"] = "4,6"
 order = types.SimpleNamespace(rehearsed=0, gpus=("4", "6"), local_world_size=2)
 """
@@ -23,7 +23,7 @@ def test_a_rank_leaves_cuda_alone_until_its_program_uses_it() -> None:
     lines = printed(
         RANK_1_OF_2
         + """
-print(preparing._enter_device(order, 1), torch.cuda.is_initialized(), torch.cuda._is_in_bad_fork(), flush=True)
+print(entry._enter_device(order, 1), torch.cuda.is_initialized(), torch.cuda._is_in_bad_fork(), flush=True)
 if (child := os.fork()) == 0:
     print(torch.cuda._is_in_bad_fork(), flush=True)
     os._exit(0)
@@ -38,7 +38,7 @@ def test_the_device_is_selected_where_the_program_has_left_it_visible() -> None:
     lines = printed(
         RANK_1_OF_2
         + """
-preparing._enter_device(order, 1)
+entry._enter_device(order, 1)
 torch._C._cuda_setDevice = lambda number: print("selected", number)
 for visible in "4,6", "6", "1":
     os.environ["CUDA_VISIBLE_DEVICES"] = visible
@@ -68,14 +68,5 @@ def test_the_first_gpu_is_the_ranks_own_in_a_cell_for_data_parallel(
         run="r", vm="vm", cell=Cell(cell, 1, RunSpec(name="r", ranks_per_vm=2, keep=keep), ""),
         group_rank=0, store=store, gpus=("4", "6"),
     )  # fmt: skip
-    staged = Staged(
-        payload=Memory(1, 1, 0),
-        project="/",
-        replica="",
-        late="",
-        environ={},
-        output="/",
-        scratch="/",
-        since_ns=0,
-    )
+    staged = Staged(Memory(1, 1, 0), "/", "", "", {}, "/", "/", 0)
     assert rank_environ(order, staged, 1)["CUDA_VISIBLE_DEVICES"] == visible

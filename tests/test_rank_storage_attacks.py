@@ -9,9 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("h5py", reason="one of the attacks writes by HDF5")
-
 import storage_attacks
 from privileges import no_other_users, no_user_namespaces
 

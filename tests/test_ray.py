@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
+import re
 import shutil
 import signal
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,29 +26,6 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 _NAMED_SECONDS = 60.0  # 15 where the machine is not busy with other things
 NODES = [{"CPU": 1}, {"g2.2": 1, "CPU": 1}, {"g2.2": 1, "CPU": 1}]
 
-_LOOK = """
-import json, sys
-import ray
-ray.init(address=sys.argv[1], log_to_driver=False)
-
-@ray.remote(num_cpus=0)
-def look(path):
-    import os
-    return {"address": ray.util.get_node_ip_address(), "sees": os.path.exists(path)}
-
-for node in ray.nodes():
-    there = {"node:" + node["NodeManagerAddress"]: 0.01}
-    print(json.dumps(ray.get(look.options(resources=there).remote(sys.argv[2])) | node["Resources"]))
-"""
-_KNOCK = """
-import socket, sys
-try:
-    socket.create_connection((sys.argv[1], 1), timeout=3)
-except ConnectionRefusedError:
-    print("refused")
-except OSError:
-    print("nothing")
-"""
 _FREE = """
 import sys, time
 import ray
@@ -243,13 +219,6 @@ def seen_by_all() -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
-def _wait_for_file(path: Path, seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not path.exists():
-        assert time.monotonic() < deadline, f"{path.name} does not come: {list(path.parent.iterdir())}"
-        time.sleep(0.1)
-
-
 def _release(cluster: RayCluster, book: Notebook) -> None:
     """Give the VMs back that stayed after the last cell."""
     assert " given back" in book.good("%taas release").stdout
@@ -275,18 +244,6 @@ def _weights(book: Notebook) -> str:
 
 
 # ---------------------------------------------------------------- a cell there and here
-
-
-def test_the_cluster_is_what_it_claims_to_be(cluster: RayCluster, tmp_path: Path) -> None:
-    """A node has an address, resources and files of its own; nothing reaches one that is cut off, not even a refusal."""
-    lines = cluster.head.python(_LOOK, cluster.address, str(tmp_path), seconds=120).splitlines()
-    rows = {row["address"]: row for row in map(json.loads, lines)}
-    there = [rows[node.address] for node in cluster.nodes]
-    assert [(row["sees"], row.get("g2.2")) for row in there] == [(True, None), (False, 1), (False, 1)]
-    cluster.nodes[2].cut_off()
-    assert cluster.head.python(_KNOCK, cluster.nodes[2].address) == "nothing\n"
-    cluster.nodes[2].reconnect()
-    assert cluster.head.python(_KNOCK, cluster.nodes[2].address) == "refused\n"
 
 
 def test_two_vms_train_as_this_machine_does(cluster: RayCluster, book: Notebook) -> None:
@@ -455,9 +412,7 @@ def test_status_logs_stacks_and_stop(cluster: RayCluster, book: Notebook) -> Non
     assert "rank 3 is there" in book.wait_for("all there", 240).stdout
     book.interrupt()
     book.end()
-    shown = book.good("%taas status").displays[-1]["data"]["text/plain"]
-    assert "watched" in shown
-    assert "running" in shown
+    assert re.search("watched.*running", _status(book))
     stacks = book.good("%taas stacks watched")
     said = stacks.stdout + "".join(shown["data"]["text/plain"] for shown in stacks.displays)
     assert all(f"rank {rank}" in said for rank in (0, 3)) or "ranks 0–3" in said, said
@@ -588,7 +543,7 @@ def test_node_cut_off(cluster: RayCluster, book: Notebook) -> None:
     """A partition ends the run, the message names the VM, files saved before are whole; its agent ends by itself."""
     book.start(_SLEEPING)
     book.wait_for("all there", 240)
-    _wait_for_file(book.folder / "begun.txt")
+    until((book.folder / "begun.txt").exists)
     node = cluster.nodes[2]
     node.cut_off()
     try:
@@ -609,7 +564,7 @@ def test_node_killed(cluster: RayCluster, book: Notebook) -> None:
     """
     book.start(_TWO_LIVES)
     book.wait_for("life 1", 300)
-    _wait_for_file(book.folder / "checkpoint.pt")
+    until((book.folder / "checkpoint.pt").exists)
     node = cluster.nodes[1]
     node.kill()
     assert f"(node {node.address})" in book.wait_for("started again", _NAMED_SECONDS).stdout
@@ -623,7 +578,7 @@ def test_head_lost_and_restarted(cluster: RayCluster, book: Notebook) -> None:
     """A head that is lost is named, and no rank outlives it; the run waits for it, and starts again."""
     book.start(_TWO_LIVES)
     book.wait_for("life 1", 240)
-    _wait_for_file(book.folder / "checkpoint.pt")
+    until((book.folder / "checkpoint.pt").exists)
     cluster.head.kill()
     told = book.wait_for("started again", _NAMED_SECONDS)
     assert f"the head of the Ray cluster at {cluster.address}" in told.stdout

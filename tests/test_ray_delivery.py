@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -117,13 +116,6 @@ def book(cluster: RayCluster, tmp_path: Path) -> Iterator[Notebook]:
         book.close()
 
 
-def _wait_until_nothing_runs(cluster: RayCluster) -> None:
-    deadline = time.monotonic() + 60
-    while left := [process for node in cluster.nodes[1:] for process in node.of_taas(actors=False)]:
-        assert time.monotonic() < deadline, left
-        time.sleep(0.1)
-
-
 def _data_node(cluster: RayCluster) -> Node:
     """A node on which data workers are."""
     return next(
@@ -151,7 +143,7 @@ def test_two_data_nodes_deliver_as_this_machine_does(cluster: RayCluster, book: 
     book.good("loader = fresh(240)")
     there = book.good(_TRAIN + "\nprint('from there')\n", 400)
     book.good("away = seen, weights, loader.generator.get_state()")
-    _wait_until_nothing_runs(cluster)
+    assert cluster.rid_of_taas(60, actors=False)
     record = max(read_records(), key=lambda record: record.submitted)
     log = (record.folder / "data.log").read_text()
     assert all(f"made {i} told by the notebook" in log for i in range(240)), log[-2000:]
@@ -163,16 +155,6 @@ def test_two_data_nodes_deliver_as_this_machine_does(cluster: RayCluster, book: 
     assert book.value("sorted(i for share in seen for _, rows in share for i in rows)[::2]") == str(
         list(range(240))
     )
-
-
-def test_too_few_data_nodes_are_named(cluster: RayCluster, book: Notebook) -> None:
-    """[engine] wait = 0: the run fails, and says what of data nodes is missing."""
-    (book.folder / "taas.toml").write_text("[engine]\nwait = 0\nidle = 0\n")
-    book.good(f"%taas engine ray {cluster.address}\nloader = fresh(240)")
-    ran = book.run(_SLOW.format(vms=3, name="many"))
-    assert ran.ename == "EngineError", ran
-    assert "1 node with c1.4 1" in ran.evalue
-    _wait_until_nothing_runs(cluster)
 
 
 def test_a_data_node_killed_in_an_epoch(cluster: RayCluster, book: Notebook) -> None:
@@ -187,7 +169,7 @@ def test_a_data_node_killed_in_an_epoch(cluster: RayCluster, book: Notebook) -> 
         assert ran.status == "ok", ran.traceback
         assert f"(node {node.address}) was lost" in ran.stdout, ran.stdout[-2000:]
         _exactly_once(book)
-        _wait_until_nothing_runs(cluster)
+        assert cluster.rid_of_taas(60, actors=False)
     finally:
         node.restart()
     _two_data_nodes_serve(book)
@@ -207,7 +189,7 @@ def test_another_data_node_joins_in_place_of_one_that_is_cut_off(cluster: RayClu
         assert ran.status == "ok", ran.traceback
         assert f"data VM 0 (node {node.address}) was lost" in ran.stdout, ran.stdout[-2000:]
         _exactly_once(book)
-        _wait_until_nothing_runs(cluster)
+        assert cluster.rid_of_taas(60, actors=False)
     finally:
         node.reconnect()
 
@@ -227,7 +209,7 @@ def test_ranks_lost_in_a_delivery_go_on_where_they_were(cluster: RayCluster, boo
     assert book.value("0 < first <= 41") == "True"
     shares = "[[row for batch in reference[rank::2][first:] for row in batch] for rank in range(2)]"
     assert book.value(f"seen == {shares}") == "True"
-    _wait_until_nothing_runs(cluster)
+    assert cluster.rid_of_taas(60, actors=False)
 
 
 def test_a_killed_kernel_leaves_no_data_worker(cluster: RayCluster, book: Notebook) -> None:
@@ -238,4 +220,4 @@ def test_a_killed_kernel_leaves_no_data_worker(cluster: RayCluster, book: Notebo
     pool = next(one for one in _data_node(cluster).of_taas() if one.name() == "taas-pool")
     pool.suspend()
     book.kill()
-    _wait_until_nothing_runs(cluster)
+    assert cluster.rid_of_taas(60, actors=False)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from taas.notebook.cell_output import Screen, follow, show_written
+from taas.notebook.cell_output import Screen, follow
 from taas.runs.events import EVENTS, RECORD, Output
 from taas.runs.reader import RunReader
 from taas.runs.records import RunRecord, output_folder, write_record
@@ -92,33 +92,6 @@ def test_what_was_written_before_a_run_was_over_is_shown(record: RunRecord) -> N
     with RunReader(record) as reader:
         follow(reader, later)
     assert shown.text == later.text == "".join(lines)
-
-
-def test_a_start_is_shown_to_its_end_before_the_next(record: RunRecord) -> None:
-    """Between them stands what was lost."""
-    prints(record, "one\n")
-    change(record, restarts=1, losses=("lost; started again (1 of 1 restarts used)",))
-    prints(record, "two\n")
-    change(record, state="over", outcome="done")
-    shown = Shown()
-    with RunReader(record) as reader:
-        follow(reader, shown)
-    assert shown.text == "one\n<lost; started again (1 of 1 restarts used)>two\n"
-
-
-def test_no_rank_waits_for_the_end_of_anothers_output(record: RunRecord) -> None:
-    """Ranks that print much take turns; ``logs`` shows them one after the other."""
-    for rank in range(2):
-        for _ in range(64):
-            prints(record, "x" * 16_384, rank)
-    with RunReader(record, (0, 1, 2)) as reader:
-        turns = [items[0].rank for items in iter(reader.read, [])]
-    assert turns[:4] == [0, 1, 0, 1]
-    shown = Shown()
-    show_written(record, (0, 1, 2), shown)
-    ranks = [item.rank for item in shown.items]
-    assert ranks == sorted(ranks)
-    assert len(shown.text) == 2 * 64 * 16_384
 
 
 def test_a_run_that_is_removed_is_over(record: RunRecord) -> None:

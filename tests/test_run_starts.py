@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import os
-import select
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from taas.engines import Demand, EngineChoice
-from taas.engines.driven import DrivenMachine
+from taas.engines.driven import DrivenMachine, VmReport
 from taas.header.options import RunSpec
 from taas.runs.places import ProcessMark
 from taas.runs.records import RunRecord, read_record
@@ -29,17 +29,20 @@ from taas.wire.ranks import Asking, Cell, RankEnded, RankStage, Workspace
 from taas.wire.transfer import Chunk
 
 
+def _submit(spec: RunSpec, payload: Memory, loaders: DeliveryOrder | None, project: str = "/") -> Submit:
+    return Submit(
+        cell=Cell("", 1, spec, "nocolor"),
+        workspace=Workspace(project, {}),
+        payload=payload,
+        gpus=(),
+        device="by Ray",
+        delivery=loaders,
+        engine=EngineChoice("ray"),
+    )
+
+
 class Beginning:
-    """A run of two VMs with two ranks each, and what is written down of it.
-
-    Attributes:
-        told: what the VMs were told, with their keys.
-
-    Args:
-        data_vms: that it has, too.
-        here: the address of this machine, once it is known.
-        remote: whether its VMs are other hosts.
-    """
+    """A run of two VMs with two ranks each, and what is written down of it; ``told`` is what VMs were told, with their keys."""
 
     def __init__(
         self, project: Path, data_vms: int = 0, here: str = "", *, remote: bool = True, **options: Any
@@ -52,23 +55,15 @@ class Beginning:
         payload = Memory(os.getpid(), self._payload, 0)
         loaders = DeliveryOrder(payload, processes=1, encrypt=True) if data_vms else None
         spec = RunSpec(name="starts", instance="g2.2", vms=2, ranks_per_vm=2, data_vms=data_vms, **options)
-        submit = Submit(
-            cell=Cell("", 1, spec, "nocolor"),
-            workspace=Workspace(str(project), {}),
-            payload=payload,
-            gpus=(),
-            device="by Ray",
-            delivery=loaders,
-            engine=EngineChoice("ray"),
-        )
-        recorder = Recorder(submit, ProcessMark.of(os.getpid()))
+        recorder = Recorder(_submit(spec, payload, loaders, str(project)), ProcessMark.of(os.getpid()))
         recorder.begin(())
         self._loop = PollLoop()
         self._worker = WorkThread(self._loop.soon)
         self.run = Run(recorder, self.vms, self.data(data_vms), project, self._worker)
 
     def _vms(self, count: int) -> list[Vm]:
-        machines = [DrivenMachine(number, print, print, "the Ray cluster") for number in range(count)]
+        engine: Any = SimpleNamespace(want=print, give_back=print)
+        machines = [DrivenMachine(number, engine, "the Ray cluster") for number in range(count)]
         self.machines += machines
         return [
             Vm(machine, f"vm{number}", Demand(), lambda *told: self.told.append(told), remote=self._remote)
@@ -81,11 +76,6 @@ class Beginning:
             return None
         planner, *vms = self._vms(count + 1)
         return DataVms(vms, planner, lambda: self._here, lambda: None)
-
-    def again(self, data_vms: int) -> None:
-        """Start it again."""
-        self._settle(self.run)
-        self.run = self.run.again(self.vms, self.data(data_vms))
 
     def started(self) -> list[StartJob]:
         """The orders to start ranks."""
@@ -104,18 +94,16 @@ class Beginning:
 
     def ended(self) -> RunRecord:
         """End it, and return what is known of it then."""
-        self.run.end()
-        if self.run.recorder.record.live:
-            self._settle(self.run)
-            self.run.conclude()
+        run = self.run
+        run.end()
+        if run.recorder.record.live:
+            if run.data is not None and not run.data.closed:
+                run.data.close()
+            self.work()
+            run.settle(lambda settled: None)
+            self.work()
+            run.conclude()
         return self.record
-
-    def _settle(self, run: Run) -> None:
-        if run.data is not None and not run.data.closed:
-            run.data.close()
-        self.work()
-        run.settle(lambda settled: None)
-        self.work()
 
     def work(self) -> None:
         """Wait for the worker."""
@@ -155,7 +143,7 @@ def test_an_agent_that_is_heard_before_its_place_is_known(begin: Callable[..., B
     assert (begun.run.state, begun.started()) == ("acquiring", [])
     assert (begun.record.state, begun.record.waiting) == ("acquiring", "the Ray cluster")
     for number, machine in enumerate(begun.machines, 1):
-        machine.come(f"10.0.0.{number}", ("0", "1"))
+        machine.take(VmReport(machine.number, "there", host=f"10.0.0.{number}", gpus=("0", "1")))
         begun.run.look_at_machines()
     [start] = begun.started()
     assert (start.work.gpus, start.work.rehearsed, start.work.store.host) == (("0", "1"), 0, "10.0.0.1")
@@ -164,7 +152,7 @@ def test_an_agent_that_is_heard_before_its_place_is_known(begin: Callable[..., B
 
 def _all_come(begun: Beginning, *gpus: tuple[str, ...]) -> None:
     for number, (vm, machine, given) in enumerate(zip(begun.vms, begun.machines[:2], gpus, strict=True), 1):
-        machine.come(f"10.0.0.{number}", given)
+        machine.take(VmReport(machine.number, "there", host=f"10.0.0.{number}", gpus=given))
         vm.answered = True
         begun.run.look_at_machines()
 
@@ -196,56 +184,15 @@ def test_vms_without_any_gpu_are_a_rehearsal(
     assert (begun.record.state, begun.record.device) == ("starting", f"rehearsed on CPU ({why})")
 
 
-def test_a_new_start_forgets_no_data_vm_that_was_lost(begin: Callable[..., Beginning]) -> None:
-    """The cell names at its end what every start said of its data, in order."""
-    begun = begin(data_vms=2, max_restarts=1)
-    for restart in range(2):
-        data = begun.run.data
-        assert data is not None
-        data.phase = Phase.DELIVERING  # the first elements are there: the run goes on without this one
-        vm = data.vms.by_number[1]
-        vm.machine.go(f"no node for start {restart}", "EngineError")
-        data.lose(vm, f"no node for start {restart}")
-        if restart == 0:
-            begun.again(data_vms=2)
-    assert begun.ended().notices == (
-        "data VM 1 could not be had: no node for start 0",
-        "data VM 1 could not be had: no node for start 1",
-    )
-
-
-def test_a_vm_that_is_lost_when_its_ranks_have_ended_well(begin: Callable[..., Beginning]) -> None:
-    """The coordinator is asked for its last word all the same: else the run would wait for it for ever."""
-    begun = begin(data_vms=1, here="127.0.0.1")
-    run = begun.run
-    assert run.data is not None
-    run.data.phase = Phase.DELIVERING
-    _all_come(begun, (), ())
-    for rank in range(4):
-        begun.hear(rank // 2, RankEnded(rank=rank, outcome="done", at=0.0))
-    begun.hear(0, JobOver())
-    run.vm_lost(begun.vms[1], "lost: node 10.0.0.2 does not answer any more")
-    while not run.settled:
-        assert select.select([run.data], [], [], 30)[0], (
-            "the coordinator says no more, and the run is not over"
-        )
-        run.data.step()
-    assert begun.ended().outcome == "lost"
-
-
-def _all_end_well(begun: Beginning, answer: Memory | None = None) -> None:
-    for rank in range(4):
-        begun.hear(rank // 2, RankStage(stage="begun", rank=rank))
-        ended = RankEnded(rank=rank, outcome="done", at=0.0, answer=answer if rank == 0 else None)
-        begun.hear(rank // 2, ended)
-
-
 def test_an_agent_that_dies_takes_the_names_that_it_held(begin: Callable[..., Beginning]) -> None:
     """Its ranks have ended well, and nobody has opened their names: the record does not say that they came back."""
     begun = begin(remote=False)
     _all_come(begun, (), ())
     begun.machines[0].pid = 4242
-    _all_end_well(begun, Memory(4242, 9, 100))
+    for rank in range(4):
+        begun.hear(rank // 2, RankStage(stage="begun", rank=rank))
+        answer = None if rank else Memory(4242, 9, 100)
+        begun.hear(rank // 2, RankEnded(rank=rank, outcome="done", at=0.0, answer=answer))
     begun.hear(0, JobOver())
     begun.run.vm_lost(begun.vms[0], "killed by SIGKILL")
     begun.hear(1, JobOver())
@@ -293,16 +240,6 @@ def test_the_first_to_fail_is_found_whatever_clocks_say(
     verdict = begun.ended()
     assert verdict.first is not None and verdict.first.rank == first
     assert verdict.vm.startswith(f"g2.2-{first // 2} ")
-
-
-def test_names_that_were_not_packed_in_time_are_said_to_be(begin: Callable[..., Beginning]) -> None:
-    """The agent says what its rank had not done: to answer is one thing, to pack is another one."""
-    begun = begin()
-    _all_come(begun, (), ())
-    begun.hear(0, RankStage(stage="begun", rank=0))
-    late = RankEnded(rank=0, outcome="ended", at=0.0, message="had not packed them after 60 s")
-    begun.hear(0, late)
-    assert begun.ended().names == "no names came back: rank 0 had not packed them after 60 s"
 
 
 ANSWER = Memory(0, 0, 4)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import mmap
 import os
 import subprocess
@@ -17,8 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from taas.capture.memory import Stretch
-from taas.capture.snapshot import MemorySnapshot
+from taas.capture.memory import MemorySnapshot, Stretch
 from taas.page_watch import Watch
 
 PAGE = mmap.PAGESIZE
@@ -215,17 +213,6 @@ def test_what_nobody_changed_is_unchanged(what: Callable[[Memory], None], advice
     assert memory.changed() == set()
 
 
-@watching
-def test_memory_that_was_never_touched(file: Path) -> None:
-    """It is zeros, and watched as well."""
-    start = map_anew(None, SIZE, PRIVATE | ANONYMOUS)
-    snapshot = MemorySnapshot({0: Stretch(start, SIZE, None, spans=((0, SIZE),))})
-    assert snapshot.changed([0]) == {0: []}
-    with file.open("rb") as source:
-        os.preadv(source.fileno(), [(ctypes.c_ubyte * PAGE).from_address(start + 5 * PAGE)], 0)
-    assert snapshot.changed([0]) == {0: [(5 * PAGE, 6 * PAGE)]}
-
-
 def shared(file: Path) -> int:
     return map_anew(None, SIZE, SHARED | ANONYMOUS)
 
@@ -248,42 +235,6 @@ def test_memory_that_others_may_change_is_read(made: Callable[[Path], int], file
     else:
         (ctypes.c_ubyte * SIZE).from_address(start)[5 * PAGE] = 9
     assert snapshot.changed([0])[0]
-
-
-@watching
-def test_names_that_travelled_are_watched() -> None:
-    """They are in a sealed file, of which a rank has a private mapping."""
-    from taas.capture.payload import NAME
-
-    fd = os.memfd_create(NAME, os.MFD_ALLOW_SEALING)
-    os.write(fd, b"x" * SIZE)
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
-    start = map_anew(None, SIZE, PRIVATE, fd)
-    os.close(fd)
-    array = np.frombuffer((ctypes.c_ubyte * SIZE).from_address(start), np.uint8)
-    array[PAGE] = 1
-    watch = Watch([(start, start + SIZE)], NAME)
-    assert array.sum()
-    assert watch.unwritten() == [(start, start + SIZE)]
-    array[PAGE] = array[9 * PAGE] = 2
-    ends = [start + page * PAGE for page in (0, 1, 2, 9, 10)]
-    assert watch.unwritten() == [(ends[0], ends[1]), (ends[2], ends[3]), (ends[4], start + SIZE)]
-
-
-@watching
-def test_a_watch_can_begin_again_while_a_child_lives() -> None:
-    """A forked child holds the descriptor of the first one."""
-    memory = Memory()
-    wait_in, wait_out = os.pipe()
-    if (pid := os.fork()) == 0:
-        os.read(wait_in, 1)
-        os._exit(0)
-    memory.snapshot._watch.close()
-    assert memory.take()._watch.inner
-    os.write(wait_out, b"x")
-    os.waitpid(pid, 0)
-    os.close(wait_in)
-    os.close(wait_out)
 
 
 @watching
@@ -324,7 +275,7 @@ ON_A_DEVICE = (3 << 18) + 13
 @pytest.mark.parametrize("at", [0, (1 << 18) - 1, 1 << 18, ON_A_DEVICE - 2])
 def test_memory_of_a_device_is_added_up_there(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some of it at a time, each bit counts, whatever the memory's length and beginning; it is not copied to the host."""
-    monkeypatch.setattr("taas.capture.snapshot._ON_DEVICE", 2 << 18)
+    monkeypatch.setattr("taas.capture.memory._ON_DEVICE", 2 << 18)
     monkeypatch.delattr(Stretch, "in_host_memory")
     memory = torch.randint(256, (ON_A_DEVICE,), dtype=torch.uint8)
     storages, spans = {(0, memory.nbytes): memory.untyped_storage()}, ((1, ON_A_DEVICE),)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import time
 from pathlib import Path
 
@@ -10,9 +9,7 @@ import psutil
 import pytest
 from notebook_harness import Notebook, gone, there
 
-from taas.agent.spares import Spares
 from taas.rank import lifeline
-from taas.wire.ranks import Preparation
 
 pytestmark = pytest.mark.slow
 
@@ -116,32 +113,3 @@ def test_a_run_with_more_ranks_forks_the_rest(notebook: Notebook, folder: Path) 
     )
     pids = {int((folder / str(rank)).read_text()) for rank in range(3)}
     assert spares < pids
-
-
-def test_one_that_is_killed_harms_nothing(notebook: Notebook) -> None:
-    """The next run forks a process in its place."""
-    killed = psutil.Process(min(run_and_wait(notebook)))
-    killed.kill()
-    assert gone([killed])
-    assert notebook.good("#pragma taas --gpus 2\nprint('fine')").own == "fine\n"
-
-
-def test_an_agent_that_may_open_nothing_makes_none_and_goes_on() -> None:
-    """It looks how much memory is free, and cannot: that is no reason to die."""
-    spares = Spares(pytest.fail, pytest.fail)
-    spares.want(Preparation(environ={}, project="/", colors="", shell_class=""), 1)
-    while wait := spares.wait():
-        time.sleep(wait)
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
-    try:
-        spares.step()
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-
-
-def test_release_ends_them(notebook: Notebook) -> None:
-    """``%taas release`` gives back what waits."""
-    spares = [psutil.Process(pid) for pid in run_and_wait(notebook)]
-    notebook.good("%taas release")
-    assert gone(spares)

@@ -73,16 +73,6 @@ def test_ipython_goes_on_where_taas_is_not(ipython_dir: Path, tmp_path: Path) ->
     assert broken[1:] == ["42"]
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_folder_that_cannot_be_written_is_named(ipython_dir: Path) -> None:
-    """No file in a temporary folder that nobody reads."""
-    ipython_dir.mkdir(mode=0o500)
-    refused = terminal("install")
-    assert refused.returncode == 1
-    assert str(ipython_dir) in refused.stderr
-    assert "IPYTHONDIR" in refused.stderr
-
-
 def test_a_startup_folder_that_is_a_file_is_named(ipython_dir: Path) -> None:
     """The error says which, and what to do."""
     (ipython_dir / "profile_default").mkdir(parents=True)
@@ -110,3 +100,13 @@ def test_a_cell_that_loads_taas_itself_is_told(tmp_path: Path, load: str) -> Non
         assert book.good("%reload_ext taas").stderr == ""
     finally:
         book.close()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_that_cannot_be_written_is_named(ipython_dir: Path) -> None:
+    """No file in a temporary folder that nobody reads."""
+    ipython_dir.mkdir(mode=0o500)
+    refused = terminal("install")
+    assert refused.returncode == 1
+    assert str(ipython_dir) in refused.stderr
+    assert "IPYTHONDIR" in refused.stderr

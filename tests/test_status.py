@@ -27,15 +27,14 @@ from taas.runs.places import ProcessMark
 from taas.runs.records import (
     RunRecord,
     find_run,
+    make_room,
     new_folder,
     of_notebook,
     read_records,
     write_record,
 )
-from taas.runs.retention import make_room
-from taas.runs.stacks import StackGroup, Trouble
 from taas.supervisor.connections import Connection, all_connections, write_connection
-from taas.wire.ranks import Cell, RankEnded, RankUse
+from taas.wire.ranks import Cell, RankUse
 
 Make = Callable[..., RunRecord]
 
@@ -76,25 +75,6 @@ def test_the_line_of_a_run_that_is_well(make: Make) -> None:
     record = make(state="running")
     assert tables.line(record, 1075.4).text == "▸ r1 running · 8 ranks on g2.8 · 1 min 15 s · 8 GPUs"
     assert "<b>▸ r1 running</b>" in tables.line(record, 1075.4).html
-
-
-def test_a_line_that_a_notebook_keeps_says_of_when_it_is(make: Make) -> None:
-    """Saved or opened again in the middle of the run, it stands still; once the run is over there is no more to say."""
-    record = make(state="running")
-    when = time.strftime("at %H:%M", time.localtime(1075.4))
-    assert tables.line(record, 1075.4, kept=True).text.endswith(f"8 GPUs · {when}")
-    assert tables.status([record], 1075.4, kept=True).text.endswith(f"\n{when}")
-    over = make(state="over", outcome="done", ended=1004.0)
-    assert " at " not in tables.line(over, kept=True).text
-
-
-def test_the_line_shows_delivery(make: Make) -> None:
-    """What registered loaders have delivered, and what the ranks have waited."""
-    record = make(
-        state="running",
-        delivered=Delivered(ready=64, delivered=1500, planned=20480, rate=120, waited=0.25),
-    )
-    assert "1,500 of 20,480 units, 64 ready, 120/s, waited 0.2 s" in tables.line(record, 1010).text
 
 
 DELIVERED = {"delivered": Delivered(ready=1, delivered=900, planned=1000, rate=2, waited=0)}
@@ -139,24 +119,6 @@ def test_a_row_for_each_rank(make: Make) -> None:
     assert "<pre>&lt;first&gt;\nlast\nmore</pre>" in view.of(record).html
 
 
-def test_the_line_grows_when_something_is_wrong(make: Make) -> None:
-    """The trouble, the places, and what to do; as text and as HTML, with what the user wrote escaped."""
-    places = (
-        StackGroup((0, 1), "all_reduce, cell line 4"),
-        StackGroup((2,), "cell line 3: x<y", True, ("cell line 3: x<y",)),
-    )
-    view = tables.line(make(state="running", trouble=Trouble("no progress", places)), 1010)
-    assert view.text.splitlines()[1:] == [
-        "! no progress",
-        "  ranks 0–1: all_reduce, cell line 4",
-        "  rank 2: cell line 3: x<y   <- differs",
-        "      cell line 3: x<y",
-        "The run goes on. To end it: interrupt the cell, or %taas stop r1.",
-    ]
-    assert "x&lt;y" in view.html
-    assert "x<y" not in view.html
-
-
 def test_the_table_shows_live_runs_and_the_last_that_ended(make: Make) -> None:
     """Older ended runs are the history's."""
     for number in range(3):
@@ -170,40 +132,14 @@ def test_the_table_shows_live_runs_and_the_last_that_ended(make: Make) -> None:
     assert "delivered" not in lines[0]  # a column that nobody needs
 
 
-def test_the_history_says_why(make: Make) -> None:
-    """A failed run's first line of error is there."""
-    first = RankEnded(rank=3, outcome="raised", at=1.0, etype="ValueError", message="bad\nbatch")
-    make(state="over", outcome="failed", ended=1004.0, first=first, vm="g2.8-0")
-    view = tables.history(read_records(), 1010.0)
-    row, reason = view.text.splitlines()[1:]  # below its row, which keeps its widths
-    assert (row.split()[0], reason) == ("r1", "    rank 3 on g2.8-0: ValueError: bad")
-    assert re.search(r'<td colspan="7"[^>]*>rank 3 on g2.8-0: ValueError: bad</td>', view.html)
-
-
 def test_the_history_has_a_curve(make: Make) -> None:
     """Of how busy the ranks were, the last look at them holding until the next one."""
     make(state="over", outcome="done", ended=1060.0, curve=(0, 5, 50, 100, 180))
     assert "  1 min 00 s  ▁▁▄██  " in tables.history(read_records(), 1070.0).text
 
 
-def test_the_views_name_the_notebook(make: Make) -> None:
-    """By the name that its front end tells, with its folder's; else by the project's folder."""
-    make("one", state="running", notebook="/home/me/mnist/a.ipynb", kernel=ProcessMark(1, 1.0))
-    make("two", state="running", submitted=1001.0)
-    for view in (tables.status(read_records(), 1010.0), tables.history(read_records(), 1010.0)):
-        one, two = view.text.splitlines()[1:]
-        assert one.endswith("  mnist/a.ipynb")
-        assert "/project/" in two
-    assert "/project/ (this one)" in tables.status(read_records(), 1010.0).html
-
-
-@pytest.mark.parametrize(
-    ("seconds", "words"),
-    [(0.04, "0.0 s"), (9.96, "10.0 s"), (59.9, "59 s"), (61, "1 min 01 s"), (3600 * 25 + 120, "25 h 02 min")],
-)
-def test_spans(seconds: float, words: str) -> None:
-    """Lengths of time are read, not computed."""
-    assert tables.span(seconds) == words
+def _of_nobody(_: list[RunRecord]) -> list[RunRecord]:
+    return []
 
 
 def test_runs_are_found_by_name_the_live_one_first(make: Make) -> None:
@@ -212,13 +148,13 @@ def test_runs_are_found_by_name_the_live_one_first(make: Make) -> None:
     live = make("a", state="running", submitted=1.0)
     newest = make("b", state="over", outcome="done", submitted=4.0)
     records = read_records()
-    assert find_run("a", records, live=False, kernel=0).id == live.id
-    assert find_run(None, records, live=True, kernel=0).id == live.id
-    assert find_run(f"b-{newest.id}", records, live=False, kernel=0).id == newest.id
+    assert find_run("a", records, _of_nobody, live=False).id == live.id
+    assert find_run(None, records, _of_nobody, live=True).id == live.id
+    assert find_run(f"b-{newest.id}", records, _of_nobody, live=False).id == newest.id
     with pytest.raises(Exception, match=r"did you mean b\?"):
-        find_run("bb", records, live=False, kernel=0)
+        find_run("bb", records, _of_nobody, live=False)
     with pytest.raises(Exception, match="run b is over"):
-        find_run("b", records, live=True, kernel=0)
+        find_run("b", records, _of_nobody, live=True)
 
 
 def test_a_notebooks_own_run_is_found_before_others_of_its_name(make: Make) -> None:
@@ -226,7 +162,12 @@ def test_a_notebooks_own_run_is_found_before_others_of_its_name(make: Make) -> N
     gone, other = ProcessMark(1, 1.0), ProcessMark.of(os.getppid())
     mine = make("a", state="over", outcome="done", kernel=gone, notebook="/x/mine.ipynb", submitted=1.0)
     theirs = make("a", state="running", kernel=other, notebook="/x/theirs.ipynb", submitted=2.0)
-    records, found = read_records(), partial(find_run, "a", kernel=os.getpid(), project="/project")
+    records = read_records()
+
+    def found(records: list[RunRecord], *, live: bool, notebook: str) -> RunRecord:
+        own = partial(of_notebook, kernel=os.getpid(), notebook=notebook, project="/project")
+        return find_run("a", records, own, live=live)
+
     assert found(records, live=False, notebook="/x/mine.ipynb").id == mine.id
     assert found(records, live=False, notebook="/x/theirs.ipynb").id == theirs.id
     with pytest.raises(HeaderError, match="run a is over"):
@@ -235,18 +176,6 @@ def test_a_notebooks_own_run_is_found_before_others_of_its_name(make: Make) -> N
     assert [row.split()[0] for row in tables.history(records, 10.0).text.splitlines()[1:]] == [
         f"a-{mine.id}", f"a-{theirs.id}",
     ]  # fmt: skip
-
-
-def test_a_notebook_without_a_path_has_the_runs_of_its_project_whose_kernel_is_gone(make: Make) -> None:
-    """Another kernel of the project is another notebook, while it lives."""
-    mine = make("a", state="over", outcome="done", kernel=ProcessMark(1, 1.0), submitted=1.0)
-    theirs = make("a", state="running", kernel=ProcessMark.of(os.getppid()), submitted=2.0)
-    make("b", state="over", outcome="done", kernel=ProcessMark.of(os.getppid()), submitted=3.0)
-    records = read_records()
-    assert find_run("a", records, live=False, kernel=os.getpid(), project="/project").id == mine.id
-    own = of_notebook(records, os.getpid(), "", "/project")
-    shown = tables.status(records, 10.0, own).text.splitlines()[1:]
-    assert [row.split()[0] for row in shown] == [f"a-{theirs.id}", f"a-{mine.id}", "b"]
 
 
 def test_a_run_whose_supervisor_is_gone_was_lost(make: Make) -> None:
@@ -286,20 +215,6 @@ def test_a_run_of_another_machine_is_left_alone(make: Make) -> None:
     os.utime(path, (path.stat().st_mtime - month,) * 2)
     assert all_connections() == []
     assert not path.exists()
-
-
-def test_a_record_is_decoded_anew_when_it_has_changed(make: Make) -> None:
-    """A live table of hundreds of runs costs what is new in it. What a reader changes in its own is nobody else's."""
-    fox, owl = make(), make()
-    before = {record.id: record for record in read_records()}
-    before[fox.id].names = "changed by a reader"
-    owl.state = "running"
-    write_record(owl)
-    after = {record.id: record for record in read_records()}
-    assert after[fox.id].cell is before[fox.id].cell
-    assert after[fox.id].names == fox.names
-    assert after[owl.id].cell is not before[owl.id].cell
-    assert after[owl.id].state == "running"
 
 
 def test_old_runs_are_announced_before_they_are_removed(make: Make) -> None:
@@ -389,13 +304,6 @@ def test_the_line_comes_back_after_a_clear(finished: Any, number: int) -> None:
     assert line.data["text/plain"].startswith("✓ curve")
     assert curve.data["text/html"] == "<i>2</i>"
     assert text.text == "step 2\n"
-
-
-def test_a_clear_that_waits_for_ever_clears_nothing(finished: Any) -> None:
-    """As in a cell without a header: what was shown last stays, and the line with it."""
-    line, text = finished.cells[3].outputs
-    assert line.data["text/plain"].startswith("✓ well done")
-    assert text.text == "shown\n"
 
 
 def test_the_finished_notebook_reads_well(finished: Any) -> None:

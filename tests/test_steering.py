@@ -16,7 +16,7 @@ from test_background import terminal
 
 from taas.errors import HeaderError
 from taas.notebook.steering import do
-from taas.notebook.verbs import VERBS, complete, help_text
+from taas.notebook.verbs import VERBS, help_text
 from taas.runs.records import read_records
 
 pytestmark = pytest.mark.slow
@@ -52,24 +52,8 @@ def test_the_status_table_is_live(notebook: Notebook) -> None:
 
 def test_the_verbs_are_these() -> None:
     """The contract's list."""
-    assert list(VERBS) == [
-        "status",
-        "logs",
-        "stop",
-        "stacks",
-        "attach",
-        "top",
-        "history",
-        "recover",
-        "export",
-        "engine",
-        "config",
-        "types",
-        "run",
-        "install",
-        "release",
-        "doctor",
-    ]
+    names = "status logs stop stacks attach top history recover export engine config types run install release doctor"
+    assert list(VERBS) == names.split()
     assert all(verb in help_text() for verb in VERBS)
 
 
@@ -95,14 +79,6 @@ def test_a_wrong_line_says_what_to_type(line: str, said: str) -> None:
     with pytest.raises(HeaderError, match=re.escape(said)) as caught:
         do(line, Nobody())  # type: ignore[arg-type]
     assert "\n" not in str(caught.value)
-
-
-def test_verbs_and_options_complete() -> None:
-    """After nothing the verbs, after dashes the verb's options."""
-    assert complete("st") == list(VERBS)
-    assert complete("logs --") == ["--rank", "--follow"]
-    assert complete("engine ") == ["local", "ray", "slurm"]
-    assert complete("nonsense ") == []
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,11 @@ import os
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from taas.agent.outflow import log_of, output_of
-from taas.agent.staging import Staging
+from taas.agent.staging import Staging, log_of, output_of
 from taas.delivery.config import DataOrder
 from taas.engines import AgentConfig, Demand
 from taas.engines.driven import DrivenMachine
@@ -28,13 +28,7 @@ RUN = "golden-fox"
 
 
 class Hosts:
-    """A run of two VMs elsewhere with two ranks each, as the notebook's machine has it, and what it told them.
-
-    Attributes:
-        told: what the VMs were told; of a job without the job.
-        worker: what writes down what they send.
-        failed: what could not be done for them.
-    """
+    """A run of two VMs elsewhere with two ranks each, as the notebook's machine has it, and what it told them."""
 
     def __init__(self, folder: Path) -> None:
         self.project, self.output = folder / "project", folder / "output"
@@ -42,7 +36,7 @@ class Hosts:
             place.mkdir()
         (self.project / "model.py").write_text("x = 1\n")
         self.told: deque[Message] = deque()
-        self._machine = DrivenMachine(0, print, print, "")
+        self._machine = DrivenMachine(0, SimpleNamespace(give_back=print), "")
         self.vm = Vm(self._machine, "vm0", Demand(), self._tell, remote=True)
         spec = RunSpec(name=RUN, vms=2, ranks_per_vm=2)
         self.project_sync = ProjectSync(RUN, str(self.project), folder / "scratch", spec)
@@ -57,12 +51,12 @@ class Hosts:
     def _tell(self, _: str, message: Message) -> None:
         self.told.append(message.said if isinstance(message, OfJob) else message)
 
-    def order(self, job: int, payload: bytes) -> StartJob:
-        """The order for a job with a payload; the job's work does not matter."""
+    def start(self, job: int, payload: bytes = b"names", transfer: Transfer | None = None) -> StartJob:
+        """Start a job with a payload, whose work does not matter; returns what its agent is told."""
         fd = os.memfd_create("payload")
         os.write(fd, payload)
         self._payloads.append(fd)
-        return StartJob(
+        order = StartJob(
             run=RUN,
             job=job,
             name="VM g2.2-0",
@@ -71,6 +65,8 @@ class Hosts:
             output=str(self.output),
             work=DataOrder(common=None),  # type: ignore[arg-type]
         )
+        (transfer or self.transfer).start(self.vm, order)
+        return self.told.popleft()
 
     def hear(self, job: int, said: Chunk | Taken | JobRequest) -> None:
         """Let the run hear something of a job, and do what that asks for."""
@@ -98,6 +94,10 @@ def hosts(tmp_path: Path) -> Iterator[Hosts]:
     made.close()
 
 
+def agent(folder: Path) -> AgentConfig:
+    return AgentConfig("", "", "", "", str(folder), remote=True)
+
+
 def ahead(messages: deque[Message]) -> int:
     """Bytes that are on their way."""
     return sum(len(message.data) for message in messages if isinstance(message, Chunk))
@@ -107,14 +107,11 @@ def test_a_job_elsewhere_gets_its_payload_and_the_project_in_turn(hosts: Hosts, 
     """No more than the window, and the chunk that fills it, is on its way, and each of the two gets on while the other one does."""
     payload = os.urandom(WINDOW + 5 * CHUNK + 7)
     (hosts.project / "weights.py").write_bytes(os.urandom(3 * CHUNK))
-    hosts.transfer.start(hosts.vm, hosts.order(0, payload))
-    order = hosts.told.popleft()
-    assert isinstance(order, StartJob)
+    order = hosts.start(0, payload)
     Path(order.token_path).unlink()  # as on a host that does not see this disk
     assert WINDOW <= ahead(hosts.told) < WINDOW + CHUNK
     asked: list[Message] = []
-    config = AgentConfig("", "", "", "", str(tmp_path), remote=True)
-    staging = Staging(order, config, asked.append)
+    staging = Staging(order, agent(tmp_path), asked.append)
     try:
         assert asked == [JobRequest(what="project")]
         hosts.hear(0, JobRequest(what="project"))
@@ -122,7 +119,6 @@ def test_a_job_elsewhere_gets_its_payload_and_the_project_in_turn(hosts: Hosts, 
         while hosts.told:
             assert ahead(hosts.told) < WINDOW + CHUNK
             chunk = hosts.told.popleft()
-            assert isinstance(chunk, Chunk)
             came.append(chunk.of)
             staging.take(chunk)
             hosts.hear(0, Taken(len(chunk.data)))
@@ -147,16 +143,13 @@ def test_an_empty_project_arrives_and_the_next_one_where_it_was(hosts: Hosts, tm
         spec = RunSpec(name=RUN)
         project_sync = ProjectSync(RUN, str(hosts.project), tmp_path, spec)
         transfer = Transfer(RUN, spec, hosts.output, project_sync, hosts.worker, pytest.fail)
-        transfer.start(hosts.vm, hosts.order(0, b"names"))
-        order = hosts.told.popleft()
-        assert isinstance(order, StartJob)
+        order = hosts.start(0, transfer=transfer)
         project_sync.all_started()  # the token is gone, as on a host that does not see this disk
-        staging = Staging(order, AgentConfig("", "", "", "", str(tmp_path), remote=True), lambda _: None)
+        staging = Staging(order, agent(tmp_path), lambda _: None)
         transfer.hear(0, JobRequest(what="project"))
         hosts.work()
         while hosts.told:
             chunk = hosts.told.popleft()
-            assert isinstance(chunk, Chunk)
             staging.take(chunk)
         assert staging.complete
         copies.append(Path(staging.staged.replica or staging.staged.project))
@@ -169,25 +162,18 @@ def test_an_empty_project_arrives_and_the_next_one_where_it_was(hosts: Hosts, tm
 
 def test_a_payload_that_breaks_off_is_said(hosts: Hosts, tmp_path: Path) -> None:
     """Bytes that are not the next ones are not taken for them."""
-    hosts.transfer.start(hosts.vm, hosts.order(0, b"0" * 100))
-    order = hosts.told.popleft()
-    assert isinstance(order, StartJob)
-    staging = Staging(order, AgentConfig("", "", "", "", str(tmp_path), remote=True), lambda _: None)
-    try:
-        with pytest.raises(
-            OSError, match=r"the registered loaders could not be taken: .* broke off at byte 0"
-        ):
-            staging.take(Chunk(of="payload", data=b"0", offset=50, size=100))
-        assert not staging.complete
-    finally:
-        staging.close()
+    staging = Staging(hosts.start(0, b"0" * 100), agent(tmp_path), lambda _: None)
+    with pytest.raises(OSError, match=r"the registered loaders could not be taken: .* broke off at byte 0"):
+        staging.take(Chunk(of="payload", data=b"0", offset=50, size=100))
+    assert not staging.complete
+    staging.close()
 
 
 def test_what_a_rank_writes_is_the_same_file_here_and_raw_bytes_come_first(
     hosts: Hosts, tmp_path: Path
 ) -> None:
     """A record in the events counts on the raw files; what is written while it is sent comes with the next look."""
-    hosts.transfer.start(hosts.vm, hosts.order(0, b"names"))
+    hosts.start(0)
     there = tmp_path / "there"
     there.mkdir()
     ended: list[bool] = []
@@ -200,7 +186,6 @@ def test_what_a_rank_writes_is_the_same_file_here_and_raw_bytes_come_first(
     sender.step()
     for look in range(2):
         for message in sent:
-            assert isinstance(message, Chunk)
             hosts.hear(0, message)
         names = [message.file for message in sent if isinstance(message, Chunk)]
         assert names == ([STDOUT] * 16 if look == 0 else [STDOUT, STDERR, EVENTS])
@@ -214,7 +199,6 @@ def test_what_a_rank_writes_is_the_same_file_here_and_raw_bytes_come_first(
     sender.step()
     assert sender.done
     for message in sent:
-        assert isinstance(message, Chunk)
         hosts.hear(0, message)
     wrote[EVENTS] = b"record and the last one"
     assert {path.name: path.read_bytes() for path in (hosts.output / "1").iterdir()} == wrote
@@ -226,7 +210,7 @@ def test_data_processes_of_several_vms_print_into_one_file_line_by_line(hosts: H
     ended: list[bool] = []
     senders, sent = [], deque[tuple[int, Message]]()
     for job in (3, 4):
-        hosts.transfer.start(hosts.vm, hosts.order(job, b"loaders"))
+        hosts.start(job)
         log = tmp_path / f"data-{job}.log"
         log.write_text(f"{job} begins\n{job} ha")
         sender = Sender(lambda chunk, job=job: sent.append((job, chunk)))
@@ -251,7 +235,7 @@ def test_the_answer_comes_from_the_vm_that_said_so(hosts: Hosts) -> None:
     """Another VM's bytes are not taken for rank 0's; each is acknowledged."""
     answer = os.urandom(2 * CHUNK + 1)
     for job in (0, 1):
-        hosts.transfer.start(hosts.vm, hosts.order(job, b"names"))
+        hosts.start(job)
     hosts.told.clear()
     hosts.transfer.expect(0, Memory(0, 0, len(answer)))
     fd = os.memfd_create("answer")
@@ -272,7 +256,7 @@ def test_the_answer_comes_from_the_vm_that_said_so(hosts: Hosts) -> None:
 
 def test_what_cannot_be_written_is_acknowledged_all_the_same(hosts: Hosts, tmp_path: Path) -> None:
     """An agent waits for that, and the run's end for the agent. It is no loss of the run: here the project was just renamed."""
-    hosts.transfer.start(hosts.vm, hosts.order(0, b"names"))
+    hosts.start(0)
     hosts.hear(0, JobRequest(what="project"))
     hosts.told.clear()
     hosts.project.rename(tmp_path / "renamed")

@@ -16,11 +16,10 @@ IDLE = """
 import os
 from multiprocessing import get_context
 from taas.agent.forkserver import Forkserver
-from taas.agent.import_idly import MODULES
 
 def look(answer):
     import sys
-    answer.send((os.getpriority(os.PRIO_PROCESS, 0), "taas.rank.entry" in sys.modules, MODULES in os.environ))
+    answer.send((os.getpriority(os.PRIO_PROCESS, 0), "taas.rank.entry" in sys.modules, "TAAS_IMPORT_IDLY" in os.environ))
 
 if __name__ == "__main__":
     server = Forkserver(idle=True)
@@ -65,14 +64,6 @@ def test_unload_ext_ends_it(book: Notebook) -> None:
     book.good("%load_ext taas")
     found = _warm(book)
     book.good("%unload_ext taas")
-    assert gone(found.agents + found.forkservers)
-
-
-def test_release_ends_it(book: Notebook) -> None:
-    """As it ends whatever else waits for the next run."""
-    book.good("%load_ext taas")
-    found = _warm(book)
-    assert "1 idle VM given back" in book.good("%taas release").stdout
     assert gone(found.agents + found.forkservers)
 
 

@@ -11,8 +11,6 @@ import pytest
 from notebook_harness import Notebook
 from test_status import executed
 
-from taas.rank.outlet import Updates
-
 pytest.importorskip("ipywidgets", reason="ipywidgets is not installed")
 pytestmark = pytest.mark.slow
 HEAD = "#pragma taas --gpus 2\n"
@@ -132,31 +130,6 @@ def test_selections_of_the_cell_and_of_the_notebook(notebook: Notebook) -> None:
     assert notebook.value("first.value, first.index, made.value, tie.target[0] is made") == "3 1 4 True"
 
 
-FAULTY = """
-def refuses(value, widget):
-    if value != widget.good: raise ValueError("not\\nhere")
-    return value
-@widgets.register
-class Faulty(widgets.DOMWidget):
-    good = 7
-    _model_name = traitlets.Unicode("FaultyModel").tag(sync=True)
-    number = traitlets.Int(7).tag(sync=True, from_json=refuses)
-known = Faulty()
-"""
-
-
-def test_a_library_that_cannot_make_a_twin(notebook: Notebook) -> None:
-    """It is said in one line, once, and the run goes on; so it is where a widget of the notebook cannot follow."""
-    notebook.good("import traitlets" + FAULTY)
-    for cell in ("made = Faulty(number=3)\nmade.number = 4\nagain = Faulty(number=5)", "known.number = 6"):
-        ran = notebook.good(HEAD + cell + "\nprint('goes on')\nacc = .9")
-        assert ran.own == "goes on\n"
-        assert [line for line in ran.stdout.splitlines() if "Faulty" in line] == [
-            "taas: a page that is loaded again may not draw this Faulty as it is now: ValueError: not\\nhere"
-        ]
-    assert notebook.value("made.number, again.number, known.number, acc") == "4 5 6 0.9"
-
-
 def test_tqdm_auto_draws_where_the_cell_shows_it(notebook: Notebook) -> None:
     """It is a widget in ranks whose output the cell shows, and text in the others."""
     notebook.good(
@@ -198,23 +171,6 @@ print("done")
 """
 
 
-def test_updates_are_bounded_and_the_last_one_is_sent() -> None:
-    """The first goes at once; of the others of a moment only the latest; each display has its own."""
-    sent: list[Any] = []
-    updates = Updates(lambda **arguments: sent.append(arguments))
-    for number in range(1000):
-        updates.update("a", {"number": number})
-    updates.update("b", {"number": -1})
-    updates.flush()
-    assert sent[0] == {"number": 0}
-    assert {"number": -1} in sent
-    assert {"number": 999} in sent
-    assert [one["number"] for one in sent if one["number"] >= 0] == sorted(
-        one["number"] for one in sent if one["number"] >= 0
-    )
-    assert len(sent) < 100
-
-
 def test_a_rich_bar_is_one_display(notebook: Notebook) -> None:
     """No cursor movements in the text; the bar is HTML, changes in place, and ends where the loop ended."""
     ran = notebook.good(BAR)
@@ -225,13 +181,6 @@ def test_a_rich_bar_is_one_display(notebook: Notebook) -> None:
     assert "100%" in bars[-1]["data"]["text/plain"]
     assert "<pre" in bars[-1]["data"]["text/html"]
     assert len(bars) < 1500
-
-
-def test_a_bar_that_is_to_vanish_does(notebook: Notebook) -> None:
-    """A transient bar is empty at its end."""
-    ran = notebook.good(BAR.replace("auto_refresh=False", "auto_refresh=False, transient=True"))
-    bars = [update for update in ran.updates if not update["transient"]["display_id"].startswith("taas-")]
-    assert bars[-1]["data"]["text/plain"] == ""
 
 
 def test_libraries_find_the_notebook_they_are_shown_in(notebook: Notebook) -> None:

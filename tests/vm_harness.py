@@ -7,10 +7,11 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import wait
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from taas.agent.forkserver import Forkserver
-from taas.agent.job import Job, Services
+from taas.agent.job import Job
 from taas.agent.spares import KeptProcesses, Spares
 from taas.engines import AgentConfig
 
@@ -23,16 +24,18 @@ class Vm:
     def __init__(self, scratch: Path, forkserver: Forkserver) -> None:
         self._actions: dict[Any, Callable[[], None]] = {}
         self._said: deque[Any] = deque()
-        self.services = Services(
+        on, off = self._actions.__setitem__, lambda source: self._actions.pop(source, None)
+        spares = Spares(forkserver, on, off)
+        spares.forget = spares.end  # the test's own children are no orphans
+        self.services = SimpleNamespace(
             config=AgentConfig("", "", "", "", str(scratch)),
             forkserver=forkserver,
-            spares=Spares(lambda _: None, lambda _: None),
-            kept=KeptProcesses(self._actions.__setitem__, self._actions.pop, self._said.append),
-            on=self._actions.__setitem__,
-            off=lambda source: self._actions.pop(source, None),
+            spares=spares,
+            kept=KeptProcesses(on, off, self._said.append),
+            on=on,
+            off=off,
             grows=lambda _: None,
             say=self._said.append,
-            renewed=lambda: None,
             sweep=lambda: None,
         )
 

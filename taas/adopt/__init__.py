@@ -4,20 +4,20 @@
 cell has ended. Nothing here starts a process, opens a connection or imports a library until the program
 needs it.
 
-* ``rendezvous``: whatever meeting point and backend a program brings, the run's own hold.
-* ``spawn``, ``libraries``: launchers run their function in the ranks instead of new processes; rich's bars are displays.
+* ``rendezvous``: the rank's place and the run's store; whatever meeting point and backend a program brings, the run's hold.
+* ``launchers``: they run their function in the ranks instead of new processes; rich's bars are displays.
 * ``data_parallel``: ``nn.DataParallel`` splits the batch over the ranks.
 * ``downloads``: one rank downloads, the others find it there.
-* ``membership``: the rank's place, and the run's store.
 * ``waits``: which collective a rank waits in; waiting for other ranks in C code can be broken off.
 """
 
 from __future__ import annotations
 
-from taas.adopt.membership import Membership
+from taas.adopt.rendezvous import Membership
+from taas.adopt.waits import pending_collective, waits_on_gpus
 from taas.wire.framing import StoreAddress
 
-from . import data_parallel, downloads, libraries, rendezvous, spawn, waits
+from . import data_parallel, downloads, launchers, rendezvous, waits
 
 __all__ = [
     "Membership",
@@ -37,9 +37,7 @@ _meeting: rendezvous.Rendezvous | None = None
 def install(membership: Membership, backend: str | None = None) -> None:
     """Make this process a rank in which programs written for other launchers run.
 
-    Args:
-        membership: where it stands in the run. ``taas.rehearsal``, if it stands in for the GPUs, is installed first.
-        backend: the torch.distributed backend to use, whatever the program asks for.
+    ``taas.rehearsal``, if it stands in for the GPUs, is installed first. ``backend`` is used whatever the program asks for.
     """
     if backend is not None:
         rendezvous.choose_backend(backend)
@@ -48,8 +46,7 @@ def install(membership: Membership, backend: str | None = None) -> None:
         waits.prefer_abortable_nccl()
     _meeting = rendezvous.install(membership)
     membership.waits.install()
-    adopter = spawn.install(membership, _meeting)
-    libraries.install(membership, adopter)
+    launchers.install(membership, _meeting)
     if membership.world_size > 1:
         data_parallel.install(membership)
         downloads.install(membership)
@@ -58,13 +55,8 @@ def install(membership: Membership, backend: str | None = None) -> None:
 def begin_run(address: StoreAddress) -> None:
     """Be in the next run of kept ranks; another store than the last run's says that this one broke groups off."""
     if _meeting is not None and _meeting.membership.begin_run(address):
-        data_parallel.close(failed=True)
+        data_parallel.close()
         _meeting.remake_group()
-
-
-def pending_collective() -> str:
-    """Return the collective that this rank waits in, in words; empty where none is known. For any thread."""
-    return waits.pending_collective(on_gpus=waits_on_gpus())
 
 
 def explain(error: BaseException) -> str | None:
@@ -75,23 +67,16 @@ def explain(error: BaseException) -> str | None:
 def break_off() -> None:
     """Let this rank's waiting for other ranks fail: it is to end. For a thread other than the one that waits."""
     if _meeting is not None:
-        _meeting.membership.waits.break_off(_meeting.membership)
-
-
-def waits_on_gpus() -> bool:
-    """Whether this rank has groups in which it may wait on its GPU."""
-    return _meeting is not None and bool(waits.nccl_backends())
+        me = _meeting.membership
+        me.waits.break_off(me.address, me.leave_store())
 
 
 def finish(*, failed: bool = False) -> None:
     """Close what the program left open; bounded, whatever state the other ranks are in.
 
-    Args:
-        failed: the cell raised in this rank, so there is no reason to wait for the others.
+    A rank whose cell has ``failed`` does not wait for the others.
     """
-    if _meeting is not None and failed:
-        _meeting.part_alone()
-    elif _meeting is not None:
-        _meeting.part()
-    data_parallel.close(failed=failed)
+    if _meeting is not None:
+        _meeting.part(alone=failed)
+    data_parallel.close()
     rendezvous.close_default_group()

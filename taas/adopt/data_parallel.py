@@ -12,129 +12,124 @@ with the notebook's names all hold.
 
 from __future__ import annotations
 
+import builtins
 import contextlib
-import functools
 import itertools
 import random
 import sys
+import threading
 import weakref
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from taas.adopt.membership import Membership, in_time
-from taas.adopt.replica_group import ReplicaGroup, map_leaves
-from taas.adopt.replica_pass import ReplicaPass
+from taas.adopt.rendezvous import Membership, in_time
+from taas.adopt.replica_group import (
+    Crossing,
+    Inward,
+    Outward,
+    ReplicaGroup,
+    Slices,
+    divide,
+    leaves,
+    map_tensors,
+    tensors_of,
+)
 from taas.capture.process_state import set_generators, states_of_generators
-from taas.errors import CannotAdopt
+from taas.errors import CannotAdopt, RanksDisagree
+from taas.wording import ranks_in_words, text_of
 
 ADVICE = (
     "nn.DataParallel runs as {size} ranks: each computes 1/{size} of every batch, but loads the whole batch. "
     "DistributedDataParallel with a DistributedSampler, or a loader registered with taas.register(), is faster."
 )
 CLOSE_SECONDS = 5.0
-EXAMINED_EVERY = 64  # passes of a module, in one of which the ranks compare its parameters
+GRACE_SECONDS = 2.0
+STATISTIC_BYTES = 1 << 20
+SAMPLED_ELEMENTS = 4096
+SAMPLED_ROWS = 64
+PLAIN = (bool, int, float, complex, str, bytes, type(None))
+SAME_BATCH = (
+    "Every rank of a run with nn.DataParallel must load the same batches, and call the model equally often, under no "
+    "condition that depends on the rank. Seed what draws them, before the DataLoader is made (torch.manual_seed(0), and "
+    "random.seed / numpy.random.seed where they are used), or give each rank its own share: DistributedDataParallel with a "
+    "DistributedSampler."
+)
+Batch = tuple[tuple[Any, ...], dict[str, Any]]  # arguments, and those by name
 OVERRIDABLE = ("replicate", "scatter", "parallel_apply", "gather")
 
 
-@dataclass
-class _Divided:
-    """What is known of a module that is divided."""
-
-    number: int  # in the program
-    home: torch.device | None = None  # where the program had put it, if that is another rank's GPU
-    passes: int = 0
-
-
 class Replicas:
-    """This rank's side of every DataParallel of the program.
-
-    Attributes:
-        cuda: whether ranks compute on GPUs.
-        inside: above 0 while a replica's pass is computed.
-    """
+    """This rank's side of every DataParallel of the program."""
 
     def __init__(self, membership: Membership) -> None:
         self.membership = membership
         self.inside = 0
+        """Above 0 while a replica's pass is computed."""
         self._passes = 0
-        self._group: ReplicaGroup | None = None
+        self.group: ReplicaGroup | None = None
         # The one before, which has ended. Its destructor can wait, holding the GIL, for threads of gloo's that may want the GIL
         # to give back the last collective's tensors; once there is another one they have long been done.
-        self._past: ReplicaGroup | None = None
-        self._modules: weakref.WeakKeyDictionary[nn.Module, _Divided] = weakref.WeakKeyDictionary()
+        self.past: ReplicaGroup | None = None
+        # by module its number in the program, and where that had put it, if that is another rank's GPU
+        self._modules: weakref.WeakKeyDictionary[nn.Module, tuple[int, torch.device | None]] = (
+            weakref.WeakKeyDictionary()
+        )
         self._random_origin, self._since_origin = -1, 0
 
     @property
-    def group(self) -> ReplicaGroup:
-        """The ranks; connected when the program first needs them, and again when it has destroyed all groups."""
-        if self._group is None or self._group.ended:
-            self._past, self._group = self._group or self._past, ReplicaGroup(self.membership, cuda=self.cuda)
-        return self._group
-
-    @property
     def cuda(self) -> bool:
-        """As above."""
+        """Whether ranks compute on GPUs."""
         return not self.membership.rehearsed and torch.cuda.is_available()
 
-    def take_in(self, module: nn.Module) -> _Divided:
-        """Make a module that is to be divided the same on every rank.
+    def _connected(self) -> ReplicaGroup:
+        """The ranks; connected when the program first needs them, and again when it has destroyed all groups."""
+        if self.group is None or self.group.ended:
+            self.past, self.group = self.group or self.past, ReplicaGroup(self.membership, cuda=self.cuda)
+        return self.group
+
+    def take_in(self, module: nn.Module) -> tuple[int, torch.device | None]:
+        """Make a module that is to be divided the same on every rank; return its number, and where it was meant to be.
 
         ``model.to("cuda:0")`` is what programs say; one process a GPU means each on its own, so it is moved there.
-
-        Raises:
-            CannotAdopt: something in it can only be divided within one process.
         """
-        if module not in self._modules:
-            _refuse_sparse_gradients(module)
-            self.membership.tell(ADVICE.format(size=self.membership.world_size))
-            self._modules[module] = _Divided(len(self._modules))
-            self._settle(module)
-            self.group.take_from_rank_0([*module.parameters(), *module.buffers()])
-            states = states_of_generators(cuda=self.cuda) if self.membership.rank == 0 else None
-            set_generators(self.group.exchange(states)[0], cuda=self.cuda)
-        self._settle(module)
-        return self._modules[module]
-
-    def _settle(self, module: nn.Module) -> None:
-        device = _device_of(module)
+        known, device = self._modules.get(module), _device_of(module)
+        number, home = known or (len(self._modules), None)
         if self.cuda and device.type == "cuda" and device.index != torch.cuda.current_device():
             module.to(torch.device("cuda", torch.cuda.current_device()))
-            self._modules[module].home = device
+            home = device
+        self._modules[module] = number, home
+        if known is None:
+            self.membership.tell(ADVICE.format(size=self.membership.world_size))
+            group = self._connected()
+            group.take_from_rank_0([*module.parameters(), *module.buffers()])
+            states = states_of_generators(cuda=self.cuda) if self.membership.rank == 0 else None
+            set_generators(group.exchange(states)[0], cuda=self.cuda)
+        return number, home
 
-    def forward(
-        self,
-        module: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        dim: int,
-        home: torch.device | None,
-    ) -> Any:
+    def forward(self, module: nn.Module, batch: Batch, dim: int, home: torch.device | None) -> Any:
         """The module's output for the whole batch, of which this rank computes its slice along ``dim``.
 
         It goes ``home``, or where the program had put the module.
 
         Raises:
-            RanksDisagree: the ranks have different batches or parameters.
+            RanksDisagree: the ranks have different batches.
             CannotAdopt: the output cannot be gathered.
         """
-        divided, device = self.take_in(module), _device_of(module)
-        examined = divided.passes % EXAMINED_EVERY == 0
-        divided.passes += 1
+        (number, meant), device = self.take_in(module), _device_of(module)
         self._passes += 1
-        one = ReplicaPass(self.group, module, device, dim, (self._passes, divided.number))
+        one = ReplicaPass(self._connected(), module, batch, dim, (self._passes, number))
         self.inside += 1
         try:
             with self._own_random_numbers():
-                one.compute(args, kwargs, examined=examined)
+                one.compute()
         finally:
             self.inside -= 1
-        output, home = one.collect(), home or divided.home or device
-        return output if home == device else map_leaves(output, Tensor, lambda tensor: tensor.to(home))
+        output, home = one.collect(), home or meant or device
+        return output if home == device else map_tensors(output, lambda tensor: tensor.to(home))
 
     @contextlib.contextmanager
     def _own_random_numbers(self) -> Iterator[None]:
@@ -161,12 +156,6 @@ class Replicas:
         finally:
             set_generators(outside, cuda=self.cuda)
 
-    def close(self, *, failed: bool) -> None:
-        """Leave the group, if there is one."""
-        if self._group is not None:
-            in_time(CLOSE_SECONDS, functools.partial(self._group.close, failed=failed))
-            self._past, self._group = self._group, None
-
 
 _replicas: Replicas | None = None
 
@@ -176,34 +165,32 @@ def install(membership: Membership) -> None:
     global _replicas
     replicas = _replicas = Replicas(membership)
     _change_class(nn.DataParallel, replicas)
-    _change_function(replicas)
+    module: Any = sys.modules["torch.nn.parallel.data_parallel"]  # the package's attribute is the function
+    function = membership.in_rank(module.data_parallel, _data_parallel)
+    module.data_parallel = nn.parallel.data_parallel = function
     _avoid_reentrant_checkpoints(replicas)
 
 
-def close(*, failed: bool) -> None:
-    """Leave the replicas' group, if the program made one; ``failed``: the cell raised in this rank."""
-    if _replicas is not None:
-        _replicas.close(failed=failed)
+def close() -> None:
+    """Leave the replicas' group, if the program made one."""
+    if _replicas is not None and _replicas.group is not None:
+        in_time(CLOSE_SECONDS, _replicas.group.close)
+        _replicas.past, _replicas.group = _replicas.group, None
 
 
 def _change_class(cls: Any, replicas: Replicas) -> None:
     in_rank = replicas.membership.in_rank
 
     def init(
-        self: Any,
-        module: nn.Module,
-        device_ids: Sequence[int | torch.device] | None = None,
-        output_device: int | torch.device | None = None,
-        dim: int = 0,
+        self: Any, module: nn.Module, device_ids: Any = None, output_device: Any = None, dim: int = 0
     ) -> None:
-        _refuse_overrides(type(self))
         nn.Module.__init__(self)
         self.module, self.dim = module, dim
         everywhere = range(replicas.membership.local_world_size)
         self.device_ids = list(everywhere if device_ids is None else device_ids)
         self.output_device = output_device if output_device is not None else (self.device_ids or [0])[0]
         given = output_device is not None and replicas.cuda
-        self._taas_home = torch.device(output_device) if given else None  # type: ignore[arg-type]
+        self._taas_home = torch.device(output_device) if given else None
         # One device is no parallelism: natively the module just runs there.
         self._taas_whole = device_ids is not None and len(device_ids) == 1
         if not self._taas_whole:
@@ -212,34 +199,28 @@ def _change_class(cls: Any, replicas: Replicas) -> None:
     def forward(self: Any, *inputs: Any, **kwargs: Any) -> Any:
         if getattr(self, "_taas_whole", False):
             return self.module(*inputs, **kwargs)
-        _refuse_overrides(type(self))
+        if own := [
+            name for name in OVERRIDABLE if getattr(type(self), name) is not getattr(nn.DataParallel, name)
+        ]:
+            raise CannotAdopt(
+                f"{type(self).__name__} changes {', '.join(own)} of nn.DataParallel, which ranks would not follow. Use "
+                "nn.DataParallel itself or DistributedDataParallel, or run the cell in one process (#!TYPE without "
+                "--gpus), which sees all GPUs of the machine."
+            )
         # An instance that the notebook made without a GPU has no ``dim``.
-        return replicas.forward(
-            self.module, inputs, kwargs, getattr(self, "dim", 0), getattr(self, "_taas_home", None)
-        )
+        home = getattr(self, "_taas_home", None)
+        return replicas.forward(self.module, (inputs, kwargs), getattr(self, "dim", 0), home)
 
     cls.__init__, cls.forward = in_rank(cls.__init__, init), in_rank(cls.forward, forward)
     cls.__taas_unwrap__ = True
     cls.forward._torchdynamo_disable = True  # its collectives are no graph's business
 
 
-def _change_function(replicas: Replicas) -> None:
-    module: Any = sys.modules["torch.nn.parallel.data_parallel"]  # the package's attribute is the function
-
-    def data_parallel(
-        module: nn.Module,
-        inputs: Any,
-        device_ids: Sequence[int | torch.device] | None = None,
-        output_device: int | torch.device | None = None,
-        dim: int = 0,
-        module_kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        args = inputs if isinstance(inputs, tuple) else () if inputs is None else (inputs,)
-        return nn.DataParallel(module, device_ids, output_device, dim)(*args, **(module_kwargs or {}))
-
-    function = replicas.membership.in_rank(module.data_parallel, data_parallel)
-    function._torchdynamo_disable = True  # type: ignore[attr-defined]
-    module.data_parallel = nn.parallel.data_parallel = function
+def _data_parallel(
+    module: nn.Module, inputs: Any, *how: Any, module_kwargs: dict[str, Any] | None = None, **named: Any
+) -> Any:
+    args = inputs if isinstance(inputs, tuple) else () if inputs is None else (inputs,)
+    return nn.DataParallel(module, *how, **named)(*args, **(module_kwargs or {}))
 
 
 def _avoid_reentrant_checkpoints(replicas: Replicas) -> None:
@@ -259,25 +240,190 @@ def _avoid_reentrant_checkpoints(replicas: Replicas) -> None:
     module.CheckpointFunction.apply = staticmethod(apply)
 
 
-def _refuse_overrides(cls: type) -> None:
-    own = [name for name in OVERRIDABLE if getattr(cls, name) is not getattr(nn.DataParallel, name)]
-    if own:
-        raise CannotAdopt(
-            f"{cls.__name__} changes {', '.join(own)} of nn.DataParallel, which ranks would not follow. Use "
-            "nn.DataParallel itself or DistributedDataParallel, or run the cell in one process (#!TYPE without "
-            "--gpus), which sees all GPUs of the machine."
-        )
-
-
-def _refuse_sparse_gradients(module: nn.Module) -> None:
-    sparse = [name for name, part in module.named_modules() if getattr(part, "sparse", False) is True]
-    if sparse:
-        raise CannotAdopt(
-            f"nn.DataParallel over ranks cannot add up the sparse gradients of {', '.join(sparse)}. Make it with "
-            "sparse=False, or wrap the model in DistributedDataParallel."
-        )
-
-
 def _device_of(module: nn.Module) -> torch.device:
     first = next(itertools.chain(module.parameters(), module.buffers()), None)
     return first.device if first is not None else torch.device("cpu")
+
+
+# ---------------------------------------------------------------- one forward pass: compute the own slice, agree with the others, gather
+
+
+class ReplicaPass:
+    """One pass of one module over one batch, on this rank."""
+
+    def __init__(
+        self, group: ReplicaGroup, module: nn.Module, batch: Batch, dim: int, place: tuple[int, int]
+    ) -> None:
+        self._group, self._module, self._batch, self._dim = group, module, batch, dim
+        self._device = _device_of(module)
+        self._grad = torch.is_grad_enabled()
+        self._number, module_number = place
+        mode = "training" if module.training else "evaluating"
+        self._place = f"module {module_number}, {mode}{'' if self._grad else ', without gradients'}"
+        # what it tells the others, beside the batch: the outputs' shapes, and whether they have gradients; which buffers
+        # replica 0 may have changed, of no meaning from others; class and text of an exception
+        self._outputs: list[tuple[tuple[int, ...], bool]] = []
+        self._buffers: list[str] = []
+        self._failure: tuple[str, str] | None = None
+        self._sample = Sample(batch)
+        self._ways, self._replicas = divide(batch, group.size, dim)
+        self._idle = group.rank >= self._replicas  # no sample is left for this rank
+        self._token: Tensor | None = None
+        self._output: Any = None
+        self._error: Exception | None = None
+
+    def compute(self) -> None:
+        """Run the module on this rank's slice; an exception is kept until the others know of it.
+
+        A rank for which no sample is left runs it on replica 0's, and gives nothing of it: so all have one structure, and
+        one graph.
+        """
+        slices, weights = self._enter()
+        own_args, own_kwargs = map_tensors(self._batch, lambda _: slices.pop(0))
+        # Replica 0 alone works on the module's own buffers; what a forward pass puts in their place is lost, as in DataParallel.
+        buffers = dict(self._module.named_buffers())
+        versions = {name: buffer._version for name, buffer in buffers.items()}
+        weights |= {n: buffer.clone() for n, buffer in buffers.items()} if self._group.rank else buffers
+        try:
+            self._output = torch.func.functional_call(self._module, weights, own_args, own_kwargs)
+            for strange in (leaf for leaf in leaves(self._output) if not isinstance(leaf, Tensor | None)):
+                raise CannotAdopt(
+                    f"{type(self._module).__name__} returned a {type(strange).__name__}; nn.DataParallel gathers "
+                    "tensors, None, and tuples, lists and dicts of them. Return a tensor instead."
+                )
+            self._outputs = [(tuple(t.shape), t.requires_grad) for t in tensors_of(self._output)]
+        except Exception as error:  # every rank must hear of it, or the others would wait in the exchange
+            self._error, self._failure = error, (type(error).__name__, text_of(error))
+        # Batch norm's kernels update running statistics without a new version, so while training small buffers count as
+        # changed; a large one (a mask, a table of positions) is no statistic.
+        self._buffers = [
+            name
+            for name, buffer in buffers.items()
+            if versions[name] != buffer._version
+            or (self._module.training and buffer.numel() * buffer.element_size() <= STATISTIC_BYTES)
+        ]
+
+    def _enter(self) -> tuple[list[Tensor], dict[str, Tensor]]:
+        """Bring batch and parameters across; returns the replica's inputs, and its parameters that have gradients, by name."""
+        tensors, ways, mine = tensors_of(self._batch), self._ways, 0 if self._idle else self._group.rank
+        # Copies: a module that changes its input in place would change the batch, differently on each rank.
+        slices = [
+            (tensor if way is None else way.of(tensor, mine))
+            .detach()
+            .to(self._device, non_blocking=True, copy=True)
+            for tensor, way in zip(tensors, ways, strict=True)
+        ]
+        named = {n: p for n, p in self._module.named_parameters() if p.requires_grad and self._grad}
+        tracked = [index for index, tensor in enumerate(tensors) if tensor.requires_grad and self._grad]
+        if not named and not tracked:
+            return slices, {}
+        crossing = Crossing(self._group, (*(ways[i] for i in tracked), *(None for _ in named)), self._device)
+        self._token, *inner = Inward.apply(crossing, *(tensors[i] for i in tracked), *named.values())
+        for index in tracked:
+            part = inner.pop(0)
+            slices[index] = slices[index].requires_grad_() if self._idle else part
+        return slices, dict(zip(named, inner, strict=True))
+
+    def collect(self) -> Any:
+        """Agree with the other ranks and gather the output of the whole batch.
+
+        Raises:
+            RanksDisagree: ranks are at different places, or have different batches.
+            CannotAdopt: the replicas' outputs don't match.
+        """
+        batch = f"{self._sample.shapes} for {self._place}", self._sample.checksum()
+        reports = self._group.exchange((batch, self._outputs, self._buffers, self._failure))
+        batches, outputs, buffers, failures = zip(*reports, strict=True)
+        drew = [rank for rank, drawn in enumerate(batches) if drawn != batches[0]]
+        failed = [rank for rank, failure in enumerate(failures) if failure is not None]
+        if drew and len(failed) < len(failures):
+            raise RanksDisagree(
+                f"Rank 0 and {ranks_in_words(drew)} drew different batches at forward pass {self._number} of "
+                f"nn.DataParallel (rank 0: {batches[0][0]}; rank {drew[0]}: {batches[drew[0]][0]}). {SAME_BATCH}"
+            )
+        if self._error is not None:
+            raise self._error
+        if failed:
+            # That rank raises the error itself, with its traceback; it goes first.
+            threading.Event().wait(GRACE_SECONDS)
+            name, text = failures[failed[0]]
+            raise _error_class(name)(f"Caught {name} in replica {failed[0]} of nn.DataParallel: {text}")
+        if buffers[0]:
+            mine = dict(self._module.named_buffers())
+            self._group.take_from_rank_0([mine[name] for name in buffers[0]])
+        return self._gather(outputs)
+
+    def _gather(self, described: Sequence[Sequence[tuple[tuple[int, ...], bool]]]) -> Any:
+        """Join the ranks' outputs, those that some rank has a gradient for in one crossing."""
+        if len(counts := {len(outputs) for outputs in described}) > 1:
+            raise CannotAdopt(
+                f"The replicas of nn.DataParallel returned different numbers of tensors ({counts}), so they cannot be "
+                "gathered. Return the same structure for every slice of the batch."
+            )
+        every = list(zip(*described, strict=True))
+        ways = [self._way([shape for shape, _ in outputs]) for outputs in every]
+        rows = [self._rows(tensor, way) for tensor, way in zip(tensors_of(self._output), ways, strict=True)]
+        tracked = [i for i, outputs in enumerate(every) if self._grad and any(grad for _, grad in outputs)]
+        crossed = self._crossed([ways[i] for i in tracked], [rows[i] for i in tracked]) if tracked else ()
+        joined = dict(zip(tracked, crossed, strict=True))
+        results = (
+            joined[index] if index in joined else self._group.gather(tensor, way)
+            for index, (tensor, way) in enumerate(zip(rows, ways, strict=True))
+        )
+        return map_tensors(self._output, lambda _: next(results))
+
+    def _rows(self, tensor: Tensor, way: Slices) -> Tensor:
+        rows = tensor if tensor.dim() else tensor.reshape(1)
+        return rows.narrow(way.dim, 0, 0) if self._idle else rows
+
+    def _crossed(self, ways: Sequence[Slices], rows: Sequence[Tensor]) -> Sequence[Tensor]:
+        if self._token is None:
+            raise CannotAdopt(
+                f"The output of {type(self._module).__name__} depends on parameters that are not its own, so "
+                "nn.DataParallel over ranks cannot sum their gradients. Register them in the module."
+            )
+        crossing = Crossing(self._group, tuple(ways), self._device)
+        return Outward.apply(crossing, self._token, *rows)  # type: ignore[no-any-return]
+
+    def _way(self, shapes: Sequence[tuple[int, ...]]) -> Slices:
+        """How an output is divided over the ranks; each adds its rows, or a scalar, which is one."""
+        dim = self._dim if shapes[0] else 0
+        rows = [shape[dim] if shape else 1 for shape in shapes[: self._replicas]]
+        return Slices((*rows, *(0,) * (len(shapes) - self._replicas)), dim)
+
+
+class Sample:
+    """Some elements of each tensor of a batch. Those on a GPU are copied by it: they are waited for when they are read."""
+
+    def __init__(self, batch: Any) -> None:
+        tensors = tensors_of(batch)
+        self.shapes = ", ".join("x".join(map(str, t.shape)) or "scalar" for t in tensors) or "no tensor"
+        plain = [leaf for leaf in leaves(batch) if isinstance(leaf, PLAIN)]
+        self._sum = zlib.crc32(repr(([(tuple(t.shape), t.dtype) for t in tensors], plain)).encode())
+        dense = [_some(t.detach()) for t in tensors if t.layout == torch.strided]
+        self._parts = [part.to("cpu", non_blocking=True) for part in dense]
+        on_gpu = any(part.is_cuda for part in dense)
+        self._copied = torch.cuda.current_stream().record_event() if on_gpu else None
+
+    def checksum(self) -> int:
+        """A number that differs, as good as surely, where two ranks' samples differ."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        for part in self._parts:
+            self._sum = zlib.crc32(part.numpy().data, self._sum)
+        return self._sum
+
+
+def _some(tensor: Tensor) -> Tensor:
+    """Bytes of some elements spread over the tensor, as a flat ``uint8`` tensor on its device."""
+    # Of some rows only: a transposed tensor is copied.
+    rows = tensor[:: max(1, tensor.shape[0] // SAMPLED_ROWS)] if tensor.dim() else tensor
+    flat = rows.reshape(-1)
+    return flat[:: max(1, flat.numel() // SAMPLED_ELEMENTS)].contiguous().view(torch.uint8)
+
+
+def _error_class(name: str) -> type[Exception]:
+    """The exception class of that name, for a program that catches it; where in doubt, RuntimeError."""
+    found = getattr(torch, name, None) or getattr(builtins, name, None)
+    known = (ValueError, TypeError, RuntimeError, ArithmeticError, LookupError)
+    return found if isinstance(found, type) and issubclass(found, known) else RuntimeError

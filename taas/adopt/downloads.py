@@ -18,15 +18,15 @@ import sys
 import tempfile
 import threading
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from filelock import FileLock, Timeout
+from filelock import FileLock
 from jupyter_core.paths import jupyter_runtime_dir
 
-from taas.adopt.membership import Membership
+from taas.adopt.rendezvous import Membership
 from taas.import_hooks import after_import
 
 TO_FOLDER = ("download_url", "download_and_extract_archive", "download_file_from_google_drive")
@@ -38,35 +38,28 @@ def install(membership: Membership) -> None:
     """Take turns at downloads in this process; torchvision's when it is imported."""
     turns = Turns(membership)
     hub = sys.modules["torch.hub"]
-    _adopt_function(hub, "download_url_to_file", turns)
+    _adopt_functions(hub, ("download_url_to_file",), turns)
     _adopt_repositories(hub, turns)
-    after_import("torchvision.datasets.utils", lambda module: _adopt_functions(module, turns))
+    after_import("torchvision.datasets.utils", lambda module: _adopt_functions(module, TO_FOLDER, turns))
     after_import("torchvision.datasets.vision", lambda module: _adopt_datasets(module.VisionDataset, turns))
 
 
-def _adopt_functions(module: ModuleType, turns: Turns) -> None:
-    for name in TO_FOLDER:
-        native = getattr(module, name)
-        _adopt_function(module, name, turns)
-        # Modules that were imported before have names of their own for it.
-        for user in [m for n, m in list(sys.modules.items()) if n.startswith("torchvision.datasets")]:
-            if getattr(user, name, None) is native:
-                setattr(user, name, getattr(module, name))
+def _adopt_functions(module: ModuleType, names: Iterable[str], turns: Turns) -> None:
+    """Let functions be turns whose first two arguments are what they download, and where to."""
 
+    def adopted(native: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(native)
 
-def _adopt_function(module: Any, name: str, turns: Turns) -> None:
-    """Let a function be a turn whose first two arguments are what it downloads, and where to."""
-    native = getattr(module, name)
-    signature = inspect.signature(native)
+        def download(*args: Any, **kwargs: Any) -> Any:
+            source, target, *_ = signature.bind(*args, **kwargs).arguments.values()
+            place = Path(target).expanduser()
+            with turns.take(place, f"the download of {source}") as done:
+                # Not even a second extraction: the first rank may be reading the files already.
+                return None if done and place.exists() else native(*args, **kwargs)
 
-    def download(*args: Any, **kwargs: Any) -> Any:
-        source, target, *_ = signature.bind(*args, **kwargs).arguments.values()
-        place = Path(target).expanduser()
-        with turns.take(place, f"the download of {source}") as done:
-            # Not even a second extraction: the first rank may be reading the files already.
-            return None if done and place.exists() else native(*args, **kwargs)
+        return turns.membership.in_rank(native, download)
 
-    setattr(module, name, turns.membership.in_rank(native, download))
+    vars(module).update({name: adopted(getattr(module, name)) for name in names})
 
 
 def _adopt_repositories(hub: Any, turns: Turns) -> None:
@@ -122,12 +115,7 @@ class Turns:
     def take(self, place: Path, what: str) -> Iterator[bool]:
         """Wait for this rank's turn at ``place``, and have it inside; gives whether it is done already, where it is seen.
 
-        Args:
-            place: the file or folder that is about to be written.
-            what: what is done there, in words that are the same on every rank.
-
-        Raises:
-            TimeoutError: somebody has held the place for an hour.
+        ``what`` is done there, in words that are the same on every rank. TimeoutError: somebody has held the place for an hour.
         """
         if hasattr(self._own, "done"):  # within another turn of this thread
             yield self._own.done
@@ -178,10 +166,4 @@ def _locked(place: Path, project: Path) -> contextlib.AbstractContextManager[Any
             f"{folder}, where your runs wait for each other's downloads, was made by another user, who could hold them "
             "up. Have it removed, or set TMPDIR or JUPYTER_RUNTIME_DIR to a folder of your own."
         )
-    lock = FileLock(folder / f"{zlib.crc32(str(place).encode()):08x}.lock", END_SECONDS, 0o600)
-    try:
-        return lock.acquire()
-    except Timeout:
-        raise TimeoutError(
-            f"Another process has been writing {place} for an hour. End it, or wait."
-        ) from None
+    return FileLock(folder / f"{zlib.crc32(str(place).encode()):08x}.lock", END_SECONDS, 0o600)

@@ -1,4 +1,4 @@
-"""One rendezvous for every program: the run's own.
+"""This rank's place in the run, the run's store, and one rendezvous for every program: the run's own.
 
 Programs bring their own meeting point: ``MASTER_PORT = "12355"``, ``tcp://localhost:23456``, a shared file.
 Two runs on one machine would meet there, and a port that was free a moment ago is a race. In a rank all of
@@ -13,49 +13,178 @@ destroyed and made again, and groups of fewer ranks don't disturb the count of t
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, urlparse
+from urllib.parse import parse_qs, quote, urlparse
 
 import torch.distributed as dist
-from torch.distributed import Store
+from torch.distributed import FileStore, PrefixStore, Store, TCPStore
 from torch.distributed.constants import default_pg_timeout
 from torch.utils.data.distributed import DistributedSampler
 
-from taas.adopt.membership import Membership, in_time
-from taas.adopt.waits import abort_nccl, nccl_backends
+from taas.adopt.waits import Waits, abort_nccl, nccl_backends
 from taas.errors import CannotAdopt, HeaderError
 from taas.header.arguments import BACKENDS
 from taas.rehearsal.patches import Arguments, rewrite_calls
+from taas.wire.framing import StoreAddress
 from taas.wording import text_of
 
 Meeting = tuple[Store, int, int]
 Handler = Callable[..., Iterator[Meeting]]
 
 SCHEMES = ("env", "tcp", "file")
+CONNECT_TIMEOUT = timedelta(seconds=60)
+FOREVER = float("inf")
+SHORTEST_PAUSE, LONGEST_PAUSE = 0.001, 0.05
 DESTROY_SECONDS = 10.0
 PART_SECONDS = 2.0
 YOUNG_SECONDS = 10.0  # so long after they met, all ranks have connected
 
 
-class Rendezvous:
-    """Answers every rendezvous of this rank with the run's store.
+@dataclass
+class Membership:
+    """This process's place in the run, and how it talks to the run's store.
 
-    Attributes:
-        span: how many ranks of each VM take part; all of them, except inside an adopted ``mp.spawn`` of
-            fewer processes.
-        translated: whether the last group was asked for in the numbers of one VM, in a run of several.
+    Children that it forks (DataLoader workers) inherit every patch, and for them each one steps aside: they are no members.
     """
+
+    rank: int  # global
+    world_size: int  # ranks of the run
+    local_rank: int  # on this VM
+    local_world_size: int  # ranks on this VM; the same on every VM
+    address: StoreAddress  # where the run's store is
+    rehearsed: bool  # whether this is a run without GPUs
+    notice: Callable[[str], None]  # shows one line to the user; called on rank 0 only
+    project: Path  # the notebook's directory tree; only rank 0 writes it
+    pid: int = field(default_factory=os.getpid)
+    waits: Waits = field(default_factory=Waits)
+    _client: TCPStore | None = None
+    _files: dict[str, FileStore] = field(default_factory=dict)
+    _told: set[str] = field(default_factory=set)
+    _numbers: Counter[str] = field(default_factory=Counter)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a child that is started afresh knows: it tells nothing, and has no connection."""
+        return {**self.__dict__, "notice": None, "waits": Waits(), "_client": None, "_files": {}}
+
+    @property
+    def active(self) -> bool:
+        """Whether this is the rank itself, and not a child that it forked."""
+        return os.getpid() == self.pid
+
+    @property
+    def node(self) -> int:
+        """Number of this VM in the run."""
+        return self.rank // self.local_world_size
+
+    @property
+    def nodes(self) -> int:
+        """VMs of the run."""
+        return self.world_size // self.local_world_size
+
+    def in_rank(self, native: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that is ``ours`` in the rank itself, and the native one in its children.
+
+        It bears the native one's name, by which a notebook that imports it gets its own back.
+        """
+
+        @functools.wraps(native)
+        def function(*args: Any, **kwargs: Any) -> Any:
+            return (ours if self.active else native)(*args, **kwargs)
+
+        return function
+
+    def tell(self, text: str) -> None:
+        """Show ``text`` to the user, once in this run and from rank 0 alone."""
+        if self.rank == 0 and text not in self._told:
+            self._told.add(text)
+            self.notice(text)
+
+    def begin_run(self, address: StoreAddress) -> bool:
+        """Be a member of the next run of kept ranks; returns whether that has another store, as after a failure."""
+        self._told.clear()
+        if address == self.address:
+            return False
+        self.leave_store()
+        self.address = address
+        self._numbers.clear()
+        return True
+
+    def numbered(self, what: str) -> str:
+        """Return a prefix for the store: each rank's first, second, … use of it meets those of the others."""
+        self._numbers[what] += 1
+        return f"{what}/{self._numbers[what]}"
+
+    def store(self, prefix: str) -> Store:
+        """The run's store, with keys under ``prefix``.
+
+        On one machine each prefix has a file of its own, so that groups do not wait for each other's locks. On several,
+        all share one connection, as torch's own groups do: each new one asks the name service for the name of the other
+        end, which takes seconds where that service is slow. Keys carry the restart count there, because the store may
+        outlive a restart.
+        """
+        if self.address.folder:
+            if prefix not in self._files:
+                self._files[prefix] = FileStore(str(self._file(prefix)))
+                self._files[prefix].set_timeout(CONNECT_TIMEOUT)
+            return self._files[prefix]
+        if self._client is None:
+            self._client = TCPStore(
+                self.address.host, self.address.port, is_master=False, timeout=CONNECT_TIMEOUT
+            )
+        return PrefixStore(f"taas/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{prefix}", self._client)
+
+    def _file(self, prefix: str) -> Path:
+        return Path(self.address.folder, quote(prefix, safe=""))
+
+    def leave_store(self) -> list[Path]:
+        """Forget the store as it is open here, to open it anew; returns the files that it is."""
+        files = [self._file(prefix) for prefix in self._files]
+        self._client = None
+        self._files.clear()
+        return files
+
+    def wait_for(self, prefix: str, key: str, seconds: float = FOREVER) -> bool:
+        """Wait until ``key`` is set under ``prefix``; ``False`` if it isn't after ``seconds``.
+
+        Asks again and again: the store's own wait is C++, deaf to an interrupt of the cell, and holds the
+        connection.
+        """
+        store, until, pause = self.store(prefix), time.monotonic() + seconds, SHORTEST_PAUSE
+        while not store.check([key]):
+            if time.monotonic() >= until:
+                return False
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
+        return True
+
+
+def in_time(seconds: float, close: Callable[[], object]) -> None:
+    """Close something in a thread, which may wait for ever; after some seconds it is left to itself."""
+    closer = threading.Thread(target=close, name="taas-closes", daemon=True)
+    closer.start()
+    closer.join(seconds)
+
+
+class Rendezvous:
+    """Answers every rendezvous of this rank with the run's store."""
 
     def __init__(self, membership: Membership) -> None:
         self.membership = membership
         self.span = membership.local_world_size
+        """How many ranks of each VM take part; all of them, except inside an adopted ``mp.spawn`` of fewer processes."""
         self.translated = False
+        """Whether the last group was asked for in the numbers of one VM, in a run of several."""
         self._last = "", 0
         self._met = 0.0
         self._parted = ""
@@ -94,22 +223,24 @@ class Rendezvous:
         """Before a group is destroyed: see to it that no rank is still connecting to this one."""
         whole = group is None or group is dist.group.WORLD
         if whole and self.membership.active and time.monotonic() - self._met < YOUNG_SECONDS:
-            self.part(PART_SECONDS)
+            self.part()
 
-    def part(self, seconds: float = PART_SECONDS) -> None:
-        """Wait a moment for the other ranks of the last group to be done with it as well.
+    def part(self, *, alone: bool = False) -> None:
+        """Wait a moment for the other ranks of the last group to be done with it as well, unless ``alone``.
 
         A rank that leaves right after ``init_process_group`` returned cuts off those that are still connecting.
         """
         name, size = self._last
-        if not name or name == self._parted or not dist.is_initialized():
+        if name == self._parted or not dist.is_initialized():
             return
         self._parted = name
+        if alone:
+            return
         with contextlib.suppress(dist.DistError):  # the store is gone, and so is whoever could be waited for
             store = self.membership.store(name)
             if store.add("parting", 1) == size:
                 store.set("parted", "")
-            self.membership.wait_for(name, "parted", seconds)
+            self.membership.wait_for(name, "parted", PART_SECONDS)
 
     def remake_group(self) -> None:
         """Make the default group anew that the end of the last cell broke off, if every rank had one."""
@@ -132,10 +263,6 @@ class Rendezvous:
             "the end of the last cell broke the process group off, and it was made anew: make groups of your own, and "
             "wrappers such as DDP, again"
         )
-
-    def part_alone(self) -> None:
-        """Do not wait for the other ranks: this one's cell has failed."""
-        self._parted = self._last[0]
 
     def explain(self, error: BaseException) -> str | None:
         """What a store says that waited in vain is short: name the ranks that never came to the last group."""
@@ -189,11 +316,11 @@ def install(membership: Membership) -> Rendezvous:
 
 def _handler(rendezvous: Rendezvous, native: Handler) -> Handler:
     def handler(url: str, timeout: timedelta = default_pg_timeout, **kwargs: Any) -> Iterator[Meeting]:
-        if not rendezvous.membership.active:
+        if rendezvous.membership.active:
+            yield rendezvous.meet(url)
+        else:
             _leave_run(rendezvous.membership, url)
             yield from native(url, timeout=timeout, **kwargs)
-            return
-        yield rendezvous.meet(url)
 
     return handler
 
@@ -234,24 +361,21 @@ def _number_samplers_through(rendezvous: Rendezvous) -> None:
     DistributedSampler.__init__ = init  # type: ignore[method-assign]
 
 
-def close_default_group() -> bool:
-    """Destroy a process group that the program left open; ``False`` if that takes longer than it may.
+def close_default_group() -> None:
+    """Destroy a process group that the program left open, if that takes no longer than it may.
 
     gloo's threads abort a process that exits with a group alive. NCCL may wait in its destructor for work
-    that will never end, hence the thread and the limit.
+    that will never end.
     """
-    if not dist.is_initialized():
-        return True
-    return in_time(DESTROY_SECONDS, dist.destroy_process_group)
+    if dist.is_initialized():
+        in_time(DESTROY_SECONDS, dist.destroy_process_group)
 
 
 def choose_backend(backend: str) -> None:
     """Use this backend wherever one is chosen (``--backend``), in the place of the one that a cell asks for.
 
-    In a rehearsal the rewritten call is then the one that is rehearsed: ``nccl`` still becomes ``gloo``.
-
-    Args:
-        backend: a name, or one per device such as ``cpu:gloo,cuda:nccl``.
+    It is a name, or one per device such as ``cpu:gloo,cuda:nccl``. In a rehearsal the rewritten call is then the one that is
+    rehearsed: ``nccl`` still becomes ``gloo``.
 
     Raises:
         HeaderError: this torch was built without it.

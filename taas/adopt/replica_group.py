@@ -7,62 +7,48 @@ CPU tensors go through gloo, CUDA tensors through NCCL, or through gloo where ra
 Outside the wrapped module every rank computes the same: parameters, batch, outputs, loss. Inside, each has its own
 slice. A tensor crosses inward as a copy for each replica (a parameter) or as the replica's slice (an input); outward as
 the replicas' sum or as their slices joined (an output). Copy and sum are each other's derivative, and so are slice and
-join; hence two functions, each the other's backward, differentiable as often as one likes. They are torch's
-``Broadcast``/``ReduceAddCoalesced`` and ``Scatter``/``Gather`` with the replicas in processes. Gradients come out as
-those of the whole batch, once: the loss outside is computed by every rank, so a join passes back the rank's own slice
-without a sum; a penalty on the parameters themselves never crosses.
+join: two functions, each the other's backward, differentiable as often as one likes. Gradients come out as those of the
+whole batch, once: every rank computes the loss outside, so a join passes back the rank's own slice without a sum.
 """
 
 from __future__ import annotations
 
-import contextlib
 import pickle
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._utils import _reorder_tensors_as, _take_tensors
+from torch._utils import _reorder_tensors_as, _take_tensors, _unflatten_dense_tensors
 from torch.distributed.constants import default_pg_timeout
 
-from taas.adopt.membership import Membership
+from taas.adopt.rendezvous import Membership
 from taas.errors import RanksDisagree
+from taas.wire.framing import SEAL_BYTES, authenticate, seal
 
 MESSAGE_BYTES = 1024  # what one exchange carries at once; longer messages take a second one
 LENGTH_BYTES = 8
+PICKLE_AT = LENGTH_BYTES + SEAL_BYTES
 BUCKET_BYTES = 64 << 20
 TORCHS: Any = dist.distributed_c10d
 
 
 class ReplicaGroup:
-    """Collectives over all ranks of the run; every rank must call the same ones in the same order.
-
-    Args:
-        membership: this rank's place in the run.
-        cuda: whether ranks compute on GPUs.
-
-    Attributes:
-        rank: this rank.
-        size: ranks of the run.
-        samples: of batches that the other ranks were not told of yet, by pass.
-    """
+    """Collectives over all ranks of the run; every rank must call the same ones in the same order."""
 
     def __init__(self, membership: Membership, *, cuda: bool) -> None:
-        self.samples: dict[int, Any] = {}
         self.rank, self.size = membership.rank, membership.world_size
         self._membership, self._exchanges = membership, 0
         self._name = membership.numbered("data-parallel")
-        self._store = membership.store(self._name)
         with_nccl = cuda and torch.cuda.device_count() >= membership.local_world_size
         self._group, _ = TORCHS._new_process_group_helper(
             self.size,
             self.rank,
             [],
             "cpu:gloo,cuda:nccl" if with_nccl else "gloo",
-            self._store,
+            membership.store(self._name),
             f"taas/{self._name}",
             timeout=default_pg_timeout,
             device_id=torch.device("cuda", torch.cuda.current_device()) if with_nccl else None,
@@ -80,125 +66,93 @@ class ReplicaGroup:
     def exchange(self, message: Any) -> list[Any]:
         """Every rank's small picklable message, by rank.
 
-        It is sealed, since gloo takes any peer that connects. The common message fits one collective of fixed size; if
+        They are sealed, since gloo takes any peer that connects. The common message fits one collective of fixed size; if
         any rank's does not, all learn it from the lengths.
 
         Raises:
             RanksDisagree: a message is not the rank's whose place it has.
         """
         self._exchanges += 1
-        sealed = self._membership.sealed(self._title(self.rank), pickle.dumps(message, protocol=5))
+        # a seal holds for nothing else than one rank's message of this exchange
+        key, title = self._membership.address.secret, f"{self._name}: exchange {self._exchanges}, replica "
+        pickled = pickle.dumps(message, protocol=5)
+        sealed = seal(key, f"{title}{self.rank}".encode(), pickled) + pickled
         mine = len(sealed).to_bytes(LENGTH_BYTES, "little") + sealed
         parts = self._all_bytes(mine[:MESSAGE_BYTES], MESSAGE_BYTES)
         ends = [LENGTH_BYTES + int.from_bytes(part[:LENGTH_BYTES], "little") for part in parts]
         if max(ends) > MESSAGE_BYTES:
             tails = self._all_bytes(mine[MESSAGE_BYTES:], max(ends) - MESSAGE_BYTES)
             parts = [part + tail for part, tail in zip(parts, tails, strict=True)]
-        return [self._opened(rank, parts[rank][LENGTH_BYTES : ends[rank]]) for rank in range(self.size)]
-
-    def _title(self, rank: int) -> str:
-        return f"{self._name}: replica {rank}, exchange {self._exchanges}"
-
-    def _opened(self, rank: int, sealed: bytes) -> Any:
-        pickled = self._membership.opened(self._title(rank), sealed)
-        if pickled is None:
-            raise RanksDisagree(
-                f"What nn.DataParallel got as rank {rank}'s is not what that rank said: ranks called the module in "
-                "another order, or a process that is not of this run has connected to it (docs/security.md)."
-            )
-        return pickle.loads(pickled)
+        messages = []
+        for rank, (part, end) in enumerate(zip(parts, ends, strict=True)):
+            frame, pickled = part[LENGTH_BYTES:PICKLE_AT], part[PICKLE_AT:end]
+            if authenticate(key, frame + f"{title}{rank}".encode(), pickled) is None:
+                raise RanksDisagree(
+                    f"What nn.DataParallel got as rank {rank}'s is not what that rank said: ranks called the module in "
+                    "another order, or a process that is not of this run has connected to it (docs/security.md)."
+                )
+            messages.append(pickle.loads(pickled))
+        return messages
 
     def _all_bytes(self, content: bytes, width: int) -> list[bytes]:
         # On the CPU, whatever default device the program has set.
         mine = torch.from_numpy(np.frombuffer(bytearray(content.ljust(width, b"\0")), dtype=np.uint8))
         every = torch.empty(self.size * width, dtype=torch.uint8, device="cpu")
         self._carried = [every, mine]
-        try:
-            self._group._allgather_base(every, mine).wait()
-        except RuntimeError as error:  # a connection is cut, and all that gloo knows is the address
-            self._explain(error)
-            raise
-        flat = every.numpy().tobytes()
-        return [flat[index * width : (index + 1) * width] for index in range(self.size)]
+        self._group._allgather_base(every, mine).wait()
+        return [part.tobytes() for part in every.numpy().reshape(self.size, width)]
 
-    def _explain(self, error: RuntimeError) -> None:
-        """Raise what is behind an error of a collective, if that is known: a rank has ended its cell, and well."""
-        with contextlib.suppress(dist.DistError):  # the store is gone as well
-            left = [rank for rank in range(self.size) if self._store.check([f"left/{rank}"])]
-            if left:
-                raise RanksDisagree(
-                    f"Rank(s) {', '.join(map(str, left))} had ended the cell when rank {self.rank} called the "
-                    "nn.DataParallel module again. Every rank must call it equally often: a loop that ends by the "
-                    "clock, or by what only one rank sees, has to ask one rank whether to go on (torch.distributed's "
-                    "broadcast_object_list)."
-                ) from error
-
-    def gather(self, tensor: Tensor, sizes: Sequence[int], dim: int) -> Tensor:
-        """All ranks' tensors, one after another along ``dim``, where each has its extent of ``sizes``."""
-        rows = tensor.detach().movedim(dim, 0)
-        rest, most = rows.shape[1:], max(sizes)
+    def gather(self, tensor: Tensor, way: Slices) -> Tensor:
+        """All ranks' tensors, one after another along the way's dimension, where each has its extent."""
+        rows = tensor.detach().movedim(way.dim, 0)
+        rest, most = rows.shape[1:], max(way.sizes)
         if rows.shape[0] < most:
             rows = torch.cat([rows, rows.new_zeros((most - rows.shape[0], *rest))])
         every = rows.new_empty((self.size, most, *rest))
         if every.numel():
             self._carried = [_bytes(every), _bytes(rows.contiguous())]
             self._group._allgather_base(*self._carried).wait()
-        if all(size == most for size in sizes):
-            return every.flatten(0, 1).movedim(0, dim)
-        return torch.cat([part[:size] for part, size in zip(every, sizes, strict=True)]).movedim(0, dim)
+        parts = [part[:size] for part, size in zip(every, way.sizes, strict=True)]
+        joined = every.flatten(0, 1) if min(way.sizes) == most else torch.cat(parts)
+        return joined.movedim(0, way.dim)
 
     def sum(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The sum over ranks of each tensor; bitwise the same on every rank."""
-        pending = [
-            (bucket, flat, dist.all_reduce(flat, group=self._group, async_op=True))
-            for bucket, flat in _flattened(tensors)
-        ]
-        self._carried = [flat for _, flat, _ in pending] or self._carried
-        totals: list[Tensor] = []
-        for bucket, flat, work in pending:
+        buckets = list(_take_tensors(tensors, BUCKET_BYTES))
+        flat = [_flat(bucket) for bucket in buckets]
+        pending = [dist.all_reduce(one, group=self._group, async_op=True) for one in flat]
+        self._carried, totals = flat or self._carried, []
+        for bucket, one, work in zip(buckets, flat, pending, strict=True):
             work.wait()
-            totals += _unflattened(flat, bucket)
+            totals += _unflatten_dense_tensors(one, bucket)
         return list(_reorder_tensors_as(totals, tensors))
 
     def take_from_rank_0(self, tensors: Sequence[Tensor]) -> None:
         """Overwrite the tensors with rank 0's, in place."""
-        options = dist.BroadcastOptions()
-        options.rootRank = 0
         with torch.no_grad():
-            for bucket, flat in _flattened([tensor.detach() for tensor in tensors]):
+            for bucket in _take_tensors([tensor.detach() for tensor in tensors], BUCKET_BYTES):
+                flat = _flat(bucket)
                 if flat.numel():
                     self._carried = [_bytes(flat)]
-                    self._group.broadcast(self._carried, options).wait()
+                    dist.broadcast(self._carried[0], 0, group=self._group)
                 if self.rank:
-                    for part, value in zip(bucket, _unflattened(flat, bucket), strict=True):
+                    for part, value in zip(bucket, _unflatten_dense_tensors(flat, bucket), strict=True):
                         part.copy_(value)
 
-    def close(self, *, failed: bool = False) -> None:
-        """Shut the group down, so that its threads don't outlive the interpreter.
-
-        A rank that ``failed`` leaves no word: the cell's error explains more than that it is gone.
-        """
-        if not failed:
-            with contextlib.suppress(dist.DistError):
-                self._store.set(f"left/{self.rank}", "")
+    def close(self) -> None:
+        """Shut the group down, so that its threads don't outlive the interpreter."""
         if not self.ended:
             dist.destroy_process_group(self._group)
+
+
+def _flat(bucket: Sequence[Tensor]) -> Tensor:
+    """A flat copy of tensors of one type."""
+    return torch.cat([part.reshape(-1) for part in bucket])
 
 
 def _bytes(tensor: Tensor) -> Tensor:
     """The memory of a contiguous tensor: backends don't carry every dtype."""
     return tensor.view(-1).view(torch.uint8)
-
-
-def _flattened(tensors: Sequence[Tensor]) -> Iterator[tuple[list[Tensor], Tensor]]:
-    """Tensors of one type together, no more at once than a bucket needs to be, and a flat copy of them."""
-    for bucket in _take_tensors(tensors, BUCKET_BYTES):
-        yield bucket, torch.cat([part.reshape(-1) for part in bucket])
-
-
-def _unflattened(flat: Tensor, bucket: Sequence[Tensor]) -> list[Tensor]:
-    parts = flat.split([part.numel() for part in bucket])
-    return [value.view(part.shape) for value, part in zip(parts, bucket, strict=True)]
 
 
 # ---------------------------------------------------------------- batches: nested tensors, and their division
@@ -215,36 +169,29 @@ class Slices(NamedTuple):
         return tensor.narrow(self.dim, sum(self.sizes[:rank]), self.sizes[rank])
 
 
-def map_leaves(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
-    """``value`` with ``change(leaf)`` for each leaf of a class in its tuples, lists and dicts.
-
-    Anything else is passed on as it is, as ``nn.DataParallel`` does.
-    """
-    if isinstance(value, kind):
+def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
+    """``value`` with each tensor in its tuples, lists and dicts changed; all else as it is, as in ``nn.DataParallel``."""
+    if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_leaves(part, kind, change) for part in value))
+        return type(value)(*(map_tensors(part, change) for part in value))
     if isinstance(value, (list, tuple)):
-        return type(value)([map_leaves(part, kind, change) for part in value])
+        return type(value)([map_tensors(part, change) for part in value])
     if isinstance(value, dict):
-        return type(value)([(key, map_leaves(part, kind, change)) for key, part in value.items()])
+        return type(value)([(key, map_tensors(part, change)) for key, part in value.items()])
     return value
 
 
-def leaves(value: Any) -> Iterator[Any]:
-    """The tensors and other things in ``value``, in the order of ``map_leaves``."""
-    if isinstance(value, (list, tuple)):
-        for part in value:
-            yield from leaves(part)
-    elif isinstance(value, dict):
-        for part in value.values():
-            yield from leaves(part)
-    else:
-        yield value
+def leaves(value: Any) -> list[Any]:
+    """The tensors and other things in ``value``, in the order of ``map_tensors``."""
+    if isinstance(value, (list, tuple, dict)):
+        parts = value.values() if isinstance(value, dict) else value
+        return [leaf for part in parts for leaf in leaves(part)]
+    return [value]
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    """The tensors in ``value``, in the order of ``map_leaves``."""
+    """The tensors in ``value``, in the order of ``map_tensors``."""
     return [leaf for leaf in leaves(value) if isinstance(leaf, Tensor)]
 
 
@@ -257,7 +204,7 @@ def divide(batch: Any, ranks: int, dim: int) -> tuple[list[Slices | None], int]:
     """
     sizes = [_chunks(t.shape[dim], ranks) if t.dim() else None for t in tensors_of(batch)]
     counts = [len(chunks) for chunks in sizes if chunks is not None]
-    replicas = min(counts) if counts else (ranks if any(True for _ in leaves(batch)) else 1)
+    replicas = min(counts) if counts else (ranks if leaves(batch) else 1)
     padding = (0,) * (ranks - replicas)
     return [None if c is None else Slices((*c[:replicas], *padding), dim) for c in sizes], replicas
 
@@ -270,8 +217,7 @@ def _chunks(length: int, ranks: int) -> tuple[int, ...]:
 # ---------------------------------------------------------------- crossings
 
 
-@dataclass(frozen=True)
-class Crossing:
+class Crossing(NamedTuple):
     """How the tensors of one crossing travel."""
 
     group: ReplicaGroup
@@ -314,14 +260,10 @@ class Outward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, crossing: Crossing, token: Tensor, *inner: Tensor) -> tuple[Tensor, ...]:
         """Compute from all ranks' tensors what every rank has."""
-        ctx.crossing = crossing
-        totals = iter(
-            crossing.group.sum([t for t, way in zip(inner, crossing.ways, strict=True) if way is None])
-        )
-        return tuple(
-            next(totals) if way is None else crossing.group.gather(tensor, way.sizes, way.dim)
-            for tensor, way in zip(inner, crossing.ways, strict=True)
-        )
+        ctx.crossing, group = crossing, crossing.group
+        ways = list(zip(inner, crossing.ways, strict=True))
+        totals = iter(group.sum([tensor for tensor, way in ways if way is None]))
+        return tuple(next(totals) if way is None else group.gather(tensor, way) for tensor, way in ways)
 
     @staticmethod
     def backward(ctx: Any, *outer_grads: Tensor) -> tuple[Tensor | None, ...]:

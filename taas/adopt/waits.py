@@ -24,13 +24,12 @@ import sys
 import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-if TYPE_CHECKING:
-    from taas.adopt.membership import Membership
+from taas.wire.framing import StoreAddress
 
 
 class Waits:
@@ -57,15 +56,15 @@ class Waits:
 
         module._new_process_group_helper = make
 
-    def break_off(self, membership: Membership) -> None:
-        """Let every wait of this rank fail; called by a thread that does not wait."""
-        before, store = self._before, membership.address
+    def break_off(self, store: StoreAddress, files: Iterable[Path]) -> None:
+        """Let every wait of this rank fail, also in the store's files; called by a thread that does not wait."""
+        before = self._before
         for inode, (fd, port) in _connections().items():
             of_gloo = inode in self._sockets or (before is not None and inode not in before)
             if of_gloo or (not store.folder and port == store.port):
                 with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as ours:
                     ours.shutdown(socket.SHUT_RDWR)
-        for path in membership.leave_store():
+        for path in files:
             loop = path.with_name(f".{os.getpid()}-{path.name}")
             with contextlib.suppress(OSError):
                 loop.symlink_to(path.name)
@@ -86,9 +85,7 @@ def _connections() -> dict[int, tuple[int, int]]:
     return found
 
 
-# ---------------------------------------------------------------- on GPUs
-#
-# Which groups wait there, and how they are made to fail, in every torch from 2.6 on.
+# ---------------------------------------------------------------- on GPUs, in every torch from 2.6 on
 #
 # * ``ProcessGroupNCCL`` is ``nccl`` up to torch 2.14, and ``nccl-legacy`` since: its ``abort()`` returns. Its watchdog may
 #   still end the process, when it sees the abort of another rank before its own (``TORCH_NCCL_ASYNC_ERROR_HANDLING``).
@@ -111,12 +108,16 @@ def nccl_backends() -> list[Any]:
     """Return the NCCL backends of this process: of all torch's groups, whatever they were asked for."""
     found: list[Any] = []
     for group in [*dist.distributed_c10d._world.pg_names]:
-        with contextlib.suppress(
-            RuntimeError, AttributeError
-        ):  # it has none for GPUs; this rank is not in it
+        # it has none for GPUs; this rank is not in it
+        with contextlib.suppress(RuntimeError, AttributeError):
             found.append(group._get_backend(torch.device("cuda")))
     bare = [getattr(backend, "wrapped_pg", backend) for backend in found]
     return [*{id(backend): backend for backend in bare if "NCCL" in type(backend).__name__}.values()]
+
+
+def waits_on_gpus() -> bool:
+    """Whether this rank has groups in which it may wait on its GPU."""
+    return bool(nccl_backends())
 
 
 def abort_nccl(found: Iterable[Any]) -> None:
@@ -158,23 +159,17 @@ def beside_gpu_work() -> Iterator[None]:
 # ``TORCH_NCCL_TRACE_BUFFER_SIZE``, is not 0. Where it does not, nothing is known.
 
 
-def pending_collective(*, on_gpus: bool) -> str:
-    """Return the oldest collective that has begun and not ended, in words; empty where none is known."""
+def pending_collective() -> str:
+    """Return this rank's oldest collective that has begun and not ended, in words; empty where none is known. For any thread."""
     recorder: Any = sys.modules.get("torch._C._distributed_c10d")
-    dump = getattr(recorder, "_dump_nccl_trace_json" if on_gpus else "_dump_fr_trace_json", None)
+    dump = getattr(recorder, "_dump_nccl_trace_json" if waits_on_gpus() else "_dump_fr_trace_json", None)
     if dump is None:
         return ""
     try:
         entries = json.loads(dump(onlyActive=True)).get("entries", ())
         active = (entry for entry in entries if not entry["retired"] and entry["state"] != "completed")
         return next((_in_words(entry) for entry in active), "")
-    except (
-        ValueError,
-        TypeError,
-        LookupError,
-        AttributeError,
-        RuntimeError,
-    ):  # nothing is promised of its form
+    except Exception:  # nothing is promised of its form
         return ""
 
 

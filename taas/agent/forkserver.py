@@ -11,14 +11,12 @@ import multiprocessing
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable
 from multiprocessing import forkserver as _mp
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from taas.agent.import_idly import MODULES
 from taas.engines.local import visible_gpus
 from taas.wire import deadlines
 from taas.wire.poll_loop import as_found
@@ -61,13 +59,11 @@ DATA_PRELOAD = (
     "taas.rank.lifeline",
 )
 """What a data VM needs: it is up in half the time of one for ranks."""
-_OPENED_BY_A_FORK = 6
-"""So many files a fork opens in this process: a connection and two pipes, and one to spare."""
-_LAST = "taas.rank.preloaded"
-_IDLY = "taas.agent.import_idly"
-_TIE = "taas.rank.forkserver_tie"
-"""Imported by the main thread: the tie ends with the thread that made it."""
+_OPENED_BY_A_FORK = 6  # a connection and two pipes, and one to spare
+_FIRST, _LAST = "taas.agent.import_first", "taas.rank.preloaded"
 _REHEARSED = "taas.rehearsal.ahead"
+_IDLY = "TAAS_IMPORT_IDLY"
+"""The variable in which the first finds what it is to import at a low priority."""
 _READ_AT_IMPORT = (
     "BLIS_", "CUDA_", "GOMP_", "KMP_", "LD_", "LC_", "LANG", "MALLOC_", "MKL_", "NPY_", "NUMEXPR_", "OMP_",
     "OPENBLAS_", "PYTHON", "PYTORCH_", "TORCH_", "VECLIB_",
@@ -75,7 +71,7 @@ _READ_AT_IMPORT = (
 
 
 def read_at_import(environ: dict[str, str]) -> dict[str, str]:
-    """Return the variables that libraries read when they are imported: too late to set them in a rank."""
+    """Return the variables that libraries read at import, which it is too late to set in a rank."""
     return {name: value for name, value in environ.items() if name.startswith(_READ_AT_IMPORT)}
 
 
@@ -124,7 +120,7 @@ def fork(target: Callable[..., None], *arguments: Any) -> Any:
 
 
 class _MadeFor(NamedTuple):
-    """What a forkserver has at its start, and keeps: another one is needed where a run wants something else."""
+    """What a forkserver has at its start, and keeps."""
 
     environ: dict[str, str]
     installed: tuple[tuple[str, int], ...]
@@ -136,14 +132,13 @@ class Forkserver:
 
     def __init__(self, *, data: bool = False, idle: bool = False) -> None:
         self._data, self._idle = data, idle
-        self._began = 0.0
         self._server = _mp._forkserver
         self._made_for = _MadeFor(read_at_import(dict(os.environ)), _installed(), not visible_gpus())
         self._run = ""
 
     @property
     def pid(self) -> int | None:
-        """Process id, if it was started."""
+        """Its process id, once it was started."""
         pid: int | None = self._server._forkserver_pid  # type: ignore[attr-defined]
         return pid
 
@@ -159,25 +154,16 @@ class Forkserver:
         """Start it, if it does not run."""
         ahead = (_REHEARSED,) if self._made_for.rehearsed else ()
         preload = [*DATA_PRELOAD] if self._data else [*PRELOAD, *ahead, _LAST]
-        if self._idle:
-            os.environ[MODULES] = ",".join(preload)
-            preload = [_IDLY]
-        self._server.set_forkserver_preload([_TIE, *preload])
-        before = self.pid
+        os.environ[_IDLY] = ",".join(preload) if self._idle else ""
+        self._server.set_forkserver_preload([_FIRST, *preload])
         with as_found():
             self._server.ensure_running()
-        os.environ.pop(MODULES, None)
-        if self.pid != before:
-            self._began = time.monotonic()
+        del os.environ[_IDLY]
 
     def _hurry(self) -> None:
         """Somebody waits for it now: let it import as fast as it can, where this user may raise a priority again."""
-        if not self._idle:
-            return
-        self._idle = False
-        if time.monotonic() < self._began + deadlines.FORKSERVER_YOUNG:
-            self._end()
-        elif self.pid is not None:
+        idle, self._idle = self._idle, False
+        if idle and self.pid is not None:
             for thread in Path(f"/proc/{self.pid}/task").glob("*"):
                 with contextlib.suppress(PermissionError, ProcessLookupError):
                     os.setpriority(os.PRIO_PROCESS, int(thread.name), 0)
@@ -187,20 +173,14 @@ class Forkserver:
 
         A restart costs the import of torch, some seconds; it happens only after such a change, and before the
         run's first process: a run keeps the forkserver it began with, as do ranks that were kept (``held``). None for
-        ``rehearsed`` leaves that as it is.
-
-        Returns:
-            Whether it was ended for that, and with it all that was forked from it.
+        ``rehearsed`` leaves that as it is. Returns whether it was ended for that, and with it all that was forked from it.
         """
         self._hurry()
-        if held or (run and run == self._run):
-            self._run = run
-            self.start()
-            return False
+        keep = held or (run and run == self._run)
         self._run = run
         rehearsed = self._made_for.rehearsed if rehearsed is None else bool(rehearsed)
         wanted = _MadeFor(read_at_import(environ), _installed(), rehearsed)
-        changed = wanted != self._made_for
+        changed = not keep and wanted != self._made_for
         if changed:
             for name in self._made_for.environ.keys() - wanted.environ.keys():
                 os.environ.pop(name, None)
@@ -211,10 +191,7 @@ class Forkserver:
         return changed
 
     def _end(self) -> None:
-        """SIGKILL it, and with it what was forked from it (rank/lifeline.py).
-
-        It would end by itself when nobody holds the pipe that says so, but each of its processes inherits that.
-        """
+        """SIGKILL it, and with it what was forked from it: each holds the pipe whose end would end it gently."""
         if self.pid is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)

@@ -13,84 +13,46 @@ from __future__ import annotations
 import io
 import os
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from taas.agent.forkserver import Forkserver, fork
-from taas.agent.outflow import log_of
+from taas.agent.forkserver import fork
 from taas.agent.processes import ForkedProcess
-from taas.agent.spares import KeptProcesses, Spares
-from taas.agent.staging import ProjectArrival, Staging
+from taas.agent.staging import ProjectArrival, Staging, log_of
 from taas.delivery.config import DataOrder
-from taas.engines import AgentConfig
 from taas.wire.agents import EndJob, How, JobOver, JobSays, OfJob, StartJob
 from taas.wire.framing import Message
 from taas.wire.ranks import RankKept, Staged
 from taas.wire.transfer import Chunk, Sender, Taken
 
+if TYPE_CHECKING:
+    from taas.agent.loop import Agent
+
 _AS_A_C1_4 = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-
-
-@dataclass(frozen=True)
-class Services:
-    """What a job has of its VM.
-
-    Attributes:
-        config: the agent's.
-        forkserver: what its processes are forked from.
-        spares: processes that wait for the order to be a rank.
-        kept: ranks that wait for the order to run another cell.
-        on, off: begin and end to watch a descriptor.
-        grows: tells of a folder in which files grow that are to be sent.
-        say: sends a message to the supervisor.
-        renewed: the forkserver was started anew: forget what was forked from the old one.
-        sweep: end what processes that are gone have left, if no cell runs: it may have orphans that it needs.
-    """
-
-    config: AgentConfig
-    forkserver: Forkserver
-    spares: Spares
-    kept: KeptProcesses
-    on: Callable[[Any, Callable[[], None]], None]
-    off: Callable[[Any], None]
-    grows: Callable[[Path], None]
-    say: Callable[[Message], None]
-    renewed: Callable[[], None]
-    sweep: Callable[[], None]
 
 
 class Job:
     """One job.
 
-    Args:
-        order: the supervisor's.
-        services: what it has of this VM.
-
     Attributes:
-        name: what messages call its VM.
-        processes: its processes.
-        begun: whether they were forked.
+        begun: whether its processes were forked.
         over: whether its end was said.
-        swept: whether nothing that they left is there.
         sender: what sends home what they write, change and answer; on the notebook's machine there is nothing to send.
     """
 
-    def __init__(self, order: StartJob, services: Services) -> None:
-        self.run, self.number, self.name = order.run, order.job, order.name
+    def __init__(self, order: StartJob, agent: Agent) -> None:
         self.processes: list[ForkedProcess] = []
-        self.begun = self.over = self.swept = False
+        self.begun = self.over = self._swept = False
         self.sender = Sender(self._say)
-        self._order, self._services = order, services
+        self._order, self._agent = order, agent
         self._staging: Staging | None = None
         self._how: str | None = None
 
     def _say(self, said: JobSays) -> None:
-        self._services.say(OfJob(run=self.run, job=self.number, said=said))
+        self._agent.say(OfJob(run=self._order.run, job=self._order.job, said=said))
 
     # ------------------------------------------------------------ what differs
 
@@ -121,7 +83,7 @@ class Job:
     def begin(self) -> None:
         """Stage it in, and fork its processes as soon as all is there."""
         try:
-            self._staging = Staging(self._order, self._services.config, self._say, self._before())
+            self._staging = Staging(self._order, self._agent.config, self._say, self._before())
         except OSError as error:
             self.fail(str(error))
         else:
@@ -156,18 +118,18 @@ class Job:
             return
         self.begun = True
         try:
-            staged = self._staging.staged
-            services, held = self._services, self._services.kept.there
-            rehearsed = self._order.work.rehearsed
-            if services.forkserver.fit(self.run, staged.environ, rehearsed=rehearsed, held=held):
-                services.renewed()
+            order, staged, agent = self._order, self._staging.staged, self._agent
+            if agent.forkserver.fit(
+                order.run, staged.environ, rehearsed=order.work.rehearsed, held=agent.kept.there
+            ):
+                agent.spares.forget()
             if staged.late:
-                self._services.grows(Path(staged.late))
+                agent.grows(Path(staged.late))
             self._fork(staged)
         except Exception as error:  # whatever it was, the supervisor says so in the cell
             self.fail(f"{type(error).__name__}: {error}")
         for process in self.processes:
-            self._services.on(process.sentinel, partial(self._gone, process))
+            self._agent.on(process.sentinel, partial(self._gone, process))
 
     # ------------------------------------------------------------ ending
 
@@ -183,7 +145,7 @@ class Job:
         self.end("now", names=False)
 
     def _gone(self, process: ForkedProcess) -> None:
-        self._services.off(process.sentinel)
+        self._agent.off(process.sentinel)
         process.gone = True
         self._process_gone(process)
 
@@ -201,9 +163,9 @@ class Job:
         except OSError as error:
             self.fail(f"what its processes wrote could not be sent: {error}")
         if self.ended and not self.over:
-            if not self.swept:
-                self.swept = True
-                self._services.sweep()
+            if not self._swept:
+                self._swept = True
+                self._agent.sweep()
             if self.sender.done:
                 self.over = True
                 kept = self._keep()
@@ -226,18 +188,18 @@ class DataJob(Job):
 
     _UNBEGUN = "ended before it began"
 
-    def __init__(self, order: StartJob, services: Services) -> None:
-        super().__init__(order, services)
+    def __init__(self, order: StartJob, agent: Agent) -> None:
+        super().__init__(order, agent)
         assert isinstance(order.work, DataOrder)
         self._work = order.work
 
     def _fork(self, staged: Staged) -> None:
         assert self._staging is not None
-        if self._services.config.remote:
+        if self._agent.config.remote:
             log = Path(staged.output)
             log.write_text("".join(f"{notice}\n" for notice in self._staging.project.notices))
             self.sender.add(log_of(log, lambda: self.ended))
-            self._services.grows(log.parent)
+            self._agent.grows(log.parent)
         self.processes.append(ForkedProcess(fork(_be_data_process, self._work, staged)))
 
     def _end_processes(self, how: How, *, names: bool) -> None:
@@ -247,7 +209,7 @@ class DataJob(Job):
 
     def _process_gone(self, process: ForkedProcess) -> None:
         code = process.exitcode or 0
-        self._services.forkserver.outlived(code)  # or is dead now, and its processes are the agent's children
+        self._agent.forkserver.outlived(code)  # or is dead now, and its processes are the agent's children
         self._how = self._how or (f"killed by signal {-code}" if code < 0 else f"ended with status {code}")
 
 
@@ -256,10 +218,10 @@ def _be_data_process(order: DataOrder, staged: Staged) -> None:
 
     from taas import project_sync
     from taas.project_sync import late_files
-    from taas.rank.lifeline import tie_to_agent
+    from taas.rank.lifeline import name_process, tie_to_agent
 
     tie_to_agent()
-    Path("/proc/self/comm").write_text("taas-planner" if order.plans else "taas-pool")
+    name_process("taas-planner" if order.plans else "taas-pool")
     os.environ.clear()
     os.environ.update(staged.environ | _AS_A_C1_4)
     _write_to(staged.output)
@@ -284,8 +246,8 @@ def _write_to(log: str) -> None:
 
     Each line at once: a data worker is killed at the run's end, with all that it has not written yet.
     """
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)
+    assert isinstance(sys.stdout, io.TextIOWrapper)
+    sys.stdout.reconfigure(line_buffering=True)
     try:
         Path(log).parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)

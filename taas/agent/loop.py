@@ -11,7 +11,6 @@ import sys
 import threading
 import traceback
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -19,8 +18,8 @@ import zmq
 
 from taas import _linux
 from taas.agent.forkserver import Forkserver
-from taas.agent.job import DataJob, Job, Services
-from taas.agent.processes import RankProcess, become_subreaper, sweep_orphans
+from taas.agent.job import DataJob, Job
+from taas.agent.processes import become_subreaper, sweep_orphans
 from taas.agent.rank_job import RankJob
 from taas.agent.spares import KeptProcesses, Spares
 from taas.agent.staging import environment
@@ -36,7 +35,12 @@ from taas.wire.ranks import RankOrder
 
 
 class Agent:
-    """The processes of one VM: jobs of one run at a time."""
+    """The processes of one VM: jobs of one run at a time.
+
+    Attributes:
+        on, off: begin and end to watch a descriptor.
+        grows: tells of a folder in which files grow that are to be sent.
+    """
 
     def __init__(self, config: AgentConfig) -> None:
         self._context = zmq.Context()
@@ -45,31 +49,18 @@ class Agent:
             set_heartbeat(self._socket)
         self._sources = PollLoop()
         self._read = MessageReader(AgentHears)
-        self._forkserver = Forkserver(data=config.data, idle=config.idle)
-        self._spares = Spares(self._watch_spare, self._unwatch_spare)
-        self._kept = KeptProcesses(self._sources.on, self._sources.off, self._say)
+        self.on, self.off = self._sources.on, self._sources.off
+        self.forkserver = Forkserver(data=config.data, idle=config.idle)
+        self.spares = Spares(self.forkserver, self.on, self.off)
+        self.kept = KeptProcesses(self.on, self.off, self.say)
         self._inotify = Inotify()
+        self.grows = self._inotify.add
         self._jobs: dict[tuple[str, int], Job] = {}
         self._supervisor_gone = False
-        self._config = config
-        self._scratch = Path(config.scratch)
+        self.config = config
         self._link = SupervisorLink(self._socket, config.endpoint) if config.remote else None
         self._ending = threading.Event()
         self._socket.connect(config.endpoint)
-        self._services = Services(
-            config,
-            self._forkserver,
-            self._spares,
-            self._kept,
-            self._sources.on,
-            self._sources.off,
-            self._inotify.add,
-            self._say,
-            self._forget_spares,
-            self._sweep,
-        )
-
-    # ------------------------------------------------------------ the loop
 
     def run(self) -> None:
         """Serve until the supervisor is gone, then end all that was started here."""
@@ -80,14 +71,14 @@ class Agent:
             self._sources.on(self._link.source, partial(self._look_at_link, self._link))
             threading.Thread(target=_die_when_stopped, args=(self._ending,), daemon=True).start()
         self._sources.on(self._inotify.fileno(), self._inotify.changed)  # each round mirrors what is new
-        self._say(Alive())
+        self.say(Alive())
         try:
             while not self._supervisor_gone:
                 self._sources.step(self._wait())
                 for job in self._jobs.values():
                     job.step()
                 if not self._rank_jobs:
-                    self._spares.step()
+                    self.spares.step()
                 if self._link is not None:
                     self._look_at_link(self._link)
         finally:
@@ -95,12 +86,12 @@ class Agent:
 
     def _import_ahead(self) -> None:
         """Start the forkserver; elsewhere as the first run will want it, for its second start takes as long."""
-        config = self._config
+        config = self.config
         if config.remote:
             environ = environment(config.demand.environ, config.demand.changed, config)
-            self._forkserver.fit("", environ, rehearsed=None)
+            self.forkserver.fit("", environ, rehearsed=None)
         else:
-            self._forkserver.start()
+            self.forkserver.start()
 
     @property
     def _rank_jobs(self) -> list[RankJob]:
@@ -113,13 +104,12 @@ class Agent:
         if self._inotify.blind and any(not job.sender.done for job in self._jobs.values()):
             waits.append(BLIND_SECONDS)
         if not self._rank_jobs:
-            waits.append(self._spares.wait())
+            waits.append(self.spares.wait())
         return min((wait for wait in waits if wait is not None), default=None)
 
-    def _say(self, message: Message) -> None:
+    def say(self, message: Message) -> None:
+        """Send a message to the supervisor."""
         self._socket.send(pack(message))
-
-    # ------------------------------------------------------------ the supervisor
 
     def _hear_supervisor(self) -> None:
         while True:
@@ -131,7 +121,7 @@ class Agent:
                 self._supervisor_gone = True
             elif isinstance(message, StartJob):
                 kind = RankJob if isinstance(message.work, RankOrder) else DataJob
-                job = self._jobs[message.run, message.job] = kind(message, self._services)
+                job = self._jobs[message.run, message.job] = kind(message, self)
                 job.begin()
             elif isinstance(message, Alive):
                 continue  # zmq's own thread answers to what it stands for
@@ -147,11 +137,11 @@ class Agent:
         job.close()
         if not isinstance(job, RankJob) or job.stays:
             return
-        self._kept.end()  # what is left of those with which it did not go on
-        if job.preparation is not None and self._forkserver.outlived(None):
-            self._spares.want(job.preparation, job.size)
+        self.kept.end()  # what is left of those with which it did not go on
+        if job.preparation is not None and self.forkserver.outlived(None):
+            self.spares.want(job.preparation, job.size)
         else:
-            self._forget_spares()
+            self.spares.forget()
 
     def _lose_supervisor(self) -> None:
         self._supervisor_gone = not os.read(sys.stdin.fileno(), 4096)
@@ -168,7 +158,7 @@ class Agent:
         self._ending.set()
         _linux.kill_in(deadlines.END_AGENT)
         with contextlib.ExitStack() as last_first:
-            last_first.callback(shutil.rmtree, self._scratch, ignore_errors=True)
+            last_first.callback(shutil.rmtree, self.config.scratch, ignore_errors=True)
             last_first.callback(self._context.term)
             last_first.callback(self._socket.close, linger=0)
             if self._link is not None:
@@ -176,45 +166,12 @@ class Agent:
             for job in self._jobs.values():
                 last_first.callback(job.close)
             last_first.callback(sweep_orphans, ())
-            last_first.callback(self._kept.end, patient=True)
+            last_first.callback(self.kept.end, patient=True)
 
-    # ------------------------------------------------------------ what is written, and left
-
-    def _sweep(self) -> None:
+    def sweep(self) -> None:
         """End what dead processes have left; a cell that runs may have orphans that it needs."""
         if all(job.ended for job in self._rank_jobs):
-            sweep_orphans((self._forkserver.pid,))
-
-    # ------------------------------------------------------------ spares
-
-    def _watch_spare(self, spare: RankProcess) -> None:
-        self._sources.on(spare.sentinel, partial(self._lose_spare, spare))
-        assert spare.connection is not None
-        source = spare.connection.fileno()
-        self._sources.on(source, partial(self._hear_spare, spare))
-
-    def _unwatch_spare(self, spare: RankProcess) -> None:
-        self._sources.off(spare.sentinel)
-        if spare.connection is not None:
-            self._sources.off(spare.connection.fileno())
-
-    def _hear_spare(self, spare: RankProcess) -> None:
-        assert spare.connection is not None
-        source = spare.connection.fileno()
-        spare.hear()
-        if spare.connection is None:  # it closed its end: it is about to be gone
-            self._sources.off(source)
-            self._lose_spare(spare)
-
-    def _lose_spare(self, spare: RankProcess) -> None:
-        self._spares.lose(spare)
-        if not self._forkserver.outlived(spare.exitcode):
-            sweep_orphans((self._forkserver.pid,))
-
-    def _forget_spares(self) -> None:
-        """Let go of those of another forkserver, which ended with it, and bury them."""
-        self._spares.end()
-        sweep_orphans((self._forkserver.pid,))
+            sweep_orphans((self.forkserver.pid,))
 
 
 def _die_when_stopped(ending: threading.Event) -> None:
@@ -225,7 +182,7 @@ def _die_when_stopped(ending: threading.Event) -> None:
 
 
 def main() -> None:
-    """Read the configuration from standard input, and serve."""
+    """Serve as the configuration on standard input says."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     line = read_line(sys.stdin.fileno())
     if not line:  # the engine changed its mind

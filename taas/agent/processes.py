@@ -21,8 +21,7 @@ import psutil
 from taas import _linux
 from taas.agent.forkserver import fork
 from taas.wire import deadlines
-from taas.wire.rank_connection import hear, socket_pair, tell
-from taas.wire.ranks import Preparation, RankSays, RankStage
+from taas.wire.ranks import Preparation, RankSays, hear, socket_pair, tell
 
 _PR_SET_CHILD_SUBREAPER = 36
 SWEEPS = 10
@@ -30,15 +29,11 @@ SWEEPS = 10
 
 
 class ForkedProcess:
-    """One process, from its fork on.
-
-    Args:
-        process: multiprocessing's, started.
+    """One process that multiprocessing has started; its ``sentinel`` becomes readable when it is gone.
 
     Attributes:
-        pid: its process id.
-        sentinel: a descriptor that becomes readable when it is gone.
         gone: whether its end was seen.
+        recorded: it, as psutil knows it, which compares start times; None: it was gone at once.
     """
 
     def __init__(self, process: Any) -> None:
@@ -46,9 +41,9 @@ class ForkedProcess:
         self.sentinel: int = process.sentinel
         self.gone = False
         self._process = process
-        self._recorded: psutil.Process | None = None
+        self.recorded: psutil.Process | None = None
         with contextlib.suppress(psutil.NoSuchProcess):  # gone already: its sentinel says so
-            self._recorded = psutil.Process(self.pid)
+            self.recorded = psutil.Process(self.pid)
 
     @property
     def alive(self) -> bool:
@@ -62,61 +57,52 @@ class ForkedProcess:
         return code
 
     def send(self, number: int) -> None:
-        """Signal it, if it is the process that was started here (psutil compares start times); SIGKILL goes to its session."""
-        if self._recorded is not None and not self.gone:
+        """Signal it, if it is the process that was started here; SIGKILL goes to its session."""
+        if self.recorded is not None and not self.gone:
             with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
-                if number == signal.SIGKILL and self._recorded.is_running():
+                if number == signal.SIGKILL and self.recorded.is_running():
                     os.killpg(self.pid, number)
                 else:
-                    self._recorded.send_signal(number)
+                    self.recorded.send_signal(number)
 
     def kill_tree(self) -> None:
         """SIGKILL it and all its descendants."""
-        if self._recorded is not None and not self.gone:
-            kill_tree([self._recorded])
+        if self.recorded is not None and not self.gone:
+            kill_tree([self.recorded])
 
 
 class RankProcess(ForkedProcess):
-    """A process that prepares itself to be a rank, waits for an order, and carries it out.
-
-    Args:
-        preparation: what it does before there is an order.
-
-    Attributes:
-        connection: its control connection, until it is closed.
-        ready: whether it has done all that it can do before its order.
-    """
+    """A process that prepares itself to be a rank, waits for an order, and carries it out."""
 
     def __init__(self, preparation: Preparation) -> None:
-        ours, its = socket_pair()
+        self._connection, its = socket_pair()
         with its:
             try:
                 super().__init__(fork(_be_rank, its, preparation))
             except BaseException:
-                ours.close()
+                self.disconnect()
                 raise
-        self.connection: socket.socket | None = ours
-        self.ready = False
+
+    @property
+    def source(self) -> int:
+        """A descriptor that becomes readable when it has said something, or says no more; -1 once it is disconnected."""
+        return self._connection.fileno()
 
     def tell(self, message: bytes, *descriptors: int) -> None:
         """Send it a message, if it is connected, and with it descriptors of this process."""
-        if self.connection is not None:
-            tell(self.connection, message, *descriptors)
+        if self.source >= 0:
+            tell(self._connection, message, *descriptors)
 
     def hear(self) -> list[RankSays]:
         """Return what it has said; it is disconnected when it says no more."""
-        assert self.connection is not None
-        heard, closed = hear(self.connection)
+        heard, closed = hear(self._connection)
         if closed:
             self.disconnect()
-        self.ready = self.ready or any(isinstance(said, RankStage) for said in heard)
         return heard
 
     def disconnect(self) -> None:
         """Close its connection."""
-        if self.connection is not None:
-            self.connection.close()
-            self.connection = None
+        self._connection.close()
 
 
 def _be_rank(agent: socket.socket, preparation: Preparation) -> None:
@@ -139,12 +125,12 @@ def kill_tree(roots: Iterable[psutil.Process]) -> None:
     multiprocessing's resource tracker is left to itself: it removes named semaphores that the dead left
     behind, and ends when nobody holds its pipe.
     """
-    poisoned = list(roots)
-    for root in list(poisoned):
+    trees = list(roots)
+    for root in [*trees]:
         with contextlib.suppress(psutil.NoSuchProcess):
-            poisoned += root.children(recursive=True)
+            trees += root.children(recursive=True)
     dying: dict[int, int] = {}
-    for process in poisoned:
+    for process in trees:
         # AccessDenied: what a cell started by sudo is another user's
         with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError, psutil.AccessDenied):
             if not _tracks_resources(process):
@@ -172,10 +158,7 @@ def wait_for_all(handles: Iterable[int], seconds: float) -> None:
 
 
 def sweep_orphans(own: Collection[int | None]) -> None:
-    """End this process's adopted orphans: its children but those in ``own``.
-
-    Again until there are none: while a tree is being killed, what is left of it is handed on to this process.
-    """
+    """End this process's adopted orphans: its children but those in ``own``; again until there are none."""
     for _ in range(SWEEPS):
         if not (left := orphans(own)):
             return

@@ -16,8 +16,7 @@ from taas.agent.processes import RankProcess
 from taas.wire import deadlines
 from taas.wire.agents import How
 from taas.wire.framing import Message, pack
-from taas.wire.rank_connection import NOTICE
-from taas.wire.ranks import RankEnded, RankKept, RankOrder, RankRequest
+from taas.wire.ranks import NOTICE, RankEnded, RankKept, RankOrder, RankRequest
 from taas.wording import killed_by
 
 _PATIENCE: tuple[How, ...] = ("now", "failure", "interrupt")
@@ -30,7 +29,6 @@ class Rank:
         started: whether it has begun the cell.
         at_work: whether it has noticed that it is interrupted, or is in C code that takes its time.
         packing: whether it packs its names.
-        ended: how the cell ended in it.
         kept: it waits for the next order.
         signalled: the last signal that it was sent.
         to_end, out_of_time: since when it has been to end, and out of time for that; 0: it has not.
@@ -41,8 +39,8 @@ class Rank:
         self.number, self.process = number, process
         self.started = self.at_work = self.packing = False
         self.ended: RankEnded | None = None
-        self.kept: RankKept | None = None
         self.ended_at = self.to_end = self.out_of_time = 0.0
+        self.kept: RankKept | None = None
         self.signalled: signal.Signals | None = None
         self.too_late = ""
 
@@ -68,14 +66,9 @@ class Rank:
             self.send(signal.SIGKILL)
 
     @property
-    def late(self) -> bool:
-        """Whether its cell ended long ago, and it is still there."""
-        return (
-            self.ended is not None
-            and self.kept is None
-            and not self.process.gone
-            and time.monotonic() > self.ended_at + deadlines.RANK_EXITS
-        )
+    def leaving(self) -> bool:
+        """Whether its cell has ended, and it is still there, but not for the next one."""
+        return self.ended is not None and self.kept is None and not self.process.gone
 
     def post_mortem(self, *, forkserver_outlived: bool) -> RankEnded:
         """Say how a rank ended that did not say so itself."""
@@ -100,18 +93,15 @@ class Rank:
 class Ending:
     """The end of one run's ranks on this VM; not begun at first.
 
-    Args:
-        order: the run's. Ranks that stay are left alone once their cell has ended; those that stayed are not ended
-            while they take in the names of their next cell, but interrupted when that begins.
+    Ranks that stay are left alone once their cell has ended; those that stayed are not ended while they take in the names
+    of their next cell, but interrupted when that begins.
     """
 
     def __init__(self, order: RankOrder) -> None:
         self._stay, self._stayed = order.cell.spec.keep, order.continues
         self._how: How | None = None
-        self._began = 0.0
+        self._began = self._asked = self._packing = 0.0
         self._names = True
-        self._asked = 0.0
-        self._packing = 0.0
 
     def begin(self, how: How, *, names: bool) -> None:
         """Let the ranks end; an ending that has begun can become less patient, never more."""
@@ -124,21 +114,18 @@ class Ending:
         return None if self._how is None else deadlines.ENDINGS_LOOK
 
     def step(self, ranks: list[Rank]) -> None:
-        """Do what is due.
-
-        Args:
-            ranks: those whose processes are there.
-        """
+        """Do what is due to ranks whose processes are there."""
         if self._how is None:
             return
-        self._interrupt([rank for rank in ranks if rank.ended is None])
-        if self._is_time(ranks):
+        in_cell = [rank for rank in ranks if rank.ended is None]
+        self._interrupt(in_cell)
+        if self._is_time(in_cell):
             for rank in ranks:
                 self._end(rank)
 
-    def _interrupt(self, ranks: list[Rank]) -> None:
+    def _interrupt(self, in_cell: list[Rank]) -> None:
         now, failure = time.monotonic(), self._how == "failure"
-        for rank in ranks:
+        for rank in in_cell:
             if rank.signalled is not None or ((self._stayed or failure) and not rank.started):
                 continue
             rank.to_end = rank.to_end or now
@@ -152,14 +139,12 @@ class Ending:
             else:  # it has nothing to finish, and may be deaf to SIGINT yet
                 rank.send(signal.SIGTERM)
 
-    def _is_time(self, ranks: list[Rank]) -> bool:
+    def _is_time(self, in_cell: list[Rank]) -> bool:
         """Whether ranks that are still in the cell are to be ended."""
         passed = time.monotonic() - self._began
         if self._how == "interrupt":
-            at_work = [
-                rank.at_work or (rank.number == 0 and rank.started) for rank in ranks if rank.ended is None
-            ]
-            return passed >= deadlines.NOTICE and not any(at_work)
+            at_work = any(rank.at_work or (rank.number == 0 and rank.started) for rank in in_cell)
+            return passed >= deadlines.NOTICE and not at_work
         patience = deadlines.FAILURE_OF_KEPT if self._stay else deadlines.FAILURE
         return passed >= patience or self._how == "now"
 
@@ -179,7 +164,7 @@ class Ending:
             rank.kill()
 
     def _names_until(self, rank: Rank) -> tuple[float, str]:
-        """Ask rank 0 for its names; returns until when they may come, and what it is to be said not to have done by then."""
+        """Ask rank 0 for its names; returns until when they may come, and what it has not done by then."""
         now = time.monotonic()
         if not self._asked:
             self._asked = now
@@ -189,7 +174,5 @@ class Ending:
         if not rank.packing:
             return self._asked + deadlines.NAMES_BEGIN, f"did not answer for {deadlines.NAMES_BEGIN:.0f} s"
         self._packing = self._packing or now
-        return (
-            self._packing + deadlines.NAMES_PACKED,
-            f"had not packed them after {deadlines.NAMES_PACKED:.0f} s",
-        )
+        why = f"had not packed them after {deadlines.NAMES_PACKED:.0f} s"
+        return self._packing + deadlines.NAMES_PACKED, why

@@ -11,17 +11,16 @@ import signal
 import time
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from taas.agent.job import Job, Services
-from taas.agent.outflow import ProjectChanges, output_of
+from taas.agent.job import Job
+from taas.agent.looks import Look, RankUsage, last_words
 from taas.agent.processes import ForkedProcess, orphans
 from taas.agent.rank_endings import Ending, Rank
-from taas.agent.stacks import Look, last_words
-from taas.agent.staging import ProjectArrival
+from taas.agent.staging import ProjectArrival, ProjectChanges, output_of
 from taas.agent.torchrun import RunStore, rank_environ
-from taas.agent.usage import RankUsage
 from taas.wire import deadlines
 from taas.wire.agents import How, LookAtRanks, RanksSeen, RanksUse, StartJob
 from taas.wire.framing import Memory, Message, StoreAddress, pack
@@ -40,18 +39,15 @@ from taas.wire.ranks import (
 )
 from taas.wire.transfer import chunks_of
 
+if TYPE_CHECKING:
+    from taas.agent.loop import Agent
+
 
 class RankJob(Job):
-    """All ranks of a run on this VM.
+    """All ranks of a run on this VM; ``stays``: they were kept for the next run."""
 
-    Attributes:
-        ranks: they, once their processes are there.
-        preparation: what a process does before it can become one of them.
-        stays: whether they were kept for the next run.
-    """
-
-    def __init__(self, order: StartJob, services: Services) -> None:
-        super().__init__(order, services)
+    def __init__(self, order: StartJob, agent: Agent) -> None:
+        super().__init__(order, agent)
         assert isinstance(order.work, RankOrder)
         self._work = order.work
         self.ranks: list[Rank] = []
@@ -64,71 +60,66 @@ class RankJob(Job):
         self._answer = -1
         self._stood: Memory | None = None
         self._ending = Ending(order.work)
-        each = order.work.cell.spec.gpus_per_rank
-        gpus = order.work.gpus
+        each, gpus = order.work.cell.spec.gpus_per_rank, order.work.gpus
         self._usage = RankUsage([gpus[at * each : (at + 1) * each] for at in range(self.size)])
 
     @property
     def size(self) -> int:
-        """How many ranks the run has on this VM."""
+        """How many they are."""
         return self._work.local_world_size
 
     # ------------------------------------------------------------ beginning
 
     def _before(self) -> ProjectArrival | None:
-        return self._services.kept.project if self._work.continues else None
+        return self._agent.kept.project if self._work.continues else None
 
     def _fork(self, staged: Staged) -> None:
         assert self._staging is not None
-        work, services = self._work, self._services
-        if work.continues and not services.kept.there:
-            self.fail(f"those of {self.name} had ended before")
+        work, agent = self._work, self._agent
+        if work.continues and not agent.kept.there:
+            self.fail(f"those of {self._order.name} had ended before")
             return
         self._folder = Path(staged.output)
         numbers = range(work.first_rank, work.first_rank + self.size)
         folders = {number: self._folder / str(number) for number in numbers}
         for folder in folders.values():
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if services.config.remote:
+        if agent.config.remote:
             self._changes = ProjectChanges(
                 self._order.workspace.project, work, staged, self._staging.project, lambda: self.ended
             )
             self.sender.add(self._changes.chunks())
             for number, folder in folders.items():
                 self.sender.add(output_of(number, folder, lambda: self.ended))
-                services.grows(folder)
+                agent.grows(folder)
         self._work = work = msgspec.structs.replace(work, store=self._open_store())
         self.preparation = preparation_of(work, staged)
-        spares, kept = services.spares, services.kept
+        spares, kept = agent.spares, agent.kept
         processes = kept.take() if work.continues else spares.take(self.preparation, self.size)
         for local, process in enumerate(processes):
             rank = Rank(numbers[local], process)
             self.ranks.append(rank)
             self.processes.append(process)
-            assert process.connection is not None
-            source = process.connection.fileno()
-            services.on(source, partial(self._hear_rank, rank, source))
-            start = RankStart(
-                order=work, staged=staged, local_rank=local, environ=rank_environ(work, staged, local)
-            )
+            agent.on(process.source, partial(self._hear_rank, rank))
+            environ = rank_environ(work, staged, local)
+            start = RankStart(order=work, staged=staged, local_rank=local, environ=environ)
             process.tell(pack(start), staged.payload.fd)
 
     def _open_store(self) -> StoreAddress:
-        """Return the run's store, opened here where that is this agent's part."""
         wanted = self._work.store
         if wanted.port:
             return wanted
-        self._store = RunStore(wanted, self._work.cell.spec.world_size, Path(self._services.config.scratch))
+        self._store = RunStore(wanted, self._work.cell.spec.world_size, Path(self._agent.config.scratch))
         self._say(self._store.address)
         return self._store.address
 
     # ------------------------------------------------------------ what the supervisor and the ranks say
 
     def hear(self, message: Message) -> None:
-        """Take in what the supervisor says about this job."""
+        """Take in what the supervisor says."""
         match message:
             case LookAtRanks():
-                orphans((self._services.forkserver.pid,))  # buries them: a long run may have many
+                orphans((self._agent.forkserver.pid,))  # buries them: a long run may have many
                 processes = {rank.number: rank.process for rank in self.ranks}
                 self._look = Look(processes, self._folder, message)  # in place of one that is on its way
                 self._step_look()
@@ -139,7 +130,8 @@ class RankJob(Job):
             case _:
                 super().hear(message)
 
-    def _hear_rank(self, rank: Rank, source: int) -> None:
+    def _hear_rank(self, rank: Rank) -> None:
+        source = rank.process.source
         for said in rank.process.hear():
             match said:
                 case RankEnded(outcome="stood", answer=Memory() as answer):
@@ -156,8 +148,8 @@ class RankJob(Job):
                     rank.packing = True
                 case RankKept():
                     rank.kept = said
-        if rank.process.connection is None:
-            self._services.off(source)
+        if rank.process.source < 0:
+            self._agent.off(source)
 
     def _rank_ended(self, rank: Rank, said: RankEnded) -> None:
         if said.answer is not None:
@@ -182,12 +174,10 @@ class RankJob(Job):
                 os.close(self._answer)
             self._answer = answer.open()
         held = Memory(os.getpid(), self._answer, answer.nbytes)
-        if not self._services.config.remote:
+        if not self._agent.config.remote:
             return held
         self.sender.add(chunks_of("answer", held))
         return held.from_elsewhere()
-
-    # ------------------------------------------------------------ looking at them
 
     def _step_look(self) -> None:
         if self._look is not None and (seen := self._look.result()) is not None:
@@ -206,12 +196,11 @@ class RankJob(Job):
         if len(staying) < self.size or self._how is not None:
             return ()
         for process in staying.values():
-            self._services.off(process.sentinel)
-            if process.connection is not None:
-                self._services.off(process.connection.fileno())
+            self._agent.off(process.sentinel)
+            self._agent.off(process.source)
         assert self._staging is not None
         self.stays = True
-        self._services.kept.keep(staying, self._store, self._staging.leave_to_ranks())
+        self._agent.kept.keep(staying, self._store, self._staging.leave_to_ranks())
         self._store = None
         self.processes, kept, self.ranks = [], tuple(rank.kept for rank in self.ranks if rank.kept), []
         return kept
@@ -228,55 +217,46 @@ class RankJob(Job):
 
     def _process_gone(self, process: ForkedProcess) -> None:
         rank = next(rank for rank in self.ranks if rank.process is process)
-        if rank.process.connection is not None:
-            source = rank.process.connection.fileno()
-            self._hear_rank(rank, source)
-            self._services.off(source)
-            rank.process.disconnect()
-        outlived = self._services.forkserver.outlived(process.exitcode)
+        self._hear_rank(rank)
+        self._agent.off(rank.process.source)
+        rank.process.disconnect()
+        outlived = self._agent.forkserver.outlived(process.exitcode)
         if rank.ended is None:
-            ended = self._explained(rank.post_mortem(forkserver_outlived=outlived))
+            ended = rank.post_mortem(forkserver_outlived=outlived)
+            if ended.outcome == "died":
+                cell, folder = self._work.cell, self._folder / str(rank.number)
+                where = last_words(folder, cell.text, cell.execution_count)
+                ended = msgspec.structs.replace(ended, message=ended.message + where)
             if rank.number == 0 and self._stood is not None:
                 ended = msgspec.structs.replace(ended, answer=self._hold_answer(self._stood))
             rank.ended = ended
             self._say(ended)
 
-    def _explained(self, ended: RankEnded) -> RankEnded:
-        """Add to the end of a rank that died where it stood."""
-        if ended.outcome != "died":
-            return ended
-        words = last_words(
-            self._folder / str(ended.rank), self._work.cell.text, self._work.cell.execution_count
-        )
-        return msgspec.structs.replace(ended, message=ended.message + words)
-
     def step(self) -> None:
         """Do what is due."""
         self._ending.step([rank for rank in self.ranks if not rank.process.gone])
         self._dismiss()
-        if self.ranks and not self.over and (self.ended or not self._usage.wait()):
-            used = self._usage.look(self.ranks)
-            if used:
-                self._say(RanksUse(ranks=used))
+        due = self.ranks and not self.over and (self.ended or not self._usage.wait())
+        if due and (used := self._usage.look(self.ranks)):
+            self._say(RanksUse(ranks=used))
         super().step()
         self._step_look()
         for rank in self.ranks:
-            if rank.late:
+            if rank.leaving and time.monotonic() > rank.ended_at + deadlines.RANK_EXITS:
                 rank.send(signal.SIGKILL)
 
     def wait(self) -> float | None:
-        """Return the seconds until :meth:`step` has something to do, if nothing is heard; None: never."""
+        """Return the seconds until :meth:`step` has something to do, if nothing is heard."""
         waits: list[float | None] = [] if self._look is None else [self._look.wait()]
-        there = [rank for rank in self.ranks if not rank.process.gone]
-        if there:
+        if not all(rank.process.gone for rank in self.ranks):
             waits += [self._ending.wait(), self._usage.wait()]
         if self._changes is not None and not self.sender.waits:
             waits.append(self._changes.wait())
-        waits += [deadlines.RANK_EXITS for rank in there if rank.ended is not None and not rank.kept]
+        waits += [deadlines.RANK_EXITS for rank in self.ranks if rank.leaving]
         return min((wait for wait in waits if wait is not None), default=None)
 
     def close(self) -> None:
-        """Give back what it held; its processes are gone, or are ended with the agent's."""
+        """Give back what it held."""
         with contextlib.ExitStack() as last_first:
             last_first.callback(super().close)
             if self._store is not None:

@@ -23,7 +23,8 @@ from typing import Any
 
 import psutil
 
-from taas.agent.processes import RankProcess, wait_for_all
+from taas.agent.forkserver import Forkserver
+from taas.agent.processes import RankProcess, sweep_orphans, wait_for_all
 from taas.agent.staging import ProjectArrival
 from taas.agent.torchrun import RunStore
 from taas.wire import deadlines
@@ -34,30 +35,30 @@ from taas.wire.ranks import Preparation, RankRequest
 MOST = max(8, os.cpu_count() or 1)
 """So many spares a VM has at most."""
 _FREE_SHARE = 0.1
+On = Callable[[Any, Callable[[], None]], None]
 
 
 class Spares:
-    """The spare processes of one agent.
+    """The spare processes of one agent; ``on`` and ``off`` begin and end to watch a descriptor."""
 
-    Args:
-        watch: called with each new one.
-        unwatch: called with each that is ended here.
-    """
-
-    def __init__(self, watch: Callable[[RankProcess], None], unwatch: Callable[[RankProcess], None]) -> None:
-        self._watch, self._unwatch = watch, unwatch
+    def __init__(self, forkserver: Forkserver, on: On, off: Callable[[Any], None]) -> None:
+        self._forkserver, self._on, self._off = forkserver, on, off
         self._waiting: list[RankProcess] = []
+        self._newest_is_ready = True
         self._wanted = 0
         self._preparation: Preparation | None = None
         self._from = self._until = 0.0
 
     def want(self, preparation: Preparation, count: int) -> None:
         """Expect a run with so many ranks here, like the last one."""
-        if preparation != self._preparation:
-            self.end()
-        self._preparation, self._wanted = preparation, min(count, MOST)
+        self._expect(preparation, min(count, MOST))
         now = time.monotonic()
         self._from, self._until = now + deadlines.SPARES_REST, now + deadlines.SPARES_IDLE
+
+    def _expect(self, preparation: Preparation, count: int) -> None:
+        if preparation != self._preparation:
+            self.end()
+        self._preparation, self._wanted = preparation, count
 
     def take(self, preparation: Preparation, count: int) -> Iterator[RankProcess]:
         """Give a run ``count`` processes, no longer watched: spares that were prepared for it, then fresh ones.
@@ -67,9 +68,7 @@ class Spares:
         Raises:
             OSError, EOFError: one could not be forked.
         """
-        if preparation != self._preparation:
-            self.end()
-        self._preparation, self._wanted = preparation, 0
+        self._expect(preparation, 0)
         self._waiting = [process for process in self._waiting if process.alive]
         for _ in range(count):
             if self._waiting:
@@ -78,6 +77,10 @@ class Spares:
             else:
                 process = RankProcess(preparation)
             yield process
+
+    def _unwatch(self, spare: RankProcess) -> None:
+        self._off(spare.sentinel)
+        self._say_ready(spare)
 
     def step(self) -> None:
         """Make the next one, if it is time; end all, if nobody comes or memory is short."""
@@ -90,7 +93,7 @@ class Spares:
             return
         if now > self._until or memory.available < _FREE_SHARE * memory.total:
             self.end()
-        elif self._missing and now >= self._from and all(spare.ready for spare in self._waiting):
+        elif self._missing and now >= self._from and self._newest_is_ready:
             self._make_one()
 
     @property
@@ -105,7 +108,14 @@ class Spares:
             self._wanted = 0
             return
         self._waiting.append(spare)
-        self._watch(spare)
+        self._newest_is_ready = False
+        self._on(spare.sentinel, partial(self._lose, spare))
+        self._on(spare.source, partial(self._say_ready, spare))
+
+    def _say_ready(self, spare: RankProcess) -> None:
+        """It has said that it waits, the first thing that one says; or nobody waits for that."""
+        self._off(spare.source)
+        self._newest_is_ready = True
 
     def wait(self) -> float | None:
         """Return the seconds until :meth:`step` has something to do, if nothing is heard."""
@@ -114,42 +124,35 @@ class Spares:
             return rest
         return deadlines.SPARES_LOOK if self._waiting else None
 
-    def lose(self, process: RankProcess) -> None:
+    def _lose(self, spare: RankProcess) -> None:
         """One is gone, for whatever reason: make no others in its place."""
-        self._unwatch(process)
-        process.disconnect()
-        process.gone = True
+        self._unwatch(spare)
+        spare.disconnect()
+        if spare in self._waiting:
+            self._waiting.remove(spare)
         self._wanted = 0
-        if process in self._waiting:
-            self._waiting.remove(process)
+        if not self._forkserver.outlived(spare.exitcode):
+            sweep_orphans((self._forkserver.pid,))
 
     def end(self) -> None:
         """End all."""
-        self._wanted = 0
-        for process in self._waiting:
-            self._unwatch(process)
-            process.send(signal.SIGKILL)
-            process.disconnect()
+        for spare in self._waiting:
+            self._unwatch(spare)
+            spare.send(signal.SIGKILL)
+            spare.disconnect()
         self._waiting.clear()
+        self._wanted = 0
+
+    def forget(self) -> None:
+        """Let go of those of another forkserver, which ended with it, and bury them."""
+        self.end()
+        sweep_orphans((self._forkserver.pid,))
 
 
 class KeptProcesses:
-    """The ranks of this VM that stay after a ``--keep`` cell; none at first.
+    """The ranks of this VM that stay after a ``--keep`` cell, and what they see as the ``project``; none at first."""
 
-    Args:
-        on, off: begin and end to watch a descriptor.
-        say: sends a message to the supervisor.
-
-    Attributes:
-        project: what they see as the project.
-    """
-
-    def __init__(
-        self,
-        on: Callable[[Any, Callable[[], None]], None],
-        off: Callable[[Any], None],
-        say: Callable[[Message], None],
-    ) -> None:
+    def __init__(self, on: On, off: Callable[[Any], None], say: Callable[[Message], None]) -> None:
         self._on, self._off, self._say = on, off, say
         self._processes: dict[int, RankProcess] = {}
         self._stores: list[RunStore] = []

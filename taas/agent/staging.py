@@ -1,5 +1,8 @@
 """What a job needs on its VM before its processes are forked: a memory, the project, an environment, places to write.
 
+And what goes home from a VM elsewhere: bytes of output files, as they grow, and archives of what was changed in the copy of the
+project, each a source for the job's :class:`taas.wire.transfer.Sender`.
+
 Local is remote with a short cut: on the notebook's machine the memory is opened and all else is there; elsewhere
 the memory comes in chunks, and the project too where this VM does not see the notebook's disk.
 """
@@ -7,23 +10,28 @@ the memory comes in chunks, and the project too where this VM does not see the n
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from time import monotonic
+from typing import Literal
 
 import msgspec
 
 from taas import project_sync
 from taas.engines import AgentConfig
 from taas.project_sync.applier import unpack
-from taas.project_sync.archive import entries
+from taas.project_sync.archive import Changes, entries, only, shared_places
 from taas.project_sync.late_files import LateFiles
+from taas.rank_storage import scratch_of
+from taas.runs.events import COLLECTED, EVENTS, STDERR, STDOUT, size_of
 from taas.storage.boundary import clock_of
 from taas.wire.agents import JobRequest, StartJob
 from taas.wire.framing import Memory
 from taas.wire.ranks import RankOrder, Staged
-from taas.wire.transfer import Chunk, Incoming
+from taas.wire.transfer import CHUNK, Chunk, Incoming, chunks_of
 
 _COPY = "project"
 
@@ -31,13 +39,8 @@ _COPY = "project"
 def environment(notebook: dict[str, str], changed: Iterable[str], config: AgentConfig) -> dict[str, str]:
     """Return the environment that ranks have on this VM.
 
-    A variable that the notebook set itself holds here, too; one that it inherited holds where this VM has none
-    of that name: PATH, HOME and their like are the VM's.
-
-    Args:
-        notebook: the notebook's environment, or a part of it.
-        changed: names of variables that the notebook set, changed or removed.
-        config: the agent's.
+    A variable that the notebook set itself (``changed``: or removed) holds here, too; one that it inherited holds where
+    this VM has none of that name: PATH, HOME and their like are the VM's.
     """
     own = {name: value for name, value in config.environ.items() if name not in changed}
     return {**notebook, **own}
@@ -58,9 +61,6 @@ class Staging:
         config: the agent's.
         say: says something of the job to the supervisor.
         before: the project, where the ranks that this VM has kept are in it.
-
-    Attributes:
-        project: the project's way here.
 
     Raises:
         OSError: there is no room for it, or its holder is gone.
@@ -110,20 +110,11 @@ class Staging:
         )
 
     def take(self, chunk: Chunk) -> None:
-        """Take in what the supervisor sends.
-
-        Raises:
-            OSError: it cannot be kept; the text says what.
-        """
-        what = "the cell's names" if isinstance(self._order.work, RankOrder) else "the registered loaders"
+        """Take in what the supervisor sends; where it cannot be kept, an OSError says what."""
+        names = "the cell's names" if isinstance(self._order.work, RankOrder) else "the registered loaders"
+        what = names if chunk.of == "payload" else "the project"
         try:
-            if chunk.of == "payload":
-                self._payload.take(chunk)
-            elif chunk.of == "file":
-                self.project.take_file(chunk)
-            else:
-                what = "the project"
-                self.project.take(chunk)
+            (self._payload if chunk.of == "payload" else self.project).take(chunk)
         except (OSError, msgspec.DecodeError) as error:
             raise OSError(f"{what} could not be taken: {error}") from error
 
@@ -131,9 +122,8 @@ class Staging:
         """Let the project stay for the ranks that do; what they diverted is on the notebook's machine."""
         self._stays = True
         if self._root is not None:
-            for folder in ("tree", "gone"):
-                for diverted in Path(self._scratch).glob(f"rank*/{folder}"):
-                    shutil.rmtree(diverted, ignore_errors=True)
+            for diverted in Path(self._scratch).glob("rank*/tree"):
+                shutil.rmtree(diverted, ignore_errors=True)
         return self.project
 
     def close(self) -> None:
@@ -157,8 +147,7 @@ class ProjectArrival:
         cache: for large files of projects, as long as there is the agent.
 
     Attributes:
-        root: as above.
-        late: what its copy lacks; None where there is none.
+        late: what its copy lacks.
         ready: whether it is here, as it is now.
         copy: where it was unpacked; None where the notebook's disk is seen.
         path: where those who work with it find it.
@@ -180,25 +169,24 @@ class ProjectArrival:
         self.ready = False
 
     def expect(self, order: StartJob, say: Callable[[JobRequest], None]) -> None:
-        """A job needs the project as it is now; the copy that an earlier one left here is brought up to date.
-
-        Args:
-            order: the job's.
-            say: says something of it to the supervisor.
-        """
-        self._vm, self._packed, self.notices = order.name, None, []
-        self._say = say
+        """A job needs the project as it is now; the copy that an earlier one left here is brought up to date."""
+        self._vm, self._say = order.name, say
+        self._packed, self.notices = None, []
         self.since_ns = order.since_ns
         self.path = self.path or order.workspace.project
         self.ready = self.root is None or (self.copy is None and _sees_disk(order))
 
     def take(self, chunk: Chunk) -> None:
-        """The supervisor sends a part of the packed project.
+        """The supervisor sends a part of the packed project, or of a file that was asked for.
 
         Raises:
             OSError: there is no room for it.
             msgspec.DecodeError: it is no project.
         """
+        if chunk.of == "file":
+            if self.late is not None:
+                self.late.take(chunk)
+            return
         if self._packed is None:
             self._packed = Incoming(Memory(0, 0, chunk.size))
         self._packed.take(chunk)
@@ -231,11 +219,6 @@ class ProjectArrival:
         else:
             self.replica = str(self.copy)
 
-    def take_file(self, chunk: Chunk) -> None:
-        """The supervisor sends a part of a file that was asked for."""
-        if self.late is not None:
-            self.late.take(chunk)
-
     def close(self) -> None:
         """Give back what is on its way. Twice is harmless."""
         if self._packed is not None:
@@ -243,7 +226,118 @@ class ProjectArrival:
 
 
 def _sees_disk(order: StartJob) -> bool:
-    """Whether the file that proves it is there: names, sizes and times do not, for a VM may have a copy of that disk."""
+    """Whether the file is there that proves it: names, sizes and times do not, for a VM may have a copy of that disk."""
     with contextlib.suppress(OSError):
         return bool(order.token) and Path(order.token_path).read_bytes() == order.token
     return False
+
+
+# ---------------------------------------------------------------- home
+
+_EVERY_SECONDS = 30.0
+"""So often is what was changed in the project sent while the cell runs."""
+
+
+def output_of(rank: int, folder: Path, ended: Callable[[], bool]) -> Iterator[Chunk | None]:
+    """Read what a rank writes into its folder, the raw files first: a record in the events counts on them.
+
+    It ends with a last look, begun when ``ended`` says that nobody writes there any more.
+    """
+    files = dict.fromkeys((STDOUT, STDERR, EVENTS, COLLECTED), 0)
+    last = False
+    while not last:
+        last, events = ended(), size_of(folder / EVENTS)
+        for name, sent in files.items():
+            size = events if name == EVENTS else size_of(folder / name)
+            for offset, data in _read(folder / name, sent, size):
+                yield Chunk(of="output", rank=rank, file=name, offset=offset, data=data)
+                files[name] = offset + len(data)
+        if not last:  # else it is over: nothing might wake this process for another step
+            yield None
+
+
+def log_of(log: Path, ended: Callable[[], bool]) -> Iterator[Chunk | None]:
+    """Read what a data process prints. Those of several VMs are one file there, so lines are sent whole."""
+    sent, last = 0, False
+    while not last:
+        last = ended()
+        for offset, piece in _read(log, sent, size_of(log)):
+            data = piece if last or len(piece) == CHUNK else piece[: piece.rfind(b"\n") + 1]
+            if data:
+                yield Chunk(of="output", offset=offset, data=data)
+                sent = offset + len(data)
+        if not last:
+            yield None
+
+
+def _read(path: Path, offset: int, size: int) -> Iterator[tuple[int, bytes]]:
+    """Read a file up to a size; gives chunks, with where they are."""
+    if offset < size:
+        with path.open("rb", buffering=0) as file:
+            while offset < size and (data := os.pread(file.fileno(), min(CHUNK, size - offset), offset)):
+                yield offset, data
+                offset += len(data)
+
+
+class ProjectChanges:
+    """What ranks do to the copy of the project on their VM, and to the ``--shared`` directories in it, as archives.
+
+    ``home`` is the project's path on the notebook's machine; ``ended`` says whether all ranks have ended.
+    """
+
+    def __init__(
+        self, home: str, order: RankOrder, staged: Staged, arrival: ProjectArrival, ended: Callable[[], bool]
+    ) -> None:
+        self._order, self._scratch, self._arrival, self._ended = order, staged.scratch, arrival, ended
+        shared = shared_places(home, order.cell.spec.shared)
+        own = order.first_rank == 0
+        sends = arrival.copy is not None and (own or shared)
+        self._project = Changes(str(arrival.copy), only(() if own else shared)) if sends else None
+        self._next_look = monotonic() + _EVERY_SECONDS
+        self._packing = False
+
+    def wait(self) -> float | None:
+        """Return the seconds until there is something to do."""
+        if self._packing:
+            return 0.0
+        looks = self._project is not None and not self._ended()
+        return max(0.0, self._next_look - monotonic()) if looks else None
+
+    def chunks(self) -> Iterator[Chunk | None]:
+        """Look every now and then, and once when the ranks have ended."""
+        while not self._ended():
+            if self._project is not None and monotonic() >= self._next_look:
+                yield from self._archive("changes", self._project, last=False)
+                self._next_look = monotonic() + _EVERY_SECONDS
+            yield None
+        if self._project is not None:
+            yield from self._archive("changes", self._project, last=True)
+        # What ranks other than 0 wrote in the project's place is sorted on the notebook's machine.
+        numbers = range(max(1, self._order.first_rank), self._order.first_rank + self._order.local_world_size)
+        places = [f"{scratch_of(Path(), rank)}/tree" for rank in numbers]
+        if places:
+            writes = Changes(str(self._scratch), only(places), afresh=True)
+            yield from self._archive("writes", writes, last=True)
+
+    def _archive(
+        self, of: Literal["changes", "writes"], changes: Changes, *, last: bool
+    ) -> Iterator[Chunk | None]:
+        """Pack what has changed, and send it; where there is no room for that, the next look has it."""
+        self._packing = True
+        try:
+            if self._arrival.late is not None and of == "changes":
+                changes.know(self._arrival.late.came)
+            with tempfile.TemporaryFile(dir=self._scratch) as archive:
+                yield from changes.pack(archive.fileno(), last=last)
+                self._packing = False
+                if size := os.fstat(archive.fileno()).st_size:
+                    memory = Memory(os.getpid(), archive.fileno(), size)
+                    yield from chunks_of(of, memory, self._order.first_rank)
+            lost = [(path, "it was still being written") for path in changes.unsent]
+        except OSError as error:
+            why = f"{error.strerror} ({self._scratch} there). See to that, and run the cell again"
+            lost = [("what ranks wrote in the project", why)]
+        self._packing = False
+        if last:
+            vm = self._order.vm
+            self._arrival.notices += [f"{what} did not come back from VM {vm}: {why}" for what, why in lost]

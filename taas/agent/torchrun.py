@@ -31,7 +31,7 @@ _RANKS_ARE_KNOWN = "Distributed|distributed|LOCAL_RANK|local_rank"
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
-def interface_of(host: str) -> str | None:
+def _interface_of(host: str) -> str | None:
     """Return the name of the network interface that has an address; None if none has."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(address.address.partition("%")[0] == host for address in addresses):
@@ -45,10 +45,8 @@ def _visible(order: RankOrder, own: str) -> Iterable[str]:
     Such programs call the first GPU theirs (``cuda:0``), and have their batches there; those for several processes number GPUs
     by ranks, as later cells of kept ranks may.
     """
-    for_one_process = re.search(r"\bDataParallel\b", order.cell.text) and not re.search(
-        _RANKS_ARE_KNOWN, order.cell.text
-    )
-    own_first = for_one_process and not order.cell.spec.keep
+    text, keep = order.cell.text, order.cell.spec.keep
+    own_first = re.search(r"\bDataParallel\b", text) and not re.search(_RANKS_ARE_KNOWN, text) and not keep
     return sorted(order.gpus, key=lambda gpu: gpu != own) if own_first else order.gpus
 
 
@@ -77,10 +75,8 @@ def rank_environ(order: RankOrder, staged: Staged, local_rank: int) -> dict[str,
         environ["CUDA_VISIBLE_DEVICES"] = ",".join(_visible(order, order.gpus[local_rank]))
     elif present_gpus():  # a rehearsal, or a CPU type, on a machine that has some
         environ["CUDA_VISIBLE_DEVICES"] = ""
-    if store.host == LOOPBACK:  # nothing of the run can be reached from another machine
-        interface: str | None = "lo"
-    else:
-        interface = interface_of(order.host)
+    # on loopback nothing of the run can be reached from another machine
+    interface = "lo" if store.host == LOOPBACK else _interface_of(order.host)
     if interface is not None:
         environ |= {name: interface for name in _INTERFACES if name not in staged.environ}
     if order.local_world_size > 1 and "OMP_NUM_THREADS" not in staged.environ:
@@ -89,21 +85,13 @@ def rank_environ(order: RankOrder, staged: Staged, local_rank: int) -> dict[str,
 
 
 class RunStore:
-    """The store, until :meth:`close`.
+    """The store, until :meth:`close`; ``address``: where ranks find it.
 
     On one machine it is a folder that nobody else can enter, and in it a file for each group. Programs want a
     ``MASTER_PORT`` all the same, and a command that the cell starts (``!python train.py``) opens its own store there: the
     port is reserved, by a socket that does not listen. On several machines the store is a TCPStore, on the first VM's own
     address alone: without a socket of ours it would listen on all. It is served by a process of its own, forked from
     the forkserver: the agent has no torch, and rank 0 may leave before the others.
-
-    Args:
-        wanted: its host and its secret.
-        world_size: ranks of the run.
-        scratch: the agent's folder.
-
-    Attributes:
-        address: all of it, for the ranks.
 
     Raises:
         OSError: it cannot be opened.

@@ -18,54 +18,32 @@ from taas.capture.holders import apart, loaded_as
 from taas.capture.libraries import join_devices
 from taas.capture.memory import MemoryTable, Stretch
 from taas.capture.payload import Payload
-from taas.capture.reader import Paths, Reader
+from taas.capture.reader import Reader, ways_through
 from taas.capture.reading import MissingModule, keeps_all_attributes
 from taas.capture.tensors import ONLY_A_SHARD
 from taas.import_hooks import is_edited, note_files
 from taas.wording import first_line
 
-
-class _Nothing:
-    """There was no value, or it could not travel."""
-
-    def __repr__(self) -> str:
-        return "<nothing>"
-
-
-NOTHING = _Nothing()
+NOTHING: Any = object()
+"""There was no value, or it could not travel."""
 AS_BEFORE = ", so all of it is as it was before the cell"
 
 
 @dataclass
 class Applied:
-    """What an answer did.
+    """What an answer did."""
 
-    Attributes:
-        rebound: names that are new or have a new object.
-        deleted: names that the cell deleted.
-        changed: how many objects, and regions of memory, were changed in place.
-        lost: what could not be brought back, a line each.
-        value: the last expression's value, or :data:`NOTHING`.
-        cells: file names of the cells whose functions came, with their numbers ``In[n]``.
-        there: names that rank 0 has.
-        own: of these, names that are something else there.
-        places: what was put elsewhere than under names.
-        wrapped: of these, names that have a parallel wrapper, or shards, there of what they have here.
-        memory: the memory that both know now, by region.
-        next_region: the number of the region that comes next.
-    """
-
-    rebound: list[str] = field(default_factory=list)
+    rebound: list[str] = field(default_factory=list)  # names that are new or have a new object
     deleted: list[str] = field(default_factory=list)
-    changed: int = 0
-    lost: list[str] = field(default_factory=list)
-    value: Any = NOTHING
-    cells: dict[str, int] = field(default_factory=dict)
-    there: list[str] = field(default_factory=list)
-    own: list[str] = field(default_factory=list)
-    wrapped: list[str] = field(default_factory=list)
-    places: list[str] = field(default_factory=list)
-    memory: dict[int, Stretch] = field(default_factory=dict, repr=False)
+    changed: int = 0  # objects, and regions of memory, that were changed in place
+    lost: list[str] = field(default_factory=list)  # what could not be brought back, a line each
+    value: Any = NOTHING  # of the last expression
+    cells: dict[str, int] = field(default_factory=dict)  # whose functions came: ``In[n]`` by file
+    there: list[str] = field(default_factory=list)  # names that rank 0 has
+    own: list[str] = field(default_factory=list)  # of these, what is something else there
+    wrapped: list[str] = field(default_factory=list)  # what has a parallel wrapper, or shards, there
+    places: list[str] = field(default_factory=list)  # what was put elsewhere than under names
+    memory: dict[int, Stretch] = field(default_factory=dict, repr=False)  # that both know now, by region
     next_region: int = 0
 
 
@@ -76,23 +54,14 @@ def apply_answer(
     known: dict[int, Stretch],
     loaded: Mapping[str, Any] | None = None,
 ) -> Applied:
-    """Build what an answer brings and do what it says.
+    """Build what an answer brings, and then change objects in place; ``heap`` knows afterwards what came.
 
-    Everything is built before any object is changed. New names are bound as they come, for methods that rebuild others.
-
-    Args:
-        fd: the answer.
-        namespace: where names are rebound.
-        heap: the objects that travelled; knows afterwards those that came.
-        known: the memory that travelled, by region.
-        loaded: the specs of the project's modules when they did, by name; None for names only.
+    ``loaded`` are the specs of the project's modules when names travelled; None: names only are brought. New names are bound as
+    they come, for methods that rebuild others.
     """
     with no_collection():
         answer = _Incoming(fd, namespace, heap, known)
-        if loaded is None:
-            answer.leave_the_process()
-        else:
-            answer.set_apart(loaded)
+        answer.set_apart(loaded)
         answer.build()
         return answer.apply()
 
@@ -107,15 +76,12 @@ class _Incoming:
         self._builder = Builder(contents["states"], self._made, self._memory, namespace, tolerant=True)
         self._applied = Applied(lost=list(contents["lost"]), cells=contents["cells"])
 
-    # ------------------------------------------------------------ building
-
-    def leave_the_process(self) -> None:
-        """Bring names only: modules, loggers, formatters and settings stay as they are here."""
-        self._contents |= {"reloaded": [], "process state": None}
-
-    def set_apart(self, loaded: Mapping[str, Any]) -> None:
-        """Leave modules as they are that were edited or reloaded here while the cell ran, and are others than in the ranks; say so."""
+    def set_apart(self, loaded: Mapping[str, Any] | None) -> None:
+        """Leave modules as they are that were edited or reloaded here while the cell ran; say so. With None, all is left but names."""
         contents = self._contents
+        if loaded is None:
+            contents |= {"reloaded": [], "process state": None}
+            return
         here, reloaded = loaded_as(contents["project"]), contents["reloaded"]
         values = (self._made[n] for n in contents["changed"])
         changed = [value.__name__ for value in values if isinstance(value, types.ModuleType)]
@@ -124,9 +90,8 @@ class _Incoming:
         for name in others:
             if name not in reloaded:
                 apart.add(f"the module {name}")
-                self._lose(
-                    f"data of {name}", "the module is another one here, edited or reloaded while the cell ran"
-                )
+                why = "the module is another one here, edited or reloaded while the cell ran"
+                self._lose(f"data of {name}", why)
 
     def build(self) -> None:
         """Build all that is new; what is not whole is left out, and told."""
@@ -169,15 +134,12 @@ class _Incoming:
         what = "it" if loss.number == whole else loss.what
         return f"{what} cannot be rebuilt here ({loss.reason})"
 
-    # ------------------------------------------------------------ applying
-
     def apply(self) -> Applied:
         """Put everything in place, and compare it with what rank 0 had."""
         applied, header, contents = self._applied, self._payload.header, self._contents
         held_back = self._held_back()
-        as_before = MemoryTable(self._known, ()).regions_of(
-            self._heap.memories_among(self._heap.only_among(held_back, self._heap.states)).values()
-        )
+        memories = self._heap.memories_among(self._heap.only_among(held_back, self._heap.states))
+        as_before = MemoryTable(self._known, ()).regions_of(memories.values())
         for patch in header.patches:
             why = None if patch.region in as_before else self._known[patch.region].patch(patch, self._fd)
             if why is not None and why not in applied.lost:
@@ -185,7 +147,7 @@ class _Incoming:
         changed = self._change_in_place(held_back)
         for name in contents["deleted"]:
             self._namespace.pop(name, None)
-            applied.deleted.append(name)
+        applied.deleted += contents["deleted"]
         if contents["process state"] is not None:
             try:
                 process_state.put(contents["process state"])
@@ -207,15 +169,11 @@ class _Incoming:
         """Return the numbers of what stays as it was, since a part of it cannot be rebuilt here, and say so."""
         lost = self._builder.lost
         changed = self._contents["changed"].items()
-        refused = {
-            n: next(c for c in state[2] if c in lost)
-            for n, (state, _) in changed
-            if not lost.keys().isdisjoint(state[2])
-        }
+        parts = {n: [c for c in state[2] if c in lost] for n, (state, _) in changed}
+        refused = {n: among[0] for n, among in parts.items() if among}
         number = self._heap.number
-        held_back = self._heap.held_back(
-            {*refused}, [number[id(v)] for v in self._namespace.values() if id(v) in number]
-        )
+        roots = [number[id(value)] for value in self._namespace.values() if id(value) in number]
+        held_back = self._heap.held_back({*refused}, roots)
         as_before = "" if held_back == refused.keys() else AS_BEFORE
         for n, part in refused.items():
             path = next(self._paths_to([n]), f"a {type(self._made[n]).__qualname__}")
@@ -233,36 +191,28 @@ class _Incoming:
                 children = [self._made[c] for c in state[2]]
                 change(value, before, state, children, arguments_differ=arguments_differ)
             except BaseException as error:  # a user's __setstate__ may raise anything, SystemExit included
-                self._applied.lost.append(
-                    f"a {type(value).__qualname__} of the notebook refused its new contents: "
-                    f"{type(error).__name__}: {error}"
-                )
+                what = f"a {type(value).__qualname__} of the notebook refused its new contents"
+                self._lose(what, f"{type(error).__name__}: {error}")
             else:
                 done.append(n)
         return done
 
     def _paths_to(self, numbers: Iterable[int]) -> Iterator[str]:
-        """Yield how to write some objects, beginning at the notebook's names."""
         wanted = {id(self._made[n]) for n in numbers}
-        walked = Paths(Reader(self._namespace)).walk(users_names(self._namespace)) if wanted else ()
+        walked = ways_through(Reader(self._namespace), users_names(self._namespace)) if wanted else ()
         return (path for path, value in walked if id(value) in wanted)
 
     def _join_devices(self, known: list[Any]) -> None:
         try:
             join_devices([*known, *(self._namespace[name] for name in self._applied.rebound)])
         except RuntimeError as error:  # a full GPU
-            self._applied.lost.append(
-                f"new state beside parameters on the GPU, which is elsewhere ({first_line(error)})"
-            )
-
-    # ------------------------------------------------------------ the proof
+            why = f"new state beside parameters on the GPU, which is elsewhere ({first_line(error)})"
+            self._applied.lost.append(why)
 
     def _learn(self, changed: list[int]) -> None:
         """Take over the numbers of what came, read it again, and say of what is not what rank 0 had.
 
-        This proves that each object consists here of what it consisted of there: the same numbers, texts and other objects,
-        after all methods of its class have run. Memory is compared by where it is, not by what is in it; what a protocol does
-        not tell of an object cannot be compared.
+        Memory is compared by where it is, not by what is in it; what a protocol does not tell of an object cannot be compared.
         """
         heap, contents = self._heap, self._contents
         lost = self._builder.lost
@@ -278,7 +228,7 @@ class _Incoming:
             "need of it a name of its own)"
             for path in self._paths_to(n for n in (*new, *again) if not self._is_as_there(n))
         ]
-        heap.end_proof(contents["next"])
+        heap.take_back(contents["next"])
 
     def _is_comparable(self, n: int) -> bool:
         kind, value = self._contents["states"][n][0], self._made[n]

@@ -1,7 +1,8 @@
-"""A rank's side: names out of a payload before the cell, and the answer after it."""
+"""A rank's side: names out of a payload (:class:`Arrival`), and what the cell changed into the answer (:class:`CellChanges`)."""
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import types
@@ -9,19 +10,26 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from taas.capture.answering import CellChanges, OwnData
-from taas.capture.applying import NOTHING, Applied, apply_answer
+from taas.capture.applying import AS_BEFORE, NOTHING, Applied, apply_answer
 from taas.capture.building import Builder
-from taas.capture.cells import MAGIC, cell_numbers, dress
-from taas.capture.heap import NAMESPACE, Heap, no_collection
-from taas.capture.holders import all_holders, go_to_ends, holders, loaded_as, set_apart
+from taas.capture.cells import MAGIC, cell_numbers, dress, users_names
+from taas.capture.heap import NAMESPACE, NO_STATE, Heap, culprit_of, no_collection
+from taas.capture.holders import (
+    Left,
+    all_holders,
+    data_of,
+    go_to_ends,
+    holders,
+    left_out,
+    loaded_as,
+    set_apart,
+)
 from taas.capture.libraries import join_devices_at_first_step
-from taas.capture.memory import MemoryTable, SentMemory, Stretch, view_of
-from taas.capture.payload import Payload
-from taas.capture.process_state import ProcessState
-from taas.capture.reader import Reader
+from taas.capture.memory import MemorySnapshot, MemoryTable, SentMemory, Stretch, view_of
+from taas.capture.payload import Payload, write_file
+from taas.capture.process_state import ProcessState, not_brought
+from taas.capture.reader import Reader, holds_shards, is_wrapper, stays
 from taas.capture.reading import ATOMS
-from taas.capture.snapshot import MemorySnapshot
 from taas.errors import CaptureError
 
 if TYPE_CHECKING:
@@ -31,24 +39,9 @@ _UNCHANGEABLE = (*ATOMS, range, types.ModuleType, types.FunctionType, types.Buil
 
 
 class Arrival:
-    """The captured names in a rank, and what has to be known to send back what changes.
+    """The captured names in a rank, and what has to be known to send back what changes."""
 
-    Attributes:
-        left_behind: names that the cell may need and that could not travel, each with its reason.
-        memory: where tensors and arrays are.
-        heap: the objects that travelled, by number, with the states that they came with.
-        known: how many numbers the notebook knows.
-        returned: names that come back; None for all.
-        cell_numbers: ``In[n]`` of the cells that functions are from, by file.
-        held: names that an earlier cell left here, and that hold still.
-        names_before, places_before, specs_before: what was bound right before the cell, and what a reload makes anew.
-        own_before: what modules held of this process' own.
-    """
-
-    names_before: dict[str, Any]
-    places_before: dict[str, Any]
-    specs_before: dict[str, Any]
-    own_before: OwnData
+    own_before: OwnData  # this, and what else has this name, is of right before the cell
 
     def __init__(
         self, fd: int, namespace: dict[str, Any], *, device: str | None, before: Arrival | None = None
@@ -61,7 +54,7 @@ class Arrival:
         self._snapshot: MemorySnapshot | None = before._snapshot if before is not None else None
         known = dict[int, Stretch]()
         held = contents["held"]
-        self.heap = Heap(Reader(namespace, project=contents["project"]), [namespace])
+        self.heap = Heap(Reader(namespace, project=contents["project"]), [namespace], math.inf)
         if before is not None:
             there = before.memory.stretches  # other ranks than 0 have no memory of answers
             known = {number: there[number] for number in held["regions"] if number in there}
@@ -84,23 +77,23 @@ class Arrival:
         """The names that arrived."""
         return self.payload.header.names
 
-    def load(self) -> None:
-        """Bind the names.
-
-        Raises:
-            CaptureError: an object cannot be rebuilt here.
-        """
+    def load(self, *, tolerant: bool = False) -> Builder:
+        """Bind the names; raises :class:`CaptureError` where an object cannot be rebuilt here; ``tolerant``: it is left out."""
         namespace, contents, first = self._namespace, self.contents, self.contents["first"]
         for name in contents["held"]["deleted"]:
             namespace.pop(name, None)
         states = dict(enumerate(contents["states"], first))
         made = dict(enumerate(self.heap.objects))
-        builder = Builder(states, made, self.memory, namespace)
+        builder = Builder(states, made, self.memory, namespace, tolerant=tolerant)
         for name, n in contents["roots"].items():
-            namespace[name] = self._built(builder, name, n)
+            value = self._built(builder, name, n)
+            if n not in builder.lost:
+                namespace[name] = value
         beside = {name: self._built(builder, name, n) for name, n in contents["places"].items()}
         self._magics = {name: value for name, value in beside.items() if name.startswith(MAGIC)}
-        self.heap.learn(made, states, self.known, contents["fresh"])
+        whole = {n: value for n, value in made.items() if n not in builder.lost} if builder.lost else made
+        self.heap.learn(whole, states, self.known, contents["fresh"])
+        return builder
 
     def _built(self, builder: Builder, name: str, n: int) -> Any:
         try:
@@ -124,33 +117,22 @@ class Arrival:
         """Take what changes are found against, right before the cell runs."""
         with no_collection():
             self.heap.mark()
-        self.names_before = {**self._namespace}
-        self.places_before, self.specs_before = holders(self.project), loaded_as(self.project)
-        with no_collection():
+            self.names_before = {**self._namespace}
+            self.places_before, self.specs_before = holders(self.project), loaded_as(self.project)
             self.own_before = OwnData(self.heap, Reader(self._namespace, project=self.project))
         self.state.mark()
         self._snapshot = MemorySnapshot(self.memory.stretches, self._snapshot)
 
     def pack_answer(self, namespace: dict[str, Any], value: Any = NOTHING, *, last: bool = True) -> int:
-        """Write what the cell changed into a sealed memfd; a rank with a GPU has waited for it before.
+        """Write what the cell changed into a sealed memfd, which the caller owns; a rank with a GPU has waited for it before.
 
-        Args:
-            namespace: the rank's names after the cell.
-            value: the last expression's value.
-            last: no other answer is to be written that counts in its place.
-
-        Returns:
-            The descriptor, which the caller owns.
+        ``value`` is that of the last expression. Unless it is the ``last``, another answer follows that counts in its place.
         """
         with no_collection():
             return CellChanges(self, namespace, value).write(last=last)
 
     def patches(self, reached: set[int] | None) -> Iterator[tuple[int, int, memoryview]]:
-        """Yield what changed of the memory that the notebook knows: region, start and bytes.
-
-        Args:
-            reached: the objects whose memory was asked for, by number; None for all.
-        """
+        """Yield region, start and bytes of what changed of the memory that the notebook knows; of some objects, or (None) all."""
         asked = {*self.memory.stretches}
         if reached is not None:
             asked &= self.memory.regions_of(self.heap.memories_among(reached).values())
@@ -161,16 +143,266 @@ class Arrival:
             for start, end in spans:
                 yield number, start, view_of(address + start, end - start, host)
 
-    def learn(self, sent: SentMemory) -> None:
-        """Note what memory the notebook knows once it has the last answer."""
-        self.memory.stretches.update(sent.stretches)
-        self.next_region += len(sent.stretches)
-
     def close(self) -> None:
         """Give up the payload's descriptor; no answer can be packed afterwards."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+
+# ---------------------------------------------------------------- the answer
+
+_WHOLE = frozenset({"tuple", "frozenset"})
+
+
+class CellChanges:
+    """What a cell changed, an answer in the making: the table as it is after the cell, compared with what it was before."""
+
+    def __init__(self, arrival: Arrival, namespace: dict[str, Any], value: Any) -> None:
+        self._arrival, self._namespace, self._value = arrival, namespace, value
+        self._visible = users_names(namespace)
+        self._heap: Heap = arrival.heap
+        self._known = arrival.known
+        self._lost: list[str] = []
+        self._changed: dict[int, bool] = {}  # whether its arguments are others, by number
+        self._anew: dict[int, int] = {}  # the new numbers of what is made anew
+        self._places_now = holders(arrival.project)
+        left_out.clear()
+        known = [n for n, value in enumerate(self._heap.objects) if n != NAMESPACE and not stays(type(value))]
+        reader = Reader(namespace, project=arrival.project, unwrap=True)
+        self._heap.describe_after(known, reader, self._known)
+        self._roots = self._numbered_names(value)
+        self._places = self._numbered_places()
+        self._leave_out()
+        self._compare()
+        self._number_anew()
+        self._held_back = self._without_refused()
+
+    def write(self, *, last: bool) -> int:
+        """Write what changed into a sealed memfd; return its descriptor. Another may follow one that is not the ``last``."""
+        arrival, heap = self._arrival, self._heap
+        wanted = self._wanted()
+        changed = [n for n in self._changed if n not in self._held_back and (wanted is None or n in wanted)]
+        bound = {name: n for name, n in self._roots.items() if self._is_bound(name, n)}
+        reached = heap.reached([*bound.values(), *self._places.values(), *changed], self._held_back)
+        sent = {n for n in reached if n >= self._known}
+        memory = SentMemory(heap.memory_ranges(sent), arrival.memory.places(), arrival.next_region)
+        sources, process_state = heap.reader.sources(), self._process_state()
+        contents = {
+            "cells": {file: n for file, n in arrival.cell_numbers.items() if file in sources},
+            "sources": sources,
+            "lost": [*self._lost, *self._asked_in_vain()],
+            "project": arrival.project,
+            "roots": bound,
+            "places": self._places,
+            "states": {n: heap.states[n] for n in sorted(sent)},
+            "changed": {n: (heap.states[n], self._changed[n]) for n in changed},
+            "fresh": heap.fresh & sent,
+            "next": len(heap.objects),
+            "process state": process_state,
+            "imports": [n for n in arrival.contents["imports of the cell"] if n in sys.modules],
+            "there": [*self._visible],
+            "own": [name for name in self._visible if name not in bound and self._is_own(name)],
+            **self._told_of_names(),
+        }
+        as_before = heap.only_among(self._held_back, heap.before)
+        kept_out = arrival.memory.regions_of(heap.memories_among(as_before).values())
+        patches = [patch for patch in arrival.patches(wanted) if patch[0] not in kept_out]
+        fd = write_file(memory, bound, contents, patches)[0]
+        if last:
+            arrival.memory.stretches |= memory.stretches
+            arrival.next_region += len(memory.stretches)
+            heap.end_after(self._known, sent, self._anew, self._held_back)
+        else:
+            heap.take_back(arrival.own_before.known, self._anew)
+        return fd
+
+    def _wanted(self) -> set[int] | None:
+        if self._arrival.returned is None:
+            return None
+        numbers = (self._heap.number.get(id(self._visible.get(name))) for name in self._arrival.returned)
+        return self._heap.reached(n for n in numbers if n is not None)
+
+    def _is_returned(self, name: str) -> bool:
+        return self._arrival.returned is None or name in self._arrival.returned
+
+    def _is_bound(self, name: str, n: int) -> bool:
+        if not name:
+            return True
+        other = self._arrival.names_before.get(name, self) is not self._visible[name]
+        return (other or n in self._anew.values()) and self._is_returned(name)
+
+    def _asked_in_vain(self) -> list[str]:
+        return [
+            f"{name}: --return asks for it, and the cell made no such name"
+            for name in sorted(self._arrival.returned or ())
+            if name not in self._visible and name not in self._arrival.names
+        ]
+
+    def _told_of_names(self) -> dict[str, list[str]]:
+        arrival, visible = self._arrival, self._visible.items()
+        known, specs = (*arrival.names, *arrival.held), loaded_as(arrival.project).items()
+        return {
+            "deleted": [name for name in known if name not in self._namespace and self._is_returned(name)],
+            "reloaded": [name for name, spec in specs if arrival.specs_before.get(name, spec) is not spec],
+            "wrapped": [name for name, item in visible if is_wrapper(type(item))],
+            "sharded": [name for name, item in visible if holds_shards(item)],
+        }
+
+    def _is_own(self, name: str) -> bool:
+        value = self._visible[name]
+        other = self._arrival.names_before.get(name, self) is not value
+        return other or self._heap.number.get(id(value)) in self._held_back
+
+    def _process_state(self) -> dict[str, Any] | None:
+        if self._arrival.returned is not None:
+            return None
+        try:
+            return self._arrival.state.changes()
+        except Exception as error:  # a cell may have replaced whatever is asked
+            self._lost.append(not_brought(error))
+            return None
+
+    def _leave_out(self) -> None:
+        """Leave out what cannot travel of modules, loggers and formatters, and say so where the notebook has another one."""
+        heap = self._heap
+        while left := heap.leave_out(self._known):
+            for one in left:
+                if isinstance(one.holder, types.ModuleType):
+                    n = heap.number[id(one.holder)]
+                    if n >= self._known or self._arrival.own_before.is_as_it_was(one.path, one.part):
+                        continue
+                why = self._why_not(one.path, one.part) or f"{one.path}: {one.error}"
+                self._lost.append(why + AS_BEFORE)
+            for n in {heap.number[id(one.holder)] for one in left}:
+                heap.describe_again(n)
+            heap.walk()
+
+    def _compare(self) -> None:
+        heap = self._heap
+        for n in range(NAMESPACE + 1, self._arrival.own_before.known):
+            before, now = heap.before[n], heap.states[n]
+            if now is before or before is None or n in heap.failed:
+                continue
+            by_name = now is not None and now[0] == "global"  # a module holds it now
+            if by_name or heap.same(before, now):
+                heap.states[n] = before  # what a protocol made afresh was made for this comparison only
+                continue
+            differ = heap.change(before, now) if n < self._known else None
+            if differ is None:
+                self._anew[n] = -1
+            else:
+                self._changed[n] = differ
+
+    def _numbered_names(self, value: Any) -> dict[str, int]:
+        """Return the numbers of what names are bound to, of the last value under an empty name."""
+        arrival, heap = self._arrival, self._heap
+        found = {}
+        for name, item in self._visible.items():
+            is_other = arrival.names_before.get(name, self) is not item and self._is_returned(name)
+            if is_other or id(item) in heap.number:
+                found[name] = heap.enter(item)
+        if value is not NOTHING and arrival.returned is None:
+            found[""] = heap.enter(value)
+        heap.walk()
+        return dict(sorted(found.items(), key=lambda entry: heap.early(entry[1])))
+
+    def _numbered_places(self) -> dict[str, int]:
+        arrival, heap = self._arrival, self._heap
+        now = self._places_now.items() if arrival.returned is None else ()
+        found = {name: heap.enter(item) for name, item in now if name not in arrival.places_before}
+        heap.walk()
+        return found
+
+    def _number_anew(self) -> None:
+        """Give what cannot change in place a new number, and what holds it new contents, or a new number as well."""
+        heap, again = self._heap, bool(self._anew)
+        for n in self._anew:
+            self._anew[n] = heap.renumber(n)
+        while again:
+            again = False
+            for n, state in enumerate(heap.states):  # grows
+                if state is None or n in self._anew or self._anew.keys().isdisjoint(state[2]):
+                    continue
+                children = tuple(self._anew.get(child, child) for child in state[2])
+                before, heap.states[n] = state, (*state[:2], children)
+                if n >= self._arrival.own_before.known:
+                    continue
+                is_whole = state[0] in _WHOLE or n >= self._known
+                differ = None if is_whole else heap.change(before, heap.states[n])
+                if differ is None:
+                    self._anew[n] = heap.renumber(n)
+                    self._changed.pop(n, None)
+                    again = True
+                else:
+                    self._changed[n] = self._changed.get(n, False) or differ
+        for numbers in (self._roots, self._places):
+            numbers |= {name: self._anew[n] for name, n in numbers.items() if n in self._anew}
+
+    def _without_refused(self) -> set[int]:
+        """Leave out names and places of which a part cannot travel, and say so; return what stays as it was with them."""
+        heap, known, roots = self._heap, self._known, self._roots | self._places
+        new = heap.holding(heap.failed, range(known, len(heap.objects))) if heap.failed else set()
+        refused = {n for n in self._changed if not new.isdisjoint((heap.states[n] or NO_STATE)[2])} | new
+        held_back = heap.held_back(refused, roots.values())
+        told = [name for name, n in roots.items() if n in held_back]
+        if refused and not told:
+            around = heap.holding(refused, range(len(heap.objects)))
+            told = [name for name, n in roots.items() if n in around][:1]
+        for name in told:
+            is_new = roots[name] in new
+            self._lost.append(self._why(name or "the cell's last value") + ("" if is_new else AS_BEFORE))
+            if is_new:
+                (self._roots if name in self._roots else self._places).pop(name)
+        return held_back
+
+    def _why(self, name: str) -> str:
+        value = self._visible.get(name, self._places_now.get(name, self._value))
+        return self._why_not(name, value) or f"{name}: {next(iter(self._heap.failed.values()))}"
+
+    def _why_not(self, name: str, value: Any) -> str | None:
+        reader = Reader(self._namespace, project=self._arrival.project, unwrap=True)
+        found = culprit_of(name, value, reader)
+        return found and f"{name}: {found.path} is a {found.kind}, which cannot be pickled ({found.reason})"
+
+
+class OwnData:
+    """What the project's modules hold of this process' own, since it could not travel, as it is before a cell."""
+
+    def __init__(self, heap: Heap, reader: Reader) -> None:
+        self._parts: dict[str, Any] = {}
+        left = heap.number.get(id(Left))
+        modules = [v for v in heap.objects if isinstance(v, types.ModuleType)] if left is not None else []
+        for module in modules:
+            if left in (heap.states[heap.number[id(module)]] or NO_STATE)[2]:
+                for way, part in data_of(module).items():
+                    if type(part) not in ATOMS and id(part) not in heap.number:
+                        self._parts[f"{module.__name__}.{way}"] = part
+        self._heap = Heap(reader, heap.objects if self._parts else ())
+        self.known = len(heap.objects)
+        for part in self._parts.values():
+            self._heap.enter(part)
+        self._heap.walk()
+        memory = SentMemory(self._heap.memory_ranges(range(self.known, len(self._heap.objects))))
+        memory.lay_out(0)
+        self._stretches = memory.stretches
+        self._snapshot = MemorySnapshot(self._stretches)
+        self._dirty: set[int] | None = None
+
+    def is_as_it_was(self, path: str, part: Any) -> bool:
+        """Tell whether a part is the same object as before, with the same in it."""
+        if self._parts.get(path) is not part:
+            return False
+        heap = self._heap
+        if self._dirty is None:
+            new = range(self.known, len(heap.objects))
+            heap.describe_after(new, heap.reader)
+            regions = self._snapshot.changed(self._stretches)
+            table, memories = MemoryTable(self._stretches, ()), heap.memories_among(new).items()
+            self._dirty = {n for n in new if not heap.same(heap.before[n], heap.states[n])}
+            where = {n: table.regions_of([memory]) for n, memory in memories}
+            self._dirty |= {n for n, own in where.items() if any(regions.get(r, True) for r in own)}
+        return heap.reached([heap.number[id(part)]]).isdisjoint(self._dirty)
 
 
 def arrive(
@@ -183,83 +415,47 @@ def arrive(
 ) -> Arrival:
     """Unpack a payload in a rank. One whose names will be sent back has to be marked before the cell runs.
 
-    Args:
-        fd: the payload; may be closed afterwards.
-        namespace: the rank's names; functions of the notebook get it as their globals.
-        device: where captured CUDA tensors land, e.g. ``cuda:0``; ``cuda``: where they were; None for host memory.
-        project: first entry of ``sys.path``; None for the notebook's.
-        before: the arrival of this process' last cell; it is closed.
-
-    Raises:
-        VersionMismatch: versions differ; nothing was unpickled.
-        CaptureError: an object cannot be rebuilt here.
+    CUDA tensors land on ``device``; ``cuda``: where they were; None: in host memory. ``before``, of this process' last cell, is
+    closed. Raises :class:`VersionMismatch` before anything is unpickled, :class:`CaptureError` where an object cannot be rebuilt.
     """
     arrival = Arrival(fd, namespace, device=device, before=before)
-    arrival.state.put_early(str(project or arrival.project))
-    arrival.payload.take_sources()
-    with no_collection():
-        arrival.load()
-    arrival.state.put()
-    go_to_ends()
+    _load_with_state(arrival, project)
     if device is not None:
         join_devices_at_first_step()
     return arrival
 
 
-def unpack(fd: int, namespace: dict[str, Any], project: Path, kind: type) -> list[Any]:
-    """Unpack a payload in a process that sends nothing back and has no GPU: what cannot be rebuilt there is left out.
-
-    Args:
-        fd: the payload; may be closed afterwards.
-        namespace: gets the names.
-        project: first entry of ``sys.path``.
-        kind: the class of the objects that are asked for.
-
-    Returns:
-        These, in the order in which they were captured.
-
-    Raises:
-        VersionMismatch: versions differ; nothing was unpickled.
-        CaptureError: one of these cannot be rebuilt here.
-    """
-    payload = Payload(fd)
-    contents = payload.contents
-    state = ProcessState(contents["process state"], None)
-    state.put_early(str(project))
-    payload.take_sources()
-    states = dict(enumerate(contents["states"], contents["first"]))
-    builder = Builder(states, {NAMESPACE: namespace}, payload.mapped(None), namespace, tolerant=True)
+def _load_with_state(arrival: Arrival, project: Path | None, *, tolerant: bool = False) -> Builder:
+    arrival.state.put_early(str(project or arrival.project))
+    arrival.payload.take_sources()
     with no_collection():
-        for name, n in contents["roots"].items():
-            value = builder.build(n)
-            if n not in builder.lost:
-                namespace[name] = value
-        for name, n in contents["places"].items():
-            if not name.startswith(MAGIC):
-                builder.build(n)
-    state.put()
+        builder = arrival.load(tolerant=tolerant)
+    arrival.state.put()
     go_to_ends()
+    return builder
+
+
+def unpack(fd: int, namespace: dict[str, Any], project: Path, kind: type) -> list[Any]:
+    """Unpack a payload where nothing is sent back and no GPU is: what cannot be rebuilt there is left out.
+
+    Returns the objects of a ``kind``, in the order in which they were captured. Raises :class:`VersionMismatch` before anything
+    is unpickled, :class:`CaptureError` where one of these cannot be rebuilt.
+    """
+    arrival = Arrival(fd, namespace, device=None)
+    builder = _load_with_state(arrival, project, tolerant=True)
+    arrival.close()
     for n, loss in builder.lost.items():
-        if states[n][2] and builder.made.get(states[n][2][0]) is kind:
+        children = builder.states[n][2]
+        if children and builder.made.get(children[0]) is kind:
             raise CaptureError(f"{loss.what} cannot be rebuilt on a data VM: {loss.reason}")
     return [builder.made[n] for n in sorted(builder.made) if type(builder.made[n]) is kind]
 
 
 def rebind_answer(payload_fd: int, answer_fd: int, namespace: dict[str, Any]) -> Applied:
-    """Bring a run's names into a notebook that did not start it.
+    """Bring a run's names into a notebook that did not start it; raises as :func:`arrive`.
 
-    The names the cell was given are unpacked first, as in a rank, and changed as rank 0 changed them. What the
-    notebook has under the same name stays if the cell could not have changed it: numbers, text, functions,
-    classes, modules that the cell did not rebind.
-
-    Args:
-        payload_fd: the names the cell was given.
-        answer_fd: rank 0's answer.
-        namespace: the notebook's names.
-
-    Raises:
-        VersionMismatch: versions differ; nothing was unpickled.
-        CaptureError: an object cannot be rebuilt here.
+    The names the cell was given are unpacked first, as in a rank, and changed as rank 0 changed them. What the notebook has under
+    the same name stays if the cell could not have changed it: numbers, text, functions, classes, modules.
     """
     arrival = Arrival(payload_fd, namespace, device=None)
     set_apart(all_holders())

@@ -1,7 +1,7 @@
 """Objects out of flat states: each is made by its arguments first, and filled then, children before whoever reads them.
 
-In a cycle an object is filled as soon as all its children are made. What fails costs itself and what needs it; :class:`Builder`
-says why. Objects that are there already are filled only: that is how a notebook's object changes in place.
+In a cycle an object is filled as soon as all its children are made. Objects that are there already are filled only: that is how a
+notebook's object changes in place.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import marshal
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 from taas.capture.flat import State
@@ -17,13 +18,9 @@ from taas.capture.heap import CONSTANT
 from taas.capture.memory import MemoryTable
 from taas.capture.reading import find, make_plain, set_insides, turn_into
 
+_loads = marshal.loads  # from our own sender
 _WHOLE = frozenset({"tuple", "frozenset", "same"})
-_BOXES: dict[str, Callable[[], Any]] = {
-    "list": list,
-    "dict": dict,
-    "OrderedDict": OrderedDict,
-    "set": set,
-}
+_BOXES: dict[str, Callable[[], Any]] = {"list": list, "dict": dict, "OrderedDict": OrderedDict, "set": set}
 
 
 class Loss(NamedTuple):
@@ -34,31 +31,17 @@ class Loss(NamedTuple):
     reason: str
 
 
-def filled_with(values: list[Any], children: list[Any]) -> list[Any]:
-    """Return values with the next child for each ``...``."""
+def _filled_with(values: list[Any], children: list[Any]) -> list[Any]:
     if not children:
         return values
     rest = iter(children)
     return [next(rest) if value is ... else value for value in values]
 
 
-def decoded(state: State) -> Any:
-    """Return what the blob of a state says."""
-    return marshal.loads(state[1])  # noqa: S302  from our own sender
-
-
 class Builder:
-    """Makes and fills the objects of a table.
+    """Makes and fills the objects of a table, into ``made``: those that are here already, by number; None for what could not be.
 
-    Args:
-        states: by number.
-        made: the objects that are here already, by number; gets those that are built, None for what could not be.
-        memory: the memory that states name.
-        namespace: where names are that objects go by.
-        tolerant: what fails costs itself and what needs it.
-
-    Attributes:
-        lost: what could not be built, by number.
+    With ``tolerant``, what fails costs itself and what needs it, and is noted in ``lost``.
     """
 
     def __init__(
@@ -70,7 +53,7 @@ class Builder:
         *,
         tolerant: bool = False,
     ) -> None:
-        self._states, self.made, self._memory, self._namespace = states, made, memory, namespace
+        self.states, self.made, self._memory, self._namespace = states, made, memory, namespace
         self._tolerant = tolerant
         self.lost: dict[int, Loss] = {}
         self._begun: set[int] = set()
@@ -78,12 +61,8 @@ class Builder:
         self._decoded: dict[int, Any] = {}
 
     def build(self, root: int) -> Any:
-        """Make and fill an object with all that is in it, and return it.
-
-        Raises:
-            Exception: whatever an object's own protocol raises; not where this builder is tolerant.
-        """
-        states, begun, made = self._states, self._begun, self.made
+        """Make and fill an object with all that is in it; unless tolerant, raises whatever its own protocol raises."""
+        states, begun, made = self.states, self._begun, self.made
         complete, make, fill_late = self._complete, self._make, self._fill
         stack = [(root, complete)]
         while stack:
@@ -114,15 +93,14 @@ class Builder:
 
     def _is_childless(self, n: int) -> bool:
         """Make an object at once that has nothing in it but its blob; tell whether it is one."""
-        if n in self._begun or n not in self._states or self._states[n][2]:
+        if n in self._begun or n not in self.states or self.states[n][2]:
             return False
         self._begun.add(n)
         self._attempt(self._complete, n, ())
         return True
 
     def _before(self, n: int) -> tuple[int, ...]:
-        """Return the children that are complete before an object is made."""
-        kind, _, children = self._states[n]
+        kind, _, children = self.states[n]
         if kind in _WHOLE:
             return children
         if kind == "object":
@@ -133,7 +111,7 @@ class Builder:
         """Return what a state says, decoded once until it is filled."""
         said = self._decoded.get(n)
         if said is None:
-            said = self._decoded[n] = decoded(self._states[n])
+            said = self._decoded[n] = _loads(self.states[n][1])
         return said
 
     def _attempt(self, step: Callable[[int], None], n: int, needed: tuple[int, ...]) -> None:
@@ -142,44 +120,41 @@ class Builder:
             return
         if n in self.lost:
             return
-        because = next((self.lost[c] for c in needed if c in self.lost), None) if self.lost else None
-        if because is None:
-            try:
+        try:
+            because = next((self.lost[c] for c in needed if c in self.lost), None) if self.lost else None
+            if because is None:
                 step(n)
-            except BaseException as error:  # whatever a user's own protocol raises, SystemExit included
-                made = n in self.made
-                what = f"an object of {type(self.made[n]).__qualname__} in it" if made else "a part of it"
-                because = Loss(n, what, f"{type(error).__name__}: {error}")
-        if because is not None:
-            self.lost[n] = because
-            self.made[n] = None
-
-    # ------------------------------------------------------------ one object
+                return
+        except BaseException as error:  # whatever a user's own protocol raises, SystemExit included
+            made = n in self.made
+            what = f"an object of {type(self.made[n]).__qualname__} in it" if made else "a part of it"
+            because = Loss(n, what, f"{type(error).__name__}: {error}")
+        self.lost[n], self.made[n] = because, None
 
     def _complete(self, n: int) -> None:
-        kind, blob, children = self._states[n]
-        said, parts = marshal.loads(blob), [self.made[c] for c in children]  # noqa: S302  from our own sender
+        kind, blob, children = self.states[n]
+        said, parts = _loads(blob), [self.made[c] for c in children]
         value = self.made[n] = self._new(kind, said, parts)
         self._fill_new(value, kind, said, parts)
 
     def _make(self, n: int) -> None:
-        kind = self._states[n][0]
+        kind = self.states[n][0]
         self.made[n] = self._new(kind, self._said(n), [self.made[c] for c in self._before(n)])
 
     def _fill(self, n: int) -> None:
-        kind, _, children = self._states[n]
-        said = self._decoded.pop(n, None) or decoded(self._states[n])
+        kind, _, children = self.states[n]
+        said = self._decoded.pop(n, None) or _loads(self.states[n][1])
         self._fill_new(self.made[n], kind, said, [self.made[c] for c in children])
 
     @staticmethod
     def _fill_new(value: Any, kind: str, said: Any, children: list[Any]) -> None:
         if kind not in CONSTANT and not (kind == "reading" and said[0][1] is None):
-            fill(value, kind, said, children)
+            _fill(value, kind, said, children)
 
     def _new(self, kind: str, said: Any, children: list[Any]) -> Any:
         if kind == "reading":
             (first, _), making, _ = said
-            return children[0](*filled_with(making, children[3:first]))
+            return children[0](*_filled_with(making, children[3:first]))
         if kind in _BOXES:
             return _BOXES[kind]()
         if kind == "object":
@@ -194,32 +169,20 @@ class Builder:
             return self._namespace[said]
         if kind == "same":
             return children[0]
-        return (
-            tuple(filled_with(said, children)) if kind == "tuple" else frozenset(items_of_set(said, children))
-        )
+        return tuple(_filled_with(said, children)) if kind == "tuple" else frozenset(_items(said, children))
 
 
 def change(value: Any, before: State, state: State, children: list[Any], *, arguments_differ: bool) -> None:
-    """Make an object that is there what a state says.
+    """Make an object that was ``before`` what a state says; ``arguments_differ``: as if made with others.
 
     One of which all that is told are attributes of it keeps those that are not told: a lock that its protocol leaves out.
-
-    Args:
-        value: the object.
-        before: what it was.
-        state: what it is to be.
-        children: of the state.
-        arguments_differ: whether it is to be as if made with others.
-
-    Raises:
-        Exception: whatever its own protocol raises.
     """
     attributes, known = _attributes_told(state, children), _attributes_told(before, ())
     if attributes is not None:
         for name in (known or {}).keys() - attributes.keys():
             vars(value).pop(name, None)
     if attributes is None or known is None or arguments_differ:
-        fill(value, state[0], decoded(state), children, arguments_differ=arguments_differ)
+        _fill(value, state[0], _loads(state[1]), children, arguments_differ=arguments_differ)
     else:
         vars(value).update(attributes)
 
@@ -228,36 +191,30 @@ def _attributes_told(state: State, children: Sequence[Any]) -> dict[Any, Any] | 
     """Return what an own protocol said, if that is attributes alone."""
     if state[0] != "reading":
         return None
-    (first, shape), _, flat = decoded(state)
+    (first, shape), _, flat = _loads(state[1])
     if shape is None or shape[0][0] != "a" or any(part is not None for part in flat[2 * shape[0][1] :]):
         return None
-    half, told = shape[0][1], filled_with(flat, list(children[first:]) or [None] * len(state[2]))
+    half, told = shape[0][1], _filled_with(flat, list(children[first:]) or [None] * len(state[2]))
     return dict(zip(told[:half], told[half : 2 * half], strict=True))
 
 
-def fill(value: Any, kind: str, said: Any, children: list[Any], *, arguments_differ: bool = False) -> None:
-    """Make an object what a state says, whatever it was before.
-
-    Raises:
-        Exception: whatever its own protocol raises.
-    """
+def _fill(value: Any, kind: str, said: Any, children: list[Any], *, arguments_differ: bool = False) -> None:
     if kind == "object":
         _fill_object(value, said, children)
     elif kind == "reading":
         _fill_reading(value, said, children, arguments_differ=arguments_differ)
     elif kind == "list":
-        value[:] = filled_with(said, children)
+        value[:] = _filled_with(said, children)
     elif kind in ("dict", "OrderedDict"):
         if type(said) is tuple:  # else a plain subtree, whole
             count = said[0].count(...)
-            keys, items = filled_with(said[0], children[:count]), filled_with(said[1], children[count:])
+            keys, items = _filled_with(said[0], children[:count]), _filled_with(said[1], children[count:])
             said = zip(_interned(keys), items, strict=True)
         value.clear()
         value.update(said)
     else:
-        items = list(items_of_set(said, children))
         value.clear()
-        value.update(items)
+        value.update(_items(said, children))
 
 
 def _interned(keys: Iterable[Any]) -> list[Any]:
@@ -270,37 +227,31 @@ def _fill_object(value: Any, said: Any, children: list[Any]) -> None:
     if type(value) is not cls:
         turn_into(value, make_plain, cls)
     count = held.count(...)
-    values = filled_with(held, parts[:count])
+    values = _filled_with(held, parts[:count])
     attributes = None if names is None else dict(zip(_interned(names), values, strict=True))
-    set_insides(value, (attributes, dict(zip(slots, filled_with(inside, parts[count:]), strict=True))))
+    set_insides(value, (attributes, dict(zip(slots, _filled_with(inside, parts[count:]), strict=True))))
 
 
 def _fill_reading(value: Any, said: Any, children: list[Any], *, arguments_differ: bool) -> None:
     (first, shape), making, flat = said
     constructor, setter, changer = children[:3]
     if arguments_differ:
-        changer(value, constructor, *filled_with(making, children[3:first]))
+        changer(value, constructor, *_filled_with(making, children[3:first]))
     if setter is None:
         return
-    if shape is None:
-        setter(value, None)
-        return
-    told, at = filled_with(flat, children[first:]), 0
+    told = iter(_filled_with(flat, children[first:]))
     parts: list[Any] = []
-    for kind, count in shape:
-        end = at + count
+    for kind, count in shape or ():
+        some = [*islice(told, count)]
         if kind == "o":
-            parts.append(told[at])
+            parts += some
         elif kind == "t":
-            parts.append(tuple(told[at:end]))
+            parts.append(tuple(some))
         else:
-            parts.append(dict(zip(_interned(told[at:end]), told[end : end + count], strict=True)))
-            end += count
-        at = end
-    setter(value, tuple(parts))
+            parts.append(dict(zip(_interned(some), islice(told, count), strict=True)))
+    setter(value, None if shape is None else tuple(parts))
 
 
-def items_of_set(told: Any, children: list[Any]) -> Iterable[Any]:
-    """Return the items of a set that a blob says."""
-    plain, others = told
-    return [*plain, *filled_with(others, children)]
+def _items(said: Any, children: list[Any]) -> list[Any]:
+    plain, others = said
+    return [*plain, *_filled_with(others, children)]

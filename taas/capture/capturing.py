@@ -3,11 +3,11 @@
 from __future__ import annotations
 import __future__
 
-import functools
-import operator
+import contextlib
+import math
 import os
 import types
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,6 @@ from taas.capture import process_state
 from taas.capture.applying import Applied, apply_answer
 from taas.capture.cells import (
     cell_numbers,
-    extensions_with,
     history_of,
     imported_by,
     is_of_ipython,
@@ -25,7 +24,13 @@ from taas.capture.cells import (
     values_of_cells,
 )
 from taas.capture.code_by_value import global_names, words_in
-from taas.capture.heap import Heap, LeftOut, TooLarge, culprit_of, no_collection, table_of
+from taas.capture.heap import (
+    CONSTANT,
+    NAMESPACE,
+    Heap,
+    culprit_of,
+    no_collection,
+)
 from taas.capture.holders import (
     edited_modules,
     go_to_ends,
@@ -35,12 +40,12 @@ from taas.capture.holders import (
     modules_reached,
     set_apart,
 )
-from taas.capture.kept import Held, Kept
 from taas.capture.libraries import wait_for_devices
-from taas.capture.memory import SentMemory
+from taas.capture.memory import MemorySnapshot, MemoryTable, SentMemory, Stretch, overlapping
 from taas.capture.names import Needs, needs_of
 from taas.capture.payload import check_room, write_file
 from taas.capture.reader import Reader
+from taas.capture.reading import ATOMS
 from taas.errors import CaptureError, HeaderError
 from taas.wording import first_line, nearest, shown, size_in_words
 
@@ -52,23 +57,14 @@ LARGE = 256 << 20
 
 _CODE = (types.ModuleType, types.FunctionType, type)
 """It travels first: what it uses does, too."""
-_FUTURE = functools.reduce(
-    operator.or_, (getattr(__future__, n).compiler_flag for n in __future__.all_feature_names)
-)
+_FUTURE = sum({getattr(__future__, name).compiler_flag for name in __future__.all_feature_names})
 """What ``from __future__ import …`` of an earlier cell means for all later ones."""
 
 
 class Capture:
     """The names that a cell needs, but for those that are held. A context manager; closing it closes the memfd.
 
-    Attributes:
-        fd: sealed memfd with the payload.
-        nbytes: its length.
-        sizes: bytes of each name in it.
-        left_behind: possibly needed names that cannot travel, each with its reason.
-
-    Raises:
-        CaptureError: a surely needed name cannot be pickled.
+    Raises :class:`CaptureError` where a surely needed name cannot be pickled.
     """
 
     fd = -1
@@ -86,21 +82,19 @@ class Capture:
         edited: dict[str, types.ModuleType],
     ) -> None:
         self._needs, self._held, self._namespace, self._project = needs, held, namespace, project
-        self._imports = imports
-        self.heap = Heap(
-            Reader(namespace, project=project), [namespace], SentMemory(regions=held.next_region)
-        )
-        self.heap.go_on(held.kept.heap, (), len(held.objects))
+        self._imports, self._edited, self._loaded = imports, edited, loaded_as(project)
+        first = len(held.objects)
+        self.heap = Heap(Reader(namespace, project=project), [namespace], first)
+        self.heap.go_on(held.kept.heap, (), first)
         self.heap.named = held.named
         self._roots: dict[str, int] = {}
         self._places: dict[str, int] = {}
         self.sizes: dict[str, int] = {}
+        self._large_places: dict[str, int] = {}
         self.left_behind: dict[str, str] = {}
         self._detached: list[str] = []
         self._without: list[str] = []
         self._too_large: list[str] = []
-        self._edited = edited
-        self._loaded = loaded_as(project)
         self._pack(places)
 
     def __enter__(self) -> Capture:
@@ -122,24 +116,23 @@ class Capture:
         return tuple(self.sizes)
 
     def apply(self, answer_fd: int) -> Applied:
-        """Do to the notebook what the cell did to rank 0: objects in place, names rebound.
-
-        Args:
-            answer_fd: what :meth:`Arrival.pack_answer` wrote; stays open.
-        """
+        """Do to the notebook what the cell did to rank 0: objects in place, names rebound. The descriptor stays open."""
         set_apart(self._edited)
         self._applied = apply_answer(answer_fd, self._namespace, self.heap, self._memory, self._loaded)
         return self._applied
 
     def kept(self) -> Kept:
         """Return what the ranks hold after the cell, if they stay: for the next capture, once the answer is applied."""
-        if self._applied is None:
-            return Kept.unsure(self._namespace, {*self.names, *self._held.names})
+        namespace, project, held, applied = self._namespace, self._project, self._held, self._applied
+        if applied is None:
+            return Kept(namespace, names=dict.fromkeys({*self.names, *held.names}, _UNSURE))
         with no_collection():
-            known = self._held, self.names, self._places, self.heap, self._applied
-            return Kept.after(self._namespace, self._project, *known)
-
-    # ------------------------------------------------------------ packing
+            names = {name: namespace.get(name, _NONE) for name in applied.there}
+            own = {*applied.own, *(held.kept.own - {*self.names, *applied.rebound})} & names.keys()
+            own |= {name for name, value in names.items() if value is _NONE}
+            there = {*self._places, *held.places, *applied.places}
+            places = {name: value for name, value in holders(project).items() if name in there}
+            return Kept(namespace, project, names, own, places, self.heap, applied, held.kept)
 
     def _pack(self, places: dict[str, Any]) -> None:
         """Describe the names, with those that their functions turn out to use, and those of their classes."""
@@ -153,11 +146,9 @@ class Capture:
             met_before = len(reader.names)
             error = self._add(name, namespace[name], self._roots)
             if error is not None:
-                self.left_behind[name] = self._why(name, namespace[name], error)
+                why = self.left_behind[name] = self._why(name, namespace[name], error)
                 if name in needs.sure:
-                    raise CaptureError(
-                        f"the cell needs {name!r}: {self.left_behind[name]} Nothing was started."
-                    ) from error
+                    raise CaptureError(f"the cell needs {name!r}: {why} Nothing was started.") from error
                 continue
             used = set().union(*reader.names[met_before:]) - met - needs.settled
             new = [n for n in sorted(used) if n in namespace and not is_of_ipython(n, namespace[n])]
@@ -166,7 +157,7 @@ class Capture:
         self._add_places(places)
         room = LARGE
         for name in sorted(needs.others - met):
-            if self._add(name, namespace[name], self._roots, limit=room) is not None:
+            if self._add(name, namespace[name], self._roots, room) is not None:
                 self._too_large.append(name)
             room -= self.sizes.get(name, 0)
 
@@ -189,51 +180,42 @@ class Capture:
         words = self._needs.words.union(*map(words_in, reader.functions))
         return modules_reached(words, {*reader.modules, *self._imports}, self._project)
 
-    def _add(
-        self,
-        name: str,
-        value: Any,
-        roots: dict[str, int],
-        *,
-        limit: int | None = None,
-    ) -> Exception | None:
-        """Describe a value; nothing of it is left where it cannot travel."""
+    def _add(self, name: str, value: Any, roots: dict[str, int], limit: float = math.inf) -> Exception | None:
         heap = self.heap
-        length, pieces = len(heap.objects), len(heap.sent)
-        roots[name] = heap.enter(value)
+        length = len(heap.objects)
+        n = heap.enter(value)
         heap.walk()
-        if left := heap.leave_out(length):
-            self._without += [why for part in left if (why := self._why_left_out(part))]
-            heap.back_to(length)
-            heap.sent.forget(pieces)
-            return self._add(name, value, roots, limit=limit)
+        left = heap.leave_out(length)
         error = next(iter(heap.failed.values()), None)
         nbytes = heap.size(range(length, len(heap.objects)))
-        if error is None and limit is not None and nbytes > limit:
-            error = TooLarge(f"it has more than {limit:,} bytes")
-        if error is not None:
+        if error is None and nbytes > limit:
+            error = CaptureError(f"it has more than {limit:,} bytes")
+        if left or error is not None:
             heap.back_to(length)
-            heap.sent.forget(pieces)
-            del roots[name]
-        elif roots is self._roots:
-            self.sizes[name] = nbytes
-            self._detached += [name] * heap.sent.is_detached(pieces)
+        if left:
+            # of a module's data, each process has its own
+            told = (one for one in left if not isinstance(one.holder, types.ModuleType))
+            self._without += [self._why(one.path, one.part, one.error) for one in told]
+            return self._add(name, value, roots, limit)
+        if error is None:
+            roots[name] = n
+            if roots is self._places:
+                self._large_places |= {name: nbytes} if nbytes > LARGE else {}
+            else:
+                self.sizes[name] = nbytes
+                new = heap.memory_ranges(range(length, len(heap.objects)))
+                self._detached += [name] * any(not t.is_leaf for memory in new for t in memory.tensors)
         return error
 
     def write(self, shell: InteractiveShell | None, **contents: Any) -> None:
-        """Write them into a file, with what the ranks have to know beside them, and of what they hold.
-
-        Raises:
-            CaptureError: there is no memory for it.
-        """
-        check_room(self.sizes)
+        """Write them into a file, with what the ranks have to know beside them; raises :class:`CaptureError` without memory for it."""
+        check_room(self.sizes | self._large_places)
         heap, reader = self.heap, self.heap.reader
         files = cell_numbers(shell)
         sources = reader.sources()
         words = {*self._needs.words}.union(*map(words_in, reader.functions))
-        modules = [
-            v.__name__ for name in self.sizes if isinstance(v := self._namespace.get(name), types.ModuleType)
-        ]
+        values = (self._namespace.get(name) for name in self.sizes)
+        modules = [value.__name__ for value in values if isinstance(value, types.ModuleType)]
         packages = {module.partition(".")[0] for module in reader.modules}
         first = len(self._held.objects)
         contents |= {
@@ -253,14 +235,15 @@ class Capture:
             "fresh": heap.fresh,
             "held": self._held.told(self.sizes),
         }
-        self.fd, self.nbytes = write_file(heap.sent, self.sizes, contents)
+        new = heap.memory_ranges(range(first, len(heap.objects)))
+        memory = SentMemory(new, first=self._held.kept.next_region)
+        self.fd, self.nbytes = write_file(memory, self.sizes, contents)
         heap.named, heap.objects[:first] = {}, self._held.objects
         heap.know(contents["held"]["numbers"])
-        self._memory = {**self._held.memory(), **heap.sent.stretches}
+        self._memory = {**self._held.memory(), **memory.stretches}
 
     def _why(self, name: str, value: Any, error: Exception) -> str:
-        reader = Reader(self._namespace, project=self._project)
-        found = culprit_of(name, value, table_of(value, self._namespace, reader))
+        found = culprit_of(name, value, Reader(self._namespace, project=self._project))
         if found is None:
             return f"{name!r} cannot travel to the ranks: {type(error).__name__}: {error}."
         inside = "" if found.path == name else f" cannot travel to the ranks, because {found.path}"
@@ -268,22 +251,16 @@ class Capture:
             f"{name!r}{inside} is a {found.kind}, which cannot be pickled ({found.reason}); {found.advice}."
         )
 
-    def _why_left_out(self, left: LeftOut) -> str:
-        """Say why a part stays behind; the data of a module are its own in ranks, but for what was merely too large."""
-        if isinstance(left.holder, types.ModuleType) and not isinstance(left.error, TooLarge):
-            return ""
-        return self._why(left.path, left.part, left.error)
-
     @property
     def notices(self) -> list[str]:
         """Lines for the user."""
         found = [
             f"{name} is {size_in_words(size)}; it is written to shared memory once for all ranks of a machine."
-            for name, size in self.sizes.items()
+            for name, size in (self.sizes | self._large_places).items()
             if size > LARGE
         ]
         found += [f"{why} The ranks do without it." for why in self._without]
-        if unwrapped := self._held.unwrapped(self.sizes):
+        if unwrapped := sorted(self._held.kept.wrapped & self.sizes.keys()):
             found.append(
                 f"{', '.join(unwrapped)}: changed in the notebook since the last cell, or shares objects with what did. So it "
                 "travels anew, without the parallel wrapper or the sharding that it had in the ranks; wrap it again before "
@@ -320,19 +297,9 @@ def capture(
 ) -> Capture:
     """Capture the names that a cell needs.
 
-    Args:
-        cell: the body as typed.
-        namespace: the notebook's names.
-        shell: whose cells' numbers tracebacks show.
-        project: the folder ranks run in.
-        returned: names that come back; None for all that changed, () for nothing.
-        kept: what the ranks hold, where they have run cells before.
-        anew: objects that travel whenever the cell needs them, whatever the ranks hold.
-
-    Raises:
-        CaptureError: a surely needed name cannot be pickled, or there is no memory for the names.
-        HeaderError: a name that is to come back neither is there nor can be made by the cell.
-        SyntaxError: the cell is wrong.
+    ``returned`` names come back; None for all that changed. ``kept`` is what the ranks hold; what is in ``anew`` travels all the same.
+    Raises :class:`CaptureError` where a surely needed name cannot be pickled or memory is short, :class:`SyntaxError`, and
+    :class:`HeaderError` for a returned name that there cannot be.
     """
     with no_collection():
         future = shell.compile.flags & _FUTURE if shell is not None else 0
@@ -344,13 +311,12 @@ def capture(
         held = Held(kept, namespace, anew)
         _check_returned(needs, namespace, {*(returned or ())} - held.names)
         _wait_for_devices()
-        magics = magics_used(needs.words, namespace, shell)
+        magics, extensions = magics_used(needs.words, shell)
         known = magics, list(imported_by(cell)), edited
         captured = Capture(namespace, needs, str(project), held, *known)
         while held.let_go(captured.heap):  # what travels has parts of them
             captured = Capture(namespace, needs, str(project), held, *known)
         told = None if returned is None else list(returned)
-        extensions = extensions_with(needs.words, shell)
         captured.write(shell, future=future, extensions=extensions, returned=told)
         return captured
 
@@ -373,11 +339,7 @@ def _check_returned(needs: Needs, namespace: dict[str, Any], returned: Iterable[
 
 
 def _wait_for_devices() -> None:
-    """Let what earlier cells asked of the GPU be done before memory is read.
-
-    Raises:
-        CaptureError: some of it failed, so nothing that was computed there can be trusted.
-    """
+    """Let what earlier cells asked of the GPU be done before memory is read; where it failed, nothing there can be trusted."""
     try:
         wait_for_devices()
     except RuntimeError as error:
@@ -385,3 +347,151 @@ def _wait_for_devices() -> None:
             f"an earlier cell's work on the GPU has failed ({first_line(error)}), and its tensors cannot be trusted. "
             "Nothing was started; restart the kernel."
         ) from error
+
+
+# ---------------------------------------------------------------- what kept ranks hold
+#
+# After a cell both sides know the same objects under the same numbers: what travelled, and what came back. The next payload goes
+# on behind them. It names nothing by an older number, since other ranks than 0 do not know the numbers of an answer; an object
+# that a name of the ranks is bound to goes by this name.
+
+_NONE = object()
+"""What the notebook has where it lacks a name."""
+_UNSURE = object()
+"""What it would have to have under a name of which nobody is sure what the ranks have."""
+
+
+class Kept:
+    """What ranks hold after a cell: ``names`` and other ``places``, with what the notebook has there.
+
+    ``own`` are names under which the ranks have something else: what could not come back.
+    """
+
+    def __init__(
+        self,
+        namespace: dict[str, Any],
+        project: str = "",
+        names: dict[str, Any] | None = None,
+        own: Collection[str] = (),
+        places: dict[str, Any] | None = None,
+        heap: Heap | None = None,
+        applied: Applied | None = None,
+        before: Kept | None = None,
+    ) -> None:
+        applied = applied or Applied()
+        self.names, self.cells, self.project = names or {}, len(namespace.get("In", ())), project
+        self.own, self.wrapped, self.places = frozenset(own), frozenset(applied.wrapped), places or {}
+        self.heap = heap or Heap(Reader(namespace), [namespace])
+        self.heap.reader, self.heap.named = Reader(namespace, project=project), {}
+        self.heap.mark()
+        self.heap.failed = {}
+        self.next_region = applied.next_region
+        reached = self.heap.reached(n for _, n in self.roots())
+        self.heap.forget({*range(NAMESPACE + 1, len(self.heap.objects))} - reached)
+        used = MemoryTable(applied.memory, ()).regions_of(self.heap.memories_among(reached).values())
+        self.stretches = {n: stretch for n, stretch in applied.memory.items() if n in used}
+        self.snapshot: MemorySnapshot = MemorySnapshot(self.stretches, before.snapshot if before else None)
+
+    def roots(self) -> list[tuple[str, int]]:
+        """Return the names, and places, of what travelled to the ranks or came from there, with its numbers."""
+        number, both = self.heap.number, self.places | self.names
+        return [(name, number[id(value)]) for name, value in both.items() if id(value) in number]
+
+
+class Held:
+    """Which names of the ranks hold still, for one cell: the notebook has neither rebound them nor changed what is in them.
+
+    A name that does not hold travels, if the cell needs it; else it is deleted in the ranks. Nor does what is to travel ``anew``.
+    """
+
+    def __init__(self, kept: Kept, namespace: dict[str, Any], anew: Iterable[Any] = ()) -> None:
+        self.kept = kept
+        never = {id(value) for value in anew}
+        here = {name for name, value in kept.names.items() if namespace.get(name, _NONE) is value}
+        bound = {name for name in _bound_since(kept, namespace) & here if type(kept.names[name]) in ATOMS}
+        self.names = {name for name in here - bound if id(kept.names[name]) not in never}
+        now = holders(kept.project) if kept.places else {}
+        self.places = {name for name, value in kept.places.items() if now.get(name, _NONE) is value}
+        here = self.names | self.places
+        self._inside = {name: kept.heap.reached([n]) for name, n in kept.roots() if name in here}
+        self._where = MemoryTable(kept.stretches, ()).places()
+        memories = kept.heap.memories_among(self._numbers).items()
+        self._regions = {n: {*overlapping(self._where, *memory)} for n, memory in memories}
+        self._let_go(self._changed() | {n for v in never if (n := kept.heap.number.get(v)) is not None})
+
+    @property
+    def _numbers(self) -> set[int]:
+        return set().union(*self._inside.values())
+
+    def _changed(self) -> set[int]:
+        """Return the numbers of what is another now than after the last cell."""
+        kept, heap, numbers = self.kept, self.kept.heap, self._numbers
+        length = len(heap.objects)
+        heap.describe_after(numbers, heap.reader)
+        found = {n for n in numbers if n in heap.failed or not heap.same(heap.before[n], heap.states[n])}
+        heap.take_back(length)
+        changed = kept.snapshot.changed(kept.stretches)
+        regions = {n for n in kept.stretches if changed.get(n, True)}
+        return found | self._looking_into(regions)
+
+    def _looking_into(self, regions: set[int]) -> set[int]:
+        return {n for n, own in self._regions.items() if not own.isdisjoint(regions)}
+
+    def _let_go(self, dirty: set[int]) -> None:
+        gone = {name for name, inside in self._inside.items() if not inside.isdisjoint(dirty)}
+        self.names -= gone
+        self.places -= gone
+        self._inside = {name: inside for name, inside in self._inside.items() if name not in gone}
+        kept = self.kept
+        by_wrapped = sorted(kept.names.items(), key=lambda entry: entry[0] not in kept.wrapped)
+        self.named = {
+            id(value): name
+            for name, value in by_wrapped
+            if name in self.names and name not in kept.own and type(value) not in ATOMS
+        }
+
+    def let_go(self, heap: Heap) -> bool:
+        """Let names go that have parts in what travels; tell whether there are any."""
+        kept, before, numbers = self.kept.heap, len(self.names) + len(self.places), self._numbers
+        ids = {id(kept.objects[n]): n for n in numbers if (kept.states[n] or ("atom",))[0] not in CONSTANT}
+        shared, regions = set[int](), set[int]()
+        for n in range(len(kept.objects), len(heap.objects)):
+            kind, value = (heap.states[n] or ("",))[0], heap.objects[n]
+            if kind == "memory":
+                regions |= {*overlapping(self._where, value.address, value.nbytes)}
+            elif kind not in ("", "name") and id(value) in ids:
+                shared.add(ids[id(value)])
+        shared |= self._looking_into(regions) & numbers
+        if shared:
+            self._let_go(shared)
+        return len(self.names) + len(self.places) < before
+
+    @property
+    def objects(self) -> list[Any]:
+        """What both sides know already, by number: what is not held is left out."""
+        known = self._numbers | {NAMESPACE}
+        return [value if n in known else None for n, value in enumerate(self.kept.heap.objects)]
+
+    def memory(self) -> dict[int, Stretch]:
+        """Return the memory that is held, by region."""
+        used = set().union(*(self._regions.get(n, ()) for n in self._numbers))
+        return {n: stretch for n, stretch in self.kept.stretches.items() if n in used}
+
+    def told(self, sent: Collection[str]) -> dict[str, Any]:
+        """Return what the ranks are told of it: what holds, and what they delete, as it is not what the notebook has."""
+        return {
+            "names": sorted(self.names),
+            "deleted": sorted(self.kept.names.keys() - self.names - {*sent}),
+            "numbers": sorted(self._numbers),
+            "regions": [*self.memory()],
+        }
+
+
+def _bound_since(kept: Kept, namespace: dict[str, Any]) -> set[str]:
+    """Return what the notebook's cells may have bound since: a constant that is bound anew is the same object as before."""
+    found: set[str] = set()
+    for cell in namespace.get("In", ())[kept.cells : -1]:
+        with contextlib.suppress(SyntaxError):
+            binds = needs_of(cell, {}).binds
+            found |= kept.names.keys() if binds is None else binds
+    return found

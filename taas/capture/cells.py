@@ -1,25 +1,16 @@
-"""What cells say before they run: their syntax on its way to Python, and names and modules in their texts; what shells have of them.
-
-Ranks' shells have of the notebook's ``In``, ``Out`` and ``_``, its magics and extensions.
-
-Much of what code uses stands in texts: in magics, ``eval``, ``query``, ``globals()["x"]``, ``__main__.x``, annotations. Each
-word of a text may be a name, and where code makes the text, it may be any.
-"""
+"""Cells before they run: their syntax, which names are IPython's, and what ranks' shells have of the notebook's."""
 
 from __future__ import annotations
 
 import ast
 import contextlib
 import functools
-import linecache
 import re
 import sys
 import types
 import warnings
 from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
-
-from taas.capture.code_by_value import words_in
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -49,10 +40,9 @@ def _transformers() -> Any:
 
 @functools.lru_cache(maxsize=16)  # a launch asks for it again and again
 def python_of(cell: str) -> str:
-    """Turn a cell into Python.
+    """Turn a cell into Python; line numbers stay right.
 
-    A cell magic (``%%time``) may stand below comments and blank lines, as the header of a taas cell is
-    comments to Python; IPython itself knows it on the first line only. Line numbers stay right.
+    A cell magic may stand below comments, as a header is one to Python; IPython knows it on the first line only.
     """
     cell = magic_on_top(cell)
     text: str = _transformers().transform_cell(cell)
@@ -72,16 +62,7 @@ def _leading_blank(text: str) -> int:
 
 
 def check_syntax(cell: str, shell: InteractiveShell | None, number: int = 0) -> None:
-    """Compile a cell as IPython would, so that a typing error shows before anything starts.
-
-    Args:
-        cell: the cell as typed.
-        shell: whose compiler flags (``from __future__`` of earlier cells) count.
-        number: its ``In[n]``; 0 for the shell's count.
-
-    Raises:
-        SyntaxError: as IPython raises it for an ordinary cell, with the cell's lines.
-    """
+    """Compile a cell, of ``In[number]`` or the next, as IPython would; so :class:`SyntaxError` shows before anything starts."""
     source = python_of(cell)
     flags = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
     if shell is None:
@@ -121,29 +102,17 @@ def values_of_cells(words: Iterable[str], namespace: dict[str, Any]) -> set[str]
     return found & namespace.keys()
 
 
-def magics_used(
-    words: Iterable[str], namespace: dict[str, Any], shell: InteractiveShell | None
-) -> dict[str, Any]:
-    """Return the magics that are functions of the notebook, and among a cell's words, as ``%line name``."""
-    return {
-        name: magic
-        for name, magic in _magics_of(words, shell).items()
-        if isinstance(magic, types.FunctionType) and magic.__globals__ is namespace
-    }
-
-
-def extensions_with(words: Iterable[str], shell: InteractiveShell | None) -> list[str]:
-    """Return the extensions that have magics among a cell's words."""
-    loaded = set() if shell is None else shell.extension_manager.loaded
-    homes = {
-        getattr(magic, "__module__", "").partition(".")[0] for magic in _magics_of(words, shell).values()
-    }
-    return [name for name in loaded if name.partition(".")[0] in homes - {"IPython", "ipykernel", "taas"}]
-
-
-def _magics_of(words: Iterable[str], shell: InteractiveShell | None) -> dict[str, Any]:
-    magics = {} if shell is None else shell.magics_manager.magics
-    return {f"{MAGIC}{kind} {w}": known[w] for kind, known in magics.items() for w in words if w in known}
+def magics_used(words: Iterable[str], shell: InteractiveShell | None) -> tuple[dict[str, Any], list[str]]:
+    """Return of the magics among a cell's words the notebook's functions, as ``%line name``, and the extensions of others."""
+    if shell is None:
+        return {}, []
+    magics = shell.magics_manager.magics.items()
+    used = {f"{MAGIC}{kind} {w}": known[w] for kind, known in magics for w in words if w in known}
+    functions = {name: magic for name, magic in used.items() if isinstance(magic, types.FunctionType)}
+    own = {name: magic for name, magic in functions.items() if magic.__globals__ is shell.user_ns}
+    homes = {getattr(magic, "__module__", "").partition(".")[0] for magic in used.values()}
+    homes -= {"IPython", "ipykernel", "taas"}
+    return own, [name for name in shell.extension_manager.loaded if name.partition(".")[0] in homes]
 
 
 def history_of(shell: InteractiveShell | None) -> dict[str, Any]:
@@ -203,14 +172,8 @@ def modules_used(
     """Return modules to import before names are rebuilt.
 
     They are those that are used as attributes of captured ones (``concurrent.futures`` of ``concurrent``), and those that
-    earlier cells imported of packages that travel by reference: importing one may have changed the package's classes
-    (``import fastai.distributed`` gives learners methods), and the cell may rely on it without a name of it.
-
-    Args:
-        modules: those that travel.
-        words: of the cell, and of the functions that travel.
-        found_in: the packages that something that travels is found in.
-        namespace: the notebook's names.
+    earlier cells imported of packages that something that travels is ``found_in``: importing one may have changed the package's
+    classes (``import fastai.distributed`` gives learners methods), and the cell may rely on it without a name of it.
     """
     waiting, found = [*modules], dict[str, None]()
     words = {*words}
@@ -233,158 +196,3 @@ def imported_by(cell: str) -> Iterator[str]:
             yield from (alias.name for alias in node.names if "." in alias.name)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             yield node.module
-
-
-# ---------------------------------------------------------------- names in texts
-
-_ALL_NAMES = {"globals", "locals", "vars", "dir"}
-_RUN_TEXT = {"eval", "exec", "ex", "ev", "run_cell"}
-_MAGICS = {"run_line_magic", "run_cell_magic", "system", "getoutput"}
-_HOLD_TEXT = {*_RUN_TEXT, *_MAGICS, "query", "timeit", "repeat", "Timer", "compile"}
-_LOOKS_UP = {
-    *_ALL_NAMES, *_HOLD_TEXT, "__main__", "modules", "user_ns", "get_ipython", "__import__", "import_module",
-}  # fmt: skip
-"""Functions without any of these names and attributes look nothing up."""
-_LIST_NAMES = {"who", "whos", "who_ls"}
-_FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
-ANY = "*"
-"""Begins a name that stands for all of the notebook's; the code that may mean any of them follows."""
-_SHOWN = 60
-
-
-class Texts:
-    """Finds the names in texts: the words of those that are known, ``*`` for those that code makes."""
-
-    def __init__(self, namespace: Mapping[str, Any]) -> None:
-        self._namespace = namespace
-        self._rebound: set[str] = set()  # what may have another value than the namespace has
-        self._around: dict[ast.AST, ast.AST] = {}
-
-    def add(self, tree: ast.AST) -> None:
-        """Know the code round each node, and the names that are bound in it."""
-        for node in ast.walk(tree):
-            match node:
-                case ast.Name(id=name, ctx=ast.Store()) | ast.arg(arg=name):
-                    self._rebound.add(name)
-            self._around.update(dict.fromkeys(ast.iter_child_nodes(node), node))
-
-    def inside(self, node: ast.AST) -> frozenset[str]:
-        """Return the names in the texts of all code in a node."""
-        return frozenset[str]().union(*map(self.of, ast.walk(node)))
-
-    def of(self, node: ast.AST) -> set[str]:
-        """Return the names that a node itself says by texts: in annotations, to what runs texts, among all names."""
-        annotation = getattr(node, "annotation", None) or getattr(node, "returns", None)
-        if annotation is not None:
-            return words_of(ast.unparse(annotation))
-        match node:
-            case ast.alias(name="__main__", asname=str()) | ast.ImportFrom(module="__main__"):
-                return {any_name(node)}
-            case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name)) if name in _HOLD_TEXT:
-                return self._in_call(node, name)
-        return self._beside(node) if self._stands_for_all(node) else set()
-
-    def _in_call(self, node: ast.Call, name: str) -> set[str]:
-        said = [*node.args, *(keyword.value for keyword in node.keywords)]
-        first, *others = map(self._known, [*said, ast.Pass()])
-        runs = name in _RUN_TEXT and (isinstance(node.func, ast.Name) or "ipython" in ast.unparse(node.func))
-        if first in _LIST_NAMES or (runs and node.args and not first):
-            return {any_name(node)}
-        return words_of(first, *others) | _words_in(node)
-
-    def _known(self, text: ast.AST | None) -> str:
-        """Return a text that is known; else an empty one."""
-        value = text.value if isinstance(text, ast.Constant) else None
-        if isinstance(text, ast.Name) and text.id not in self._rebound:
-            value = self._namespace.get(text.id)
-        return value if isinstance(value, str) else ""
-
-    def _beside(self, node: ast.AST) -> set[str]:
-        """Return what is looked up in something that stands for all names, by the text beside it."""
-        around = self._around.get(node, node)
-        match node, around:
-            case (ast.Name() | ast.Subscript(), ast.Attribute(attr=name)) if name != "__dict__":  # __main__.x
-                return {name}
-        while isinstance(around, (ast.Attribute, ast.keyword)):
-            node, around = around, self._around[around]
-        match around:
-            case ast.Subscript(ctx=ast.Store()):
-                return set()
-            case ast.Call(func=ast.Attribute(attr="update" | "__setitem__") as func) if func is node:
-                return set()
-            case ast.Call(func=ast.Name(id="getattr" | "hasattr"), args=[_, text, *_]):
-                texts = [text]
-            case ast.Call(func=func, args=args):
-                texts = [*args[:1], getattr(func, "value", func)]  # "{x}".format(**globals())
-            case ast.Subscript(slice=text) | ast.Compare(left=text) | ast.BinOp(left=text):
-                texts = [text]
-            case _:
-                texts = []
-        known = {text for text in map(self._known, texts) if text}
-        return words_of(*known) | known or {
-            any_name(around)
-        }  # a whole text may be a name: globals()["0.weight"]
-
-    def _stands_for_all(self, node: ast.AST) -> bool:
-        """Tell whether an expression is the dict of all names, their list, or ``__main__``."""
-        match node:
-            case ast.Call(func=ast.Name(id=name), args=[], keywords=[]) if name in _ALL_NAMES:
-                return name == "globals" or not self._in_function(node)
-            case ast.Name(id=name):
-                value: Any = None if name in self._rebound else self._namespace.get(name)
-                is_module = isinstance(value, types.ModuleType)
-                return name == "__main__" or (is_module and value.__name__ == "__main__")
-            case ast.Subscript(value=ast.Attribute(attr="modules"), slice=which):
-                return ast.unparse(which) in ("'__main__'", "__name__")
-        return isinstance(node, ast.Attribute) and node.attr == "user_ns"
-
-    def _in_function(self, node: ast.AST) -> bool:
-        while (around := self._around.get(node)) is not None and not isinstance(around, _FUNCTION):
-            node = around
-        return around is not None
-
-
-def magic_of(node: ast.AST) -> tuple[str, list[str]] | None:
-    """Return method and texts of what IPython makes of ``%magic`` and ``!command``."""
-    match node:
-        case ast.Call(func=ast.Attribute(value=ast.Call(func=ast.Name(id="get_ipython")), attr=method)):
-            texts = [a.value for a in node.args if isinstance(a, ast.Constant) and isinstance(a.value, str)]
-            return (method, texts) if method in _MAGICS and texts and len(texts) == len(node.args) else None
-    return None
-
-
-def words_of(*texts: str) -> set[str]:
-    """Return everything in texts that may be a name."""
-    return {*re.findall(r"[^\W\d]\w*", " ".join(texts))}
-
-
-def _words_in(node: ast.AST) -> set[str]:
-    parts = (part.value for part in ast.walk(node) if isinstance(part, ast.Constant))
-    return words_of(*(part for part in parts if isinstance(part, str)))
-
-
-def any_name(node: ast.AST) -> str:
-    """Return the name that stands for all names, with the code that may mean them, cut to a line."""
-    return ANY + ast.unparse(node).partition("\n")[0][:_SHOWN]
-
-
-def looked_up_by(code: types.CodeType) -> frozenset[str]:
-    """Return the names that a function looks up by texts; its own text IPython keeps for tracebacks."""
-    if words_in(code).isdisjoint(_LOOKS_UP):
-        return frozenset()
-    text = "".join(linecache.cache.get(code.co_filename, (0, 0, [], ""))[2])  # type: ignore[misc]
-    return _names_in_text(text, code.co_firstlineno, f"{ANY}{code.co_name}()")
-
-
-@functools.lru_cache(maxsize=1024)
-def _names_in_text(text: str, line: int, unknown: str) -> frozenset[str]:
-    """Return the names that the function in a line of a text looks up; what is ``unknown`` if there is none."""
-    texts = Texts({})
-    with contextlib.suppress(SyntaxError):
-        texts.add(tree := ast.parse(text))
-        for node in ast.walk(tree):
-            if isinstance(node, _FUNCTION):
-                first = min((d.lineno for d in getattr(node, "decorator_list", ())), default=node.lineno)
-                if first == line:
-                    return texts.inside(node)
-    return frozenset({unknown})

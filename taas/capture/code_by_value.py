@@ -1,7 +1,6 @@
 """Functions and classes of the notebook, by value: the one place that uses cloudpickle's private parts.
 
-cloudpickle rebuilds a function on a private dict of globals, gives every closure cells of its own, and on
-the way back overwrites the methods of classes that are already there. Here instead
+Other than with cloudpickle
 
 * a function of the notebook is rebuilt on the namespace of the place it arrives at, so that it sees what
   the cell rebinds and ``global`` works; one that a module has made, on that module's;
@@ -77,10 +76,7 @@ def global_names(code: types.CodeType) -> frozenset[str]:
 
 
 def names_of(code: types.FunctionType | type) -> set[str]:
-    """Return the names that a function uses, and the one that pickle finds it, or a class, by: its own, or its class's.
-
-    What was made in a function is found by none.
-    """
+    """Return the names that a function uses, and the one that pickle finds it, or a class, by, unless it was made in a function."""
     used = global_names(code.__code__) if isinstance(code, types.FunctionType) else ()
     outermost, *inner = code.__qualname__.split(".")
     return {*used} if "<locals>" in inner else {*used, outermost}
@@ -137,19 +133,13 @@ def goes_by_name(function: types.FunctionType) -> bool:
 
 
 def read_of_module(function: types.FunctionType) -> Reading | None:
-    """Read a function that a module's code has made, such as a library's wrapper around one of the notebook's.
-
-    Returns:
-        None for a function that goes by its name, or is of no module that could be imported where it arrives.
-    """
-    module = sys.modules.get(function.__globals__["__name__"])
-    if getattr(module, "__spec__", None) is None or vars(module) is not function.__globals__:
+    """Read a function that a module's code has made, as a wrapper; None if it goes by name, or its module cannot be imported there."""
+    name = function.__globals__["__name__"]
+    is_importable = getattr(sys.modules.get(name), "__spec__", None) is not None
+    if not is_importable or vars(sys.modules[name]) is not function.__globals__ or goes_by_name(function):
         return None
-    if goes_by_name(function):
-        return None
-    arguments = (function.__code__, function.__globals__["__name__"], function.__closure__)
-    insides = read_insides(function, *_OF_FUNCTIONS)
-    return Reading(_make_of_module, arguments, set_insides, insides, (".", "."), _change_code)
+    arguments = (function.__code__, name, function.__closure__)
+    return read_function(function, {})._replace(constructor=_make_of_module, arguments=arguments)
 
 
 def _make_of_module(code: types.CodeType, module: str, closure: Any) -> Any:
@@ -167,10 +157,9 @@ def _set_class(cls: type, state: tuple[dict[str, Any]]) -> None:
     """Make these a class's attributes; one that is the same object already stays as it is."""
     (attributes,) = state
     if not issubclass(cls, enum.Enum):  # members and what Python makes of them come with the class
-        for name in [
-            name for name in vars(cls) if name not in attributes and not _is_made_by_python(cls, name)
-        ]:
-            type.__delattr__(cls, name)
+        for name in vars(cls).keys() - attributes.keys():
+            if not _is_made_by_python(cls, name):
+                type.__delattr__(cls, name)
     for name, value in attributes.items():
         if name == "_abc_impl":
             for registered in value:
@@ -185,11 +174,7 @@ def _is_made_by_python(cls: type, name: str) -> bool:
 
 
 def read_class(cls: type) -> Reading | None:
-    """Read a class as cloudpickle does, with all its attributes as its state.
-
-    Returns:
-        None for a class that goes by reference.
-    """
+    """Read a class as cloudpickle does, with all its attributes as its state; None for one that goes by reference."""
     if isinstance(cls.__module__, str) and cls.__module__ not in sys.modules:
         import_or_stand_in(cls.__module__)  # its public name, which nobody has used yet (``numpy.rec``)
     reduced = _cloudpickle._class_reduce(cls)
@@ -210,24 +195,17 @@ def read_class(cls: type) -> Reading | None:
         if typing.NamedTuple not in vars(cls).get("__orig_bases__", ()) and "__slots__" in vars(cls):
             keywords["__slots__"] = vars(cls)["__slots__"]
         arguments = meta, name, bases, keywords, *rest
-    return Reading(make, arguments, _set_class, (attributes,), (".",), turn_into_class)
+    return Reading(make, arguments, _set_class, (attributes,), (".",), _keep_class)
 
 
-def _make_class(
-    meta: type, name: str, bases: tuple[Any, ...], attributes: dict[str, Any], tracked: Any, _: Any
-) -> type:
-    """Make a class that is filled later, without the hooks of its bases and their metaclass, if these are the notebook's or the project's.
-
-    What they did when it was defined is in their state.
-    """
+def _make_class(meta: type, name: str, bases: Any, attributes: dict[str, Any], tracked: Any, _: Any) -> type:
+    """Make a class that is filled later, without hooks of the notebook's or the project's bases: what they did is in their state."""
     own_bases = types.resolve_bases(bases)
     if own_bases is not bases:
         attributes = {**attributes, "__orig_bases__": bases}
-    hooks = {
-        base: vars(base)["__init_subclass__"]
-        for base in {part for base in own_bases for part in base.__mro__}
-        if "__init_subclass__" in vars(base) and _has_state(base)
-    }
+    above = {part for base in own_bases for part in base.__mro__}
+    hooked = [base for base in above if "__init_subclass__" in vars(base) and _has_state(base)]
+    hooks = {base: vars(base)["__init_subclass__"] for base in hooked}
     by: Any = next(part for part in meta.__mro__ if not _has_state(part))
     try:
         for base in hooks:
@@ -245,11 +223,8 @@ def _has_state(cls: type) -> bool:
     return may_be_of_project(cls.__module__) or not _cloudpickle._should_pickle_by_reference(cls)
 
 
-def turn_into_class(cls: type, *_: Any) -> None:
+def _keep_class(*_: Any) -> None:
     """Keep a class that is told to have been made in another way: its bases and slots stay."""
-
-
-# ---------------------------------------------------------------- cached functions
 
 
 def _read_cached_property(cached: functools.cached_property[Any]) -> Reading:

@@ -11,6 +11,7 @@ import pickle
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,8 @@ collected: dict[str, list[Any]] = {}
 """By name, the values of all ranks of the last run that was asked for it, in their order; None for one that did not come."""
 
 
-class _Value(msgspec.Struct, array_like=True):
-    """A name of one rank: its value as it is pickled, or why it is not."""
-
-    pickled: bytes = b""
-    why: str = ""
+_Value = tuple[bytes, str]
+"""A name of one rank: its value as it is pickled, or why it is not."""
 
 
 class _CopyPickler(pickle.Pickler):
@@ -41,11 +39,7 @@ class _CopyPickler(pickle.Pickler):
 
 
 def pack(names: Sequence[str], namespace: Mapping[str, Any], folder: Path) -> None:
-    """Write a rank's values into its folder.
-
-    Raises:
-        OSError: there is no room for them.
-    """
+    """Write a rank's values into its folder."""
     values = {name: _packed(namespace[name]) for name in names if name in namespace}
     (folder / COLLECTED).write_bytes(msgspec.msgpack.encode(values))
 
@@ -55,8 +49,8 @@ def _packed(value: Any) -> _Value:
     try:
         _CopyPickler(file, pickle.HIGHEST_PROTOCOL).dump(value)
     except Exception as error:  # whatever its class does: it is said in the notebook
-        return _Value(why=_reason(error))
-    return _Value(file.getvalue())
+        return b"", _reason(error)
+    return file.getvalue(), ""
 
 
 def _reason(error: Exception) -> str:
@@ -65,38 +59,28 @@ def _reason(error: Exception) -> str:
 
 
 def collect(names: Sequence[str], folders: Sequence[Path]) -> list[str]:
-    """Put the values of all ranks into :data:`collected`; returns what did not come, in lines for the user.
-
-    Args:
-        names: those that were asked for.
-        folders: of each rank's output.
-    """
+    """Put the values of all ranks, from the folders of their output, into :data:`collected`; returns in lines what did not come."""
     lost: dict[tuple[str, str], list[int]] = {}
     for name in names:
         collected[name] = [None] * len(folders)
     for rank, folder in enumerate(folders):
         packed = _read(folder / COLLECTED)
         for name in names:
-            missing = _Value(
-                why="there is none at its end" if packed is not None else "it ended before it gave it"
-            )
-            value = (packed or {}).get(name, missing)
+            missing = "there is none at its end" if packed is not None else "it ended before it gave it"
+            pickled, why = (packed or {}).get(name, (b"", missing))
             try:
-                why = value.why
-                collected[name][rank] = None if why else pickle.loads(value.pickled)
+                collected[name][rank] = None if why else pickle.loads(pickled)
             except Exception as error:  # whatever its class does
                 why = _reason(error)
             if why:
                 lost.setdefault((name, why), []).append(rank)
-    return [
-        f"{name!r} of {ranks_in_words(ranks)} was not collected: {why}" for (name, why), ranks in lost.items()
-    ]
+    told = ((name, ranks_in_words(ranks), why) for (name, why), ranks in lost.items())
+    return [f"{name!r} of {ranks} was not collected: {why}" for name, ranks, why in told]
 
 
 def _read(path: Path) -> dict[str, _Value] | None:
     """Read what a rank has written; None where that is not there, or not whole."""
-    try:
+    with suppress(OSError, msgspec.MsgspecError, CaptureError):
         check_room({path.parent.name: path.stat().st_size})
         return msgspec.msgpack.decode(path.read_bytes(), type=dict[str, _Value])
-    except (OSError, msgspec.MsgspecError, CaptureError):
-        return None
+    return None

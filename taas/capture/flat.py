@@ -4,8 +4,6 @@ A **flat state** is ``(kind, blob, children)``. ``blob`` is a marshal text (vers
 values have equal bytes, and ``1``, ``1.0`` and ``True`` differ) of all that needs no identity; ``...`` in it stands for the next
 of ``children``, which are numbers. What needs no identity: numbers and texts, tuples of such, and a plain list or dict that
 only its one parent holds; its reference count says so. A large plain subtree is looked at level by level, in a few calls of C.
-
-:class:`FlatStates` numbers objects and describes them, each once and one after the other.
 """
 
 from __future__ import annotations
@@ -19,8 +17,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
-from taas.capture.memory import MemoryRange, SentMemory
-from taas.capture.reader import Reader, content_of
+from taas.capture.memory import MemoryRange
+from taas.capture.reader import Reader
 from taas.capture.reading import (
     ATOMS,
     Reading,
@@ -31,7 +29,7 @@ from taas.capture.reading import (
     read_plain,
     set_by_protocol,
 )
-from taas.capture.tensors import is_array, is_tensor
+from taas.capture.tensors import content_of, is_array, is_tensor
 
 State = tuple[str, bytes, tuple[int, ...]]
 
@@ -79,17 +77,13 @@ def _is_leaf(box: Any) -> bool:
             return False
         if kinds <= ATOMS:
             return True
-        boxes = inner
-        holders = 1
+        boxes, holders = inner, 1
         if not kinds.isdisjoint(ATOMS):
-            boxes = [value for value in inner if type(value) in _BOXES]
-            holders = 2
-        if max(map(_count, boxes)) > _IN_MAP + holders and not all(
-            type(one) is tuple and _atomic(map(type, one))
-            for one in boxes
-            if _count(one) > _IN_MAP + holders + 1
-        ):
-            return False
+            boxes, holders = [value for value in inner if type(value) in _BOXES], 2
+        if max(map(_count, boxes)) > _IN_MAP + holders:
+            shared = [one for one in boxes if _count(one) > _IN_MAP + holders + 1]
+            if not all(type(one) is tuple and _atomic(map(type, one)) for one in shared):
+                return False
         inner = gc.get_referents(*boxes)
     return False
 
@@ -98,27 +92,20 @@ def _is_leaf(box: Any) -> bool:
 
 
 class FlatStates:
-    """Objects by number, and their flat states.
+    """Objects by number, and their flat states. The first are those that both sides know; the namespace is number 0.
 
-    Args:
-        reader: tells what objects consist of.
-        objects: those that both sides know, in the order of their numbers; the namespace is the first.
-        sent: learns of all memory that is met.
-
-    Attributes:
-        states: by number; None for what has no state here.
-        number: the numbers of objects, by their ids.
-        failed: why an object cannot travel, by number.
-        fresh: numbers of what a protocol made only to be pickled, and so is another one each time, with what only that holds.
-        named: what objects are called that go by a name of the ranks, by their ids.
+    ``fresh`` are numbers of what a protocol made only to be pickled, and so is another one each time, with what only that holds.
+    ``named`` is what objects are called that go by a name of the ranks, by their ids. Of memory from number ``collected`` on it is
+    noted how all that look into it use it.
     """
 
-    def __init__(self, reader: Reader, objects: Iterable[Any], sent: SentMemory | None = None) -> None:
+    def __init__(self, reader: Reader, objects: Iterable[Any], collected: float = 0) -> None:
         self.reader = reader
         self.objects: list[Any] = list(objects)
         self.states: list[State | None] = [None] * len(self.objects)
+        self.before: list[State | None] = []  # what they were, while they are compared with it
         self.number = {id(value): n for n, value in enumerate(self.objects)}
-        self.sent = SentMemory() if sent is None else sent
+        self.collected = collected
         self.memories: dict[tuple[int, int], int] = {}
         self.failed: dict[int, Exception] = {}
         self.fresh: set[int] = set()
@@ -126,8 +113,6 @@ class FlatStates:
         self.named: dict[int, str] = {}
         self._todo: list[int] = []
         self._held = {id(getattr(sys.modules[m], n)): (m, n) for m, n in _HELD if m in sys.modules}
-
-    # ------------------------------------------------------------ filling it
 
     def enter(self, value: Any) -> int:
         """Return the number of an object; a new one is described by :meth:`walk`."""
@@ -157,10 +142,11 @@ class FlatStates:
 
     def back_to(self, length: int) -> None:
         """Forget what was entered since there were ``length`` objects."""
-        self._forget(range(length, len(self.objects)))
+        self.forget(range(length, len(self.objects)))
         del self.objects[length:], self.states[length:]
 
-    def _forget(self, numbers: Collection[int]) -> None:
+    def forget(self, numbers: Collection[int]) -> None:
+        """Forget some objects; their numbers stay taken."""
         for n in numbers:
             if self.number.get(id(self.objects[n])) == n:
                 del self.number[id(self.objects[n])]
@@ -169,14 +155,8 @@ class FlatStates:
         self.failed = {n: error for n, error in self.failed.items() if n not in numbers}
         self.fresh = {n for n in self.fresh if n not in numbers}
 
-    # ------------------------------------------------------------ flat states
-
     def describe(self, n: int) -> State:
-        """Return the flat state of an object as it is now.
-
-        Raises:
-            Exception: whatever its own protocol raises.
-        """
+        """Return the flat state of an object as it is now; raises whatever its own protocol raises."""
         value, self._in_fresh = self.objects[n], n in self.fresh
         if (name := self.named.get(id(value))) is not None:
             return ("name", marshal.dumps(name, 2), ())
@@ -194,9 +174,7 @@ class FlatStates:
         if reading is None:
             return self._by_name(value)
         if reading.constructor is itself:
-            children: list[int] = []
-            self._split([*reading.arguments], children)
-            return ("same", marshal.dumps(None, 2), tuple(children))
+            return ("same", marshal.dumps(None, 2), tuple(map(self.enter, reading.arguments)))
         return self._reading(value, reading)
 
     def _list(self, value: Any) -> State:
@@ -229,19 +207,14 @@ class FlatStates:
         plain = {item for item in value if self._is_inline_item(item)}
         children: list[int] = []
         others = self._split([item for item in value if item not in plain], children, inline=False)
-        return (
-            type(value).__name__,
-            marshal.dumps((plain, others), 2),
-            tuple(sorted(children)),
-        )  # in no order
+        children.sort()  # they are in no order
+        return (type(value).__name__, marshal.dumps((plain, others), 2), tuple(children))
 
     def _is_inline_item(self, item: Any) -> bool:
-        if type(item) is tuple:
-            return _atomic(map(type, item))
-        return type(item) in ATOMS and id(item) not in self._held
+        is_atom = type(item) in ATOMS and id(item) not in self._held
+        return is_atom or (type(item) is tuple and _atomic(map(type, item)))
 
     def _plain(self, value: Any) -> State:
-        """Describe an object that is its ``__dict__`` and slots."""
         children = [self.enter(type(value))]
         attributes, slots = read_insides(value)
         names = None if attributes is None else [*attributes]
@@ -273,7 +246,7 @@ class FlatStates:
             fresh = holders <= 0
             own = label == "." and part is getattr(value, "__dict__", None)
             if kind is dict and holders <= own:
-                told = reading.setter is set_by_protocol and self._are_attributes(value, part)
+                told = reading.setter is set_by_protocol and _are_attributes(value, part)
                 shape.append(("a" if told else "d", len(part)))
                 parts += ([*part], False), ([*part.values()], fresh)
             elif kind is tuple:
@@ -283,12 +256,6 @@ class FlatStates:
                 shape.append(("o", 1))
                 parts.append(([part], True))
         return shape, parts
-
-    @staticmethod
-    def _are_attributes(value: Any, part: dict[Any, Any]) -> bool:
-        """Tell whether what a protocol says is simply attributes of the object, if maybe not all."""
-        own = getattr(value, "__dict__", {})
-        return all(own.get(name, part) is item for name, item in part.items())
 
     def _builtin(self, function: Any) -> State:
         owner, name = function.__self__, function.__name__
@@ -307,32 +274,24 @@ class FlatStates:
     def _split(
         self, values: list[Any], children: list[int], *, fresh: bool = False, inline: bool = True
     ) -> list[Any]:
-        """Return values with ``...`` for each that has a number.
+        """Return values with ``...`` for each that has a number; ``children`` gets these.
 
-        Args:
-            values: what is in an object.
-            children: gets the numbers.
-            fresh: whether a protocol has made what nobody else holds.
-            inline: whether what can change may stand in the blob; not in that of a constant.
+        ``fresh``: a protocol has made what nobody else holds. ``inline``: what can change may stand in the blob; not in a constant's.
         """
         few = len(values) <= _LARGE
         if _atomic(map(type, values)) and not (few and any(id(value) in self._held for value in values)):
             return values
         number, out = self.number, list[Any]()
         for value, count in _with_counts(values):
-            kind = type(value)
-            if kind in ATOMS:
-                by_value = id(value) not in self._held
-            elif kind in _BOXES:
-                by_value = self._is_inline(value, count <= _ALONE and inline)
-            else:
-                by_value = False
-            if by_value:
+            kind, alone = type(value), count <= _ALONE
+            if (kind in ATOMS and id(value) not in self._held) or (
+                kind in _BOXES and self._is_inline(value, alone and inline)
+            ):
                 out.append(value)
                 continue
             out.append(...)
             n = number.get(id(value))
-            children.append(self._child(value, fresh=fresh and count <= _ALONE) if n is None else n)
+            children.append(self._child(value, fresh=fresh and alone) if n is None else n)
         return out
 
     def _is_inline(self, box: Any, alone: bool) -> bool:
@@ -350,16 +309,25 @@ class FlatStates:
         return n
 
     def _memory(self, memory: MemoryRange) -> int:
-        self.sent.add(memory)
         key = memory.address, memory.nbytes
         n = self.memories.get(key)
         if n is None:
             n = self.memories[key] = len(self.objects)
             self.objects.append(memory)
             self.states.append(("memory", marshal.dumps(key, 2), ()))
-        elif self.objects[n].storage is None:
-            self.objects[n].storage = memory.storage
+            return n
+        met = self.objects[n]
+        met.storage = memory.storage if met.storage is None else met.storage
+        if n >= self.collected:
+            met.spans += memory.spans
+            met.tensors += memory.tensors
         return n
+
+
+def _are_attributes(value: Any, part: dict[Any, Any]) -> bool:
+    """Tell whether what a protocol says is simply attributes of the object, if maybe not all."""
+    own = getattr(value, "__dict__", {})
+    return all(own.get(name, part) is item for name, item in part.items())
 
 
 def _atom(_: FlatStates, value: Any) -> State:
@@ -373,11 +341,7 @@ _KNOWN: dict[type, Callable[[FlatStates, Any], State]] = {
 
 
 def name_of(value: Any) -> tuple[str, str]:
-    """Return the module and the name that an object is found by.
-
-    Raises:
-        pickle.PicklingError: it is not found there.
-    """
+    """Return the module and the name that an object is found by; raises :class:`pickle.PicklingError` where it is not."""
     if isinstance(value, types.ModuleType):
         return value.__name__, ""
     name = getattr(value, "__qualname__", None)
@@ -391,11 +355,8 @@ def name_of(value: Any) -> tuple[str, str]:
     if getattr(sys.modules.get(package), name, None) is value:
         module = package  # its public name, under which another one may stand in for it there
     found = module_named(module)
-    try:
-        for part in name.split("."):
-            found = getattr(found, part)
-    except AttributeError:
-        found = None
+    for part in name.split("."):
+        found = getattr(found, part, None)
     if found is not value:
         raise pickle.PicklingError(
             f"{module}.{name} is not the same object as this {type(value).__qualname__}"

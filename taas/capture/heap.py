@@ -1,6 +1,7 @@
 """One numbered heap: number → object and flat state, of all that travels; what both sides know, and what has changed.
 
-The payload is the states of a table. What changed is ``before[n] != now[n]``. Who holds what is the states' children.
+The payload is the states of a table. What changed is ``before[n] != now[n]``; :meth:`Heap.change` says whether that can be
+done in place, :meth:`Heap.held_back` what stays as it was where a part is refused. Who holds what is the states' children.
 Why a value cannot travel, and which part of it, is found by describing it in a table of its own.
 """
 
@@ -9,17 +10,17 @@ from __future__ import annotations
 import contextlib
 import gc
 import marshal
+import math
 import pickle
 import types
 from collections.abc import Collection, Container, Iterable, Iterator
-from copy import copy
 from itertools import islice
 from typing import Any, NamedTuple
 
 from taas.capture.flat import FlatStates, State
 from taas.capture.holders import left_out, parts_of_holder
-from taas.capture.memory import MemoryRange, SentMemory, Span
-from taas.capture.reader import Paths, Reader, is_as_sent, stays
+from taas.capture.memory import MemoryRange, Span
+from taas.capture.reader import Reader, is_as_sent, stays, ways_through
 from taas.capture.reading import ATOMS
 from taas.capture.tensors import is_tensor
 
@@ -34,10 +35,7 @@ _CODE = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)
 
 @contextlib.contextmanager
 def no_collection() -> Iterator[None]:
-    """Pause the garbage collector, which would look at the objects that are made at once again and again.
-
-    100,000 objects otherwise cost half a second of it.
-    """
+    """Pause the garbage collector: for 100,000 objects that are made at once it costs half a second."""
     was = gc.isenabled()
     gc.disable()
     try:
@@ -48,31 +46,21 @@ def no_collection() -> Iterator[None]:
 
 
 _NO_BLOB = marshal.dumps(None, 2)
-
-
-class TooLarge(Exception):
-    """It could travel, but has more bytes than may."""
+NO_STATE: State = "", b"", ()
+"""Stands for None."""
 
 
 class LeftOut(NamedTuple):
-    """A part of a module's data, of a logger or of a display formatter that stays behind: in what, how it is written, and why."""
+    """A part of a module's data, of a logger or of a formatter that stays behind: in what, and how it is written."""
 
     holder: Any
     path: str
     part: Any
-    error: Exception
+    error: Exception = pickle.PicklingError("a part of it cannot be pickled, or is code without a name")
 
 
 class Heap(FlatStates):
-    """The objects of a notebook, or of a rank, by number, and what they were earlier.
-
-    Attributes:
-        before: the states at an earlier time, while a table is compared with itself.
-    """
-
-    def __init__(self, reader: Reader, objects: Iterable[Any], sent: SentMemory | None = None) -> None:
-        super().__init__(reader, objects, sent)
-        self.before: list[State | None] = []
+    """The objects of a notebook, or of a rank, by number, and what they were ``before``, while a table is compared with itself."""
 
     # ------------------------------------------------------------ what is in it
 
@@ -80,51 +68,39 @@ class Heap(FlatStates):
         """Return about how many bytes some objects have to be written: their states, and memory."""
         found = 0
         for n in numbers:
-            if (state := self.states[n]) is not None:
-                found += len(state[1]) + 8 * len(state[2])
-                if state[0] == "memory":
-                    found += sum(high - low for low, high in self.objects[n].spans[:1])
+            kind, blob, children = self.states[n] or NO_STATE
+            found += len(blob) + 8 * len(children)
+            if kind == "memory":
+                found += sum(high - low for low, high in self.objects[n].spans[:1])
         return found
 
     def leave_out(self, since: int) -> list[LeftOut]:
-        """Leave out, until :data:`left_out` is emptied, what cannot travel of the loggers, formatters and modules met of late.
+        """Leave out, until :data:`left_out` is emptied, what cannot travel of the loggers, formatters and modules met ``since`` a number.
 
-        Nor does what is too large of a module's data, or holds code of a module that is not found by its name. They have to be
-        described again without it.
-
-        Args:
-            since: the number from which on objects are new.
+        Nor does what of a module's data holds code of a module that is not found by its name. They have to be described again
+        without it.
         """
         holders, self.reader.holders = self.reader.holders, []
         if not holders:
             return []
         new = range(since, len(self.objects))
         foreign = {n for n in new if _is_foreign_code(self.objects[n], self.states[n])}
-        is_large = self.size(new) > LARGEST
-        if not (self.failed or foreign or is_large):
+        if not (self.failed or foreign):
             return []
         among = range(NAMESPACE + 1, len(self.objects))
-        failing, with_code = self.holding(self.failed, among), self.holding(foreign, among)
+        failing = self.holding(self.failed, among)
+        of_modules = self.holding({*self.failed, *foreign}, among)
         found = []
         for holder in holders:
-            reasons = {"a part of it cannot be pickled": failing}
-            if isinstance(holder, types.ModuleType):
-                reasons["it holds code that is not found by its name"] = with_code
+            stays_behind = of_modules if isinstance(holder, types.ModuleType) else failing
             for path, part in parts_of_holder(holder):
-                n = self.number.get(id(part), NAMESPACE)
-                why = next((pickle.PicklingError(why) for why, which in reasons.items() if n in which), None)
-                error = why or (self._too_large(n) if is_large and n >= since and len(reasons) > 1 else None)
-                if error is not None and id(part) not in left_out:
-                    found.append(LeftOut(holder, path, part, error))
+                if self.number.get(id(part), NAMESPACE) in stays_behind and id(part) not in left_out:
+                    found.append(LeftOut(holder, path, part))
         left_out.update({id(one.part): one.part for one in found})
         return found
 
-    def _too_large(self, n: int) -> Exception | None:
-        is_large = self.size(self.reached([n])) > LARGEST
-        return TooLarge(f"it has more than {LARGEST:,} bytes") if is_large else None
-
     def early(self, n: int) -> int:
-        """Tell when a name of an object is bound: modules and plain values, then code, then what has methods that may use them."""
+        """Tell when a name is bound: modules and plain values, then code, then what has methods that may use them."""
         value = self.objects[n]
         if isinstance(value, (types.ModuleType, *ATOMS)):
             return 0
@@ -154,33 +130,28 @@ class Heap(FlatStates):
         """Describe again what is read in another way here than there: tensors of other devices, functions on this namespace.
 
         An object with a protocol of its own is asked again where it may keep a copy of what it was made with: this is nobody
-        else's, and gets a number that only this side knows. What is here what came is not: containers, plain objects, arrays,
-        tensors in host memory, data of modules.
+        else's, and gets a number that only this side knows.
         """
         for n, value in enumerate(self.objects):
             if n == NAMESPACE or value is None or stays(type(value)) or isinstance(value, types.ModuleType):
                 continue
             state = self.states[n]
-            if state is None or (
-                state[0] == "reading" and not is_as_sent(value) and self._is_other_here(value, state)
-            ):
+            is_read = state is not None and state[0] == "reading" and not is_as_sent(value)
+            if state is None or (is_read and self._is_other_here(value, state)):
                 self.describe_again(n)
         self.walk()
 
     def _is_other_here(self, value: Any, state: State) -> bool:
-        if not self.reader.asks(type(value)):
-            return True
-        return not is_tensor(value) and any(map(self._may_change, state[2]))
+        asks = self.reader.asks(type(value))
+        return not asks or (not is_tensor(value) and any(map(self._may_change, state[2])))
 
     def _may_change(self, n: int) -> bool:
-        state = self.states[n]
-        return state is None or (
-            state[0] not in CONSTANT and not isinstance(self.objects[n], (*_CODE, type(None)))
-        )
+        state, is_code = self.states[n], isinstance(self.objects[n], (*_CODE, type(None)))
+        return state is None or not (is_code or state[0] in CONSTANT)
 
-    def describe_after(self, numbers: Iterable[int], reader: Reader, sent: SentMemory | None = None) -> None:
+    def describe_after(self, numbers: Iterable[int], reader: Reader, collected: float = math.inf) -> None:
         """Describe some objects anew: what they are now, beside what they were."""
-        self.reader, self.sent = reader, SentMemory() if sent is None else sent
+        self.reader, self.collected = reader, collected
         self.before = self.states.copy()
         self.failed = {n: error for n, error in self.failed.items() if self.states[n] is None}
         for n in numbers:
@@ -196,16 +167,6 @@ class Heap(FlatStates):
         self.states.append(self.states[n])
         return m
 
-    def saved(self) -> dict[str, Any]:
-        """Return what :meth:`take_back` takes, to compare once more later."""
-        return {
-            name: copy(getattr(self, name)) for name in ("objects", "states", "number", "fresh", "memories")
-        }
-
-    def take_back(self, saved: dict[str, Any]) -> None:
-        """Know what was known earlier, and no more."""
-        vars(self).update(saved, before=[], failed={})
-
     def end_after(
         self, known: int, sent: Container[int], anew: Iterable[int], held_back: Iterable[int]
     ) -> None:
@@ -213,14 +174,14 @@ class Heap(FlatStates):
         for n in held_back:
             if n < known:
                 self.states[n] = self.before[n]
-        self._forget({n for n in range(known, len(self.objects)) if n not in sent})
+        self.forget({n for n in range(known, len(self.objects)) if n not in sent})
         for n in anew:
             self.objects[n] = self.states[n] = None
         self.before, self.failed = [], {}
 
-    def forget_but(self, numbers: Container[int]) -> None:
-        """Forget all objects but some; their numbers stay taken."""
-        self._forget({n for n in range(len(self.objects)) if n not in numbers})
+    def memory_ranges(self, numbers: Collection[int]) -> list[MemoryRange]:
+        """Return the memory among some objects."""
+        return [self.objects[n] for n in self.memories_among(numbers)]
 
     def memories_among(self, numbers: Collection[int]) -> dict[int, Span]:
         """Return where the memory is that is among some objects, and its length, by number."""
@@ -244,19 +205,17 @@ class Heap(FlatStates):
             elif state is not None and _has_identity(state[0], value):
                 self.number[id(value)] = n
 
-    def end_proof(self, length: int) -> None:
-        """Forget what reading again has found; the states are those that came."""
+    def take_back(self, length: int, anew: Iterable[int] = ()) -> None:
+        """Forget what describing again has found beyond ``length`` objects, of which some got new numbers: all is as before."""
         self.states[:length] = self.before[:length]
         self.back_to(length)
+        self.number |= {id(self.objects[n]): n for n in anew}
         self.before, self.failed = [], {}
 
     # ------------------------------------------------------------ comparing
 
     def same(self, before: State | None, now: State | None, *, by_value: bool = False) -> bool:
-        """Tell whether a state of before is equal to one of now.
-
-        What protocols make afresh counts by what is in it; with ``by_value``, so does what has no state, only arguments.
-        """
+        """Tell whether states are equal. What protocols make afresh counts by what is in it; ``by_value``, also what has only arguments."""
         if before == now:
             return True
         if before is None or now is None or before[:2] != now[:2]:
@@ -295,8 +254,7 @@ class Heap(FlatStates):
     def change(self, before: State | None, now: State | None) -> bool | None:
         """Tell whether other arguments are part of a change; None for one that cannot be done in place."""
         assert before is not None and now is not None
-        kinds = {before[0], now[0]}
-        if len(kinds) == 1 and kinds <= {"list", "dict", "OrderedDict", "set", "object"}:
+        if before[0] == now[0] and now[0] in ("list", "dict", "OrderedDict", "set", "object"):
             return False
         if now[0] == "object" and before[0] == "reading":
             return False  # it has turned into an object of another class
@@ -322,16 +280,15 @@ class Heap(FlatStates):
             if n in found:
                 continue
             found.add(n)
-            state = states[n] if n < len(states) else None
-            if state is not None:
-                waiting += [child for child in state[2] if child not in found and child not in but]
+            children = (states[n] or NO_STATE)[2] if n < len(states) else ()
+            waiting += [child for child in children if child not in found and child not in but]
         return found
 
     def holding(self, numbers: Iterable[int], among: Iterable[int]) -> set[int]:
         """Return what holds any of some objects, directly or not, and these."""
         holders: dict[int, list[int]] = {}
         for n in among:
-            for child in (self.states[n] or ("atom", b"", ()))[2]:
+            for child in (self.states[n] or NO_STATE)[2]:
                 holders.setdefault(child, []).append(n)
         found, waiting = set(numbers), [*numbers]
         while waiting:
@@ -343,11 +300,10 @@ class Heap(FlatStates):
     def held_back(self, refused: set[int], roots: Iterable[int]) -> set[int]:
         """Return what stays as it was, where some objects are refused: these, and whatever instances they are parts of.
 
-        An instance stays with all that is in it, but for what names reach that do not lead to what is refused; containers
-        change, where they can.
+        An instance stays with all that is in it, but for what names reach otherwise; containers change, where they can.
         """
         around = self.holding(refused, range(NAMESPACE + 1, len(self.objects))) if refused else set()
-        owners = [n for n in around if (self.states[n] or ("",))[0] in ("object", "reading")]
+        owners = [n for n in around if (self.states[n] or NO_STATE)[0] in ("object", "reading")]
         whole = self.reached(n for n in roots if n not in around)
         return (self.reached(owners) | self.reached(owners, states=self.before)) - whole | refused
 
@@ -378,18 +334,13 @@ def _is_value(state: State) -> bool:
 
 # ---------------------------------------------------------------- what cannot travel
 
-LARGEST = 256 << 20
-"""Data of a module that have more bytes stay behind."""
 _PARTS = 1_000_000
 
 _ADVICE = {
     "generator": "make it inside the cell, or a list of it before",
     "coroutine": "await it before the cell, or inside it",
-    "TextIOWrapper": "open it inside the cell",
-    "BufferedReader": "open it inside the cell",
-    "BufferedWriter": "open it inside the cell",
-    "Connection": "connect inside the cell",
-    "socket": "connect inside the cell",
+    **dict.fromkeys(("TextIOWrapper", "BufferedReader", "BufferedWriter"), "open it inside the cell"),
+    **dict.fromkeys(("Connection", "socket"), "connect inside the cell"),
     "_MultiProcessingDataLoaderIter": "pass the DataLoader and call iter() inside the cell",
 }
 _OTHER_ADVICE = "make it inside the cell, or give the class that holds it a __getstate__ that leaves it out"
@@ -404,29 +355,20 @@ class Culprit(NamedTuple):
     advice: str
 
 
-def table_of(value: Any, namespace: dict[str, Any], reader: Reader) -> Heap:
-    """Return a table of an object alone."""
-    heap = Heap(reader, [namespace])
+def culprit_of(name: str, value: Any, reader: Reader, *, without_gpu: bool = False) -> Culprit | None:
+    """Return what in an object, called ``name``, cannot travel, or not to where no GPU is, by the shortest way to it."""
+    heap = Heap(reader, [reader.namespace])
     heap.enter(value)
     heap.walk()
-    return heap
-
-
-def culprit_of(name: str, value: Any, heap: Heap) -> Culprit | None:
-    """Return what in an object cannot travel, as its table says, by the shortest way to it.
-
-    Args:
-        name: how the path begins.
-        value: the object.
-        heap: its table.
-    """
+    for memory in heap.memory_ranges(range(len(heap.objects))) if without_gpu else ():
+        for tensor in memory.tensors if memory.device != "cpu" else ():
+            heap.failed[heap.enter(tensor)] = ValueError(f"on {tensor.device}, and data workers have no GPU")
     failed = {id(heap.objects[n]): error for n, error in heap.failed.items()}
     if not failed:
         return None
-    walked = islice(Paths(heap.reader).walk({name: value}), _PARTS)
-    path, part = next(
-        (found for found in walked if id(found[1]) in failed), (name, heap.objects[min(heap.failed)])
-    )
+    walked = islice(ways_through(reader, {name: value}), _PARTS)
+    first = name, heap.objects[min(heap.failed)]
+    path, part = next((found for found in walked if id(found[1]) in failed), first)
     error, cls = failed[id(part)], type(part)
     own = cls.__module__ in ("builtins", "__main__")
     kind = cls.__qualname__ if own else f"{cls.__module__}.{cls.__qualname__}"

@@ -1,15 +1,13 @@
-"""What holds something of the notebook beside names: the project's modules, loggers, display formatters.
-
-They are objects of the heap, known by name.
+"""What holds something of the notebook beside names: the project's modules, handlers of loggers, display formatters.
 
 A module travels by its name. The data of the project's modules (``helper.counter``), and of their classes
 (``helper.Model.count``), are the module's state. They travel where the cell reaches the module, by whatever it uses. Functions
 and classes are not data, unless they are the notebook's own: they are what the module's file says. Where the ranks have
 another module than the notebook (its file was edited in between), each has data of its own. An object that another process cannot
-rebuild from names (a lock, a library opened by ctypes), or that is too large, stays behind: the ranks' module has its own.
+rebuild from names (a lock, a library opened by ctypes) stays behind: the ranks' module has its own.
 
 A logger's state is its handlers and filters, but for those that come with a library or with what runs the kernel (levels are
-settings); a formatter's is which function shows which class.
+settings: ``process_state``); a formatter's is which function shows which class.
 """
 
 from __future__ import annotations
@@ -45,7 +43,6 @@ _HOLDS = {"pandas": "options.display.float_format"}
 
 # ---------------------------------------------------------------- data
 
-
 _known: set[str] = set()
 _maybe_of_projects: list[str] = []
 _put: set[str] = set()
@@ -77,9 +74,7 @@ def _of_project(project: str) -> list[tuple[str, types.ModuleType]]:
     survey()
     below = project.rstrip(os.sep) + os.sep
     modules = [(name, sys.modules[name]) for name in _maybe_of_projects if name in sys.modules]
-    return [
-        (n, module) for n, module in modules if (getattr(module, "__file__", None) or "").startswith(below)
-    ]
+    return [(n, m) for n, m in modules if (getattr(m, "__file__", None) or "").startswith(below)]
 
 
 def loaded_as(project: str) -> dict[str, Any]:
@@ -104,28 +99,14 @@ def reader_of_module(module: types.ModuleType, project: str) -> Reading:
     return Reading(import_or_stand_in, (name,), _set_data, (told,), (".",))
 
 
-def modules_with_data(project: str, modules: Container[str] | None = None) -> dict[str, types.ModuleType]:
-    """Return the modules that are imported and have data of the notebook's, by what messages call them; of some only."""
-    found = {name: module for name, module in _of_project(project) if modules is None or name in modules}
-    for name in _HOLDS.keys() & sys.modules.keys():
-        if name in _put or any(value is not None for value in data_of(sys.modules[name]).values()):
-            found[name] = sys.modules[name]
-            _put.add(name)
-    named = {name_of_holder(module): module for module in found.values()}
-    return {name: module for name, module in named.items() if name not in apart}
-
-
 def data_of(module: types.ModuleType) -> dict[str, Any]:
     """Return the data of a module, by the way from it to them."""
     name = module.__name__
     if name in _HOLDS:
         found = operator.attrgetter(_HOLDS[name])(module) if hasattr(module, "options") else None
         return {_HOLDS[name]: found}
-    return {
-        way: value
-        for way, value in _attributes(module, name, "")
-        if _is_data(value) or f"{name}:{way}" in _put
-    }
+    ways = _attributes(module, name, "")
+    return {way: value for way, value in ways if _is_data(value) or f"{name}:{way}" in _put}
 
 
 def _set_data(module: types.ModuleType, state: tuple[dict[str, Any]]) -> None:
@@ -181,9 +162,7 @@ def modules_reached(words: set[str], named: set[str], project: str) -> set[str]:
     if any(any_module <= words for any_module in _ANY_MODULE):
         return {*modules}
     found: set[str] = set()
-    while new := {
-        name for name in modules.keys() - found if name in named or words & {name, name.rpartition(".")[2]}
-    }:
+    while new := {n for n in modules.keys() - found if n in named or words & {n, n.rpartition(".")[2]}}:
         found |= new
         for name in new:
             named = named | {name.rpartition(".")[0]}
@@ -191,8 +170,8 @@ def modules_reached(words: set[str], named: set[str], project: str) -> set[str]:
                 method = isinstance(value, (classmethod, staticmethod))
                 code = value.__func__ if method else value.fget if isinstance(value, property) else value
                 words = words | (words_in(code.__code__) if isinstance(code, types.FunctionType) else set())
-                of_module = isinstance(value, types.ModuleType)
-                named = named | {str(value.__name__ if of_module else getattr(value, "__module__", ""))}
+                is_module = isinstance(value, types.ModuleType)
+                named = named | {str(value.__name__ if is_module else getattr(value, "__module__", ""))}
     return found
 
 
@@ -215,18 +194,25 @@ def reader_of_holders(cls: type) -> Callable[[Any], Reading | None] | None:
 
 def holders(project: str, modules: Container[str] | None = None) -> dict[str, Any]:
     """Return what holds something of the notebook, by what messages call it; of some modules of the project only."""
-    found = {name_of_holder(one): one for one in (*all_loggers(), *_formatters().values())}
+    found = {name_of_holder(one): one for one in _all()}
     _listed.update(name for name, holder in found.items() if any(_own_parts(holder).values()))
     listed = {name: holder for name, holder in found.items() if name in _listed}
-    return listed | modules_with_data(project, modules)
+    with_data = [module for name, module in _of_project(project) if modules is None or name in modules]
+    for name in _HOLDS.keys() & sys.modules.keys():
+        if name in _put or any(value is not None for value in data_of(sys.modules[name]).values()):
+            with_data.append(sys.modules[name])
+            _put.add(name)
+    named = {name_of_holder(module): module for module in with_data}
+    return listed | {name: module for name, module in named.items() if name not in apart}
+
+
+def _all() -> list[Any]:
+    return [*all_loggers(), *_formatters().values()]
 
 
 def all_holders() -> list[str]:
     """Return what messages call all modules, loggers and formatters of this process, whatever they hold."""
-    return [
-        *(f"the module {name}" for name in sys.modules),
-        *(name_of_holder(one) for one in (*all_loggers(), *_formatters().values())),
-    ]
+    return [f"the module {name}" for name in sys.modules] + [name_of_holder(one) for one in _all()]
 
 
 def name_of_holder(holder: Any) -> str:
@@ -251,10 +237,8 @@ def parts_of_holder(holder: Any) -> Iterator[tuple[str, Any]]:
 def _own_parts(holder: Any) -> dict[str, Any]:
     if not isinstance(holder, logging.Logger):
         return {"type_printers": _own_printers(holder)}
-    return {
-        name: [item for item in getattr(holder, name) if not _stays(holder, item)]
-        for name in ("handlers", "filters")
-    }
+    both: dict[str, list[Any]] = {"handlers": holder.handlers, "filters": holder.filters}
+    return {name: [item for item in items if not _stays(holder, item)] for name, items in both.items()}
 
 
 # ---------------------------------------------------------------- loggers
@@ -263,9 +247,8 @@ def _own_parts(holder: Any) -> dict[str, Any]:
 def all_loggers() -> Iterator[logging.Logger]:
     """Yield the root logger and all named ones."""
     yield logging.root
-    for known in list(logging.root.manager.loggerDict.values()):
-        if isinstance(known, logging.Logger):
-            yield known
+    known = list(logging.root.manager.loggerDict.values())
+    yield from (one for one in known if isinstance(one, logging.Logger))
 
 
 def _stays(log: logging.Logger, item: Any) -> bool:
@@ -346,12 +329,12 @@ def _own_printers(formatter: Any) -> dict[Any, Any]:
     known = {c if c.__module__ == "__main__" else f"{c.__module__}.{c.__qualname__}": printer
              for c, printer in formatter.type_printers.items()}  # fmt: skip
     known |= {".".join(names): printer for names, printer in formatter.deferred_printers.items()}
-    homes = {key: getattr(printer, "__module__", None) or "" for key, printer in known.items()}
-    return {
-        key: printer
-        for key, printer in known.items()
-        if not homes[key].startswith(_OF_KERNELS) and id(printer) not in left_out
-    }
+
+    def is_own(printer: Any) -> bool:
+        home = getattr(printer, "__module__", None) or ""
+        return not home.startswith(_OF_KERNELS) and id(printer) not in left_out
+
+    return {key: printer for key, printer in known.items() if is_own(printer)}
 
 
 def _set_printers(formatter: Any, state: tuple[dict[str, dict[Any, Any]]]) -> None:

@@ -1,7 +1,6 @@
 """Objects of libraries whose own protocols say less than there is, and the devices that state has to be on.
 
-* Optimizers and schedulers wrap each other's ``step`` in functions of this process, and their protocols drop hooks, and the
-  note that a scheduler follows.
+* Optimizers and schedulers wrap each other's ``step`` in functions of this process; their protocols drop hooks.
 * pandas copies a block before it writes to it while another frame or series looks into the same memory, which it counts in
   an object that such blocks have in common. Pickle leaves that out: a column taken from a frame would change with it.
   A series' pickle leaves out the block itself; an index made of a column looks into it, too.
@@ -34,12 +33,7 @@ _ReaderOf = Callable[[Any], Reading | None]
 
 
 def library_reader(cls: Any, *, answers: bool = False) -> _ReaderOf | None:
-    """Return what reads objects of such a class, or None for other classes.
-
-    Args:
-        cls: the class.
-        answers: whether what is read goes to the notebook, where all users of the memory of a block are.
-    """
+    """Return what reads objects of such a class, or None; ``answers`` go to the notebook, where all users of a block are."""
     traits = getattr(sys.modules.get("traitlets"), "HasTraits", None)
     if traits is not None and issubclass(cls, traits) and cls.__setstate__ is traits.__setstate__:
         return _read_traits
@@ -53,6 +47,11 @@ def library_reader(cls: Any, *, answers: bool = False) -> _ReaderOf | None:
     if bar is not None and issubclass(cls, bar):
         return lambda value: Reading(make_plain, (type(value),), _set_bar, read_insides(value), (".", "."))
     return _reader_of_optimizers(cls) or _reader_of_blocks(cls, answers=answers)
+
+
+def _read(value: Any, setter: Callable[[Any, Any], None], without: str) -> Reading:
+    attributes = {key: item for key, item in value.__dict__.items() if key != without}
+    return Reading(make_plain, (type(value),), setter, (attributes,), (".",), turn_into)
 
 
 def _set_loader(loader: Any, state: tuple[dict[str, Any]]) -> None:
@@ -88,15 +87,9 @@ def _reader_of_optimizers(cls: Any) -> _ReaderOf | None:
         return None
     if issubclass(cls, optim.Optimizer) and cls.__getstate__ is optim.Optimizer.__getstate__:
         return lambda value: _read(value, _set_optimizer, "step")
-    is_plain = cls.__getstate__ is object.__getstate__
-    if issubclass(cls, schedulers.LRScheduler) and is_plain:
+    if issubclass(cls, schedulers.LRScheduler) and cls.__getstate__ is object.__getstate__:
         return lambda value: _read(value, _set_scheduler, "")
     return None
-
-
-def _read(value: Any, setter: Callable[[Any, Any], None], without: str) -> Reading:
-    attributes = {key: item for key, item in value.__dict__.items() if key != without}
-    return Reading(make_plain, (type(value),), setter, (attributes,), (".",), turn_into)
 
 
 def _set_optimizer(optimizer: Any, state: tuple[dict[str, Any]]) -> None:
@@ -118,10 +111,7 @@ def _set_scheduler(scheduler: Any, state: tuple[dict[str, Any]]) -> None:
 
 
 def _mark_step(optimizer: Any) -> None:
-    """Mark an optimizer's ``step`` as followed by a scheduler, as the scheduler's constructor does.
-
-    Optimizers pickle without this mark, and a scheduler then warns that ``step`` was overridden.
-    """
+    """Mark ``step`` as followed by a scheduler, which would warn else: the mark of its constructor is not pickled."""
     step = optimizer.step
     if hasattr(step, "_wrapped_by_lr_sched"):
         return
@@ -152,7 +142,6 @@ def _reader_of_blocks(cls: Any, *, answers: bool) -> _ReaderOf | None:
 
 
 def _read_index(index: Any) -> Reading:
-    """Read an index with what it shares its memory with, if anything."""
     constructor, arguments = index.__reduce__()[:2]
     references = vars(index).get("_references")  # a range's are made when they are asked for
     shared = references if references is not None and references.has_reference() else None
@@ -191,8 +180,8 @@ def _set_shared(references: Any, state: tuple[bool]) -> None:
 
 def _read_traits(value: Any) -> Reading | None:
     constructor, arguments, state = value.__reduce_ex__(4)[:3]
-    observers = {"_trait_notifiers": _added_observers(value)}
-    return read_reduced(value, (constructor, arguments, {**state, **observers}, None, None, _set_traits))
+    told = {**state, "_trait_notifiers": _added_observers(value)}
+    return read_reduced(value, (constructor, arguments, told, None, None, _set_traits))
 
 
 def _added_observers(value: Any) -> dict[Any, Any]:
@@ -202,11 +191,8 @@ def _added_observers(value: Any) -> dict[Any, Any]:
         name: {kind: [one for one in ones if not isinstance(one, handler)] for kind, ones in kinds.items()}
         for name, kinds in value._trait_notifiers.items()
     }
-    return {
-        name: left
-        for name, kinds in found.items()
-        if (left := {k: ones for k, ones in kinds.items() if ones})
-    }
+    left = {name: {kind: ones for kind, ones in kinds.items() if ones} for name, kinds in found.items()}
+    return {name: kinds for name, kinds in left.items() if kinds}
 
 
 def _set_traits(value: Any, state: dict[str, Any]) -> None:
@@ -221,11 +207,7 @@ def _set_traits(value: Any, state: dict[str, Any]) -> None:
 
 
 def wait_for_devices() -> None:
-    """Wait until CUDA devices have done all that this process asked of them: copies into pinned memory, too.
-
-    Raises:
-        RuntimeError: something failed on a device after the call that asked for it had returned.
-    """
+    """Wait until CUDA devices have done all that was asked of them; raises :class:`RuntimeError` for what failed late."""
     torch = sys.modules.get("torch")
     if torch is None or not hasattr(torch, "cuda") or not torch.cuda.is_initialized():
         return
@@ -238,15 +220,13 @@ def wait_for_devices() -> None:
 def join_devices_at_first_step() -> None:
     """In a rank: join the state of an optimizer that travelled when the cell first steps it.
 
-    Parameters that an earlier run trained on a GPU came back to host memory, and the state with them. The cell
-    moves the parameters again, but nobody moves the state.
+    Parameters trained on a GPU came back to host memory, with their state. The cell moves them again, but nobody moves the state.
     """
     if not _rebuilt:
         return
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-    def join(optimizer: Any, arguments: Any, keywords: Any) -> None:
-        del arguments, keywords
+    def join(optimizer: Any, *_: Any) -> None:
         if optimizer in _rebuilt:
             _rebuilt.discard(optimizer)
             join_devices([optimizer])
@@ -257,11 +237,8 @@ def join_devices_at_first_step() -> None:
 def join_devices(objects: list[Any]) -> None:
     """Bring new state of optimizers and new buffers of modules to the device of their parameters.
 
-    Parameters that a cell moved to a GPU come back to the device they had in the notebook; what the cell made
-    beside them on the GPU has to follow, or the next step in the notebook fails.
-
-    Args:
-        objects: what travelled; tensors among them stay where they are.
+    Parameters that a cell moved to a GPU come back to the device they had; what the cell made beside them there has to follow, or
+    the next step in the notebook fails. Tensors among the ``objects`` stay where they are.
     """
     if "torch.optim" not in sys.modules:
         return

@@ -4,9 +4,7 @@ One pass over the cell's syntax tree, in the order in which it runs. A name that
 needed: else the second run of a cell would ship the first run's model. What is read in a straight line at the top of the cell
 is *surely* needed. A block (a branch, a loop, ``try``) perhaps runs: what it reads is *maybe* needed, what it binds is bound in it
 alone. The body of a function counts where its name is read, as it can run from there on; the same holds for functions and
-classes of earlier cells. What an object holds of them has its name with it: pickle looks it up by that.
-
-Scopes of functions and comprehensions are the compiler's; names in texts are found by :mod:`~taas.capture.cells`.
+classes of earlier cells. Scopes of functions and comprehensions are the compiler's.
 
 Taken for granted: nothing raises but ``raise``, and ``__name__`` is ``"__main__"``.
 """
@@ -15,8 +13,11 @@ from __future__ import annotations
 
 import ast
 import collections
+import contextlib
+import functools
 import gc
 import inspect
+import linecache
 import re
 import types
 import warnings
@@ -25,18 +26,8 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-from taas.capture.cells import (
-    ANY,
-    Texts,
-    any_name,
-    is_of_ipython,
-    looked_up_by,
-    magic_of,
-    python_of,
-    users_names,
-    words_of,
-)
-from taas.capture.code_by_value import codes_in, global_names, names_of
+from taas.capture.cells import is_of_ipython, python_of, users_names
+from taas.capture.code_by_value import codes_in, global_names, names_of, words_in
 
 _BINDS_ANY = {"eval", "exec", "globals", "locals", "vars", "setattr", "__main__"}
 """What a cell may bind names with that its code does not say."""
@@ -50,41 +41,25 @@ _NONE: _Names = frozenset()
 
 @dataclass
 class Needs:
-    """Names of the namespace that a cell needs.
+    """Names of the namespace that a cell needs."""
 
-    Attributes:
-        sure: read before they are bound, in a straight line at the top of the cell.
-        maybe: possibly read before they are bound.
-        settled: used by functions, and surely bound by the cell before.
-        others: names that are meant perhaps, since the cell makes texts that it looks names up by.
-        built: where it does so; empty if it does not.
-        words: names, attributes and magics that occur in the cell at all.
-        binds: names that the cell may bind; None if it may be any, as the code does not say (a star, ``exec``).
-    """
-
-    sure: set[str] = field(default_factory=set)
-    maybe: set[str] = field(default_factory=set)
-    settled: set[str] = field(default_factory=set)
-    others: set[str] = field(default_factory=set)
-    built: str = ""
-    words: set[str] = field(default_factory=set)
-    binds: set[str] | None = None
+    sure: set[str] = field(default_factory=set)  # read before they are bound, in a straight line at the top
+    maybe: set[str] = field(default_factory=set)  # possibly read before they are bound
+    settled: set[str] = field(default_factory=set)  # used by functions, and surely bound by the cell before
+    others: set[str] = field(default_factory=set)  # meant perhaps: the cell makes texts and looks them up
+    built: str = ""  # where it does so
+    words: set[str] = field(default_factory=set)  # names, attributes and magics that occur in the cell at all
+    binds: set[str] | None = (
+        None  # may be bound; None if any may be, as the code does not say (a star, ``exec``)
+    )
 
 
 def needs_of(cell: str, namespace: Mapping[str, Any]) -> Needs:
-    """Find the names of ``namespace`` that ``cell`` needs.
-
-    Args:
-        cell: the cell as typed; magics and header comments allowed.
-        namespace: the notebook's names; only functions and classes among them are looked into.
-
-    Raises:
-        SyntaxError: the cell is wrong.
-    """
+    """Find the names of ``namespace`` that a cell, as typed, needs; only functions and classes in it are looked into."""
     reader = _Reader(namespace)
     reader.read(python_of(cell))
     needs = reader.needs
-    tells = needs.words.isdisjoint({*_BINDS_ANY, ANY}) and not reader.shells
+    tells = needs.words.isdisjoint({*_BINDS_ANY, _ANY}) and not reader.shells
     needs.binds = reader.touched if tells else None
     needs.maybe -= needs.sure
     needs.settled -= needs.sure | needs.maybe
@@ -93,13 +68,7 @@ def needs_of(cell: str, namespace: Mapping[str, Any]) -> Needs:
 
 
 class _Reader:
-    """Reads code in the order in which it runs.
-
-    Attributes:
-        needs: what was found.
-        touched: names that the code may have bound by now.
-        shells: how often it asks for IPython's shell, but for magics of which the Python is read.
-    """
+    """Reads code in the order in which it runs; knows which names it may have bound by now (``touched``)."""
 
     def __init__(self, namespace: Mapping[str, Any]) -> None:
         self.needs = Needs()
@@ -110,16 +79,11 @@ class _Reader:
         self._bound = _NONE  # surely, by now
         self._later: dict[str, _Names] = {}  # what functions and classes of the cell read when they run
         self._of_earlier: dict[str, _Names] = {}
-        self._texts = Texts(namespace)
+        self._texts = _Texts()
 
     def read(self, code: str) -> None:
-        """Read Python of the notebook.
-
-        Raises:
-            SyntaxError: it is wrong.
-        """
+        """Read Python of the notebook."""
         tree = ast.parse(code)
-        self._texts.add(tree)
         later: list[tuple[str, Iterable[str]]] = [*_later_in(_compiled(tree)).items()]
         for node in ast.walk(tree):
             match node:
@@ -152,8 +116,8 @@ class _Reader:
     def _need(self, name: str, *, sure: bool, by_function: bool) -> _Names:
         """Note that a name is read, and return the names that functions in its value use."""
         needs, namespace = self.needs, self._namespace
-        if name.startswith(ANY):
-            needs.built = needs.built or name.removeprefix(ANY)
+        if name.startswith(_ANY):
+            needs.built = needs.built or name.removeprefix(_ANY)
             needs.others |= users_names(namespace).keys() - self._bound
         if name not in namespace or is_of_ipython(name, namespace[name]):
             return _NONE
@@ -162,7 +126,9 @@ class _Reader:
             return _NONE
         (needs.sure if sure else needs.maybe).add(name)
         if name not in self._of_earlier:
-            self._of_earlier[name] = _names_used_by(namespace[name], namespace)
+            is_main = getattr(namespace[name], "__dict__", None) is namespace  # import __main__ as m
+            used = frozenset({_ANY + name}) if is_main else _names_used_by(namespace[name], namespace)
+            self._of_earlier[name] = used
         return self._of_earlier[name]
 
     def _run(self, node: ast.AST) -> None:
@@ -236,18 +202,15 @@ class _Reader:
                 python = said
         except SyntaxError:
             pass  # it is no Python, then
-        self._use(words_of(*words, python))
+        self._use(_words_of(*words, python))
         if name == "run":  # the program's names become the notebook's
             self.needs.words.add("%run")
-            self._use([any_name(node)] if "-i" in python.split() else [])
+            self._use([_any_name(node)] if "-i" in python.split() else [])
             self._bind_any()
 
     def _bind_any(self) -> None:
-        self.needs.words.add(ANY)
+        self.needs.words.add(_ANY)
         self.touched.update(self._namespace)
-
-
-# ---------------------------------------------------------------- order
 
 
 def _parts_of(node: ast.AST) -> tuple[list[ast.AST], list[Sequence[ast.AST]]]:
@@ -278,7 +241,6 @@ def _parts_of(node: ast.AST) -> tuple[list[ast.AST], list[Sequence[ast.AST]]]:
 
 
 def _simple_parts_of(node: ast.AST) -> list[ast.AST]:
-    """Return the parts of a node without blocks, in the order in which they run."""
     match node:
         case ast.Assign(targets=[ast.Name() as target], value=ast.Lambda(args=arguments)):
             return [arguments, target]  # a function with a name
@@ -302,7 +264,6 @@ def _simple_parts_of(node: ast.AST) -> list[ast.AST]:
 
 
 def _stored(node: ast.AST) -> set[str]:
-    """Return the names that a node itself binds."""
     match node:
         case ast.Name(id=name, ctx=ast.Store()) | ast.MatchMapping(rest=str(name)):
             return {name}
@@ -320,9 +281,7 @@ def _compiled(code: ast.Module | ast.Expression) -> types.CodeType:
     mode = "exec" if isinstance(code, ast.Module) else "eval"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        made: types.CodeType = compile(
-            code, "<cell>", mode, ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True
-        )
+        made: types.CodeType = compile(code, "<cell>", mode, ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, True)
     return made
 
 
@@ -362,7 +321,7 @@ def _names_used_by(value: Any, namespace: Mapping[str, Any]) -> _Names:
             names |= names_of(part) | _words_in_annotations(part)
         if isinstance(part, types.FunctionType):
             if part.__globals__ is namespace:
-                names |= names_of(part) | looked_up_by(part.__code__) | _words_in_annotations(part)
+                names |= names_of(part) | _looked_up_by(part.__code__) | _words_in_annotations(part)
             waiting += (part.__closure__, part.__dict__, part.__defaults__, part.__kwdefaults__)
         else:
             waiting += _parts(part)
@@ -374,8 +333,7 @@ def _words_in_annotations(code: types.FunctionType | type) -> set[str]:
     if getattr(code, "__annotate__", None) is not None:  # made where somebody asks (Python 3.14), by code
         return set()
     annotations = vars(code).get("__annotations__") if isinstance(code, type) else code.__annotations__
-    texts = [text for text in (annotations or {}).values() if isinstance(text, str)]
-    return {*re.findall(r"\w+", " ".join(texts))}
+    return _words_of(*(text for text in (annotations or {}).values() if isinstance(text, str)))
 
 
 def _parts(value: Any) -> Iterable[Any]:
@@ -387,3 +345,144 @@ def _parts(value: Any) -> Iterable[Any]:
     if isinstance(value, (list, tuple, set, frozenset)):
         return (*own, *islice(value, _ITEMS))
     return gc.get_referents(value)
+
+
+# ---------------------------------------------------------------- names in texts
+#
+# Much of what code uses stands in texts: in magics, ``eval``, ``query``, ``globals()["x"]``, ``__main__.x``, annotations. Each
+# word of a text may be a name, and where code makes the text, it may be any.
+
+_ALL_NAMES = {"globals", "locals", "vars", "dir"}
+_RUN_TEXT = {"eval", "exec", "ex", "ev", "run_cell"}
+_MAGICS = {"run_line_magic", "run_cell_magic", "system", "getoutput"}
+_HOLD_TEXT = {*_RUN_TEXT, *_MAGICS, "query", "timeit", "repeat", "Timer", "compile"}
+_LOOKS_UP = {
+    *_ALL_NAMES, *_HOLD_TEXT, "__main__", "modules", "user_ns", "get_ipython", "__import__", "import_module",
+}  # fmt: skip
+"""Functions without any of these names and attributes look nothing up."""
+_LIST_NAMES = {"who", "whos", "who_ls"}
+_FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+_ANY = "*"
+"""Begins a name that stands for all of the notebook's; the code that may mean any of them follows."""
+_SHOWN = 60
+
+
+class _Texts:
+    """Finds the names in texts: the words of those that the code has, ``*`` for those that it makes."""
+
+    def __init__(self) -> None:
+        self._told: set[ast.AST] = set()  # stand for all names, and the code around them says which
+
+    def inside(self, node: ast.AST) -> frozenset[str]:
+        """Return the names in the texts of all code in a function, a class or an expression."""
+        return frozenset[str]().union(*(self.of(part, inside=True) for part in ast.walk(node)))
+
+    def of(self, node: ast.AST, *, inside: bool = False) -> set[str]:
+        """Return the names that a node itself says by texts: in annotations, to what runs texts, among all names."""
+        annotation = getattr(node, "annotation", None) or getattr(node, "returns", None)
+        if annotation is not None:
+            return _words_of(ast.unparse(annotation))
+        match node:
+            case ast.alias(name="__main__", asname=str()) | ast.ImportFrom(module="__main__"):
+                return {_any_name(node)}
+            case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name)) if name in _HOLD_TEXT:
+                return _names_in_call(node, name)
+        if _stands_for_all(node, inside=inside):
+            return set() if node in self._told else {_any_name(node)}
+        all_names, text = _looked_up(node)
+        if all_names is None or not _stands_for_all(all_names, inside=inside):
+            return set()
+        self._told.add(all_names)
+        if not isinstance(text, str):
+            return {_any_name(node)}
+        return _words_of(text) | {text}  # a whole text may be a name: globals()["0.weight"]
+
+
+def _names_in_call(node: ast.Call, name: str) -> set[str]:
+    """Return the names in what is given to a function that runs, or looks through, texts."""
+    first = _text_of(node.args[0]) if node.args else ""
+    runs = name in _RUN_TEXT and (isinstance(node.func, ast.Name) or "ipython" in ast.unparse(node.func))
+    if first in _LIST_NAMES or (runs and first is None):
+        return {_any_name(node)}
+    return _words_in(node)
+
+
+def _text_of(node: ast.AST) -> str | None:
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else None
+
+
+def _looked_up(node: ast.AST) -> tuple[ast.AST | None, str | None]:
+    """Return what code looks something up in, if it looks up one thing, and by which text: None for one that it makes."""
+    match node:
+        case ast.Subscript(value=where, ctx=ast.Store()):
+            return where, ""
+        case ast.Call(func=ast.Attribute(value=where, attr="update" | "__setitem__")):
+            return where, ""
+        case ast.Attribute(value=ast.Name() | ast.Subscript() as where, attr=name) if name != "__dict__":
+            return where, name  # __main__.x
+        case ast.Subscript(value=where, slice=text) | ast.Compare(left=text, comparators=[where]):
+            return where, _text_of(text)
+        case ast.Call(func=ast.Name(id="getattr" | "hasattr"), args=[where, text, *_]):
+            return where, _text_of(text)
+        case ast.Call(func=ast.Attribute(value=where, attr="get"), args=[text, *_]):
+            return where, _text_of(text)
+        case ast.Call(func=ast.Attribute(value=text, attr="format"), keywords=[ast.keyword(value=where)]):
+            return where, _text_of(text)  # "{x}".format(**globals())
+        case ast.BinOp(left=text, right=where):
+            return where, _text_of(text)
+    return None, None
+
+
+def _stands_for_all(node: ast.AST, *, inside: bool) -> bool:
+    match node:
+        case ast.Call(func=ast.Name(id=name), args=[], keywords=[]) if name in _ALL_NAMES:
+            return name == "globals" or not inside
+        case ast.Subscript(value=ast.Attribute(attr="modules"), slice=which):
+            return ast.unparse(which) in ("'__main__'", "__name__")
+        case ast.Name(id="__main__") | ast.Attribute(attr="user_ns"):
+            return True
+    return False
+
+
+def magic_of(node: ast.AST) -> tuple[str, list[str]] | None:
+    """Return method and texts of what IPython makes of ``%magic`` and ``!command``."""
+    match node:
+        case ast.Call(func=ast.Attribute(value=ast.Call(func=ast.Name(id="get_ipython")), attr=method)):
+            texts = [a.value for a in node.args if isinstance(a, ast.Constant) and isinstance(a.value, str)]
+            return (method, texts) if method in _MAGICS and texts and len(texts) == len(node.args) else None
+    return None
+
+
+def _words_of(*texts: str) -> set[str]:
+    """Return everything in texts that may be a name."""
+    return {*re.findall(r"[^\W\d]\w*", " ".join(texts))}
+
+
+def _words_in(node: ast.AST) -> set[str]:
+    parts = (part.value for part in ast.walk(node) if isinstance(part, ast.Constant))
+    return _words_of(*(part for part in parts if isinstance(part, str)))
+
+
+def _any_name(node: ast.AST) -> str:
+    """Return the name that stands for all names, with the code that may mean them, cut to a line."""
+    return _ANY + ast.unparse(node).partition("\n")[0][:_SHOWN]
+
+
+def _looked_up_by(code: types.CodeType) -> frozenset[str]:
+    """Return the names that a function looks up by texts; its own text IPython keeps for tracebacks."""
+    if words_in(code).isdisjoint(_LOOKS_UP):
+        return frozenset()
+    text = "".join(linecache.cache.get(code.co_filename, (0, 0, [], ""))[2])  # type: ignore[misc]
+    return _names_in_text(text, code.co_firstlineno, f"{_ANY}{code.co_name}()")
+
+
+@functools.lru_cache(maxsize=1024)
+def _names_in_text(text: str, line: int, unknown: str) -> frozenset[str]:
+    """Return the names that the function in a line of a text looks up; what is ``unknown`` if there is none."""
+    with contextlib.suppress(SyntaxError):
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, _FUNCTION):
+                first = min((d.lineno for d in getattr(node, "decorator_list", ())), default=node.lineno)
+                if first == line:
+                    return _Texts().inside(node)
+    return frozenset({unknown})

@@ -4,10 +4,9 @@
 
     | magic | where the header is | contents | region | region | ... | header (MessagePack) |
 
-The header says with which versions the rest was written and is read without unpickling anything. The
-contents are a pickle of plain values only: flat states (:mod:`heap`), and what else the receiver has to know. Regions of a page or more begin on a page. The file is a memfd:
-no name, no folder, gone with its last descriptor. It is sealed, so that nobody can change or shorten it
-under those who have mapped it (https://man7.org/linux/man-pages/man2/memfd_create.2.html).
+The header is read without unpickling anything. The contents are a pickle of plain values only: flat states (:mod:`heap`), and what
+else the receiver has to know. Regions of a page or more begin on a page. The file is a memfd (memfd_create(2)), sealed, so that nobody
+can change or shorten it under those who have mapped it.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ import pickle
 import struct
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -33,12 +32,20 @@ from typing import Any
 import msgspec
 import psutil
 
-from taas.capture.memory import MemoryTable, Patch, Place, Region, SentMemory, Stretch, new_memory, write_at
+from taas.capture.memory import (
+    NAME,
+    MemoryTable,
+    Patch,
+    Place,
+    Region,
+    SentMemory,
+    Stretch,
+    new_memory,
+    write_at,
+)
 from taas.errors import CaptureError, VersionMismatch
 from taas.wording import size_in_words
 
-NAME = "taas-names"
-"""What the system calls such files: all are sealed before anybody else sees them."""
 _MAGIC = b"taas\x00names"
 _LEAD = struct.Struct("<QQ")
 _CHECKED_FROM = 32 << 20
@@ -48,27 +55,16 @@ _SEALED_SECONDS = 10.0
 
 
 class PayloadHeader(msgspec.Struct, frozen=True, kw_only=True):
-    """What can be known of a file before anything in it is unpickled.
+    """What can be known of a file before anything in it is unpickled."""
 
-    Attributes:
-        python: version of Python, e.g. ``3.12.4``.
-        versions: of cloudpickle, and of torch and numpy where the sender has them loaded.
-        names: what is in it.
-        contents: their length in bytes.
-        first_region: the number of the first region in the file.
-        regions: memory in the file.
-        places: where the sender has the regions, those of the payload included.
-        patches: in an answer, changes of the payload's memory.
-    """
-
-    python: str
-    versions: dict[str, str]
+    python: str  # 3.12.4
+    versions: dict[str, str]  # of cloudpickle, and of torch and numpy where the sender has them loaded
     names: tuple[str, ...]
-    contents: int
+    contents: int  # their length in bytes
     first_region: int
     regions: tuple[Region, ...]
-    places: tuple[Place, ...]
-    patches: tuple[Patch, ...] = ()
+    places: tuple[Place, ...]  # where the sender has the regions, those of the payload included
+    patches: tuple[Patch, ...] = ()  # in an answer, changes of the payload's memory
 
 
 # ---------------------------------------------------------------- versions
@@ -93,17 +89,13 @@ def _series(version: str, parts: int) -> str:
 def check_versions(header: PayloadHeader) -> None:
     """Compare the notebook's versions with this process's; call it before anything is unpickled.
 
-    Python has to agree in major and minor version, torch in its release (``2.9.1+cu126`` and ``2.9.1`` agree),
-    cloudpickle in major and minor, NumPy in major version.
-
-    Raises:
-        VersionMismatch: naming what differs, and what to install where.
+    Builds of one release agree (``2.9.1+cu126`` and ``2.9.1``). Raises :class:`VersionMismatch`: what to install where.
     """
     theirs, here = (_series(version, 2) for version in (header.python, sys.version.split()[0]))
     if theirs != here:
         raise VersionMismatch(
-            f"the notebook runs Python {header.python}, this machine {sys.version.split()[0]}: functions cannot travel "
-            f"between them. Install Python {theirs} on this machine, or run the notebook's kernel on {here}."
+            f"the notebook runs Python {header.python}, this machine {sys.version.split()[0]}: functions cannot travel between "
+            f"them. Install Python {theirs} on this machine, or run the notebook's kernel on {here}."
         )
     for name, version in header.versions.items():
         ours = _version(name) or ""
@@ -118,16 +110,9 @@ def check_versions(header: PayloadHeader) -> None:
 
 
 def check_room(sizes: dict[str, int]) -> None:
-    """Compare what names need with what this machine, and this process's control group, have left.
-
-    Raises:
-        CaptureError: there is too little.
-    """
+    """Raise :class:`CaptureError` where names need more than this machine, or this process's control group, has left."""
     need = sum(sizes.values())
-    if need < _CHECKED_FROM:
-        return
-    free = free_memory()
-    if need < free:
+    if need < _CHECKED_FROM or need < (free := free_memory()):
         return
     largest = sorted(sizes, key=lambda name: -sizes[name])[:3]
     parts = ", ".join(f"{name} {size_in_words(sizes[name])}" for name in largest)
@@ -139,25 +124,17 @@ def check_room(sizes: dict[str, int]) -> None:
 
 def free_memory() -> int:
     """Return the bytes of memory that this machine, and this process's control groups, have left."""
-    return max(0, int(min(psutil.virtual_memory().available, *_cgroup_rooms())))
-
-
-def _cgroup_rooms() -> Iterator[int]:
-    """Yield the bytes that each of this process's control groups still allows; infinity first."""
-    yield sys.maxsize
-    with suppress(OSError, ValueError):  # version 1
-        limit, used = (
-            int((_CGROUP / "memory" / f"memory.{name}_in_bytes").read_text()) for name in ("limit", "usage")
-        )
-        yield limit - used
-    with suppress(OSError, ValueError, IndexError):
-        path = Path("/proc/self/cgroup").read_text().split("::", 1)[1].strip().lstrip("/")
-        for folder in (_CGROUP / path, *(_CGROUP / path).parents):
-            with suppress(OSError, ValueError):  # the root has no limit; "max" is no number
-                limit = int((folder / "memory.max").read_text())
-                yield limit - int((folder / "memory.current").read_text())
-            if folder == _CGROUP:
-                break
+    found = [psutil.virtual_memory().available]
+    first = _CGROUP / "memory"  # of version 1
+    files = [(first / "memory.limit_in_bytes", first / "memory.usage_in_bytes")]
+    with suppress(OSError):
+        own = Path(Path("/proc/self/cgroup").read_text().partition("::")[2].strip().lstrip("/"))
+        folders = [_CGROUP / group for group in (own, *own.parents)]
+        files += [(folder / "memory.max", folder / "memory.current") for folder in folders]
+    for limit, used in files:
+        with suppress(OSError, ValueError):  # the root has no limit; "max" is no number
+            found.append(int(limit.read_text()) - int(used.read_text()))
+    return int(max(0, min(found)))
 
 
 def write_file(
@@ -166,17 +143,7 @@ def write_file(
     contents: dict[str, Any],
     patches: Iterable[tuple[int, int, memoryview]] = (),
 ) -> tuple[int, int]:
-    """Write states and memory, which nobody may change meanwhile, into a sealed memfd.
-
-    Args:
-        sent: the memory that they name.
-        names: what they are of.
-        contents: plain values.
-        patches: (region, start, bytes) of changed memory.
-
-    Returns:
-        The descriptor, and the file's length in bytes.
-    """
+    """Write states and memory, and ``patches`` (region, start, bytes), into a sealed memfd; return it, and its length."""
     plain = memoryview(pickle.dumps(contents, protocol=5))
     fd = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
@@ -188,7 +155,17 @@ def write_file(
             write_at(fd, data, end)
             placed.append(Patch(region, start, data.nbytes, end))
             end += data.nbytes
-        encoded = msgspec.msgpack.encode(_header(sent, names, len(plain), placed))
+        header = PayloadHeader(
+            python=sys.version.split()[0],
+            versions={name: found for name in _COMPARED if name in sys.modules and (found := _version(name))},
+            names=tuple(names),
+            contents=len(plain),
+            first_region=sent.first,
+            regions=tuple(sent.regions),
+            places=tuple(sent.places()),
+            patches=tuple(placed),
+        )
+        encoded = msgspec.msgpack.encode(header)
         sent.write(fd)
         write_at(fd, memoryview(_MAGIC + _LEAD.pack(end, len(encoded))), 0)
         write_at(fd, plain, begin)
@@ -206,35 +183,18 @@ def seal(fd: int) -> None:
     while True:
         try:
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
-            break
+            return
         except OSError as error:
             if error.errno != errno.EBUSY or time.monotonic() > deadline:
                 raise
         time.sleep(0.01)
 
 
-def _header(sent: SentMemory, names: Iterable[str], contents: int, patches: list[Patch]) -> PayloadHeader:
-    return PayloadHeader(
-        python=sys.version.split()[0],
-        versions={name: found for name in _COMPARED if name in sys.modules and (found := _version(name))},
-        names=tuple(names),
-        contents=contents,
-        first_region=sent.first,
-        regions=tuple(sent.regions),
-        places=tuple(sent.places()),
-        patches=tuple(patches),
-    )
-
-
 # ---------------------------------------------------------------- reading
 
 
 def peek(fd: int) -> PayloadHeader:
-    """Read a file's header; nothing is unpickled.
-
-    Raises:
-        VersionMismatch: it isn't such a file.
-    """
+    """Read a file's header; nothing is unpickled. Raises :class:`VersionMismatch` if it isn't such a file."""
     lead = os.pread(fd, len(_MAGIC) + _LEAD.size, 0)
     if not lead.startswith(_MAGIC) or len(lead) < len(_MAGIC) + _LEAD.size:
         raise VersionMismatch(
@@ -247,18 +207,7 @@ def peek(fd: int) -> PayloadHeader:
 
 
 class Payload:
-    """A file that was received, from a sender who has to be trusted; its versions are compared.
-
-    Args:
-        fd: the file.
-
-    Attributes:
-        header: what it says of itself.
-        contents: plain values.
-
-    Raises:
-        VersionMismatch: versions differ; nothing was unpickled.
-    """
+    """A received file of a sender who has to be trusted; raises :class:`VersionMismatch` before anything is unpickled."""
 
     def __init__(self, fd: int) -> None:
         self.header = peek(fd)
@@ -279,8 +228,7 @@ class Payload:
     def mapped(self, device: str | None, known: dict[int, Stretch] | None = None) -> MemoryTable:
         """Return its memory as one private mapping, which nobody else writes to, beside memory that is known, by region.
 
-        Storages that come from a CUDA device go to ``device``; to the one they had, if there is one, where that is
-        ``cuda``, and to host memory where it is None.
+        What comes from a CUDA device goes to ``device``; to its own, where that is ``cuda``; to host memory where it is None.
         """
         mapping = mmap.mmap(
             self._fd, os.fstat(self._fd).st_size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE

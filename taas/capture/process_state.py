@@ -1,32 +1,37 @@
 """What cells do to their process beside making names: one table, read and written in the notebook and in its ranks.
 
-A rank takes the notebook's state before its cell; what the cell changes of it comes back. A library that is not
-imported is not imported for its state: it takes it when it is imported. Variables that describe a rank, as
-torchrun's, never travel. A rank starts in the project whatever the notebook's working directory is (contract);
-where the cell changes it, the notebook's changes too.
+A library that is not imported is not imported for its state: it takes it when it is imported. Variables that describe a rank, as
+torchrun's, never travel. A rank starts in the project whatever the notebook's working directory is (contract); where the cell
+changes it, the notebook's changes too.
 
 Random numbers are the states of the generators of ``random``, NumPy, torch, and the rank's CUDA device. CUDA's is a state only
 once CUDA is initialised. Until then torch keeps a queue of what to do to its generators; a state that came from elsewhere waits
 in it, is the state as long as nobody has seeded CUDA since, and travels on.
+
+How precise torch's float32 is has two interfaces: one for each backend and kind of operation, and the older one, whose
+functions raise once the newer one has said something that they have no word for. Both travel: the older one as
+far as it can be read, then the newer one, where torch has it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
+import logging
 import operator
 import os
 import random
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
+from taas.capture.holders import all_loggers
 from taas.capture.memory import view_of
-from taas.capture.settings import Row, rows, setting
 from taas.import_hooks import after_import, around_import
 
 _A_RANKS_OWN = {
@@ -39,7 +44,7 @@ _A_RANKS_OWN_PREFIXES = ("ROLE_", "TORCHELASTIC_", "TAAS_", "JPY_", "TORCH_NCCL_
 
 
 def _told(sent: Any, before: Any, now: Any) -> Any:
-    """Return what is told of a change (docs of :class:`~taas.capture.settings.Row`), of a row that a notebook ``sent``."""
+    """Return what is told of a change (docs of :class:`Row`), of a row that a notebook ``sent``."""
     if isinstance(now, dict):
         new = {name: value for name, value in now.items() if name not in before or before[name] != value}
         return new | {name: None for name in before if name not in now}
@@ -47,9 +52,6 @@ def _told(sent: Any, before: Any, now: Any) -> Any:
         return now
     beside = [item for item in before if item not in (sent or ())]
     return [item for item in now if item not in beside]
-
-
-# ---------------------------------------------------------------- environment
 
 
 def _inherited_variables() -> dict[str, str]:
@@ -93,8 +95,6 @@ def _put_environment(_: ModuleType, told: dict[str, str | None]) -> None:
 
 
 class _PathOfRank:
-    """``sys.path`` of a rank, which begins with the project."""
-
     _for_directory = ""  # the project, where it stands for the notebook's own working directory
 
     def take(self, _: ModuleType) -> list[str]:
@@ -118,7 +118,6 @@ PROGRAM = "<cell>"
 
 
 def _arguments(_: ModuleType) -> list[str]:
-    """Return the notebook's arguments as ranks have them."""
     rest = sys.argv[1:]
     started = bool(sys.argv) and sys.orig_argv[len(sys.orig_argv) - len(rest) :] == rest
     same_program = started and (rest or sys.argv[0] in ("", "-c", "-m", *sys.orig_argv))
@@ -136,10 +135,9 @@ def _put_arguments_of_rank(sys: Any, told: list[str]) -> None:
 
 
 def _working_directory(_: ModuleType) -> str | None:
-    try:
+    with contextlib.suppress(FileNotFoundError):  # somebody removed it
         return str(Path.cwd())
-    except FileNotFoundError:  # somebody removed it
-        return None
+    return None
 
 
 # ---------------------------------------------------------------- random numbers
@@ -158,11 +156,7 @@ def _bytes_of(state: Any) -> bytes:
 
 
 def states_of_generators(*, cuda: bool) -> dict[str, Any]:
-    """Return the states in this process, of what is loaded.
-
-    Args:
-        cuda: whether this process may have CUDA; False for rehearsed ranks, which only pretend.
-    """
+    """Return the states, of what is loaded; without ``cuda`` where CUDA is only pretended, in rehearsed ranks."""
     found: dict[str, Any] = {"random": random.getstate()}
     if (numpy := _having("numpy.random", "get_state")) is not None:
         name, keys, position, has_gauss, cached = numpy.get_state()
@@ -178,18 +172,12 @@ def _cuda_state(torch: Any) -> bytes | None:
     if torch.cuda.is_initialized():
         return _bytes_of(torch.cuda.get_rng_state().cpu())
     calls = torch.cuda._lazy_seed_tracker.get_calls()
-    if _waiting and calls and calls[-1] and calls[-1][0] is _waiting[0][0]:
-        return _waiting[0][1]
-    return None
+    waits = _waiting and calls and calls[-1] and calls[-1][0] is _waiting[0][0]
+    return _waiting[0][1] if waits else None
 
 
 def set_generators(states: dict[str, Any], *, cuda: bool) -> None:
-    """Set those that are given.
-
-    Args:
-        states: as :func:`states_of_generators` returns them; None for one that is gone.
-        cuda: whether this process may have CUDA; its current device's is set.
-    """
+    """Set those states that are given, not None; with ``cuda`` that of its current device."""
     states = {name: state for name, state in states.items() if state is not None}
     if "random" in states:
         random.setstate(states["random"])
@@ -210,7 +198,7 @@ def set_generators(states: dict[str, Any], *, cuda: bool) -> None:
 _undrawing: list[bool] = []
 
 
-@contextmanager
+@contextlib.contextmanager
 def undrawn() -> Iterator[None]:
     """Let nothing be drawn from the generators in host memory: what is, is put back."""
     if _undrawing:
@@ -232,9 +220,7 @@ def _set_cuda_state(torch: Any, data: bytes) -> None:
     def set_own() -> None:
         torch.cuda.default_generators[torch.cuda.current_device()].set_state(state)
 
-    def set_all() -> (
-        None
-    ):  # called inside torch's lock: nothing in here may ask for it again; who initialises does not
+    def set_all() -> None:  # inside torch's lock: nothing may ask for it again; who initialises does not
         for generator in torch.cuda.default_generators:
             generator.manual_seed(seed)
         set_own()
@@ -251,10 +237,244 @@ def _byte_tensor(torch: Any, data: bytes) -> Any:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
+class Row(NamedTuple):
+    """One kind of state of a process, which is ``put`` when its ``library`` is imported.
+
+    What is told is of a dict the entries that changed, None for those that are gone; of a list the items but for those that a
+    rank had beside the notebook's; anything else whole.
+    """
+
+    name: str
+    library: str
+    take: Callable[[Any], Any]  # plain values; None where there is nothing to be told
+    put: Callable[[Any, Any], Any]
+    early: bool = False  # ranks need it before names are built
+    only_back: bool = False  # it stays as ranks have it
+
+
+def _options(name: str, library: str, take: Callable[[Any], Any], put: Callable[[Any, str, Any], Any]) -> Row:
+    """Return a row of many settings, of which those are put that differ."""
+
+    def put_all(module: Any, told: dict[str, Any]) -> None:
+        here = take(module) or {}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # some are deprecated
+            for option, value in told.items():
+                if option not in here or here[option] != value:
+                    put(module, option, value)
+
+    return Row(name, library, take, put_all)
+
+
+def _setting(name: str, library: str, get: str, put: str) -> Row:
+    """Return a row of a library's own two functions; None where it refuses to say (torch's older words for precision)."""
+
+    def take(module: Any) -> Any:
+        with contextlib.suppress(RuntimeError):
+            return operator.attrgetter(get)(module)()
+        return None
+
+    return Row(name, library, take, lambda module, value: operator.attrgetter(put)(module)(value))
+
+
+# ---------------------------------------------------------------- how things look
+
+_PLAIN = (str, int, float, bool, type(None))
+_UNSET = 0, True, False
+_NOT_OF_RANKS = ("backend", "toolbar", "webagg", "tk.", "macosx", "savefig.directory")
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, _PLAIN) or (isinstance(value, (list, tuple)) and all(map(_is_plain, value)))
+
+
+def _pandas_options(pandas: Any) -> dict[str, Any]:
+    """Return the plain options of pandas, without what asking for some says; the function among them is data of a module."""
+    config = pandas._config.config
+    found = {
+        name: functools.reduce(operator.getitem, name.split("."), config._global_config)
+        for name in config._registered_options.keys() - {"display.float_format"}
+    }
+    return {name: value for name, value in found.items() if _is_plain(value)}
+
+
+def _plot_settings(matplotlib: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {name: dict.get(matplotlib.rcParams, name) for name in matplotlib.rcParams}
+    cycle = found.pop("axes.prop_cycle")
+    plain = {n: v for n, v in found.items() if not n.startswith(_NOT_OF_RANKS) and _is_plain(v)}
+    return {**plain, "axes.prop_cycle": tuple(cycle)}
+
+
+def _put_plot_setting(matplotlib: Any, name: str, value: Any) -> None:
+    if name == "axes.prop_cycle":
+        value = matplotlib.cycler(**{key: [entry[key] for entry in value] for key in value[0]})
+    matplotlib.rcParams[name] = value
+
+
+_INLINE = "matplotlib_inline.backend_inline"
+
+
+def _inline_settings(config: Any) -> dict[str, Any] | None:
+    """Return ``%config InlineBackend``."""
+    if not config.InlineBackend.initialized():
+        return None
+    backend = config.InlineBackend.instance()
+    found = {name: getattr(backend, name) for name in ("print_figure_kwargs", "close_figures")}
+    return found | {"figure_formats": sorted(backend.figure_formats)}
+
+
+def _show_figures(*_: Any) -> None:
+    """Let the shell show figures, as from a kernel's first one on; pyplot does it by itself where it is being imported."""
+    pyplot = sys.modules.get("matplotlib.pyplot")
+    if pyplot is None or hasattr(pyplot, "switch_backend"):
+        importlib.import_module(_INLINE)
+
+
+def _formats(ipython: Any) -> dict[str, Any] | None:
+    """Return how IPython shows values (``%precision``, ``%pprint``), and its aliases."""
+    if (shell := ipython.get_ipython()) is None:
+        return None
+    text = shell.display_formatter.formatters["text/plain"]
+    found = {name: getattr(text, name) for name in ("float_precision", "pprint", "max_seq_length")}
+    found["ast_node_interactivity"] = shell.ast_node_interactivity
+    return found | {f"alias {name}": command for name, command in shell.alias_manager.aliases}
+
+
+def _put_format(ipython: Any, name: str, value: Any) -> None:
+    shell = ipython.get_ipython()
+    _, _, alias = name.partition(" ")
+    if shell is None:
+        return  # a data process shows nothing
+    if alias and value is None:
+        shell.alias_manager.undefine_alias(alias)
+    elif alias:
+        shell.alias_manager.soft_define_alias(alias, value)
+    else:
+        text = shell.display_formatter.formatters["text/plain"]
+        setattr(shell if name == "ast_node_interactivity" else text, name, value)
+
+
+# ---------------------------------------------------------------- what is reported
+
+
+def _log_levels(_: Any) -> dict[str, Any]:
+    levels = {log.name: (log.level, log.propagate, log.disabled) for log in all_loggers()}
+    return {name: told for name, told in levels.items() if told != _UNSET}
+
+
+def _put_log_levels(_: Any, told: dict[str, Any]) -> None:
+    here = _log_levels(None)
+    for name, state in told.items():
+        if here.get(name) != state:  # each that is set empties the caches of all loggers
+            logger = logging.getLogger(name)
+            level, logger.propagate, logger.disabled = state or _UNSET
+            logger.setLevel(level)
+
+
+def _warning_filters(_: Any) -> list[Any]:
+    filters: list[Any] = warnings.filters  # type: ignore[assignment]
+    return [(action, text, (c.__module__, c.__qualname__), *place) for action, text, c, *place in filters]
+
+
+def _put_warning_filters(told: list[Any], *, rank: bool) -> None:
+    """Set the filters; in a rank, before those it has. Nothing warns with a category that no module here has."""
+    filters: list[Any] = warnings.filters  # type: ignore[assignment]
+    known = [
+        (action, text, getattr(sys.modules.get(m), n, None), *place) for action, text, (m, n), *place in told
+    ]
+    new = [entry for entry in known if entry[2] is not None]
+    filters[:] = [*new, *(entry for entry in filters if rank and entry not in new)]
+    warnings._filters_mutated()  # type: ignore[attr-defined]
+
+
+# ---------------------------------------------------------------- torch
+
+
+_PRECISIONS = (
+    ("generic", "all"), ("cuda", "all"), ("mkldnn", "all"), ("cuda", "matmul"), ("cuda", "conv"), ("cuda", "rnn"),
+    ("mkldnn", "matmul"), ("mkldnn", "conv"), ("mkldnn", "rnn"),
+)  # fmt: skip
+"""Backends and operations whose precision can be set; what is set for all comes before what has its own."""
+
+
+def _precisions(torch: Any) -> tuple[str, ...] | None:
+    precision = getattr(torch._C, "_get_fp32_precision_getter", None)
+    return None if precision is None else tuple(precision(*what) for what in _PRECISIONS)
+
+
+def _put_precisions(torch: Any, told: tuple[str, ...]) -> None:
+    """Set what differs: an operation that has none of its own is read as what holds for all."""
+    for what, precision in zip(_PRECISIONS, told, strict=True):
+        if torch._C._get_fp32_precision_getter(*what) != precision:
+            torch._C._set_fp32_precision_setter(*what, precision)
+
+
+def _default_device(torch: Any) -> str:
+    """Return the default device as it was set; torch itself would say which GPU it is now."""
+    context = getattr(getattr(torch, "_GLOBAL_DEVICE_CONTEXT", None), "device_context", None)
+    return "cpu" if context is None else str(context.device)
+
+
+def _put_default_device(torch: Any, wanted: str, own: str | None) -> None:
+    """Set it to the device of another process as this one has it, whose own CUDA device is ``own``; ``cuda``: all are."""
+    number = wanted.partition(":")[2]
+    if wanted.startswith("cuda"):
+        if not torch.cuda.device_count():  # a rehearsed rank says that it has one
+            wanted = "cpu"
+        elif number and own not in (None, "cuda"):
+            wanted = own
+        elif number and int(number) >= torch.cuda.device_count():
+            wanted = "cuda"
+    if wanted != _default_device(torch):
+        torch.set_default_device(None if wanted == "cpu" else wanted)
+
+
+def _put_next_hook(hooks: Any, told: int) -> None:
+    """Go on from the larger number: a hook must not take the number, and so the place, of one that travelled."""
+    hooks.RemovableHandle.next_id = max(told, hooks.RemovableHandle.next_id)
+
+
 # ---------------------------------------------------------------- the table
 
 
-def _table(*, rank: bool = False, device: str | None = None) -> tuple[Row, ...]:
+def _of_libraries(device: str | None, *, rank: bool) -> tuple[Row, ...]:
+    return (
+        Row("decimal context", "decimal", lambda d: d.getcontext().__reduce__()[1],
+            lambda d, told: d.setcontext(d.Context(*told))),
+        Row("warning filters", "warnings", _warning_filters, lambda _, told: _put_warning_filters(told, rank=rank)),
+        Row("log levels", "logging", _log_levels, _put_log_levels),
+        Row("levels of all logs", "logging", lambda m: m.root.manager.disable, lambda m, told: m.disable(told)),
+        _options("formats and aliases of IPython", "IPython", _formats, _put_format),
+        Row("errors of NumPy", "numpy", lambda n: n.geterr(), lambda n, told: n.seterr(**told)),
+        Row("print options of NumPy", "numpy",
+            lambda n: {k: v for k, v in n.get_printoptions().items() if k not in ("formatter", "override_repr")},
+            lambda n, told: n.set_printoptions(**told, formatter=n.get_printoptions()["formatter"])),
+        _options("options of pandas", "pandas", _pandas_options, lambda p, name, value: p.set_option(name, value)),
+        _options("how figures are shown", "matplotlib_inline.config", _inline_settings,
+                 lambda config, name, value: setattr(config.InlineBackend.instance(), name, value)),
+        Row("figures are shown", "matplotlib.figure", lambda _: _INLINE in sys.modules or None, _show_figures),
+        _options("settings of matplotlib", "matplotlib", _plot_settings, _put_plot_setting),
+        _setting("default dtype", "torch", "get_default_dtype", "set_default_dtype"),
+        _setting("gradient mode", "torch", "is_grad_enabled", "set_grad_enabled"),
+        _setting("anomaly detection", "torch", "is_anomaly_enabled", "autograd.set_detect_anomaly"),
+        Row("deterministic algorithms", "torch",
+            lambda t: (t.are_deterministic_algorithms_enabled(), t.is_deterministic_algorithms_warn_only_enabled()),
+            lambda t, v: t.use_deterministic_algorithms(v[0], warn_only=v[1])),
+        # by torch's bindings: torch.backends.cudnn.set_flags resets others
+        _setting("benchmark of cuDNN", "torch", "_C._get_cudnn_benchmark", "_C._set_cudnn_benchmark"),
+        _setting("determinism of cuDNN", "torch", "_C._get_cudnn_deterministic", "_C._set_cudnn_deterministic"),
+        _setting("use of cuDNN", "torch", "_C._get_cudnn_enabled", "_C._set_cudnn_enabled"),
+        _setting("precision of matmul", "torch", "get_float32_matmul_precision", "set_float32_matmul_precision"),
+        _setting("TF32 of cuDNN", "torch", "_C._get_cudnn_allow_tf32", "_C._set_cudnn_allow_tf32"),
+        Row("precisions", "torch", _precisions, _put_precisions),
+        Row("default device of torch", "torch", _default_device, lambda t, v: _put_default_device(t, v, device)),
+        Row("print options of torch", "torch._tensor_str", lambda m: tuple(vars(m.PRINT_OPTS).items()),
+            lambda m, told: m.set_printoptions(**dict(told))),
+        Row("numbers of hooks", "torch.utils.hooks", lambda m: m.RemovableHandle.next_id, _put_next_hook),
+    )  # fmt: skip
+
+
+def table(device: str | None = None, *, rank: bool = False) -> tuple[Row, ...]:
     """Return all kinds of state, in the order they are put; for a rank with its CUDA device, or for a notebook."""
     path, cuda = _PathOfRank(), device is not None or not rank
     of_process = (
@@ -270,8 +490,8 @@ def _table(*, rank: bool = False, device: str | None = None) -> tuple[Row, ...]:
         Row("time zone", "time", lambda t: (t.tzname, t.timezone), lambda _, told: time.tzset(), early=True),
         Row("working directory", "os", _working_directory,
             lambda o, told: o.chdir(told) if Path(told).is_dir() else None, only_back=True),
-        setting("recursion limit", "sys", "getrecursionlimit", "setrecursionlimit"),
-        *rows(device, rank=rank),
+        _setting("recursion limit", "sys", "getrecursionlimit", "setrecursionlimit"),
+        *_of_libraries(device, rank=rank),
         Row("random numbers", "random", lambda _: states_of_generators(cuda=cuda),
             lambda _, told: set_generators(told, cuda=cuda)),
     )  # fmt: skip
@@ -287,33 +507,24 @@ def _take(table: Iterable[Row]) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-# ---------------------------------------------------------------- there
-
-
 def of_notebook() -> dict[str, Any]:
     """Return the notebook's state, for :class:`ProcessState`."""
-    state = _take(row for row in _table() if not row.only_back)
+    state = _take(row for row in table() if not row.only_back)
     first = {name: value for name, value in _inherited_variables().items() if not _own(name)}
     state["environment"] = _told(None, first, state["environment"])
     if "numpy" not in state["random numbers"]:  # forks of one process must not all draw the same
         state["random numbers"]["numpy seed"] = int.from_bytes(os.urandom(4), "little")
-    state["imported"] = [
-        name for name in sys.modules if name.partition(".")[0] not in sys.stdlib_module_names
-    ]
+    own = sys.stdlib_module_names
+    state["imported"] = [name for name in sys.modules if name.partition(".")[0] not in own]
     return state
 
 
 class ProcessState:
-    """A rank's state, made the notebook's.
-
-    Args:
-        sent: what :func:`of_notebook` returned.
-        device: the rank's CUDA device, or None.
-    """
+    """A rank's state, made what :func:`of_notebook` returned; ``device`` is the rank's CUDA device."""
 
     def __init__(self, sent: dict[str, Any], device: str | None) -> None:
         self._sent = sent
-        self._table = _table(rank=True, device=device)
+        self._table = table(device, rank=True)
         self._before: dict[str, Any] = {}
 
     def put_early(self, project: str) -> None:
@@ -322,10 +533,7 @@ class ProcessState:
         _put_rows([row for row in self._table if row.early], self._sent)
 
     def put(self) -> None:
-        """After the names are built: everything else.
-
-        Some libraries draw when they are imported. What the notebook has imported has drawn there.
-        """
+        """After the names are built: everything else. Libraries that draw when they are imported have drawn in the notebook."""
         _put_rows([row for row in self._table if not row.early], self._sent)
         imported_there = self._sent.get("imported", ())
         around_import([name for name in imported_there if name not in sys.modules], undrawn)
@@ -339,9 +547,6 @@ class ProcessState:
         before = self._before
         new = {name: now for name, now in _take(self._table).items() if now != before.get(name)}
         return {n: _told(self._sent.get(n), before[n], now) if n in before else now for n, now in new.items()}
-
-
-# ---------------------------------------------------------------- both
 
 
 def _put_rows(table: Iterable[Row], state: dict[str, Any]) -> None:
@@ -358,12 +563,10 @@ def _put_row(row: Row, told: Any, module: ModuleType) -> None:
 
 def put(changes: dict[str, Any]) -> None:
     """In the notebook: do what the cell did to rank 0's process."""
-    _put_rows(_table(), changes)
+    _put_rows(table(), changes)
 
 
 def not_brought(error: Exception) -> str:
     """Say what did not come back with the names, which have to, whatever a cell did to its process."""
-    return (
-        "the state of the process (environment, working directory, random numbers, settings of libraries): "
-        f"{type(error).__name__}: {error}"
-    )
+    what = "the state of the process (environment, working directory, random numbers, settings of libraries)"
+    return f"{what}: {type(error).__name__}: {error}"

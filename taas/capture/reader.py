@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copyreg
 import enum
 import linecache
@@ -45,36 +46,25 @@ from taas.capture.reading import (
 )
 from taas.capture.tensors import (
     array_reader,
-    copy_of_tensor,
     is_array,
     is_sharded,
     is_tensor,
-    read_copy,
     tensor_reader,
 )
 from taas.delivery.registered import delivers, reduce_registered
 
 _ReaderOf = Callable[[Any], Reading | None]
-_UNKNOWN: Any = object()
 
 
 class Reader:
-    """Reads objects of a notebook, or of a rank.
+    """Reads objects of a notebook, or of a rank; modules of the ``project`` hold data, wrappers are read as their modules to ``unwrap``.
 
-    Args:
-        namespace: the globals of the notebook's functions.
-        project: the folder whose modules hold data of the notebook.
-        unwrap: read the module in place of a parallel wrapper.
-
-    Attributes:
-        functions: the code of the notebook's functions met so far.
-        names: those that each of them, and of its classes, uses and is found by.
-        modules: those that something met so far was found in by its name.
-        holders: modules with data, loggers and display formatters met so far.
+    It notes what it met so far: the code of the notebook's ``functions``; ``names`` that each of them, and of its classes, uses and
+    is found by; ``modules`` that something was found in; ``holders``, which are modules with data, loggers and formatters.
     """
 
     def __init__(self, namespace: dict[str, Any], *, project: str = "", unwrap: bool = False) -> None:
-        self._namespace, self._project, self._unwrap = namespace, project, unwrap
+        self.namespace, self._project, self._unwrap = namespace, project, unwrap
         self.functions: list[types.CodeType] = []
         self.names: list[set[str]] = []
         self.modules: set[str] = set()
@@ -93,10 +83,9 @@ class Reader:
 
     def reader_of(self, cls: type) -> _ReaderOf | None:
         """Return what reads objects of a class; None where they go by their names."""
-        reader = self._readers.get(cls, _UNKNOWN)
-        if reader is _UNKNOWN:
-            reader = self._readers[cls] = self._reader_for(cls)
-        return reader  # type: ignore[no-any-return]
+        if cls not in self._readers:
+            self._readers[cls] = self._reader_for(cls)
+        return self._readers[cls]
 
     def asks(self, cls: type) -> bool:
         """Tell whether objects of a class are read by a protocol of their own."""
@@ -105,19 +94,15 @@ class Reader:
 
     def sources(self) -> dict[str, tuple[int, list[str]]]:
         """Return the text of the cells that the functions met so far were defined in."""
-        found = {}
-        for name in {code.co_filename for code in self.functions}:
-            entry = linecache.cache.get(name, ())
-            if len(entry) == 4 and entry[1] is None:  # IPython's; files have a time
-                found[name] = (entry[0], entry[2])
-        return found
+        names = {code.co_filename for code in self.functions}
+        entries = {name: linecache.cache.get(name, ()) for name in names}
+        # IPython's; files have a time
+        return {
+            n: (entry[0], entry[2]) for n, entry in entries.items() if len(entry) == 4 and entry[1] is None
+        }
 
     def read(self, value: Any) -> Reading | None:
-        """Return what an object consists of, or None: it goes by its name, or is plain.
-
-        Raises:
-            Exception: whatever the object's own protocol raises.
-        """
+        """Return what an object consists of; None: it goes by its name, or is plain. Raises whatever its own protocol does."""
         reader = self.reader_of(type(value))
         return None if reader is None else reader(value)
 
@@ -143,8 +128,18 @@ class Reader:
         reader = self._reader_of_object(cls)
         if reader == self._by_protocol:
             self._asked.add(cls)
-        in_library = cls.__module__ in sys.modules and cls.__module__ not in ("__main__", "builtins")
-        return self._unless_held(reader) if in_library and not issubclass(cls, enum.Enum) else reader
+        module = cls.__module__
+        if module not in sys.modules or module in ("__main__", "builtins") or issubclass(cls, enum.Enum):
+            return reader
+
+        def read(value: Any) -> Reading | None:
+            """Read what its class' own module holds (``dataclasses.MISSING``) by its name there: there is only one."""
+            if module not in self._held:
+                self._held[module] = self._held_by(module)
+            name = self._held[module].get(id(value))
+            return reader(value) if name is None else Reading(find, (module, name))
+
+        return read
 
     def _reader_of_object(self, cls: Any) -> _ReaderOf:
         if cls in self._table:
@@ -170,18 +165,6 @@ class Reader:
     def _by_protocol(self, value: Any) -> Reading | None:
         reducer = self._table.get(type(value))
         return read_reduced(value, reducer(value) if reducer is not None else value.__reduce_ex__(4))
-
-    def _unless_held(self, reader: _ReaderOf) -> _ReaderOf:
-        """Read what its class' own module holds (``dataclasses.MISSING``) by its name there: there is only one."""
-
-        def read(value: Any) -> Reading | None:
-            module = type(value).__module__
-            if module not in self._held:
-                self._held[module] = self._held_by(module)
-            name = self._held[module].get(id(value))
-            return reader(value) if name is None else Reading(find, (module, name))
-
-        return read
 
     def _held_by(self, module: str) -> dict[int, str]:
         loaded = sys.modules[module]
@@ -210,7 +193,7 @@ class Reader:
         return reading
 
     def _function(self, function: types.FunctionType) -> Reading | None:
-        if function.__globals__ is self._namespace:
+        if function.__globals__ is self.namespace:
             self.functions.append(function.__code__)
             self.names.append(names_of(function))
         elif "__name__" in function.__globals__:  # else it is a dict that ``exec`` was given
@@ -244,65 +227,42 @@ def is_wrapper(cls: type) -> bool:
 def holds_shards(value: Any) -> bool:
     """Tell whether this is a model whose parameters are sharded over the ranks."""
     torch = sys.modules.get("torch")
-    if torch is None or not isinstance(value, torch.nn.Module):
-        return False
-    return any(is_sharded(type(part)) for part in value.parameters())
+    is_model = torch is not None and isinstance(value, torch.nn.Module)
+    return is_model and any(is_sharded(type(part)) for part in value.parameters())
 
 
 def _leaves_out(cls: Any) -> bool:
-    """Tell whether torch's own protocol says less than there is.
-
-    It refuses objects of a class that it made for one module, since the class has no name; and a wrapped hook says nothing
-    of what it copied from its function.
-    """
+    """Tell whether torch's own protocol refuses what it made (parametrized modules), or forgets what it copied (wrapped hooks)."""
     made = getattr(cls.__getstate__, "__module__", "") == "torch.nn.utils.parametrize"
     return made or (cls.__module__, cls.__qualname__) == ("torch.nn.modules.module", "_WrappedHook")
-
-
-def content_of(value: Any) -> Reading | None:
-    """Read a plain array or tensor that a protocol made to be pickled, with a copy of what is in its memory; else None."""
-    if is_array(value):
-        return read_copy(value)
-    return copy_of_tensor(value) if is_tensor(value) else None
 
 
 # ---------------------------------------------------------------- ways through objects
 
 
-class Paths:
-    """Finds ways through objects, and how they are written: ``trainer.callbacks[2].conn``."""
+def ways_through(reader: Reader, roots: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield all objects in some, breadth first and each once, and how they are written: ``trainer.callbacks[2].conn``."""
+    waiting, seen = deque(roots.items()), dict[int, Any]()
+    while waiting:
+        path, value = waiting.popleft()
+        if id(value) not in seen:
+            seen[id(value)] = value
+            yield path, value
+            with contextlib.suppress(Exception):  # whatever its own protocol raises: no way leads through it
+                parts = list(_parts(reader, value))
+                waiting += ((path + label, part) for label, part in parts if type(part) not in ATOMS)
 
-    def __init__(self, reader: Reader) -> None:
-        self._reader = reader
 
-    def parts(self, value: Any) -> list[tuple[str, Any]]:
-        """Return what an object holds, and how each is written behind it; nothing where its own protocol fails."""
-        try:
-            found = list(self._parts(value))
-        except Exception:  # whatever a user's own protocol raises: there is no way through it
-            return []
-        return [(label, part) for label, part in found if type(part) not in ATOMS]
-
-    def _parts(self, value: Any) -> Iterator[tuple[str, Any]]:
-        if type(value) in (list, tuple, set, frozenset):
-            yield from ((f"[{n}]", part) for n, part in enumerate(value))
-        elif type(value) is dict:
-            yield from _entries(value.keys(), value.values())
-        elif isinstance(value, type) and value.__module__ == "__main__":
-            yield from ((f".{name}", part) for name, part in vars(value).items() if name[:2] != "__")
-            yield from (("", base) for base in value.__bases__)
-        elif (reading := self._reader.read(value)) is not None:
-            yield from _of_reading(value, reading)
-
-    def walk(self, roots: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-        """Yield all objects in some named ones, breadth first and each once, and how they are written."""
-        waiting, seen = deque(roots.items()), dict[int, Any]()
-        while waiting:
-            path, value = waiting.popleft()
-            if id(value) not in seen:
-                seen[id(value)] = value
-                yield path, value
-                waiting += ((path + label, part) for label, part in self.parts(value))
+def _parts(reader: Reader, value: Any) -> Iterator[tuple[str, Any]]:
+    if type(value) in (list, tuple, set, frozenset):
+        yield from ((f"[{n}]", part) for n, part in enumerate(value))
+    elif type(value) is dict:
+        yield from _entries(value.keys(), value.values())
+    elif isinstance(value, type) and value.__module__ == "__main__":
+        yield from ((f".{name}", part) for name, part in vars(value).items() if name[:2] != "__")
+        yield from (("", base) for base in value.__bases__)
+    elif (reading := reader.read(value)) is not None:
+        yield from _of_reading(value, reading)
 
 
 def _entries(keys: Iterable[Any], items: Iterable[Any]) -> Iterator[tuple[str, Any]]:
@@ -317,10 +277,8 @@ def _of_reading(value: Any, reading: Reading) -> Iterator[tuple[str, Any]]:
         closure = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
         yield from ((f" closure variable {name}", cell) for name, cell in closure)
     else:
-        arguments = enumerate(reading.arguments)
-        yield from (
-            ("" if isinstance(item, (type, tuple)) else f" argument {n}", item) for n, item in arguments
-        )
+        for n, item in enumerate(reading.arguments):
+            yield ("" if isinstance(item, (type, tuple)) else f" argument {n}"), item
     for label, part in zip(reading.labels, reading.state or (), strict=False):
         yield from _of_part(label, part)
 

@@ -2,11 +2,10 @@
 
 The rule is pickle's: an object is its class, the arguments it is made with, and its state. An object of a Python
 class is its ``__dict__`` (that very dict, which others may hold) and its slots. Whoever defines a protocol of his own
-is taken at his word. The same reading is what is written, what is compared before and after the cell, what is put
-into the notebook's object, and how a path into it is written. :mod:`reader` chooses who reads what.
+is taken at his word. :mod:`reader` chooses who reads what.
 
 Items of containers are put by the methods of the built-in class, so that no method of a subclass runs that may need what is
-not there yet; a cell's own ``__setitem__`` ran when the cell put them.
+not there yet.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ import copyreg
 import functools
 import importlib
 import io
+import operator
 import os
 import pickle
 import struct
@@ -41,14 +41,10 @@ _HEAP_TYPE = 1 << 9
 class Reading(NamedTuple):
     """How an object is made, and what is put into it.
 
-    Attributes:
-        constructor, arguments: make a new one.
-        setter, state: ``setter(object, state)`` gives it its state, whatever it had before; a state of None is that of a
-            new object, and no setter means that its class knows no other.
-        labels: how each part of the state is written behind the object: ``.`` for names and their values, ``[]`` for items,
-            ``{}`` for keys and items in turn, or as it is.
-        changer: ``changer(object, constructor, *arguments)`` makes an object that is there what these make; None where that
-            needs a new object.
+    ``setter(object, state)`` gives it its state, whatever it had before; a state of None is that of a new object, and no setter
+    means that its class knows no other. ``labels`` are how each part of the state is written behind the object: ``.`` for names
+    and their values, ``[]`` for items, ``{}`` for keys, then items, or as it is. ``changer(object, constructor, *arguments)``
+    makes an object that is there what these make; None where that needs a new object.
     """
 
     constructor: Callable[..., Any]
@@ -60,10 +56,6 @@ class Reading(NamedTuple):
 
 
 # ---------------------------------------------------------------- objects of Python classes
-
-
-class Unset:
-    """Stands for a slot without a value."""
 
 
 def keeps_pickling_of_object(cls: Any) -> bool:
@@ -79,30 +71,25 @@ def keeps_state_of_object(cls: Any) -> bool:
 def is_only_python(cls: type) -> bool:
     """Tell whether objects of a class consist of ``__dict__`` and slots alone, with nothing kept in C.
 
-    Types written in C may be heap types as well (``_thread.lock`` is from Python 3.13, ``select.epoll`` has long been):
-    it is the size that tells.
+    It is the size that tells: types written in C may be heap types as well (``select.epoll``).
     """
-    own = (
-        (cls.__dictoffset__ > 0) + (cls.__weakrefoffset__ > 0) + len(_slot_names(cls))
-    )  # negative ones lie before it
+    # negative offsets lie before it
+    own = (cls.__dictoffset__ > 0) + (cls.__weakrefoffset__ > 0) + len(_slot_names(cls))
     plain = cls.__itemsize__ == 0 and cls.__basicsize__ <= object.__basicsize__ + _POINTER * own
     return plain and all(base is object or base.__flags__ & _HEAP_TYPE for base in cls.__mro__)
 
 
 def read_insides(value: Any, *members: str) -> tuple[Any, dict[str, Any]]:
     """Return an object's own ``__dict__`` (None without), and its slots, and members kept in C, that have values."""
-    names = (*_slot_names(type(value)), *members) if members else _slot_names(type(value))
     attributes = value.__dict__ if type(value).__dictoffset__ else None
-    slots = {name: _in_slot(value, name) for name in names}
-    return attributes, {name: item for name, item in slots.items() if item is not Unset}
-
-
-def _in_slot(value: Any, name: str) -> Any:
-    """Return what a slot has, past whatever its class does with attributes: ``__getattr__`` may use slots that are empty yet."""
-    try:
-        return object.__getattribute__(value, name)
-    except AttributeError:
-        return Unset
+    slots: dict[str, Any] = {}
+    for name in (*_slot_names(type(value)), *members):
+        try:  # past ``__getattr__``, which may use slots that are empty yet
+            item = object.__getattribute__(value, name)
+        except AttributeError:
+            continue
+        slots[name] = item
+    return attributes, slots
 
 
 def set_insides(value: Any, insides: tuple[Any, dict[str, Any]]) -> None:
@@ -113,15 +100,13 @@ def set_insides(value: Any, insides: tuple[Any, dict[str, Any]]) -> None:
     for name, item in slots.items():
         object.__setattr__(value, name, item)
     for name in _slot_names(type(value)):
-        if name not in slots and _in_slot(value, name) is not Unset:
-            object.__delattr__(value, name)
+        if name not in slots:
+            with contextlib.suppress(AttributeError):  # it is empty
+                object.__delattr__(value, name)
 
 
 def make_plain(cls: Any) -> Any:
-    """Make an empty object, a library's by its ``__new__``: that may set up what its methods need.
-
-    What a ``__new__`` of the notebook or the project does, such as count, is done.
-    """
+    """Make an empty object, a library's by its ``__new__``: that may set up what its methods need. The notebook's has run already."""
     if cls.__new__ is object.__new__:
         return object.__new__(cls)
     makers = (base for base in cls.__mro__ if "__new__" in vars(base) and base.__module__ != "__main__")
@@ -169,23 +154,13 @@ def read_reduced(value: Any, reduced: Any) -> Reading | None:
         return Reading(constructor, arguments, set_insides, read_insides(value), (".", "."), changer)
     if state is None and items is None and pairs is None:
         return Reading(constructor, arguments, changer=changer)
-    told = (_alone(value, state), None if items is None else tuple(items), _keys_then_items(pairs), setter)
-    return Reading(constructor, arguments, set_by_protocol, told, (".", "[]", "{}", ""), changer)
-
-
-def _alone(value: Any, state: Any) -> Any:
-    """Return a state without the object's very ``__dict__``: another one's is updated with it."""
     own: dict[str, Any] | None = getattr(value, "__dict__", None)
     if own is not None and type(state) is tuple and len(state) == 2 and state[0] is own:
-        return {**own}, state[1]
-    return state
-
-
-def _keys_then_items(pairs: Any) -> tuple[Any, ...] | None:
-    if pairs is None:
-        return None
-    entries = [*pairs]
-    return *(key for key, _ in entries), *(item for _, item in entries)
+        state = {**own}, state[1]  # another one's ``__dict__`` is updated with it
+    items = None if items is None else tuple(items)
+    entries = None if pairs is None else sum(zip(*pairs, strict=True), ())  # keys, then items
+    told = (state, items, entries, setter)
+    return Reading(constructor, arguments, set_by_protocol, told, (".", "[]", "{}", ""), changer)
 
 
 def set_by_protocol(value: Any, state: tuple[Any, Any, Any, Any]) -> None:
@@ -256,18 +231,12 @@ def module_named(name: str) -> Any:
 
 
 def find(module: str, name: str) -> Any:
-    """Return what a module holds under a name; the module for none.
-
-    Raises:
-        pickle.UnpicklingError: it holds nothing of that name.
-    """
+    """Return what a module holds under a name; the module for none."""
     found = import_or_stand_in(module)
     try:
-        for part in name.split(".") if name else ():
-            found = getattr(found, part)
+        return operator.attrgetter(name)(found) if name else found
     except AttributeError as error:
         raise pickle.UnpicklingError(f"{module} has no {name} here") from error
-    return found
 
 
 # ---------------------------------------------------------------- containers
@@ -321,6 +290,10 @@ _FAMILIES = (
 )  # fmt: skip
 
 
+_GIVEN = {collections.deque: "maxlen", array.array: "typecode"}
+"""What containers are made with."""
+
+
 @functools.cache
 def _family(cls: Any) -> Any:
     return next((family for family in _FAMILIES if issubclass(cls, family.base)), None)
@@ -337,9 +310,7 @@ def container_reader(cls: Any) -> Callable[[Any], Reading] | None:
     members = ("default_factory",) if family.base is collections.defaultdict else ()
 
     def read(value: Any) -> Reading:
-        given = getattr(
-            value, {collections.deque: "maxlen", array.array: "typecode"}.get(family.base, ""), None
-        )
+        given = getattr(value, _GIVEN.get(family.base, ""), None)
         state = (*read_insides(value, *members), family.items(value))
         return Reading(_make, (cls, given), _fill, state, (".", ".", family.label), turn_into)
 
@@ -357,9 +328,6 @@ def _make(cls: Any, given: Any) -> Any:
 def _fill(value: Any, state: tuple[Any, Any, tuple[Any, ...]]) -> None:
     set_insides(value, state[:2])
     _family(type(value)).put(value, state[2])  # type: ignore[arg-type]
-
-
-# ---------------------------------------------------------------- weak references
 
 
 def read_reference(reference: Any) -> Reading:
@@ -384,10 +352,7 @@ _OF_EXCEPTIONS = ("args", "__cause__", "__context__", "__suppress_context__")
 
 
 def read_exception(error: BaseException) -> Reading:
-    """Read an exception with its cause and where it was raised, which pickle leaves out.
-
-    Its class' own ``__init__`` does not run again, as its arguments may be others.
-    """
+    """Read an exception with its cause and context; its class' own ``__init__``, which may take others, does not run again."""
     made: Any = error.__reduce_ex__(4)
     arguments = made[1] if made[0] is type(error) else error.args
     if isinstance(error, BaseExceptionGroup):  # it may have been given a list that has changed
@@ -411,11 +376,7 @@ FILES = (io.TextIOWrapper, io.BufferedReader, io.BufferedWriter, io.BufferedRand
 
 
 def read_file(file: Any) -> Reading | None:
-    """Read a file; those of standard output and error output go by their names.
-
-    Raises:
-        pickle.PicklingError: it is open.
-    """
+    """Read a closed file; standard output and error output go by their names, and open ones not at all."""
     if file.closed:
         settings = (file.encoding, file.errors) if isinstance(file, io.TextIOWrapper) else (None, None)
         buffering = 0 if isinstance(file, io.FileIO) else -1

@@ -1,15 +1,13 @@
 """Tensors, storages and arrays: views of memory that travels beside the states.
 
 torch's own reduction copies a storage into bytes several times, and pickle's protocol 5 sends each array's memory separately, so
-that views no longer share it. Here a tensor is (storage, dtype, offset, shape, stride), and an array is (memory of the root of
-its views, dtype, shape, strides, offset), whatever its class. This module imports torch and NumPy only to rebuild: where they
-are not loaded there is nothing of theirs.
+that views no longer share it. This module imports torch and NumPy only to rebuild: where they are not loaded there is nothing of
+theirs.
 
 A value that is sharded over ranks is whole where this rank has all of it, else nothing of it travels: a pickle of a
-DTensor holds this rank's shard under the whole's shape, and nobody who unpickles it elsewhere can ask the other ranks.
+DTensor holds this rank's shard under the whole's shape.
 
-An array of objects is a container, and a view of one is a container of its own, as in a pickle. The memory of a file
-(``np.memmap``) stays there: the root of its views travels as the file's name, its place in it and its mode.
+An array of objects is what its own protocol says, a view of one with objects of its own. The memory of a file (``np.memmap``) stays there.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ import pickle
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from taas.capture.memory import MemoryRange, memory_of_storage
 from taas.capture.reading import Reading, read_insides, read_reduced, set_insides
@@ -60,14 +58,19 @@ def span_of(tensor: torch.Tensor) -> tuple[int, int]:
         return 0, 0
     size, start = tensor.element_size(), tensor.storage_offset()
     if not tensor.is_contiguous():
-        count = 1 + sum(
-            (length - 1) * step for length, step in zip(tensor.shape, tensor.stride(), strict=True)
-        )
+        steps = zip(tensor.shape, tensor.stride(), strict=True)
+        count = 1 + sum((length - 1) * step for length, step in steps)
     return int(start * size), int((start + count) * size)
 
 
-def copy_of_tensor(tensor: torch.Tensor) -> Reading | None:
-    """Read a plain tensor in host memory by a copy of what is in it; any other not at all."""
+def content_of(value: Any) -> Reading | None:
+    """Read a plain array or tensor that a protocol made to be pickled, with a copy of what is in its memory; else None."""
+    if is_array(value):
+        return None if value.dtype.hasobject else Reading(pickle.loads, (pickle.dumps(value, 5),))
+    return _copy_of_tensor(value) if is_tensor(value) else None
+
+
+def _copy_of_tensor(tensor: torch.Tensor) -> Reading | None:
     torch = sys.modules["torch"]
     if type(tensor) is not torch.Tensor or storage_of(tensor) is None or tensor.device.type != "cpu":
         return None
@@ -106,7 +109,8 @@ def _read_tensor(tensor: torch.Tensor) -> Reading | None:
     with sys.modules["torch"]._C.DisableTorchFunctionSubclass():
         if (storage := storage_of(tensor)) is None:
             return _read_other_tensor(tensor)
-        refuse_flat_shard(tensor)
+        if hasattr(tensor, "_fsdp_flattened") or hasattr(tensor._base, "_fsdp_flattened"):
+            raise pickle.PicklingError(ONLY_A_SHARD)  # FSDP1 has put it in a parameter's place, or nothing
         memory = memory_of_storage(storage)
         memory.spans.append(span_of(tensor))
         memory.tensors.append(tensor)
@@ -226,7 +230,7 @@ def _parts_of_whole(tensor: Any) -> tuple[Any, ...]:
     mesh: Any = getattr(tensor, "device_mesh", None)
     there = mesh is not None and mesh.get_coordinate() is not None
     if not there or any(mesh.size(n) > 1 and not p.is_replicate() for n, p in enumerate(tensor.placements)):
-        _refuse_shard()
+        raise pickle.PicklingError(ONLY_A_SHARD)
     with torch.no_grad():
         whole = tensor.to_local()
     leaf = tensor.is_leaf
@@ -237,25 +241,10 @@ def _parts_of_whole(tensor: Any) -> tuple[Any, ...]:
 def _make_whole(whole: Any, parameter: bool, requires_grad: bool, grad: Any) -> Any:
     import torch
 
-    made = whole.detach().requires_grad_(requires_grad)
-    if parameter:
-        made = torch.nn.Parameter(whole, requires_grad)
+    made = torch.nn.Parameter(whole, False) if parameter else whole.detach()
+    made.requires_grad_(requires_grad)
     made.grad = grad
     return made
-
-
-def refuse_flat_shard(tensor: Any) -> None:
-    """Refuse what FSDP1 puts in a parameter's place: its shard, or nothing.
-
-    Raises:
-        pickle.PicklingError: it has.
-    """
-    if hasattr(tensor, "_fsdp_flattened") or hasattr(tensor._base, "_fsdp_flattened"):
-        _refuse_shard()
-
-
-def _refuse_shard() -> NoReturn:
-    raise pickle.PicklingError(ONLY_A_SHARD)
 
 
 # ---------------------------------------------------------------- arrays
@@ -273,11 +262,11 @@ def array_reader(cls: Any) -> Callable[[Any], Reading | None] | None:
     if numpy is None or not hasattr(numpy, "ndarray"):
         return None
     if issubclass(cls, numpy.dtype):
-        return read_dtype
+        return _read_dtype
     if not issubclass(cls, numpy.ndarray):
         return None
-    masked = sys.modules.get("numpy.ma")
-    known = [numpy.ndarray, *([masked.MaskedArray] if masked is not None else [])]
+    masked = getattr(sys.modules.get("numpy.ma"), "MaskedArray", numpy.ndarray)
+    known = (numpy.ndarray, masked)
     keeps = any(cls.__reduce__ is k.__reduce__ and cls.__setstate__ is k.__setstate__ for k in known)
     return _read_array if keeps else None
 
@@ -287,17 +276,10 @@ def _address(array: Any) -> int:
 
 
 def _reach(array: Any) -> tuple[int, int]:
-    """Return the first and the end byte of an array, relative to its first element."""
     if not array.size:
         return 0, 0
     steps = [(length - 1) * stride for length, stride in zip(array.shape, array.strides, strict=True)]
     return sum(s for s in steps if s < 0), sum(s for s in steps if s > 0) + array.itemsize
-
-
-def _bounds(array: Any) -> tuple[int, int]:
-    """Return the address and length of the memory that an array looks into."""
-    low, end = _reach(array)
-    return _address(array) + low, end - low
 
 
 def _root(array: Any) -> Any:
@@ -311,24 +293,21 @@ def _root(array: Any) -> Any:
         array = base
 
 
-def _buffer_of(root: Any) -> Any:
-    """Return the memory that came for an array, if it looks into such; it may be more than the array uses."""
-    raw = root.base.obj if type(root.base) is memoryview else root.base
-    return raw if isinstance(raw, ctypes.Array) and hasattr(raw, "owner") else None
-
-
 def _memory_of(array: Any, root: Any) -> MemoryRange | None:
     """Return the memory that an array looks into: that of a tensor, or of the root of its views; None without any."""
     low, end = _reach(array)
     if not root.nbytes:
         return None
+    raw = root.base.obj if type(root.base) is memoryview else root.base
     if is_tensor(root.base) and root.base.device.type == "cpu":
         memory = memory_of_storage(root.base.untyped_storage())
-    elif (buffer := _buffer_of(root)) is not None:
-        memory = MemoryRange(ctypes.addressof(buffer), ctypes.sizeof(buffer), buffer)
+    elif isinstance(raw, ctypes.Array) and hasattr(raw, "owner"):  # it came, and may be more than is used
+        memory = MemoryRange(ctypes.addressof(raw), ctypes.sizeof(raw), raw)
     else:
-        start, nbytes = _bounds(root)
-        memory = MemoryRange(start, nbytes, root, lambda: _bounds(root)[0])
+        first, last = _reach(root)
+        memory = MemoryRange(
+            _address(root) + first, last - first, root, lambda: _address(root) + _reach(root)[0]
+        )
     shift = _address(array) - memory.address
     memory.spans.append((shift + low, shift + end))
     return memory
@@ -336,7 +315,7 @@ def _memory_of(array: Any, root: Any) -> MemoryRange | None:
 
 def _read_array(array: Any) -> Reading | None:
     if array.dtype.hasobject:
-        return _read_objects(array)
+        return None
     root = _root(array)
     of_file = _is_of_file(root)
     if root is array and of_file:
@@ -347,17 +326,12 @@ def _read_array(array: Any) -> Reading | None:
     return Reading(_make_array, view, *_insides(array))
 
 
-def read_dtype(dtype: Any) -> Reading | None:
+def _read_dtype(dtype: Any) -> Reading | None:
     """Read a dtype that its name says by that: so it is the one that NumPy itself has."""
     import numpy as np
 
     by_name = dtype.metadata is None and dtype.names is None and np.dtype(dtype.str) is dtype
     return Reading(np.dtype, (dtype.str,)) if by_name else None
-
-
-def read_copy(array: Any) -> Reading | None:
-    """Read an array by a copy of what is in it; one that holds objects not at all."""
-    return None if array.dtype.hasobject else Reading(pickle.loads, (pickle.dumps(array, 5),))
 
 
 def _insides(array: Any) -> tuple[Callable[[Any, Any], None] | None, Any, tuple[str, ...]]:
@@ -392,9 +366,6 @@ def _set_array(array: Any, state: tuple[Any, ...] | None) -> None:
         array.flags.writeable = writeable
 
 
-# ---------------------------------------------------------------- memory of files
-
-
 def _is_of_file(root: Any) -> bool:
     """Tell whether an array's memory is a file's: not a private copy of it (mode ``c``), nor one of a file without a name."""
     mapped = isinstance(root, sys.modules["numpy"].memmap) and isinstance(root.base, mmap.mmap)
@@ -411,33 +382,3 @@ def _read_file(root: Any) -> Reading:
 def _open_file(cls: Any, file: str, dtype: Any, mode: str, offset: int, shape: Any, order: str) -> Any:
     """Map a file; what a rank writes that must not write to it is its own."""
     return cls(file, dtype, "c" if mode != "r" and is_closed(file) else mode, offset, shape, order)
-
-
-# ---------------------------------------------------------------- arrays of objects
-
-
-def _read_objects(array: Any) -> Reading:
-    import numpy as np
-
-    plain = array.view(np.ndarray)
-    items = tuple(np.ndarray.__reduce__(plain)[2][4])
-    state = (items, *(_insides(array)[1] or (None, {}, True)))
-    arguments = (type(array), plain.shape, plain.dtype, "F" if plain.flags.fnc else "C")
-    return Reading(_make_objects, arguments, _set_objects, state, ("[]", ".", ".", ".flags.writeable"))
-
-
-def _make_objects(cls: Any, shape: tuple[int, ...], dtype: Any, order: str) -> Any:
-    return sys.modules["numpy"].ndarray.__new__(cls, shape, dtype, order=order)
-
-
-def _set_objects(array: Any, state: tuple[Any, ...]) -> None:
-    """Put objects into an array that others may be looking into, which its own ``__setstate__`` would leave behind."""
-    import numpy as np
-
-    items, *rest = state
-    plain = array.view(np.ndarray)
-    other: Any = np.empty(0, plain.dtype)
-    other.__setstate__((1, plain.shape, plain.dtype, plain.flags.fnc, list(items)))
-    plain.flags.writeable = True
-    np.copyto(plain, other)
-    _set_array(array, tuple(rest))

@@ -1,8 +1,4 @@
-"""What each process of a delivery is told at its start, and the secrets of one run.
-
-All structs travel as JSON over the child's stdin or inside an agent's authenticated message, never on a
-command line: they hold keys.
-"""
+"""What each process of a delivery is told at its start, and the secrets of one run: never on a command line."""
 
 from __future__ import annotations
 
@@ -40,13 +36,12 @@ def read_line(fd: int) -> bytes:
 
 def new_keys(holders: Iterable[str] = ()) -> Keys:
     """Return fresh keys for one run, and a pair for each of its peers."""
-    clients = {holder: _new_pair() for holder in holders}
-    return Keys(*_new_pair(), clients, secrets.token_bytes(32))
 
+    def pair() -> tuple[str, str]:
+        public, secret = zmq.curve_keypair()
+        return public.decode(), secret.decode()
 
-def _new_pair() -> tuple[str, str]:
-    public, secret = zmq.curve_keypair()
-    return public.decode(), secret.decode()
+    return Keys(*pair(), {holder: pair() for holder in holders}, secrets.token_bytes(32))
 
 
 class ResumePoint(msgspec.Struct, frozen=True):
@@ -73,21 +68,13 @@ Uneven = Literal["drop", "pad", "raise"]
 
 
 class DeliveryConfig(msgspec.Struct, frozen=True):
-    """What all processes of a delivery are told, and the coordinator nothing else.
-
-    Attributes:
-        folder: where the delivery's sockets on this host are, which nobody else can enter: ranks and data workers are here
-            and share memory. Empty: they are elsewhere.
-        alone: seconds that ranks may be without any data worker before the run fails; another VM may be on its way.
-        silence: seconds without a beat after which a data VM counts as lost; a worker pool on this host is killed.
-        patience: seconds that the planner has, when the ranks have ended, to tell where the generators are.
-        places: where the loaders go on, if the run was started again and the cell resumes.
-    """
+    """What all processes of a delivery are told, and the coordinator nothing else."""
 
     keys: Keys  # all of them for the coordinator; for others see for_peers
     ranks: int  # world size N
     slab: int  # bytes of elements under way or held, per rank: the stated bound of memory
     folder: str = ""
+    """Where the sockets on this host are, which nobody else can enter; empty: ranks and data workers share no memory."""
     host: str = "127.0.0.1"  # address for the coordinator to listen on where there is no folder
     endpoint: str = ""  # where it listens, once that is known
     encrypt: bool = True  # CURVE on the data path between hosts
@@ -95,10 +82,10 @@ class DeliveryConfig(msgspec.Struct, frozen=True):
     units: dict[str, int] = {}  # elements per loader name, "*" for all
     prebuffer: int | None = None  # elements ready before the ranks are asked for; None: two a rank
     hosts: int = 1  # data VMs that will join
-    alone: float = ALONE_SECONDS
-    silence: float = 20.0
-    patience: float = 30.0
-    places: dict[str, ResumePoint] = {}
+    alone: float = ALONE_SECONDS  # that ranks may be without any data worker: another VM may be on its way
+    silence: float = 20.0  # seconds after which a data VM counts as lost; on this host its pool is killed
+    patience: float = 30.0  # seconds that the planner has to tell where the generators are in the end
+    places: dict[str, ResumePoint] = {}  # where loaders go on, if the run was started again and resumes
 
     def for_peers(self, endpoint: str, *holders: str) -> DeliveryConfig:
         """Return what peers with these names are told: where the coordinator listens, and of all keys their own."""
@@ -112,20 +99,13 @@ class DeliveryConfig(msgspec.Struct, frozen=True):
 
 
 class DataOrder(Message, frozen=True):
-    """Be a process of the data side: the planner, or a data VM's worker pool, which holds the loaders.
-
-    Attributes:
-        vm: number of this data VM, from 0; a lost one may be replaced under a new number.
-        processes: workers that the pool forks; 0 for the planner.
-        payload: path of the packed loaders, a memory file's; known where the process is started.
-        rehearsed: as the run's ranks on this VM will be; None where it gets none.
-    """
+    """Be a process of the data side: the planner, or a data VM's worker pool, which holds the loaders."""
 
     common: DeliveryConfig
-    vm: int = 0
-    processes: int = 0
-    payload: str = ""
-    rehearsed: bool | None = None
+    vm: int = 0  # number of this data VM; a lost one is replaced under a new number
+    processes: int = 0  # workers that the pool forks; 0 for the planner
+    payload: str = ""  # path of the packed loaders, a memory file's; known where the process is started
+    rehearsed: bool | None = None  # as the run's ranks on this VM will be; None where it gets none
 
     @property
     def plans(self) -> bool:

@@ -1,27 +1,29 @@
-"""A rank's connection to its data workers and the coordinator. No thread: it is drained when asked.
+"""A rank's connection to its data workers and the coordinator, and what it does with the memory of its elements.
 
-zmq's own I/O thread receives while the rank computes. Data workers make an element at least once; here it is yielded
-exactly once: what is here already, or was yielded, is dropped by its number.
+zmq's own I/O thread receives while the rank computes; the connection is drained when asked. Data workers make an element at
+least once; here it is yielded exactly once: what is here already, or was yielded, is dropped by its number.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
-import os
 import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import msgspec
+import numpy as np
+import torch
 import zmq
+from torch.utils.data import _utils
 
 from taas.delivery.config import DeliveryConfig, ResumePoint
-from taas.delivery.holdings import Element, Holdings, Pinning
+from taas.delivery.encoding import decode
 from taas.delivery.messages import (
     Begin,
     Cancel,
@@ -36,6 +38,7 @@ from taas.delivery.messages import (
     ToRank,
 )
 from taas.delivery.plan import plan_number
+from taas.delivery.slab import Slabs, lease_slot
 from taas.delivery.transport import ControlClient, DataReceiver, map_slabs, new_context
 from taas.errors import DeliveryError
 from taas.wire.framing import authenticate
@@ -43,12 +46,69 @@ from taas.wire.framing import authenticate
 _FLUSH = 0.002
 _FLUSH_COUNT = 16
 _AT_ONCE = 256
-_NO_DESCRIPTOR = ". Raise the limit of open files (ulimit -n)"
-_ADVICE = {
-    errno.EMFILE: _NO_DESCRIPTOR,
-    errno.ENFILE: _NO_DESCRIPTOR,
-    errno.ENOMEM: ". Raise the limit of address space (ulimit -v), or make the buffer smaller ([delivery] buffer in taas.toml)",
-}
+
+
+@dataclass(slots=True)
+class Element:
+    """One element that is here: a reference to its memory, or a failure."""
+
+    arrival: ElementArrival
+    stream: Any
+    frame: Any
+    pinned: Future[Any] | None = None  # its object, once that is asked for
+
+
+class Holdings:
+    """Elements that this rank has yielded, until nobody uses their memory any more.
+
+    A rank that hoards more than ``limit`` bytes of slots gets copies.
+    """
+
+    def __init__(self, slabs: Slabs | None, limit: int) -> None:
+        self._slabs, self._limit = slabs, limit
+        self.freed: deque[tuple[int, int]] = deque()  # elements and bytes of slots that are held no more
+        self._held = 0
+
+    def release(self, element: Element) -> None:
+        """Nobody uses this element's memory."""
+        self.freed.append((element.arrival.number, 0))
+
+    def build(self, element: Element) -> Any:
+        """Return the element's object. Its memory is the slot itself, unless this rank hoards."""
+        arrival, slabs = element.arrival, self._slabs
+        if arrival.offset < 0 or not arrival.used:
+            self.release(element)
+            memory: Any = b""
+            if element.frame is not None:
+                memory = element.frame.buffer
+                array = np.frombuffer(memory, np.uint8)
+                # small frames share a buffer of zmq's
+                if array.ctypes.data % 64 or not array.flags.writeable:
+                    memory = array.copy()
+        elif slabs is not None and self._held and self._held + arrival.capacity > self._limit:
+            memory = np.frombuffer(slabs.map, np.uint8, arrival.used, arrival.offset).copy()
+            self.release(element)
+        else:
+            assert slabs is not None
+            slabs.fault_in(arrival.offset, arrival.capacity)
+            self._held += arrival.capacity
+            freed = partial(self.freed.append, (arrival.number, arrival.capacity))  # in any thread: atomic
+            memory = lease_slot(slabs, arrival.offset, arrival.capacity, freed)
+        return decode(element.stream, memory)
+
+    def told(self) -> list[int]:
+        """Return which elements were released since this was asked last."""
+        released = []
+        while self.freed:
+            number, capacity = self.freed.popleft()
+            self._held -= capacity
+            released.append(number)
+        return released
+
+
+def _begin_pinning(device: int) -> None:
+    torch.set_num_threads(1)  # this thread's: a copy is not to take all processors
+    torch.cuda.set_device(device)
 
 
 @dataclass(slots=True)
@@ -59,15 +119,19 @@ class _Iteration:
     next: int = 0  # the step that the loader asks for next; what comes of earlier ones is dropped
     ended: Ended | None = None  # how it ends, once that is known
 
+    def take(self, seq: int, step: int) -> Element | Ended | None:
+        """Return the element of a step, or how it ended before; None where neither is here yet."""
+        if self.ended is not None and step >= self.ended.steps:
+            return self.ended
+        return self.ready.pop(seq, None)
+
 
 class Turn:
-    """``with`` it, a thread has the sockets to itself; what others, or a collection of garbage, leave to it is done then.
-
-    An interrupt that strikes on the way in keeps nobody out: the same thread may come in again.
-    """
+    """``with`` it, a thread has the sockets to itself; what others, or a collection of garbage, leave to it is done then."""
 
     def __init__(self) -> None:
-        self._lock, self._left = threading.RLock(), deque[Callable[[], None]]()
+        self._lock = threading.RLock()  # an interrupt on the way in does not keep this thread out
+        self._left = deque[Callable[[], None]]()
         self._inside, self._thread = False, threading.get_ident()
 
     def __enter__(self) -> None:
@@ -97,31 +161,21 @@ class Turn:
 
 
 class DeliveryConnection:
-    """All delivery of one rank. Used by one thread at a time, which alone touches the sockets.
-
-    Args:
-        host: where data VMs elsewhere can reach it.
-
-    Attributes:
-        holdings: makes objects of elements.
-        waited: seconds spent waiting in all.
-        places: where loaders begin that do not begin at their start.
-        begun: whether any loader has begun.
-    """
+    """All delivery of one rank, which data VMs elsewhere reach at ``host``. One thread at a time touches the sockets."""
 
     def __init__(self, config: DeliveryConfig, rank: int, host: str) -> None:
         self.config, self._rank = config, rank
         self._turn = Turn()
-        self._pinning: Pinning | None = None
-        self.places: dict[str, ResumePoint] = {}
-        self.begun = False
-        self.waited = 0.0
-        self.facts: tuple[LoaderFacts, ...] = ()
+        self._pinning: ThreadPoolExecutor | None = None
+        self.places: dict[str, ResumePoint] = {}  # where loaders begin that do not begin at their start
+        self.begun = False  # whether any loader has
+        self.waited = 0.0  # seconds spent waiting in all
+        self.facts: dict[str, tuple[int, LoaderFacts]] = {}  # by name, with the loader's number
         try:
             slabs = map_slabs(config.folder)
         except OSError as error:
             said = f"this rank cannot map the memory that its data workers write to: {error}"
-            raise DeliveryError(said + _ADVICE.get(error.errno or 0, "")) from error
+            raise DeliveryError(f"{said}. Raise the limit that it has met (ulimit -a)") from error
         self.holdings = Holdings(slabs, config.slab // 2)
         self._context = new_context()
         self._receiver = DataReceiver(self._context, config, rank, host)
@@ -138,11 +192,11 @@ class DeliveryConnection:
         self._failed = ""
         self._flushed = self._drained = 0.0
         address, key = self._receiver.address, self._receiver.key
-        self._control.send(Hello(os.getpid(), address=address, key=key))
+        self._control.send(Hello(address=address, key=key))
 
     # ── what a loader asks ────────────────────────────────────────────────────────────────────────
 
-    def welcome(self) -> tuple[LoaderFacts, ...]:
+    def welcome(self) -> dict[str, tuple[int, LoaderFacts]]:
         """Return the loaders' facts; waits until the planner has them."""
         with self._turn:
             while not self.facts:
@@ -162,11 +216,7 @@ class DeliveryConnection:
         return plan
 
     def take(self, plan: int, step: int) -> Element | Ended:
-        """Return this rank's element of a plan, or how the plan ended. The step before counts as consumed.
-
-        Raises:
-            DeliveryError: nothing will come any more.
-        """
+        """Return this rank's element of a plan, or how the plan ended. The step before counts as consumed."""
         with self._turn:
             self._progress[plan] = PlanProgress(plan, step, step)
             iteration = self._iterations[plan]
@@ -175,40 +225,24 @@ class DeliveryConnection:
             if now - self._drained > _FLUSH:
                 self._drain()
             seq = self._seq(step)
-            element: Element | Ended | None = None
-            if iteration.ended is None or step < iteration.ended.steps:
-                element = iteration.ready.pop(seq, None)
-            if element is None:
-                element = self._wait_for(iteration, seq, step)
-            if now - self._flushed > _FLUSH or self.holdings.to_tell >= _FLUSH_COUNT:
+            if (element := iteration.take(seq, step)) is None:
+                self._flush()
+                self._drain()
+                while (element := iteration.take(seq, step)) is None:
+                    self._wait()
+                self.waited += time.perf_counter() - now
+            if now - self._flushed > _FLUSH or len(self.holdings.freed) >= _FLUSH_COUNT:
                 self._flush()
             if isinstance(element, Element):
                 iteration.next = step + 1
             return element
 
     def ended(self, plan: int) -> Ended:
-        """Return how a plan ends of which this rank takes nothing; waits until that is known.
-
-        Raises:
-            DeliveryError: nothing will come any more.
-        """
+        """Return how a plan ends of which this rank takes nothing; waits until that is known."""
         with self._turn:
             while (ended := self._iterations[plan].ended) is None:
                 self._wait()
             return ended
-
-    def _wait_for(self, iteration: _Iteration, seq: int, step: int) -> Element | Ended:
-        began = time.perf_counter()
-        self._flush()
-        self._drain()
-        try:
-            while iteration.ended is None or step < iteration.ended.steps:
-                if (element := iteration.ready.pop(seq, None)) is not None:
-                    return element
-                self._wait()
-            return iteration.ended
-        finally:
-            self.waited += time.perf_counter() - began
 
     def upcoming(self, plan: int, step: int) -> Element | None:
         """Return this rank's element of a plan if it is here already; it is not asked for by that."""
@@ -218,44 +252,45 @@ class DeliveryConnection:
         return step * self.config.ranks + self._rank
 
     def pin(self, element: Element) -> Future[Any]:
-        """Have the element's object in page-locked memory, which another thread copies; twice is harmless."""
+        """Have another thread copy the element's object to page-locked memory while the rank computes, as torch does.
+
+        Slabs are not page-locked: a copy from them to a GPU is over when the call returns, when the slot may be given back.
+        """
         if element.pinned is None:
-            element.pinned = Future()
-            self._pinning = self._pinning or Pinning()
+            if self._pinning is None:
+                device = torch.cuda.current_device()
+                self._pinning = ThreadPoolExecutor(1, "taas-pin", _begin_pinning, (device,))
             try:
-                self._pinning.pin(element.pinned, self.holdings.build(element))
+                data = self.holdings.build(element)
+                element.pinned = self._pinning.submit(_utils.pin_memory.pin_memory, data)
             except Exception as error:  # it is raised at the element's own step
+                element.pinned = Future()
                 element.pinned.set_exception(error)
         return element.pinned
 
-    def abandon(self, plan: int, consumed: int, asked: int) -> None:
-        """Close a plan, whichever thread says so, in the middle of whatever."""
-        self._turn.leave(lambda: self._close(plan, consumed, asked))
-
     def close(self, plan: int, consumed: int, asked: int) -> None:
-        """No more of this plan: what is here of it is dropped. ``asked``: steps that were asked beyond."""
-        with self._turn:
-            self._close(plan, consumed, asked)
+        """Drop what is here of a plan, whichever thread says so, in the middle of whatever; it asked beyond some steps."""
 
-    def _close(self, plan: int, consumed: int, asked: int) -> None:
-        self._closed.add(plan)
-        self._iterations.pop(plan, None)
-        self._progress[plan] = PlanProgress(plan, consumed, asked, closed=True)
-        self._flush()
+        def close() -> None:
+            self._closed.add(plan)
+            self._iterations.pop(plan, None)
+            self._progress[plan] = PlanProgress(plan, consumed, asked, closed=True)
+            self._flush()
+
+        self._turn.leave(close)
 
     def shut(self) -> None:
         """End the connection; delivered elements stay valid."""
         with self._turn:
             self._flush()
         if self._pinning is not None:
-            self._pinning.close()
-        self._control.close()
-        self._receiver.close()
-        self._context.term()
+            self._pinning.shutdown(wait=False)
+        self._context.destroy()
 
     # ── sockets ───────────────────────────────────────────────────────────────────────────────────
 
     def _wait(self) -> None:
+        """Wait for something to come. Raises a DeliveryError where nothing will any more."""
         if self._failed:
             raise DeliveryError(f"{self._failed}\nThe run cannot go on; start the cell again")
         self._poller.poll()
@@ -285,23 +320,18 @@ class DeliveryConnection:
         start = 0
         for arrival in self._decode_arrivals(header):
             end = start + arrival.pickled
-            self._accept(Element(arrival, streams[start:end], frame))
+            if arrival.plan not in self._closed:
+                iteration = self._iterations[arrival.plan]
+                if arrival.seq // self.config.ranks >= iteration.next:  # else it was yielded already
+                    iteration.ready.setdefault(arrival.seq, Element(arrival, streams[start:end], frame))
             start = end
-
-    def _accept(self, element: Element) -> None:
-        """Keep an element for who asks for it; drop what nobody will, and what is here or was yielded already."""
-        arrival = element.arrival
-        if arrival.plan not in self._closed:
-            iteration = self._iterations[arrival.plan]
-            if arrival.seq // self.config.ranks >= iteration.next:
-                iteration.ready.setdefault(arrival.seq, element)
 
     def _on_message(self, message: Any) -> None:
         if isinstance(message, Ended):
             if message.plan in self._iterations:  # else it was closed meanwhile
                 self._iterations[message.plan].ended = message
         elif isinstance(message, Hello):
-            self.facts = message.loaders
+            self.facts = {facts.name: (number, facts) for number, facts in enumerate(message.loaders)}
         elif isinstance(message, Cancel):
             self._closed.add(message.plan)
             self._iterations[message.plan].ready.clear()

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import select
 import signal
 import time
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from typing import Any
 import msgspec
 
 from taas import _linux
-from taas.delivery.config import DeliveryConfig, read_line
+from taas.delivery.config import Delivered, DeliveryConfig, read_line
 from taas.delivery.ledger import Ledger
 from taas.delivery.messages import (
     PLANNER,
@@ -39,10 +38,11 @@ from taas.delivery.messages import (
     Peer,
     Planned,
     Progress,
+    ProgressReport,
     Report,
     WorkerLost,
 )
-from taas.delivery.progress import ProgressMeter, notes_of_registration
+from taas.delivery.planbook import LoaderBook
 from taas.delivery.slab import SlabFile
 from taas.delivery.transport import ControlServer, SlabServer, new_context
 from taas.wire.framing import Alive, Leave, MessageReader
@@ -59,6 +59,83 @@ _decode = {
 _TICK = 0.25
 _END_SECONDS = 4.0
 """So long the end of a coordinator may take."""
+_RATE_SECONDS = 2.0
+"""Rates are those of so long a time, at least."""
+
+
+class ProgressMeter:
+    """Reads the ledger: when the ranks may begin, what a person sees and is told, when that has changed."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._since: tuple[float, int] | None = None
+        self._last: ProgressReport | None = None
+        self._prebuffered = False
+        self._held_up: set[int] = set()
+
+    def tell(self, now: float, report: Callable[[Report], None]) -> None:
+        """Report what is new at ``now`` (monotonic seconds)."""
+        ledger = self._ledger
+        books = ledger.plans.loaders
+        if not self._prebuffered and books and all(map(self._is_prebuffered, books)):
+            self._prebuffered = True
+            for book in books:
+                if (lack := self._lacks(book)) > 0 and ledger.is_full(book):
+                    text = (
+                        f"'{book.facts.name}': the ranks began with {book.ready} elements made, not with "
+                        f"{book.ready + lack}: the buffer holds no more ([delivery] buffer in taas.toml)"
+                    )
+                    report(Note(text))
+        for loader in ledger.streams.held_up - self._held_up:
+            self._held_up.add(loader)
+            text = (
+                f"'{books[loader].facts.name}' is one stream for all ranks: some ranks wait for one that does not "
+                "take its elements, as many as a rank's buffer holds. Let every rank iterate it, or make the buffer "
+                "larger ([delivery] buffer in taas.toml)"
+            )
+            report(Note(text))
+        if (progress := self.progress(now)) != self._last:
+            self._last = progress
+            report(progress)
+
+    def progress(self, now: float) -> ProgressReport:
+        """Return how far it is."""
+        ledger = self._ledger
+        books = ledger.plans.loaders
+        delivered = sum(book.delivered for book in books)
+        waited = [rank.waited for rank in ledger.room.ranks]
+        return ProgressReport(
+            Delivered(
+                ready=sum(book.ready for book in books),
+                delivered=delivered,
+                planned=sum(book.planned(begun=True) if book.units is None else book.units for book in books),
+                rate=self._rate(now, delivered),
+                waited=round(sum(waited) / len(waited), 4),
+            ),
+            len(ledger.workers),
+            self._prebuffered,
+            ledger.plans.is_over,
+            {book.facts.name: place for book in books if (place := book.place) is not None},
+        )
+
+    def _is_prebuffered(self, book: LoaderBook) -> bool:
+        return bool(
+            self._lacks(book) <= 0
+            or book.facts.error
+            or any(plan.ended and not plan.rows for plan in book.plans.values())
+            or self._ledger.is_full(book)
+        )
+
+    def _lacks(self, book: LoaderBook) -> int:
+        """Elements that are still to be made before the ranks begin."""
+        asked = self._ledger.plans.prebuffer_rows * book.ranks
+        return min(asked, book.planned() or 1) - book.ready
+
+    def _rate(self, now: float, delivered: int) -> float:
+        since, before = self._since or (now, delivered)
+        if self._since is None or now - since > _RATE_SECONDS:
+            self._since = now, delivered
+        return round((delivered - before) / (now - since), 3) if now > since else 0.0
 
 
 class Coordinator:
@@ -77,12 +154,10 @@ class Coordinator:
         self._loop.on(self._server.gate.socket, self._server.gate.answer)
         if self._slab_server is not None:
             self._loop.on(self._slab_server.fileno(), self._slab_server.answer)
-        self._pidfds: dict[Peer, int] = {}
+        # seconds would count against pools that this process was paused (a container's freezer)
         self._ticks = 0
         self._heard: dict[Peer, int | None] = {}
-        """At which tick each data VM's worker pool was last heard; None: it is struck, though it may say more.
-
-        Seconds would count against pools that this process itself was paused (a container's freezer)."""
+        """At which tick each data VM's worker pool was last heard; None: it is struck, though it may say more."""
         self._meter = ProgressMeter(self.ledger)
         ledger = self.ledger
         self._handlers: dict[type, Callable[[Peer, Any], object]] = {
@@ -96,7 +171,6 @@ class Coordinator:
             Alive: lambda pool, _: self._hear(pool),
             WorkerLost: self._on_worker_lost,
         }
-        """What is done on hearing something."""
         self._lost: set[Peer] = set()
         """The planner, and workers, that have ended, some before their own word was heard."""
         self._since_worker = time.monotonic()
@@ -105,7 +179,7 @@ class Coordinator:
         self._unread = b""
         self._next_tick = 0.0
         self._over = False
-        self._report(Hello(os.getpid(), address=self._server.endpoint))
+        self._report(Hello(address=self._server.endpoint))
 
     # ── the loop ──────────────────────────────────────────────────────────────────────────────────
 
@@ -121,9 +195,12 @@ class Coordinator:
                 self._flush(now)
         finally:
             _linux.kill_in(_END_SECONDS)
-            with contextlib.ExitStack() as last_first:
-                last_first.callback(self._close)
-                last_first.callback(self._last_word)
+            try:
+                self._last_word()
+            finally:
+                for peer in (PLANNER, *self._heard):
+                    self._server.send(peer, Leave())
+                self._context.destroy()
 
     def _receive(self) -> None:
         for peer, data in self._server.receive(1000):
@@ -144,8 +221,10 @@ class Coordinator:
         for command in map(_decode_command, lines):
             if isinstance(command, Failed):
                 self._fail(command.reason)
+            elif isinstance(command, HostLost) and command.vm < 0:
+                self._planner_lost()
             elif isinstance(command, HostLost):
-                self._host_lost(Peer("pool", command.vm), command.cause)
+                self._host_lost(Peer("pool", command.vm), command.cause, ended=True)
             elif self._final_by is None:
                 self._finish(time.monotonic())
 
@@ -154,7 +233,7 @@ class Coordinator:
     def _finish(self, now: float) -> None:
         """The ranks have ended: ask the planner where the loaders' generators are now."""
         self._final_by = now + self.config.patience
-        self._tell_progress(now)
+        self._meter.tell(now, self._report)
         begun = [(book.index, *book.last_begun) for book in self.ledger.plans.loaders if book.last_begun]
         if PLANNER in self._lost or not self._server.send(PLANNER, FinishPlans(begun)):
             self._finish_without("has died")
@@ -168,12 +247,11 @@ class Coordinator:
         if self._over:
             return
         for name, why in final.unknown.items():
-            self._report(
-                Note(
-                    f"'{name}': {why}; so its generator stands in the notebook where it stood before the cell. Seed it "
-                    "anew if the order of the next cell's elements matters"
-                )
+            text = (
+                f"'{name}': {why}; so its generator stands in the notebook where it stood before the cell. Seed it "
+                "anew if the order of the next cell's elements matters"
             )
+            self._report(Note(text))
         self._over = True
         self._report(final)
 
@@ -198,66 +276,53 @@ class Coordinator:
 
     def _on_hello(self, peer: Peer, hello: Hello) -> None:
         if peer == PLANNER:
-            self._watch(peer, hello.pid)  # it is on this host wherever the others are
             self._on_planner(hello)
         elif peer.role == "rank":
             self.ledger.rank_joined(peer.number, msgspec.structs.replace(hello, rank=peer.number))
         elif hello.error:
             self._fail(f"a data VM cannot load the registered loaders:\n{hello.error}")
-        elif self._hear(peer.pool):  # else this was said before it was lost
-            if peer.role == "worker" and peer not in self._lost:
-                self.ledger.worker_joined(peer, hello.shared)
-            elif peer.role == "pool" and self.config.folder:
-                self._watch(peer, hello.pid)
+        elif self._hear(peer.pool) and peer.role == "worker" and peer not in self._lost:
+            self.ledger.worker_joined(peer, hello.shared)  # else this was said before it was lost
 
     def _on_planner(self, hello: Hello) -> None:
         if hello.error:
             self._fail(f"the planner cannot load the registered loaders:\n{hello.error}")
             return
         self.ledger.planner_joined(hello)
-        for book in self.ledger.plans.loaders:
-            for note in notes_of_registration(book, self.config):
-                self._report(note)
+        ranks = self.config.ranks
+        for facts in hello.loaders:
+            if facts.note:
+                self._report(Note(facts.note))
+            units = self.config.units_of(facts.name)
+            if units is not None and units % ranks:
+                steps = f"{units} units over {ranks} ranks are {units // ranks} steps a rank"
+                self._report(Note(f"'{facts.name}': {steps}; {units % ranks} units are left over"))
 
     # ── who is there ──────────────────────────────────────────────────────────────────────────────
 
-    def _watch(self, peer: Peer, pid: int) -> None:
-        """Hear of the end of a process on this host within milliseconds; of one that is gone already its host tells."""
-        with contextlib.suppress(OSError):
-            fd = self._pidfds[peer] = os.pidfd_open(pid)
-            self._loop.on(fd, lambda: self._on_end(peer))
-
-    def _on_end(self, peer: Peer) -> None:
-        """A process on this host ended, for certain."""
-        fd = self._pidfds.pop(peer)
-        self._loop.off(fd)
-        os.close(fd)
-        if peer.role == "pool":
-            self._host_lost(peer, "ended")
-            return
+    def _planner_lost(self) -> None:
         self._lost.add(PLANNER)
         if self._final_by is not None:
             self._finish_without("has died")
         elif not self._has_all:
             self._fail("the process that iterates the registered loaders' samplers died")
 
-    def _host_lost(self, pool: Peer, cause: str) -> None:
+    def _host_lost(self, pool: Peer, cause: str, *, ended: bool) -> None:
         if self._heard.get(pool, 0) is not None and not self._has_all:
             self._report(HostLost(pool.number, cause))
         self._heard[pool] = None
-        if pool in self._pidfds:  # it is silent: its workers may write until its end is heard
-            signal.pidfd_send_signal(self._pidfds[pool], signal.SIGKILL)
-            return
-        # The system kills workers with their pool.
-        for worker in [name for name in self.ledger.workers if name.pool == pool]:
-            self.ledger.worker_lost(worker, -1, "its data VM is gone")
+        if (
+            ended or not self.config.folder
+        ):  # else its workers, whom the system kills with it, may write to the slabs yet
+            for worker in [name for name in self.ledger.workers if name.pool == pool]:
+                self.ledger.worker_lost(worker, -1, "its data VM is gone")
 
     def _tick(self, now: float) -> None:
         self._next_tick = now + _TICK
         self._ticks += 1
         for pool, heard in self._heard.items():
             if heard is not None and (self._ticks - heard) * _TICK > self.config.silence:
-                self._host_lost(pool, f"silent for {self.config.silence:.0f} s")
+                self._host_lost(pool, f"silent for {self.config.silence:.0f} s", ended=False)
         if self._final_by is not None and now > self._final_by:
             self._finish_without(f"has not answered for {self.config.patience:g} s")
         self.ledger.overdue(now)
@@ -265,11 +330,7 @@ class Coordinator:
             self._since_worker = now
         elif now - self._since_worker > self.config.alone and self.ledger.joined:
             self._fail(f"no data worker has been there for {self.config.alone:.0f} s: all data VMs are gone")
-        self._tell_progress(now)
-
-    def _tell_progress(self, now: float) -> None:
-        for report in self._meter.read(now):
-            self._report(report)
+        self._meter.tell(now, self._report)
 
     def _fail(self, reason: str) -> None:
         if not self.ledger.failure:
@@ -280,37 +341,13 @@ class Coordinator:
         """Say where a run that is started again goes on, once all that dead ranks had said is heard."""
         self._receive()
         with contextlib.suppress(BrokenPipeError):  # the supervisor may be what is gone
-            self._report(self._meter.report(time.monotonic()))
-
-    def _close(self) -> None:
-        """Tell all to quit; what cannot be closed keeps nothing else open."""
-        with contextlib.ExitStack() as last_first:
-            last_first.callback(self._context.term)
-            last_first.callback(self._slabs.close)
-            if self._slab_server is not None:
-                last_first.callback(self._slab_server.close)
-            last_first.callback(self._server.close)
-            for fd in self._pidfds.values():
-                last_first.callback(os.close, fd)
-            for peer in (PLANNER, *self._heard, *self.ledger.workers):
-                last_first.callback(self._server.send, peer, Leave())
+            self._report(self._meter.progress(time.monotonic()))
 
 
-def main(config: DeliveryConfig, commands: int, reports: int) -> None:
-    """Run one delivery; ``commands`` and ``reports`` are descriptors of JSON lines."""
-    gc.collect()
-    gc.freeze()  # collections look at tickets only, and stay short
-
-    writable = select.poll()
-    writable.register(reports, select.POLLOUT)
-
-    def report(message: Report) -> None:
-        line = memoryview(msgspec.json.encode(message) + b"\n")
-        while line:
-            writable.poll()
-            line = line[os.write(reports, line) :]
-
-    Coordinator(config, report).serve(commands)
+def _report_to_stdout(message: Report) -> None:
+    line = msgspec.json.encode(message) + b"\n"
+    while line:
+        line = line[os.write(1, line) :]
 
 
 if __name__ == "__main__":
@@ -318,4 +355,6 @@ if __name__ == "__main__":
     if first:  # else the run ended before it was known where to listen
         raise_limit()
         _linux.set_parent_death_signal(signal.SIGKILL)
-        main(msgspec.json.decode(first, type=DeliveryConfig), 0, 1)
+        gc.collect()
+        gc.freeze()  # collections look at tickets only, and stay short
+        Coordinator(msgspec.json.decode(first, type=DeliveryConfig), _report_to_stdout).serve(0)

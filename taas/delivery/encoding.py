@@ -1,8 +1,7 @@
 """Elements as bytes: a small pickle, and one region of raw memory for its tensors and arrays.
 
-A worker's ``default_collate`` stacks tensors straight into the region, so that the batch is where it has to
-be when it is ready. Whatever is not there yet (a user's own collate, numpy arrays) is copied in once. The
-region is a slot of a rank's slab or a buffer of its own that travels as one frame; both decode alike.
+A worker's ``default_collate`` stacks tensors straight into the region; whatever is not there yet (a user's own collate, numpy
+arrays) is copied in once. The region is a slot of a rank's slab, or a buffer of its own that travels as one frame.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import io
 import operator
 import pickle
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from math import prod
@@ -55,10 +55,8 @@ class RawRegion:
         return cls(np.empty(nbytes, np.uint8).data)
 
     def is_held(self) -> bool:
-        """Whether somebody still has a tensor that was stacked here (a collate function that caches).
-
-        Each such tensor's storage holds a reference to ``buffer``; so do this object and the call.
-        """
+        """Whether somebody still has a tensor that was stacked here (a collate function that caches)."""
+        # This object has a reference, the call, and the storage of each such tensor.
         return sys.getrefcount(self.buffer) > 2
 
     def take(self, nbytes: int) -> int | None:
@@ -206,13 +204,7 @@ def _dense_order(tensor: torch.Tensor) -> list[int] | None:
 
 
 def encode(element: Any, region: RawRegion) -> bytes | None:
-    """Return the pickle; None if the region is too small.
-
-    What ``pickle`` cannot do is left to cloudpickle, with its arrays in band.
-
-    Raises:
-        Exception: neither can do it, or what the element's own ``__reduce__`` raised.
-    """
+    """Return the pickle, what ``pickle`` cannot do being left to cloudpickle; None if the region is too small."""
     file = io.BytesIO()
     used, needed = region.used, region.needed
     encoder = _Encoder(file, region)
@@ -228,12 +220,20 @@ def encode(element: Any, region: RawRegion) -> bytes | None:
 # ── decode ────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _tensor(*_: Any) -> Any:
-    raise AssertionError("resolved by _Decoder.find_class")
+_memory = threading.local()  # ``exporter``: where what this thread unpickles has its raw memory
 
 
-def _array(*_: Any) -> Any:
-    raise AssertionError("resolved by _Decoder.find_class")
+def _tensor(offset: int, code: int, shape: tuple[int, ...], strides: Any = None) -> torch.Tensor:
+    count = prod(shape)
+    if not count:
+        return torch.empty(shape, dtype=_DTYPES[code])
+    flat = torch.frombuffer(_memory.exporter, dtype=_DTYPES[code], count=count, offset=offset)
+    return flat.view(shape) if strides is None else flat.as_strided(shape, strides)
+
+
+def _array(offset: int, dtype: str, shape: tuple[int, ...], fortran: bool) -> Any:
+    flat = np.frombuffer(_memory.exporter, np.dtype(dtype), prod(shape), offset)
+    return flat.reshape(shape, order="F" if fortran else "C")
 
 
 _classes: dict[str, Any] = {}
@@ -251,41 +251,13 @@ def _notebook_class(qualname: str, pickled: bytes) -> Any:
     return _classes[qualname]
 
 
-class _Decoder(pickle.Unpickler):
-    def __init__(self, stream: Any, exporter: Any) -> None:
-        super().__init__(io.BytesIO(stream))
-        self._exporter = exporter
-
-    def find_class(self, module: str, name: str) -> Any:
-        if module == __name__:
-            if name == "_tensor":
-                return self._tensor
-            if name == "_array":
-                return self._array
-        return super().find_class(module, name)
-
-    def _tensor(self, offset: int, code: int, shape: tuple[int, ...], strides: Any = None) -> torch.Tensor:
-        count = prod(shape)
-        if not count:
-            return torch.empty(shape, dtype=_DTYPES[code])
-        flat = torch.frombuffer(self._exporter, dtype=_DTYPES[code], count=count, offset=offset)
-        return flat.view(shape) if strides is None else flat.as_strided(shape, strides)
-
-    def _array(self, offset: int, dtype: str, shape: tuple[int, ...], fortran: bool) -> Any:
-        flat = np.frombuffer(self._exporter, np.dtype(dtype), prod(shape), offset)
-        return flat.reshape(shape, order="F" if fortran else "C")
-
-
 def decode(stream: Any, exporter: Any) -> Any:
-    """Rebuild an element over ``exporter``'s memory. The caller has authenticated ``stream``.
-
-    Tensors and arrays alias that memory, may be written to, and keep ``exporter`` alive, also as views.
-    """
-    decoder = _Decoder(stream, exporter)
+    """Rebuild an element over ``exporter``'s memory, which it keeps alive. The caller has authenticated ``stream``."""
+    _memory.exporter = exporter
     try:
-        return decoder.load()
+        return pickle.loads(stream)
     finally:
-        decoder.memo.clear()  # it refers to the decoder itself, and would hold the element until a collection
+        _memory.exporter = None
         torch._utils._validate_loaded_sparse_tensors()  # else torch keeps them, for the torch.load to come
 
 
@@ -303,12 +275,9 @@ def pack_failure(error: BaseException, text: str) -> bytes:
 
 
 def raise_remote(packed: bytes) -> NoReturn:
-    """Raise what user code raised on the data side, with its traceback there as the cause.
-
-    What would end a loop, a generator or the cell without a word here (StopIteration, SystemExit, KeyboardInterrupt,
-    GeneratorExit) is a DeliveryError.
-    """
+    """Raise what user code raised on the data side, with its traceback there as the cause."""
     error, text = pickle.loads(packed)
+    # What would end a loop, a generator or the cell without a word (SystemExit, GeneratorExit) is a DeliveryError.
     if not isinstance(error, Exception) or isinstance(error, StopIteration):
         raise DeliveryError(f"the registered loader's own code failed\n{text.rstrip()}")
     raise error from RemoteTraceback(f'\n"""\n{text.rstrip()}\n"""')

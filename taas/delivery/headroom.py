@@ -5,7 +5,7 @@ A stream has one owner among the workers, who makes it in its order.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,17 +16,10 @@ from taas.delivery.plan import Plan, PlanStream
 from taas.delivery.planbook import LoaderBook, Plans
 from taas.delivery.slab import SlotTable, slot_size
 
-
-@dataclass(frozen=True, slots=True)
-class LeaseRules:
-    """Numbers the ledger goes by."""
-
-    window: float = 0.03  # seconds of work leased to a worker ahead of what it is on
-    leases: int = 128  # most elements leased to one worker
-    ahead: int = 1024  # most elements under way or ready for one rank and loader
-    begin: int = 4 << 20  # bytes to begin working ahead with, before it shows that more is of use
-    deaths: int = 3  # an element that killed so many workers is given up
-    patience: float = 60.0  # seconds after which a lease twenty times as old as usual is given out again
+_AHEAD = 1024
+"""Most elements under way or ready for one rank and loader."""
+_BEGIN = 4 << 20
+"""Bytes to begin working ahead with, before it shows that more is of use."""
 
 
 @dataclass(slots=True)
@@ -64,30 +57,23 @@ Reserve = Callable[[int, int], int]
 
 
 class Headroom:
-    """What may be made ahead for the ranks of a run.
+    """What may be made ahead for the ranks of a run."""
 
-    Attributes:
-        paces: by loader.
-    """
-
-    def __init__(self, plans: Plans, config: DeliveryConfig, rules: LeaseRules, reserve: Reserve) -> None:
-        self._plans, self._slab, self._rules = plans, config.slab, rules
-        self.paces: dict[int, Pace] = defaultdict(Pace)
+    def __init__(self, plans: Plans, config: DeliveryConfig, reserve: Reserve) -> None:
+        self._plans, self._slab = plans, config.slab
+        self.paces: dict[int, Pace] = defaultdict(Pace)  # by loader
         size = self._slab if config.folder else 0
         self.ranks = [
             RankState(SlotTable(size, partial(reserve, rank), rank * self._slab)) for rank in range(plans.n)
         ]
 
     def progressed(self, rank: int, waited: float, asked: Iterable[int]) -> None:
-        """A rank has waited so long in all, and asked of these plans.
-
-        If workers were held back from working ahead in them: no longer.
-        """
+        """A rank has waited so long in all, and asked of these plans: nobody is held back there any longer."""
         state = self.ranks[rank]
         if waited - state.waited > 0.0005:
             for plan in state.blocked.intersection(asked) & self._plans.by_number.keys():
                 loader = self._plans.by_number[plan].loader
-                state.targets[loader] = min(2 * state.targets[loader], self._rules.ahead)
+                state.targets[loader] = min(2 * state.targets[loader], _AHEAD)
         state.waited = waited
         state.blocked.clear()
 
@@ -115,8 +101,8 @@ class Headroom:
         targets, least = self.ranks[rank].targets, self._plans.prebuffer_rows
         if loader not in targets:
             some = max(3 * workers // len(self.ranks) + 2, least)
-            targets[loader] = max(some, min(256, self._rules.begin // size))
-        return min(targets[loader], max(self._rules.ahead, least))
+            targets[loader] = max(some, min(256, _BEGIN // size))
+        return min(targets[loader], max(_AHEAD, least))
 
     def of_stream(self, loader: int) -> int:
         """How many elements of a stream its owner may hold for ranks that do not take them: a slab full."""
@@ -127,53 +113,33 @@ class Headroom:
 
 
 class StreamFeeder:
-    """Who owns which stream, and how far ahead of the ranks each was told to make it.
-
-    Args:
-        workers: by name.
-        prefetch_limit: how many elements of a loader an owner may hold for ranks that leave theirs.
-
-    Attributes:
-        held_up: loaders whose ranks wait for others, because no more may be held.
-    """
+    """Who owns which stream, and how far ahead of the ranks each was told to make it."""
 
     def __init__(self, plans: Plans, workers: Collection[Peer], prefetch_limit: Callable[[int], int]) -> None:
         self._plans, self._workers, self._prefetch_limit = plans, workers, prefetch_limit
-        self.held_up: set[int] = set()
-        self._owners: dict[tuple[int, int], Peer] = {}
+        self.held_up: set[int] = set()  # loaders whose ranks wait for others, because no more may be held
+        self.owners: dict[tuple[int, int], Peer] = {}  # by loader and stream
 
     def disown(self, name: Peer) -> None:
-        """A worker is dead: its streams get other owners."""
-        for key in [key for key, owner in self._owners.items() if owner == name]:
-            del self._owners[key]
-        for plan in self._plans.by_number.values():
-            for stream in plan.streams:
-                if stream.told is not None and stream.told[0] == name:
-                    stream.told = None
+        """A worker is dead: its streams get other owners, who are not told anything yet."""
+        self.owners = {key: owner for key, owner in self.owners.items() if owner != name}
 
     def died(self, place: StreamPlace) -> int:
         """A stream's owner died of an element: return how many have by now, one after the other."""
         plan = self._plans.by_number.get(place.plan)
         if plan is None:
             return 0
-        stream = plan.streams[place.stream]
+        stream = plan.order.streams[place.stream]
         stream.deaths = stream.deaths + 1 if stream.died_at == place.position else 1
         stream.died_at = place.position
         return stream.deaths
 
     def feed(self) -> None:
         """Tell owners how far ahead of the ranks to make their streams."""
-        for book in self._plans.loaders:
-            if not book.facts.streams or not self._workers:
-                continue
-            for plan in list(book.plans.values()):
-                if plan.base_seed is not None and not plan.closed and (not plan.ended or self._unsent(plan)):
-                    for stream in plan.streams:
-                        self._feed(book, plan, stream)
-
-    def owner(self, loader: int, stream: int) -> Peer | None:
-        """Return a stream's owner."""
-        return self._owners.get((loader, stream))
+        for plan in self._plans.by_number.values() if self._workers else ():
+            if plan.base_seed is not None and not plan.closed and (not plan.ended or self._unsent(plan)):
+                for stream in plan.order.streams:
+                    self._feed(self._plans.loaders[plan.loader], plan, stream)
 
     @staticmethod
     def _unsent(plan: Plan) -> bool:
@@ -181,8 +147,6 @@ class StreamFeeder:
 
     def _feed(self, book: LoaderBook, plan: Plan, stream: PlanStream) -> None:
         name = self._owner(book, stream.number)
-        if name is None:
-            return
         rows = self._plans.prebuffer_rows if not plan.begun else max(2, self._plans.prebuffer_rows)
         left = book.rows_left(plan)
         if left is not None:
@@ -192,7 +156,6 @@ class StreamFeeder:
         if stream.told is not None and stream.told[0] == name and stream.told[1] >= upto:
             return
         stream.told = (name, upto)
-        assert plan.order is not None
         floor = min(plan.waiting(stream.number), default=plan.order.round)
         upto = max(upto, floor + lookahead)
         if stream.broken_at is not None:
@@ -207,26 +170,19 @@ class StreamFeeder:
 
         Where a rank has nothing to come because others leave theirs, the owner holds theirs, up to a limit.
         """
-        empty_handed = any(
-            view.begun and not (view.closed or view.queue or view.unconsumed) for view in plan.ranks
-        )
-        if not (empty_handed and self._unsent(plan)):
+        if not self._unsent(plan) or all(
+            view.closed or view.queue or view.unconsumed or not view.begun for view in plan.ranks
+        ):
             return stream.left + lookahead
         held, most = stream.made - stream.left, self._prefetch_limit(plan.loader)
         if held >= most:
             self.held_up.add(plan.loader)
         return stream.left + max(lookahead, min(held + lookahead, most))
 
-    def _owner(self, book: LoaderBook, stream: int) -> Peer | None:
+    def _owner(self, book: LoaderBook, stream: int) -> Peer:
         """Return a stream's owner, or choose the worker with the fewest streams."""
-        name = self.owner(book.index, stream)
-        if name is not None:
-            return name
-        load = dict.fromkeys(self._workers, 0)
-        for owner in self._owners.values():
-            if owner in load:
-                load[owner] += 1
-        if not load:
-            return None
-        name = self._owners[book.index, stream] = min(load, key=lambda name: load[name])
-        return name
+        key = (book.index, stream)
+        if key not in self.owners:
+            load = Counter(self.owners.values())
+            self.owners[key] = min(self._workers, key=lambda name: load[name])
+        return self.owners[key]

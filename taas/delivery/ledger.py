@@ -1,10 +1,10 @@
 """Who makes element i: leases, deaths, retries. Pure; no I/O.
 
-An element is made at least once and yielded exactly once: its number is the same in every lease of it, and its rank drops
-what it has already. So whatever a lost or late worker had that its rank has not consumed is leased again, to others.
+Whatever a lost or late worker had that its rank has not consumed is leased again, to others: an element's number is the same
+in every lease of it, and its rank drops what it has already.
 
-A lease has a slot of the rank's slab, where rank and worker share memory. Slots are given back when the rank says that it
-uses none of the element's memory any more, or will never ask for it, and their workers are through with them.
+Where rank and worker share memory, a lease has a slot of the rank's slab. It is given back when the rank uses none of the
+element's memory any more, or will never ask for it, and the worker is through with it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from taas.delivery.config import DeliveryConfig
-from taas.delivery.headroom import Headroom, LeaseRules, Reserve, StreamFeeder
+from taas.delivery.headroom import Headroom, Reserve, StreamFeeder
 from taas.delivery.messages import (
     NOWHERE,
     Announced,
@@ -31,6 +31,15 @@ from taas.delivery.messages import (
 from taas.delivery.plan import Lease, Work, poisonous, unpack_place
 from taas.delivery.planbook import LoaderBook, Plans
 
+_WINDOW = 0.03
+"""Seconds of work leased to a worker ahead of what it is on."""
+_LEASES = 128
+"""Most elements leased to one worker."""
+_DEATHS = 3
+"""An element that killed so many workers is given up."""
+_PATIENCE = 60.0
+"""Seconds after which a lease twenty times as old as usual is given out again."""
+
 
 @dataclass(slots=True)
 class WorkerState:
@@ -44,43 +53,28 @@ class WorkerState:
 
 
 class Ledger:
-    """Leases and recovery for all loaders of a run.
+    """Leases and recovery for all loaders of a run."""
 
-    Attributes:
-        outbox: messages with who gets them.
-        joined: ranks that take elements, and what they said.
-        works: elements that were leased, by number, until their slots are free.
-        streams: of iterable datasets.
-        failure: why no element will come any more, or "".
-    """
-
-    def __init__(
-        self,
-        config: DeliveryConfig,
-        reserve: Reserve = lambda _, upto: upto,
-        rules: LeaseRules | None = None,
-    ) -> None:
-        self._rules = rules or LeaseRules()
+    def __init__(self, config: DeliveryConfig, reserve: Reserve = lambda _, upto: upto) -> None:
         self.plans = Plans(config)
         self.outbox = self.plans.outbox
-        self.room = Headroom(self.plans, config, self._rules, reserve)
+        self.room = Headroom(self.plans, config, reserve)
         self.workers: dict[Peer, WorkerState] = {}
-        self.works: dict[int, Work] = {}
+        self.works: dict[int, Work] = {}  # that were leased, by number, until their slots are free
         self._numbers = itertools.count(1)
-        self.joined: dict[int, Hello] = {}
+        self.joined: dict[int, Hello] = {}  # the ranks that take elements
         self._retries: list[tuple[int, int, int, Work]] = []
         self.streams = StreamFeeder(self.plans, self.workers, self.room.of_stream)
         self._planner: Hello | None = None
         self._turn = 0
-        self.failure = ""
+        self.failure = ""  # why no element will come any more
 
     # ── ranks ─────────────────────────────────────────────────────────────────────────────────────
 
     def rank_joined(self, number: int, hello: Hello) -> None:
         """A rank takes elements from now on."""
         self.joined[number] = hello
-        for name in self.workers:
-            self.outbox.append((name, hello))
+        self.outbox += [(name, hello) for name in self.workers]
         if self.failure:
             self.plans.tell(number, Failed(self.failure))
         if self._planner is not None:
@@ -107,7 +101,7 @@ class Ledger:
         """Their ranks use none of these elements' memory, and look at none that is still to come."""
         for work in works:
             work.over = work.released = True
-            self._count_prepared(work)
+            work.count_prepared()
             self._free(work)
 
     def _free(self, work: Work) -> None:
@@ -131,8 +125,7 @@ class Ledger:
     def worker_joined(self, name: Peer, shared: bool) -> None:
         """A worker takes tickets from now on."""
         self.workers[name] = WorkerState(name, shared)
-        for hello in self.joined.values():
-            self.outbox.append((name, hello))
+        self.outbox += [(name, hello) for hello in self.joined.values()]
 
     def made(self, name: Peer, results: Iterable[Result]) -> None:
         """A worker is through with these elements."""
@@ -142,24 +135,18 @@ class Ledger:
             lease = None if work is None else work.lease_of(name)
             if worker is None or work is None or lease is None:
                 continue  # the worker is dead: others make it
-            self.room.paces[work.loader].see(result.nbytes, result.seconds)
+            self.room.paces[work.plan.loader].see(result.nbytes, result.seconds)
             worker.late = False
             worker.backlog -= 1
             worker.backlog_seconds = worker.backlog_seconds - lease.expected if worker.backlog else 0.0
             lease.done, lease.given_up = True, False
             if result.leaked:
                 lease.capacity = 0
-            elif not (lease.capacity or work.over) and (plan := self.plans.by_number.get(work.plan)):
-                plan.weigh(work, result.nbytes)
-            self._count_prepared(work)
+            elif not (lease.capacity or work.over):
+                work.plan.weigh(work, result.nbytes)
+            work.count_prepared()
             if work.released:
                 self._free(work)
-
-    def _count_prepared(self, work: Work) -> None:
-        if not work.prepared:
-            work.prepared = True
-            if plan := self.plans.by_number.get(work.plan):
-                plan.left(work.stream)
 
     def worker_lost(self, name: Peer, current: int, cause: str, ahead: StreamPlace = NOWHERE) -> None:
         """A worker is dead, for certain. ``current`` and ``ahead``: what was in its status slot."""
@@ -178,23 +165,21 @@ class Ledger:
 
     def _blame(self, name: Peer, current: int, cause: str, ahead: StreamPlace) -> None:
         work = self.works.get(current)
-        if work is not None and (work.over or work.lease_of(name) is None):
-            return
-        if work is not None and work.stream < 0:
+        if work is None or work.stream >= 0:
+            place = ahead if work is None else StreamPlace(work.plan.ident, *unpack_place(work.index))
+            if self.streams.died(place) >= _DEATHS:
+                self.plans.break_off(place, cause)
+        elif not work.over:
             work.deaths += 1
-            if work.deaths >= self._rules.deaths:
+            if work.deaths >= _DEATHS:
                 self.plans.cut(work.plan, work.step, poisonous(cause), work.index)
-            return
-        place = ahead if work is None else StreamPlace(work.plan, *unpack_place(work.index))
-        if place != NOWHERE and self.streams.died(place) >= self._rules.deaths:
-            self.plans.break_off(place, cause)
 
     def overdue(self, now: float) -> None:
         """Lease again what has been out for far longer than usual."""
         for work in self.works.values():
             if work.stream >= 0 or work.over:
                 continue
-            since = now - max(self._rules.patience, 20 * self.room.paces[work.loader].seconds)
+            since = now - max(_PATIENCE, 20 * self.room.paces[work.plan.loader].seconds)
             for lease in work.leases:
                 if not (lease.done or lease.given_up) and lease.since < since:
                     lease.given_up = True
@@ -205,13 +190,14 @@ class Ledger:
     def _retry(self, work: Work) -> None:
         if not (work.queued or work.over or work.is_coming):
             work.queued = True
-            heapq.heappush(self._retries, (work.step, work.seq, work.plan, work))
+            heapq.heappush(self._retries, (work.step, work.seq, work.plan.ident, work))
 
     def announced(self, name: Peer, message: Announced) -> None:
         """A stream's owner holds more elements; one that owns it no longer is not believed."""
         plan = self.plans.by_number.get(message.plan)
-        if plan is not None and self.streams.owner(plan.loader, message.stream) == name:
-            self.plans.announced(plan, message)
+        if plan is not None and self.streams.owners.get((plan.loader, message.stream)) == name:
+            plan.order.announce(message.stream, message.made, message.ended)
+            self.plans.settle(plan)
 
     # ── leasing ───────────────────────────────────────────────────────────────────────────────────
 
@@ -224,8 +210,7 @@ class Ledger:
         leases: dict[Peer, list[Ticket]] = defaultdict(list)
         self._lease_retries(leases, now)
         self._lease_planned(leases, now)
-        for name, tickets in leases.items():
-            self.outbox.append((name, tickets))
+        self.outbox += leases.items()
 
     def _lease_retries(self, leases: dict[Peer, list[Ticket]], now: float) -> None:
         blocked = []
@@ -267,37 +252,34 @@ class Ledger:
 
     def _lease(self, work: Work, worker: WorkerState, now: float) -> Ticket:
         """Give work out: with a slot, where the size of such elements is known and there is room."""
-        pace = self.room.paces[work.loader]
+        plan, pace = work.plan, self.room.paces[work.plan.loader]
         slot = self.room.ranks[work.rank].slots.take(pace.size) if pace.size and worker.shared else None
         offset, capacity = (0, 0) if slot is None else (slot, pace.size)
         work.leases.append(Lease(worker.name, offset, capacity, now, pace.seconds))
         worker.backlog += 1
         worker.backlog_seconds += pace.seconds
-        return Ticket(
-            work.number, work.plan, work.loader, work.seq, work.rank, work.seed, work.index, offset, capacity
-        )
+        of = work.number, plan.ident, plan.loader, work.seq, work.rank, work.seed, work.index
+        return Ticket(*of, offset, capacity)
 
     def _worker_for(self, work: Work) -> WorkerState | None:
         """A stream's own worker, else the one that would begin soonest, if it may take more now."""
         if work.stream < 0:
             return self._least_busy(work)
-        owner = self.streams.owner(work.loader, work.stream)
+        owner = self.streams.owners.get((work.plan.loader, work.stream))
         worker = owner and self.workers.get(owner)
-        return worker if worker and worker.backlog < self._rules.leases else None
+        return worker if worker and worker.backlog < _LEASES else None
 
     def _least_busy(self, work: Work) -> WorkerState | None:
-        rules, sized = self._rules, self.room.paces[work.loader].size
-        best, least = None, rules.window
+        sized = self.room.paces[work.plan.loader].size
+        best, least = None, (_WINDOW, 0)
         for worker in self.workers.values():
             if worker.late:
                 continue
             if not worker.backlog:
                 return worker
-            if not sized or worker.backlog >= rules.leases or worker.backlog_seconds > least:
-                continue
-            if worker.backlog_seconds == least and (best is None or worker.backlog >= best.backlog):
-                continue
-            best, least = worker, worker.backlog_seconds
+            busy = worker.backlog_seconds, worker.backlog
+            if sized and worker.backlog < _LEASES and busy < least:
+                best, least = worker, busy
         return best
 
     # ── how it stands ─────────────────────────────────────────────────────────────────────────────
@@ -305,7 +287,9 @@ class Ledger:
     def is_full(self, book: LoaderBook) -> bool:
         """Whether elements of a loader are planned, and no more may be made before some are consumed."""
         heads = list(self.plans.heads(book))
-        leases = (lease for work in self.works.values() if work.loader == book.index for lease in work.leases)
+        leases = (
+            lease for work in self.works.values() if work.plan.loader == book.index for lease in work.leases
+        )
         return (
             bool(heads)
             and all(lease.done for lease in leases)

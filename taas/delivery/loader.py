@@ -1,9 +1,8 @@
 """The rank's side: what the registered variable is in a rank.
 
-A ``DeliveredLoader`` is a DataLoader to everybody who looks (``isinstance``, ``len``, ``dataset``,
-``batch_size``, ``sampler.set_epoch``), whose iterator asks the data workers for this rank's elements. It is
-already sharded: what would shard it again (Lightning, accelerate) finds a DistributedSampler and a loader
-that is prepared, and leaves both alone.
+A ``DeliveredLoader`` is a DataLoader to everybody who looks, whose iterator asks the data workers for this rank's elements.
+What would shard it again (Lightning, accelerate) finds a DistributedSampler and a loader that is prepared, and leaves both
+alone.
 """
 
 from __future__ import annotations
@@ -18,15 +17,13 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from taas.delivery.config import DeliveryConfig, ResumePoint
-from taas.delivery.connection import DeliveryConnection
+from taas.delivery.connection import DeliveryConnection, Element
 from taas.delivery.encoding import raise_remote
-from taas.delivery.holdings import Element
 from taas.delivery.messages import Ended, LoaderFacts
 from taas.errors import DeliveryError, RanksDisagree, UnitsExhausted
 
 _connection: DeliveryConnection | None = None
-_parents: DeliveryConnection | None = None
-"""In a process that a rank forked, the rank's."""
+_parents: DeliveryConnection | None = None  # in a process that a rank forked, the rank's
 _START = ResumePoint(0, 0, 0)
 
 
@@ -67,11 +64,7 @@ def _connected() -> DeliveryConnection:
 
 
 def resume(given: Mapping[str, tuple[int, int]]) -> dict[str, ResumePoint]:
-    """Let loaders begin where an earlier start of the run was, or at a ``given`` (iteration, step); return where.
-
-    Raises:
-        DeliveryError: a loader has begun already, or a given name is not a delivered loader's.
-    """
+    """Let loaders begin where an earlier start of the run was, or at a ``given`` (iteration, step); return where."""
     connection = _connection
     if connection is None:
         return {}
@@ -79,7 +72,7 @@ def resume(given: Mapping[str, tuple[int, int]]) -> dict[str, ResumePoint]:
         raise DeliveryError(
             "taas.resume() comes too late: a loop over a registered loader has begun. Call it before the first one"
         )
-    known = {facts.name: facts for facts in connection.welcome()}
+    known = connection.welcome()
     for name, (iteration, step) in given.items():
         if name not in known:
             raise DeliveryError(
@@ -89,21 +82,14 @@ def resume(given: Mapping[str, tuple[int, int]]) -> dict[str, ResumePoint]:
             raise DeliveryError(
                 f"taas.resume({name}=({iteration}, {step})): allowed are an iteration and a step from 0 on"
             )
-    places = connection.config.places | {
-        name: _given_place(connection, known[name], *place) for name, place in given.items()
-    }
-    connection.places.update((name, place) for name, place in places.items() if name in known)
+    config = connection.config
+    connection.places.update((name, place) for name, place in config.places.items() if name in known)
+    for name, (iteration, step) in given.items():
+        # What was taken before: as an earlier start knows, else whole iterations.
+        at, taken = config.places.get(name), iteration * (_steps(config, known[name][1]) or 0)
+        taken = at.taken if at is not None and at.iteration == iteration else taken
+        connection.places[name] = ResumePoint(iteration, step, taken)
     return dict(connection.places)
-
-
-def _given_place(
-    connection: DeliveryConnection, facts: LoaderFacts, iteration: int, step: int
-) -> ResumePoint:
-    """Return a place with what was taken before it: as an earlier start knows, else whole iterations."""
-    at = connection.config.places.get(facts.name)
-    if at is not None and at.iteration == iteration:
-        return ResumePoint(iteration, step, at.taken)
-    return ResumePoint(iteration, step, iteration * (_steps(connection.config, facts) or 0))
 
 
 def _steps(config: DeliveryConfig, facts: LoaderFacts) -> int | None:
@@ -157,28 +143,19 @@ class DeliveredLoader(DataLoader[Any]):
     """A registered DataLoader in a rank. Made when names are unpacked, as ``registered.reduce_registered`` says."""
 
     __taas_stays__ = True  # capture: the notebook keeps the loader it has
-
-    taas_name: str
-    taas_parts: Any  # registered.LoaderParts, for data processes
-    _epoch: int
-    _iterations: int
-    _yielded: int
-    _begun: bool
-    _is_accelerate_prepared = True
-    """accelerate passes a loader with this mark through as it is."""
+    _is_accelerate_prepared = True  # accelerate passes a loader with this mark through as it is
+    _iterations = _yielded = 0
+    _begun = False
 
     def __init__(self, name: str, attributes: dict[str, Any], sampler: dict[str, Any], parts: Any) -> None:
-        sampler = dict(sampler)
         # DataLoader.__init__ would build samplers and check workers that are not here.
         self.__dict__.update(attributes)
-        self.taas_name, self.taas_parts = name, parts
-        self._iterations = 0
-        self._yielded = 0
-        self._begun = False
-        self._epoch = sampler.pop("epoch", 0)
-        self.__dict__["sampler"] = PlannedSampler(self, sampler)
+        self.taas_name, self.taas_parts = name, parts  # registered.LoaderParts, for data processes
+        self._epoch: int = sampler["epoch"]
+        facts = {key: value for key, value in sampler.items() if key != "epoch"}
+        self.__dict__["sampler"] = PlannedSampler(self, facts)
         batched = attributes.get("batch_sampler") is not None
-        self.__dict__["batch_sampler"] = PlannedBatchSampler(self, sampler) if batched else None
+        self.__dict__["batch_sampler"] = PlannedBatchSampler(self, facts) if batched else None
 
     def __reduce__(self) -> tuple[Any, ...]:
         raise pickle.PicklingError(
@@ -186,21 +163,19 @@ class DeliveredLoader(DataLoader[Any]):
         )
 
     def _facts(self) -> tuple[int, LoaderFacts]:
-        for index, facts in enumerate(_connected().welcome()):
-            if facts.name == self.taas_name:
-                return index, facts
-        raise DeliveryError(
-            f"'{self.taas_name}' is not among the loaders of this run: register it before the cell"
-        )
+        if (known := _connected().welcome().get(self.taas_name)) is None:
+            raise DeliveryError(
+                f"'{self.taas_name}' is not among the loaders of this run: register it before the cell"
+            )
+        return known
 
     def __len__(self) -> int:
         """Steps of this rank in one iteration."""
-        _, facts = self._facts()
-        steps = _steps(_connected().config, facts)
+        steps = _steps(_connected().config, self._facts()[1])
         steps = self._allowed() if steps is None else steps
         if steps is None:
-            name = self.taas_name
-            raise TypeError(f"registered loader '{name}' has no length: its sampler or dataset has none")
+            said = "has no length: its sampler or dataset has none"
+            raise TypeError(f"registered loader '{self.taas_name}' {said}")
         return steps
 
     def _allowed(self) -> int | None:
@@ -209,15 +184,17 @@ class DeliveredLoader(DataLoader[Any]):
         return None if units is None else units // config.ranks
 
     def __iter__(self) -> Any:
-        """Begin the next iteration.
+        """Begin the next iteration. Raises UnitsExhausted where ``--units`` elements were taken already.
 
-        Raises:
-            UnitsExhausted: ``--units`` elements were taken already. The loop that an earlier start of the run had
-                ended with them is no error, but empty: the cell was on its way to its save.
+        The loop that an earlier start of the run had ended with them is empty instead: the cell was on its way to its save.
         """
         connection = _connected()
         index, facts = self._facts()
-        place = self._begin_at(connection)
+        place = _START
+        if not self._begun:  # what an earlier start of the run took counts as taken
+            place = connection.places.get(self.taas_name, place)
+            self._iterations, self._yielded = place.iteration, place.taken + place.step
+        self._begun = connection.begun = True
         allowed = self._allowed()
         used_up = allowed is not None and self._yielded >= allowed
         if allowed is not None and used_up and place == _START:
@@ -227,28 +204,14 @@ class DeliveredLoader(DataLoader[Any]):
                 f"{ranks} ranks) and the cell asks for another iteration. Give more with "
                 f"--units {self.taas_name}=NUMBER, or iterate fewer times"
             )
-        iteration = self._iterations
-        self._iterations += 1
         epoch = None if facts.epoch is None else self._epoch
-        plan = connection.begin(index, iteration, epoch, place)
+        plan = connection.begin(index, self._iterations, epoch, place)
+        self._iterations += 1
         return DeliveredIterator(self, connection, plan, place.step, empty=used_up)
-
-    def _begin_at(self, connection: DeliveryConnection) -> ResumePoint:
-        """Where the next iteration begins; what an earlier start of the run took counts as taken."""
-        place = _START
-        if not self._begun:
-            place = connection.places.get(self.taas_name, place)
-            self._iterations = place.iteration
-            self._yielded = place.taken + place.step
-        self._begun = connection.begun = True
-        return place
 
 
 class DeliveredIterator:
-    """One iteration in one rank: explicit requests for (plan, step).
-
-    An ``empty`` one was at its end before the run was started again: its plan ends where it begins.
-    """
+    """One iteration in one rank. An ``empty`` one was at its end before the run was started again."""
 
     def __init__(
         self, loader: DeliveredLoader, connection: DeliveryConnection, plan: int, first: int, *, empty: bool
@@ -268,11 +231,11 @@ class DeliveredIterator:
             raise StopIteration
         loader, connection = self._loader, self._connection
         allowed = loader._allowed()
-        if allowed is not None and loader._yielded >= allowed and not self._empty:
-            self._finish()
-            raise StopIteration
         if self._empty:
             self._end(connection.ended(self._plan))
+        if allowed is not None and loader._yielded >= allowed:
+            self._finish(asked=self._left_at)
+            raise StopIteration
         element = connection.take(self._plan, self._step)
         if isinstance(element, Ended):
             self._end(element)
@@ -303,16 +266,15 @@ class DeliveredIterator:
             self._connection.pin(ahead)
         return pinned.result()
 
-    def _finish(self, asked: int | None = None) -> None:
-        """Close the plan; whoever leaves the loop has not asked beyond its last step."""
+    def _finish(self, asked: int) -> None:
         self._over = True
-        asked = self._left_at if asked is None else asked
         self._connection.close(self._plan, self._step, asked)
 
     @property
     def _left_at(self) -> int:
+        """Whoever leaves the loop has not asked beyond its last step."""
         return max(self._first, self._step - 1)
 
     def __del__(self) -> None:
         if not self._over and _connection is self._connection:
-            self._connection.abandon(self._plan, self._step, self._left_at)
+            self._connection.close(self._plan, self._step, self._left_at)

@@ -1,7 +1,6 @@
 """What the processes of a delivery say: to each other in MessagePack over zmq, and to the supervisor in JSON lines.
 
-Each process decodes only the union of what its sender may say. Opaque ``bytes`` fields hold pickles of user objects
-(an index, an exception): the coordinator passes them on unread.
+Opaque ``bytes`` fields hold pickles of user objects (an index, an exception): the coordinator passes them on unread.
 """
 
 from __future__ import annotations
@@ -45,21 +44,15 @@ def new_identity(peer: Peer) -> bytes:
 
 @functools.lru_cache(1 << 16)
 def peer_named(identity: bytes) -> Peer:
-    """Return whose connection's name it says it is.
-
-    Raises:
-        ValueError: it is nobody's.
-    """
+    """Return whose connection's name it says it is; a ValueError where it is nobody's."""
     role, number, serial, _ = identity.decode("ascii").split()
     return Peer(role, int(number), int(serial))
 
 
 def holders(ranks: int, pools: int) -> list[str]:
     """Return who has a key in a run with so many ranks and worker pools."""
-    peers = [Peer("rank", number) for number in range(ranks)] + [
-        Peer("pool", number) for number in range(pools)
-    ]
-    return [peer.holder for peer in (PLANNER, *peers)]
+    peers = [("rank", number) for number in range(ranks)] + [("pool", number) for number in range(pools)]
+    return [PLANNER.holder, *(Peer(*peer).holder for peer in peers)]
 
 
 class StreamPlace(NamedTuple):
@@ -79,7 +72,6 @@ class Hello(Message, frozen=True):
     The coordinator says it to the supervisor: peers can be started.
     """
 
-    pid: int
     error: str = ""  # why it is of no use: a planner or a worker pool cannot load the registered loaders
     loaders: tuple[LoaderFacts, ...] = ()  # what the planner knows of them
     shared: bool = False  # a worker has mapped the slabs
@@ -144,19 +136,15 @@ class Planned(Message, frozen=True):
 
 
 class FinishPlans(Message, frozen=True):
-    """The ranks have ended: tell where generators stand after these iterations (loader, last one begun, its epoch).
+    """The ranks have ended: tell where generators stand after these iterations (loader, last one begun, its epoch)."""
 
-    The supervisor does not know these.
-    """
-
-    begun: Sequence[tuple[int, int, int | None]] = ()
+    begun: Sequence[tuple[int, int, int | None]] = ()  # which the supervisor does not know
 
 
 class Final(Message, frozen=True):
     """Where the loaders' generators stand, for ``registered.apply_final``."""
 
-    states: bytes
-    """Packed {loader name: {attribute path: a generator's state, or an epoch}}; empty: not known."""
+    states: bytes  # packed {loader name: {attribute path: a generator's state, or an epoch}}; empty: unknown
     unknown: dict[str, str] = msgspec.field(default_factory=dict)  # why it is not known of others, by name
 
 
@@ -287,9 +275,12 @@ class ProgressReport(Message, frozen=True):
 
 
 class HostLost(Message, frozen=True):
-    """A data VM is gone; what it had leased is made elsewhere. Who sees it tells the other."""
+    """A data VM is gone; what it had leased is made elsewhere. Who sees it tells the other.
 
-    vm: int
+    On this host the coordinator only finds that a worker pool is silent: the supervisor ends it, and says when it is gone.
+    """
+
+    vm: int  # the planner has -1
     cause: str
 
 

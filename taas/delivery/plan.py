@@ -1,9 +1,7 @@
 """What element i is: the order of one iteration, fixed before anybody makes it. Pure; no I/O.
 
-A plan is one iteration of one loader. Its indices arrive in the order of the user's sampler and leave as
-rows of one element a rank: element ``seq`` is step ``seq // ranks`` of rank ``seq % ranks``. Only whole rows
-leave, so that all ranks have the same number of steps; what becomes of the last, incomplete row is the
-run's ``uneven`` rule.
+Indices arrive in the order of the user's sampler and leave as rows of one element a rank: element ``seq`` is step
+``seq // ranks`` of rank ``seq % ranks``. Only whole rows leave, so that all ranks have the same number of steps.
 """
 
 from __future__ import annotations
@@ -11,7 +9,7 @@ from __future__ import annotations
 import itertools
 import struct
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import InitVar, dataclass, field
 
 from taas.delivery.config import Uneven
@@ -26,10 +24,7 @@ def plan_number(loader: int, iteration: int, epoch: int | None) -> int:
 
 
 def element_seed(base_seed: int, iteration: int, seq: int) -> int:
-    """Return the seed of one element: a splitmix64 finaliser, so neighbours share nothing.
-
-    It depends on the plan alone: not on how many workers there are, nor on which attempt it is.
-    """
+    """Return the seed of one element, which depends on the plan alone: a splitmix64 finaliser, so neighbours share nothing."""
     z = (base_seed + (iteration << 40) + (seq + 1) * 0x9E3779B97F4A7C15) & _MASK
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -37,17 +32,8 @@ def element_seed(base_seed: int, iteration: int, seq: int) -> int:
 
 
 _place = struct.Struct("<qq")
-
-
-def pack_place(stream: int, position: int) -> bytes:
-    """Return the index of an iterable dataset's element: which stream, and where in it."""
-    return _place.pack(stream, position)
-
-
-def unpack_place(index: bytes) -> tuple[int, int]:
-    """Undo ``pack_place``."""
-    stream, position = _place.unpack(index)
-    return stream, position
+pack_place, unpack_place = _place.pack, _place.unpack
+"""The index of an iterable dataset's element: its stream, and where it is in that."""
 
 
 def poisonous(cause: str) -> str:
@@ -83,8 +69,7 @@ class Lease:
 class Work:
     """One planned element, until its rank has done with it."""
 
-    plan: int
-    loader: int
+    plan: Plan
     seq: int
     rank: int
     step: int
@@ -110,6 +95,12 @@ class Work:
         """Whether somebody has made it who lives."""
         return any(lease.done and not lease.given_up for lease in self.leases)
 
+    def count_prepared(self) -> None:
+        """Some worker has made it, or none needs to; its stream may go on."""
+        if not self.prepared and self.stream >= 0:
+            self.plan.order.streams[self.stream].left += 1
+        self.prepared = True
+
     def lease_of(self, worker: Peer) -> Lease | None:
         """Return what this worker has yet to make, if it is to make it."""
         return next((lease for lease in self.leases if lease.worker == worker and not lease.done), None)
@@ -130,10 +121,7 @@ class RankView:
 
 @dataclass(slots=True, eq=False)
 class Plan:
-    """One iteration of one loader, and where each rank stands in it.
-
-    ``refusal`` is ``uneven raise``, or about the element at ``index``, which kills whoever makes it.
-    """
+    """One iteration of one loader, and where each rank stands in it."""
 
     ident: int
     loader: int
@@ -141,8 +129,9 @@ class Plan:
     epoch: int | None
     size: InitVar[int]  # of the world
     uneven: Uneven
-    order: StreamOrder | None = None  # of an iterable dataset: in which its streams' elements leave
+    streams: InitVar[int] = 0  # of an iterable dataset
     ranks: list[RankView] = field(init=False)
+    order: StreamOrder = field(init=False)  # in which the elements of streams leave
     base_seed: int | None = None  # what its elements' seeds come from; None while the planner has not said
     rows: int = 0  # rows that have left, that is, steps planned for every rank
     asked: bool = False  # the planner has yet to answer
@@ -150,17 +139,13 @@ class Plan:
     last: int | None = None  # rows after which it is cut, once they are drawn; None where its sampler ends it
     failure: bytes = b""  # packed exception of the user's sampler, raised after all rows
     refusal: str = ""  # why there is no more, though there should be
-    index: bytes = b""
+    index: bytes = b""  # of the element that it is about, if it kills whoever makes it
     _row: list[tuple[bytes, int, int]] = field(default_factory=list)
     _first: list[tuple[bytes, int, int]] = field(default_factory=list)
 
-    def __post_init__(self, size: int) -> None:
+    def __post_init__(self, size: int, streams: int) -> None:
         self.ranks = [RankView() for _ in range(size)]
-
-    @property
-    def streams(self) -> Sequence[PlanStream]:
-        """Those of an iterable dataset."""
-        return () if self.order is None else self.order.streams
+        self.order = StreamOrder(streams)
 
     @property
     def drawn(self) -> int:
@@ -184,35 +169,30 @@ class Plan:
 
     def extend(self, indices: list[bytes], base_seed: int, streams: list[int] | None = None) -> None:
         """Append the sampler's next indices; complete rows become work."""
-        n = len(self.ranks)
         for at, index in enumerate(indices):
             seed = element_seed(base_seed, self.iteration, self.drawn)
-            entry = index, seed, streams[at] if streams else -1
-            if len(self._first) < n:
-                self._first.append(entry)
-            self._row.append(entry)
-            if len(self._row) == n:
+            self._row.append((index, seed, streams[at] if streams else -1))
+            if len(self._first) < len(self.ranks):
+                self._first.append(self._row[-1])
+            if len(self._row) == len(self.ranks):
                 self._release_row()
 
     def end(self, failure: bytes = b"", refusal: str = "") -> None:
         """Close the plan: the sampler is at its end, or raised ``failure``, or no more can be made (``refusal``)."""
         self.ended, self.failure, self.refusal = True, failure, refusal
-        if failure or refusal:
-            self._row.clear()
-        if self._row and self.uneven == "pad":
+        if self._row and not self.broken and self.uneven == "pad":
             missing = len(self.ranks) - len(self._row)
             self._row += itertools.islice(itertools.cycle(self._first), missing)
             self._release_row()
-        elif self._row and self.uneven == "raise":
+        elif self._row and not self.broken and self.uneven == "raise":
             self.refusal = f"this iteration {unshared(self.drawn, len(self.ranks))}"
         self._row.clear()
 
     def cut(self, rows: int, refusal: str = "", index: bytes = b"") -> None:
         """Close the plan after so many rows, whatever its sampler has: what was planned beyond them is nobody's."""
-        self.ended = True
-        self.rows = min(self.rows, rows)
-        self.failure, self.refusal, self.index = b"", refusal, index
         self._row.clear()
+        self.end(refusal=refusal)
+        self.rows, self.index = min(self.rows, rows), index
         for view in self.ranks:
             while view.queue and view.queue[-1].step >= rows:
                 view.queue.pop().over = True
@@ -220,14 +200,14 @@ class Plan:
                 work.over = work.over or work.step >= rows
 
     def _release_row(self) -> None:
-        n = len(self.ranks)
-        for rank, (index, seed, stream) in enumerate(self._row):
-            seq = self.rows * n + rank
-            view = self.ranks[rank]
+        for rank, (view, entry) in enumerate(zip(self.ranks, self._row, strict=True)):
+            index, seed, stream = entry
+            seq = self.rows * len(self.ranks) + rank
+            work = Work(self, seq, rank, self.rows, seed, index, stream)
             if view.closed or self.rows < view.consumed:
-                self.left(stream)
+                work.count_prepared()
             else:
-                view.queue.append(Work(self.ident, self.loader, seq, rank, self.rows, seed, index, stream))
+                view.queue.append(work)
         self.rows += 1
         self._row.clear()
 
@@ -250,11 +230,6 @@ class Plan:
             view.asked = start
         return self._unwanted(below)
 
-    def left(self, stream: int) -> None:
-        """An element of a stream, if it is of one, was made for its rank, or nobody is to make it."""
-        if self.order is not None:
-            self.order.streams[stream].left += 1
-
     def close(self, rank: int) -> list[Work]:
         """The rank wants no more; return what workers make for it yet, which is made for nobody."""
         view = self.ranks[rank]
@@ -268,9 +243,7 @@ class Plan:
     def _unwanted(self, works: list[Work]) -> list[Work]:
         for work in works:
             work.over = True
-            if not work.prepared:
-                work.prepared = True
-                self.left(work.stream)
+            work.count_prepared()
         return [work for work in works if work.leases]
 
     def waiting(self, stream: int) -> Iterator[int]:
@@ -284,10 +257,9 @@ class Plan:
                 yield unpack_place(index)[1]
 
     def take(self, rank: int, nbytes: int) -> Work:
-        """Remove and return the rank's next work; it counts as under way from now on, with about so many bytes."""
-        view = self.ranks[rank]
-        work = view.queue.popleft()
-        view.unconsumed.append(work)
+        """Return the rank's next work, which is under way from now on, with about so many bytes."""
+        work = self.ranks[rank].queue.popleft()
+        self.ranks[rank].unconsumed.append(work)
         self.weigh(work, nbytes)
         return work
 
@@ -318,16 +290,12 @@ class StreamOrder:
     """The order of a DataLoader with workers over an IterableDataset, from what each stream announces.
 
     torch gives workers their turns in a circle and leaves out those at their end: round j yields the j-th
-    element of every stream that has one.
-
-    Attributes:
-        round: positions below this one have left in every stream.
-        broken: which element ends it, because it kills whoever makes it, or "".
+    element of every stream that has one. Positions below ``round`` have left in every stream.
     """
 
     def __init__(self, streams: int) -> None:
         self.streams = [PlanStream(number) for number in range(streams)]
-        self.broken = ""
+        self.broken = ""  # which element ends it, because it kills whoever makes it
         self.round = self._stream = 0
 
     def announce(self, stream: int, made: int, ended: bool) -> None:
@@ -337,11 +305,6 @@ class StreamOrder:
         if ended:
             of.end = made
 
-    def break_off(self, stream: int, position: int, why: str) -> None:
-        """Nobody can make this stream's element at ``position``: the order ends before its place."""
-        self.streams[stream].broken_at = position
-        self.broken = why
-
     def advance(self) -> tuple[list[tuple[int, int]], bool]:
         """Return the (stream, position) pairs whose place is now settled, and whether no more will be."""
         settled: list[tuple[int, int]] = []
@@ -349,16 +312,13 @@ class StreamOrder:
             if self._stream == len(self.streams):
                 self._stream = 0
                 self.round += 1
-            ends = [of.end for of in self.streams if of.end is not None]
-            if len(ends) == len(self.streams) and self.round >= max(ends):
+            if all(of.end is not None and self.round >= of.end for of in self.streams):
                 return settled, True
             stream = self.streams[self._stream]
             if stream.broken_at is not None and self.round >= stream.broken_at:
                 return settled, True
-            if stream.end is not None and self.round >= stream.end:
-                self._stream += 1
-            elif self.round < stream.made:
+            if stream.end is None or self.round < stream.end:
+                if self.round >= stream.made:
+                    return settled, False
                 settled.append((self._stream, self.round))
-                self._stream += 1
-            else:
-                return settled, False
+            self._stream += 1

@@ -1,6 +1,5 @@
 """Which plans are open, how far they are planned, who has begun and closed them. Pure; no I/O.
 
-The book talks with the planner (open an iteration, draw indices) and answers the ranks (their iteration ends there).
 Messages for others are left in ``outbox`` as ``(peer, message)``.
 """
 
@@ -12,7 +11,6 @@ from dataclasses import dataclass, field
 from taas.delivery.config import DeliveryConfig, ResumePoint
 from taas.delivery.messages import (
     PLANNER,
-    Announced,
     Begin,
     Cancel,
     Draw,
@@ -25,7 +23,6 @@ from taas.delivery.messages import (
 )
 from taas.delivery.plan import (
     Plan,
-    StreamOrder,
     Work,
     pack_place,
     plan_number,
@@ -48,14 +45,12 @@ class LoaderBook:
     ranks: int
     rows_allowed: int | None
     plans: dict[int, Plan] = field(default_factory=dict)
-    rows_closed: int = 0
+    rows_closed: int = 0  # that all ranks took of closed plans, or an earlier start took
     rows_before: int = 0  # of these, the rows before the plan that was closed last
-    stuck: ResumePoint | None = None  # where the first plan ended that ended with an error
     begun_by: set[int] = field(default_factory=set)
     begun_at: tuple[int, int] | None = None  # iteration and step that this start of the run began with
-    last_begun: tuple[int, int | None] | None = None
-    rows_past: int = 0  # planned in plans that are closed, or taken by an earlier start
-    delivered: int = 0
+    last_begun: tuple[int, int | None] | None = None  # iteration and epoch
+    delivered: int = 0  # elements consumed, in all ranks
 
     @property
     def units(self) -> int | None:
@@ -78,21 +73,19 @@ class LoaderBook:
         return bool(self.facts.error) or (self.units is not None and self.delivered >= self.units)
 
     def planned(self, *, begun: bool = False) -> int:
-        """Return how many elements are planned; ``begun``: without iterations that are only prepared for."""
-        rows = sum(plan.rows for plan in self.plans.values() if plan.begun or not begun)
-        return (self.rows_past + rows) * self.ranks
+        """Return how many elements are planned or delivered; ``begun``: without iterations that are only prepared for."""
+        plans = (plan for plan in self.plans.values() if plan.begun or not begun)
+        return self.delivered + sum(
+            len(view.queue) + len(view.unconsumed) for plan in plans for view in plan.ranks
+        )
 
     def rows_left(self, plan: Plan | None = None) -> int | None:
-        """Rows that ``--units`` leaves for a plan (None: the next one); None without a limit.
-
-        Ranks that are in it may take all that they have not taken elsewhere. Before, it has what is left when all
-        other plans are taken whole.
-        """
+        """Rows that ``--units`` leaves for a plan (None: the next one); None without a limit."""
         if self.rows_allowed is None:
             return None
         others = [other for other in self.plans.values() if other is not plan]
         inside = [r for r, view in enumerate(plan.ranks) if view.begun and not view.closed] if plan else []
-        if inside:
+        if inside:  # they may take all that they have not taken elsewhere
             taken = min(sum(other.ranks[rank].consumed for other in others) for rank in inside)
         else:
             taken = sum(other.rows for other in others)
@@ -107,13 +100,13 @@ class LoaderBook:
     @property
     def place(self) -> ResumePoint | None:
         """Where a run that is started again would go on; None where no rank has begun."""
-        if self.last_begun is None or self.stuck is not None:
-            return self.stuck
+        if self.last_begun is None:
+            return None
         begun = [plan for plan in self.plans.values() if plan.begun]
         if begun:
             plan = min(begun, key=lambda plan: plan.iteration)
             iteration, taken, step = plan.iteration, self.rows_closed, min(view.asked for view in plan.ranks)
-            over = plan.ended and step >= plan.rows and not plan.broken
+            over = plan.ended and step >= plan.rows
         else:
             iteration, taken, over = self.last_begun[0], self.rows_before, True
             step = self.rows_closed - taken
@@ -131,13 +124,11 @@ class Plans:
 
     def __init__(self, config: DeliveryConfig) -> None:
         self.n, self.uneven, self._config = config.ranks, config.uneven, config
-        prebuffer = 2 * self.n if config.prebuffer is None else config.prebuffer
-        self.prebuffer_rows = max(1, -(-prebuffer // self.n))
+        self.prebuffer_rows = 2 if config.prebuffer is None else max(1, -(-config.prebuffer // self.n))
         self.loaders: list[LoaderBook] = []
         self.by_number: dict[int, Plan] = {}
         self.outbox: list[tuple[Peer, Message | list[Ticket]]] = []
-        self.dropped: list[Work] = []
-        """What was leased for ranks that will never look at it."""
+        self.dropped: list[Work] = []  # leased for ranks that will never look at it
 
     def tell(self, rank: int, message: Message) -> None:
         """Leave a message for a rank."""
@@ -164,35 +155,25 @@ class Plans:
         plan = self.by_number.get(message.plan)
         if plan is None or plan.ended:
             return
-        book = self.loaders[plan.loader]
-        plan.asked = False
-        plan.base_seed = message.base_seed
+        plan.asked, plan.base_seed = False, message.base_seed
         plan.extend(message.indices, message.base_seed)
         if message.ended:
             plan.end(message.failure)
-        self._cut_used_up(book, plan)
+        self._cut_used_up(self.loaders[plan.loader], plan)
 
-    def announced(self, plan: Plan, message: Announced) -> None:
-        """A stream's owner holds more elements: those whose place is settled become work."""
-        if plan.order is not None:
-            plan.order.announce(message.stream, message.made, message.ended)
-            self._settle(plan)
-
-    def cut(self, plan_id: int, step: int, refusal: str, index: bytes = b"") -> None:
+    def cut(self, plan: Plan, step: int, refusal: str, index: bytes = b"") -> None:
         """A plan ends before this step, with an error."""
-        plan = self.by_number.get(plan_id)
-        if plan is not None:
-            plan.cut(step, refusal, index)
-            self._tell_end(plan)
+        plan.cut(step, refusal, index)
+        self._tell_end(plan)
 
     def break_off(self, place: StreamPlace, cause: str) -> None:
         """Whoever makes this element of a stream dies: the plan ends before it, and before what else is not made yet."""
         plan = self.by_number.get(place.plan)
-        if plan is None or plan.order is None:
+        if plan is None:
             return
         why = f"element {place.position} of stream {place.stream} {poisonous(cause)}"
-        plan.order.break_off(place.stream, place.position, why)
-        self._settle(plan)
+        plan.order.broken, plan.order.streams[place.stream].broken_at = why, place.position
+        self.settle(plan)
         unmade = [
             work.step
             for view in plan.ranks
@@ -202,10 +183,11 @@ class Plans:
             and unpack_place(work.index)[1] >= place.position
         ]
         if unmade:
-            self.cut(plan.ident, min(unmade), why)
+            self.cut(plan, min(unmade), why)
 
-    def _settle(self, plan: Plan) -> None:
-        if plan.ended or plan.order is None:
+    def settle(self, plan: Plan) -> None:
+        """Streams have more elements, or end: those whose place is settled become work."""
+        if plan.ended:
             return
         assert plan.base_seed is not None
         settled, over = plan.order.advance()
@@ -220,7 +202,7 @@ class Plans:
         for book in self.loaders:
             for plan in list(book.plans.values()):
                 self._draw(book, plan)
-            latest = book.plans.get(max(book.plans)) if book.plans else None
+            latest = book.plans[max(book.plans)] if book.plans else None
             if (
                 latest is not None
                 and latest.ended
@@ -250,9 +232,8 @@ class Plans:
         return count if left is None else min(count, left * self.n - plan.drawn)
 
     def _open(self, book: LoaderBook, iteration: int, epoch: int | None) -> Plan:
-        order = StreamOrder(book.facts.streams) if book.facts.streams else None
         number = plan_number(book.index, iteration, epoch)
-        plan = Plan(number, book.index, iteration, epoch, self.n, self.uneven, order)
+        plan = Plan(number, book.index, iteration, epoch, self.n, self.uneven, book.facts.streams)
         self.by_number[plan.ident] = book.plans[iteration] = plan
         return plan
 
@@ -263,16 +244,13 @@ class Plans:
         book = self.loaders[message.loader]
         disagreement = self._disagreement(rank, book, message)
         refusal = disagreement or self._refusal(book)
+        number = plan_number(message.loader, message.iteration, message.epoch)
         if refusal:
-            number = plan_number(message.loader, message.iteration, message.epoch)
             self.tell(rank, Ended(number, 0, refusal=refusal, disagree=bool(disagreement)))
             return
-        plan = book.plans.get(message.iteration)
-        if plan is not None and plan.epoch != message.epoch:
-            self._drop(plan)  # planned ahead for another epoch than the ranks then chose
-            plan = None
-        if plan is None:
-            plan = self._open(book, message.iteration, message.epoch)
+        if (ahead := book.plans.get(message.iteration)) and ahead.epoch != message.epoch:
+            self._drop(ahead)  # it was planned for another epoch than the ranks then chose
+        plan = self.by_number.get(number) or self._open(book, message.iteration, message.epoch)
         if not book.begun_by:
             self._go_on(book, plan, message)
         book.begun_by.add(rank)
@@ -288,7 +266,6 @@ class Plans:
         for earlier in [other for other in book.plans.values() if other.iteration < plan.iteration]:
             self._drop(earlier)
         book.rows_closed = message.taken
-        book.rows_past = message.taken
         book.delivered += (message.taken + message.start) * self.n
         self.dropped += plan.skip(message.start)
         if book.used_up(message.taken + message.start):
@@ -303,8 +280,7 @@ class Plans:
 
     def _disagreement(self, rank: int, book: LoaderBook, message: Begin) -> str:
         here = (message.iteration, message.start)
-        if rank not in book.begun_by and book.begun_at not in (None, here):
-            assert book.begun_at is not None
+        if book.begun_at is not None and rank not in book.begun_by and book.begun_at != here:
             return (
                 f"ranks disagree about where '{book.facts.name}' goes on: this rank begins at iteration {here[0]}, "
                 f"step {here[1]}, another one began at iteration {book.begun_at[0]}, step {book.begun_at[1]}. Call "
@@ -320,12 +296,10 @@ class Plans:
         return ""
 
     def _refusal(self, book: LoaderBook) -> str:
-        if book.facts.error:
-            return book.facts.error
         length = book.facts.length
         if self.uneven == "raise" and length is not None and not book.facts.per_rank and length % self.n:
             return f"'{book.facts.name}' {unshared(length, self.n)}"
-        return ""
+        return book.facts.error
 
     def close(self, rank: int, plan_id: int) -> None:
         """A rank is through with a plan."""
@@ -336,11 +310,7 @@ class Plans:
         if plan.closed:
             book = self.loaders[plan.loader]
             book.rows_before = book.rows_closed
-            if plan.broken and book.stuck is None:
-                asked = min(view.asked for view in plan.ranks)
-                book.stuck = ResumePoint(plan.iteration, asked, book.rows_closed)
             book.rows_closed += min(view.consumed for view in plan.ranks)
-            book.rows_past += plan.rows
             self._forget(plan)
 
     def consume(self, rank: int, plan_id: int, consumed: int, asked: int) -> None:
@@ -370,15 +340,14 @@ class Plans:
 
     def _forget(self, plan: Plan, *, undone: bool = False) -> None:
         del self.by_number[plan.ident], self.loaders[plan.loader].plans[plan.iteration]
-        makers = {stream.told[0] for stream in plan.streams if stream.told is not None}
+        makers = {stream.told[0] for stream in plan.order.streams if stream.told is not None}
         self.outbox += [(peer, Cancel(plan.ident, undone)) for peer in (PLANNER, *makers)]
 
     # ── leasing ───────────────────────────────────────────────────────────────────────────────────
 
     def heads(self, book: LoaderBook) -> Iterator[tuple[Plan, int]]:
         """Yield (plan, rank) whose next work may be leased, the most urgent first."""
-        for iteration in sorted(book.plans):
-            plan = book.plans[iteration]
+        for _, plan in sorted(book.plans.items()):
             ready = [
                 (view.queue[0].step, rank)
                 for rank, view in enumerate(plan.ranks)

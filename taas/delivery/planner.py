@@ -1,8 +1,5 @@
 """The planner process: it answers the coordinator with the indices that the user's samplers draw.
 
-An agent calls ``main`` in a process forked from its forkserver, where torch is imported already. A sampler may be
-slow, raise, or crash: the coordinator goes on, and the failure reaches the ranks at its place in the order.
-
 Samplers run exactly as torch's DataLoader would run them. It draws in a fixed sequence, which these plans repeat
 (``torch/utils/data/dataloader.py``): a new iterator calls ``iter(index_sampler)``, then draws its base seed from the
 loader's generator; with workers it calls ``iter(index_sampler)`` once more. Persistent workers keep that iterator: a
@@ -15,7 +12,6 @@ loader is planned ahead never shows in the order of another.
 from __future__ import annotations
 
 import copy
-import os
 import pickle
 import time
 import traceback
@@ -53,12 +49,8 @@ _SLICE = 0.02
 # ── one loader's iterations ───────────────────────────────────────────────────────────────────────────
 
 
-@dataclass(slots=True)
-class _Snapshot:
-    """Everything an iteration's order hangs on: process-wide RNGs and the sampler's own generators."""
-
-    rngs: RngStates
-    generators: dict[str, Any]
+_Snapshot = tuple[RngStates, dict[str, Any]]
+"""Everything an iteration's order hangs on: states of process-wide RNGs, and of the sampler's own generators by path."""
 
 
 @dataclass(slots=True)
@@ -132,8 +124,10 @@ class LoaderPlans:
         """
         opened = Iteration(number)
         try:
-            if repeats:
-                self._repeat(number, epoch)
+            for earlier in range(number) if repeats else ():
+                past = self.open(earlier, None if epoch is None else epoch - number + earlier)
+                self._run_out(past, most=(self._length() or 0) + 1)
+                self.drop(past)
             self._begin(opened, epoch)
         except BaseException as error:
             opened.error = error
@@ -144,8 +138,8 @@ class LoaderPlans:
         number = opened.number
         streams: list[Iterator[Any]] = []
         if (start := self._starts.get(number)) is not None:
-            self._rngs = start.rngs
-            for path, state in start.generators.items():
+            self._rngs, generators = start
+            for path, state in generators.items():
                 self._generators[path].set_state(state)
         apply_rngs(self._rngs)
         self._starts[number] = self._snapshot()
@@ -169,12 +163,6 @@ class LoaderPlans:
         finally:
             self._rngs = rngs_now()
         opened.streams = [] if self.parts.streams else streams
-
-    def _repeat(self, number: int, epoch: int | None) -> None:
-        for earlier in range(number):
-            past = self.open(earlier, None if epoch is None else epoch - number + earlier)
-            self._run_out(past, most=(self._length() or 0) + 1)
-            self.drop(past)
 
     def draw(
         self, opened: Iteration, count: int, until: float, pack: Callable[[Any], Any] = lambda index: index
@@ -210,18 +198,15 @@ class LoaderPlans:
     def final_states(
         self, number: int, epoch: int | None, opened: Iteration | None
     ) -> dict[str, bytes | int]:
-        """Where the loader's own generators stand after an iteration, by attribute path; and its epoch.
+        """Return where the loader's own generators stand after an iteration, by attribute path; and its epoch.
 
-        ``opened`` is that iteration, if it was not dropped.
-
-        Raises:
-            Exception: what the sampler raised.
+        ``opened`` is that iteration, if it was not dropped. Raises what the sampler raises.
         """
         if opened is not None and number not in self._ends:
             self._run_out(opened)
-        end = self._ends.get(number) or self._snapshot()
+        _, generators = self._ends.get(number) or self._snapshot()
         states: dict[str, bytes | int] = {
-            f"{path}!state": state.numpy().tobytes() for path, state in end.generators.items()
+            f"{path}!state": state.numpy().tobytes() for path, state in generators.items()
         }
         if epoch is not None:
             states["epoch"] = epoch
@@ -236,27 +221,25 @@ class LoaderPlans:
             raise opened.error
 
     def _snapshot(self) -> _Snapshot:
-        return _Snapshot(self._rngs, {p: g.get_state() for p, g in self._generators.items()})
+        return self._rngs, {path: generator.get_state() for path, generator in self._generators.items()}
 
 
 _END = object()
 
 
-def _samplers(index_sampler: Any) -> list[Any]:
-    """The index sampler and the sampler inside it."""
-    return [s for s in (index_sampler, getattr(index_sampler, "sampler", None)) if s is not None]
-
-
 def _with_epochs(index_sampler: Any) -> list[Any]:
-    return [sampler for sampler in _samplers(index_sampler) if hasattr(sampler, "set_epoch")]
+    """Return the index sampler and the sampler inside it, those of them that know epochs."""
+    samplers = index_sampler, getattr(index_sampler, "sampler", None)
+    return [sampler for sampler in samplers if hasattr(sampler, "set_epoch")]
 
 
 def _find_distributed(parts: LoaderParts) -> Any:
-    for sampler in _with_epochs(parts.index_sampler):
-        like_torchs = hasattr(sampler, "num_replicas") and hasattr(sampler, "rank")
-        if isinstance(sampler, DistributedSampler) or like_torchs:
-            return sampler
-    return None
+    distributed = (
+        sampler
+        for sampler in _with_epochs(parts.index_sampler)
+        if hasattr(sampler, "num_replicas") and hasattr(sampler, "rank")
+    )
+    return next(distributed, None)
 
 
 def _with_sampler(index_sampler: Any, old: Any, new: Any) -> Any:
@@ -271,12 +254,11 @@ def _with_sampler(index_sampler: Any, old: Any, new: Any) -> Any:
 
 
 def _generators_of(parts: LoaderParts) -> dict[str, torch.Generator]:
-    """Every torch.Generator that the loader or its samplers hold, by attribute path, once each."""
+    """Return every torch.Generator that the loader or its samplers hold, by attribute path, once each."""
     found: dict[str, torch.Generator] = {}
     places = [("generator", parts.generator)]
-    for path, holder in zip(
-        ("index_sampler", "index_sampler.sampler"), _samplers(parts.index_sampler), strict=False
-    ):
+    sampler = getattr(parts.index_sampler, "sampler", None)
+    for path, holder in (("index_sampler", parts.index_sampler), ("index_sampler.sampler", sampler)):
         places += [(f"{path}.{name}", value) for name, value in getattr(holder, "__dict__", {}).items()]
     for path, value in places:
         if isinstance(value, torch.Generator) and not any(value is known for known in found.values()):
@@ -288,32 +270,27 @@ def _generators_of(parts: LoaderParts) -> dict[str, torch.Generator]:
 
 
 class Planner:
-    """Answers the coordinator; one plan is one iteration of one loader."""
+    """Answers the coordinator, of the loaders that can be planned, by number; one plan is one iteration of one loader."""
 
-    def __init__(self, loaders: list[LoaderPlans | LoaderFacts]) -> None:
+    def __init__(self, loaders: dict[int, LoaderPlans]) -> None:
         self._loaders = loaders
         self._open: dict[int, tuple[LoaderPlans, Iteration]] = {}
 
-    def facts(self) -> tuple[LoaderFacts, ...]:
-        """Return what only the unpickled loaders tell."""
-        return tuple(plans if isinstance(plans, LoaderFacts) else plans.facts for plans in self._loaders)
-
     def answer(self, message: Any) -> Any:
         """Return the reply to a message, or None."""
-        if isinstance(message, Draw):
-            return self._draw(message)
-        if isinstance(message, FinishPlans):
-            return self._finish(message)
-        assert isinstance(message, Cancel)
-        if message.plan in self._open:
-            plans, opened = self._open.pop(message.plan)
-            plans.drop(opened)
+        match message:
+            case Draw():
+                return self._draw(message)
+            case FinishPlans():
+                return self._finish(message)
+            case Cancel() if message.plan in self._open:
+                plans, opened = self._open.pop(message.plan)
+                plans.drop(opened)
         return None
 
     def _draw(self, message: Draw) -> Planned:
         if message.plan not in self._open:
             plans = self._loaders[message.loader]
-            assert isinstance(plans, LoaderPlans)
             opened = plans.open(message.iteration, message.epoch, repeats=message.repeats)
             self._open[message.plan] = plans, opened
         plans, opened = self._open[message.plan]
@@ -329,12 +306,11 @@ class Planner:
         states, unknown = {}, {}
         for index, iteration, epoch in message.begun:
             plans = self._loaders[index]
-            if isinstance(plans, LoaderPlans):
-                drawn = (it for of, it in self._open.values() if of is plans and it.number == iteration)
-                try:
-                    states[plans.name] = plans.final_states(iteration, epoch, next(drawn, None))
-                except BaseException as error:
-                    unknown[plans.name] = f"its sampler raised {type(error).__name__}: {error}"
+            drawn = (it for of, it in self._open.values() if of is plans and it.number == iteration)
+            try:
+                states[plans.name] = plans.final_states(iteration, epoch, next(drawn, None))
+            except BaseException as error:
+                unknown[plans.name] = f"its sampler raised {type(error).__name__}: {error}"
         return Final(pack(states), unknown)
 
 
@@ -347,29 +323,31 @@ def _pack_index(index: Any) -> bytes:
         return by_value
 
 
-def _load(config: DataOrder) -> Planner:
+def _load(config: DataOrder) -> tuple[dict[int, LoaderPlans], tuple[LoaderFacts, ...]]:
+    """Return the plans of those loaders that can be planned, by number; and what is known of each."""
     parts_of = load_loaders(config.payload)
     rngs = rngs_now()  # the notebook's, and this process's where it has none
-    loaders: list[LoaderPlans | LoaderFacts] = []
-    for name, parts in parts_of:
+    plans, facts = {}, []
+    for number, (name, parts) in enumerate(parts_of):
         try:
-            loaders.append(LoaderPlans(name, parts, rngs, config.common.ranks))
+            plans[number] = LoaderPlans(name, parts, rngs, config.common.ranks)
+            facts.append(plans[number].facts)
         except BaseException as error:
             reason = f"the sampler of '{name}' cannot be planned ahead: {type(error).__name__}: {error}"
-            loaders.append(LoaderFacts(name, error=reason))
-    return Planner(loaders)
+            facts.append(LoaderFacts(name, error=reason))
+    return plans, tuple(facts)
 
 
 def main(config: DataOrder) -> None:
     """Serve until told to quit."""
     with connected(config.common, PLANNER, ToPlanner) as control:
+        planner = Planner({})
         try:
-            planner = _load(config)
-            hello = Hello(os.getpid(), loaders=planner.facts())
+            plans, facts = _load(config)
+            planner = Planner(plans)
+            control.send(Hello(loaders=facts))
         except BaseException:
-            planner = Planner([])
-            hello = Hello(os.getpid(), traceback.format_exc())
-        control.send(hello)
+            control.send(Hello(traceback.format_exc()))
         while not isinstance(message := control.receive(), Leave):
             reply = planner.answer(message)
             if reply is not None:

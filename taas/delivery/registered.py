@@ -41,10 +41,8 @@ class LoaderParts:
     streams: int = 0  # 0 for a map-style dataset; else over how many workers an iterable one is spread
     plain: bool = False  # it is no DataLoader: its elements are delivered as they are
 
-    def iterable_length(self) -> int | None:
-        """Elements an iterable dataset says it has; None if it does not say."""
-        if not hasattr(self.dataset, "__len__"):
-            return None
+    def iterable_length(self) -> int:
+        """Return how many elements an iterable dataset says it has. Raises a TypeError if it does not say."""
         length = len(self.dataset)
         if self.auto_collation and self.batch_size:
             length = length // self.batch_size if self.drop_last else -(-length // self.batch_size)
@@ -74,18 +72,14 @@ def take_apart(loader: Any) -> LoaderParts:
 
 
 def loaders_in_use(loaders: Sequence[Registration], used: tuple[str, ...]) -> list[str]:
-    """Return a line for the user for each of the registered loaders that a cell does not name.
-
-    Raises:
-        HeaderError: it names none of them.
-    """
+    """Return a line for the user for each registered loader that a cell does not name; it is an error to name none."""
     mine = [loader for loader in loaders if loader.variable in used]
     if loaders and not mine:
         raise HeaderError(
             "--cpus, and the cell uses no registered DataLoader: allowed is with one; leave --cpus out"
         )
-    unused = [loader.name for loader in loaders if loader not in mine]
-    return [f"{name} is registered, and this cell does not use it: not run" for name in unused]
+    said = "is registered, and this cell does not use it: not run"
+    return [f"{loader.name} {said}" for loader in loaders if loader not in mine]
 
 
 # ── in a payload ──────────────────────────────────────────────────────────────────────────────────────
@@ -107,12 +101,12 @@ _delivering: dict[int, tuple[Registration, LoaderParts]] = {}
 @contextlib.contextmanager
 def delivering(loaders: Iterable[Registration]) -> Iterator[None]:
     """While a cell with data workers is captured: these loaders travel as DeliveredLoader, which has their parts."""
-    for entry in loaders:
-        parts = take_apart(entry.loader)
-        if parts.plain:
-            parts.dataset = _Itself(entry.loader)
-        _delivering[id(entry.loader)] = entry, parts
     try:
+        for entry in loaders:
+            parts = take_apart(entry.loader)
+            if parts.plain:
+                parts.dataset = _Itself(entry.loader)
+            _delivering[id(entry.loader)] = entry, parts
         yield
     finally:
         _delivering.clear()
@@ -130,10 +124,7 @@ _KEPT = (
 
 
 def reduce_registered(loader: Any) -> tuple[Any, ...] | None:
-    """Return how a registered loader travels (a ``__reduce__`` tuple); None for anything else.
-
-    ``loader.dataset`` in a rank is the same object as the variable that holds it.
-    """
+    """Return how a registered loader travels (a ``__reduce__`` tuple); None for anything else."""
     if id(loader) not in _delivering:
         return None
     entry, parts = _delivering[id(loader)]
@@ -149,7 +140,7 @@ def reduce_registered(loader: Any) -> tuple[Any, ...] | None:
 def _sampler_facts(loader: Any) -> dict[str, Any]:
     facts: dict[str, Any] = {"drop_last": getattr(loader, "drop_last", False), "epoch": 0}
     facts["batch_size"] = getattr(loader, "batch_size", None)
-    for holder in (getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)):
+    for holder in _samplers(loader):
         for key in ("epoch", "seed", "shuffle"):
             value = getattr(holder, key, None)
             if isinstance(value, int):
@@ -159,15 +150,11 @@ def _sampler_facts(loader: Any) -> dict[str, Any]:
 
 # ── back to the notebook ──────────────────────────────────────────────────────────────────────────────
 
-
 _read_states = msgspec.msgpack.Decoder(dict[str, dict[str, bytes | int]]).decode
 
 
 def apply_final(states: bytes, loaders: Iterable[Registration]) -> None:
-    """Set the loaders' own generators to where the run's last iteration leaves them.
-
-    ``states`` is what the coordinator's ``Final`` holds; empty changes nothing. Nothing is unpickled.
-    """
+    """Set the loaders' own generators to where ``Final.states`` says, empty or not. Nothing is unpickled."""
     known = {entry.name: entry.loader for entry in loaders}
     for name, values in _read_states(states).items() if states else ():
         for path, value in values.items():
@@ -177,8 +164,7 @@ def apply_final(states: bytes, loaders: Iterable[Registration]) -> None:
 
 def _set(loader: Any, path: str, value: Any) -> None:
     if path == "epoch":
-        holder: Any
-        for holder in (getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)):
+        for holder in _samplers(loader):
             if hasattr(holder, "set_epoch"):
                 holder.set_epoch(value)
         return
@@ -189,3 +175,7 @@ def _set(loader: Any, path: str, value: Any) -> None:
         import torch  # the loader's
 
         target.set_state(torch.frombuffer(bytearray(value), dtype=torch.uint8))
+
+
+def _samplers(loader: Any) -> list[Any]:
+    return [getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)]

@@ -1,17 +1,15 @@
 """Slabs: shared memory that elements are made in and read from, without a copy between.
 
 The coordinator makes one memfd, in which each rank has its slab; offsets are the file's. Its size is address space;
-memory is reserved page by page with ``posix_fallocate``, because a page that cannot be had when it is first written is a
-SIGBUS and no exception.
-Ready elements outlive the worker that made them. A rank's tensors hang on a lease, a ctypes object that
-exports the slot's buffer: when nothing refers to the buffer any more, the lease says so. Room is given out first fit,
-lowest offset first, so that a rank that keeps up touches few pages.
+memory is reserved with ``posix_fallocate``, because a page that cannot be had when it is first written is a SIGBUS and no
+exception. Room is given out first fit, lowest offset first, so that a rank that keeps up touches few pages.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import mmap
 import os
 from bisect import bisect_left
@@ -21,7 +19,6 @@ from typing import Any
 _PAGE = 4096
 _RESERVE = 8 << 20
 _POPULATE_WRITE = 23
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 class SlabFile:
@@ -46,10 +43,6 @@ class SlabFile:
                 self._reserved[rank] = goal
         return self._reserved[rank]
 
-    def close(self) -> None:
-        """Close the file; mappings elsewhere keep the memory until they end."""
-        os.close(self.fd)
-
 
 class Slabs:
     """A worker's or rank's mapping of all slabs."""
@@ -64,9 +57,8 @@ class Slabs:
         """Map the pages of a slot in one call instead of one fault a page; once per slot."""
         if (offset, nbytes) not in self._faulted:
             self._faulted.add((offset, nbytes))
-            length = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-            start = ctypes.c_void_p(self.address + offset)
-            _libc.madvise(start, ctypes.c_size_t(length), ctypes.c_int(_POPULATE_WRITE))
+            with contextlib.suppress(OSError):  # before Linux 5.14
+                self.map.madvise(_POPULATE_WRITE, offset, nbytes)
 
 
 class SlotLease(ctypes.Array[ctypes.c_char]):
@@ -74,27 +66,21 @@ class SlotLease(ctypes.Array[ctypes.c_char]):
 
     _type_ = ctypes.c_char
     _length_ = 0
-    on_free: Callable[[], None] | None
+    on_free: Callable[[], None]
 
     def __del__(self) -> None:
-        on_free = getattr(self, "on_free", None)
-        if on_free is not None:
-            on_free()
+        self.on_free()
 
 
-_lease_types: dict[int, Any] = {}
+@functools.cache
+def _lease_type(capacity: int) -> Any:
+    """Return the type of slots of a size, of which there are few (``slot_size``)."""
+    return type("Lease", (SlotLease,), {"_length_": capacity, "_type_": ctypes.c_char})
 
 
 def lease_slot(slabs: Slabs, offset: int, capacity: int, on_free: Callable[[], None]) -> SlotLease:
-    """Return the buffer of one slot; ``on_free`` is called, in any thread, when nobody uses it any more.
-
-    Slots come in few sizes (``slot_size``), so the types made here stay few.
-    """
-    kind: Any = _lease_types.get(capacity)
-    if kind is None:
-        members = {"_length_": capacity, "_type_": ctypes.c_char}
-        kind = _lease_types[capacity] = type("Lease", (SlotLease,), members)
-    lease: SlotLease = kind.from_buffer(slabs.map, offset)
+    """Return the buffer of one slot; ``on_free`` is called, in any thread, when nobody uses it any more."""
+    lease: SlotLease = _lease_type(capacity).from_buffer(slabs.map, offset)
     lease.on_free = on_free
     return lease
 
@@ -108,20 +94,13 @@ def slot_size(nbytes: int) -> int:
 class SlotTable:
     """Free extents of one slab, sorted by offset, merged with their neighbours.
 
-    The slab's memory is reserved as it is first needed: ``reserve(upto)`` returns up to which offset it is safe to touch.
-    What cannot be reserved is not part of the slab.
+    Memory is reserved as it is first needed: ``reserve(upto)`` returns up to which offset it is safe to touch.
     """
 
     def __init__(self, size: int, reserve: Callable[[int], int], start: int = 0) -> None:
         self.size, self._start = size, start
         self._reserve, self._reserved = reserve, start
-        self._extents = [(start, size)] if size else []
-        """Start and length of each."""
-
-    @property
-    def free(self) -> int:
-        """Bytes free in all, in one piece or not."""
-        return sum(length for _, length in self._extents)
+        self._extents = [(start, size)] if size else []  # start and length of each
 
     def take(self, nbytes: int) -> int | None:
         """Return the offset of ``nbytes`` free bytes, or None."""

@@ -22,9 +22,9 @@ import zmq
 from taas.delivery.config import DeliveryConfig, Keys
 from taas.delivery.messages import Peer, Report, Result, Ticket, new_identity, peer_named
 from taas.delivery.slab import Slabs
-from taas.wire.child import Child
 from taas.wire.curve import Gate, make_dealer, make_router, serve_curve, show_key
 from taas.wire.framing import Message, MessageReader, pack
+from taas.wire.poll_loop import Child
 
 _SLABS = "slabs"
 
@@ -81,18 +81,9 @@ class ControlServer:
             return False
         return True
 
-    def close(self) -> None:
-        """Close both sockets."""
-        self.router.close()
-        self.gate.socket.close()
-
 
 class ControlClient:
-    """A peer's connection to the coordinator.
-
-    Args:
-        hears: the union of messages that the coordinator sends it.
-    """
+    """A peer's connection to the coordinator; ``hears`` is the union of messages that this sends it."""
 
     def __init__(self, context: Any, config: DeliveryConfig, name: Peer, hears: Any) -> None:
         keys = config.keys
@@ -107,28 +98,17 @@ class ControlClient:
         self.socket.send(pack(message))
 
     def receive(self, flags: int = 0) -> Any:
-        """Return the next message; waits for it.
-
-        Raises:
-            zmq.Again: there is none yet, and ``flags`` are ``zmq.NOBLOCK``.
-        """
+        """Return the next message; waits for it, unless ``flags`` are ``zmq.NOBLOCK``."""
         return self._read(self.socket.recv(flags))
-
-    def close(self) -> None:
-        """Close it; what was sent is on its way for a second."""
-        self.socket.close()
 
 
 @contextlib.contextmanager
 def connected(config: DeliveryConfig, name: Peer, hears: Any) -> Iterator[ControlClient]:
     """Have a connection to the coordinator, as :class:`ControlClient` takes it, and nothing beside."""
-    context = new_context()
-    control = ControlClient(context, config, name, hears)
-    try:
-        yield control
-    finally:
-        control.close()
-        context.term()
+    with new_context() as context:
+        control = ControlClient(context, config, name, hears)
+        with control.socket:
+            yield control
 
 
 class DataReceiver:
@@ -136,10 +116,6 @@ class DataReceiver:
 
     On TCP who connects is asked for a secret first: the server's public key, which only peers have, or without
     encryption a password, so that nobody else fills this process's memory.
-
-    Attributes:
-        address, key: what workers need to connect.
-        gate: to be answered, where there is one; workers wait for it.
     """
 
     def __init__(self, context: Any, config: DeliveryConfig, rank: int, host: str) -> None:
@@ -147,8 +123,8 @@ class DataReceiver:
         self.socket: zmq.Socket[bytes] = context.socket(zmq.PULL)
         self.socket.set_hwm(0)
         self.socket.setsockopt(zmq.LINGER, 0)
-        self.key = b""
-        self.gate: Gate | None = None
+        self.key = b""  # what workers need to connect, beside the address
+        self.gate: Gate | None = None  # to be answered, where there is one; workers wait for it
         if not folder:
             self.socket.setsockopt(zmq.RCVBUF, 4 << 20)
         if not folder and config.encrypt:
@@ -159,12 +135,6 @@ class DataReceiver:
             self.gate = Gate(context, lambda shown: hmac.compare_digest(shown, password))
             self.socket.plain_server = True
         self.address = _bind(self.socket, folder, f"rank-{rank}", host)
-
-    def close(self) -> None:
-        """Close its sockets."""
-        self.socket.close()
-        if self.gate is not None:
-            self.gate.socket.close()
 
 
 def _password(keys: Keys) -> bytes:
@@ -189,8 +159,7 @@ def connect_data(context: Any, address: str, key: bytes, keys: Keys) -> zmq.Sock
 class SlabServer:
     """Hands the slabs' descriptor to whoever connects: nobody else can enter the folder.
 
-    It travels as ancillary data, not as a ``/proc/<pid>/fd`` path: a rank whose storage guard dropped its capabilities may
-    no longer look into other processes.
+    It travels as ancillary data: a rank whose storage guard dropped its capabilities may not look into ``/proc/<pid>/fd``.
     """
 
     def __init__(self, folder: str, fd: int) -> None:
@@ -212,17 +181,9 @@ class SlabServer:
                 client.setblocking(False)
                 socket.send_fds(client, [b"s"], [self._fd])
 
-    def close(self) -> None:
-        """Stop listening."""
-        self._listener.close()
-
 
 def map_slabs(folder: str) -> Slabs | None:
-    """Map all slabs; None where they are on another host, or empty, by a limit on file sizes: frames on the socket do.
-
-    Raises:
-        OSError: they cannot be mapped.
-    """
+    """Map all slabs; None where they are on another host, or empty, by a limit on file sizes: frames on the socket do."""
     if not folder:
         return None
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:

@@ -1,6 +1,5 @@
 """A data VM's worker pool: holds the registered loaders once, forks the data workers, says how they end.
 
-The data VM's agent calls ``main`` in a process forked from its forkserver, where torch is imported already.
 Workers share the dataset's pages with the worker pool, so a VM has one copy of it. A worker takes tickets, makes
 elements, and writes them where the rank will read them.
 """
@@ -18,7 +17,6 @@ import time
 import traceback
 import warnings
 from collections import deque
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +25,7 @@ import zmq
 from taas import _linux
 from taas.delivery.config import DataOrder
 from taas.delivery.encoding import RawRegion, encode, install_collate, stacking_into
-from taas.delivery.making import Failure, MapFetcher, Rngs, WorkerStatus, load_loaders, place_of
+from taas.delivery.making import Failure, MapFetcher, OwnedStreams, Rngs, WorkerStatus, load_loaders, place_of
 from taas.delivery.messages import (
     NOWHERE,
     Cancel,
@@ -40,10 +38,9 @@ from taas.delivery.messages import (
     Ticket,
     ToWorker,
     WorkerLost,
-)  # fmt: skip
+)
 from taas.delivery.registered import Loaders
 from taas.delivery.slab import slot_size
-from taas.delivery.streams import OwnedStreams
 from taas.delivery.transport import ControlClient, connect_data, connected, map_slabs, new_context
 from taas.wire.framing import Alive, Leave, Message, pack, seal
 from taas.wording import killed_by
@@ -53,11 +50,7 @@ _FLUSH = 0.002
 
 
 class Worker:
-    """One process. ``status`` tells its worker pool what it is on.
-
-    Args:
-        number: what ``get_worker_info().id`` says.
-    """
+    """One process. ``status`` tells its worker pool what it is on; ``number`` is what ``get_worker_info().id`` says."""
 
     def __init__(
         self, config: DataOrder, name: Peer, number: int, loaders: Loaders, status: WorkerStatus
@@ -85,36 +78,33 @@ class Worker:
     # ── the loop ──────────────────────────────────────────────────────────────────────────────────
 
     def run(self) -> None:
-        """Work until told to quit."""
-        self._control.send(Hello(os.getpid(), shared=self._slabs is not None))
-        while self._listen():
+        """Work until killed by the pool."""
+        self._control.send(Hello(shared=self._slabs is not None))
+        while True:
+            self._listen()
             if self._todo:
                 self._serve(self._todo.popleft())
             else:
                 self._streams.make_ahead()
 
-    def _listen(self) -> bool:
-        """Take what has come; wait for it if there is nothing to do. False: quit."""
+    def _listen(self) -> None:
+        """Take what has come; wait for it if there is nothing to do."""
         idle = not (self._todo or self._streams.have_demand)
         if idle or time.perf_counter() - self._flushed > _FLUSH:
             self._flush()
         if idle:
             self._control.socket.poll()
-        while True:
-            try:
+        with contextlib.suppress(zmq.Again):
+            while True:
                 message = self._control.receive(zmq.NOBLOCK)
-            except zmq.Again:
-                return True
-            if isinstance(message, list):
-                self._todo.extend(message)
-            elif isinstance(message, Hello):
-                self._connect(message)
-            elif isinstance(message, Feed):
-                self._streams.feed(message)
-            elif isinstance(message, Cancel):
-                self._streams.cancel(message)
-            else:
-                return False
+                if isinstance(message, list):
+                    self._todo.extend(message)
+                elif isinstance(message, Hello):
+                    self._connect(message)
+                elif isinstance(message, Feed):
+                    self._streams.feed(message)
+                elif isinstance(message, Cancel):
+                    self._streams.cancel(message)
 
     def _flush(self) -> None:
         self._flushed = time.perf_counter()
@@ -130,8 +120,7 @@ class Worker:
         self._control.send(message)
 
     def _connect(self, rank: Hello) -> None:
-        old = self._data.get(rank.rank)
-        if old is not None:
+        if old := self._data.get(rank.rank):
             old.close(0)
         data = self._data[rank.rank] = connect_data(self._context, rank.address, rank.key, self._keys)
         for frames in self._unsent.pop(rank.rank, []):
@@ -150,8 +139,7 @@ class Worker:
                 region, stream = self._encode(element, region)
             except BaseException as error:
                 element = Failure(error, self._unpackable(ticket))
-        failed = isinstance(element, Failure)
-        if failed:
+        if failed := isinstance(element, Failure):
             region.used, stream = 0, element.packed
         del element
         nbytes = region.used + len(stream)
@@ -159,8 +147,7 @@ class Worker:
         leaked = slot.slot and slot.is_held()  # also where the element did not fit, and lies elsewhere
         if leaked:
             self._plain_stack.add(ticket.loader)
-        seconds = time.perf_counter() - began
-        self._results.append(Result(ticket.number, nbytes, seconds, leaked))
+        self._results.append(Result(ticket.number, nbytes, time.perf_counter() - began, leaked))
         self._status.number = -1
 
     def _region(self, ticket: Ticket) -> RawRegion:
@@ -206,23 +193,15 @@ class Worker:
         frames: list[Any] = [seal(self._keys.mac, header, streams) + header, streams]
         if memory is not None:
             frames.append(memory)
-        data = self._data.get(rank)
-        if data is None:
-            self._unsent.setdefault(rank, []).append(frames)
+        if rank in self._data:
+            self._data[rank].send_multipart(frames, copy=memory is None)
         else:
-            data.send_multipart(frames, copy=len(frames) == 2)
+            self._unsent.setdefault(rank, []).append(frames)
 
 
 # ── the pool ──────────────────────────────────────────────────────────────────────────────────────────
 
 _BEAT = 0.5
-
-
-@dataclass(slots=True)
-class _Child:
-    serial: int
-    number: int
-    pid: int
 
 
 class WorkerPool:
@@ -233,7 +212,7 @@ class WorkerPool:
         self._serial = 0
         slots = WorkerStatus * config.processes
         self._slots = slots.from_buffer(mmap.mmap(-1, ctypes.sizeof(slots)))
-        self._children: dict[int, _Child] = {}
+        self._children: dict[int, tuple[int, int, int]] = {}  # by pidfd: serial, number, pid
 
     def run(self) -> None:
         """Keep the workers until told to quit."""
@@ -241,11 +220,14 @@ class WorkerPool:
             self._fork(number)
         name = Peer("pool", self._config.vm)
         with connected(self._config.common, name, ToWorker) as control:  # after the forks: it has threads
-            control.send(Hello(os.getpid()))
+            control.send(Hello())
             try:
                 self._watch(control)
             finally:
-                self._end_all()
+                for pidfd in self._children:
+                    signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+                for _, _, pid in self._children.values():
+                    os.waitpid(pid, 0)
 
     def _watch(self, control: ControlClient) -> None:
         poller = zmq.Poller()
@@ -260,8 +242,9 @@ class WorkerPool:
                         return
                 else:
                     poller.unregister(source)
-                    control.send(self._reap(source))
-                    poller.register(self._fork(self._children.pop(source).number), zmq.POLLIN)
+                    number, lost = self._reap(source)
+                    control.send(lost)
+                    poller.register(self._fork(number), zmq.POLLIN)
             if time.monotonic() >= next_beat:
                 next_beat = time.monotonic() + _BEAT
                 control.send(Alive())
@@ -280,11 +263,10 @@ class WorkerPool:
         if pid == 0:
             self._become_worker(Peer("worker", self._config.vm, serial), number, parent, status)
         pidfd = os.pidfd_open(pid)
-        self._children[pidfd] = _Child(serial, number, pid)
+        self._children[pidfd] = serial, number, pid
         return pidfd
 
     def _become_worker(self, name: Peer, number: int, parent: int, status: WorkerStatus) -> None:
-        code = 1
         try:
             _linux.set_parent_death_signal(signal.SIGKILL)
             if os.getppid() != parent:
@@ -292,37 +274,28 @@ class WorkerPool:
             Path("/proc/self/comm").write_text("taas-worker")
             worker = self._config.vm * self._config.processes + number
             Worker(self._config, name, worker, self._loaders, status).run()
-            code = 0
         except BaseException:
             traceback.print_exc()
         finally:
             with contextlib.suppress(OSError, ValueError):
                 sys.stdout.flush()
                 sys.stderr.flush()
-            os._exit(code)
+            os._exit(1)
 
     def _kill_stopped(self) -> None:
         """A worker that the system has stopped (SIGSTOP) would hold ranks up: another one takes its place."""
-        for pidfd, child in self._children.items():
+        for pidfd in self._children:
             with contextlib.suppress(ChildProcessError):  # it has ended
                 if os.waitid(os.P_PIDFD, pidfd, os.WSTOPPED | os.WNOHANG):
-                    os.kill(child.pid, signal.SIGKILL)
+                    signal.pidfd_send_signal(pidfd, signal.SIGKILL)
 
-    def _reap(self, pidfd: int) -> WorkerLost:
-        child = self._children[pidfd]
+    def _reap(self, pidfd: int) -> tuple[int, WorkerLost]:
+        serial, number, pid = self._children.pop(pidfd)
         os.close(pidfd)
-        code = os.waitstatus_to_exitcode(os.waitpid(child.pid, 0)[1])
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         cause = killed_by(code) if code < 0 else f"exit code {code}"
-        status = self._slots[child.number]
-        return WorkerLost(child.serial, status.number, cause, StreamPlace(*status.ahead))
-
-    def _end_all(self) -> None:
-        for pidfd, child in self._children.items():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(child.pid, signal.SIGKILL)
-            os.waitpid(child.pid, 0)
-            os.close(pidfd)
-        self._children.clear()
+        status = self._slots[number]
+        return number, WorkerLost(serial, status.number, cause, StreamPlace(*status.ahead))
 
 
 def main(config: DataOrder) -> None:
@@ -333,7 +306,7 @@ def main(config: DataOrder) -> None:
         loaders = load_loaders(config.payload)
     except BaseException:
         with connected(config.common, Peer("pool", config.vm), ToWorker) as control:
-            control.send(Hello(os.getpid(), traceback.format_exc()))
+            control.send(Hello(traceback.format_exc()))
         return
     gc.collect()
     gc.freeze()  # a collection in a worker would write to, and so copy, every page it shares

@@ -1,8 +1,9 @@
 """Where VMs come from: the contract that the supervisor has with an engine.
 
 An engine is an :class:`Engine` that gives :class:`Machine` objects, in a file beside this one. It is entered as a row of
-the table in ``engines/chosen.py``, in ``config.py`` (``engine.default`` and keys of its own), ``notebook/verbs.py`` (usage
-and Tab), ``notebook/doctor.py``, and an extra of ``pyproject.toml``. Where code asks for ``kind == "local"``, any other kind counts as one with machines elsewhere.
+the table in ``engines/chosen.py``, and in its error's text, in ``config.py`` (``engine.default``, keys of its own, what an
+instance type asks of it), ``notebook/verbs.py`` (usage and Tab), ``notebook/steering.py`` and ``notebook/doctor.py``
+(``--check``), and as an extra of ``pyproject.toml`` if it imports something. Any kind but ``local`` has its machines elsewhere.
 
 Before it starts an agent elsewhere, an engine compares the versions there with those here (``engines/versions.py``), for
 what is pickled on one is unpickled on the other. It ends an agent by the end of its standard input, and by nothing
@@ -26,7 +27,6 @@ class EngineChoice(msgspec.Struct, frozen=True):
     """Which engine gives a run its VMs.
 
     Attributes:
-        kind: ``local``, ``ray`` or ``slurm``; any but ``local`` has its machines elsewhere.
         address: where the Ray cluster is; empty: the one that this machine is part of. Of Slurm what is asked of it.
         wait: seconds that VMs may be waited for.
         idle: seconds that VMs elsewhere stay after a run, for the next one.
@@ -43,7 +43,6 @@ class Demand(msgspec.Struct, frozen=True):
 
     Attributes:
         instance: its type; None: any machine.
-        gpus: GPUs on it; 0 for none.
         rehearse: CPU ranks in place of GPUs, in any case.
         wait: seconds that it may be waited for.
         environ: the notebook's variables that libraries read when they are imported, for VMs that do not have
@@ -66,7 +65,7 @@ class Demand(msgspec.Struct, frozen=True):
         return self.instance, self.gpus, self.rehearse
 
 
-class AgentConfig(msgspec.Struct, frozen=True):
+class AgentConfig(msgspec.Struct, frozen=True, tag=True):
     """What an engine writes to an agent's standard input, as one line of JSON.
 
     Attributes:
@@ -141,12 +140,7 @@ class Engine(Protocol):
     def start(
         self, demand: Demand, configs: Sequence[AgentConfig], lost: Sequence[Machine] = ()
     ) -> Sequence[Machine]:
-        """Start one agent for each configuration, on a VM each; they report to the supervisor when they are up.
-
-        Args:
-            demand: what each VM has to have.
-            configs: of the agents.
-            lost: the machines whose places these take, if they do.
+        """Start an agent for each configuration, on a VM each, in the places of ``lost`` ones, if there are any.
 
         Raises:
             EngineError: they cannot be had.

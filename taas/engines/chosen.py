@@ -5,35 +5,21 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 from taas.config import Catalog, load_catalog
-from taas.engines import Engine, EngineChoice, ray, slurm
+from taas.engines import Engine, EngineChoice
+from taas.engines.driven import DrivenEngine
+from taas.engines.ray import RayEngine
+from taas.engines.slurm import SlurmEngine
 from taas.errors import HeaderError
 from taas.wording import shown
 
-
-class _Elsewhere(NamedTuple):
-    # what was typed after its name, where, and what taas.toml says; raises HeaderError
-    read_address: Callable[[list[str], str, Catalog], str]
-    check_installed: Callable[[], None]  # raises EngineError with what to type
-    start: Callable[[str, Callable[[str], str], Path], Engine]  # of an address, as start_engine says
-
-
-_ELSEWHERE = {
-    "ray": _Elsewhere(ray.read_address, ray.check_installed, ray.RayEngine),
-    "slurm": _Elsewhere(slurm.read_address, slurm.check_installed, slurm.SlurmEngine),
-}
+_ELSEWHERE: dict[str, type[DrivenEngine]] = {"ray": RayEngine, "slurm": SlurmEngine}
 _said: list[EngineChoice] = []
 
 
 def read_choice(words: list[str], where: str, configured: Catalog) -> EngineChoice:
-    """Read an engine's name, and the address, or the options, of one that has its machines elsewhere.
-
-    Args:
-        words: what was typed.
-        where: where it stands, for messages.
-        configured: what ``taas.toml`` says of its VMs.
+    """Read an engine's name and what follows it, which stand ``where`` messages say; the rest is as configured.
 
     Raises:
         HeaderError: it is none of them.
@@ -61,11 +47,7 @@ def choose(words: list[str]) -> EngineChoice:
 
 
 def chosen(project: Path) -> EngineChoice:
-    """Return the engine of the next run.
-
-    Raises:
-        HeaderError: TAAS_ENGINE or ``taas.toml`` is wrong.
-    """
+    """Return the engine of the next run; a HeaderError: TAAS_ENGINE or ``taas.toml`` is wrong."""
     configured = load_catalog(project)
     if _said:
         return _said[0]
@@ -77,21 +59,11 @@ def chosen(project: Path) -> EngineChoice:
 
 
 def check_installed(choice: EngineChoice) -> None:
-    """Refuse an engine that this machine cannot reach.
-
-    Raises:
-        EngineError: with the command that installs what it lacks.
-    """
+    """Refuse an engine that this machine cannot reach, by an EngineError with the command that installs what it lacks."""
     if choice.kind in _ELSEWHERE:
         _ELSEWHERE[choice.kind].check_installed()
 
 
 def start_engine(choice: EngineChoice, listen: Callable[[str], str], scratch: Path) -> Engine:
-    """Start the engine of a choice that has its machines elsewhere.
-
-    Args:
-        choice: which.
-        listen: makes the supervisor listen on an address of this machine; returns the endpoint.
-        scratch: folder for its log.
-    """
-    return _ELSEWHERE[choice.kind].start(choice.address, listen, scratch)
+    """Start an engine that has its machines elsewhere; the rest is as :class:`DrivenEngine` says."""
+    return _ELSEWHERE[choice.kind](choice.address, listen, scratch)

@@ -15,20 +15,16 @@ from typing import Literal
 
 import msgspec
 
+from taas.config import Catalog
 from taas.engines import AgentConfig, Demand, Machine
-from taas.wire.child import Child
 from taas.wire.framing import Message
+from taas.wire.poll_loop import Child
 
 # ---------------------------------------------------------------- what the two say: one JSON line each
 
 
 class Acquire(Message, frozen=True):
-    """Get a VM for each configuration, each on a node of its own.
-
-    Attributes:
-        machines: their numbers.
-        lost: the numbers of those whose places they take, if they do.
-    """
+    """Get VMs of these numbers, each on a node of its own, in the places of those that are ``lost``, if there are any."""
 
     machines: tuple[int, ...]
     demand: Demand
@@ -43,19 +39,14 @@ class ReleaseVm(Message, frozen=True):
 
 
 class ClusterReport(Message, frozen=True):
-    """The driver is part of the cluster, or none, and ends.
-
-    Attributes:
-        host: this node's address there.
-        why_not: why the driver could not become part of it, or is no part of it any more, in words.
-    """
+    """The driver is part of the cluster, in which this machine is ``host``; or is no part of it, ``why_not`` says why, and ends."""
 
     host: str = ""
     why_not: str = ""
 
 
 class VmReport(Message, frozen=True):
-    """How a VM stands.
+    """How a VM stands; of a node that says so to its driver, ``machine`` is its number among those that came with it.
 
     Attributes:
         state: ``waiting``; ``there``: its agent starts; ``ending``: it will be taken away; ``gone``, or it cannot be had.
@@ -63,6 +54,7 @@ class VmReport(Message, frozen=True):
         host: its address.
         node: the name of its node; empty: its address.
         gpus: its GPUs, as CUDA_VISIBLE_DEVICES names them.
+        versions: as :func:`taas.engines.versions.versions` says, where nobody has compared them.
         error: the class of :mod:`taas.errors` for one that is gone.
     """
 
@@ -72,11 +64,31 @@ class VmReport(Message, frozen=True):
     host: str = ""
     node: str = ""
     gpus: tuple[str, ...] = ()
+    versions: dict[str, str] = msgspec.field(default_factory=dict)
     error: str = "RunLost"
 
 
 Asks = Acquire | ReleaseVm
 Reports = ClusterReport | VmReport
+
+
+# ---------------------------------------------------------------- the driver's side
+
+
+class Reporter:
+    """Tells the supervisor, by the standard output that only it has from now on: what libraries print is for the log."""
+
+    def __init__(self) -> None:
+        self._out = os.dup(1)
+        os.dup2(2, 1)
+        self._lock = threading.Lock()
+
+    def __call__(self, line: Reports) -> None:
+        """Say it; the supervisor may be gone."""
+        with self._lock, contextlib.suppress(OSError):
+            data = memoryview(msgspec.json.encode(line) + b"\n")
+            while data:
+                data = data[os.write(self._out, data) :]
 
 
 # ---------------------------------------------------------------- the supervisor's side
@@ -89,17 +101,14 @@ class DrivenMachine:
     """A VM that was asked of a cluster."""
 
     pid = 0
+    gpus: tuple[str, ...] | None = ()
+    host = place = ending = ""
+    error = "RunLost"
 
-    def __init__(
-        self, number: int, want: Callable[[int], None], give_back: Callable[[int], None], waiting: str
-    ) -> None:
-        self.number = number
-        self.host = self.place = self.ending = ""
-        self.gpus: tuple[str, ...] | None = ()
-        self.waiting = waiting
-        self.error = "RunLost"
-        self._how = ""
-        self._want, self._give_back = want, give_back
+    def __init__(self, number: int, engine: DrivenEngine, waiting: str) -> None:
+        self.number, self.waiting = number, waiting
+        self._engine = engine
+        self._how = "lost"
         self._gone, self._signal = os.pipe2(os.O_CLOEXEC)
 
     def fileno(self) -> int:
@@ -108,27 +117,29 @@ class DrivenMachine:
 
     def want(self) -> None:
         """Have the cluster asked for it, if it was not."""
-        self._want(self.number)
+        self._engine.want(self.number)
 
-    def come(self, host: str, gpus: tuple[str, ...], node: str = "") -> None:
-        """Take in where it is."""
-        self.host, self.gpus, self.waiting = host, gpus, "its agent"
-        self.place = f"node {node or host}"
-
-    def go(self, how: str, error: str) -> None:
-        """Take in that it is gone."""
-        if not self._how and self._signal >= 0:
-            self._how, self.error = how, error
+    def take(self, report: VmReport) -> None:
+        """Take in how it stands."""
+        if report.state == "waiting":
+            self.waiting = report.text
+        elif report.state == "ending":
+            self.ending = report.text
+        elif report.state == "there":
+            self.host, self.gpus, self.waiting = report.host, report.gpus, "its agent"
+            self.place = f"node {report.node or report.host}"
+        else:
+            self._how, self.error = report.text, report.error
             os.write(self._signal, b".")
 
     def how_it_ended(self) -> str:
         """Return what the cluster said."""
-        return self._how or "lost"
+        return self._how
 
     def end(self) -> None:
         """Give it back; its agent ends what it started."""
         if self._signal >= 0:
-            self._give_back(self.number)
+            self._engine.give_back(self.number)
             os.close(self._signal)
             os.close(self._gone)
             self._signal = -1
@@ -138,15 +149,9 @@ class DrivenEngine:
     """VMs of a cluster.
 
     Args:
-        address: where the cluster is, or what is asked of it: the driver's first argument.
+        address: where the cluster is, or what is asked of it: the first argument of the module ``driver``.
         listen: makes the supervisor listen on an address of this machine; returns the endpoint.
         scratch: folder for what the driver writes to its standard error.
-
-    Attributes:
-        driver: the driver's module.
-        kind: what it is a driver of, for messages.
-        cluster: what the cluster is called.
-        advice: what to look at when it cannot be reached.
     """
 
     remote = True
@@ -157,14 +162,23 @@ class DrivenEngine:
         self._address = address
         self._machines: dict[int, DrivenMachine] = {}
         self._count = 0
-        self._endpoint = self.here = ""
-        self._early: list[Acquire] = []
-        self._later: list[Acquire] = []
-        self._why = ""
+        self._endpoint = self.here = self._why = ""
+        self._asks: list[Acquire] = []  # that the cluster does not know yet
+        self._wanted: set[int] = set()
         self._reached = False
         self._driver: Child | None = None
         self._leaving: list[Child] = []
         self._start_driver(0.0)
+
+    @staticmethod
+    def read_address(words: list[str], where: str, configured: Catalog) -> str:
+        """Read what was typed, where, and what ``taas.toml`` says; a HeaderError says what is wrong."""
+        raise NotImplementedError
+
+    @staticmethod
+    def check_installed() -> None:
+        """Refuse, by an EngineError that says what to do, a machine that lacks what the engine needs."""
+        raise NotImplementedError
 
     def _start_driver(self, patience: float) -> None:
         arguments = ["-m", self.driver, self._address, str(patience)]
@@ -184,34 +198,40 @@ class DrivenEngine:
             self._start_driver(demand.wait if self._reached else 0.0)
         waiting = f"{self.cluster} to be back" if self._reached and not self._endpoint else self.cluster
         waiting = "the first elements of its loaders" if demand.later else waiting
-        machines = [
-            DrivenMachine(self._count + number, self._want, self._give_back, waiting)
-            for number in range(len(configs))
-        ]
+        numbers = range(self._count, self._count + len(configs))
+        machines = {number: DrivenMachine(number, self, waiting) for number in numbers}
         self._count += len(machines)
-        self._machines |= {machine.number: machine for machine in machines}
-        ask = Acquire(
-            tuple(machine.number for machine in machines),
-            demand,
-            tuple(configs),
-            tuple(machine.number for machine in lost if isinstance(machine, DrivenMachine)),
-        )
-        (self._later if demand.later else self._early).append(ask)
-        self._ask_early()
-        return machines
+        self._machines |= machines
+        places = tuple(machine.number for machine in lost if isinstance(machine, DrivenMachine))
+        self._asks.append(Acquire(tuple(machines), demand, tuple(configs), places))
+        self._ask()
+        return [*machines.values()]
 
-    def _want(self, number: int) -> None:
-        for ask in self._later:
-            if number in ask.machines:
-                self._later.remove(ask)
-                self._early.append(ask)
-                break
-        self._ask_early()
+    def want(self, number: int) -> None:
+        """Ask for a VM now, and for those that were asked for with it."""
+        self._wanted.add(number)
+        self._ask()
 
-    def _ask_early(self) -> None:
-        """Ask for what was wanted before the cluster was reached, if it is."""
-        while self._endpoint and self._early:
-            self._ask(self._early.pop(0))
+    def _ask(self) -> None:
+        """Ask for what is wanted by now, if the cluster is reached."""
+        for ask in [*self._asks]:
+            if self._endpoint and (not ask.demand.later or self._wanted.intersection(ask.machines)):
+                self._asks.remove(ask)
+                configs = [msgspec.structs.replace(config, endpoint=self._endpoint) for config in ask.configs]
+                self._tell(msgspec.structs.replace(ask, configs=tuple(configs)))
+
+    def _tell(self, ask: Asks) -> None:
+        if self._driver is not None:
+            self._driver.send(ask)
+
+    def give_back(self, number: int) -> None:
+        """Give a VM back, or ask for it no more, nor for those that were asked for with it."""
+        self._machines.pop(number, None)
+        unasked = [ask for ask in self._asks if number in ask.machines]
+        for ask in unasked:
+            self._asks.remove(ask)
+        if not unasked:
+            self._tell(ReleaseVm(number))
 
     def fileno(self) -> int:
         """Return the driver's standard output; -1 while there is no driver."""
@@ -224,66 +244,34 @@ class DrivenEngine:
         if reports is None:
             self._lose_driver()
         for report in reports or ():
-            self._take(report)
+            if isinstance(report, ClusterReport):
+                self._take(report)
+            elif report.machine in self._machines:  # else it was given back meanwhile
+                gone = report.state == "gone"
+                machine = self._machines.pop(report.machine) if gone else self._machines[report.machine]
+                machine.take(report)
 
-    def _take(self, report: ClusterReport | VmReport) -> None:
-        if isinstance(report, VmReport):
-            self._take_of_vm(report)
-        elif report.host:
+    def _take(self, report: ClusterReport) -> None:
+        if report.host:
             self._endpoint, self.here, self._reached = self._listen(report.host), report.host, True
-            self._ask_early()
+            self._ask()
         elif self._endpoint:
             self._why = f"lost: {report.why_not}"
         else:
             self._why = f"{self.cluster} cannot be reached: {report.why_not}. {self.advice}"
 
-    def _take_of_vm(self, report: VmReport) -> None:
-        machine = self._machines.get(report.machine)
-        if machine is None:
-            return  # given back meanwhile
-        if report.state == "waiting":
-            machine.waiting = report.text
-        elif report.state == "ending":
-            machine.ending = report.text
-        elif report.state == "there":
-            machine.come(report.host, report.gpus, report.node)
-        else:
-            del self._machines[report.machine]
-            machine.go(report.text, report.error)
-
-    def _ask(self, ask: Acquire | ReleaseVm) -> None:
-        if isinstance(ask, Acquire):
-            configs = (msgspec.structs.replace(config, endpoint=self._endpoint) for config in ask.configs)
-            ask = msgspec.structs.replace(ask, configs=tuple(configs))
-        if self._driver is not None:
-            self._driver.send(ask)
-
-    def _give_back(self, number: int) -> None:
-        self._machines.pop(number, None)
-        for waiting in (self._early, self._later):
-            for ask in waiting:
-                if number in ask.machines:  # nobody asked the cluster yet
-                    waiting.remove(ask)
-                    return
-        self._ask(ReleaseVm(number))
-
     def _lose_driver(self) -> None:
         """The driver has ended: it could not connect, or its node, or the cluster's head, is gone."""
         self._end_driver()
-        if self._endpoint:
-            why, error = f"lost: this notebook's {self.kind} driver ended ({self._last_words()})", "RunLost"
-        else:
-            why, error = (
-                f"this notebook's {self.kind} driver ended while it connected: {self._last_words()}",
-                "EngineError",
-            )
+        said, error = self._last_words(), "RunLost" if self._endpoint else "EngineError"
+        ended = f"this notebook's {self.kind} driver ended"
+        why = f"lost: {ended} ({said})" if self._endpoint else f"{ended} while it connected: {said}"
         why = self._why or why
         self._endpoint = self._why = ""
-        self._early.clear()
-        self._later.clear()
-        machines, self._machines = list(self._machines.values()), {}
-        for machine in machines:
-            machine.go(why, error)
+        self._asks.clear()
+        machines, self._machines = self._machines, {}
+        for number, machine in machines.items():
+            machine.take(VmReport(number, "gone", why, error=error))
 
     def _last_words(self) -> str:
         with contextlib.suppress(OSError):

@@ -21,8 +21,7 @@ import psutil
 from taas.engines import AgentConfig, Demand, Machine
 from taas.errors import EngineError, NotEnoughDevices
 from taas.header.options import RunSpec
-from taas.wire.child import Child
-from taas.wire.poll_loop import as_found
+from taas.wire.poll_loop import Child, as_found
 from taas.wording import counted
 
 _END_SECONDS = 5.0
@@ -73,13 +72,10 @@ class LocalMachine:
         code = self._agent.process.wait()
         if code < 0:
             return f"killed by {signal.Signals(-code).name}"
-        error = self._last_line() if code else ""
-        return f"ended with status {code}" + (f" ({error})" if error else "")
-
-    def _last_line(self) -> str:
         size = os.fstat(self._log).st_size
         end = os.pread(self._log, _LINE_BYTES, max(0, size - _LINE_BYTES)).decode(errors="replace")
-        return end.rstrip().rpartition("\n")[2]
+        error = end.rstrip().rpartition("\n")[2] if code else ""
+        return f"ended with status {code}" + (f" ({error})" if error else "")
 
     def end(self) -> None:
         """Close the agent's standard input; its time runs from now on."""
@@ -112,7 +108,6 @@ class LocalEngine:
         self, demand: Demand, configs: Sequence[AgentConfig], lost: Sequence[Machine] = ()
     ) -> Sequence[LocalMachine]:
         """Start agents."""
-        del demand  # this machine is whatever it is
         started = [LocalMachine(config) for config in configs]
         self._machines += started
         return started
@@ -178,11 +173,7 @@ def visible_gpus() -> tuple[str, ...]:
 
 
 def check_devices(spec: RunSpec, present: int) -> None:
-    """Refuse a run that needs more GPUs than there are, before anything starts; none at all means a rehearsal.
-
-    Raises:
-        NotEnoughDevices: saying how many there are.
-    """
+    """Refuse, by NotEnoughDevices, a run that needs more GPUs than there are; none at all means a rehearsal."""
     needed = spec.vms * spec.gpus_per_vm
     if present and needed > present and not spec.rehearse:
         raise NotEnoughDevices(
@@ -192,11 +183,7 @@ def check_devices(spec: RunSpec, present: int) -> None:
 
 
 def check_memory(ranks: int) -> None:
-    """Refuse more ranks than this machine has memory for, before they hold anything.
-
-    Raises:
-        EngineError: saying what they need, and what there is.
-    """
+    """Refuse, by an EngineError, more ranks than this machine has memory for before they hold anything."""
     needed, free = ranks * _RANK_BYTES, psutil.virtual_memory().available
     if needed > free:
         raise EngineError(
@@ -209,25 +196,17 @@ def device_in_words(spec: RunSpec, present: int) -> str:
     """Say what the ranks of a run work on."""
     if not spec.gpus_per_rank:
         return "CPU"
-    if not present or spec.rehearse:
-        return f"rehearsed on CPU ({'as --rehearse asks' if present else _why_none()})"
-    return counted(spec.vms * spec.gpus_per_vm, "GPU")
-
-
-def _why_none() -> str:
-    unseen = None if present_gpus() else unseen_gpu()  # those that are present are hidden, as the user asked
-    return "no GPU here" if unseen is None else f"{unseen[0]} is here, but no GPU to use: see %taas doctor"
+    if present and not spec.rehearse:
+        return counted(spec.vms * spec.gpus_per_vm, "GPU")
+    why = "as --rehearse asks" if present else "no GPU here"
+    # those that are present are hidden, as the user asked
+    if not present_gpus() and (unseen := unseen_gpu()):
+        why = f"{unseen[0]} is here, but no GPU to use: see %taas doctor"
+    return f"rehearsed on CPU ({why})"
 
 
 def unseen_gpu(root: Path = Path("/")) -> tuple[str, str] | None:
-    """Look for a GPU that no run can use, on a machine without /dev/nvidia0.
-
-    Args:
-        root: where ``dev`` and ``sys`` are.
-
-    Returns:
-        The sign that was found first, and what helps; None where there is none.
-    """
+    """Return a sign of a GPU that no run can use, on a machine without /dev/nvidia0, and what helps; None where there is none."""
     for pattern, advice in _FILES:
         if found := sorted(root.glob(pattern)):
             return f"/{found[0].relative_to(root)}", advice

@@ -1,53 +1,26 @@
-"""The engine whose VMs are nodes of a Ray cluster, as the supervisor has it; Ray itself is in a child (ray_driver)."""
+"""The engine whose VMs are nodes of a Ray cluster, as kernel and supervisor have it; Ray itself is in a child (ray_driver).
+
+And what is asked of the cluster, and in words what it lacks: Ray is not needed for that.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from taas.config import Catalog
+from taas.engines import Demand
 from taas.engines.driven import DrivenEngine
 from taas.errors import EngineError, HeaderError
-from taas.wording import shown
+from taas.wording import counted, shown
 
 _ADDRESS = re.compile(r"(?:\[[0-9a-fA-F:]+\]|[\w.-]+):\d{1,5}", re.ASCII)
-
-
-def read_address(words: list[str], where: str, configured: Catalog) -> str:
-    """Read where the cluster is, as it was typed; ``auto``, or nothing: this machine is a node of it.
-
-    Raises:
-        HeaderError: it is no such address.
-    """
-    del configured
-    address = " ".join(words)
-    if address.startswith("ray://"):
-        raise HeaderError(
-            f"{where} ray {shown(address)}: Ray Client addresses are not used, since other nodes have to reach this "
-            "machine; make it a node (ray start --address=HEAD:6379 --num-cpus=0), and type ray HEAD:6379"
-        )
-    address = "" if address == "auto" else address
-    if address and not _ADDRESS.fullmatch(address):
-        near = words[0] if ":" in words[0] else f"{words[0]}:6379"
-        raise HeaderError(
-            f"{where} ray {shown(address)}: allowed is HOST:PORT of the cluster's head; type ray {shown(near)}"
-        )
-    return address
-
-
-def check_installed() -> None:
-    """Refuse this engine where there is no Ray.
-
-    Raises:
-        EngineError: with the command that installs it.
-    """
-    if importlib.util.find_spec("ray") is None:
-        raise EngineError(
-            "the Ray engine needs Ray, which is not installed here. Run `pip install 'jupyter-taas[ray]'`, with the "
-            "version of Ray that the cluster has, or type %taas engine local."
-        )
+_HOW_TO_BRING = (
+    "an autoscaler has to make it, or `ray start --address=… --resources='{\"%s\": 1}'` on a machine"
+)
+_UNCOUNTED = ("memory", "object_store_memory", "node:", "bundle_group", "accelerator_type:")
 
 
 class RayEngine(DrivenEngine):
@@ -62,3 +35,79 @@ class RayEngine(DrivenEngine):
     def __init__(self, address: str, listen: Callable[[str], str], scratch: Path) -> None:
         self.cluster = f"the Ray cluster at {address or 'auto'}"
         super().__init__(address or "auto", listen, scratch)
+
+    @staticmethod
+    def read_address(words: list[str], where: str, configured: Catalog) -> str:
+        """Read where the cluster is; ``auto``, or nothing: this machine is a node of it."""
+        del configured
+        address = " ".join(words)
+        if address.startswith("ray://"):
+            raise HeaderError(
+                f"{where} ray {shown(address)}: Ray Client addresses are not used, since other nodes have to reach this "
+                "machine; make it a node (ray start --address=HEAD:6379 --num-cpus=0), and type ray HEAD:6379"
+            )
+        address = "" if address == "auto" else address
+        if address and not _ADDRESS.fullmatch(address):
+            near = words[0] if ":" in words[0] else f"{words[0]}:6379"
+            raise HeaderError(
+                f"{where} ray {shown(address)}: allowed is HOST:PORT of the cluster's head; type ray {shown(near)}"
+            )
+        return address
+
+    @staticmethod
+    def check_installed() -> None:
+        """Refuse this engine where there is no Ray."""
+        if importlib.util.find_spec("ray") is None:
+            raise EngineError(
+                "the Ray engine needs Ray, which is not installed here. Run `pip install 'jupyter-taas[ray]'`, with the "
+                "version of Ray that the cluster has, or type %taas engine local."
+            )
+
+
+def bundle(demand: Demand, nodes: list[dict[str, float]]) -> dict[str, float]:
+    """Return what a VM asks of a node, where the living ones have such resources: its type's own one, and its GPUs.
+
+    No GPUs are asked for where the run is rehearsed: as its header says, or because none of the nodes that it
+    could get has one. No node at all like that: one has to come, and it will be as the catalog says.
+    """
+    fitting = [node for node in nodes if demand.instance is None or demand.instance in node]
+    bare = bool(fitting) and not any(node.get("GPU") for node in fitting)
+    gpus = 0 if demand.rehearse or bare else demand.gpus
+    wanted = {"GPU": float(gpus)} if gpus else {}
+    if demand.instance is not None:
+        wanted[demand.instance] = 1.0
+    return wanted or {"CPU": 1.0}
+
+
+def _in_words(resources: Mapping[str, float]) -> str:
+    """Return resources as Ray writes them, such as ``GPU 8, g2.8 1``."""
+    return ", ".join(f"{name} {amount:g}" for name, amount in sorted(resources.items())) or "nothing"
+
+
+def count_fitting(wanted: Mapping[str, float], nodes: list[dict[str, float]]) -> int:
+    """Return how many nodes have what is asked of each, free or not."""
+    return sum(all(node.get(name, 0) >= amount for name, amount in wanted.items()) for node in nodes)
+
+
+def what_is_missing(
+    wanted: dict[str, float],
+    count: int,
+    nodes: list[dict[str, float]],
+    free: Mapping[str, float],
+    does: str = "",
+) -> str:
+    """Say what is asked of each of so many nodes, what the living ones have, and what has to happen.
+
+    ``free`` is that of the whole cluster; ``does`` is what an autoscaler does about it, if there is one.
+    """
+    asked = f"{counted(count, 'node')} with {_in_words(wanted)}"
+    counted_names = {name for node in nodes for name in node if not name.startswith(_UNCOUNTED)}
+    total = {name: sum(node.get(name, 0.0) for node in nodes) for name in counted_names}
+    has = f"the cluster has {counted(len(nodes), 'node')} with {_in_words(total)} in all"
+    fitting = count_fitting(wanted, nodes)
+    if fitting >= count:
+        scarce = min(wanted, key=lambda name: free.get(name, 0.0) / wanted[name])
+        why = does or "other runs or jobs have the rest"
+        return f"{asked}; {has}, of {scarce} {free.get(scarce, 0.0):g} free: {why}"
+    name = next((name for name in wanted if name not in ("GPU", "CPU")), "taas")
+    return f"{asked}; {has}, {fitting} like that: {does or _HOW_TO_BRING % name}"

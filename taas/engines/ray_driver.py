@@ -2,46 +2,78 @@
 
 Ray ends a driver whose node or head is lost, and blocks one whose cluster does not answer. Neither may happen to
 the supervisor, so it has a child for it. The child ends with its standard input, or with the cluster's head; Ray
-then takes back all it held: nothing here is detached. Beside the actor on the nodes (ray_vm), and ray_autoscaler, it
-is the only module that imports ray.
+then takes back all it held: nothing here is detached. Beside the actor on the nodes (ray_vm) it is the only module that
+imports ray.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections import Counter
 from typing import Any
 
 import msgspec
 import ray
+import ray._raylet
+from ray.core.generated import autoscaler_pb2
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from taas.engines import AgentConfig, Demand, ray_vm, versions
-from taas.engines.driven import Acquire, Asks, ClusterReport, ReleaseVm, Reports, VmReport
-from taas.engines.ray_autoscaler import plans_for
-from taas.engines.ray_cluster import SILENCE_SECONDS, bundle, count_fitting, reach, watch, what_is_missing
-from taas.wire import short_folder
+from taas.engines.driven import Acquire, Asks, ClusterReport, Reporter, VmReport
+from taas.engines.ray import bundle, count_fitting, what_is_missing
+from taas.errors import EngineError
+from taas.wire import curve
 from taas.wording import first_line
 
 _LOOK_SECONDS = 1.0
 _PARTING_SECONDS = 8.0
 _UNNOTICED_SECONDS = 60.0
 """So long may Ray take to notice that a node is lost; until then it places actors there."""
+_ATTEMPT_SECONDS, _PAUSE_SECONDS = 3.0, 0.5
+_ASK_EVERY_SECONDS, _ANSWER_SECONDS = 1.5, 3.0
+_SILENCE_SECONDS = 9.0
+"""How long a head may be silent before it is given up."""
 _RAYS_PATIENCE = "RAY_gcs_rpc_server_reconnect_timeout_s"
 """Ray's own variable: who sets it has a head that may be away for so long, and keeps what it knew."""
+_NEVER = "no available node types of Ray's autoscaler, within its limits, can fulfill the placement group"
+_raylet: Any = ray._raylet
+_messages: Any = autoscaler_pb2
 
 
 def _nodes() -> list[dict[str, float]]:
     return [node["Resources"] for node in ray.nodes() if node["Alive"]]
 
 
-# ---------------------------------------------------------------- one VM
+def _autoscaler_plans(group: str) -> tuple[bool, str]:
+    """Ask whether Ray's autoscaler will never make nodes for a placement group, and what it does, in words.
+
+    That is autoscaler v2, KubeRay's and the one that ``RAY_enable_autoscaler_v2=1`` chooses; of v1 nothing is known. The
+    report is Ray's own (``src/ray/protobuf/autoscaler.proto``), and no public function of Ray has all of it.
+    """
+    reply = _messages.GetClusterStatusReply()
+    client = _raylet.GcsClient(address=ray.get_runtime_context().gcs_address)
+    with contextlib.suppress(RayError):  # whether the head is there, another thread watches
+        reply.ParseFromString(client.get_cluster_status(timeout_s=_ANSWER_SECONDS))
+    state = reply.autoscaling_state
+    coming = Counter(one.ray_node_type_name for one in state.pending_instances)
+    for asked in state.pending_instance_requests:
+        coming[asked.ray_node_type_name] += asked.count
+    does = [f"Ray's autoscaler starts {count} {kind}" for kind, count in sorted(coming.items())]
+    does += [
+        f"it did not get {one.ray_node_type_name}: {one.reason}" for one in state.failed_instance_requests
+    ]
+    never = any(group in one.details for one in state.infeasible_gang_resource_requests)
+    return never, "; ".join(does)
+
+
+# ---------------------------------------------------------------- VMs
 
 
 class _Vm:
@@ -79,14 +111,10 @@ def _wait_until_gone(vms: list[_Vm]) -> None:
         vm.gone.wait(max(0.0, deadline - time.monotonic()))
 
 
-class _CannotBeHadError(Exception):
-    """The cluster does not give a VM; the text says why."""
-
-
 class Group:
     """VMs that were asked for together: a placement group, and an actor in each of its bundles."""
 
-    def __init__(self, demand: Demand, report: Callable[[Reports], None]) -> None:
+    def __init__(self, demand: Demand, report: Reporter) -> None:
         self._demand, self._report = demand, report
         self._bundles: dict[int, int] = {}
         self._placement: PlacementGroup | None = None
@@ -120,40 +148,46 @@ class Group:
         """Get VMs, as soon as those that are leaving are gone, and serve until all of them are; a thread's."""
         _wait_until_gone(leaving)
         try:
-            new = self._placement is None
-            why_not = self._wait(self._placement or self._place(_nodes(), len(vms)), vms, new=new)
+            if self._placement is None:
+                self._place(_nodes(), len(vms))
+                self._wait(vms, new=True)
+            else:
+                self._wait(vms)
         except Exception as error:
-            why_not = f"{type(error).__name__}: {error}"
-        if why_not is not None:
+            why_not = str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
             for vm in vms:
                 self._gone(vm, why_not, "EngineError")
             return
         for vm in vms:
             threading.Thread(target=self._serve, args=(vm,), daemon=True).start()
 
-    def _place(self, nodes: list[dict[str, float]], count: int) -> PlacementGroup:
+    def _place(self, nodes: list[dict[str, float]], count: int) -> None:
         self._wanted = bundle(self._demand, nodes)
         self._placement = placement_group([self._wanted] * count, strategy="STRICT_SPREAD")
-        return self._placement
 
-    def _wait(self, placement: PlacementGroup, vms: list[_Vm], *, new: bool = False) -> str | None:
-        """Wait until all bundles of the placement group have nodes; returns why they will not."""
+    def _wait(self, vms: list[_Vm], *, new: bool = False) -> None:
+        """Wait until all bundles of the placement group have nodes.
+
+        Raises:
+            EngineError: the cluster does not give them.
+        """
         deadline = time.monotonic() + self._demand.wait
         said = ""
-        while not placement.wait(_LOOK_SECONDS):
+        assert self._placement is not None
+        while not self._placement.wait(_LOOK_SECONDS):
             if all(vm.released for vm in vms):
-                return "given back"
+                raise EngineError("given back")
             nodes = _nodes()
             if new and bundle(self._demand, nodes) != self._wanted:  # nodes came, with GPUs or without
-                remove_placement_group(placement)
-                placement = self._place(nodes, len(vms))
+                remove_placement_group(self._placement)
+                self._place(nodes, len(vms))
             size = len(set(self._bundles.values()))
-            plans = plans_for(ray.get_runtime_context().gcs_address, placement.id.hex())
-            missing = what_is_missing(self._wanted, size, nodes, ray.available_resources(), plans.does)
-            if plans.never and not count_fitting(self._wanted, nodes):  # else one may be free some time
-                return f"{plans.never}: {missing}"
+            never, does = _autoscaler_plans(self._placement.id.hex())
+            missing = what_is_missing(self._wanted, size, nodes, ray.available_resources(), does)
+            if never and not count_fitting(self._wanted, nodes):  # else one may be free some time
+                raise EngineError(f"{_NEVER}: {missing}")
             if time.monotonic() > deadline:
-                return (
+                raise EngineError(
                     f"the Ray cluster did not give what the run asks for within {self._demand.wait:g} s "
                     f"([engine] wait in taas.toml): {missing}"
                 )
@@ -161,7 +195,6 @@ class Group:
                 said = missing
                 for vm in vms:
                     self._report(VmReport(vm.number, "waiting", missing))
-        return None
 
     def _start_actor(self, vm: _Vm) -> Any:
         assert self._placement is not None
@@ -185,7 +218,7 @@ class Group:
         """Start a VM's actor, and return what it sees there; again, where its node is lost and Ray finds out only now.
 
         Raises:
-            _CannotBeHadError: the cluster does not give it.
+            EngineError: the cluster does not give it.
             RayActorError: it was lost.
         """
         until = time.monotonic() + _UNNOTICED_SECONDS
@@ -194,21 +227,16 @@ class Group:
             look = vm.actor.look.remote()
             try:
                 while not ray.wait([look], timeout=_LOOK_SECONDS)[0]:
-                    self._wait_for_node(vm)
+                    self._wait([vm])
                 seen: dict[str, Any] = ray.get(look)
             except RayActorError:
                 if vm.released or time.monotonic() > until:
                     raise
                 vm.kill()
                 time.sleep(_LOOK_SECONDS)
-                self._wait_for_node(vm)
+                self._wait([vm])
             else:
                 return seen
-
-    def _wait_for_node(self, vm: _Vm) -> None:
-        assert self._placement is not None
-        if why_not := self._wait(self._placement, [vm]):
-            raise _CannotBeHadError(why_not)
 
     def _serve(self, vm: _Vm) -> None:
         how, error = "lost", "RunLost"
@@ -223,7 +251,7 @@ class Group:
                 self._report(VmReport(vm.number, "there", host=host, gpus=tuple(seen["gpus"])))
                 log = ray.get(vm.actor.serve.remote(msgspec.json.encode(vm.config)))
                 how = f"ended by itself; its log says: {log}" if log else "ended"
-        except _CannotBeHadError as why_not:
+        except EngineError as why_not:
             how, error = str(why_not), "EngineError"
         except ActorUnavailableError:
             how = "lost: Ray's connection to its node broke"
@@ -249,26 +277,14 @@ class Group:
 
 
 class Driver:
-    """Serves one supervisor.
+    """Serves one supervisor, which wants nothing any more once it is ``over``."""
 
-    Attributes:
-        over: set when the supervisor wants nothing any more.
-    """
-
-    def __init__(self, out: int) -> None:
-        self._out = out
-        self._lock = threading.Lock()
+    def __init__(self, report: Reporter) -> None:
+        self.report = report
         self._vms: dict[int, _Vm] = {}
         self._leaving: list[_Vm] = []
         self._groups: list[Group] = []
         self.over = threading.Event()
-
-    def report(self, line: Reports) -> None:
-        """Tell the supervisor something; it may be gone."""
-        with self._lock, contextlib.suppress(OSError):
-            data = memoryview(msgspec.json.encode(line) + b"\n")
-            while data:
-                data = data[os.write(self._out, data) :]
 
     def serve(self) -> None:
         """Do what standard input says, until its end; then give all VMs back."""
@@ -277,7 +293,7 @@ class Driver:
             ask = read.decode(line)
             if isinstance(ask, Acquire):
                 self._acquire(ask)
-            elif isinstance(ask, ReleaseVm) and ask.machine in self._vms:
+            elif ask.machine in self._vms:
                 self._release(ask.machine)
         self.over.set()
         for number in list(self._vms):
@@ -303,58 +319,59 @@ class Driver:
 
 
 def _connect(address: str, patience: float) -> str:
-    """Become a driver of the cluster; returns this node's address in it.
-
-    Args:
-        address: where it is, or ``auto``.
-        patience: seconds for which it is tried again.
-    """
+    """Become a driver of the cluster, for so many seconds if need be; returns this node's address in it."""
     deadline = time.monotonic() + patience
+    host, _, port = address.rpartition(":")  # of ``auto`` none
     while True:
         try:
-            reach(address, deadline - time.monotonic())
+            if host:  # Ray's own attempt takes a minute, or ends the process
+                socket.create_connection((host.strip("[]"), int(port)), _ATTEMPT_SECONDS).close()
             ray.init(address=address, namespace="taas", log_to_driver=False)
             return str(ray.util.get_node_ip_address())
         except Exception:
             if time.monotonic() > deadline:
                 raise
             ray.shutdown()
+            time.sleep(_PAUSE_SECONDS)
 
 
-def _watch_head(address: str, driver: Driver) -> None:
+def _watch_head(driver: Driver) -> None:
     """End this process when the head is lost; a thread's. Ray itself waits for a minute."""
     worker: Any = ray._private.worker.global_worker
-    head = worker.gcs_client
-    this_node = ray.NodeID.from_hex(ray.get_runtime_context().get_node_id())
-
-    def ask(seconds: float) -> bool | None:
+    head, context = worker.gcs_client, ray.get_runtime_context()
+    this_node = ray.NodeID.from_hex(context.get_node_id())
+    silence = float(os.environ.get(_RAYS_PATIENCE) or _SILENCE_SECONDS)
+    heard, why = time.monotonic(), ""
+    while not why:
+        if driver.over.wait(_ASK_EVERY_SECONDS):
+            return
+        left = max(heard + silence - time.monotonic(), 0.1)
         try:
-            return bool(head.check_alive([this_node], timeout=seconds)[0])
+            belongs = head.check_alive([this_node], timeout=min(_ANSWER_SECONDS, left))[0]
         except RayError as error:
-            return False if "WrongClusterID" in str(error) else None
-
-    silence = float(os.environ.get(_RAYS_PATIENCE) or SILENCE_SECONDS)
-    why = watch(ask, silence, driver.over)
-    if why:
-        driver.report(ClusterReport(why_not=f"the head of the Ray cluster at {address} {why}"))
-        os._exit(1)
+            belongs = "WrongClusterID" not in str(error)
+            if belongs and time.monotonic() > heard + silence:
+                why = f"has not answered for {silence:g} s"
+        else:
+            heard = time.monotonic()
+        if not belongs:
+            why = "was started anew, or counts this machine as lost"
+    driver.report(ClusterReport(why_not=f"the head of the Ray cluster at {context.gcs_address} {why}"))
+    os._exit(1)
 
 
 def main() -> None:
     """Become a driver of the cluster, and serve."""
-    out = os.dup(1)
-    os.dup2(2, 1)  # Ray prints
-    address, patience = sys.argv[1], float(sys.argv[2])
-    driver = Driver(out)
+    report = Reporter()
     try:
-        for module in (ray_vm, versions, short_folder):
+        for module in (ray_vm, versions, curve):
             ray.cloudpickle.register_pickle_by_value(module)
-        driver.report(ClusterReport(_connect(address, patience)))
+        report(ClusterReport(_connect(sys.argv[1], float(sys.argv[2]))))
     except Exception as error:
-        driver.report(ClusterReport(why_not=first_line(error)))
+        report(ClusterReport(why_not=first_line(error)))
         return
-    where = ray.get_runtime_context().gcs_address
-    threading.Thread(target=_watch_head, args=(where, driver), daemon=True).start()
+    driver = Driver(report)
+    threading.Thread(target=_watch_head, args=(driver,), daemon=True).start()
     driver.serve()
     ray.shutdown()
     os._exit(0)  # threads that wait for lost nodes must not hold it

@@ -1,7 +1,7 @@
 """A VM of a Ray cluster: the actor that holds its resources and keeps its agent.
 
 The class travels to the node by value (``ray_driver`` sees to that), so that a node without taas can say so.
-Beside Ray it needs the standard library, and `versions` and `short_folder`, which travel with it.
+Beside Ray it needs the standard library, and `versions` and `make_short_folder`, which travel with it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from taas.engines.versions import versions
-from taas.wire.short_folder import make_short_folder
+from taas.wire.curve import make_short_folder
 
 _TAIL_BYTES = 2000
 _START = (
@@ -29,10 +29,9 @@ _RAYS_OWN = ("RAY_", "OMP_NUM_THREADS", "PYTHONBREAKPOINT")
 
 
 def given_gpus() -> list[str]:
-    """Return the GPUs that Ray gave this process, as CUDA_VISIBLE_DEVICES names them.
+    """Return the GPUs that Ray gave this process, as CUDA_VISIBLE_DEVICES names them, which does not tell.
 
-    That variable does not tell: of an actor without GPUs it is the node's own, and who starts Ray may have it left alone
-    (``RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES``).
+    Of an actor without GPUs it is the node's own, and it may be left alone (``RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES``).
     """
     import ray
 
@@ -59,11 +58,7 @@ class VmActor:
         return {"host": get_node_ip_address(), "versions": versions(), "gpus": there(given_gpus())}
 
     def serve(self, line: bytes) -> str:
-        """Run the agent until it ends; returns the end of what it wrote to its log.
-
-        Args:
-            line: its configuration, without its scratch and its environment.
-        """
+        """Run an agent, whose configuration lacks scratch and environment, to its end; returns that of its log."""
         scratch = make_short_folder()
         environ = {name: value for name, value in os.environ.items() if not name.startswith(_RAYS_OWN)}
         environ["CUDA_VISIBLE_DEVICES"] = ",".join(there(given_gpus()))

@@ -7,12 +7,14 @@ Slurm is imported, and nothing of it is configured.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shlex
 import shutil
+import socket
+import subprocess
 import sys
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from taas.config import BUILT_IN_TYPES, SLURM_OPTIONS, Catalog
@@ -24,26 +26,45 @@ from taas.wording import shown
 
 COMMANDS = ("sbatch", "squeue", "sinfo", "scancel", "scontrol")
 _TABLE = {option.name: option for option in SLURM_OPTIONS}
-_OF_JOB = ("partition", "account", "time")
+_COMMAND_SECONDS = 10.0
+WAITS = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD")
+_GOES_ON = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING", "STAGE_OUT")
+_FORMAT = "%i|%T|%r|%l|%L|%k"
 
 
-def read_address(words: list[str], where: str, configured: Catalog) -> str:
-    """Read what is asked of Slurm: as it was typed, else as ``taas.toml`` says; a line for :func:`settings_of`.
+class SlurmEngine(DrivenEngine):
+    """VMs that are nodes of Slurm jobs."""
 
-    Raises:
-        HeaderError: there is no such option.
-    """
-    known = ", ".join(f"--{name}" for name in _TABLE)
-    line = read_line(
-        words, _TABLE, lambda word: f"{where} slurm {shown(word)}: it has {known}; type one of them"
-    )
-    said = {name: line.options.get(name, configured[option.setting]) for name, option in _TABLE.items()}
-    types = [f"--{kind.name}={kind.slurm}" for kind in configured.instances.values() if kind.slurm]
-    return shlex.join([*(f"--{name}={value}" for name, value in said.items() if value), *types])
+    driver, kind, cluster = "taas.engines.slurm_driver", "Slurm", "Slurm"
+    advice = "`scontrol ping` and `taas engine slurm --check` say more."
+
+    @staticmethod
+    def read_address(words: list[str], where: str, configured: Catalog) -> str:
+        """Read what is asked of Slurm: as it was typed, else as ``taas.toml`` says; a line for :func:`settings_of`."""
+        known = ", ".join(f"--{name}" for name in _TABLE)
+        line = read_line(
+            words, _TABLE, lambda word: f"{where} slurm {shown(word)}: it has {known}; type one of them"
+        )
+        said = {name: line.options.get(name, configured[option.setting]) for name, option in _TABLE.items()}
+        types = [f"--{kind.name}={kind.slurm}" for kind in configured.instances.values() if kind.slurm]
+        return shlex.join([*(f"--{name}={value}" for name, value in said.items() if value), *types])
+
+    @staticmethod
+    def check_installed() -> None:
+        """Refuse this engine where Slurm's commands are missing."""
+        missing = [command for command in COMMANDS if shutil.which(command) is None]
+        if missing:
+            raise EngineError(
+                f"the Slurm engine needs {', '.join(missing)}, which cannot be found in PATH. Start Jupyter on a login node of "
+                "the cluster (perhaps after `module load slurm`), or type %taas engine local."
+            )
+
+
+# ---------------------------------------------------------------- what is asked
 
 
 class Settings(NamedTuple):
-    """What is asked of Slurm: by options of :data:`taas.config.SLURM_OPTIONS`, and by instance type."""
+    """What is asked of Slurm: by option, and by instance type."""
 
     said: Mapping[str, str]
     types: Mapping[str, list[str]]
@@ -63,7 +84,7 @@ class Settings(NamedTuple):
         A VM with GPUs is a whole node, unless its type says otherwise. Without GPUs, or rehearsed, it comes from the
         partition of CPU nodes, where there is one, with the processors of its type.
         """
-        said = {name: self.get(name) for name in _OF_JOB}
+        said = {name: self.get(name) for name in ("partition", "account", "time")}
         of_type = self.types.get(demand.instance or "", [])
         kind = BUILT_IN_TYPES.get(demand.instance or "")
         if demand.gpus and not demand.rehearse:
@@ -77,21 +98,17 @@ class Settings(NamedTuple):
 
 
 def settings_of(address: str) -> Settings:
-    """Read what :func:`read_address` wrote."""
+    """Read what ``SlurmEngine.read_address`` wrote."""
     pairs = [word[2:].partition("=")[::2] for word in shlex.split(address)]
     types = {name: shlex.split(value) for name, value in pairs if name not in _TABLE}
     return Settings({name: value for name, value in pairs if name in _TABLE}, types)
 
 
 def script(python: str, words: Mapping[str, str]) -> str:
-    """Return a job's script.
+    """Return a job's script, in which ``slurm_vm`` reads some words.
 
+    Keys are among them: they reach the nodes as a job's script does, which its owner and Slurm's administrators can read.
     What a node says that has no agent to speak for it becomes the job's comment: no disk need be shared for that.
-
-    Args:
-        python: the interpreter on the nodes.
-        words: what ``slurm_vm`` reads, keys among it: they reach the nodes as a job's script does, which its owner and
-            Slurm's administrators can read.
     """
     return f"""#!/bin/sh
 said=$(srun --no-kill --kill-on-bad-exit=0 --wait=0 --mpi=none --cpu-bind=none --input=all \\
@@ -103,25 +120,104 @@ END
 """
 
 
-def check_installed() -> None:
-    """Refuse this engine where Slurm's commands are missing.
+# ---------------------------------------------------------------- Slurm's commands
 
-    Raises:
-        EngineError: with what to do.
-    """
-    missing = [command for command in COMMANDS if shutil.which(command) is None]
-    if missing:
-        raise EngineError(
-            f"the Slurm engine needs {', '.join(missing)}, which cannot be found in PATH. Start Jupyter on a login node of "
-            "the cluster (perhaps after `module load slurm`), or type %taas engine local."
+
+def slurm(*command: str, given: str = "", seconds: float = _COMMAND_SECONDS) -> str:
+    """Run one of Slurm's commands; returns what it printed, or raises an EngineError with what it said."""
+    try:
+        done = subprocess.run(
+            command, input=given, capture_output=True, text=True, timeout=seconds, check=False
         )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise EngineError(str(error)) from None
+    if done.returncode:
+        said = " ".join(done.stderr.split()) or f"{command[0]} ended with status {done.returncode}"
+        raise EngineError(shown(said, 300))
+    return done.stdout
 
 
-class SlurmEngine(DrivenEngine):
-    """VMs that are nodes of Slurm jobs."""
+def elapsed(seconds: float) -> str:
+    """Return a length of time: ``40 s``, ``4 min``, ``2 h 5 min``."""
+    minutes = int(seconds // 60)
+    if not minutes:
+        return f"{seconds:.0f} s"
+    return f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min"
 
-    driver, kind, cluster = "taas.engines.slurm_driver", "Slurm", "Slurm"
-    advice = "`scontrol ping` and `taas engine slurm --check` say more."
 
-    def __init__(self, address: str, listen: Callable[[str], str], scratch: Path) -> None:
-        super().__init__(address, listen, scratch)
+class Standing(NamedTuple):
+    """How a job stands, as ``squeue`` says."""
+
+    state: str
+    reason: str
+    limit: str
+    left: str
+    comment: str
+
+    @property
+    def over(self) -> bool:
+        """Whether none of its nodes is left, or will come."""
+        return self.state not in (*WAITS, *_GOES_ON)
+
+    def why_over(self, job: str) -> str:
+        """Say why it is over, or why Slurm ends it; empty where that is not known."""
+        if self.state == "TIMEOUT" or self.reason == "TimeLimit":
+            return f"Slurm ended its job {job} at the time limit ({self.limit}): --time asks for more"
+        words = {
+            "CANCELLED": "cancelled (scancel)",
+            "PREEMPTED": "preempted",
+            "NODE_FAIL": "ended: a node failed",
+        }
+        if self.state in words:
+            return f"its Slurm job {job} was {words[self.state]}"
+        said = f"; its nodes said: {self.comment}" if self.comment else ""
+        return f"its Slurm job {job} is over ({self.state}){said}" if self.over else ""
+
+
+GONE = Standing("not in the queue any more", "", "", "", "")
+
+
+def seconds_of(text: str) -> float:
+    """Return a length of time as Slurm writes it (``1-02:03:04``, ``0:58``); infinite where it is none."""
+    days, _, clock = text.rpartition("-")
+    parts = [*(days or "0").split(), *clock.split(":")]
+    if not all(part.isdecimal() for part in parts):
+        return float("inf")
+    total = 0
+    for part in parts[1:]:
+        total = 60 * total + int(part)
+    return float(total + 86400 * int(parts[0]))
+
+
+def look(jobs: Iterable[str]) -> dict[str, Standing] | None:
+    """Return how jobs stand, by their numbers; those that Slurm has forgotten are not there. None: it does not answer."""
+    try:
+        said = slurm(
+            "squeue", "--noheader", "--states=all", f"--jobs={','.join(jobs)}", f"--format={_FORMAT}"
+        )
+    except EngineError as error:
+        return {} if "Invalid job id" in str(error) else None
+    rows = [line.replace("(null)", "").split("|", 5) for line in said.splitlines()]
+    return {job: Standing._make(standing) for job, *standing in rows}
+
+
+def address_towards(host: str) -> str:
+    """Return the address that this machine has on its way to another one; raises OSError where there is none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
+        way.connect((host, 9))  # nothing is sent
+        return str(way.getsockname()[0])
+
+
+def own_address(settings: Settings) -> str:
+    """Return the address under which nodes reach this machine; an EngineError: Slurm does not answer, or no node is known here."""
+    if host := settings.get("host"):
+        try:
+            return socket.gethostbyname(host)
+        except OSError as error:
+            raise EngineError(f"--host {shown(host)}: {error}") from None
+    for node in dict.fromkeys(slurm("sinfo", "--noheader", "--Node", "--format=%o").split()):
+        with contextlib.suppress(OSError):
+            return address_towards(node)
+    raise EngineError(
+        "sinfo shows no node whose address this machine knows; set host in [engine.slurm] of taas.toml"
+    )

@@ -1,8 +1,8 @@
 """``python -m taas.engines.slurm_driver SETTINGS PATIENCE``: the supervisor's Slurm driver, a process of its own.
 
 It submits jobs, follows them in the queue, and is who their nodes (slurm_vm) speak with: over a CURVE socket of its own, with
-a key pair for each job. Slurm's commands may take their time, and nobody else waits for them. It ends with its standard
-input, and gives all jobs back; nodes that miss it end their agents and themselves, and with the last one a job ends.
+a key pair for each job. It ends with its standard input, and gives all jobs back; nodes that miss it end their agents and
+themselves, and with the last one a job ends.
 """
 
 from __future__ import annotations
@@ -12,21 +12,30 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable
 
 import msgspec
 import zmq
 
 from taas.engines import AgentConfig
-from taas.engines.driven import Acquire, Asks, ClusterReport, ReleaseVm, Reports, VmReport
-from taas.engines.slurm import Settings, script, settings_of
-from taas.engines.slurm_queue import GONE, WAITS, Standing, elapsed, look, own_address, seconds_of, slurm
-from taas.engines.slurm_vm import AgentGone, NodeThere, StartAgent
+from taas.engines.driven import Acquire, Asks, ClusterReport, ReleaseVm, Reporter, VmReport
+from taas.engines.slurm import (
+    GONE,
+    WAITS,
+    Settings,
+    Standing,
+    elapsed,
+    look,
+    own_address,
+    script,
+    seconds_of,
+    settings_of,
+    slurm,
+)
 from taas.engines.versions import differing_versions, versions
 from taas.errors import EngineError
 from taas.wire.curve import Gate, make_router, set_heartbeat
-from taas.wire.framing import Alive, Leave, Message, MessageReader, pack
+from taas.wire.framing import Alive, Leave, MessageReader, pack
 from taas.wire.poll_loop import PollLoop
 from taas.wording import counted
 
@@ -49,8 +58,7 @@ class _JobNode:
 
     def __init__(self, number: int, config: AgentConfig) -> None:
         self.number, self.config = number, config
-        self.route = b""
-        self.node = ""
+        self.route, self.node = b"", ""
         self.released = self.gone = False
         self.lost, self.lost_at = "", 0.0
 
@@ -62,11 +70,10 @@ class _Job:
         self.vms = [
             _JobNode(number, config) for number, config in zip(ask.machines, ask.configs, strict=True)
         ]
-        self.demand = ask.demand
+        self.demand, self.asked = ask.demand, time.monotonic()
         self.id = self.said = ""
-        self.notice_at, self.noticed = float("inf"), False
-        self.asked = time.monotonic()
-        self.end_by = float("inf")
+        self.notice_at = self.end_by = float("inf")
+        self.noticed = False
 
     @property
     def left(self) -> list[_JobNode]:
@@ -78,16 +85,10 @@ class _Job:
 
 
 class SlurmDriver:
-    """Serves one supervisor.
+    """Serves one supervisor on a machine that nodes reach as ``host``."""
 
-    Args:
-        out: where it reports.
-        settings: what is asked of Slurm.
-        host: the address under which nodes reach this machine.
-    """
-
-    def __init__(self, out: int, settings: Settings, host: str) -> None:
-        self._out, self._settings = out, settings
+    def __init__(self, report: Reporter, settings: Settings, host: str) -> None:
+        self._report, self._settings = report, settings
         self._jobs: dict[str, _Job] = {}
         self._context = zmq.Context()
         self._gate = Gate(self._context, lambda key: key.decode() in self._jobs)
@@ -96,7 +97,7 @@ class SlurmDriver:
         set_heartbeat(self._socket)
         port = self._socket.bind_to_random_port(f"tcp://{host}")
         self._words = {"endpoint": f"tcp://{host}:{port}", "server_key": public.decode()}
-        self._read = MessageReader(NodeThere | AgentGone)
+        self._read = MessageReader(VmReport)
         self._ask = msgspec.json.Decoder(Asks)
         self._unread = b""
         self._over_by = float("inf")
@@ -105,13 +106,6 @@ class SlurmDriver:
         self._loop.on(self._gate.socket, self._gate.answer)
         self._loop.on(self._socket, self._hear)
         self._loop.on(sys.stdin.fileno(), self._hear_supervisor)
-
-    def report(self, line: Reports) -> None:
-        """Tell the supervisor something; it may be gone."""
-        with contextlib.suppress(OSError):
-            data = memoryview(msgspec.json.encode(line) + b"\n")
-            while data:
-                data = data[os.write(self._out, data) :]
 
     def serve(self) -> None:
         """Do what standard input says, until its end; then give all jobs back."""
@@ -194,17 +188,16 @@ class SlurmDriver:
         while self._socket.poll(0):
             route, frame = self._socket.recv_multipart(copy=False)
             job = self._jobs.get(str(frame.get("User-Id")))
-            message: Any = self._read(frame.buffer)
-            if job is None:
+            report: VmReport = self._read(frame.buffer)
+            if job is None or not 0 <= report.machine < len(job.vms):
                 continue  # it was struck meanwhile
-            if isinstance(message, NodeThere) and 0 <= message.task < len(job.vms):
-                self._come(job, job.vms[message.task], route.bytes, message)
-            elif isinstance(message, AgentGone):
-                for vm in job.vms:
-                    if vm.route == route.bytes:
-                        self._lose(job, vm, message.how)
+            vm = job.vms[report.machine]
+            if report.state == "there":
+                self._come(job, vm, route.bytes, report)
+            elif vm.route == route.bytes:
+                self._lose(job, vm, report.text)
 
-    def _come(self, job: _Job, vm: _JobNode, route: bytes, there: NodeThere) -> None:
+    def _come(self, job: _Job, vm: _JobNode, route: bytes, there: VmReport) -> None:
         vm.route, vm.node = route, there.node
         if differing := differing_versions(there.versions, versions()):
             self._tell(vm, Leave())
@@ -214,10 +207,11 @@ class SlurmDriver:
             self._tell(vm, Leave())
         else:
             gpus = () if job.demand.rehearse else there.gpus[: job.demand.gpus]
-            self.report(VmReport(vm.number, "there", host=there.host, node=there.node, gpus=gpus))
-            self._tell(vm, StartAgent(config=vm.config, gpus=gpus))
+            self._report(VmReport(vm.number, "there", host=there.host, node=there.node, gpus=gpus))
+            visible = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
+            self._tell(vm, msgspec.structs.replace(vm.config, environ=visible))
 
-    def _tell(self, vm: _JobNode, message: Message) -> bool:
+    def _tell(self, vm: _JobNode, message: msgspec.Struct) -> bool:
         try:
             self._socket.send_multipart([vm.route, pack(message)])
         except zmq.ZMQError as error:
@@ -304,45 +298,43 @@ class SlurmDriver:
         elif f"{said}, {elapsed(waits)}" != job.said:
             job.said = f"{said}, {elapsed(waits)}"
             for vm in coming:
-                self.report(VmReport(vm.number, "waiting", job.said))
+                self._report(VmReport(vm.number, "waiting", job.said))
 
     def _give_notice(self, job: _Job, now: Standing) -> None:
         """Tell of the time limit while there is time for a cell to save what it has."""
         if now.state != "RUNNING" or job.noticed:
             return
         left, notice = seconds_of(now.left), min(_NOTICE_SECONDS, seconds_of(now.limit) / 2)
-        job.notice_at, job.noticed = time.monotonic() + left - notice, left <= notice
+        job.noticed = left <= notice
+        job.notice_at = float("inf") if job.noticed else time.monotonic() + left - notice
         if job.noticed:
-            job.notice_at = float("inf")
             text = f"Slurm: its job {job.id} reaches the time limit ({now.limit}) in {left:.0f} s; --time asks for more"
             for vm in job.left:
-                self.report(VmReport(vm.number, "ending", text))
+                self._report(VmReport(vm.number, "ending", text))
 
     def _gone(self, vm: _JobNode, how: str, error: str) -> None:
         vm.gone = True
-        self.report(VmReport(vm.number, "gone", how, error=error))
+        self._report(VmReport(vm.number, "gone", how, error=error))
 
 
-def main(arguments: Sequence[str]) -> None:
+def main() -> None:
     """Reach Slurm, and serve."""
-    out = os.dup(1)
-    os.dup2(2, 1)
-    settings, until = settings_of(arguments[0]), time.monotonic() + float(arguments[1])
-    report = ClusterReport()
-    while not report.host and not (report.why_not and time.monotonic() > until):
+    report = Reporter()
+    settings, until = settings_of(sys.argv[1]), time.monotonic() + float(sys.argv[2])
+    while True:
         try:
-            report = ClusterReport(own_address(settings))
+            host = own_address(settings)
+            break
         except EngineError as error:
-            report = ClusterReport(why_not=str(error))
+            if time.monotonic() > until:
+                report(ClusterReport(why_not=str(error)))
+                return
             time.sleep(min(_LOOK_SECONDS, max(0.0, until - time.monotonic())))
-    if not report.host:
-        os.write(out, msgspec.json.encode(report) + b"\n")
-        return
-    driver = SlurmDriver(out, settings, report.host)
-    driver.report(report)
+    driver = SlurmDriver(report, settings, host)
+    report(ClusterReport(host))
     driver.serve()
     os._exit(0)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -1,8 +1,4 @@
-"""The one parser of what is typed after ``#pragma taas``, ``%%taas`` and ``%taas VERB``.
-
-A line is words, and options of a table; a row of the table says by a converter what its option takes. A converter that
-refuses raises `Wrong`, with what is allowed and what to type instead.
-"""
+"""The one parser of what is typed after ``#pragma taas``, ``%%taas`` and ``%taas VERB``: words, and options of a table."""
 
 from __future__ import annotations
 
@@ -26,12 +22,9 @@ class Option:
     """One row of a table of options.
 
     Attributes:
-        name: without its dashes.
-        metavar: how its value is written in help; empty for an option that takes none.
-        convert: text to value, or `Wrong`; None for an option that takes no value.
-        help: one line.
+        metavar: how its value is written in help; empty for an option that takes none, as ``convert`` is None then.
+        convert: text to value, or `Wrong`.
         setting: section and key of ``taas.toml`` that say what holds without it.
-        repeats: may be given several times.
         delivers: concerns registered loaders only, so that it needs ``--cpus``.
     """
 
@@ -56,17 +49,10 @@ class Option:
 
 @dataclass(frozen=True)
 class Line:
-    """What was typed: words, and options by name.
-
-    An option without a value is True, one that repeats a tuple; what was not given is not there.
-    """
+    """What was typed: words, and options by name: one without a value is True, one that repeats a tuple."""
 
     words: tuple[str, ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
-
-
-Unknown = Callable[[str], str]
-"""Says why a word is none of the table's."""
 
 
 def split_words(text: str) -> list[str]:
@@ -86,14 +72,10 @@ def split_words(text: str) -> list[str]:
     return words
 
 
-def read_line(words: list[str], table: Mapping[str, Option], unknown: Unknown, most_words: int = 0) -> Line:
-    """Read a line by a table of options.
-
-    Args:
-        words: the line's, from :func:`split_words`.
-        table: the options there are, by name.
-        unknown: what to say of a word that does not belong there.
-        most_words: how many words may stand among the options.
+def read_line(
+    words: list[str], table: Mapping[str, Option], unknown: Callable[[str], str], most_words: int = 0
+) -> Line:
+    """Read a line by a table of options, among which so many words may stand; ``unknown`` says why another one may not.
 
     Raises:
         HeaderError: one line: what is wrong, what is allowed, what to type instead.
@@ -209,11 +191,7 @@ class RankRanges:
     ranges: tuple[tuple[int, int], ...]
 
     def within(self, world_size: int, option: str) -> tuple[int, ...]:
-        """Return the ranks, in order.
-
-        Raises:
-            HeaderError: the run has fewer.
-        """
+        """Return the ranks, in order; a HeaderError: the run has fewer."""
         highest = max(last for _, last in self.ranges)
         if highest >= world_size:
             raise HeaderError(

@@ -22,15 +22,7 @@ _VERB = re.compile(r"\s*%taas\s(.*)")
 
 
 def offers(line: str, cell: str) -> tuple[str, list[str]] | None:
-    """Return what may stand where a line of a cell ends.
-
-    Args:
-        line: the line up to the cursor.
-        cell: the whole cell.
-
-    Returns:
-        The text that is completed, and what it may become; None for a line that is not taas'.
-    """
+    """Return the text that is completed at the end of a line of a cell, and what it may become; None: the line is not taas'."""
     if kind := _TYPE.fullmatch(line):
         found = _beginning(kind[1], load_catalog().instances)
         return (kind[1], found) if found else None  # a line for a system's shell
@@ -39,8 +31,7 @@ def offers(line: str, cell: str) -> tuple[str, list[str]] | None:
         return word, _beginning(word, complete(verb[1].lstrip()))
     if header := _OPTIONS.fullmatch(line):
         table = {"on": ON, **OPTIONS} if header[1] else OPTIONS
-        word, allowed = _option_or_value(header[2], table, cell)
-        return word, _beginning(word, allowed)
+        return _option_or_value(header[2], table, cell)
     return None
 
 
@@ -58,12 +49,13 @@ def _option_or_value(text: str, table: dict[str, Option], cell: str) -> tuple[st
     before = text.removesuffix(word).split()
     name, equals, value = word.removeprefix("--").partition("=")
     if equals and name in table:
-        return value, _values(table[name], text, cell)
+        return value, _beginning(value, _values(table[name], text, cell))
     asking = table.get(before[-1].removeprefix("--")) if before and before[-1].startswith("--") else None
     if asking is not None and asking.convert is not None:
-        return word, _values(asking, text, cell)
+        return word, _beginning(word, _values(asking, text, cell))
     given = {option.partition("=")[0] for option in before}
-    return word, [f"--{o.name}" for o in table.values() if o.repeats or f"--{o.name}" not in given]
+    options = (f"--{o.name}" for o in table.values() if o.repeats or f"--{o.name}" not in given)
+    return word, _beginning(word, options)
 
 
 def _values(option: Option, text: str, cell: str) -> list[str]:

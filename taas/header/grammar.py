@@ -31,13 +31,9 @@ from taas.wording import counted, misspelt, nearest, shown
 
 @dataclass(frozen=True, kw_only=True)
 class HeaderText:
-    """A header as found in a cell, not yet judged.
+    """A header as found in a cell, not yet judged: what stands after ``#!`` and ``#pragma taas``, or why it cannot be one.
 
-    Attributes:
-        instance: what stands after ``#!``; None without such a line.
-        options: what stands after ``#pragma taas``; None without such a line.
-        problem: why this cannot be a header; None where it can.
-        magic: it is a ``%%taas`` line, which IPython has expanded already and where ``--on`` is allowed.
+    Of a ``magic`` line ``%%taas`` IPython has expanded the names already, and ``--on`` is allowed there.
     """
 
     instance: str | None = None
@@ -210,14 +206,7 @@ def parse_header(
     visible_gpus: int,
     registered: Sequence[str],
 ) -> RunSpec:
-    """Judge a header.
-
-    Args:
-        header: from `find_header` or `parse_magic_line`.
-        expand: what replaces ``{name}`` and ``$name``: IPython's ``shell.var_expand``.
-        catalog: instance types and defaults.
-        visible_gpus: GPUs of this machine, for ``--gpus auto``.
-        registered: names of the registered loaders.
+    """Judge a header, in which ``expand`` replaces ``{name}`` and ``$name``; ``registered`` are names of loaders.
 
     Raises:
         HeaderError: one line: what is wrong, what is allowed, what to type instead.

@@ -52,16 +52,10 @@ class RunSpec:
 
     Attributes:
         instance: instance type of the rank VMs; None for this machine, or what the engine has.
-        vms: rank VMs.
-        ranks_per_vm: ranks on each of them.
         gpus_per_rank: 1; all GPUs of the VM where one process runs on it (``#!TYPE`` without ``--gpus``); 0
             on a CPU type.
         data_vms: 0 without ``--cpus``.
-        units: for each loader, or by loader name; None for no limit.
         name: None to have one made.
-        backend: None for the one the cell asks for.
-        returned: None for all that are new or changed.
-        shared: those of ``taas.toml`` first.
         prebuffer: None for two per rank.
     """
 
@@ -150,14 +144,7 @@ def options_table() -> str:
 
 
 def read_options(text: str, *, magic: bool) -> dict[str, Any]:
-    """Read the options of a header or magic line.
-
-    Args:
-        text: what stands after ``#pragma taas`` or ``%%taas``, expanded.
-        magic: it is a ``%%taas`` line, where ``--on TYPE`` is allowed.
-
-    Returns:
-        Option name to value; options that were not given are not in it.
+    """Read the options of a header or magic line, expanded; those that were not given are not in the result.
 
     Raises:
         HeaderError: one line: what is wrong, what is allowed, what to type instead.
@@ -167,11 +154,7 @@ def read_options(text: str, *, magic: bool) -> dict[str, Any]:
 
 
 def spec_values(given: Mapping[str, Any], settings: Mapping[str, Any], world_size: int) -> dict[str, Any]:
-    """Return the fields that the header sets, or else ``taas.toml``.
-
-    Raises:
-        HeaderError: a rank is named that the run does not have.
-    """
+    """Return the fields that the header sets, or else ``taas.toml``; a HeaderError: a rank is named that the run does not have."""
     values: dict[str, Any] = {}
     for name, option in _FIELDS.items():
         said = [

@@ -1,7 +1,8 @@
-"""What this machine has, what it lacks, and what to do about it; found by trying."""
+"""What this machine, or a Slurm cluster, has, what it lacks, and what to do about it; found by trying."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -11,19 +12,21 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import NamedTuple
 
 import psutil
 from jupyter_core.paths import jupyter_runtime_dir
 
 from taas.engines.local import present_gpus, unseen_gpu, visible_gpus
+from taas.engines.slurm import COMMANDS, Settings, own_address, slurm
+from taas.engines.versions import differing_versions, versions
+from taas.errors import EngineError
 from taas.notebook.tables import Shown, plain, table
 from taas.storage import walls
 from taas.wording import counted, size_in_words
 
-_SECONDS = 120
+_TORCH_SECONDS, _SLURM_SECONDS = 120, 60
 _GIB = 1 << 30
 _TORCH = """
 import json, torch, torch.distributed as dist
@@ -34,20 +37,22 @@ print(json.dumps({
     "gpus": [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())] if cuda else [],
 }))
 """
+_ON_A_NODE = """
+import json, os, socket, sys
+from taas.engines.versions import versions
+try:
+    socket.create_connection((sys.argv[1], int(sys.argv[2])), 5).close()
+    why = ""
+except OSError as error:
+    why = str(error)
+print(json.dumps([os.environ["SLURMD_NODENAME"], versions(), why]))
+"""
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One line of the report.
+class Finding(NamedTuple):
+    """One line of the report: the verdict is ``ok``; ``note``: it works, with a limit; ``bad``: first something is to be done."""
 
-    Attributes:
-        verdict: ``ok``; ``note``: it works, with a limit; ``bad``: runs fail until something is done.
-        what: what was looked at.
-        fact: what was found.
-        advice: what to do; empty where there is nothing.
-    """
-
-    verdict: Literal["ok", "note", "bad"]
+    verdict: str
     what: str
     fact: str
     advice: str = ""
@@ -57,6 +62,16 @@ def examine() -> list[Finding]:
     """Look at everything a run needs on this machine. Takes some seconds: torch is asked in a process of its own."""
     looks = (_packages, _torch, _memory, _write_rule, _host_name, _runtime_folder)
     return [finding for look in looks for finding in look()]
+
+
+def report(findings: Sequence[Finding]) -> Shown:
+    """Show findings, a line each, with what to do below those that ask for it."""
+    marks = {"ok": "✓", "note": "!", "bad": "✗"}
+    rows = [(marks[finding.verdict], finding.what, finding.fact) for finding in findings]
+    bad = sum(finding.verdict == "bad" for finding in findings)
+    verdict = f"{counted(bad, 'thing')} to do before runs work" if bad else "runs work here"
+    remarks = [finding.advice and f"-> {finding.advice}" for finding in findings]
+    return table(("", "looked at", "found"), rows, remarks) + plain(verdict)
 
 
 def _limited(what: str, fact: str, limited: bool, advice: str) -> Finding:
@@ -69,21 +84,18 @@ def _packages() -> Iterable[Finding]:
     )
     found = []
     for name in ("jupyter-taas", "ipython", "ipykernel", "pyzmq", "msgspec", "cloudpickle", "psutil", "ray"):
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # Ray is for many machines alone
             found.append(f"{name} {importlib.metadata.version(name)}")
-        except importlib.metadata.PackageNotFoundError:
-            if name != "ray":  # only needed for many machines
-                yield Finding("bad", name, "not installed", "pip install jupyter-taas")
     yield Finding("ok", "packages", ", ".join(found))
 
 
 def _torch() -> Iterable[Finding]:
+    command = [sys.executable, "-c", _TORCH]
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", _TORCH], capture_output=True, text=True, timeout=_SECONDS, check=False
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TORCH_SECONDS, check=False)
     except subprocess.TimeoutExpired:
-        yield Finding("bad", "torch", f"its import took more than {_SECONDS} s", "look at the disk it is on")
+        fact = f"its import took more than {_TORCH_SECONDS} s"
+        yield Finding("bad", "torch", fact, "look at the disk it is on")
         return
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["it ended without a word"])[-1]
@@ -101,12 +113,8 @@ def _torch() -> Iterable[Finding]:
         names = ", ".join(f"{said['gpus'].count(name)} × {name}" for name in dict.fromkeys(said["gpus"]))
         yield Finding("ok", "GPUs", names)
     elif (unseen := unseen_gpu()) is not None and not present_gpus():
-        yield Finding(
-            "note",
-            "GPUs",
-            f"{unseen[0]} is here, but no GPU to use: cells are rehearsed on CPU ranks",
-            unseen[1],
-        )
+        fact = f"{unseen[0]} is here, but no GPU to use: cells are rehearsed on CPU ranks"
+        yield Finding("note", "GPUs", fact, unseen[1])
     else:
         fact = "none here: cells are rehearsed on CPU ranks"
         yield Finding("note", "GPUs", fact, "nothing, or run where there are GPUs")
@@ -135,15 +143,9 @@ def _free(free: int, total: int) -> str:
 
 
 def _write_rule() -> Iterable[Finding]:
-    first, *rest = walls.verdicts()
-    fact = first.removeprefix("write rule: ")
-    details = "; ".join(line.strip() for line in rest)
-    fact = f"{fact}; {details}" if details else fact
-    if fact.startswith("none"):
-        yield Finding("bad", "write rule", fact, "use Linux 5.13 or newer, or allow user namespaces")
-    else:
-        advice = "as root, or with user namespaces allowed, ranks get a mount"
-        yield _limited("write rule", fact, not fact.startswith("mount"), advice)
+    fact = "; ".join(line.strip() for line in walls.verdicts()).removeprefix("write rule: ")
+    advice = "as root, or with user namespaces, ranks get a mount; Linux 5.13 or newer may have Landlock"
+    yield _limited("write rule", fact, not fact.startswith("mount"), advice)
 
 
 def _host_name() -> Iterable[Finding]:
@@ -166,11 +168,58 @@ def _runtime_folder() -> Iterable[Finding]:
     yield _limited("run folders", fact, free < _GIB, "output of runs is kept there: make room")
 
 
-def report(findings: Sequence[Finding]) -> Shown:
-    """Show findings, a line each, with what to do below those that ask for it."""
-    marks = {"ok": "✓", "note": "!", "bad": "✗"}
-    rows = [(marks[finding.verdict], finding.what, finding.fact) for finding in findings]
-    bad = sum(finding.verdict == "bad" for finding in findings)
-    verdict = f"{counted(bad, 'thing')} to do before runs work" if bad else "runs work here"
-    remarks = [finding.advice and f"-> {finding.advice}" for finding in findings]
-    return table(("", "looked at", "found"), rows, remarks) + plain(verdict)
+# ---------------------------------------------------------------- taas engine slurm --check
+
+
+def examine_slurm(settings: Settings) -> Iterable[Finding]:
+    """Look at commands, partitions, and what is on a node, by a job that waits a minute at most."""
+    missing = [command for command in (*COMMANDS, "srun") if shutil.which(command) is None]
+    if missing:
+        advice = "run this on a login node, perhaps after `module load slurm`"
+        yield Finding("bad", "commands", f"{', '.join(missing)} cannot be found in PATH", advice)
+        return
+    try:
+        yield Finding("ok", "Slurm", slurm("sbatch", "--version").strip())
+        yield from _partitions(settings)
+        yield from _node(settings, own_address(settings))
+    except EngineError as error:
+        yield Finding("bad", "Slurm", str(error), "`scontrol ping` tells whether its controller is there")
+
+
+def _partitions(settings: Settings) -> Iterable[Finding]:
+    rows = [line.split() for line in slurm("sinfo", "--noheader", "--format=%R %D %G %l %a").splitlines()]
+    for name, nodes, gres, limit, state in rows:
+        fact = f"{nodes} nodes, GRES {gres}, time limit {limit}, {state}"
+        yield Finding("ok" if state == "up" else "note", f"partition {name}", fact)
+    for option in ("partition", "cpu-partition"):
+        wanted = settings.get(option)
+        if wanted and wanted not in {name for name, *_ in rows}:
+            yield Finding("bad", f"--{option}", f"there is no partition {wanted}", "choose one of the above")
+
+
+def _node(settings: Settings, host: str) -> Iterable[Finding]:
+    asked = [f"--{name}={value}" for name in ("partition", "account") if (value := settings.get(name))]
+    with contextlib.closing(socket.create_server((host, 0))) as server:
+        look = (settings.python, "-P", "-c", _ON_A_NODE, host, str(server.getsockname()[1]))
+        command = (
+            "srun",
+            "--quiet",
+            "--nodes=1",
+            "--ntasks=1",
+            "--time=1",
+            f"--immediate={_SLURM_SECONDS // 2}",
+        )
+        try:
+            name, there, why = json.loads(slurm(*command, *asked, *look, seconds=_SLURM_SECONDS))
+        except EngineError as error:
+            advice = "give --python, and install taas there; or try again when a node is free"
+            yield Finding("bad", "a node", str(error), advice)
+            return
+    yield Finding("ok", "a node", f"{name}, Python {there['python']}, torch {there['torch'] or 'missing'}")
+    if differing := differing_versions(there, versions()):
+        yield Finding("bad", "versions", differing, "most simply both use one environment: --python")
+    if why:
+        advice = "a firewall between them? Or give --host another address of this machine"
+        yield Finding("bad", "way back", f"{name} does not reach this machine at {host}: {why}", advice)
+    else:
+        yield Finding("ok", "way back", f"{name} reaches this machine at {host}")

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import ast
 import io
+import operator
 import os
 import pickle
-import random
 import re
 import subprocess
 import sys
@@ -21,7 +21,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from taas.capture.cells import is_of_ipython, magic_of, python_of
+from taas.capture.cells import is_of_ipython, python_of
+from taas.capture.names import magic_of
 from taas.errors import EngineError
 from taas.runs.records import PAYLOAD, RunRecord, read_record
 from taas.wording import counted, shown
@@ -31,7 +32,7 @@ _PLAIN = (bool, int, float, str, type(None))
 _NO_LITERALS = (float("inf"), float("-inf"))
 _LONGEST = 200
 """Characters of a plain value that stands in the program."""
-_COMPOUND = (ast.If, ast.Try, ast.With, ast.For, ast.While)
+_COMPOUND = (ast.If, ast.Try, ast.ExceptHandler, ast.With, ast.For, ast.While)
 _FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 _DEFINITION = (*_FUNCTION, ast.ClassDef)
 _IMPORT = (ast.Import, ast.ImportFrom)
@@ -45,9 +46,6 @@ Written by `taas export {run}`; taas is not needed. Start it in the project's fo
 """
 
 '''
-_PATH = """
-sys.path.insert(0, os.getcwd())  # the project's modules
-"""
 _BEGIN = """
 _rank, _world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 if torch.cuda.is_available():
@@ -62,14 +60,12 @@ class _Share:
         self.elements, self.left = elements, units if units is None else units // _world_size
 
     def __iter__(self):
-        row = []
-        for element in self.elements:
-            row.append(element)
+        for row in zip(*[iter(self.elements)] * _world_size):
             if self.left == 0:
                 return
-            if len(row) == _world_size:
-                yield row[_rank]
-                row, self.left = [], self.left if self.left is None else self.left - 1
+            if self.left is not None:
+                self.left -= 1
+            yield row[_rank]
 
     def __len__(self):
         return len(self.elements) // _world_size
@@ -88,18 +84,15 @@ with open(Path(__file__).with_name("{data}"), "rb") as _file:  # what the notebo
     _names, _generators = pickle.load(_file)
 """
 _GENERATORS = {
-    "random": "random.setstate({})",
-    "numpy": "numpy.random.set_state({})",
-    "torch": "torch.set_rng_state({})",
+    "random": ("getstate", "setstate"),
+    "numpy": ("random.get_state", "random.set_state"),
+    "torch": ("get_rng_state", "set_rng_state"),
 }
+"""Of each library, what returns and what sets the state of its generator."""
 
 
 def export(record: RunRecord, to: Path) -> list[str]:
-    """Write a run's program into a folder; returns lines for the user.
-
-    Raises:
-        EngineError: it cannot be written.
-    """
+    """Write a run's program into a folder; returns lines for the user."""
     if not (record.folder / PAYLOAD).exists():
         raise EngineError(
             f"the names that {record.name} was given are not there any more: they are kept up to 64 MB (of background "
@@ -127,8 +120,8 @@ def main(folder: str, to: str) -> None:
     sys.modules["__main__"] = home
     fd = os.open(Path(folder, PAYLOAD), os.O_RDONLY)
     unpack(fd, vars(home), Path(record.project), DeliveredLoader)
-    payload = Payload(fd)
-    names = {name: vars(home)[name] for name in payload.header.names if name in vars(home)}
+    payload, there = Payload(fd), vars(home)
+    names = {name: there[name] for name in payload.header.names if name in there}
     names = {name: value for name, value in names.items() if not is_of_ipython(name, value)}
     typed = payload.contents["history"].get("typed", [])
     written = _Program(record, names, _bindings(typed), os.path.relpath(to, record.project))
@@ -143,11 +136,8 @@ def main(folder: str, to: str) -> None:
     Path(to).mkdir(parents=True, exist_ok=True)
     Path(to, DATA).write_bytes(written.data())
     Path(to, PROGRAM).write_text(text)
-    out = [
-        f"{Path(to, PROGRAM)} is written, with {counted(len(written.pickled), 'name')} in {DATA}",
-        *written.notes,
-    ]
-    sys.stdout.write("\n".join(out) + "\n")
+    said = f"{Path(to, PROGRAM)} is written, with {counted(len(written.pickled), 'name')} in {DATA}"
+    sys.stdout.write("\n".join([said, *written.notes]) + "\n")
 
 
 # ---------------------------------------------------------------- what cells bind
@@ -166,18 +156,16 @@ def _bindings(cells: Iterable[str]) -> dict[str, _Bound]:
     for number, cell in enumerate(cells):
         try:
             text = python_of(cell)
-            statements = [*_statements(ast.parse(text).body)]
+            statements = [*_statements(ast.parse(text))]
         except SyntaxError:
             continue  # it never ran
         lines = text.splitlines(keepends=True)
         for node in statements:
             for name, own in _binds(node):
                 if isinstance(own, _IMPORT):
-                    source = ast.unparse(own)
-                    if name in found and isinstance(
-                        found[name].node, ast.Import
-                    ):  # import a.b, after import a
-                        source = "\n".join(dict.fromkeys([*found[name].source.splitlines(), source]))
+                    before, source = found.get(name), ast.unparse(own)
+                    if before and isinstance(before.node, ast.Import):  # import a.b, after import a
+                        source = "\n".join(dict.fromkeys([*before.source.splitlines(), source]))
                 else:
                     first = min((d.lineno for d in getattr(node, "decorator_list", ())), default=node.lineno)
                     source = textwrap.dedent("".join(lines[first - 1 : node.end_lineno]))
@@ -185,14 +173,12 @@ def _bindings(cells: Iterable[str]) -> dict[str, _Bound]:
     return found
 
 
-def _statements(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
+def _statements(block: ast.AST) -> Iterator[ast.stmt]:
     """Yield the statements of a cell that functions and classes have not to themselves."""
-    for node in body:
+    for node in ast.iter_child_nodes(block):
         if isinstance(node, _COMPOUND):
-            handlers = [statement for handler in getattr(node, "handlers", ()) for statement in handler.body]
-            parts = (getattr(node, name, []) for name in ("body", "orelse", "finalbody"))
-            yield from _statements([*handlers, *(statement for part in parts for statement in part)])
-        else:
+            yield from _statements(node)
+        elif isinstance(node, ast.stmt):
             yield node
 
 
@@ -206,9 +192,8 @@ def _binds(node: ast.stmt) -> Iterator[tuple[str, ast.stmt]]:
         for alias in node.names:
             yield alias.asname or alias.name, ast.ImportFrom(node.module, [alias], node.level)
     else:
-        for part in ast.walk(node):
-            if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store):
-                yield part.id, node
+        parts = (part for part in ast.walk(node) if isinstance(part, ast.Name))
+        yield from ((part.id, node) for part in parts if isinstance(part.ctx, ast.Store))
 
 
 def _read_by(node: ast.AST, *, now: bool) -> set[str]:
@@ -247,21 +232,19 @@ def _pickled(value: Any) -> bytes:
 
 def _generators() -> dict[str, Any]:
     """Return the states of the random generators, by library."""
-    states: dict[str, Any] = {"random": random.getstate()}
-    if "numpy" in sys.modules:
-        states["numpy"] = sys.modules["numpy"].random.get_state()
-    if "torch" in sys.modules:
-        states["torch"] = sys.modules["torch"].get_rng_state()
-    return states
+    there = [library for library in _GENERATORS if library in sys.modules]
+    return {
+        library: operator.attrgetter(_GENERATORS[library][0])(sys.modules[library])() for library in there
+    }
 
 
 def _below_header(cell: str) -> str:
     """Return a cell without its header."""
-    first, _, rest = cell.lstrip().partition("\n")
-    if first.startswith("%%taas"):
-        return rest
     lines = cell.splitlines(keepends=True)
-    code = next((n for n, line in enumerate(lines) if line.strip() and not line.lstrip().startswith("#")), 0)
+    comments = ("#", "%%taas")
+    code = next(
+        (n for n, line in enumerate(lines) if line.strip() and not line.lstrip().startswith(comments)), 0
+    )
     head = [line for line in lines[:code] if not line.lstrip().startswith("#!") and "taas" not in line]
     return "".join([*head, *lines[code:]])
 
@@ -280,46 +263,40 @@ class _Program:
     ) -> None:
         self._record, self._names, self._bound, self._folder = record, names, bound, folder
         self._generators = _generators()
-        self._imports: dict[str, _Bound] = {}
+        self._imports: list[str] = []
         self._plain: dict[str, str] = {}
         self._defined: dict[str, _Bound] = {}
         self.pickled: dict[str, Any] = {}
         self.loaders = set[str]()
         self.notes: list[str] = []
         self._body = self._without_magics(_below_header(record.cell.text))
-        waiting = [*names]
-        for name in waiting:  # it grows
-            waiting += self._place(name) - {*waiting}
+        self._waiting = [*names]
+        for name in self._waiting:  # it grows
+            if name in names or (name in bound and isinstance(bound[name].node, (*_DEFINITION, *_IMPORT))):
+                self._place(name, bound.get(name), names.get(name))  # else a builtin, or a name of its own
 
-    def _place(self, name: str) -> set[str]:
-        """Find the part of the program for a name; returns the names that are read there."""
-        bound, value = self._bound.get(name), self._names.get(name)
-        if name not in self._names and not (bound and isinstance(bound.node, (*_DEFINITION, *_IMPORT))):
-            return set()  # a builtin, or a name of its own
+    def _place(self, name: str, bound: _Bound | None, value: Any) -> None:
+        """Find the part of the program for a name."""
+        here = bound.node if bound else None
         if (parts := getattr(value, "taas_parts", None)) is not None:
             self._place_loader(name, parts)
-        elif bound and isinstance(bound.node, _IMPORT):
-            self._imports[name] = bound
+        elif bound and isinstance(here, _IMPORT):
+            self._imports += bound.source.splitlines()
         elif isinstance(value, types.ModuleType):
-            node = ast.Import([ast.alias(value.__name__, name if name != value.__name__ else None)])
-            self._imports[name] = _Bound(node, ast.unparse(node), (0, 0))
-        elif bound and isinstance(bound.node, _DEFINITION):
-            self._defined[name] = bound
-            return _read_by(bound.node, now=False)
-        else:
-            return self._place_value(name, bound, value)
-        return set()
-
-    def _place_value(self, name: str, bound: _Bound | None, value: Any) -> set[str]:
-        """Write a value as a literal, or keep it beside the program; a closure or lambda that cannot be kept, as its source."""
-        if type(value) in _PLAIN and value not in _NO_LITERALS and len(repr(value)) <= _LONGEST:
+            alias = ast.alias(value.__name__, name if name != value.__name__ else None)
+            self._imports.append(ast.unparse(ast.Import([alias])))
+        elif bound and isinstance(here, _DEFINITION):
+            self._define(name, bound)
+        elif type(value) in _PLAIN and value not in _NO_LITERALS and len(repr(value)) <= _LONGEST:
             self._plain[name] = repr(value)
         elif (why := self._keep(name, value)) and bound and callable(value):
-            self._defined[name] = bound
-            return _read_by(bound.node, now=False)
+            self._define(name, bound)  # a closure or lambda, by the line that made it
         elif why:
             self.notes.append(why)
-        return set()
+
+    def _define(self, name: str, bound: _Bound) -> None:
+        self._defined[name] = bound
+        self._waiting += _read_by(bound.node, now=False) - {*self._waiting}
 
     def _keep(self, name: str, value: Any) -> str:
         """Take a value into the data file; returns why that is not possible."""
@@ -380,7 +357,7 @@ class _Program:
         parts += [f"\n\n{bound.source}\n" for bound in early]
         parts += [_LOAD.format(data=DATA), "\n".join(map(self._loaded, self.pickled))]
         parts += [f"\n\n{bound.source}\n" for bound in late]
-        parts += [_GENERATORS[which].format(f'_generators["{which}"]') for which in self._generators]
+        parts += [f'{of}.{_GENERATORS[of][1]}(_generators["{of}"])' for of in self._generators]
         below = "\n".join([*filter(None, parts), "", "# the cell", self._body, ""])
         return self._top() + re.sub(r"\n{4,}", "\n\n\n", self._begin() + below)
 
@@ -399,16 +376,20 @@ class _Program:
 
     def _begin(self) -> str:
         """What is imported, and which rank this is."""
-        imports = [line for bound in self._imports.values() for line in bound.source.splitlines()]
-        future = [line for line in imports if line.startswith("from __future__")]
-        needed = {"import os", "import pickle", "from pathlib import Path", "import torch", *imports}
-        needed |= {f"import {which}" for which in self._generators}
+        needed = {"import pickle", "from pathlib import Path", "import torch", *self._imports}
+        needed |= {f"import {library}" for library in self._generators}
         needed |= {"from torch.utils.data import DataLoader"} if self.loaders else set()
-        files = [getattr(module, "__file__", None) or "/" for module in [*sys.modules.values()]]
-        if any(Path(file).is_relative_to(self._record.project) for file in files):
-            future += ["import os", "import sys", _PATH]
-        ordered = sorted(needed - {*future}, key=lambda line: (line.startswith("from "), line))
-        return "\n".join([*dict.fromkeys(future), *ordered, _BEGIN])
+        future = [line for line in dict.fromkeys(self._imports) if line.startswith("from __future__")]
+        head = [
+            *future,
+            "import os",
+            "import sys",
+            "",
+            "sys.path.insert(0, os.getcwd())  # the project's modules",
+            "",
+        ]
+        ordered = sorted(needed - {*head}, key=lambda line: (line.startswith("from "), line))
+        return "\n".join([*head, *ordered, _BEGIN])
 
     def _loaded(self, name: str) -> str:
         if name not in self.loaders:

@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 from taas import errors
@@ -21,6 +20,7 @@ from taas.notebook.supervised import Supervised
 from taas.runs.reader import interrupted
 from taas.runs.records import RunRecord
 from taas.wire.clients import Refused, RunRequest, RunState, Submit
+from taas.wire.ranks import Answer
 
 _LOOK_ROUND_MS = 50
 """So long at most a press of the interrupt button waits to be seen."""
@@ -71,11 +71,7 @@ class Interrupts:
         self._silent_since = None
 
     def check(self, supervisor: Supervised) -> None:
-        """Ask a supervisor whether it is there, at the second interrupt and each later one; kill it if it is silent.
-
-        Raises:
-            KeyboardInterrupt: it was killed.
-        """
+        """Ask a supervisor whether it is there, from the second interrupt on; kill a silent one, and raise KeyboardInterrupt."""
         now = time.monotonic()
         if self.count >= _FINAL and self.count > self._asked:
             self._asked, self._silent_since = self.count, self._silent_since or now
@@ -99,11 +95,7 @@ def _begin(supervisor: Supervised, submit: Submit, interrupts: Interrupts) -> Ru
 
 
 def start_background(supervisor: Supervised, submit: Submit, interrupts: Interrupts) -> RunRecord:
-    """Submit a run that goes on by itself.
-
-    Raises:
-        KeyboardInterrupt: it was interrupted before it had begun, and was ended.
-    """
+    """Submit a run that goes on by itself, unless it was interrupted before it had begun."""
     record = _begin(supervisor, submit, interrupts)
     if interrupts.count:
         supervisor.say(RunRequest(run=record.name, what="interrupt"))
@@ -111,72 +103,82 @@ def start_background(supervisor: Supervised, submit: Submit, interrupts: Interru
     return record
 
 
-class Foreground:
+def run_in_foreground(
+    supervisor: Supervised, submit: Submit, interrupts: Interrupts, captured: Capture, shell: Any
+) -> RunState:
+    """Submit a run, show its output in its cell, and apply its answer; returns how it ended."""
+    record = _begin(supervisor, submit, interrupts)
+    try:
+        with _Foreground(record, shell, supervisor, interrupts) as view:
+            return view.run(captured)
+    except BaseException:
+        if supervisor.alive:  # nobody else will show it
+            supervisor.say(RunRequest(run=record.name, what="let go"))
+        raise
+
+
+class _Foreground(RunView):
     """A run whose cell waits for it: the cell reads the run's folder, and takes the answer when it is over."""
 
-    def __init__(self, supervisor: Supervised, shell: Any, interrupts: Interrupts) -> None:
-        self._supervisor, self._shell, self._interrupts = supervisor, shell, interrupts
+    def __init__(self, record: RunRecord, shell: Any, supervisor: Supervised, interrupts: Interrupts) -> None:
+        super().__init__(record, shell, live=True)
+        self._supervisor, self._interrupts = supervisor, interrupts
         self._relayed = 0
         self._ended: RunState | None = None
         self._answer = -1
 
-    def follow(self, submit: Submit, captured: Capture) -> RunState:
-        """Submit the run, show its output, apply its answer; returns how it ended."""
-        record = _begin(self._supervisor, submit, self._interrupts)
-        try:
-            with RunView(record, self._shell, self._supervisor.say, live=True) as view:
-                return self._follow(view, captured)
-        except BaseException:
-            if self._supervisor.alive:  # nobody else will show it
-                self._supervisor.say(RunRequest(run=record.name, what="let go"))
-            raise
-        finally:
-            if self._answer >= 0:
-                os.close(self._answer)
+    def __exit__(self, *exception: object) -> None:
+        super().__exit__(*exception)
+        if self._answer >= 0:
+            os.close(self._answer)
 
-    def _follow(self, view: RunView, captured: Capture) -> RunState:
-        reader = view.reader
+    def run(self, captured: Capture) -> RunState:
         try:
-            view.follow(
-                lambda: self._hear(0, view),
-                lambda seconds: self._hear(min(int(seconds * 1000), _LOOK_ROUND_MS), view),
-                partial(self._ask, view),
-            )
+            self.follow()
             while self._ended is None:  # its record says it already
-                self._hear(_LOOK_ROUND_MS, view)
+                self._hear(_LOOK_ROUND_MS)
         except RunLost:
-            while self._interrupts.count == self._relayed and (items := reader.read()):
-                view.output.show(items)  # what its ranks had written until then
-            view.output.send()
+            while self._interrupts.count == self._relayed and (items := self.reader.read()):
+                self.output.show(items)  # what its ranks had written until then
+            self.output.send()
             raise
         try:
             if self._ended.answer is not None:
-                self._apply_answer(self._ended.record, captured, view)
+                self._apply_answer(self._ended.record, captured)
         finally:
-            view.collect()
-            view.end()
+            self.collect()
+            self.end()
         return self._ended
 
-    def _ask(self, view: RunView, record: RunRecord) -> bool:
-        """Put what a rank asks to the person; one who interrupts in place of an answer means the run."""
+    def look(self, record: RunRecord) -> None:
+        super().look(record)
+        self._hear(0)
+
+    def wait(self, seconds: float) -> None:
+        self._hear(min(int(seconds * 1000), _LOOK_ROUND_MS))
+
+    def send(self, answer: Answer) -> None:
+        self._supervisor.say(answer)
+
+    def ask(self, record: RunRecord) -> bool:
+        """One who interrupts in place of an answer means the run."""
         if self._interrupts.count:
             return False
         with self._interrupts.raised():
             try:
-                return view.ask(record)
+                return super().ask(record)
             except KeyboardInterrupt:
                 return True
 
-    def _hear(self, timeout_ms: int, view: RunView) -> None:
+    def _hear(self, timeout_ms: int) -> None:
         """Take in what the supervisor says, and what the person at the keyboard wants."""
-        reader = view.reader
-        for message in self._supervisor.hear(timeout_ms, reader):
+        for message in self._supervisor.hear(timeout_ms, self.reader):
             self._interrupts.heard()
-            if isinstance(message, RunState) and message.record.id == reader.record.id:
+            if isinstance(message, RunState) and message.record.id == self.reader.record.id:
                 self._end(message)  # that of another run was abandoned
         if self._ended is not None:
-            reader.end(self._ended.record)
-        self._relay_interrupts(view)
+            self.reader.end(self._ended.record)
+        self._relay_interrupts()
 
     def _end(self, ended: RunState) -> None:
         """Open the answer at once: the run's machines are free while its output is shown and its names are unpacked."""
@@ -186,19 +188,19 @@ class Foreground:
                 self._answer = ended.answer.open()
             self._supervisor.say(RunRequest(run=ended.record.name, what="let go"))
 
-    def _relay_interrupts(self, view: RunView) -> None:
-        name = view.reader.record.name
+    def _relay_interrupts(self) -> None:
+        name = self.reader.record.name
         while self._relayed < self._interrupts.count:
             self._relayed += 1
             if self._ended is None:
                 self._supervisor.say(RunRequest(run=name, what="interrupt"))
-            elif view.reader.skip():  # the person wants the prompt, and the run is over
-                view.output.send()
+            elif self.reader.skip():  # the person wants the prompt, and the run is over
+                self.output.send()
                 say(f"the rest of its output stays in its folder; %taas logs {name} shows it")
         if self._ended is None:
             self._interrupts.check(self._supervisor)
 
-    def _apply_answer(self, record: RunRecord, captured: Capture, view: RunView) -> None:
+    def _apply_answer(self, record: RunRecord, captured: Capture) -> None:
         if self._answer < 0:
             lost = "the agent that held the run's names was killed before they were taken"
             if record.outcome == "done":
@@ -209,7 +211,7 @@ class Foreground:
         unpacking, presses = "interrupted while the run's names were unpacked", self._interrupts.count
         with self._interrupts.raised(2, f"{unpacking}: some of them may have come"):
             applied = captured.apply(self._answer)
-        view.take(applied)
+        self.take(applied)
         # it may have cost what was unpacked just then, and that alone; a person who presses wants no further cell to run
         if self._interrupts.count >= presses + 2:
             raise interrupted(f"{unpacking}: what did not come is named above")

@@ -5,36 +5,35 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from pathlib import Path
 from typing import Any
+
+from IPython.core.interactiveshell import InteractiveShell
+from traitlets.config import Config
 
 from taas.capture import check_syntax
 from taas.config import load_catalog, project_folder
 from taas.dataloader_registry import registered
 from taas.engines.local import visible_gpus
 from taas.errors import HeaderError
-from taas.header.grammar import HeaderText, has_code, parse_header
+from taas.header.grammar import HeaderText, find_header, has_code, parse_header, parse_magic_line
 from taas.launcher import debug_rank, launch, notebook_path
-from taas.notebook.background import RunHandle, attach
 from taas.notebook.cell_output import CellOutput, Screen
-from taas.notebook.live_view import LiveDisplay, LiveTable
+from taas.notebook.live_view import LiveDisplay, RunHandle, attach, show_live_table
 from taas.notebook.steering import Frontend, do
 from taas.notebook.tables import Shown
 from taas.notebook.watched_run import WatchedRun
 from taas.runs.records import RunRecord, in_words, read_record
-from taas.wording import visible
+from taas.wording import shown, visible
 
-__all__ = ["NotebookFrontend", "check_syntax", "debug_rank", "do", "run_cell"]
+__all__ = ["NotebookFrontend", "check_syntax", "debug_rank", "do", "run_cell", "run_script"]
 
 _NO_FRAME = 1 << 30
 """Where no frame is: names in a header are the notebook's, not those of a function of IPython."""
 
 
 def run_cell(header: HeaderText, cell: str, shell: Any) -> RunHandle | None:
-    """Run a cell in ranks.
-
-    Raises:
-        HeaderError: the header asks for what cannot be, or nothing stands below it.
-    """
+    """Run a cell in ranks; a `HeaderError` says that the header asks for what cannot be, or that nothing stands below it."""
     spec = parse_header(
         header,
         expand=lambda text: shell.var_expand(text, depth=_NO_FRAME),
@@ -49,6 +48,31 @@ def run_cell(header: HeaderText, cell: str, shell: Any) -> RunHandle | None:
     return launch(spec, cell, shell)
 
 
+def run_script(path: str, options: str) -> bool:
+    """Run a script as a cell, with the header in its first lines or with these options; returns whether it ended well."""
+    try:
+        text = Path(path).read_text()
+    except (OSError, ValueError) as error:
+        raise HeaderError(f"taas run {shown(path)}: {getattr(error, 'strerror', None) or error}") from None
+    header = find_header(text)
+    if (header is None) == (not options):
+        has = "no header" if header is None else "a header of its own"
+        raise HeaderError(
+            f"taas run {shown(path)}: the script has {has}: allowed is one, in its first lines or as options "
+            "(taas run SCRIPT --gpus 8 --on g2.8)"
+        )
+    shell = InteractiveShell.instance(config=Config(HistoryManager={"enabled": False}))
+    sys.argv = [path]
+    try:
+        run_cell(header or parse_magic_line(options), text, shell)
+    except HeaderError:
+        raise
+    except BaseException:  # the cell's own, whatever it is
+        shell.showtraceback()
+        return False
+    return True
+
+
 class NotebookFrontend(Frontend):
     """A notebook, as :mod:`taas.notebook.steering` sees it."""
 
@@ -57,11 +81,7 @@ class NotebookFrontend(Frontend):
         self.kernel, self.notebook = os.getpid(), notebook_path(shell)
         with contextlib.suppress(HeaderError):  # somebody removed it
             self.project = str(project_folder())
-
-    @property
-    def place(self) -> str:
-        """The notebook's name, or its project."""
-        return in_words(self.notebook, self.project)
+        self.place = in_words(self.notebook, self.project)
 
     def show(self, what: Shown) -> None:
         """Show a view: as a table in a front end, as text in a terminal."""
@@ -73,7 +93,7 @@ class NotebookFrontend(Frontend):
     def show_status(self) -> None:
         """Show a table that is updated, where there is a front end to do so."""
         if hasattr(self._shell, "kernel"):
-            LiveTable(self._shell.display_pub, self.own)
+            show_live_table(self._shell.display_pub, self.own)
         else:
             super().show_status()
 

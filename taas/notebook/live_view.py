@@ -1,25 +1,35 @@
-"""What a cell shows of runs, updated in place: its own run's line, above what its ranks show and ask, and ``%taas status``."""
+"""What a cell shows of runs, updated in place: its own run's line, above what its ranks show and ask, and ``%taas status``.
+
+And runs that go on by themselves: what their cells give back at once, and coming back to them, or to any other run.
+"""
 
 from __future__ import annotations
 
 import getpass
+import html
+import os
 import sys
 import threading
 import time
+import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 from IPython.core.error import StdinNotImplementedError
+from IPython.core.getipython import get_ipython
 
-from taas.capture import NOTHING, Applied
+from taas.capture import NOTHING, Applied, Capture, rebind_answer
 from taas.capture.cells import cell_numbers
 from taas.capture.collected import collect
+from taas.delivery.registered import Registration, apply_final
 from taas.notebook.cell_output import CellOutput, follow, say
-from taas.notebook.tables import Shown, line, notification, status
+from taas.notebook.tables import Shown, line, notification, plain, status
 from taas.notebook.watched_run import WatchedRun
 from taas.runs.events import COLLECTED
-from taas.runs.reader import RunReader
-from taas.runs.records import RunRecord, read_records
+from taas.runs.places import ProcessMark
+from taas.runs.reader import RunReader, finish
+from taas.runs.records import ANSWER, LOADERS, PAYLOAD, RunRecord, open_kept, read_record, read_records
+from taas.supervisor import connections
 from taas.wire.ranks import Answer, Asking
 
 _DISPLAY_SECONDS = 1.0
@@ -73,30 +83,20 @@ class _LiveLine:
         elif self._display is not None:
             self.refresh(final=bool(news or record.state != before.state))
 
-    def refresh(self, *, final: bool = False) -> None:
-        if not final and time.monotonic() < self._at + _DISPLAY_SECONDS:
+    def refresh(self, *, final: bool = False, below: bool = False) -> None:
+        """Show it as it is now: once a second but for what is ``final``; ``below`` what the cell shows, which was cleared."""
+        if not (final or below) and time.monotonic() < self._at + _DISPLAY_SECONDS:
             return
         self._at = time.monotonic()
         if self._display is not None:
-            self._display.show(self._run.of(self.record, kept=True))
-        elif (text := line(self.record).text) != self._printed:
+            self._display.show(self._run.of(self.record, kept=True), below=below)
+        elif not below and (text := line(self.record).text) != self._printed:
             self._printed = text
             say(*text.splitlines())
 
-    def show_again(self) -> None:
-        """Show the line below what the cell shows now: the cell has cleared its output, and the line with it."""
-        if self._display is not None:
-            self._display.show(self._run.of(self.record, kept=True), below=True)
-
 
 class RunView:
-    """A run as its cell shows it: the cell that launched it, or one that came back to it. A context manager.
-
-    Args:
-        record: the run.
-        shell: the notebook's.
-        send: sends a person's answer to the run's supervisor.
-        live: it is shown as it is written.
+    """A run as its cell shows it: the cell that launched it (``live``), or one that came back to it. A context manager.
 
     Attributes:
         reader: reads it.
@@ -104,46 +104,46 @@ class RunView:
         output: what its ranks show.
     """
 
-    def __init__(
-        self, record: RunRecord, shell: Any, send: Callable[[Answer], None], *, live: bool = False
-    ) -> None:
-        self._shell, self._send, self.reader = shell, send, RunReader(record)
+    def __init__(self, record: RunRecord, shell: Any, *, live: bool = False) -> None:
+        self._shell, self.reader = shell, RunReader(record)
         self.line, self.output = _LiveLine(record, shell), CellOutput(shell, live=live)
-        self.output.above = self.line.show_again
+        self.output.above = lambda: self.line.refresh(below=True)
         self._answered: set[tuple[int, int, int]] = set()
         """By start of the run, rank and number: the questions that were answered here."""
         self._turn, self._turn_until = -1, 0.0
 
-    def follow(
-        self,
-        look: Callable[[], None] = lambda: None,
-        wait: Callable[[float], None] | None = None,
-        ask: Callable[[RunRecord], bool] | None = None,
-    ) -> RunRecord:
-        """Show what there is and what comes, until the run is over; returns its last record.
+    def __enter__(self) -> Self:
+        return self
 
-        Args:
-            look: called several times a second.
-            wait: as in :func:`~taas.notebook.cell_output.follow`.
-            ask: calls :meth:`ask`, if this is the time for it.
-        """
+    def __exit__(self, *_: object) -> None:
+        self.line.show(self.reader.look(at_once=True))  # if the cell leaves it early, it may have been lost
+        self.line.refresh(final=True)
+        self.reader.close()
 
-        def look_round(record: RunRecord) -> None:
-            if record.live:  # its end is shown below all that it has printed
-                self.line.show(record)
-                for question in record.questions:
-                    self.output.show(self.reader.include(question.rank))
-            look()
+    def follow(self) -> RunRecord:
+        """Show what there is and what comes, until the run is over; returns its last record."""
+        return follow(self.reader, self.output, self.look, self.wait, self.ask)
 
-        return follow(self.reader, self.output, look_round, wait, ask or self.ask)
+    def look(self, record: RunRecord) -> None:
+        """Show how it is going, and whoever asks something."""
+        if record.live:  # its end is shown below all that it has printed
+            self.line.show(record)
+            for question in record.questions:
+                self.output.show(self.reader.include(question.rank))
+
+    def wait(self, seconds: float) -> None:
+        """Wait until there may be something new, at most so long."""
+        self.reader.wait(seconds)
+
+    def send(self, answer: Answer) -> None:
+        """Send a person's answer to the run's supervisor, whoever's it is."""
+        with connections.Visit(connections.connection_of(self.reader.record)) as visit:
+            visit.say(answer)
 
     def ask(self, record: RunRecord) -> bool:
         """Ask the person what a rank wants to know next; returns whether there was something.
 
-        A rank keeps its turn as long as it asks on.
-
-        Raises:
-            KeyboardInterrupt: the person did not answer.
+        A rank keeps its turn as long as it asks on. A KeyboardInterrupt is no answer.
         """
         start = record.restarts
         found = [one for one in record.questions if (start, one.rank, one.number) not in self._answered]
@@ -157,7 +157,7 @@ class RunView:
         text, refused = self._read(asked, record)
         self._answered.add((start, asked.rank, asked.number))
         self._turn, self._turn_until = asked.rank, time.monotonic() + _TURN_SECONDS
-        self._send(Answer(run=record.name, rank=asked.rank, number=asked.number, text=text, refused=refused))
+        self.send(Answer(run=record.name, rank=asked.rank, number=asked.number, text=text, refused=refused))
         return True
 
     def _read(self, asked: Asking, record: RunRecord) -> tuple[str, str]:
@@ -175,9 +175,7 @@ class RunView:
     def take(self, applied: Applied, *, numbered: bool = True) -> None:
         """Show what came with the names: ``Out[n]`` and ``_``, widgets, and what could not come.
 
-        Args:
-            applied: what became of the answer.
-            numbered: tracebacks may name the cells of its functions by their numbers, which are this notebook's.
+        ``numbered``: tracebacks may name the cells of its functions by their numbers, which are this notebook's.
         """
         if applied.value is not NOTHING:
             self._shell.displayhook.update_user_ns(applied.value)
@@ -198,40 +196,26 @@ class RunView:
     def end(self) -> None:
         """Show how the run ended."""
         record = self.reader.record
-        if record.cell.spec.notify:
-            self._notify(record)
+        if record.cell.spec.notify and hasattr(self._shell, "kernel"):
+            self._shell.display_pub.publish(notification(record))
+        elif record.cell.spec.notify:
+            sys.stdout.write("\a")
         if record.notices or record.outcome != "done":
             self.output.settle()  # there is more to be shown
         self.line.record = record
         self.line.refresh(final=True)
         say(*record.notices)
 
-    def _notify(self, record: RunRecord) -> None:
-        if hasattr(self._shell, "kernel"):
-            self._shell.display_pub.publish(notification(record))
-        else:
-            sys.stdout.write("\a")
-
-    def __enter__(self) -> RunView:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.line.show(self.reader.look(at_once=True))  # if the cell leaves it early, it may have been lost
-        self.line.refresh(final=True)
-        self.reader.close()
-
 
 class LiveDisplay:
     """What goes on, in the cell that asked: updated once a second by a thread of the kernel, until it is over.
 
-    Args:
-        publisher: the shell's.
-        look: returns what there is to be shown now, and whether it goes on.
+    ``look`` returns what there is to be shown now, and whether it goes on.
     """
 
     def __init__(self, publisher: Any, look: Callable[[], tuple[Shown, bool]]) -> None:
         self._display, self._look = _Updated(publisher), look
-        self._superseded = threading.Event()
+        self.superseded = threading.Event()
         if self._show():
             threading.Thread(target=self._follow, name="taas-display", daemon=True).start()
 
@@ -241,21 +225,148 @@ class LiveDisplay:
         return goes_on
 
     def _follow(self) -> None:
-        while not self._superseded.wait(_DISPLAY_SECONDS) and self._show():
+        while not self.superseded.wait(_DISPLAY_SECONDS) and self._show():
             pass
 
 
-class LiveTable(LiveDisplay):
-    """The table of runs; a newer one takes its place, and the older one stays as it was last."""
+_newest_table: LiveDisplay | None = None
 
-    _newest: LiveTable | None = None
 
-    def __init__(self, publisher: Any, own: Callable[[list[RunRecord]], list[RunRecord]]) -> None:
-        def look() -> tuple[Shown, bool]:
-            records = read_records()
-            return status(records, own=own(records), kept=True), any(record.live for record in records)
+def show_live_table(publisher: Any, own: Callable[[list[RunRecord]], list[RunRecord]]) -> None:
+    """Show the table of runs; a newer one takes its place, and the older one stays as it was last."""
+    global _newest_table
 
-        super().__init__(publisher, look)
-        if LiveTable._newest is not None:
-            LiveTable._newest._superseded.set()
-        LiveTable._newest = self
+    def look() -> tuple[Shown, bool]:
+        records = read_records()
+        return status(records, own=own(records), kept=True), any(record.live for record in records)
+
+    if _newest_table is not None:
+        _newest_table.superseded.set()
+    _newest_table = LiveDisplay(publisher, look)
+
+
+# ---------------------------------------------------------------- runs that go on by themselves, and coming back to any run
+
+_BY_REFERENCE = (types.ModuleType, types.FunctionType, type)  # imported and defined, not worth a mention
+_kept: dict[str, tuple[Capture, list[Registration]]] = {}
+"""What background runs of this kernel were given, by run id, for their answers change these objects in place; and the
+registered loaders that they iterate."""
+_brought: set[str] = set()
+
+
+class RunHandle:
+    """A run that goes on by itself; shown, it says how it is doing, and in a notebook goes on saying so.
+
+    Attributes:
+        name: what ``%taas attach``, ``logs``, ``stop`` take.
+        id: what makes it unique among all that have its name.
+        folder: where its record, its output and its names are kept.
+    """
+
+    def __init__(self, record: RunRecord) -> None:
+        self.name, self.id, self.folder = record.name, record.id, record.folder
+        self._view = WatchedRun()
+
+    @property
+    def record(self) -> RunRecord | None:
+        """What is known of the run now; None once it was removed."""
+        return read_record(self.folder)
+
+    @property
+    def state(self) -> str:
+        """``acquiring``, ``starting``, ``running``, ``finishing``, ``ending``; then ``done``, ``failed``, ``interrupted``, ``lost``."""
+        record = self.record
+        return "removed" if record is None else record.state if record.live else record.outcome
+
+    def _look(self) -> tuple[Shown, bool]:
+        """Return what there is to be shown now, and whether the run goes on."""
+        record, name = self.record, self.name
+        if record is None:
+            return plain(f"{name} was removed"), False
+        hints = f"%taas attach {name} brings its output and its names"
+        if record.live:
+            hints += f"; %taas logs {name} its output alone; %taas stop {name} ends it"
+        below = Shown(hints, f'<div style="opacity:.75">{html.escape(hints)}</div>')
+        return self._view.of(record, kept=True) + below, record.live
+
+    def __repr__(self) -> str:
+        return self._look()[0].text
+
+    def _repr_html_(self) -> str:
+        return self._look()[0].html
+
+    def _ipython_display_(self) -> None:
+        shell = get_ipython()
+        if not hasattr(shell, "kernel"):
+            raise NotImplementedError  # then IPython shows its text
+        LiveDisplay(shell.display_pub, self._look)
+
+
+def keep_capture(run_id: str, captured: Capture, loaders: list[Registration]) -> None:
+    """Remember what a background run was given, for :func:`attach`."""
+    _kept[run_id] = captured, loaders
+
+
+def attach(record: RunRecord, shell: Any) -> None:
+    """Show a run in this cell, bring its names into the notebook, and raise what it raised.
+
+    In the kernel that started the run, what it was given changes in place; in another one names are rebound.
+    An interrupt detaches, and the run goes on.
+    """
+    name = record.name
+    with RunView(record, shell) as view:
+        try:
+            record = view.follow()
+        except KeyboardInterrupt:
+            say(f"detached; {name} goes on. %taas attach {name} comes back to it, %taas stop {name} ends it")
+            return
+        view.output.settle()
+        view.end()
+        captured, loaders = _kept.get(record.id, (None, []))
+        if loaders and (record.folder / LOADERS).exists():  # their generators stand where the run left them
+            with os.fdopen(open_kept(record, LOADERS), "rb") as file:
+                apply_final(file.read(), loaders)
+        needed = {ANSWER} if captured is not None else {ANSWER, PAYLOAD}
+        if needed <= record.files.keys() or not record.background:  # else its notices say why there are none
+            _bring_names(record, shell, captured, view)
+        if record.background:
+            view.collect()
+    _kept.pop(record.id, None)
+    if record.outcome == "interrupted":
+        say(f"{name} was {record.message or 'stopped'}; {record.names}")
+    elif record.outcome != "done":
+        finish(record)
+
+
+def _no_names_because(record: RunRecord) -> str:
+    """Say why a run has no names for this notebook; nothing where it has."""
+    names, answer = f"the names of {record.name} are", record.folder / ANSWER
+    if not record.background and record.kernel == ProcessMark.of(os.getpid()):
+        return f"{names} in this notebook since it ended"
+    if not record.background:
+        return f"{record.name} gave its names to the notebook that started it; only background runs keep them"
+    if record.id in _brought:
+        return f"{names} in this notebook since it was attached before"
+    return "" if answer.exists() else f"{names} not there any more: {answer} was removed"
+
+
+def _bring_names(record: RunRecord, shell: Any, captured: Capture | None, view: RunView) -> None:
+    if why := _no_names_because(record):
+        say(why)
+        return
+    with os.fdopen(open_kept(record, ANSWER), "rb") as answer:
+        applied = _applied(record, answer.fileno(), captured, shell.user_ns)
+    _brought.add(record.id)
+    view.take(applied, numbered=captured is not None)
+    made = [name for name in applied.rebound if not isinstance(shell.user_ns.get(name), _BY_REFERENCE)]
+    said = [f"names here now: {', '.join(made[:12])}{' …' if len(made) > 12 else ''}"] if made else []
+    if captured is not None and applied.changed:
+        said.append(f"{applied.changed} objects changed in place")
+    say("; ".join(said) or "no name was new or changed")
+
+
+def _applied(record: RunRecord, fd: int, captured: Capture | None, namespace: dict[str, Any]) -> Applied:
+    if captured is not None:
+        return captured.apply(fd)
+    with os.fdopen(open_kept(record, PAYLOAD), "rb") as payload:
+        return rebind_answer(payload.fileno(), fd, namespace)

@@ -21,7 +21,7 @@ from taas.engines import chosen
 from taas.engines.slurm import settings_of
 from taas.errors import EngineError, HeaderError
 from taas.header.arguments import Line, split_words
-from taas.notebook import doctor, slurm_check, tables
+from taas.notebook import doctor, tables
 from taas.notebook.cell_output import Screen, TerminalOutput, follow, say, show_written
 from taas.notebook.export import export
 from taas.notebook.supervised import supervised
@@ -38,7 +38,6 @@ from taas.wording import counted, nearest, shown, shown_path
 
 _STOP_SECONDS = 12.0
 _TOP_SECONDS = 1.0
-_CLEARED = "\x1b[H\x1b[J"
 
 
 class Frontend:
@@ -52,11 +51,7 @@ class Frontend:
 
     kernel = 0
     notebook = project = ""
-
-    @property
-    def place(self) -> str:
-        """As above."""
-        return "a terminal"
+    place = "a terminal"
 
     def own(self, records: Iterable[RunRecord]) -> list[RunRecord]:
         """Return those of the runs that are of this notebook; in a terminal none is."""
@@ -79,8 +74,8 @@ class Frontend:
                 shown = view.in_full(reader.look(at_once=True))
                 if terminal is not None and redrawn:
                     terminal.write(
-                        _CLEARED
-                    )  # not by way of `show`: what ranks say may give a terminal no commands
+                        "\x1b[H\x1b[J"
+                    )  # not by `show`: what ranks say gives a terminal no commands
                 self.show(shown)
                 if reader.over or not redrawn:
                     return
@@ -109,21 +104,13 @@ def as_in_terminal(text: str) -> str:
 
 
 def _named(frontend: Frontend, line: Line, *, live: bool) -> RunRecord:
-    return find_run(
-        line.words[0] if line.words else None,
-        read_records(),
-        live=live,
-        kernel=frontend.kernel,
-        notebook=frontend.notebook,
-        project=frontend.project,
-    )
+    return find_run(line.words[0] if line.words else None, read_records(), frontend.own, live=live)
 
 
 def _logs(frontend: Frontend, line: Line) -> None:
     record = _named(frontend, line, live=False)
-    asked = line.options.get("rank", "all")
-    size = record.cell.spec.world_size
-    ranks = list(range(size)) if asked == "all" else list(asked.within(size, "rank"))
+    asked, size = line.options.get("rank", "all"), record.cell.spec.world_size
+    ranks = range(size) if asked == "all" else asked.within(size, "rank")
     screen = frontend.screen(ranks[0] if len(ranks) == 1 else None)
     if "follow" in line.options:
         try:
@@ -152,31 +139,28 @@ def _only_run(frontend: Frontend) -> RunRecord:
 
 def _stop(frontend: Frontend, line: Line) -> None:
     record = _named(frontend, line, live=True) if line.words else _only_run(frontend)
+    name = record.name
     with connections.Visit(connections.connection_of(record)) as visit, RunReader(record, ()) as reader:
         for _ in range(2 if "now" in line.options else 1):
-            visit.say(RunRequest(run=record.name, what="interrupt", place=frontend.place))
+            visit.say(RunRequest(run=name, what="interrupt", place=frontend.place))
         deadline = time.monotonic() + _STOP_SECONDS
-        while reader.look().live and not reader.removed:
-            if (left := deadline - time.monotonic()) <= 0:
-                hints = (
-                    f"`%taas stacks {record.name}` shows where its ranks stand; `%taas stop {record.name} --now` ends "
-                    "them at once"
-                )
-                if reader.record.state == "finishing":
-                    say(f"{record.name} was interrupted, and its cell is finishing. {hints}")
-                    return
-                raise EngineError(f"{record.name} has not ended within {_STOP_SECONDS:.0f} s. {hints}.")
+        while reader.look().live and not reader.removed and (left := deadline - time.monotonic()) > 0:
             reader.wait(min(left, LOOK_SECONDS))
-    say(f"{record.name} stopped after {tables.span(time.time() - record.submitted)}")
+    hints = f"`%taas stacks {name}` shows where its ranks stand; `%taas stop {name} --now` ends them at once"
+    if reader.over:
+        say(f"{name} stopped after {tables.span(time.time() - record.submitted)}")
+    elif reader.record.state == "finishing":
+        say(f"{name} was interrupted, and its cell is finishing. {hints}")
+    else:
+        raise EngineError(f"{name} has not ended within {_STOP_SECONDS:.0f} s. {hints}.")
 
 
 def _stacks(frontend: Frontend, line: Line) -> None:
     record = _named(frontend, line, live=True)
     with connections.Visit(connections.connection_of(record)) as visit:
         answer = visit.ask(RunRequest(run=record.name, what="stacks"), Stacks)
-    frontend.show(
-        tables.stacks(answer.places) if answer.places else Shown(f"{record.name} has no rank now", "")
-    )
+    shown = tables.stacks(answer.places) if answer.places else tables.plain(f"{record.name} has no rank now")
+    frontend.show(shown)
 
 
 def _recover(frontend: Frontend, line: Line) -> None:
@@ -211,7 +195,7 @@ def _engine(frontend: Frontend, line: Line) -> None:
         if line.words != ("slurm",):
             raise HeaderError("%taas engine --check tries Slurm: type %taas engine slurm --check")
         address = chosen.read_choice(words, "%taas engine", load_catalog(project_folder())).address
-        frontend.show(doctor.report(slurm_check.examine(settings_of(address))))
+        frontend.show(doctor.report([*doctor.examine_slurm(settings_of(address))]))
         return
     if not words:
         choice = chosen.chosen(project_folder())
@@ -225,7 +209,7 @@ def _engine(frontend: Frontend, line: Line) -> None:
         choice = chosen.choose(words)
         if choice.kind != "local":
             supervised(warm=False).say(Prepare(engine=choice))  # it takes seconds to become part of a cluster
-    say(f"engine: {' '.join(word for word in (choice.kind, choice.address) if word)}")
+    say(f"engine: {choice.kind} {choice.address}".rstrip())
 
 
 # ---------------------------------------------------------------- install: a line in IPython's startup folder
@@ -243,11 +227,7 @@ except Exception as error:
 
 
 def _install(frontend: Frontend, line: Line) -> None:
-    """Have IPython load taas at every start, or no longer: without it a header in a notebook that forgot it is a comment.
-
-    Raises:
-        EngineError: the folder cannot be had or written.
-    """
+    """Have IPython load taas at every start, or no longer: without it a header in a notebook that forgot it is a comment."""
     from IPython.paths import get_ipython_dir
 
     undo = "undo" in line.options
@@ -314,40 +294,34 @@ def _kill(supervisor: ProcessMark) -> None:
 # ---------------------------------------------------------------- tables, also for programs
 
 
-def _print_json(what: object) -> None:
-    sys.stdout.write(msgspec.json.encode(what).decode() + "\n")
+def _said_as_json(line: Line, facts: object) -> bool:
+    if "json" in line.options:
+        sys.stdout.write(msgspec.json.encode(facts).decode() + "\n")
+    return "json" in line.options
 
 
 def _status(frontend: Frontend, line: Line) -> None:
-    if "json" in line.options:
-        _print_json([tables.facts(record) for record in read_records() if record.live])
-    else:
+    if not _said_as_json(line, [tables.facts(record) for record in read_records() if record.live]):
         frontend.show_status()
 
 
 def _history(frontend: Frontend, line: Line) -> None:
-    if "json" in line.options:
-        _print_json([tables.facts(record) for record in read_records()])
-    else:
-        frontend.show(tables.history(read_records()))
+    records = read_records()
+    if not _said_as_json(line, [tables.facts(record) for record in records]):
+        frontend.show(tables.history(records))
 
 
 def _config(frontend: Frontend, line: Line) -> None:
     catalog = load_catalog(project_folder())
-    if "json" in line.options:
-        said = {key: str(path) for key, path in catalog.said_in.items()}
-        _print_json(
-            {key: {"value": value, "set_in": said.get(key)} for key, value in catalog.in_force().items()}
-        )
-    else:
+    said = {key: str(path) for key, path in catalog.said_in.items()}
+    facts = {key: {"value": value, "set_in": said.get(key)} for key, value in catalog.in_force().items()}
+    if not _said_as_json(line, facts):
         frontend.show(tables.config(catalog))
 
 
 def _types(frontend: Frontend, line: Line) -> None:
     catalog = load_catalog(project_folder())
-    if "json" in line.options:
-        _print_json([*catalog.instances.values()])
-    else:
+    if not _said_as_json(line, [*catalog.instances.values()]):
         frontend.show(tables.types(catalog))
 
 
@@ -374,12 +348,7 @@ _HANDLERS: dict[str, Callable[[Frontend, Line], None]] = {
 
 
 def do(text: str, frontend: Frontend) -> None:
-    """Do what a line says; an empty one is ``status``.
-
-    Raises:
-        HeaderError: one line: what is wrong with it, and what to type instead.
-        EngineError: a supervisor could not be reached.
-    """
+    """Do what a line says; an empty one is ``status``. A `HeaderError` says in one line what to type instead."""
     name, *rest = split_words(text) or ["status"]
     if name in ("help", "--help", "-h") or (name in VERBS and {"--help", "-h"} & set(rest)):
         about = help_text(name if name in VERBS else rest[0] if rest and rest[0] in VERBS else None)

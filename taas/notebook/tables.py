@@ -12,8 +12,7 @@ from typing import Any
 
 from taas.config import Catalog
 from taas.header.options import SETTINGS
-from taas.runs.records import RunRecord, told_apart
-from taas.runs.retention import NOTICE_SECONDS
+from taas.runs.records import NOTICE_SECONDS, RunRecord, told_apart
 from taas.runs.stacks import StackGroup
 from taas.wording import counted, named, ranks_in_words, size_in_words
 from taas.wording import shown as on_one_line
@@ -26,8 +25,6 @@ STAYS_OPEN = (
     "d.open=o[k]??d.open;d.ontoggle=()=>{o[k]=d.open}})</script>"
 )
 """Stands behind what is :func:`folded`: front ends that run scripts leave open what was, when a newer view takes its place."""
-
-
 _NOTIFIES = (
     "<script>if(window.Notification){{const show=()=>{then};"
     "Notification.permission==='granted'?show():Notification.requestPermission().then(p=>p==='granted'&&show())}}</script>"
@@ -51,16 +48,14 @@ class Shown:
         return Shown(f"{self.text}\n{below.text}", self.html + below.html)
 
 
-def span(seconds: float) -> str:
-    """Return a length of time in words."""
+def span(seconds: float, *, whole: bool = False) -> str:
+    """Return a length of time in words; in whole seconds it is calmer to look at, while it goes on."""
     if seconds < 10:
-        return f"{max(seconds, 0):.1f} s"
-    whole = int(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02} s"
-    return f"{whole // 3600} h {whole % 3600 // 60:02} min"
+        return f"{max(seconds, 0) // 1:.0f} s" if whole else f"{max(seconds, 0):.1f} s"
+    minutes, left = divmod(int(seconds), 60)
+    if not minutes:
+        return f"{left} s"
+    return f"{minutes} min {left:02} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02} min"
 
 
 def _written(now: float) -> str:
@@ -71,29 +66,19 @@ def _moment(then: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(then))
 
 
-def _state(record: RunRecord, *, kept: bool = False) -> str:
-    """Return how it stands; ``kept``: where that matters, whether its ranks stay."""
-    if kept and record.kept_ranks:
-        return f"{record.outcome}, ranks kept"
+def _state(record: RunRecord) -> str:
     return record.state if record.live else record.outcome
 
 
-def _elapsed(record: RunRecord, now: float, *, kept: bool = False) -> str:
-    """Return how long it took, or has taken: whole seconds while it goes on, which is calmer to look at."""
-    if kept and record.kept_ranks:
-        return f"idle {span(max(0.0, now - record.ended) // 1).replace('.0 s', ' s')}"
-    if record.live:
-        return span(max(0.0, now - record.submitted) // 1).replace(".0 s", " s")
-    return span(record.ended - record.submitted)
+def _elapsed(record: RunRecord, now: float) -> str:
+    return span((now if record.live else record.ended) - record.submitted, whole=record.live)
 
 
 def _ranks(record: RunRecord) -> str:
     """Return the shape in words: ``8 ranks on g2.8``, ``16 ranks on 2 g2.8``."""
     spec = record.cell.spec
-    many = counted(spec.world_size, "rank")
-    if spec.vms > 1:
-        return f"{many} on {spec.vms} {spec.instance or 'VMs'}"
-    return f"{many} on {spec.instance}" if spec.instance else many
+    where = f"{spec.vms} {spec.instance or 'VMs'}" if spec.vms > 1 else spec.instance
+    return f"{counted(spec.world_size, 'rank')}{named('on', where or '')}"
 
 
 def _delivery(record: RunRecord) -> str:
@@ -108,11 +93,6 @@ def _memory(record: RunRecord) -> str:
     ranks = record.kept_ranks or ()
     held = {"": sum(rank.host_bytes for rank in ranks), " of GPUs": sum(rank.gpu_bytes for rank in ranks)}
     return ", ".join(f"{size_in_words(size)}{what}" for what, size in held.items() if size)
-
-
-def _notebook(record: RunRecord, own: Sequence[RunRecord]) -> str:
-    mine = record.kernel.pid == os.getpid() or record in own
-    return f"{record.owner} (this one)" if mine else record.owner
 
 
 def _cell(record: RunRecord) -> str:
@@ -141,29 +121,22 @@ def notification(record: RunRecord) -> dict[str, str]:
 
 def facts(record: RunRecord) -> dict[str, Any]:
     """Return a run for programs (``--json``): times in seconds since the epoch, sizes in bytes, shares in percent."""
-    first = record.first
+    first, spec = record.first, record.cell.spec
+    plain_ones = ("name", "id", "state", "device", "submitted", "restarts", "delivered", "use", "project")
     return {
-        "name": record.name,
-        "id": record.id,
-        "state": record.state,
+        **{name: getattr(record, name) for name in plain_ones},
         "outcome": record.outcome or None,
         "why": why(record) or None,
         "first_rank": None if first is None else first.rank,
-        "ranks": record.cell.spec.world_size,
-        "vms": record.cell.spec.vms,
-        "device": record.device,
+        "ranks": spec.world_size,
+        "vms": spec.vms,
         "waiting": record.waiting or None,
         "trouble": None if record.trouble is None else record.trouble.headline,
         "asks": [asked.rank for asked in record.questions],
-        "submitted": record.submitted,
         "ended": record.ended or None,
-        "restarts": record.restarts,
-        "delivered": record.delivered,
-        "use": record.use,
         "kept_ranks": len(record.kept_ranks or ()),
         "cell": record.cell.text,
         "notebook": record.notebook or None,
-        "project": record.project,
         "folder": str(record.folder),
     }
 
@@ -176,30 +149,20 @@ def line(
 ) -> Shown:
     """Show one run: a compact line, with what is wrong below it.
 
-    Args:
-        record: the run.
-        now: seconds since the epoch.
-        kept: the notebook keeps it: saved, or opened again, while the run goes on, it says of when it is.
-        left: seconds until it will be over, where something tells that.
+    ``kept``: the notebook keeps it, so while the run goes on it says of when it is; ``left``: seconds until it will be over.
     """
     now = time.time() if now is None else now
-    state, elapsed = _state(record), _elapsed(record, now)
+    elapsed = _elapsed(record, now)
     if record.state == "running" and left is not None and left >= 1:
-        elapsed += f", about {span(left // 1).replace('.0 s', ' s')} left"
+        elapsed += f", about {span(left, whole=True)} left"
     parts = [_ranks(record), elapsed, record.device]
     if record.restarts:
         parts.append(f"started again {'once' if record.restarts == 1 else f'{record.restarts} times'}")
-    if delivery := _delivery(record):
-        parts.append(delivery)
-    if kept and record.live:
-        parts.append(_written(now))
-    mark = _MARKS.get(record.outcome or "live", "")
-    head = f"{mark} {record.name} {state}"
-    quiet = html.escape(" · ".join(["", *parts]))
-    shown = Shown(
-        " · ".join([head, *parts]),
-        f'<div><b>{html.escape(head)}</b><span style="opacity:.75">{quiet}</span></div>',
-    )
+    parts += [_delivery(record), _written(now) if kept and record.live else ""]
+    head = f"{_MARKS[record.outcome or 'live']} {record.name} {_state(record)}"
+    quiet = " · ".join(["", *filter(None, parts)])
+    dim = f'<span style="opacity:.75">{html.escape(quiet)}</span>'
+    shown = Shown(head + quiet, f"<div><b>{html.escape(head)}</b>{dim}</div>")
     if note := _note(record):
         return shown + Shown(f"  {note}", plain(note).html)
     trouble = record.trouble
@@ -218,10 +181,8 @@ def _note(record: RunRecord) -> str:
         return f"interrupted: the cell is finishing; press again to end it{where}"
     if record.live and record.waiting:
         return f"waiting for {record.waiting}. Interrupt the cell, or %taas stop {record.name}, to give up."
-    return _asks(record) if record.questions else ""
-
-
-def _asks(record: RunRecord) -> str:
+    if not record.questions:
+        return ""
     ranks = [one.rank for one in record.questions]
     verb = "asks and waits" if len(ranks) == 1 else "ask and wait"
     where = f": %taas attach {record.name} answers" if record.background else " for an answer in its cell"
@@ -231,15 +192,13 @@ def _asks(record: RunRecord) -> str:
 
 def stacks(places: Iterable[StackGroup]) -> Shown:
     """Show where ranks stand, with each place's stack."""
-    text: list[str] = []
-    marked: list[str] = []
+    text, marked = list[str](), ""
     for place in places:
         text += [f"  {place}", *(f"      {frame}" for frame in place.stack)]
-        summary = html.escape(str(place))
         frames = html.escape("\n".join(place.stack))
-        key = f"stack-{place.ranks}"
-        marked.append(folded(key, str(place), f"<pre>{frames}</pre>") if frames else f"<div>{summary}</div>")
-    return Shown("\n".join(text), "".join(marked))
+        opens = folded(f"stack-{place.ranks}", str(place), f"<pre>{frames}</pre>")
+        marked += opens if frames else plain(str(place)).html
+    return Shown("\n".join(text), marked)
 
 
 # ---------------------------------------------------------------- many runs
@@ -252,39 +211,32 @@ def status(
     *,
     kept: bool = False,
 ) -> Shown:
-    """Show the runs that go on, those whose ranks are kept, and the last one that ended, of this notebook's own, too.
+    """Show the runs that go on, those whose ranks are kept, and the last one that ended, of this notebook's ``own``, too.
 
-    Args:
-        records: all runs.
-        now: seconds since the epoch.
-        own: this notebook's.
-        kept: as of :func:`line`.
+    ``kept``: the notebook keeps it, so it says of when it is.
     """
     now = time.time() if now is None else now
     live = [record for record in records if record.live]
     last = [record for some in (records, own) for record in [r for r in some if not r.live][-1:]]
-    ended = [record for record in records if not record.live and (record.kept_ranks or record in last)]
-    if not live and not ended:
+    shown = live + [record for record in records if not record.live and (record.kept_ranks or record in last)]
+    if not shown:
         return plain(
             "no run yet: start one by a cell with `#pragma taas --gpus 8` on top (%%taas? has the options)"
         )
-    rows = [
-        (
-            told_apart(record, (*live, *ended)),
-            _state(record, kept=True),
-            _ranks(record),
-            _elapsed(record, now, kept=True),
-            record.device,
-            _memory(record),
-            _delivery(record),
-            _cell(record),
-            _notebook(record, own),
-        )
-        for record in (*live, *ended)
-    ]
+    rows = [(told_apart(record, shown), *_standing(record, now, own)) for record in shown]
     heads = ("run", "state", "ranks", "time", "device", "memory", "delivered", "cell", "notebook")
-    shown = sum((line(record, now) for record in live if record.trouble is not None), table(heads, rows))
-    return shown + plain(_written(now)) if kept and live else shown
+    view = sum((line(record, now) for record in live if record.trouble is not None), table(heads, rows))
+    return view + plain(_written(now)) if kept and live else view
+
+
+def _standing(record: RunRecord, now: float, own: Sequence[RunRecord]) -> tuple[str, ...]:
+    state, elapsed = _state(record), _elapsed(record, now)
+    if record.kept_ranks:
+        state, elapsed = f"{state}, ranks kept", f"idle {span(now - record.ended, whole=True)}"
+    mine = record.kernel.pid == os.getpid() or record in own
+    notebook = f"{record.owner} (this one)" if mine else record.owner
+    held = (record.device, _memory(record), _delivery(record))
+    return (state, _ranks(record), elapsed, *held, _cell(record), notebook)
 
 
 def history(records: Sequence[RunRecord], now: float | None = None) -> Shown:
@@ -311,11 +263,10 @@ def history(records: Sequence[RunRecord], now: float | None = None) -> Shown:
     if not announced:
         return shown
     names = ", ".join(record.name for record in announced[:8]) + (" …" if len(announced) > 8 else "")
-    note = (
+    return shown + plain(
         f"To make room, logs and names of {counted(len(announced), 'old run')} ({names}) will be "
         f"removed after {_moment(announced[0].announced + NOTICE_SECONDS)}. Copy what you need from {announced[0].folder.parent}."
     )
-    return shown + plain(note)
 
 
 def config(catalog: Catalog) -> Shown:
@@ -361,12 +312,9 @@ def folded(key: str, summary: str, inside: str) -> str:
     return f'<details data-taas="{key}"><summary>{html.escape(summary)}</summary>{inside}</details>'
 
 
-def _row_in_html(tag: str, row: Sequence[str], more: str = "", key: str = "", opened: str = "") -> str:
+def _row_in_html(tag: str, row: Sequence[str], more: str = "") -> str:
     style = 'style="text-align:left;vertical-align:top"'
-    inside = [html.escape(cell) for cell in row]
-    if opened:
-        inside[-1] = folded(key, row[-1], opened)
-    cells = "".join(f"<{tag}{more} {style}>{cell}</{tag}>" for cell in inside)
+    cells = "".join(f"<{tag}{more} {style}>{cell}</{tag}>" for cell in row)
     return f'<tr style="background:none">{cells}</tr>'
 
 
@@ -394,9 +342,11 @@ def table(
     text, body = [line_of(heads)], ""
     inner = opened.items() if opened else [("", "")] * len(rows)
     for row, remark, (key, more) in zip(rows, remarks or [""] * len(rows), inner, strict=True):
-        text += [line_of(row), *([f"    {remark}"] if remark else [])]
-        body += _row_in_html("td", row, key=key, opened=more) + (
-            _row_in_html("td", [remark], f' colspan="{len(heads)}"') if remark else ""
-        )
-    head = f"<table><thead>{_row_in_html('th', heads)}</thead>"
-    return Shown("\n".join(text), f"{head}<tbody>{body}</tbody></table>")
+        *cells, last = map(html.escape, row)
+        text.append(line_of(row))
+        body += _row_in_html("td", [*cells, folded(key, row[-1], more) if more else last])
+        if remark:
+            text.append(f"    {remark}")
+            body += _row_in_html("td", [html.escape(remark)], f' colspan="{len(heads)}"')
+    head = _row_in_html("th", [*map(html.escape, heads)])
+    return Shown("\n".join(text), f"<table><thead>{head}</thead><tbody>{body}</tbody></table>")

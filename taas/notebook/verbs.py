@@ -19,7 +19,6 @@ class Verb:
 
     Attributes:
         words: which words may follow, as help shows them.
-        options: the options it has.
         runs: which runs complete its first word: ``live``, ``all`` or none.
     """
 
@@ -35,11 +34,7 @@ class Verb:
         return " ".join((self.name, *self.words.split(), *(f"[{option.usage}]" for option in self.options)))
 
     def read(self, words: list[str]) -> Line:
-        """Read what follows it.
-
-        Raises:
-            HeaderError: one line: what is wrong with it, and what to type instead.
-        """
+        """Read what follows it; a `HeaderError` says what to type instead."""
         try:
             return read_line(words, {o.name: o for o in self.options}, self._unknown, len(self.words.split()))
         except HeaderError as error:
@@ -58,11 +53,9 @@ class Verb:
 def help_text(name: str | None = None) -> str:
     """Return what ``%taas?``, ``--help`` and ``%taas help VERB`` show."""
     if name is not None:
-        verb = VERBS[name]
-        return f"%taas {verb.usage}\n    {verb.help}"
-    rows = [(verb.usage, verb.help) for verb in VERBS.values()]
-    width = max(len(left) for left, _ in rows)
-    table = "\n".join(f"  {left:<{width}}  {right}" for left, right in rows)
+        return f"%taas {VERBS[name].usage}\n    {VERBS[name].help}"
+    width = max(len(verb.usage) for verb in VERBS.values())
+    table = "\n".join(f"  {verb.usage:<{width}}  {verb.help}" for verb in VERBS.values())
     return (
         "See and steer runs. %taas VERB in a notebook and taas VERB in a terminal are the same; %taas alone is\n"
         f"%taas status. RUN is a run's name, this notebook's own first; without it its newest is meant.\n\n{table}\n\n"
@@ -72,102 +65,82 @@ def help_text(name: str | None = None) -> str:
 
 def complete(line: str) -> list[str]:
     """Return what may stand where the last word of a line is; the line begins after ``%taas``."""
-    words = line.split()
-    if not words or (len(words) == 1 and not line.endswith(" ")):
+    words = line.split() if not line.endswith(" ") else [*line.split(), ""]
+    if len(words) < 2:
         return list(VERBS)
     verb = VERBS.get(words[0])
     if verb is None:
         return []
-    last = "" if line.endswith(" ") else words[-1]
-    if last.startswith("-"):
+    if words[-1].startswith("-"):
         return [f"--{option.name}" for option in verb.options]
     if verb.name == "engine":
         return ["local", "ray", "slurm"]
     if not verb.runs:
         return []
-    from taas.runs.records import (
-        read_records,
-    )  # only here: Tab is a part of `import taas`, which is to stay cheap
+    from taas.runs.records import read_records  # only here: Tab belongs to `import taas`, which stays cheap
 
-    records = read_records()
-    return list(dict.fromkeys(r.name for r in reversed(records) if r.live or verb.runs == "all"))
+    records = reversed(read_records())
+    return list(dict.fromkeys(record.name for record in records if record.live or verb.runs == "all"))
 
 
 # ---------------------------------------------------------------- the table
 
 
-_JSON = Option("json")
-VERBS: dict[str, Verb] = {
-    verb.name: verb
-    for verb in (
-        Verb(
-            "status",
-            "",
-            "the runs that go on: state, ranks, time, device, delivery, what is wrong",
-            (_JSON,),
-        ),
-        Verb(
-            "logs",
-            "[RUN]",
-            "what all ranks have written, or some (--rank 0,3-5)",
-            (Option("rank", "R", ranks("all")), Option("follow")),
-            "all",
-        ),
-        Verb(
-            "stop",
-            "[RUN]",
-            "end this notebook's run, or any by its name, as the interrupt button ends a cell; again, or --now: at once",
-            options=(Option("now"),),
-            runs="live",
-        ),
-        Verb("stacks", "[RUN]", "where each rank stands now, ranks at one place together", runs="live"),
-        Verb("attach", "[RUN]", "a run's output from its beginning, then live, then its names", runs="all"),
-        Verb(
-            "top",
-            "[RUN]",
-            "a run's ranks, a row each: state, use, last line; redrawn each second",
-            runs="live",
-        ),
-        Verb("history", "", "all runs that are kept, how they ended, and why", (_JSON,)),
-        Verb(
-            "recover",
-            "[RUN]",
-            "bring what only ranks other than 0 wrote into the project",
-            (Option("overwrite"),),
-            "all",
-        ),
-        Verb(
-            "export",
-            "[RUN]",
-            "a run's cell, and what it needs of the notebook, as a program for torchrun",
-            (Option("to", "DIR", text_of("a folder", "program")),),
-            "all",
-        ),
-        Verb(
-            "engine",
-            "[local|ray ADDRESS|slurm]",
-            "where machines come from; the options are Slurm's, --check tries it",
-            (*SLURM_OPTIONS, Option("check")),
-        ),
-        Verb(
-            "config",
-            "",
-            "the settings that hold, where each was set, and the option that a header has for it",
-            (_JSON,),
-        ),
-        Verb("types", "", "the instance types that #!TYPE may name, and their GPUs", (_JSON,)),
-        Verb(
-            "run",
-            "SCRIPT",
-            "in a terminal: a script as a cell; its header, or options such as --gpus 8 --on g2.8",
-        ),
-        Verb(
-            "install",
-            "",
-            "have every notebook load taas: a file in IPython's startup folder",
-            (Option("undo"),),
-        ),
-        Verb("release", "", "give back warm ranks and machines that no run uses"),
-        Verb("doctor", "", "what this machine has, what it lacks, and what to do about it"),
-    )
-}
+_JSON = (Option("json"),)
+_TO = Option("to", "DIR", text_of("a folder", "program"))
+_STOP = "end this notebook's run, or any by its name, as the interrupt button ends a cell; again, or --now: at once"
+_ROWS = (
+    Verb("status", "", "the runs that go on: state, ranks, time, device, delivery, what is wrong", _JSON),
+    Verb(
+        "logs",
+        "[RUN]",
+        "what all ranks have written, or some (--rank 0,3-5)",
+        (Option("rank", "R", ranks("all")), Option("follow")),
+        "all",
+    ),
+    Verb("stop", "[RUN]", _STOP, (Option("now"),), "live"),
+    Verb("stacks", "[RUN]", "where each rank stands now, ranks at one place together", runs="live"),
+    Verb("attach", "[RUN]", "a run's output from its beginning, then live, then its names", runs="all"),
+    Verb(
+        "top", "[RUN]", "a run's ranks, a row each: state, use, last line; redrawn each second", runs="live"
+    ),
+    Verb("history", "", "all runs that are kept, how they ended, and why", _JSON),
+    Verb(
+        "recover",
+        "[RUN]",
+        "bring what only ranks other than 0 wrote into the project",
+        (Option("overwrite"),),
+        "all",
+    ),
+    Verb(
+        "export",
+        "[RUN]",
+        "a run's cell, and what it needs of the notebook, as a program for torchrun",
+        (_TO,),
+        "all",
+    ),
+    Verb(
+        "engine",
+        "[local|ray ADDRESS|slurm]",
+        "where machines come from; the options are Slurm's, --check tries it",
+        (*SLURM_OPTIONS, Option("check")),
+    ),
+    Verb(
+        "config",
+        "",
+        "the settings that hold, where each was set, and the option that a header has for it",
+        _JSON,
+    ),
+    Verb("types", "", "the instance types that #!TYPE may name, and their GPUs", _JSON),
+    Verb(
+        "run",
+        "SCRIPT",
+        "in a terminal: a script as a cell; its header, or options such as --gpus 8 --on g2.8",
+    ),
+    Verb(
+        "install", "", "have every notebook load taas: a file in IPython's startup folder", (Option("undo"),)
+    ),
+    Verb("release", "", "give back warm ranks and machines that no run uses"),
+    Verb("doctor", "", "what this machine has, what it lacks, and what to do about it"),
+)
+VERBS = {verb.name: verb for verb in _ROWS}

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import html
-import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from taas.notebook.tables import STAYS_OPEN, Shown, folded, line, table
-from taas.runs.events import FILES, last_written
+from taas.runs.events import FILES, last_written, size_of
 from taas.runs.records import RunRecord
 from taas.wire.ranks import RankUse
 from taas.wording import shown as on_one_line
@@ -32,31 +31,24 @@ class _Written(NamedTuple):
     display: Mapping[str, Any] = {}
 
     def opened(self, *, drawn: bool) -> str:
-        """Return the HTML that its row opens; empty where the row says it all. ``drawn``: with the display."""
-        picture, table = self.display.get("image/png", ""), self.display.get("text/html", "")
-        shown = f'<img src="data:image/png;base64,{picture}">' if picture else table
-        shown = shown if drawn and len(shown) <= _DRAWN else ""
+        """Return the HTML that its row opens, ``drawn``: with the display; empty where the row says it all."""
+        picture, shown = self.display.get("image/png", ""), self.display.get("text/html", "")
+        if picture:
+            shown = f'<img src="data:image/png;base64,{picture}">'
+        if not drawn or len(shown) > _DRAWN:
+            shown = ""
         lines = html.escape("\n".join(self.lines))
         return f"<pre>{lines}</pre>{shown}" if shown or len(self.lines) > 1 else ""
 
 
 class WatchedRun:
-    """What a person sees of one run, again and again.
-
-    What ranks wrote last is read anew where their files have grown.
-    """
+    """What a person sees of one run, again and again; what ranks wrote last is read anew where their files have grown."""
 
     def __init__(self) -> None:
-        self._last: dict[Path, tuple[tuple[int, ...], _Written]] = {}
+        self._last: dict[Path, tuple[list[int], _Written]] = {}
 
     def of(self, record: RunRecord, now: float | None = None, *, kept: bool = False) -> Shown:
-        """Show the run's line, with the time that is left if something tells it, and the folded rows.
-
-        Args:
-            record: the run as it is now.
-            now: as of :func:`taas.notebook.tables.line`.
-            kept: as there.
-        """
+        """Show the run's line, with the time that is left if something tells it, and the folded rows; as :func:`line`."""
         ranks = self._written_by(record)
         above = line(record, now, kept=kept, left=_seconds_left(record, ranks[0].lines))
         if not record.use and not any(written.lines for written in ranks):
@@ -74,20 +66,13 @@ class WatchedRun:
         return [self._written(folder) for folder in record.rank_folders()]
 
     def _written(self, folder: Path) -> _Written:
-        sizes = tuple(_size(folder / name) for name in FILES)
-        known, written = self._last.get(folder, ((0,) * len(sizes), _Written()))
+        sizes = [size_of(folder / name) for name in FILES]
+        known, written = self._last.get(folder, ([0] * len(sizes), _Written()))
         if sizes != known and (found := last_written(folder, _LINES)) is not None:
             lines = [on_one_line(visible(_COLOURS.sub("", text)), _WIDTH) for text in found[0]]
             written = _Written(lines, found[1])
             self._last[folder] = sizes, written
         return written
-
-
-def _size(path: Path) -> int:
-    try:
-        return os.stat(path).st_size  # noqa: PTH116  of each rank again and again
-    except FileNotFoundError:
-        return 0
 
 
 def _seconds_left(record: RunRecord, lines: Sequence[str]) -> float | None:
@@ -110,14 +95,8 @@ def _use(record: RunRecord) -> str:
 
 def _rows(record: RunRecord, ranks: Sequence[_Written]) -> Shown:
     use = {one.rank: one for one in record.use}
-    rows = [
-        (
-            str(rank),
-            *_facts(record, rank, use.get(rank)),
-            on_one_line(written.lines[-1], _LAST_WIDTH) if written.lines else "",
-        )
-        for rank, written in enumerate(ranks)
-    ]
+    last = [on_one_line(written.lines[-1], _LAST_WIDTH) if written.lines else "" for written in ranks]
+    rows = [(str(rank), *_facts(record, rank, use.get(rank)), text) for rank, text in enumerate(last)]
     heads = ("rank", "state", "CPU", "memory", "GPU", "GPU memory", "last line")
     shown = record.cell.spec.shown_ranks()  # what these draw stands in the cell
     opened = {

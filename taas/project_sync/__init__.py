@@ -50,7 +50,7 @@ def make_places(replica: str, project: str) -> list[str]:
 
 
 def entered(replica: str, project: str, say: Callable[[str], object]) -> str:
-    """Let this process, and all it will start, see a copy of the project in the project's place, if there is one.
+    """Let this process, and all it will start, see a copy of the project in the project's place; returns where the project is.
 
     The process has one thread. Its working directory and what it has open do not move.
 
@@ -58,9 +58,6 @@ def entered(replica: str, project: str, say: Callable[[str], object]) -> str:
         replica: the copy, in a folder of taas' that is seen where it is, wherever that is; empty: there is none.
         project: an absolute path, where a directory is.
         say: is told why the copy cannot stand there; the process may be in a namespace of its own then.
-
-    Returns:
-        Where the project is.
     """
     if not replica:
         return project

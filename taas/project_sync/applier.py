@@ -39,9 +39,7 @@ class Applier:
         run: name of the run, for the names of those.
         aside: a folder for what has no place in the project; None: that is said.
 
-    Attributes:
-        notices: what the user is to be told, a line each.
-        expected: what stands there, as far as it travelled or was put there.
+    ``notices`` has lines for the user, ``expected`` what stands there, as far as it travelled or was put there.
     """
 
     def __init__(
@@ -173,12 +171,7 @@ class Applier:
 def unpack(
     archive: int, folder: str, allowed: Callable[[ArchiveEntry], bool] = lambda entry: True
 ) -> list[str]:
-    """Unpack an archive into a folder that is taas' own, over what is there; returns what could not be, a line each.
-
-    Raises:
-        msgspec.DecodeError: it is no archive.
-        OSError: the folder is not there.
-    """
+    """Unpack an archive into a folder that is taas' own, over what is there; returns what could not be, a line each."""
     applier = Applier(folder, dict(scan(os.fsencode(folder), lambda path, entry: False)))
     applier.take(archive, allowed)
     return applier.notices
@@ -196,11 +189,7 @@ def _directory(path: str | bytes | Path, within: int | None = None) -> Iterator[
 
 @contextlib.contextmanager
 def _folder(root: int, path: bytes, *, make: bool) -> Iterator[int]:
-    """Open the folder of a path beneath an open directory, through no link and no ``..``; ``make``: what is missing of it.
-
-    Raises:
-        OSError: it is not there, is no directory, or leads through a link.
-    """
+    """Open the folder of a path beneath an open directory, through no link and no ``..``; ``make``: what is missing of it."""
     parts = path.split(b"/")
     if any(part in (b"", b".", b"..") for part in parts):
         raise OSError("it is no plain path")
@@ -242,10 +231,8 @@ def _is_same(entry: ArchiveEntry, data: memoryview, folder: int, stands: FileSta
     except OSError:
         return False
     with os.fdopen(fd, "rb") as file:
-        return all(
-            file.read(_COMPARED) == bytes(data[at : at + _COMPARED])
-            for at in range(0, stands.size, _COMPARED)
-        )
+        pieces = range(0, stands.size, _COMPARED)
+        return all(file.read(_COMPARED) == bytes(data[at : at + _COMPARED]) for at in pieces)
 
 
 def _put(entry: ArchiveEntry, data: memoryview, folder: int) -> None:
@@ -257,13 +244,11 @@ def _put(entry: ArchiveEntry, data: memoryview, folder: int) -> None:
             os.symlink(entry.state.target, own, dir_fd=folder)
         else:
             fd = os.open(own, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=folder)
-            try:
+            with os.fdopen(fd, "wb", buffering=0) as file:
                 while data:
-                    data = data[os.write(fd, data) :]
+                    data = data[file.write(data) :]
                 os.fchmod(fd, entry.state.mode & 0o777)
                 os.utime(fd, ns=(entry.state.modified_ns, entry.state.modified_ns))
-            finally:
-                os.close(fd)
         os.rename(own, os.path.basename(entry.path), src_dir_fd=folder, dst_dir_fd=folder)
     except BaseException:
         with contextlib.suppress(FileNotFoundError):

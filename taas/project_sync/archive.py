@@ -20,7 +20,6 @@ import os
 import stat
 import time
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import msgspec
@@ -28,29 +27,21 @@ import msgspec
 from taas._linux import is_being_written
 from taas.wording import shown_path
 
-LARGE = 8 << 20
-"""Bytes up to which a file that is no module travels."""
-TOTAL = 64 << 20
-"""Bytes of all files that travel."""
-ENTRIES = 100_000
-"""Files and directories that are looked at."""
+LARGE = 8 << 20  # bytes up to which a file that is no module travels
+TOTAL = 64 << 20  # bytes of all files that travel
+ENTRIES = 100_000  # files and directories that are looked at
 
 _MODULES = (b".py", b".pyi", b".pyx", b".so")
 _STAY = frozenset(
     b".git .hg .svn .venv node_modules __pycache__ .ipynb_checkpoints .mypy_cache .pytest_cache .ruff_cache "
     b".tox .nox .cache .local .conda .ipython .jupyter".split()
 )
-_ENVIRONMENT = ("pyvenv.cfg", "conda-meta")
-_OWN = b".taas-"
-"""So begin the names of files of taas' own."""
-PART = _OWN + b"part-"
-"""So does the name of one that is being written."""
-_LEFT_SECONDS = 3600.0
-"""Who still writes to it has changed it since."""
-_ORDER = {"directory": 0, "file": 1, "link": 2}
-"""Links after what they may lead to."""
-_TICK_NS = 20_000_000
-"""A change so soon after another one may bear the same time."""
+_ENVIRONMENT = (b"pyvenv.cfg", b"conda-meta")
+_OWN = b".taas-"  # so begin the names of files of taas' own
+PART = _OWN + b"part-"  # so does the name of one that is being written
+_LEFT_SECONDS = 3600.0  # who still writes to it has changed it since
+_ORDER = {"directory": 0, "file": 1, "link": 2}  # links after what they may lead to
+_TICK_NS = 20_000_000  # a change so soon after another one may bear the same time
 _LENGTH, _PIECE = 4, 16 << 20
 
 
@@ -67,8 +58,8 @@ class FileState(NamedTuple):
 
     @classmethod
     def of(cls, status: os.stat_result, target: bytes = b"") -> FileState:
-        """What a status without following links tells."""
-        mode, inode = stat.S_IMODE(status.st_mode) & 0o777, status.st_ino
+        """What a status tells, with links not followed."""
+        mode, inode = status.st_mode & 0o777, status.st_ino
         if stat.S_ISREG(status.st_mode):
             return cls("file", mode, status.st_size, b"", inode, status.st_mtime_ns, status.st_ctime_ns)
         if stat.S_ISDIR(status.st_mode):
@@ -129,11 +120,7 @@ _decoder = msgspec.msgpack.Decoder(ArchiveEntry)
 
 
 def entries(fd: int) -> Iterator[tuple[ArchiveEntry, memoryview]]:
-    """Read an archive: entries, each with its bytes, which hold until the next one.
-
-    Raises:
-        msgspec.DecodeError: it is none, or ends within an entry.
-    """
+    """Read an archive: entries, each with its bytes, which hold until the next one; a msgspec.DecodeError: it is none, or cut off."""
     size, offset = os.fstat(fd).st_size, 0
     if not size:
         return
@@ -158,10 +145,7 @@ def _add(fd: int, entry: ArchiveEntry) -> None:
 
 
 def _add_file(fd: int, root: bytes, path: bytes, *, closed: bool) -> Generator[None, None, FileState | None]:
-    """Add a file, if it need not be ``closed`` or was, a tick ago; returns what was added.
-
-    That is None also where it cannot be read, or changed meanwhile.
-    """
+    """Add a file, if it need not be ``closed`` or was, a tick ago; None: it was not, cannot be read, or changed meanwhile."""
     try:
         source = os.open(root + b"/" + path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
@@ -191,20 +175,20 @@ def _add_all(
     known: Mapping[bytes, FileState],
     found: Mapping[bytes, FileState],
     tell: Iterable[bytes],
+    told: dict[bytes, FileState],
     *,
     closed: bool,
-) -> Generator[None, None, dict[bytes, FileState]]:
-    """Add what makes of a ``known`` tree the one that was ``found``, as far as it is to be told; returns what was told.
+) -> Iterator[None]:
+    """Add what makes of a ``known`` tree the one that was ``found``, as far as it is to be told, and note in ``told`` what was.
 
     What is no more goes last, so that of two checkpoints one is there at any time; but first what is in the way.
     """
     gone = [path for path, was in known.items() if path not in found or found[path].kind != was.kind]
     gone.sort(reverse=True)  # what is in a directory before it
     turned = {path for path in gone if path in found}
-    first = [path for path in gone if path in turned or _beneath(path, turned)]
-    for path in first:
+    first = {path for path in gone if path in turned or _beneath(path, turned)}
+    for path in [path for path in gone if path in first]:
         _add(fd, ArchiveEntry(path))
-    told = {}
     for path in sorted(tell, key=lambda path: _ORDER[found[path].kind]):
         seen: FileState | None = found[path]
         if found[path].kind == "file":
@@ -213,10 +197,8 @@ def _add_all(
             _add(fd, ArchiveEntry(path, seen))
         if seen is not None:
             told[path] = seen
-    for path in gone:
-        if path not in first:
-            _add(fd, ArchiveEntry(path))
-    return told
+    for path in [path for path in gone if path not in first]:
+        _add(fd, ArchiveEntry(path))
 
 
 def _beneath(path: bytes, folders: Collection[bytes]) -> bool:
@@ -226,9 +208,8 @@ def _beneath(path: bytes, folders: Collection[bytes]) -> bool:
 # ---------------------------------------------------------------- the project, to a VM
 
 
-@dataclass(frozen=True)
-class Archive:
-    """A project, packed. An :class:`~taas.project_sync.applier.Applier` is told what travels, and what stays."""
+class Archive(NamedTuple):
+    """A project, packed."""
 
     fd: int  # a memory file; the caller closes it
     found: dict[bytes, FileState]  # what travels, as it stood when it was packed
@@ -239,9 +220,10 @@ class Archive:
 def stays_home(path: bytes, entry: os.DirEntry[bytes]) -> bool:
     """Whether an entry of a project is none of its files, with all that is beneath it."""
     del path
-    if entry.name in _STAY or not entry.is_dir(follow_symlinks=False):
-        return entry.name in _STAY
-    return any(os.path.lexists(os.path.join(os.fsdecode(entry.path), mark)) for mark in _ENVIRONMENT)
+    environment = entry.is_dir(follow_symlinks=False) and any(
+        os.path.lexists(os.path.join(entry.path, mark)) for mark in _ENVIRONMENT
+    )
+    return environment or entry.name in _STAY
 
 
 def pack(
@@ -264,26 +246,22 @@ def pack(
     os.close(os.open(root, os.O_RDONLY | os.O_DIRECTORY))
     found = dict(itertools.islice(scan(root, stays_home), limit + 1))
     files = {path: seen.size for path, seen in found.items() if seen.kind == "file"}
-    chosen = _choose(files, large, total, always)
-    had = {path for path in files.keys() - chosen if known.get(path) == found[path]}
-    stands = {path: seen for path, seen in found.items() if path not in files.keys() - chosen - had}
+    left = files.keys() - _choose(files, large, total, always)
+    had = {path: found[path] for path in left if known.get(path) == found[path]}
+    stands = {path: seen for path, seen in found.items() if path not in left or path in had}
     tell = [path for path, seen in stands.items() if seen.kind in _ORDER and path not in had]
+    told: dict[bytes, FileState] = {}
     fd = os.memfd_create("taas-archive", os.MFD_CLOEXEC)
     try:
-        packing = _add_all(fd, root, known, stands, tell, closed=False)
-        while True:
-            next(packing)
-    except StopIteration as done:
-        for path in had:
-            _add(fd, ArchiveEntry(path, stands[path], bare=True))
-        told = {path: stands[path] for path in had} | done.value
-        for path in files.keys() - told.keys():  # they may come when somebody wants them: late_files
-            _add(fd, ArchiveEntry(path, found[path], bare=True))
+        for _ in _add_all(fd, root, known, stands, tell, told, closed=False):
+            pass
+        stayed = {path: found[path] for path in files if path not in told and path not in had}
+        for path, seen in (had | stayed).items():  # what stayed may come when somebody wants it: late_files
+            _add(fd, ArchiveEntry(path, seen, bare=True))
     except BaseException:
         os.close(fd)
         raise
-    stayed = {path: found[path] for path in files if path not in told}
-    return Archive(fd, told, stayed, len(found) <= limit)
+    return Archive(fd, told | had, stayed, len(found) <= limit)
 
 
 def _choose(files: dict[bytes, int], large: int, total: int, always: Collection[bytes]) -> set[bytes]:
@@ -300,18 +278,10 @@ def _choose(files: dict[bytes, int], large: int, total: int, always: Collection[
 
 
 class Changes:
-    """What becomes of a folder after this moment, packed whenever its owner says so.
+    """What becomes of a folder after this moment, or with ``afresh`` also before, packed whenever its owner says so.
 
     The folder is looked at as a whole: nothing that was done to it can be missed, by whatever program, and nothing has to
-    be kept of what happened in between.
-
-    Args:
-        root: the folder.
-        skip: what in it is not told of.
-        afresh: tell of what is there already, too.
-
-    Attributes:
-        unsent: files that could not be packed at the last look.
+    be kept of what happened in between. ``unsent``: files that could not be packed at the last look.
     """
 
     def __init__(self, root: str, skip: Skip, *, afresh: bool = False) -> None:
@@ -324,15 +294,11 @@ class Changes:
         self._known |= came
 
     def pack(self, fd: int, *, last: bool = False) -> Iterator[None]:
-        """Write what has changed since the last look into an archive, in steps of bounded size.
-
-        Args:
-            fd: an empty file.
-            last: nobody is there any more who would close a file: it is packed as it stands.
-        """
+        """Write what has changed since the last look into an empty file, in steps of bounded size; ``last``: also what is open."""
         found, known = dict(scan(self._root, self._skip)), self._known
         tell = [path for path, seen in found.items() if seen.kind in _ORDER and seen != known.get(path)]
-        told = yield from _add_all(fd, self._root, known, found, tell, closed=not last)
+        told: dict[bytes, FileState] = {}
+        yield from _add_all(fd, self._root, known, found, tell, told, closed=not last)
         self._known = {p: was for p, was in known.items() if p in found and found[p].kind == was.kind} | told
         self.unsent = [shown_path(path) for path in tell if last and path not in told]
 

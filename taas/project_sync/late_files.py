@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from taas.project_sync.archive import FileState
-from taas.storage.calls import replace
+from taas.storage.diversion import replace
 from taas.wire.agents import JobRequest
 from taas.wire.transfer import Chunk
 
@@ -49,8 +49,7 @@ class LateFiles:
         cache: what has come to this VM.
         say: tells the supervisor what it has to send, and what it need not.
 
-    Attributes:
-        came: what has come since the processes began, as it did.
+    ``came`` is what has come since the processes began, as it did.
     """
 
     def __init__(self, folder: Path, cache: Path, say: Callable[[JobRequest], None]) -> None:
@@ -69,9 +68,7 @@ class LateFiles:
         for path, state in files.items():
             with contextlib.suppress(UnicodeDecodeError):
                 name = path.decode()
-                if (copy / name).exists():
-                    continue
-                if not self._put(name, state):
+                if not (copy / name).exists() and not self._put(name, state):
                     self._missing[name] = state
         self._names = {_asked_as(name): name for name in self._missing}
         (self.folder / _INDEX).write_text(json.dumps([*self._missing]))
@@ -158,7 +155,7 @@ class LateFiles:
             if pipe.is_fifo():
                 with contextlib.suppress(OSError):  # who asked was killed
                     fd = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-                    with open(fd, "wb", buffering=0) as waiting:
+                    with open(fd, "wb") as waiting:
                         waiting.write(b".")
                 pipe.unlink()
 
@@ -176,12 +173,8 @@ def use(folder: str, project: str, replica: str) -> None:
     _folder, _roots, _missing = folder, (project, replica), frozenset(names)
     if _missing and not _installed:
         _installed = True
-        native: dict[str, Callable[..., Any]] = {
-            "builtins.open": builtins.open,
-            "open": os.open,
-            "stat": os.stat,
-        }
-        replace({name: _asking(call) for name, call in native.items()})
+        natives = (("builtins.open", builtins.open), ("open", os.open), ("stat", os.stat))
+        replace({name: _asking(call) for name, call in natives})
 
 
 def _asking(native: Callable[..., Any]) -> Callable[..., Any]:

@@ -9,10 +9,15 @@ So a rank whose main thread is in C code can still be asked:
   the GIL nobody answers.
 * It is to pack its names as they stand: the main thread does so before its next line of Python, or this one while the
   main one sleeps in C code, which changes nothing then. The first of the two says the rank's last word.
+
+What a cell asks the person at the keyboard goes by the agent into the run's record, where whoever shows the run in a notebook
+finds it (notebook/live_view.py); the answer comes back by the agent.
 """
 
 from __future__ import annotations
 
+import builtins
+import getpass
 import os
 import queue
 import select
@@ -26,12 +31,24 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
+from IPython.core.error import StdinNotImplementedError
+
 from taas import adopt
 from taas.runs import stacks
 from taas.wire import deadlines
 from taas.wire.framing import Message, MessageReader, pack
-from taas.wire.rank_connection import NOTICE, receive, send
-from taas.wire.ranks import Answer, RankEnded, RankHears, RankRequest, RankStage, RankStart
+from taas.wire.ranks import (
+    NOTICE,
+    Answer,
+    Asking,
+    RankEnded,
+    RankHears,
+    RankRequest,
+    RankStage,
+    RankStart,
+    receive,
+    send,
+)
 
 _NAMES = NOTICE + 1
 _read = MessageReader(RankHears)
@@ -72,14 +89,11 @@ class AgentLink:
         send(self._agent, pack(message))
 
     def next_order(self) -> Order | None:
-        """Return the next order for this process, with a descriptor of its names; None: there is none, and it may leave.
-
-        Raises:
-            EOFError: the agent is gone.
-        """
+        """Return the next order; None: there is none, and this process may leave; EOFError: the agent is gone."""
         if self._noticed >= 0:
             return self._orders.get()
-        return _order(*receive(self._agent))
+        data, descriptors = receive(self._agent)
+        return _order(_read(data), descriptors)
 
     @property
     def in_cell(self) -> bool:
@@ -184,7 +198,7 @@ class AgentLink:
             case Answer():
                 self._answered(said)
             case _:
-                self._orders.put(_order(data, descriptors))
+                self._orders.put(_order(said, descriptors))
 
     def _ask_main_thread(self, number: int, at_its_end: Literal["at work", "packing"]) -> None:
         """Ask the main thread for something; if the cell is over, it does it already."""
@@ -238,12 +252,55 @@ class AgentLink:
             self.send(ended)
 
 
-class _Sleep:
-    """How long the main thread has slept in the system, since this was made.
+class Keyboard:
+    """The notebook's keyboard for one cell of a rank: ``input()``, ``getpass``, and debuggers, which ask by ``input()``.
 
-    Attributes:
-        told: whether the agent knows that it does not.
+    Threads that ask take turns; ``flush`` sends what was printed before a question.
     """
+
+    def __init__(self, rank: int, link: AgentLink, flush: Callable[[], object]) -> None:
+        self._rank, self._link, self._flush = rank, link, flush
+        self._turn = threading.Lock()
+        self._answers: queue.SimpleQueue[Answer | None] = queue.SimpleQueue()
+        self._count = 0
+        self._interrupted = False
+        builtins.input = lambda prompt="", /: self._ask(str(prompt), hidden=False)
+        getpass.getpass = lambda prompt="Password: ", stream=None, **_: self._ask(prompt, hidden=True)
+
+    def answer(self, answer: Answer | None) -> None:
+        """Take an answer, or None: nothing is asked any more. One that came too late is dropped."""
+        self._interrupted = self._interrupted or answer is None
+        self._answers.put(answer)
+
+    def _ask(self, prompt: str, *, hidden: bool) -> str:
+        """Ask, and wait.
+
+        Raises:
+            EOFError: nobody can answer here, or the cell was interrupted before: a debugger then leaves.
+            StdinNotImplementedError: the notebook's front end cannot ask.
+        """
+        if not self._link.in_cell:
+            raise EOFError(f"{prompt!r} cannot be asked: only the rank itself can ask, while its cell runs")
+        with self._turn:
+            if self._interrupted:
+                raise EOFError("the cell was interrupted")
+            self._count += 1
+            self._flush()
+            self._link.send(Asking(rank=self._rank, number=self._count, prompt=prompt, hidden=hidden))
+            try:
+                while (answer := self._answers.get()) and answer.number != self._count:
+                    continue
+            finally:
+                self._link.send(Asking(rank=self._rank))
+        if answer is None:
+            raise EOFError("the cell was interrupted")
+        if answer.refused:
+            raise StdinNotImplementedError(answer.refused)
+        return answer.text
+
+
+class _Sleep:
+    """How long the main thread has slept in the system, since this was made; ``told``: the agent knows that it does not."""
 
     def __init__(self) -> None:
         self._began = self._since = time.monotonic()
@@ -257,10 +314,8 @@ class _Sleep:
     def seconds(self) -> float:
         """Return for how many seconds it has slept; 0: it uses the processor, or a disk."""
         now, (state, used) = time.monotonic(), _main_thread()
-        if (
-            state != "S"
-            or used - self._used > deadlines.IDLE_SHARE * (now - self._since) + deadlines.CLOCK_GRAIN
-        ):
+        idle = deadlines.IDLE_SHARE * (now - self._since) + deadlines.CLOCK_GRAIN
+        if state != "S" or used - self._used > idle:
             self._since, self._used = now, used
         return now - self._since
 
@@ -277,8 +332,7 @@ def _main_thread() -> tuple[str, float]:
     return fields[0].decode(), (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def _order(data: bytes, descriptors: list[int]) -> Order | None:
-    said = _read(data)
+def _order(said: Message, descriptors: list[int]) -> Order | None:
     return (said, descriptors[0]) if isinstance(said, RankStart) else None
 
 

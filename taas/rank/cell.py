@@ -12,22 +12,22 @@ from bdb import BdbQuit
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 
 from taas import adopt, capture
 from taas.capture import collected
-from taas.engines.local import present_gpus
-from taas.rank.agent_link import AgentLink
-from taas.rank.keyboard import Keyboard
+from taas.rank.agent_link import AgentLink, Keyboard
 from taas.rank.outlet import Outlet
-from taas.rank.preparing import Prepared
 from taas.rank_storage import Guard
 from taas.storage.walls import NO_WALL
 from taas.wire.framing import Memory
 from taas.wire.ranks import RankEnded, RankOrder, RankStage, RankStart
 from taas.wording import fitting_lines, text_of
+
+if TYPE_CHECKING:
+    from taas.rank.entry import Prepared
 
 _LATE_SECONDS = 5.0
 """Threads that take longer after the cell's last line are named."""
@@ -39,25 +39,32 @@ _WITHOUT_WALL = (
 
 def run_cell(start: RankStart, rank: Prepared, link: AgentLink, outlet: Outlet) -> RankEnded:
     """Run the cell of an order, and pack what it changed; returns how it ended in this rank."""
-    keyboard = Keyboard(start.rank, outlet.flush, link.send, lambda: link.in_cell)
-    keyboard.install()
+    keyboard = Keyboard(start.rank, link, outlet.flush)
     link.begin_cell(partial(_last_word, start.rank, rank.arrival), keyboard.answer)
     ended, value = _run_to_end(start, rank, link)
-    if start.rank == 0 and link.in_rank:
-        said = _remembered(rank.arrival) if start.order.rehearsed and not present_gpus() else ()
-        ended = with_notices(_pack_names(ended, rank.arrival, value), said)
-    if start.order.cell.spec.collect and link.in_rank:
-        ended = with_notices(ended, _pack_collected(start))
+    if not link.in_rank:
+        _leave_as_child(ended, outlet)
+    said: list[str] = []
+    if start.rank == 0:
+        ended = _pack_names(ended, rank.arrival, value)
+    if start.order.cell.spec.collect:
+        said += _pack_collected(start)
     outlet.flush()
-    return with_notices(ended, said_of_wall(rank.wall))
+    return with_notices(ended, [*said, *said_of_wall(rank.wall)])
+
+
+def _leave_as_child(ended: RankEnded, outlet: Outlet) -> NoReturn:
+    """End a process that the cell forked and let run on to the cell's end: it is not the rank."""
+    sys.stderr.write("\n".join(ended.traceback))
+    outlet.flush()
+    os._exit(0 if ended.outcome == "done" else 1)
 
 
 def _run_to_end(start: RankStart, rank: Prepared, link: AgentLink) -> tuple[RankEnded, Any]:
     """Run the cell until it is over, also on the GPUs; from then on no interrupt reaches this thread."""
     value: Any = None
     try:
-        try:
-            # from now on it may be interrupted
+        try:  # from now on it may be interrupted
             link.send(RankStage(stage="begun", rank=start.rank, at=time.time()))
             ended, value = _run_code(start, rank, link)
         except KeyboardInterrupt as error:  # it came before the cell's first line, or after its last
@@ -124,10 +131,9 @@ def _say_who_is_late(rank: int) -> None:
 
 def _error_of_gpus(order: RankOrder) -> BaseException | None:
     """Let the GPUs finish what the cell asked of them; what fails there after its last line is its failure, too."""
-    if not order.gpus or order.rehearsed:
-        return None
     try:
-        capture.wait_for_devices()
+        if order.gpus:
+            capture.wait_for_devices()
     except KeyboardInterrupt as error:
         return error
     except Exception as error:
@@ -153,11 +159,12 @@ def failed(
     number: int, error: BaseException, lines: Sequence[str] = (), reason: str | None = None
 ) -> RankEnded:
     """Say how a cell ended in this rank that raised, with the traceback's lines, and what taas knows of the error."""
-    outcomes = ((KeyboardInterrupt, "interrupted"), (SystemExit, "exited"), (BaseException, "raised"))
-    text = text_of(error)
+    outcome, text = "raised", text_of(error)
+    if isinstance(error, (KeyboardInterrupt, SystemExit)):
+        outcome = "exited" if isinstance(error, SystemExit) else "interrupted"
     return RankEnded(
         rank=number,
-        outcome=next(outcome for kind, outcome in outcomes if isinstance(error, kind)),
+        outcome=outcome,
         at=time.time(),
         etype=type(error).__name__,
         message=text if reason is None else f"{text}{' ' if text.endswith('.') else ': '}{reason}",
@@ -191,17 +198,6 @@ def _pack_collected(start: RankStart) -> list[str]:
     return []
 
 
-def _remembered(arrival: Any) -> tuple[str, ...]:
-    """Say which names that come back were made for devices that the notebook does not have."""
-    from taas.rehearsal.refused import remembered  # brings torch, which rehearsed ranks have
-
-    names, before = sys.modules["__main__"].__dict__, arrival.names_before
-    asked = names if arrival.returned is None else names.keys() & arrival.returned
-    return remembered(
-        {n: v for n, v in names.items() if n in asked and before.get(n) is not v and n[0] != "_"}
-    )
-
-
 def said_of_wall(wall: Guard) -> tuple[str, ...]:
     """Say where a rank other than 0 has no wall."""
     return (_WITHOUT_WALL,) if wall.denial is not None and wall.mechanism == NO_WALL else ()
@@ -209,14 +205,12 @@ def said_of_wall(wall: Guard) -> tuple[str, ...]:
 
 def lost_output(ended: RankEnded, outlet: Outlet) -> list[str]:
     """Say what of the output was lost to a full disk."""
-    lost = outlet.events.lost_bytes
-    if not lost:
-        return []
-    return [
-        f"{lost:,} bytes of the output of rank {ended.rank} were lost, because the disk of the run's folder is "
-        "full. The run went on. `%taas history` shows where old runs are kept; remove some, or set "
+    lost = (
+        f"{outlet.events.lost_bytes:,} bytes of the output of rank {ended.rank} were lost, because the disk of the run's "
+        "folder is full. The run went on. `%taas history` shows where old runs are kept; remove some, or set "
         "JUPYTER_RUNTIME_DIR."
-    ]
+    )
+    return [lost] if outlet.events.lost_bytes else []
 
 
 def _last_word(number: int, arrival: Any, *, last: bool = True) -> RankEnded:

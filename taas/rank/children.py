@@ -28,11 +28,7 @@ _membership = b""
 
 
 def install(membership: Any) -> None:
-    """Let children know the notebook's names.
-
-    Args:
-        membership: where this rank stands in its run; children that import torch take it over, as no members.
-    """
+    """Let children know the notebook's names; those that import torch take the membership over, as no members."""
     global _membership
     _membership = pickle.dumps(membership)
     BaseProcess.__reduce__ = _reduce  # type: ignore[method-assign, assignment]
@@ -59,11 +55,10 @@ class _Pickler(cloudpickle.Pickler):
         self.cells: dict[str, Any] = {}
 
     def persistent_id(self, value: Any) -> str | None:
-        """The notebook's globals are the child's own; functions bring what they use of them."""
+        # they are the child's own; functions bring what they use of them
         return _NAMESPACE if value is self.namespace else None
 
     def reducer_override(self, value: Any) -> Any:
-        """Called by pickle for whatever is no plain value."""
         if isinstance(value, BaseProcess):
             return copyreg.__newobj__, (type(value),), value.__getstate__()  # type: ignore[attr-defined]
         if isinstance(value, types.CodeType):

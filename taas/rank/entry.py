@@ -1,59 +1,56 @@
-"""A rank from its first instruction to its last: a process that takes orders, and is one rank of one run with each."""
+"""A rank from its first instruction to its last: a process that takes orders, and is one rank of one run with each.
+
+What it does at its first order has an order that is part of the design: the write rule while the process has one thread, the
+rehearsal before a library but torch is imported, the names before the shell.
+"""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import gc
 import io
 import os
+import re
 import socket
 import sys
 import traceback
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from taas import adopt
-from taas.rank import lifeline
+import psutil
+
+from taas import adopt, capture, project_sync, rehearsal
+from taas.project_sync import late_files
+from taas.rank import children, lifeline
 from taas.rank.agent_link import AgentLink
 from taas.rank.cell import failed, lost_output, run_cell, wait_for_threads, with_notices
 from taas.rank.outlet import Outlet
-from taas.rank.preparing import Prepared, become_rank
 from taas.rank.shell import RankShell, make_ready
-from taas.wire.ranks import Preparation, RankEnded, RankKept, RankStage, RankStart, preparation_of
+from taas.rank_storage import Guard, guard, scratch_of
+from taas.runs.stacks import answer_requests
+from taas.wire.ranks import Preparation, RankEnded, RankKept, RankOrder, RankStage, RankStart, preparation_of
 
 
 def main(agent: socket.socket, preparation: Preparation) -> NoReturn:
-    """Be a rank, once the agent orders it; called in a process forked from the forkserver.
-
-    Args:
-        agent: the connection to it.
-        preparation: what to do before there is an order.
-    """
+    """Be a rank, once the agent orders it; called in a process forked from the forkserver."""
     lifeline.tie_to_agent()  # before anything can hang
     lifeline.name_process(lifeline.SPARE_NAME)
-    outlet = Outlet()
-    status = 1
+    outlet, shell = Outlet(), None
+    status = 1  # also where the agent is gone
     try:
-        shell = None
         with contextlib.suppress(Exception):  # it is tried again, and said, when there is an order
             shell = make_ready(preparation, outlet)
         link = AgentLink(agent)
         link.send(RankStage(stage="ready"))
         status = _Orders(shell, link, outlet).carry_out()
         outlet.flush()
-    except KeyboardInterrupt:  # one that came before the cell, and not while it is prepared
-        status = 130
-    except (EOFError, BrokenPipeError):  # the agent is gone
-        status = 1
     finally:
         # Threads that still run must not hold the rank, nor half-destroyed process groups abort it.
         os._exit(status)
-
-
-_FILES = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
-"""What keeps back what is written to it."""
 
 
 class _Orders:
@@ -64,7 +61,6 @@ class _Orders:
         self._rank: Prepared | None = None
 
     def carry_out(self) -> int:
-        """Return the status to leave with."""
         ended: RankEnded | None = None
         while (order := self._link.next_order()) is not None:
             lifeline.name_process(lifeline.OWN_NAME)
@@ -87,8 +83,6 @@ class _Orders:
         outlet.open(Path(start.staged.output) / str(start.rank))
         ended = self._run(start, payload)
         outlet.flush()
-        if not link.in_rank:
-            _leave_as_child(ended)
         link.answer = -1 if ended.answer is None else ended.answer.fd
         link.send(with_notices(ended, lost_output(ended, outlet)))
         with _shown():
@@ -124,17 +118,157 @@ def _shown() -> Iterator[None]:
         traceback.print_exc()
 
 
-def _leave_as_child(ended: RankEnded) -> NoReturn:
-    """End a process that the cell forked and let run on to the cell's end: it is not the rank."""
-    sys.stderr.write("\n".join(ended.traceback))
-    sys.stderr.flush()
-    os._exit(0 if ended.outcome == "done" else 1)
-
-
 def _end_as_python_does() -> None:
     """Do what the end of Python would, which this process does not come to: exit functions, flushing."""
     atexit._run_exitfuncs()
+    keep_back = io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom
     # isinstance would ask proxies
-    for file in [part for part in gc.get_objects() if issubclass(type(part), _FILES)]:
+    for file in [part for part in gc.get_objects() if issubclass(type(part), keep_back)]:
         with contextlib.suppress(OSError, ValueError):  # it is closed, or what it writes to is
             file.flush()
+
+
+# ---------------------------------------------------------------- a process becomes a rank, and takes in the names of each cell
+
+
+@dataclass
+class Prepared:
+    """This process, from its first order to its last.
+
+    Attributes:
+        device: where CUDA tensors of the notebook land; ``cuda``: on the device they had; None: in host memory.
+        environ: the notebook's, as it was last.
+        project: where it is on this VM.
+        arrival: the names of the last cell as they arrived.
+    """
+
+    shell: RankShell
+    wall: Guard
+    device: str | None
+    environ: dict[str, str]
+    project: Path
+    arrival: Any = None
+
+    def take_in(self, start: RankStart, payload: int) -> None:
+        """Make ready for a cell: its variables, loaders and names, of which ``payload`` is a descriptor."""
+        order, staged = start.order, start.staged
+        for name in self.environ.keys() - staged.environ.keys():
+            os.environ.pop(name, None)
+        os.environ.update(staged.environ.items() - self.environ.items())
+        self.environ = staged.environ
+        os.environ.update(start.environ)
+        if order.continues:
+            there = Path(order.cell.directory)
+            if there.is_relative_to(staged.project):
+                there = self.project / there.relative_to(staged.project)
+            if there.is_dir():  # on this VM, too
+                os.chdir(there)
+        self.wall.begin_run(scratch_of(Path(staged.scratch), start.rank), staged.since_ns)
+        late_files.use(staged.late, staged.project, staged.replica)
+        adopt.begin_run(order.store)
+        if order.delivery is not None:
+            from taas.delivery import loader
+
+            loader.connect(order.delivery, start.rank, order.host)
+        self.arrival = capture.arrive(payload, self.shell.user_ns, device=self.device, before=self.arrival)
+        self.shell.execution_count = order.cell.execution_count
+        self.arrival.dress(self.shell)
+        answer_requests(Path(staged.output) / str(start.rank), self.arrival.cell_numbers)
+        if start.rank == 0:
+            self.arrival.mark()
+
+    def sizes(self) -> dict[str, int]:
+        """Return the memory that this process holds, as a `RankKept` has it."""
+        torch = sys.modules["torch"]
+        gpu = torch.cuda.memory_reserved() if self.device is not None and torch.cuda.is_initialized() else 0
+        return {"host_bytes": psutil.Process().memory_full_info().uss, "gpu_bytes": gpu}
+
+
+def become_rank(start: RankStart, shell: RankShell, payload: int) -> Prepared:
+    """Make this process what the contract says a rank is, but for the names."""
+    order, local_rank, staged = start.order, start.local_rank, start.staged
+    capture.check_versions(capture.peek(payload))
+    if not hasattr(shell, "kernel") or start.rank not in order.cell.spec.shown_ranks():
+        sys.modules.pop("ipykernel.zmqshell", None)  # its bars are text: nobody would see widgets
+    os.environ.update(start.environ)
+    project = project_sync.entered(staged.replica, staged.project, functools.partial(_tell, start))
+    wall = _enter_storage(start, project)
+    _enter_project(start, project)
+    device = _enter_device(order, local_rank)
+    membership = adopt.Membership(
+        rank=start.rank,
+        world_size=order.cell.spec.world_size,
+        local_rank=local_rank,
+        local_world_size=order.local_world_size,
+        address=order.store,
+        rehearsed=bool(order.rehearsed),
+        notice=lambda text: print(f"taas: {text}"),  # noqa: T201  the cell shows it
+        project=Path(project),
+    )
+    adopt.install(membership, order.cell.spec.backend)
+    children.install(membership)
+    return Prepared(shell, wall, device, staged.environ, Path(project))
+
+
+def _tell(start: RankStart, text: str) -> None:
+    if start.rank == 0:
+        print(f"taas: VM {start.order.vm}: {text}")  # noqa: T201
+
+
+def _enter_storage(start: RankStart, project: str) -> Guard:
+    """Raise the wall around the project; this process has one thread, and has what it needs of others."""
+    order, staged = start.order, start.staged
+    scratch = scratch_of(Path(staged.scratch), start.rank)
+    scratch.mkdir(mode=0o700, parents=True, exist_ok=True)
+    sockets = "" if order.delivery is None else order.delivery.folder
+    ours = [staged.output, order.store.folder, sockets, staged.late]
+    if order.cell.spec.keep:  # later runs have other folders beside these
+        ours = [str(Path(path).parent) for path in ours if path]
+    return guard(
+        project=project,
+        rank=start.rank,
+        scratch=scratch,
+        mode=order.cell.spec.rank_writes,
+        shared=order.cell.spec.shared,
+        since_ns=staged.since_ns,
+        writable=tuple(path for path in ours if path),
+    )
+
+
+def _enter_project(start: RankStart, project: str) -> None:
+    """Stand where the notebook stands, with the arguments that a script would have."""
+    os.chdir(project)
+    if sys.path[:1] != [project]:
+        sys.path.insert(0, project)
+    spelling = re.search("--local[_-]rank", start.order.cell.text)
+    sys.argv = ["<cell>", *([f"{spelling[0]}={start.local_rank}"] if spelling else [])]
+
+
+def _enter_device(order: RankOrder, local_rank: int) -> str | None:
+    """Select this rank's device and its share of the processor; returns where CUDA tensors of the notebook land."""
+    import torch
+
+    if threads := os.environ.get("OMP_NUM_THREADS"):  # read at import, which was before the fork
+        from taas.rank.preloaded import THREAD_POOLS
+
+        torch.set_num_threads(int(threads))
+        THREAD_POOLS.limit(limits=int(threads))
+    if order.rehearsed:
+        rehearsal.install(local_rank, order.rehearsed)
+        return None
+    if not order.gpus:
+        return None
+    if order.local_world_size == 1:
+        return "cuda"
+    own = order.gpus[local_rank]
+    torch.cuda._lazy_call(functools.partial(_select_device, own))
+    return f"cuda:{os.environ['CUDA_VISIBLE_DEVICES'].split(',').index(own)}"
+
+
+def _select_device(own: str) -> None:
+    """Select this rank's device at the first use of CUDA: children may use it as well, and a program hide the others."""
+    import torch
+
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    if own in visible[: torch.cuda.device_count()]:
+        torch.cuda.set_device(visible.index(own))

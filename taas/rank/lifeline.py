@@ -56,12 +56,7 @@ def signal_at_end(pipe: int, owner: int, number: signal.Signals) -> None:
 class KernelTie:
     """A supervisor's tie to its kernel, which ends with that process, whoever has inherited its end of the life pipe.
 
-    Args:
-        kernel: process id.
-        life: the life pipe's reading end.
-
-    Attributes:
-        sources: descriptors, of which one at least becomes readable.
+    Of its ``sources``, the life pipe's reading end and a descriptor of the kernel, one at least becomes readable.
 
     Raises:
         ProcessLookupError: it is gone already.

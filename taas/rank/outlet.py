@@ -26,8 +26,11 @@ _PARTIAL_LINE_SECONDS = 0.02
 _UPDATE_SECONDS = 0.1
 
 
-class Soon:
-    """Calls a function so many seconds after it was asked to, once for all that asked meanwhile, in a thread of its own."""
+class _Soon:
+    """Calls a function so many seconds after it was asked to, once for all that asked meanwhile, in a thread of its own.
+
+    Whoever asks holds the lock under which that function works.
+    """
 
     def __init__(self, seconds: float, function: Callable[[], None]) -> None:
         self._seconds, self._function = seconds, function
@@ -39,7 +42,6 @@ class Soon:
         self._thread: threading.Thread | None = None
 
     def ask(self) -> None:
-        """Have it called; whoever asks holds the lock under which that function works."""
         self._asked.set()
         if self._thread is None:
             self._thread = threading.Thread(target=self._serve, name="taas-output", daemon=True)
@@ -54,7 +56,7 @@ class Soon:
             self._function()
 
 
-class EventFile:
+class _EventFile:
     """The event file of this rank; a kept rank has one after the other, and threads of its cells may go on writing.
 
     Once the disk is full, records are dropped and counted: the rank goes on.
@@ -66,7 +68,7 @@ class EventFile:
         self.lost_bytes = 0
 
     def open(self, folder: Path) -> None:
-        """Write to the file of a folder from now on; its C-level stdout and stderr are open already."""
+        """Write to the file of a folder from now on; C-level stdout and stderr go there already."""
         opened = os.open(folder / EVENTS, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         if self._fd < 0:
             self._fd, self._raw = opened, (os.dup(1), os.dup(2))
@@ -77,7 +79,6 @@ class EventFile:
         self.lost_bytes = 0
 
     def append(self, kind: int, body: bytes | bytearray) -> None:
-        """Write one record."""
         stdout, stderr = (os.fstat(fd).st_size for fd in self._raw)
         record = RECORD.pack(kind, len(body), stdout, stderr) + body
         try:
@@ -97,22 +98,21 @@ class _Text(io.TextIOWrapper):
         raise io.UnsupportedOperation("detach")
 
 
-class RankStream(io.RawIOBase):
+class _RankStream(io.RawIOBase):
     """The bytes of ``sys.stdout`` or ``sys.stderr`` of a rank: sent by lines, an unfinished one a moment later.
 
     It is never closed, whatever a cell does: others print to it.
     """
 
-    def __init__(self, events: EventFile, kind: int) -> None:
+    def __init__(self, events: _EventFile, kind: int) -> None:
         self._events, self._kind = events, kind
         self._pending = bytearray()
         self._lock = threading.RLock()
-        self._soon = Soon(_PARTIAL_LINE_SECONDS, self.flush)
+        self._soon = _Soon(_PARTIAL_LINE_SECONDS, self.flush)
         self.name = f"<{KINDS[kind]}>"  # as CPython names its own streams
         os.register_at_fork(before=self.flush, after_in_child=self._forget_lock)
 
     def as_text(self) -> io.TextIOWrapper:
-        """Return the stream to print to."""
         # the encoding as a kernel's own spells it
         return _Text(self, "UTF-8", "backslashreplace", line_buffering=True, write_through=True)
 
@@ -120,19 +120,15 @@ class RankStream(io.RawIOBase):
         self._lock = threading.RLock()
 
     def writable(self) -> bool:
-        """Return True."""
         return True
 
     def close(self) -> None:
-        """Send what is pending."""
         self.flush()
 
     def fileno(self) -> int:
-        """Return the C-level descriptor, for children that are given this stream."""
-        return self._kind + 1
+        return self._kind + 1  # the C-level one, for children that are given this stream
 
     def write(self, data: Any) -> int:
-        """Append bytes; what is not UTF-8 is shown as the replacement character."""
         data = bytes(data)
         with self._lock:
             self._pending += data
@@ -143,7 +139,6 @@ class RankStream(io.RawIOBase):
         return len(data)
 
     def flush(self) -> None:
-        """Send what is pending."""
         if not self._pending:  # a text stream asks after each line
             return
         with self._lock:
@@ -153,16 +148,12 @@ class RankStream(io.RawIOBase):
 
 
 class Updates:
-    """Passes on the updates of each display: at once after a pause, else the latest of each tenth of a second.
-
-    Args:
-        publish: sends one update, given as its arguments.
-    """
+    """Publishes the updates of each display: at once after a pause, else the latest of each tenth of a second."""
 
     def __init__(self, publish: Callable[..., None]) -> None:
         self._publish = publish
         self._forget()
-        self._soon = Soon(_UPDATE_SECONDS, self.flush)
+        self._soon = _Soon(_UPDATE_SECONDS, self.flush)
         os.register_at_fork(after_in_child=self._forget)
 
     def _forget(self) -> None:
@@ -171,7 +162,7 @@ class Updates:
         self._lock = threading.RLock()
 
     def update(self, display: Any, arguments: dict[str, Any]) -> None:
-        """Send an update of a display, now or a moment later."""
+        """Publish an update, given as its arguments, now or a moment later."""
         with self._lock:
             if time.monotonic() - self._sent.get(display, -_UPDATE_SECONDS) >= _UPDATE_SECONDS:
                 self._waiting.pop(display, None)
@@ -198,7 +189,7 @@ class Outlet:
     """All ways out of a rank: the two streams, and IPython's display messages; open once the rank has its folder."""
 
     def __init__(self) -> None:
-        self.events = EventFile()
+        self.events = _EventFile()
         self.streams: tuple[io.TextIOWrapper, ...] = ()
         self._libc = ctypes.CDLL(None)
         self._updates = Updates(functools.partial(self.publish, "update"))
@@ -212,7 +203,7 @@ class Outlet:
             # C's printf by lines, as a terminal has it, rather than by 4 KiB
             self._libc.setvbuf(ctypes.c_void_p.in_dll(self._libc, name), None, 1, 0)
         self.events.open(folder)
-        self.streams = self.streams or tuple(RankStream(self.events, kind).as_text() for kind in (0, 1))
+        self.streams = self.streams or tuple(_RankStream(self.events, kind).as_text() for kind in (0, 1))
         sys.__stdout__, sys.__stderr__ = self.streams  # type: ignore[misc]
         self.take_back()
 

@@ -14,9 +14,10 @@ from typing import Any
 import torch.distributed as dist
 from threadpoolctl import ThreadpoolController
 
-from taas import _linux, rank_storage
+from taas import _linux
 from taas.capture import holders
 from taas.rank import lifeline
+from taas.storage import diversion
 
 THREAD_POOLS = ThreadpoolController()
 """The thread pools of BLAS and OpenMP in this process, found once: looking costs 15 ms."""
@@ -61,7 +62,7 @@ lifeline.name_process(lifeline.FORKSERVER_NAME)
 _keep_freed_memory()
 _forget_exit_functions()
 _register_backends()
-rank_storage.prepare()
+diversion.survey()
 holders.survey()
 gc.collect()
 gc.freeze()  # ranks' collections leave alone what all of them share: a touched page is a copied page

@@ -31,12 +31,8 @@ from taas.rank.outlet import Outlet
 from taas.wire.ranks import Preparation
 from taas.wording import fitting_lines, text_of
 
-_OF_TERMINALS = "TerminalInteractiveShell"
 
-
-class RankPublisher(DisplayPublisher):
-    """Sends ``display`` and its updates to the cell."""
-
+class _Publisher(DisplayPublisher):
     outlet = Instance(Outlet)
 
     def publish(
@@ -49,7 +45,6 @@ class RankPublisher(DisplayPublisher):
         update: bool = False,
         **_: Any,
     ) -> None:
-        """Send one MIME bundle."""
         arguments = {"data": data, "metadata": metadata or {}, "transient": transient or {}}
         if update:
             self.outlet.update(arguments)
@@ -57,32 +52,27 @@ class RankPublisher(DisplayPublisher):
             self.outlet.publish("display", **arguments)
 
     def clear_output(self, wait: bool = False) -> None:
-        """Ask the cell to clear what it shows."""
         self.outlet.publish("clear", wait=wait)
 
 
-class RankDisplayHook(DisplayHook):
-    """Sends the last expression's value to the cell."""
-
+class _DisplayHook(DisplayHook):
     outlet = Instance(Outlet)
 
     def write_output_prompt(self) -> None:
         """The notebook writes its own."""
 
     def write_format_data(self, format_dict: dict[str, Any], md_dict: dict[str, Any] | None = None) -> None:
-        """Send the value's MIME bundle."""
         self.outlet.publish("result", data=format_dict, metadata=md_dict or {})
 
     def finish_displayhook(self) -> None:
-        """Nothing to finish: the message is sent."""
         self._is_active = False
 
 
 class RankShell(InteractiveShell):
     """A shell without a terminal, history or input, on the rank's ``__main__``."""
 
-    display_pub_class = Type(RankPublisher)
-    displayhook_class = Type(RankDisplayHook)
+    display_pub_class = Type(_Publisher)
+    displayhook_class = Type(_DisplayHook)
     outlet = Instance(Outlet)
     is_rank = True
     last_traceback: tuple[str, ...] = ()
@@ -141,8 +131,7 @@ class RankShell(InteractiveShell):
             )
 
     def _format_exception_for_storage(self, *_: Any, **__: Any) -> dict[str, Any]:
-        """The notebook's history is the notebook's: nothing is stored here."""
-        return {}
+        return {}  # the history is the notebook's
 
     async def run_code(self, code_obj: Any, result: ExecutionResult | None = None, **options: Any) -> bool:
         """Run code; the first that runs is the cell's."""
@@ -161,14 +150,13 @@ class RankShell(InteractiveShell):
 
 @contextmanager
 def _interrupts_ignored() -> Iterator[None]:
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    is_main = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN) if is_main else None
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        if is_main:
+            signal.signal(signal.SIGINT, before)
 
 
 def _holds_group(error: BaseException | None) -> bool:
@@ -176,40 +164,6 @@ def _holds_group(error: BaseException | None) -> bool:
     while error is not None and not isinstance(error, BaseExceptionGroup):
         error = error.__cause__ or error.__context__
     return error is not None
-
-
-def make_main() -> types.ModuleType:
-    """Put a fresh module in place as ``__main__``: what the notebook's own is to the notebook."""
-    main = types.ModuleType("__main__")
-    main.__dict__["__builtins__"] = builtins
-    sys.modules["__main__"] = main
-    return main
-
-
-def make_shell(main: types.ModuleType, outlet: Outlet, *, colors: str, shell_class: str) -> RankShell:
-    """Build the shell on a module.
-
-    Libraries that draw bars and tables ask for the name of its class, and whether a kernel configured it: they are
-    told what the notebook's own shell would tell them.
-    """
-    config = Config()
-    RankShell.__name__ = shell_class
-    if shell_class != _OF_TERMINALS:
-        config.IPKernelApp = Config()
-    config.HistoryManager.enabled = False
-    config.InteractiveShell.colors = colors
-    RankShell.clear_instance()
-    shell: RankShell = RankShell.instance(
-        config=config, user_module=main, user_ns=main.__dict__, outlet=outlet
-    )
-    if shell_class != _OF_TERMINALS:
-        shell.kernel = None  # pandas asks whether there is the attribute
-    for prompt in ("ps1", "ps2", "ps3"):  # Lightning takes a process that has them for a notebook
-        if hasattr(sys, prompt):
-            delattr(sys, prompt)
-    warnings.filterwarnings("ignore", message="To exit: use", category=UserWarning)
-    open_comms_to(partial(outlet.publish, "comm"))
-    return shell
 
 
 # ---------------------------------------------------------------- what a process does before it knows which rank it is
@@ -226,7 +180,7 @@ def make_ready(preparation: Preparation, outlet: Outlet) -> RankShell:
     os.environ.clear()
     os.environ.update(preparation.environ)
     os.chdir(preparation.project)
-    shell = make_shell(make_main(), outlet, colors=preparation.colors, shell_class=preparation.shell_class)
+    shell = _make_shell(preparation, outlet)
     shell.run_cell("pass", silent=True, store_history=False)
     ProcessState({}, None).mark()
     return shell
@@ -240,3 +194,32 @@ def _forget_forkserver() -> None:
     default._default_context = multiprocessing.get_context("fork")  # whatever Python's default is
     sys.stdin = io.TextIOWrapper(io.BytesIO())
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _make_shell(preparation: Preparation, outlet: Outlet) -> RankShell:
+    """Build the shell on a fresh ``__main__``.
+
+    Libraries that draw bars and tables ask for the name of its class, and whether a kernel configured it: they are
+    told what the notebook's own shell would tell them.
+    """
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    main.__dict__["__builtins__"] = builtins
+    config = Config()
+    RankShell.__name__ = preparation.shell_class
+    of_kernel = preparation.shell_class != "TerminalInteractiveShell"
+    if of_kernel:
+        config.IPKernelApp = Config()
+    config.HistoryManager.enabled = False
+    config.InteractiveShell.colors = preparation.colors
+    RankShell.clear_instance()
+    shell: RankShell = RankShell.instance(
+        config=config, user_module=main, user_ns=main.__dict__, outlet=outlet
+    )
+    if of_kernel:
+        shell.kernel = None  # pandas asks whether there is the attribute
+    for prompt in ("ps1", "ps2", "ps3"):  # Lightning takes a process that has them for a notebook
+        if hasattr(sys, prompt):
+            delattr(sys, prompt)
+    warnings.filterwarnings("ignore", message="To exit: use", category=UserWarning)
+    open_comms_to(partial(outlet.publish, "comm"))
+    return shell

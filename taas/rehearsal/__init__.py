@@ -1,19 +1,10 @@
 """A cell for GPUs runs where there are none: its ranks are CPU processes that say they have GPUs.
 
-Covered: process groups (``nccl`` → ``gloo``), devices in every form (``"cuda"``, ``torch.device``, a number,
-``with torch.device``, the default device), ``torch.cuda`` and ``torch.accelerator``, streams and events, seeds and
-generators, autocast and GradScaler, ``torch.load`` with any ``map_location``, pinned memory, DDP, FSDP1, FSDP2,
-DTensor and meshes, ZeRO, SyncBatchNorm, ``torch.compile`` (eagerly), TorchScript; children
-forked or spawned by ``multiprocessing``.
+What is covered and what is refused by name is in ``docs/rehearsal.md``, whose calls a test makes. Tensors tell the truth:
+``x.device`` is ``cpu`` and ``x.is_cuda`` False. The time and memory a rehearsal takes say nothing about GPUs.
 
-Not covered, and refused by name where it is called: CUDA graphs, CUDA and Triton kernels, cupy, NVML, GPU memory
-snapshots, ``torch.cuda.comm``. Memory figures are 0, with one warning. Tensors tell the truth: ``x.device`` is ``cpu`` and ``x.is_cuda``
-False, so ``assert x.is_cuda`` and ``x.device == device`` fail here. Programs started with ``subprocess`` see the
-machine as it is. The time and memory a rehearsal takes say nothing about GPUs.
-
-``docs/rehearsal.md`` lists the calls, each of which a test makes. How: Python's entry points to torch are patched,
-process-wide (a TorchFunctionMode costs 1.3 µs a call and is thread-local; a tensor that lies about its device
-breaks FSDP and DTensor), over two dispatcher kernels that catch what the patches don't see.
+How: Python's entry points to torch are patched, process-wide (a TorchFunctionMode costs 1.3 µs a call and is thread-local;
+a tensor that lies about its device breaks FSDP and DTensor), over two dispatcher kernels that catch what the patches don't see.
 """
 
 from __future__ import annotations
@@ -32,34 +23,17 @@ def install(local_rank: int, device_count: int) -> None:
     Call it in a freshly forked rank, with torch and torch.distributed imported and no library that builds on
     torch. A forkserver whose ranks are all rehearsed may import ``taas.rehearsal.ahead``, which leaves nothing but
     naming the device; another may import the parts, which leaves about 10 ms. With real GPUs in the
-    machine set ``CUDA_VISIBLE_DEVICES=""`` first.
-
-    Args:
-        local_rank: the device that is current at the start.
-        device_count: what ``torch.cuda.device_count()`` says.
-
-    Raises:
-        ValueError: the local rank has no device.
+    machine set ``CUDA_VISIBLE_DEVICES=""`` first. ValueError: the local rank, whose device is current, has none.
     """
     global _installed
     # these import torch: a child that never does shall not pay for it
-    from taas.rehearsal import (
-        cuda_module,
-        devices,
-        distributed,
-        operators,
-        patches,
-        refused,
-        streams,
-        tensors,
-    )
+    from taas.rehearsal import cuda_module, devices, distributed, operators, refused, tensors
 
     devices.place(local_rank, device_count)
     if not _installed:
         # the last one looks at what the others left of torch
-        for part in (patches, devices, cuda_module, streams, operators, tensors, distributed, refused):
+        for part in (devices, cuda_module, operators, tensors, distributed, refused):
             part.install()
-            vars(part)["__warningregistry__"] = None  # what it shows for the program is noted there
     _installed = True
     _rehearse_children(local_rank, device_count)
 

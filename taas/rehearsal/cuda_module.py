@@ -1,17 +1,25 @@
 """The face of ``torch.cuda`` and ``torch.accelerator``: GPUs are there, as many as the run has on this VM.
 
-Every name of ``torch.cuda.__all__`` is rehearsed here or in ``streams``, refused in
-``refused``, or works by itself without a GPU; a test has those and holds the list against torch.
+Every name of ``torch.cuda.__all__`` is rehearsed here, refused in ``refused``, or works by itself without a GPU; a test
+has those and holds the list against torch.
 
 Memory figures are not rehearsed: programs that print them go on, with 0 and one warning by name. ``mem_get_info``
 and ``total_memory`` are the rehearsed GPU's size, since programs divide by them.
+
+Each device has streams of work, with their events, and a stream of random numbers. Every operator has ended when it
+returns, so there is nothing to wait for. ``torch.cuda.manual_seed`` does not reseed the CPU, and
+``torch.rand(3, device="cuda")`` repeats after ``torch.cuda.manual_seed(0)``. What draws inside an operator (dropout) has a
+CPU tensor and draws from the CPU's stream; the numbers are a CPU generator's, never the GPU's.
 """
 
 from __future__ import annotations
 
+import itertools
+import time
 import warnings
-from collections import OrderedDict
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,8 +28,8 @@ import torch.cuda.nvtx
 import torch.cuda.profiler
 
 from taas.errors import RehearsalWarning
-from taas.rehearsal.devices import existing, machine, ordinal, use
-from taas.rehearsal.patches import always, replace_all
+from taas.rehearsal.devices import as_cpu, existing, machine, ordinal, use
+from taas.rehearsal.patches import always, replace_all, stand_in
 
 _GIB = 1 << 30
 
@@ -47,19 +55,14 @@ class DeviceProperties:
 _PROPERTIES = DeviceProperties()
 
 
-def get_device_properties(device: Any = None) -> DeviceProperties:
-    """What the device can do.
-
-    Raises:
-        AssertionError: the device isn't there, as torch raises it.
-    """
+def _get_device_properties(device: Any = None) -> DeviceProperties:
     use()
     if not 0 <= ordinal(device) < machine.device_count:
-        raise AssertionError("Invalid device id")
+        raise AssertionError("Invalid device id")  # as torch raises it
     return _PROPERTIES
 
 
-def set_device(device: Any) -> None:
+def _set_device(device: Any) -> None:
     """Make a device current; a negative one changes nothing."""
     index = ordinal(device)
     if index >= 0:
@@ -75,22 +78,15 @@ class device:  # noqa: N801 - torch's name
 
     def __enter__(self) -> None:
         self.prev_idx = machine.current
-        set_device(self.idx)
+        _set_device(self.idx)
 
     def __exit__(self, *exc: object) -> None:
         machine.current = self.prev_idx
 
 
-class device_of(device):  # noqa: N801 - torch's name
-    """``with torch.cuda.device_of(x)``: changes nothing, since no tensor is a CUDA tensor."""
-
-    def __init__(self, obj: Any) -> None:
-        super().__init__(-1)
-
-
 def _exchange_device(index: int) -> int:
     before = machine.current
-    set_device(index)
+    _set_device(index)
     return before
 
 
@@ -98,7 +94,191 @@ def _synchronize(device: Any = None) -> None:
     existing(device)
 
 
+# ---------------------------------------------------------------- streams and events
+
+_ids = itertools.count(1)
+_defaults: dict[int, Stream] = {}
+_current: dict[int, Stream] = {}
+
+
+class Event:
+    """A point in time, on the CPU's clock."""
+
+    def __init__(
+        self,
+        device: Any = None,
+        enable_timing: bool = False,
+        blocking: bool = False,
+        interprocess: bool = False,
+    ) -> None:
+        if isinstance(device, bool):  # torch.cuda.Event has enable_timing first, torch.Event a device
+            device, enable_timing = None, device
+        self.device = torch.device("cuda", existing(device))
+        self.cuda_event = self.event_id = 0
+        self._timed = enable_timing
+        self._recorded: float | None = None
+
+    def record(self, stream: Stream | None = None) -> None:
+        """Take the time."""
+        self._recorded = time.perf_counter()
+
+    query = always(True)
+    wait = synchronize = always(None)
+
+    def elapsed_time(self, end_event: Event) -> float:
+        """Milliseconds of CPU time between two recorded events.
+
+        Raises:
+            RuntimeError: an event takes no time, or was not recorded, as CUDA raises it.
+        """
+        if not (self._timed and end_event._timed):
+            raise RuntimeError("Both events must be created with argument 'enable_timing=True'.")
+        if self._recorded is None or end_event._recorded is None:
+            raise RuntimeError("Both events must be recorded before calculating elapsed time.")
+        return (end_event._recorded - self._recorded) * 1e3
+
+
+class Stream:
+    """A queue of work that is always empty."""
+
+    def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
+        self.device_index = existing(device)
+        self.device = torch.device("cuda", self.device_index)
+        self.priority = priority
+        self.stream_id = next(_ids)
+        self.cuda_stream = 0
+        self.device_type = 1
+        self._before: list[tuple[int, Stream]] = []
+
+    priority_range = staticmethod(always((0, -5)))
+    query = always(True)
+    is_capturing = always(False)
+    synchronize = wait_event = wait_stream = always(None)
+
+    def record_event(self, event: Event | None = None) -> Event:
+        """Record an event, a new one unless given."""
+        event = Event() if event is None else event
+        event.record(self)
+        return event
+
+    def __enter__(self) -> Stream:
+        self._before.append((machine.current, _current_stream()))
+        _set_stream(self)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        index, stream = self._before.pop()
+        here = self.device_index
+        _current[here] = stream if stream.device_index == here else _default_stream(here)
+        machine.current = index
+
+    def __repr__(self) -> str:
+        return f"<torch.cuda.Stream device={self.device} stream_id={self.stream_id} (rehearsed)>"
+
+
+def _stream(stream: Stream | None) -> AbstractContextManager[Any]:
+    return nullcontext() if stream is None else stream
+
+
+def _default_stream(device: Any = None) -> Stream:
+    index = existing(device)
+    if index not in _defaults:
+        _defaults[index] = Stream(index)
+        _defaults[index].stream_id = 0
+    return _defaults[index]
+
+
+def _current_stream(device: Any = None) -> Stream:
+    return _current.get(existing(device)) or _default_stream(device)
+
+
+def _set_stream(stream: Stream | None) -> None:
+    if stream is not None:
+        _current[stream.device_index] = stream
+        machine.current = stream.device_index
+
+
+# ---------------------------------------------------------------- random numbers
+
+_RealGenerator = torch.Generator
+_GPU_STATE_BYTES = 16  # of a CUDA generator: seed and offset, int64 each
+
+
+class DeviceGenerators(Sequence[torch.Generator]):
+    """``torch.cuda.default_generators``.
+
+    Made at first use, from the seed the CPU has then: names that travelled, and their seeds, come after install.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[int, torch.Generator] = {}
+
+    def __len__(self) -> int:
+        return machine.device_count
+
+    def __getitem__(self, index: Any) -> Any:
+        if not 0 <= index < len(self):
+            raise IndexError(f"cuda:{index} is not among the {len(self)} devices of this run")
+        if index not in self._made:
+            self._made[index] = _RealGenerator().manual_seed(torch.initial_seed())
+        return self._made[index]
+
+
+generators = DeviceGenerators()
+
+
+def _manual_seed(seed: int) -> None:
+    generators[machine.current].manual_seed(int(seed))
+
+
+def _manual_seed_all(seed: int) -> None:
+    for generator in generators:  # torch.manual_seed() calls this
+        generator.manual_seed(int(seed))
+
+
+def _seed() -> None:
+    generators[machine.current].seed()
+
+
+def _seed_all() -> None:
+    for generator in generators:
+        generator.seed()
+
+
+def _set_rng_state(new_state: torch.Tensor, device: Any = "cuda") -> None:
+    generator = generators[existing(device)]
+    if new_state.numel() == _GPU_STATE_BYTES:  # a GPU saved it
+        generator.manual_seed(int(new_state[:8].view(torch.int64).item()))
+    else:
+        generator.set_state(new_state)
+
+
+def _set_rng_state_all(new_states: Iterable[torch.Tensor]) -> None:
+    for index, state in enumerate(new_states):
+        _set_rng_state(state, index)
+
+
+RANDOM: dict[str, Any] = {
+    # 5056 bytes, where a GPU's state has 16
+    "get_rng_state": lambda device="cuda": generators[existing(device)].get_state(),
+    "get_rng_state_all": lambda: [generator.get_state() for generator in generators],
+    "initial_seed": lambda: generators[machine.current].initial_seed(),
+    "manual_seed": _manual_seed,
+    "manual_seed_all": _manual_seed_all,
+    "seed": _seed,
+    "seed_all": _seed_all,
+    "set_rng_state": _set_rng_state,
+    "set_rng_state_all": _set_rng_state_all,
+}
+
+# ---------------------------------------------------------------- the tables
+
 CUDA: dict[str, Any] = {
+    **RANDOM,
+    "Event": Event,
+    "ExternalStream": Stream,
+    "Stream": Stream,
+    "StreamContext": _stream,
     "_exchange_device": _exchange_device,
     "_is_compiled": always(True),
     "_is_in_bad_fork": lambda: machine.forked,
@@ -108,14 +288,18 @@ CUDA: dict[str, Any] = {
     "can_device_access_peer": lambda device, peer_device: existing(device) != existing(peer_device),
     "check_error": always(None),
     "current_device": lambda: existing(),
+    "current_stream": _current_stream,
+    "default_generators": generators,
+    "default_stream": _default_stream,
     "device": device,
     "device_count": lambda: machine.device_count,
-    "device_of": device_of,
+    "device_of": lambda obj: device(None),  # changes nothing, since no tensor is a CUDA tensor
     "get_arch_list": lambda: ["sm_80"],
-    "get_device_capability": lambda device=None: ((of := get_device_properties(device)).major, of.minor),
-    "get_device_name": lambda device=None: get_device_properties(device).name,
-    "get_device_properties": get_device_properties,
+    "get_device_capability": lambda device=None: ((of := _get_device_properties(device)).major, of.minor),
+    "get_device_name": lambda device=None: _get_device_properties(device).name,
+    "get_device_properties": _get_device_properties,
     "get_gencode_flags": lambda: "-gencode compute=compute_80,code=sm_80",
+    "get_stream_from_external": lambda data_ptr, device=None: Stream(device),
     "get_sync_debug_mode": always(0),
     "init": lambda: use(),
     "ipc_collect": always(None),
@@ -124,8 +308,10 @@ CUDA: dict[str, Any] = {
     "is_current_stream_capturing": always(False),
     "is_initialized": lambda: not machine.forked,
     "is_tf32_supported": always(True),
-    "set_device": set_device,
+    "set_device": _set_device,
+    "set_stream": _set_stream,
     "set_sync_debug_mode": always(None),
+    "stream": _stream,
     "synchronize": _synchronize,
 }
 
@@ -133,12 +319,22 @@ ACCELERATOR: dict[str, Any] = {
     "current_accelerator": lambda check_available=False: torch.device("cuda"),
     "current_device_idx": lambda: machine.current,
     "current_device_index": lambda: machine.current,
+    "current_stream": _current_stream,
     "device_count": lambda: machine.device_count,
     "device_index": device,
     "is_available": always(True),
-    "set_device_idx": set_device,
-    "set_device_index": set_device,
+    "set_device_idx": _set_device,
+    "set_device_index": _set_device,
+    "set_stream": _set_stream,
     "synchronize": _synchronize,
+}
+
+_device_module = torch.get_device_module
+TORCH: dict[str, Any] = {
+    "Event": Event,
+    "Generator": stand_in("Generator", _RealGenerator, lambda device="cpu": _RealGenerator(as_cpu(device))),
+    "Stream": Stream,
+    "get_device_module": lambda device=None: torch.cuda if device is None else _device_module(device),
 }
 
 PROFILER = {"init": always(None), "start": always(None), "stop": always(None)}
@@ -150,18 +346,13 @@ NVTX = {"mark": always(None), "range_push": always(0), "range_pop": always(0), "
 # ---------------------------------------------------------------- memory figures
 
 
-class _Zeros(OrderedDict[str, int]):
-    def __missing__(self, key: str) -> int:
-        return 0
-
-
 FIGURES: dict[str, Callable[[], Any]] = {
     **dict.fromkeys(
         ("host_memory_allocated", "max_memory_allocated", "max_memory_cached", "max_memory_reserved",
          "memory_allocated", "memory_cached", "memory_reserved"), lambda: 0),
     **dict.fromkeys(
         ("host_memory_stats", "host_memory_stats_as_nested_dict", "memory_stats", "memory_stats_as_nested_dict"),
-        _Zeros),
+        lambda: defaultdict(int)),
     **dict.fromkeys(("mem_get_info", "get_memory_info"), lambda: (_PROPERTIES.total_memory,) * 2),
     **dict.fromkeys(("list_gpu_processes", "memory_summary"), lambda: "memory figures are not rehearsed"),
 }  # fmt: skip
@@ -199,21 +390,18 @@ def memory_face(module: str) -> dict[str, Callable[..., Any]]:
     }
 
 
-def _get_device_module(device: Any = None) -> Any:
-    return torch.cuda if device is None else _device_module(device)
-
-
-_device_module = torch.get_device_module
-
-
 def install() -> None:
     """Replace the face of ``torch.cuda`` and ``torch.accelerator``, and their figures as far as torch has them."""
+    for cls in (Event, Stream):
+        cls.__module__ = "torch.cuda"
+    replace_all(torch.accelerator, ACCELERATOR)
     replace_all(torch.cuda, CUDA)
     torch.cuda._initialized = True
-    replace_all(torch.accelerator, ACCELERATOR)
+    replace_all(torch.cuda.random, RANDOM)
+    replace_all(torch.cuda.streams, {"Stream": Stream, "Event": Event, "ExternalStream": Stream})
     replace_all(torch.cuda.profiler, PROFILER)
     replace_all(torch.cuda.nvtx, NVTX)
-    replace_all(torch, {"get_device_module": _get_device_module})
+    replace_all(torch, TORCH)
     for module in (torch.cuda, torch.cuda.memory, torch.accelerator):
         figures = memory_face("torch.cuda" if module is torch.cuda.memory else module.__name__)
         replace_all(module, {name: new for name, new in figures.items() if hasattr(module, name)})

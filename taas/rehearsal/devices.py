@@ -21,32 +21,19 @@ _CudaError: type[RuntimeError] = getattr(torch, "AcceleratorError", RuntimeError
 
 @dataclass
 class RehearsedMachine:
-    """What the rank is told it has: GPUs of the run on this VM, the same for all its ranks there, and the current one.
-
-    Attributes:
-        used: whether this process, or the one it was forked from, has used a device.
-        forked: whether it was forked from one that had: CUDA does not work there.
-    """
+    """What the rank is told it has: GPUs of the run on this VM, the same for all its ranks there, and the current one."""
 
     device_count: int = 1
     current: int = 0
-    used: bool = False
-    forked: bool = False
-
-    def note_fork(self) -> None:
-        """Do in a forked child what CUDA does."""
-        self.forked = self.used
+    used: bool = False  # this process, or the one it was forked from, has used a device
+    forked: bool = False  # from one that had: CUDA does not work there
 
 
 machine = RehearsedMachine()
 
 
 def place(local_rank: int, device_count: int) -> None:
-    """Set what the machine has; the local rank's device is current.
-
-    Raises:
-        ValueError: the local rank has no device.
-    """
+    """Set what the machine has; the local rank's device is current. ValueError: it has none."""
     if not 0 <= local_rank < device_count:
         raise ValueError(
             f"local rank {local_rank} has no GPU among {device_count}: a rehearsed rank needs 0 <= rank < GPUs"
@@ -64,59 +51,28 @@ def use() -> None:
     machine.used = True
 
 
-def check(index: int) -> None:
-    """Use a device; raise what CUDA raises for one that isn't there, with the devices that are."""
-    use()
-    if not 0 <= index < machine.device_count:
-        last = machine.device_count - 1
-        raise _CudaError(
-            f"CUDA error: invalid device ordinal\ncuda:{index} was asked for; this run has cuda:0"
-            + (f" to cuda:{last}" if last else "")
-            + " on this VM (rehearsed on the CPU)."
-        )
-
-
 def cuda_index(device: Any) -> int | None:
-    """The index of a device-like that means CUDA; None for anything else.
-
-    Raises:
-        RuntimeError: the device isn't there, as CUDA raises it.
-    """
-    if isinstance(device, str):
-        if not device.startswith("cuda"):
-            return None
-        device = torch.device(device)
-    if isinstance(device, torch.device):
-        if device.type != "cuda":
-            return None
-        device = machine.current if device.index is None else device.index
-    elif not isinstance(device, int) or isinstance(device, bool):
+    """The index of a device-like that means CUDA, which must exist; None for anything else."""
+    if not is_device_like(device) or not (isinstance(device, int) or torch.device(device).type == "cuda"):
         return None
-    check(device)
-    return device  # type: ignore[no-any-return]
+    return existing(device)
 
 
 def as_cpu(device: Any) -> Any:
-    """The CPU for a device-like that means CUDA; anything else as it is.
-
-    Raises:
-        RuntimeError: the device isn't there, as CUDA raises it.
-    """
+    """The CPU for a device-like that means CUDA, which must exist; anything else as it is."""
     return device if cuda_index(device) is None else CPU
 
 
 def is_device_like(value: Any) -> bool:
     """Whether a positional argument names a device rather than a dtype or a tensor."""
-    return isinstance(value, (str, torch.device)) or (isinstance(value, int) and not isinstance(value, bool))
+    return isinstance(value, (str, torch.device, int)) and not isinstance(value, bool)
 
 
 def ordinal(device: Any = None) -> int:
     """The index of a CUDA device-like; the current device for ``None`` and for a bare ``"cuda"``.
 
     Programs ask about ``x.device``, which is honest: so the CPU's device, where it is no text, is the current one.
-
-    Raises:
-        ValueError: the device isn't a CUDA device.
+    ValueError: any other device, as torch raises it.
     """
     if device is None or device == CPU:
         return machine.current
@@ -129,13 +85,15 @@ def ordinal(device: Any = None) -> int:
 
 
 def existing(device: Any = None) -> int:
-    """Like :func:`ordinal`, and the device must exist.
-
-    Raises:
-        RuntimeError: the device isn't there, as CUDA raises it.
-    """
-    index = ordinal(device)
-    check(index)
+    """Like :func:`ordinal`; uses the device, and raises what CUDA raises for one that isn't there, with those that are."""
+    index, last = ordinal(device), machine.device_count - 1
+    use()
+    if not 0 <= index <= last:
+        raise _CudaError(
+            f"CUDA error: invalid device ordinal\ncuda:{index} was asked for; this run has cuda:0"
+            + (f" to cuda:{last}" if last else "")
+            + " on this VM (rehearsed on the CPU)."
+        )
     return index
 
 
@@ -180,7 +138,7 @@ def send(tensor: torch.Tensor, device: int) -> torch.Tensor:
 
 def install() -> None:
     """Heed forks. Let ``torch.device(0)`` mean ``cuda:0`` where torch refuses numbers: CPU builds, and without GPUs torch 2.6."""
-    os.register_at_fork(after_in_child=machine.note_fork)
+    os.register_at_fork(after_in_child=lambda: setattr(machine, "forked", machine.used))
     try:
         torch.device(0)
     except RuntimeError:

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from taas.import_hooks import after_import
 from taas.rehearsal.devices import CPU, as_cpu, existing
-from taas.rehearsal.patches import Arguments, always, replace, replace_everywhere, rewrite_calls
+from taas.rehearsal.patches import Arguments, always, replace, replace_all, replace_everywhere, rewrite_calls
 
 
 def gloo_for(backend: Any) -> Any:
@@ -29,15 +29,12 @@ def gloo_for(backend: Any) -> Any:
     if not isinstance(backend, str):
         return backend
     if ":" in backend:
-        pairs = [pair.split(":") for pair in backend.lower().split(",")]
-        on_cpu = [":".join(pair) for pair in pairs if pair[0] != "cuda"]
-        return ",".join(on_cpu) or "gloo"
+        return ",".join(pair for pair in backend.lower().split(",") if not pair.startswith("cuda:")) or "gloo"
     return "gloo" if backend.lower().startswith("nccl") else backend
 
 
 def _rewrite_group(arguments: Arguments) -> None:
-    device = arguments.pop("device_id", None)
-    if device is not None:
+    if (device := arguments.pop("device_id", None)) is not None:
         existing(device)
     if type(arguments.get("pg_options")).__qualname__.startswith("ProcessGroupNCCL"):
         del arguments["pg_options"]
@@ -47,8 +44,7 @@ def _rewrite_group(arguments: Arguments) -> None:
 
 def _rewrite_init(arguments: Arguments) -> None:
     _rewrite_group(arguments)
-    arguments.setdefault("backend", "gloo")
-    arguments["backend"] = arguments["backend"] or "gloo"  # torch would ask its default for CUDA
+    arguments["backend"] = arguments.get("backend") or "gloo"  # torch would ask its default for CUDA
 
 
 def _without_devices(arguments: Arguments) -> None:
@@ -67,25 +63,13 @@ def _rewrite_ddp(arguments: Arguments) -> None:
 
 
 def _rewrite_fsdp(arguments: Arguments) -> None:
-    if arguments.get("device_id") is not None:
-        as_cpu(arguments["device_id"])
+    as_cpu(arguments.get("device_id"))
     arguments["device_id"] = CPU
 
 
 def _rewrite_mesh(arguments: Arguments) -> None:
     if arguments.get("device_type") == "cuda":
         arguments["device_type"] = "cpu"
-
-
-def _accept_cpu_modules(module: Any) -> None:
-    """FSDP1 broadcasts modules that are on their GPU only (``sync_module_states``); here that is the CPU."""
-    module._check_module_states_for_sync_module_states = always(None)
-
-
-def _let_streams_wait() -> None:
-    """FSDP waits for streams and events; the CPU's stand-in cannot, before torch 2.7 less than today."""
-    for name in {"synchronize", "record_event", "wait_event"} - vars(torch.cpu.Stream).keys():
-        setattr(torch.cpu.Stream, name, always(None))
 
 
 def _split_unnoticed(*args: Any, out: Sequence[Tensor], **kwargs: Any) -> None:
@@ -109,16 +93,13 @@ class _SumOverRanks(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        total = value.clone()
+        ctx.group, total = group, value.clone()
         dist.all_reduce(total, group=group)
         return total
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        total = grad.clone()
-        dist.all_reduce(total, group=ctx.group)
-        return total, None
+        return _SumOverRanks.apply(grad, ctx.group), None
 
 
 def _norm_forward(self: nn.SyncBatchNorm, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
@@ -128,35 +109,27 @@ def _norm_forward(self: nn.SyncBatchNorm, input: Tensor) -> Tensor:  # noqa: A00
     if group is None or dist.get_world_size(group) == 1:
         return _BatchNorm.forward(self, input)
 
-    def summed(value: Tensor) -> Tensor:
-        total: Tensor = _SumOverRanks.apply(value, group)
-        return total
-
     x = input.float() if input.dtype.itemsize < 4 else input
     others = [dim for dim in range(x.dim()) if dim != 1]
     shape = (1, -1, *[1] * (x.dim() - 2))
-    count = summed(x.new_tensor(float(x.numel() // x.shape[1])))
-    mean = summed(x.sum(others)) / count
+    count = float(_SumOverRanks.apply(x.new_tensor(float(x.numel() // x.shape[1])), group))
+    mean = _SumOverRanks.apply(x.sum(others), group) / count
     centred = x - mean.view(shape)
-    var = summed(centred.square().sum(others)) / count
-    _move_running_statistics(self, mean.detach(), var.detach() * count / max(float(count) - 1, 1))
-    out = centred * torch.rsqrt(var + self.eps).view(shape)
+    var = _SumOverRanks.apply(centred.square().sum(others), group) / count
+    _move_running_statistics(self, mean.detach(), var.detach() * count / max(count - 1, 1))
+    out: Tensor = centred * torch.rsqrt(var + self.eps).view(shape)
     if self.affine:
         out = out * self.weight.view(shape) + self.bias.view(shape)
     return out.to(input.dtype)
 
 
 def _move_running_statistics(norm: nn.SyncBatchNorm, mean: Tensor, var: Tensor) -> None:
-    if not norm.track_running_stats:
-        return
-    momentum = norm.momentum or 0.0
-    if norm.num_batches_tracked is not None:
-        norm.num_batches_tracked.add_(1)
-        if norm.momentum is None:  # a cumulative average
-            momentum = 1.0 / float(norm.num_batches_tracked)
-    for running, value in ((norm.running_mean, mean), (norm.running_var, var)):
-        if running is not None:
-            running.lerp_(value.to(running.dtype), momentum)
+    if norm.track_running_stats:
+        norm.num_batches_tracked.add_(1)  # type: ignore[union-attr]
+        # None: a cumulative average
+        momentum = 1.0 / float(norm.num_batches_tracked) if norm.momentum is None else norm.momentum  # type: ignore[arg-type]
+        for running, value in ((norm.running_mean, mean), (norm.running_var, var)):
+            running.lerp_(value.to(running.dtype), momentum)  # type: ignore[union-attr]
 
 
 # ---------------------------------------------------------------- what NCCL takes and gloo does not
@@ -170,15 +143,19 @@ AVERAGING = {  # the collective, and the argument that holds its result
     "reduce_scatter": "output",
     "reduce_scatter_tensor": "output",
 }
+FLATTENED = {  # the collective, and the arguments that hold the whole, and a rank's part of it
+    "all_gather_into_tensor": ("output_tensor", "input_tensor"),
+    "all_gather_single": ("output_tensor", "input_tensor"),
+    "reduce_scatter_tensor": ("input", "output"),
+    "reduce_scatter_single": ("input", "output"),
+}
 
 
-def _flatten(arguments: Arguments, whole: str, part: str) -> None:
-    tensors = arguments[whole], arguments[part]
-    sizes = [tensor.numel() for tensor in tensors]
-    if sizes[0] == sizes[1] * dist.get_world_size(arguments.get("group")) and all(
-        tensor.is_contiguous() for tensor in tensors
-    ):
-        arguments[whole], arguments[part] = (tensor.detach().view(-1) for tensor in tensors)
+def _flatten(arguments: Arguments, names: tuple[str, str]) -> None:
+    whole, part = (arguments[name] for name in names)
+    as_many = whole.numel() == part.numel() * dist.get_world_size(arguments.get("group"))
+    if as_many and whole.is_contiguous() and part.is_contiguous():
+        arguments |= {name: arguments[name].detach().view(-1) for name in names}
 
 
 def _average(name: str, result: str) -> None:
@@ -213,15 +190,9 @@ def _install_collectives() -> None:
     for name, result in AVERAGING.items():
         _average(name, result)
     rewrite_calls(dist, "reduce", _give_a_copy)
-    gathered = functools.partial(_flatten, whole="output_tensor", part="input_tensor")
-    scattered = functools.partial(_flatten, whole="input", part="output")
-    for rewrite, names in (
-        (gathered, ("all_gather_into_tensor", "all_gather_single")),
-        (scattered, ("reduce_scatter_tensor", "reduce_scatter_single")),
-    ):
-        for name in names:
-            if hasattr(dist, name):  # the second came with torch 2.13
-                rewrite_calls(dist, name, rewrite)
+    for name, arguments in FLATTENED.items():
+        if hasattr(dist, name):  # those that end in single came with torch 2.13
+            rewrite_calls(dist, name, functools.partial(_flatten, names=arguments))
 
 
 def install() -> None:
@@ -233,12 +204,16 @@ def install() -> None:
     replace_everywhere(dist, "is_nccl_available", always(True))
     rewrite_calls(DistributedDataParallel, "__init__", _rewrite_ddp)
     rewrite_calls(device_mesh.DeviceMesh, "__init__", _rewrite_mesh)
-    after_import("torch.distributed.fsdp._init_utils", _accept_cpu_modules)
+    # FSDP1 broadcasts modules that are on their GPU only (sync_module_states); here that is the CPU
+    accept = {"_check_module_states_for_sync_module_states": always(None)}
+    after_import("torch.distributed.fsdp._init_utils", lambda module: replace_all(module, accept))
     after_import(
         "torch.distributed.fsdp.fully_sharded_data_parallel",
         lambda module: rewrite_calls(module.FullyShardedDataParallel, "__init__", _rewrite_fsdp),
     )
-    _let_streams_wait()
+    # FSDP waits for streams and events; the CPU's stand-in cannot, before torch 2.7 less than today.
+    for name in {"synchronize", "record_event", "wait_event"} - vars(torch.cpu.Stream).keys():
+        setattr(torch.cpu.Stream, name, always(None))
     if torch.__version__ < "2.7":
         replace(torch, "split_with_sizes_copy", _split_unnoticed)
     replace(nn.SyncBatchNorm, "forward", _norm_forward)

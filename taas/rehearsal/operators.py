@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -19,15 +19,16 @@ import torch.jit._builtins
 import torch.utils._device
 from torch import _VF, nn
 from torch.nn import attention
+from torch.utils._pytree import tree_map
 
 from taas.import_hooks import after_import
+from taas.rehearsal.cuda_module import generators
 from taas.rehearsal.devices import CPU, cuda_index, machine, put, send
-from taas.rehearsal.patches import Arguments, always, pass_over, replace, replace_all, rewrite_calls
-from taas.rehearsal.streams import generators
+from taas.rehearsal.patches import Arguments, always, replace, replace_all, rewrite_calls
 
 # ---------------------------------------------------------------- making tensors
 #
-# Random factories asked for a CUDA device draw from that device's own generator (``streams``), as on a GPU:
+# Random factories asked for a CUDA device draw from that device's own generator, as on a GPU:
 # ``torch.randn(3, device="cuda")`` does not advance the CPU's stream.
 
 Factory = Callable[..., torch.Tensor]
@@ -62,45 +63,32 @@ def _on_the_cpu(original: Factory, draws: bool = False, arrive: Callable[..., An
     return factory
 
 
-def _found() -> list[tuple[Any, str, Factory]]:
-    """Where the factories are: module, name, function."""
-    wanted = {*torch.utils._device._device_constructors(), *(getattr(torch, name) for name in LIKE)}
-    return [
-        (module, name, value)
-        for module in (torch, torch.fft, torch.nested)
-        for name, value in vars(module).items()
-        if callable(value)
-        and not isinstance(value, type)
-        and type(value).__hash__ is not None
-        and value in wanted
-    ]
-
-
 # at import, so before the fork: looking through torch in a fork copies the pages of all it looks at
-_FACTORIES = _found()
+_WANTED = {*torch.utils._device._device_constructors(), *(getattr(torch, name) for name in LIKE)}
+_FACTORIES: list[tuple[Any, str, Any]] = [
+    (module, name, value)
+    for module in (torch, torch.fft, torch.nested)
+    for name, value in vars(module).items()
+    if callable(value) and isinstance(value, Hashable) and value in _WANTED
+]
 
 
 def _install_factories() -> None:
     """Wrap every factory of ``torch``, ``torch.fft``, ``torch.nested`` and ``torch.Tensor.new_*``; lay the net below."""
     _register_kernels()
+    table = torch.jit._builtins._builtin_table
     for module, name, original in _FACTORIES:
         factory = _on_the_cpu(original, name in DRAWS, send if name in SHARES else put)
         _standing_in[original] = factory
         replace(module, name, factory)
-        _tell_torchscript(original, factory)
+        # torch.jit.script finds operators by the identity of the function; a table that is not there yet will be built of ours
+        if table is not None and id(original) in table:
+            torch.jit._builtins._register_builtin(factory, table[id(original)])
     for name in NEW:
         replace(torch.Tensor, name, _on_the_cpu(getattr(torch.Tensor, name)))
     replace(torch.utils._device.DeviceContext, "__init__", _device_context_init)
     replace(torch.utils._device.DeviceContext, "__torch_function__", _device_context_function)
     replace(torch.fx.node, "_find_module_of_method", _find_module_of_method)
-
-
-def _tell_torchscript(original: Any, factory: Factory) -> None:
-    """Keep ``torch.jit.script`` compiling the operator; it finds operators by the identity of the function."""
-    table = torch.jit._builtins._builtin_table
-    # Where there is no table yet, it will be built from torch's names, which are ours by then.
-    if table is not None and id(original) in table:
-        torch.jit._builtins._register_builtin(factory, table[id(original)])
 
 
 _context_init = torch.utils._device.DeviceContext.__init__
@@ -131,33 +119,21 @@ def _find_module_of_method(orig_method: Any) -> str:
 # Below them two kernels for the CUDA dispatch key catch what bypasses ``torch``'s namespace: TorchScript, C++
 # extensions, and pickles that name ``torch._C._VariableFunctionsClass``.
 
-_library: torch.library.Library | None = None
-"""Lives as long as the process: its end would unregister the kernels."""
-
-
-def _empty(
-    size: Any, *, memory_format: Any = None, dtype: Any = None, layout: Any = None, **_: Any
-) -> torch.Tensor:
-    return torch.ops.aten.empty.memory_format(  # type: ignore[no-any-return]
-        size, dtype=dtype, layout=layout, device=CPU, memory_format=memory_format
-    )
-
-
-def _empty_strided(
-    size: Any, stride: Any, *, dtype: Any = None, layout: Any = None, **_: Any
-) -> torch.Tensor:
-    return torch.ops.aten.empty_strided(  # type: ignore[no-any-return]
-        size, stride, dtype=dtype, layout=layout, device=CPU
-    )
+_libraries: list[torch.library.Library] = []
+"""Live as long as the process: their end would unregister the kernels."""
 
 
 def _register_kernels() -> None:
-    global _library
-    _library = torch.library.Library("aten", "IMPL")
+    library = torch.library.Library("aten", "IMPL")
+    _libraries.append(library)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # they replace torch's own, which is their purpose
-        _library.impl("empty.memory_format", _empty, "CUDA")
-        _library.impl("empty_strided", _empty_strided, "CUDA")
+        for kernel in (torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided.default):
+            library.impl(kernel, functools.partial(_call_on_the_cpu, kernel), "CUDA")
+
+
+def _call_on_the_cpu(kernel: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+    return kernel(*args, **kwargs | {"device": CPU, "pin_memory": False})
 
 
 # ---------------------------------------------------------------- mixed precision
@@ -195,16 +171,12 @@ def _lstm_in_single_precision(*args: Any, **kwargs: Any) -> Any:
     if not (torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") is torch.float16):
         return _lstm(*args, **kwargs)
     with _autocast("cpu", enabled=False):
-        outputs = _lstm(*(_single(argument) for argument in args), **kwargs)
+        outputs = _lstm(*tree_map(_single, args), **kwargs)
     return tuple(output.half() for output in outputs)
 
 
-def _single(argument: Any) -> Any:
-    if isinstance(argument, torch.Tensor):
-        return argument.float() if argument.is_floating_point() else argument
-    if isinstance(argument, (list, tuple)):
-        return type(argument)(_single(item) for item in argument)
-    return argument
+def _single(leaf: Any) -> Any:
+    return leaf.float() if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
 
 
 # ---------------------------------------------------------------- attention
@@ -229,14 +201,11 @@ def _compile(model: Any = None, **options: Any) -> Any:
         from torch._dynamo.eval_frame import OptimizedModule
 
         return OptimizedModule(model, torch._dynamo.disable())
-    if not callable(model):
-        raise RuntimeError(f"torch.compile takes a module or a function, not {type(model).__name__}")
 
     @functools.wraps(model)
     def eager(*args: Any, **kwargs: Any) -> Any:
         return model(*args, **kwargs)
 
-    pass_over(eager)
     vars(eager)["_torchdynamo_orig_callable"] = model
     return eager
 

@@ -7,9 +7,7 @@ them go on.
 from __future__ import annotations
 
 import functools
-import gc
-from collections.abc import Callable, Mapping
-from types import FunctionType, ModuleType
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -18,8 +16,6 @@ from torch.nn.parallel import comm  # torch.cuda.comm takes its names from here
 from taas.errors import CannotRehearse
 from taas.import_hooks import after_import, around_import
 from taas.rehearsal.patches import Arguments, always, replace, rewrite_calls
-from taas.rehearsal.streams import Event, Stream
-from taas.wording import shown
 
 GRAPHS = "CUDA graphs record what a GPU executes"
 NVML = "it reads the sensors of a GPU"
@@ -43,19 +39,21 @@ TORCH_CUDA = {
     **dict.fromkeys(("GreenContext", "cudart", "current_blas_handle", "current_solver_handle"), RAW),
     "_compile_kernel": KERNELS,
 }  # fmt: skip
-TORCH_CUDA_MEMORY = dict.fromkeys(
-    ("_record_memory_history", "_snapshot", "_dump_snapshot", "memory_snapshot"), MEMORY
-)
-TORCH_CUDA_JITERATOR = dict.fromkeys(("_create_jit_fn", "_create_multi_output_jit_fn"), KERNELS)
-TORCH_CUDA_NCCL = dict.fromkeys(
-    ("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter"),
-    "it calls NCCL; use torch.distributed",
-)
-
-TORCH_CUDA_COMM = dict.fromkeys(
-    ("broadcast", "gather", "reduce_add", "reduce_add_coalesced", "scatter"),
-    "it copies from GPU to GPU; use nn.DataParallel, or torch.distributed",
-)
+_REFUSED = (  # a module, what it is called where that is another name, and its names
+    (torch.cuda, "torch.cuda", TORCH_CUDA),
+    (torch.cuda.graphs, "torch.cuda", {name: why for name, why in TORCH_CUDA.items() if why == GRAPHS}),
+    (torch.accelerator, "torch.accelerator", {"Graph": GRAPHS}),
+    (torch.cuda.memory, "torch.cuda.memory",
+     dict.fromkeys(("_record_memory_history", "_snapshot", "_dump_snapshot", "memory_snapshot"), MEMORY)),
+    (torch.cuda.jiterator, "torch.cuda.jiterator",
+     dict.fromkeys(("_create_jit_fn", "_create_multi_output_jit_fn"), KERNELS)),
+    (torch.cuda.nccl, "torch.cuda.nccl",
+     dict.fromkeys(("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter"),
+                   "it calls NCCL; use torch.distributed")),
+    (comm, "torch.cuda.comm",
+     dict.fromkeys(("broadcast", "gather", "reduce_add", "reduce_add_coalesced", "scatter"),
+                   "it copies from GPU to GPU; use nn.DataParallel, or torch.distributed")),
+)  # fmt: skip
 
 
 def _message(name: str, reason: str) -> str:
@@ -65,19 +63,16 @@ def _message(name: str, reason: str) -> str:
     )
 
 
-def _refusing(
-    name: str, reason: str, error: type[CannotRehearse] = CannotRehearse
-) -> Callable[..., NoReturn]:
+def _refusing(name: str, reason: str, error: type[Exception] = CannotRehearse) -> Callable[..., NoReturn]:
     def refused(*args: Any, **kwargs: Any) -> NoReturn:
         raise error(_message(name, reason))
 
     return refused
 
 
-def _refuse_names(module: Any, table: dict[str, str], called: str | None = None) -> None:
+def _refuse_names(module: Any, called: str, table: dict[str, str]) -> None:
     for name, reason in table.items():
-        old = getattr(module, name, None)
-        refused = _refusing(f"{called or module.__name__}.{name}", reason)
+        old, refused = getattr(module, name, None), _refusing(f"{called}.{name}", reason)
         if isinstance(old, type):
             old.__new__ = staticmethod(refused)  # type: ignore[method-assign]
         elif old is not None:
@@ -108,11 +103,6 @@ def _refuse_triton(module: Any) -> None:
     module.JITFunction.run = run
 
 
-def _no_triton(module: Any) -> None:
-    """``torch.utils._triton``: libraries that choose Triton kernels where there are GPUs keep to their others."""
-    module.has_triton = always(False)
-
-
 def _refuse_nvml(module: Any) -> None:
     """``pynvml`` does not initialise; those who can do without NVML catch its own error."""
 
@@ -128,65 +118,11 @@ class _CupyCannotBeRehearsed(CannotRehearse, ImportError):
 
 def install() -> None:
     """Refuse by name, in torch and in libraries that may be imported later."""
-    _refuse_names(torch.cuda, TORCH_CUDA)
-    _refuse_names(
-        torch.cuda.graphs, {name: GRAPHS for name in TORCH_CUDA if TORCH_CUDA[name] == GRAPHS}, "torch.cuda"
-    )
-    _refuse_names(torch.cuda.memory, TORCH_CUDA_MEMORY)
-    _refuse_names(torch.cuda.jiterator, TORCH_CUDA_JITERATOR)
-    _refuse_names(torch.cuda.nccl, TORCH_CUDA_NCCL)
-    _refuse_names(comm, TORCH_CUDA_COMM, "torch.cuda.comm")
-    _refuse_names(torch.accelerator, {"Graph": GRAPHS})
+    for module, called, table in _REFUSED:
+        _refuse_names(module, called, table)
     after_import("torch.utils.cpp_extension", _refuse_cuda_sources)
-    after_import("torch.utils._triton", _no_triton)
+    # libraries that choose Triton kernels where there are GPUs keep to their others
+    after_import("torch.utils._triton", lambda module: replace(module, "has_triton", always(False)))
     after_import("triton.runtime.jit", _refuse_triton)
     after_import("pynvml", _refuse_nvml)
     around_import({"cupy"}, _refusing("cupy", "it computes on a GPU", _CupyCannotBeRehearsed))
-
-
-# ---------------------------------------------------------------- what remembers a device afterwards
-#
-# What a rehearsed cell made for a device remembers it, where the notebook has none: a loader of accelerate's, a Trainer. In
-# a plain cell such an object sends tensors there, which raises. So the cell that made it says what to do.
-
-_CLOSED = (torch.Tensor, type, ModuleType, FunctionType, Stream, Event)
-"""What is not looked into, as it belongs to all, or sends nothing anywhere."""
-_MOST = 10_000
-"""So many parts of an object are looked at, the nearest first."""
-
-
-def remembered(names: Mapping[str, Any]) -> tuple[str, ...]:
-    """Say which objects remember a CUDA device, and where they can be used; nothing if there are none."""
-    found = [
-        name for name, value in names.items() if not isinstance(value, torch.device) and _remembers(value)
-    ]
-    if not found:
-        return ()
-    said = (
-        f"made for cuda devices, which this machine lacks: {shown(', '.join(found), 200)}. They work in cells with a header; in a "
-        "plain cell, what they send to a device raises (no NVIDIA driver): make them anew there, and bring models and "
-        "tensors with .cpu()."
-    )
-    if any(type(names[name]).__module__.startswith("accelerate.") for name in found):
-        said += (
-            " accelerate's state has ended with the ranks: a later cell begins with `accelerator = Accelerator()`; "
-            "a prepared loader has a rank's share of the data."
-        )
-    return (said,)
-
-
-def _remembers(value: Any) -> bool:
-    parts, seen = [value], {id(value)}
-    for part in parts:  # it grows meanwhile
-        if isinstance(part, torch.device):
-            if part.type == "cuda":
-                return True
-        elif len(parts) < _MOST and not isinstance(part, _CLOSED) and not _is_long(part):
-            new = [inner for inner in gc.get_referents(part) if id(inner) not in seen]
-            parts += new[: _MOST - len(parts)]
-            seen.update(map(id, new))
-    return False
-
-
-def _is_long(part: Any) -> bool:
-    return isinstance(part, (list, tuple, dict, set)) and len(part) > _MOST

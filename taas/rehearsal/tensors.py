@@ -33,7 +33,6 @@ _parse_to = torch._C._nn._parse_to
 _to_module = nn.Module.to
 _to_empty = nn.Module.to_empty
 _set_default_tensor_type = torch.set_default_tensor_type
-_storage_to = torch.UntypedStorage.to
 
 _TO_COPY = 4  # Tensor.to(device, dtype, non_blocking, copy)
 
@@ -57,19 +56,14 @@ def _tensor_to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
 
 
 def _tensor_cuda(
-    self: torch.Tensor,
-    device: Any = None,
-    non_blocking: bool = False,
-    memory_format: torch.memory_format = torch.preserve_format,
+    self: torch.Tensor, device: Any = None, non_blocking: bool = False, **kwargs: Any
 ) -> torch.Tensor:
     index = existing(device)
-    return put(_to(self, CPU, copy=not is_there(self, index), memory_format=memory_format), index)
+    return put(_to(self, CPU, copy=not is_there(self, index), **kwargs), index)
 
 
-def _tensor_cpu(
-    self: torch.Tensor, memory_format: torch.memory_format = torch.preserve_format
-) -> torch.Tensor:
-    return _to(self, CPU, copy=True, memory_format=memory_format)
+def _tensor_cpu(self: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    return _to(self, CPU, copy=True, **kwargs)
 
 
 def _tensor_type(self: torch.Tensor, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
@@ -84,7 +78,7 @@ def _itself(self: Any, device: Any = None) -> Any:
     return self
 
 
-TENSOR = {
+TENSOR: dict[str, Any] = {
     "to": _tensor_to,
     "cuda": _tensor_cuda,
     "cpu": _tensor_cpu,
@@ -116,27 +110,16 @@ def _module_to(self: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
 
 
 def _module_cuda(self: nn.Module, device: Any = None) -> nn.Module:
-    index = existing(device)
-    moved: nn.Module = self._apply(lambda tensor: put(_to(tensor, CPU), index))
-    return moved
+    return _module_to(self, torch.device("cuda", existing(device)))
 
 
 def _module_to_empty(self: nn.Module, *, device: Any, recurse: bool = True) -> nn.Module:
     return _to_empty(self, device=as_cpu(device), recurse=recurse)
 
 
-def _storage_new(cls: type, *args: Any, device: Any = None, **kwargs: Any) -> Any:
-    make: Any = torch._C.StorageBase.__new__
-    return make(cls, *args, device=None if device is None else as_cpu(device), **kwargs)
-
-
 def _storage_cuda(self: Any, device: Any = None, non_blocking: bool = False) -> Any:
     existing(device)
     return self
-
-
-def _storage_to_on_the_cpu(self: Any, *, device: Any, non_blocking: bool = False) -> Any:
-    return _storage_to(self, device=as_cpu(device), non_blocking=non_blocking)
 
 
 _legacy: dict[Any, Any] = {}
@@ -148,22 +131,15 @@ class _CudaTensor:
 
 
 def _legacy_type(cpu: Any) -> type:
-    def make(*args: Any, device: Any = None, **kwargs: Any) -> Any:
-        return cpu(*args, **kwargs)
-
-    legacy = stand_in(cpu.__name__, _CudaTensor, make, module="torch.cuda")
+    legacy = stand_in(
+        cpu.__name__, _CudaTensor, lambda *args, device=None, **kwargs: cpu(*args, **kwargs), "torch.cuda"
+    )
     _legacy[legacy] = cpu
     return legacy
 
 
 def _cpu_type(dtype: Any) -> Any:
-    if isinstance(dtype, str):
-        return dtype.replace("torch.cuda.", "torch.")
-    return _legacy.get(dtype, dtype)
-
-
-def _set_cpu_tensor_type(t: Any) -> None:
-    _set_default_tensor_type(_cpu_type(t))
+    return dtype.replace("torch.cuda.", "torch.") if isinstance(dtype, str) else _legacy.get(dtype, dtype)
 
 
 def _deserialize(storage: Any, location: str) -> Any:
@@ -194,9 +170,9 @@ def _broadcast(target_gpus: Sequence[Any], *inputs: torch.Tensor) -> tuple[torch
 
 
 def _scatter(
-    target_gpus: Sequence[Any], chunk_sizes: Any, dim: int, tensor: torch.Tensor
+    gpus: Sequence[Any], chunk_sizes: Any, dim: int, tensor: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    devices = [existing(device) for device in target_gpus]
+    devices = [existing(device) for device in gpus]
     pieces = tensor.chunk(len(devices), dim) if chunk_sizes is None else tensor.split(list(chunk_sizes), dim)
     return tuple(piece.clone() for piece in pieces)
 
@@ -230,17 +206,12 @@ def install() -> None:
     replace_all(nn.Module, {"to": _module_to, "cuda": _module_cuda, "to_empty": _module_to_empty})
     for storage in (torch.UntypedStorage, torch.TypedStorage):
         replace_all(storage, {"cuda": _storage_cuda, "pin_memory": _itself, "is_pinned": always(False)})
-    replace(torch.UntypedStorage, "to", _storage_to_on_the_cpu)
-    torch.UntypedStorage.__new__ = staticmethod(_storage_new)  # type: ignore[method-assign]
     for name in LEGACY_TYPES:
         setattr(torch.cuda, f"{name}Tensor", _legacy_type(getattr(torch, f"{name}Tensor")))
         setattr(torch.cuda, f"{name}Storage", getattr(torch, f"{name}Storage"))
-    replace(torch, "set_default_tensor_type", _set_cpu_tensor_type)
-    for function, apply in (
-        (_functions.Broadcast, _broadcast),
-        (_functions.Scatter, _scatter),
-        (_functions.Gather, _gather),
-    ):
-        function.apply = staticmethod(apply)
+    replace(torch, "set_default_tensor_type", lambda t: _set_default_tensor_type(_cpu_type(t)))
+    _functions.Broadcast.apply = staticmethod(_broadcast)
+    _functions.Scatter.apply = staticmethod(_scatter)
+    _functions.Gather.apply = staticmethod(_gather)
     replace(comm, "broadcast_coalesced", _broadcast_coalesced)
     replace(nn.DataParallel, "__init__", _data_parallel_init)

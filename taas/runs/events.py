@@ -15,6 +15,7 @@ who watches has to ask then.
 from __future__ import annotations
 
 import codecs
+import contextlib
 import ctypes
 import os
 import re
@@ -31,12 +32,9 @@ RECORD = struct.Struct("<BIQQ")
 KINDS = ("stdout", "stderr", "display", "update", "clear", "result", "comm", "error")
 EVENTS, STDOUT, STDERR = "events", "stdout", "stderr"
 FILES = (EVENTS, STDOUT, STDERR)
-COLLECTED = "collected"
-"""Beside these, at its end: values of the rank that the header asked for (capture/collected.py)."""
-LARGEST_DISPLAY = 48 << 20
-"""A display of more bytes does not fit well into a notebook."""
-LARGEST_TEXT = 1 << 16
-"""Bytes of a stream in one record."""
+COLLECTED = "collected"  # beside these, at its end: values that the header asked for (capture/collected.py)
+LARGEST_DISPLAY = 48 << 20  # bytes; a larger one does not fit well into a notebook
+LARGEST_TEXT = 1 << 16  # bytes of a stream in one record
 _BLOCK = 1 << 18
 _LAST_BYTES = 1 << 13, 1 << 20
 """Where the last lines of a rank are looked for: so far from the end of its files, or, before a large display, so far."""
@@ -51,9 +49,7 @@ class Output(NamedTuple):
     """Consecutive output of one rank.
 
     Attributes:
-        rank: whose it is.
-        kind: ``stdout``, ``stderr``, ``display``, ``update``, ``clear``, ``result``, ``comm`` or ``error``; ``note``
-            for what taas says of the run between two outputs.
+        kind: one of :data:`KINDS`, or ``note`` for what taas says of the run between two outputs.
         text: for the streams and notes.
         body: for the others, the arguments of IPython's publisher, in MessagePack; for ``comm``, those of a widget's
             message to the front end (:mod:`taas.notebook.comms`).
@@ -75,6 +71,14 @@ def plain_form(kind: str, arguments: dict[str, Any]) -> str:
     return "" if kind in ("clear", "comm") else arguments["data"].get("text/plain", "") + "\n"
 
 
+def size_of(file: Path | int) -> int:
+    """Return the size of a file; 0 where there is none."""
+    try:  # called for each rank again and again
+        return os.stat(file).st_size  # noqa: PTH116
+    except FileNotFoundError:
+        return 0
+
+
 class _Growing:
     """A file that grows, read from where the last read ended; open once there is something in it."""
 
@@ -84,12 +88,7 @@ class _Growing:
         self.offset = 0
 
     def size(self) -> int:
-        if self._fd >= 0:
-            return os.fstat(self._fd).st_size
-        try:
-            return os.stat(self._path).st_size  # noqa: PTH116  called for each rank again and again
-        except FileNotFoundError:
-            return 0
+        return size_of(self._fd if self._fd >= 0 else self._path)
 
     def peek(self, count: int, ahead: int = 0) -> bytes:
         """Return up to ``count`` bytes, leaving them unread."""
@@ -175,8 +174,7 @@ class RankEvents:
         else:
             left_out = (
                 f"taas: a display of {size_in_words(length)} is left out, a notebook takes up to "
-                f"{size_in_words(LARGEST_DISPLAY)}: "
-                "let the cell save it to a file\n"
+                f"{size_in_words(LARGEST_DISPLAY)}: let the cell save it to a file\n"
             )
             self._take_text(1, left_out.encode())
         self._events.offset += RECORD.size + length
@@ -253,13 +251,9 @@ def _is_chain(block: bytes, at: int, sizes: Sequence[int]) -> bool:
 
 
 def last_written(folder: Path, count: int) -> tuple[list[str], dict[str, Any]] | None:
-    """Return the last lines that a rank has written, as a terminal shows them, and its last display among them, by MIME type.
+    """Return the last lines in a rank's folder, as a terminal shows them, and its last display among them, by MIME type.
 
     None: they cannot be told just now.
-
-    Args:
-        folder: the rank's output.
-        count: how many at most.
     """
     events, text, drawn = RankEvents(folder), "", dict[str, Any]()
     try:
@@ -277,11 +271,7 @@ def last_written(folder: Path, count: int) -> tuple[list[str], dict[str, Any]] |
 
 
 class Inotify:
-    """Watches folders; :meth:`changed` names those in which a file was written.
-
-    Attributes:
-        blind: the system has no watch left for some of them; look every :data:`BLIND_SECONDS`.
-    """
+    """Watches folders. If it is ``blind``, the system has no watch left for some of them: look every :data:`BLIND_SECONDS`."""
 
     def __init__(self) -> None:
         self._libc = ctypes.CDLL(None, use_errno=True)
@@ -296,7 +286,7 @@ class Inotify:
         return int(self._fd)
 
     def add(self, folder: Path) -> None:
-        """Watch the files of a folder."""
+        """Watch a folder."""
         watch = self._libc.inotify_add_watch(self._fd, os.fsencode(folder), _WANTED)
         if watch < 0:
             self.blind = True
@@ -305,12 +295,9 @@ class Inotify:
 
     def changed(self) -> set[Path]:
         """Return the folders in which something was written since the last call."""
-        found: set[Path] = set()
-        try:
+        found, data, offset = set[Path](), b"", 0
+        with contextlib.suppress(BlockingIOError):
             data = os.read(self._fd, 1 << 16)
-        except BlockingIOError:
-            return found
-        offset = 0
         while offset < len(data):
             watch, mask, _, length = _EVENT.unpack_from(data, offset)
             offset += _EVENT.size + length

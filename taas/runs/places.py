@@ -19,10 +19,8 @@ from taas._linux import process
 from taas.errors import EngineError
 from taas.wording import size_in_words
 
-_ROOM = 1 << 18
-"""Bytes that a run's record, sockets and first output take of the runtime folder, or its semaphores of /dev/shm."""
-_FORGOTTEN_SECONDS = 30 * 24 * 3600.0
-"""So old is what a process of another machine left behind when it is taken for left behind."""
+_ROOM = 1 << 18  # bytes of a run's record, sockets and first output, or of its semaphores
+_FORGOTTEN_SECONDS = 30 * 24 * 3600.0  # after that, what a process of another machine left is left behind
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 where the system makes semaphores
 
 
@@ -41,11 +39,7 @@ def crash_report(pid: int) -> Path:
 
 
 def write_private(path: Path, data: bytes | mmap.mmap) -> None:
-    """Put a file in place in one step, for this user alone, or leave what was there.
-
-    Raises:
-        OSError: naming the file; the disk is full, for one.
-    """
+    """Put a file in place in one step, for this user alone, or leave what was there: an OSError names the file."""
     partial = path.with_suffix(".new")
     try:
         partial.touch(0o600)
@@ -57,10 +51,9 @@ def write_private(path: Path, data: bytes | mmap.mmap) -> None:
 
 
 def check_room(*, local: bool) -> None:
-    """Look whether a run can begin: its folder, and the semaphores that ranks of this machine are started with.
+    """Look whether there is room for a run: for its folder, and for the semaphores that ranks here are started with.
 
-    Raises:
-        EngineError: naming the folder, what it lacks, and what to do.
+    An EngineError names the folder, what it lacks, and what to do.
     """
     root = Path(jupyter_runtime_dir()) / "taas"
     try:
@@ -96,8 +89,7 @@ class ProcessMark(msgspec.Struct, frozen=True):
     """A process that cannot be taken for another one, also when the clock is set meanwhile.
 
     Attributes:
-        pid: its id.
-        born: when it was born, in the system's ticks since it was booted.
+        born: in the system's ticks since it was booted.
         boot: which start of which machine or container that was.
         host: the machine's name; several may share a home directory.
     """
@@ -109,11 +101,7 @@ class ProcessMark(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, pid: int) -> ProcessMark:
-        """Mark a living process.
-
-        Raises:
-            OSError: there is none.
-        """
+        """Mark a living process; raises OSError where there is none."""
         found = process(pid)
         if found is None:
             raise ProcessLookupError(f"there is no process {pid}")
@@ -134,11 +122,7 @@ class ProcessMark(msgspec.Struct, frozen=True):
         return self.host not in ("", socket.gethostname())
 
     def has_left(self, file: Path) -> bool:
-        """Whether it is gone for good, and with it the use of a file that it wrote.
-
-        Raises:
-            OSError: the file cannot be looked at.
-        """
+        """Whether it is gone for good, and with it the use of a file that it wrote."""
         if self.elsewhere:
             return time.time() - file.stat().st_mtime > _FORGOTTEN_SECONDS
         return not self.lives

@@ -17,10 +17,8 @@ from taas.runs.events import BLIND_SECONDS, Inotify, Output, RankEvents
 from taas.runs.records import RunRecord, output_folder, read_record
 from taas.wording import counted, named
 
-LOOK_SECONDS = 0.25
-"""So often whoever follows a run looks at its record, also where nobody says that it has changed."""
-_LAST_CHARACTERS = 1000
-"""So much of what a rank wrote unseen is shown when it asks something."""
+LOOK_SECONDS = 0.25  # so often a record is read, also where nobody says that it has changed
+_LAST_CHARACTERS = 1000  # so much of what a rank wrote unseen is shown when it asks something
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -30,10 +28,6 @@ class RunReader:
     Args:
         record: the run, as it was when somebody found it.
         ranks: whose output; None: that of the ranks which the run shows.
-
-    Attributes:
-        record: as it was read last.
-        removed: whether it is not there any more.
     """
 
     def __init__(self, record: RunRecord, ranks: Iterable[int] | None = None) -> None:
@@ -56,8 +50,8 @@ class RunReader:
     def _add(self, rank: int) -> RankEvents:
         folder = self._output / str(rank)
         self._unwatched.add(folder)
-        self._files[rank] = RankEvents(folder, rank)
-        return self._files[rank]
+        file = self._files[rank] = RankEvents(folder, rank)
+        return file
 
     def include(self, rank: int) -> list[Output]:
         """Read what this rank writes, too, since it asks something; returns the last of what it has written."""
@@ -98,7 +92,9 @@ class RunReader:
         A start of the run is read to its end before the next one, which the record knew before.
         """
         while True:
-            self._watch_folders()
+            for folder in [folder for folder in self._unwatched if folder.is_dir()]:
+                self._watch.add(folder)
+                self._unwatched.discard(folder)
             for rank, file in list(self._files.items()):
                 if found := file.read():
                     self._files[rank] = self._files.pop(rank)  # the others have their turn first
@@ -109,11 +105,6 @@ class RunReader:
             self._open(self._start + 1)
             if note := "".join(self.record.losses[self._start - 1 : self._start]):
                 return [Output(0, "note", note)]
-
-    def _watch_folders(self) -> None:
-        for folder in [folder for folder in self._unwatched if folder.is_dir()]:
-            self._watch.add(folder)
-            self._unwatched.discard(folder)
 
     def _close_files(self) -> None:
         for file in self._files.values():
@@ -140,9 +131,6 @@ class RunReader:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-# ---------------------------------------------------------------- what its cell raises
 
 
 def finish(record: RunRecord) -> None:

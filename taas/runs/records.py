@@ -4,7 +4,7 @@
 
     <jupyter runtime dir>/taas/runs/<name>-<id>/      0700
         record.json     RunRecord, replaced as a whole whenever it changes
-        announced       empty: its removal was announced when this was made (runs/retention.py)
+        announced       empty: its removal was announced when this was made
         <rank>/         what the rank wrote (runs/events.py); after a restart below restart-<n>/
         data.log        what the data processes printed; after a restart as well below restart-<n>/
         writes/         what ranks other than 0 wrote in the project's place (storage/kept.py); as well
@@ -15,16 +15,18 @@
 
 Each file has one writer: the supervisor of a run its record, a rank its output, which from another host is mirrored
 here. Everybody else reads (runs/reader.py): the launching cell, ``status``, ``history``, ``logs`` and ``attach``
-need no supervisor to answer.
+need no supervisor to answer. Old runs make room for new ones, announced a day before.
 """
 
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import re
+import shutil
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from copy import copy
 from functools import lru_cache
 from pathlib import Path
@@ -32,13 +34,15 @@ from pathlib import Path
 import msgspec
 
 from taas.delivery.config import Delivered
-from taas.errors import HeaderError
+from taas.errors import DamagedAnswer, HeaderError
 from taas.runs.places import ProcessMark, runtime_folder, write_private
 from taas.runs.stacks import Trouble
 from taas.wire.ranks import Asking, Cell, RankEnded, RankKept, RankUse
 from taas.wording import nearest, shown
 
-ANSWER, PAYLOAD, LOADERS, ANNOUNCED, _RECORD = "answer", "payload", "loaders", "announced", "record.json"
+ANSWER, PAYLOAD, LOADERS = "answer", "payload", "loaders"
+_RECORD, _ANNOUNCED = "record.json", "announced"
+NOTICE_SECONDS = 24 * 3600.0
 _MADE_NAME = re.compile(r"r(\d+)-[0-9a-f]{6}")
 
 
@@ -47,7 +51,7 @@ class Verdict(msgspec.Struct, kw_only=True):
 
     Attributes:
         outcome: ``done``, ``failed``, ``interrupted`` or ``lost``; empty before.
-        first: what the first failing rank said.
+        first: of the first failing rank.
         vm: where that was; empty where the run has this machine alone.
         others: how many ranks failed after it.
         message: for ``lost``: what was; for ``failed``: who had ended before; for ``interrupted``: from where, if
@@ -69,26 +73,20 @@ class RunRecord(Verdict, kw_only=True):
     """A run, as everybody may see it; once it is over, with its verdict.
 
     Attributes:
-        name: what it is called; not unique for ever.
-        id: makes it unique.
-        cell: what runs, with its header.
+        name: not unique for ever; with ``id`` it is.
         project: the notebook's folder.
         notebook: its path; empty where its front end does not say it.
-        supervisor, kernel: the processes.
         device: on what it runs, in words.
         gpus: the GPUs it has, as CUDA_VISIBLE_DEVICES names them.
-        names_nbytes: size of the names that travelled to its ranks, in bytes.
         state: ``acquiring``, ``starting``, ``running``, ``finishing`` (interrupted: the cell's own ``except`` and
             ``finally`` run), ``ending`` or ``over``.
         waiting: what it waits for while it is ``acquiring``, or while it has lost its last data VM; where its ranks
             stand while it is ``finishing``.
         submitted, ended: seconds since the epoch, 0 before.
-        restarts: how often it was started again.
-        losses: what was lost each time, a line for the user each.
+        losses: what was lost before each new start, a line for the user each.
         notices: lines for the user.
         trouble: what is wrong while it goes on.
         questions: what its ranks ask the person at the keyboard, and wait for.
-        delivered: how far its registered loaders are.
         use: what its ranks use, in the order of their numbers.
         curve: how busy they were, in percent, in as many equal parts of its time.
         kept_ranks: its ranks, while they stay after it and wait for the notebook's next cell.
@@ -104,7 +102,6 @@ class RunRecord(Verdict, kw_only=True):
     kernel: ProcessMark
     device: str
     gpus: tuple[str, ...] = ()
-    names_nbytes: int = 0
     state: str = "acquiring"
     waiting: str = ""
     submitted: float = msgspec.field(default_factory=time.time)
@@ -122,24 +119,18 @@ class RunRecord(Verdict, kw_only=True):
 
     @property
     def owner(self) -> str:
-        """The notebook in words: its name with its folder's, or its project's."""
+        """The notebook in words."""
         return in_words(self.notebook, self.project)
 
     @property
     def folder(self) -> Path:
-        """Where it is kept."""
+        """Its folder."""
         return runs_root() / f"{self.name}-{self.id}"
 
     @property
     def writes(self) -> list[Path]:
-        """The folders of what ranks other than 0 wrote in the project's place, the first start's first."""
-        return [writes_folder(output_folder(self.folder, number)) for number in range(self.restarts + 1)]
-
-    def is_of(self, kernel: int, notebook: str) -> bool:
-        """Whether it is surely of the notebook with this kernel and this path, which may have had another kernel then."""
-        return bool(notebook and self.notebook == notebook) or (
-            self.kernel.pid == kernel and self.kernel.lives
-        )
+        """The folders of what ranks other than 0 wrote in the project's place, one for each start."""
+        return [output_folder(self.folder, number) / "writes" for number in range(self.restarts + 1)]
 
     @property
     def background(self) -> bool:
@@ -177,7 +168,7 @@ class RunRecord(Verdict, kw_only=True):
     def announced(self) -> float:
         """When its removal was announced, in seconds since the epoch; 0: it was not."""
         with contextlib.suppress(OSError):
-            return (self.folder / ANNOUNCED).stat().st_mtime
+            return (self.folder / _ANNOUNCED).stat().st_mtime
         return 0.0
 
 
@@ -191,25 +182,13 @@ def output_folder(folder: Path, restarts: int) -> Path:
     return folder / f"restart-{restarts}" if restarts else folder
 
 
-def writes_folder(output: Path) -> Path:
-    """Return where one start of a run has what ranks other than 0 write in the project's place."""
-    return output / "writes"
-
-
 def runs_root() -> Path:
     """Return the folder of all runs of this user, made if it is not there."""
     return runtime_folder("runs")
 
 
 def new_folder(name: str | None) -> tuple[str, str]:
-    """Make the folder of a new run.
-
-    Args:
-        name: what the user calls it; None: the next number after all that are kept.
-
-    Returns:
-        Name and id.
-    """
+    """Make the folder of a new run; returns its name, by default the next number after all that are kept, and id."""
     root = runs_root()
     if name is None:
         numbers = [int(match[1]) for entry in root.iterdir() if (match := _MADE_NAME.fullmatch(entry.name))]
@@ -222,11 +201,7 @@ def new_folder(name: str | None) -> tuple[str, str]:
 
 
 def write_record(record: RunRecord) -> None:
-    """Replace a run's record.
-
-    Raises:
-        OSError: the disk is full, for one.
-    """
+    """Replace a run's record; an OSError says that the disk is full, for one."""
     write_private(record.folder / _RECORD, msgspec.json.encode(record))
 
 
@@ -248,10 +223,8 @@ def read_record(folder: Path) -> RunRecord | None:
         if not again.live:
             return again  # it ended in the very moment
         record.state, record.outcome, record.ended = "over", "lost", file.st_mtime
-        killed = "the supervisor was killed, and all ranks with it"
-        record.message = (
-            killed if record.kernel.lives else "the notebook's kernel ended, and all ranks with it"
-        )
+        gone = "supervisor was killed" if record.kernel.lives else "notebook's kernel ended"
+        record.message = f"the {gone}, and all ranks with it"
         if record.supervisor.elsewhere:
             record.message = (
                 f"its supervisor is, or was, on {record.supervisor.host}, and cannot be seen from this machine: "
@@ -275,51 +248,45 @@ def read_records() -> list[RunRecord]:
 
 def told_apart(record: RunRecord, records: Iterable[RunRecord]) -> str:
     """Return what to type for a run: its name, with its id where others of these have that name, too."""
-    alike = [other for other in records if other.name == record.name]
-    return f"{record.name}-{record.id}" if len(alike) > 1 else record.name
+    alike = sum(other.name == record.name for other in records)
+    return f"{record.name}-{record.id}" if alike > 1 else record.name
 
 
 def of_notebook(
     records: Iterable[RunRecord], kernel: int, notebook: str = "", project: str = ""
 ) -> list[RunRecord]:
-    """Return a notebook's runs, those of its earlier kernels, too.
+    """Return the runs of a notebook with this kernel and this path, those of its earlier kernels, too.
 
     Where front ends do not say their notebooks' paths, and its kernel has none, those of its project that may be its
     own, since their kernels are gone.
     """
-    records = list(records)
-    return [record for record in records if record.is_of(kernel, notebook)] or [
-        record
-        for record in records
-        if not (notebook or record.notebook) and record.project == project and not record.kernel.lives
-    ]
+    mine, perhaps = list[RunRecord](), list[RunRecord]()
+    for record in records:
+        if (notebook and record.notebook == notebook) or (
+            record.kernel.pid == kernel and record.kernel.lives
+        ):
+            mine.append(record)
+        elif not (notebook or record.notebook or record.kernel.lives) and record.project == project:
+            perhaps.append(record)
+    return mine or perhaps
 
 
 def find_run(
     name: str | None,
-    records: Iterable[RunRecord],
+    records: list[RunRecord],
+    own: Callable[[list[RunRecord]], list[RunRecord]],
     *,
     live: bool,
-    kernel: int,
-    notebook: str = "",
-    project: str = "",
 ) -> RunRecord:
-    """Find the run that a person means: this notebook's before others', of these one that goes on, of these the newest.
+    """Find the run that a person means: this notebook's ``own`` before others', of these one that goes on, of these the newest.
 
-    Args:
-        name: as typed: its name, or its name and id; None: any.
-        records: all runs.
-        live: only one that goes on will do.
-        kernel: process id of that of the notebook where it was typed; 0 in a terminal.
-        notebook: that notebook's path; empty where nobody says it.
-        project: its folder.
+    ``name`` is as typed: the run's name, or its name and id; None: any. ``live``: only one that goes on will do.
 
     Raises:
         HeaderError: there is none, or it is over.
     """
-    fitting = _called(name, list(records))
-    mine = of_notebook(fitting, kernel, notebook, project)
-    best = max(mine or fitting, key=lambda record: (record.live, record.submitted))
+    fitting = _called(name, records)
+    best = max(own(fitting) or fitting, key=lambda record: (record.live, record.submitted))
     if live and not best.live:
         what = f"run {best.name}" if name else f"the last run, {best.name},"
         raise HeaderError(f"{what} is over ({best.outcome}); `%taas status` shows what goes on")
@@ -335,3 +302,66 @@ def _called(name: str | None, everything: list[RunRecord]) -> list[RunRecord]:
     near = nearest(name, {record.name for record in everything}, 0.5)
     hint = f"; did you mean {near}?" if near else "; `%taas history` lists what there is"
     raise HeaderError(f"no run is called {shown(name)}{hint}")
+
+
+# ---------------------------------------------------------------- what runs leave, and for how long
+
+
+def make_room(runs: int = 200, nbytes: int = 4 << 30, *, now: float | None = None) -> list[RunRecord]:
+    """Keep so many ended runs, with so many bytes; returns those that were removed.
+
+    Above a limit the oldest are announced, which ``%taas history`` shows; a run that was announced a day ago and is
+    still in the way is removed. The newest run stays.
+    """
+    now = time.time() if now is None else now
+    ended = [record for record in read_records() if not record.live and not record.may_go_on]
+    excess_runs = len(ended) - runs
+    sizes = {record.id: _size_of(record.folder) for record in ended}
+    excess_bytes = sum(sizes.values()) - nbytes
+    removed = []
+    for record in ended[:-1]:
+        if excess_runs <= 0 and excess_bytes <= 0:
+            break
+        excess_runs -= 1
+        excess_bytes -= sizes[record.id]
+        if not record.announced:
+            with contextlib.suppress(OSError):  # it stays, then
+                mark = record.folder / _ANNOUNCED
+                mark.touch(0o600)
+                os.utime(mark, (now, now))
+        elif now - record.announced >= NOTICE_SECONDS:
+            shutil.rmtree(record.folder, ignore_errors=True)
+            removed.append(record)
+    return removed
+
+
+def _size_of(folder: Path) -> int:
+    total = 0
+    for path in folder.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):
+            total += path.lstat().st_blocks * 512
+    return total
+
+
+def keep(record: RunRecord, name: str, source: int | bytes) -> None:
+    """Write a memory file, or bytes, into a run's folder, where it is complete once it is there, or raise OSError."""
+    content: bytes | mmap.mmap = b"" if isinstance(source, int) else source
+    if isinstance(source, int) and os.fstat(source).st_size:
+        content = mmap.mmap(source, 0, prot=mmap.PROT_READ)
+    write_private(record.folder / name, content)
+    record.files[name] = len(content)
+
+
+def open_kept(record: RunRecord, name: str) -> int:
+    """Return a descriptor of a file that a run left; DamagedAnswer: it was cut off, FileNotFoundError: it was removed."""
+    path = record.folder / name
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    wanted, nbytes = record.files.get(name), os.fstat(fd).st_size
+    if wanted in (None, nbytes):  # None: of an earlier release
+        return fd
+    os.close(fd)
+    raise DamagedAnswer(
+        f"what {record.name} left cannot be read: {path} was cut off, {nbytes:,} of {wanted:,} bytes are there. A full or "
+        "failing disk does that. Nothing in the notebook was changed by it: bring the file back from a copy, or run the "
+        "cell again."
+    )

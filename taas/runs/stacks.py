@@ -34,14 +34,7 @@ _folder = Path()
 
 
 class Frame(NamedTuple):
-    """One frame of a rank's main thread.
-
-    Attributes:
-        file: as Python names it.
-        line: counted from 1.
-        function: its name.
-        cell: the ``In[n]`` that the file is, or None.
-    """
+    """One frame of a rank's main thread; ``cell`` is the ``In[n]`` that the file is."""
 
     file: str
     line: int
@@ -53,8 +46,6 @@ class RankSeen(NamedTuple):
     """A rank, looked at from outside.
 
     Attributes:
-        rank: global rank.
-        pid: its process id.
         status: as psutil names it (``sleeping``, ``running``, ``stopped``, …), or ``gone``.
         cpu: processor seconds it has used.
         written: bytes of output it has written.
@@ -72,14 +63,7 @@ class RankSeen(NamedTuple):
 
 
 class StackGroup(msgspec.Struct, frozen=True):
-    """Ranks that stand at one place.
-
-    Attributes:
-        ranks: their numbers.
-        where: the place in words.
-        odd: it is these that differ from the rest.
-        stack: a line for each frame, innermost last.
-    """
+    """Ranks that stand at one place; ``odd``: it is these that differ from the rest. The stack has the innermost line last."""
 
     ranks: tuple[int, ...]
     where: str
@@ -92,12 +76,7 @@ class StackGroup(msgspec.Struct, frozen=True):
 
 
 class Trouble(msgspec.Struct, frozen=True):
-    """Something is wrong with a run that goes on.
-
-    Attributes:
-        headline: what, in one line.
-        places: where the ranks stand.
-    """
+    """Something is wrong with a run that goes on: what, in one line, and where its ranks stand."""
 
     headline: str
     places: tuple[StackGroup, ...] = ()
@@ -118,17 +97,10 @@ def is_collective(frames: Sequence[Frame]) -> str | None:
 def fold(
     seen: Iterable[RankSeen], *, cell: str, execution_count: int, ended: Iterable[int] = ()
 ) -> tuple[StackGroup, ...]:
-    """Put together the ranks that stand at the same place.
+    """Put together the ranks that stand at the same place, and those that have ended the cell, in the order of their numbers.
 
-    Args:
-        seen: the ranks that are there, with their frames.
-        cell: text of the run's cell.
-        execution_count: its ``In[n]``.
-        ended: ranks that have ended the cell already.
-
-    Returns:
-        The places in the order of their ranks. Where there are several, all but the one with the most ranks
-        are odd; if two have as many, the one whose ranks wait in a collective counts as the rest.
+    Where there are several places, all but the one with the most ranks are odd; if two have as many, the one whose ranks
+    wait in a collective counts as the rest.
     """
     seen = list(seen)
     differ = len({rank.collective for rank in seen if rank.collective}) > 1
@@ -140,20 +112,15 @@ def fold(
         StackGroup(tuple(sorted(r.rank for r in ranks)), where, False, source.stack_of(ranks[0]))
         for where, ranks in together.items()
     ]
-    done = tuple(sorted(ended))
-    if done:
+    if done := tuple(sorted(ended)):
         places.append(StackGroup(done, "ended the cell"))
-    waiting = {
-        where for where, ranks in together.items() if ranks[0].frames and is_collective(ranks[0].frames)
-    }
+    waiting = {where for where, ranks in together.items() if is_collective(ranks[0].frames or ())}
     usual = max(places, key=lambda place: (len(place.ranks), place.where in waiting), default=None)
     marked = [msgspec.structs.replace(place, odd=place is not usual) for place in places]
     return tuple(sorted(marked, key=lambda place: place.ranks))
 
 
 class _Source:
-    """The text of frames' lines."""
-
     def __init__(self, cell: str, execution_count: int, *, collectives: bool) -> None:
         self._collectives = collectives
         self._lines = cell.splitlines()
@@ -174,7 +141,6 @@ class _Source:
         return f"{PurePath(frame.file).name}:{frame.line}, in {frame.function}"
 
     def place_of(self, rank: RankSeen) -> str:
-        """Return the place of a rank in words: what it does, and the cell's line."""
         if rank.status == "stopped":
             return f"stopped by SIGSTOP (`kill -CONT {rank.pid}` lets it go on)"
         if not rank.frames:
@@ -182,52 +148,36 @@ class _Source:
         doing = is_collective(rank.frames)
         if doing and self._collectives and rank.collective:
             doing = rank.collective
-        mine = next((frame for frame in rank.frames if frame.cell == self._count), None)
-        mine = mine or next((frame for frame in rank.frames if frame.cell is not None), None)
-        if mine is None:
-            innermost = rank.frames[0]
-            return f"{doing}, {self._name(innermost)}" if doing else self._name(innermost)
-        at = self._name(mine)
+        of_cells = [frame for frame in rank.frames if frame.cell is not None]
+        mine = [frame for frame in of_cells if frame.cell == self._count]
+        at = (mine or of_cells or rank.frames)[0]
         if doing:
-            return f"{doing}, {at}"
-        text = self._text(mine)
-        return f"{at}: {text}" if text else at
+            return f"{doing}, {self._name(at)}"
+        return self._line(at) if of_cells else self._name(at)
+
+    def _line(self, frame: Frame) -> str:
+        text = self._text(frame)
+        return f"{self._name(frame)}: {text}" if text else self._name(frame)
 
     def stack_of(self, rank: RankSeen) -> tuple[str, ...]:
         """Return a rank's innermost frames as lines, from the cell inwards."""
         frames = list(rank.frames or ())
         outermost = max((n for n, frame in enumerate(frames) if frame.cell is not None), default=len(frames))
-        lines = [
-            f"{self._name(frame)}: {text}" if (text := self._text(frame)) else self._name(frame)
-            for frame in reversed(frames[: outermost + 1])
-        ]
+        lines = [self._line(frame) for frame in reversed(frames[: outermost + 1])]
         if len(lines) > _SHOWN_FRAMES:
             lines = [*lines[:2], f"… {len(lines) - _SHOWN_FRAMES} more", *lines[2 - _SHOWN_FRAMES :]]
         return tuple(lines)
 
 
-# ---------------------------------------------------------------- in a rank
-
-
 class Preface(msgspec.Struct, frozen=True):
-    """How to read the dumps.
-
-    Attributes:
-        main_thread: its identifier.
-        cells: ``In[n]`` of earlier cells, by the file name that frames have.
-    """
+    """How to read the dumps: the main thread's identifier, and ``In[n]`` of earlier cells by the file name that frames have."""
 
     main_thread: int
     cells: dict[str, int]
 
 
 def answer_requests(folder: Path, cells: dict[str, int]) -> None:
-    """From now on write this process's stacks into the folder at each signal, and at a fatal one; no more into another.
-
-    Args:
-        folder: the rank's output files.
-        cells: see :class:`Preface`.
-    """
+    """From now on write this process's stacks into the folder at each signal, and at a fatal one; no more into another."""
     global _fd, _folder
     _folder = folder
     before, _fd = _fd, os.open(folder / STACKS, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)

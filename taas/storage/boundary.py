@@ -1,14 +1,12 @@
 """Where the project begins and ends, and what a rank is told that meets its wall.
 
-The rule holds for the project's directory tree as the kernel sees it: links are resolved, and other
-places where the same directories are mounted count too. Beneath the project stay writable: the run's
-``--shared`` directories, what the rank itself needs (its scratch, its output files), and places that
-are nobody's project files even when the project is a home directory or ``/``: caches, temporary and
-device directories.
+The rule holds for the project's directory tree as the kernel sees it: links are resolved. Beneath the project stay writable: the
+run's ``--shared`` directories, what the rank itself needs (its scratch, its output files), and places that are nobody's project
+files even when the project is a home directory or ``/``: caches, temporary and device directories.
 """
 
 # Plain strings: a Path folds "..", which the kernel follows, and these run on every call of a rank.
-# ruff: noqa: PTH110, PTH111, PTH118, PTH121
+# ruff: noqa: PTH110, PTH111, PTH118
 
 from __future__ import annotations
 
@@ -24,7 +22,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from taas import _linux
 from taas.errors import HeaderError, StorageDenied
 from taas.wording import shown, text_of
 
@@ -39,40 +36,20 @@ HOME_CACHES = (".cache", ".triton", ".nv", ".ipython")
 
 @dataclass(frozen=True)
 class Boundary:
-    """The project of one run, resolved.
-
-    Attributes:
-        project: its real path.
-        aliases: other real paths where the same files, or a part of them, are mounted, each with the
-            place in the project that it shows ("." is the project itself).
-        open: real paths beneath the project that stay writable; none lies beneath another.
-    """
+    """The project of one run, resolved, and the paths beneath it that stay writable, none of them beneath another."""
 
     project: str
-    aliases: tuple[tuple[str, str], ...]
     open: tuple[str, ...]
-
-    @property
-    def closed(self) -> tuple[str, ...]:
-        """Every path that must not be written."""
-        return (self.project, *(path for path, _ in self.aliases))
 
     def relative(self, real: str) -> str | None:
         """Place of a resolved path in the project ("." is the project), None where the rule does not hold."""
-        for root, place in ((self.project, "."), *self.aliases):
-            inside = resolve_beneath(real, root)
-            if inside is not None:
-                inside = os.path.normpath(os.path.join(place, inside))
-                real = join(self.project, inside)
-                return None if any(resolve_beneath(real, free) is not None for free in self.open) else inside
-        return None
+        inside = resolve_beneath(real, self.project)
+        free = inside is None or any(resolve_beneath(real, place) is not None for place in self.open)
+        return None if free else inside
 
 
 def clock_of(folder: str) -> int:
-    """Return the time in nanoseconds by the clock of a folder's file system, which may be another machine's.
-
-    Where nothing may be made, nobody will have written: a time that will never come.
-    """
+    """Return the time (ns) by the clock of a folder's file system; where nothing may be made: one that will never come."""
     try:
         with tempfile.TemporaryFile(dir=folder, prefix=".taas-clock-") as touched:
             return os.fstat(touched.fileno()).st_ctime_ns
@@ -102,12 +79,7 @@ def resolve_beneath(path: str, root: str) -> str | None:
 
 
 def draw(project: str, shared: Iterable[str], writable: Iterable[str]) -> Boundary:
-    """Resolve a project's boundary; shared directories that are not there yet are made.
-
-    Args:
-        project: the notebook's directory.
-        shared: directories where every rank may write, relative to the project or absolute.
-        writable: absolute paths that the rank's own work needs.
+    """Resolve a project's boundary; ``shared`` directories, relative to it or absolute, that are not there yet are made.
 
     Raises:
         OSError: the project is not there, or a shared directory cannot be made.
@@ -123,7 +95,7 @@ def draw(project: str, shared: Iterable[str], writable: Iterable[str]) -> Bounda
         # A writable place that is the project itself would undo the rule.
         if beneath not in (None, ".") and all(resolve_beneath(real, other) is None for other in inside):
             inside.append(real)
-    return Boundary(root, tuple(_aliases(root)), tuple(inside))
+    return Boundary(root, tuple(inside))
 
 
 def _nobodys(root: str) -> list[str]:
@@ -137,42 +109,11 @@ def _nobodys(root: str) -> list[str]:
     return [*_SYSTEM, *named, *(f"{home}/{name}" for name in HOME_CACHES)]
 
 
-def _aliases(root: str) -> list[tuple[str, str]]:
-    """Other paths of the same directories: a filesystem may be mounted, or bound, in several places."""
-    table = _linux.mounts()
-    holders = [entry for entry in table if resolve_beneath(root, entry.point) is not None]
-    if not holders:
-        return []
-    holder = max(reversed(holders), key=lambda entry: len(entry.point))
-    inside = join(holder.root, resolve_beneath(root, holder.point) or ".")
-    found: dict[str, str] = {}
-    for entry in table:
-        if entry.device != holder.device or entry.point == holder.point:
-            continue
-        above, below = resolve_beneath(inside, entry.root), resolve_beneath(entry.root, inside)
-        if above is not None:
-            path, place = join(entry.point, above), "."
-        elif below is not None:
-            path, place = entry.point, below  # a part of the project, mounted elsewhere
-        else:
-            continue
-        if resolve_beneath(path, root) is None and _same(path, join(root, place)):
-            found[path] = place
-    return sorted(found.items())
-
-
-def _same(one: str, other: str) -> bool:
-    try:
-        return os.path.samefile(one, other)
-    except OSError:
-        return False
-
-
 # ---------------------------------------------------------------- directories where every rank may write
 
 
 def missing_shared(project: Path, shared: tuple[str, ...]) -> list[Path]:
-    """Return those that have yet to be made.
+    """Return those that are yet to be made.
 
     Raises:
         HeaderError: one is a file, is missing outside the project, or would open all of the project to every rank.
@@ -199,11 +140,7 @@ def missing_shared(project: Path, shared: tuple[str, ...]) -> list[Path]:
 
 
 def make_shared(project: Path, shared: tuple[str, ...]) -> list[str]:
-    """Make those that are not there; returns a line for the user for each.
-
-    Raises:
-        HeaderError: one cannot be made.
-    """
+    """Make those that are not there; returns a line for the user for each. A HeaderError: one cannot be made."""
     said = []
     for place in missing_shared(project, shared):
         name = shown(str(place.relative_to(project.resolve())))
@@ -226,8 +163,8 @@ _WALL_ERRNOS = {errno.EROFS, errno.EACCES, errno.EPERM, errno.EXDEV, errno.EBADF
 _READ_ONLY = (
     r"read-only file system|errno[ =:]*30\b|os error 30\b|readonly database|unable to open database file"
 )
-_SAID = re.compile(_READ_ONLY, re.IGNORECASE)
-_SAID_OR_DENIED = re.compile(
+WALL_SAID = re.compile(_READ_ONLY, re.IGNORECASE)
+LANDLOCK_SAID = re.compile(
     _READ_ONLY + r"|permission denied(?: \(13\))?(?:\W*|: '[^']*')$", re.IGNORECASE | re.MULTILINE
 )
 _COLORS = re.compile(r"\x1b\[[\d;]*m")
@@ -243,7 +180,7 @@ class Denial:
     rank: int
     mode: str
     boundary: Boundary
-    landlock: bool = False
+    said: re.Pattern[str] = WALL_SAID
 
     def error(self, path: str, why: str = "") -> StorageDenied:
         """A ``StorageDenied`` that names path, rank, rule and what to do."""
@@ -251,20 +188,12 @@ class Denial:
 
     def text(self, path: str, why: str = "") -> str:
         """The same as words."""
-        cause = f" ({why})" if why else ""
-        step = (
-            "Write it in rank 0 only, write outside the project, or give the directory as --shared."
-            if self.mode == "discard"
-            else "Write it in rank 0 only, or take --rank-writes discard or --shared."
-        )
+        outside = "write outside the project, or give the directory as --shared"
+        step = outside if self.mode == "discard" else "or take --rank-writes discard or --shared"
         return (
-            f"rank {self.rank} may not write {path}{cause}: only rank 0 writes the project "
-            f"{self.boundary.project} (--rank-writes {self.mode}). {step}"
+            f"rank {self.rank} may not write {path}{why and f' ({why})'}: only rank 0 writes the project "
+            f"{self.boundary.project} (--rank-writes {self.mode}). Write it in rank 0 only, {step}."
         )
-
-    @property
-    def _said(self) -> re.Pattern[str]:
-        return _SAID_OR_DENIED if self.landlock else _SAID
 
     def explain(self, error: BaseException) -> str | None:
         """A sentence for an error that came from the wall through C code or a child; None for any other."""
@@ -285,16 +214,16 @@ class Denial:
                     "\n".join(c if isinstance(c, str) else c.decode(errors="replace") for c in captured)
                 )
             # An OSError of a kind that has other causes has named its path above, if it is the project's.
-            if (_SAID if isinstance(link, OSError) else self._said).search(text):
+            if (WALL_SAID if isinstance(link, OSError) else self.said).search(text):
                 return "If this is about the project: " + self.text("it", reason)
             link = link.__cause__ or link.__context__
         return None
 
     def explain_output(self, output: str) -> str | None:
-        """A sentence for what the wall made a program say that the rank started; None where it said no such thing."""
+        """A sentence for what the wall made a program say; None where it said no such thing."""
         output = _COLORS.sub("", output)
-        for line in output.splitlines() if self._said.search(output) else ():
-            if self._said.search(line) and self._may_be_of_project(line):
+        for line in output.splitlines() if self.said.search(output) else ():
+            if self.said.search(line) and self._may_be_of_project(line):
                 return (
                     f'"{shown(line.strip(), 200)}", said a program that ranks other than 0 started: only '
                     f"rank 0 writes the project {self.boundary.project}. Start it in rank 0 only, let it write outside "

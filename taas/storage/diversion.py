@@ -1,11 +1,11 @@
-"""What the calls of Python's ``os`` mean in a rank whose writes are diverted.
+"""What the calls of Python's ``os`` mean in a rank whose writes are diverted, and how that gets in their place.
 
 Writes to the project go to the rank's scratch (``table``), with the checks and errors the file system would have given, and
 reading calls see them there; under ``--rank-writes deny`` a write is ``StorageDenied``. Metadata of a live file are changed in
 words only: copying a data set to note its new mode would help nobody.
 
-All that ordinary training code does is here. Links and devices are ``StorageDenied``; paths relative to a descriptor go to the
-real call and meet the wall.
+``os`` and ``open`` are replaced where they are defined, and in every module that took them by name before; ``posix`` and ``_io``
+keep the real ones. What is not here (links, devices, paths relative to a descriptor) is no hole: it meets the wall.
 """
 
 # Methods have no docstrings: each means what the function of os means whose name it bears.
@@ -13,17 +13,23 @@ real call and meet the wall.
 
 from __future__ import annotations
 
+import _io
+import builtins
+import contextlib
 import errno
 import functools
-import inspect
+import io
 import os
 import posix
 import shutil
 import stat
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from types import FunctionType, ModuleType
 from typing import Any
 
+from taas.import_hooks import imported_since
 from taas.storage.boundary import Denial
 from taas.storage.table import Seen, Table
 
@@ -38,10 +44,8 @@ def _fail(code: int, path: Any) -> OSError:
 def _in_place_of(native: _Call, *, follow: bool = True, reads: bool = False) -> Callable[[_Call], _Call]:
     """Make of a method that is given a place the call it stands for; what is outside the project goes to the real call.
 
-    Args:
-        native: the real call.
-        follow: whether it follows a link in the last component, if nobody says.
-        reads: whether the live project is the view until something was diverted.
+    ``follow``: whether it follows a link in the last component, if nobody says; ``reads``: the live project is the view until
+    something was diverted.
     """
 
     def decorate(method: _Call) -> _Call:
@@ -62,8 +66,8 @@ def _in_place_of(native: _Call, *, follow: bool = True, reads: bool = False) -> 
 def _reading(native: _Call, *, follow: bool = True) -> _Call:
     """A call that looks at what a path names."""
 
-    def read(self: Diversion, place: str, path: Any, **options: Any) -> Any:
-        return native(self._there(place, path).path, **options)
+    def read(self: Diversion, place: str, path: Any, *rest: Any, **options: Any) -> Any:
+        return native(self._there(place, path).path, *rest, **options)
 
     return _in_place_of(native, follow=follow, reads=True)(read)
 
@@ -80,54 +84,16 @@ def _noting(native: _Call) -> _Call:
     return _in_place_of(native)(note)
 
 
-def _removing(native: _Call, *, directory: bool) -> _Call:
-    """A call that removes an empty directory, or anything else."""
-
-    def remove(self: Diversion, place: str, path: Any, **_: Any) -> None:
-        seen = self.table.see(place)
-        if seen is None:
-            self._miss(place, path)
-            return
-        if seen.is_directory != directory:
-            raise _fail(errno.ENOTDIR if directory else errno.EISDIR, path)
-        if directory and self.table.names(place):
-            raise _fail(errno.ENOTEMPTY, path)
-        self._vanish(place)
-
-    return _in_place_of(native, follow=False)(remove)
-
-
-def _denied(native: _Call, *paths: str) -> _Call:
-    """A call that no rank but 0 makes in the project, which these arguments name."""
-    signature = inspect.signature(native)
-
-    @functools.wraps(native)
-    def deny(self: Diversion, *given: Any, **options: Any) -> None:
-        arguments = signature.bind(*given, **options).arguments
-        descriptors = [value for name, value in options.items() if name.endswith("dir_fd")]
-        for path in paths:
-            if (place := self.place(arguments[path], *descriptors, follow=False)) is not None:
-                raise self.denial.error(self.table.live(place), f"by os.{native.__name__}")
-        native(*given, **options)
-
-    return deny
-
-
 class Diversion:
-    """All calls of one rank.
-
-    Args:
-        table: what it sees.
-        denial: what it is told, and whether it may write at all.
-    """
+    """All calls of one rank: the table is what it sees, the denial what it is told, and whether it may write at all."""
 
     def __init__(self, table: Table, denial: Denial) -> None:
         self.table = table
         self.denial = denial
 
-    def place(self, path: Any, *descriptors: int | None, follow: bool = True) -> str | None:
+    def place(self, path: Any, descriptor: int | None = None, *, follow: bool = True) -> str | None:
         """The place a call's path leads to; None when the call is none of ours: outside the project, or by descriptor."""
-        if isinstance(path, int) or any(descriptor is not None for descriptor in descriptors):
+        if isinstance(path, int) or descriptor is not None:
             return None
         return self.table.locate(os.fsdecode("." if path is None else path), follow=follow)
 
@@ -159,6 +125,8 @@ class Diversion:
     lstat = _reading(posix.lstat, follow=False)
     statvfs = _reading(posix.statvfs)
     chdir = _reading(posix.chdir)
+    listxattr = _reading(posix.listxattr)
+    getxattr = _reading(posix.getxattr)
 
     def getcwd(self) -> str:
         return self.table.outward(posix.getcwd())
@@ -171,27 +139,18 @@ class Diversion:
         seen = self.table.see(place)
         if seen is None:
             return False
-        # The wall would answer no to W_OK, but a write would be diverted.
-        diverted = self.denial.mode == "discard" and not seen.own
-        return posix.access(seen.path, mode & ~os.W_OK if diverted else mode, **options)
-
-    @_in_place_of(posix.listxattr)
-    def listxattr(self, place: str, path: Any, **_: Any) -> list[str]:
-        """None in the project: who copies a file would set them."""
-        self._there(place, path)
-        return []
-
-    @_in_place_of(posix.listdir, reads=True)
-    def listdir(self, place: str, path: Any) -> list[Any]:
-        return self._names(place, path)
+        if self.denial.mode == "discard":  # the wall would answer no to W_OK, but a write would be diverted
+            mode &= ~os.W_OK
+        return posix.access(seen.path, mode, **options)
 
     @_in_place_of(posix.scandir, reads=True)
     def scandir(self, place: str, path: Any) -> Any:
         if not self.table.mixed(place):
             return posix.scandir(path)
-        return Entries("." if path is None else os.fspath(path), self._names(place, path))
+        return Entries("." if path is None else os.fspath(path), self.listdir(path))
 
-    def _names(self, place: str, path: Any) -> list[Any]:
+    @_in_place_of(posix.listdir, reads=True)
+    def listdir(self, place: str, path: Any) -> list[Any]:
         if not self._there(place, path).is_directory:
             raise _fail(errno.ENOTDIR, path)
         names = self.table.names(place)
@@ -221,9 +180,10 @@ class Diversion:
         exclusive = flags & os.O_CREAT and flags & os.O_EXCL
         if seen is None and not flags & os.O_CREAT:
             raise _fail(errno.ENOENT, path)
-        if seen is not None and exclusive and not self.table.is_rank_0s(place, seen):
-            raise _fail(errno.EEXIST, path)
-        if seen is not None and not exclusive:
+        if seen is not None and exclusive:
+            if not self.table.is_rank_0s(place, seen):
+                raise _fail(errno.EEXIST, path)
+        elif seen is not None:
             if seen.is_directory:
                 raise _fail(errno.EISDIR, path)  # an O_TMPFILE, too: who asks for one has another way
             if not stat.S_ISREG(seen.status.st_mode):
@@ -250,13 +210,33 @@ class Diversion:
     chown = _noting(posix.chown)
     utime = _noting(posix.utime)
     setxattr = _noting(posix.setxattr)
-    unlink = remove = _removing(posix.unlink, directory=False)
-    rmdir = _removing(posix.rmdir, directory=True)
-    symlink = _denied(posix.symlink, "dst")
-    link = _denied(posix.link, "src", "dst")
-    truncate = _denied(posix.truncate, "path")
-    mkfifo = _denied(posix.mkfifo, "path")
-    mknod = _denied(posix.mknod, "path")
+
+    @_in_place_of(posix.unlink, follow=False)
+    def unlink(self, place: str, path: Any, **_: Any) -> None:
+        self._remove(place, path, directory=False)
+
+    remove = unlink
+
+    @_in_place_of(posix.rmdir, follow=False)
+    def rmdir(self, place: str, path: Any, **_: Any) -> None:
+        if self.table.names(place):
+            raise _fail(errno.ENOTEMPTY, path)
+        self._remove(place, path, directory=True)
+
+    @_in_place_of(shutil.rmtree, follow=False)
+    def rmtree(self, place: str, path: Any, ignore_errors: bool = False, *_: Any, **__: Any) -> None:
+        """``shutil``'s: a folder goes in one step, so that it does not matter whether rank 0 removes it at the same time."""
+        with contextlib.suppress(OSError) if ignore_errors else contextlib.nullcontext():
+            self._remove(place, path, directory=True)
+
+    def _remove(self, place: str, path: Any, *, directory: bool) -> None:
+        seen = self.table.see(place)
+        if seen is None:
+            self._miss(place, path)
+        elif seen.is_directory != directory:
+            raise _fail(errno.ENOTDIR if directory else errno.EISDIR, path)
+        else:
+            self._vanish(place)
 
     @_in_place_of(posix.mkdir, follow=False)
     def mkdir(self, place: str, path: Any, mode: int = 0o777, **_: Any) -> None:
@@ -266,26 +246,11 @@ class Diversion:
         self._allow(place)
         posix.mkdir(self.table.claim(place), mode | stat.S_IRWXU)
 
-    @_in_place_of(shutil.rmtree, follow=False)
-    def rmtree(self, place: str, path: Any, ignore_errors: bool = False, *_: Any, **__: Any) -> None:
-        """``shutil``'s: a folder goes in one step, so that it does not matter whether rank 0 removes it at the same time."""
-        try:
-            seen = self.table.see(place)
-            if seen is None:
-                self._miss(place, path)
-            elif seen.is_directory:
-                self._vanish(place)
-            else:
-                raise _fail(errno.ENOTDIR, path)
-        except OSError:
-            if not ignore_errors:
-                raise
-
     def rename(
         self, src: Any, dst: Any, *, src_dir_fd: int | None = None, dst_dir_fd: int | None = None
     ) -> None:
-        source = self.place(src, src_dir_fd, dst_dir_fd, follow=False)
-        target = self.place(dst, src_dir_fd, dst_dir_fd, follow=False)
+        source = self.place(src, src_dir_fd, follow=False)
+        target = self.place(dst, dst_dir_fd, follow=False)
         if source is None and target is None:
             posix.rename(src, dst, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
             return
@@ -327,14 +292,8 @@ class Entry(os.PathLike[Any]):
     def __fspath__(self) -> Any:
         return self.path
 
-    def __repr__(self) -> str:
-        return f"<DirEntry {self.name!r}>"
-
     def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
         return os.stat(self.path, follow_symlinks=follow_symlinks)
-
-    def inode(self) -> int:
-        return os.lstat(self.path).st_ino
 
     def is_symlink(self) -> bool:
         return os.path.islink(self.path)
@@ -350,7 +309,7 @@ class Entry(os.PathLike[Any]):
 
 
 class Entries(Iterator[Entry], AbstractContextManager["Entries"]):
-    """What ``os.scandir`` returns: an iterator that is closed after use."""
+    """What ``os.scandir`` returns: an iterator that is left as a context."""
 
     def __init__(self, directory: Any, names: list[Any]) -> None:
         self._entries = (Entry(directory, name) for name in names)
@@ -363,3 +322,112 @@ class Entries(Iterator[Entry], AbstractContextManager["Entries"]):
 
     def close(self) -> None:
         self._entries.close()
+
+
+# ---------------------------------------------------------------- in the place of Python's own
+
+_DIVERTED = [name for name in vars(Diversion) if name in os.__all__]
+# Modules that bound the real functions as defaults or class attributes when they were imported.
+_BOUND_EARLY = ("tempfile", "shutil", "pathlib", "glob", "zipfile", "tarfile")
+_REAL = {"posix", "_io", "os", "io", "builtins"}
+
+_surveyed: set[str] = set()
+_bound: list[tuple[Callable[[Any], None], str]] = []
+"""Where modules hold a real function: what puts another there, and its name. Known before the fork: a rank that looked through
+all modules again would touch, and so copy, the pages of each of them."""
+
+
+def survey() -> None:
+    """Note which modules hold real functions by name: done once before forking, it costs a rank nothing."""
+    originals = {id(getattr(os, name)): name for name in _DIVERTED}
+    originals |= {id(builtins.open): "builtins.open", id(shutil.rmtree): "shutil.rmtree"}
+    for name in imported_since(_surveyed):
+        module = sys.modules[name]
+        if not isinstance(module, ModuleType) or name in _REAL or name == __name__:
+            continue
+        for key, value in [*vars(module).items()]:
+            if id(value) in originals:
+                _bound.append((functools.partial(setattr, module, key), originals[id(value)]))
+            elif name in _BOUND_EARLY and getattr(value, "__module__", "") == name:
+                _survey_bound(value, originals)
+
+
+def _survey_bound(value: Any, originals: dict[int, str]) -> None:
+    """Note real functions that a function has as defaults, or a class as static methods or in methods' defaults."""
+    if isinstance(value, type):
+        for key, member in [*vars(value).items()]:
+            if isinstance(member, staticmethod) and id(member.__func__) in originals:
+                put = functools.partial(_set_static, value, key)
+                _bound.append((put, originals[id(member.__func__)]))
+            else:
+                _survey_bound(member, originals)
+    elif isinstance(value, FunctionType):
+        for index, default in enumerate(value.__defaults__ or ()):
+            if id(default) in originals:
+                _bound.append((functools.partial(_set_default, value, index), originals[id(default)]))
+
+
+def _set_static(owner: type, key: str, new: _Call) -> None:
+    setattr(owner, key, staticmethod(new))
+
+
+def _set_default(function: FunctionType, index: int, new: _Call) -> None:
+    before = function.__defaults__ or ()
+    function.__defaults__ = (*before[:index], new, *before[index + 1 :])
+
+
+def install(diversion: Diversion) -> None:
+    """Divert this process's calls, for good: they mean what the diversion says from now on."""
+    replacements: dict[str, _Call] = {name: getattr(diversion, name) for name in _DIVERTED}
+    links = os.supports_follow_symlinks
+    links |= {new for name, new in replacements.items() if getattr(os, name) in links}
+    replace(replacements | {"builtins.open": _opener(diversion), "shutil.rmtree": diversion.rmtree})
+    if "torch" in sys.modules:
+        _divert_torch(sys.modules["torch"], diversion)
+
+
+def replace(new: Mapping[str, _Call]) -> None:
+    """Put others in the place of functions of ``os``, of ``builtins.open`` and ``shutil.rmtree``, wherever modules hold them."""
+    survey()
+    for name, function in new.items():
+        if name == "builtins.open":
+            builtins.open = io.open = function
+        else:
+            setattr(shutil if name == "shutil.rmtree" else os, name.rpartition(".")[2], function)
+    for put, name in _bound:
+        if name in new:
+            put(new[name])
+
+
+def _opener(diversion: Diversion) -> _Call:
+    """``open``: Python's own, which gets its descriptor from the diversion and keeps the name it was given."""
+
+    def divert(path: Any, flags: int) -> int:
+        return diversion.open(path, flags, 0o666)
+
+    @functools.wraps(_io.open)
+    def open(file: Any, *options: Any, **named: Any) -> Any:  # noqa: A001 stands for the built-in, so it bears its name
+        if len(options) < 7:  # its last one is the opener
+            named["opener"] = named.get("opener") or divert
+        return _io.open(file, *options, **named)
+
+    return open
+
+
+def _divert_torch(torch: Any, diversion: Diversion) -> None:
+    """Let ``torch.save`` and ``torch.load(mmap=True)``, whose C++ opens files by name itself, follow."""
+    real_writer = torch._C.PyTorchFileWriter
+
+    class PyTorchFileWriter(real_writer):  # type: ignore[misc, valid-type]
+        """The C++ writer, on the rank's own file."""
+
+        def __init__(self, file: Any, *args: Any, **options: Any) -> None:
+            super().__init__(diversion.target(file) if isinstance(file, str) else file, *args, **options)
+
+    torch._C.PyTorchFileWriter = PyTorchFileWriter
+    native_map = torch.UntypedStorage.from_file
+
+    def from_file(filename: Any, shared: bool = False, *args: Any, **options: Any) -> Any:
+        return native_map(filename if shared else diversion.source(filename), shared, *args, **options)
+
+    torch.UntypedStorage.from_file = staticmethod(from_file)

@@ -8,7 +8,7 @@ Each start of a run has a folder of its own for it, within the run's::
 At the end ``sort`` removes what rank 0 wrote, too, in this start or a later one: a path that the project shows as changed since
 then (by ``ctime``, which no program can set back, so that rank 0 runs unobserved). All else stays, and in doubt a file stays;
 what rank 0 has here found no place in the project (project_sync/applier.py), and stays as well. ``recover`` copies it; it goes
-with the run's folder (runs/retention.py).
+with the run's folder (runs/records.py).
 
 A checkpoint with a file of each rank is made whole before: ``torch.distributed.checkpoint`` has every rank write its part; when
 all have, rank 0 writes the list of them (``finish``). Ranks of this VM have written theirs to their scratch, from where rank 0,
@@ -31,7 +31,7 @@ from typing import Any
 from taas.errors import HeaderError
 from taas.import_hooks import after_import
 from taas.storage.boundary import NEVER, changed_since, clock_of, resolve_beneath
-from taas.storage.table import GONE, MARK, TREE
+from taas.storage.table import TREE
 from taas.wording import counted, ranks_in_words, shown, shown_path, size_in_words
 
 Versions = dict[str, dict[int, Path]]
@@ -41,10 +41,9 @@ _SINCE = "since"
 
 
 def make_writes(folder: Path, project: str) -> int:
-    """Make the folder of a start that begins now.
+    """Make the folder of a start that begins now; returns the time by the clock of the project's file system.
 
-    Returns:
-        The time by the clock of the project's file system: what changes there from now on, rank 0 changes.
+    What changes there from now on, rank 0 changes.
 
     Raises:
         OSError: there is no room for it.
@@ -58,43 +57,34 @@ def make_writes(folder: Path, project: str) -> int:
 def kept_versions(folders: Iterable[Path], project: str) -> Versions:
     """Find what only ranks other than 0 wrote, and what rank 0 wrote elsewhere while its user changed it here.
 
-    Args:
-        folders: of the starts of a run, the first one's first; of two versions of one rank the later start's counts.
-        project: the notebook's folder.
+    ``folders`` are of the starts of a run, the first one's first; of two versions of one rank the later start's counts.
     """
     found: Versions = {}
     for folder in folders:
         since_ns = _begun(folder)
-        for rank, scratch in _scratches(folder):
-            for path, file in _files(scratch / TREE):
-                if rank == 0 or not changed_since(f"{project}/{path}", since_ns):
-                    found.setdefault(path, {})[rank] = file
+        for rank, path, file in _written(folder):
+            if rank == 0 or not changed_since(f"{project}/{path}", since_ns):
+                found.setdefault(path, {})[rank] = file
     return {path: {0: ranks[0]} if 0 in ranks else ranks for path, ranks in sorted(found.items())}
 
 
 def sort(folders: Sequence[Path], project: str, run: str, *, over: bool = True) -> list[str]:
-    """Remove what rank 0 wrote, too, from what the ranks wrote; none of them is left. Twice is harmless.
+    """Remove what rank 0 wrote, too, from what the ranks wrote; returns what the cell says about the rest. Twice is harmless.
 
     Args:
         folders: of the run's starts, from :func:`make_writes`, the first one's first.
         project: the notebook's folder.
         run: the run's name.
         over: it does not start again: what is left is kept, whatever becomes of the project.
-
-    Returns:
-        What the cell says about it when the run is over.
     """
     try:
         kept = kept_versions(folders, project)
-        said = [*_told(kept, run), *_unremoved(folders, project, kept)]
+        said = [*_told(kept, run)]
         wanted = {file for versions in kept.values() for file in versions.values()}
         for folder in folders:
-            for _, scratch in _scratches(folder):
-                for _, file in _files(scratch / TREE):
-                    if file not in wanted:
-                        file.unlink()
-                if over:
-                    shutil.rmtree(scratch / GONE, ignore_errors=True)
+            for _, _, file in _written(folder):
+                if file not in wanted:
+                    file.unlink()
             if over:
                 (folder / _SINCE).unlink(missing_ok=True)
     except OSError as error:
@@ -105,19 +95,10 @@ def sort(folders: Sequence[Path], project: str, run: str, *, over: bool = True) 
 
 
 def recover(run: str, versions: Versions, project: str, *, overwrite: bool) -> list[Path]:
-    """Copy what was kept into the project.
+    """Copy what was kept into the run's project; returns the paths written there.
 
     Where several ranks kept different versions of one path, the lowest rank's gets the path and the others stand beside
     it as ``<path>.rank<k>``. What the project has already is left out, so it can be called again.
-
-    Args:
-        run: the run's name.
-        versions: from :func:`kept_versions`.
-        project: the run's project.
-        overwrite: whether files of the project are replaced.
-
-    Returns:
-        The project paths written.
 
     Raises:
         HeaderError: the project is gone, a path exists in it and ``overwrite`` is False, and nothing was written; or a
@@ -147,6 +128,18 @@ def recover(run: str, versions: Versions, project: str, *, overwrite: bool) -> l
     return [*lacking]
 
 
+def _put(source: Path, target: Path) -> None:
+    """Copy a file or a link into the project, complete or not at all; folders that lack are made."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_name(f".taas-part-{target.name[:200]}")
+    try:
+        partial.unlink(missing_ok=True)  # of somebody who was killed
+        shutil.copy2(source, partial, follow_symlinks=False)
+        partial.replace(target)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
 def _named(versions: Versions) -> Iterator[tuple[str, Path]]:
     for path, of_ranks in versions.items():
         first, *others = sorted(of_ranks)
@@ -169,14 +162,14 @@ def _begun(folder: Path) -> int:
     return NEVER  # it was sorted: all that is there was kept
 
 
-def _scratches(folder: Path) -> Iterator[tuple[int, Path]]:
-    for scratch in folder.glob("rank*"):
-        yield int(scratch.name.removeprefix("rank")), scratch
-
-
-def _files(tree: Path) -> list[tuple[str, Path]]:
-    found = (path for path in tree.rglob("*") if path.is_symlink() or not path.is_dir())
-    return [(str(path.relative_to(tree)), path) for path in found]
+def _written(folder: Path) -> list[tuple[int, str, Path]]:
+    """What ranks wrote in a start: rank, path in the project, and where the file or link is."""
+    return [
+        (int(tree.parent.name.removeprefix("rank")), str(path.relative_to(tree)), path)
+        for tree in folder.glob(f"rank*/{TREE}")
+        for path in tree.rglob("*")
+        if path.is_symlink() or not path.is_dir()
+    ]
 
 
 def _told(kept: Versions, run: str) -> Iterator[str]:
@@ -199,23 +192,6 @@ def _described(kept: Versions) -> str:
     return f"{_some(list(kept))} ({counted(len(kept), 'file')}, {size_in_words(size)})"
 
 
-def _unremoved(folders: Iterable[Path], project: str, kept: Versions) -> list[str]:
-    """What ranks removed, and rank 0 neither removed nor wrote again: it is still there."""
-    removers: dict[str, set[int]] = {}
-    for folder in folders:
-        since_ns = _begun(folder)
-        for rank, scratch in _scratches(folder):
-            for mark in (scratch / GONE).rglob(MARK):
-                place = str(mark.parent.relative_to(scratch / GONE))
-                live = f"{project}/{place}"
-                if place not in kept and os.path.lexists(live) and not changed_since(live, since_ns):
-                    removers.setdefault(place, set()).add(rank)
-    if not removers:
-        return []
-    ranks = ranks_in_words(set.union(*removers.values()))
-    return [f"rank writes: {_some(sorted(removers))} removed by {ranks} but not by rank 0: still there"]
-
-
 def _some(names: Sequence[str]) -> str:
     rest = len(names) - _SHOWN
     return ", ".join(map(shown_path, names[:_SHOWN])) + (f" and {rest} more" if rest > 0 else "")
@@ -227,9 +203,7 @@ def _some(names: Sequence[str]) -> str:
 def complete_checkpoints(project: str, run_scratch: Callable[[], Path]) -> None:
     """Let this process, rank 0, complete checkpoints that ranks write together.
 
-    Args:
-        project: the notebook's directory, as this VM has it.
-        run_scratch: returns where the ranks of this VM have their scratch folders in the run that goes on.
+    ``run_scratch`` returns where the ranks of this VM have their scratch folders in the run that goes on.
     """
     root = os.path.realpath(project)
 
@@ -252,10 +226,11 @@ def complete_checkpoints(project: str, run_scratch: Callable[[], Path]) -> None:
 
 
 def _gather(folder: Path, place: str, names: Iterable[str], run_scratch: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
     for name in names:
-        for source in run_scratch.glob(f"rank*/{TREE}"):
-            if (written := source / place / name).is_file():
-                _move(written, folder / name)
+        for tree in run_scratch.glob(f"rank*/{TREE}"):
+            if (written := tree / place / name).is_file():
+                shutil.move(written, folder / name)
     lacking = [name for name in sorted(names) if not (folder / name).exists()]
     if lacking:
         more = f" and {len(lacking) - 1} more" if lacking[1:] else ""
@@ -263,23 +238,3 @@ def _gather(folder: Path, place: str, names: Iterable[str], run_scratch: Path) -
             f"taas: the checkpoint {shown(place)} lacks {shown(lacking[0])}{more}: only rank 0 writes the project, and it "
             f"reaches no rank of another VM. Give the directory to all ranks: --shared {shown(place)}"
         )
-
-
-def _move(source: Path, target: Path) -> None:
-    try:
-        source.rename(target)
-    except OSError:  # another file system, or its folder is not there yet
-        _put(source, target)
-        source.unlink()
-
-
-def _put(source: Path, target: Path) -> None:
-    """Copy a file or a link into a project, complete or not at all; folders that lack are made."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_name(f".taas-part-{target.name[:200]}")
-    try:
-        partial.unlink(missing_ok=True)  # of somebody who was killed
-        shutil.copy2(source, partial, follow_symlinks=False)
-        partial.replace(target)
-    finally:
-        partial.unlink(missing_ok=True)

@@ -1,19 +1,15 @@
 """What one rank sees of the project: ``{place: this rank's own file}`` first, then the live project.
 
-The table lies on disk, in the rank's scratch, so that the rank's forked workers have it, too::
+Its own file or folder in the place of <project>/a/b is <scratch>/tree/a/b, where its forked workers have it, too; what it
+removed is known to itself alone. Nothing is cached about the project: what rank 0 saves is seen at once. Of two versions of a
+file the newer one is seen (the project's file system may be another machine's, with another clock: what that differs is known),
+unless somebody is writing rank 0's at this moment: then this rank's own complete one is.
 
-    tree/a/b         this rank's own file, or folder, in the place of <project>/a/b
-    gone/a/b/<mark>  the rank removed what was at a/b, and all beneath it, when the mark was made
-
-Nothing is cached about the project: what rank 0 saves is seen at once. Of two versions of a file the newer one is seen (the
-project's file system may be another machine's, with another clock: what that differs is known), unless somebody is writing
-rank 0's at this moment: then this rank's own complete one is.
-
-Only ``posix`` functions are called here: those of ``os`` are the diverted ones by then.
+Functions of ``os`` are the diverted ones by then: they are called for paths in the scratch only.
 """
 
 # Plain strings: a Path folds "..", which the kernel follows, and these run on every call of a rank.
-# ruff: noqa: PTH118
+# ruff: noqa: PTH103
 
 from __future__ import annotations
 
@@ -21,13 +17,15 @@ import contextlib
 import errno
 import os
 import posix
+import shutil
 import stat
+import threading
 from typing import NamedTuple
 
 from taas._linux import is_being_written
 from taas.storage.boundary import NEVER, Boundary, changed_since, clock_of, join, resolve_beneath
 
-TREE, GONE, MARK = "tree", "gone", "\x7ftaas-removed"
+TREE = "tree"
 _MAX_LINKS = 40  # as the kernel's MAXSYMLINKS
 _SKEW = 10**8
 """Nanoseconds by which the clocks of two file systems of one machine do not differ: theirs tick, some more often."""
@@ -49,10 +47,7 @@ class Seen(NamedTuple):
 class Table:
     """The view of one rank, made before its wall stands. A *place* is a path relative to the project; "." is the project.
 
-    Args:
-        boundary: the project's.
-        scratch: the rank's folder, which is there.
-        since_ns: when the run began, by the clock of the project's file system.
+    ``since_ns`` is when the run began, by the clock of the project's file system.
     """
 
     def __init__(self, boundary: Boundary, scratch: str, since_ns: int) -> None:
@@ -64,17 +59,17 @@ class Table:
     def begin_run(self, scratch: str, since_ns: int) -> None:
         """Another run begins; what this rank writes from now on, it writes there."""
         self._since_ns = since_ns
-        self._tree, self._gone = (os.path.join(os.path.realpath(scratch), name) for name in (TREE, GONE))
-        self._touched = False
+        self._scratch = os.path.realpath(scratch)
+        self._tree = f"{self._scratch}/{TREE}"
+        self._gone: dict[str, int] = {}
+        """When it removed what was at a place, and all beneath it, by the clock of its scratch (ns)."""
 
     # what is seen ----------------------------------------------------------------------------------
 
     @property
     def touched(self) -> bool:
-        """Whether this rank has diverted anything yet; until then the live project is the view."""
-        if not self._touched:
-            self._touched = _lstat(self._tree) is not None or _lstat(self._gone) is not None
-        return self._touched
+        """Whether this rank, or a worker of it, has diverted anything yet; until then the live project is the view."""
+        return bool(self._gone) or _lstat(self._tree) is not None
 
     def own(self, place: str) -> str:
         """Where this rank's version of a place is, or would be."""
@@ -97,23 +92,18 @@ class Table:
     def _both(self, place: str) -> tuple[Seen | None, Seen | None]:
         own_path, live_path = self.own(place), self.live(place)
         own, live = _lstat(own_path), _lstat(live_path)
-        if live is not None and self._removed_at(place) >= live.st_ctime_ns - self._ahead:
-            live = None
+        removed = live is not None and self._removed_at(place) >= live.st_ctime_ns - self._ahead
         return (
             None if own is None else Seen(own_path, own, True),
-            None if live is None else Seen(live_path, live, False),
+            None if live is None or removed else Seen(live_path, live, False),
         )
 
     def _removed_at(self, place: str) -> int:
         """When this rank last removed the place or a directory above it (ns); -1 for never."""
-        if place == "." or _lstat(self._gone) is None:
-            return -1
-        latest, path = -1, self._gone
-        for name in place.split("/"):
-            path = f"{path}/{name}"
-            mark = _lstat(f"{path}/{MARK}")
-            if mark is not None:
-                latest = max(latest, mark.st_ctime_ns)
+        latest = -1
+        while self._gone and place != ".":
+            latest = max(latest, self._gone.get(place, -1))
+            place = _above(place)
         return latest
 
     def is_rank_0s(self, place: str, seen: Seen | None) -> bool:
@@ -135,21 +125,14 @@ class Table:
         for directory in (self.live(place), self.own(place)):
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):
                 found.update(dict.fromkeys(posix.listdir(directory)))
-        if _lstat(self._gone) is None:
-            return list(found)
-        return [name for name in found if self.see(_below(place, name)) is not None]
+        return [name for name in found if not self._gone or self.see(_below(place, name)) is not None]
 
     def mixed(self, place: str) -> bool:
         """Whether a directory's listing may differ from the live one."""
-        return _lstat(self.own(place)) is not None or _lstat(self._gone) is not None
+        return bool(self._gone) or _lstat(self.own(place)) is not None
 
     def locate(self, path: str, *, follow: bool = True) -> str | None:
-        """The place a path leads to, None when that is outside the rule.
-
-        Args:
-            path: as given to the call.
-            follow: whether a link in the last component is followed.
-        """
+        """The place a path, as given to a call, leads to; None when that is outside the rule."""
         if not path:
             return None  # the system's error for it is ENOENT
         if not path.startswith("/"):
@@ -164,51 +147,50 @@ class Table:
     # changing the view -----------------------------------------------------------------------------
 
     def claim(self, place: str) -> str:
-        """Make the directories above a place in this rank's tree and return its own path.
-
-        Raises:
-            FileNotFoundError, NotADirectoryError: as the live file system would.
-        """
+        """Make the directories above a place in this rank's tree, if the view has them, and return its own path."""
         parent = _above(place)
         seen = self.see(parent)
-        if seen is None:
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self.live(place))
-        if not seen.is_directory:
-            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), self.live(place))
-        _make_directories(self.own(parent))
+        if seen is None or not seen.is_directory:
+            code = errno.ENOENT if seen is None else errno.ENOTDIR
+            raise OSError(code, os.strerror(code), self.live(place))
+        if _lstat(self.own(parent)) is None:
+            os.makedirs(self.own(parent), exist_ok=True)
         return self.own(place)
 
     def copy_up(self, place: str) -> str:
-        """Give this rank its own version of what stands at a place, with all beneath it.
-
-        Raises:
-            OSError: ENOSPC when the scratch cannot hold it; ELOOP for a link.
-        """
+        """Give this rank its own version of what stands at a place, with all beneath it; ENOSPC, ELOOP for a link."""
         own = self.claim(place)
         while (seen := self.see(place)) is not None:
             if seen.is_directory:
-                _make_directories(own)
+                os.makedirs(own, exist_ok=True)
                 for name in self.names(place):
                     self.copy_up(_below(place, name))
                 break
             if seen.own:
                 break
+            if stat.S_ISLNK(seen.status.st_mode):
+                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), seen.path)
             with contextlib.suppress(FileNotFoundError):  # rank 0 has moved it, or removed it, in this moment
-                _copy(seen.path, own)
+                self._copy(seen.path, own)
                 break
         return own
+
+    def _copy(self, source: str, target: str) -> None:
+        """Copy a regular file with its mode and its times."""
+        size, space = posix.lstat(source).st_size, posix.statvfs(self._scratch)
+        if size > space.f_bavail * space.f_frsize:
+            raise OSError(errno.ENOSPC, "no room for a private copy: write it in rank 0 only", source)
+        partial = f"{self._scratch}/copy-{threading.get_native_id()}"
+        shutil.copy2(source, partial)
+        posix.rename(partial, target)
 
     def drop(self, place: str) -> None:
         """Remove what is at a place, and all beneath it, from this rank's view."""
         own, live = self._both(place)
         if own is not None:
-            _remove(own.path)
+            (shutil.rmtree if own.is_directory else posix.unlink)(own.path)
         if live is not None:
-            directory = f"{self._gone}/{place}"
-            _make_directories(directory)
-            mark = f"{directory}/{MARK}"
-            posix.close(posix.open(mark, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
-            posix.utime(mark)
+            self._gone[place] = clock_of(self._scratch)
 
 
 def _without_links(path: str, *, follow: bool) -> str:
@@ -240,38 +222,6 @@ def _without_links(path: str, *, follow: bool) -> str:
     return current or "/"
 
 
-def _copy(source: str, target: str) -> None:
-    """Copy a regular file with its mode and its times."""
-    reading = posix.open(source, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    try:
-        status = posix.fstat(reading)
-        space = posix.statvfs(target.rpartition("/")[0])
-        if status.st_size > space.f_bavail * space.f_frsize:
-            raise OSError(errno.ENOSPC, "no room for a private copy: write it in rank 0 only", source)
-        with contextlib.suppress(FileNotFoundError):
-            posix.unlink(target)
-        mode = stat.S_IMODE(status.st_mode) | stat.S_IRUSR | stat.S_IWUSR
-        writing = posix.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
-        try:
-            while posix.sendfile(writing, reading, None, 1 << 30):
-                pass
-            posix.utime(writing, ns=(status.st_atime_ns, status.st_mtime_ns))
-        finally:
-            posix.close(writing)
-    finally:
-        posix.close(reading)
-
-
-def _remove(path: str) -> None:
-    """Remove a file of this rank's own, or a folder with all that is in it."""
-    if not stat.S_ISDIR(posix.lstat(path).st_mode):
-        posix.unlink(path)
-        return
-    for name in posix.listdir(path):
-        _remove(f"{path}/{name}")
-    posix.rmdir(path)
-
-
 def _lstat(path: str) -> os.stat_result | None:
     try:
         return posix.lstat(path)
@@ -285,17 +235,6 @@ def _above(place: str) -> str:
 
 def _below(place: str, name: str) -> str:
     return name if place == "." else f"{place}/{name}"
-
-
-def _make_directories(path: str) -> None:
-    try:
-        posix.mkdir(path, 0o700)
-    except FileExistsError:
-        return
-    except FileNotFoundError:
-        _make_directories(path.rpartition("/")[0])
-        with contextlib.suppress(FileExistsError):
-            posix.mkdir(path, 0o700)
 
 
 def _being_written(path: str) -> bool:

@@ -41,7 +41,8 @@ LIMITS = {
     ),
     NO_WALL: (
         "only what Python's own functions write is held back: C and C++ libraries (h5py, SQLite, safetensors, "
-        "torch.jit.save), shells and other programs can write the project, and so do Python's calls with dir_fd=",
+        "torch.jit.save), shells and other programs can write the project, and so do Python's calls with dir_fd= and "
+        "those that make links",
     ),
 }
 
@@ -62,38 +63,24 @@ _WAYS_ROUND = (
 
 def _raise_mount(boundary: Boundary) -> str:
     """Where this is refused, the process may afterwards be in a namespace of its own, which restricts nothing."""
-    with _linux.own_mounts(_WAYS_ROUND) as as_root:
-        _mount_readonly(boundary)
-    _verify(boundary)
+    project = boundary.project
+    with _linux.own_mounts(_WAYS_ROUND) as as_root, _linux.still_seen(boundary.open):
+        _linux.mount(project, project, _linux.MS_BIND | _linux.MS_REC)
+        if project == "/":
+            # Absolute paths begin at this process's root, below what was mounted on it; ".." of the root lies above.
+            os.chdir("/..")
+            os.chroot(".")
+        try:
+            _linux.mount_readonly(project)
+        except OSError as error:
+            if error.errno != errno.ENOSYS:
+                raise
+            for entry in _linux.mounts():
+                if resolve_beneath(entry.point, project) is not None:
+                    _linux.remount_readonly(entry)
+    if not os.statvfs(project).f_flag & os.ST_RDONLY:
+        raise OSError(errno.EPERM, f"{project} is still writable after it was mounted read-only")
     return "as root" if as_root else "through a user namespace"
-
-
-def _mount_readonly(boundary: Boundary) -> None:
-    with _linux.still_seen(boundary.open):
-        for path in boundary.closed:
-            _linux.mount(path, path, _linux.MS_BIND | _linux.MS_REC)
-            if path == "/":
-                _enter_what_lies_on_root()
-            try:
-                _linux.mount_readonly(path)
-            except OSError as error:
-                if error.errno != errno.ENOSYS:
-                    raise
-                for entry in _linux.mounts():
-                    if resolve_beneath(entry.point, path) is not None:
-                        _linux.remount_readonly(entry)
-
-
-def _enter_what_lies_on_root() -> None:
-    """Absolute paths begin at this process's root, below what was mounted on it; ".." of the root lies above."""
-    os.chdir("/..")
-    os.chroot(".")
-
-
-def _verify(boundary: Boundary) -> None:
-    for path in boundary.closed:
-        if not os.statvfs(path).f_flag & os.ST_RDONLY:
-            raise OSError(errno.EPERM, f"{path} is still writable after it was mounted read-only")
 
 
 # ---------------------------------------------------------------- Landlock
@@ -119,20 +106,13 @@ def _call(name: str, *arguments: object) -> int:
 
 
 def _raise_landlock(boundary: Boundary) -> str:
-    """Restrict this process, and all it will start, to writing outside the project.
-
-    Returns:
-        How: the version of Landlock.
-
-    Raises:
-        OSError: the kernel refuses; the text says why.
-    """
+    """Restrict this process, and all it will start, to writing outside the project; returns Landlock's version."""
     version = _call("create_ruleset", None, 0, _VERSION)
     rights = _WRITE_FILE | _REMOVE_AND_MAKE
     rights |= (_REFER if version >= 2 else 0) | (_TRUNCATE if version >= 3 else 0)
     ruleset = _call("create_ruleset", ctypes.byref(ctypes.c_uint64(rights)), 8, 0)
     try:
-        for path in (*_free_entries(boundary), *boundary.open):
+        for path in (*_free_entries(boundary.project), *boundary.open):
             _grant(ruleset, path, rights)
         if not _linux.has_capability(_linux.CAP_SYS_ADMIN):
             _linux.set_no_new_privs()
@@ -142,17 +122,14 @@ def _raise_landlock(boundary: Boundary) -> str:
     return f"version {version}" + ("" if version >= 3 else ": truncation is not covered before version 3")
 
 
-def _free_entries(boundary: Boundary) -> list[str]:
-    """Entries of the project's parents that lead neither into the project nor to an alias of it."""
-    closed = set(boundary.closed)
-    parents = {str(parent) for path in closed for parent in PurePath(path).parents}
-    free = []
-    for parent in parents - closed:
-        if closed.intersection(map(str, PurePath(parent).parents)):
-            continue  # an alias inside the project's own tree
+def _free_entries(project: str) -> list[str]:
+    """Entries of the project's parents that do not lead into it."""
+    free, way = [], project
+    for parent in map(str, PurePath(project).parents):
         with contextlib.suppress(PermissionError):  # what cannot be listed stays denied
-            free += [entry.path for entry in os.scandir(parent) if not entry.is_symlink()]
-    return [path for path in free if path not in closed and path not in parents]
+            free += [e.path for e in os.scandir(parent) if e.path != way and not e.is_symlink()]
+        way = parent
+    return free
 
 
 def _grant(ruleset: int, path: str, rights: int) -> None:
@@ -186,11 +163,7 @@ _KEPT = os.O_APPEND | os.O_NONBLOCK | os.O_DIRECTORY | os.O_PATH
 
 
 def inherited(boundary: Boundary) -> dict[int, str]:
-    """Find the descriptors beneath the project, and their paths.
-
-    What has no name any more is left as it is: nobody else finds it, and in a project ``/`` a memfd's
-    "/memfd:x (deleted)" is no path.
-    """
+    """Find the descriptors beneath the project that have a name there, and their paths."""
     found = {}
     for name in os.listdir("/proc/self/fd"):
         descriptor = int(name)
@@ -206,28 +179,18 @@ def inherited(boundary: Boundary) -> dict[int, str]:
 
 
 def reopen(found: dict[int, str]) -> None:
-    """Open the working directory and these descriptors again, read-only.
-
-    A file that was open for writing can only be read afterwards: writing to it is EBADF.
-    """
+    """Open the working directory and these descriptors again, read-only and at their beginnings."""
     with contextlib.suppress(OSError):  # a working directory that was removed stays what it is
         os.chdir(os.getcwd())  # the string matters, not the directory
     for descriptor, path in found.items():
-        _replace(descriptor, path, fcntl.fcntl(descriptor, fcntl.F_GETFL) & _KEPT)
-
-
-def _replace(descriptor: int, path: str, flags: int) -> None:
-    position = 0 if flags & os.O_PATH else os.lseek(descriptor, 0, os.SEEK_CUR)
-    inheritable = os.get_inheritable(descriptor)
-    try:
-        fresh = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
-    except OSError:
-        # Renamed or unreadable: closed descriptors surprise less when the number stays taken.
-        fresh = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
-    os.dup2(fresh, descriptor, inheritable=inheritable)
-    os.close(fresh)
-    with contextlib.suppress(OSError):
-        os.lseek(descriptor, position, os.SEEK_SET)
+        flags = fcntl.fcntl(descriptor, fcntl.F_GETFL) & _KEPT
+        try:
+            fresh = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
+        except OSError:
+            # Renamed or unreadable: closed descriptors surprise less when the number stays taken.
+            fresh = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
+        os.dup2(fresh, descriptor, inheritable=os.get_inheritable(descriptor))
+        os.close(fresh)
 
 
 # ---------------------------------------------------------------- which wall this machine gives

@@ -25,12 +25,12 @@ from taas.runs.places import ProcessMark, runtime_folder, write_private
 from taas.runs.records import RunRecord
 from taas.wire import deadlines
 from taas.wire.clients import ClientHears
-from taas.wire.curve import Gate, make_dealer, make_router, set_heartbeat
+from taas.wire.curve import PREFIX, Gate, make_dealer, make_router, set_heartbeat
 from taas.wire.framing import Message, MessageReader, pack
-from taas.wire.short_folder import PREFIX
 
 SOCKET, CONNECTION = "supervisor", "connection"
 """In the folder, where the supervisor listens, and a link to the file by which clients find it."""
+_AT_ONCE = 64
 
 
 class Connection(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,15 +44,11 @@ class Connection(msgspec.Struct, frozen=True, kw_only=True):
     kernel: ProcessMark
 
 
-def _folder() -> Path:
-    return runtime_folder("supervisors")
-
-
 def write_connection(connection: Connection) -> Path:
     """Write a supervisor's connection file, in place of those of dead ones."""
     all_connections()
     name = f"{connection.supervisor.pid}-{os.urandom(3).hex()}.json"  # another machine may have this id, too
-    path = _folder() / name
+    path = runtime_folder("supervisors") / name
     write_private(path, msgspec.json.encode(connection))
     return path
 
@@ -60,7 +56,7 @@ def write_connection(connection: Connection) -> Path:
 def all_connections() -> list[Connection]:
     """Return the supervisors that are there; files of those that were killed are removed."""
     found = []
-    for path in _folder().glob("*.json"):
+    for path in runtime_folder("supervisors").glob("*.json"):
         with contextlib.suppress(OSError, msgspec.MsgspecError):  # it ends just now
             connection = msgspec.json.decode(path.read_bytes(), type=Connection)
             if connection.supervisor.lives:
@@ -88,11 +84,7 @@ def remove_folders_left(beside: Path) -> None:
 
 
 def connection_of(record: RunRecord) -> Connection:
-    """Return the way to the supervisor of a run that goes on.
-
-    Raises:
-        EngineError: it has gone.
-    """
+    """Return the way to the supervisor of a run that goes on, or raise EngineError."""
     for connection in all_connections():
         if connection.supervisor == record.supervisor:
             return connection
@@ -121,11 +113,7 @@ class Wire:
 
 
 class Visit(Wire):
-    """A short talk with a supervisor. A context manager.
-
-    Raises:
-        EngineError: there is no way to it from here.
-    """
+    """A short talk with a supervisor, or an EngineError: there is no way to it from here. A context manager."""
 
     def __init__(self, connection: Connection) -> None:
         path = connection.endpoint.removeprefix("ipc://")
@@ -143,11 +131,7 @@ class Visit(Wire):
         self._hang_up(2000)
 
     def ask(self, message: Message, kind: type[Any]) -> Any:
-        """Send a message and return the answer of a kind.
-
-        Raises:
-            EngineError: there was none.
-        """
+        """Send a message and return the answer of a kind, or raise EngineError."""
         self.say(message)
         deadline = time.monotonic() + deadlines.SUPERVISOR_ANSWERS
         while (left := deadline - time.monotonic()) > 0:
@@ -160,23 +144,14 @@ class Visit(Wire):
         )
 
 
-_AT_ONCE = 64
-
-
 class ControlSocket:
     """A CURVE socket in a folder that nobody else enters, and on addresses of other machines where an engine asks for them.
-
-    Args:
-        client_key: the kernel's public key.
-        kernel: whose supervisor this is.
-        folder: where the socket is made.
 
     Attributes:
         up: what clients have to know to come in; the kernel has a key of its own.
         clients: the keys of the kernel, and of visitors who could read the connection file.
         agents: those of agents that are let in.
         outgoing: what was not sent yet: for whom, and the message.
-        socket, gate: what to poll.
     """
 
     def __init__(self, client_key: str, kernel: ProcessMark, folder: Path) -> None:
@@ -204,11 +179,7 @@ class ControlSocket:
         self._unreachable: dict[str, float] = {}
 
     def receive(self) -> Iterator[tuple[str, bytes, memoryview]]:
-        """Give what has come in, up to a number: then the other sources are looked at.
-
-        Yields:
-            The public key of who sent it; the way back, also for one that has no key of its own; the message, packed.
-        """
+        """Give what has come in, up to a number: the sender's public key, the way back, and the message, packed."""
         for _ in range(_AT_ONCE):
             try:
                 route, *_, frame = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
@@ -237,7 +208,7 @@ class ControlSocket:
             self._unreachable.setdefault(key, time.monotonic())
 
     def reply(self, route: bytes, message: Message) -> bool:
-        """Send a message; returns whether there is a way to the peer, who may have left."""
+        """Send a message; returns whether there is a way to the peer."""
         try:
             self.socket.send_multipart([route, pack(message)])
         except zmq.ZMQError as error:

@@ -1,8 +1,7 @@
 """The data side of a run: its coordinator, planner and data workers, from before the ranks until after them.
 
-The coordinator is a child of the supervisor. The data processes, which need torch and the user's datasets, are started by
-agents: the planner by one of this machine, and a worker pool with its data workers by the agent of each data VM. A data VM
-that is lost is replaced; until another one is there, the run goes on with those that are left.
+The coordinator is a child of the supervisor; the planner is started by an agent of this machine, and worker pools by the agents
+of the data VMs. One that is lost is replaced; until another one is there, the run goes on with those that are left.
 """
 
 from __future__ import annotations
@@ -45,39 +44,18 @@ _END_SECONDS = 5.0
 class Phase(IntEnum):
     """How far a delivery is; it never goes back."""
 
-    PREPARING = auto()
-    """The first elements are made; the ranks wait for them."""
+    PREPARING = auto()  # the ranks wait for the first elements
     DELIVERING = auto()
-    FINISHING = auto()
-    """The ranks have ended, or have all they asked for: what is lost from now on is not missed."""
-    OVER = auto()
-    """The coordinator has said its last."""
-    CLOSED = auto()
-    """Its processes are being ended."""
+    FINISHING = auto()  # the ranks have ended, or have all they asked for: what is lost now is not missed
+    OVER = auto()  # the coordinator has said its last
+    CLOSED = auto()  # its processes are being ended
 
 
 class DataSide:
     """What the supervisor has of a delivery. ``step`` is to be called when ``fileno`` is readable.
 
-    Args:
-        run: its name.
-        submit: what was asked for.
-        vms: where the data processes are.
-        transfer: starts jobs.
-        log: file that takes what data processes print.
-        sockets: folder for the delivery's own.
-        places: where an earlier start of the run left its loaders.
-
-    Attributes:
-        vms: as given.
-        phase: how far it is.
-        failed: why nothing is delivered any more, or "".
-        deserted: nobody is left who tells the ranks so.
-        error: the class of :mod:`taas.errors` for that.
-        delivered: how far the loaders are, once that was said.
-        final: the generators' states, for the notebook.
-        places: where each loader goes on if the run is started again: as an earlier start left it, until it ends.
-        notes: lines for the user, in order.
+    Data processes print to ``log``. ``places`` is where each loader goes on if the run is started again: as an earlier start
+    left it, until this one ends.
     """
 
     def __init__(
@@ -95,11 +73,14 @@ class DataSide:
         self.vms, self._transfer, self._log = vms, transfer, str(log)
         self._coordinator, self.places = CoordinatorProcess(), places
         self._config, self._endpoint = self._coordinator_config(sockets), ""
-        self.phase, self.final = Phase.PREPARING, b""
-        self.failed, self.error, self.deserted = "", RunLost.__name__, False
+        self.phase = Phase.PREPARING
+        self.final = b""  # the generators' states, for the notebook
+        self.failed = ""  # why nothing is delivered any more
+        self.error = RunLost.__name__  # the class of taas.errors for that
+        self.deserted = False  # nobody is left who tells the ranks so
         self.delivered: Delivered | None = None
         self._reached: dict[str, ResumePoint] = {}
-        self.notes: list[str] = []
+        self.notes: list[str] = []  # lines for the user, in order
         self._last_lost, self._gone_by = "", float("inf")
         self._configure()
 
@@ -122,11 +103,11 @@ class DataSide:
         )
 
     def fileno(self) -> int:
-        """Return the descriptor on which the coordinator reports."""
+        """Return where the coordinator reports."""
         return self._coordinator.fileno()
 
     def pids(self) -> list[int]:
-        """Return the processes that are the supervisor's own children."""
+        """Return the supervisor's own children."""
         return [self._coordinator.process.pid]
 
     @property
@@ -161,8 +142,7 @@ class DataSide:
 
     def _configure(self) -> None:
         """Let the coordinator listen, as soon as it is known where."""
-        here = self.vms.here()
-        if here and not self._config.host:
+        if (here := self.vms.here()) and not self._config.host:
             self._config = msgspec.structs.replace(self._config, host=here)
             self._coordinator.send(self._config)
 
@@ -190,14 +170,14 @@ class DataSide:
                 self._endpoint = report.address
                 self.start_data_processes()
             case Failed():
-                self.failed = report.reason
+                self.failed = self.failed or report.reason
             case Note():
                 self.notes.append(report.text)
             case HostLost():
-                lost = f"{self.vms.name(report.vm)} was lost ({report.cause})"
-                self.notes.append(f"{lost}; what it had not delivered was made elsewhere")
-                if self.vms.elsewhere:  # its agent is there, and starts another worker pool
-                    self._end_job(report.vm)
+                self.notes.append(
+                    f"{self.vms.name(report.vm)} was lost ({report.cause}); what it had not delivered was made elsewhere"
+                )
+                self._end_job(report.vm)  # where its agent is there, and starts another worker pool
             case ProgressReport():
                 if report.prebuffered:
                     self._reach(Phase.DELIVERING)
@@ -225,10 +205,9 @@ class DataSide:
         if self.closed:
             return
         self._configure()
-        if self._endpoint:
-            for number, vm in list(self.vms.startable()):
-                self.vms.started[number] = vm
-                self._transfer.start(vm, self._data_process(number))
+        for number, vm in list(self.vms.startable()) if self._endpoint else ():
+            self.vms.started[number] = vm
+            self._transfer.start(vm, self._data_process(number))
 
     def _job(self, number: int) -> int:
         """Data processes have the jobs after those of the ranks, the planner the first."""
@@ -266,25 +245,24 @@ class DataSide:
         return self.phase < Phase.FINISHING and not self.failed
 
     def process_over(self, job: int, over: JobOver) -> None:
-        """A data process is gone. A worker pool is started anew; a planner's end is the run's, as the coordinator sees, too."""
+        """A data process is gone. A worker pool is started anew; a planner's end is the run's."""
         number = job - self._job(0)
         misses, vm = self._misses, self.vms.started[number]
         self.vms.lose(number)
         self._transfer.lose(job)
         vm.send(OfJob(run=self._run, job=job, said=JobRequest(what="forget")))
-        if misses and number == PLANNER:
-            said = f"the planner {over.how}; what it printed is in {self._log}"
-            self.failed = "" if self.ready else said
+        if number == PLANNER:
+            self._command(HostLost(vm=PLANNER, cause=over.how))
+            if misses and not self.ready:
+                self.failed = f"the planner {over.how}; what it printed is in {self._log}"
         elif misses:
             self._tell_lost(number, over.how)
             self._replace(over.how, vm)
 
     def _tell_lost(self, number: int, how: str) -> None:
-        """Tell the coordinator what it does not see itself, of other hosts."""
         cause = how.removeprefix("lost: ")
         self._last_lost = f"{self.vms.name(number)} was lost ({cause})"
-        if self.vms.elsewhere:
-            self._command(HostLost(vm=number, cause=cause))
+        self._command(HostLost(vm=number, cause=cause))
 
     def lose(self, vm: Vm, how: str, *, replace: bool = True) -> None:
         """A data VM is lost, ``how`` in words: another one takes its place, if it is to be replaced."""
@@ -292,7 +270,8 @@ class DataSide:
             misses = self._misses
             self.vms.lose(number)
             self._transfer.lose(self._job(number))
-            if number == PLANNER:  # the coordinator sees its planner's end
+            if number == PLANNER:
+                self._command(HostLost(vm=PLANNER, cause=how))
                 self.failed = self.failed or f"the agent of the planner was {how}"
             elif misses and (vm.up or vm.machine.error == RunLost.__name__):
                 self._tell_lost(number, how)
@@ -311,7 +290,7 @@ class DataSide:
             self._command(Failed(reason=f"all data VMs were lost, and no other could be had: {why}"))
 
     def _replace(self, how: str, vm: Vm | None = None) -> None:
-        """Start a worker pool in place of one that is gone, as long as that makes sense: on this VM, or another one."""
+        """Start a worker pool in place of one that is gone: on this VM, or another one."""
         if self.vms.replace(vm):
             self.start_data_processes()
         elif not self.vms.by_number:

@@ -1,11 +1,13 @@
-"""All VMs that the supervisor has, of all engines: leased to runs, idle between them, replaced, given back."""
+"""All VMs that the supervisor has, of all engines: leased to runs, idle or with ranks that stay between them, given back."""
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import zmq
 
@@ -13,25 +15,32 @@ from taas.config import DATA_VM
 from taas.engines import AgentConfig, Demand, Engine, EngineChoice
 from taas.engines.chosen import start_engine
 from taas.engines.local import LocalEngine
-from taas.errors import EngineError
+from taas.errors import EngineError, RanksGone
+from taas.header.options import RunSpec
 from taas.supervisor.connections import ControlSocket
 from taas.supervisor.vms import KEPT, DataVms, Vm, demand_of, share_gpus
 from taas.wire import deadlines
 from taas.wire.clients import Submit
 from taas.wire.framing import Alive, Leave
 from taas.wire.poll_loop import WorkThread
+from taas.wording import counted
+
+if TYPE_CHECKING:
+    from taas.supervisor.runs import Run
+
+
+_OF_ONE_CELL = (
+    "collect", "data_vms", "hang_timeout", "keep", "name", "notify", "output", "post_mortem", "prebuffer", "returned", "uneven", "units",
+)  # fmt: skip
+"""Fields of a header that may be others in each cell."""
+_IN_WORDS = {"world_size": "number", "instance": "instance type", "project": "project folder"}
 
 
 class Fleet:
     """The VMs of all engines that were asked for; an engine is started when it is first asked for.
 
-    Args:
-        control: where agents connect.
-        scratch: folder for the agents' own.
-        started: called when there are new VMs, or a new engine.
-        strike: called with each VM that is about to end.
-        ended: called when the agents of those that were given back or lost are gone.
-        worker: waits for that, on this machine.
+    ``started`` is called when there are new VMs, or a new engine, ``strike`` with each VM that is about to end, ``ended``
+    when the agents of those that were given back or lost are gone.
     """
 
     def __init__(
@@ -88,49 +97,42 @@ class Fleet:
         idle: bool = False,
     ) -> list[Vm]:
         """Ask an engine for VMs, in place of lost ones or not; they are up when their agents say so."""
-        up = self._control.up
+        up, numbers = self._control.up, range(self._count, self._count + count)
+        self._count += count
         configs = []
-        for _ in range(count):
+        for number in numbers:
             public, secret = zmq.curve_keypair()
-            scratch = self._scratch / f"{'data' if data else 'agent'}-{self._count}"
-            self._count += 1
-            configs.append(
-                AgentConfig(
-                    endpoint="" if engine.remote else up.endpoint,
-                    server_key=up.server_key,
-                    public_key=public.decode(),
-                    secret_key=secret.decode(),
-                    scratch=str(scratch),
-                    data=data,
-                    idle=idle,
-                    remote=engine.remote,
-                    demand=demand,
-                )
+            config = AgentConfig(
+                endpoint="" if engine.remote else up.endpoint,
+                server_key=up.server_key,
+                public_key=public.decode(),
+                secret_key=secret.decode(),
+                scratch=str(self._scratch / f"{'data' if data else 'agent'}-{number}"),
+                data=data,
+                idle=idle,
+                remote=engine.remote,
+                demand=demand,
             )
+            configs.append(config)
         machines = engine.start(demand, configs, [vm.machine for vm in lost])
         beside = tuple(vm for vm in self._of if self._of[vm] is engine)
-        started = [
+        group = tuple(
             Vm(machine, config.public_key, demand, self._control.send, remote=engine.remote, data=data)
             for machine, config in zip(machines, configs, strict=True)
-        ]
-        group = tuple(started)
+        )
         for vm in group:
             vm.group, vm.beside = group, beside
             self._of[vm], self._by_key[vm.key] = engine, vm
         self._started()
-        return started
+        return [*group]
 
     # ------------------------------------------------------------ for runs
 
     def lease(self, run: str, submit: Submit, kept: Sequence[Vm] = ()) -> list[Vm]:
-        """Give a run the VMs for its ranks: those of ranks that were ``kept`` for it, if there are any.
-
-        Raises:
-            EngineError: they cannot be had.
-        """
+        """Give a run the VMs for its ranks, or raise EngineError: those of ranks that were ``kept`` for it, if there are any."""
+        for vm in kept:
+            vm.run = run
         if kept:
-            for vm in kept:
-                vm.run = run
             return [*kept]
         spec = submit.cell.spec
         demand = demand_of(submit, spec.instance, spec.gpus_per_vm, later=submit.delivery is not None)
@@ -168,11 +170,7 @@ class Fleet:
         return list(groups[0]) if groups else []
 
     def replace(self, submit: Submit, vms: list[Vm]) -> list[Vm]:
-        """Return a run's VMs, with new ones in place of those it lost, with the GPUs those had.
-
-        Raises:
-            EngineError: they cannot be had.
-        """
+        """Return a run's VMs, with new ones in place of those it lost, with the GPUs those had, or raise EngineError."""
         lost = [vm for vm in vms if vm.gone]
         if not lost:
             return vms
@@ -186,11 +184,7 @@ class Fleet:
         return [found.get(vm, vm) for vm in vms]
 
     def lease_data(self, run: str, submit: Submit, vms: list[Vm]) -> DataVms | None:
-        """Return VMs for the data of a run, if it has any: those that it has already, and others.
-
-        Raises:
-            EngineError: they cannot be had.
-        """
+        """Return VMs for the data of a run, if it has any: those that it has already, and others; or raise EngineError."""
         if submit.delivery is None:
             return None
         count, demand = submit.cell.spec.data_vms, demand_of(submit, DATA_VM)
@@ -213,7 +207,6 @@ class Fleet:
         return own
 
     def _another(self, run: str, engine: Engine, demand: Demand) -> Vm | None:
-        """Return one more VM for a run's data, if it can be had."""
         try:
             return self._lease(engine, run, demand, 1, data=True)[0]
         except (EngineError, OSError):
@@ -302,3 +295,91 @@ class Fleet:
 def _leaves(vm: Vm) -> bool:
     """Whether the group of a VM elsewhere has to do without it."""
     return vm.gone or vm.unfit or bool(vm.machine.ending) or not vm.up
+
+
+class KeptRanks:
+    """The ranks that a notebook keeps: of its last `--keep` cell, with their VMs, until the next one or their end."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._run: Run | None = None
+        self._why_gone = "their supervisor ended"
+        self._until = float("inf")
+
+    def keep(self, run: Run) -> None:
+        """Keep the ranks of a run that is over."""
+        self._fleet.keep(run.name, run.vms, run.submit.engine.idle)
+        self._run, self._until = run, time.monotonic() + run.submit.keep_idle
+        if run.ranks.lost:
+            self.end(run.ranks.lost)
+
+    def find(self, submit: Submit) -> Run | None:
+        """Return the run whose ranks a cell has to run in, if it has to.
+
+        RanksGone: it has left names to ranks that are not there any more; EngineError: it asks for others than are there.
+        """
+        run = self._run if submit.cell.spec.keep else None
+        if submit.left_to and (run is None or run.recorder.record.id != submit.left_to):
+            raise RanksGone(f"the ranks that this notebook kept are gone ({self._why_gone})")
+        if run is not None:
+            _check_alike(run, submit)
+        return run
+
+    def hand_over(self) -> None:
+        """Another run has them now."""
+        if self._run is not None:
+            self._run.recorder.note(kept_ranks=None)
+        self._run, self._until = None, float("inf")
+
+    def end(self, why: str) -> int:
+        """End them, if there are any; returns how many."""
+        run = self._run
+        if run is None:
+            return 0
+        self.hand_over()
+        self._why_gone = why
+        self._fleet.give_back(run.vms)
+        return run.submit.cell.spec.world_size
+
+    def lose(self, vm: Vm, run: Run | None, how: str) -> None:
+        """End them as some of them died on a VM; those of a run whose names are still being taken will not be kept."""
+        if self._run is not None and vm in self._run.vms:
+            self.end(how)
+        elif run is not None and run.state == "over":
+            run.ranks.lost = how
+
+    def wait(self) -> float | None:
+        """Return the seconds until :meth:`step` has something to do; None: it has not."""
+        return None if self._run is None else max(0.0, self._until - time.monotonic())
+
+    def step(self) -> None:
+        """End those that no cell has come for."""
+        if time.monotonic() > self._until:
+            self.end("no cell came for the time that [keep] idle in taas.toml gives")
+
+
+def _check_alike(run: Run, submit: Submit) -> None:
+    mine, asked = _lasting(run.submit), _lasting(submit)
+    other = next((name for name in mine if mine[name] != asked[name]), None)
+    if other is not None:
+        what = _IN_WORDS.get(other, f"--{other.replace('_', '-')}")
+        raise EngineError(
+            f"--keep: {counted(run.submit.cell.spec.world_size, 'rank')} of this notebook, kept since {run.name}, have another "
+            f"{what} ({_said(mine[other])}) than this cell asks for ({_said(asked[other])}). Type the header that made "
+            "them, or %taas release, which ends them."
+        )
+
+
+def _lasting(submit: Submit) -> dict[str, object]:
+    """Return what two cells must have in common to run in the same ranks."""
+    fields = [field.name for field in dataclasses.fields(RunSpec) if field.name not in _OF_ONE_CELL]
+    return {
+        "world_size": submit.cell.spec.world_size,
+        **{name: getattr(submit.cell.spec, name) for name in fields},
+        "engine": f"{submit.engine.kind} {submit.engine.address}".rstrip(),
+        "project": submit.workspace.project,
+    }
+
+
+def _said(value: object) -> str:
+    return "none" if value in (None, (), "") else str(value)

@@ -32,11 +32,7 @@ if TYPE_CHECKING:
 
 
 class HangWatch:
-    """Looks at one run's ranks.
-
-    Args:
-        run: whose they are.
-    """
+    """Looks at one run's ranks."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -50,12 +46,9 @@ class HangWatch:
         self._seen: dict[int, RankSeen] = {}
         self._askers: list[Callable[[Message], object]] = []
         self._before: dict[int, RankSeen] = {}
-        self._before_at = time.monotonic()
-        self._quiet_since = time.monotonic()
+        self._before_at = self._quiet_since = time.monotonic()
         self._ended: set[int] = set()
         self._suspicious = False
-
-    # ------------------------------------------------------------ looking
 
     def wait(self) -> float | None:
         """Return the seconds until :meth:`step` has something to do."""
@@ -95,7 +88,7 @@ class HangWatch:
     def take(self, job: int, seen: RanksSeen) -> None:
         """Take in what an agent saw."""
         if seen.look == self._look_number:  # else it comes too late
-            self._seen.update((rank.rank, rank) for rank in seen.ranks)
+            self._seen |= {rank.rank: rank for rank in seen.ranks}
             self.lose_vm(job)
 
     def lose_vm(self, number: int) -> None:
@@ -120,8 +113,6 @@ class HangWatch:
         for reply in askers:
             reply(Stacks(places=places))
 
-    # ------------------------------------------------------------ judging
-
     def _judge(self, seen: dict[int, RankSeen]) -> None:
         now, ended = time.monotonic(), set(self._run.found.ended)
         there = {n: rank for n, rank in seen.items() if n not in ended and rank.status != "gone"}
@@ -132,13 +123,8 @@ class HangWatch:
         asks = bool(self._run.recorder.record.questions)  # a rank waits for a person, and the others for it
         if moved or not there or asks:
             self._quiet_since = now
-        stopped = [
-            number
-            for number, rank in there.items()
-            if rank.status == "stopped"
-            and number in self._before
-            and self._before[number].status == "stopped"
-        ]
+        were = {number for number, rank in self._before.items() if rank.status == "stopped"}
+        stopped = [number for number, rank in there.items() if rank.status == "stopped" and number in were]
         silent = now - self._quiet_since
         headline = None if asks else self._headline(there, ended, stopped, silent)
         self._before, self._before_at, self._ended = seen, now, ended
@@ -149,19 +135,14 @@ class HangWatch:
             self._run.recorder.note(trouble=None)
 
     def _fold(self, ranks: Iterable[RankSeen]) -> tuple[StackGroup, ...]:
-        submit = self._run.submit
-        return fold(
-            ranks,
-            cell=submit.cell.text,
-            execution_count=submit.cell.execution_count,
-            ended=set(self._run.found.ended),
-        )
+        cell = self._run.submit.cell
+        ended = self._run.found.ended
+        return fold(ranks, cell=cell.text, execution_count=cell.execution_count, ended=ended)
 
     def _progressed(self, old: RankSeen | None, new: RankSeen, seconds: float) -> bool:
         if old is None or new.written > old.written:
             return True
-        known = old.frames is not None and new.frames is not None
-        if known and old.frames != new.frames:
+        if None not in (old.frames, new.frames) and old.frames != new.frames:
             return True
         if self._spins and new.frames is not None and is_collective(new.frames):
             return False

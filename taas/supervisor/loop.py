@@ -20,12 +20,10 @@ from taas.engines import Engine
 from taas.errors import EngineError
 from taas.rank.lifeline import KernelTie
 from taas.runs.places import ProcessMark, crash_report
-from taas.runs.records import read_records
-from taas.runs.retention import make_room
+from taas.runs.records import make_room, read_records
 from taas.supervisor.connections import ControlSocket, hold_folder, remove_folders_left
-from taas.supervisor.fleet import Fleet
+from taas.supervisor.fleet import Fleet, KeptRanks
 from taas.supervisor.hangs import HangWatch
-from taas.supervisor.kept import KeptRanks
 from taas.supervisor.recorder import Recorder
 from taas.supervisor.runs import Run
 from taas.supervisor.vms import Vm, choosing
@@ -42,10 +40,10 @@ from taas.wire.clients import (
     Submit,
     SupervisorConfig,
 )
+from taas.wire.curve import make_short_folder
 from taas.wire.framing import Alive, Message, MessageReader
 from taas.wire.poll_loop import PollLoop, WorkThread, raise_limit
 from taas.wire.ranks import Answer
-from taas.wire.short_folder import make_short_folder
 
 
 class Supervisor:
@@ -208,10 +206,11 @@ class Supervisor:
                 recorder.discard()
             if worker is not None:
                 worker.close()
-            why = (
-                error if isinstance(error, EngineError) else EngineError(f"the run could not begin: {error}")
+            ours = isinstance(error, EngineError)
+            kind, why = (
+                (type(error), str(error)) if ours else (EngineError, f"the run could not begin: {error}")
             )
-            self._control.send(key, Refused(error=type(why).__name__, message=str(why)))
+            self._control.send(key, Refused(error=kind.__name__, message=why))
             return
         if kept is not None:
             self._kept.hand_over()

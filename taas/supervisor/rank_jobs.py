@@ -1,19 +1,24 @@
-"""The jobs of a run's ranks, one on each of its VMs: what each is told, when they are over, and by when they have to be."""
+"""A run's ranks: their jobs, one on each of its VMs, and how it goes: who was to blame, and what became of its names."""
 
 from __future__ import annotations
 
+import re
 import secrets
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from taas.delivery.config import DeliveryConfig
+from taas.errors import RanksGone, RunLost
+from taas.header.options import RunSpec
+from taas.runs.records import Verdict
 from taas.supervisor.vms import Vm
 from taas.wire import deadlines
 from taas.wire.agents import EndJob, How, JobHears, JobRequest, JobSays, OfJob, StartJob
-from taas.wire.framing import LOOPBACK, StoreAddress
-from taas.wire.ranks import Answer, RankKept, RankOrder
-from taas.wording import counted, named
+from taas.wire.framing import LOOPBACK, Memory, StoreAddress
+from taas.wire.ranks import Answer, RankEnded, RankKept, RankOrder
+from taas.wording import counted, named, ranks_in_words
 
 if TYPE_CHECKING:
     from taas.supervisor.runs import Run
@@ -22,13 +27,8 @@ if TYPE_CHECKING:
 class RankJobs:
     """The jobs of the ranks of one start of a run, by the number of their VM.
 
-    Args:
-        run: whose they are.
-        before: the jobs of the run whose ranks the VMs have kept for this one.
-
     Attributes:
-        vms: those of the run.
-        continues: these are ranks that were kept.
+        continues: these are the ranks that the VMs have kept of an earlier run, whose jobs were those ``before``.
         told: those that were started.
         done: those that are over, or lost, or will not be started.
         kept: the ranks that stay on each VM.
@@ -62,8 +62,6 @@ class RankJobs:
             return f"{agent}; it took {what} with it"
         return how.removeprefix("lost: ") if self.vms[number].remote else f"{agent} before its ranks began"
 
-    # ------------------------------------------------------------ GPUs
-
     def lack_of_gpus(self) -> str:
         """Say which VM has fewer GPUs than its ranks need, where not all have none, and are rehearsed; the VMs are up."""
         needed = self._submit.cell.spec.gpus_per_vm
@@ -87,14 +85,8 @@ class RankJobs:
             return f"rehearsed on CPU ({'as --rehearse asks' if spec.rehearse else 'no GPU there'})"
         return counted(count, "GPU")
 
-    # ------------------------------------------------------------ from start to end
-
     def begin(self, delivery: Callable[[int], DeliveryConfig] | None) -> None:
-        """Start the ranks: at once where there is a store, else those of the first VM, whose agent opens one.
-
-        Args:
-            delivery: tells how those of a VM reach the run's data workers.
-        """
+        """Start the ranks: at once where there is a store, else those of the first VM, whose agent opens one."""
         self._delivery = delivery
         if self.store is not None:
             self.take_store(self.store, start=0)
@@ -111,26 +103,10 @@ class RankJobs:
                 self._start(number, store)
 
     def _start(self, number: int, store: StoreAddress) -> None:
-        submit, name = self._submit, self.name(number)
-        order = StartJob(
+        submit, name, vm = self._submit, self.name(number), self.vms[number]
+        work = RankOrder(
             run=self._run.name,
-            job=number,
-            name=f"VM {name}" if name else "this machine",
-            payload=submit.payload,
-            workspace=submit.workspace,
-            output=str(self._run.output),
-            scratch=str(self._run.scratch),
-            since_ns=self._run.since_ns,
-            work=self._order(number, store),
-        )
-        self.told.add(number)
-        self._run.transfer.start(self.vms[number], order)
-
-    def _order(self, number: int, store: StoreAddress) -> RankOrder:
-        submit, vm = self._submit, self.vms[number]
-        return RankOrder(
-            run=self._run.name,
-            vm=self.name(number),
+            vm=name,
             cell=submit.cell,
             group_rank=number,
             store=store,
@@ -140,6 +116,19 @@ class RankJobs:
             host=vm.machine.host,
             continues=self.continues,
         )
+        order = StartJob(
+            run=self._run.name,
+            job=number,
+            name=f"VM {name}" if name else "this machine",
+            payload=submit.payload,
+            workspace=submit.workspace,
+            output=str(self._run.output),
+            scratch=str(self._run.scratch),
+            since_ns=self._run.since_ns,
+            work=work,
+        )
+        self.told.add(number)
+        self._run.transfer.start(vm, order)
 
     @property
     def busy(self) -> dict[int, Vm]:
@@ -181,10 +170,7 @@ class RankJobs:
         return len(self.done) == len(self.vms)
 
     def end(self, how: How, *, names: bool, begun: bool) -> None:
-        """Let all ranks end, as :class:`taas.wire.agents.EndJob` says; VMs that were not told to start are done.
-
-        Where no rank has ``begun`` the cell, there is nothing that would have to be finished.
-        """
+        """Let all ranks end (:class:`taas.wire.agents.EndJob`). Where none has ``begun`` the cell, nothing has to be finished."""
         by = time.monotonic() + deadlines.END_RANKS
         if how == "now":
             self._end_by = min(self._end_by, by)
@@ -196,10 +182,9 @@ class RankJobs:
 
     def postpone_end(self) -> None:
         """Somebody of the run is at work: its agents have their time from now on."""
-        by = time.monotonic() + deadlines.END_RANKS
-        self._end_by, self._patient_by = (
-            by if deadline < float("inf") else deadline for deadline in (self._end_by, self._patient_by)
-        )
+        by, never = time.monotonic() + deadlines.END_RANKS, float("inf")
+        self._end_by = by if self._end_by < never else never
+        self._patient_by = by if self._patient_by < never else never
 
     @property
     def overdue(self) -> list[Vm]:
@@ -207,14 +192,178 @@ class RankJobs:
 
         Until all has to end now, a VM elsewhere may take its time: what the cell wrote there has to come home.
         """
-        now = time.monotonic()
-        return [
-            vm
-            for vm in self.busy.values()
-            if now > (self._end_by if vm.remote else min(self._end_by, self._patient_by))
-        ]
+        now, here = time.monotonic(), min(self._end_by, self._patient_by)
+        return [vm for vm in self.busy.values() if now > (self._end_by if vm.remote else here)]
 
     def forget(self) -> None:
         """Tell the agents that nobody needs what they hold."""
         for number in range(len(self.vms)):
             self.tell(number, JobRequest(what="forget"))
+
+
+# ---------------------------------------------------------------- what is known of them, and the verdict that follows
+
+_FAILED = ("raised", "exited", "died")
+
+
+class Findings:
+    """What the supervisor has found out about one start of a run.
+
+    Attributes:
+        started: the ranks that have begun the cell.
+        ended: how ranks have ended, as they or their agents said.
+        answer: rank 0's names, if they came.
+        notices: what the cell says when it is over.
+        kept: what it says then of writes of ranks other than 0.
+        presses: how often a person interrupted it.
+        interrupted: a person did, or its client is gone, before it had failed.
+        let_go: its client takes no names of it.
+        stopped: from where that was, if it was not its own cell.
+        lost: which VM, and how.
+        trouble: what else keeps it from going on.
+        error: the class of :mod:`taas.errors` that tells of these two.
+    """
+
+    def __init__(self, spec: RunSpec, ranks: RankJobs) -> None:
+        self._spec, self._ranks = spec, ranks
+        self.started: set[int] = set()
+        self.ended: dict[int, RankEnded] = {}
+        self.answer: Memory | None = None
+        self.notices: list[str] = []
+        self.kept: list[str] = []
+        self.presses = 0
+        self.interrupted = self.let_go = False
+        self.stopped = ""
+        self.lost: str | None = None
+        self.trouble: str | None = None
+        self.error = RunLost.__name__
+        self._clocks: dict[int, float] = {}
+        """By VM elsewhere, the seconds that its clock is behind this process's."""
+
+    def take(self, ended: RankEnded) -> None:
+        """Take in how the cell ended in a rank; names that are elsewhere still have to come."""
+        self.ended[ended.rank] = ended
+        if ended.rank == 0 and ended.answer is not None and not ended.answer.elsewhere:
+            self.answer = ended.answer
+        self.notices += [line for line in ended.notices if line not in self.notices]
+
+    def measure_clock(self, rank: int, at: float) -> None:
+        """Compare a rank's clock with this process's, by what the rank has just said; the quickest message tells best."""
+        number = rank // self._spec.ranks_per_vm
+        if 0 <= number < self._spec.vms and self._ranks.vms[number].remote:
+            behind = time.monotonic() - at
+            self._clocks[number] = min(self._clocks.get(number, behind), behind)
+
+    @property
+    def all_done(self) -> bool:
+        """Whether the cell has ended well in every rank."""
+        return sum(rank.outcome == "done" for rank in self.ended.values()) == self._spec.world_size
+
+    @property
+    def loss(self) -> str:
+        """Return what was lost, if another start may go better; else empty."""
+        may = not self.trouble and self.error == RunLost.__name__
+        return what_was_lost(self.verdict) if may else ""
+
+    @property
+    def verdict(self) -> Verdict:
+        """How the run ended; kept ranks that were lost before one of them began the cell are gone: it runs in new ones."""
+        verdict = self._verdict()
+        lost = what_was_lost(verdict) if self._ranks.continues and not self.started else ""
+        if not lost or self.error != RunLost.__name__:
+            return verdict
+        gone = f"the ranks that this notebook kept are gone ({lost})"
+        return Verdict(outcome="lost", message=gone, error=RanksGone.__name__)
+
+    def _verdict(self) -> Verdict:
+        undone = [ended for ended in self.ended.values() if ended.outcome != "done"]
+        failed = [ended for ended in undone if ended.outcome in _FAILED]
+        orphaned = [ended for ended in self.ended.values() if ended.outcome == "orphaned"]
+        over = partial(Verdict, names=self._names_in_words())
+        if self.interrupted and not (self.all_done and self.answer):
+            return over(outcome="interrupted", message=self._after_interrupt(failed))
+        if self.lost or self.trouble or orphaned:
+            message = self.lost or self.trouble
+            if not message:
+                server = f"the forkserver{named('of', self._vm_of(orphaned[0].rank))}"
+                message = f"{server} was killed; its ranks went with it"
+            return over(outcome="lost", message=message, error=self.error)
+        if not undone:
+            return Verdict(outcome="done")
+        first = self._blame(failed or undone)
+        return over(
+            outcome="failed",
+            first=first,
+            vm=self._vm_of(first.rank),
+            others=max(0, len(failed) - 1),
+            message=self._left_before(first),
+        )
+
+    def _after_interrupt(self, failed: list[RankEnded]) -> str:
+        """Say who interrupted, and what failed while the cell was finishing: what it would have saved is not."""
+        own = [ended for ended in failed if ended.outcome == "raised" and not failed_in_collective(ended)]
+        if not own:
+            return self.stopped
+        first = self._blame(own)
+        return (
+            f"{self.stopped or 'interrupted'}, then rank {first.rank} raised {first.etype}: {first.message}"
+        )
+
+    def _names_in_words(self) -> str:
+        """Say what became of rank 0's names, of a run that is not done."""
+        if self._spec.returned == ():
+            return "no names came back, as --return none asks"
+        if self.answer is not None:
+            return "rank 0's names came back as they stood"
+        ended = self.ended.get(0)
+        if 0 not in self.started:
+            why = ": rank 0 had not begun the cell"
+        elif ended is None:
+            why = ": rank 0 was lost"
+        elif ended.outcome in ("died", "orphaned"):
+            why = f": rank 0 was {ended.message}" if ended.message.startswith("killed") else ": rank 0 died"
+        else:
+            why = f": rank 0 {ended.message}" if ended.outcome == "ended" else ""
+        return f"no names came back{why}"
+
+    def _left_before(self, first: RankEnded) -> str:
+        """Name the ranks that had ended well when a collective of the first one failed: it may have missed them."""
+        if not failed_in_collective(first):
+            return ""
+        done = [ended for ended in self.ended.values() if ended.outcome == "done"]
+        left = [ended.rank for ended in done if self._when(ended) < self._when(first)]
+        return f"{ranks_in_words(left)} had ended the cell" if left else ""
+
+    def _blame(self, failed: list[RankEnded]) -> RankEnded:
+        """Return what failed first, among ranks that may have failed because of each other.
+
+        The earliest wins, but for a rank that died: its peers' collectives fail at once, while its own death is
+        stamped when its agent sees it.
+        """
+        earliest = min(failed, key=self._when)
+        until = self._when(earliest) + deadlines.DEATH_IS_THE_CAUSE
+        causes = [ended for ended in failed if ended.outcome == "died" and self._when(ended) <= until]
+        return min(causes, key=self._when) if causes else earliest
+
+    def _when(self, ended: RankEnded) -> float:
+        """Return when a rank ended, by one clock for all VMs."""
+        return ended.at + self._clocks.get(ended.rank // self._spec.ranks_per_vm, 0.0)
+
+    def _vm_of(self, rank: int) -> str:
+        return self._ranks.name(rank // self._spec.ranks_per_vm)
+
+
+def what_was_lost(verdict: Verdict) -> str:
+    """Say what of a run was lost; empty where nothing was."""
+    if verdict.outcome == "lost":
+        return verdict.message
+    first = verdict.first
+    if verdict.outcome == "failed" and first is not None and first.outcome == "died":
+        return f"rank {first.rank}{named('on', verdict.vm)} {first.message}"
+    return ""
+
+
+def failed_in_collective(ended: RankEnded) -> bool:
+    """Whether a rank failed where ranks wait for each other, as far as its error tells."""
+    in_torch = any("torch/distributed/" in line for line in ended.traceback)
+    return in_torch or bool(re.search("gloo|nccl|ProcessGroup", ended.message, re.IGNORECASE))

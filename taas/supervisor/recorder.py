@@ -12,35 +12,20 @@ from typing import Any
 import msgspec
 
 from taas.runs.places import ProcessMark
-from taas.runs.records import (
-    ANSWER,
-    LOADERS,
-    PAYLOAD,
-    RunRecord,
-    Verdict,
-    new_folder,
-    write_record,
-)
-from taas.runs.retention import keep
+from taas.runs.records import ANSWER, LOADERS, PAYLOAD, RunRecord, Verdict, keep, new_folder, write_record
 from taas.wire.agents import RanksUse
 from taas.wire.clients import Submit
 from taas.wire.framing import Memory
 from taas.wire.ranks import Asking, RankKept, RankUse
 
 _RESERVE_BYTES = 64 << 10
-_EXPORTED_BYTES = 64 << 20
-"""Names of a run in the foreground are kept up to this size."""
+_EXPORTED_BYTES = 64 << 20  # names of a run in the foreground are kept up to this size
 _CURVE_PARTS, _MOST_LOOKS = 12, 512
-_USE_SECONDS = 1.0
-"""Between two versions of the record for what ranks use: a run may have many VMs, and each speaks for itself."""
+_USE_SECONDS = 1.0  # between two records of what ranks use: there may be many VMs, and each speaks for itself
 
 
 class Recorder:
-    """Writes the record of one run, and holds the run's payload, so that the kernel may go.
-
-    Attributes:
-        submit: what was asked for, with the payloads as they are held here.
-        record: as it is now.
+    """Writes the record of one run, and holds the run's payloads: in its ``submit`` they are as they are held here.
 
     Raises:
         OSError: a payload's holder is gone, or there is no room for the run's folder; nothing is held then.
@@ -52,7 +37,11 @@ class Recorder:
         self._use: dict[int, RankUse] = {}
         self._use_written = 0.0
         try:
-            self.submit = self._holding(submit)
+            delivery = submit.delivery
+            if delivery is not None:
+                delivery = msgspec.structs.replace(delivery, payload=self._hold(delivery.payload))
+            payload = self._hold(submit.payload)
+            self.submit = msgspec.structs.replace(submit, payload=payload, delivery=delivery)
             name, mark = new_folder(submit.cell.spec.name)
         except OSError:
             self.close()
@@ -66,29 +55,17 @@ class Recorder:
             supervisor=ProcessMark.of(os.getpid()),
             kernel=kernel,
             device=submit.device,
-            names_nbytes=submit.payload.nbytes,
         )
 
-    def _holding(self, submit: Submit) -> Submit:
-        delivery = submit.delivery
-        if delivery is not None:
-            delivery = msgspec.structs.replace(delivery, payload=self._hold(delivery.payload))
-        return msgspec.structs.replace(submit, payload=self._hold(submit.payload), delivery=delivery)
-
     def _hold(self, memory: Memory) -> Memory:
-        """Open a memory of the kernel's; returns it as it is held here."""
         self._held.append(memory.open())
         return Memory(os.getpid(), self._held[-1], memory.nbytes)
 
     def begin(self, gpus: tuple[str, ...]) -> None:
         """Write down that the run exists, and which GPUs it has."""
         self.record.gpus = gpus
-        with contextlib.suppress(OSError):
-            reserve = os.open(self._reserve, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            try:
-                os.posix_fallocate(reserve, 0, _RESERVE_BYTES)
-            finally:
-                os.close(reserve)
+        with contextlib.suppress(OSError), self._reserve.open("wb") as reserve:
+            os.posix_fallocate(reserve.fileno(), 0, _RESERVE_BYTES)
         self._write()
 
     @property
@@ -110,7 +87,8 @@ class Recorder:
     def take(self, said: Asking | RanksUse) -> None:
         """Write down what a rank asks now, or that it asks nothing; or what the ranks of a VM use."""
         if isinstance(said, Asking):
-            self._note_question(said)
+            others = [one for one in self.record.questions if one.rank != said.rank]
+            self.note(questions=(*others, said) if said.number else tuple(others))
         else:
             self._use |= {one.rank: one for one in said.ranks}
             if time.monotonic() >= self._use_written + _USE_SECONDS:
@@ -124,10 +102,6 @@ class Recorder:
             if len(self._busy) > _MOST_LOOKS:
                 del self._busy[1::2]
 
-    def _note_question(self, asking: Asking) -> None:
-        others = [one for one in self.record.questions if one.rank != asking.rank]
-        self.note(questions=(*others, asking) if asking.number else tuple(others))
-
     def begin_again(self, number: int, loss: str) -> None:
         """Write down that the run starts again, and what was lost; files that the earlier start left count no more."""
         self.record.files.clear()
@@ -139,18 +113,19 @@ class Recorder:
     def end(
         self, verdict: Verdict, notices: tuple[str, ...], kept_ranks: tuple[RankKept, ...] | None
     ) -> None:
-        """Write down how the run ended.
-
-        Args:
-            verdict: how it ended.
-            notices: lines for the user.
-            kept_ranks: its ranks, if they stay.
-        """
+        """Write down how the run ended, and its ranks, if they stay."""
         self._reserve.unlink(missing_ok=True)
         self._write_use()
-        end = msgspec.structs.asdict(verdict)
-        now = {"state": "over", "ended": time.time(), "kept_ranks": kept_ranks}
-        self.note(**end, **now, curve=self._curve(), trouble=None, questions=(), notices=notices)
+        self.note(
+            **msgspec.structs.asdict(verdict),
+            state="over",
+            ended=time.time(),
+            notices=notices,
+            kept_ranks=kept_ranks,
+            curve=self._curve(),
+            trouble=None,
+            questions=(),
+        )
 
     def _curve(self) -> tuple[int, ...]:
         """Return how busy the ranks were; what was seen last holds until something else was."""
@@ -163,11 +138,8 @@ class Recorder:
     def keep(self, answer: Memory | None, loaders: bytes) -> tuple[str, ...]:
         """Keep what `%taas export` needs, and of a background run what `%taas attach` will bring; any thread may.
 
-        Returns what went wrong.
-
-        Args:
-            answer: rank 0's names.
-            loaders: where the delivery left the generators of the registered loaders.
+        That is rank 0's names, with the payload they refer to, and where the delivery left the generators of the
+        registered loaders. Returns what went wrong.
         """
         if not self.record.background:
             if self.submit.payload.nbytes <= _EXPORTED_BYTES:
@@ -177,17 +149,12 @@ class Recorder:
         if loaders:
             with contextlib.suppress(OSError):  # the disk is full: the generators stay where they are
                 keep(self.record, LOADERS, loaders)
-        return () if answer is None else self._keep_answer(answer)
-
-    def _keep_answer(self, answer: Memory) -> tuple[str, ...]:
-        """Copy rank 0's names into the run's folder, with the payload they refer to; returns what went wrong."""
+        if answer is None:
+            return ()
         what = "the names that the run made could not be kept"
         try:
-            source = answer.open()
-            try:
-                keep(self.record, ANSWER, source)
-            finally:
-                os.close(source)
+            with os.fdopen(answer.open(), "rb") as source:
+                keep(self.record, ANSWER, source.fileno())
             what = (
                 "only the kernel that started the run can take its names, as what it gave could not be kept"
             )

@@ -8,12 +8,11 @@ from pathlib import Path
 
 from taas.delivery.config import ResumePoint
 from taas.errors import NotEnoughDevices, RunLost
-from taas.runs.records import output_folder, writes_folder
+from taas.runs.records import output_folder
 from taas.storage.kept import make_writes, sort
 from taas.supervisor.data_side import DataSide
-from taas.supervisor.findings import Findings
 from taas.supervisor.hangs import HangWatch
-from taas.supervisor.rank_jobs import RankJobs
+from taas.supervisor.rank_jobs import Findings, RankJobs
 from taas.supervisor.recorder import Recorder
 from taas.supervisor.transfer import ProjectSync, Transfer
 from taas.supervisor.vms import DataVms, Vm
@@ -57,7 +56,7 @@ class Run:
         self.background = self._spec.background
         self._settling = self._over = False
         self.output, self._sockets = output_folder(recorder.record.folder, restarts), sockets
-        self.scratch: Path = writes_folder(self.output)
+        self.scratch: Path = self.output / "writes"
         self.since_ns = make_writes(self.scratch, project)
         before, known = (kept.ranks, kept._project_sync.known) if kept else (None, None)
         self._project_sync: ProjectSync = ProjectSync(name, project, self.scratch, self._spec, known)
@@ -77,20 +76,21 @@ class Run:
 
     def look_at_machines(self) -> None:
         """Start as soon as all VMs are up, and enough elements are prepared; until then say what is waited for."""
-        if self.data is not None:
-            self.data.start_data_processes()
-            if self.state == "acquiring" and self.data.ready:
+        data = self.data
+        if data is not None:
+            data.start_data_processes()
+        if self.state == "acquiring":
+            if data is not None and data.ready:
                 for vm in self.vms:
                     vm.machine.want()
-        prepared = self.data is None or self.data.ready
-        if self.state == "acquiring" and prepared and all(vm.up for vm in self.vms):
-            self._start()
-        elif self.state == "acquiring":
-            vms = [*(() if self.data is None else self.data.vms.by_number.values()), *self.vms]
-            self.recorder.note(waiting=next((vm.waiting for vm in vms if not vm.up), ""))
+            vms = [*(() if data is None else data.vms.by_number.values()), *self.vms]
+            if (data is None or data.ready) and all(vm.up for vm in self.vms):
+                self._start()
+            else:
+                self.recorder.note(waiting=next((vm.waiting for vm in vms if not vm.up), ""))
         elif self.state == "running":
-            if self.data is not None:
-                self.recorder.note(waiting=self.data.waiting)
+            if data is not None:
+                self.recorder.note(waiting=data.waiting)
             if notice := self.ranks.notice:
                 self.interrupt(notice)
 
@@ -98,13 +98,14 @@ class Run:
         if lack := self.ranks.lack_of_gpus():
             self._trouble(lack, NotEnoughDevices.__name__)
         else:
-            self._enter("starting", device=self.ranks.device_in_words() or self.recorder.record.device)
+            device = self.ranks.device_in_words() or self.recorder.record.device
+            self.recorder.note(state="starting", waiting="", device=device)
             self.ranks.begin(None if self.data is None else self.data.rank_config)
 
     def data_changed(self) -> None:
-        """Take in how far the data side is, if there is one."""
-        if (data := self.data) is None:
-            return
+        """Take in how far the data side is."""
+        data = self.data
+        assert data is not None
         if data.delivered is not None:
             self.recorder.note(delivered=data.delivered)
         if data.deserted and self.state in ("starting", "running"):
@@ -113,11 +114,6 @@ class Run:
             had = data.error == RunLost.__name__
             self._trouble(f"nothing can be delivered: {data.failed}" if had else data.failed, data.error)
         self.look_at_machines()
-
-    def _enter(self, state: str, **changes: str) -> None:
-        self.recorder.note(state=state, waiting="", **changes)
-
-    # ------------------------------------------------------------ what agents say
 
     def hear(self, vm: Vm, job: int, said: JobSays) -> None:
         """Take in what an agent of this run says of a job; what is another agent's to say is not heard."""
@@ -144,7 +140,7 @@ class Run:
                 if len(self.found.started) == self._spec.world_size and self.state == "starting":
                     if self.data is None or not self.data.vms.elsewhere:  # else one may join at any time
                         self._project_sync.all_started()
-                    self._enter("running")
+                    self.recorder.note(state="running", waiting="")
                     self.look_at_machines()
             case Asking() | RanksUse():
                 self.recorder.take(said)
@@ -179,7 +175,7 @@ class Run:
             self.data_changed()
 
     def _trouble(self, what: str, error: str = RunLost.__name__) -> None:
-        """Something keeps the run from going on; ``error`` is the class of :mod:`taas.errors` for it."""
+        """Something keeps the run from going on."""
         self.found.trouble, self.found.error = what, error
         self.end()
 
@@ -223,8 +219,6 @@ class Run:
         if self.data is not None and self.ranks.over:
             self.data.ask_for_final()
 
-    # ------------------------------------------------------------ ending
-
     def end(self) -> None:
         """End all ranks, since the run has failed; one that is interrupted finishes what it does."""
         if self.state not in ("finishing", "ending", "over"):
@@ -252,7 +246,7 @@ class Run:
         self._end_ranks("ending", "failure", names=False)
 
     def _end_ranks(self, state: str, how: How, *, names: bool = True) -> None:
-        self._enter(state)
+        self.recorder.note(state=state, waiting="")
         self.ranks.end(how, names=names, begun=bool(self.found.started))
 
     @property
@@ -280,9 +274,9 @@ class Run:
         return self.found.loss
 
     def again(self, vms: list[Vm], data: DataVms | None) -> Run:
-        """Give this name to a new start on these VMs; what ranks other than 0 wrote until now is sorted again at its end.
+        """Give this name to a new start on these VMs, whose ranks hear where the loaders were, for ``taas.resume``.
 
-        The ranks hear where the loaders were, for ``taas.resume``.
+        What ranks other than 0 wrote until now is sorted again at its end.
 
         Raises:
             OSError: there is no room for it; then this start is what it was.
@@ -318,11 +312,11 @@ class Run:
 
     def conclude(self) -> RunState:
         """Write down how it ended, settled as it is; returns what its client is told, with the answer, which its agent holds."""
-        verdict = self.found.verdict
         gone = [_NOT_KEPT] if self._spec.keep and not self.ranks.stay else []
         if not self.found.all_done:
             self.ranks.store = None  # it may have been broken off
-        self.recorder.end(verdict, (*self.found.notices, *self.found.kept, *gone), self.ranks.stay or None)
+        notices = (*self.found.notices, *self.found.kept, *gone)
+        self.recorder.end(self.found.verdict, notices, self.ranks.stay or None)
         loaders = b"" if self.data is None else self.data.final
         return RunState(record=self.recorder.record, answer=self.found.answer, loaders=loaders)
 

@@ -37,13 +37,7 @@ _NAMED = 3
 class Transfer:
     """The bytes of one start of a run that cross hosts.
 
-    Args:
-        run: its name.
-        spec: what was asked for.
-        output: where this start's ranks write (``runs.records.output_folder``).
-        project_sync: the run's project.
-        worker: writes down what comes, and packs what goes.
-        failed: is told the job for which that could not be done, and why.
+    ``worker`` writes down what comes, and packs what goes; ``failed`` is told the job for which that could not be done, and why.
     """
 
     def __init__(
@@ -61,8 +55,6 @@ class Transfer:
         self._answer: Incoming | None = None
         self._answering = -1
         self._lost_bytes, self._why_lost = 0, "the disk is full"
-
-    # ------------------------------------------------------------ there
 
     def start(self, vm: Vm, order: StartJob) -> None:
         """Start a job; on another host, its payload follows."""
@@ -84,14 +76,8 @@ class Transfer:
         if job == self._answering:
             self._answering = -1
 
-    # ------------------------------------------------------------ and back
-
     def expect(self, job: int, answer: Memory) -> None:
-        """Rank 0's answer will come from a job.
-
-        Raises:
-            OSError: there is no descriptor for it.
-        """
+        """Rank 0's answer will come from a job; raises OSError where there is no descriptor for it."""
         self._answer, self._answering = Incoming(answer), job
 
     @property
@@ -166,9 +152,7 @@ class Transfer:
                 path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | flags, 0o600)
             try:
-                self._lost_bytes -= (
-                    os.write(fd, chunk.data) if flags else os.pwrite(fd, chunk.data, chunk.offset)
-                )
+                self._lost_bytes -= os.pwrite(fd, chunk.data, chunk.offset)  # or appends, where flags say so
             finally:
                 os.close(fd)
         except OSError as error:  # said when the run ends
@@ -177,11 +161,8 @@ class Transfer:
     @property
     def notices(self) -> list[str]:
         """Lines for the user."""
-        if not self._lost_bytes:
-            return []
-        return [
-            f"{self._lost_bytes:,} bytes of the run's output could not be kept in {self._output}: {self._why_lost}"
-        ]
+        lost = f"{self._lost_bytes:,} bytes of the run's output could not be kept in {self._output}"
+        return [f"{lost}: {self._why_lost}"] if self._lost_bytes else []
 
     def close(self) -> None:
         """Give back the memory it holds."""
@@ -194,12 +175,8 @@ class Transfer:
 class ProjectSync:
     """What goes to the VMs of one run, and what comes back.
 
-    Args:
-        run: its name.
-        project: the notebook's directory.
-        scratch: the run's folder for what ranks other than 0 write in the project's place.
-        spec: what was asked for.
-        known: what an earlier run has left on its VMs, where their ranks were kept for this one.
+    ``scratch`` is the run's folder for what ranks other than 0 write in the project's place; ``known`` what an earlier run
+    has left on its VMs, where their ranks were kept for this one.
     """
 
     def __init__(
@@ -256,11 +233,7 @@ class ProjectSync:
                 self._token.close()
 
     def packed(self) -> Memory:
-        """Return the packed project, for a VM that does not see it.
-
-        Raises:
-            OSError: it cannot be packed.
-        """
+        """Return the packed project, for a VM that does not see it; raises OSError where it cannot be packed."""
         if self._archive is None:
             packed = self._archive = archive.pack(self._project, always=self._along, known=self._known)
             self._applier = Applier(self._project, packed.found, packed.stayed, self._run, self._aside)
@@ -289,12 +262,8 @@ class ProjectSync:
     def take(self, vm: int, chunk: Chunk) -> None:
         """Take in what a VM has changed, and make the changes when all of it is here.
 
-        Args:
-            vm: the VM, by its number.
-            chunk: of ``changes`` in the project, which rank 0's VM makes, or in a ``--shared`` directory in it, where
-                ranks of all VMs write; or of ``writes``, what its ranks have in their scratch.
-
-        What there is no room for is said in :attr:`notices`.
+        ``changes`` are those in the project, which rank 0's VM makes, or in a ``--shared`` directory in it, where ranks of
+        all VMs write; ``writes`` what its ranks have in their scratch. What there is no room for is said in :attr:`notices`.
 
         Raises:
             msgspec.DecodeError: it is no archive.
@@ -341,11 +310,7 @@ class ProjectSync:
             self._give_up(key)
 
     def notices(self, *, well: bool) -> list[str]:
-        """Lines for the user.
-
-        Args:
-            well: the run succeeded.
-        """
+        """Lines for the user, of a run that went well, or not."""
         said, packed, applier = [*dict.fromkeys(self._said)], self._archive, self._applier
         if packed is None or applier is None:
             return said
@@ -364,7 +329,6 @@ class ProjectSync:
 
 
 def _left_out(packed: archive.Archive) -> str:
-    """What did not travel: a run that failed, or made it anew, may have missed it."""
     largest = sorted(packed.stayed.items(), key=lambda item: -item[1].size)
     named = [f"{shown_path(path)} ({size_in_words(seen.size)})" for path, seen in largest[:_NAMED]]
     if more := len(largest) - len(named):

@@ -18,17 +18,15 @@ from taas.engines import Demand, Machine
 from taas.engines.local import LocalMachine
 from taas.errors import EngineError, NotEnoughDevices
 from taas.runs.places import runtime_folder
-from taas.runs.records import read_records
+from taas.runs.records import RunRecord, read_records
 from taas.wire import deadlines
 from taas.wire.clients import Submit
 from taas.wire.framing import Leave, Message
 from taas.wire.poll_loop import WorkThread
 from taas.wording import counted
 
-KEPT = "%kept"
-"""What a VM with kept ranks has in the place of a run's name."""
-PLANNER = -1
-"""The planner's number."""
+KEPT = "%kept"  # what a VM with kept ranks has in the place of a run's name
+PLANNER = -1  # the planner's number
 _REPLACEMENTS = 3
 """So many lost data VMs or worker pools are replaced for each that was asked for; then it is the data that kills them."""
 
@@ -38,8 +36,7 @@ class Vm:
 
     Attributes:
         data: it is elsewhere, and for data workers.
-        unfit: its agent could not do what it was told, and may not do the next: a cleaner may have removed its folder.
-        answered: its agent has said that it is there.
+        unfit: its agent could not do what it was told: a cleaner may have removed its folder.
         run: the name of the run that has it; None: it is idle.
         gpus: of this machine, those that the run has.
         until: when it is given back if it is idle still; on this machine never.
@@ -58,8 +55,7 @@ class Vm:
         data: bool = False,
     ) -> None:
         self.machine, self.key, self.demand, self.remote, self.data = machine, key, demand, remote, data
-        self.answered = self.unfit = False
-        self.gone = False
+        self.answered = self.unfit = self.gone = False
         self.run: str | None = None
         self.until = float("inf")
         self.group: tuple[Vm, ...] = (self,)
@@ -85,7 +81,7 @@ class Vm:
         return self.answered and bool(self.machine.host)
 
     def send(self, message: Message) -> None:
-        """Send a message to the VM's agent, if it is there."""
+        """Tell its agent, if it is there."""
         if not self.gone:
             self._send(self.key, message)
 
@@ -117,11 +113,7 @@ def demand_of(submit: Submit, instance: str | None, gpus: int = 0, *, later: boo
 
 @contextlib.contextmanager
 def choosing(gpus: tuple[str, ...]) -> Iterator[None]:
-    """Let no other kernel's supervisor choose among this machine's GPUs until what is taken here is written down.
-
-    Raises:
-        EngineError: another one has been at it for too long.
-    """
+    """Let no other kernel's supervisor choose among this machine's GPUs until what is taken here is written down."""
     if not gpus:
         yield
         return
@@ -150,28 +142,26 @@ def _taken(lock: int) -> bool:
 def share_gpus(
     vms: Sequence[Vm], count: int, gpus: tuple[str, ...], gpus_per_vm: int
 ) -> list[tuple[str, ...]]:
-    """Share out this machine's GPUs, of which other runs have some.
+    """Share out this machine's GPUs, of which others of these VMs may have some, among ``count`` VMs of a run.
 
-    Args:
-        vms: all that the supervisor has.
-        count: how many VMs a run asks for.
-        gpus: those it may have; none: it needs none, or the engine knows of them.
-        gpus_per_vm: how many each of its VMs needs.
+    Without ``gpus`` it needs none, or the engine knows of them.
 
     Raises:
         NotEnoughDevices: other runs, of this kernel or of others, have them.
     """
     if not gpus:
         return [()] * count
-    busy = {gpu for vm in vms if vm.run is not None for gpu in vm.gpus}
-    gpus = _not_elsewhere(gpus)
-    free = [gpu for gpu in gpus if gpu not in busy]
+    others = _of_other_notebooks()
+    taken = {gpu for vm in vms if vm.run is not None for gpu in vm.gpus}
+    taken |= {gpu for record in others for gpu in record.gpus}
+    free = [gpu for gpu in gpus if gpu not in taken]
     if len(free) < count * gpus_per_vm:
-        kept = any(vm.run == KEPT and vm.gpus for vm in vms)
+        named = f" ({', '.join(record.name for record in others)})" if others else ""
         advice = (
             "ranks that this notebook keeps have some. `%taas release` ends them."
-            if kept
-            else "other runs have the rest. `%taas status` shows them; wait for one, or `%taas stop` it."
+            if any(vm.run == KEPT and vm.gpus for vm in vms)
+            else f"other runs have the rest{named}. `%taas status` shows them; wait for one, or `%taas stop` it. Ranks "
+            "that are kept end with a `%taas release` in their notebook."
         )
         raise NotEnoughDevices(
             f"GPUs needed: {count * gpus_per_vm}; free of this machine's {len(gpus)}: {len(free)}; {advice}"
@@ -179,39 +169,19 @@ def share_gpus(
     return [tuple(free[i * gpus_per_vm : (i + 1) * gpus_per_vm]) for i in range(count)]
 
 
-def _not_elsewhere(gpus: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the GPUs that no run of another kernel has.
-
-    Raises:
-        NotEnoughDevices: there is none.
-    """
-    mine = os.getpid()
-    others = [record for record in read_records() if record.holds and record.supervisor.pid != mine]
-    taken = {gpu for record in others for gpu in record.gpus}
-    free = tuple(gpu for gpu in gpus if gpu not in taken)
-    if taken and not free:
-        names = ", ".join(record.name for record in others)
-        raise NotEnoughDevices(
-            f"other notebooks have all {len(gpus)} GPUs ({names}). `%taas status` shows them; wait for one, or "
-            "`%taas stop` it. Ranks that are kept end with a `%taas release` in their notebook."
-        )
-    return free
+def _of_other_notebooks() -> list[RunRecord]:
+    """Return the runs of others that have GPUs of this machine."""
+    holding = [record for record in read_records() if record.holds and record.gpus]
+    return [record for record in holding if record.supervisor.pid != os.getpid()]
 
 
 class DataVms:
     """Where the data processes of one start of a run are.
 
-    Args:
-        vms: those for worker pools.
-        planner: one of this machine, which runs the planner.
-        here: tells the address under which the ranks' VMs and these reach this machine; empty while it is not known.
-        another: asks for one more; None where there is none.
-
     Attributes:
-        by_number: those that are there or come.
-        most: so many numbers are given at most.
+        by_number: those for worker pools that are there or come; at ``most`` so many numbers are given.
         started: the VMs that were told to start the data process of a number, and have not said that it is gone.
-        elsewhere: whether they are, or may be, other hosts.
+        here: tells the address under which the ranks' VMs and these reach this machine; empty while it is not known.
     """
 
     def __init__(
@@ -242,7 +212,7 @@ class DataVms:
 
     def name(self, number: int) -> str:
         """Return what messages call a data VM."""
-        place = self._all[number].machine.place if number in self._all else ""
+        place = number in self._all and self._all[number].machine.place
         return f"data VM {number} ({place})" if place else f"data VM {number}"
 
     def lose(self, number: int) -> None:
@@ -252,15 +222,14 @@ class DataVms:
 
     def replace(self, vm: Vm | None = None) -> bool:
         """Take a VM in place of a lost one: this one, or another; returns whether there is one."""
-        if len(self._all) < self.most:
-            vm = vm or self._another()
-            if vm is not None:
-                self.by_number[len(self._all)] = self._all[len(self._all)] = vm
-                return True
-        return False
+        number = len(self._all)
+        if number >= self.most or (vm := vm or self._another()) is None:
+            return False
+        self.by_number[number] = self._all[number] = vm
+        return True
 
     @property
     def starting(self) -> Vm | None:
         """The first of them, where they are all on their way; None where one is there, or none comes."""
         coming = list(self.by_number.values())
-        return None if not coming or any(vm.up for vm in coming) else coming[0]
+        return None if any(vm.up for vm in coming) else next(iter(coming), None)

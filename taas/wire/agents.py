@@ -15,22 +15,13 @@ Said = TypeVar("Said")
 
 
 class KeptGone(Message, frozen=True):
-    """The ranks that this VM has kept are gone, while no run had them.
-
-    Attributes:
-        how: in words.
-    """
+    """The ranks that this VM has kept are gone, ``how`` in words, while no run had them."""
 
     how: str
 
 
 class OfJob(Message, Generic[Said], frozen=True):
-    """Something that is said of a job.
-
-    Attributes:
-        run, job: which (:class:`StartJob`).
-        said: what.
-    """
+    """Something that is said of a job (:class:`StartJob`)."""
 
     run: str
     job: int
@@ -56,11 +47,7 @@ class JobOver(Message, frozen=True):
 
 
 class RanksSeen(Message, frozen=True):
-    """An agent's look at its ranks.
-
-    Attributes:
-        look: the number of the question.
-    """
+    """An agent's look at its ranks, with the number of the question."""
 
     look: int
     ranks: tuple[RankSeen, ...]
@@ -86,19 +73,9 @@ class JobRequest(Message, frozen=True):
     path: str = ""
 
 
-JobSays = (
-    StoreAddress
-    | RankStage
-    | Asking
-    | RankEnded
-    | JobOver
-    | RanksSeen
-    | RanksUse
-    | JobRequest
-    | Chunk
-    | Taken
-)
+OfRanks = StoreAddress | RankStage | Asking | RankEnded | RanksSeen | RanksUse
 """A store's address: the agent of rank 0 opened it. What ranks said, or their agent says of them, is passed on."""
+JobSays = OfRanks | JobOver | JobRequest | Chunk | Taken
 AgentSays = Alive | KeptGone | OfJob[JobSays]
 
 
@@ -114,9 +91,7 @@ class StartJob(Message, frozen=True):
         job: its number in the run. The ranks of the run's VM ``n`` are job ``n``; data processes have higher numbers.
         name: what the user calls the VM, such as ``VM g2.8-0``.
         payload: packed names, or loaders; its chunks follow where the VM is another host.
-        workspace: the notebook's project and environment.
         output: of ranks, the folder with their output files; of a data process, the file that takes what it prints.
-        work: what they are to do.
         scratch: folder for what ranks other than 0 write in the project's place.
         since_ns: when the run began, by the clock of the project's file system.
         token_path, token: a file in the project, and what is in it: who reads that there sees the notebook's disk.
@@ -151,12 +126,7 @@ class EndJob(Message, frozen=True):
 
 
 class LookAtRanks(Message, frozen=True):
-    """Look at all ranks of the run; the answer is :class:`RanksSeen`.
-
-    Attributes:
-        look: a number, for the answer.
-        stacks: ask the ranks for their stacks, too.
-    """
+    """Look at all ranks of the run, and if asked at their stacks, too; the answer is :class:`RanksSeen`."""
 
     look: int
     stacks: bool

@@ -17,11 +17,9 @@ class SupervisorConfig(msgspec.Struct, frozen=True):
     """What a kernel writes to its supervisor's standard input, as one line of JSON.
 
     Attributes:
-        kernel: process id of the kernel it serves.
         life: the descriptor, in the supervisor, of the life pipe: its end-of-file is the end of the kernel.
         client_key: the kernel's public CURVE key in Z85.
-        warm: a VM of this machine is about to be asked for.
-        idle: nobody waits for it yet.
+        warm: a VM of this machine is about to be asked for; if ``idle``, nobody waits for it yet.
     """
 
     kernel: int
@@ -37,7 +35,7 @@ class DeliveryOrder(msgspec.Struct, frozen=True):
     Attributes:
         payload: names with the loaders among them, as for ranks that hold nothing yet.
         processes: data workers on each data VM.
-        encrypt: CURVE also for elements, where they cross hosts.
+        encrypt: CURVE also for elements.
         buffer: bytes of elements under way and ready, over all ranks.
     """
 
@@ -51,12 +49,9 @@ class Submit(Message, frozen=True):
     """Start a run.
 
     Attributes:
-        cell, workspace: what ranks are told as it is, and what each VM has in its own way.
         payload: the packed names.
         gpus: GPUs that the notebook's machine has, as CUDA_VISIBLE_DEVICES names them; none: rehearse.
         device: what the ranks run on, in words.
-        delivery: registered loaders that data workers run.
-        engine: where the VMs come from.
         notebook: its path; empty where the front end does not say it.
         left_to: the id of the run whose kept ranks have names that the payload lacks; empty: it lacks none.
         keep_idle: seconds that its ranks stay after it, if they do, and no other cell comes.
@@ -84,7 +79,6 @@ class RunRequest(Message, frozen=True):
     """What a client asks of a run, or of no run.
 
     Attributes:
-        run: its name; empty: none.
         what: ``interrupt``: to stop as a person at the keyboard does; a second time is final. ``stacks``: where each of
             its ranks stands; the answer is :class:`Stacks`. ``let go``: nothing more: the client has opened the
             answer, or shows it no more, and takes no names of it; a run that still goes on is stopped. ``release``: the
@@ -101,11 +95,7 @@ ClientSays = Submit | Prepare | RunRequest | Answer
 
 
 class Refused(Message, frozen=True):
-    """The supervisor will not or can not do what it was asked.
-
-    Attributes:
-        error: name of a class of :mod:`taas.errors`.
-    """
+    """The supervisor will not or can not do what it was asked; ``error`` is the name of a class of :mod:`taas.errors`."""
 
     error: str
     message: str

@@ -2,11 +2,14 @@
 
 CURVE (https://rfc.zeromq.org/spec/26/) with a key pair for each peer; the server's ZAP handler
 (https://rfc.zeromq.org/spec/27/) is answered by the loop that reads its socket: no thread of its own. Between hosts, a
-connection whose peer shows no sign of life is closed.
+connection whose peer shows no sign of life is closed. On one host, all sockets of a process and of those it starts lie in
+one folder, which nobody else can enter.
 """
 
 from __future__ import annotations
 
+import os
+import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
@@ -18,17 +21,42 @@ from taas.wire import deadlines
 from taas.wire.framing import WIRE_LIMIT
 
 _AT_ONCE = 64
-
+PREFIX = "taas-"
+LONGEST_BASE = 45
+"""Below it lie the folder, those of agents, and in them multiprocessing's: ``taas-…/agent-12/pymp-…/listener-…``."""
+_INSTEAD = ("/tmp", "/dev/shm")  # noqa: S108  a folder of our own is made there
 
 Socket = zmq.Socket[Any]
+
+
+def make_short_folder() -> str:
+    """Make the folder of sockets: in TMPDIR, unless that is too long, as Slurm's and pytest's are.
+
+    A path of a UNIX socket has 107 bytes at most (unix(7)). This function travels to VMs by value.
+
+    Raises:
+        OSError: nowhere can one be made; the text says where it was tried.
+    """
+    refused = []
+    for base in dict.fromkeys((tempfile.gettempdir(), *_INSTEAD)):
+        if len(os.fsencode(base)) > LONGEST_BASE:
+            refused.append(f"{base} is too long for the path of a socket")
+            continue
+        try:
+            return tempfile.mkdtemp(prefix=PREFIX, dir=base)
+        except OSError as error:
+            refused.append(f"{base}: {error.strerror}")
+    raise OSError(
+        f"no folder for sockets can be made ({'; '.join(refused)}). Set TMPDIR to a folder that you can write, with a "
+        f"path of {LONGEST_BASE} bytes at most"
+    )
 
 
 class Gate:
     """Lets in, or keeps out, who connects to the servers of a context: ``answer`` when ``socket`` is readable.
 
-    Args:
-        context: theirs; the gate has to be there before they listen.
-        allows: whether a client may come in that shows this public CURVE key, or this password of PLAIN.
+    It has to be there before they listen. ``allows`` tells whether a client may come in that shows this public CURVE key,
+    or this password of PLAIN.
     """
 
     def __init__(self, context: Any, allows: Callable[[bytes], bool]) -> None:
@@ -95,13 +123,9 @@ def set_heartbeat(socket: Socket) -> None:
 
 
 class SupervisorLink:
-    """Tells when the connection to a supervisor elsewhere is gone, or was never made.
+    """Tells when the connection to a supervisor elsewhere is gone, or was never made, of a socket not connected yet.
 
     A connection that broke is not taken up again: messages were lost with it.
-
-    Args:
-        socket: not connected yet.
-        endpoint: what it will be connected to.
     """
 
     def __init__(self, socket: Socket, endpoint: str) -> None:

@@ -16,7 +16,6 @@ STILL = 0.2  # of sleep in C code: such a main thread changes no names, and they
 HANG_LOOK_SHORTEST = 0.25  # between two looks whether a run makes progress, at least
 SAME_END = 0.3  # for a rank in the cell after another one has failed: it may fail itself
 USAGE_FIRST = 0.5  # until ranks are looked at first: shorter runs show no use
-FORKSERVER_YOUNG = 0.5  # of idle imports; such a forkserver is started anew when somebody waits for it
 TERM_TO_KILL = 0.6  # from a rank's SIGTERM to its SIGKILL
 BREAK_OFF = 1.0  # of sleep after an interrupt: such a main thread waits for others, as far as can be seen
 FORKSERVER_DIES = 1.0  # from the moment that what it held is closed
@@ -31,9 +30,7 @@ TREE_DIES = 2.0  # for processes that were killed to be dead
 DEATH_IS_THE_CAUSE = 2.0  # a killed rank is to blame for what others met so shortly before its agent saw it
 CHOOSE_GPUS = 2.0  # for another supervisor to choose among this machine's GPUs
 LAST_WORD = 2.0  # for an engine to say why a connection is gone
-NOTICE_END = (
-    3.0  # for a supervisor to notice its kernel's end; a signal's number, too (KernelTie in rank/lifeline)
-)
+NOTICE_END = 3.0  # for a supervisor to notice its kernel's end; a signal's number, too (rank/lifeline)
 LEAVE_KEPT = 3.0  # for what libraries do at the exit of kept ranks
 FAILURE = 3.5  # for the cell in a rank after another one has failed
 END_RANKS = 4.0  # for an agent to end ranks now, rank 0's names included; who sends something home is at work

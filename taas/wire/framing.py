@@ -19,14 +19,14 @@ SEAL_BYTES = 16
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Base of all messages: immutable, tagged with their class's name."""
+    """Base of all messages."""
 
 
 class Alive(Message, frozen=True):
-    """The sender is there.
+    """The sender is there: an agent says so once, when it is ready to start jobs.
 
-    An agent says so once, when it is ready to start jobs; a worker pool again and again, and so does the supervisor: that
-    it cannot be sent tells that the agent is out of reach.
+    A worker pool says so again and again, and so does the supervisor: that it cannot be sent tells that the agent is
+    out of reach.
     """
 
 
@@ -41,7 +41,6 @@ class Memory(msgspec.Struct, frozen=True):
         pid: the process of this host that holds it open; 0: it is on another host, and the peer that named it
             sends it in chunks (:mod:`taas.wire.transfer`).
         fd: its number there.
-        nbytes: its size in bytes.
     """
 
     pid: int
@@ -63,11 +62,7 @@ class Memory(msgspec.Struct, frozen=True):
         return f"/proc/{self.pid}/fd/{self.fd}"
 
     def open(self) -> int:
-        """Return a descriptor of one's own for the same memory.
-
-        Raises:
-            OSError: the process is gone, or the file there belongs to somebody else.
-        """
+        """Return a descriptor of one's own; an OSError: the process is gone, or the file there is somebody else's."""
         fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         status = os.fstat(fd)
         if status.st_uid != os.getuid() or status.st_size != self.nbytes:
@@ -83,7 +78,7 @@ class StoreAddress(msgspec.Struct, frozen=True, tag=True):
         host: what MASTER_ADDR says. Loopback: all ranks are on one machine, and the store is a folder there.
         secret: key of the run's seals (:func:`seal`), which only its ranks and their agents have.
         port: what MASTER_PORT says: of the TCPStore; where there is a folder nobody listens. 0: not opened yet.
-        folder: absolute path of the folder; empty where there is none.
+        folder: an absolute path; empty where there is none.
     """
 
     host: str
@@ -107,13 +102,7 @@ class MessageReader:
 
 
 def seal(key: bytes, header: bytes, body: Any) -> bytes:
-    """Return the MAC over a header and a body.
-
-    Args:
-        key: the run's.
-        header: what the body is, such as whose and which: a seal holds for nothing else.
-        body: bytes, or memory that exports them.
-    """
+    """Return the MAC over a header, which says whose body it is and which, and a body: bytes, or memory that exports them."""
     digest = blake2b(len(header).to_bytes(8, "little"), key=key, digest_size=SEAL_BYTES)
     digest.update(header)
     digest.update(body)

@@ -1,7 +1,7 @@
 """What the main thread of a process waits for: sockets and descriptors, each with what is done when it is readable.
 
 What may take long is done beside that loop, by a thread: files of any size, processes that end. So an interrupt of one run
-waits for nothing that another one has to have done.
+waits for nothing that another one has to have done. Children of it report in lines of JSON.
 
 Where peers connect to it, a process may have as many descriptors as the system lets it; what it starts for others
 finds the limit as it was: a rank has the one that it would have under torchrun.
@@ -13,6 +13,8 @@ import contextlib
 import os
 import queue
 import resource
+import subprocess
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -20,9 +22,12 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
+import msgspec
 import zmq
 
 _AT_ONCE = 64
+_READ_AT_ONCE = 1 << 16
+"""As many bytes as a pipe holds."""
 
 
 class PollLoop:
@@ -54,9 +59,8 @@ class PollLoop:
         os.eventfd_write(self._bell, 1)
 
     def _act_soon(self) -> None:
-        """Act, up to a number of times: then the other sources are looked at."""
         asked = os.eventfd_read(self._bell)
-        if asked > _AT_ONCE:
+        if asked > _AT_ONCE:  # first the other sources are looked at
             os.eventfd_write(self._bell, asked - _AT_ONCE)
         for _ in range(min(asked, _AT_ONCE)):
             self._soon.popleft()()
@@ -73,7 +77,7 @@ _found: tuple[int, int] | None = None
 
 
 def raise_limit() -> None:
-    """Raise this process's soft limit to the hard one."""
+    """Raise this process's soft limit of descriptors to the hard one."""
     global _found
     _found = resource.getrlimit(resource.RLIMIT_NOFILE)
     _set((_found[1], _found[1]))
@@ -99,14 +103,8 @@ def _set(limits: tuple[int, int]) -> None:
 class WorkThread:
     """A thread that does, one after the other, what it is given; all else of it is for the thread of the loop.
 
-    Args:
-        soon: lets the loop act; the thread calls it (:meth:`PollLoop.soon`).
-
-    Attributes:
-        pending: how much of it was not done yet, or its result not taken.
-
-    Raises:
-        RuntimeError: the system allows no more threads.
+    ``soon`` is :meth:`PollLoop.soon`; ``pending`` says how much was not done yet, or its result not taken. A RuntimeError:
+    the system allows no more threads.
     """
 
     def __init__(self, soon: Callable[[Callable[[], object]], None]) -> None:
@@ -143,3 +141,58 @@ class WorkThread:
     def close(self) -> None:
         """Let the thread end when all is done."""
         self._work.put(None)
+
+
+class Child:
+    """A child of this process that is told things, and may report, in lines of JSON; it ends with its standard input.
+
+    It runs Python with these arguments; ``reports`` is the union of what it may report.
+    """
+
+    def __init__(
+        self, arguments: list[str], reports: Any = None, *, stdout: int = subprocess.PIPE, **options: Any
+    ) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, *arguments], stdin=subprocess.PIPE, stdout=stdout, **options
+        )
+        self._decode = msgspec.json.Decoder(reports).decode
+        self._unread = b""  # the part of a line that is there
+
+    def fileno(self) -> int:
+        """Return the descriptor on which it reports."""
+        assert self.process.stdout is not None
+        return self.process.stdout.fileno()
+
+    def send(self, line: msgspec.Struct) -> None:
+        """Tell it something; a child that is gone reads nothing."""
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # its end is seen elsewhere
+            self.process.stdin.write(msgspec.json.encode(line) + b"\n")
+            self.process.stdin.flush()
+
+    def read(self) -> list[Any] | None:
+        """Return all reports that are there, None when it has ended. Waits where it has said nothing."""
+        data = os.read(self.fileno(), _READ_AT_ONCE)
+        return self._reports(data) if data else None
+
+    def _reports(self, data: bytes) -> list[Any]:
+        *lines, self._unread = (self._unread + data).split(b"\n")
+        return [self._decode(line) for line in lines]
+
+    def hang_up(self) -> None:
+        """Tell it nothing more: it is to end."""
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
+
+    def close(self, patience: float = 5.0) -> list[Any]:
+        """End it, kill what does not end; returns what it said last, whole lines of it."""
+        assert self.process.stdout is not None
+        self.hang_up()
+        try:
+            self.process.wait(patience)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        with self.process.stdout as rest:
+            return self._reports(rest.read())

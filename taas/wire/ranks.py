@@ -1,7 +1,17 @@
-"""What a rank and its agent say to each other."""
+"""What a rank and its agent say to each other, and the socket pair between them, which has no name: nobody else can connect.
+
+A message is one packet (unix(7), SOCK_SEQPACKET): no half of one is ever seen. Descriptors go with it, since a rank behind
+its wall may not open those of other processes by ``/proc``. A long message is a memory file, the last of its descriptors.
+A rank waits for what its agent says, and until there is room for what it says; the agent never waits.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
+import socket
+from array import array
 from dataclasses import dataclass
 from typing import Literal
 
@@ -9,7 +19,7 @@ import msgspec
 
 from taas.delivery.config import DeliveryConfig
 from taas.header.options import RunSpec
-from taas.wire.framing import Memory, Message, StoreAddress
+from taas.wire.framing import WIRE_LIMIT, Memory, Message, MessageReader, StoreAddress
 
 
 class RankStage(Message, frozen=True):
@@ -19,7 +29,7 @@ class RankStage(Message, frozen=True):
         stage: ``ready``: a process has done all that a rank does before its order, and waits for one. ``begun``: the
             cell begins to run. ``at work``: the main thread of a rank that is interrupted runs Python code: what the
             cell makes of it takes its time. ``packing``: it packs its names, and its :class:`RankEnded` follows.
-        rank: which; -1 before its order.
+        rank: -1 before its order.
         at: of ``begun``: wall-clock time of its machine in seconds since the epoch.
     """
 
@@ -32,14 +42,12 @@ class RankEnded(Message, frozen=True):
     """How a cell ended in one rank.
 
     Attributes:
-        rank: global rank.
         outcome: ``done``, ``raised``, ``exited`` (``sys.exit(n)``, n ≠ 0), ``interrupted``, or, said by the
             agent, ``died`` (by a signal, or without a word), ``orphaned`` (with its forkserver) and ``ended`` (by a
             signal of the agent's). ``stood``: it has not ended; these are its names if it says no more.
         at: wall-clock time of its machine in seconds since the epoch.
         etype: class name of the exception, or the signal's name.
         message: the exception's text, or what is known.
-        traceback: formatted lines.
         answer: rank 0's names: at the end of the cell, or as they stood when it failed or was ended.
         notices: lines for the user.
     """
@@ -55,14 +63,7 @@ class RankEnded(Message, frozen=True):
 
 
 class Asking(Message, frozen=True):
-    """What a rank asks the person at the keyboard, and waits for.
-
-    Attributes:
-        rank: its number.
-        number: of its question, counted from 1; 0: it asks nothing any more.
-        prompt: what it asks.
-        hidden: whether the answer is not to be seen.
-    """
+    """What a rank asks the person at the keyboard, and waits for: its first question is number 1, with 0 it asks nothing more."""
 
     rank: int
     number: int = 0
@@ -73,9 +74,7 @@ class Asking(Message, frozen=True):
 class RankKept(Message, frozen=True):
     """A rank has done all that its order asked, keeps its names, and waits for the next one.
 
-    Attributes:
-        host_bytes: memory of its own.
-        gpu_bytes: of its GPU, as torch has it reserved.
+    ``host_bytes`` are memory of its own, ``gpu_bytes`` what torch has reserved of its GPU.
     """
 
     rank: int
@@ -106,11 +105,9 @@ RankSays = RankStage | Asking | RankEnded | RankKept
 
 
 class Answer(Message, frozen=True):
-    """What the person at the keyboard answers; from a client by the supervisor and an agent to the rank.
+    """What the person at the keyboard answers to a rank's question; ``refused`` says why nobody can.
 
-    Attributes:
-        number: of the rank's question.
-        refused: why nobody can answer; empty: somebody did.
+    It goes from a client by the supervisor and an agent to the rank.
     """
 
     run: str
@@ -138,10 +135,8 @@ class Preparation:
     """What ranks of different runs have in common, so that a process can prepare for it before there is an order.
 
     Attributes:
-        environ: the notebook's environment.
         project: absolute path of the project, or of this VM's copy of it.
-        colors: name of the notebook's colour theme, for tracebacks.
-        shell_class: name of the class of the notebook's shell, which libraries ask for.
+        colors, shell_class: as in :class:`Cell`.
     """
 
     environ: dict[str, str]
@@ -154,7 +149,6 @@ class Cell(msgspec.Struct, frozen=True):
     """A headed cell, from the notebook to its ranks.
 
     Attributes:
-        text: all of it.
         execution_count: the notebook's ``In[n]``.
         spec: the header.
         colors: name of the notebook's colour theme, for tracebacks.
@@ -173,10 +167,7 @@ class Cell(msgspec.Struct, frozen=True):
 class Workspace(msgspec.Struct, frozen=True):
     """What a notebook finds on its machine; on another VM it is staged (:mod:`taas.agent.staging`).
 
-    Attributes:
-        project: absolute path of the project.
-        environ: the notebook's environment.
-        changed: variables of ``environ`` that the notebook set itself; the others it inherited on its machine.
+    ``changed`` are variables of ``environ`` that the notebook set itself; the others it inherited on its machine.
     """
 
     project: str
@@ -189,10 +180,8 @@ class Staged(msgspec.Struct, frozen=True):
 
     Attributes:
         payload: the packed names, or loaders.
-        project: absolute path of the project.
         replica: the copy of the project that is to stand there; empty: the project itself is there.
         late: folder in which files are asked for that the copy lacks (:mod:`taas.project_sync.late_files`).
-        environ: the environment to have.
         output: folder of the ranks' output files, or a data process's log.
         scratch: folder for what ranks other than 0 write in the project's place.
         since_ns: when the run began, by the clock of the file system that the project, or its copy, is on.
@@ -212,9 +201,6 @@ class RankOrder(Message, frozen=True):
     """What the ranks of one run on one VM are to do: complete when the supervisor writes it, the same for all of them.
 
     Attributes:
-        run: name of the run.
-        vm: name of the VM.
-        cell: what to run.
         group_rank: the VM's number in the run, as torchrun's.
         store: the run's store; without a port, the agent of these ranks opens it.
         gpus: the run's GPUs on this VM, as CUDA_VISIBLE_DEVICES names them; empty where it is rehearsed.
@@ -237,7 +223,7 @@ class RankOrder(Message, frozen=True):
 
     @property
     def local_world_size(self) -> int:
-        """Ranks on this VM."""
+        """How many ranks are on this VM."""
         return self.cell.spec.ranks_per_vm
 
     @property
@@ -252,14 +238,7 @@ class RankOrder(Message, frozen=True):
 
 
 class RankStart(Message, frozen=True):
-    """Be this rank.
-
-    Attributes:
-        order: what all ranks of the run on this VM are told; its store is open.
-        staged: where all that they need is on this VM.
-        local_rank: which of them this one is.
-        environ: variables of this rank, over the notebook's.
-    """
+    """Be this rank, with these variables over the notebook's; the store is open."""
 
     order: RankOrder
     staged: Staged
@@ -274,12 +253,88 @@ class RankStart(Message, frozen=True):
 
 def preparation_of(order: RankOrder, staged: Staged) -> Preparation:
     """What a process has to have done before it can become one of these ranks."""
-    return Preparation(
-        environ=staged.environ,
-        project=staged.replica or staged.project,
-        colors=order.cell.colors,
-        shell_class=order.cell.shell_class,
-    )
+    cell, project = order.cell, staged.replica or staged.project
+    return Preparation(staged.environ, project, cell.colors, cell.shell_class)
 
 
 RankHears = RankStart | RankRequest | Answer
+
+
+# ---------------------------------------------------------------- the socket pair
+
+NOTICE = signal.SIGRTMIN + 12
+"""Asks the main thread of a rank to say that it runs Python code; neither glibc, CUDA nor profilers use it."""
+_read_rank = MessageReader(RankSays)
+_LONG = b"\xc1"  # the packet of a long message: no message in MessagePack has this byte
+_SHORT = 4096  # bytes of a packet, at most
+_READS = 1024  # more packets than a socket holds
+_MOST_DESCRIPTORS = 4
+
+
+def socket_pair() -> tuple[socket.socket, socket.socket]:
+    """Return the two ends of a connection."""
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+def send(end: socket.socket, message: bytes, *descriptors: int, flags: int = 0) -> None:
+    """Send a message, and with it descriptors of this process; any thread may, and a handler of signals."""
+    with contextlib.ExitStack() as stack:
+        if len(message) > _SHORT:
+            file = stack.enter_context(os.fdopen(os.memfd_create("taas-message"), "wb"))
+            file.write(message)
+            file.flush()
+            message, descriptors = _LONG, (*descriptors, file.fileno())
+        rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", descriptors))
+        end.sendmsg([message], [rights] if descriptors else [], flags)
+
+
+def receive(end: socket.socket, flags: int = 0) -> tuple[bytes, list[int]]:
+    """Return the next message, and the descriptors that came with it.
+
+    Raises:
+        EOFError: the other end is closed, and all that was said there was heard.
+        OSError: there is no descriptor left.
+    """
+    descriptors = array("i")
+    room = socket.CMSG_SPACE(_MOST_DESCRIPTORS * descriptors.itemsize)
+    try:
+        message, rights, _, _ = end.recvmsg(_SHORT, room, flags | socket.MSG_CMSG_CLOEXEC)
+    except ConnectionResetError:  # said once where it was closed with messages unheard
+        return receive(end, flags)
+    for _, _, data in rights:
+        descriptors.frombytes(data)
+    if not message:
+        raise EOFError("the other end is closed")
+    if message != _LONG:
+        return message, descriptors.tolist()
+    if not descriptors:
+        raise OSError("a message could not be taken: too many files are open")
+    with os.fdopen(descriptors.pop(), "rb") as file:
+        file.seek(0)  # its place is the sender's, too
+        return file.read(WIRE_LIMIT), descriptors.tolist()
+
+
+def tell(rank: socket.socket, message: bytes, *descriptors: int) -> None:
+    """Send a rank a message. One that has left hundreds unheard is cut off: :func:`hear` finds the connection closed."""
+    try:
+        send(rank, message, *descriptors, flags=socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        rank.shutdown(socket.SHUT_RDWR)
+    except ConnectionError:  # killed: its sentinel says so
+        pass
+
+
+def hear(rank: socket.socket) -> tuple[list[RankSays], bool]:
+    """Return the messages that are there, and whether there will be no others: it is closed, or said what no rank says."""
+    said: list[RankSays] = []
+    try:
+        for _ in range(_READS):
+            message, descriptors = receive(rank, socket.MSG_DONTWAIT)
+            for descriptor in descriptors:  # of no use here
+                os.close(descriptor)
+            said.append(_read_rank(message))
+    except BlockingIOError:
+        return said, False
+    except (EOFError, OSError, msgspec.DecodeError):
+        return said, True
+    return said, False

@@ -28,7 +28,6 @@ class Chunk(Message, frozen=True):
         of: ``payload``, ``answer``: of a memory file. ``project``, ``changes``, ``writes``: of an archive
             (:mod:`taas.project_sync.archive`) of the project, of what a VM changed in it, and of what ranks other than 0
             wrote in its place. ``file``: of one of the project. ``output``: of a file that a process of the job writes.
-        offset: where they are in the file.
         size: bytes of the whole file, but for output; below 0: it cannot be had.
         rank: whose output; of changes and writes the VM's first.
         file: name of the output file in the rank's folder; of a ``file`` of the project, its path there.
@@ -78,9 +77,6 @@ class Sender:
     """All that one side sends of one job: a chunk of each source in turn, as far as the window allows.
 
     A source is an iterator: None says that there is nothing more now, its end that there never will be.
-
-    Args:
-        send: says something of the job to the peer.
     """
 
     def __init__(self, send: Callable[[Chunk | Taken], None]) -> None:
@@ -90,7 +86,7 @@ class Sender:
 
     @property
     def done(self) -> bool:
-        """Whether all was sent, and no source is left."""
+        """Whether all was sent."""
         return not self._sources
 
     @property
@@ -111,11 +107,7 @@ class Sender:
         self._window += nbytes
 
     def step(self) -> None:
-        """Send what there is.
-
-        Raises:
-            OSError: a source cannot be read; it is given up, the others are not.
-        """
+        """Send what there is; an OSError: a source cannot be read, and is given up, the others are not."""
         idle = 0
         while idle < len(self._sources) and not self.waits:
             source = self._sources.popleft()
@@ -131,14 +123,7 @@ class Sender:
 
 
 class Incoming:
-    """A memory file of a peer's, on its way into this process; one of this host is opened, and here.
-
-    Args:
-        memory: what the peer named.
-        folder: for what is too much for memory, a folder on a disk.
-
-    Attributes:
-        fd: the memory, whole once :attr:`complete`.
+    """A memory file of a peer's, on its way into this process, or into a folder; one of this host is opened, and here.
 
     Raises:
         OSError: it is on this host, and its holder is gone; or there is no descriptor left.
@@ -154,11 +139,7 @@ class Incoming:
             self.fd = os.memfd_create("taas-incoming", os.MFD_CLOEXEC) if memory.elsewhere else memory.open()
 
     def take(self, chunk: Chunk) -> None:
-        """Write a chunk down.
-
-        Raises:
-            OSError: there is no memory for it, or it is not what comes next.
-        """
+        """Write a chunk down; an OSError: there is no memory for it, or it is not what comes next."""
         rest = self._size - self._got
         if chunk.offset != self._got or not min(1, rest) <= len(chunk.data) <= rest:
             raise OSError(f"a memory of {self._size:,} bytes broke off at byte {self._got:,}")

@@ -7,12 +7,11 @@ earlier statements have made, and the kind that it makes, so that a notebook run
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
 from oracle.program import HEADER, Program
-from oracle.statements import HELPER, IMPORTS, LAST, STATEMENTS, Statement, Theme
+from oracle.statements import HELPER, IMPORTS, LAST, STATEMENTS, Statement
 
 __all__ = ["notebooks"]
 
@@ -24,21 +23,10 @@ _PLACE = re.compile(r"\{(\w+)\}")
 class _Grown:
     """A notebook so far: the names that there are, by kind."""
 
-    def __init__(self, draw: st.DrawFn, themes: Sequence[Theme]) -> None:
+    def __init__(self, draw: st.DrawFn) -> None:
         self._draw = draw
         self._names: dict[str, list[str]] = {}
         self._count = 0
-        self.theme = draw(st.sampled_from([*themes, *[None] * len(themes)])) if themes else None
-        self.last = LAST
-
-    @property
-    def imports(self) -> str:
-        """What the first cell begins with."""
-        return IMPORTS if self.theme is None else f"{IMPORTS}\n{self.theme.imports}"
-
-    def statements(self) -> list[Statement]:
-        """Draw whether the next statement is the theme's."""
-        return STATEMENTS if self.theme is None or self._draw(st.booleans()) else self.theme.statements
 
     def one_of(self, statements: list[Statement]) -> str:
         """Draw a statement that can stand here, with its names."""
@@ -76,21 +64,20 @@ class _Grown:
 
 
 @st.composite
-def notebooks(draw: st.DrawFn, *, kept: bool = False, themes: Sequence[Theme] = ()) -> Program:
+def notebooks(draw: st.DrawFn, *, kept: bool = False) -> Program:
     """Draw a notebook.
 
     Args:
         draw: Hypothesis' own.
         kept: whether its ranks stay, and it is longer.
-        themes: one of these is that of every second notebook.
     """
-    grown = _Grown(draw, themes)
+    grown = _Grown(draw)
     cells = []
     for number in range(draw(st.integers(4, 7) if kept else st.integers(2, 4))):
-        lines = [grown.imports] if number == 0 else []
-        lines += [grown.one_of(grown.statements()) for _ in range(draw(st.integers(3, 9)))]
+        lines = [IMPORTS] if number == 0 else []
+        lines += [grown.one_of(STATEMENTS) for _ in range(draw(st.integers(3, 9)))]
         if draw(st.booleans()):
-            lines.append(grown.one_of(grown.last))
+            lines.append(grown.one_of(LAST))
         cells.append("\n".join(lines))
     headed = draw(st.sets(st.integers(0, len(cells) - 1), min_size=2 if kept else 1))
     return Program(

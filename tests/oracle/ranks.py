@@ -40,20 +40,9 @@ _read_submit = MessageReader(Submit)
 @contextmanager
 def forkservers() -> Iterator[None]:
     """Run what kernels and ranks are forked from: two processes, as in production."""
-    _kernels.set_forkserver_preload(
-        [
-            "torch",
-            "torch._dynamo",
-            "numpy.random",
-            "ipykernel.inprocess.manager",
-            "ipykernel.inprocess.ipkernel",
-            "ipykernel.debugger",
-            "IPython.core.magics",
-            "IPython.core.completerlib",
-            "IPython.core.completer",
-            "oracle",
-        ]
-    )
+    ipykernel = "ipykernel.inprocess.manager ipykernel.inprocess.ipkernel ipykernel.debugger"
+    ipython = "IPython.core.magics IPython.core.completerlib IPython.core.completer"
+    _kernels.set_forkserver_preload(f"torch torch._dynamo numpy.random {ipykernel} {ipython} oracle".split())
     _ranks.fit(RUN, dict(os.environ), rehearsed=None)  # later runs of this name keep it
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(Path(__file__).parent.parent))

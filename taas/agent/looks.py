@@ -1,4 +1,7 @@
-"""Looking at ranks from outside: vital signs from /proc, stacks from what faulthandler writes when asked."""
+"""Looking at ranks from outside: how they are and what they use, and stacks, which faulthandler writes when asked.
+
+GPUs are asked by way of nvidia-ml-py, where that is installed: a look makes no CUDA context, in no process.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +9,25 @@ import contextlib
 import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import psutil
 
 from taas.agent.processes import RankProcess
-from taas.runs.events import FILES, STDERR
+from taas.agent.rank_endings import Rank
+from taas.runs.events import FILES, STDERR, size_of
 from taas.runs.stacks import COLLECTIVE, SIGNAL, STACKS, Frame, Preface, RankSeen, fold
 from taas.wire import deadlines
 from taas.wire.agents import LookAtRanks
 from taas.wire.framing import pack
-from taas.wire.ranks import RankRequest
+from taas.wire.ranks import RankRequest, RankUse
 
+_STEP_PERCENT = 5
+"""What changes by less is no news."""
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+)", re.MULTILINE)
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 _RUNNING_CELL = re.compile(r"<ipython-input-(\d+)-")
@@ -29,27 +37,24 @@ class _StackQuery:
     """A rank that was asked for its stacks, and what it has written since."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self._path, self._size = path, -1
         self._start = path.stat().st_size
-        self._size = -1
         with path.open("rb") as file:
             self._preface = msgspec.json.decode(file.readline(), type=Preface)
 
     def answered(self) -> bool:
         """Whether the main thread's frames are there and nothing has come since the last call."""
-        size = self._path.stat().st_size
-        grew, self._size = size != self._size, size
-        return not grew and self.frames() is not None
+        before, self._size = self._size, self._path.stat().st_size
+        return self._size == before and self.frames() is not None
 
     def frames(self) -> tuple[Frame, ...] | None:
-        """Return the main thread's frames, innermost first."""
         with self._path.open("rb") as file:
             file.seek(self._start)
             return main_frames(file.read().decode(errors="replace"), self._preface)
 
 
 def main_frames(dump: str, preface: Preface) -> tuple[Frame, ...] | None:
-    """Find the main thread in what faulthandler wrote; None if it is not there."""
+    """Find the main thread in what faulthandler wrote, its innermost frame first; None if it is not there."""
     starts = list(_THREAD.finditer(dump))
     for number, start in enumerate(starts):
         if int(start[1], 16) == preface.main_thread:
@@ -76,13 +81,7 @@ def _catches(pid: int) -> bool:
 
 
 def last_words(folder: Path, cell: str, execution_count: int) -> str:
-    """Return where a rank stood when a fatal signal such as SIGABRT ended it, and what C++ said of it.
-
-    Args:
-        folder: the rank's output files.
-        cell: text of the run's cell.
-        execution_count: its ``In[n]``.
-    """
+    """Return where a rank stood when a fatal signal such as SIGABRT ended it, and what C++ said of it; from its output."""
     words = ""
     with contextlib.suppress(OSError, msgspec.MsgspecError):  # it died before it had got that far
         with (folder / STACKS).open("rb") as file:
@@ -101,13 +100,7 @@ def last_words(folder: Path, cell: str, execution_count: int) -> str:
 
 
 class Look:
-    """One look at the ranks of a run.
-
-    Args:
-        ranks: their processes, by their numbers.
-        folder: of their output.
-        wanted: the question.
-    """
+    """One look at the ranks of a run, by their numbers; ``folder`` has their output."""
 
     def __init__(self, ranks: Mapping[int, RankProcess], folder: Path, wanted: LookAtRanks) -> None:
         self.number = wanted.look
@@ -145,26 +138,88 @@ class Look:
         return tuple(self._seen(rank, process) for rank, process in self._ranks.items())
 
     def _seen(self, rank: int, process: RankProcess) -> RankSeen:
-        asked = self._asked.get(rank)
-        cpu = 0.0
+        folder, cpu, collective = self._folder / str(rank), 0.0, ""
         with contextlib.suppress(psutil.NoSuchProcess):
-            if not process.gone:
-                times = psutil.Process(process.pid).cpu_times()
-                cpu = times.user + times.system
-        written = 0
-        for name in FILES:
-            with contextlib.suppress(FileNotFoundError):
-                written += (self._folder / str(rank) / name).stat().st_size
-        frames = asked.frames() if asked is not None else None
-        collective = ""
+            if process.recorded is not None and not process.gone:
+                cpu = sum(process.recorded.cpu_times()[:2])
+        written = sum(size_of(folder / name) for name in FILES)
+        frames = self._asked[rank].frames() if rank in self._asked else None
         if frames is not None:
             with contextlib.suppress(OSError):  # it has not said it, or knows of none
-                collective = (self._folder / str(rank) / COLLECTIVE).read_text()
+                collective = (folder / COLLECTIVE).read_text()
         return RankSeen(rank, process.pid, _status(process), cpu, written, frames, collective)
 
 
 def _status(process: RankProcess) -> str:
     with contextlib.suppress(psutil.NoSuchProcess):
-        if not process.gone:
-            return str(psutil.Process(process.pid).status())
+        if process.recorded is not None and not process.gone:
+            return str(process.recorded.status())
     return "gone"
+
+
+class RankUsage:
+    """What the ranks of a run use, looked at every two seconds.
+
+    Args:
+        gpus: those of each rank, as CUDA_VISIBLE_DEVICES names them, by its place on this VM.
+    """
+
+    def __init__(self, gpus: Sequence[Sequence[str]]) -> None:
+        self._next = time.monotonic() + deadlines.USAGE_FIRST
+        self._told: tuple[RankUse, ...] = ()
+        self._gpus = gpus
+
+    def wait(self) -> float:
+        """Return the seconds until the next look."""
+        return max(0.0, self._next - time.monotonic())
+
+    def look(self, ranks: Iterable[Rank]) -> tuple[RankUse, ...]:
+        """Return what is to be told of them; nothing where that was told before."""
+        self._next = time.monotonic() + deadlines.USAGE_LOOK
+        seen = tuple(_use(rank, gpus) for rank, gpus in zip(ranks, self._gpus, strict=False))
+        before, self._told = self._told, seen
+        return () if seen == before else seen
+
+
+def _use(rank: Rank, gpus: Sequence[str]) -> RankUse:
+    if rank.ended is not None:
+        return RankUse(rank.number, rank.ended.outcome)
+    state, share, nbytes, process = "running" if rank.started else "starting", 0.0, 0, rank.process.recorded
+    with contextlib.suppress(psutil.NoSuchProcess):
+        if process is not None:
+            if process.status() == psutil.STATUS_STOPPED:
+                state = "stopped"
+            share, memory = process.cpu_percent(), process.memory_info()  # of the time since the last look
+            nbytes = (memory.rss - memory.shared) >> 20 << 20
+    return RankUse(rank.number, state, _rounded(share), nbytes, *_of_gpus(gpus))
+
+
+def _of_gpus(gpus: Sequence[str]) -> tuple[int | None, int]:
+    """Return how busy GPUs are, in percent, and the memory that is used of them, by whomever."""
+    shares, held = [], 0
+    nvml: Any = _nvml() if gpus else None
+    for gpu in gpus if nvml is not None else ():
+        with contextlib.suppress(nvml.NVMLError):  # a part of one (MIG) has no utilisation
+            by = nvml.nvmlDeviceGetHandleByIndex if gpu.isdigit() else nvml.nvmlDeviceGetHandleByUUID
+            handle = by(int(gpu) if gpu.isdigit() else gpu)
+            held += nvml.nvmlDeviceGetMemoryInfo(handle).used >> 20 << 20
+            shares.append(nvml.nvmlDeviceGetUtilizationRates(handle).gpu)
+    return (_rounded(sum(shares) / len(shares)) if shares else None), held
+
+
+def _rounded(percent: float) -> int:
+    return round(percent / _STEP_PERCENT) * _STEP_PERCENT
+
+
+@lru_cache(1)
+def _nvml() -> Any:
+    """Return NVIDIA's library, ready to be asked; None where it cannot be had."""
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return None
+    return pynvml
