@@ -231,7 +231,7 @@ def test_the_first_to_fail_is_found_whatever_clocks_say(
         return time.time() + (ahead if rank >= 2 else 0.0)
 
     for rank in range(4):
-        begun.hear(rank // 2, RankStage(stage="begun", rank=rank, at=clock(rank)))
+        begun.hear(rank // 2, RankStage(stage="begun", rank=rank))
     second = 2 - first
     order = (second, first) if outcome == "died" else (first, second)
     for rank in order:

@@ -59,7 +59,6 @@ DATA_PRELOAD = (
     "taas.rank.lifeline",
 )
 """What a data VM needs: it is up in half the time of one for ranks."""
-_OPENED_BY_A_FORK = 6  # a connection and two pipes, and one to spare
 _FIRST, _LAST = "taas.agent.import_first", "taas.rank.preloaded"
 _REHEARSED = "taas.rehearsal.ahead"
 _IDLY = "TAAS_IMPORT_IDLY"
@@ -98,24 +97,11 @@ def _ends(pid: int | None, seconds: float) -> bool:
 def fork(target: Callable[..., None], *arguments: Any) -> Any:
     """Fork a process that calls a function, by its name: the agent imports nothing of what it needs.
 
-    A forkserver that is killed while it is asked is started anew, and asked again.
-
     Raises:
-        OSError: this process may open no more files. The forkserver was not asked then: multiprocessing connects to
-            it before it opens its pipes, and the forkserver dies of half a request.
-        EOFError: the forkserver cannot fork.
+        OSError, EOFError: the forkserver cannot fork, or was killed in the very moment: the next one starts another.
     """
-    with contextlib.ExitStack() as room:
-        for _ in range(_OPENED_BY_A_FORK):
-            room.callback(os.close, os.dup(2))
-    forkserver: int | None = _mp._forkserver._forkserver_pid  # type: ignore[attr-defined]
     process = multiprocessing.get_context("forkserver").Process(target=target, args=arguments)
-    try:
-        process.start()
-    except (ConnectionError, EOFError):
-        if not _ends(forkserver, deadlines.FORKSERVER_DIES):
-            raise
-        process.start()
+    process.start()
     return process
 
 

@@ -19,8 +19,8 @@ import psutil
 
 from taas.agent.processes import RankProcess
 from taas.agent.rank_endings import Rank
-from taas.runs.events import FILES, STDERR, size_of
-from taas.runs.stacks import SIGNAL, STACKS, Frame, Preface, RankSeen, fold
+from taas.runs.events import FILES, size_of
+from taas.runs.stacks import SIGNAL, STACKS, Frame, Preface, RankSeen
 from taas.wire import deadlines
 from taas.wire.agents import LookAtRanks
 from taas.wire.ranks import RankUse
@@ -77,25 +77,6 @@ def _catches(pid: int) -> bool:
             if line.startswith("SigCgt:"):
                 return bool(int(line.split()[1], 16) >> (SIGNAL - 1) & 1)
     return False
-
-
-def last_words(folder: Path, cell: str, execution_count: int) -> str:
-    """Return where a rank stood when a fatal signal such as SIGABRT ended it, and what C++ said of it; from its output."""
-    words = ""
-    with contextlib.suppress(OSError, msgspec.MsgspecError):  # it died before it had got that far
-        with (folder / STACKS).open("rb") as file:
-            preface = msgspec.json.decode(file.readline(), type=Preface)
-            _, fatal, dump = file.read().decode(errors="replace").rpartition("Fatal Python error")
-        frames = main_frames(dump, preface) if fatal else None
-        if frames:
-            [place] = fold(
-                [RankSeen(0, 0, "gone", 0.0, 0, frames)], cell=cell, execution_count=execution_count
-            )
-            words = f" in {place.where}"
-        said = re.findall(r"what\(\):\s*(.+)", (folder / STDERR).read_text(errors="replace"))
-        if said:
-            words += f" ({said[-1].strip()[:200]})"
-    return words
 
 
 class Look:

@@ -12,14 +12,13 @@ from typing import Any
 
 from taas.config import Catalog
 from taas.header.options import SETTINGS
-from taas.runs.records import NOTICE_SECONDS, RunRecord, told_apart
+from taas.runs.records import RunRecord, told_apart
 from taas.runs.stacks import StackGroup
 from taas.wording import counted, named, ranks_in_words, size_in_words
 from taas.wording import shown as on_one_line
 
 _MARKS = {"done": "✓", "failed": "✗", "interrupted": "■", "lost": "✗", "live": "▸"}
-_CELL_WIDTH, _WHERE_WIDTH = 44, 120
-_BARS = "▁▂▃▄▅▆▇█"
+_CELL_WIDTH = 44
 STAYS_OPEN = (
     '<script>document.querySelectorAll("details[data-taas]").forEach(d=>{const o=window.taasOpen??={},k=d.dataset.taas;'
     "d.open=o[k]??d.open;d.ontoggle=()=>{o[k]=d.open}})</script>"
@@ -177,8 +176,7 @@ def line(
 def _note(record: RunRecord) -> str:
     """Say what a run waits for, if it is a person or a machine."""
     if record.state == "finishing":
-        where = f" ({on_one_line(record.waiting, _WHERE_WIDTH)})" if record.waiting else ""
-        return f"interrupted: the cell is finishing; press again to end it{where}"
+        return "interrupted: the cell is finishing; press again to end it"
     if record.live and record.waiting:
         return f"waiting for {record.waiting}. Interrupt the cell, or %taas stop {record.name}, to give up."
     if not record.questions:
@@ -251,22 +249,13 @@ def history(records: Sequence[RunRecord], now: float | None = None) -> Shown:
             _state(record),
             _ranks(record),
             _elapsed(record, now),
-            "".join(_BARS[min(share * len(_BARS) // 101, len(_BARS) - 1)] for share in record.curve),
             _cell(record),
             record.owner,
         )
         for record in records
     ]
-    heads = ("run", "started", "outcome", "ranks", "time", "busy", "cell", "notebook")
-    shown = table(heads, rows, [why(record) for record in records])
-    announced = [record for record in records if record.announced]
-    if not announced:
-        return shown
-    names = ", ".join(record.name for record in announced[:8]) + (" …" if len(announced) > 8 else "")
-    return shown + plain(
-        f"To make room, logs and names of {counted(len(announced), 'old run')} ({names}) will be "
-        f"removed after {_moment(announced[0].announced + NOTICE_SECONDS)}. Copy what you need from {announced[0].folder.parent}."
-    )
+    heads = ("run", "started", "outcome", "ranks", "time", "cell", "notebook")
+    return table(heads, rows, [why(record) for record in records])
 
 
 def config(catalog: Catalog) -> Shown:

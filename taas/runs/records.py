@@ -4,7 +4,6 @@
 
     <jupyter runtime dir>/taas/runs/<name>-<id>/      0700
         record.json     RunRecord, replaced as a whole whenever it changes
-        announced       empty: its removal was announced when this was made
         <rank>/         what the rank wrote (runs/events.py); after a restart below restart-<n>/
         data.log        what the data processes printed; after a restart as well below restart-<n>/
         writes/         what ranks other than 0 wrote in the project's place (storage/kept.py); as well
@@ -15,7 +14,7 @@
 
 Each file has one writer: the supervisor of a run its record, a rank its output, which from another host is mirrored
 here. Everybody else reads (runs/reader.py): the launching cell, ``status``, ``history``, ``logs`` and ``attach``
-need no supervisor to answer. Old runs make room for new ones, announced a day before.
+need no supervisor to answer. Old runs make room for new ones.
 """
 
 from __future__ import annotations
@@ -41,8 +40,8 @@ from taas.wire.ranks import Asking, Cell, RankEnded, RankKept, RankUse
 from taas.wording import nearest, shown
 
 ANSWER, PAYLOAD, LOADERS = "answer", "payload", "loaders"
-_RECORD, _ANNOUNCED = "record.json", "announced"
-NOTICE_SECONDS = 24 * 3600.0
+_RECORD = "record.json"
+_STAY_SECONDS = 24 * 3600.0
 _MADE_NAME = re.compile(r"r(\d+)-[0-9a-f]{6}")
 
 
@@ -54,8 +53,8 @@ class Verdict(msgspec.Struct, kw_only=True):
         first: of the first failing rank.
         vm: where that was; empty where the run has this machine alone.
         others: how many ranks failed after it.
-        message: for ``lost``: what was; for ``failed``: who had ended before; for ``interrupted``: from where, if
-            that was not its own cell, and what failed while the cell was finishing.
+        message: for ``lost``: what was; for ``interrupted``: from where, if that was not its own cell, and what failed
+            while the cell was finishing.
         names: what became of rank 0's names, if it is not done.
         error: for ``lost``: the class of :mod:`taas.errors` to raise.
     """
@@ -80,15 +79,13 @@ class RunRecord(Verdict, kw_only=True):
         gpus: the GPUs it has, as CUDA_VISIBLE_DEVICES names them.
         state: ``acquiring``, ``starting``, ``running``, ``finishing`` (interrupted: the cell's own ``except`` and
             ``finally`` run), ``ending`` or ``over``.
-        waiting: what it waits for while it is ``acquiring``, or while it has lost its last data VM; where its ranks
-            stand while it is ``finishing``.
+        waiting: what it waits for while it is ``acquiring``, or while it has lost its last data VM.
         submitted, ended: seconds since the epoch, 0 before.
         losses: what was lost before each new start, a line for the user each.
         notices: lines for the user.
         trouble: what is wrong while it goes on.
         questions: what its ranks ask the person at the keyboard, and wait for.
         use: what its ranks use, in the order of their numbers.
-        curve: how busy they were, in percent, in as many equal parts of its time.
         kept_ranks: its ranks, while they stay after it and wait for the notebook's next cell.
         files: what it left for `%taas attach`: by name, the size in bytes.
     """
@@ -113,7 +110,6 @@ class RunRecord(Verdict, kw_only=True):
     questions: tuple[Asking, ...] = ()
     delivered: Delivered | None = None
     use: tuple[RankUse, ...] = ()
-    curve: tuple[int, ...] = ()
     kept_ranks: tuple[RankKept, ...] | None = None
     files: dict[str, int] = {}
 
@@ -163,13 +159,6 @@ class RunRecord(Verdict, kw_only=True):
     def holds(self) -> bool:
         """Whether it has its GPUs: it goes on, or its ranks stay."""
         return self.live or self.kept_ranks is not None
-
-    @property
-    def announced(self) -> float:
-        """When its removal was announced, in seconds since the epoch; 0: it was not."""
-        with contextlib.suppress(OSError):
-            return (self.folder / _ANNOUNCED).stat().st_mtime
-        return 0.0
 
 
 def in_words(notebook: str, project: str) -> str:
@@ -308,11 +297,7 @@ def _called(name: str | None, everything: list[RunRecord]) -> list[RunRecord]:
 
 
 def make_room(runs: int = 200, nbytes: int = 4 << 30, *, now: float | None = None) -> list[RunRecord]:
-    """Keep so many ended runs, with so many bytes; returns those that were removed.
-
-    Above a limit the oldest are announced, which ``%taas history`` shows; a run that was announced a day ago and is
-    still in the way is removed. The newest run stays.
-    """
+    """Keep so many ended runs, with so many bytes, and all of the last day, and the newest; returns those that were removed."""
     now = time.time() if now is None else now
     ended = [record for record in read_records() if not record.live and not record.may_go_on]
     excess_runs = len(ended) - runs
@@ -324,12 +309,7 @@ def make_room(runs: int = 200, nbytes: int = 4 << 30, *, now: float | None = Non
             break
         excess_runs -= 1
         excess_bytes -= sizes[record.id]
-        if not record.announced:
-            with contextlib.suppress(OSError):  # it stays, then
-                mark = record.folder / _ANNOUNCED
-                mark.touch(0o600)
-                os.utime(mark, (now, now))
-        elif now - record.announced >= NOTICE_SECONDS:
+        if now - record.ended >= _STAY_SECONDS:
             shutil.rmtree(record.folder, ignore_errors=True)
             removed.append(record)
     return removed

@@ -115,13 +115,12 @@ class Fleet:
             )
             configs.append(config)
         machines = engine.start(demand, configs, [vm.machine for vm in lost])
-        beside = tuple(vm for vm in self._of if self._of[vm] is engine)
         group = tuple(
             Vm(machine, config.public_key, demand, self._control.send, remote=engine.remote, data=data)
             for machine, config in zip(machines, configs, strict=True)
         )
         for vm in group:
-            vm.group, vm.beside = group, beside
+            vm.group = group
             self._of[vm], self._by_key[vm.key] = engine, vm
         self._started()
         return [*group]

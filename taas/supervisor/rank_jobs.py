@@ -9,6 +9,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from taas.delivery.config import DeliveryConfig
 from taas.errors import RanksGone, RunLost
 from taas.header.options import RunSpec
@@ -18,7 +20,7 @@ from taas.wire import deadlines
 from taas.wire.agents import EndJob, How, JobHears, JobRequest, JobSays, OfJob, StartJob
 from taas.wire.framing import LOOPBACK, Memory, StoreAddress
 from taas.wire.ranks import Answer, RankEnded, RankKept, RankOrder
-from taas.wording import counted, named, ranks_in_words
+from taas.wording import counted, named
 
 if TYPE_CHECKING:
     from taas.supervisor.runs import Run
@@ -237,22 +239,18 @@ class Findings:
         self.lost: str | None = None
         self.trouble: str | None = None
         self.error = RunLost.__name__
-        self._clocks: dict[int, float] = {}
-        """By VM elsewhere, the seconds that its clock is behind this process's."""
 
     def take(self, ended: RankEnded) -> None:
-        """Take in how the cell ended in a rank; names that are elsewhere still have to come."""
+        """Take in how the cell ended in a rank; names that are elsewhere still have to come.
+
+        Clocks of VMs elsewhere may be wrong: of their ranks counts when it was heard.
+        """
+        if self._ranks.vms[ended.rank // self._spec.ranks_per_vm].remote:
+            ended = msgspec.structs.replace(ended, at=time.time())
         self.ended[ended.rank] = ended
         if ended.rank == 0 and ended.answer is not None and not ended.answer.elsewhere:
             self.answer = ended.answer
         self.notices += [line for line in ended.notices if line not in self.notices]
-
-    def measure_clock(self, rank: int, at: float) -> None:
-        """Compare a rank's clock with this process's, by what the rank has just said; the quickest message tells best."""
-        number = rank // self._spec.ranks_per_vm
-        if 0 <= number < self._spec.vms and self._ranks.vms[number].remote:
-            behind = time.monotonic() - at
-            self._clocks[number] = min(self._clocks.get(number, behind), behind)
 
     @property
     def all_done(self) -> bool:
@@ -296,12 +294,11 @@ class Findings:
             first=first,
             vm=self._vm_of(first.rank),
             others=max(0, len(failed) - 1),
-            message=self._left_before(first),
         )
 
     def _after_interrupt(self, failed: list[RankEnded]) -> str:
         """Say who interrupted, and what failed while the cell was finishing: what it would have saved is not."""
-        own = [ended for ended in failed if ended.outcome == "raised" and not failed_in_collective(ended)]
+        own = [ended for ended in failed if ended.outcome == "raised" and not _in_collective(ended)]
         if not own:
             return self.stopped
         first = self._blame(own)
@@ -326,28 +323,16 @@ class Findings:
             why = f": rank 0 {ended.message}" if ended.outcome == "ended" else ""
         return f"no names came back{why}"
 
-    def _left_before(self, first: RankEnded) -> str:
-        """Name the ranks that had ended well when a collective of the first one failed: it may have missed them."""
-        if not failed_in_collective(first):
-            return ""
-        done = [ended for ended in self.ended.values() if ended.outcome == "done"]
-        left = [ended.rank for ended in done if self._when(ended) < self._when(first)]
-        return f"{ranks_in_words(left)} had ended the cell" if left else ""
-
     def _blame(self, failed: list[RankEnded]) -> RankEnded:
         """Return what failed first, among ranks that may have failed because of each other.
 
         The earliest wins, but for a rank that died: its peers' collectives fail at once, while its own death is
         stamped when its agent sees it.
         """
-        earliest = min(failed, key=self._when)
-        until = self._when(earliest) + deadlines.DEATH_IS_THE_CAUSE
-        causes = [ended for ended in failed if ended.outcome == "died" and self._when(ended) <= until]
-        return min(causes, key=self._when) if causes else earliest
-
-    def _when(self, ended: RankEnded) -> float:
-        """Return when a rank ended, by one clock for all VMs."""
-        return ended.at + self._clocks.get(ended.rank // self._spec.ranks_per_vm, 0.0)
+        earliest = min(failed, key=lambda ended: ended.at)
+        until = earliest.at + deadlines.DEATH_IS_THE_CAUSE
+        causes = [ended for ended in failed if ended.outcome == "died" and ended.at <= until]
+        return min(causes, key=lambda ended: ended.at) if causes else earliest
 
     def _vm_of(self, rank: int) -> str:
         return self._ranks.name(rank // self._spec.ranks_per_vm)
@@ -363,7 +348,7 @@ def what_was_lost(verdict: Verdict) -> str:
     return ""
 
 
-def failed_in_collective(ended: RankEnded) -> bool:
+def _in_collective(ended: RankEnded) -> bool:
     """Whether a rank failed where ranks wait for each other, as far as its error tells."""
     in_torch = any("torch/distributed/" in line for line in ended.traceback)
     return in_torch or bool(re.search("gloo|nccl|ProcessGroup", ended.message, re.IGNORECASE))

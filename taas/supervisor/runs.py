@@ -87,7 +87,7 @@ class Run:
             if (data is None or data.ready) and all(vm.up for vm in self.vms):
                 self._start()
             else:
-                self.recorder.note(waiting=next((vm.waiting for vm in vms if not vm.up), ""))
+                self.recorder.note(waiting=next((vm.machine.waiting for vm in vms if not vm.up), ""))
         elif self.state == "running":
             if data is not None:
                 self.recorder.note(waiting=data.waiting)
@@ -135,7 +135,6 @@ class Run:
             case StoreAddress() if self.state == "starting" and job == 0:
                 self.ranks.take_store(said)
             case RankStage():
-                self.found.measure_clock(said.rank, said.at)
                 self.found.started.add(said.rank)
                 if len(self.found.started) == self._spec.world_size and self.state == "starting":
                     if self.data is None or not self.data.vms.elsewhere:  # else one may join at any time
@@ -145,7 +144,6 @@ class Run:
             case Asking() | RanksUse():
                 self.recorder.take(said)
             case RankEnded():
-                self.found.measure_clock(said.rank, said.at)
                 self._rank_ended(said)
             case JobOver():
                 self._vm_done(job, said)
@@ -238,7 +236,6 @@ class Run:
             self.found.interrupted = True
             self.found.stopped = f"stopped from {place}" if place else ""
             self._end_ranks("finishing", "interrupt")
-            self.hangs.watch_finish()
 
     def abandon(self) -> None:
         """Stop as its client is gone: nobody takes its names."""

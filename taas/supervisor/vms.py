@@ -23,7 +23,6 @@ from taas.wire import deadlines
 from taas.wire.clients import Submit
 from taas.wire.framing import Leave, Message
 from taas.wire.poll_loop import WorkThread
-from taas.wording import counted
 
 KEPT = "%kept"  # what a VM with kept ranks has in the place of a run's name
 PLANNER = -1  # the planner's number
@@ -40,7 +39,6 @@ class Vm:
         run: the name of the run that has it; None: it is idle.
         gpus: of this machine, those that the run has.
         until: when it is given back if it is idle still; on this machine never.
-        beside: those that the notebook had when it was asked for.
         group: those that the engine gave together, it among them, in the order of their run.
     """
 
@@ -59,7 +57,6 @@ class Vm:
         self.run: str | None = None
         self.until = float("inf")
         self.group: tuple[Vm, ...] = (self,)
-        self.beside: tuple[Vm, ...] = ()
         self.gpus: tuple[str, ...] = ()
         self._send = send
 
@@ -67,13 +64,6 @@ class Vm:
     def given(self) -> tuple[str, ...]:
         """Its run's GPUs there, as CUDA_VISIBLE_DEVICES names them; none: ranks that need some are rehearsed."""
         return self.gpus if self.machine.gpus is None else self.machine.gpus
-
-    @property
-    def waiting(self) -> str:
-        """What it waits for, in words."""
-        kept = sum(vm.run == KEPT for vm in self.beside)
-        hint = f"; ranks that this notebook keeps have {counted(kept, 'VM')}: %taas release ends them"
-        return self.machine.waiting + (hint if kept else "")
 
     @property
     def up(self) -> bool:
