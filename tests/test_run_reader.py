@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import select
 import threading
 import time
 from collections.abc import Iterable
@@ -45,18 +44,15 @@ def prints(record: RunRecord, text: str, rank: int = 0) -> None:
         file.write(RECORD.pack(0, len(body), 0, 0) + body)
 
 
-def test_who_waits_is_woken_by_output_and_by_the_record(record: RunRecord) -> None:
-    """Also by the first output of a rank that was not there before, and by a new start's."""
+def test_who_looks_finds_output_and_the_record(record: RunRecord) -> None:
+    """Also the first output of a rank that was not there before, and a new start's."""
     with RunReader(record) as reader:
-
-        def woken() -> bool:
-            return bool(select.select([reader], [], [], 30)[0])
 
         def news() -> str:
             found = []
             deadline = time.monotonic() + 30
             while not found and time.monotonic() < deadline:
-                assert woken()
+                reader.wait(30)
                 reader.look()
                 found = reader.read()
             return "".join(item.text for item in found)
@@ -66,7 +62,7 @@ def test_who_waits_is_woken_by_output_and_by_the_record(record: RunRecord) -> No
         prints(record, "second\n")
         assert news() == "second\n"
         change(record, state="running")
-        assert woken() and reader.look().state == "running"
+        assert reader.look(at_once=True).state == "running"
         change(record, restarts=1, losses=("rank 1 died; started again",))
         assert news() == "rank 1 died; started again"
         prints(record, "third\n")

@@ -34,7 +34,6 @@ class Vm:
             kept=KeptProcesses(on, off, self._said.append),
             on=on,
             off=off,
-            grows=lambda _: None,
             say=self._said.append,
             sweep=lambda: None,
         )

@@ -25,7 +25,6 @@ from taas.agent.spares import KeptProcesses, Spares
 from taas.agent.staging import environment
 from taas.delivery.config import read_line
 from taas.engines import AgentConfig
-from taas.runs.events import BLIND_SECONDS, Inotify
 from taas.wire import deadlines
 from taas.wire.agents import AgentHears, JobRequest, StartJob
 from taas.wire.curve import SupervisorLink, make_dealer, set_heartbeat
@@ -39,7 +38,6 @@ class Agent:
 
     Attributes:
         on, off: begin and end to watch a descriptor.
-        grows: tells of a folder in which files grow that are to be sent.
     """
 
     def __init__(self, config: AgentConfig) -> None:
@@ -53,8 +51,6 @@ class Agent:
         self.forkserver = Forkserver(data=config.data, idle=config.idle)
         self.spares = Spares(self.forkserver, self.on, self.off)
         self.kept = KeptProcesses(self.on, self.off, self.say)
-        self._inotify = Inotify()
-        self.grows = self._inotify.add
         self._jobs: dict[tuple[str, int], Job] = {}
         self._supervisor_gone = False
         self.config = config
@@ -70,7 +66,6 @@ class Agent:
         if self._link is not None:
             self._sources.on(self._link.source, partial(self._look_at_link, self._link))
             threading.Thread(target=_die_when_stopped, args=(self._ending,), daemon=True).start()
-        self._sources.on(self._inotify.fileno(), self._inotify.changed)  # each round mirrors what is new
         self.say(Alive())
         try:
             while not self._supervisor_gone:
@@ -101,8 +96,8 @@ class Agent:
         waits = [job.wait() for job in self._jobs.values()]
         if self._link is not None:
             waits.append(self._link.wait())
-        if self._inotify.blind and any(not job.sender.done for job in self._jobs.values()):
-            waits.append(BLIND_SECONDS)
+        if any(not job.sender.done for job in self._jobs.values()):
+            waits.append(deadlines.MIRROR)
         if not self._rank_jobs:
             waits.append(self.spares.wait())
         return min((wait for wait in waits if wait is not None), default=None)

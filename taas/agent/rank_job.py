@@ -91,7 +91,6 @@ class RankJob(Job):
             self.sender.add(self._changes.chunks())
             for number, folder in folders.items():
                 self.sender.add(output_of(number, folder, lambda: self.ended))
-                agent.grows(folder)
         self._work = work = msgspec.structs.replace(work, store=self._open_store())
         self.preparation = preparation_of(work, staged)
         spares, kept = agent.spares, agent.kept

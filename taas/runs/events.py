@@ -7,16 +7,11 @@ do not mix, and a rank that is killed leaves whole ones.
 
 Record: ``<BIQQ`` (kind, bytes of the body, size of stdout file, size of stderr file), then the body: UTF-8 text
 for streams (kinds 0 and 1), of bounded size, else MessagePack.
-
-Who reads is told by inotify(7) that files grew. A user has so many of its watches, and editors may have taken them all:
-who watches has to ask then.
 """
 
 from __future__ import annotations
 
 import codecs
-import contextlib
-import ctypes
 import os
 import re
 import struct
@@ -39,10 +34,6 @@ _BLOCK = 1 << 18
 _LAST_BYTES = 1 << 13, 1 << 20
 """Where the last lines of a rank are looked for: so far from the end of its files, or, before a large display, so far."""
 _MAY_BEGIN = re.compile(rb"(?=[\0-\7].{3}[\0-\2])", re.DOTALL)
-_IN_MODIFY, _IN_MOVED_TO, _IN_CREATE, _IN_IGNORED = 0x2, 0x80, 0x100, 0x8000
-_WANTED = _IN_MODIFY | _IN_MOVED_TO | _IN_CREATE
-BLIND_SECONDS = 0.1
-_EVENT = struct.Struct("iIII")
 
 
 class Output(NamedTuple):
@@ -268,45 +259,3 @@ def last_written(folder: Path, count: int) -> tuple[list[str], dict[str, Any]] |
         events.close()
     lines = [line.rstrip("\r").rpartition("\r")[2].rstrip() for line in text.split("\n")]
     return [line for line in lines if line][-count:], drawn
-
-
-class Inotify:
-    """Watches folders. If it is ``blind``, the system has no watch left for some of them: look every :data:`BLIND_SECONDS`."""
-
-    def __init__(self) -> None:
-        self._libc = ctypes.CDLL(None, use_errno=True)
-        self._fd = self._libc.inotify_init1(os.O_CLOEXEC | os.O_NONBLOCK)
-        self.blind = self._fd < 0
-        if self.blind:
-            self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # never readable
-        self._folders: dict[int, Path] = {}
-
-    def fileno(self) -> int:
-        """Return the descriptor that becomes readable."""
-        return int(self._fd)
-
-    def add(self, folder: Path) -> None:
-        """Watch a folder."""
-        watch = self._libc.inotify_add_watch(self._fd, os.fsencode(folder), _WANTED)
-        if watch < 0:
-            self.blind = True
-        else:
-            self._folders[watch] = folder
-
-    def changed(self) -> set[Path]:
-        """Return the folders in which something was written since the last call."""
-        found, data, offset = set[Path](), b"", 0
-        with contextlib.suppress(BlockingIOError):
-            data = os.read(self._fd, 1 << 16)
-        while offset < len(data):
-            watch, mask, _, length = _EVENT.unpack_from(data, offset)
-            offset += _EVENT.size + length
-            if mask & _IN_IGNORED:  # the folder is gone, and its watch with it
-                self._folders.pop(watch, None)
-            elif watch in self._folders:
-                found.add(self._folders[watch])
-        return found
-
-    def close(self) -> None:
-        """Stop watching."""
-        os.close(self._fd)

@@ -8,6 +8,7 @@ LOCK_AGAIN = 0.01  # nothing tells that a lock is free but to try it again
 CLOCK_GRAIN = 0.02  # so roughly processor time is counted; who waits may use that, and a share of its time:
 TURN = 0.02  # for the supervisor to tell agents something; then it hears others
 IDLE_SHARE = 0.05  # of a second in each second: a store, for one, looks again and again
+MIRROR = 0.05  # between two looks at what processes on another host have written
 STACKS_LOOK = 0.05  # between two looks whether a rank has written its stacks
 ENDINGS_LOOK = 0.1  # between two looks which rank is out of time
 ASK_AGAIN = 0.1  # until a rank's main thread is asked again for what its agent wants of it
