@@ -137,10 +137,8 @@ class Engine(Protocol):
     remote: bool
     here: str
 
-    def start(
-        self, demand: Demand, configs: Sequence[AgentConfig], lost: Sequence[Machine] = ()
-    ) -> Sequence[Machine]:
-        """Start an agent for each configuration, on a VM each, in the places of ``lost`` ones, if there are any.
+    def start(self, demand: Demand, configs: Sequence[AgentConfig]) -> Sequence[Machine]:
+        """Start an agent for each configuration, on a VM each.
 
         Raises:
             EngineError: they cannot be had.
