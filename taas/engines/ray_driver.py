@@ -50,7 +50,6 @@ class _Vm:
     def __init__(self, number: int, config: AgentConfig) -> None:
         self.number, self.config = number, config
         self.actor: Any = None
-        self.serves = False
         self.released = False
         self.gone = threading.Event()
 
@@ -59,14 +58,12 @@ class _Vm:
         if self.released:
             return
         self.released = True
-        if self.actor is not None and self.serves:
+        if self.actor is not None:
             with contextlib.suppress(RayError):
                 self.actor.end.remote()
             timer = threading.Timer(_PARTING_SECONDS, self.kill)
             timer.daemon = True
             timer.start()
-        else:
-            self.kill()
 
     def kill(self) -> None:
         """End its actor; the agent reads end-of-file then."""
@@ -153,16 +150,9 @@ class Group:
         how, error = "lost", "RunLost"
         try:
             vm.actor = self._start_actor(place)
-            seen = ray.get(vm.actor.look.remote())
-            differing = versions.differing_versions(seen["versions"], versions.versions())
-            host = seen["host"]
-            if differing:
-                how, error = f"{differing} (node {host})", "VersionMismatch"
-            elif not vm.released:
-                vm.serves = True
-                self._report(VmReport(vm.number, "there", host=host, gpus=tuple(seen["gpus"])))
-                log = ray.get(vm.actor.serve.remote(msgspec.json.encode(vm.config)))
-                how = f"ended by itself; its log says: {log}" if log else "ended"
+            self._report(VmReport(vm.number, "waiting", "its agent"))
+            line = msgspec.json.encode(vm.config)
+            how, error = ray.get(vm.actor.serve.remote(line, versions.versions()))
         except ActorUnavailableError:
             how = "lost: Ray's connection to its node broke"
         except RayActorError as lost:

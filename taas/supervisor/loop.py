@@ -28,7 +28,7 @@ from taas.supervisor.recorder import Recorder
 from taas.supervisor.runs import Run
 from taas.supervisor.vms import Vm, choosing
 from taas.wire import deadlines
-from taas.wire.agents import AgentSays, KeptGone
+from taas.wire.agents import AgentSays, AgentUp, KeptGone
 from taas.wire.clients import (
     ClientSays,
     Prepare,
@@ -41,7 +41,7 @@ from taas.wire.clients import (
     SupervisorConfig,
 )
 from taas.wire.curve import make_short_folder
-from taas.wire.framing import Alive, Message, MessageReader
+from taas.wire.framing import Message, MessageReader
 from taas.wire.poll_loop import PollLoop, WorkThread, raise_limit
 from taas.wire.ranks import Answer
 
@@ -301,7 +301,8 @@ class Supervisor:
     def _look_after(self) -> None:
         """Let nobody wait for who is out of reach, or does not end what it has to."""
         for vm in self._fleet.beat():
-            self._lose_vm(vm, f"lost: {vm.machine.place} does not answer any more")
+            why = f" ({vm.machine.ending})" if vm.machine.ending else ""
+            self._lose_vm(vm, f"lost: {vm.place} does not answer any more{why}")
         for run in list(self._runs.values()):
             for vm in run.overdue:
                 vm.kill()
@@ -309,8 +310,8 @@ class Supervisor:
 
     def _hear_agent(self, vm: Vm, message: AgentSays) -> None:
         run = self._runs.get(vm.run or "")
-        if isinstance(message, Alive):
-            vm.answered = True
+        if isinstance(message, AgentUp):
+            vm.take(message)
             if run is not None:
                 run.look_at_machines()
         elif isinstance(message, KeptGone):

@@ -53,7 +53,7 @@ class RankJobs:
         if len(self.vms) == 1 and not self.vms[0].remote:
             return ""
         name = f"{self._submit.cell.spec.instance or 'vm'}-{number}"
-        place = self.vms[number].machine.place
+        place = self.vms[number].place
         return f"{name} ({place})" if place else name
 
     def loss(self, number: int, how: str) -> str:
@@ -80,7 +80,7 @@ class RankJobs:
     def device_in_words(self) -> str:
         """Say what the ranks run on, where only the engine knew; else nothing."""
         spec = self._submit.cell.spec
-        if self.vms[0].machine.gpus is None or not spec.gpus_per_rank:
+        if not self.vms[0].remote or not spec.gpus_per_rank:
             return ""
         count = sum(len(vm.given) for vm in self.vms)
         if not count:
@@ -94,7 +94,7 @@ class RankJobs:
             self.take_store(self.store, start=0)
             return
         alone = len(self.vms) == 1  # its store need not be reached from anywhere else
-        host = LOOPBACK if alone else self.vms[0].machine.host
+        host = LOOPBACK if alone else self.vms[0].host
         self._start(0, StoreAddress(host, secrets.token_bytes(32)))
 
     def take_store(self, store: StoreAddress, start: int = 1) -> None:
@@ -115,7 +115,7 @@ class RankJobs:
             gpus=vm.given,
             delivery=None if self._delivery is None else self._delivery(number),
             restart_count=self._run.restarts,
-            host=vm.machine.host,
+            host=vm.host,
             continues=self.continues,
         )
         order = StartJob(

@@ -204,7 +204,8 @@ class Run:
         if number in self.ranks.done and not held:
             return
         if self.found.lost is None:
-            self.found.lost, self.found.error = self.ranks.loss(number, how), vm.machine.error
+            self.found.lost = self.ranks.loss(number, how)
+            self.found.error = RunLost.__name__ if vm.up else vm.machine.error
         self.ranks.done.add(number)
         self.transfer.lose(number)
         self.worker.do(partial(self._project_sync.lose, number))

@@ -20,6 +20,7 @@ from taas.errors import EngineError, NotEnoughDevices
 from taas.runs.places import runtime_folder
 from taas.runs.records import RunRecord, read_records
 from taas.wire import deadlines
+from taas.wire.agents import AgentUp
 from taas.wire.clients import Submit
 from taas.wire.framing import Leave, Message
 from taas.wire.poll_loop import WorkThread
@@ -36,6 +37,7 @@ class Vm:
     Attributes:
         data: it is elsewhere, and for data workers.
         unfit: its agent could not do what it was told: a cleaner may have removed its folder.
+        up: whether its agent is there, and has said what the VM has: ``host``, ``place`` and GPUs.
         run: the name of the run that has it; None: it is idle.
         gpus: of this machine, those that the run has.
         until: when it is given back if it is idle still; on this machine never.
@@ -53,7 +55,9 @@ class Vm:
         data: bool = False,
     ) -> None:
         self.machine, self.key, self.demand, self.remote, self.data = machine, key, demand, remote, data
-        self.answered = self.unfit = self.gone = False
+        self.up = self.unfit = self.gone = False
+        self.host = self.place = ""
+        self._own_gpus: tuple[str, ...] = ()
         self.run: str | None = None
         self.until = float("inf")
         self.group: tuple[Vm, ...] = (self,)
@@ -63,12 +67,12 @@ class Vm:
     @property
     def given(self) -> tuple[str, ...]:
         """Its run's GPUs there, as CUDA_VISIBLE_DEVICES names them; none: ranks that need some are rehearsed."""
-        return self.gpus if self.machine.gpus is None else self.machine.gpus
+        return self._own_gpus if self.remote else self.gpus
 
-    @property
-    def up(self) -> bool:
-        """Whether its agent is there, and the engine has said where, and with which GPUs: they come by different ways."""
-        return self.answered and bool(self.machine.host)
+    def take(self, said: AgentUp) -> None:
+        """Take in what its agent says of it."""
+        self.up, self.host, self._own_gpus = True, said.host, said.gpus
+        self.place = f"node {said.node}" if said.node else ""
 
     def send(self, message: Message) -> None:
         """Tell its agent, if it is there."""
@@ -202,7 +206,7 @@ class DataVms:
 
     def name(self, number: int) -> str:
         """Return what messages call a data VM."""
-        place = number in self._all and self._all[number].machine.place
+        place = number in self._all and self._all[number].place
         return f"data VM {number} ({place})" if place else f"data VM {number}"
 
     def lose(self, number: int) -> None:
