@@ -10,7 +10,6 @@ import contextlib
 import multiprocessing
 import os
 import signal
-import sys
 from collections.abc import Callable
 from multiprocessing import forkserver as _mp
 from multiprocessing.connection import wait
@@ -74,12 +73,6 @@ def read_at_import(environ: dict[str, str]) -> dict[str, str]:
     return {name: value for name, value in environ.items() if name.startswith(_READ_AT_IMPORT)}
 
 
-def _installed() -> tuple[tuple[str, int], ...]:
-    """Change times of the folders that packages are installed into: pip renames folders in them."""
-    folders = [Path(entry) for entry in sys.path if "site-packages" in entry or "dist-packages" in entry]
-    return tuple((str(folder), folder.stat().st_mtime_ns) for folder in folders if folder.is_dir())
-
-
 def _ends(pid: int | None, seconds: float) -> bool:
     """Whether a process is gone, or is so within a time; one that cannot be looked at is taken to be there."""
     if pid is None:
@@ -109,7 +102,6 @@ class _MadeFor(NamedTuple):
     """What a forkserver has at its start, and keeps."""
 
     environ: dict[str, str]
-    installed: tuple[tuple[str, int], ...]
     rehearsed: bool
 
 
@@ -119,7 +111,7 @@ class Forkserver:
     def __init__(self, *, data: bool = False, idle: bool = False) -> None:
         self._data, self._idle = data, idle
         self._server = _mp._forkserver
-        self._made_for = _MadeFor(read_at_import(dict(os.environ)), _installed(), not visible_gpus())
+        self._made_for = _MadeFor(read_at_import(dict(os.environ)), not visible_gpus())
         self._run = ""
 
     @property
@@ -155,7 +147,7 @@ class Forkserver:
                     os.setpriority(os.PRIO_PROCESS, int(thread.name), 0)
 
     def fit(self, run: str, environ: dict[str, str], *, rehearsed: int | None, held: bool = False) -> bool:
-        """Make sure that it runs with the notebook's environment, today's packages, and GPUs or none.
+        """Make sure that it runs with the notebook's environment, and GPUs or none.
 
         A restart costs the import of torch, some seconds; it happens only after such a change, and before the
         run's first process: a run keeps the forkserver it began with, as do ranks that were kept (``held``). None for
@@ -165,7 +157,7 @@ class Forkserver:
         keep = held or (run and run == self._run)
         self._run = run
         rehearsed = self._made_for.rehearsed if rehearsed is None else bool(rehearsed)
-        wanted = _MadeFor(read_at_import(environ), _installed(), rehearsed)
+        wanted = _MadeFor(read_at_import(environ), rehearsed)
         changed = not keep and wanted != self._made_for
         if changed:
             for name in self._made_for.environ.keys() - wanted.environ.keys():

@@ -70,15 +70,6 @@ def _cell(file: str, preface: Preface) -> int | None:
     return int(running[1]) if running else preface.cells.get(file)
 
 
-def _catches(pid: int) -> bool:
-    """Whether a process has a handler for the signal: it would be ended by it otherwise."""
-    with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-            if line.startswith("SigCgt:"):
-                return bool(int(line.split()[1], 16) >> (SIGNAL - 1) & 1)
-    return False
-
-
 class Look:
     """One look at the ranks of a run, by their numbers; ``folder`` has their output."""
 
@@ -93,9 +84,11 @@ class Look:
                 self._ask(rank, process)
 
     def _ask(self, rank: int, process: RankProcess) -> None:
-        if process.gone or not _catches(process.pid) or _status(process) in (psutil.STATUS_STOPPED, "gone"):
+        if process.gone or _status(process) in (psutil.STATUS_STOPPED, "gone"):
             return
-        with contextlib.suppress(OSError, msgspec.MsgspecError):  # it is not that far yet
+        with contextlib.suppress(
+            OSError, msgspec.MsgspecError
+        ):  # its file says that it has a handler for the signal
             asked = _StackQuery(self._folder / str(rank) / STACKS)
             os.kill(process.pid, SIGNAL)  # its agent has not buried it: the id is still its own
             self._asked[rank] = asked

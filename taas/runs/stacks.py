@@ -173,10 +173,10 @@ def answer_requests(folder: Path, cells: dict[str, int]) -> None:
     """From now on write this process's stacks into the folder at each signal, and at a fatal one; no more into another."""
     global _fd
     before, _fd = _fd, os.open(folder / STACKS, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-    preface = Preface(threading.main_thread().ident or 0, cells)
-    with contextlib.suppress(OSError):  # a full disk: nobody sees where this rank stands, and its cell runs
-        os.write(_fd, msgspec.json.encode(preface) + b"\n")
     faulthandler.enable(file=_fd, all_threads=True)
     faulthandler.register(SIGNAL, file=_fd, all_threads=True, chain=False)
+    preface = Preface(threading.main_thread().ident or 0, cells)
+    with contextlib.suppress(OSError):  # a full disk: nobody sees where this rank stands, and its cell runs
+        os.write(_fd, msgspec.json.encode(preface) + b"\n")  # from now on it may be asked
     if before >= 0:
         os.close(before)

@@ -88,7 +88,6 @@ class Supervisor:
                 # who was given back may have GPUs until it is gone
                 while self._submits and not self._worker.pending:
                     self._submit(*self._submits.pop(0))
-                self._control.flush(deadlines.TURN)
         finally:
             _end(self._control, self._fleet)
 
@@ -97,8 +96,6 @@ class Supervisor:
         return [*(run.hangs for run in self._runs.values()), self._kept, self._fleet]
 
     def _wait(self) -> float | None:
-        if self._control.outgoing:
-            return 0.0
         waits = [wait for timed in self._timed if (wait := timed.wait()) is not None]
         if self._runs:
             waits.append(deadlines.LATE_LOOK)

@@ -206,6 +206,7 @@ class RankJobs:
 # ---------------------------------------------------------------- what is known of them, and the verdict that follows
 
 _FAILED = ("raised", "exited", "died")
+_LOST = ("died", "orphaned", "ended")
 
 
 class Findings:
@@ -313,15 +314,9 @@ class Findings:
         if self.answer is not None:
             return "rank 0's names came back as they stood"
         ended = self.ended.get(0)
-        if 0 not in self.started:
-            why = ": rank 0 had not begun the cell"
-        elif ended is None:
-            why = ": rank 0 was lost"
-        elif ended.outcome in ("died", "orphaned"):
-            why = f": rank 0 was {ended.message}" if ended.message.startswith("killed") else ": rank 0 died"
-        else:
-            why = f": rank 0 {ended.message}" if ended.outcome == "ended" else ""
-        return f"no names came back{why}"
+        if ended is None or ended.outcome not in _LOST:
+            return "no names came back"
+        return f"no names came back: rank 0 {ended.message}"
 
     def _blame(self, failed: list[RankEnded]) -> RankEnded:
         """Return what failed first, among ranks that may have failed because of each other.

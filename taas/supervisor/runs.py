@@ -208,7 +208,6 @@ class Run:
             self.found.error = RunLost.__name__ if vm.up else vm.machine.error
         self.ranks.done.add(number)
         self.transfer.lose(number)
-        self.worker.do(partial(self._project_sync.lose, number))
         self.hangs.lose_vm(number)
         self.end()
         if self.found.all_done:  # it was lost when its ranks had said so, and before it did

@@ -7,11 +7,11 @@ lost one has the next number.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator, Sequence
+
+from filelock import FileLock, Timeout
 
 from taas.agent.forkserver import read_at_import
 from taas.engines import Demand, Machine
@@ -111,26 +111,14 @@ def choosing(gpus: tuple[str, ...]) -> Iterator[None]:
     if not gpus:
         yield
         return
-    with (runtime_folder("locks") / "gpus").open("ab") as lock:
-        until = time.monotonic() + deadlines.CHOOSE_GPUS
-        while not _taken(lock.fileno()):
-            if time.monotonic() > until:
-                raise EngineError(
-                    f"another notebook has been choosing among this machine's GPUs for {deadlines.CHOOSE_GPUS:.0f} s: its "
-                    "supervisor may be stopped. Run the cell again; `%taas status` shows who has GPUs."
-                )
-            time.sleep(deadlines.LOCK_AGAIN)  # nothing tells of a lock that is free but to have it
-        yield
-
-
-def _taken(lock: int) -> bool:
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:  # a file system without locks
-        return True
-    return True
+        with FileLock(runtime_folder("locks") / "gpus", timeout=deadlines.CHOOSE_GPUS):
+            yield
+    except Timeout:
+        raise EngineError(
+            f"another notebook has been choosing among this machine's GPUs for {deadlines.CHOOSE_GPUS:.0f} s: its "
+            "supervisor may be stopped. Run the cell again; `%taas status` shows who has GPUs."
+        ) from None
 
 
 def share_gpus(

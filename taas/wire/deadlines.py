@@ -4,14 +4,13 @@ Who waits for somebody waits longer than that one has: what an agent does at a r
 takes it for stuck, and this before the person at the keyboard takes the supervisor for it.
 """
 
-LOCK_AGAIN = 0.01  # nothing tells that a lock is free but to try it again
 CLOCK_GRAIN = 0.02  # so roughly processor time is counted; who waits may use that, and a share of its time:
-TURN = 0.02  # for the supervisor to tell agents something; then it hears others
 IDLE_SHARE = 0.05  # of a second in each second: a store, for one, looks again and again
 MIRROR = 0.05  # between two looks at what processes on another host have written
 STACKS_LOOK = 0.05  # between two looks whether a rank has written its stacks
 ENDINGS_LOOK = 0.1  # between two looks which rank is out of time
 ASK_AGAIN = 0.1  # until a rank's main thread is asked again for what its agent wants of it
+SPARES_APART = 0.1  # from one spare to the next: they are made beside what the user does
 SPARES_REST = 0.1  # after a run; first comes what follows it at once: the next cell, or the end of everything
 STILL = 0.2  # of sleep in C code: such a main thread changes no names, and they are packed beside it
 HANG_LOOK_SHORTEST = 0.25  # between two looks whether a run makes progress, at least
