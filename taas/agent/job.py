@@ -166,10 +166,6 @@ class Job:
                 notices = () if self._staging is None else tuple(self._staging.project.notices)
                 self._say(JobOver(how=self._how or "", notices=notices, kept=kept))
 
-    def wait(self) -> float | None:
-        """Return the seconds until :meth:`step` has something to do, if nothing is heard; None: never."""
-        return None
-
     def close(self) -> None:
         """Give back what it held; its processes are gone, or are ended with the agent's."""
         if self._staging is not None:

@@ -93,16 +93,12 @@ class Look:
             os.kill(process.pid, SIGNAL)  # its agent has not buried it: the id is still its own
             self._asked[rank] = asked
 
-    def wait(self) -> float:
-        """Return the seconds until :meth:`result` is worth another call."""
-        return max(0.0, self._next - time.monotonic())
-
     def result(self) -> tuple[RankSeen, ...] | None:
         """Return what was seen; None as long as answers are on their way."""
-        if self.wait() > 0:
+        now = time.monotonic()
+        if now < self._next:
             return None
-        self._next = time.monotonic() + deadlines.STACKS_LOOK
-        late = time.monotonic() >= self._deadline
+        self._next, late = now + deadlines.TICK, now >= self._deadline
         answered = [asked.answered() for asked in self._asked.values()]  # each notes its size
         if not late and not all(answered):
             return None
@@ -137,9 +133,10 @@ class RankUsage:
         self._told: tuple[RankUse, ...] = ()
         self._gpus = gpus
 
-    def wait(self) -> float:
-        """Return the seconds until the next look."""
-        return max(0.0, self._next - time.monotonic())
+    @property
+    def due(self) -> bool:
+        """Whether it is time for the next look."""
+        return time.monotonic() >= self._next
 
     def look(self, ranks: Iterable[Rank]) -> tuple[RankUse, ...]:
         """Return what is to be told of them; nothing where that was told before."""

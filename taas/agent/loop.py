@@ -96,13 +96,9 @@ class Agent:
         return [job for job in self._jobs.values() if isinstance(job, RankJob)]
 
     def _wait(self) -> float | None:
-        waits = [job.wait() for job in self._jobs.values()]
+        waits = [deadlines.TICK if self._jobs else self.spares.wait()]
         if self._link is not None:
             waits.append(self._link.wait())
-        if any(not job.sender.done for job in self._jobs.values()):
-            waits.append(deadlines.MIRROR)
-        if not self._rank_jobs:
-            waits.append(self.spares.wait())
         return min((wait for wait in waits if wait is not None), default=None)
 
     def say(self, message: Message) -> None:

@@ -110,10 +110,6 @@ class Ending:
         if self._how is None or _PATIENCE.index(how) < _PATIENCE.index(self._how):
             self._how, self._began = how, time.monotonic()
 
-    def wait(self) -> float | None:
-        """Return the seconds until :meth:`step` may have something to do; None: it has not."""
-        return None if self._how is None else deadlines.ENDINGS_LOOK
-
     def step(self, ranks: list[Rank]) -> None:
         """Do what is due to ranks whose processes are there."""
         if self._how is None:

@@ -62,7 +62,7 @@ def plain_form(kind: str, arguments: dict[str, Any]) -> str:
     return "" if kind in ("clear", "comm") else arguments["data"].get("text/plain", "") + "\n"
 
 
-def size_of(file: Path | int) -> int:
+def size_of(file: Path) -> int:
     """Return the size of a file; 0 where there is none."""
     try:  # called for each rank again and again
         return os.stat(file).st_size  # noqa: PTH116
@@ -71,28 +71,21 @@ def size_of(file: Path | int) -> int:
 
 
 class _Growing:
-    """A file that grows, read from where the last read ended; open once there is something in it."""
+    """A file that grows, read from where the last read ended."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._fd = -1
         self.offset = 0
 
     def size(self) -> int:
-        return size_of(self._fd if self._fd >= 0 else self._path)
+        return size_of(self._path)
 
     def peek(self, count: int, ahead: int = 0) -> bytes:
         """Return up to ``count`` bytes, leaving them unread."""
         if self.size() <= self.offset:
             return b""
-        if self._fd < 0:
-            self._fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
-        return os.pread(self._fd, count, self.offset + ahead)
-
-    def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        with self._path.open("rb", buffering=0) as file:
+            return os.pread(file.fileno(), count, self.offset + ahead)
 
 
 class RankEvents:
@@ -225,11 +218,6 @@ class RankEvents:
             file.offset = max(known, size - _LAST_BYTES[0])
         return True
 
-    def close(self) -> None:
-        """Close the files."""
-        for file in (self._events, *self._raw):
-            file.close()
-
 
 def _is_chain(block: bytes, at: int, sizes: Sequence[int]) -> bool:
     """Whether records begin there and follow each other to the end; the raw files have these sizes."""
@@ -247,15 +235,12 @@ def last_written(folder: Path, count: int) -> tuple[list[str], dict[str, Any]] |
     None: they cannot be told just now.
     """
     events, text, drawn = RankEvents(folder), "", dict[str, Any]()
-    try:
-        if not events.skip():
-            return None
-        while found := events.read():
-            for item in found:
-                arguments = read_arguments(item.body) if item.body else {}
-                text += plain_form(item.kind, arguments) if item.body else item.text
-                drawn = arguments.get("data", drawn)
-    finally:
-        events.close()
+    if not events.skip():
+        return None
+    while found := events.read():
+        for item in found:
+            arguments = read_arguments(item.body) if item.body else {}
+            text += plain_form(item.kind, arguments) if item.body else item.text
+            drawn = arguments.get("data", drawn)
     lines = [line.rstrip("\r").rpartition("\r")[2].rstrip() for line in text.split("\n")]
     return [line for line in lines if line][-count:], drawn

@@ -85,14 +85,9 @@ class RunReader:
                     return found
             if self._start >= self.record.restarts:
                 return []
-            self._close_files()
             self._open(self._start + 1)
             if note := "".join(self.record.losses[self._start - 1 : self._start]):
                 return [Output(0, "note", note)]
-
-    def _close_files(self) -> None:
-        for file in self._files.values():
-            file.close()
 
     def end(self, record: RunRecord) -> None:
         """Take the supervisor's word that the run is over, with its last record, which a full disk may lack."""
@@ -101,19 +96,8 @@ class RunReader:
     def skip(self) -> bool:
         """Leave what was not read yet in the files; returns whether it was to be read until now."""
         wanted = bool(self._files)
-        self._close_files()
         self._files, self._start = {}, self.record.restarts
         return wanted
-
-    def close(self) -> None:
-        """Close everything."""
-        self._close_files()
-
-    def __enter__(self) -> RunReader:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def finish(record: RunRecord) -> None:

@@ -228,13 +228,6 @@ class Fleet:
             vm for vm in idle if vm.unfit or (vm.remote and (now >= vm.until or id(vm.group) in torn))
         )
 
-    def wait(self) -> float | None:
-        """Return the seconds until :meth:`step` has something to do; None: it has not."""
-        until = min((vm.until for vm in self._idle), default=float("inf"))
-        if any(vm.remote for vm in self._of):
-            until = min(until, self._next_beat)
-        return None if until == float("inf") else max(0.0, until - time.monotonic())
-
     def release_idle(self) -> int:
         """Give back the VMs that no run uses; returns how many."""
         return self.give_back(self._idle)
@@ -333,10 +326,6 @@ class KeptRanks:
             self.end(how)
         elif run is not None and run.state == "over":
             run.ranks.lost = how
-
-    def wait(self) -> float | None:
-        """Return the seconds until :meth:`step` has something to do; None: it has not."""
-        return None if self._run is None else max(0.0, self._until - time.monotonic())
 
     def step(self) -> None:
         """End those that no cell has come for."""

@@ -49,14 +49,9 @@ class HangWatch:
         self._ended: set[int] = set()
         self._suspicious = False
 
-    def wait(self) -> float | None:
-        """Return the seconds until :meth:`step` has something to do."""
-        looks = self._run.state == "running"
-        return max(0.0, self._next - time.monotonic()) if looks else None
-
     def step(self) -> None:
         """Look, if it is time; a look on its way is waited for, if that is not too long."""
-        if self.wait() == 0.0:
+        if self._run.state == "running" and time.monotonic() >= self._next:
             if self._missing and time.monotonic() < self._looked_at + deadlines.HANG_LOOK_OVERDUE:
                 self._next = time.monotonic() + self._period
             else:

@@ -23,7 +23,6 @@ from taas.runs.places import ProcessMark, crash_report
 from taas.runs.records import make_room, read_records
 from taas.supervisor.connections import ControlSocket, hold_folder, remove_folders_left
 from taas.supervisor.fleet import Fleet, KeptRanks
-from taas.supervisor.hangs import HangWatch
 from taas.supervisor.recorder import Recorder
 from taas.supervisor.runs import Run
 from taas.supervisor.vms import Vm, choosing
@@ -79,9 +78,11 @@ class Supervisor:
             self._fleet.warm_up(idle=self._config.idle)
         try:
             while not self._kernel_gone or self._in_background:
-                self._sources.step(self._wait())
-                for timed in self._timed:
-                    timed.step()
+                self._sources.step(deadlines.TICK_OF_RUNS if self._runs else 1.0)
+                for run in self._runs.values():
+                    run.hangs.step()
+                self._kept.step()
+                self._fleet.step()
                 self._look_after()
                 self._conclude_runs()
                 self._release()
@@ -90,16 +91,6 @@ class Supervisor:
                     self._submit(*self._submits.pop(0))
         finally:
             _end(self._control, self._fleet)
-
-    @property
-    def _timed(self) -> list[HangWatch | KeptRanks | Fleet]:
-        return [*(run.hangs for run in self._runs.values()), self._kept, self._fleet]
-
-    def _wait(self) -> float | None:
-        waits = [wait for timed in self._timed if (wait := timed.wait()) is not None]
-        if self._runs:
-            waits.append(deadlines.LATE_LOOK)
-        return min(waits, default=None)
 
     def _hear(self) -> None:
         for key, route, data in self._control.receive():
