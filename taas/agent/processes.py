@@ -77,11 +77,7 @@ class RankProcess(ForkedProcess):
     def __init__(self, preparation: Preparation) -> None:
         self._connection, its = socket_pair()
         with its:
-            try:
-                super().__init__(fork(_be_rank, its, preparation))
-            except BaseException:
-                self.disconnect()
-                raise
+            super().__init__(fork(_be_rank, its, preparation))
 
     @property
     def source(self) -> int:

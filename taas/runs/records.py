@@ -79,7 +79,7 @@ class RunRecord(Verdict, kw_only=True):
         gpus: the GPUs it has, as CUDA_VISIBLE_DEVICES names them.
         state: ``acquiring``, ``starting``, ``running``, ``finishing`` (interrupted: the cell's own ``except`` and
             ``finally`` run), ``ending`` or ``over``.
-        waiting: what it waits for while it is ``acquiring``, or while it has lost its last data VM.
+        waiting: what it waits for while it is ``acquiring``.
         submitted, ended: seconds since the epoch, 0 before.
         losses: what was lost before each new start, a line for the user each.
         notices: lines for the user.

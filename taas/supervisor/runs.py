@@ -85,11 +85,8 @@ class Run:
                 self._start()
             else:
                 self.recorder.note(waiting=next((vm.machine.waiting for vm in vms if not vm.up), ""))
-        elif self.state == "running":
-            if data is not None:
-                self.recorder.note(waiting=data.waiting)
-            if notice := self.ranks.notice:
-                self.interrupt(notice)
+        elif self.state == "running" and (notice := self.ranks.notice):
+            self.interrupt(notice)
 
     def _start(self) -> None:
         if lack := self.ranks.lack_of_gpus():
