@@ -17,7 +17,7 @@ from taas.agent.processes import fork
 
 _linux.set_parent_death_signal(signal.SIGKILL)
 os.setsid()
-server = Forkserver(data=True)
+server = Forkserver()
 server.start()
 print(server.pid, fork(signal.raise_signal, signal.SIGSTOP).pid, flush=True)
 signal.pause()

@@ -15,7 +15,6 @@ from multiprocessing import forkserver as _mp
 from multiprocessing.connection import wait
 from typing import Any, NamedTuple
 
-from taas.engines.local import visible_gpus
 from taas.wire import deadlines
 from taas.wire.poll_loop import as_found
 
@@ -45,18 +44,6 @@ PRELOAD = (
     "IPython.utils.wildcard",
     "ipykernel.zmqshell",  # tqdm.auto draws a widget where this is imported
 )
-DATA_PRELOAD = (
-    "torch",
-    "torch.utils.data",
-    "numpy.random",
-    "threadpoolctl",
-    "multiprocessing.popen_fork",
-    "taas.agent.job",
-    "taas.delivery.worker_pool",
-    "taas.delivery.planner",
-    "taas.rank.lifeline",
-)
-"""What a data VM needs: it is up in half the time of one for ranks."""
 _FIRST, _LAST = "taas.agent.import_first", "taas.rank.preloaded"
 _REHEARSED = "taas.rehearsal.ahead"
 _IDLY = "TAAS_IMPORT_IDLY"
@@ -107,10 +94,10 @@ class _MadeFor(NamedTuple):
 class Forkserver:
     """multiprocessing's one forkserver of this process, started again when it went or is out of date."""
 
-    def __init__(self, *, data: bool = False, idle: bool = False) -> None:
-        self._data, self._idle = data, idle
+    def __init__(self, *, rehearsed: bool = True, idle: bool = False) -> None:
+        self._idle = idle
         self._server = _mp._forkserver
-        self._made_for = _MadeFor(read_at_import(dict(os.environ)), not visible_gpus())
+        self._made_for = _MadeFor(read_at_import(dict(os.environ)), rehearsed)
         self._run = ""
 
     @property
@@ -130,7 +117,7 @@ class Forkserver:
     def start(self) -> None:
         """Start it, if it does not run."""
         ahead = (_REHEARSED,) if self._made_for.rehearsed else ()
-        preload = [*DATA_PRELOAD] if self._data else [*PRELOAD, *ahead, _LAST]
+        preload = [*PRELOAD, *ahead, _LAST]
         os.environ[_IDLY] = ",".join(preload) if self._idle else ""
         self._server.set_forkserver_preload([_FIRST, *preload])
         with as_found():

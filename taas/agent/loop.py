@@ -49,7 +49,8 @@ class Agent:
         self._sources = PollLoop()
         self._read = MessageReader(AgentHears)
         self.on, self.off = self._sources.on, self._sources.off
-        self.forkserver = Forkserver(data=config.data, idle=config.idle)
+        needs_gpus = bool(config.demand.gpus) or not config.remote
+        self.forkserver = Forkserver(rehearsed=needs_gpus and not visible_gpus(), idle=config.idle)
         self.spares = Spares(self.forkserver, self.on, self.off)
         self.kept = KeptProcesses(self.on, self.off, self.say)
         self._jobs: dict[tuple[str, int], Job] = {}

@@ -71,7 +71,6 @@ class AgentConfig(msgspec.Struct, frozen=True, tag=True):
             ``host`` and ``node``.
         server_key, public_key, secret_key: CURVE keys in Z85.
         scratch: a folder that the agent may fill; it goes with the agent.
-        data: a data VM: data workers run there, and no ranks.
         idle: nobody waits for it yet: libraries are imported at a low priority until there is an order.
         remote: the supervisor may be on another host: nothing is read through /proc, and the wire beats.
         environ: of a remote VM, the environment that programs have there; CUDA_VISIBLE_DEVICES names the GPUs it was given.
@@ -85,7 +84,6 @@ class AgentConfig(msgspec.Struct, frozen=True, tag=True):
     public_key: str
     secret_key: str
     scratch: str
-    data: bool = False
     idle: bool = False
     remote: bool = False
     environ: dict[str, str] = {}

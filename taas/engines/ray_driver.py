@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 import ray
-from ray.exceptions import ActorUnavailableError, RayActorError, RayError
+from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -86,7 +86,6 @@ class Group:
     def run(self) -> None:
         """Get the VMs, and serve until all of them are gone; a thread's."""
         try:
-            self._place(_nodes())
             self._wait()
         except Exception as error:
             why_not = str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
@@ -96,28 +95,19 @@ class Group:
         for place, vm in enumerate(self.vms):
             threading.Thread(target=self._serve, args=(vm, place), daemon=True).start()
 
-    def _place(self, nodes: list[dict[str, float]]) -> None:
-        if self._placement is not None:
-            remove_placement_group(self._placement)
-        self._wanted = bundle(self._demand, nodes)
-        self._placement = placement_group([self._wanted] * len(self.vms), strategy="STRICT_SPREAD")
-
     def _wait(self) -> None:
-        """Wait until all bundles of the placement group have nodes.
+        """Ask for a placement group, and wait until all its bundles have nodes.
 
         Raises:
             EngineError: the cluster does not give them.
         """
-        deadline = time.monotonic() + self._demand.wait
-        said = ""
-        assert self._placement is not None
+        deadline, said = time.monotonic() + self._demand.wait, ""
+        self._wanted = bundle(self._demand, _nodes())
+        self._placement = placement_group([self._wanted] * len(self.vms), strategy="STRICT_SPREAD")
         while not self._placement.wait(_LOOK_SECONDS):
             if all(vm.released for vm in self.vms):
                 raise EngineError("given back")
-            nodes = _nodes()
-            if bundle(self._demand, nodes) != self._wanted:  # nodes came, with GPUs or without
-                self._place(nodes)
-            missing = what_is_missing(self._wanted, len(self.vms), nodes, ray.available_resources())
+            missing = what_is_missing(self._wanted, len(self.vms), _nodes(), ray.available_resources())
             if time.monotonic() > deadline:
                 raise EngineError(
                     f"the Ray cluster did not give what the run asks for within {self._demand.wait:g} s "
@@ -153,12 +143,8 @@ class Group:
             self._report(VmReport(vm.number, "waiting", "its agent"))
             line = msgspec.json.encode(vm.config)
             how, error = ray.get(vm.actor.serve.remote(line, versions.versions()))
-        except ActorUnavailableError:
-            how = "lost: Ray's connection to its node broke"
-        except RayActorError as lost:
+        except Exception as lost:
             how = f"lost: {first_line(lost)}"
-        except Exception as broken:
-            how = f"lost: {type(broken).__name__}: {broken}"
         self._gone(vm, how, error)
 
     def _gone(self, vm: _Vm, how: str, error: str) -> None:

@@ -106,7 +106,6 @@ class Fleet:
                 public_key=public.decode(),
                 secret_key=secret.decode(),
                 scratch=str(self._scratch / f"{'data' if data else 'agent'}-{number}"),
-                data=data,
                 idle=idle,
                 remote=engine.remote,
                 demand=demand,

@@ -171,24 +171,19 @@ class DataVms:
         self.by_number = dict(enumerate(vms))
         self.started: dict[int, Vm] = {}
         self.elsewhere = any(vm.remote for vm in vms)
-        self.here, self._another, self._planner = here, another, planner
+        self.here, self._another, self.planner = here, another, planner
         self._all = dict(self.by_number)
         self.most = (1 + _REPLACEMENTS) * len(vms)
 
-    @property
-    def rehearse(self) -> bool:
-        """Whether ranks on this machine have no GPU."""
-        return not self._planner.gpus
-
     def startable(self) -> Iterator[tuple[int, Vm]]:
         """Give the numbers that have no data process yet, on VMs that are up."""
-        for number, vm in ((PLANNER, self._planner), *self.by_number.items()):
+        for number, vm in ((PLANNER, self.planner), *self.by_number.items()):
             if vm.up and not vm.gone and number not in self.started:
                 yield number, vm
 
     def of(self, vm: Vm) -> list[int]:
         """Return the numbers that a VM has."""
-        planner = [PLANNER] if vm is self._planner else []
+        planner = [PLANNER] if vm is self.planner else []
         return planner + [number for number, mine in self.by_number.items() if mine is vm]
 
     def name(self, number: int) -> str:
