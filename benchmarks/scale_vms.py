@@ -45,6 +45,9 @@ class Vm:
     def fileno(self) -> int:
         return self._gone
 
+    def want(self) -> None:
+        """It was started at once."""
+
     def how_it_ended(self) -> str:
         return "lost"
 

@@ -65,6 +65,9 @@ class Vm:
         """Nobody says when it is gone."""
         return self._gone
 
+    def want(self) -> None:
+        """It was started at once."""
+
     def how_it_ended(self) -> str:
         """Nothing is known."""
         return "lost"

@@ -245,7 +245,7 @@ def test_another_shape_is_refused(notebook: Notebook) -> None:
     assert "have another number (2) than this cell asks for (3)" in ran.evalue
     assert "%taas release" in ran.evalue
     ran = notebook.run(KEEP.rstrip() + " --rank-writes deny\nprint(1)")
-    assert "another rank_writes (discard) than this cell asks for (deny)" in ran.evalue
+    assert "another --rank-writes (discard) than this cell asks for (deny)" in ran.evalue
     assert notebook.good("#pragma taas --gpus 2\nimport os\nprint(os.getpid())").own.strip() not in first
     assert [str(pid) for pid in pids_of(notebook)] == first.split()
 

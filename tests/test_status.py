@@ -205,6 +205,10 @@ def test_a_run_of_another_machine_is_left_alone(make: Make) -> None:
     )
     assert all_connections() == []
     assert path.exists()
+    month = 31 * 24 * 3600
+    os.utime(path, (path.stat().st_mtime - month,) * 2)
+    assert all_connections() == []
+    assert not path.exists()
 
 
 def test_old_runs_make_room(make: Make) -> None:

@@ -13,6 +13,7 @@ import signal
 from collections.abc import Callable
 from multiprocessing import forkserver as _mp
 from multiprocessing.connection import wait
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from taas.wire import deadlines
@@ -124,6 +125,14 @@ class Forkserver:
             self._server.ensure_running()
         del os.environ[_IDLY]
 
+    def _hurry(self) -> None:
+        """Somebody waits for it now: let it import as fast as it can, where this user may raise a priority again."""
+        idle, self._idle = self._idle, False
+        if idle and self.pid is not None:
+            for thread in Path(f"/proc/{self.pid}/task").glob("*"):
+                with contextlib.suppress(PermissionError, ProcessLookupError):
+                    os.setpriority(os.PRIO_PROCESS, int(thread.name), 0)
+
     def fit(self, run: str, environ: dict[str, str], *, rehearsed: int | None, held: bool = False) -> bool:
         """Make sure that it runs with the notebook's environment, and GPUs or none.
 
@@ -131,6 +140,7 @@ class Forkserver:
         run's first process: a run keeps the forkserver it began with, as do ranks that were kept (``held``). None for
         ``rehearsed`` leaves that as it is. Returns whether it was ended for that, and with it all that was forked from it.
         """
+        self._hurry()
         keep = held or (run and run == self._run)
         self._run = run
         rehearsed = self._made_for.rehearsed if rehearsed is None else bool(rehearsed)

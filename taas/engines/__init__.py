@@ -48,6 +48,7 @@ class Demand(msgspec.Struct, frozen=True):
         environ: the notebook's variables that libraries read when they are imported, for VMs that do not have
             them from the notebook's machine.
         changed: names of variables that the notebook itself set, changed or removed.
+        later: a cluster is asked for it when somebody says so (:meth:`Machine.want`): first its data are made ready.
     """
 
     instance: str | None = None
@@ -56,6 +57,7 @@ class Demand(msgspec.Struct, frozen=True):
     wait: float = 600.0
     environ: dict[str, str] = {}
     changed: tuple[str, ...] = ()
+    later: bool = False
 
     @property
     def shape(self) -> tuple[str | None, int, bool]:
@@ -109,6 +111,9 @@ class Machine(Protocol):
 
     def fileno(self) -> int:
         """Return a descriptor that becomes readable when the VM's agent is gone."""
+
+    def want(self) -> None:
+        """Ask for it now, where its demand said ``later``. Twice is harmless."""
 
     def how_it_ended(self) -> str:
         """Say what became of the agent, such as ``killed by SIGKILL``; it is gone."""

@@ -108,6 +108,10 @@ class DrivenMachine:
         """Return the reading end of a pipe that is written to when the VM is gone."""
         return self._gone
 
+    def want(self) -> None:
+        """Have the cluster asked for it, if it was not."""
+        self._engine.want(self.number)
+
     def take(self, report: VmReport) -> None:
         """Take in how it stands."""
         if report.state == "waiting":
@@ -150,6 +154,7 @@ class DrivenEngine:
         self._count = 0
         self._endpoint = self.here = self._why = ""
         self._asks: list[Acquire] = []  # that the cluster does not know yet
+        self._wanted: set[int] = set()
         self._reached = False
         self._driver: Child | None = None
         self._leaving: list[Child] = []
@@ -180,6 +185,7 @@ class DrivenEngine:
         if self._driver is None:
             self._start_driver(demand.wait if self._reached else 0.0)
         waiting = f"{self.cluster} to be back" if self._reached and not self._endpoint else self.cluster
+        waiting = "the first elements of its loaders" if demand.later else waiting
         numbers = range(self._count, self._count + len(configs))
         machines = {number: DrivenMachine(number, self, waiting) for number in numbers}
         self._count += len(machines)
@@ -188,12 +194,18 @@ class DrivenEngine:
         self._ask()
         return [*machines.values()]
 
+    def want(self, number: int) -> None:
+        """Ask for a VM now, and for those that were asked for with it."""
+        self._wanted.add(number)
+        self._ask()
+
     def _ask(self) -> None:
-        """Ask for what is wanted, if the cluster is reached."""
-        while self._endpoint and self._asks:
-            ask = self._asks.pop(0)
-            configs = [msgspec.structs.replace(config, endpoint=self._endpoint) for config in ask.configs]
-            self._tell(msgspec.structs.replace(ask, configs=tuple(configs)))
+        """Ask for what is wanted by now, if the cluster is reached."""
+        for ask in [*self._asks]:
+            if self._endpoint and (not ask.demand.later or self._wanted.intersection(ask.machines)):
+                self._asks.remove(ask)
+                configs = [msgspec.structs.replace(config, endpoint=self._endpoint) for config in ask.configs]
+                self._tell(msgspec.structs.replace(ask, configs=tuple(configs)))
 
     def _tell(self, ask: Asks) -> None:
         if self._driver is not None:

@@ -62,6 +62,9 @@ class LocalMachine:
         """Return the agent's pidfd."""
         return self._pidfd
 
+    def want(self) -> None:
+        """It was started at once."""
+
     def how_it_ended(self) -> str:
         """Return the signal or the status the agent ended with, and the error that it wrote last."""
         code = self._agent.process.wait()

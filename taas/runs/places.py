@@ -9,6 +9,7 @@ import contextlib
 import mmap
 import os
 import socket
+import time
 from pathlib import Path
 
 import msgspec
@@ -19,6 +20,7 @@ from taas.errors import EngineError
 from taas.wording import size_in_words
 
 _ROOM = 1 << 18  # bytes of a run's record, sockets and first output, or of its semaphores
+_FORGOTTEN_SECONDS = 30 * 24 * 3600.0  # after that, what a process of another machine left is left behind
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 where the system makes semaphores
 
 
@@ -118,6 +120,12 @@ class ProcessMark(msgspec.Struct, frozen=True):
     def elsewhere(self) -> bool:
         """Whether it is a process of another machine or container, which cannot be looked up here."""
         return self.host not in ("", socket.gethostname())
+
+    def has_left(self, file: Path) -> bool:
+        """Whether it is gone for good, and with it the use of a file that it wrote."""
+        if self.elsewhere:
+            return time.time() - file.stat().st_mtime > _FORGOTTEN_SECONDS
+        return not self.lives
 
 
 def _boot() -> str:

@@ -60,7 +60,7 @@ def all_connections() -> list[Connection]:
             connection = msgspec.json.decode(path.read_bytes(), type=Connection)
             if connection.supervisor.lives:
                 found.append(connection)
-            elif not connection.supervisor.elsewhere:
+            elif connection.supervisor.has_left(path):
                 path.unlink(missing_ok=True)
     return found
 

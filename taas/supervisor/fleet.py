@@ -33,6 +33,7 @@ _OF_ONE_CELL = (
     "collect", "data_vms", "hang_timeout", "keep", "name", "notify", "output", "post_mortem", "prebuffer", "returned", "uneven", "units",
 )  # fmt: skip
 """Fields of a header that may be others in each cell."""
+_IN_WORDS = {"world_size": "number", "instance": "instance type", "project": "project folder"}
 
 
 class Fleet:
@@ -135,7 +136,7 @@ class Fleet:
         if had and not lost:
             return [*had]
         spec = submit.cell.spec
-        demand = demand_of(submit, spec.instance, spec.gpus_per_vm)
+        demand = demand_of(submit, spec.instance, spec.gpus_per_vm, later=submit.delivery is not None)
         gpus = () if spec.rehearse else submit.gpus
         return self._lease(self.prepare(submit.engine), run, demand, spec.vms, gpus)
 
@@ -334,10 +335,12 @@ class KeptRanks:
 
 def _check_alike(run: Run, submit: Submit) -> None:
     mine, asked = _lasting(run.submit), _lasting(submit)
-    if other := [name for name in mine if mine[name] != asked[name]]:
+    other = next((name for name in mine if mine[name] != asked[name]), None)
+    if other is not None:
+        what = _IN_WORDS.get(other, f"--{other.replace('_', '-')}")
         raise EngineError(
             f"--keep: {counted(run.submit.cell.spec.world_size, 'rank')} of this notebook, kept since {run.name}, have another "
-            f"{other[0]} ({mine[other[0]]}) than this cell asks for ({asked[other[0]]}). Type the header that made "
+            f"{what} ({_said(mine[other])}) than this cell asks for ({_said(asked[other])}). Type the header that made "
             "them, or %taas release, which ends them."
         )
 
@@ -346,8 +349,12 @@ def _lasting(submit: Submit) -> dict[str, object]:
     """Return what two cells must have in common to run in the same ranks."""
     fields = [field.name for field in dataclasses.fields(RunSpec) if field.name not in _OF_ONE_CELL]
     return {
-        "number": submit.cell.spec.world_size,
+        "world_size": submit.cell.spec.world_size,
         **{name: getattr(submit.cell.spec, name) for name in fields},
         "engine": f"{submit.engine.kind} {submit.engine.address}".rstrip(),
         "project": submit.workspace.project,
     }
+
+
+def _said(value: object) -> str:
+    return "none" if value in (None, (), "") else str(value)

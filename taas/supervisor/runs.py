@@ -80,6 +80,9 @@ class Run:
         if data is not None:
             data.start_data_processes()
         if self.state == "acquiring":
+            if data is not None and data.ready:
+                for vm in self.vms:
+                    vm.machine.want()
             vms = [*(() if data is None else data.vms.by_number.values()), *self.vms]
             if (data is None or data.ready) and all(vm.up for vm in self.vms):
                 self._start()

@@ -92,8 +92,8 @@ class Vm:
             worker.do(self.machine.reap)
 
 
-def demand_of(submit: Submit, instance: str | None, gpus: int = 0) -> Demand:
-    """Return what each VM of a run has to have: to be of an instance type, with so many GPUs."""
+def demand_of(submit: Submit, instance: str | None, gpus: int = 0, *, later: bool = False) -> Demand:
+    """Return what each VM of a run has to have: to be of an instance type, with so many GPUs; ``later`` as an engine has it."""
     return Demand(
         instance,
         gpus,
@@ -101,6 +101,7 @@ def demand_of(submit: Submit, instance: str | None, gpus: int = 0) -> Demand:
         submit.engine.wait,
         read_at_import(submit.workspace.environ),
         submit.workspace.changed,
+        later,
     )
 
 
