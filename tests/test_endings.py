@@ -102,7 +102,7 @@ def test_an_interrupt_that_comes_when_the_cell_has_just_ended(notebook: Notebook
 
 @pytest.mark.parametrize("library", ["CDLL", "PyDLL"])
 def test_an_interrupt_waits_for_c_code_that_takes_its_time(notebook: Notebook, library: str) -> None:
-    """``except`` runs, and groups are whole. Also of code that holds the GIL."""
+    """The line says what it is in; ``except`` runs, and groups are whole. Also of code that holds the GIL."""
     with (notebook.folder / "spin").open("w+b") as file:
         file.truncate(4)
         lock = ctypes.byref(ctypes.c_int.from_buffer(mmap.mmap(file.fileno(), 4)))
@@ -122,7 +122,9 @@ def test_an_interrupt_waits_for_c_code_that_takes_its_time(notebook: Notebook, l
         begun = [rank.cpu_times().user for rank in ranks]
         until(lambda: any(r.cpu_times().user > b + 0.2 for r, b in zip(ranks, begun, strict=True)))
         notebook.interrupt()
-        notebook.wait_for_line("press again to end it")
+        notebook.wait_for_line(
+            f"press again to end it (rank 0: cell line 13: ctypes.{library}(None).pthread_spin"
+        )
     finally:
         ctypes.CDLL(None).pthread_spin_unlock(lock)
     ran = notebook.end()
