@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from taas.engines import AgentConfig, Demand, EngineChoice
+from taas.engines import AgentConfig, Demand, EngineChoice, Machine
 
 ENVIRON = {"TAAS_ENGINE": "ray 127.0.0.1:1"}
 """For a notebook whose cells run there."""
@@ -92,7 +92,9 @@ class Engine:
         self._listen = listen
         self._vms: list[Vm] = []
 
-    def start(self, demand: Demand, configs: Sequence[AgentConfig]) -> Sequence[Vm]:
+    def start(
+        self, demand: Demand, configs: Sequence[AgentConfig], lost: Sequence[Machine] = ()
+    ) -> Sequence[Vm]:
         """Start them."""
         there = {"endpoint": self._listen(self.here), "environ": dict(os.environ)}
         started = [Vm(msgspec.structs.replace(config, **there)) for config in configs]

@@ -575,13 +575,13 @@ def test_node_killed(cluster: RayCluster, book: Notebook) -> None:
 
 
 def test_head_lost_and_restarted(cluster: RayCluster, book: Notebook) -> None:
-    """No rank outlives its head; the run waits for it, and starts again."""
+    """A head that is lost is named, and no rank outlives it; the run waits for it, and starts again."""
     book.start(_TWO_LIVES)
     book.wait_for("life 1", 240)
     until((book.folder / "checkpoint.pt").exists)
     cluster.head.kill()
     told = book.wait_for("started again", _NAMED_SECONDS)
-    assert "this notebook's Ray driver ended" in told.stdout
+    assert f"the head of the Ray cluster at {cluster.address}" in told.stdout
     assert cluster.rid_of_taas(60, actors=False)
     book.wait_for_line(f"waiting for the Ray cluster at {cluster.address} to be back")
     for node in cluster.nodes:

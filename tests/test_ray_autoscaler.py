@@ -64,7 +64,11 @@ def test_nodes_come_for_a_cell_and_go(autoscaled: AutoscaledCluster, book: Noteb
     The cell's line says what is awaited. They are given back by `%taas release`, and the autoscaler takes them back.
     """
     lines = _trains_as_here(book)
-    said = (r"waiting for 1 node with c1\.4 1; the cluster has 1 node", r"waiting for 2 nodes with .*g2\.8 1")
+    said = (
+        r"waiting for 1 node with c1\.4 1; the cluster has 1 node",
+        r"Ray's autoscaler starts \d c1\.4",
+        r"waiting for 2 nodes with .*g2\.8 1.*Ray's autoscaler starts \d g2\.8",
+    )
     when = [next((at for at, line in enumerate(lines) if re.search(what, line)), -1) for what in said]
     assert -1 not in when and when == sorted(when), (when, lines)
     assert " given back" in book.good("%taas release").stdout
@@ -81,10 +85,22 @@ def test_three_nodes_that_are_up_train_as_this_machine_does(cluster: RayCluster,
         book.close()
 
 
+def test_what_can_never_come_fails_at_once(book: Notebook) -> None:
+    """With what the autoscaler says, and what the cluster has."""
+    for header, asked in (
+        ("#!g2.4\n#pragma taas --gpus 4", "g2.4 1"),
+        ("#!g2.8\n#pragma taas --gpus 32", "4 nodes"),
+    ):
+        ran = book.run(f"{header}\nprint('never')")
+        assert ran.ename == "EngineError", ran
+        assert "no available node types of Ray's autoscaler, within its limits" in ran.evalue
+        assert asked in ran.evalue
+
+
 def test_an_interrupt_withdraws_the_demand(autoscaled: AutoscaledCluster, book: Notebook) -> None:
     """Nodes that were on their way go again, with nobody's cell on them."""
     book.start(NEXT)
-    book.wait_for_line("waiting for 2 nodes with")
+    book.wait_for_line("Ray's autoscaler starts 2 g2.8")
     book.interrupt()
     assert book.end().ename == "KeyboardInterrupt"
     autoscaled.wait_until_none_is_left()

@@ -132,6 +132,12 @@ def test_the_table_shows_live_runs_and_the_last_that_ended(make: Make) -> None:
     assert "delivered" not in lines[0]  # a column that nobody needs
 
 
+def test_the_history_has_a_curve(make: Make) -> None:
+    """Of how busy the ranks were, the last look at them holding until the next one."""
+    make(state="over", outcome="done", ended=1060.0, curve=(0, 5, 50, 100, 180))
+    assert "  1 min 00 s  ▁▁▄██  " in tables.history(read_records(), 1070.0).text
+
+
 def _of_nobody(_: list[RunRecord]) -> list[RunRecord]:
     return []
 

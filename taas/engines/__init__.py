@@ -133,8 +133,10 @@ class Engine(Protocol):
     remote: bool
     here: str
 
-    def start(self, demand: Demand, configs: Sequence[AgentConfig]) -> Sequence[Machine]:
-        """Start an agent for each configuration, on a VM each.
+    def start(
+        self, demand: Demand, configs: Sequence[AgentConfig], lost: Sequence[Machine] = ()
+    ) -> Sequence[Machine]:
+        """Start an agent for each configuration, on a VM each, in the places of ``lost`` ones, if there are any.
 
         Raises:
             EngineError: they cannot be had.

@@ -16,7 +16,7 @@ from typing import Literal
 import msgspec
 
 from taas.config import Catalog
-from taas.engines import AgentConfig, Demand
+from taas.engines import AgentConfig, Demand, Machine
 from taas.wire.framing import Message
 from taas.wire.poll_loop import Child
 
@@ -24,11 +24,12 @@ from taas.wire.poll_loop import Child
 
 
 class Acquire(Message, frozen=True):
-    """Get VMs of these numbers, each on a node of its own."""
+    """Get VMs of these numbers, each on a node of its own, in the places of those that are ``lost``, if there are any."""
 
     machines: tuple[int, ...]
     demand: Demand
     configs: tuple[AgentConfig, ...]
+    lost: tuple[int, ...] = ()
 
 
 class ReleaseVm(Message, frozen=True):
@@ -180,7 +181,9 @@ class DrivenEngine:
         drivers = [*self._leaving, *([] if self._driver is None else [self._driver])]
         return [driver.process.pid for driver in drivers if driver.process.poll() is None]
 
-    def start(self, demand: Demand, configs: Sequence[AgentConfig]) -> Sequence[DrivenMachine]:
+    def start(
+        self, demand: Demand, configs: Sequence[AgentConfig], lost: Sequence[Machine] = ()
+    ) -> Sequence[DrivenMachine]:
         """Ask the cluster for VMs; a driver that went is replaced, a cluster that was there is waited for."""
         if self._driver is None:
             self._start_driver(demand.wait if self._reached else 0.0)
@@ -190,7 +193,8 @@ class DrivenEngine:
         machines = {number: DrivenMachine(number, self, waiting) for number in numbers}
         self._count += len(machines)
         self._machines |= machines
-        self._asks.append(Acquire(tuple(machines), demand, tuple(configs)))
+        places = tuple(machine.number for machine in lost if isinstance(machine, DrivenMachine))
+        self._asks.append(Acquire(tuple(machines), demand, tuple(configs), places))
         self._ask()
         return [*machines.values()]
 
@@ -242,6 +246,8 @@ class DrivenEngine:
         if report.host:
             self._endpoint, self.here, self._reached = self._listen(report.host), report.host, True
             self._ask()
+        elif self._endpoint:
+            self._why = f"lost: {report.why_not}"
         else:
             self._why = f"{self.cluster} cannot be reached: {report.why_not}. {self.advice}"
 

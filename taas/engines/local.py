@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 
-from taas.engines import AgentConfig, Demand
+from taas.engines import AgentConfig, Demand, Machine
 from taas.errors import EngineError, NotEnoughDevices
 from taas.header.options import RunSpec
 from taas.wire.framing import LOOPBACK
@@ -102,7 +102,9 @@ class LocalEngine:
     def __init__(self) -> None:
         self._machines: list[LocalMachine] = []
 
-    def start(self, demand: Demand, configs: Sequence[AgentConfig]) -> Sequence[LocalMachine]:
+    def start(
+        self, demand: Demand, configs: Sequence[AgentConfig], lost: Sequence[Machine] = ()
+    ) -> Sequence[LocalMachine]:
         """Start agents."""
         started = [LocalMachine(config) for config in configs]
         self._machines += started

@@ -84,23 +84,30 @@ def _in_words(resources: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {amount:g}" for name, amount in sorted(resources.items())) or "nothing"
 
 
+def count_fitting(wanted: Mapping[str, float], nodes: list[dict[str, float]]) -> int:
+    """Return how many nodes have what is asked of each, free or not."""
+    return sum(all(node.get(name, 0) >= amount for name, amount in wanted.items()) for node in nodes)
+
+
 def what_is_missing(
     wanted: dict[str, float],
     count: int,
     nodes: list[dict[str, float]],
     free: Mapping[str, float],
+    does: str = "",
 ) -> str:
     """Say what is asked of each of so many nodes, what the living ones have, and what has to happen.
 
-    ``free`` is that of the whole cluster.
+    ``free`` is that of the whole cluster; ``does`` is what an autoscaler does about it, if there is one.
     """
     asked = f"{counted(count, 'node')} with {_in_words(wanted)}"
     counted_names = {name for node in nodes for name in node if not name.startswith(_UNCOUNTED)}
     total = {name: sum(node.get(name, 0.0) for node in nodes) for name in counted_names}
     has = f"the cluster has {counted(len(nodes), 'node')} with {_in_words(total)} in all"
-    fitting = sum(all(node.get(name, 0) >= amount for name, amount in wanted.items()) for node in nodes)
+    fitting = count_fitting(wanted, nodes)
     if fitting >= count:
         scarce = min(wanted, key=lambda name: free.get(name, 0.0) / wanted[name])
-        return f"{asked}; {has}, of {scarce} {free.get(scarce, 0.0):g} free: other runs or jobs have the rest"
+        why = does or "other runs or jobs have the rest"
+        return f"{asked}; {has}, of {scarce} {free.get(scarce, 0.0):g} free: {why}"
     name = next((name for name in wanted if name not in ("GPU", "CPU")), "taas")
-    return f"{asked}; {has}, {fitting} like that: {_HOW_TO_BRING % name}"
+    return f"{asked}; {has}, {fitting} like that: {does or _HOW_TO_BRING % name}"

@@ -14,31 +14,63 @@ import socket
 import sys
 import threading
 import time
+from collections import Counter
 from typing import Any
 
 import msgspec
 import ray
-from ray.exceptions import RayError
+import ray._raylet
+from ray.core.generated import autoscaler_pb2
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from taas.engines import AgentConfig, ray_vm, versions
+from taas.engines import AgentConfig, Demand, ray_vm, versions
 from taas.engines.driven import Acquire, Asks, ClusterReport, Reporter, VmReport
-from taas.engines.ray import bundle, what_is_missing
+from taas.engines.ray import bundle, count_fitting, what_is_missing
 from taas.errors import EngineError
 from taas.wire import curve
 from taas.wording import first_line
 
 _LOOK_SECONDS = 1.0
 _PARTING_SECONDS = 8.0
+_UNNOTICED_SECONDS = 60.0
+"""So long may Ray take to notice that a node is lost; until then it places actors there."""
 _ATTEMPT_SECONDS, _PAUSE_SECONDS = 3.0, 0.5
+_ASK_EVERY_SECONDS, _ANSWER_SECONDS = 1.5, 3.0
+_SILENCE_SECONDS = 9.0
+"""How long a head may be silent before it is given up."""
 _RAYS_PATIENCE = "RAY_gcs_rpc_server_reconnect_timeout_s"
-"""Ray's own variable: so many seconds may its head be away, before Ray ends this process."""
-_SILENCE_SECONDS = 9
+"""Ray's own variable: who sets it has a head that may be away for so long, and keeps what it knew."""
+_NEVER = "no available node types of Ray's autoscaler, within its limits, can fulfill the placement group"
+_raylet: Any = ray._raylet
+_messages: Any = autoscaler_pb2
 
 
 def _nodes() -> list[dict[str, float]]:
     return [node["Resources"] for node in ray.nodes() if node["Alive"]]
+
+
+def _autoscaler_plans(group: str) -> tuple[bool, str]:
+    """Ask whether Ray's autoscaler will never make nodes for a placement group, and what it does, in words.
+
+    That is autoscaler v2, KubeRay's and the one that ``RAY_enable_autoscaler_v2=1`` chooses; of v1 nothing is known. The
+    report is Ray's own (``src/ray/protobuf/autoscaler.proto``), and no public function of Ray has all of it.
+    """
+    reply = _messages.GetClusterStatusReply()
+    client = _raylet.GcsClient(address=ray.get_runtime_context().gcs_address)
+    with contextlib.suppress(RayError):  # whether the head is there, another thread watches
+        reply.ParseFromString(client.get_cluster_status(timeout_s=_ANSWER_SECONDS))
+    state = reply.autoscaling_state
+    coming = Counter(one.ray_node_type_name for one in state.pending_instances)
+    for asked in state.pending_instance_requests:
+        coming[asked.ray_node_type_name] += asked.count
+    does = [f"Ray's autoscaler starts {count} {kind}" for kind, count in sorted(coming.items())]
+    does += [
+        f"it did not get {one.ray_node_type_name}: {one.reason}" for one in state.failed_instance_requests
+    ]
+    never = any(group in one.details for one in state.infeasible_gang_resource_requests)
+    return never, "; ".join(does)
 
 
 # ---------------------------------------------------------------- VMs
@@ -50,20 +82,21 @@ class _Vm:
     def __init__(self, number: int, config: AgentConfig) -> None:
         self.number, self.config = number, config
         self.actor: Any = None
+        self.serves = False
         self.released = False
         self.gone = threading.Event()
 
     def release(self) -> None:
-        """Have its agent end, and take the node from it when it does not. Twice is harmless."""
-        if self.released:
-            return
+        """Have its agent end, and take the node from it when it does not."""
         self.released = True
-        if self.actor is not None:
+        if self.actor is not None and self.serves:
             with contextlib.suppress(RayError):
                 self.actor.end.remote()
             timer = threading.Timer(_PARTING_SECONDS, self.kill)
             timer.daemon = True
             timer.start()
+        else:
+            self.kill()
 
     def kill(self) -> None:
         """End its actor; the agent reads end-of-file then."""
@@ -72,42 +105,87 @@ class _Vm:
                 ray.kill(self.actor)
 
 
+def _wait_until_gone(vms: list[_Vm]) -> None:
+    deadline = time.monotonic() + _PARTING_SECONDS
+    for vm in vms:
+        vm.gone.wait(max(0.0, deadline - time.monotonic()))
+
+
 class Group:
     """VMs that were asked for together: a placement group, and an actor in each of its bundles."""
 
-    def __init__(self, ask: Acquire, report: Reporter) -> None:
-        self.vms = [_Vm(number, config) for number, config in zip(ask.machines, ask.configs, strict=True)]
-        self._demand, self._report = ask.demand, report
+    def __init__(self, demand: Demand, report: Reporter) -> None:
+        self._demand, self._report = demand, report
+        self._bundles: dict[int, int] = {}
         self._placement: PlacementGroup | None = None
         self._wanted: dict[str, float] = {}
-        self._left = len(self.vms)
+        self._left = 0
         self._lock = threading.Lock()
 
-    def run(self) -> None:
-        """Get the VMs, and serve until all of them are gone; a thread's."""
+    def take(self, ask: Acquire) -> list[_Vm]:
+        """Return what is to be had by :meth:`run`: a new group's VMs, or such as take the places of lost ones.
+
+        Those must be this group's, and others of it there still; else nothing is returned. Ray moves a bundle whose
+        node is lost to another node by itself, and no other group could have that node.
+        """
+        with self._lock:
+            if not self._bundles:
+                places = list(range(len(ask.machines)))
+            elif ask.lost and self._left and self._bundles.keys() >= set(ask.lost):
+                places = [self._bundles[number] for number in ask.lost]
+            else:
+                return []
+            self._bundles |= dict(zip(ask.machines, places, strict=True))
+            self._left += len(places)
+        return [_Vm(number, config) for number, config in zip(ask.machines, ask.configs, strict=True)]
+
+    @property
+    def over(self) -> bool:
+        """Whether all its VMs are gone."""
+        return not self._left
+
+    def run(self, vms: list[_Vm], leaving: list[_Vm]) -> None:
+        """Get VMs, as soon as those that are leaving are gone, and serve until all of them are; a thread's."""
+        _wait_until_gone(leaving)
         try:
-            self._wait()
+            if self._placement is None:
+                self._place(_nodes(), len(vms))
+                self._wait(vms, new=True)
+            else:
+                self._wait(vms)
         except Exception as error:
             why_not = str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
-            for vm in self.vms:
+            for vm in vms:
                 self._gone(vm, why_not, "EngineError")
             return
-        for place, vm in enumerate(self.vms):
-            threading.Thread(target=self._serve, args=(vm, place), daemon=True).start()
+        for vm in vms:
+            threading.Thread(target=self._serve, args=(vm,), daemon=True).start()
 
-    def _wait(self) -> None:
-        """Ask for a placement group, and wait until all its bundles have nodes.
+    def _place(self, nodes: list[dict[str, float]], count: int) -> None:
+        self._wanted = bundle(self._demand, nodes)
+        self._placement = placement_group([self._wanted] * count, strategy="STRICT_SPREAD")
+
+    def _wait(self, vms: list[_Vm], *, new: bool = False) -> None:
+        """Wait until all bundles of the placement group have nodes.
 
         Raises:
             EngineError: the cluster does not give them.
         """
-        deadline, said = time.monotonic() + self._demand.wait, ""
-        self._wanted = bundle(self._demand, _nodes())
-        self._placement = placement_group([self._wanted] * len(self.vms), strategy="STRICT_SPREAD")
+        deadline = time.monotonic() + self._demand.wait
+        said = ""
+        assert self._placement is not None
         while not self._placement.wait(_LOOK_SECONDS):
-            if all(vm.released for vm in self.vms):
+            if all(vm.released for vm in vms):
                 raise EngineError("given back")
-            missing = what_is_missing(self._wanted, len(self.vms), _nodes(), ray.available_resources())
+            nodes = _nodes()
+            if new and bundle(self._demand, nodes) != self._wanted:  # nodes came, with GPUs or without
+                remove_placement_group(self._placement)
+                self._place(nodes, len(vms))
+            size = len(set(self._bundles.values()))
+            never, does = _autoscaler_plans(self._placement.id.hex())
+            missing = what_is_missing(self._wanted, size, nodes, ray.available_resources(), does)
+            if never and not count_fitting(self._wanted, nodes):  # else one may be free some time
+                raise EngineError(f"{_NEVER}: {missing}")
             if time.monotonic() > deadline:
                 raise EngineError(
                     f"the Ray cluster did not give what the run asks for within {self._demand.wait:g} s "
@@ -115,10 +193,10 @@ class Group:
                 )
             if missing != said:
                 said = missing
-                for vm in self.vms:
+                for vm in vms:
                     self._report(VmReport(vm.number, "waiting", missing))
 
-    def _start_actor(self, place: int) -> Any:
+    def _start_actor(self, vm: _Vm) -> Any:
         assert self._placement is not None
         wanted = self._wanted
         others = {name: amount for name, amount in wanted.items() if name not in ("GPU", "CPU")}
@@ -130,21 +208,53 @@ class Group:
                 resources=others,
                 max_concurrency=4,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
-                    self._placement, placement_group_bundle_index=place
+                    self._placement, placement_group_bundle_index=self._bundles[vm.number]
                 ),
             )
             .remote()
         )
 
-    def _serve(self, vm: _Vm, place: int) -> None:
+    def _come(self, vm: _Vm) -> None:
+        """Start a VM's actor; again, where its node is lost and Ray finds out only now.
+
+        Raises:
+            EngineError: the cluster does not give it.
+            RayActorError: it was lost.
+        """
+        until = time.monotonic() + _UNNOTICED_SECONDS
+        while True:
+            vm.actor = self._start_actor(vm)
+            ready = vm.actor.__ray_ready__.remote()
+            try:
+                while not ray.wait([ready], timeout=_LOOK_SECONDS)[0]:
+                    self._wait([vm])
+                ray.get(ready)
+            except RayActorError:
+                if vm.released or time.monotonic() > until:
+                    raise
+                vm.kill()
+                time.sleep(_LOOK_SECONDS)
+                self._wait([vm])
+            else:
+                return
+
+    def _serve(self, vm: _Vm) -> None:
         how, error = "lost", "RunLost"
         try:
-            vm.actor = self._start_actor(place)
-            self._report(VmReport(vm.number, "waiting", "its agent"))
-            line = msgspec.json.encode(vm.config)
-            how, error = ray.get(vm.actor.serve.remote(line, versions.versions()))
-        except Exception as lost:
+            self._come(vm)
+            if not vm.released:
+                vm.serves = True
+                self._report(VmReport(vm.number, "waiting", "its agent"))
+                line = msgspec.json.encode(vm.config)
+                how, error = ray.get(vm.actor.serve.remote(line, versions.versions()))
+        except EngineError as why_not:
+            how, error = str(why_not), "EngineError"
+        except ActorUnavailableError:
+            how = "lost: Ray's connection to its node broke"
+        except RayActorError as lost:
             how = f"lost: {first_line(lost)}"
+        except Exception as broken:
+            how = f"lost: {type(broken).__name__}: {broken}"
         self._gone(vm, how, error)
 
     def _gone(self, vm: _Vm, how: str, error: str) -> None:
@@ -162,23 +272,46 @@ class Group:
 # ---------------------------------------------------------------- the driver
 
 
-def _serve_supervisor(report: Reporter) -> None:
-    """Do what standard input says, until its end; then give all VMs back."""
-    vms: dict[int, _Vm] = {}
-    read = msgspec.json.Decoder(Asks)
-    for line in sys.stdin.buffer:
-        ask = read.decode(line)
-        if isinstance(ask, Acquire):
-            group = Group(ask, report)
-            vms |= {vm.number: vm for vm in group.vms}
-            threading.Thread(target=group.run, daemon=True).start()
-        else:
-            vms[ask.machine].release()
-    deadline = time.monotonic() + _PARTING_SECONDS
-    for vm in vms.values():
+class Driver:
+    """Serves one supervisor, which wants nothing any more once it is ``over``."""
+
+    def __init__(self, report: Reporter) -> None:
+        self.report = report
+        self._vms: dict[int, _Vm] = {}
+        self._leaving: list[_Vm] = []
+        self._groups: list[Group] = []
+        self.over = threading.Event()
+
+    def serve(self) -> None:
+        """Do what standard input says, until its end; then give all VMs back."""
+        read = msgspec.json.Decoder(Asks)
+        for line in sys.stdin.buffer:
+            ask = read.decode(line)
+            if isinstance(ask, Acquire):
+                self._acquire(ask)
+            elif ask.machine in self._vms:
+                self._release(ask.machine)
+        self.over.set()
+        for number in list(self._vms):
+            self._release(number)
+        _wait_until_gone(self._leaving)
+
+    def _release(self, number: int) -> None:
+        vm = self._vms.pop(number)
+        self._leaving = [one for one in self._leaving if not one.gone.is_set()] + [vm]
         vm.release()
-    for vm in vms.values():
-        vm.gone.wait(max(0.0, deadline - time.monotonic()))
+
+    def _acquire(self, ask: Acquire) -> None:
+        self._groups = [group for group in self._groups if not group.over]
+        for group in self._groups:
+            if vms := group.take(ask):
+                break
+        else:
+            group = Group(ask.demand, self.report)
+            vms = group.take(ask)
+            self._groups.append(group)
+        self._vms |= {vm.number: vm for vm in vms}
+        threading.Thread(target=group.run, args=(vms, self._leaving), daemon=True).start()
 
 
 def _connect(address: str, patience: float) -> str:
@@ -198,10 +331,34 @@ def _connect(address: str, patience: float) -> str:
             time.sleep(_PAUSE_SECONDS)
 
 
+def _watch_head(driver: Driver) -> None:
+    """End this process when the head is lost; a thread's. Ray itself waits for a minute."""
+    worker: Any = ray._private.worker.global_worker
+    head, context = worker.gcs_client, ray.get_runtime_context()
+    this_node = ray.NodeID.from_hex(context.get_node_id())
+    silence = float(os.environ.get(_RAYS_PATIENCE) or _SILENCE_SECONDS)
+    heard, why = time.monotonic(), ""
+    while not why:
+        if driver.over.wait(_ASK_EVERY_SECONDS):
+            return
+        left = max(heard + silence - time.monotonic(), 0.1)
+        try:
+            belongs = head.check_alive([this_node], timeout=min(_ANSWER_SECONDS, left))[0]
+        except RayError as error:
+            belongs = "WrongClusterID" not in str(error)
+            if belongs and time.monotonic() > heard + silence:
+                why = f"has not answered for {silence:g} s"
+        else:
+            heard = time.monotonic()
+        if not belongs:
+            why = "was started anew, or counts this machine as lost"
+    driver.report(ClusterReport(why_not=f"the head of the Ray cluster at {context.gcs_address} {why}"))
+    os._exit(1)
+
+
 def main() -> None:
     """Become a driver of the cluster, and serve."""
     report = Reporter()
-    os.environ.setdefault(_RAYS_PATIENCE, str(_SILENCE_SECONDS))
     try:
         for module in (ray_vm, versions, curve):
             ray.cloudpickle.register_pickle_by_value(module)
@@ -209,7 +366,9 @@ def main() -> None:
     except Exception as error:
         report(ClusterReport(why_not=first_line(error)))
         return
-    _serve_supervisor(report)
+    driver = Driver(report)
+    threading.Thread(target=_watch_head, args=(driver,), daemon=True).start()
+    driver.serve()
     ray.shutdown()
     os._exit(0)  # threads that wait for lost nodes must not hold it
 

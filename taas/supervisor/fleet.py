@@ -91,11 +91,12 @@ class Fleet:
         engine: Engine,
         demand: Demand,
         count: int,
+        lost: Sequence[Vm] = (),
         *,
         data: bool = False,
         idle: bool = False,
     ) -> list[Vm]:
-        """Ask an engine for VMs; they are up when their agents say so."""
+        """Ask an engine for VMs, in place of lost ones or not; they are up when their agents say so."""
         up, numbers = self._control.up, range(self._count, self._count + count)
         self._count += count
         configs = []
@@ -112,7 +113,7 @@ class Fleet:
                 demand=demand,
             )
             configs.append(config)
-        machines = engine.start(demand, configs)
+        machines = engine.start(demand, configs, [vm.machine for vm in lost])
         group = tuple(
             Vm(machine, config.public_key, demand, self._control.send, remote=engine.remote, data=data)
             for machine, config in zip(machines, configs, strict=True)
@@ -125,16 +126,12 @@ class Fleet:
 
     # ------------------------------------------------------------ for runs
 
-    def lease(self, run: str, submit: Submit, had: Sequence[Vm] = ()) -> list[Vm]:
-        """Give a run the VMs for its ranks, or raise EngineError.
-
-        They are those that it, or ranks that were kept for it, ``had``, if all of them are there.
-        """
-        lost = any(vm.gone for vm in had)
-        for vm in had:
-            vm.run, vm.gpus = (None, ()) if lost else (run, vm.gpus)
-        if had and not lost:
-            return [*had]
+    def lease(self, run: str, submit: Submit, kept: Sequence[Vm] = ()) -> list[Vm]:
+        """Give a run the VMs for its ranks, or raise EngineError: those of ranks that were ``kept`` for it, if there are any."""
+        for vm in kept:
+            vm.run = run
+        if kept:
+            return [*kept]
         spec = submit.cell.spec
         demand = demand_of(submit, spec.instance, spec.gpus_per_vm, later=submit.delivery is not None)
         gpus = () if spec.rehearse else submit.gpus
@@ -169,6 +166,20 @@ class Fleet:
             return idle[:count]
         groups = [vm.group for vm in idle if vm.demand.shape == demand.shape and len(vm.group) == count]
         return list(groups[0]) if groups else []
+
+    def replace(self, submit: Submit, vms: list[Vm]) -> list[Vm]:
+        """Return a run's VMs, with new ones in place of those it lost, with the GPUs those had, or raise EngineError."""
+        lost = [vm for vm in vms if vm.gone]
+        if not lost:
+            return vms
+        new = self._start(self.prepare(submit.engine), lost[0].demand, len(lost), lost)
+        found = dict(zip(lost, new, strict=True))
+        for vm, another in found.items():
+            another.run, another.gpus = vm.run, vm.gpus
+        group = tuple(found.get(vm, vm) for vm in lost[0].group)
+        for vm in group:
+            vm.group = group
+        return [found.get(vm, vm) for vm in vms]
 
     def lease_data(self, run: str, submit: Submit, vms: list[Vm]) -> DataVms | None:
         """Return VMs for the data of a run, if it has any: those that it has already, and others; or raise EngineError."""

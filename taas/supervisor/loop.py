@@ -213,11 +213,9 @@ class Supervisor:
         run.look_at_machines()
 
     def _restart(self, run: Run) -> bool:
-        """Start a run again, on other VMs if it lost one; returns whether they could be had."""
+        """Start a run again, with new VMs in place of those it lost; returns whether they could be had."""
         try:
-            with choosing(run.submit.gpus):
-                vms = self._fleet.lease(run.name, run.submit, run.vms)
-                run.recorder.note(gpus=tuple(gpu for vm in vms for gpu in vm.gpus))
+            vms = self._fleet.replace(run.submit, run.vms)
             data = self._fleet.lease_data(run.name, run.submit, vms)
             again = run.again(vms, data)
         except (EngineError, OSError) as error:
