@@ -14,7 +14,7 @@ needs it.
 from __future__ import annotations
 
 from taas.adopt.rendezvous import Membership
-from taas.adopt.waits import waits_on_gpus
+from taas.adopt.waits import pending_collective, waits_on_gpus
 from taas.wire.framing import StoreAddress
 
 from . import data_parallel, downloads, launchers, rendezvous, waits
@@ -26,6 +26,7 @@ __all__ = [
     "explain",
     "finish",
     "install",
+    "pending_collective",
     "waits",
     "waits_on_gpus",
 ]
