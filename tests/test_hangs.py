@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from notebook_harness import Notebook, Ran
 
 pytestmark = pytest.mark.slow
@@ -54,6 +55,22 @@ def test_a_rank_that_skips_a_collective_is_named(notebook: Notebook) -> None:
     interrupt(notebook)
 
 
+@pytest.mark.skipif(
+    not hasattr(torch._C._distributed_c10d, "_dump_fr_trace_json"),
+    reason="this torch keeps no record of gloo",
+)
+def test_a_collective_that_differs_is_named(notebook: Notebook) -> None:
+    """Where ranks wait in different ones: operation, types and shapes, and which of its group's it is."""
+    notebook.start(
+        HEADER + GROUP + "dist.all_reduce(torch.ones(2))\n"
+        "if rank == 1: dist.broadcast(torch.ones(6, 2), 0)\nelse: dist.all_reduce(torch.ones(4))\n"
+    )
+    text = wait_for_trouble(notebook)["text/plain"]
+    assert "ranks 0, 2: all_reduce of Float[4], number 2, cell line 8" in text
+    assert "rank 1: broadcast of Float[6, 2], number 2, cell line 7   <- differs" in text
+    interrupt(notebook)
+
+
 def test_a_rank_that_never_comes_is_named(notebook: Notebook) -> None:
     """A rank has ended the cell, and the others wait for it to make the group: that cannot end."""
     notebook.start(
@@ -67,8 +84,8 @@ def test_a_rank_that_never_comes_is_named(notebook: Notebook) -> None:
     interrupt(notebook)
 
 
-def test_a_rank_that_swallowed_its_error_and_left(notebook: Notebook) -> None:
-    """With gloo the others' collective fails when a rank leaves."""
+def test_a_rank_that_swallowed_its_error_and_left_is_named(notebook: Notebook) -> None:
+    """With gloo the others' collective fails when a rank leaves: the error says who had left."""
     ran = notebook.run(
         HEADER
         + GROUP
@@ -78,10 +95,17 @@ def test_a_rank_that_swallowed_its_error_and_left(notebook: Notebook) -> None:
         + "except ValueError:\n    pass\n"
     )
     assert ran.ename == "CellFailed"
+    assert ran.evalue.startswith("rank 2 had ended the cell before rank ")
     said = ran.traceback[ran.traceback.index("RuntimeError: ") :].splitlines()
-    assert said[-1].startswith("CellFailed: rank ")
+    assert said[-1].startswith("CellFailed: rank 2 had ended the cell before rank ")
     assert "raised the RuntimeError above." in said[-1]
     assert ran.traceback.count(said[0].removeprefix("RuntimeError: ")) == 1
+
+
+def test_a_rank_that_had_ended_is_no_cause_of_an_error_elsewhere(notebook: Notebook) -> None:
+    """Who left before matters to a collective; another error has other causes."""
+    ran = notebook.run(HEADER + "import os\nassert os.environ['RANK'] == '0', 'mine'\n")
+    assert "had ended" not in ran.evalue
 
 
 def test_a_stopped_rank_is_named(notebook: Notebook) -> None:

@@ -71,6 +71,25 @@ def _cell(file: str, preface: Preface) -> int | None:
     return int(running[1]) if running else preface.cells.get(file)
 
 
+def last_words(folder: Path, cell: str, execution_count: int) -> str:
+    """Return where a rank stood when a fatal signal such as SIGABRT ended it, and what C++ said of it; from its output."""
+    words = ""
+    with contextlib.suppress(OSError, msgspec.MsgspecError):  # it died before it had got that far
+        with (folder / STACKS).open("rb") as file:
+            preface = msgspec.json.decode(file.readline(), type=Preface)
+            _, fatal, dump = file.read().decode(errors="replace").rpartition("Fatal Python error")
+        frames = main_frames(dump, preface) if fatal else None
+        if frames:
+            [place] = fold(
+                [RankSeen(0, 0, "gone", 0.0, 0, frames)], cell=cell, execution_count=execution_count
+            )
+            words = f" in {place.where}"
+        said = re.findall(r"what\(\):\s*(.+)", (folder / STDERR).read_text(errors="replace"))
+        if said:
+            words += f" ({said[-1].strip()[:200]})"
+    return words
+
+
 class Look:
     """One look at the ranks of a run, by their numbers; ``folder`` has their output."""
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from taas.agent.job import Job
-from taas.agent.looks import Look, RankUsage
+from taas.agent.looks import Look, RankUsage, last_words
 from taas.agent.processes import ForkedProcess, orphans
 from taas.agent.rank_endings import Ending, Rank
 from taas.agent.staging import ProjectArrival, ProjectChanges, output_of
@@ -221,6 +221,10 @@ class RankJob(Job):
         outlived = self._agent.forkserver.outlived(process.exitcode)
         if rank.ended is None:
             ended = rank.post_mortem(forkserver_outlived=outlived)
+            if ended.outcome == "died":
+                cell, folder = self._work.cell, self._folder / str(rank.number)
+                where = last_words(folder, cell.text, cell.execution_count)
+                ended = msgspec.structs.replace(ended, message=ended.message + where)
             if rank.number == 0 and self._stood is not None:
                 ended = msgspec.structs.replace(ended, answer=self._hold_answer(self._stood))
             rank.ended = ended

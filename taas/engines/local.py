@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shutil
 import signal
 import subprocess
 import time
@@ -132,6 +133,19 @@ class LocalEngine:
 
 # ---------------------------------------------------------------- which GPUs this machine has
 
+_NVIDIA = (
+    "run `nvidia-smi`: it makes the device files (/dev/nvidia0) where the driver is loaded, and says what is "
+    "wrong where it is not; in a container, start that with --gpus all"
+)
+_AMD = "use a machine with NVIDIA GPUs: taas takes no others"
+_WSL = "use a Linux that boots by itself: WSL2 has no device file for each GPU, and taas counts those"
+_FILES = (("dev/dxg", _WSL), ("dev/nvidia*", _NVIDIA), ("dev/kfd", _AMD))
+_DISPLAY = "0x03"  # how the class of a PCI device that draws or computes begins
+_VENDORS = {
+    "0x10de": ("an NVIDIA GPU on the PCI bus", _NVIDIA),
+    "0x1002": ("an AMD GPU on the PCI bus", _AMD),
+}
+
 
 def present_gpus() -> int:
     """Count this machine's NVIDIA GPUs: the driver makes a device file for each."""
@@ -184,4 +198,19 @@ def device_in_words(spec: RunSpec, present: int) -> str:
     if present and not spec.rehearse:
         return counted(spec.vms * spec.gpus_per_vm, "GPU")
     why = "as --rehearse asks" if present else "no GPU here"
+    # those that are present are hidden, as the user asked
+    if not present_gpus() and (unseen := unseen_gpu()):
+        why = f"{unseen[0]} is here, but no GPU to use: see %taas doctor"
     return f"rehearsed on CPU ({why})"
+
+
+def unseen_gpu(root: Path = Path("/")) -> tuple[str, str] | None:
+    """Return a sign of a GPU that no run can use, on a machine without /dev/nvidia0, and what helps; None where there is none."""
+    for pattern, advice in _FILES:
+        if found := sorted(root.glob(pattern)):
+            return f"/{found[0].relative_to(root)}", advice
+    for vendor in sorted(root.glob("sys/bus/pci/devices/*/vendor")):
+        known = _VENDORS.get(vendor.read_text().strip())
+        if known is not None and vendor.with_name("class").read_text().startswith(_DISPLAY):
+            return known
+    return ("nvidia-smi", _NVIDIA) if shutil.which("nvidia-smi") else None

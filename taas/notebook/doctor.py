@@ -18,7 +18,7 @@ from typing import NamedTuple
 import psutil
 from jupyter_core.paths import jupyter_runtime_dir
 
-from taas.engines.local import visible_gpus
+from taas.engines.local import present_gpus, unseen_gpu, visible_gpus
 from taas.engines.slurm import COMMANDS, Settings, own_address, slurm
 from taas.engines.versions import differing_versions, versions
 from taas.errors import EngineError
@@ -112,10 +112,12 @@ def _torch() -> Iterable[Finding]:
     elif present:
         names = ", ".join(f"{said['gpus'].count(name)} × {name}" for name in dict.fromkeys(said["gpus"]))
         yield Finding("ok", "GPUs", names)
+    elif (unseen := unseen_gpu()) is not None and not present_gpus():
+        fact = f"{unseen[0]} is here, but no GPU to use: cells are rehearsed on CPU ranks"
+        yield Finding("note", "GPUs", fact, unseen[1])
     else:
         fact = "none here: cells are rehearsed on CPU ranks"
-        advice = "nothing; or run where there are GPUs of NVIDIA, and `nvidia-smi` shows them"
-        yield Finding("note", "GPUs", fact, advice)
+        yield Finding("note", "GPUs", fact, "nothing, or run where there are GPUs")
     if not said["gloo"]:
         yield Finding("bad", "gloo", "torch was built without it", "install torch from PyPI")
     elif said["nccl"]:

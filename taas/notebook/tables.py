@@ -18,7 +18,8 @@ from taas.wording import counted, named, ranks_in_words, size_in_words
 from taas.wording import shown as on_one_line
 
 _MARKS = {"done": "✓", "failed": "✗", "interrupted": "■", "lost": "✗", "live": "▸"}
-_CELL_WIDTH = 44
+_CELL_WIDTH, _WHERE_WIDTH = 44, 120
+_BARS = "▁▂▃▄▅▆▇█"
 STAYS_OPEN = (
     '<script>document.querySelectorAll("details[data-taas]").forEach(d=>{const o=window.taasOpen??={},k=d.dataset.taas;'
     "d.open=o[k]??d.open;d.ontoggle=()=>{o[k]=d.open}})</script>"
@@ -176,7 +177,8 @@ def line(
 def _note(record: RunRecord) -> str:
     """Say what a run waits for, if it is a person or a machine."""
     if record.state == "finishing":
-        return "interrupted: the cell is finishing; press again to end it"
+        where = f" ({on_one_line(record.waiting, _WHERE_WIDTH)})" if record.waiting else ""
+        return f"interrupted: the cell is finishing; press again to end it{where}"
     if record.live and record.waiting:
         return f"waiting for {record.waiting}. Interrupt the cell, or %taas stop {record.name}, to give up."
     if not record.questions:
@@ -249,12 +251,13 @@ def history(records: Sequence[RunRecord], now: float | None = None) -> Shown:
             _state(record),
             _ranks(record),
             _elapsed(record, now),
+            "".join(_BARS[min(share * len(_BARS) // 101, len(_BARS) - 1)] for share in record.curve),
             _cell(record),
             record.owner,
         )
         for record in records
     ]
-    heads = ("run", "started", "outcome", "ranks", "time", "cell", "notebook")
+    heads = ("run", "started", "outcome", "ranks", "time", "busy", "cell", "notebook")
     return table(heads, rows, [why(record) for record in records])
 
 

@@ -129,12 +129,13 @@ def cell_failed(record: RunRecord) -> CellFailed:
     raised = f"raised {first.etype}: {first.message}"
     how = {"raised": raised, "interrupted": raised, "exited": f"called sys.exit({first.message})"}
     fact = how.get(first.outcome, first.message)
+    clue = f"{record.message} before " if record.message else ""
     others = f" {counted(record.others, 'more rank')} failed after it." if record.others else ""
     fate = "All ranks stay" if record.kept_ranks else "All ranks were ended"
 
     def told(fact: str) -> str:
         fact = fact.removesuffix(".")
-        return f"rank {first.rank}{named('on', record.vm)} {fact}.{others} {fate}; {record.names}."
+        return f"{clue}rank {first.rank}{named('on', record.vm)} {fact}.{others} {fate}; {record.names}."
 
     error = CellFailed(told(fact))
     shown = _COLOURS.sub("", "\n".join(first.traceback)).rstrip()

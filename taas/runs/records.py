@@ -53,8 +53,8 @@ class Verdict(msgspec.Struct, kw_only=True):
         first: of the first failing rank.
         vm: where that was; empty where the run has this machine alone.
         others: how many ranks failed after it.
-        message: for ``lost``: what was; for ``interrupted``: from where, if that was not its own cell, and what failed
-            while the cell was finishing.
+        message: for ``lost``: what was; for ``failed``: who had ended before; for ``interrupted``: from where, if
+            that was not its own cell, and what failed while the cell was finishing.
         names: what became of rank 0's names, if it is not done.
         error: for ``lost``: the class of :mod:`taas.errors` to raise.
     """
@@ -79,13 +79,15 @@ class RunRecord(Verdict, kw_only=True):
         gpus: the GPUs it has, as CUDA_VISIBLE_DEVICES names them.
         state: ``acquiring``, ``starting``, ``running``, ``finishing`` (interrupted: the cell's own ``except`` and
             ``finally`` run), ``ending`` or ``over``.
-        waiting: what it waits for while it is ``acquiring``.
+        waiting: what it waits for while it is ``acquiring``, or while it has lost its last data VM; where its ranks
+            stand while it is ``finishing``.
         submitted, ended: seconds since the epoch, 0 before.
         losses: what was lost before each new start, a line for the user each.
         notices: lines for the user.
         trouble: what is wrong while it goes on.
         questions: what its ranks ask the person at the keyboard, and wait for.
         use: what its ranks use, in the order of their numbers.
+        curve: how busy they were, in percent, in as many equal parts of its time.
         kept_ranks: its ranks, while they stay after it and wait for the notebook's next cell.
         files: what it left for `%taas attach`: by name, the size in bytes.
     """
@@ -110,6 +112,7 @@ class RunRecord(Verdict, kw_only=True):
     questions: tuple[Asking, ...] = ()
     delivered: Delivered | None = None
     use: tuple[RankUse, ...] = ()
+    curve: tuple[int, ...] = ()
     kept_ranks: tuple[RankKept, ...] | None = None
     files: dict[str, int] = {}
 

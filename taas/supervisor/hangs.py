@@ -10,7 +10,8 @@ trouble when
 * for the hang timeout no rank has written anything, used the processor or changed its place. On GPUs a rank that
   waits in a collective may spin: there its processor time says nothing.
 
-The run goes on: the cell says what is wrong, and its user decides.
+The run goes on: the cell says what is wrong, and its user decides. While an interrupted cell is finishing, it says where
+its ranks stand.
 """
 
 from __future__ import annotations
@@ -49,13 +50,19 @@ class HangWatch:
         self._ended: set[int] = set()
         self._suspicious = False
 
+    def watch_finish(self) -> None:
+        """The run is finishing: look where its ranks stand, if that lasts."""
+        self._period = deadlines.FINISHING_LOOK
+        self._next = time.monotonic() + self._period
+
     def step(self) -> None:
         """Look, if it is time; a look on its way is waited for, if that is not too long."""
-        if self._run.state == "running" and time.monotonic() >= self._next:
+        if self._run.state in ("running", "finishing") and time.monotonic() >= self._next:
             if self._missing and time.monotonic() < self._looked_at + deadlines.HANG_LOOK_OVERDUE:
                 self._next = time.monotonic() + self._period
             else:
-                self._look(stacks=self._suspicious or bool(self._askers))
+                finishing = self._run.state == "finishing"
+                self._look(stacks=finishing or self._suspicious or bool(self._askers))
 
     def ask(self, reply: Callable[[Message], object]) -> None:
         """Have somebody told where the ranks stand."""
@@ -90,9 +97,16 @@ class HangWatch:
         if self._run.state == "running":
             self._judge(self._seen)
         askers, self._askers = self._askers, []
+        finishing = self._run.state == "finishing"
+        if not askers and not finishing:
+            return
         seen = [rank for rank in self._seen.values() if rank.rank not in self._run.found.ended]
+        places = self._fold(seen)
+        if finishing:
+            at_work = [f"{ranks_in_words(place.ranks)}: {place.where}" for place in places if place.stack]
+            self._run.recorder.note(waiting="; ".join(at_work))
         for reply in askers:
-            reply(Stacks(places=self._fold(seen)))
+            reply(Stacks(places=places))
 
     def _judge(self, seen: dict[int, RankSeen]) -> None:
         now, ended = time.monotonic(), set(self._run.found.ended)

@@ -20,7 +20,7 @@ from taas.wire import deadlines
 from taas.wire.agents import EndJob, How, JobHears, JobRequest, JobSays, OfJob, StartJob
 from taas.wire.framing import LOOPBACK, Memory, StoreAddress
 from taas.wire.ranks import Answer, RankEnded, RankKept, RankOrder
-from taas.wording import counted, named
+from taas.wording import counted, named, ranks_in_words
 
 if TYPE_CHECKING:
     from taas.supervisor.runs import Run
@@ -295,11 +295,12 @@ class Findings:
             first=first,
             vm=self._vm_of(first.rank),
             others=max(0, len(failed) - 1),
+            message=self._left_before(first),
         )
 
     def _after_interrupt(self, failed: list[RankEnded]) -> str:
         """Say who interrupted, and what failed while the cell was finishing: what it would have saved is not."""
-        own = [ended for ended in failed if ended.outcome == "raised" and not _in_collective(ended)]
+        own = [ended for ended in failed if ended.outcome == "raised" and not failed_in_collective(ended)]
         if not own:
             return self.stopped
         first = self._blame(own)
@@ -317,6 +318,14 @@ class Findings:
         if ended is None or ended.outcome not in _LOST:
             return "no names came back"
         return f"no names came back: rank 0 {ended.message}"
+
+    def _left_before(self, first: RankEnded) -> str:
+        """Name the ranks that had ended well when a collective of the first one failed: it may have missed them."""
+        if not failed_in_collective(first):
+            return ""
+        done = [ended for ended in self.ended.values() if ended.outcome == "done"]
+        left = [ended.rank for ended in done if ended.at < first.at]
+        return f"{ranks_in_words(left)} had ended the cell" if left else ""
 
     def _blame(self, failed: list[RankEnded]) -> RankEnded:
         """Return what failed first, among ranks that may have failed because of each other.
@@ -343,7 +352,7 @@ def what_was_lost(verdict: Verdict) -> str:
     return ""
 
 
-def _in_collective(ended: RankEnded) -> bool:
+def failed_in_collective(ended: RankEnded) -> bool:
     """Whether a rank failed where ranks wait for each other, as far as its error tells."""
     in_torch = any("torch/distributed/" in line for line in ended.traceback)
     return in_torch or bool(re.search("gloo|nccl|ProcessGroup", ended.message, re.IGNORECASE))

@@ -20,6 +20,7 @@ from taas.wire.ranks import Asking, RankKept, RankUse
 
 _RESERVE_BYTES = 64 << 10
 _EXPORTED_BYTES = 64 << 20  # names of a run in the foreground are kept up to this size
+_CURVE_PARTS, _MOST_LOOKS = 12, 512
 _USE_SECONDS = 1.0  # between two records of what ranks use: there may be many VMs, and each speaks for itself
 
 
@@ -32,6 +33,7 @@ class Recorder:
 
     def __init__(self, submit: Submit, kernel: ProcessMark) -> None:
         self._held: list[int] = []
+        self._busy: list[tuple[float, float]] = []
         self._use: dict[int, RankUse] = {}
         self._use_written = 0.0
         try:
@@ -95,6 +97,10 @@ class Recorder:
     def _write_use(self) -> None:
         self._use_written = time.monotonic()
         self.note(use=tuple(self._use[rank] for rank in sorted(self._use)))
+        if any(one.state == "running" for one in self._use.values()):
+            self._busy.append((self._use_written, self.record.busy or 0.0))
+            if len(self._busy) > _MOST_LOOKS:
+                del self._busy[1::2]
 
     def begin_again(self, number: int, loss: str) -> None:
         """Write down that the run starts again, and what was lost; files that the earlier start left count no more."""
@@ -116,9 +122,18 @@ class Recorder:
             ended=time.time(),
             notices=notices,
             kept_ranks=kept_ranks,
+            curve=self._curve(),
             trouble=None,
             questions=(),
         )
+
+    def _curve(self) -> tuple[int, ...]:
+        """Return how busy the ranks were; what was seen last holds until something else was."""
+        if not self._busy:
+            return ()
+        begin = self._busy[0][0]
+        times = [begin + (time.monotonic() - begin) * part / _CURVE_PARTS for part in range(_CURVE_PARTS)]
+        return tuple(round([share for at, share in self._busy if at <= then][-1]) for then in times)
 
     def keep(self, answer: Memory | None, loaders: bytes) -> tuple[str, ...]:
         """Keep what `%taas export` needs, and of a background run what `%taas attach` will bring; any thread may.

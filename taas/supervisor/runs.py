@@ -88,8 +88,11 @@ class Run:
                 self._start()
             else:
                 self.recorder.note(waiting=next((vm.machine.waiting for vm in vms if not vm.up), ""))
-        elif self.state == "running" and (notice := self.ranks.notice):
-            self.interrupt(notice)
+        elif self.state == "running":
+            if data is not None:
+                self.recorder.note(waiting=data.waiting)
+            if notice := self.ranks.notice:
+                self.interrupt(notice)
 
     def _start(self) -> None:
         if lack := self.ranks.lack_of_gpus():
@@ -233,6 +236,7 @@ class Run:
             self.found.interrupted = True
             self.found.stopped = f"stopped from {place}" if place else ""
             self._end_ranks("finishing", "interrupt")
+            self.hangs.watch_finish()
 
     def abandon(self) -> None:
         """Stop as its client is gone: nobody takes its names."""

@@ -19,6 +19,7 @@ TERM_TO_KILL = 0.6  # from a rank's SIGTERM to its SIGKILL
 BREAK_OFF = 1.0  # of sleep after an interrupt: such a main thread waits for others, as far as can be seen
 FORKSERVER_DIES = 1.0  # from the moment that what it held is closed
 NAMES_NOW = 1.5  # for rank 0's names where all is to end now
+FINISHING_LOOK = 1.5  # until an interrupted cell is looked at, and again
 BEAT = 1.5  # between two signs of life that are asked for on a connection between hosts
 USAGE_LOOK = 2.0  # between two looks at what ranks use
 NOTICE = 2.0  # for a rank to say that it is at work on an interrupt
