@@ -183,6 +183,8 @@ def test_another_data_node_joins_in_place_of_one_that_is_cut_off(cluster: RayClu
     node = _data_node(cluster)
     node.cut_off()
     try:
+        named = f"waiting for another data VM, since data VM 0 (node {node.address}) was lost"
+        book.wait_for_line(named)
         ran = book.end(300)
         assert ran.status == "ok", ran.traceback
         assert f"data VM 0 (node {node.address}) was lost" in ran.stdout, ran.stdout[-2000:]

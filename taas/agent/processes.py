@@ -77,7 +77,11 @@ class RankProcess(ForkedProcess):
     def __init__(self, preparation: Preparation) -> None:
         self._connection, its = socket_pair()
         with its:
-            super().__init__(fork(_be_rank, its, preparation))
+            try:
+                super().__init__(fork(_be_rank, its, preparation))
+            except BaseException:
+                self.disconnect()
+                raise
 
     @property
     def source(self) -> int:

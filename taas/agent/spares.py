@@ -6,7 +6,7 @@ what no order changes: it ties itself to its agent, builds the shell. A run take
 and does the same: the two differ in nothing but when they were forked.
 
 A spare was prepared for one environment, project and forkserver; a run with another one does not use it, it is
-ended. Spares are ended too when nothing has used them for a while. That one
+ended. Spares are ended too when nothing has used them for a while, or the machine's memory becomes scarce. That one
 cannot be made, or dies, costs the next run the time of a fork and nothing else.
 
 After a `--keep` cell its ranks stay until the next one, until they die, or until the VM is given back.
@@ -21,6 +21,8 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import psutil
+
 from taas.agent.forkserver import Forkserver
 from taas.agent.processes import RankProcess, sweep_orphans, wait_for_all
 from taas.agent.staging import ProjectArrival
@@ -32,6 +34,7 @@ from taas.wire.ranks import Preparation, RankRequest
 
 MOST = max(8, os.cpu_count() or 1)
 """So many spares a VM has at most."""
+_FREE_SHARE = 0.1
 On = Callable[[Any, Callable[[], None]], None]
 
 
@@ -75,9 +78,12 @@ class Spares:
             yield process
 
     def step(self) -> None:
-        """Make the next one, if it is time; end all, if nobody comes."""
+        """Make the next one, if it is time; end all, if nobody comes or memory is short."""
+        if not self._waiting and not self._wanted:
+            return
         now = time.monotonic()
-        if now > self._until:
+        memory = psutil.virtual_memory()
+        if now > self._until or memory.available < _FREE_SHARE * memory.total:
             self.end()
         elif self._missing and now >= self._from:
             self._make_one()
@@ -101,7 +107,7 @@ class Spares:
         """Return the seconds until :meth:`step` has something to do, if nothing is heard."""
         if self._missing:
             return max(0.0, self._from - time.monotonic())
-        return max(0.0, self._until - time.monotonic()) if self._waiting else None
+        return deadlines.SPARES_LOOK if self._waiting else None
 
     def _lose(self, spare: RankProcess) -> None:
         """One is gone, for whatever reason: make no others in its place."""

@@ -146,8 +146,11 @@ def slurm(*command: str, given: str = "", seconds: float = _COMMAND_SECONDS) -> 
 
 
 def elapsed(seconds: float) -> str:
-    """Return a length of time: ``40 s``, ``4 min``."""
-    return f"{seconds:.0f} s" if seconds < 60 else f"{seconds // 60:.0f} min"
+    """Return a length of time: ``40 s``, ``4 min``, ``2 h 5 min``."""
+    minutes = int(seconds // 60)
+    if not minutes:
+        return f"{seconds:.0f} s"
+    return f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min"
 
 
 class Standing(NamedTuple):
@@ -165,10 +168,18 @@ class Standing(NamedTuple):
         return self.state not in (*WAITS, *_GOES_ON)
 
     def why_over(self, job: str) -> str:
-        """Say that it is over, and why, as far as that is known."""
-        reason = f", {self.reason}" if self.reason not in ("", "None") else ""
+        """Say why it is over, or why Slurm ends it; empty where that is not known."""
+        if self.state == "TIMEOUT" or self.reason == "TimeLimit":
+            return f"Slurm ended its job {job} at the time limit ({self.limit}): --time asks for more"
+        words = {
+            "CANCELLED": "cancelled (scancel)",
+            "PREEMPTED": "preempted",
+            "NODE_FAIL": "ended: a node failed",
+        }
+        if self.state in words:
+            return f"its Slurm job {job} was {words[self.state]}"
         said = f"; its nodes said: {self.comment}" if self.comment else ""
-        return f"its Slurm job {job} is over ({self.state}{reason}){said}"
+        return f"its Slurm job {job} is over ({self.state}){said}" if self.over else ""
 
 
 GONE = Standing("not in the queue any more", "", "", "", "")

@@ -1,4 +1,4 @@
-"""``python -m taas.engines.slurm_driver SETTINGS``: the supervisor's Slurm driver, a process of its own.
+"""``python -m taas.engines.slurm_driver SETTINGS PATIENCE``: the supervisor's Slurm driver, a process of its own.
 
 It submits jobs, and follows them in the queue. Agents on their nodes (slurm_vm) speak with the supervisor, and end when that says
 so, or is gone; with the last one a job ends. The driver ends with its standard input, and cancels what does not end by itself.
@@ -184,12 +184,18 @@ class SlurmDriver:
 
 def main() -> None:
     """Reach Slurm, and serve."""
-    report, settings = Reporter(), settings_of(sys.argv[1])
-    try:
-        report(ClusterReport(own_address(settings)))
-    except EngineError as error:
-        report(ClusterReport(why_not=str(error)))
-        return
+    report = Reporter()
+    settings, until = settings_of(sys.argv[1]), time.monotonic() + float(sys.argv[2])
+    while True:
+        try:
+            host = own_address(settings)
+            break
+        except EngineError as error:
+            if time.monotonic() > until:
+                report(ClusterReport(why_not=str(error)))
+                return
+            time.sleep(min(_LOOK_SECONDS, max(0.0, until - time.monotonic())))
+    report(ClusterReport(host))
     SlurmDriver(report, settings).serve()
 
 

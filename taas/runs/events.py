@@ -31,8 +31,8 @@ COLLECTED = "collected"  # beside these, at its end: values that the header aske
 LARGEST_DISPLAY = 48 << 20  # bytes; a larger one does not fit well into a notebook
 LARGEST_TEXT = 1 << 16  # bytes of a stream in one record
 _BLOCK = 1 << 18
-_LAST_BYTES = 1 << 17
-"""Where the last lines of a rank are looked for: so far from the end of its files."""
+_LAST_BYTES = 1 << 13, 1 << 20
+"""Where the last lines of a rank are looked for: so far from the end of its files, or, before a large display, so far."""
 _MAY_BEGIN = re.compile(rb"(?=[\0-\7].{3}[\0-\2])", re.DOTALL)
 
 
@@ -203,16 +203,19 @@ class RankEvents:
         """
         whole = self._events.size()
         sizes = [file.size() for file in self._raw]
-        begin = max(0, whole - _LAST_BYTES)
-        block = self._events.peek(whole - begin, begin - self._events.offset)
-        starts = (0,) if begin == 0 else (found.start() for found in _MAY_BEGIN.finditer(block))
-        begins = next((at for at in starts if _is_chain(block, at, sizes)), None)
-        if begins is None:
+        for near in _LAST_BYTES:
+            begin = max(0, whole - near)
+            block = self._events.peek(whole - begin, begin - self._events.offset)
+            starts = (0,) if begin == 0 else (found.start() for found in _MAY_BEGIN.finditer(block))
+            begins = next((at for at in starts if _is_chain(block, at, sizes)), None)
+            if begins is not None:
+                break
+        else:
             return False
         self._events.offset = begin + begins
         seen = RECORD.unpack_from(block, begins)[2:] if block else (0, 0)
         for file, size, known in zip(self._raw, sizes, seen, strict=True):
-            file.offset = max(known, size - _LAST_BYTES)
+            file.offset = max(known, size - _LAST_BYTES[0])
         return True
 
 

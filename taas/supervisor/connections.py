@@ -115,6 +115,12 @@ class Visit(Wire):
     """A short talk with a supervisor, or an EngineError: there is no way to it from here. A context manager."""
 
     def __init__(self, connection: Connection) -> None:
+        path = connection.endpoint.removeprefix("ipc://")
+        if not os.path.exists(path):  # noqa: PTH110  also where the folder may not be entered
+            raise EngineError(
+                f"the supervisor (process {connection.supervisor.pid}) listens at {path}, which is not there for this "
+                "process: it sees another /tmp (systemd's PrivateTmp, a container). Use a terminal of Jupyter's own."
+            )
         super().__init__(connection, connection.public_key, connection.secret_key)
 
     def __enter__(self) -> Visit:

@@ -81,7 +81,7 @@ class DataSide:
         self.delivered: Delivered | None = None
         self._reached: dict[str, ResumePoint] = {}
         self.notes: list[str] = []  # lines for the user, in order
-        self._gone_by = float("inf")
+        self._last_lost, self._gone_by = "", float("inf")
         self._configure()
 
     def _coordinator_config(self, sockets: Path) -> DeliveryConfig:
@@ -124,6 +124,13 @@ class DataSide:
     def closed(self) -> bool:
         """Whether its processes are being ended."""
         return self.phase is Phase.CLOSED
+
+    @property
+    def waiting(self) -> str:
+        """What a run waits for that had data VMs and has none left; empty where one is there."""
+        if (coming := self.vms.starting) is None:
+            return ""
+        return f"another data VM, since {self._last_lost}: {coming.machine.waiting or 'it starts'}"
 
     def rank_config(self, number: int) -> DeliveryConfig:
         """What the ranks of the run's VM with this number are told."""
@@ -253,7 +260,9 @@ class DataSide:
             self._replace(over.how, vm)
 
     def _tell_lost(self, number: int, how: str) -> None:
-        self._command(HostLost(vm=number, cause=how.removeprefix("lost: ")))
+        cause = how.removeprefix("lost: ")
+        self._last_lost = f"{self.vms.name(number)} was lost ({cause})"
+        self._command(HostLost(vm=number, cause=cause))
 
     def lose(self, vm: Vm, how: str, *, replace: bool = True) -> None:
         """A data VM is lost, ``how`` in words: another one takes its place, if it is to be replaced."""

@@ -204,3 +204,9 @@ class DataVms:
             return False
         self.by_number[number] = self._all[number] = vm
         return True
+
+    @property
+    def starting(self) -> Vm | None:
+        """The first of them, where they are all on their way; None where one is there, or none comes."""
+        coming = list(self.by_number.values())
+        return None if any(vm.up for vm in coming) else next(iter(coming), None)

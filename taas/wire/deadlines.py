@@ -45,6 +45,7 @@ RANK_EXITS = 15.0  # for a rank to leave after its cell has ended
 END_SUPERVISOR = 15.0  # for the end of a supervisor, which gives VMs elsewhere back; then the system kills it
 AGENT_STOPPED = 20.0  # for an agent elsewhere to go on; then the system kills it, and so its ranks
 NAMES_AHEAD = 20.0  # for names to be packed before a wait on GPUs is aborted: copies of a hung GPU never end
+SPARES_LOOK = 20.0  # between two looks whether the machine has memory for spares
 STORE_OPENS = 30.0  # for the store of a run on several machines to listen
 CONNECT = 60.0  # for an agent elsewhere to reach its supervisor
 NAMES_PACKED = 60.0  # for rank 0 to pack its names after a failure
