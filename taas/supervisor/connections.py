@@ -12,6 +12,7 @@ import fcntl
 import os
 import shutil
 import time
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -150,6 +151,7 @@ class ControlSocket:
         up: what clients have to know to come in; the kernel has a key of its own.
         clients: the keys of the kernel, and of visitors who could read the connection file.
         agents: those of agents that are let in.
+        outgoing: what was not sent yet: for whom, and the message.
     """
 
     def __init__(self, client_key: str, kernel: ProcessMark, folder: Path) -> None:
@@ -171,6 +173,7 @@ class ControlSocket:
         )
         self._connection_file = write_connection(self.up)
         (folder / CONNECTION).symlink_to(self._connection_file.absolute())
+        self.outgoing: deque[tuple[str, Message]] = deque()
         self._routes: dict[str, bytes] = {}
         self._endpoints: dict[str, str] = {}
         self._unreachable: dict[str, float] = {}
@@ -187,7 +190,19 @@ class ControlSocket:
             yield key, route.bytes, frame.buffer
 
     def send(self, key: str, message: Message) -> None:
-        """Send a message to the peer with a key, if it has come in."""
+        """Send a message to the peer with a key, if it has come in; what is for agents waits for :meth:`flush`."""
+        if key in self.clients:
+            self._send(key, message)
+        else:
+            self.outgoing.append((key, message))
+
+    def flush(self, seconds: float = float("inf")) -> None:
+        """Send what is outgoing, for so long: there may be a thousand agents to tell."""
+        until = time.monotonic() + seconds
+        while self.outgoing and time.monotonic() < until:
+            self._send(*self.outgoing.popleft())
+
+    def _send(self, key: str, message: Message) -> None:
         route = self._routes.get(key)
         if route is not None and not self.reply(route, message):
             self._unreachable.setdefault(key, time.monotonic())
@@ -220,7 +235,8 @@ class ControlSocket:
         self._connection_file.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Close it."""
+        """Send what is outgoing, and close."""
+        self.flush()
         self.socket.close(linger=1000)
         self.gate.socket.close()
         self._context.term()

@@ -278,6 +278,7 @@ class Fleet:
         for vm in self._of:
             if vm.remote:
                 vm.send(Leave())
+        self._control.flush()
         for engine in self.engines:
             engine.close()
 

@@ -78,7 +78,8 @@ class Supervisor:
             self._fleet.warm_up(idle=self._config.idle)
         try:
             while not self._kernel_gone or self._in_background:
-                self._sources.step(deadlines.TICK_OF_RUNS if self._runs else 1.0)
+                wait = deadlines.TICK_OF_RUNS if self._runs else 1.0
+                self._sources.step(0.0 if self._control.outgoing else wait)
                 for run in self._runs.values():
                     run.hangs.step()
                 self._kept.step()
@@ -89,6 +90,7 @@ class Supervisor:
                 # who was given back may have GPUs until it is gone
                 while self._submits and not self._worker.pending:
                     self._submit(*self._submits.pop(0))
+                self._control.flush(deadlines.TURN)
         finally:
             _end(self._control, self._fleet)
 

@@ -5,6 +5,7 @@ takes it for stuck, and this before the person at the keyboard takes the supervi
 """
 
 CLOCK_GRAIN = 0.02  # so roughly processor time is counted; who waits may use that, and a share of its time:
+TURN = 0.02  # for the supervisor to tell agents something; then it hears others
 IDLE_SHARE = 0.05  # of a second in each second: a store, for one, looks again and again
 TICK = 0.05  # between two looks of an agent at its jobs: what they wrote, what is due
 ASK_AGAIN = 0.1  # until a rank's main thread is asked again for what its agent wants of it
