@@ -18,11 +18,11 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from taas.engines import AgentConfig, Demand, EngineChoice, Machine
+from taas.engines import AgentConfig, Demand, EngineChoice
 from taas.runs.events import EVENTS, RECORD
-from taas.wire.agents import AgentHears, EndJob, JobOver, OfJob, StartJob
+from taas.wire.agents import AgentHears, AgentUp, EndJob, JobOver, OfJob, StartJob
 from taas.wire.curve import make_dealer, set_heartbeat
-from taas.wire.framing import Alive, Message, MessageReader, pack
+from taas.wire.framing import Message, MessageReader, pack
 from taas.wire.ranks import RankEnded, RankOrder, RankStage
 from taas.wire.transfer import Chunk, Taken
 
@@ -34,15 +34,12 @@ class Vm:
     """A VM of which there is nothing but its agent's voice."""
 
     number: int
-    host: str = "127.0.0.1"
     pid: int = 0
-    gpus: tuple[str, ...] = ()
     waiting: str = ""
     ending: str = ""
     error: str = "RunLost"
 
     def __post_init__(self) -> None:
-        self.place = f"node {self.number}"
         self._gone, self._signal = os.pipe2(os.O_CLOEXEC)
 
     def fileno(self) -> int:
@@ -67,9 +64,7 @@ class Engine:
         self._listen = listen
         self._processes: list[subprocess.Popen[bytes]] = []
 
-    def start(
-        self, demand: Demand, configs: Sequence[AgentConfig], lost: Sequence[Machine] = ()
-    ) -> Sequence[Vm]:
+    def start(self, demand: Demand, configs: Sequence[AgentConfig]) -> Sequence[Vm]:
         configs = [msgspec.structs.replace(config, endpoint=self._listen(self.here)) for config in configs]
         last = len(configs) - 1
         for at in range(0, last, PER_PROCESS):
@@ -106,7 +101,7 @@ class Agent:
         self._read = MessageReader(AgentHears)
         set_heartbeat(socket)
         socket.connect(config.endpoint)
-        self._send(Alive())
+        self._send(AgentUp(host="127.0.0.1"))
 
     def _send(self, message: Message) -> None:
         self._socket.send(pack(message))

@@ -46,9 +46,7 @@ class Vm:
     """An agent that is said to be on another host."""
 
     pid = 0
-    host = "127.0.0.1"
-    gpus: tuple[str, ...] = ()
-    place = waiting = ending = ""
+    waiting = ending = ""
     error = "RunLost"
 
     def __init__(self, config: AgentConfig) -> None:

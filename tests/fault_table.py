@@ -112,12 +112,12 @@ def table() -> list[Fault]:
                 ("supervisor", lost, "the supervisor was killed (by somebody"),
                 ("agent", lost, "the agent was killed by SIGKILL"),
                 ("forkserver", lost, "the forkserver was killed"),
-                ("rank 0", failed, "rank 0 killed by SIGKILL"),
+                ("rank 0", failed, "rank 0 was killed by SIGKILL"),
             ),
         )
     ]
     killed += [
-        Fault("training", "rank 1", "SIGKILL", "goes on", failed, "rank 1 killed by SIGKILL"),
+        Fault("training", "rank 1", "SIGKILL", "goes on", failed, "rank 1 was killed by SIGKILL"),
         Fault("delivering", "coordinator", "SIGKILL", "goes on", ("RunLost", "CellFailed"), "coordinator"),
         Fault(
             "delivering", "planner", "SIGKILL", "goes on", ("", *lost, *failed), "the process that iterates"

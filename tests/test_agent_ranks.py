@@ -78,7 +78,6 @@ def test_names_that_cannot_be_opened_end_the_run_and_not_the_agent(
         assert RankEnded(rank=0, outcome="done", at=0.0) in heard
         [over] = [said for said in heard if isinstance(said, JobOver)]
         assert over.how.startswith("the names that the run made could not be taken: /proc/")
-        assert job.wait() is None
     finally:
         job.close()
         os.close(payload)

@@ -59,7 +59,7 @@ FAILS = {
     ),
     "a rank that is killed, and not those whose collective broke": (
         f"{GROUP}dist.barrier()\nif rank == 2: os.kill(os.getpid(), signal.SIGKILL)\ndist.all_reduce(torch.ones(1))",
-        "rank 2 killed by SIGKILL: out of memory?",
+        "rank 2 was killed by SIGKILL: out of memory?",
         (),
     ),
 }

@@ -1,31 +1,13 @@
-"""When the forkserver starts anew: for a package installed meanwhile, or killed, but never under a run."""
+"""The forkserver, and what it forks, ends with its agent; an agent imports nothing for it."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import psutil
 import pytest
 from notebook_harness import gone, until
-
-PROGRAM = """
-import os, pathlib, sys
-from taas.agent.forkserver import Forkserver
-
-installed = pathlib.Path(sys.argv[1], "site-packages")
-installed.mkdir()
-sys.path.append(str(installed))
-server = Forkserver(data=True)
-began = []
-for run in ("fox", "fox", "owl"):
-    (installed / f"package {len(began)}").mkdir()
-    server.fit(run, dict(os.environ), rehearsed=None)
-    began.append(server.pid)
-print(began[0] == began[1], began[1] == began[2])
-server._end()
-"""
 
 STOPPED_AT_ONCE = """
 import os, signal
@@ -35,17 +17,11 @@ from taas.agent.processes import fork
 
 _linux.set_parent_death_signal(signal.SIGKILL)
 os.setsid()
-server = Forkserver(data=True)
+server = Forkserver()
 server.start()
 print(server.pid, fork(signal.raise_signal, signal.SIGSTOP).pid, flush=True)
 signal.pause()
 """
-
-
-def test_a_package_installed_while_a_run_starts(tmp_path: Path) -> None:
-    """The run keeps the forkserver it began with; the next one finds the package."""
-    done = subprocess.run([sys.executable, "-c", PROGRAM, str(tmp_path)], capture_output=True, text=True)
-    assert (done.stdout, done.returncode) == ("True False\n", 0), done.stderr
 
 
 @pytest.mark.parametrize("who", ["nobody", "forkserver"])

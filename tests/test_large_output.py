@@ -45,7 +45,6 @@ class Written:
         found = []
         while items := tail.read():
             found.append(items)
-        tail.close()
         return found
 
 
@@ -98,7 +97,6 @@ def test_a_record_that_is_being_written_is_read_when_it_is_whole(tmp_path: Path)
     with (tmp_path / EVENTS).open("ab") as file:
         file.write(record[-2:])
     assert events.read() == [Output(0, "stdout", "half\n")]
-    events.close()
 
 
 def _last(folder: Path, count: int) -> list[str]:

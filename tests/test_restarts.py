@@ -35,7 +35,7 @@ KILL_RANK_1 = "dist.get_rank() == 1 and os.kill(os.getpid(), 9); dist.barrier()"
 def test_a_lost_rank_is_started_again(notebook: Notebook) -> None:
     """The second start goes on from the first one's checkpoint; the cell says why there was one."""
     ran = notebook.good(HEAD + TRAIN.format(ckpt="rank.pt", loss=KILL_RANK_1))
-    assert "rank 1 killed by SIGKILL" in ran.stdout
+    assert "rank 1 was killed by SIGKILL" in ran.stdout
     assert "started again (1 of 1 restarts used)" in ran.stdout
     assert ran.stdout.index("start 0 of 1 from step 0") < ran.stdout.index("start 1 of 1 from step 3")
     assert notebook.value("step, restart") == "6 1"
@@ -69,7 +69,7 @@ def test_used_up_restarts_are_the_end(notebook: Notebook) -> None:
     )
     assert ran.stdout.count("started again") == 1
     assert ran.ename == "CellFailed"
-    assert "rank 1 killed by SIGKILL" in ran.evalue
+    assert "rank 1 was killed by SIGKILL" in ran.evalue
     assert notebook.good("#pragma taas --gpus 2\nprint('fine')").own == "fine\n"
 
 

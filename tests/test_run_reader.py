@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import select
 import threading
 import time
 from collections.abc import Iterable
@@ -45,32 +44,29 @@ def prints(record: RunRecord, text: str, rank: int = 0) -> None:
         file.write(RECORD.pack(0, len(body), 0, 0) + body)
 
 
-def test_who_waits_is_woken_by_output_and_by_the_record(record: RunRecord) -> None:
-    """Also by the first output of a rank that was not there before, and by a new start's."""
-    with RunReader(record) as reader:
+def test_who_looks_finds_output_and_the_record(record: RunRecord) -> None:
+    """Also the first output of a rank that was not there before, and a new start's."""
+    reader = RunReader(record)
 
-        def woken() -> bool:
-            return bool(select.select([reader], [], [], 30)[0])
+    def news() -> str:
+        found = []
+        deadline = time.monotonic() + 30
+        while not found and time.monotonic() < deadline:
+            reader.wait(30)
+            reader.look()
+            found = reader.read()
+        return "".join(item.text for item in found)
 
-        def news() -> str:
-            found = []
-            deadline = time.monotonic() + 30
-            while not found and time.monotonic() < deadline:
-                assert woken()
-                reader.look()
-                found = reader.read()
-            return "".join(item.text for item in found)
-
-        prints(record, "first\n")
-        assert news() == "first\n"
-        prints(record, "second\n")
-        assert news() == "second\n"
-        change(record, state="running")
-        assert woken() and reader.look().state == "running"
-        change(record, restarts=1, losses=("rank 1 died; started again",))
-        assert news() == "rank 1 died; started again"
-        prints(record, "third\n")
-        assert news() == "third\n"
+    prints(record, "first\n")
+    assert news() == "first\n"
+    prints(record, "second\n")
+    assert news() == "second\n"
+    change(record, state="running")
+    assert reader.look(at_once=True).state == "running"
+    change(record, restarts=1, losses=("rank 1 died; started again",))
+    assert news() == "rank 1 died; started again"
+    prints(record, "third\n")
+    assert news() == "third\n"
 
 
 def test_what_was_written_before_a_run_was_over_is_shown(record: RunRecord) -> None:
@@ -84,19 +80,19 @@ def test_what_was_written_before_a_run_was_over_is_shown(record: RunRecord) -> N
         change(record, state="over", outcome="done")
 
     writer = threading.Thread(target=write)
-    with RunReader(record) as reader:
-        writer.start()
-        assert follow(reader, shown).outcome == "done"
-        writer.join()
+    reader = RunReader(record)
+    writer.start()
+    assert follow(reader, shown).outcome == "done"
+    writer.join()
     later = Shown()
-    with RunReader(record) as reader:
-        follow(reader, later)
+    reader = RunReader(record)
+    follow(reader, later)
     assert shown.text == later.text == "".join(lines)
 
 
 def test_a_run_that_is_removed_is_over(record: RunRecord) -> None:
     """Nobody waits for ever for a folder that is gone."""
-    with RunReader(record) as reader:
-        (record.folder / "record.json").unlink()
-        assert follow(reader, Shown()).live
-        assert reader.removed and reader.over
+    reader = RunReader(record)
+    (record.folder / "record.json").unlink()
+    assert follow(reader, Shown()).live
+    assert reader.removed and reader.over

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from taas.engines import Demand, EngineChoice
-from taas.engines.driven import DrivenMachine, VmReport
+from taas.engines.driven import DrivenMachine
 from taas.header.options import RunSpec
 from taas.runs.places import ProcessMark
 from taas.runs.records import RunRecord, read_record
@@ -21,7 +21,7 @@ from taas.supervisor.recorder import Recorder
 from taas.supervisor.runs import Run
 from taas.supervisor.vms import DataVms, Vm
 from taas.wire import deadlines
-from taas.wire.agents import JobOver, JobSays, StartJob
+from taas.wire.agents import AgentUp, JobOver, JobSays, StartJob
 from taas.wire.clients import DeliveryOrder, Submit
 from taas.wire.framing import Memory, Message, StoreAddress
 from taas.wire.poll_loop import PollLoop, WorkThread
@@ -134,16 +134,14 @@ def begin(tmp_path: Path) -> Iterator[Callable[..., Beginning]]:
         beginning.close()
 
 
-def test_an_agent_that_is_heard_before_its_place_is_known(begin: Callable[..., Beginning]) -> None:
-    """Agents and the cluster speak by different ways: ranks start when it is known where they are, with their GPUs."""
+def test_ranks_start_when_all_agents_are_there(begin: Callable[..., Beginning]) -> None:
+    """They say where they are, and with which GPUs."""
     begun = begin()
-    for vm in begun.vms:
-        vm.answered = True
-        begun.run.look_at_machines()
+    begun.run.look_at_machines()
     assert (begun.run.state, begun.started()) == ("acquiring", [])
     assert (begun.record.state, begun.record.waiting) == ("acquiring", "the Ray cluster")
-    for number, machine in enumerate(begun.machines, 1):
-        machine.take(VmReport(machine.number, "there", host=f"10.0.0.{number}", gpus=("0", "1")))
+    for number, vm in enumerate(begun.vms, 1):
+        vm.take(AgentUp(host=f"10.0.0.{number}", node=f"10.0.0.{number}", gpus=("0", "1")))
         begun.run.look_at_machines()
     [start] = begun.started()
     assert (start.work.gpus, start.work.rehearsed, start.work.store.host) == (("0", "1"), 0, "10.0.0.1")
@@ -151,9 +149,8 @@ def test_an_agent_that_is_heard_before_its_place_is_known(begin: Callable[..., B
 
 
 def _all_come(begun: Beginning, *gpus: tuple[str, ...]) -> None:
-    for number, (vm, machine, given) in enumerate(zip(begun.vms, begun.machines[:2], gpus, strict=True), 1):
-        machine.take(VmReport(machine.number, "there", host=f"10.0.0.{number}", gpus=given))
-        vm.answered = True
+    for number, (vm, given) in enumerate(zip(begun.vms, gpus, strict=True), 1):
+        vm.take(AgentUp(host=f"10.0.0.{number}", node=f"10.0.0.{number}", gpus=given))
         begun.run.look_at_machines()
 
 
@@ -231,7 +228,7 @@ def test_the_first_to_fail_is_found_whatever_clocks_say(
         return time.time() + (ahead if rank >= 2 else 0.0)
 
     for rank in range(4):
-        begun.hear(rank // 2, RankStage(stage="begun", rank=rank, at=clock(rank)))
+        begun.hear(rank // 2, RankStage(stage="begun", rank=rank))
     second = 2 - first
     order = (second, first) if outcome == "died" else (first, second)
     for rank in order:

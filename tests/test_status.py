@@ -204,7 +204,7 @@ def test_a_run_of_another_machine_is_left_alone(make: Make) -> None:
     for now in (5000.0, 5000.0 + 24 * 3600):
         make_room(runs=0, now=now)
     [record, *_] = read_records()
-    assert (record.id, record.announced) == (run.id, 0.0)
+    assert record.id == run.id
     assert "on another, and cannot be seen from this machine" in record.message
     path = write_connection(
         Connection(endpoint="", server_key="", public_key="", secret_key="", supervisor=there, kernel=there)
@@ -217,19 +217,15 @@ def test_a_run_of_another_machine_is_left_alone(make: Make) -> None:
     assert not path.exists()
 
 
-def test_old_runs_are_announced_before_they_are_removed(make: Make) -> None:
-    """First the history tells, a day later the oldest make room; the newest stays."""
+def test_old_runs_make_room(make: Make) -> None:
+    """The oldest go, but none of the last day, and not the newest."""
     for number in range(4):
-        make(state="over", outcome="done", submitted=float(number))
+        make(state="over", outcome="done", submitted=float(number), ended=4000.0)
     assert make_room(runs=2, now=5000.0) == []
-    told = tables.history(read_records()).text
-    assert "2 old runs (r1, r2) will be removed after" in told
-    assert make_room(runs=2, now=5000.0 + 3600) == []
     removed = make_room(runs=2, now=5000.0 + 24 * 3600)
     assert [record.name for record in removed] == ["r1", "r2"]
     assert [record.name for record in read_records()] == ["r3", "r4"]
-    assert make_room(runs=0, nbytes=0, now=1e9) == []  # r3 is announced first, r4 stays
-    assert [record.name for record in make_room(runs=0, nbytes=0, now=2e9)] == ["r3"]
+    assert [record.name for record in make_room(runs=0, nbytes=0, now=1e9)] == ["r3"]
 
 
 def test_the_live_view_is_one_display_that_is_updated(notebook: Notebook) -> None:

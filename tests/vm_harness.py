@@ -14,6 +14,7 @@ from taas.agent.forkserver import Forkserver
 from taas.agent.job import Job
 from taas.agent.spares import KeptProcesses, Spares
 from taas.engines import AgentConfig
+from taas.wire import deadlines
 
 DEADLINE = 120.0
 
@@ -34,7 +35,6 @@ class Vm:
             kept=KeptProcesses(on, off, self._said.append),
             on=on,
             off=off,
-            grows=lambda _: None,
             say=self._said.append,
             sweep=lambda: None,
         )
@@ -43,8 +43,7 @@ class Vm:
         """Give what a job that has begun says, until it is over."""
         heard = time.monotonic()
         while not job.over:
-            due = job.wait()
-            for source in wait(list(self._actions), DEADLINE if due is None else due):
+            for source in wait(list(self._actions), deadlines.TICK):
                 heard = time.monotonic()
                 if source in self._actions:
                     self._actions[source]()

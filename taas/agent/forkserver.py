@@ -10,14 +10,12 @@ import contextlib
 import multiprocessing
 import os
 import signal
-import sys
 from collections.abc import Callable
 from multiprocessing import forkserver as _mp
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from taas.engines.local import visible_gpus
 from taas.wire import deadlines
 from taas.wire.poll_loop import as_found
 
@@ -47,19 +45,6 @@ PRELOAD = (
     "IPython.utils.wildcard",
     "ipykernel.zmqshell",  # tqdm.auto draws a widget where this is imported
 )
-DATA_PRELOAD = (
-    "torch",
-    "torch.utils.data",
-    "numpy.random",
-    "threadpoolctl",
-    "multiprocessing.popen_fork",
-    "taas.agent.job",
-    "taas.delivery.worker_pool",
-    "taas.delivery.planner",
-    "taas.rank.lifeline",
-)
-"""What a data VM needs: it is up in half the time of one for ranks."""
-_OPENED_BY_A_FORK = 6  # a connection and two pipes, and one to spare
 _FIRST, _LAST = "taas.agent.import_first", "taas.rank.preloaded"
 _REHEARSED = "taas.rehearsal.ahead"
 _IDLY = "TAAS_IMPORT_IDLY"
@@ -73,12 +58,6 @@ _READ_AT_IMPORT = (
 def read_at_import(environ: dict[str, str]) -> dict[str, str]:
     """Return the variables that libraries read at import, which it is too late to set in a rank."""
     return {name: value for name, value in environ.items() if name.startswith(_READ_AT_IMPORT)}
-
-
-def _installed() -> tuple[tuple[str, int], ...]:
-    """Change times of the folders that packages are installed into: pip renames folders in them."""
-    folders = [Path(entry) for entry in sys.path if "site-packages" in entry or "dist-packages" in entry]
-    return tuple((str(folder), folder.stat().st_mtime_ns) for folder in folders if folder.is_dir())
 
 
 def _ends(pid: int | None, seconds: float) -> bool:
@@ -98,24 +77,11 @@ def _ends(pid: int | None, seconds: float) -> bool:
 def fork(target: Callable[..., None], *arguments: Any) -> Any:
     """Fork a process that calls a function, by its name: the agent imports nothing of what it needs.
 
-    A forkserver that is killed while it is asked is started anew, and asked again.
-
     Raises:
-        OSError: this process may open no more files. The forkserver was not asked then: multiprocessing connects to
-            it before it opens its pipes, and the forkserver dies of half a request.
-        EOFError: the forkserver cannot fork.
+        OSError, EOFError: the forkserver cannot fork, or was killed in the very moment: the next one starts another.
     """
-    with contextlib.ExitStack() as room:
-        for _ in range(_OPENED_BY_A_FORK):
-            room.callback(os.close, os.dup(2))
-    forkserver: int | None = _mp._forkserver._forkserver_pid  # type: ignore[attr-defined]
     process = multiprocessing.get_context("forkserver").Process(target=target, args=arguments)
-    try:
-        process.start()
-    except (ConnectionError, EOFError):
-        if not _ends(forkserver, deadlines.FORKSERVER_DIES):
-            raise
-        process.start()
+    process.start()
     return process
 
 
@@ -123,17 +89,16 @@ class _MadeFor(NamedTuple):
     """What a forkserver has at its start, and keeps."""
 
     environ: dict[str, str]
-    installed: tuple[tuple[str, int], ...]
     rehearsed: bool
 
 
 class Forkserver:
     """multiprocessing's one forkserver of this process, started again when it went or is out of date."""
 
-    def __init__(self, *, data: bool = False, idle: bool = False) -> None:
-        self._data, self._idle = data, idle
+    def __init__(self, *, rehearsed: bool = True, idle: bool = False) -> None:
+        self._idle = idle
         self._server = _mp._forkserver
-        self._made_for = _MadeFor(read_at_import(dict(os.environ)), _installed(), not visible_gpus())
+        self._made_for = _MadeFor(read_at_import(dict(os.environ)), rehearsed)
         self._run = ""
 
     @property
@@ -153,7 +118,7 @@ class Forkserver:
     def start(self) -> None:
         """Start it, if it does not run."""
         ahead = (_REHEARSED,) if self._made_for.rehearsed else ()
-        preload = [*DATA_PRELOAD] if self._data else [*PRELOAD, *ahead, _LAST]
+        preload = [*PRELOAD, *ahead, _LAST]
         os.environ[_IDLY] = ",".join(preload) if self._idle else ""
         self._server.set_forkserver_preload([_FIRST, *preload])
         with as_found():
@@ -169,7 +134,7 @@ class Forkserver:
                     os.setpriority(os.PRIO_PROCESS, int(thread.name), 0)
 
     def fit(self, run: str, environ: dict[str, str], *, rehearsed: int | None, held: bool = False) -> bool:
-        """Make sure that it runs with the notebook's environment, today's packages, and GPUs or none.
+        """Make sure that it runs with the notebook's environment, and GPUs or none.
 
         A restart costs the import of torch, some seconds; it happens only after such a change, and before the
         run's first process: a run keeps the forkserver it began with, as do ranks that were kept (``held``). None for
@@ -179,7 +144,7 @@ class Forkserver:
         keep = held or (run and run == self._run)
         self._run = run
         rehearsed = self._made_for.rehearsed if rehearsed is None else bool(rehearsed)
-        wanted = _MadeFor(read_at_import(environ), _installed(), rehearsed)
+        wanted = _MadeFor(read_at_import(environ), rehearsed)
         changed = not keep and wanted != self._made_for
         if changed:
             for name in self._made_for.environ.keys() - wanted.environ.keys():

@@ -123,8 +123,6 @@ class Job:
                 order.run, staged.environ, rehearsed=order.work.rehearsed, held=agent.kept.there
             ):
                 agent.spares.forget()
-            if staged.late:
-                agent.grows(Path(staged.late))
             self._fork(staged)
         except Exception as error:  # whatever it was, the supervisor says so in the cell
             self.fail(f"{type(error).__name__}: {error}")
@@ -172,10 +170,6 @@ class Job:
                 notices = () if self._staging is None else tuple(self._staging.project.notices)
                 self._say(JobOver(how=self._how or "", notices=notices, kept=kept))
 
-    def wait(self) -> float | None:
-        """Return the seconds until :meth:`step` has something to do, if nothing is heard; None: never."""
-        return None
-
     def close(self) -> None:
         """Give back what it held; its processes are gone, or are ended with the agent's."""
         if self._staging is not None:
@@ -199,7 +193,6 @@ class DataJob(Job):
             log = Path(staged.output)
             log.write_text("".join(f"{notice}\n" for notice in self._staging.project.notices))
             self.sender.add(log_of(log, lambda: self.ended))
-            self._agent.grows(log.parent)
         self.processes.append(ForkedProcess(fork(_be_data_process, self._work, staged)))
 
     def _end_processes(self, how: How, *, names: bool) -> None:

@@ -71,15 +71,6 @@ def _cell(file: str, preface: Preface) -> int | None:
     return int(running[1]) if running else preface.cells.get(file)
 
 
-def _catches(pid: int) -> bool:
-    """Whether a process has a handler for the signal: it would be ended by it otherwise."""
-    with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-            if line.startswith("SigCgt:"):
-                return bool(int(line.split()[1], 16) >> (SIGNAL - 1) & 1)
-    return False
-
-
 def last_words(folder: Path, cell: str, execution_count: int) -> str:
     """Return where a rank stood when a fatal signal such as SIGABRT ended it, and what C++ said of it; from its output."""
     words = ""
@@ -113,25 +104,23 @@ class Look:
                 self._ask(rank, process)
 
     def _ask(self, rank: int, process: RankProcess) -> None:
-        if process.gone or not _catches(process.pid) or _status(process) in (psutil.STATUS_STOPPED, "gone"):
+        if process.gone or _status(process) in (psutil.STATUS_STOPPED, "gone"):
             return
-        with contextlib.suppress(OSError, msgspec.MsgspecError):  # it is not that far yet
+        with contextlib.suppress(
+            OSError, msgspec.MsgspecError
+        ):  # its file says that it has a handler for the signal
             asked = _StackQuery(self._folder / str(rank) / STACKS)
             (self._folder / str(rank) / COLLECTIVE).unlink(missing_ok=True)
             process.tell(pack(RankRequest(what="collective")))
             os.kill(process.pid, SIGNAL)  # its agent has not buried it: the id is still its own
             self._asked[rank] = asked
 
-    def wait(self) -> float:
-        """Return the seconds until :meth:`result` is worth another call."""
-        return max(0.0, self._next - time.monotonic())
-
     def result(self) -> tuple[RankSeen, ...] | None:
         """Return what was seen; None as long as answers are on their way."""
-        if self.wait() > 0:
+        now = time.monotonic()
+        if now < self._next:
             return None
-        self._next = time.monotonic() + deadlines.STACKS_LOOK
-        late = time.monotonic() >= self._deadline
+        self._next, late = now + deadlines.TICK, now >= self._deadline
         answered = [asked.answered() for asked in self._asked.values()]  # each notes its size
         if not late and not all(answered):
             return None
@@ -169,9 +158,10 @@ class RankUsage:
         self._told: tuple[RankUse, ...] = ()
         self._gpus = gpus
 
-    def wait(self) -> float:
-        """Return the seconds until the next look."""
-        return max(0.0, self._next - time.monotonic())
+    @property
+    def due(self) -> bool:
+        """Whether it is time for the next look."""
+        return time.monotonic() >= self._next
 
     def look(self, ranks: Iterable[Rank]) -> tuple[RankUse, ...]:
         """Return what is to be told of them; nothing where that was told before."""

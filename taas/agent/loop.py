@@ -25,9 +25,9 @@ from taas.agent.spares import KeptProcesses, Spares
 from taas.agent.staging import environment
 from taas.delivery.config import read_line
 from taas.engines import AgentConfig
-from taas.runs.events import BLIND_SECONDS, Inotify
+from taas.engines.local import visible_gpus
 from taas.wire import deadlines
-from taas.wire.agents import AgentHears, JobRequest, StartJob
+from taas.wire.agents import AgentHears, AgentUp, JobRequest, StartJob
 from taas.wire.curve import SupervisorLink, make_dealer, set_heartbeat
 from taas.wire.framing import Alive, Leave, Message, MessageReader, pack
 from taas.wire.poll_loop import PollLoop, raise_limit
@@ -39,7 +39,6 @@ class Agent:
 
     Attributes:
         on, off: begin and end to watch a descriptor.
-        grows: tells of a folder in which files grow that are to be sent.
     """
 
     def __init__(self, config: AgentConfig) -> None:
@@ -50,28 +49,27 @@ class Agent:
         self._sources = PollLoop()
         self._read = MessageReader(AgentHears)
         self.on, self.off = self._sources.on, self._sources.off
-        self.forkserver = Forkserver(data=config.data, idle=config.idle)
+        needs_gpus = bool(config.demand.gpus) or not config.remote
+        self.forkserver = Forkserver(rehearsed=needs_gpus and not visible_gpus(), idle=config.idle)
         self.spares = Spares(self.forkserver, self.on, self.off)
         self.kept = KeptProcesses(self.on, self.off, self.say)
-        self._inotify = Inotify()
-        self.grows = self._inotify.add
         self._jobs: dict[tuple[str, int], Job] = {}
-        self._supervisor_gone = False
+        self._supervisor_gone, self._why = False, ""
         self.config = config
         self._link = SupervisorLink(self._socket, config.endpoint) if config.remote else None
         self._ending = threading.Event()
         self._socket.connect(config.endpoint)
 
-    def run(self) -> None:
-        """Serve until the supervisor is gone, then end all that was started here."""
+    def run(self) -> str:
+        """Serve until the supervisor is gone, then end all that was started here; returns why it could not be reached."""
         self._import_ahead()
         self._sources.on(self._socket, self._hear_supervisor)
         self._sources.on(sys.stdin.fileno(), self._lose_supervisor)
         if self._link is not None:
             self._sources.on(self._link.source, partial(self._look_at_link, self._link))
             threading.Thread(target=_die_when_stopped, args=(self._ending,), daemon=True).start()
-        self._sources.on(self._inotify.fileno(), self._inotify.changed)  # each round mirrors what is new
-        self.say(Alive())
+        gpus = visible_gpus() if self.config.remote else ()
+        self.say(AgentUp(host=self.config.host, node=self.config.node, gpus=gpus))
         try:
             while not self._supervisor_gone:
                 self._sources.step(self._wait())
@@ -83,6 +81,7 @@ class Agent:
                     self._look_at_link(self._link)
         finally:
             self._end_all()
+        return self._why
 
     def _import_ahead(self) -> None:
         """Start the forkserver; elsewhere as the first run will want it, for its second start takes as long."""
@@ -98,13 +97,9 @@ class Agent:
         return [job for job in self._jobs.values() if isinstance(job, RankJob)]
 
     def _wait(self) -> float | None:
-        waits = [job.wait() for job in self._jobs.values()]
+        waits = [deadlines.TICK if self._jobs else self.spares.wait()]
         if self._link is not None:
             waits.append(self._link.wait())
-        if self._inotify.blind and any(not job.sender.done for job in self._jobs.values()):
-            waits.append(BLIND_SECONDS)
-        if not self._rank_jobs:
-            waits.append(self.spares.wait())
         return min((wait for wait in waits if wait is not None), default=None)
 
     def say(self, message: Message) -> None:
@@ -148,10 +143,8 @@ class Agent:
 
     def _look_at_link(self, link: SupervisorLink) -> None:
         """End with the connection to a supervisor elsewhere: it gives this VM up then, too."""
-        why = "" if self._supervisor_gone else link.gone()
-        if why:
-            self._supervisor_gone = True
-            sys.stderr.write(f"{why}\n")
+        if not self._supervisor_gone and (why := link.gone()):
+            self._supervisor_gone, self._why = True, why
 
     def _end_all(self) -> None:
         """Leave nothing, whatever goes wrong with one thing; the system ends what is not ended here."""
@@ -193,10 +186,12 @@ def main() -> None:
     if not config.remote:
         _linux.set_parent_death_signal(signal.SIGKILL)
     try:
-        Agent(config).run()
+        why = Agent(config).run()
     except BaseException:
         traceback.print_exc()  # its last line says in the cell what was wrong
         os._exit(1)
     finalizers: Any = multiprocessing.util
     finalizers._run_finalizers()  # the folder of the forkserver's socket
-    os._exit(0)  # it has ended what it started: nothing may hold it now
+    sys.stderr.write(why)
+    sys.stderr.flush()
+    os._exit(bool(why))  # it has ended what it started: nothing may hold it now

@@ -32,7 +32,7 @@ class Rank:
         kept: it waits for the next order.
         signalled: the last signal that it was sent.
         to_end, out_of_time: since when it has been to end, and out of time for that; 0: it has not.
-        too_late: what it had not done in time with its names, in words, if it was ended for that.
+        too_late: whether it was ended since its names had not come in time.
     """
 
     def __init__(self, number: int, process: RankProcess) -> None:
@@ -42,7 +42,7 @@ class Rank:
         self.ended_at = self.to_end = self.out_of_time = 0.0
         self.kept: RankKept | None = None
         self.signalled: signal.Signals | None = None
-        self.too_late = ""
+        self.too_late = False
 
     def send(self, number: signal.Signals) -> None:
         """Signal the rank, if it is still there."""
@@ -77,10 +77,11 @@ class Rank:
         if code is not None and code < 0:
             name = signal.Signals(-code).name
             if self.signalled not in (None, signal.SIGINT) or self.signalled == -code:
-                return ended(outcome="ended", etype=name, message=self.too_late or f"was ended by {name}")
-            return ended(outcome="died", etype=name, message=f"killed by {killed_by(code)}")
+                why = ", since its names did not come in time" if self.too_late else ""
+                return ended(outcome="ended", etype=name, message=f"was ended by {name}{why}")
+            return ended(outcome="died", etype=name, message=f"was killed by {killed_by(code)}")
         if not forkserver_outlived:
-            return ended(outcome="orphaned", message="its forkserver was killed")
+            return ended(outcome="orphaned", message="was killed with its forkserver")
         if self.signalled is not None:
             return ended(outcome="ended", etype="SIGINT", message="was ended while it started")
         return ended(
@@ -108,10 +109,6 @@ class Ending:
         self._names = self._names and names
         if self._how is None or _PATIENCE.index(how) < _PATIENCE.index(self._how):
             self._how, self._began = how, time.monotonic()
-
-    def wait(self) -> float | None:
-        """Return the seconds until :meth:`step` may have something to do; None: it has not."""
-        return None if self._how is None else deadlines.ENDINGS_LOOK
 
     def step(self, ranks: list[Rank]) -> None:
         """Do what is due to ranks whose processes are there."""
@@ -153,8 +150,8 @@ class Ending:
         if rank.ended is not None and (self._stay or self._how == "interrupt"):
             return  # it leaves, or stays
         if self._names and rank.number == 0 and rank.started and rank.ended is None:
-            until, rank.too_late = self._names_until(rank)
-            if now >= until:
+            if now >= self._names_until(rank):
+                rank.too_late = True
                 rank.kill()
         elif not rank.out_of_time:
             rank.out_of_time = now
@@ -163,16 +160,15 @@ class Ending:
         elif now >= rank.out_of_time + deadlines.TERM_TO_KILL:
             rank.kill()
 
-    def _names_until(self, rank: Rank) -> tuple[float, str]:
-        """Ask rank 0 for its names; returns until when they may come, and what it has not done by then."""
+    def _names_until(self, rank: Rank) -> float:
+        """Ask rank 0 for its names; returns until when they may come."""
         now = time.monotonic()
         if not self._asked:
             self._asked = now
             rank.tell(RankRequest(what="names"))
         if self._how == "now":
-            return self._began + deadlines.NAMES_NOW, "had no time to pack them"
+            return self._began + deadlines.NAMES_NOW
         if not rank.packing:
-            return self._asked + deadlines.NAMES_BEGIN, f"did not answer for {deadlines.NAMES_BEGIN:.0f} s"
+            return self._asked + deadlines.NAMES_BEGIN
         self._packing = self._packing or now
-        why = f"had not packed them after {deadlines.NAMES_PACKED:.0f} s"
-        return self._packing + deadlines.NAMES_PACKED, why
+        return self._packing + deadlines.NAMES_PACKED

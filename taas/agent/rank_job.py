@@ -54,7 +54,6 @@ class RankJob(Job):
         self.preparation: Preparation | None = None
         self.stays = False
         self._store: RunStore | None = None
-        self._changes: ProjectChanges | None = None
         self._look: Look | None = None
         self._folder = Path()
         self._answer = -1
@@ -85,13 +84,12 @@ class RankJob(Job):
         for folder in folders.values():
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         if agent.config.remote:
-            self._changes = ProjectChanges(
+            changes = ProjectChanges(
                 self._order.workspace.project, work, staged, self._staging.project, lambda: self.ended
             )
-            self.sender.add(self._changes.chunks())
+            self.sender.add(changes.chunks())
             for number, folder in folders.items():
                 self.sender.add(output_of(number, folder, lambda: self.ended))
-                agent.grows(folder)
         self._work = work = msgspec.structs.replace(work, store=self._open_store())
         self.preparation = preparation_of(work, staged)
         spares, kept = agent.spares, agent.kept
@@ -236,7 +234,7 @@ class RankJob(Job):
         """Do what is due."""
         self._ending.step([rank for rank in self.ranks if not rank.process.gone])
         self._dismiss()
-        due = self.ranks and not self.over and (self.ended or not self._usage.wait())
+        due = self.ranks and not self.over and (self.ended or self._usage.due)
         if due and (used := self._usage.look(self.ranks)):
             self._say(RanksUse(ranks=used))
         super().step()
@@ -244,16 +242,6 @@ class RankJob(Job):
         for rank in self.ranks:
             if rank.leaving and time.monotonic() > rank.ended_at + deadlines.RANK_EXITS:
                 rank.send(signal.SIGKILL)
-
-    def wait(self) -> float | None:
-        """Return the seconds until :meth:`step` has something to do, if nothing is heard."""
-        waits: list[float | None] = [] if self._look is None else [self._look.wait()]
-        if not all(rank.process.gone for rank in self.ranks):
-            waits += [self._ending.wait(), self._usage.wait()]
-        if self._changes is not None and not self.sender.waits:
-            waits.append(self._changes.wait())
-        waits += [deadlines.RANK_EXITS for rank in self.ranks if rank.leaving]
-        return min((wait for wait in waits if wait is not None), default=None)
 
     def close(self) -> None:
         """Give back what it held."""

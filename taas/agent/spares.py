@@ -44,7 +44,6 @@ class Spares:
     def __init__(self, forkserver: Forkserver, on: On, off: Callable[[Any], None]) -> None:
         self._forkserver, self._on, self._off = forkserver, on, off
         self._waiting: list[RankProcess] = []
-        self._newest_is_ready = True
         self._wanted = 0
         self._preparation: Preparation | None = None
         self._from = self._until = 0.0
@@ -73,27 +72,20 @@ class Spares:
         for _ in range(count):
             if self._waiting:
                 process = self._waiting.pop(0)
-                self._unwatch(process)
+                self._off(process.sentinel)
             else:
                 process = RankProcess(preparation)
             yield process
-
-    def _unwatch(self, spare: RankProcess) -> None:
-        self._off(spare.sentinel)
-        self._say_ready(spare)
 
     def step(self) -> None:
         """Make the next one, if it is time; end all, if nobody comes or memory is short."""
         if not self._waiting and not self._wanted:
             return
         now = time.monotonic()
-        try:
-            memory = psutil.virtual_memory()
-        except OSError:  # no descriptor is left: another look may have one
-            return
+        memory = psutil.virtual_memory()
         if now > self._until or memory.available < _FREE_SHARE * memory.total:
             self.end()
-        elif self._missing and now >= self._from and self._newest_is_ready:
+        elif self._missing and now >= self._from:
             self._make_one()
 
     @property
@@ -108,25 +100,18 @@ class Spares:
             self._wanted = 0
             return
         self._waiting.append(spare)
-        self._newest_is_ready = False
+        self._from = time.monotonic() + deadlines.SPARES_APART
         self._on(spare.sentinel, partial(self._lose, spare))
-        self._on(spare.source, partial(self._say_ready, spare))
-
-    def _say_ready(self, spare: RankProcess) -> None:
-        """It has said that it waits, the first thing that one says; or nobody waits for that."""
-        self._off(spare.source)
-        self._newest_is_ready = True
 
     def wait(self) -> float | None:
         """Return the seconds until :meth:`step` has something to do, if nothing is heard."""
-        rest = self._from - time.monotonic()
-        if self._missing and rest > 0:
-            return rest
+        if self._missing:
+            return max(0.0, self._from - time.monotonic())
         return deadlines.SPARES_LOOK if self._waiting else None
 
     def _lose(self, spare: RankProcess) -> None:
         """One is gone, for whatever reason: make no others in its place."""
-        self._unwatch(spare)
+        self._off(spare.sentinel)
         spare.disconnect()
         if spare in self._waiting:
             self._waiting.remove(spare)
@@ -137,7 +122,7 @@ class Spares:
     def end(self) -> None:
         """End all."""
         for spare in self._waiting:
-            self._unwatch(spare)
+            self._off(spare.sentinel)
             spare.send(signal.SIGKILL)
             spare.disconnect()
         self._waiting.clear()

@@ -236,6 +236,7 @@ def _sees_disk(order: StartJob) -> bool:
 
 _EVERY_SECONDS = 30.0
 """So often is what was changed in the project sent while the cell runs."""
+_PACKED_AT_ONCE = 64
 
 
 def output_of(rank: int, folder: Path, ended: Callable[[], bool]) -> Iterator[Chunk | None]:
@@ -294,14 +295,6 @@ class ProjectChanges:
         sends = arrival.copy is not None and (own or shared)
         self._project = Changes(str(arrival.copy), only(() if own else shared)) if sends else None
         self._next_look = monotonic() + _EVERY_SECONDS
-        self._packing = False
-
-    def wait(self) -> float | None:
-        """Return the seconds until there is something to do."""
-        if self._packing:
-            return 0.0
-        looks = self._project is not None and not self._ended()
-        return max(0.0, self._next_look - monotonic()) if looks else None
 
     def chunks(self) -> Iterator[Chunk | None]:
         """Look every now and then, and once when the ranks have ended."""
@@ -323,13 +316,13 @@ class ProjectChanges:
         self, of: Literal["changes", "writes"], changes: Changes, *, last: bool
     ) -> Iterator[Chunk | None]:
         """Pack what has changed, and send it; where there is no room for that, the next look has it."""
-        self._packing = True
         try:
             if self._arrival.late is not None and of == "changes":
                 changes.know(self._arrival.late.came)
             with tempfile.TemporaryFile(dir=self._scratch) as archive:
-                yield from changes.pack(archive.fileno(), last=last)
-                self._packing = False
+                for step, _ in enumerate(changes.pack(archive.fileno(), last=last)):
+                    if step % _PACKED_AT_ONCE == 0:
+                        yield None
                 if size := os.fstat(archive.fileno()).st_size:
                     memory = Memory(os.getpid(), archive.fileno(), size)
                     yield from chunks_of(of, memory, self._order.first_rank)
@@ -337,7 +330,6 @@ class ProjectChanges:
         except OSError as error:
             why = f"{error.strerror} ({self._scratch} there). See to that, and run the cell again"
             lost = [("what ranks wrote in the project", why)]
-        self._packing = False
         if last:
             vm = self._order.vm
             self._arrival.notices += [f"{what} did not come back from VM {vm}: {why}" for what, why in lost]

@@ -5,8 +5,8 @@ the table in ``engines/chosen.py``, and in its error's text, in ``config.py`` (`
 instance type asks of it), ``notebook/verbs.py`` (usage and Tab), ``notebook/steering.py`` and ``notebook/doctor.py``
 (``--check``), and as an extra of ``pyproject.toml`` if it imports something. Any kind but ``local`` has its machines elsewhere.
 
-Before it starts an agent elsewhere, an engine compares the versions there with those here (``engines/versions.py``), for
-what is pickled on one is unpickled on the other. It ends an agent by the end of its standard input, and by nothing
+Before an agent is started elsewhere, the versions there are compared with those here (``engines/versions.py``), for
+what is pickled on one is unpickled on the other. What a VM has its agent says itself (``wire/agents.AgentUp``). An engine ends an agent by the end of its standard input, and by nothing
 else: agents have much to end before they do. Where whoever starts it is killed with all its children, the engine
 has to start it as nobody's child.
 
@@ -69,13 +69,15 @@ class AgentConfig(msgspec.Struct, frozen=True, tag=True):
     """What an engine writes to an agent's standard input, as one line of JSON.
 
     Attributes:
-        endpoint: the supervisor's zmq address; an engine with VMs elsewhere fills it in, with ``scratch`` and ``environ``.
+        endpoint: the supervisor's zmq address; an engine with VMs elsewhere fills it in, with ``scratch``, ``environ``,
+            ``host`` and ``node``.
         server_key, public_key, secret_key: CURVE keys in Z85.
         scratch: a folder that the agent may fill; it goes with the agent.
-        data: a data VM: data workers run there, and no ranks.
         idle: nobody waits for it yet: libraries are imported at a low priority until there is an order.
         remote: the supervisor may be on another host: nothing is read through /proc, and the wire beats.
-        environ: of a remote VM, the environment that programs have there.
+        environ: of a remote VM, the environment that programs have there; CUDA_VISIBLE_DEVICES names the GPUs it was given.
+        host: the address under which other VMs reach it.
+        node: its name, for messages.
         demand: what the VM was asked for: of a remote one, libraries are imported before the first run is known.
     """
 
@@ -84,10 +86,11 @@ class AgentConfig(msgspec.Struct, frozen=True, tag=True):
     public_key: str
     secret_key: str
     scratch: str
-    data: bool = False
     idle: bool = False
     remote: bool = False
     environ: dict[str, str] = {}
+    host: str = "127.0.0.1"
+    node: str = ""
     demand: Demand = Demand()
 
 
@@ -95,20 +98,13 @@ class Machine(Protocol):
     """One VM, from the moment it is asked for until it is given back.
 
     Attributes:
-        host: the address under which other VMs reach it; known when its agent is up.
         pid: its agent's process id, where it is a process of this machine; else 0.
-        gpus: the GPUs that the engine gave it, as CUDA_VISIBLE_DEVICES names them; None: the supervisor shares
-            out this machine's.
-        place: where it is, for messages; empty for this machine.
         waiting: what it waits for, in words.
         ending: that it will be taken away soon, and why, in words that go on after "stopped from"; empty: not that it is known.
         error: the class of :mod:`taas.errors` that tells best why it ended, or could not be had.
     """
 
-    host: str
     pid: int
-    gpus: tuple[str, ...] | None
-    place: str
     waiting: str
     ending: str
     error: str

@@ -45,26 +45,21 @@ class ClusterReport(Message, frozen=True):
     why_not: str = ""
 
 
+States = Literal["waiting", "ending", "gone"]
+
+
 class VmReport(Message, frozen=True):
-    """How a VM stands; of a node that says so to its driver, ``machine`` is its number among those that came with it.
+    """How a VM stands.
 
     Attributes:
-        state: ``waiting``; ``there``: its agent starts; ``ending``: it will be taken away; ``gone``, or it cannot be had.
+        state: ``waiting``; ``ending``: it will be taken away; ``gone``, or it cannot be had.
         text: what it waits for, why it will go, or how it went, in words that go on after "the agent of g2.8-0 was".
-        host: its address.
-        node: the name of its node; empty: its address.
-        gpus: its GPUs, as CUDA_VISIBLE_DEVICES names them.
-        versions: as :func:`taas.engines.versions.versions` says, where nobody has compared them.
         error: the class of :mod:`taas.errors` for one that is gone.
     """
 
     machine: int
-    state: Literal["waiting", "there", "ending", "gone"]
-    text: str = ""
-    host: str = ""
-    node: str = ""
-    gpus: tuple[str, ...] = ()
-    versions: dict[str, str] = msgspec.field(default_factory=dict)
+    state: States
+    text: str
     error: str = "RunLost"
 
 
@@ -101,8 +96,7 @@ class DrivenMachine:
     """A VM that was asked of a cluster."""
 
     pid = 0
-    gpus: tuple[str, ...] | None = ()
-    host = place = ending = ""
+    ending = ""
     error = "RunLost"
 
     def __init__(self, number: int, engine: DrivenEngine, waiting: str) -> None:
@@ -125,9 +119,6 @@ class DrivenMachine:
             self.waiting = report.text
         elif report.state == "ending":
             self.ending = report.text
-        elif report.state == "there":
-            self.host, self.gpus, self.waiting = report.host, report.gpus, "its agent"
-            self.place = f"node {report.node or report.host}"
         else:
             self._how, self.error = report.text, report.error
             os.write(self._signal, b".")

@@ -21,6 +21,7 @@ import psutil
 from taas.engines import AgentConfig, Demand, Machine
 from taas.errors import EngineError, NotEnoughDevices
 from taas.header.options import RunSpec
+from taas.wire.framing import LOOPBACK
 from taas.wire.poll_loop import Child, as_found
 from taas.wording import counted
 
@@ -33,9 +34,7 @@ _RANK_BYTES = 25_000_000
 class LocalMachine:
     """An agent of this machine, held by its standard input: it ends when that is closed."""
 
-    host = "127.0.0.1"
-    gpus: tuple[str, ...] | None = None
-    place = waiting = ending = ""
+    waiting = ending = ""
     error = "RunLost"
 
     def __init__(self, config: AgentConfig) -> None:
@@ -99,7 +98,7 @@ class LocalEngine:
     """Agents on this machine."""
 
     remote = False
-    here = LocalMachine.host
+    here = LOOPBACK
 
     def __init__(self) -> None:
         self._machines: list[LocalMachine] = []

@@ -214,8 +214,8 @@ class Group:
             .remote()
         )
 
-    def _come(self, vm: _Vm) -> dict[str, Any]:
-        """Start a VM's actor, and return what it sees there; again, where its node is lost and Ray finds out only now.
+    def _come(self, vm: _Vm) -> None:
+        """Start a VM's actor; again, where its node is lost and Ray finds out only now.
 
         Raises:
             EngineError: the cluster does not give it.
@@ -224,11 +224,11 @@ class Group:
         until = time.monotonic() + _UNNOTICED_SECONDS
         while True:
             vm.actor = self._start_actor(vm)
-            look = vm.actor.look.remote()
+            ready = vm.actor.__ray_ready__.remote()
             try:
-                while not ray.wait([look], timeout=_LOOK_SECONDS)[0]:
+                while not ray.wait([ready], timeout=_LOOK_SECONDS)[0]:
                     self._wait([vm])
-                seen: dict[str, Any] = ray.get(look)
+                ray.get(ready)
             except RayActorError:
                 if vm.released or time.monotonic() > until:
                     raise
@@ -236,21 +236,17 @@ class Group:
                 time.sleep(_LOOK_SECONDS)
                 self._wait([vm])
             else:
-                return seen
+                return
 
     def _serve(self, vm: _Vm) -> None:
         how, error = "lost", "RunLost"
         try:
-            seen = self._come(vm)
-            differing = versions.differing_versions(seen["versions"], versions.versions())
-            host = seen["host"]
-            if differing:
-                how, error = f"{differing} (node {host})", "VersionMismatch"
-            elif not vm.released:
+            self._come(vm)
+            if not vm.released:
                 vm.serves = True
-                self._report(VmReport(vm.number, "there", host=host, gpus=tuple(seen["gpus"])))
-                log = ray.get(vm.actor.serve.remote(msgspec.json.encode(vm.config)))
-                how = f"ended by itself; its log says: {log}" if log else "ended"
+                self._report(VmReport(vm.number, "waiting", "its agent"))
+                line = msgspec.json.encode(vm.config)
+                how, error = ray.get(vm.actor.serve.remote(line, versions.versions()))
         except EngineError as why_not:
             how, error = str(why_not), "EngineError"
         except ActorUnavailableError:

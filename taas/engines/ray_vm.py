@@ -1,7 +1,7 @@
 """A VM of a Ray cluster: the actor that holds its resources and keeps its agent.
 
 The class travels to the node by value (``ray_driver`` sees to that), so that a node without taas can say so.
-Beside Ray it needs the standard library, and `versions` and `make_short_folder`, which travel with it.
+Beside Ray it needs the standard library, and two modules which travel with it.
 """
 
 from __future__ import annotations
@@ -13,10 +13,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from pathlib import Path
-from typing import Any
 
-from taas.engines.versions import versions
+from taas.engines.versions import differing_versions, versions
 from taas.wire.curve import make_short_folder
 
 _TAIL_BYTES = 2000
@@ -39,30 +37,27 @@ def given_gpus() -> list[str]:
     return sorted(given, key=lambda gpu: (len(gpu), gpu))
 
 
-def there(gpus: list[str], devices: Path = Path("/dev")) -> list[str]:
-    """Return those of some GPUs that are there: a node may claim more than its driver has made devices for."""
-    count = sum(path.name[6:].isdigit() for path in devices.glob("nvidia*"))
-    return [gpu for gpu in gpus if (int(gpu) < count if gpu.isdigit() else count)]
-
-
 class VmActor:
     """One VM. Its agent ends when the actor does: it reads end-of-file then."""
 
     def __init__(self) -> None:
         self._lifeline = os.pipe()
 
-    def look(self) -> dict[str, Any]:
-        """Return what the VM has: its address, its versions, its GPUs as CUDA_VISIBLE_DEVICES names them."""
+    def serve(self, line: bytes, here: dict[str, str]) -> tuple[str, str]:
+        """Run an agent to its end, unless versions differ from those ``here``; returns how it ended, and the class of error.
+
+        Its configuration lacks what is to be known of the node.
+        """
         from ray.util import get_node_ip_address
 
-        return {"host": get_node_ip_address(), "versions": versions(), "gpus": there(given_gpus())}
-
-    def serve(self, line: bytes) -> str:
-        """Run an agent, whose configuration lacks scratch and environment, to its end; returns that of its log."""
+        host = get_node_ip_address()
+        if differing := differing_versions(versions(), here):
+            return f"{differing} (node {host})", "VersionMismatch"
         scratch = make_short_folder()
         environ = {name: value for name, value in os.environ.items() if not name.startswith(_RAYS_OWN)}
-        environ["CUDA_VISIBLE_DEVICES"] = ",".join(there(given_gpus()))
-        config = {**json.loads(line), "scratch": scratch, "environ": environ}
+        environ["CUDA_VISIBLE_DEVICES"] = ",".join(given_gpus())
+        there = {"scratch": scratch, "environ": environ, "host": host, "node": host}
+        config = {**json.loads(line), **there}
         alive, signs_of_life = os.pipe()
         with tempfile.TemporaryFile() as log:
             starter = subprocess.Popen(
@@ -83,7 +78,8 @@ class VmActor:
             os.close(alive)
             shutil.rmtree(scratch, ignore_errors=True)
             log.seek(max(0, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
-            return log.read().decode(errors="replace").strip()
+            said = log.read().decode(errors="replace").strip()
+            return f"ended by itself; its log says: {said}" if said else "ended", "RunLost"
 
     def end(self) -> None:
         """Have the agent end what it started, and itself; ``serve`` returns then. Once."""

@@ -8,7 +8,6 @@ Slurm is imported, and nothing of it is configured.
 from __future__ import annotations
 
 import contextlib
-import json
 import shlex
 import shutil
 import socket
@@ -17,8 +16,10 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
+import msgspec
+
 from taas.config import BUILT_IN_TYPES, SLURM_OPTIONS, Catalog
-from taas.engines import Demand
+from taas.engines import AgentConfig, Demand
 from taas.engines.driven import DrivenEngine
 from taas.errors import EngineError
 from taas.header.arguments import read_line
@@ -104,16 +105,23 @@ def settings_of(address: str) -> Settings:
     return Settings({name: value for name, value in pairs if name in _TABLE}, types)
 
 
-def script(python: str, words: Mapping[str, str]) -> str:
-    """Return a job's script, in which ``slurm_vm`` reads some words.
+class JobAgents(msgspec.Struct):
+    """What the nodes of a job are told: the notebook's versions, and an agent's configuration for each node."""
 
-    Keys are among them: they reach the nodes as a job's script does, which its owner and Slurm's administrators can read.
+    versions: dict[str, str]
+    agents: tuple[AgentConfig, ...]
+
+
+def script(python: str, job: JobAgents) -> str:
+    """Return a job's script, in which ``slurm_vm`` reads of the job's agents.
+
+    Keys are among that: they reach the nodes as a job's script does, which its owner and Slurm's administrators can read.
     What a node says that has no agent to speak for it becomes the job's comment: no disk need be shared for that.
     """
     return f"""#!/bin/sh
-said=$(srun --no-kill --kill-on-bad-exit=0 --wait=0 --mpi=none --cpu-bind=none --input=all \\
+said=$(srun --no-kill --kill-on-bad-exit=1 --wait=0 --mpi=none --cpu-bind=none --input=all \\
   {shlex.quote(python)} -P -m taas.engines.slurm_vm 2>&1 <<'END' | tail -n 3 | tr '\\n' ' '
-{json.dumps(words)}
+{msgspec.json.encode(job).decode()}
 END
 )
 [ -z "$said" ] || scontrol update jobid="$SLURM_JOB_ID" comment="$said"

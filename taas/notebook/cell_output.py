@@ -65,9 +65,9 @@ def follow(
 def show_written(record: RunRecord, ranks: Iterable[int], screen: Screen) -> None:
     """Show what ranks have written until now, a rank after the other."""
     for rank in ranks:
-        with RunReader(record, (rank,)) as reader:
-            while items := reader.read():
-                screen.show(items)
+        reader = RunReader(record, (rank,))
+        while items := reader.read():
+            screen.show(items)
     screen.send()
 
 

@@ -17,7 +17,7 @@ from taas.errors import RunLost, TaasError
 from taas.notebook.cell_output import say
 from taas.notebook.live_view import RunView
 from taas.notebook.supervised import Supervised
-from taas.runs.reader import interrupted
+from taas.runs.reader import POLL_SECONDS, interrupted
 from taas.runs.records import RunRecord
 from taas.wire.clients import Refused, RunRequest, RunState, Submit
 from taas.wire.ranks import Answer
@@ -155,7 +155,7 @@ class _Foreground(RunView):
         self._hear(0)
 
     def wait(self, seconds: float) -> None:
-        self._hear(min(int(seconds * 1000), _LOOK_ROUND_MS))
+        self._hear(int(min(seconds, POLL_SECONDS) * 1000))
 
     def send(self, answer: Answer) -> None:
         self._supervisor.say(answer)
@@ -172,7 +172,7 @@ class _Foreground(RunView):
 
     def _hear(self, timeout_ms: int) -> None:
         """Take in what the supervisor says, and what the person at the keyboard wants."""
-        for message in self._supervisor.hear(timeout_ms, self.reader):
+        for message in self._supervisor.hear(timeout_ms):
             self._interrupts.heard()
             if isinstance(message, RunState) and message.record.id == self.reader.record.id:
                 self._end(message)  # that of another run was abandoned

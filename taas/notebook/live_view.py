@@ -118,7 +118,6 @@ class RunView:
     def __exit__(self, *_: object) -> None:
         self.line.show(self.reader.look(at_once=True))  # if the cell leaves it early, it may have been lost
         self.line.refresh(final=True)
-        self.reader.close()
 
     def follow(self) -> RunRecord:
         """Show what there is and what comes, until the run is over; returns its last record."""

@@ -69,7 +69,8 @@ class Frontend:
         """Show a run's ranks, a row each, anew each second, until the run is over or somebody has seen enough."""
         view, terminal = WatchedRun(), sys.__stdout__
         redrawn = terminal is not None and terminal.isatty()
-        with RunReader(record, ()) as reader, contextlib.suppress(KeyboardInterrupt):
+        reader = RunReader(record, ())
+        with contextlib.suppress(KeyboardInterrupt):
             while True:
                 shown = view.in_full(reader.look(at_once=True))
                 if terminal is not None and redrawn:
@@ -88,8 +89,7 @@ class Frontend:
     def attach(self, record: RunRecord) -> None:
         """Follow a run, and take its names if there is a notebook to take them."""
         try:
-            with RunReader(record) as reader:
-                record = follow(reader, TerminalOutput())
+            record = follow(RunReader(record), TerminalOutput())
         except KeyboardInterrupt:
             say(f"detached; {record.name} goes on. `taas stop {record.name}` ends it")
             return
@@ -114,8 +114,7 @@ def _logs(frontend: Frontend, line: Line) -> None:
     screen = frontend.screen(ranks[0] if len(ranks) == 1 else None)
     if "follow" in line.options:
         try:
-            with RunReader(record, ranks) as reader:
-                follow(reader, screen)
+            follow(RunReader(record, ranks), screen)
         except KeyboardInterrupt:
             say(f"no longer followed; {record.name} goes on")
     else:
@@ -140,7 +139,8 @@ def _only_run(frontend: Frontend) -> RunRecord:
 def _stop(frontend: Frontend, line: Line) -> None:
     record = _named(frontend, line, live=True) if line.words else _only_run(frontend)
     name = record.name
-    with connections.Visit(connections.connection_of(record)) as visit, RunReader(record, ()) as reader:
+    reader = RunReader(record, ())
+    with connections.Visit(connections.connection_of(record)) as visit:
         for _ in range(2 if "now" in line.options else 1):
             visit.say(RunRequest(run=name, what="interrupt", place=frontend.place))
         deadline = time.monotonic() + _STOP_SECONDS

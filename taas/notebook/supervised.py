@@ -19,7 +19,6 @@ import zmq
 from taas.engines.chosen import chosen
 from taas.errors import EngineError, HeaderError, RunLost
 from taas.runs.places import crash_report
-from taas.runs.reader import RunReader
 from taas.supervisor.connections import CONNECTION, SOCKET, Connection, Wire
 from taas.wire.clients import RunRequest, SupervisorConfig
 
@@ -48,23 +47,13 @@ class Supervised(Wire):
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._pidfd, zmq.POLLIN)
 
-    def hear(self, timeout_ms: int, reader: RunReader | None = None) -> Iterator[Any]:
+    def hear(self, timeout_ms: int) -> Iterator[Any]:
         """Yield the messages there are, or those that come within the time; what is not taken stays for later.
-
-        Args:
-            timeout_ms: the time.
-            reader: of a run; wait no longer than until there may be something new of it.
 
         Raises:
             RunLost: the supervisor is gone.
         """
-        if reader is not None:
-            self._poller.register(reader, zmq.POLLIN)
-        try:
-            ready = dict(self._poller.poll(timeout_ms))
-        finally:
-            if reader is not None:
-                self._poller.unregister(reader)
+        ready = dict(self._poller.poll(timeout_ms))
         silent = True
         with contextlib.suppress(zmq.Again):
             while self._socket in ready:

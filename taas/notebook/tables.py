@@ -12,7 +12,7 @@ from typing import Any
 
 from taas.config import Catalog
 from taas.header.options import SETTINGS
-from taas.runs.records import NOTICE_SECONDS, RunRecord, told_apart
+from taas.runs.records import RunRecord, told_apart
 from taas.runs.stacks import StackGroup
 from taas.wording import counted, named, ranks_in_words, size_in_words
 from taas.wording import shown as on_one_line
@@ -258,15 +258,7 @@ def history(records: Sequence[RunRecord], now: float | None = None) -> Shown:
         for record in records
     ]
     heads = ("run", "started", "outcome", "ranks", "time", "busy", "cell", "notebook")
-    shown = table(heads, rows, [why(record) for record in records])
-    announced = [record for record in records if record.announced]
-    if not announced:
-        return shown
-    names = ", ".join(record.name for record in announced[:8]) + (" …" if len(announced) > 8 else "")
-    return shown + plain(
-        f"To make room, logs and names of {counted(len(announced), 'old run')} ({names}) will be "
-        f"removed after {_moment(announced[0].announced + NOTICE_SECONDS)}. Copy what you need from {announced[0].folder.parent}."
-    )
+    return table(heads, rows, [why(record) for record in records])
 
 
 def config(catalog: Catalog) -> Shown:

@@ -65,7 +65,7 @@ def _run_to_end(start: RankStart, rank: Prepared, link: AgentLink) -> tuple[Rank
     value: Any = None
     try:
         try:  # from now on it may be interrupted
-            link.send(RankStage(stage="begun", rank=start.rank, at=time.time()))
+            link.send(RankStage(stage="begun", rank=start.rank))
             ended, value = _run_code(start, rank, link)
         except KeyboardInterrupt as error:  # it came before the cell's first line, or after its last
             ended = failed(start.rank, error)

@@ -7,16 +7,11 @@ do not mix, and a rank that is killed leaves whole ones.
 
 Record: ``<BIQQ`` (kind, bytes of the body, size of stdout file, size of stderr file), then the body: UTF-8 text
 for streams (kinds 0 and 1), of bounded size, else MessagePack.
-
-Who reads is told by inotify(7) that files grew. A user has so many of its watches, and editors may have taken them all:
-who watches has to ask then.
 """
 
 from __future__ import annotations
 
 import codecs
-import contextlib
-import ctypes
 import os
 import re
 import struct
@@ -39,10 +34,6 @@ _BLOCK = 1 << 18
 _LAST_BYTES = 1 << 13, 1 << 20
 """Where the last lines of a rank are looked for: so far from the end of its files, or, before a large display, so far."""
 _MAY_BEGIN = re.compile(rb"(?=[\0-\7].{3}[\0-\2])", re.DOTALL)
-_IN_MODIFY, _IN_MOVED_TO, _IN_CREATE, _IN_IGNORED = 0x2, 0x80, 0x100, 0x8000
-_WANTED = _IN_MODIFY | _IN_MOVED_TO | _IN_CREATE
-BLIND_SECONDS = 0.1
-_EVENT = struct.Struct("iIII")
 
 
 class Output(NamedTuple):
@@ -71,7 +62,7 @@ def plain_form(kind: str, arguments: dict[str, Any]) -> str:
     return "" if kind in ("clear", "comm") else arguments["data"].get("text/plain", "") + "\n"
 
 
-def size_of(file: Path | int) -> int:
+def size_of(file: Path) -> int:
     """Return the size of a file; 0 where there is none."""
     try:  # called for each rank again and again
         return os.stat(file).st_size  # noqa: PTH116
@@ -80,28 +71,21 @@ def size_of(file: Path | int) -> int:
 
 
 class _Growing:
-    """A file that grows, read from where the last read ended; open once there is something in it."""
+    """A file that grows, read from where the last read ended."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._fd = -1
         self.offset = 0
 
     def size(self) -> int:
-        return size_of(self._fd if self._fd >= 0 else self._path)
+        return size_of(self._path)
 
     def peek(self, count: int, ahead: int = 0) -> bytes:
         """Return up to ``count`` bytes, leaving them unread."""
         if self.size() <= self.offset:
             return b""
-        if self._fd < 0:
-            self._fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
-        return os.pread(self._fd, count, self.offset + ahead)
-
-    def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        with self._path.open("rb", buffering=0) as file:
+            return os.pread(file.fileno(), count, self.offset + ahead)
 
 
 class RankEvents:
@@ -234,11 +218,6 @@ class RankEvents:
             file.offset = max(known, size - _LAST_BYTES[0])
         return True
 
-    def close(self) -> None:
-        """Close the files."""
-        for file in (self._events, *self._raw):
-            file.close()
-
 
 def _is_chain(block: bytes, at: int, sizes: Sequence[int]) -> bool:
     """Whether records begin there and follow each other to the end; the raw files have these sizes."""
@@ -256,57 +235,12 @@ def last_written(folder: Path, count: int) -> tuple[list[str], dict[str, Any]] |
     None: they cannot be told just now.
     """
     events, text, drawn = RankEvents(folder), "", dict[str, Any]()
-    try:
-        if not events.skip():
-            return None
-        while found := events.read():
-            for item in found:
-                arguments = read_arguments(item.body) if item.body else {}
-                text += plain_form(item.kind, arguments) if item.body else item.text
-                drawn = arguments.get("data", drawn)
-    finally:
-        events.close()
+    if not events.skip():
+        return None
+    while found := events.read():
+        for item in found:
+            arguments = read_arguments(item.body) if item.body else {}
+            text += plain_form(item.kind, arguments) if item.body else item.text
+            drawn = arguments.get("data", drawn)
     lines = [line.rstrip("\r").rpartition("\r")[2].rstrip() for line in text.split("\n")]
     return [line for line in lines if line][-count:], drawn
-
-
-class Inotify:
-    """Watches folders. If it is ``blind``, the system has no watch left for some of them: look every :data:`BLIND_SECONDS`."""
-
-    def __init__(self) -> None:
-        self._libc = ctypes.CDLL(None, use_errno=True)
-        self._fd = self._libc.inotify_init1(os.O_CLOEXEC | os.O_NONBLOCK)
-        self.blind = self._fd < 0
-        if self.blind:
-            self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # never readable
-        self._folders: dict[int, Path] = {}
-
-    def fileno(self) -> int:
-        """Return the descriptor that becomes readable."""
-        return int(self._fd)
-
-    def add(self, folder: Path) -> None:
-        """Watch a folder."""
-        watch = self._libc.inotify_add_watch(self._fd, os.fsencode(folder), _WANTED)
-        if watch < 0:
-            self.blind = True
-        else:
-            self._folders[watch] = folder
-
-    def changed(self) -> set[Path]:
-        """Return the folders in which something was written since the last call."""
-        found, data, offset = set[Path](), b"", 0
-        with contextlib.suppress(BlockingIOError):
-            data = os.read(self._fd, 1 << 16)
-        while offset < len(data):
-            watch, mask, _, length = _EVENT.unpack_from(data, offset)
-            offset += _EVENT.size + length
-            if mask & _IN_IGNORED:  # the folder is gone, and its watch with it
-                self._folders.pop(watch, None)
-            elif watch in self._folders:
-                found.add(self._folders[watch])
-        return found
-
-    def close(self) -> None:
-        """Stop watching."""
-        os.close(self._fd)

@@ -9,15 +9,15 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterable
-from multiprocessing import connection
 
 from taas import errors
 from taas.errors import CellFailed, RunLost
-from taas.runs.events import BLIND_SECONDS, Inotify, Output, RankEvents
+from taas.runs.events import Output, RankEvents
 from taas.runs.records import RunRecord, output_folder, read_record
 from taas.wording import counted, named
 
-LOOK_SECONDS = 0.25  # so often a record is read, also where nobody says that it has changed
+POLL_SECONDS = 0.015  # so often who waits looks whether something was written
+LOOK_SECONDS = 0.1  # so often a record is read
 _LAST_CHARACTERS = 1000  # so much of what a rank wrote unseen is shown when it asks something
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -34,8 +34,6 @@ class RunReader:
         self.record, self.removed = record, False
         self._folder = record.folder
         self._ranks = tuple(record.cell.spec.shown_ranks() if ranks is None else ranks)
-        self._watch = Inotify()
-        self._watch.add(self._folder)
         self._told = False
         self._look_at = 0.0
         self._open(0)
@@ -43,22 +41,16 @@ class RunReader:
     def _open(self, start: int) -> None:
         self._start, self._output = start, output_folder(self._folder, start)
         self._files: dict[int, RankEvents] = {}
-        self._unwatched = {self._output} - {self._folder}
         for rank in self._ranks:
-            self._add(rank)
-
-    def _add(self, rank: int) -> RankEvents:
-        folder = self._output / str(rank)
-        self._unwatched.add(folder)
-        file = self._files[rank] = RankEvents(folder, rank)
-        return file
+            self._files[rank] = RankEvents(self._output / str(rank), rank)
 
     def include(self, rank: int) -> list[Output]:
         """Read what this rank writes, too, since it asks something; returns the last of what it has written."""
         if rank in self._ranks:
             return []
         self._ranks = (*self._ranks, rank)
-        file, last = self._add(rank), list[Output]()
+        file, last = RankEvents(self._output / str(rank), rank), list[Output]()
+        self._files[rank] = file
         while found := file.read():
             last = [item._replace(text=item.text[-_LAST_CHARACTERS:]) for item in found[-1:]]
         return last
@@ -68,18 +60,13 @@ class RunReader:
         """Whether the run is over, as far as is known: what :meth:`read` finds then is all there is."""
         return self.removed or not self.record.live
 
-    def fileno(self) -> int:
-        """Return a descriptor that becomes readable when there may be something new."""
-        return self._watch.fileno()
-
     def wait(self, seconds: float) -> None:
-        """Wait until there may be something new, at most so long."""
-        connection.wait([self.fileno()], min(seconds, BLIND_SECONDS) if self._watch.blind else seconds)
+        """Wait until it is time to look for something new, at most so long."""
+        time.sleep(min(seconds, POLL_SECONDS))
 
     def look(self, *, at_once: bool = False) -> RunRecord:
         """Read the record, if it may have changed, or at once."""
-        changed = self._folder in self._watch.changed()
-        if not self._told and (at_once or changed or time.monotonic() >= self._look_at):
+        if not self._told and (at_once or time.monotonic() >= self._look_at):
             self._look_at = time.monotonic() + LOOK_SECONDS
             record = read_record(self._folder)
             self.removed = record is None
@@ -92,23 +79,15 @@ class RunReader:
         A start of the run is read to its end before the next one, which the record knew before.
         """
         while True:
-            for folder in [folder for folder in self._unwatched if folder.is_dir()]:
-                self._watch.add(folder)
-                self._unwatched.discard(folder)
             for rank, file in list(self._files.items()):
                 if found := file.read():
                     self._files[rank] = self._files.pop(rank)  # the others have their turn first
                     return found
             if self._start >= self.record.restarts:
                 return []
-            self._close_files()
             self._open(self._start + 1)
             if note := "".join(self.record.losses[self._start - 1 : self._start]):
                 return [Output(0, "note", note)]
-
-    def _close_files(self) -> None:
-        for file in self._files.values():
-            file.close()
 
     def end(self, record: RunRecord) -> None:
         """Take the supervisor's word that the run is over, with its last record, which a full disk may lack."""
@@ -117,20 +96,8 @@ class RunReader:
     def skip(self) -> bool:
         """Leave what was not read yet in the files; returns whether it was to be read until now."""
         wanted = bool(self._files)
-        self._close_files()
         self._files, self._start = {}, self.record.restarts
         return wanted
-
-    def close(self) -> None:
-        """Close everything."""
-        self._watch.close()
-        self._close_files()
-
-    def __enter__(self) -> RunReader:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def finish(record: RunRecord) -> None:

@@ -4,7 +4,6 @@
 
     <jupyter runtime dir>/taas/runs/<name>-<id>/      0700
         record.json     RunRecord, replaced as a whole whenever it changes
-        announced       empty: its removal was announced when this was made
         <rank>/         what the rank wrote (runs/events.py); after a restart below restart-<n>/
         data.log        what the data processes printed; after a restart as well below restart-<n>/
         writes/         what ranks other than 0 wrote in the project's place (storage/kept.py); as well
@@ -15,7 +14,7 @@
 
 Each file has one writer: the supervisor of a run its record, a rank its output, which from another host is mirrored
 here. Everybody else reads (runs/reader.py): the launching cell, ``status``, ``history``, ``logs`` and ``attach``
-need no supervisor to answer. Old runs make room for new ones, announced a day before.
+need no supervisor to answer. Old runs make room for new ones.
 """
 
 from __future__ import annotations
@@ -41,8 +40,8 @@ from taas.wire.ranks import Asking, Cell, RankEnded, RankKept, RankUse
 from taas.wording import nearest, shown
 
 ANSWER, PAYLOAD, LOADERS = "answer", "payload", "loaders"
-_RECORD, _ANNOUNCED = "record.json", "announced"
-NOTICE_SECONDS = 24 * 3600.0
+_RECORD = "record.json"
+_STAY_SECONDS = 24 * 3600.0
 _MADE_NAME = re.compile(r"r(\d+)-[0-9a-f]{6}")
 
 
@@ -163,13 +162,6 @@ class RunRecord(Verdict, kw_only=True):
     def holds(self) -> bool:
         """Whether it has its GPUs: it goes on, or its ranks stay."""
         return self.live or self.kept_ranks is not None
-
-    @property
-    def announced(self) -> float:
-        """When its removal was announced, in seconds since the epoch; 0: it was not."""
-        with contextlib.suppress(OSError):
-            return (self.folder / _ANNOUNCED).stat().st_mtime
-        return 0.0
 
 
 def in_words(notebook: str, project: str) -> str:
@@ -308,11 +300,7 @@ def _called(name: str | None, everything: list[RunRecord]) -> list[RunRecord]:
 
 
 def make_room(runs: int = 200, nbytes: int = 4 << 30, *, now: float | None = None) -> list[RunRecord]:
-    """Keep so many ended runs, with so many bytes; returns those that were removed.
-
-    Above a limit the oldest are announced, which ``%taas history`` shows; a run that was announced a day ago and is
-    still in the way is removed. The newest run stays.
-    """
+    """Keep so many ended runs, with so many bytes, and all of the last day, and the newest; returns those that were removed."""
     now = time.time() if now is None else now
     ended = [record for record in read_records() if not record.live and not record.may_go_on]
     excess_runs = len(ended) - runs
@@ -324,12 +312,7 @@ def make_room(runs: int = 200, nbytes: int = 4 << 30, *, now: float | None = Non
             break
         excess_runs -= 1
         excess_bytes -= sizes[record.id]
-        if not record.announced:
-            with contextlib.suppress(OSError):  # it stays, then
-                mark = record.folder / _ANNOUNCED
-                mark.touch(0o600)
-                os.utime(mark, (now, now))
-        elif now - record.announced >= NOTICE_SECONDS:
+        if now - record.ended >= _STAY_SECONDS:
             shutil.rmtree(record.folder, ignore_errors=True)
             removed.append(record)
     return removed

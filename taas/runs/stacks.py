@@ -181,11 +181,11 @@ def answer_requests(folder: Path, cells: dict[str, int]) -> None:
     global _fd, _folder
     _folder = folder
     before, _fd = _fd, os.open(folder / STACKS, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-    preface = Preface(threading.main_thread().ident or 0, cells)
-    with contextlib.suppress(OSError):  # a full disk: nobody sees where this rank stands, and its cell runs
-        os.write(_fd, msgspec.json.encode(preface) + b"\n")
     faulthandler.enable(file=_fd, all_threads=True)
     faulthandler.register(SIGNAL, file=_fd, all_threads=True, chain=False)
+    preface = Preface(threading.main_thread().ident or 0, cells)
+    with contextlib.suppress(OSError):  # a full disk: nobody sees where this rank stands, and its cell runs
+        os.write(_fd, msgspec.json.encode(preface) + b"\n")  # from now on it may be asked
     if before >= 0:
         os.close(before)
 

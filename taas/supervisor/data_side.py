@@ -224,7 +224,7 @@ class DataSide:
     def _data_process(self, number: int) -> StartJob:
         submit, planner = self._submit, number == PLANNER
         peer = Peer("planner") if planner else Peer("pool", number)
-        rehearsed = bool(submit.cell.spec.gpus_per_rank and self.vms.rehearse)
+        rehearsed = bool(submit.cell.spec.gpus_per_rank and not self.vms.planner.gpus)
         return StartJob(
             run=self._run,
             job=self._job(number),

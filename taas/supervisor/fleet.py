@@ -108,20 +108,18 @@ class Fleet:
                 public_key=public.decode(),
                 secret_key=secret.decode(),
                 scratch=str(self._scratch / f"{'data' if data else 'agent'}-{number}"),
-                data=data,
                 idle=idle,
                 remote=engine.remote,
                 demand=demand,
             )
             configs.append(config)
         machines = engine.start(demand, configs, [vm.machine for vm in lost])
-        beside = tuple(vm for vm in self._of if self._of[vm] is engine)
         group = tuple(
             Vm(machine, config.public_key, demand, self._control.send, remote=engine.remote, data=data)
             for machine, config in zip(machines, configs, strict=True)
         )
         for vm in group:
-            vm.group, vm.beside = group, beside
+            vm.group = group
             self._of[vm], self._by_key[vm.key] = engine, vm
         self._started()
         return [*group]
@@ -241,13 +239,6 @@ class Fleet:
             vm for vm in idle if vm.unfit or (vm.remote and (now >= vm.until or id(vm.group) in torn))
         )
 
-    def wait(self) -> float | None:
-        """Return the seconds until :meth:`step` has something to do; None: it has not."""
-        until = min((vm.until for vm in self._idle), default=float("inf"))
-        if any(vm.remote for vm in self._of):
-            until = min(until, self._next_beat)
-        return None if until == float("inf") else max(0.0, until - time.monotonic())
-
     def release_idle(self) -> int:
         """Give back the VMs that no run uses; returns how many."""
         return self.give_back(self._idle)
@@ -347,10 +338,6 @@ class KeptRanks:
             self.end(how)
         elif run is not None and run.state == "over":
             run.ranks.lost = how
-
-    def wait(self) -> float | None:
-        """Return the seconds until :meth:`step` has something to do; None: it has not."""
-        return None if self._run is None else max(0.0, self._until - time.monotonic())
 
     def step(self) -> None:
         """End those that no cell has come for."""

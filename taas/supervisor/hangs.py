@@ -50,11 +50,6 @@ class HangWatch:
         self._ended: set[int] = set()
         self._suspicious = False
 
-    def wait(self) -> float | None:
-        """Return the seconds until :meth:`step` has something to do."""
-        looks = self._run.state in ("running", "finishing")
-        return max(0.0, self._next - time.monotonic()) if looks else None
-
     def watch_finish(self) -> None:
         """The run is finishing: look where its ranks stand, if that lasts."""
         self._period = deadlines.FINISHING_LOOK
@@ -62,7 +57,7 @@ class HangWatch:
 
     def step(self) -> None:
         """Look, if it is time; a look on its way is waited for, if that is not too long."""
-        if self.wait() == 0.0:
+        if self._run.state in ("running", "finishing") and time.monotonic() >= self._next:
             if self._missing and time.monotonic() < self._looked_at + deadlines.HANG_LOOK_OVERDUE:
                 self._next = time.monotonic() + self._period
             else:

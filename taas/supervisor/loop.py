@@ -23,12 +23,11 @@ from taas.runs.places import ProcessMark, crash_report
 from taas.runs.records import make_room, read_records
 from taas.supervisor.connections import ControlSocket, hold_folder, remove_folders_left
 from taas.supervisor.fleet import Fleet, KeptRanks
-from taas.supervisor.hangs import HangWatch
 from taas.supervisor.recorder import Recorder
 from taas.supervisor.runs import Run
 from taas.supervisor.vms import Vm, choosing
 from taas.wire import deadlines
-from taas.wire.agents import AgentSays, KeptGone
+from taas.wire.agents import AgentSays, AgentUp, KeptGone
 from taas.wire.clients import (
     ClientSays,
     Prepare,
@@ -41,7 +40,7 @@ from taas.wire.clients import (
     SupervisorConfig,
 )
 from taas.wire.curve import make_short_folder
-from taas.wire.framing import Alive, Message, MessageReader
+from taas.wire.framing import Message, MessageReader
 from taas.wire.poll_loop import PollLoop, WorkThread, raise_limit
 from taas.wire.ranks import Answer
 
@@ -79,9 +78,12 @@ class Supervisor:
             self._fleet.warm_up(idle=self._config.idle)
         try:
             while not self._kernel_gone or self._in_background:
-                self._sources.step(self._wait())
-                for timed in self._timed:
-                    timed.step()
+                wait = deadlines.TICK_OF_RUNS if self._runs else 1.0
+                self._sources.step(0.0 if self._control.outgoing else wait)
+                for run in self._runs.values():
+                    run.hangs.step()
+                self._kept.step()
+                self._fleet.step()
                 self._look_after()
                 self._conclude_runs()
                 self._release()
@@ -91,18 +93,6 @@ class Supervisor:
                 self._control.flush(deadlines.TURN)
         finally:
             _end(self._control, self._fleet)
-
-    @property
-    def _timed(self) -> list[HangWatch | KeptRanks | Fleet]:
-        return [*(run.hangs for run in self._runs.values()), self._kept, self._fleet]
-
-    def _wait(self) -> float | None:
-        if self._control.outgoing:
-            return 0.0
-        waits = [wait for timed in self._timed if (wait := timed.wait()) is not None]
-        if self._runs:
-            waits.append(deadlines.LATE_LOOK)
-        return min(waits, default=None)
 
     def _hear(self) -> None:
         for key, route, data in self._control.receive():
@@ -299,7 +289,8 @@ class Supervisor:
     def _look_after(self) -> None:
         """Let nobody wait for who is out of reach, or does not end what it has to."""
         for vm in self._fleet.beat():
-            self._lose_vm(vm, f"lost: {vm.machine.place} does not answer any more")
+            why = f" ({vm.machine.ending})" if vm.machine.ending else ""
+            self._lose_vm(vm, f"lost: {vm.place} does not answer any more{why}")
         for run in list(self._runs.values()):
             for vm in run.overdue:
                 vm.kill()
@@ -307,8 +298,8 @@ class Supervisor:
 
     def _hear_agent(self, vm: Vm, message: AgentSays) -> None:
         run = self._runs.get(vm.run or "")
-        if isinstance(message, Alive):
-            vm.answered = True
+        if isinstance(message, AgentUp):
+            vm.take(message)
             if run is not None:
                 run.look_at_machines()
         elif isinstance(message, KeptGone):

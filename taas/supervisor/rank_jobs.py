@@ -9,6 +9,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from taas.delivery.config import DeliveryConfig
 from taas.errors import RanksGone, RunLost
 from taas.header.options import RunSpec
@@ -51,7 +53,7 @@ class RankJobs:
         if len(self.vms) == 1 and not self.vms[0].remote:
             return ""
         name = f"{self._submit.cell.spec.instance or 'vm'}-{number}"
-        place = self.vms[number].machine.place
+        place = self.vms[number].place
         return f"{name} ({place})" if place else name
 
     def loss(self, number: int, how: str) -> str:
@@ -78,7 +80,7 @@ class RankJobs:
     def device_in_words(self) -> str:
         """Say what the ranks run on, where only the engine knew; else nothing."""
         spec = self._submit.cell.spec
-        if self.vms[0].machine.gpus is None or not spec.gpus_per_rank:
+        if not self.vms[0].remote or not spec.gpus_per_rank:
             return ""
         count = sum(len(vm.given) for vm in self.vms)
         if not count:
@@ -92,7 +94,7 @@ class RankJobs:
             self.take_store(self.store, start=0)
             return
         alone = len(self.vms) == 1  # its store need not be reached from anywhere else
-        host = LOOPBACK if alone else self.vms[0].machine.host
+        host = LOOPBACK if alone else self.vms[0].host
         self._start(0, StoreAddress(host, secrets.token_bytes(32)))
 
     def take_store(self, store: StoreAddress, start: int = 1) -> None:
@@ -113,7 +115,7 @@ class RankJobs:
             gpus=vm.given,
             delivery=None if self._delivery is None else self._delivery(number),
             restart_count=self._run.restarts,
-            host=vm.machine.host,
+            host=vm.host,
             continues=self.continues,
         )
         order = StartJob(
@@ -204,6 +206,7 @@ class RankJobs:
 # ---------------------------------------------------------------- what is known of them, and the verdict that follows
 
 _FAILED = ("raised", "exited", "died")
+_LOST = ("died", "orphaned", "ended")
 
 
 class Findings:
@@ -237,22 +240,18 @@ class Findings:
         self.lost: str | None = None
         self.trouble: str | None = None
         self.error = RunLost.__name__
-        self._clocks: dict[int, float] = {}
-        """By VM elsewhere, the seconds that its clock is behind this process's."""
 
     def take(self, ended: RankEnded) -> None:
-        """Take in how the cell ended in a rank; names that are elsewhere still have to come."""
+        """Take in how the cell ended in a rank; names that are elsewhere still have to come.
+
+        Clocks of VMs elsewhere may be wrong: of their ranks counts when it was heard.
+        """
+        if self._ranks.vms[ended.rank // self._spec.ranks_per_vm].remote:
+            ended = msgspec.structs.replace(ended, at=time.time())
         self.ended[ended.rank] = ended
         if ended.rank == 0 and ended.answer is not None and not ended.answer.elsewhere:
             self.answer = ended.answer
         self.notices += [line for line in ended.notices if line not in self.notices]
-
-    def measure_clock(self, rank: int, at: float) -> None:
-        """Compare a rank's clock with this process's, by what the rank has just said; the quickest message tells best."""
-        number = rank // self._spec.ranks_per_vm
-        if 0 <= number < self._spec.vms and self._ranks.vms[number].remote:
-            behind = time.monotonic() - at
-            self._clocks[number] = min(self._clocks.get(number, behind), behind)
 
     @property
     def all_done(self) -> bool:
@@ -316,22 +315,16 @@ class Findings:
         if self.answer is not None:
             return "rank 0's names came back as they stood"
         ended = self.ended.get(0)
-        if 0 not in self.started:
-            why = ": rank 0 had not begun the cell"
-        elif ended is None:
-            why = ": rank 0 was lost"
-        elif ended.outcome in ("died", "orphaned"):
-            why = f": rank 0 was {ended.message}" if ended.message.startswith("killed") else ": rank 0 died"
-        else:
-            why = f": rank 0 {ended.message}" if ended.outcome == "ended" else ""
-        return f"no names came back{why}"
+        if ended is None or ended.outcome not in _LOST:
+            return "no names came back"
+        return f"no names came back: rank 0 {ended.message}"
 
     def _left_before(self, first: RankEnded) -> str:
         """Name the ranks that had ended well when a collective of the first one failed: it may have missed them."""
         if not failed_in_collective(first):
             return ""
         done = [ended for ended in self.ended.values() if ended.outcome == "done"]
-        left = [ended.rank for ended in done if self._when(ended) < self._when(first)]
+        left = [ended.rank for ended in done if ended.at < first.at]
         return f"{ranks_in_words(left)} had ended the cell" if left else ""
 
     def _blame(self, failed: list[RankEnded]) -> RankEnded:
@@ -340,14 +333,10 @@ class Findings:
         The earliest wins, but for a rank that died: its peers' collectives fail at once, while its own death is
         stamped when its agent sees it.
         """
-        earliest = min(failed, key=self._when)
-        until = self._when(earliest) + deadlines.DEATH_IS_THE_CAUSE
-        causes = [ended for ended in failed if ended.outcome == "died" and self._when(ended) <= until]
-        return min(causes, key=self._when) if causes else earliest
-
-    def _when(self, ended: RankEnded) -> float:
-        """Return when a rank ended, by one clock for all VMs."""
-        return ended.at + self._clocks.get(ended.rank // self._spec.ranks_per_vm, 0.0)
+        earliest = min(failed, key=lambda ended: ended.at)
+        until = earliest.at + deadlines.DEATH_IS_THE_CAUSE
+        causes = [ended for ended in failed if ended.outcome == "died" and ended.at <= until]
+        return min(causes, key=lambda ended: ended.at) if causes else earliest
 
     def _vm_of(self, rank: int) -> str:
         return self._ranks.name(rank // self._spec.ranks_per_vm)

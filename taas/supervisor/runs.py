@@ -87,7 +87,7 @@ class Run:
             if (data is None or data.ready) and all(vm.up for vm in self.vms):
                 self._start()
             else:
-                self.recorder.note(waiting=next((vm.waiting for vm in vms if not vm.up), ""))
+                self.recorder.note(waiting=next((vm.machine.waiting for vm in vms if not vm.up), ""))
         elif self.state == "running":
             if data is not None:
                 self.recorder.note(waiting=data.waiting)
@@ -135,7 +135,6 @@ class Run:
             case StoreAddress() if self.state == "starting" and job == 0:
                 self.ranks.take_store(said)
             case RankStage():
-                self.found.measure_clock(said.rank, said.at)
                 self.found.started.add(said.rank)
                 if len(self.found.started) == self._spec.world_size and self.state == "starting":
                     if self.data is None or not self.data.vms.elsewhere:  # else one may join at any time
@@ -145,7 +144,6 @@ class Run:
             case Asking() | RanksUse():
                 self.recorder.take(said)
             case RankEnded():
-                self.found.measure_clock(said.rank, said.at)
                 self._rank_ended(said)
             case JobOver():
                 self._vm_done(job, said)
@@ -206,10 +204,10 @@ class Run:
         if number in self.ranks.done and not held:
             return
         if self.found.lost is None:
-            self.found.lost, self.found.error = self.ranks.loss(number, how), vm.machine.error
+            self.found.lost = self.ranks.loss(number, how)
+            self.found.error = RunLost.__name__ if vm.up else vm.machine.error
         self.ranks.done.add(number)
         self.transfer.lose(number)
-        self.worker.do(partial(self._project_sync.lose, number))
         self.hangs.lose_vm(number)
         self.end()
         if self.found.all_done:  # it was lost when its ranks had said so, and before it did

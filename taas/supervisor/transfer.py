@@ -304,11 +304,6 @@ class ProjectSync:
         directory = entry.state is not None and entry.state.kind == "directory"
         return archive.is_in(self._shared, entry.path, directory=directory)
 
-    def lose(self, vm: int) -> None:
-        """A VM is gone: what it was sending does not count."""
-        for key in [key for key in self._coming if key[0] == vm]:
-            self._give_up(key)
-
     def notices(self, *, well: bool) -> list[str]:
         """Lines for the user, of a run that went well, or not."""
         said, packed, applier = [*dict.fromkeys(self._said)], self._archive, self._applier
@@ -321,8 +316,8 @@ class ProjectSync:
     def close(self) -> None:
         """Give back what it holds."""
         self.all_started()
-        for vm, _ in list(self._coming):
-            self.lose(vm)
+        for key in list(self._coming):
+            self._give_up(key)
         if self._archive is not None:
             os.close(self._archive.fd)
             self._archive = None

@@ -7,11 +7,11 @@ lost one has the next number.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator, Sequence
+
+from filelock import FileLock, Timeout
 
 from taas.agent.forkserver import read_at_import
 from taas.engines import Demand, Machine
@@ -20,10 +20,10 @@ from taas.errors import EngineError, NotEnoughDevices
 from taas.runs.places import runtime_folder
 from taas.runs.records import RunRecord, read_records
 from taas.wire import deadlines
+from taas.wire.agents import AgentUp
 from taas.wire.clients import Submit
 from taas.wire.framing import Leave, Message
 from taas.wire.poll_loop import WorkThread
-from taas.wording import counted
 
 KEPT = "%kept"  # what a VM with kept ranks has in the place of a run's name
 PLANNER = -1  # the planner's number
@@ -37,10 +37,10 @@ class Vm:
     Attributes:
         data: it is elsewhere, and for data workers.
         unfit: its agent could not do what it was told: a cleaner may have removed its folder.
+        up: whether its agent is there, and has said what the VM has: ``host``, ``place`` and GPUs.
         run: the name of the run that has it; None: it is idle.
         gpus: of this machine, those that the run has.
         until: when it is given back if it is idle still; on this machine never.
-        beside: those that the notebook had when it was asked for.
         group: those that the engine gave together, it among them, in the order of their run.
     """
 
@@ -55,30 +55,24 @@ class Vm:
         data: bool = False,
     ) -> None:
         self.machine, self.key, self.demand, self.remote, self.data = machine, key, demand, remote, data
-        self.answered = self.unfit = self.gone = False
+        self.up = self.unfit = self.gone = False
+        self.host = self.place = ""
+        self._own_gpus: tuple[str, ...] = ()
         self.run: str | None = None
         self.until = float("inf")
         self.group: tuple[Vm, ...] = (self,)
-        self.beside: tuple[Vm, ...] = ()
         self.gpus: tuple[str, ...] = ()
         self._send = send
 
     @property
     def given(self) -> tuple[str, ...]:
         """Its run's GPUs there, as CUDA_VISIBLE_DEVICES names them; none: ranks that need some are rehearsed."""
-        return self.gpus if self.machine.gpus is None else self.machine.gpus
+        return self._own_gpus if self.remote else self.gpus
 
-    @property
-    def waiting(self) -> str:
-        """What it waits for, in words."""
-        kept = sum(vm.run == KEPT for vm in self.beside)
-        hint = f"; ranks that this notebook keeps have {counted(kept, 'VM')}: %taas release ends them"
-        return self.machine.waiting + (hint if kept else "")
-
-    @property
-    def up(self) -> bool:
-        """Whether its agent is there, and the engine has said where, and with which GPUs: they come by different ways."""
-        return self.answered and bool(self.machine.host)
+    def take(self, said: AgentUp) -> None:
+        """Take in what its agent says of it."""
+        self.up, self.host, self._own_gpus = True, said.host, said.gpus
+        self.place = f"node {said.node}" if said.node else ""
 
     def send(self, message: Message) -> None:
         """Tell its agent, if it is there."""
@@ -117,26 +111,14 @@ def choosing(gpus: tuple[str, ...]) -> Iterator[None]:
     if not gpus:
         yield
         return
-    with (runtime_folder("locks") / "gpus").open("ab") as lock:
-        until = time.monotonic() + deadlines.CHOOSE_GPUS
-        while not _taken(lock.fileno()):
-            if time.monotonic() > until:
-                raise EngineError(
-                    f"another notebook has been choosing among this machine's GPUs for {deadlines.CHOOSE_GPUS:.0f} s: its "
-                    "supervisor may be stopped. Run the cell again; `%taas status` shows who has GPUs."
-                )
-            time.sleep(deadlines.LOCK_AGAIN)  # nothing tells of a lock that is free but to have it
-        yield
-
-
-def _taken(lock: int) -> bool:
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:  # a file system without locks
-        return True
-    return True
+        with FileLock(runtime_folder("locks") / "gpus", timeout=deadlines.CHOOSE_GPUS):
+            yield
+    except Timeout:
+        raise EngineError(
+            f"another notebook has been choosing among this machine's GPUs for {deadlines.CHOOSE_GPUS:.0f} s: its "
+            "supervisor may be stopped. Run the cell again; `%taas status` shows who has GPUs."
+        ) from None
 
 
 def share_gpus(
@@ -190,29 +172,24 @@ class DataVms:
         self.by_number = dict(enumerate(vms))
         self.started: dict[int, Vm] = {}
         self.elsewhere = any(vm.remote for vm in vms)
-        self.here, self._another, self._planner = here, another, planner
+        self.here, self._another, self.planner = here, another, planner
         self._all = dict(self.by_number)
         self.most = (1 + _REPLACEMENTS) * len(vms)
 
-    @property
-    def rehearse(self) -> bool:
-        """Whether ranks on this machine have no GPU."""
-        return not self._planner.gpus
-
     def startable(self) -> Iterator[tuple[int, Vm]]:
         """Give the numbers that have no data process yet, on VMs that are up."""
-        for number, vm in ((PLANNER, self._planner), *self.by_number.items()):
+        for number, vm in ((PLANNER, self.planner), *self.by_number.items()):
             if vm.up and not vm.gone and number not in self.started:
                 yield number, vm
 
     def of(self, vm: Vm) -> list[int]:
         """Return the numbers that a VM has."""
-        planner = [PLANNER] if vm is self._planner else []
+        planner = [PLANNER] if vm is self.planner else []
         return planner + [number for number, mine in self.by_number.items() if mine is vm]
 
     def name(self, number: int) -> str:
         """Return what messages call a data VM."""
-        place = number in self._all and self._all[number].machine.place
+        place = number in self._all and self._all[number].place
         return f"data VM {number} ({place})" if place else f"data VM {number}"
 
     def lose(self, number: int) -> None:

@@ -14,6 +14,20 @@ How = Literal["interrupt", "failure", "now"]
 Said = TypeVar("Said")
 
 
+class AgentUp(Message, frozen=True):
+    """An agent is ready to start jobs.
+
+    Attributes:
+        host: the address under which other VMs reach its own.
+        node: where that is, for messages; empty for this machine.
+        gpus: those that an engine gave it, as CUDA_VISIBLE_DEVICES names them; this machine's the supervisor shares out.
+    """
+
+    host: str
+    node: str = ""
+    gpus: tuple[str, ...] = ()
+
+
 class KeptGone(Message, frozen=True):
     """The ranks that this VM has kept are gone, ``how`` in words, while no run had them."""
 
@@ -76,7 +90,7 @@ class JobRequest(Message, frozen=True):
 OfRanks = StoreAddress | RankStage | Asking | RankEnded | RanksSeen | RanksUse
 """A store's address: the agent of rank 0 opened it. What ranks said, or their agent says of them, is passed on."""
 JobSays = OfRanks | JobOver | JobRequest | Chunk | Taken
-AgentSays = Alive | KeptGone | OfJob[JobSays]
+AgentSays = AgentUp | KeptGone | OfJob[JobSays]
 
 
 # ---------------------------------------------------------------- of a job, by the supervisor

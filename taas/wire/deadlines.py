@@ -4,22 +4,21 @@ Who waits for somebody waits longer than that one has: what an agent does at a r
 takes it for stuck, and this before the person at the keyboard takes the supervisor for it.
 """
 
-LOCK_AGAIN = 0.01  # nothing tells that a lock is free but to try it again
 CLOCK_GRAIN = 0.02  # so roughly processor time is counted; who waits may use that, and a share of its time:
 TURN = 0.02  # for the supervisor to tell agents something; then it hears others
 IDLE_SHARE = 0.05  # of a second in each second: a store, for one, looks again and again
-STACKS_LOOK = 0.05  # between two looks whether a rank has written its stacks
-ENDINGS_LOOK = 0.1  # between two looks which rank is out of time
+TICK = 0.05  # between two looks of an agent at its jobs: what they wrote, what is due
 ASK_AGAIN = 0.1  # until a rank's main thread is asked again for what its agent wants of it
+SPARES_APART = 0.1  # from one spare to the next: they are made beside what the user does
 SPARES_REST = 0.1  # after a run; first comes what follows it at once: the next cell, or the end of everything
 STILL = 0.2  # of sleep in C code: such a main thread changes no names, and they are packed beside it
+TICK_OF_RUNS = 0.25  # between two looks of a supervisor at its runs; at what waits for runs each second
 HANG_LOOK_SHORTEST = 0.25  # between two looks whether a run makes progress, at least
 SAME_END = 0.3  # for a rank in the cell after another one has failed: it may fail itself
 USAGE_FIRST = 0.5  # until ranks are looked at first: shorter runs show no use
 TERM_TO_KILL = 0.6  # from a rank's SIGTERM to its SIGKILL
 BREAK_OFF = 1.0  # of sleep after an interrupt: such a main thread waits for others, as far as can be seen
 FORKSERVER_DIES = 1.0  # from the moment that what it held is closed
-LATE_LOOK = 1.0  # between two looks of the supervisor who has not ended in time
 NAMES_NOW = 1.5  # for rank 0's names where all is to end now
 FINISHING_LOOK = 1.5  # until an interrupted cell is looked at, and again
 BEAT = 1.5  # between two signs of life that are asked for on a connection between hosts

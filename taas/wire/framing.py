@@ -23,7 +23,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Alive(Message, frozen=True):
-    """The sender is there: an agent says so once, when it is ready to start jobs.
+    """The sender is there.
 
     A worker pool says so again and again, and so does the supervisor: that it cannot be sent tells that the agent is
     out of reach.

@@ -30,12 +30,10 @@ class RankStage(Message, frozen=True):
             cell begins to run. ``at work``: the main thread of a rank that is interrupted runs Python code: what the
             cell makes of it takes its time. ``packing``: it packs its names, and its :class:`RankEnded` follows.
         rank: -1 before its order.
-        at: of ``begun``: wall-clock time of its machine in seconds since the epoch.
     """
 
     stage: Literal["ready", "begun", "at work", "packing"]
     rank: int = -1
-    at: float = 0.0
 
 
 class RankEnded(Message, frozen=True):
