@@ -24,7 +24,7 @@ import posix
 import shutil
 import stat
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from types import FunctionType, ModuleType
 from typing import Any
@@ -381,22 +381,16 @@ def install(diversion: Diversion) -> None:
     replacements: dict[str, _Call] = {name: getattr(diversion, name) for name in _DIVERTED}
     links = os.supports_follow_symlinks
     links |= {new for name, new in replacements.items() if getattr(os, name) in links}
-    replace(replacements | {"builtins.open": _opener(diversion), "shutil.rmtree": diversion.rmtree})
+    survey()
+    for name, function in replacements.items():
+        setattr(os, name, function)
+    replacements |= {"builtins.open": _opener(diversion), "shutil.rmtree": diversion.rmtree}
+    builtins.open = io.open = replacements["builtins.open"]
+    shutil.rmtree = replacements["shutil.rmtree"]  # type: ignore[assignment]
+    for put, name in _bound:
+        put(replacements[name])
     if "torch" in sys.modules:
         _divert_torch(sys.modules["torch"], diversion)
-
-
-def replace(new: Mapping[str, _Call]) -> None:
-    """Put others in the place of functions of ``os``, of ``builtins.open`` and ``shutil.rmtree``, wherever modules hold them."""
-    survey()
-    for name, function in new.items():
-        if name == "builtins.open":
-            builtins.open = io.open = function
-        else:
-            setattr(shutil if name == "shutil.rmtree" else os, name.rpartition(".")[2], function)
-    for put, name in _bound:
-        if name in new:
-            put(new[name])
 
 
 def _opener(diversion: Diversion) -> _Call:
