@@ -18,9 +18,9 @@ import itertools
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -34,28 +34,24 @@ from taas.rehearsal.patches import always, replace_all, stand_in
 _GIB = 1 << 30
 
 
-@dataclass(frozen=True)
-class DeviceProperties:
-    """Those of an NVIDIA A100 with 80 GiB, the GPU of the catalog's g2 instances."""
-
-    name: str = "NVIDIA A100-SXM4-80GB (rehearsed)"
-    major: int = 8
-    minor: int = 0
-    total_memory: int = 80 * _GIB
-    multi_processor_count: int = 108
-    warp_size: int = 32
-    max_threads_per_multi_processor: int = 2048
-    max_threads_per_block: int = 1024
-    regs_per_multiprocessor: int = 65536
-    shared_memory_per_block: int = 48 << 10
-    shared_memory_per_multiprocessor: int = 164 << 10
-    L2_cache_size: int = 40 << 20
-
-
-_PROPERTIES = DeviceProperties()
+_PROPERTIES = SimpleNamespace(
+    name="NVIDIA A100-SXM4-80GB (rehearsed)",
+    major=8,
+    minor=0,
+    total_memory=80 * _GIB,
+    multi_processor_count=108,
+    warp_size=32,
+    max_threads_per_multi_processor=2048,
+    max_threads_per_block=1024,
+    regs_per_multiprocessor=65536,
+    shared_memory_per_block=48 << 10,
+    shared_memory_per_multiprocessor=164 << 10,
+    L2_cache_size=40 << 20,
+)
+"""Those of an NVIDIA A100 with 80 GiB, the GPU of the catalog's g2 instances."""
 
 
-def _get_device_properties(device: Any = None) -> DeviceProperties:
+def _get_device_properties(device: Any = None) -> SimpleNamespace:
     use()
     if not 0 <= ordinal(device) < machine.device_count:
         raise AssertionError("Invalid device id")  # as torch raises it
@@ -69,19 +65,14 @@ def _set_device(device: Any) -> None:
         machine.current = existing(index)
 
 
-class device:  # noqa: N801 - torch's name
+@contextmanager
+def _device(device: Any) -> Iterator[None]:
     """``with torch.cuda.device(d)``: current inside, the one before outside; ``None`` and negative change nothing."""
-
-    def __init__(self, device: Any) -> None:
-        self.idx = -1 if device is None else ordinal(device)
-        self.prev_idx = -1
-
-    def __enter__(self) -> None:
-        self.prev_idx = machine.current
-        _set_device(self.idx)
-
-    def __exit__(self, *exc: object) -> None:
-        machine.current = self.prev_idx
+    before = _exchange_device(-1 if device is None else ordinal(device))
+    try:
+        yield
+    finally:
+        machine.current = before
 
 
 def _exchange_device(index: int) -> int:
@@ -227,17 +218,9 @@ class DeviceGenerators(Sequence[torch.Generator]):
 generators = DeviceGenerators()
 
 
-def _manual_seed(seed: int) -> None:
-    generators[machine.current].manual_seed(int(seed))
-
-
 def _manual_seed_all(seed: int) -> None:
     for generator in generators:  # torch.manual_seed() calls this
         generator.manual_seed(int(seed))
-
-
-def _seed() -> None:
-    generators[machine.current].seed()
 
 
 def _seed_all() -> None:
@@ -263,9 +246,9 @@ RANDOM: dict[str, Any] = {
     "get_rng_state": lambda device="cuda": generators[existing(device)].get_state(),
     "get_rng_state_all": lambda: [generator.get_state() for generator in generators],
     "initial_seed": lambda: generators[machine.current].initial_seed(),
-    "manual_seed": _manual_seed,
+    "manual_seed": lambda seed: generators[machine.current].manual_seed(int(seed)),
     "manual_seed_all": _manual_seed_all,
-    "seed": _seed,
+    "seed": lambda: generators[machine.current].seed(),
     "seed_all": _seed_all,
     "set_rng_state": _set_rng_state,
     "set_rng_state_all": _set_rng_state_all,
@@ -291,9 +274,9 @@ CUDA: dict[str, Any] = {
     "current_stream": _current_stream,
     "default_generators": generators,
     "default_stream": _default_stream,
-    "device": device,
+    "device": _device,
     "device_count": lambda: machine.device_count,
-    "device_of": lambda obj: device(None),  # changes nothing, since no tensor is a CUDA tensor
+    "device_of": lambda obj: _device(None),  # changes nothing, since no tensor is a CUDA tensor
     "get_arch_list": lambda: ["sm_80"],
     "get_device_capability": lambda device=None: ((of := _get_device_properties(device)).major, of.minor),
     "get_device_name": lambda device=None: _get_device_properties(device).name,
@@ -321,7 +304,7 @@ ACCELERATOR: dict[str, Any] = {
     "current_device_index": lambda: machine.current,
     "current_stream": _current_stream,
     "device_count": lambda: machine.device_count,
-    "device_index": device,
+    "device_index": _device,
     "is_available": always(True),
     "set_device_idx": _set_device,
     "set_device_index": _set_device,
