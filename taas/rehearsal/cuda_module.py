@@ -89,7 +89,6 @@ def _synchronize(device: Any = None) -> None:
 
 _ids = itertools.count(1)
 _defaults: dict[int, Stream] = {}
-_current: dict[int, Stream] = {}
 
 
 class Event:
@@ -139,7 +138,7 @@ class Stream:
         self.stream_id = next(_ids)
         self.cuda_stream = 0
         self.device_type = 1
-        self._before: list[tuple[int, Stream]] = []
+        self._before: list[int] = []
 
     priority_range = staticmethod(always((0, -5)))
     query = always(True)
@@ -153,15 +152,11 @@ class Stream:
         return event
 
     def __enter__(self) -> Stream:
-        self._before.append((machine.current, _current_stream()))
-        _set_stream(self)
+        self._before.append(_exchange_device(self.device_index))
         return self
 
     def __exit__(self, *exc: object) -> None:
-        index, stream = self._before.pop()
-        here = self.device_index
-        _current[here] = stream if stream.device_index == here else _default_stream(here)
-        machine.current = index
+        machine.current = self._before.pop()
 
     def __repr__(self) -> str:
         return f"<torch.cuda.Stream device={self.device} stream_id={self.stream_id} (rehearsed)>"
@@ -179,13 +174,9 @@ def _default_stream(device: Any = None) -> Stream:
     return _defaults[index]
 
 
-def _current_stream(device: Any = None) -> Stream:
-    return _current.get(existing(device)) or _default_stream(device)
-
-
 def _set_stream(stream: Stream | None) -> None:
+    """Make its device current; work is on no stream, so the current one is always the default."""
     if stream is not None:
-        _current[stream.device_index] = stream
         machine.current = stream.device_index
 
 
@@ -271,7 +262,7 @@ CUDA: dict[str, Any] = {
     "can_device_access_peer": lambda device, peer_device: existing(device) != existing(peer_device),
     "check_error": always(None),
     "current_device": lambda: existing(),
-    "current_stream": _current_stream,
+    "current_stream": _default_stream,
     "default_generators": generators,
     "default_stream": _default_stream,
     "device": _device,
@@ -302,7 +293,7 @@ ACCELERATOR: dict[str, Any] = {
     "current_accelerator": lambda check_available=False: torch.device("cuda"),
     "current_device_idx": lambda: machine.current,
     "current_device_index": lambda: machine.current,
-    "current_stream": _current_stream,
+    "current_stream": _default_stream,
     "device_count": lambda: machine.device_count,
     "device_index": _device,
     "is_available": always(True),

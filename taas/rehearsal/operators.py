@@ -8,7 +8,6 @@ help: it goes where the loss is. ``torch.compile`` runs eagerly: the same object
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -74,8 +73,7 @@ _FACTORIES: list[tuple[Any, str, Any]] = [
 
 
 def _install_factories() -> None:
-    """Wrap every factory of ``torch``, ``torch.fft``, ``torch.nested`` and ``torch.Tensor.new_*``; lay the net below."""
-    _register_kernels()
+    """Wrap every factory of ``torch``, ``torch.fft``, ``torch.nested`` and ``torch.Tensor.new_*``."""
     table = torch.jit._builtins._builtin_table
     for module, name, original in _FACTORIES:
         factory = _on_the_cpu(original, name in DRAWS, send if name in SHARES else put)
@@ -114,26 +112,6 @@ def _find_module_of_method(orig_method: Any) -> str:
     if orig_method in _standing_in:
         return _standing_in[orig_method].__module__
     return _find_module(orig_method)
-
-
-# Below them two kernels for the CUDA dispatch key catch what bypasses ``torch``'s namespace: TorchScript, C++
-# extensions, and pickles that name ``torch._C._VariableFunctionsClass``.
-
-_libraries: list[torch.library.Library] = []
-"""Live as long as the process: their end would unregister the kernels."""
-
-
-def _register_kernels() -> None:
-    library = torch.library.Library("aten", "IMPL")
-    _libraries.append(library)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # they replace torch's own, which is their purpose
-        for kernel in (torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided.default):
-            library.impl(kernel, functools.partial(_call_on_the_cpu, kernel), "CUDA")
-
-
-def _call_on_the_cpu(kernel: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
-    return kernel(*args, **kwargs | {"device": CPU, "pin_memory": False})
 
 
 # ---------------------------------------------------------------- mixed precision
