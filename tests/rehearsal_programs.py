@@ -26,7 +26,7 @@ BY_ITSELF = (
     *("ComplexDoubleStorage", "ComplexFloatStorage", "CudaError", "DeferredCudaCallError", "cudaStatus"),
     *("amp", "graph_annotations", "graphs", "jiterator", "memory", "nccl", "nvtx", "profiler", "random", "sparse"),
     *("caching_allocator_disabled", "caching_allocator_enable", "get_allocator_backend", "streams", "tunable"),
-    *("has_half", "has_magma"),
+    *("default_generators", "has_half", "has_magma"),
 )  # fmt: skip
 
 
@@ -177,31 +177,11 @@ def what_goes_to_the_gpu_is_a_copy():
     assert torch.func.vmap(lambda row: row.to("cuda") + 1)(batch).tolist() == (batch + 1).tolist()
 
 
-def what_is_on_the_gpu_stays():
-    """Sending a tensor where it is gives the same tensor; to another device, a copy."""
-    data = {"a": torch.ones(2)}
-    stored = io.BytesIO()
-    torch.save(data, stored)
-    stored.seek(0)
-    net = nn.BatchNorm1d(2).to("cuda")
-    for here in (
-        torch.ones(2).to("cuda"),
-        torch.ones(2).cuda()[1:],
-        torch.zeros(2, device="cuda"),
-        torch.zeros_like(torch.ones(2), device=0),
-        torch.as_tensor([1.0], device="cuda"),
-        torch.load(stored, map_location="cuda")["a"],
-        net.running_mean,
-        net.weight.detach(),
-        nn.BatchNorm1d(2).cuda().running_var,
-    ):
-        assert here.to("cuda") is here
-        assert here.to("cuda:0", torch.float32) is here
-        assert here.cuda() is here
-        assert torch.as_tensor(here, device="cuda") is here
-        assert here.cpu().cuda() is not here
-    weight = torch.ones(2, requires_grad=True)  # what an optimizer has
-    assert weight.to("cuda") is weight
+def a_leaf_stays_the_leaf_that_an_optimizer_has():
+    """Sending what requires a gradient gives the same tensor."""
+    weight = torch.ones(2, requires_grad=True)
+    assert weight.to("cuda") is weight.cuda() is weight
+    assert nn.BatchNorm1d(2).cuda().to("cuda").weight.is_leaf
 
 
 def seeds_of_cuda_are_its_own():
@@ -538,8 +518,6 @@ def patched_functions_pickle_by_name():
         assert cloudpickle.loads(cloudpickle.dumps(thing)) is thing
         assert len(cloudpickle.dumps(thing)) < 120, thing
     assert pickle.loads(pickle.dumps(torch.device("cuda:0"))) == torch.device("cuda:0")
-    builtin = torch._C._VariableFunctions.ones
-    assert pickle.loads(pickle.dumps(builtin))(2, device="cuda").device == CPU
 
 
 def custom_autograd_functions_cast():

@@ -6,7 +6,7 @@ has those and holds the list against torch.
 Memory figures are not rehearsed: programs that print them go on, with 0 and one warning by name. ``mem_get_info``
 and ``total_memory`` are the rehearsed GPU's size, since programs divide by them.
 
-Each device has streams of work, with their events, and a stream of random numbers. Every operator has ended when it
+Each device has streams of work, with their events, and all have one stream of random numbers. Every operator has ended when it
 returns, so there is nothing to wait for. ``torch.cuda.manual_seed`` does not reseed the CPU, and
 ``torch.rand(3, device="cuda")`` repeats after ``torch.cuda.manual_seed(0)``. What draws inside an operator (dropout) has a
 CPU tensor and draws from the CPU's stream; the numbers are a CPU generator's, never the GPU's.
@@ -14,12 +14,13 @@ CPU tensor and draws from the CPU's stream; the numbers are a CPU generator's, n
 
 from __future__ import annotations
 
+import functools
 import itertools
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -65,14 +66,19 @@ def _set_device(device: Any) -> None:
         machine.current = existing(index)
 
 
-@contextmanager
-def _device(device: Any) -> Iterator[None]:
+class device:  # noqa: N801 - torch's name
     """``with torch.cuda.device(d)``: current inside, the one before outside; ``None`` and negative change nothing."""
-    before = _exchange_device(-1 if device is None else ordinal(device))
-    try:
-        yield
-    finally:
-        machine.current = before
+
+    def __init__(self, device: Any) -> None:
+        self.idx = -1 if device is None else ordinal(device)
+        self.prev_idx = -1
+
+    def __enter__(self) -> None:
+        self.prev_idx = machine.current
+        _set_device(self.idx)
+
+    def __exit__(self, *exc: object) -> None:
+        machine.current = self.prev_idx
 
 
 def _exchange_device(index: int) -> int:
@@ -186,45 +192,22 @@ _RealGenerator = torch.Generator
 _GPU_STATE_BYTES = 16  # of a CUDA generator: seed and offset, int64 each
 
 
-class DeviceGenerators(Sequence[torch.Generator]):
-    """``torch.cuda.default_generators``.
-
-    Made at first use, from the seed the CPU has then: names that travelled, and their seeds, come after install.
-    """
-
-    def __init__(self) -> None:
-        self._made: dict[int, torch.Generator] = {}
-
-    def __len__(self) -> int:
-        return machine.device_count
-
-    def __getitem__(self, index: Any) -> Any:
-        if not 0 <= index < len(self):
-            raise IndexError(f"cuda:{index} is not among the {len(self)} devices of this run")
-        if index not in self._made:
-            self._made[index] = _RealGenerator().manual_seed(torch.initial_seed())
-        return self._made[index]
+@functools.cache
+def gpu_generator() -> torch.Generator:
+    """The stream of all devices, made at first use: names that travelled, and the CPU's seed, come after install."""
+    return _RealGenerator().manual_seed(torch.initial_seed())
 
 
-generators = DeviceGenerators()
-
-
-def _manual_seed_all(seed: int) -> None:
-    for generator in generators:  # torch.manual_seed() calls this
-        generator.manual_seed(int(seed))
-
-
-def _seed_all() -> None:
-    for generator in generators:
-        generator.seed()
+def _manual_seed(seed: int) -> None:  # torch.manual_seed() calls this
+    gpu_generator().manual_seed(int(seed))
 
 
 def _set_rng_state(new_state: torch.Tensor, device: Any = "cuda") -> None:
-    generator = generators[existing(device)]
+    existing(device)
     if new_state.numel() == _GPU_STATE_BYTES:  # a GPU saved it
-        generator.manual_seed(int(new_state[:8].view(torch.int64).item()))
+        _manual_seed(int(new_state[:8].view(torch.int64).item()))
     else:
-        generator.set_state(new_state)
+        gpu_generator().set_state(new_state)
 
 
 def _set_rng_state_all(new_states: Iterable[torch.Tensor]) -> None:
@@ -232,15 +215,17 @@ def _set_rng_state_all(new_states: Iterable[torch.Tensor]) -> None:
         _set_rng_state(state, index)
 
 
+def _get_rng_state(device: Any = "cuda") -> torch.Tensor:
+    existing(device)
+    return gpu_generator().get_state()  # 5056 bytes, where a GPU's state has 16
+
+
 RANDOM: dict[str, Any] = {
-    # 5056 bytes, where a GPU's state has 16
-    "get_rng_state": lambda device="cuda": generators[existing(device)].get_state(),
-    "get_rng_state_all": lambda: [generator.get_state() for generator in generators],
-    "initial_seed": lambda: generators[machine.current].initial_seed(),
-    "manual_seed": lambda seed: generators[machine.current].manual_seed(int(seed)),
-    "manual_seed_all": _manual_seed_all,
-    "seed": lambda: generators[machine.current].seed(),
-    "seed_all": _seed_all,
+    "get_rng_state": _get_rng_state,
+    "get_rng_state_all": lambda: [_get_rng_state(index) for index in range(machine.device_count)],
+    "initial_seed": lambda: gpu_generator().initial_seed(),
+    **dict.fromkeys(("manual_seed", "manual_seed_all"), _manual_seed),
+    **dict.fromkeys(("seed", "seed_all"), lambda: gpu_generator().seed()),
     "set_rng_state": _set_rng_state,
     "set_rng_state_all": _set_rng_state_all,
 }
@@ -263,11 +248,10 @@ CUDA: dict[str, Any] = {
     "check_error": always(None),
     "current_device": lambda: existing(),
     "current_stream": _default_stream,
-    "default_generators": generators,
     "default_stream": _default_stream,
-    "device": _device,
+    "device": device,
     "device_count": lambda: machine.device_count,
-    "device_of": lambda obj: _device(None),  # changes nothing, since no tensor is a CUDA tensor
+    "device_of": lambda obj: device(None),  # changes nothing, since no tensor is a CUDA tensor
     "get_arch_list": lambda: ["sm_80"],
     "get_device_capability": lambda device=None: ((of := _get_device_properties(device)).major, of.minor),
     "get_device_name": lambda device=None: _get_device_properties(device).name,
@@ -295,7 +279,7 @@ ACCELERATOR: dict[str, Any] = {
     "current_device_index": lambda: machine.current,
     "current_stream": _default_stream,
     "device_count": lambda: machine.device_count,
-    "device_index": _device,
+    "device_index": device,
     "is_available": always(True),
     "set_device_idx": _set_device,
     "set_device_index": _set_device,

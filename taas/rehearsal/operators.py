@@ -21,13 +21,13 @@ from torch.nn import attention
 from torch.utils._pytree import tree_map
 
 from taas.import_hooks import after_import
-from taas.rehearsal.cuda_module import generators
-from taas.rehearsal.devices import CPU, cuda_index, machine, put, send
+from taas.rehearsal.cuda_module import gpu_generator
+from taas.rehearsal.devices import CPU, cuda_index, machine
 from taas.rehearsal.patches import Arguments, always, replace, replace_all, rewrite_calls
 
 # ---------------------------------------------------------------- making tensors
 #
-# Random factories asked for a CUDA device draw from that device's own generator, as on a GPU:
+# Random factories asked for a CUDA device draw from a generator that is not the CPU's, as on a GPU:
 # ``torch.randn(3, device="cuda")`` does not advance the CPU's stream.
 
 Factory = Callable[..., torch.Tensor]
@@ -44,20 +44,20 @@ SHARES = frozenset({"as_tensor", "asarray"})  # on the CPU they take what they a
 _standing_in: dict[Any, Factory] = {}  # torch's own factory -> ours
 
 
-def _on_the_cpu(original: Factory, draws: bool = False, arrive: Callable[..., Any] = put) -> Factory:
+def _on_the_cpu(original: Factory, draws: bool = False, shares: bool = False) -> Factory:
     @functools.wraps(original)
     def factory(*args: Any, **kwargs: Any) -> torch.Tensor:
         if not kwargs:
             return original(*args)
         if kwargs.get("pin_memory"):
             kwargs["pin_memory"] = False
-        index = cuda_index(kwargs.get("device"))
-        if index is None:
+        if cuda_index(kwargs.get("device")) is None:
             return original(*args, **kwargs)
         kwargs["device"] = CPU
         if draws and kwargs.get("generator") is None:
-            kwargs["generator"] = generators[index]
-        return arrive(original(*args, **kwargs), index)  # type: ignore[no-any-return]
+            kwargs["generator"] = gpu_generator()
+        made = original(*args, **kwargs)
+        return made.clone() if shares and not made.requires_grad else made
 
     return factory
 
@@ -76,7 +76,7 @@ def _install_factories() -> None:
     """Wrap every factory of ``torch``, ``torch.fft``, ``torch.nested`` and ``torch.Tensor.new_*``."""
     table = torch.jit._builtins._builtin_table
     for module, name, original in _FACTORIES:
-        factory = _on_the_cpu(original, name in DRAWS, send if name in SHARES else put)
+        factory = _on_the_cpu(original, name in DRAWS, name in SHARES)
         _standing_in[original] = factory
         replace(module, name, factory)
         # torch.jit.script finds operators by the identity of the function; a table that is not there yet will be built of ours

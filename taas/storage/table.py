@@ -26,6 +26,7 @@ from taas._linux import is_being_written
 from taas.storage.boundary import NEVER, Boundary, changed_since, clock_of, join, resolve_beneath
 
 TREE = "tree"
+_MAX_LINKS = 40  # as the kernel's MAXSYMLINKS
 _SKEW = 10**8
 """Nanoseconds by which the clocks of two file systems of one machine do not differ: theirs tick, some more often."""
 
@@ -193,21 +194,32 @@ class Table:
 
 
 def _without_links(path: str, *, follow: bool) -> str:
-    """An absolute path as it is without links and dots, as the kernel says it; what is not there stays as it is named."""
-    head, tail = (path, "") if follow else os.path.split(path.rstrip("/"))
-    while True:
+    """An absolute path as it is without links and dots; what is not there stays as it is named."""
+    current, links = "", 0
+    todo = path.split("/")
+    todo.reverse()
+    while todo:
+        name = todo.pop()
+        if name in ("", "."):
+            continue
+        if name == "..":
+            current = current.rpartition("/")[0]
+            continue
+        candidate = f"{current}/{name}"
         try:
-            descriptor = posix.open(head or "/", os.O_PATH | os.O_CLOEXEC)
-            break
-        except OSError:
-            if not head:
-                raise  # no descriptor is left
-            head, _, name = head.rpartition("/")
-            tail = f"{name}/{tail}"
-    try:
-        return os.path.normpath(f"{posix.readlink(f'/proc/self/fd/{descriptor}')}/{tail}")
-    finally:
-        posix.close(descriptor)
+            target = posix.readlink(candidate) if todo or follow else None
+        except OSError:  # no link, or not there
+            target = None
+        if target is None:
+            current = candidate
+            continue
+        links += 1
+        if links > _MAX_LINKS:
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
+        if target.startswith("/"):
+            current = ""
+        todo.extend(reversed(target.split("/")))
+    return current or "/"
 
 
 def _lstat(path: str) -> os.stat_result | None:
