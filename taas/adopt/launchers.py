@@ -186,11 +186,6 @@ class Adopter:
                 f"each, one per GPU. Ask for torch.cuda.device_count() processes, or start the cell with --gpus "
                 f"{processes}."
             )
-        if processes < me.local_world_size:
-            me.tell(
-                f"{what} asks for {processes} process(es); this run has {me.local_world_size} ranks a VM, and the others "
-                "stay idle meanwhile."
-            )
 
     @contextlib.contextmanager
     def _as_process_of(self, what: str, processes: int) -> Iterator[None]:

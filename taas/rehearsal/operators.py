@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.amp.autocast_mode
-import torch.fx.node
 import torch.jit._builtins
 import torch.utils._device
 from torch import _VF, nn
@@ -86,11 +85,9 @@ def _install_factories() -> None:
         replace(torch.Tensor, name, _on_the_cpu(getattr(torch.Tensor, name)))
     replace(torch.utils._device.DeviceContext, "__init__", _device_context_init)
     replace(torch.utils._device.DeviceContext, "__torch_function__", _device_context_function)
-    replace(torch.fx.node, "_find_module_of_method", _find_module_of_method)
 
 
 _context_init = torch.utils._device.DeviceContext.__init__
-_find_module = torch.fx.node._find_module_of_method
 
 
 def _device_context_init(self: Any, device: Any) -> None:
@@ -105,13 +102,6 @@ def _device_context_function(self: Any, func: Any, types: Any, args: Any = (), k
         kwargs["device"] = self.device
         func = _standing_in.get(func, func)
     return func(*args, **kwargs)
-
-
-def _find_module_of_method(orig_method: Any) -> str:
-    """Name the module of a factory that FX has traced; FX looks for the very function in ``torch``."""
-    if orig_method in _standing_in:
-        return _standing_in[orig_method].__module__
-    return _find_module(orig_method)
 
 
 # ---------------------------------------------------------------- mixed precision

@@ -8,12 +8,10 @@ must not find the last one there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import _functions, comm
 
 from taas.rehearsal.devices import (
     CPU,
@@ -143,44 +141,9 @@ def _deserialize(storage: Any, location: str) -> Any:
 _BEFORE_TORCHS_OWN = 5  # torch's deserialiser for the CPU has 10, for CUDA 20
 
 
-# ---------------------------------------------------------------- nn.DataParallel in one process
-#
-# What it sends to a device is a copy, or a view that autograd follows. In a run of several ranks ``adopt`` gives it its
-# meaning over the ranks; this is the one of a single process that has several GPUs.
-
-
-def _broadcast(target_gpus: Sequence[Any], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """A view of every input for each device, the first device's inputs first; their gradients add up."""
-    return tuple(tensor.view_as(tensor) for _ in target_gpus for tensor in inputs)
-
-
-def _scatter(
-    gpus: Sequence[Any], chunk_sizes: Any, dim: int, tensor: torch.Tensor
-) -> tuple[torch.Tensor, ...]:
-    devices = [existing(device) for device in gpus]
-    pieces = tensor.chunk(len(devices), dim) if chunk_sizes is None else tensor.split(list(chunk_sizes), dim)
-    return tuple(piece.clone() for piece in pieces)
-
-
-def _broadcast_coalesced(
-    tensors: Sequence[torch.Tensor], devices: Sequence[Any], buffer_size: int = 0
-) -> list[list[torch.Tensor]]:
-    """Copies of all tensors, which are buffers of the module, a list for each device."""
-    return [[tensor.clone() for tensor in tensors] for _ in devices]
-
-
-def _gather(target_device: Any, dim: int, *inputs: torch.Tensor) -> torch.Tensor:
-    return torch.cat([torch.atleast_1d(tensor) for tensor in inputs], dim)
-
-
-def _data_parallel_init(self: Any, *args: Any, **kwargs: Any) -> None:
-    _init(self, *args, **kwargs)
-    for device in self.device_ids:
-        existing(device)
-    self.src_device_obj = CPU  # where its parameters are, honestly
-
-
-_init = nn.DataParallel.__init__
+def _whole_forward(self: nn.DataParallel[Any], *inputs: Any, **kwargs: Any) -> Any:
+    """What ``nn.DataParallel`` of one process computes, at once. In a run of several ranks it is ``adopt``'s."""
+    return self.module(*inputs, **kwargs)
 
 
 def install() -> None:
@@ -195,8 +158,4 @@ def install() -> None:
         setattr(torch.cuda, f"{name}Tensor", _legacy_type(getattr(torch, f"{name}Tensor")))
         setattr(torch.cuda, f"{name}Storage", getattr(torch, f"{name}Storage"))
     replace(torch, "set_default_tensor_type", lambda t: _set_default_tensor_type(_cpu_type(t)))
-    _functions.Broadcast.apply = staticmethod(_broadcast)
-    _functions.Scatter.apply = staticmethod(_scatter)
-    _functions.Gather.apply = staticmethod(_gather)
-    replace(comm, "broadcast_coalesced", _broadcast_coalesced)
-    replace(nn.DataParallel, "__init__", _data_parallel_init)
+    replace(nn.DataParallel, "forward", _whole_forward)
