@@ -100,18 +100,10 @@ _defaults: dict[int, Stream] = {}
 class Event:
     """A point in time, on the CPU's clock."""
 
-    def __init__(
-        self,
-        device: Any = None,
-        enable_timing: bool = False,
-        blocking: bool = False,
-        interprocess: bool = False,
-    ) -> None:
-        if isinstance(device, bool):  # torch.cuda.Event has enable_timing first, torch.Event a device
-            device, enable_timing = None, device
-        self.device = torch.device("cuda", existing(device))
+    def __init__(self, *first: Any, enable_timing: bool = False, **_: Any) -> None:
+        self.device = torch.device("cuda", existing())
         self.cuda_event = self.event_id = 0
-        self._timed = enable_timing
+        self._timed = enable_timing or True in first  # torch.cuda.Event has it first, torch.Event a device
         self._recorded: float | None = None
 
     def record(self, stream: Stream | None = None) -> None:

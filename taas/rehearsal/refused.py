@@ -51,7 +51,7 @@ _REFUSED = (  # a module, what it is called where that is another name, and its 
      dict.fromkeys(("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter"),
                    "it calls NCCL; use torch.distributed")),
     (comm, "torch.cuda.comm",
-     dict.fromkeys(("broadcast", "broadcast_coalesced", "gather", "reduce_add", "reduce_add_coalesced", "scatter"),
+     dict.fromkeys(("broadcast", "gather", "reduce_add", "reduce_add_coalesced", "scatter"),
                    "it copies from GPU to GPU; use nn.DataParallel, or torch.distributed")),
 )  # fmt: skip
 
