@@ -15,7 +15,7 @@ import torch
 import torch.amp.autocast_mode
 import torch.jit._builtins
 import torch.utils._device
-from torch import _VF, nn
+from torch import _VF
 from torch.nn import attention
 from torch.utils._pytree import tree_map
 
@@ -160,22 +160,9 @@ def _and_the_plain_one(arguments: Arguments) -> None:
 # ---------------------------------------------------------------- torch.compile
 
 
-def _compile(model: Any = None, **options: Any) -> Any:
-    """Return what behaves like the compiled model: ``_orig_mod``, its prefix in ``state_dict``, shared parameters."""
-    if model is None:
-        return functools.partial(_compile, **options)
-    if isinstance(model, nn.Module):
-        import torch._dynamo
-        from torch._dynamo.eval_frame import OptimizedModule
-
-        return OptimizedModule(model, torch._dynamo.disable())
-
-    @functools.wraps(model)
-    def eager(*args: Any, **kwargs: Any) -> Any:
-        return model(*args, **kwargs)
-
-    vars(eager)["_torchdynamo_orig_callable"] = model
-    return eager
+def _eagerly(arguments: Arguments) -> None:
+    """Neither a kernel nor a graph is made: what is returned behaves like the compiled model, and so it is pickled."""
+    arguments |= {"backend": "eager", "fullgraph": False, "mode": None, "options": None}
 
 
 def _turn_off(config: Any) -> None:
@@ -193,4 +180,4 @@ def install() -> None:
     replace_all(torch.backends.cuda, {"enable_math_sdp": always(None), "is_built": always(True)})
     replace(torch.backends.cudnn, "is_available", always(True))
     after_import("torch._dynamo.config", _turn_off)
-    replace(torch, "compile", _compile)
+    rewrite_calls(torch, "compile", _eagerly)
