@@ -7,7 +7,8 @@ Covered, in every rank but 0 and in all it starts (DataLoader workers, child pro
 Reads stay live: what rank 0 saves, every rank can load right away.
 
 Not covered:
-  * descriptors, hard links and mappings of project files from before the wall, other mounts of its directories: they are the file itself;
+  * descriptors, hard links and mappings of project files from before the wall, other mounts of its directories: they are
+    the file itself;
   * the weaker walls' holes, which ``taas doctor`` lists for this machine (Landlock: metadata such as mode and
     times; no wall: everything that is not Python, and other programs);
   * what a rank asks somebody else to write: a daemon, another machine, rank 0.

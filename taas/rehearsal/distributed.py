@@ -96,9 +96,8 @@ def _norm_forward(self: nn.SyncBatchNorm, input: Tensor) -> Tensor:  # noqa: A00
     if group is None or dist.get_world_size(group) == 1:
         return _BatchNorm.forward(self, input)
 
-    total = functools.partial(
-        _AllReduce.apply, dist.ReduceOp.SUM, group
-    )  # whose gradient is the sum of the ranks'
+    # of all ranks; the gradient of a rank's value is the sum of theirs
+    total = functools.partial(_AllReduce.apply, dist.ReduceOp.SUM, group)
     x = input.float() if input.dtype.itemsize < 4 else input
     others = [dim for dim in range(x.dim()) if dim != 1]
     shape = (1, -1, *[1] * (x.dim() - 2))
