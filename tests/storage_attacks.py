@@ -13,6 +13,7 @@ import contextlib
 import ctypes
 import errno
 import json
+import mmap
 import os
 import shutil
 import signal
