@@ -81,4 +81,4 @@ def test_an_error_of_a_program_that_met_the_wall_has_its_words(notebook: Noteboo
     assert "the system said: cp: cannot create" in ran.evalue
     assert "only rank 0 writes the project" in ran.evalue
     last = ran.traceback.splitlines()[-1]
-    assert last.startswith("CellFailed: rank 1 raised the CalledProcessError above: ")
+    assert last.startswith('CellFailed: rank 1 raised the CalledProcessError above: "cp: cannot create')

@@ -77,6 +77,10 @@ def _adopt_datasets(base: Any, turns: Turns) -> None:
         _adopt_dataset(cls, turns)
 
     base.__init_subclass__ = classmethod(init_subclass)
+    found = base.__subclasses__()
+    for cls in found:  # it grows meanwhile
+        _adopt_dataset(cls, turns)
+        found += cls.__subclasses__()
 
 
 def _adopt_dataset(cls: Any, turns: Turns) -> None:

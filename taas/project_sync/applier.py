@@ -106,10 +106,10 @@ class Applier:
             if stands is not None:
                 return True  # where it is none, what is to be in it finds no place
             os.mkdir(place, state.mode & 0o777 | 0o700)
-        elif stands is None or not state.is_version_of(stands):  # who has that open goes on having it
-            if not self._is_free(path, place, stands):
-                return False
+        elif self._is_free(path, place, stands):
             _put(entry, data, place)
+        else:
+            return False
         if stands := _look(place):
             self.expected[path] = stands
         return True

@@ -67,8 +67,8 @@ class FileState(NamedTuple):
         return cls("link" if stat.S_ISLNK(status.st_mode) else "other", mode, 0, target, inode)
 
     def is_version_of(self, other: FileState) -> bool:
-        """Whether these are copies, on two hosts, of one version of a file, or of a link."""
-        return (*self[:4], self.modified_ns) == (*other[:4], other.modified_ns)
+        """Whether these are copies, on two hosts, of one version of a file."""
+        return (*self[:3], self.modified_ns) == (*other[:3], other.modified_ns)
 
 
 Skip = Callable[[bytes, os.DirEntry[bytes]], bool]
