@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Literal
 
 from taas.errors import StorageDenied
-from taas.storage import boundary, diversion, walls
+from taas.storage import boundary, diversion, kept, walls
 from taas.storage.boundary import LANDLOCK_SAID, NEVER, WALL_SAID, Denial
 from taas.storage.table import Table
 
@@ -92,7 +92,7 @@ def guard(
     """Put this rank behind the wall; the first thing a freshly forked rank does.
 
     The process has one thread and has not yet opened the project; what it needs of other processes by ``/proc/<pid>/fd`` it has
-    opened. Rank 0 is left as it is.
+    opened. Rank 0 is left as it is, but that it completes checkpoints which all ranks write.
 
     Args:
         project: the notebook's directory.
@@ -105,7 +105,9 @@ def guard(
         mechanisms: which walls to try, in order; where none of them stands, this raises StorageDenied.
     """
     if rank == 0:
-        return Guard("none (rank 0)", scratch)
+        standing = Guard("none (rank 0)", scratch)
+        kept.complete_checkpoints(project, lambda: standing.scratch.parent)
+        return standing
     global _edge
     edge = boundary.draw(project, shared, (*writable, str(scratch)))
     table = Table(edge, str(scratch), since_ns)

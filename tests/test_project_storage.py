@@ -25,6 +25,31 @@ def test_a_replicated_save_is_rank_0s(notebook: Notebook) -> None:
     assert "model.pt" not in ran.stdout
 
 
+def test_a_checkpoint_of_all_ranks_is_saved_and_loaded_in_one_cell(notebook: Notebook) -> None:
+    """torch.distributed.checkpoint splits also what all ranks have alike: without --shared it is whole, and stays so."""
+    notebook.good("import torch\nnet = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))")
+    notebook.good(
+        "#pragma taas --gpus 3\n"
+        "import torch, torch.distributed as dist, torch.distributed.checkpoint as dcp\n"
+        "dist.init_process_group()\n"
+        "model = torch.nn.parallel.DistributedDataParallel(net)\n"
+        "for turn in range(2):\n"
+        "    with torch.no_grad(): net[0].weight += 1\n"
+        "    dcp.save({'net': model.state_dict()}, checkpoint_id='ck')\n"
+        "    state = {'net': {name: torch.zeros_like(value) for name, value in model.state_dict().items()}}\n"
+        "    dcp.load(state, checkpoint_id='ck')\n"
+        "    assert all(torch.equal(value, model.state_dict()[name]) for name, value in state['net'].items())\n"
+        "del model, dcp, dist"
+    )
+    ran = notebook.good(
+        "import torch.distributed.checkpoint as dcp\n"
+        "state = {'net': {'module.' + name: torch.zeros_like(value) for name, value in net.state_dict().items()}}\n"
+        "dcp.load(state, checkpoint_id='ck', no_dist=True)\n"
+        "print(all(torch.equal(value, net.state_dict()[name[7:]]) for name, value in state['net'].items()))"
+    )
+    assert ran.own.strip() == "True"
+
+
 def test_deny_is_an_error_with_path_and_rank(notebook: Notebook) -> None:
     """``--rank-writes deny`` makes such a write fail, by name."""
     ran = notebook.run("#pragma taas --gpus 2 --rank-writes deny" + SAVE)
@@ -78,7 +103,7 @@ def test_an_error_of_a_program_that_met_the_wall_has_its_words(notebook: Noteboo
         "#pragma taas --gpus 2\nimport subprocess\n"
         "subprocess.run(['cp', '/dev/null', 'result.txt'], check=True, capture_output=True)"
     )
-    assert "the system said: cp: cannot create" in ran.evalue
+    assert 'returned non-zero exit status 1. "cp: cannot create' in ran.evalue
     assert "only rank 0 writes the project" in ran.evalue
     last = ran.traceback.splitlines()[-1]
     assert last.startswith('CellFailed: rank 1 raised the CalledProcessError above: "cp: cannot create')

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import time
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from notebook_harness import Notebook, until
+from privileges import needs_mounts, small_disk
 from storage_ranks import Run, fork, join
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -233,11 +235,13 @@ def test_recover_is_typed_after_a_run(notebook: Notebook) -> None:
 WORLD = 3
 
 
-def save_sharded(run: Run, store: Path) -> None:
-    """Every rank saves its part of one checkpoint, as FSDP programs do."""
+def save_sharded(run: Run, store: Path, scratches: dict[int, Path] | None = None, **options) -> None:
+    """Every rank saves its part of one checkpoint, as FSDP programs do; ``scratches``: of ranks on other VMs."""
 
     def rank_process(rank):
-        policy = run.policy(rank)
+        if scratches and rank in scratches:
+            options["scratch"] = scratches[rank]
+        policy = run.policy(rank, **options)
 
         def body():
             rank_storage.guard(**policy)
@@ -259,17 +263,40 @@ def load_sharded(folder: Path) -> dict[str, torch.Tensor]:
     return state
 
 
+@needs_mounts
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:Detected an existing checkpoint")
+def test_a_sharded_checkpoint_is_made_whole_by_rank_0(run: Run, tmp_path: Path):
+    """Without --shared, too, it loads as soon as it is complete, and so does the next one in its place, from another disk."""
+    for number in range(2):
+        with small_disk(run.scratch, "size=1m") if number else contextlib.nullcontext():
+            save_sharded(run, tmp_path / f"store{number}")
+            assert [*run.scratch.rglob("*.distcp")] == [], "nothing is there twice"
+        loaded = load_sharded(run.project / "ckpt")
+        assert [float(loaded[f"part{rank}"].sum()) for rank in range(WORLD)] == [0.0, 4.0, 8.0]
+        for shard in (run.project / "ckpt").glob("*.distcp"):
+            shard.write_text("an older checkpoint's")
+    assert settled(run) == []
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_a_sharded_checkpoint_is_kept_and_recovered(run: Run, tmp_path: Path):
-    """Without --shared the cell says what to type, and nothing of it is lost."""
-    save_sharded(run, tmp_path / "store")
+def test_a_sharded_checkpoint_of_several_vms_is_kept_and_recovered(
+    run: Run, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
+    """What ranks of other VMs wrote rank 0 does not reach: the cell says what to type, and nothing of it is lost."""
+    elsewhere = tmp_path / "elsewhere" / "rank2"
+    elsewhere.mkdir(parents=True)
+    save_sharded(run, tmp_path / "store", scratches={2: elsewhere})
+    assert "the checkpoint ckpt lacks __2_0.distcp: only rank 0 writes the project" in capfd.readouterr().out
+    shutil.rmtree(run.scratch / "rank2")
+    elsewhere.rename(run.scratch / "rank2")  # as it comes home
     [line] = settled(run)
-    assert line.startswith("kept: ckpt/__1_0.distcp, ckpt/__2_0.distcp (2 files")
+    assert line.startswith("kept: ckpt/__2_0.distcp (1 file")
     assert line.endswith(
         "%taas recover fox brings them into the project, and with --shared ckpt every rank writes there itself"
     )
-    with pytest.raises(CheckpointException, match=r"__1_0"):
+    with pytest.raises(CheckpointException, match=r"__2_0"):
         load_sharded(run.project / "ckpt")
     recovered(run)
     loaded = load_sharded(run.project / "ckpt")

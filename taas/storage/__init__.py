@@ -4,5 +4,5 @@
 ``walls``      the three mechanisms, and which one this machine gives
 ``table``      what a rank sees of the project: its own files first, then the live ones
 ``diversion``  what the calls of Python's ``os`` mean over it
-``kept``       the end of a run, and ``%taas recover``
+``kept``       checkpoints that all ranks write, made whole by rank 0; the end of a run, and ``%taas recover``
 """

@@ -9,19 +9,28 @@ At the end ``sort`` removes what rank 0 wrote, too, in this start or a later one
 then (by ``ctime``, which no program can set back, so that rank 0 runs unobserved). All else stays, and in doubt a file stays;
 what rank 0 has here found no place in the project (project_sync/applier.py), and stays as well. ``recover`` copies it; it goes
 with the run's folder (runs/records.py).
+
+A checkpoint with a file of each rank is made whole before: ``torch.distributed.checkpoint`` has every rank write its part; when
+all have, rank 0 writes the list of them (``finish``). Ranks of this VM have written theirs to their scratch, from where rank 0,
+which writes the project, takes them: the checkpoint is whole, and loads in the same cell. What ranks of other VMs wrote is out
+of its reach.
 """
 
 from __future__ import annotations
 
 import contextlib
 import filecmp
+import functools
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 from taas.errors import HeaderError
-from taas.storage.boundary import NEVER, changed_since, clock_of
+from taas.import_hooks import after_import
+from taas.storage.boundary import NEVER, changed_since, clock_of, resolve_beneath
 from taas.storage.table import TREE
 from taas.wording import counted, ranks_in_words, shown, shown_path, size_in_words
 
@@ -186,3 +195,46 @@ def _described(kept: Versions) -> str:
 def _some(names: Sequence[str]) -> str:
     rest = len(names) - _SHOWN
     return ", ".join(map(shown_path, names[:_SHOWN])) + (f" and {rest} more" if rest > 0 else "")
+
+
+# ---------------------------------------------------------------- checkpoints of all ranks
+
+
+def complete_checkpoints(project: str, run_scratch: Callable[[], Path]) -> None:
+    """Let this process, rank 0, complete checkpoints that ranks write together.
+
+    ``run_scratch`` returns where the ranks of this VM have their scratch folders in the run that goes on.
+    """
+    root = os.path.realpath(project)
+
+    def change(module: ModuleType) -> None:
+        writer: Any = module.FileSystemWriter
+        native = writer.finish
+
+        @functools.wraps(native)
+        def finish(self: Any, metadata: Any, results: Any) -> None:
+            files = isinstance(self.fs, module.FileSystem)  # others write to places of another kind
+            place = resolve_beneath(os.path.realpath(self.path), root) if files else None
+            if place is not None:
+                names = {str(result.storage_data.relative_path) for of_rank in results for result in of_rank}
+                _gather(Path(root, place), place, names, run_scratch())
+            native(self, metadata, results)
+
+        writer.finish = finish
+
+    after_import("torch.distributed.checkpoint.filesystem", change)
+
+
+def _gather(folder: Path, place: str, names: Iterable[str], run_scratch: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        for tree in run_scratch.glob(f"rank*/{TREE}"):
+            if (written := tree / place / name).is_file():
+                shutil.move(written, folder / name)
+    lacking = [name for name in sorted(names) if not (folder / name).exists()]
+    if lacking:
+        more = f" and {len(lacking) - 1} more" if lacking[1:] else ""
+        print(  # noqa: T201  the cell shows it
+            f"taas: the checkpoint {shown(place)} lacks {shown(lacking[0])}{more}: only rank 0 writes the project, and it "
+            f"reaches no rank of another VM. Give the directory to all ranks: --shared {shown(place)}"
+        )
