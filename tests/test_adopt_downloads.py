@@ -9,6 +9,7 @@ import http.server
 import io
 import os
 import struct
+import tempfile
 import threading
 import zipfile
 from collections import Counter
@@ -188,3 +189,16 @@ def test_failed_download_fails_everywhere(site, tmp_path):
 def test_rank_that_downloads_alone_does_not_wait_for_ever(site, tmp_path):
     """The first rank never comes: after a while the other goes on by itself."""
     assert run_ranks(_only_the_last, 2, site[0], str(tmp_path)) == [None, [0.0, 1.0, 2.0, 3.0]]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make what another user's is")
+def test_locks_in_a_folder_that_another_user_made_first_are_refused(tmp_path, monkeypatch):
+    """Where runs of this user wait for each other, nobody else may hold them up: names in /tmp are anybody's to make."""
+    from taas.adopt.downloads import _locked
+
+    monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path / "project" / "runtime"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with _locked(tmp_path / "data", tmp_path / "project"):
+        os.chown(tmp_path / "taas-locks-0", 65534, 65534)
+    with pytest.raises(PermissionError, match="made by another user"):
+        _locked(tmp_path / "data", tmp_path / "project")

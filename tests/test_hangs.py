@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from notebook_harness import Notebook, Ran
 
 pytestmark = pytest.mark.slow
@@ -51,6 +52,22 @@ def test_a_rank_that_skips_a_collective_is_named(notebook: Notebook) -> None:
     assert "ranks 0, 2: all_reduce, cell line 9" in text
     assert "rank 1: cell line 7: time.sleep(600)   <- differs" in text
     assert "<details " in view["text/html"]
+    interrupt(notebook)
+
+
+@pytest.mark.skipif(
+    not hasattr(torch._C._distributed_c10d, "_dump_fr_trace_json"),
+    reason="this torch keeps no record of gloo",
+)
+def test_a_collective_that_differs_is_named(notebook: Notebook) -> None:
+    """Where ranks wait in different ones: operation, types and shapes, and which of its group's it is."""
+    notebook.start(
+        HEADER + GROUP + "dist.all_reduce(torch.ones(2))\n"
+        "if rank == 1: dist.broadcast(torch.ones(6, 2), 0)\nelse: dist.all_reduce(torch.ones(4))\n"
+    )
+    text = wait_for_trouble(notebook)["text/plain"]
+    assert "ranks 0, 2: all_reduce of Float[4], number 2, cell line 8" in text
+    assert "rank 1: broadcast of Float[6, 2], number 2, cell line 7   <- differs" in text
     interrupt(notebook)
 
 

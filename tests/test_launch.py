@@ -378,6 +378,17 @@ def test_a_magic_called_by_hand_is_no_obstacle_to_later_cells(notebook: Notebook
     assert notebook.good("#pragma taas --gpus 1\nprint(x_of_body)").own == "1\n"
 
 
+def test_a_group_that_a_rank_never_comes_to_says_which(notebook: Notebook) -> None:
+    """The store's own words for that are two: what is missing stands beside them."""
+    ran = notebook.run(
+        "#pragma taas --gpus 2\nimport os, threading, torch.distributed as dist\nfrom datetime import timedelta\n"
+        "if os.environ['RANK'] == '1': threading.Event().wait()\n"
+        "dist.init_process_group('gloo', timeout=timedelta(seconds=2))"
+    )
+    assert ran.ename == "CellFailed"
+    assert "rank(s) 1 had not come to this process group of 2" in ran.evalue + ran.traceback
+
+
 def test_a_module_that_was_edited_after_its_import_is_named(notebook: Notebook) -> None:
     """Ranks run the file, the notebook what it imported: one line says so, in cells that use it, until it is reloaded."""
     file, said = notebook.folder / "recipe.py", "recipe: edited since this notebook imported it"

@@ -8,13 +8,13 @@ needs it.
 * ``launchers``: they run their function in the ranks instead of new processes; rich's bars are displays.
 * ``data_parallel``: ``nn.DataParallel`` splits the batch over the ranks.
 * ``downloads``: one rank downloads, the others find it there.
-* ``waits``: waiting for other ranks in C code can be broken off.
+* ``waits``: which collective a rank waits in; waiting for other ranks in C code can be broken off.
 """
 
 from __future__ import annotations
 
 from taas.adopt.rendezvous import Membership
-from taas.adopt.waits import waits_on_gpus
+from taas.adopt.waits import pending_collective, waits_on_gpus
 from taas.wire.framing import StoreAddress
 
 from . import data_parallel, downloads, launchers, rendezvous, waits
@@ -23,8 +23,10 @@ __all__ = [
     "Membership",
     "begin_run",
     "break_off",
+    "explain",
     "finish",
     "install",
+    "pending_collective",
     "waits",
     "waits_on_gpus",
 ]
@@ -55,6 +57,11 @@ def begin_run(address: StoreAddress) -> None:
     if _meeting is not None and _meeting.membership.begin_run(address):
         data_parallel.close()
         _meeting.remake_group()
+
+
+def explain(error: BaseException) -> str | None:
+    """What is known here of an error that its user cannot know."""
+    return None if _meeting is None else _meeting.explain(error)
 
 
 def break_off() -> None:

@@ -15,6 +15,7 @@ import contextlib
 import inspect
 import os
 import sys
+import tempfile
 import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -156,9 +157,13 @@ def _is_inside(place: Path, project: Path) -> bool:
 
 def _locked(place: Path, project: Path) -> contextlib.AbstractContextManager[Any]:
     """Hold the lock of a place, which lies outside of the project: not every rank may write there."""
-    base = Path(jupyter_runtime_dir())
-    if _is_inside(base, project):
-        base = Path("~/.cache").expanduser()  # every rank may write there (storage/boundary)
-    folder = base / "taas-locks"
+    folder = Path(jupyter_runtime_dir(), "taas-locks")
+    if _is_inside(folder, project):
+        folder = Path(tempfile.gettempdir(), f"taas-locks-{os.getuid()}")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if folder.lstat().st_uid != os.getuid():  # anybody may make a name in /tmp first
+        raise PermissionError(
+            f"{folder}, where your runs wait for each other's downloads, was made by another user, who could hold them "
+            "up. Have it removed, or set TMPDIR or JUPYTER_RUNTIME_DIR to a folder of your own."
+        )
     return FileLock(folder / f"{zlib.crc32(str(place).encode()):08x}.lock", END_SECONDS, 0o600)

@@ -37,6 +37,7 @@ from taas.errors import CannotAdopt, HeaderError
 from taas.header.arguments import BACKENDS
 from taas.rehearsal.patches import Arguments, rewrite_calls
 from taas.wire.framing import StoreAddress
+from taas.wording import text_of
 
 Meeting = tuple[Store, int, int]
 Handler = Callable[..., Iterator[Meeting]]
@@ -262,6 +263,19 @@ class Rendezvous:
             "the end of the last cell broke the process group off, and it was made anew: make groups of your own, and "
             "wrappers such as DDP, again"
         )
+
+    def explain(self, error: BaseException) -> str | None:
+        """What a store says that waited in vain is short: name the ranks that never came to the last group."""
+        name, size = self._last
+        if not (name and isinstance(error, RuntimeError) and "timeout" in text_of(error).lower()):
+            return None
+        try:
+            store = self.membership.store(name)
+            missing = [rank for rank in range(size) if not store.check([f"claimed/{rank}"])]
+        except dist.DistError:  # it is gone, or was broken off
+            return None
+        names = ", ".join(map(str, missing))
+        return f"rank(s) {names} had not come to this process group of {size}" if missing else None
 
     def _asked(self, url: str) -> tuple[int, int]:
         """Rank and world size as the program gave them: in its call, else in the environment."""

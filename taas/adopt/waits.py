@@ -16,9 +16,11 @@ A group that is made afterwards has another store, and works.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import socket
 import stat
+import sys
 import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -148,3 +150,33 @@ def beside_gpu_work() -> Iterator[None]:
     """Let copies from the GPU in this thread not wait for what it was asked before, which may never be done."""
     with torch.cuda.stream(torch.cuda.Stream()) if torch.cuda.is_initialized() else contextlib.nullcontext():
         yield
+
+
+# ---------------------------------------------------------------- which collective it is
+#
+# By torch's flight recorder (https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html): torch records for
+# gloo in newer releases, without a variable that says so; for NCCL where ``TORCH_FR_BUFFER_SIZE``, or
+# ``TORCH_NCCL_TRACE_BUFFER_SIZE``, is not 0. Where it does not, nothing is known.
+
+
+def pending_collective() -> str:
+    """Return this rank's oldest collective that has begun and not ended, in words; empty where none is known. For any thread."""
+    recorder: Any = sys.modules.get("torch._C._distributed_c10d")
+    dump = getattr(recorder, "_dump_nccl_trace_json" if waits_on_gpus() else "_dump_fr_trace_json", None)
+    if dump is None:
+        return ""
+    try:
+        entries = json.loads(dump(onlyActive=True)).get("entries", ())
+        active = (entry for entry in entries if not entry["retired"] and entry["state"] != "completed")
+        return next((_in_words(entry) for entry in active), "")
+    except Exception:  # nothing is promised of its form
+        return ""
+
+
+def _in_words(entry: dict[str, Any]) -> str:
+    sizes = zip(entry["input_sizes"], entry["input_dtypes"], strict=False)
+    of = ", ".join(f"{dtype}{size}" for size, dtype in sizes)
+    group = entry["process_group"][-1]
+    where = "" if group in ("", "default_pg") else f" of group {group}"
+    operation = entry["profiling_name"].rpartition(":")[2]
+    return f"{operation}{f' of {of}' if of else ''}, number {entry['collective_seq_id']}{where}"

@@ -20,10 +20,11 @@ import psutil
 from taas.agent.processes import RankProcess
 from taas.agent.rank_endings import Rank
 from taas.runs.events import FILES, STDERR, size_of
-from taas.runs.stacks import SIGNAL, STACKS, Frame, Preface, RankSeen, fold
+from taas.runs.stacks import COLLECTIVE, SIGNAL, STACKS, Frame, Preface, RankSeen, fold
 from taas.wire import deadlines
 from taas.wire.agents import LookAtRanks
-from taas.wire.ranks import RankUse
+from taas.wire.framing import pack
+from taas.wire.ranks import RankRequest, RankUse
 
 _STEP_PERCENT = 5
 """What changes by less is no news."""
@@ -116,6 +117,8 @@ class Look:
             return
         with contextlib.suppress(OSError, msgspec.MsgspecError):  # it is not that far yet
             asked = _StackQuery(self._folder / str(rank) / STACKS)
+            (self._folder / str(rank) / COLLECTIVE).unlink(missing_ok=True)
+            process.tell(pack(RankRequest(what="collective")))
             os.kill(process.pid, SIGNAL)  # its agent has not buried it: the id is still its own
             self._asked[rank] = asked
 
@@ -135,13 +138,16 @@ class Look:
         return tuple(self._seen(rank, process) for rank, process in self._ranks.items())
 
     def _seen(self, rank: int, process: RankProcess) -> RankSeen:
-        folder, cpu = self._folder / str(rank), 0.0
+        folder, cpu, collective = self._folder / str(rank), 0.0, ""
         with contextlib.suppress(psutil.NoSuchProcess):
             if process.recorded is not None and not process.gone:
                 cpu = sum(process.recorded.cpu_times()[:2])
         written = sum(size_of(folder / name) for name in FILES)
         frames = self._asked[rank].frames() if rank in self._asked else None
-        return RankSeen(rank, process.pid, _status(process), cpu, written, frames)
+        if frames is not None:
+            with contextlib.suppress(OSError):  # it has not said it, or knows of none
+                collective = (folder / COLLECTIVE).read_text()
+        return RankSeen(rank, process.pid, _status(process), cpu, written, frames, collective)
 
 
 def _status(process: RankProcess) -> str:

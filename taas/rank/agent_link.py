@@ -34,6 +34,7 @@ from typing import Literal
 from IPython.core.error import StdinNotImplementedError
 
 from taas import adopt
+from taas.runs import stacks
 from taas.wire import deadlines
 from taas.wire.framing import Message, MessageReader, pack
 from taas.wire.ranks import (
@@ -192,6 +193,8 @@ class AgentLink:
                 self.answer = self._ahead = -1
             case RankRequest(what="leave") if self._given:
                 os._exit(1)
+            case RankRequest(what="collective"):
+                stacks.note_collective(adopt.pending_collective())
             case Answer():
                 self._answered(said)
             case _:

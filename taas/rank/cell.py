@@ -152,7 +152,7 @@ def _reason(error: BaseException, rank: Prepared) -> str | None:
         return "its debugger was quit"
     if isinstance(error, NameError) and error.name in left_behind:
         return f"it stayed in the notebook, because {left_behind[error.name]}"
-    return rank.wall.explain(error)
+    return rank.wall.explain(error) or adopt.explain(error)
 
 
 def failed(

@@ -124,10 +124,10 @@ class RankRequest(Message, frozen=True):
         what: ``notice``: a SIGINT was sent to the rank: say when it is noticed, and break off a wait that keeps it from
             that. ``names``: pack the names as they stand, by another thread while the main one waits, and leave.
             ``taken``: the agent has rank 0's names: forget them. ``leave``: there is no other order, and the agent has
-            all it needs: exit.
+            all it needs: exit. ``collective``: write down which one it waits in (runs/stacks.py).
     """
 
-    what: Literal["notice", "names", "taken", "leave"]
+    what: Literal["notice", "names", "taken", "leave", "collective"]
 
 
 @dataclass(frozen=True)
