@@ -160,6 +160,9 @@ WALL_SAID = re.compile(_READ_ONLY, re.IGNORECASE)
 LANDLOCK_SAID = re.compile(
     _READ_ONLY + r"|permission denied(?: \(13\))?(?:\W*|: '[^']*')$", re.IGNORECASE | re.MULTILINE
 )
+_COLORS = re.compile(r"\x1b\[[\d;]*m")
+"""Python 3.13 and later colours tracebacks, where a kernel's environment asks for it."""
+_ABSOLUTE = re.compile(r"""/[^\s:'"\u2018\u2019]+""")
 _NAMED = re.compile(r"""name = '([^']+)'|["']([^"']*/[^"']*)["']""")
 
 
@@ -193,16 +196,38 @@ class Denial:
             seen.add(id(link))
             if isinstance(link, StorageDenied):
                 return None  # it speaks for itself
-            lines = _said_by(link).splitlines() or [type(link).__name__]
-            # An OSError of a kind that has other causes names its path, if it is the project's.
-            words = WALL_SAID if isinstance(link, OSError) else self.said
-            about = next((line for line in lines if words.search(line)), None)
-            if (named := self._project_path(link)) is not None:
-                return self.text(named, f"the system said: {shown(lines[0], 200)}")
-            if about is not None:
-                return f"If this is about the project: {self.text('it', f'the system said: {shown(about, 200)}')}"
+            named = self._project_path(link)
+            text = text_of(link)
+            reason = "the system said: " + (text.strip() or type(link).__name__).splitlines()[0][:200]
+            if named is not None:
+                return self.text(named, reason)
+            if isinstance(link, subprocess.CalledProcessError):
+                captured = (link.stderr or "", link.stdout or "")
+                return self.explain_output(
+                    "\n".join(c if isinstance(c, str) else c.decode(errors="replace") for c in captured)
+                )
+            # An OSError of a kind that has other causes has named its path above, if it is the project's.
+            if (WALL_SAID if isinstance(link, OSError) else self.said).search(text):
+                return "If this is about the project: " + self.text("it", reason)
             link = link.__cause__ or link.__context__
         return None
+
+    def explain_output(self, output: str) -> str | None:
+        """A sentence for what the wall made a program say; None where it said no such thing."""
+        output = _COLORS.sub("", output)
+        for line in output.splitlines() if self.said.search(output) else ():
+            if self.said.search(line) and self._may_be_of_project(line):
+                return (
+                    f'"{shown(line.strip(), 200)}", said a program that ranks other than 0 started: only '
+                    f"rank 0 writes the project {self.boundary.project}. Start it in rank 0 only, let it write outside "
+                    "the project, or give the directory as --shared."
+                )
+        return None
+
+    def _may_be_of_project(self, line: str) -> bool:
+        """Whether a line names a path of the project, or none that is another's."""
+        named = _ABSOLUTE.findall(line.partition(":")[2])  # before the colon is the program
+        return not named or any(self.boundary.relative(os.path.realpath(path)) is not None for path in named)
 
     def _project_path(self, error: BaseException) -> str | None:
         """The project path that the wall refused, where the error names it."""
@@ -217,11 +242,3 @@ class Denial:
             if self.boundary.relative(real) is not None and not unreadable:
                 return real
         return None
-
-
-def _said_by(error: BaseException) -> str:
-    """Return an error's text; of a program that failed what it wrote, as far as that was captured."""
-    if not isinstance(error, subprocess.CalledProcessError):
-        return text_of(error).strip()
-    captured = (error.stderr or "", error.stdout or "")
-    return "\n".join(said if isinstance(said, str) else said.decode(errors="replace") for said in captured)
