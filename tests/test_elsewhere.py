@@ -119,3 +119,52 @@ def test_a_project_that_is_not_seen_there(book: Notebook, tmp_path: Path) -> Non
     )
     there = sorted(names - {"large.bin", "net.pt", "both.txt"} | {"made.txt"})
     assert book.value("found") == str(("edited", there)), "kept ranks have the project as it is now"
+
+
+LATE = """#!g2.1
+#pragma taas --gpus 2
+import os, numpy as np, torch.distributed as dist
+dist.init_process_group("nccl")
+size = os.path.getsize("data/large.npy")
+mine = np.load("data/large.npy", mmap_mode="r").sum().item(), os.stat("data/large.npy").st_ino, size
+found = [None, None]
+dist.all_gather_object(found, mine)
+missing = [os.path.exists(name) for name in ("data/none.npy", "unread.bin")]
+"""
+LATE_DATA = """
+import os, torch
+from torch.utils.data import DataLoader, Dataset
+class Rows(Dataset):
+    def __len__(self):
+        return 8
+    def __getitem__(self, row):
+        return int(np.load("data/large.npy", mmap_mode="r")[row])
+loader = DataLoader(Rows(), batch_size=4)
+taas.register(loader)
+"""
+
+
+@needs_mounts
+@pytest.mark.parametrize("book", ["hidden"], indirect=True)
+def test_a_large_file_comes_when_it_is_opened(book: Notebook) -> None:
+    """Once to each VM; the next cell has it from there, another version comes anew; so do files that datasets read.
+
+    What rank 0 changes in it comes back as any other file.
+    """
+    book.good("import os, numpy as np\nos.mkdir('data')\nnp.save('data/large.npy', np.arange(2_000_000))")
+    (book.folder / "unread.bin").write_bytes(bytes(9 << 20))
+    book.good(LATE)
+    assert book.value("[one[0] for one in found], missing") == "[1999999000000, 1999999000000] [False, True]"
+    before = book.value("[one[1:] for one in found]")
+    book.good(LATE)
+    assert book.value("[one[1:] for one in found]") == before, "it was there"
+    book.good("np.save('data/large.npy', np.arange(2_000_000) * 2)")
+    book.good(LATE)
+    assert book.value("[one[0] for one in found]") == "[3999998000000, 3999998000000]"
+    book.good(LATE_DATA)
+    book.good("#!g2.1\n#pragma taas --gpus 2 --cpus 2\ngot = [rows.tolist() for rows in loader]")
+    assert book.value("got") == "[[0, 2, 4, 6]]"
+    ran = book.good("#!g2.1\n#pragma taas --gpus 2\nnp.load('data/large.npy', mmap_mode='r+')[0] = 7")
+    assert "before" not in ran.stdout
+    assert book.value("np.load('data/large.npy')[:2].tolist()") == "[7, 2]"
+    assert [path.name for path in (book.folder / "data").iterdir()] == ["large.npy"]

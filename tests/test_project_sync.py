@@ -23,9 +23,10 @@ from taas.header.options import RunSpec
 from taas.project_sync import archive
 from taas.project_sync.applier import Applier, unpack
 from taas.project_sync.archive import ArchiveEntry, Changes, entries, only, pack
+from taas.project_sync.late_files import LateFiles, _asked_as
 from taas.supervisor.transfer import ProjectSync
 from taas.wire.framing import Memory
-from taas.wire.transfer import chunks_of
+from taas.wire.transfer import chunks_of, chunks_of_file
 
 _ROOT = Path(__file__).resolve().parent.parent
 
@@ -485,6 +486,47 @@ def home(tmp_path: Path) -> Iterator[Home]:
     made = Home(tmp_path)
     yield made
     made.project_sync.close()
+
+
+@pytest.mark.parametrize("change", ["none", "rewritten", "gone before"])
+def test_a_file_that_is_asked_for_comes_as_it_was_packed_or_not_at_all(
+    home: Home, tmp_path: Path, change: str
+) -> None:
+    """Whoever waits for it is answered, whatever becomes of it meanwhile."""
+    source, pipe = home.project / "large.bin", tmp_path / "asked" / f"{_asked_as('large.bin')}-1"
+    source.write_bytes(b"1" * (archive.LARGE + 1))
+    until(lambda: time.time_ns() - source.stat().st_ctime_ns > archive._TICK_NS)
+    home.project_sync.packed()
+    said: list[str] = []
+    late = LateFiles(tmp_path / "asked", tmp_path / "cache", lambda message: said.append(message.what))
+    (tmp_path / "copy").mkdir()
+    late.expect(tmp_path / "copy", {b"large.bin": archive.FileState.of(source.lstat())})
+    os.mkfifo(pipe)
+    asks = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    late.step()
+    if change == "gone before":
+        source.unlink()
+    for number, chunk in enumerate(chunks_of_file("large.bin", home.project_sync.open_file("large.bin"))):
+        late.take(chunk)
+        if number == 0 and change == "rewritten":
+            source.write_bytes(b"2" * (archive.LARGE + 1))
+    assert os.read(asks, 1) == b".", "answered"
+    os.close(asks)
+    assert not pipe.exists()
+    assert said == (["file", "has"] if change == "none" else ["file"])
+    assert tree(tmp_path / "copy") == ({"large.bin": source.read_bytes()} if change == "none" else {})
+
+
+def test_who_asks_for_what_this_cell_does_not_lack_is_answered(tmp_path: Path) -> None:
+    """A DataLoader's worker of an earlier cell knows what was missing then, and waits at its pipe."""
+    late = LateFiles(tmp_path / "asked", tmp_path / "cache", lambda message: None)
+    late.expect(tmp_path, {})
+    pipe = tmp_path / "asked" / f"{_asked_as('large.bin')}-1"
+    os.mkfifo(pipe)
+    asks = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    late.step()
+    assert os.read(asks, 1) == b"."
+    os.close(asks)
 
 
 def test_what_several_vms_write_into_a_shared_directory_is_no_conflict(home: Home) -> None:

@@ -278,7 +278,7 @@ def test_two_vms_train_as_this_machine_does(cluster: RayCluster, book: Notebook)
 
 
 def test_todays_module_travels_and_a_missing_file_is_explained(book: Notebook) -> None:
-    """An edit of a module holds in the next run. What did not travel is named when the run fails.
+    """An edit of a module holds in the next run. What did not travel, and nobody opened, is named when the run fails.
 
     It is also named, and kept, when the cell adds to it and so makes a new one.
     """

@@ -101,14 +101,16 @@ class Job:
                 self.end(message.how, names=message.names)
 
     def _take(self, chunk: Chunk) -> None:
-        if self._staging is None or self.begun or self._how is not None:
+        late = chunk.of == "file"
+        if self._staging is None or (self.begun and not late) or self._how is not None:
             return
         try:
             self._staging.take(chunk)
         except OSError as error:
             self.fail(str(error))
         else:
-            self._fork_when_staged()
+            if not self.begun:
+                self._fork_when_staged()
 
     def _fork_when_staged(self) -> None:
         assert self._staging is not None
@@ -121,6 +123,8 @@ class Job:
                 order.run, staged.environ, rehearsed=order.work.rehearsed, held=agent.kept.there
             ):
                 agent.spares.forget()
+            if staged.late:
+                agent.grows(Path(staged.late))
             self._fork(staged)
         except Exception as error:  # whatever it was, the supervisor says so in the cell
             self.fail(f"{type(error).__name__}: {error}")
@@ -152,6 +156,8 @@ class Job:
 
     def step(self) -> None:
         """Do what is due."""
+        if self._staging is not None and self._staging.project.late is not None:
+            self._staging.project.late.step()
         try:
             self.sender.step()
         except OSError as error:
@@ -211,6 +217,7 @@ def _be_data_process(order: DataOrder, staged: Staged) -> None:
     from threadpoolctl import threadpool_limits  # as all that a data process needs and an agent does not
 
     from taas import project_sync
+    from taas.project_sync import late_files
     from taas.rank.lifeline import name_process, tie_to_agent
 
     tie_to_agent()
@@ -219,6 +226,7 @@ def _be_data_process(order: DataOrder, staged: Staged) -> None:
     os.environ.update(staged.environ | _AS_A_C1_4)
     _write_to(staged.output)
     project = project_sync.entered(staged.replica, staged.project, lambda text: sys.stderr.write(f"{text}\n"))
+    late_files.use(staged.late, staged.project, staged.replica)
     os.chdir(project)
     sys.path[:0] = [] if project in sys.path else [project]
     threadpool_limits(1)  # the variable alone is read at import, which was before the fork

@@ -23,7 +23,8 @@ import msgspec
 from taas import project_sync
 from taas.engines import AgentConfig
 from taas.project_sync.applier import unpack
-from taas.project_sync.archive import Changes, only, shared_places
+from taas.project_sync.archive import Changes, entries, only, shared_places
+from taas.project_sync.late_files import LateFiles
 from taas.rank_storage import scratch_of
 from taas.runs.events import COLLECTED, EVENTS, STDERR, STDOUT, size_of
 from taas.storage.boundary import clock_of
@@ -84,8 +85,8 @@ class Staging:
             self._output = str(root / Path(order.output).name)
             self._scratch = str(root / "writes")
             Path(self._scratch).mkdir(mode=0o700, exist_ok=True)
-        self.project = before or ProjectArrival(self._root)
-        self.project.expect(order)
+        self.project = before or ProjectArrival(self._root, Path(config.scratch) / "files")
+        self.project.expect(order, say)
         if not self.project.ready:
             say(JobRequest(what="project"))
 
@@ -101,6 +102,7 @@ class Staging:
             payload=self._payload.memory,
             project=self.project.path,
             replica=self.project.replica,
+            late=str(self.project.late.folder) if self.project.late is not None else "",
             environ=self._environ,
             output=self._output,
             scratch=self._scratch,
@@ -142,8 +144,10 @@ class ProjectArrival:
 
     Args:
         root: a folder of this VM, which its owner removes; None on the notebook's machine.
+        cache: for large files of projects, as long as there is the agent.
 
     Attributes:
+        late: what its copy lacks.
         ready: whether it is here, as it is now.
         copy: where it was unpacked; None where the notebook's disk is seen.
         path: where those who work with it find it.
@@ -152,8 +156,10 @@ class ProjectArrival:
         notices: lines for the user.
     """
 
-    def __init__(self, root: Path | None) -> None:
-        self.root = root
+    def __init__(self, root: Path | None, cache: Path) -> None:
+        self.root, self._cache = root, cache
+        self.late: LateFiles | None = None
+        self._say: Callable[[JobRequest], None] = lambda said: None
         self._vm = ""
         self._packed: Incoming | None = None
         self.path = self.replica = ""
@@ -162,20 +168,25 @@ class ProjectArrival:
         self.notices: list[str] = []
         self.ready = False
 
-    def expect(self, order: StartJob) -> None:
+    def expect(self, order: StartJob, say: Callable[[JobRequest], None]) -> None:
         """A job needs the project as it is now; the copy that an earlier one left here is brought up to date."""
-        self._vm, self._packed, self.notices = order.name, None, []
+        self._vm, self._say = order.name, say
+        self._packed, self.notices = None, []
         self.since_ns = order.since_ns
         self.path = self.path or order.workspace.project
         self.ready = self.root is None or (self.copy is None and _sees_disk(order))
 
     def take(self, chunk: Chunk) -> None:
-        """The supervisor sends a part of the packed project.
+        """The supervisor sends a part of the packed project, or of a file that was asked for.
 
         Raises:
             OSError: there is no room for it.
             msgspec.DecodeError: it is no project.
         """
+        if chunk.of == "file":
+            if self.late is not None:
+                self.late.take(chunk)
+            return
         if self._packed is None:
             self._packed = Incoming(Memory(0, 0, chunk.size))
         self._packed.take(chunk)
@@ -189,6 +200,10 @@ class ProjectArrival:
         there, self.copy = self.copy is not None, self.root / _COPY
         self.copy.mkdir(mode=0o700, exist_ok=True)
         self.notices += unpack(fd, str(self.copy))
+        self.late = LateFiles(self.root / "late", self._cache, self._say)
+        self.late.expect(
+            self.copy, {entry.path: entry.state for entry, _ in entries(fd) if entry.bare and entry.state}
+        )
         self.since_ns = clock_of(str(self.copy))
         if there:
             return
@@ -310,6 +325,8 @@ class ProjectChanges:
         """Pack what has changed, and send it; where there is no room for that, the next look has it."""
         self._packing = True
         try:
+            if self._arrival.late is not None and of == "changes":
+                changes.know(self._arrival.late.came)
             with tempfile.TemporaryFile(dir=self._scratch) as archive:
                 yield from changes.pack(archive.fileno(), last=last)
                 self._packing = False

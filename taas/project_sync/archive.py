@@ -256,7 +256,7 @@ def pack(
         for _ in _add_all(fd, root, known, stands, tell, told, closed=False):
             pass
         stayed = {path: found[path] for path in files if path not in told and path not in had}
-        for path, seen in had.items():
+        for path, seen in (had | stayed).items():  # what stayed may come when somebody wants it: late_files
             _add(fd, ArchiveEntry(path, seen, bare=True))
     except BaseException:
         os.close(fd)
@@ -288,6 +288,10 @@ class Changes:
         self._root, self._skip = os.fsencode(root), skip
         self._known: dict[bytes, FileState] = {} if afresh else dict(scan(self._root, skip))
         self.unsent: list[str] = []
+
+    def know(self, came: Mapping[bytes, FileState]) -> None:
+        """Take in what came there since from elsewhere, as it did."""
+        self._known |= came
 
     def pack(self, fd: int, *, last: bool = False) -> Iterator[None]:
         """Write what has changed since the last look into an empty file, in steps of bounded size; ``last``: also what is open."""

@@ -18,17 +18,15 @@ import builtins
 import contextlib
 import errno
 import functools
-import glob
 import io
 import os
 import posix
 import shutil
 import stat
 import sys
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 from taas.import_hooks import imported_since
@@ -314,12 +312,14 @@ class Entries(Iterator[Entry], AbstractContextManager["Entries"]):
 # ---------------------------------------------------------------- in the place of Python's own
 
 _DIVERTED = [name for name in vars(Diversion) if name in os.__all__]
+# Modules that bound the real functions as defaults or class attributes when they were imported.
+_BOUND_EARLY = ("tempfile", "shutil", "pathlib", "glob", "zipfile", "tarfile")
 _REAL = {"posix", "_io", "os", "io", "builtins"}
 
 _surveyed: set[str] = set()
-_bound: list[tuple[ModuleType, str, str]] = []
-"""Where modules hold a real function: by which name, and its own. Known before the fork: a rank that looked through all
-modules again would touch, and so copy, the pages of each of them."""
+_bound: list[tuple[Callable[[Any], None], str]] = []
+"""Where modules hold a real function: what puts another there, and its name. Known before the fork: a rank that looked through
+all modules again would touch, and so copy, the pages of each of them."""
 
 
 def survey() -> None:
@@ -328,11 +328,37 @@ def survey() -> None:
     originals |= {id(builtins.open): "builtins.open", id(shutil.rmtree): "shutil.rmtree"}
     for name in imported_since(_surveyed):
         module = sys.modules[name]
-        if isinstance(module, ModuleType) and name not in _REAL and name != __name__:
-            held = [*vars(module).items()]
-            _bound.extend(
-                (module, key, originals[id(value)]) for key, value in held if id(value) in originals
-            )
+        if not isinstance(module, ModuleType) or name in _REAL or name == __name__:
+            continue
+        for key, value in [*vars(module).items()]:
+            if id(value) in originals:
+                _bound.append((functools.partial(setattr, module, key), originals[id(value)]))
+            elif name in _BOUND_EARLY and getattr(value, "__module__", "") == name:
+                _survey_bound(value, originals)
+
+
+def _survey_bound(value: Any, originals: dict[int, str]) -> None:
+    """Note real functions that a function has as defaults, or a class as static methods or in methods' defaults."""
+    if isinstance(value, type):
+        for key, member in [*vars(value).items()]:
+            if isinstance(member, staticmethod) and id(member.__func__) in originals:
+                put = functools.partial(_set_static, value, key)
+                _bound.append((put, originals[id(member.__func__)]))
+            else:
+                _survey_bound(member, originals)
+    elif isinstance(value, FunctionType):
+        for index, default in enumerate(value.__defaults__ or ()):
+            if id(default) in originals:
+                _bound.append((functools.partial(_set_default, value, index), originals[id(default)]))
+
+
+def _set_static(owner: type, key: str, new: _Call) -> None:
+    setattr(owner, key, staticmethod(new))
+
+
+def _set_default(function: FunctionType, index: int, new: _Call) -> None:
+    before = function.__defaults__ or ()
+    function.__defaults__ = (*before[:index], new, *before[index + 1 :])
 
 
 def install(diversion: Diversion) -> None:
@@ -340,22 +366,22 @@ def install(diversion: Diversion) -> None:
     replacements: dict[str, _Call] = {name: getattr(diversion, name) for name in _DIVERTED}
     links = os.supports_follow_symlinks
     links |= {new for name, new in replacements.items() if getattr(os, name) in links}
-    survey()
-    for name, function in replacements.items():
-        setattr(os, name, function)
-    replacements |= {"builtins.open": _opener(diversion), "shutil.rmtree": diversion.rmtree}
-    builtins.open = io.open = replacements["builtins.open"]
-    shutil.rmtree = replacements["shutil.rmtree"]  # type: ignore[assignment]
-    for module, key, name in _bound:
-        setattr(module, key, replacements[name])
-    # what bound them when it was defined
-    closer: Any = tempfile._TemporaryFileCloser  # type: ignore[attr-defined]
-    close = vars(closer).get("cleanup") or closer.close  # by another name up to Python 3.11
-    close.__defaults__ = tuple(diversion.unlink if d is posix.unlink else d for d in close.__defaults__)
-    if (globber := getattr(glob, "_StringGlobber", None)) is not None:  # from Python 3.13 on
-        globber.lstat, globber.scandir = staticmethod(diversion.lstat), staticmethod(diversion.scandir)
+    replace(replacements | {"builtins.open": _opener(diversion), "shutil.rmtree": diversion.rmtree})
     if "torch" in sys.modules:
         _divert_torch(sys.modules["torch"], diversion)
+
+
+def replace(new: Mapping[str, _Call]) -> None:
+    """Put others in the place of functions of ``os``, of ``builtins.open`` and ``shutil.rmtree``, wherever modules hold them."""
+    survey()
+    for name, function in new.items():
+        if name == "builtins.open":
+            builtins.open = io.open = function
+        else:
+            setattr(shutil if name == "shutil.rmtree" else os, name.rpartition(".")[2], function)
+    for put, name in _bound:
+        if name in new:
+            put(new[name])
 
 
 def _opener(diversion: Diversion) -> _Call:

@@ -28,7 +28,7 @@ from taas.supervisor.vms import Vm
 from taas.wire.agents import JobRequest, OfJob, StartJob
 from taas.wire.framing import Memory
 from taas.wire.poll_loop import WorkThread
-from taas.wire.transfer import Chunk, Incoming, Sender, Taken, chunks_of
+from taas.wire.transfer import Chunk, Incoming, Sender, Taken, chunks_of, chunks_of_file
 from taas.wording import shown_path, size_in_words
 
 _NAMED = 3
@@ -90,6 +90,11 @@ class Transfer:
         match said:
             case _ if job not in self._senders:
                 return  # lost meanwhile, or on this host
+            case JobRequest(what="file"):
+                opened = partial(self._project_sync.open_file, said.path)
+                self.worker.do(opened, lambda fd: self._send(job, chunks_of_file(said.path, fd.result())))
+            case JobRequest(what="has"):
+                self.worker.do(partial(self._project_sync.travelled, job, said.path))
             case JobRequest():
                 self.worker.do(self._project_sync.packed, partial(self._go_on, job, said))
             case Taken():
@@ -234,6 +239,26 @@ class ProjectSync:
             self._applier = Applier(self._project, packed.found, packed.stayed, self._run, self._aside)
         return Memory(os.getpid(), self._archive.fd, os.fstat(self._archive.fd).st_size)
 
+    def open_file(self, name: str) -> int:
+        """Open a file of the project that a job asks for; below 0: it cannot be had, or is not as it was packed."""
+        path, packed = os.fsencode(name), self._archive
+        try:
+            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+            fd = os.open(Path(self._project, name), flags)
+        except OSError:
+            return -1
+        stands = FileState.of(os.fstat(fd))
+        if packed is not None and stands in (packed.stayed.get(path), packed.found.get(path)):
+            return fd
+        os.close(fd)
+        return -1
+
+    def travelled(self, job: int, name: str) -> None:
+        """A file is on a job's VM after all: what the run makes of it on rank 0's is no other file."""
+        path, packed = os.fsencode(name), self._archive
+        if packed is not None and self._applier is not None and job == 0 and path in packed.stayed:
+            packed.found[path] = self._applier.expected[path] = packed.stayed.pop(path)
+
     def take(self, vm: int, chunk: Chunk) -> None:
         """Take in what a VM has changed, and make the changes when all of it is here.
 
@@ -312,5 +337,6 @@ def _left_out(packed: archive.Archive) -> str:
         named.append(f"all beyond the first {archive.ENTRIES:,} files")
     return (
         f"not on the VMs, which do not see this disk: {', '.join(named)}. Of what is larger than "
-        f"{size_in_words(archive.LARGE)} only modules travel. Put data on a disk that the VMs see, or let the cell download it"
+        f"{size_in_words(archive.LARGE)} only modules travel ahead; other files come when Python opens them, not when C code "
+        "does, or lists a directory. Put data on a disk that the VMs see, or let the cell download it"
     )

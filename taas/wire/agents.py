@@ -64,11 +64,13 @@ class JobRequest(Message, frozen=True):
 
     Attributes:
         what: ``project``, by an agent: this VM does not see the notebook's disk: send the project, packed
-            (:mod:`taas.project_sync.archive`). ``forget``, by the supervisor: it has what it needs of a job that is over:
-            forget it.
+            (:mod:`taas.project_sync.archive`). ``file``, by an agent: send one that did not travel with it; ``has``: it is there
+            now. ``forget``, by the supervisor: it has what it needs of a job that is over: forget it.
+        path: of the file, in the project.
     """
 
-    what: Literal["project", "forget"]
+    what: Literal["project", "file", "has", "forget"]
+    path: str = ""
 
 
 OfRanks = StoreAddress | RankStage | Asking | RankEnded | RanksSeen | RanksUse

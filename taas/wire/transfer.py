@@ -27,13 +27,13 @@ class Chunk(Message, frozen=True):
     Attributes:
         of: ``payload``, ``answer``: of a memory file. ``project``, ``changes``, ``writes``: of an archive
             (:mod:`taas.project_sync.archive`) of the project, of what a VM changed in it, and of what ranks other than 0
-            wrote in its place. ``output``: of a file that a process of the job writes.
-        size: bytes of the whole file, but for output.
+            wrote in its place. ``file``: of one of the project. ``output``: of a file that a process of the job writes.
+        size: bytes of the whole file, but for output; below 0: it cannot be had.
         rank: whose output; of changes and writes the VM's first.
-        file: name of the output file in the rank's folder.
+        file: name of the output file in the rank's folder; of a ``file`` of the project, its path there.
     """
 
-    of: Literal["payload", "project", "answer", "changes", "writes", "output"]
+    of: Literal["payload", "project", "file", "answer", "changes", "writes", "output"]
     data: bytes
     offset: int = 0
     size: int = 0
@@ -55,6 +55,22 @@ def chunks_of(
     for offset in range(0, max(size, 1), CHUNK):
         data = os.pread(memory.fd, min(CHUNK, size - offset), offset)
         yield Chunk(of=of, data=data, offset=offset, size=size, rank=rank)
+
+
+def chunks_of_file(path: str, fd: int) -> Iterator[Chunk]:
+    """Read a file of the project, and close its descriptor; below 0, or where it changes meanwhile: it cannot be had."""
+    if fd >= 0:
+        with open(fd, "rb", buffering=0):
+            seen = os.fstat(fd)
+            for offset in range(0, max(seen.st_size, 1), CHUNK):
+                data = os.pread(fd, CHUNK, offset)
+                now = os.fstat(fd)
+                if (now.st_size, now.st_ctime_ns) != (seen.st_size, seen.st_ctime_ns):
+                    break
+                yield Chunk(of="file", data=data, offset=offset, size=seen.st_size, file=path)
+            else:
+                return
+    yield Chunk(of="file", data=b"", size=-1, file=path)
 
 
 class Sender:

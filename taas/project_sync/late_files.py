@@ -1,0 +1,213 @@
+"""Files of the project that did not travel with it: on a VM that does not see its disk, one comes when somebody wants it.
+
+Whoever finds no file there asks for it, by a pipe in a folder that the agent watches, and waits at that pipe; the agent asks the
+supervisor. It comes once a VM, into a folder that stays with the agent, where the next cell finds it if it is still the same version;
+what was used longest ago makes room. Python's ``open``, ``os.open`` and ``os.stat`` ask (so do ``Path``, ``os.path.exists``, NumPy and
+``torch.load``), directories do not list what has not come, and C code that opens files by name finds none.
+"""
+
+# Plain strings and the calls of os: that is what is replaced here.
+# ruff: noqa: PTH109, PTH118, PTH123, PTH208
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import posix
+import select
+import shutil
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from taas.project_sync.archive import FileState
+from taas.storage.diversion import replace
+from taas.wire.agents import JobRequest
+from taas.wire.transfer import Chunk
+
+_INDEX = "index"
+
+
+def _asked_as(name: str) -> str:
+    """Return how pipes at which a file is waited for begin, whatever else a cell lacks."""
+    return hashlib.blake2b(name.encode(), digest_size=8).hexdigest()
+
+
+# ---------------------------------------------------------------- the agent's side
+
+
+class LateFiles:
+    """What is missing in one copy of the project, and comes into it.
+
+    Args:
+        folder: where processes ask.
+        cache: what has come to this VM.
+        say: tells the supervisor what it has to send, and what it need not.
+
+    ``came`` is what has come since the processes began, as it did.
+    """
+
+    def __init__(self, folder: Path, cache: Path, say: Callable[[JobRequest], None]) -> None:
+        self.folder, self._cache, self._say = folder, cache, say
+        self._copy, self._missing = Path(), dict[str, FileState]()
+        self._names = dict[str, str]()
+        self._asked: set[str] = set()
+        self._coming: dict[str, Path] = {}
+        self.came: dict[bytes, FileState] = {}
+        for place in (folder, cache):
+            place.mkdir(mode=0o700, exist_ok=True)
+
+    def expect(self, copy: Path, files: Mapping[bytes, FileState]) -> None:
+        """Take in what a copy lacks, as far as it is not in the cache."""
+        self._copy, self._missing = copy, {}
+        for path, state in files.items():
+            with contextlib.suppress(UnicodeDecodeError):
+                name = path.decode()
+                if not (copy / name).exists() and not self._put(name, state):
+                    self._missing[name] = state
+        self._names = {_asked_as(name): name for name in self._missing}
+        (self.folder / _INDEX).write_text(json.dumps([*self._missing]))
+
+    def _put(self, name: str, state: FileState) -> bool:
+        """Put a file into the copy, and say so, if the cache has this version of it."""
+        cached = self._cached(state)
+        try:
+            seen = cached.stat()
+            (self._copy / name).parent.mkdir(parents=True, exist_ok=True)
+            if (seen.st_size, seen.st_mtime_ns) != (state.size, state.modified_ns):
+                cached.unlink()  # somebody wrote into it
+                return False
+            os.link(cached, self._copy / name)
+        except OSError:
+            return False
+        self._say(JobRequest(what="has", path=name))
+        return True
+
+    def _cached(self, state: FileState) -> Path:
+        return self._cache / f"{state.inode:x}-{state.changed_ns:x}-{state.size:x}"
+
+    def step(self) -> None:
+        """See who asks; a process of an earlier cell may ask for what is here, or not missed, by now."""
+        for pipe in os.listdir(self.folder):
+            if pipe == _INDEX or pipe.startswith("."):
+                continue
+            name = self._names.get(pipe.partition("-")[0])
+            if name is None or os.path.lexists(self._copy / name):
+                self._answer(pipe)
+            elif name not in self._asked:
+                self._asked.add(name)
+                self._say(JobRequest(what="file", path=name))
+
+    def take(self, chunk: Chunk) -> None:
+        """Take in a part of a file; one that cannot be kept, or cannot be had, is not there."""
+        name, state = chunk.file, self._missing.get(chunk.file)
+        if state is None:
+            return  # of an earlier cell
+        try:
+            if self._take(name, state, chunk):
+                return
+        except OSError:
+            if (part := self._coming.pop(name, None)) is not None:
+                part.unlink(missing_ok=True)
+        self._asked.discard(name)
+        self._answer(f"{_asked_as(name)}-*")
+
+    def _take(self, name: str, state: FileState, chunk: Chunk) -> bool:
+        """Write a part down; returns whether more has to come."""
+        if not chunk.offset and chunk.size >= 0:
+            self._make_room(chunk.size)
+            self._coming[name] = self._cache / f"{self._cached(state).name}.part"
+        part = self._coming.get(name)
+        if part is None:
+            return False  # it was given up
+        if chunk.size < 0:
+            raise FileNotFoundError(name)
+        with part.open("ab" if chunk.offset else "wb") as file:
+            file.write(chunk.data)
+        if chunk.offset + len(chunk.data) < chunk.size:
+            return True
+        del self._coming[name]
+        part.chmod(state.mode)
+        os.utime(part, ns=(state.modified_ns, state.modified_ns))
+        part.rename(self._cached(state))
+        if self._put(name, state):
+            self.came[name.encode()] = FileState.of((self._copy / name).lstat())
+        return False
+
+    def _make_room(self, size: int) -> None:
+        """Let the cache have half of what is free, this file among it; what was put into a copy longest ago goes."""
+        whole = (path for path in self._cache.iterdir() if path not in self._coming.values())
+        cached = sorted(whole, key=lambda path: path.stat().st_ctime)
+        used = sum(path.stat().st_size for path in cached)
+        most = (shutil.disk_usage(self._cache).free + used) // 2
+        while cached and used + size > most:
+            used -= cached[0].stat().st_size
+            cached.pop(0).unlink()
+
+    def _answer(self, pipes: str) -> None:
+        """Let those go on who wait at these pipes; they look whether their file is there."""
+        for pipe in self.folder.glob(pipes):
+            if pipe.is_fifo():
+                with contextlib.suppress(OSError):  # who asked was killed
+                    fd = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+                    with open(fd, "wb") as waiting:
+                        waiting.write(b".")
+                pipe.unlink()
+
+
+# ---------------------------------------------------------------- in a process that works with the project
+
+_folder, _roots, _missing = "", tuple[str, ...](), frozenset[str]()
+_installed = False
+
+
+def use(folder: str, project: str, replica: str) -> None:
+    """Let this process, and what it forks, ask for what is missing in the project; empty: nothing is."""
+    global _folder, _roots, _missing, _installed
+    names = json.loads(Path(folder, _INDEX).read_bytes()) if folder else []
+    _folder, _roots, _missing = folder, (project, replica), frozenset(names)
+    if _missing and not _installed:
+        _installed = True
+        natives = (("builtins.open", builtins.open), ("open", os.open), ("stat", os.stat))
+        replace({name: _asking(call) for name, call in natives})
+
+
+def _asking(native: Callable[..., Any]) -> Callable[..., Any]:
+    """A call that finds no file asks for it, and tries again."""
+
+    @functools.wraps(native)
+    def call(path: Any, *arguments: Any, **options: Any) -> Any:
+        try:
+            return native(path, *arguments, **options)
+        except FileNotFoundError:
+            if not _come(path):
+                raise
+        return native(path, *arguments, **options)
+
+    return call
+
+
+def _come(path: Any) -> bool:
+    """Ask for a file that did not travel, and wait until it is here, or cannot be had."""
+    whole = os.path.normpath(os.path.join(os.getcwd(), os.fsdecode(path)))
+    names = (os.path.relpath(whole, root) for root in _roots if root and whole.startswith(root + "/"))
+    name = next((name for name in names if name in _missing), None)
+    if name is None:
+        return False
+    own = f"{os.getpid()}-{threading.get_native_id()}"
+    asking, pipe = f"{_folder}/.{own}", f"{_folder}/{_asked_as(name)}-{own}"
+    posix.mkfifo(asking, 0o600)
+    fd = posix.open(asking, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        posix.rename(asking, pipe)  # from now on the agent sees it, and finds somebody who reads
+        waiting = select.poll()
+        waiting.register(fd, select.POLLIN)
+        waiting.poll()
+    finally:
+        posix.close(fd)
+    return True
