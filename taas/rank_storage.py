@@ -2,12 +2,13 @@
 
 Covered, in every rank but 0 and in all it starts (DataLoader workers, child processes, shells):
   * every way to change files, directories or links beneath the project, by whatever route: links, ``..``,
-    /proc/self/fd, a working directory or descriptor from before;
+    /proc/self/fd, the working directory from before;
   * attempts to undo it: mounting, remounting, other processes' namespaces.
 Reads stay live: what rank 0 saves, every rank can load right away.
 
 Not covered:
-  * hard links and mappings of project files made before the run, other mounts of its directories: they are the file itself;
+  * descriptors, hard links and mappings of project files from before the wall, other mounts of its directories: they are
+    the file itself;
   * the weaker walls' holes, which ``taas doctor`` lists for this machine (Landlock: metadata such as mode and
     times; no wall: everything that is not Python, and other programs);
   * what a rank asks somebody else to write: a daemon, another machine, rank 0.
@@ -20,6 +21,7 @@ What happens to a write in such a rank (``--rank-writes``):
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import tempfile
@@ -108,7 +110,6 @@ def guard(
         return standing
     global _edge
     edge = boundary.draw(project, shared, (*writable, str(scratch)))
-    brought_along = walls.inherited(edge)
     table = Table(edge, str(scratch), since_ns)
     why_not = []
     for mechanism in mechanisms:
@@ -117,7 +118,8 @@ def guard(
         except OSError as error:
             why_not.append(f"{mechanism}: {error.strerror or error}")
             continue
-        walls.reopen(brought_along)
+        with contextlib.suppress(OSError):  # a working directory that was removed stays what it is
+            os.chdir(Path.cwd())  # by its path, which leads behind the wall
         _edge = edge
         if mechanism == "landlock":
             _move_temporary_files(edge, scratch)

@@ -40,12 +40,11 @@ DENIED = {errno.EROFS, errno.EACCES, errno.EPERM, errno.EXDEV, errno.EBADF, errn
 
 @dataclass
 class Scene:
-    """One project, and what the process holds from before the wall."""
+    """One project, and what the process has open in it."""
 
     base: Path
     project: Path
     outside: Path
-    file_fd: int = -1
     read_fd: int = -1
     dir_fd: int = -1
 
@@ -222,27 +221,13 @@ def set_attribute(s):
     os.setxattr(s.project / "file", "user.taas", b"x")
 
 
-# from before the wall -------------------------------------------------------------------------------
-
-
-@attack(discard="denied")
-def write_to_old_descriptor(s):
-    os.write(s.file_fd, b"x")
-
-
-@attack(discard="denied")
-def map_old_descriptor(s):
-    with mmap.mmap(s.file_fd, 7) as mapped:
-        mapped[:1] = b"X"
-
-
 @attack(discard="denied", passes={"diversion"})
-def create_at_old_dirfd(s):
+def create_at_dirfd(s):
     os.close(os.open("made", os.O_WRONLY | os.O_CREAT, 0o600, dir_fd=s.dir_fd))
 
 
 @attack(discard="denied", passes={"diversion"})
-def create_at_old_dirfd_in_c(s):
+def create_at_dirfd_in_c(s):
     check(libc.openat(s.dir_fd, b"made", os.O_WRONLY | os.O_CREAT, 0o600))
 
 
@@ -429,16 +414,13 @@ def snapshot(root):
 
 
 def attempt(chosen, scene, mechanism, mode, uid):
-    """In the forked process: become the user, hold the project open, raise the wall, attack."""
+    """In the forked process: become the user, raise the wall, attack."""
     if uid != os.getuid():
         os.setgroups([])
         os.setgid(uid)
         os.setuid(uid)
         libc.prctl(4, 1, 0, 0, 0)  # dumpable, as any process of an ordinary user
     os.chdir(scene.project)
-    scene.file_fd = os.open("file", os.O_RDWR)
-    scene.read_fd = os.open("file", os.O_RDONLY)
-    scene.dir_fd = os.open(".", os.O_RDONLY)
     guard = rank_storage.guard(
         project=str(scene.project),
         rank=1,
@@ -446,6 +428,8 @@ def attempt(chosen, scene, mechanism, mode, uid):
         scratch=scene.base / "scratch",
         mechanisms=(mechanism,),
     )
+    scene.read_fd = os.open("file", os.O_RDONLY)
+    scene.dir_fd = os.open(".", os.O_RDONLY)
     try:
         chosen.run(scene)
     except StorageDenied:

@@ -16,7 +16,7 @@ import rehearsal_table
 from taas.engines.local import visible_gpus
 
 ONE, TWO = "rehearsal_programs", "rehearsal_programs_ranks"
-AS_ON_GPUS = ("what_goes_to_the_gpu_is_a_copy", "what_is_on_the_gpu_stays", "forked_children_have_no_cuda")
+AS_ON_GPUS = ("what_goes_to_the_gpu_is_a_copy", "forked_children_have_no_cuda")
 LINES = rehearsal_table.lines()
 
 

@@ -265,7 +265,6 @@ class ReplicaPass:
         self._outputs: list[tuple[tuple[int, ...], bool]] = []
         self._buffers: list[str] = []
         self._failure: tuple[str, str] | None = None
-        self._sample = Sample(batch)
         self._ways, self._replicas = divide(batch, group.size, dim)
         self._idle = group.rank >= self._replicas  # no sample is left for this rank
         self._token: Tensor | None = None
@@ -331,7 +330,8 @@ class ReplicaPass:
             RanksDisagree: ranks are at different places, or have different batches.
             CannotAdopt: the replicas' outputs don't match.
         """
-        batch = f"{self._sample.shapes} for {self._place}", self._sample.checksum()
+        shapes, number = _described(self._batch)
+        batch = f"{shapes} for {self._place}", number
         reports = self._group.exchange((batch, self._outputs, self._buffers, self._failure))
         batches, outputs, buffers, failures = zip(*reports, strict=True)
         drew = [rank for rank, drawn in enumerate(batches) if drawn != batches[0]]
@@ -392,26 +392,13 @@ class ReplicaPass:
         return Slices((*rows, *(0,) * (len(shapes) - self._replicas)), dim)
 
 
-class Sample:
-    """Some elements of each tensor of a batch. Those on a GPU are copied by it: they are waited for when they are read."""
-
-    def __init__(self, batch: Any) -> None:
-        tensors = tensors_of(batch)
-        self.shapes = ", ".join("x".join(map(str, t.shape)) or "scalar" for t in tensors) or "no tensor"
-        plain = [leaf for leaf in leaves(batch) if isinstance(leaf, PLAIN)]
-        self._sum = zlib.crc32(repr(([(tuple(t.shape), t.dtype) for t in tensors], plain)).encode())
-        dense = [_some(t.detach()) for t in tensors if t.layout == torch.strided]
-        self._parts = [part.to("cpu", non_blocking=True) for part in dense]
-        on_gpu = any(part.is_cuda for part in dense)
-        self._copied = torch.cuda.current_stream().record_event() if on_gpu else None
-
-    def checksum(self) -> int:
-        """A number that differs, as good as surely, where two ranks' samples differ."""
-        if self._copied is not None:
-            self._copied.synchronize()
-        for part in self._parts:
-            self._sum = zlib.crc32(part.numpy().data, self._sum)
-        return self._sum
+def _described(batch: Any) -> tuple[str, int]:
+    """The shapes of a batch's tensors, and a number that differs, as good as surely, where two ranks' batches differ."""
+    tensors, plain = tensors_of(batch), [leaf for leaf in leaves(batch) if isinstance(leaf, PLAIN)]
+    number = zlib.crc32(repr(([(tuple(t.shape), t.dtype) for t in tensors], plain)).encode())
+    for part in [_some(t.detach()) for t in tensors if t.layout == torch.strided]:
+        number = zlib.crc32(part.cpu().numpy().data, number)
+    return ", ".join("x".join(map(str, t.shape)) or "scalar" for t in tensors) or "no tensor", number
 
 
 def _some(tensor: Tensor) -> Tensor:

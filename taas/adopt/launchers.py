@@ -16,7 +16,6 @@ strategies that fork (``ddp_notebook``, ``ddp_spawn``) must not. rich's live dis
 from __future__ import annotations
 
 import contextlib
-import importlib
 import inspect
 import os
 import sys
@@ -54,11 +53,11 @@ def install(membership: Membership, rendezvous: Rendezvous) -> None:
     adopter = Adopter(membership, rendezvous)
     spawn_module.start_processes = mp.start_processes = _start_processes(membership, adopter)
     after_import("rich.live", _adopt_rich)
+    if membership.world_size == 1:
+        return
     after_import("torch.distributed.launcher.api", lambda module: _refuse_elastic(module, membership))
     for name in FORKING_LIGHTNING:
         after_import(name, lambda module: _adopt_lightning(module, membership))
-    if membership.world_size == 1:
-        return
     after_import("accelerate.launchers", lambda module: _adopt_accelerate(module, membership, adopter))
     if membership.nodes > 1:
         for variable in ("PL_TRAINER_NUM_NODES", "LT_NUM_NODES"):  # Trainer and Fabric take them as defaults
@@ -89,9 +88,6 @@ def _refuse_elastic(module: Any, membership: Membership) -> None:
     native = module.launch_agent
 
     def launch_agent(*args: Any, **kwargs: Any) -> Any:
-        if membership.world_size == 1:
-            with _without_torchrun_variables():
-                return native(*args, **kwargs)
         raise CannotAdopt(
             f"torchrun (torch.distributed.launcher) was called in a rank: each of the {membership.world_size} ranks of "
             "this run would start processes of its own. The ranks are there already: call the training function itself."
@@ -122,14 +118,6 @@ def _adopt_lightning(module: Any, membership: Membership) -> None:
 
     def launch(self: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         strategy = self._strategy
-        if membership.world_size == 1 and strategy.num_processes > 1:
-            package = "lightning.fabric" if module.__name__.startswith("lightning.") else "lightning_fabric"
-            environments = importlib.import_module(f"{package}.plugins.environments")
-            strategy.cluster_environment = (
-                environments.LightningEnvironment()
-            )  # not torchrun's, which the rank has
-            with _without_torchrun_variables():
-                return native(self, function, *args, **kwargs)
         kwargs.pop("trainer", None)
         nodes = getattr(strategy, "num_nodes", membership.nodes)
         strategy.cluster_environment.validate_settings(num_devices=strategy.num_processes, num_nodes=nodes)
@@ -197,11 +185,6 @@ class Adopter:
                 f"{what} asks for {processes} processes on a machine, but this run has {me.local_world_size} rank(s) on "
                 f"each, one per GPU. Ask for torch.cuda.device_count() processes, or start the cell with --gpus "
                 f"{processes}."
-            )
-        if processes < me.local_world_size:
-            me.tell(
-                f"{what} asks for {processes} process(es); this run has {me.local_world_size} ranks a VM, and the others "
-                "stay idle meanwhile."
             )
 
     @contextlib.contextmanager

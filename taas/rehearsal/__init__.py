@@ -4,7 +4,7 @@ What is covered and what is refused by name is in ``docs/rehearsal.md``, whose c
 ``x.device`` is ``cpu`` and ``x.is_cuda`` False. The time and memory a rehearsal takes say nothing about GPUs.
 
 How: Python's entry points to torch are patched, process-wide (a TorchFunctionMode costs 1.3 µs a call and is thread-local;
-a tensor that lies about its device breaks FSDP and DTensor), over two dispatcher kernels that catch what the patches don't see.
+a tensor that lies about its device breaks FSDP and DTensor).
 """
 
 from __future__ import annotations

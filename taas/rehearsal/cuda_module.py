@@ -6,7 +6,7 @@ has those and holds the list against torch.
 Memory figures are not rehearsed: programs that print them go on, with 0 and one warning by name. ``mem_get_info``
 and ``total_memory`` are the rehearsed GPU's size, since programs divide by them.
 
-Each device has streams of work, with their events, and a stream of random numbers. Every operator has ended when it
+Each device has streams of work, with their events, and all have one stream of random numbers. Every operator has ended when it
 returns, so there is nothing to wait for. ``torch.cuda.manual_seed`` does not reseed the CPU, and
 ``torch.rand(3, device="cuda")`` repeats after ``torch.cuda.manual_seed(0)``. What draws inside an operator (dropout) has a
 CPU tensor and draws from the CPU's stream; the numbers are a CPU generator's, never the GPU's.
@@ -14,13 +14,14 @@ CPU tensor and draws from the CPU's stream; the numbers are a CPU generator's, n
 
 from __future__ import annotations
 
+import functools
 import itertools
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -34,28 +35,24 @@ from taas.rehearsal.patches import always, replace_all, stand_in
 _GIB = 1 << 30
 
 
-@dataclass(frozen=True)
-class DeviceProperties:
-    """Those of an NVIDIA A100 with 80 GiB, the GPU of the catalog's g2 instances."""
-
-    name: str = "NVIDIA A100-SXM4-80GB (rehearsed)"
-    major: int = 8
-    minor: int = 0
-    total_memory: int = 80 * _GIB
-    multi_processor_count: int = 108
-    warp_size: int = 32
-    max_threads_per_multi_processor: int = 2048
-    max_threads_per_block: int = 1024
-    regs_per_multiprocessor: int = 65536
-    shared_memory_per_block: int = 48 << 10
-    shared_memory_per_multiprocessor: int = 164 << 10
-    L2_cache_size: int = 40 << 20
-
-
-_PROPERTIES = DeviceProperties()
+_PROPERTIES = SimpleNamespace(
+    name="NVIDIA A100-SXM4-80GB (rehearsed)",
+    major=8,
+    minor=0,
+    total_memory=80 * _GIB,
+    multi_processor_count=108,
+    warp_size=32,
+    max_threads_per_multi_processor=2048,
+    max_threads_per_block=1024,
+    regs_per_multiprocessor=65536,
+    shared_memory_per_block=48 << 10,
+    shared_memory_per_multiprocessor=164 << 10,
+    L2_cache_size=40 << 20,
+)
+"""Those of an NVIDIA A100 with 80 GiB, the GPU of the catalog's g2 instances."""
 
 
-def _get_device_properties(device: Any = None) -> DeviceProperties:
+def _get_device_properties(device: Any = None) -> SimpleNamespace:
     use()
     if not 0 <= ordinal(device) < machine.device_count:
         raise AssertionError("Invalid device id")  # as torch raises it
@@ -98,24 +95,15 @@ def _synchronize(device: Any = None) -> None:
 
 _ids = itertools.count(1)
 _defaults: dict[int, Stream] = {}
-_current: dict[int, Stream] = {}
 
 
 class Event:
     """A point in time, on the CPU's clock."""
 
-    def __init__(
-        self,
-        device: Any = None,
-        enable_timing: bool = False,
-        blocking: bool = False,
-        interprocess: bool = False,
-    ) -> None:
-        if isinstance(device, bool):  # torch.cuda.Event has enable_timing first, torch.Event a device
-            device, enable_timing = None, device
-        self.device = torch.device("cuda", existing(device))
+    def __init__(self, *first: Any, enable_timing: bool = False, **_: Any) -> None:
+        self.device = torch.device("cuda", existing())
         self.cuda_event = self.event_id = 0
-        self._timed = enable_timing
+        self._timed = enable_timing or True in first  # torch.cuda.Event has it first, torch.Event a device
         self._recorded: float | None = None
 
     def record(self, stream: Stream | None = None) -> None:
@@ -148,7 +136,7 @@ class Stream:
         self.stream_id = next(_ids)
         self.cuda_stream = 0
         self.device_type = 1
-        self._before: list[tuple[int, Stream]] = []
+        self._before: list[int] = []
 
     priority_range = staticmethod(always((0, -5)))
     query = always(True)
@@ -162,15 +150,11 @@ class Stream:
         return event
 
     def __enter__(self) -> Stream:
-        self._before.append((machine.current, _current_stream()))
-        _set_stream(self)
+        self._before.append(_exchange_device(self.device_index))
         return self
 
     def __exit__(self, *exc: object) -> None:
-        index, stream = self._before.pop()
-        here = self.device_index
-        _current[here] = stream if stream.device_index == here else _default_stream(here)
-        machine.current = index
+        machine.current = self._before.pop()
 
     def __repr__(self) -> str:
         return f"<torch.cuda.Stream device={self.device} stream_id={self.stream_id} (rehearsed)>"
@@ -188,13 +172,9 @@ def _default_stream(device: Any = None) -> Stream:
     return _defaults[index]
 
 
-def _current_stream(device: Any = None) -> Stream:
-    return _current.get(existing(device)) or _default_stream(device)
-
-
 def _set_stream(stream: Stream | None) -> None:
+    """Make its device current; work is on no stream, so the current one is always the default."""
     if stream is not None:
-        _current[stream.device_index] = stream
         machine.current = stream.device_index
 
 
@@ -204,53 +184,22 @@ _RealGenerator = torch.Generator
 _GPU_STATE_BYTES = 16  # of a CUDA generator: seed and offset, int64 each
 
 
-class DeviceGenerators(Sequence[torch.Generator]):
-    """``torch.cuda.default_generators``.
-
-    Made at first use, from the seed the CPU has then: names that travelled, and their seeds, come after install.
-    """
-
-    def __init__(self) -> None:
-        self._made: dict[int, torch.Generator] = {}
-
-    def __len__(self) -> int:
-        return machine.device_count
-
-    def __getitem__(self, index: Any) -> Any:
-        if not 0 <= index < len(self):
-            raise IndexError(f"cuda:{index} is not among the {len(self)} devices of this run")
-        if index not in self._made:
-            self._made[index] = _RealGenerator().manual_seed(torch.initial_seed())
-        return self._made[index]
+@functools.cache
+def gpu_generator() -> torch.Generator:
+    """The stream of all devices, made at first use: names that travelled, and the CPU's seed, come after install."""
+    return _RealGenerator().manual_seed(torch.initial_seed())
 
 
-generators = DeviceGenerators()
-
-
-def _manual_seed(seed: int) -> None:
-    generators[machine.current].manual_seed(int(seed))
-
-
-def _manual_seed_all(seed: int) -> None:
-    for generator in generators:  # torch.manual_seed() calls this
-        generator.manual_seed(int(seed))
-
-
-def _seed() -> None:
-    generators[machine.current].seed()
-
-
-def _seed_all() -> None:
-    for generator in generators:
-        generator.seed()
+def _manual_seed(seed: int) -> None:  # torch.manual_seed() calls this
+    gpu_generator().manual_seed(int(seed))
 
 
 def _set_rng_state(new_state: torch.Tensor, device: Any = "cuda") -> None:
-    generator = generators[existing(device)]
+    existing(device)
     if new_state.numel() == _GPU_STATE_BYTES:  # a GPU saved it
-        generator.manual_seed(int(new_state[:8].view(torch.int64).item()))
+        _manual_seed(int(new_state[:8].view(torch.int64).item()))
     else:
-        generator.set_state(new_state)
+        gpu_generator().set_state(new_state)
 
 
 def _set_rng_state_all(new_states: Iterable[torch.Tensor]) -> None:
@@ -258,15 +207,17 @@ def _set_rng_state_all(new_states: Iterable[torch.Tensor]) -> None:
         _set_rng_state(state, index)
 
 
+def _get_rng_state(device: Any = "cuda") -> torch.Tensor:
+    existing(device)
+    return gpu_generator().get_state()  # 5056 bytes, where a GPU's state has 16
+
+
 RANDOM: dict[str, Any] = {
-    # 5056 bytes, where a GPU's state has 16
-    "get_rng_state": lambda device="cuda": generators[existing(device)].get_state(),
-    "get_rng_state_all": lambda: [generator.get_state() for generator in generators],
-    "initial_seed": lambda: generators[machine.current].initial_seed(),
-    "manual_seed": _manual_seed,
-    "manual_seed_all": _manual_seed_all,
-    "seed": _seed,
-    "seed_all": _seed_all,
+    "get_rng_state": _get_rng_state,
+    "get_rng_state_all": lambda: [_get_rng_state(index) for index in range(machine.device_count)],
+    "initial_seed": lambda: gpu_generator().initial_seed(),
+    **dict.fromkeys(("manual_seed", "manual_seed_all"), _manual_seed),
+    **dict.fromkeys(("seed", "seed_all"), lambda: gpu_generator().seed()),
     "set_rng_state": _set_rng_state,
     "set_rng_state_all": _set_rng_state_all,
 }
@@ -288,8 +239,7 @@ CUDA: dict[str, Any] = {
     "can_device_access_peer": lambda device, peer_device: existing(device) != existing(peer_device),
     "check_error": always(None),
     "current_device": lambda: existing(),
-    "current_stream": _current_stream,
-    "default_generators": generators,
+    "current_stream": _default_stream,
     "default_stream": _default_stream,
     "device": device,
     "device_count": lambda: machine.device_count,
@@ -319,7 +269,7 @@ ACCELERATOR: dict[str, Any] = {
     "current_accelerator": lambda check_available=False: torch.device("cuda"),
     "current_device_idx": lambda: machine.current,
     "current_device_index": lambda: machine.current,
-    "current_stream": _current_stream,
+    "current_stream": _default_stream,
     "device_count": lambda: machine.device_count,
     "device_index": device,
     "is_available": always(True),

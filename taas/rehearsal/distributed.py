@@ -16,6 +16,7 @@ import torch.cpu
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import device_mesh
+from torch.distributed.nn.functional import _AllReduce
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
@@ -88,20 +89,6 @@ _split_with_sizes_copy = torch.split_with_sizes_copy
 # In fp32 for half-precision inputs, as CUDA's kernels keep them (aten/src/ATen/native/cuda/Normalization.cuh).
 
 
-class _SumOverRanks(torch.autograd.Function):
-    """The sum of the ranks' values; the gradient of a rank's value is the sum of the ranks' gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, group: Any) -> Tensor:
-        ctx.group, total = group, value.clone()
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _SumOverRanks.apply(grad, ctx.group), None
-
-
 def _norm_forward(self: nn.SyncBatchNorm, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
     self._check_input_dim(input)
     self._check_non_zero_input_channels(input)
@@ -109,13 +96,15 @@ def _norm_forward(self: nn.SyncBatchNorm, input: Tensor) -> Tensor:  # noqa: A00
     if group is None or dist.get_world_size(group) == 1:
         return _BatchNorm.forward(self, input)
 
+    # of all ranks; the gradient of a rank's value is the sum of theirs
+    total = functools.partial(_AllReduce.apply, dist.ReduceOp.SUM, group)
     x = input.float() if input.dtype.itemsize < 4 else input
     others = [dim for dim in range(x.dim()) if dim != 1]
     shape = (1, -1, *[1] * (x.dim() - 2))
-    count = float(_SumOverRanks.apply(x.new_tensor(float(x.numel() // x.shape[1])), group))
-    mean = _SumOverRanks.apply(x.sum(others), group) / count
+    count = float(total(x.new_tensor(float(x.numel() // x.shape[1]))))
+    mean = total(x.sum(others)) / count
     centred = x - mean.view(shape)
-    var = _SumOverRanks.apply(centred.square().sum(others), group) / count
+    var = total(centred.square().sum(others)) / count
     _move_running_statistics(self, mean.detach(), var.detach() * count / max(count - 1, 1))
     out: Tensor = centred * torch.rsqrt(var + self.eps).view(shape)
     if self.affine:
@@ -134,8 +123,8 @@ def _move_running_statistics(norm: nn.SyncBatchNorm, mean: Tensor, var: Tensor) 
 
 # ---------------------------------------------------------------- what NCCL takes and gloo does not
 #
-# NCCL counts elements, where gloo wants the shapes of the whole and of a rank's part to agree; it averages, which gloo does
-# since torch 2.15, and no integers; and it leaves alone what a rank gives to another one, where gloo adds up.
+# NCCL counts elements, where gloo wants the shapes of the whole and of a rank's part to agree; and it averages, which gloo
+# does since torch 2.15, and no integers.
 
 AVERAGING = {  # the collective, and the argument that holds its result
     "all_reduce": "tensor",
@@ -179,17 +168,9 @@ def _average(name: str, result: str) -> None:
     replace_everywhere(dist, name, collective)
 
 
-def _give_a_copy(arguments: Arguments) -> None:
-    """``dist.reduce``, on a rank that is not the one that gets the result."""
-    gets = dist.get_rank() == arguments.get("dst")
-    if not gets and dist.get_rank(arguments.get("group")) != arguments.get("group_dst"):
-        arguments["tensor"] = arguments["tensor"].detach().clone()
-
-
 def _install_collectives() -> None:
     for name, result in AVERAGING.items():
         _average(name, result)
-    rewrite_calls(dist, "reduce", _give_a_copy)
     for name, arguments in FLATTENED.items():
         if hasattr(dist, name):  # those that end in single came with torch 2.13
             rewrite_calls(dist, name, functools.partial(_flatten, names=arguments))

@@ -8,27 +8,25 @@ help: it goes where the loss is. ``torch.compile`` runs eagerly: the same object
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
 import torch.amp.autocast_mode
-import torch.fx.node
 import torch.jit._builtins
 import torch.utils._device
-from torch import _VF, nn
+from torch import _VF
 from torch.nn import attention
 from torch.utils._pytree import tree_map
 
 from taas.import_hooks import after_import
-from taas.rehearsal.cuda_module import generators
-from taas.rehearsal.devices import CPU, cuda_index, machine, put, send
+from taas.rehearsal.cuda_module import gpu_generator
+from taas.rehearsal.devices import CPU, cuda_index, machine
 from taas.rehearsal.patches import Arguments, always, replace, replace_all, rewrite_calls
 
 # ---------------------------------------------------------------- making tensors
 #
-# Random factories asked for a CUDA device draw from that device's own generator, as on a GPU:
+# Random factories asked for a CUDA device draw from a generator that is not the CPU's, as on a GPU:
 # ``torch.randn(3, device="cuda")`` does not advance the CPU's stream.
 
 Factory = Callable[..., torch.Tensor]
@@ -45,20 +43,20 @@ SHARES = frozenset({"as_tensor", "asarray"})  # on the CPU they take what they a
 _standing_in: dict[Any, Factory] = {}  # torch's own factory -> ours
 
 
-def _on_the_cpu(original: Factory, draws: bool = False, arrive: Callable[..., Any] = put) -> Factory:
+def _on_the_cpu(original: Factory, draws: bool = False, shares: bool = False) -> Factory:
     @functools.wraps(original)
     def factory(*args: Any, **kwargs: Any) -> torch.Tensor:
         if not kwargs:
             return original(*args)
         if kwargs.get("pin_memory"):
             kwargs["pin_memory"] = False
-        index = cuda_index(kwargs.get("device"))
-        if index is None:
+        if cuda_index(kwargs.get("device")) is None:
             return original(*args, **kwargs)
         kwargs["device"] = CPU
         if draws and kwargs.get("generator") is None:
-            kwargs["generator"] = generators[index]
-        return arrive(original(*args, **kwargs), index)  # type: ignore[no-any-return]
+            kwargs["generator"] = gpu_generator()
+        made = original(*args, **kwargs)
+        return made.clone() if shares and not made.requires_grad else made
 
     return factory
 
@@ -74,11 +72,10 @@ _FACTORIES: list[tuple[Any, str, Any]] = [
 
 
 def _install_factories() -> None:
-    """Wrap every factory of ``torch``, ``torch.fft``, ``torch.nested`` and ``torch.Tensor.new_*``; lay the net below."""
-    _register_kernels()
+    """Wrap every factory of ``torch``, ``torch.fft``, ``torch.nested`` and ``torch.Tensor.new_*``."""
     table = torch.jit._builtins._builtin_table
     for module, name, original in _FACTORIES:
-        factory = _on_the_cpu(original, name in DRAWS, send if name in SHARES else put)
+        factory = _on_the_cpu(original, name in DRAWS, name in SHARES)
         _standing_in[original] = factory
         replace(module, name, factory)
         # torch.jit.script finds operators by the identity of the function; a table that is not there yet will be built of ours
@@ -88,11 +85,9 @@ def _install_factories() -> None:
         replace(torch.Tensor, name, _on_the_cpu(getattr(torch.Tensor, name)))
     replace(torch.utils._device.DeviceContext, "__init__", _device_context_init)
     replace(torch.utils._device.DeviceContext, "__torch_function__", _device_context_function)
-    replace(torch.fx.node, "_find_module_of_method", _find_module_of_method)
 
 
 _context_init = torch.utils._device.DeviceContext.__init__
-_find_module = torch.fx.node._find_module_of_method
 
 
 def _device_context_init(self: Any, device: Any) -> None:
@@ -107,33 +102,6 @@ def _device_context_function(self: Any, func: Any, types: Any, args: Any = (), k
         kwargs["device"] = self.device
         func = _standing_in.get(func, func)
     return func(*args, **kwargs)
-
-
-def _find_module_of_method(orig_method: Any) -> str:
-    """Name the module of a factory that FX has traced; FX looks for the very function in ``torch``."""
-    if orig_method in _standing_in:
-        return _standing_in[orig_method].__module__
-    return _find_module(orig_method)
-
-
-# Below them two kernels for the CUDA dispatch key catch what bypasses ``torch``'s namespace: TorchScript, C++
-# extensions, and pickles that name ``torch._C._VariableFunctionsClass``.
-
-_libraries: list[torch.library.Library] = []
-"""Live as long as the process: their end would unregister the kernels."""
-
-
-def _register_kernels() -> None:
-    library = torch.library.Library("aten", "IMPL")
-    _libraries.append(library)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # they replace torch's own, which is their purpose
-        for kernel in (torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided.default):
-            library.impl(kernel, functools.partial(_call_on_the_cpu, kernel), "CUDA")
-
-
-def _call_on_the_cpu(kernel: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
-    return kernel(*args, **kwargs | {"device": CPU, "pin_memory": False})
 
 
 # ---------------------------------------------------------------- mixed precision
@@ -192,22 +160,9 @@ def _and_the_plain_one(arguments: Arguments) -> None:
 # ---------------------------------------------------------------- torch.compile
 
 
-def _compile(model: Any = None, **options: Any) -> Any:
-    """Return what behaves like the compiled model: ``_orig_mod``, its prefix in ``state_dict``, shared parameters."""
-    if model is None:
-        return functools.partial(_compile, **options)
-    if isinstance(model, nn.Module):
-        import torch._dynamo
-        from torch._dynamo.eval_frame import OptimizedModule
-
-        return OptimizedModule(model, torch._dynamo.disable())
-
-    @functools.wraps(model)
-    def eager(*args: Any, **kwargs: Any) -> Any:
-        return model(*args, **kwargs)
-
-    vars(eager)["_torchdynamo_orig_callable"] = model
-    return eager
+def _eagerly(arguments: Arguments) -> None:
+    """Neither a kernel nor a graph is made: what is returned behaves like the compiled model, and so it is pickled."""
+    arguments |= {"backend": "eager", "fullgraph": False, "mode": None, "options": None}
 
 
 def _turn_off(config: Any) -> None:
@@ -225,4 +180,4 @@ def install() -> None:
     replace_all(torch.backends.cuda, {"enable_math_sdp": always(None), "is_built": always(True)})
     replace(torch.backends.cudnn, "is_available", always(True))
     after_import("torch._dynamo.config", _turn_off)
-    replace(torch, "compile", _compile)
+    rewrite_calls(torch, "compile", _eagerly)

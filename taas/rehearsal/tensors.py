@@ -1,18 +1,17 @@
 """Tensors, storages and modules stay where they are, on the CPU, when they are sent to a CUDA device.
 
 A tensor tells the truth (``x.device`` is ``cpu``, ``x.is_cuda`` is False), so branches to custom kernels are not
-taken. What is sent to a device becomes a copy unless it is there (`devices.is_there`), and ``x.cpu()`` and ``x.to("cpu")`` copy, as
-they do from a GPU: a program that keeps ``{name: p.cpu() for …}`` as its best model must not find the last one there.
+taken. What is sent to a device becomes a copy, but for what requires a gradient: a leaf must stay the leaf that an optimizer has.
+``x.cpu()`` and ``x.to("cpu")`` copy, as they do from a GPU: a program that keeps ``{name: p.cpu() for …}`` as its best model
+must not find the last one there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import _functions, comm
 
 from taas.rehearsal.devices import (
     CPU,
@@ -20,17 +19,13 @@ from taas.rehearsal.devices import (
     cuda_index,
     existing,
     is_device_like,
-    is_there,
     machine,
-    put,
-    send,
 )
 from taas.rehearsal.patches import always, replace, replace_all, stand_in
 
 _to = torch.Tensor.to
 _type = torch.Tensor.type
 _parse_to = torch._C._nn._parse_to
-_to_module = nn.Module.to
 _to_empty = nn.Module.to_empty
 _set_default_tensor_type = torch.set_default_tensor_type
 
@@ -49,17 +44,16 @@ def _tensor_to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
             args = (CPU, *args[1:])
         else:
             kwargs["device"] = CPU
-    if len(args) < _TO_COPY and (device == "cpu" if index is None else not is_there(self, index)):
+    if len(args) < _TO_COPY and (device == "cpu" if index is None else not self.requires_grad):
         kwargs["copy"] = True
-    moved = _to(self, *args, **kwargs)
-    return moved if index is None else put(moved, index)
+    return _to(self, *args, **kwargs)
 
 
 def _tensor_cuda(
     self: torch.Tensor, device: Any = None, non_blocking: bool = False, **kwargs: Any
 ) -> torch.Tensor:
-    index = existing(device)
-    return put(_to(self, CPU, copy=not is_there(self, index), **kwargs), index)
+    existing(device)
+    return _to(self, CPU, copy=not self.requires_grad, **kwargs)
 
 
 def _tensor_cpu(self: torch.Tensor, **kwargs: Any) -> torch.Tensor:
@@ -71,7 +65,7 @@ def _tensor_type(self: torch.Tensor, dtype: Any = None, non_blocking: bool = Fal
         return _type(self)
     cpu = _cpu_type(dtype)
     cast = _type(self, cpu, non_blocking, **kwargs)
-    return cast if cpu == dtype else send(cast, machine.current)
+    return cast if cpu == dtype else _tensor_cuda(cast)
 
 
 def _itself(self: Any, device: Any = None) -> Any:
@@ -98,19 +92,8 @@ def _parse_to_on_the_cpu(*args: Any, **kwargs: Any) -> Any:
     return _parse_to(*args, **kwargs)
 
 
-def _module_to(self: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-    """Leave its tensors what they are: a large model that nobody trains is in memory once, for all ranks."""
-    moved: nn.Module = _to_module(self, *args, **kwargs)
-    device = args[0] if args else kwargs.get("device")
-    index = cuda_index(device) if is_device_like(device) else None
-    if index is not None:
-        for tensor in (*moved.parameters(), *moved.buffers()):
-            put(tensor, index)
-    return moved
-
-
 def _module_cuda(self: nn.Module, device: Any = None) -> nn.Module:
-    return _module_to(self, torch.device("cuda", existing(device)))
+    return self.to(torch.device("cuda", existing(device)))
 
 
 def _module_to_empty(self: nn.Module, *, device: Any, recurse: bool = True) -> nn.Module:
@@ -152,50 +135,15 @@ def _deserialize(storage: Any, location: str) -> Any:
             f"Attempting to deserialize object on CUDA device {index} but torch.cuda.device_count() is "
             f"{machine.device_count}. Please use torch.load with map_location to map your storages to an existing device."
         )
-    return put(storage, machine.current if index is None else index)
+    return storage
 
 
 _BEFORE_TORCHS_OWN = 5  # torch's deserialiser for the CPU has 10, for CUDA 20
 
 
-# ---------------------------------------------------------------- nn.DataParallel in one process
-#
-# What it sends to a device is a copy, or a view that autograd follows. In a run of several ranks ``adopt`` gives it its
-# meaning over the ranks; this is the one of a single process that has several GPUs.
-
-
-def _broadcast(target_gpus: Sequence[Any], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """A view of every input for each device, the first device's inputs first; their gradients add up."""
-    return tuple(tensor.view_as(tensor) for _ in target_gpus for tensor in inputs)
-
-
-def _scatter(
-    gpus: Sequence[Any], chunk_sizes: Any, dim: int, tensor: torch.Tensor
-) -> tuple[torch.Tensor, ...]:
-    devices = [existing(device) for device in gpus]
-    pieces = tensor.chunk(len(devices), dim) if chunk_sizes is None else tensor.split(list(chunk_sizes), dim)
-    return tuple(piece.clone() for piece in pieces)
-
-
-def _broadcast_coalesced(
-    tensors: Sequence[torch.Tensor], devices: Sequence[Any], buffer_size: int = 0
-) -> list[list[torch.Tensor]]:
-    """Copies of all tensors, which are buffers of the module, a list for each device."""
-    return [[tensor.clone() for tensor in tensors] for _ in devices]
-
-
-def _gather(target_device: Any, dim: int, *inputs: torch.Tensor) -> torch.Tensor:
-    return torch.cat([torch.atleast_1d(tensor) for tensor in inputs], dim)
-
-
-def _data_parallel_init(self: Any, *args: Any, **kwargs: Any) -> None:
-    _init(self, *args, **kwargs)
-    for device in self.device_ids:
-        existing(device)
-    self.src_device_obj = CPU  # where its parameters are, honestly
-
-
-_init = nn.DataParallel.__init__
+def _whole_forward(self: nn.DataParallel[Any], *inputs: Any, **kwargs: Any) -> Any:
+    """What ``nn.DataParallel`` of one process computes, at once. In a run of several ranks it is ``adopt``'s."""
+    return self.module(*inputs, **kwargs)
 
 
 def install() -> None:
@@ -203,15 +151,11 @@ def install() -> None:
     torch.serialization.register_package(_BEFORE_TORCHS_OWN, lambda storage: None, _deserialize)
     replace_all(torch.Tensor, TENSOR)
     replace(torch._C._nn, "_parse_to", _parse_to_on_the_cpu)
-    replace_all(nn.Module, {"to": _module_to, "cuda": _module_cuda, "to_empty": _module_to_empty})
+    replace_all(nn.Module, {"cuda": _module_cuda, "to_empty": _module_to_empty})
     for storage in (torch.UntypedStorage, torch.TypedStorage):
         replace_all(storage, {"cuda": _storage_cuda, "pin_memory": _itself, "is_pinned": always(False)})
     for name in LEGACY_TYPES:
         setattr(torch.cuda, f"{name}Tensor", _legacy_type(getattr(torch, f"{name}Tensor")))
         setattr(torch.cuda, f"{name}Storage", getattr(torch, f"{name}Storage"))
     replace(torch, "set_default_tensor_type", lambda t: _set_default_tensor_type(_cpu_type(t)))
-    _functions.Broadcast.apply = staticmethod(_broadcast)
-    _functions.Scatter.apply = staticmethod(_scatter)
-    _functions.Gather.apply = staticmethod(_gather)
-    replace(comm, "broadcast_coalesced", _broadcast_coalesced)
-    replace(nn.DataParallel, "__init__", _data_parallel_init)
+    replace(nn.DataParallel, "forward", _whole_forward)

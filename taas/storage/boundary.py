@@ -121,21 +121,14 @@ def missing_shared(project: Path, shared: tuple[str, ...]) -> list[Path]:
     root, missing = project.resolve(), []
     for path in shared:
         place = (root / path).resolve()
-        if root.is_relative_to(place):
-            why = "which is the project itself" if place == root else "which holds the whole project"
-        elif place.is_dir():
+        if place.is_dir() and not root.is_relative_to(place):
             continue
-        elif os.path.lexists(root / path):
-            why = "which is no directory"
-        elif place.is_relative_to(root):
-            missing.append(place)
-            continue
-        else:
-            why = "which is not there, and only directories of the project are made"
-        raise HeaderError(
-            f"--shared {shown(path)}, {why}: allowed is a directory inside the project, there or not, or one elsewhere "
-            "that is there; type --shared checkpoints"
-        )
+        if os.path.lexists(root / path) or not place.is_relative_to(root):
+            raise HeaderError(
+                f"--shared {shown(path)}: allowed is a directory inside the project, there or not, or one elsewhere that is "
+                "there, and neither the project nor what holds it; type --shared checkpoints"
+            )
+        missing.append(place)
     return missing
 
 

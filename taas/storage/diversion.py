@@ -257,29 +257,14 @@ class Diversion:
         self._allow(source or target or ".")
         if source is None or target is None:
             raise _fail(errno.EXDEV, dst)  # as between file systems: shutil.move copies then
-        moved = self.table.see(source)
-        if moved is None:
+        if self.table.see(source) is None:
             self._miss(source, src)
-            return
-        if source != target:
-            self._make_way(target, moved, dst)
+        elif source != target:  # the system refuses what cannot be replaced
             own = self.table.copy_up(source)
             posix.rename(own, self.table.claim(target))
             self._vanish(source)
 
     replace = rename
-
-    def _make_way(self, target: str, moved: Seen, dst: Any) -> None:
-        """Refuse as rename(2) does; remove the directory that a rename replaces."""
-        old = self.table.see(target)
-        if old is None:
-            return
-        if old.is_directory != moved.is_directory:
-            raise _fail(errno.EISDIR if old.is_directory else errno.ENOTDIR, dst)
-        if old.is_directory and not self.table.is_rank_0s(target, old):
-            if self.table.names(target):
-                raise _fail(errno.ENOTEMPTY, dst)
-            self._vanish(target)
 
 
 class Entry(os.PathLike[Any]):

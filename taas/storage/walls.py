@@ -1,4 +1,4 @@
-"""The walls, the strongest first, and what a process brought along from before its wall.
+"""The walls, the strongest first.
 
 * A private mount namespace in which the project is mounted read-only. Holds for every call of every program the rank starts
   (EROFS), with live reads, and is undone by nothing the rank can do: what would undo it (mounting, entering another
@@ -12,14 +12,13 @@ Each function raises one wall around this single-threaded process, and all that 
 """
 
 # Plain strings: a Path folds "..", which the kernel follows, and these run on every call of a rank.
-# ruff: noqa: PTH109, PTH115, PTH208
+# ruff: noqa: PTH208
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import errno
-import fcntl
 import os
 import stat
 import subprocess
@@ -152,46 +151,6 @@ WALLS: dict[str, Callable[[Boundary], str]] = {
     NO_WALL: lambda _: "Python's own functions only",
 }
 """By mechanism. Each raises an OSError whose text says by what it is refused here."""
-
-# ---------------------------------------------------------------- what came from before the wall
-#
-# Working directory and descriptors name the project through the old, writable mount, so each is opened again by path, from
-# behind the wall. The paths are read before it stands: in a chroot the kernel names what was opened in the former mount
-# namespace from that namespace's root. A mapping made before cannot be taken back; a freshly forked rank has none.
-
-_KEPT = os.O_APPEND | os.O_NONBLOCK | os.O_DIRECTORY | os.O_PATH
-
-
-def inherited(boundary: Boundary) -> dict[int, str]:
-    """Find the descriptors beneath the project that have a name there, and their paths."""
-    found = {}
-    for name in os.listdir("/proc/self/fd"):
-        descriptor = int(name)
-        try:
-            path = os.readlink(f"/proc/self/fd/{descriptor}")
-            status = os.fstat(descriptor)
-        except OSError:
-            continue  # the listing's own descriptor, closed by now
-        named = status.st_nlink and (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode))
-        if named and boundary.relative(path) is not None:
-            found[descriptor] = path
-    return found
-
-
-def reopen(found: dict[int, str]) -> None:
-    """Open the working directory and these descriptors again, read-only and at their beginnings."""
-    with contextlib.suppress(OSError):  # a working directory that was removed stays what it is
-        os.chdir(os.getcwd())  # the string matters, not the directory
-    for descriptor, path in found.items():
-        flags = fcntl.fcntl(descriptor, fcntl.F_GETFL) & _KEPT
-        try:
-            fresh = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
-        except OSError:
-            # Renamed or unreadable: closed descriptors surprise less when the number stays taken.
-            fresh = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
-        os.dup2(fresh, descriptor, inheritable=os.get_inheritable(descriptor))
-        os.close(fresh)
-
 
 # ---------------------------------------------------------------- which wall this machine gives
 
