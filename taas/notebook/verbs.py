@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from taas.config import SLURM_OPTIONS
 from taas.errors import HeaderError
 from taas.header.arguments import Line, Option, ranks, read_line, text_of
-from taas.wording import nearest, shown
 
 
 @dataclass(frozen=True)
@@ -36,18 +35,9 @@ class Verb:
     def read(self, words: list[str]) -> Line:
         """Read what follows it; a `HeaderError` says what to type instead."""
         try:
-            return read_line(words, {o.name: o for o in self.options}, self._unknown, len(self.words.split()))
+            return read_line(words, {o.name: o for o in self.options}, len(self.words.split()))
         except HeaderError as error:
             raise HeaderError(f"%taas {self.name} {error}") from None
-
-    def _unknown(self, word: str) -> str:
-        if not word.startswith("-"):
-            return f"{shown(word)}: {shown(word)} is one word too many; type %taas {self.usage}"
-        names = [option.name for option in self.options]
-        near = nearest(word.lstrip("-").partition("=")[0], names, 0.4)
-        known = ", ".join(f"--{name}" for name in names)
-        hint = f"type --{near}" if near else f"it has {known or 'no options'}"
-        return f"{shown(word)}: there is no such option; {hint}"
 
 
 def help_text(name: str | None = None) -> str:
