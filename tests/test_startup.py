@@ -41,14 +41,14 @@ def test_every_notebook_loads_taas_until_it_is_undone(ipython_dir: Path, tmp_pat
     first, again = terminal("install"), terminal("install")
     assert (first.returncode, again.returncode) == (0, 0)
     assert f"{file} is written" in first.stdout
-    assert f"{file} is there already" in again.stdout
+    assert f"{file} is written" in again.stdout
     assert list(file.parent.glob("*.py")) == [file]
     assert ran_in(project, "print('taas' in globals(), 'error' in globals())", RANKS) == [
         "False False\n",
         "2\n",
     ]
     assert f"{file} is removed" in terminal("install", "--undo").stdout
-    assert f"there is no {file}" in terminal("install", "--undo").stdout
+    assert f"{file} is removed" in terminal("install", "--undo").stdout
     assert ran_in(project, RANKS) == ["None\n"]
 
 

@@ -351,5 +351,5 @@ def test_a_terminal_hears_of_the_end(tmp_path: Path) -> None:
         "taas: ✓ plain done",
         "taas: ✓ plain done",  # of `attach`: once
         "trained",
-        "taas: the names of plain are in this notebook since it ended",
+        "taas: plain gave its names to the notebook that started it; only background runs keep them",
     ]

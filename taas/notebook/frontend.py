@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from IPython.core.interactiveshell import InteractiveShell
+from IPython.display import display
 from traitlets.config import Config
 
 from taas.capture import check_syntax
@@ -19,11 +20,10 @@ from taas.errors import HeaderError
 from taas.header.grammar import HeaderText, find_header, has_code, parse_header, parse_magic_line
 from taas.launcher import debug_rank, launch, notebook_path
 from taas.notebook.cell_output import CellOutput, Screen
-from taas.notebook.live_view import LiveDisplay, RunHandle, attach, show_live_table
+from taas.notebook.live_view import RunHandle, attach, show_live_table
 from taas.notebook.steering import Frontend, do
 from taas.notebook.tables import Shown
-from taas.notebook.watched_run import WatchedRun
-from taas.runs.records import RunRecord, in_words, read_record
+from taas.runs.records import RunRecord, in_words
 from taas.wording import shown, visible
 
 __all__ = ["NotebookFrontend", "check_syntax", "debug_rank", "do", "run_cell", "run_script"]
@@ -98,17 +98,11 @@ class NotebookFrontend(Frontend):
             super().show_status()
 
     def show_ranks(self, record: RunRecord) -> None:
-        """Show a run with its ranks, updated in place where there is a front end to do so."""
+        """Show a run with its ranks folded below it, updated in place where there is a front end to do so."""
         if not hasattr(self._shell, "kernel"):
             super().show_ranks(record)
-            return
-        view = WatchedRun()
-
-        def look() -> tuple[Shown, bool]:
-            now = read_record(record.folder) or record
-            return view.in_full(now), now.live
-
-        LiveDisplay(self._shell.display_pub, look)
+        else:
+            display(RunHandle(record))
 
     def screen(self, plain: int | None) -> Screen:
         """Return this cell."""

@@ -26,7 +26,6 @@ from taas.notebook.cell_output import CellOutput, follow, say
 from taas.notebook.tables import Shown, line, notification, plain, status
 from taas.notebook.watched_run import WatchedRun
 from taas.runs.events import COLLECTED
-from taas.runs.places import ProcessMark
 from taas.runs.reader import RunReader, finish
 from taas.runs.records import ANSWER, LOADERS, PAYLOAD, RunRecord, open_kept, read_record, read_records
 from taas.supervisor import connections
@@ -56,43 +55,33 @@ class _Updated:
 
 
 class _LiveLine:
-    """One run's line, with its ranks folded below it, updated once a second, and when its state changes.
+    """One run's line, with its ranks folded below it, updated once a second, and when a person has to know.
 
     Without a kernel (IPython in a terminal) an update would be one more line: there the run's beginning, what is
     wrong, and its end are printed.
     """
 
     def __init__(self, record: RunRecord, shell: Any) -> None:
-        self.record = record
         self._display = _Updated(shell.display_pub) if hasattr(shell, "kernel") else None
-        self._run, self._printed = WatchedRun(), ""
-        self._at = 0.0
+        self._run, self._printed, self._told, self._at = WatchedRun(), "", _to_be_told(record), 0.0
         if record.cell.spec.notify and self._display is not None:
             shell.display_pub.publish(notification(record))
-        self.refresh(final=True)
+        self.show(record, at_once=True)
 
-    def show(self, record: RunRecord) -> None:
-        before, self.record = self.record, record
-        news = (
-            (record.trouble is not None and record.trouble != before.trouble)
-            or (record.waiting and record.waiting != before.waiting)
-            or (record.state == "finishing" != before.state)
-        )
-        if self._display is None and news:
-            say(*line(record).text.splitlines())
-        elif self._display is not None:
-            self.refresh(final=bool(news or record.state != before.state))
-
-    def refresh(self, *, final: bool = False, below: bool = False) -> None:
-        """Show it as it is now: once a second but for what is ``final``; ``below`` what the cell shows, which was cleared."""
-        if not (final or below) and time.monotonic() < self._at + _DISPLAY_SECONDS:
-            return
-        self._at = time.monotonic()
-        if self._display is not None:
-            self._display.show(self._run.of(self.record, kept=True), below=below)
-        elif not below and (text := line(self.record).text) != self._printed:
+    def show(self, record: RunRecord, *, at_once: bool = False, below: bool = False) -> None:
+        """Show it as it is now; ``below`` what the cell shows, which was cleared."""
+        told, self._told = self._told, _to_be_told(record)
+        at_once |= told != self._told
+        if self._display is not None and (at_once or below or time.monotonic() >= self._at):
+            self._at = time.monotonic() + _DISPLAY_SECONDS
+            self._display.show(self._run.of(record, kept=True), below=below)
+        elif self._display is None and at_once and (text := line(record).text) != self._printed:
             self._printed = text
             say(*text.splitlines())
+
+
+def _to_be_told(record: RunRecord) -> tuple[Any, ...]:
+    return record.trouble, record.waiting, record.state == "finishing"
 
 
 class RunView:
@@ -107,7 +96,7 @@ class RunView:
     def __init__(self, record: RunRecord, shell: Any, *, live: bool = False) -> None:
         self._shell, self.reader = shell, RunReader(record)
         self.line, self.output = _LiveLine(record, shell), CellOutput(shell, live=live)
-        self.output.above = lambda: self.line.refresh(below=True)
+        self.output.above = lambda: self.line.show(self.reader.record, below=True)
         self._answered: set[tuple[int, int, int]] = set()
         """By start of the run, rank and number: the questions that were answered here."""
         self._turn, self._turn_until = -1, 0.0
@@ -116,8 +105,9 @@ class RunView:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.line.show(self.reader.look(at_once=True))  # if the cell leaves it early, it may have been lost
-        self.line.refresh(final=True)
+        self.line.show(
+            self.reader.look(at_once=True), at_once=True
+        )  # if the cell leaves it early, it may be lost
         self.reader.close()
 
     def follow(self) -> RunRecord:
@@ -153,7 +143,7 @@ class RunView:
         if asked is None:
             return False
         self.output.send()
-        self.line.refresh(final=True)  # it stands still until there is an answer
+        self.line.show(record, at_once=True)  # it stands still until there is an answer
         text, refused = self._read(asked, record)
         self._answered.add((start, asked.rank, asked.number))
         self._turn, self._turn_until = asked.rank, time.monotonic() + _TURN_SECONDS
@@ -202,8 +192,7 @@ class RunView:
             sys.stdout.write("\a")
         if record.notices or record.outcome != "done":
             self.output.settle()  # there is more to be shown
-        self.line.record = record
-        self.line.refresh(final=True)
+        self.line.show(record, at_once=True)
         say(*record.notices)
 
 
@@ -259,28 +248,16 @@ class RunHandle:
 
     Attributes:
         name: what ``%taas attach``, ``logs``, ``stop`` take.
-        id: what makes it unique among all that have its name.
         folder: where its record, its output and its names are kept.
     """
 
     def __init__(self, record: RunRecord) -> None:
-        self.name, self.id, self.folder = record.name, record.id, record.folder
+        self.name, self.folder = record.name, record.folder
         self._view = WatchedRun()
-
-    @property
-    def record(self) -> RunRecord | None:
-        """What is known of the run now; None once it was removed."""
-        return read_record(self.folder)
-
-    @property
-    def state(self) -> str:
-        """``acquiring``, ``starting``, ``running``, ``finishing``, ``ending``; then ``done``, ``failed``, ``interrupted``, ``lost``."""
-        record = self.record
-        return "removed" if record is None else record.state if record.live else record.outcome
 
     def _look(self) -> tuple[Shown, bool]:
         """Return what there is to be shown now, and whether the run goes on."""
-        record, name = self.record, self.name
+        record, name = read_record(self.folder), self.name
         if record is None:
             return plain(f"{name} was removed"), False
         hints = f"%taas attach {name} brings its output and its names"
@@ -291,9 +268,6 @@ class RunHandle:
 
     def __repr__(self) -> str:
         return self._look()[0].text
-
-    def _repr_html_(self) -> str:
-        return self._look()[0].html
 
     def _ipython_display_(self) -> None:
         shell = get_ipython()
@@ -340,14 +314,11 @@ def attach(record: RunRecord, shell: Any) -> None:
 
 def _no_names_because(record: RunRecord) -> str:
     """Say why a run has no names for this notebook; nothing where it has."""
-    names, answer = f"the names of {record.name} are", record.folder / ANSWER
-    if not record.background and record.kernel == ProcessMark.of(os.getpid()):
-        return f"{names} in this notebook since it ended"
     if not record.background:
         return f"{record.name} gave its names to the notebook that started it; only background runs keep them"
     if record.id in _brought:
-        return f"{names} in this notebook since it was attached before"
-    return "" if answer.exists() else f"{names} not there any more: {answer} was removed"
+        return f"the names of {record.name} are in this notebook since it was attached before"
+    return "" if (record.folder / ANSWER).exists() else f"the names of {record.name} were removed"
 
 
 def _bring_names(record: RunRecord, shell: Any, captured: Capture | None, view: RunView) -> None:

@@ -9,7 +9,6 @@ import re
 import signal
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -28,7 +27,6 @@ from taas.notebook.supervised import supervised
 from taas.notebook.tables import Shown
 from taas.notebook.verbs import VERBS, help_text
 from taas.notebook.watched_run import WatchedRun
-from taas.runs.places import ProcessMark
 from taas.runs.reader import LOOK_SECONDS, RunReader
 from taas.runs.records import RunRecord, find_run, of_notebook, read_records, told_apart
 from taas.storage.kept import kept_versions, recover, sort
@@ -228,67 +226,46 @@ except Exception as error:
 
 def _install(frontend: Frontend, line: Line) -> None:
     """Have IPython load taas at every start, or no longer: without it a header in a notebook that forgot it is a comment."""
-    from IPython.paths import get_ipython_dir
-
-    undo = "undo" in line.options
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # it would go on with a temporary folder
-        try:
-            path = Path(get_ipython_dir(), *_STARTUP_FILE)
-            there = path.exists() and (undo or path.read_text() == _LINES)
-            if undo:
-                path.unlink(missing_ok=True)
-            elif not there:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_text(_LINES)
-        except (UserWarning, OSError) as error:
-            raise EngineError(f"{error}. Make it writable, or set IPYTHONDIR to a folder of yours.") from None
-    if undo:
-        say(f"{path} is removed: notebooks load taas by %load_ext taas" if there else f"there is no {path}")
-        return
+    path = Path(os.environ.get("IPYTHONDIR") or "~/.ipython", *_STARTUP_FILE).expanduser()
+    try:
+        if "undo" in line.options:
+            path.unlink(missing_ok=True)
+            say(f"{path} is removed: notebooks load taas by %load_ext taas")
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(_LINES)
+    except OSError as error:
+        raise EngineError(f"{error}. Make it writable, or set IPYTHONDIR to a folder of yours.") from None
     say(
-        f"{path} is {'there already' if there else 'written'}: notebooks that are started from now on know "
-        "#pragma taas without %load_ext taas. `taas install --undo` removes it."
+        f"{path} is written: notebooks that are started from now on know #pragma taas without %load_ext taas. "
+        "`taas install --undo` removes it."
     )
 
 
 def _release(frontend: Frontend, line: Line) -> None:
     mine = [c for c in connections.all_connections() if frontend.kernel in (0, c.kernel.pid)]
-    released = [_released(frontend, connection) for connection in mine]
+    released = [_released(connection) for connection in mine]
     count, ranks = sum(one.count for one in released), sum(one.ranks for one in released)
     ended = f"{counted(ranks, 'kept rank')} ended" if ranks else ""
     given = f"{counted(count, 'idle VM')} given back" if count or not ranks else ""
     say(f"{', '.join(filter(None, (ended, given)))}; the next run starts new ones")
 
 
-def _released(frontend: Frontend, connection: connections.Connection) -> Released:
-    """Have a supervisor give back what it has; one that is stuck is killed.
-
-    In a terminal only one that is stopped is taken for stuck: to taas of another release a supervisor says nothing, either.
-    """
-    supervisor, silent = connection.supervisor, False
+def _released(connection: connections.Connection) -> Released:
+    """Have a supervisor give back what it has; one that is stopped is killed."""
+    pid = connection.supervisor.pid
     try:
         with connections.Visit(connection) as visit:
-            silent = True
-            visit.ask(RunRequest(what="stacks"), Stacks)
-            silent = False
             released: Released = visit.ask(RunRequest(what="release"), Released)
             return released
     except EngineError as error:
-        found = process(supervisor.pid) if supervisor.lives else None
-        if found is not None and silent and (frontend.kernel or found.state == "T"):
-            _kill(supervisor)
+        found = process(pid) if connection.supervisor.lives else None
+        if found is not None and found.state == "T":
+            os.kill(pid, signal.SIGKILL)
+            say(f"the supervisor (process {pid}) was stopped, and was killed with all its runs")
         elif found is not None:
-            say(f"nothing of process {supervisor.pid} was given back: {error}")
+            say(f"nothing of process {pid} was given back: {error}")
     return Released(count=0)
-
-
-def _kill(supervisor: ProcessMark) -> None:
-    runs = [record.name for record in read_records() if record.live and record.supervisor == supervisor]
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(supervisor.pid, signal.SIGKILL)
-    lost = f", and with it {', '.join(runs)}" if runs else ""
-    say(f"the supervisor (process {supervisor.pid}) did not answer, and was killed{lost}")
 
 
 # ---------------------------------------------------------------- tables, also for programs
@@ -325,6 +302,12 @@ def _types(frontend: Frontend, line: Line) -> None:
         frontend.show(tables.types(catalog))
 
 
+def _run(frontend: Frontend, line: Line) -> None:
+    raise HeaderError(
+        "%taas run is for a terminal: type taas run SCRIPT --gpus 8 there, or %load SCRIPT here"
+    )
+
+
 # ---------------------------------------------------------------- a line
 
 
@@ -341,6 +324,7 @@ _HANDLERS: dict[str, Callable[[Frontend, Line], None]] = {
     "engine": _engine,
     "config": _config,
     "types": _types,
+    "run": _run,
     "install": _install,
     "release": _release,
     "doctor": lambda frontend, _: frontend.show(doctor.report(doctor.examine())),
@@ -354,15 +338,8 @@ def do(text: str, frontend: Frontend) -> None:
         about = help_text(name if name in VERBS else rest[0] if rest and rest[0] in VERBS else None)
         frontend.show(Shown(about, f"<pre>{html.escape(about)}</pre>"))
         return
-    if name == "run" and rest:
-        raise HeaderError(
-            "%taas run is for a terminal (taas run SCRIPT --gpus 8); in a notebook type %load SCRIPT, with a header above the code"
-        )
     if name not in VERBS:
-        if name.startswith("-") and name.lstrip("-") not in VERBS:
-            said = shown(text.strip())
-            raise HeaderError(f"%taas {said}: options belong to a cell; type %%taas {said} above its code")
-        near = nearest(name.lstrip("-"), VERBS, 0.5)
+        near = nearest(name, VERBS, 0.5)
         hint = f"did you mean %taas {near}?" if near else f"allowed is {', '.join(VERBS)}"
         raise HeaderError(f"%taas {shown(name)}: there is no such verb; {hint}")
     _HANDLERS[name](frontend, VERBS[name].read(rest))
