@@ -13,13 +13,13 @@ remembers would change runs. Unknown keys are errors (`ConfigError`) that name f
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from taas.errors import ConfigError, HeaderError
-from taas.header.arguments import TYPE_NAME, Option, Wrong, choice, seconds, seconds_or_none, size, text_of
+from taas.header.arguments import TYPE_NAME, Kind, Option, choice, seconds, seconds_or_none, size, text_of
 from taas.header.options import DEFAULTS, SETTINGS
 from taas.wording import nearest, shown
 
@@ -76,14 +76,14 @@ SLURM_OPTIONS = (
 )
 """What ``%taas engine slurm`` takes, and ``[engine.slurm]``."""
 
-_KEYS: Mapping[str, tuple[Callable[[str], Any], Any]] = {
+_KEYS: Mapping[str, tuple[Kind, Any]] = {
     **{option.setting: (option.convert, "") for option in SLURM_OPTIONS if option.convert},
     "engine.default": (choice("local", "ray", "slurm"), "local"),
     "engine.address": (text_of("where the cluster's head is", "ray-head:6379"), None),
     "engine.wait": (seconds_or_none, 600.0),
     "engine.idle": (seconds_or_none, 60.0),
     "keep.idle": (seconds, 1800.0),
-    "delivery.encrypt": (lambda text: choice("true", "false")(text.lower()) == "true", True),
+    "delivery.encrypt": (Kind("True|False", "true or false", "true", lambda text: text == "True"), True),
     "delivery.buffer": (size, None),
 }
 """The keys that no option of a header has: what each takes, and what holds without it."""
@@ -197,9 +197,9 @@ def _setting(key: str, value: Any, path: Path) -> Any:
         if key in SETTINGS and SETTINGS[key].repeats:
             return tuple(convert(str(item)) for item in (value if isinstance(value, list) else [value]))
         return convert(str(value))
-    except Wrong as wrong:
+    except ValueError:
         wrote = f"{path}: {key} = {shown(str(value))}"
-        raise ConfigError(f"{wrote}: allowed is {wrong.allowed}; write {wrong.instead}") from None
+        raise ConfigError(f"{wrote}: allowed is {convert.allowed}; write {convert.instead}") from None
 
 
 def _instances(tables: Any, path: Path) -> dict[str, InstanceType]:

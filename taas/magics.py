@@ -16,7 +16,7 @@ from taas.errors import HeaderError
 from taas.header.grammar import find_header, parse_magic_line
 from taas.header.options import options_table
 from taas.import_hooks import note_files
-from taas.notebook.verbs import VERBS, help_text
+from taas.notebook.verbs import help_text
 
 if TYPE_CHECKING:
     from taas.notebook.live_view import RunHandle
@@ -55,8 +55,6 @@ def headed_cell(lines: list[str]) -> list[str]:
     cell = "".join(lines)
     header = find_header(cell)
     if header is None:
-        if len(lines) == 1 and _MAGIC_LINE.match(cell) and not cell.rstrip().endswith("?"):
-            return [f"{cell.rstrip()}\n", "# no code\n"]  # else IPython advises %taas
         if lines and _MAGIC_LINE.match(lines[0]):
             _frontend().check_syntax("\n" + "".join(lines[1:]), get_ipython())
         return lines
@@ -80,10 +78,6 @@ class TaasMagics(Magics):
     @cell_magic("taas")
     def run_cell(self, line: str, cell: str) -> RunHandle | None:
         """Run the cell in ranks: ``%%taas --on g2.8 --gpus 16``, the same thing as the two header lines."""
-        if (verb := line.split()[:1]) and verb[0] in VERBS:
-            raise UsageError(
-                f"%%taas {verb[0]}: allowed are options, and a cell below; type %taas {line.strip()}"
-            )
         header = find_header(cell)
         if line.strip():
             twice = "%%taas with options above #!TYPE or #pragma taas: allowed is one; leave one out"

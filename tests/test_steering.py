@@ -97,14 +97,11 @@ def test_a_wrong_line_says_what_to_type(line: str, said: str) -> None:
         ("%%taas --ou", ["%%taas --output"]),
         ("%%taas --on g1", ["%%taas --on g1.1", "%%taas --on g1.2", "%%taas --on g1.4"]),
         ("x = 1\n%taas sta", ["%taas status", "%taas stacks"]),
-        ("%taas logs comp", ["%taas logs completed"]),
         ("%taas logs --f", ["%taas logs --follow"]),
     ],
 )
 def test_the_kernels_reply_completes(notebook: Notebook, typed: str, offered: list[str]) -> None:
     """What may stand there and nothing else, as JupyterLab, Notebook and VS Code ask for it."""
-    if "comp" in typed:
-        notebook.good("#pragma taas --gpus 1 --name completed\nprint('hello')")
     assert completions(notebook, typed) == offered
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import re
 import shlex
@@ -110,21 +109,13 @@ def _read_value(option: Option, joined: str | None, waiting: list[str]) -> Any:
     value = joined if joined is not None else "" if missing else waiting.pop(0)
     try:
         return option.convert(value)
-    except Wrong as wrong:
+    except ValueError:
         what = f"--{name} has no value" if missing else f"--{name} {shown(value)}"
-        raise HeaderError(f"{what}: allowed is {wrong.allowed}; type --{name} {wrong.instead}") from None
+        allowed = f"allowed is {option.convert.allowed}; type --{name} {option.convert.instead}"
+        raise HeaderError(f"{what}: {allowed}") from None
 
 
 # ---------------------------------------------------------------- kinds of values
-
-
-class Wrong(Exception):
-    """A value is not allowed: what is, and what to type instead."""
-
-    def __init__(self, allowed: str, instead: str) -> None:
-        super().__init__(allowed, instead)
-        self.allowed = allowed
-        self.instead = instead
 
 
 @dataclass(frozen=True)
@@ -143,11 +134,10 @@ class Kind:
     make: Callable[[str], Any] = str
 
     def __call__(self, text: str) -> Any:
-        """Return the value of a text, or raise `Wrong`."""
-        if re.fullmatch(self.pattern, text, re.DOTALL):
-            with contextlib.suppress(ValueError):
-                return self.make(text)
-        raise Wrong(self.allowed, self.instead)
+        """Return the value of a text; a ValueError: it is not allowed."""
+        if not re.fullmatch(self.pattern, text, re.DOTALL):
+            raise ValueError(text)
+        return self.make(text)
 
 
 _NUMBER, _NAME = "[0-9]{1,15}", r"[^\W\d]\w*"
@@ -213,37 +203,28 @@ units = Kind(
 """Elements of each loader, or of each loader by its name."""
 
 
-@dataclass(frozen=True)
-class RankRanges:
-    """Inclusive ranges of ranks as typed (``0,3-5``): not spread out, since nobody has compared them with the run yet."""
-
-    ranges: tuple[tuple[int, int], ...]
-
-    def within(self, world_size: int, option: str) -> tuple[int, ...]:
-        """Return the ranks, in order; a HeaderError: the run has fewer."""
-        highest = max(last for _, last in self.ranges)
-        if highest >= world_size:
-            raise HeaderError(
-                f"--{option} with rank {highest}: allowed is up to {world_size - 1} in a run of "
-                f"{counted(world_size, 'rank')}; type --{option} all"
-            )
-        return tuple(sorted({rank for first, last in self.ranges for rank in range(first, last + 1)}))
-
-
 def ranks(*words: str) -> Kind:
     """One of a few words, or ranges of ranks."""
 
-    def make(text: str) -> str | RankRanges:
+    def make(text: str) -> str | tuple[int, ...]:
         if text in words:
             return text
-        ends = [part.split("-") for part in text.split(",")]
-        ranges = tuple((int(first[0]), int(first[-1])) for first in ends)
-        if any(first > last for first, last in ranges):
+        ends = [[_between(0, MAX_GPUS)(end) for end in part.split("-")] for part in text.split(",")]
+        if any(end[0] > end[-1] for end in ends):
             raise ValueError(text)
-        return RankRanges(ranges)
+        return tuple(sorted({rank for end in ends for rank in range(end[0], end[-1] + 1)}))
 
     pattern = "|".join((*words, _listed(f"{_NUMBER}(?:-{_NUMBER})?")))
     return Kind(pattern, f"{', '.join(words)}, or ranks such as 0,3-5", "all", make)
+
+
+def check_ranks(ranks: tuple[int, ...], world_size: int, option: str) -> None:
+    """Refuse ranks, by a HeaderError, that a run does not have."""
+    if ranks[-1] >= world_size:
+        raise HeaderError(
+            f"--{option} with rank {ranks[-1]}: allowed is up to {world_size - 1} in a run of "
+            f"{counted(world_size, 'rank')}; type --{option} all"
+        )
 
 
 names = Kind(

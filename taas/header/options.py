@@ -15,8 +15,8 @@ from taas.header.arguments import (
     BACKENDS,
     Kind,
     Option,
-    RankRanges,
     backend,
+    check_ranks,
     choice,
     gpus,
     names,
@@ -160,6 +160,7 @@ def spec_values(given: Mapping[str, Any], settings: Mapping[str, Any], world_siz
         if option.repeats:  # those of taas.toml first
             values[name] = tuple(dict.fromkeys(item for items in reversed(said) for item in items))
         elif said:
-            value = said[0]
-            values[name] = value.within(world_size, option.name) if isinstance(value, RankRanges) else value
+            values[name] = said[0]
+    if isinstance(ranks_shown := values.get("output"), tuple):
+        check_ranks(ranks_shown, world_size, "output")
     return values

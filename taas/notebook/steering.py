@@ -19,7 +19,7 @@ from taas.config import Catalog, load_catalog, project_folder
 from taas.engines import chosen
 from taas.engines.slurm import settings_of
 from taas.errors import EngineError, HeaderError
-from taas.header.arguments import Line, split_words
+from taas.header.arguments import Line, check_ranks, split_words
 from taas.notebook import doctor, tables
 from taas.notebook.cell_output import Screen, TerminalOutput, follow, say, show_written
 from taas.notebook.export import export
@@ -36,6 +36,7 @@ from taas.wording import counted, nearest, shown, shown_path
 
 _STOP_SECONDS = 12.0
 _TOP_SECONDS = 1.0
+_CLEAR = "\x1b[H\x1b[J"
 
 
 class Frontend:
@@ -66,16 +67,13 @@ class Frontend:
     def show_ranks(self, record: RunRecord) -> None:
         """Show a run's ranks, a row each, anew each second, until the run is over or somebody has seen enough."""
         view, terminal = WatchedRun(), sys.__stdout__
-        redrawn = terminal is not None and terminal.isatty()
         with RunReader(record, ()) as reader, contextlib.suppress(KeyboardInterrupt):
             while True:
                 shown = view.in_full(reader.look(at_once=True))
-                if terminal is not None and redrawn:
-                    terminal.write(
-                        "\x1b[H\x1b[J"
-                    )  # not by `show`: what ranks say gives a terminal no commands
+                if terminal is not None and terminal.isatty():
+                    terminal.write(_CLEAR)  # not by `show`: what ranks say gives a terminal no commands
                 self.show(shown)
-                if reader.over or not redrawn:
+                if reader.over:
                     return
                 time.sleep(_TOP_SECONDS)
 
@@ -85,14 +83,9 @@ class Frontend:
 
     def attach(self, record: RunRecord) -> None:
         """Follow a run, and take its names if there is a notebook to take them."""
-        try:
-            with RunReader(record) as reader:
-                record = follow(reader, TerminalOutput())
-        except KeyboardInterrupt:
-            say(f"detached; {record.name} goes on. `taas stop {record.name}` ends it")
-            return
+        record = _followed(record, record.cell.spec.shown_ranks(), TerminalOutput())
         say(tables.line(record).text)
-        if record.background and record.outcome == "done":
+        if record.background:
             say(f"%taas attach {record.name} in a notebook brings its names")
 
 
@@ -105,17 +98,23 @@ def _named(frontend: Frontend, line: Line, *, live: bool) -> RunRecord:
     return find_run(line.words[0] if line.words else None, read_records(), frontend.own, live=live)
 
 
+def _followed(record: RunRecord, ranks: Iterable[int], screen: Screen) -> RunRecord:
+    """Show what ranks write until the run is over, or somebody has seen enough; returns the run as it is then."""
+    with RunReader(record, ranks) as reader:
+        try:
+            return follow(reader, screen)
+        except KeyboardInterrupt:
+            return reader.record
+
+
 def _logs(frontend: Frontend, line: Line) -> None:
     record = _named(frontend, line, live=False)
     asked, size = line.options.get("rank", "all"), record.cell.spec.world_size
-    ranks = range(size) if asked == "all" else asked.within(size, "rank")
+    ranks = tuple(range(size)) if asked == "all" else asked
+    check_ranks(ranks, size, "rank")
     screen = frontend.screen(ranks[0] if len(ranks) == 1 else None)
     if "follow" in line.options:
-        try:
-            with RunReader(record, ranks) as reader:
-                follow(reader, screen)
-        except KeyboardInterrupt:
-            say(f"no longer followed; {record.name} goes on")
+        _followed(record, ranks, screen)
     else:
         show_written(record, ranks, screen)
 
@@ -175,11 +174,11 @@ def _recover(frontend: Frontend, line: Line) -> None:
             continue
         paths = recover(name, versions, run.project, overwrite="overwrite" in line.options)
         if paths or line.words:
-            said = (f"  {shown_path(path)}" for path in paths[:20])
-            say(f"{counted(len(paths), 'file')} of {name} recovered", *said)
+            say(f"{counted(len(paths), 'file')} of {name} recovered", *map(shown_path, paths[:20]))
             return
-    which = f"{asked[0].name} has no" if line.words else "no run has"
-    raise HeaderError(f"%taas recover: {which} kept writes of ranks other than 0 that its project lacks")
+    raise HeaderError(
+        "%taas recover: no run that was meant has writes of ranks other than 0 that its project lacks"
+    )
 
 
 def _export(frontend: Frontend, line: Line) -> None:
@@ -188,12 +187,11 @@ def _export(frontend: Frontend, line: Line) -> None:
 
 
 def _engine(frontend: Frontend, line: Line) -> None:
-    words = [*line.words, *(f"--{name}={value}" for name, value in line.options.items() if name != "check")]
+    options = [f"--{name}={value}" for name, value in line.options.items() if name != "check"]
+    words = [*line.words, *options]
     if "check" in line.options:
-        if line.words != ("slurm",):
-            raise HeaderError("%taas engine --check tries Slurm: type %taas engine slurm --check")
-        address = chosen.read_choice(words, "%taas engine", load_catalog(project_folder())).address
-        frontend.show(doctor.report([*doctor.examine_slurm(settings_of(address))]))
+        slurm = chosen.read_choice(["slurm", *options], "%taas engine", load_catalog(project_folder()))
+        frontend.show(doctor.report([*doctor.examine_slurm(settings_of(slurm.address))]))
         return
     if not words:
         choice = chosen.chosen(project_folder())
@@ -334,9 +332,8 @@ _HANDLERS: dict[str, Callable[[Frontend, Line], None]] = {
 def do(text: str, frontend: Frontend) -> None:
     """Do what a line says; an empty one is ``status``. A `HeaderError` says in one line what to type instead."""
     name, *rest = split_words(text) or ["status"]
-    if name in ("help", "--help", "-h") or (name in VERBS and {"--help", "-h"} & set(rest)):
-        about = help_text(name if name in VERBS else rest[0] if rest and rest[0] in VERBS else None)
-        frontend.show(Shown(about, f"<pre>{html.escape(about)}</pre>"))
+    if {"help", "--help", "-h"} & {name, *rest}:
+        frontend.show(Shown(help_text(), f"<pre>{html.escape(help_text())}</pre>"))
         return
     if name not in VERBS:
         near = nearest(name, VERBS, 0.5)
