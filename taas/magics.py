@@ -116,6 +116,7 @@ def activate(shell: Any) -> None:
         shell.input_transformers_cleanup.append(headed_cell)
         shell.Completer.custom_matchers += _MATCHERS
         shell.events.register("post_run_cell", note_files)
+        _tell_late_header(shell)
         if hasattr(shell, "kernel"):
             from taas.notebook.comms import let_comms_travel  # not every IPython has the package comm
 
@@ -136,16 +137,15 @@ def _release_what_is_left(_result: object) -> None:
         _supervised().release_ahead()
 
 
-def late_for_header(shell: Any) -> str | None:
-    """Say that the running cell has a header and loads taas itself, by which the header came too early; else None."""
+def _tell_late_header(shell: Any) -> None:
+    """Say that the running cell has a header and loads taas itself, by which the header came too early."""
     cell = shell.history_manager.input_hist_raw[-1]
-    if sys.displayhook is not shell.displayhook or find_header(cell) is None:
-        return None
-    line = "%load_ext taas" if "load_ext" in cell else "import taas"
-    return (
-        f"{line} came too late for the header of its own cell, which is a comment for now: allowed is a cell of its "
-        "own above; taas is loaded now, so run this cell again"
-    )
+    if sys.displayhook is shell.displayhook and find_header(cell) is not None:
+        line = "%load_ext taas" if "load_ext" in cell else "import taas"
+        sys.stderr.write(
+            f"taas: {line} came too late for the header of its own cell, which is a comment for now: allowed is a cell of its "
+            "own above; taas is loaded now, so run this cell again\n"
+        )
 
 
 def deactivate(shell: Any) -> None:

@@ -292,8 +292,6 @@ class _Program:
             self.notes.append(why)
             return
         self.loaders.add(name)
-        if hasattr(getattr(parts.index_sampler, "sampler", parts.index_sampler), "num_replicas"):
-            self.notes.append(f"{name}: its DistributedSampler is one rank's; make it in the program")
         if parts.generator is None and not parts.plain:
             self.notes.append(f"{name}: it has no generator of its own, so the program draws another order")
 

@@ -53,13 +53,12 @@ def run_script(path: str, options: str) -> bool:
     try:
         text = Path(path).read_text()
     except (OSError, ValueError) as error:
-        raise HeaderError(f"taas run {shown(path)}: {getattr(error, 'strerror', None) or error}") from None
+        raise HeaderError(f"taas run: {error}") from None
     header = find_header(text)
     if (header is None) == (not options):
-        has = "no header" if header is None else "a header of its own"
         raise HeaderError(
-            f"taas run {shown(path)}: the script has {has}: allowed is one, in its first lines or as options "
-            "(taas run SCRIPT --gpus 8 --on g2.8)"
+            f"taas run {shown(path)}: the script has {'no header' if header is None else 'a header of its own'}: allowed "
+            "is one, in its first lines or as options (taas run SCRIPT --gpus 8 --on g2.8)"
         )
     shell = InteractiveShell.instance(config=Config(HistoryManager={"enabled": False}))
     sys.argv = [path]

@@ -6,12 +6,10 @@ And runs that go on by themselves: what their cells give back at once, and comin
 from __future__ import annotations
 
 import getpass
-import html
 import os
 import sys
 import threading
 import time
-import types
 from collections.abc import Callable
 from typing import Any, Self
 
@@ -236,7 +234,6 @@ def show_live_table(publisher: Any, own: Callable[[list[RunRecord]], list[RunRec
 
 # ---------------------------------------------------------------- runs that go on by themselves, and coming back to any run
 
-_BY_REFERENCE = (types.ModuleType, types.FunctionType, type)  # imported and defined, not worth a mention
 _kept: dict[str, tuple[Capture, list[Registration]]] = {}
 """What background runs of this kernel were given, by run id, for their answers change these objects in place; and the
 registered loaders that they iterate."""
@@ -260,11 +257,8 @@ class RunHandle:
         record, name = read_record(self.folder), self.name
         if record is None:
             return plain(f"{name} was removed"), False
-        hints = f"%taas attach {name} brings its output and its names"
-        if record.live:
-            hints += f"; %taas logs {name} its output alone; %taas stop {name} ends it"
-        below = Shown(hints, f'<div style="opacity:.75">{html.escape(hints)}</div>')
-        return self._view.of(record, kept=True) + below, record.live
+        hints = f"%taas attach {name} brings its output and its names; %taas stop {name} ends it"
+        return self._view.of(record, kept=True) + plain(hints), record.live
 
     def __repr__(self) -> str:
         return self._look()[0].text
@@ -329,11 +323,7 @@ def _bring_names(record: RunRecord, shell: Any, captured: Capture | None, view: 
         applied = _applied(record, answer.fileno(), captured, shell.user_ns)
     _brought.add(record.id)
     view.take(applied, numbered=captured is not None)
-    made = [name for name in applied.rebound if not isinstance(shell.user_ns.get(name), _BY_REFERENCE)]
-    said = [f"names here now: {', '.join(made[:12])}{' …' if len(made) > 12 else ''}"] if made else []
-    if captured is not None and applied.changed:
-        said.append(f"{applied.changed} objects changed in place")
-    say("; ".join(said) or "no name was new or changed")
+    say(f"names here now: {', '.join(applied.rebound)}" if applied.rebound else "no name is new")
 
 
 def _applied(record: RunRecord, fd: int, captured: Capture | None, namespace: dict[str, Any]) -> Applied:

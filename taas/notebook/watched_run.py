@@ -53,7 +53,7 @@ class WatchedRun:
         above = line(record, now, kept=kept, left=_seconds_left(record, ranks[0].lines))
         if not record.use and not any(written.lines for written in ranks):
             return above
-        below = folded(record.id, f"{_use(record)}each rank's state and output", _rows(record, ranks).html)
+        below = folded(record.id, "each rank's state, use and output", _rows(record, ranks).html)
         return Shown(above.text, f"{above.html}{below}{STAYS_OPEN}")
 
     def in_full(self, record: RunRecord) -> Shown:
@@ -84,13 +84,6 @@ def _seconds_left(record: RunRecord, lines: Sequence[str]) -> float | None:
         for _, hours, minutes, seconds in _BAR.findall(text)[-1:]:
             return 3600 * int(hours or 0) + 60 * int(minutes) + int(seconds)
     return None
-
-
-def _use(record: RunRecord) -> str:
-    """Return what the ranks use in the mean, for the line that opens the rows."""
-    share = record.busy
-    kind = "GPU" if any(rank.gpu is not None for rank in record.use) else "CPU"
-    return "" if share is None or not record.live else f"{kind} {share:.0f} % · "
 
 
 def _rows(record: RunRecord, ranks: Sequence[_Written]) -> Shown:
