@@ -39,9 +39,7 @@ def __getattr__(name: str) -> Any:
 
 def _magics() -> ModuleType:
     """What there is in IPython only, whose import outside of it would cost 300 ms."""
-    from taas import magics
-
-    return magics
+    return importlib.import_module("taas.magics")
 
 
 def load_ipython_extension(shell: Any) -> None:

@@ -121,15 +121,9 @@ class Catalog:
         misspelt = not TYPE_NAME.fullmatch(name)  # else one of a size or kind that is not there
         near = nearest(name, self.instances, 0.7) if misspelt else None
         step = f"type {before}{near}" if near else "type one of them, or #pragma taas --gpus auto without one"
-        raise HeaderError(f"{before}{shown(name)} is no instance type: allowed is {self.in_words()}; {step}")
-
-    def in_words(self) -> str:
-        """The types with what they have: ``c1.4, c1.8 (no GPU), g2.4, g2.8 (A100)``."""
-        by_model: dict[str, list[str]] = {}
-        for kind in self.instances.values():
-            model = kind.gpu_model or ("GPU" if kind.gpus else "no GPU")
-            by_model.setdefault(model, []).append(kind.name)
-        return ", ".join(f"{', '.join(names)} ({model})" for model, names in by_model.items())
+        raise HeaderError(
+            f"{before}{shown(name)} is no instance type: allowed is {', '.join(self.instances)}; {step}"
+        )
 
 
 def project_folder() -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import sys
 from dataclasses import replace
@@ -33,16 +34,7 @@ else:
 
 def _frontend() -> ModuleType:
     """What runs and steers, loaded when it is first used: ``import taas`` is to cost less than 50 ms."""
-    from taas.notebook import frontend
-
-    return frontend
-
-
-def _supervised() -> ModuleType:
-    """What starts processes, loaded when the first are started, for the same reason."""
-    from taas.notebook import supervised
-
-    return supervised
+    return importlib.import_module("taas.notebook.frontend")
 
 
 def headed_cell(lines: list[str]) -> list[str]:
@@ -126,7 +118,7 @@ def activate(shell: Any) -> None:
 def start_ahead(shell: Any) -> None:
     """Start what the first cell will need, if a cell loads taas: the profile's startup folder does it in every kernel."""
     if sys.displayhook is shell.displayhook:
-        _supervised().start_ahead()
+        _frontend().start_ahead()
 
 
 def _release_what_is_left(_result: object) -> None:
@@ -134,7 +126,7 @@ def _release_what_is_left(_result: object) -> None:
     shell = get_ipython()
     shell.events.unregister("post_run_cell", _release_what_is_left)
     if headed_cell not in shell.input_transformers_cleanup and "taas.notebook.supervised" in sys.modules:
-        _supervised().release_ahead()
+        _frontend().release_ahead()
 
 
 def _tell_late_header(shell: Any) -> None:

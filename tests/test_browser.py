@@ -444,7 +444,7 @@ def test_stop_in_another_notebook(room: Room) -> None:
     one.enter(TRAINING.format(name="halted", options="", epochs=4000))
     one.sees("epoch 1")
     two.enter("%load_ext taas\n%taas stop")
-    two.sees("no run of this notebook goes on, but of others")
+    two.sees("0 are meant; type %taas stop and a name")
     two.photograph("refused")
     one.sees("halted running")
     two.enter("%taas stop halted")

@@ -115,7 +115,7 @@ REFUSED = {
     "#!g2.8\n#pragma taas --gpus 3": "; type --gpus 8",
     "#!g1.4\n#pragma taas --gpus 32": "; type --gpus 16",
     "#!g2.8\n#pragma taas --gpus 64": "type --gpus 32",
-    "#!g9.9\n": "c1.80 (no GPU), g1.1, g1.2, g1.4 (V100), g2.1, g2.2, g2.4, g2.8 (A100); type one of them, or #pragma",
+    "#!g9.9\n": "c1.80, g1.1, g1.2, g1.4, g2.1, g2.2, g2.4, g2.8; type one of them, or #pragma",
     "#!G2.8\n": "type #!g2.8",
     "#!{kind}\n": "#!{kind} is no instance type",
     "#!c1.4\n#pragma taas --gpus 4": "has no GPU",

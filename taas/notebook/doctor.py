@@ -59,7 +59,7 @@ class Finding(NamedTuple):
 
 def examine() -> list[Finding]:
     """Look at everything a run needs on this machine. Takes some seconds: torch is asked in a process of its own."""
-    looks = (_packages, _torch, _machine, _write_rule, _host_name)
+    looks = (_packages, _torch, _machine, _write_rule)
     return [finding for look in looks for finding in look()]
 
 
@@ -135,14 +135,6 @@ def _write_rule() -> Iterable[Finding]:
     fact = "; ".join(line.strip() for line in walls.verdicts()).removeprefix("write rule: ")
     advice = "as root, or with user namespaces, ranks get a mount; Linux 5.13 or newer may have Landlock"
     yield _limited("write rule", fact, not fact.startswith("mount"), advice)
-
-
-def _host_name() -> Iterable[Finding]:
-    name, address = socket.gethostname(), ""
-    with contextlib.suppress(OSError):
-        address = socket.gethostbyname(name)
-    advice = f"add `127.0.1.1 {name}` to /etc/hosts if gloo cannot connect"
-    yield _limited("host name", f"{name} has {address or 'no address'}", not address, advice)
 
 
 # ---------------------------------------------------------------- taas engine slurm --check

@@ -22,11 +22,21 @@ from taas.launcher import debug_rank, launch, notebook_path
 from taas.notebook.cell_output import CellOutput, Screen
 from taas.notebook.live_view import RunHandle, attach, show_live_table
 from taas.notebook.steering import Frontend, do
+from taas.notebook.supervised import release_ahead, start_ahead
 from taas.notebook.tables import Shown
 from taas.runs.records import RunRecord, in_words
 from taas.wording import shown, visible
 
-__all__ = ["NotebookFrontend", "check_syntax", "debug_rank", "do", "run_cell", "run_script"]
+__all__ = [
+    "NotebookFrontend",
+    "check_syntax",
+    "debug_rank",
+    "do",
+    "release_ahead",
+    "run_cell",
+    "run_script",
+    "start_ahead",
+]
 
 _NO_FRAME = 1 << 30
 """Where no frame is: names in a header are the notebook's, not those of a function of IPython."""

@@ -127,11 +127,12 @@ def _only_run(frontend: Frontend) -> RunRecord:
     """
     live = [record for record in read_records() if record.live]
     mine = frontend.own(live) if frontend.kernel else live
-    if not live or len(mine) == 1:
-        return mine[0] if mine else _named(frontend, Line(), live=True)
-    names = ", ".join(f"{record.name} of {record.owner}" for record in mine or live)
-    fact = f"{len(mine)} runs go on" if mine else "no run of this notebook goes on, but of others"
-    raise HeaderError(f"%taas stop: {fact} ({names}); type %taas stop {(mine or live)[-1].name}")
+    if len(mine) != 1:
+        names = ", ".join(f"{record.name} of {record.owner}" for record in live) or "none"
+        raise HeaderError(
+            f"%taas stop: of the runs that go on ({names}), {len(mine)} are meant; type %taas stop and a name"
+        )
+    return mine[0]
 
 
 def _stop(frontend: Frontend, line: Line) -> None:
