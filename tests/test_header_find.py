@@ -53,7 +53,6 @@ ORDINARY = [
 PROBLEMS = {
     "x = 1\n#pragma taas --gpus 8": "line 2",
     "x = 1\n#!g2.8\ny = 2": "line 2",
-    "x = 1  #pragma taas --gpus 8": "line 1",
     "'''doc'''\n#!g2.8\n#pragma taas --gpus 8": "line 2",
     "!echo don't\n%time f()\n#pragma taas --gpus 8": "line 3",
     "def f(:\n#pragma taas --gpus 8": "line 2",

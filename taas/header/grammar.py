@@ -49,14 +49,6 @@ _TYPE_LIKE = re.compile(r"(\d+x)?[a-z]{1,2}\d\w*([.,-]\w+)?|.*[{$].*", re.ASCII 
 """What is meant as a type also without a pragma: written like one, or like a GPU: ``g2-8``, ``8xA100``."""
 _WORDS = re.compile(r"#?[!\s]*([^\W\d_]*)[\s:,;]*([^\W\d_]*)\s*(.*)")
 """The first two words of a comment, and the rest."""
-# Comments outside strings. Not `tokenize`: a cell is IPython's language, whose magics tokenize stumbles over.
-_LEXEME = re.compile(
-    r'''"""(?:\\.|[^\\])*?(?:"""|\Z)|\'\'\'(?:\\.|[^\\])*?(?:\'\'\'|\Z)'''
-    r"""|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*'|(?P<comment>\#[^\n]*)""",
-    re.DOTALL,
-)
-_WORTH_READING = ("#!", "--", "taas", "pragma")
-"""What stands in code that may have a header among it; most cells have nothing of it, and many comments."""
 _PYTHON_MAGICS = ("%%time", "%%timeit", "%%capture", "%%prun")
 
 
@@ -152,19 +144,18 @@ def _meant(comment: str, *, headed: bool = False) -> str | None:
 
 
 def _misplaced(cell: str, body_at: int, *, headed: bool) -> str | None:
-    """The problem of a header that stands below code; what is in strings is none."""
-    body = cell[body_at:].lower()
-    if not any(word in body for word in _WORTH_READING):
-        return None
-    for lexeme in _LEXEME.finditer(cell, body_at):
-        at, comment = lexeme.start(), (lexeme["comment"] or "").strip()
-        alone = not cell[cell.rfind("\n", 0, at) + 1 : at].strip()
-        kind = _TYPE.fullmatch(comment) if alone else None
-        is_type = kind is not None and TYPE_NAME.fullmatch(kind[1].lower()) is not None
-        if is_type or _meant(comment) is not None:
-            where = f"line {cell.count(chr(10), 0, at) + 1}, {shown(comment)}, stands below code"
-            cure = "leave it out: the cell has a header" if headed else "move it to the top of the cell"
-            return f"{where}: allowed is only blank lines and comments above a header; {cure}"
+    """The problem of a header that stands below code; what is in a text of several lines is none."""
+    at, quotes = 0, 0
+    for number, line in enumerate(cell.split("\n"), 1):
+        comment = line.strip()
+        if at >= body_at and comment.startswith("#") and quotes % 2 == 0:
+            kind = _TYPE.fullmatch(comment)
+            if (kind and TYPE_NAME.fullmatch(kind[1].lower())) or _meant(comment) is not None:
+                where = f"line {number}, {shown(comment)}, stands below code"
+                cure = "leave it out: the cell has a header" if headed else "move it to the top of the cell"
+                return f"{where}: allowed is only blank lines and comments above a header; {cure}"
+        at += len(line) + 1
+        quotes += line.count('"""') + line.count("'''")
     return None
 
 

@@ -22,7 +22,7 @@ from taas.capture.collected import collect
 from taas.delivery.registered import Registration, apply_final
 from taas.notebook.cell_output import CellOutput, follow, say
 from taas.notebook.tables import Shown, line, notification, plain, status
-from taas.notebook.watched_run import WatchedRun
+from taas.notebook.watched_run import watched
 from taas.runs.events import COLLECTED
 from taas.runs.reader import RunReader, finish
 from taas.runs.records import ANSWER, LOADERS, PAYLOAD, RunRecord, open_kept, read_record, read_records
@@ -61,7 +61,7 @@ class _LiveLine:
 
     def __init__(self, record: RunRecord, shell: Any) -> None:
         self._display = _Updated(shell.display_pub) if hasattr(shell, "kernel") else None
-        self._run, self._printed, self._told, self._at = WatchedRun(), "", _to_be_told(record), 0.0
+        self._printed, self._told, self._at = "", _to_be_told(record), 0.0
         if record.cell.spec.notify and self._display is not None:
             shell.display_pub.publish(notification(record))
         self.show(record, at_once=True)
@@ -72,7 +72,7 @@ class _LiveLine:
         at_once |= told != self._told
         if self._display is not None and (at_once or below or time.monotonic() >= self._at):
             self._at = time.monotonic() + _DISPLAY_SECONDS
-            self._display.show(self._run.of(record, kept=True), below=below)
+            self._display.show(watched(record, kept=True), below=below)
         elif self._display is None and at_once and (text := line(record).text) != self._printed:
             self._printed = text
             say(*text.splitlines())
@@ -250,7 +250,6 @@ class RunHandle:
 
     def __init__(self, record: RunRecord) -> None:
         self.name, self.folder = record.name, record.folder
-        self._view = WatchedRun()
 
     def _look(self) -> tuple[Shown, bool]:
         """Return what there is to be shown now, and whether the run goes on."""
@@ -258,7 +257,7 @@ class RunHandle:
         if record is None:
             return plain(f"{name} was removed"), False
         hints = f"%taas attach {name} brings its output and its names; %taas stop {name} ends it"
-        return self._view.of(record, kept=True) + plain(hints), record.live
+        return watched(record, kept=True) + plain(hints), record.live
 
     def __repr__(self) -> str:
         return self._look()[0].text

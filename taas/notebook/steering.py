@@ -26,7 +26,7 @@ from taas.notebook.export import export
 from taas.notebook.supervised import supervised
 from taas.notebook.tables import Shown
 from taas.notebook.verbs import VERBS, help_text
-from taas.notebook.watched_run import WatchedRun
+from taas.notebook.watched_run import in_full
 from taas.runs.reader import LOOK_SECONDS, RunReader
 from taas.runs.records import RunRecord, find_run, of_notebook, read_records, told_apart
 from taas.storage.kept import kept_versions, recover, sort
@@ -66,10 +66,10 @@ class Frontend:
 
     def show_ranks(self, record: RunRecord) -> None:
         """Show a run's ranks, a row each, anew each second, until the run is over or somebody has seen enough."""
-        view, terminal = WatchedRun(), sys.__stdout__
+        terminal = sys.__stdout__
         with RunReader(record, ()) as reader, contextlib.suppress(KeyboardInterrupt):
             while True:
-                shown = view.in_full(reader.look(at_once=True))
+                shown = in_full(reader.look(at_once=True))
                 if terminal is not None and terminal.isatty():
                     terminal.write(_CLEAR)  # not by `show`: what ranks say gives a terminal no commands
                 self.show(shown)
