@@ -148,7 +148,14 @@ def load_catalog(project: Path | None = None) -> Catalog:
     for folder in (Path(home).expanduser() / "taas", project or project_folder()):
         path = folder / "taas.toml"
         if path.is_file():
-            catalog = _overlay(catalog, _read(path), path)
+            said = _read(path)
+            types = _instances(said.pop("instances", {}), path)
+            settings = {key: _setting(key, value, path) for key, value in _flat(said)}
+            catalog = Catalog(
+                instances={**catalog.instances, **types},
+                settings={**catalog.settings, **settings},
+                said_in={**catalog.said_in, **dict.fromkeys(settings, path)},
+            )
     return catalog
 
 
@@ -160,17 +167,6 @@ def _read(path: Path) -> dict[str, Any]:
             return tomllib.load(file)
     except (OSError, ValueError) as exc:
         raise ConfigError(f"{path}: {' '.join(str(exc).split())}; correct the file or remove it") from exc
-
-
-def _overlay(catalog: Catalog, said: dict[str, Any], path: Path) -> Catalog:
-    """``catalog`` with what one file says, key by key; instance types are replaced whole."""
-    types = _instances(said.pop("instances", {}), path)
-    settings = {key: _setting(key, value, path) for key, value in _flat(said)}
-    return Catalog(
-        instances={**catalog.instances, **types},
-        settings={**catalog.settings, **settings},
-        said_in={**catalog.said_in, **dict.fromkeys(settings, path)},
-    )
 
 
 def _flat(tables: dict[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:

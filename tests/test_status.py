@@ -73,7 +73,9 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
 def test_the_line_of_a_run_that_is_well(make: Make) -> None:
     """State, ranks, elapsed time and device; whole seconds while it goes on."""
     record = make(state="running")
-    assert tables.line(record, 1075.4).text == "▸ r1 running · 8 ranks on g2.8 · 1 min 15 s · 8 GPUs"
+    assert tables.line(record, 1075.4).text.startswith(
+        "▸ r1 running · 8 ranks on g2.8 · 1 min 15 s · 8 GPUs · at "
+    )
     assert "<b>▸ r1 running</b>" in tables.line(record, 1075.4).html
 
 
@@ -125,7 +127,7 @@ def test_the_table_shows_live_runs_and_the_last_that_ended(make: Make) -> None:
     make("now", state="running", submitted=1100.0)
     view = tables.status(read_records(), 1110.0)
     lines = view.text.splitlines()
-    assert [line.split()[0] for line in lines] == ["run", "now", "r3"]
+    assert [line.split()[0] for line in lines] == ["run", "now", "r3", "at"]
     assert "In[7] model = train()" in lines[1]
     assert view.html.count("<tr") == 3
     assert "delivered" not in lines[0]  # a column that nobody needs

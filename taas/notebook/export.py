@@ -92,8 +92,9 @@ _GENERATORS = {
 """Of each library, what returns and what sets the state of its generator."""
 
 
-def export(record: RunRecord, to: Path) -> list[str]:
-    """Write a run's program into a folder; returns lines for the user."""
+def export(record: RunRecord, folder: str) -> list[str]:
+    """Write a run's program into a folder, by default one of its name; returns lines for the user."""
+    to = Path(folder or record.name)
     if not (record.folder / PAYLOAD).exists():
         raise EngineError(
             f"the names that {record.name} was given are not there any more: they are kept up to 64 MB (of background "

@@ -128,15 +128,9 @@ class _Foreground(RunView):
             os.close(self._answer)
 
     def run(self, captured: Capture) -> RunState:
-        try:
-            self.follow()
-            while self._ended is None:  # its record says it already
-                self._hear(_LOOK_ROUND_MS)
-        except RunLost:
-            while self._interrupts.count == self._relayed and (items := self.reader.read()):
-                self.output.show(items)  # what its ranks had written until then
-            self.output.send()
-            raise
+        self.follow()
+        while self._ended is None:  # its record says it already
+            self._hear(_LOOK_ROUND_MS)
         try:
             if self._ended.answer is not None:
                 self._apply_answer(self._ended.record, captured)

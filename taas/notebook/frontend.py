@@ -102,7 +102,7 @@ class NotebookFrontend(Frontend):
     def show_status(self) -> None:
         """Show a table that is updated, where there is a front end to do so."""
         if hasattr(self._shell, "kernel"):
-            show_live_table(self._shell.display_pub, self.own)
+            show_live_table(self._shell.display_pub)
         else:
             super().show_status()
 

@@ -52,32 +52,6 @@ class _Updated:
             )
 
 
-class _LiveLine:
-    """One run's line, with its ranks folded below it, updated once a second, and when a person has to know.
-
-    Without a kernel (IPython in a terminal) an update would be one more line: there the run's beginning, what is
-    wrong, and its end are printed.
-    """
-
-    def __init__(self, record: RunRecord, shell: Any) -> None:
-        self._display = _Updated(shell.display_pub) if hasattr(shell, "kernel") else None
-        self._printed, self._told, self._at = "", _to_be_told(record), 0.0
-        if record.cell.spec.notify and self._display is not None:
-            shell.display_pub.publish(notification(record))
-        self.show(record, at_once=True)
-
-    def show(self, record: RunRecord, *, at_once: bool = False, below: bool = False) -> None:
-        """Show it as it is now; ``below`` what the cell shows, which was cleared."""
-        told, self._told = self._told, _to_be_told(record)
-        at_once |= told != self._told
-        if self._display is not None and (at_once or below or time.monotonic() >= self._at):
-            self._at = time.monotonic() + _DISPLAY_SECONDS
-            self._display.show(watched(record, kept=True), below=below)
-        elif self._display is None and at_once and (text := line(record).text) != self._printed:
-            self._printed = text
-            say(*text.splitlines())
-
-
 def _to_be_told(record: RunRecord) -> tuple[Any, ...]:
     return record.trouble, record.waiting, record.state == "finishing"
 
@@ -85,25 +59,44 @@ def _to_be_told(record: RunRecord) -> tuple[Any, ...]:
 class RunView:
     """A run as its cell shows it: the cell that launched it (``live``), or one that came back to it. A context manager.
 
+    Its line, with its ranks folded below it, is updated once a second, and when a person has to know something. Without
+    a kernel (IPython in a terminal) an update would be one more line: there the run's beginning, what is wrong, and its
+    end are printed.
+
     Attributes:
         reader: reads it.
-        line: says how it is going.
         output: what its ranks show.
     """
 
     def __init__(self, record: RunRecord, shell: Any, *, live: bool = False) -> None:
         self._shell, self.reader = shell, RunReader(record)
-        self.line, self.output = _LiveLine(record, shell), CellOutput(shell, live=live)
-        self.output.above = lambda: self.line.show(self.reader.record, below=True)
+        self.output = CellOutput(shell, live=live)
+        self.output.above = lambda: self.show_line(self.reader.record, below=True)
+        self._display = _Updated(shell.display_pub) if hasattr(shell, "kernel") else None
+        self._printed, self._told, self._line_at = "", _to_be_told(record), 0.0
         self._answered: set[tuple[int, int, int]] = set()
         """By start of the run, rank and number: the questions that were answered here."""
         self._turn, self._turn_until = -1, 0.0
+        if record.cell.spec.notify and self._display is not None:
+            shell.display_pub.publish(notification(record))
+        self.show_line(record, at_once=True)
+
+    def show_line(self, record: RunRecord, *, at_once: bool = False, below: bool = False) -> None:
+        """Show how it is going; ``below`` what the cell shows, which was cleared."""
+        told, self._told = self._told, _to_be_told(record)
+        at_once |= told != self._told
+        if self._display is not None and (at_once or below or time.monotonic() >= self._line_at):
+            self._line_at = time.monotonic() + _DISPLAY_SECONDS
+            self._display.show(watched(record), below=below)
+        elif self._display is None and at_once and (text := line(record).text) != self._printed:
+            self._printed = text
+            say(*text.splitlines())
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.line.show(
+        self.show_line(
             self.reader.look(at_once=True), at_once=True
         )  # if the cell leaves it early, it may be lost
         self.reader.close()
@@ -115,7 +108,7 @@ class RunView:
     def look(self, record: RunRecord) -> None:
         """Show how it is going, and whoever asks something."""
         if record.live:  # its end is shown below all that it has printed
-            self.line.show(record)
+            self.show_line(record)
             for question in record.questions:
                 self.output.show(self.reader.include(question.rank))
 
@@ -141,7 +134,7 @@ class RunView:
         if asked is None:
             return False
         self.output.send()
-        self.line.show(record, at_once=True)  # it stands still until there is an answer
+        self.show_line(record, at_once=True)  # it stands still until there is an answer
         text, refused = self._read(asked, record)
         self._answered.add((start, asked.rank, asked.number))
         self._turn, self._turn_until = asked.rank, time.monotonic() + _TURN_SECONDS
@@ -190,7 +183,7 @@ class RunView:
             sys.stdout.write("\a")
         if record.notices or record.outcome != "done":
             self.output.settle()  # there is more to be shown
-        self.line.show(record, at_once=True)
+        self.show_line(record, at_once=True)
         say(*record.notices)
 
 
@@ -219,13 +212,13 @@ class LiveDisplay:
 _newest_table: LiveDisplay | None = None
 
 
-def show_live_table(publisher: Any, own: Callable[[list[RunRecord]], list[RunRecord]]) -> None:
+def show_live_table(publisher: Any) -> None:
     """Show the table of runs; a newer one takes its place, and the older one stays as it was last."""
     global _newest_table
 
     def look() -> tuple[Shown, bool]:
         records = read_records()
-        return status(records, own=own(records), kept=True), any(record.live for record in records)
+        return status(records), any(record.live for record in records)
 
     if _newest_table is not None:
         _newest_table.superseded.set()
@@ -257,7 +250,7 @@ class RunHandle:
         if record is None:
             return plain(f"{name} was removed"), False
         hints = f"%taas attach {name} brings its output and its names; %taas stop {name} ends it"
-        return watched(record, kept=True) + plain(hints), record.live
+        return watched(record) + plain(hints), record.live
 
     def __repr__(self) -> str:
         return self._look()[0].text

@@ -182,11 +182,6 @@ def _recover(frontend: Frontend, line: Line) -> None:
     )
 
 
-def _export(frontend: Frontend, line: Line) -> None:
-    record = _named(frontend, line, live=False)
-    say(*export(record, Path(line.options.get("to", record.name))))
-
-
 def _engine(frontend: Frontend, line: Line) -> None:
     options = [f"--{name}={value}" for name, value in line.options.items() if name != "check"]
     words = [*line.words, *options]
@@ -267,40 +262,6 @@ def _released(connection: connections.Connection) -> Released:
     return Released(count=0)
 
 
-# ---------------------------------------------------------------- tables, also for programs
-
-
-def _said_as_json(line: Line, facts: object) -> bool:
-    if "json" in line.options:
-        sys.stdout.write(msgspec.json.encode(facts).decode() + "\n")
-    return "json" in line.options
-
-
-def _status(frontend: Frontend, line: Line) -> None:
-    if not _said_as_json(line, [tables.facts(record) for record in read_records() if record.live]):
-        frontend.show_status()
-
-
-def _history(frontend: Frontend, line: Line) -> None:
-    records = read_records()
-    if not _said_as_json(line, [tables.facts(record) for record in records]):
-        frontend.show(tables.history(records))
-
-
-def _config(frontend: Frontend, line: Line) -> None:
-    catalog = load_catalog(project_folder())
-    said = {key: str(path) for key, path in catalog.said_in.items()}
-    facts = {key: {"value": value, "set_in": said.get(key)} for key, value in catalog.in_force().items()}
-    if not _said_as_json(line, facts):
-        frontend.show(tables.config(catalog))
-
-
-def _types(frontend: Frontend, line: Line) -> None:
-    catalog = load_catalog(project_folder())
-    if not _said_as_json(line, [*catalog.instances.values()]):
-        frontend.show(tables.types(catalog))
-
-
 def _run(frontend: Frontend, line: Line) -> None:
     raise HeaderError(
         "%taas run is for a terminal: type taas run SCRIPT --gpus 8 there, or %load SCRIPT here"
@@ -310,19 +271,28 @@ def _run(frontend: Frontend, line: Line) -> None:
 # ---------------------------------------------------------------- a line
 
 
+_FACTS: dict[str, Callable[[], object]] = {
+    "status": lambda: [tables.facts(record) for record in read_records() if record.live],
+    "history": lambda: [tables.facts(record) for record in read_records()],
+    "config": lambda: tables.settings(load_catalog(project_folder())),
+    "types": lambda: [*load_catalog(project_folder()).instances.values()],
+}
+"""Of each verb with ``--json``, what that prints."""
 _HANDLERS: dict[str, Callable[[Frontend, Line], None]] = {
-    "status": _status,
+    "status": lambda frontend, _: frontend.show_status(),
     "logs": _logs,
     "stop": _stop,
     "stacks": _stacks,
     "attach": lambda frontend, line: frontend.attach(_named(frontend, line, live=False)),
     "top": lambda frontend, line: frontend.show_ranks(_named(frontend, line, live=False)),
-    "history": _history,
+    "history": lambda frontend, _: frontend.show(tables.history(read_records())),
     "recover": _recover,
-    "export": _export,
+    "export": lambda frontend, line: say(
+        *export(_named(frontend, line, live=False), line.options.get("to", ""))
+    ),
     "engine": _engine,
-    "config": _config,
-    "types": _types,
+    "config": lambda frontend, _: frontend.show(tables.config(load_catalog(project_folder()))),
+    "types": lambda frontend, _: frontend.show(tables.types(load_catalog(project_folder()))),
     "run": _run,
     "install": _install,
     "release": _release,
@@ -340,4 +310,8 @@ def do(text: str, frontend: Frontend) -> None:
         near = nearest(name, VERBS, 0.5)
         hint = f"did you mean %taas {near}?" if near else f"allowed is {', '.join(VERBS)}"
         raise HeaderError(f"%taas {shown(name)}: there is no such verb; {hint}")
-    _HANDLERS[name](frontend, VERBS[name].read(rest))
+    line = VERBS[name].read(rest)
+    if "json" in line.options:
+        sys.stdout.write(msgspec.json.encode(_FACTS[name]()).decode() + "\n")
+    else:
+        _HANDLERS[name](frontend, line)

@@ -165,14 +165,10 @@ def supervised(*, warm: bool) -> Supervised:
 def start_ahead() -> None:
     """Start what the first cell will need, if that is of this machine; who needs it before it is there joins this."""
     global _ahead
-    try:
-        if chosen(Path.cwd()).kind != "local":
-            return
-    except HeaderError:  # the first cell says what is wrong
-        return
-    if _current is None and _ahead is None:
-        _ahead = threading.Thread(target=_start_idle, name="taas-ahead", daemon=True)
-        _ahead.start()
+    with contextlib.suppress(HeaderError):  # the first cell says what is wrong
+        if chosen(Path.cwd()).kind == "local" and _current is None and _ahead is None:
+            _ahead = threading.Thread(target=_start_idle, name="taas-ahead", daemon=True)
+            _ahead.start()
 
 
 def _start_idle() -> None:

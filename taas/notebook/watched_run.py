@@ -40,10 +40,10 @@ class _Written(NamedTuple):
         return f"<pre>{lines}</pre>{shown}" if shown or len(self.lines) > 1 else ""
 
 
-def watched(record: RunRecord, now: float | None = None, *, kept: bool = False) -> Shown:
+def watched(record: RunRecord, now: float | None = None) -> Shown:
     """Show the run's line, with the time that is left if something tells it, and the folded rows; as :func:`line`."""
     ranks = _written_by(record)
-    above = line(record, now, kept=kept, left=_seconds_left(record, ranks[0].lines))
+    above = line(record, now, _seconds_left(record, ranks[0].lines))
     if not record.use and not any(written.lines for written in ranks):
         return above
     busy = f"{record.busy:.0f} % busy · " if record.live and record.busy is not None else ""
