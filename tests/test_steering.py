@@ -144,7 +144,7 @@ def test_top_is_drawn_anew(notebook: Notebook) -> None:
         while not re.search(rb"1 +running +\d+ % .* here is 1\s.*\x1b\[H\x1b\[J", drawn, re.DOTALL):
             drawn += os.read(ours, 4096)
         [shown] = notebook.good("%taas top drawn").displays
-        assert "here is 1" in shown["data"]["text/plain"]
+        assert "here is 1" in shown["data"]["text/html"]
         notebook.folder.joinpath("end").touch()
         with contextlib.suppress(OSError):  # how a terminal says that nobody writes there any more
             while True:
