@@ -47,6 +47,8 @@ def headed_cell(lines: list[str]) -> list[str]:
     cell = "".join(lines)
     header = find_header(cell)
     if header is None:
+        if len(lines) == 1 and _MAGIC_LINE.match(cell) and not cell.rstrip().endswith("?"):
+            return [f"{cell.rstrip()}\n", "# no code\n"]  # else IPython advises %taas
         if lines and _MAGIC_LINE.match(lines[0]):
             _frontend().check_syntax("\n" + "".join(lines[1:]), get_ipython())
         return lines

@@ -121,7 +121,7 @@ REFUSED = {
     "#!c1.4\n#pragma taas --gpus 4": "has no GPU",
     "#pragma taas": "type --gpus auto",
     "#pragma taas --gpus 0": "type --gpus auto",
-    "#pragma taas --gpus {n}": "from 1 to 8192, or auto",
+    "#pragma taas --gpus {n}": "expanded only where the notebook has it",
     "#pragma taas --gpus": "--gpus has no value",
     "#pragma taas --gpus 8 --gpus 8": "given twice",
     "#pragma taas --gpu 8": "type --gpus",

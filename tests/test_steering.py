@@ -247,7 +247,6 @@ def test_the_terminal_teaches_and_fails_with_a_status(tmp_path: Path) -> None:
     wrong = terminal("stauts")
     assert wrong.returncode == 2
     assert wrong.stderr == "taas: taas stauts: there is no such verb; did you mean taas status?\n"
-    assert "type %%taas --gpus 2 above its code" in terminal("--gpus", "2").stderr
     assert "allowed is %taas engine in a notebook" in terminal("engine", "local").stderr
 
 

@@ -112,7 +112,12 @@ def _read_value(option: Option, joined: str | None, waiting: list[str]) -> Any:
     except ValueError:
         what = f"--{name} has no value" if missing else f"--{name} {shown(value)}"
         allowed = f"allowed is {option.convert.allowed}; type --{name} {option.convert.instead}"
-        raise HeaderError(f"{what}: {allowed}") from None
+        more = (
+            " (a name in {} or after $ is expanded only where the notebook has it)"
+            if {*"{$"} & {*value}
+            else ""
+        )
+        raise HeaderError(f"{what}: {allowed}{more}") from None
 
 
 # ---------------------------------------------------------------- kinds of values

@@ -309,6 +309,8 @@ def do(text: str, frontend: Frontend) -> None:
     if name not in VERBS:
         near = nearest(name, VERBS, 0.5)
         hint = f"did you mean %taas {near}?" if near else f"allowed is {', '.join(VERBS)}"
+        if name.startswith("-"):
+            hint = f"options belong to a cell; type %%taas {shown(text.strip())} above its code"
         raise HeaderError(f"%taas {shown(name)}: there is no such verb; {hint}")
     line = VERBS[name].read(rest)
     if "json" in line.options:
