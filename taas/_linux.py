@@ -41,15 +41,10 @@ libc = ctypes.CDLL(None, use_errno=True)
 _ADVICE = {
     ("unshare", errno.EPERM): "this user may not make namespaces: a container's seccomp profile, AppArmor "
     "(kernel.apparmor_restrict_unprivileged_userns), kernel.unprivileged_userns_clone=0 or a chroot refuses them",
-    ("unshare", errno.EINVAL): "the process has more than one thread, or the kernel has no such namespace",
-    ("unshare", errno.ENOSPC): "user.max_user_namespaces is used up, or 0",
     ("mount", errno.EPERM): "mounting is refused here: no CAP_SYS_ADMIN (a container), AppArmor or seccomp",
-    ("mount", errno.EINVAL): "the path is no mount point (as / in a chroot), or a locked mount is beneath it",
     ("mount_setattr", errno.ENOSYS): "the kernel is older than 5.12",
-    ("mount_setattr", errno.EPERM): "mounts cannot be changed here: seccomp or a security module refuses it",
     ("landlock", errno.ENOSYS): "the kernel is older than 5.13 or built without Landlock",
     ("landlock", errno.EOPNOTSUPP): "Landlock is built in but switched off at boot (lsm= lacks 'landlock')",
-    ("landlock", errno.EPERM): "no_new_privs is not set and the process lacks CAP_SYS_ADMIN",
 }
 
 

@@ -471,7 +471,7 @@ def test_a_debugger_in_a_rank(room: Room) -> None:
     sync_api.expect(person.page.locator(".jp-Stdin-prompt")).to_have_text(
         "[rank 3] (Pdb) ", timeout=_PATIENCE
     )
-    person.sees("rank 3 asks and waits for an answer in its cell")
+    person.sees("rank 3 asked for an answer in the cell")
     person.photograph("asked")
     for typed, seen in (("p 'x is', x", "('x is', tensor([1.]))"), ("n", "--Return--")):
         person.answers(typed)

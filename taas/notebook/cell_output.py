@@ -58,15 +58,6 @@ def follow(
         screen.send()
 
 
-def show_written(record: RunRecord, ranks: Iterable[int], screen: Screen) -> None:
-    """Show what ranks have written until now, a rank after the other."""
-    for rank in ranks:
-        with RunReader(record, (rank,)) as reader:
-            while items := reader.read():
-                screen.show(items)
-    screen.send()
-
-
 def say(*lines: str) -> None:
     """Tell the user something that is not the cell's own output."""
     for line in lines:

@@ -289,6 +289,8 @@ class _Program:
             given["batch_sampler"] = parts.index_sampler
         else:
             given |= {"sampler": parts.index_sampler, "batch_size": None}
+        units = self._record.cell.spec.units
+        given["units"] = units.get(name) if isinstance(units, dict) else units
         if why := self._keep(name, given):
             self.notes.append(why)
             return
@@ -304,9 +306,8 @@ class _Program:
         """The program."""
         defined = sorted(self._defined.values(), key=lambda bound: bound.place)
         early = [bound for bound in defined if isinstance(bound.node, _DEFINITION)]
-        late = [
-            bound for bound in defined if bound not in early
-        ]  # lines that made closures: they may need data
+        # lines that made closures may need data
+        late = [bound for bound in defined if bound not in early]
         parts = [_SHARE] if self.loaders else []
         parts += ["\n".join(f"{name} = {value}" for name, value in self._plain.items())]
         parts += [f"\n\n{bound.source}\n" for bound in early]
@@ -331,22 +332,15 @@ class _Program:
 
     def _begin(self) -> str:
         """What is imported, and which rank this is."""
-        needed = {
-            "import os",
-            "import pickle",
-            "import sys",
-            "from pathlib import Path",
-            "import torch",
-            *self._imports,
-        }
-        needed |= {f"import {library}" for library in self._generators}
+        needed = {f"import {name}" for name in ("os", "pickle", "sys", "torch", *self._generators)}
+        needed |= {"from pathlib import Path", *self._imports}
         needed |= {"from torch.utils.data import DataLoader"} if self.loaders else set()
         ordered = sorted(needed, key=lambda line: ("__future__" not in line, line.startswith("from "), line))
         return "\n".join([*ordered, _BEGIN])
 
     def _loaded(self, name: str) -> str:
-        if name not in self.loaders:
-            return f'{name} = _names["{name}"]'
-        units = self._record.cell.spec.units
-        units = units.get(name) if isinstance(units, dict) else units
-        return f'{name} = _shared_loader({units}, **_names["{name}"])'
+        return (
+            f'{name} = _shared_loader(**_names["{name}"])'
+            if name in self.loaders
+            else f'{name} = _names["{name}"]'
+        )

@@ -96,9 +96,8 @@ class RunView:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.show_line(
-            self.reader.look(at_once=True), at_once=True
-        )  # if the cell leaves it early, it may be lost
+        # if the cell leaves it early, it may be lost
+        self.show_line(self.reader.look(at_once=True), at_once=True)
         self.reader.close()
 
     def follow(self) -> RunRecord:

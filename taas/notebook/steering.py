@@ -21,7 +21,7 @@ from taas.engines.slurm import settings_of
 from taas.errors import EngineError, HeaderError
 from taas.header.arguments import Line, check_ranks, split_words
 from taas.notebook import doctor, tables
-from taas.notebook.cell_output import Screen, TerminalOutput, follow, say, show_written
+from taas.notebook.cell_output import Screen, TerminalOutput, follow, say
 from taas.notebook.export import export
 from taas.notebook.supervised import supervised
 from taas.notebook.tables import Shown
@@ -116,7 +116,11 @@ def _logs(frontend: Frontend, line: Line) -> None:
     if "follow" in line.options:
         _followed(record, ranks, screen)
     else:
-        show_written(record, ranks, screen)
+        for rank in ranks:
+            with RunReader(record, (rank,)) as reader:
+                while items := reader.read():
+                    screen.show(items)
+        screen.send()
 
 
 def _only_run(frontend: Frontend) -> RunRecord:

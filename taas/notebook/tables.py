@@ -182,10 +182,8 @@ def _note(record: RunRecord) -> str:
     if not record.questions:
         return ""
     ranks = [one.rank for one in record.questions]
-    verb = "asks and waits" if len(ranks) == 1 else "ask and wait"
-    where = f": %taas attach {record.name} answers" if record.background else " for an answer in its cell"
-    others = ", and the other ranks with them" if record.cell.spec.world_size > len(ranks) else ""
-    return f"{ranks_in_words(ranks)} {verb}{where}{others}"
+    where = f": %taas attach {record.name} answers" if record.background else " in the cell"
+    return f"{ranks_in_words(ranks)} asked for an answer{where}"
 
 
 def stacks(places: Iterable[StackGroup]) -> Shown:
