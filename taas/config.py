@@ -38,10 +38,8 @@ class InstanceType:
     def __post_init__(self) -> None:
         if not TYPE_NAME.fullmatch(self.name):
             raise ValueError("an instance type is called like g2.8: a letter, digits, a dot, digits")
-        if self.vcpus < 1 or self.gpus < 0:
-            raise ValueError("vcpus is at least 1, gpus at least 0")
-        if not self.vms or min(self.vms) < 1:
-            raise ValueError("vms lists numbers of VMs of at least 1, such as [1, 2, 4]")
+        if self.vcpus < 1 or self.gpus < 0 or not self.vms or min(self.vms) < 1:
+            raise ValueError("vcpus is at least 1, gpus at least 0, and vms lists numbers such as [1, 2, 4]")
 
 
 _GPU_FAMILIES = (("g1", "V100", 8, (1, 2, 4)), ("g2", "A100", 28, (1, 2, 4, 8)))

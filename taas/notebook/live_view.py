@@ -143,10 +143,9 @@ class RunView:
     def _read(self, asked: Asking, record: RunRecord) -> tuple[str, str]:
         prompt = asked.prompt if record.cell.spec.world_size == 1 else f"[rank {asked.rank}] {asked.prompt}"
         kernel = getattr(self._shell, "kernel", None)
+        secretly, openly = (kernel.getpass, kernel.raw_input) if kernel else (getpass.getpass, input)
         try:
-            if kernel is None:
-                return (getpass.getpass(prompt) if asked.hidden else input(prompt)), ""
-            return (kernel.getpass(prompt) if asked.hidden else kernel.raw_input(prompt)), ""
+            return (secretly if asked.hidden else openly)(prompt), ""
         except EOFError:
             return "", "the person at the keyboard closed the input"
         except StdinNotImplementedError as error:

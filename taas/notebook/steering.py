@@ -244,9 +244,8 @@ def _release(frontend: Frontend, line: Line) -> None:
     mine = [c for c in connections.all_connections() if frontend.kernel in (0, c.kernel.pid)]
     released = [_released(connection) for connection in mine]
     count, ranks = sum(one.count for one in released), sum(one.ranks for one in released)
-    ended = f"{counted(ranks, 'kept rank')} ended" if ranks else ""
-    given = f"{counted(count, 'idle VM')} given back" if count or not ranks else ""
-    say(f"{', '.join(filter(None, (ended, given)))}; the next run starts new ones")
+    given = f"{counted(ranks, 'kept rank')} ended, {counted(count, 'idle VM')} given back"
+    say(f"{given}; the next run starts new ones")
 
 
 def _released(connection: connections.Connection) -> Released:
