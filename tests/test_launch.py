@@ -37,7 +37,7 @@ TORCHRUN = (
         ("#pragma taas --gpus 2 --shared .", "the project itself"),
         ("#pragma taas --gpus 2 --shared checkpoints/../..", "holds the whole project"),
         ("#pragma taas --gpus 2 --shared ../elsewhere/x", "not there"),
-        ("%%taas status", "type %taas status"),
+        ("%%taas status", "status is no option: allowed is --on"),
         ("#pragma taas --gpus 2 --return nosuch", "neither the notebook has nor the cell makes"),
     ],
 )
