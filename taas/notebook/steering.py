@@ -65,15 +65,15 @@ class Frontend:
         self.show(tables.status(read_records()))
 
     def show_ranks(self, record: RunRecord) -> None:
-        """Show a run's ranks, a row each, anew each second, until the run is over or somebody has seen enough."""
-        terminal = sys.__stdout__
+        """Show a run's ranks, a row each, in a terminal anew each second, until the run is over or somebody has seen enough."""
+        terminal = sys.__stdout__ if sys.__stdout__ and sys.__stdout__.isatty() else None
         with RunReader(record, ()) as reader, contextlib.suppress(KeyboardInterrupt):
             while True:
                 shown = in_full(reader.look(at_once=True))
-                if terminal is not None and terminal.isatty():
+                if terminal is not None:
                     terminal.write(_CLEAR)  # not by `show`: what ranks say gives a terminal no commands
                 self.show(shown)
-                if reader.over:
+                if reader.over or terminal is None:
                     return
                 time.sleep(_TOP_SECONDS)
 
@@ -83,7 +83,7 @@ class Frontend:
 
     def attach(self, record: RunRecord) -> None:
         """Follow a run, and take its names if there is a notebook to take them."""
-        record = _followed(record, record.cell.spec.shown_ranks(), TerminalOutput())
+        record = _until_seen(record, record.cell.spec.shown_ranks(), TerminalOutput())
         say(tables.line(record).text)
         if record.background:
             say(f"%taas attach {record.name} in a notebook brings its names")
@@ -98,7 +98,7 @@ def _named(frontend: Frontend, line: Line, *, live: bool) -> RunRecord:
     return find_run(line.words[0] if line.words else None, read_records(), frontend.own, live=live)
 
 
-def _followed(record: RunRecord, ranks: Iterable[int], screen: Screen) -> RunRecord:
+def _until_seen(record: RunRecord, ranks: Iterable[int], screen: Screen) -> RunRecord:
     """Show what ranks write until the run is over, or somebody has seen enough; returns the run as it is then."""
     with RunReader(record, ranks) as reader:
         try:
@@ -114,7 +114,7 @@ def _logs(frontend: Frontend, line: Line) -> None:
     check_ranks(ranks, size, "rank")
     screen = frontend.screen(ranks[0] if len(ranks) == 1 else None)
     if "follow" in line.options:
-        _followed(record, ranks, screen)
+        _until_seen(record, ranks, screen)
     else:
         for rank in ranks:
             with RunReader(record, (rank,)) as reader:
