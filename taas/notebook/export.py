@@ -34,7 +34,7 @@ _COMPOUND = (ast.If, ast.Try, ast.ExceptHandler, ast.With, ast.For, ast.While)
 _DEFINITION = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _IMPORT = (ast.Import, ast.ImportFrom)
 
-_HEADER = re.compile(r"^\s*(?:#!|#\s*pragma\s+taas|%%taas).*\n", re.MULTILINE)
+_HEADER = re.compile(r"\A(?:\s*(?:#|%%taas).*\n)+")
 _MAGIC = re.compile(r"^([ \t]*)([%!].*)$", re.MULTILINE)
 
 _TOP = '''\
