@@ -39,23 +39,15 @@ def __getattr__(name: str) -> Any:
 
 def _magics() -> ModuleType:
     """What there is in IPython only, whose import outside of it would cost 300 ms."""
-    from taas import magics
-
-    return magics
+    return importlib.import_module("taas.magics")
 
 
 def load_ipython_extension(shell: Any) -> None:
-    """Activate the cell headers and the magics (``%load_ext taas``).
-
-    Raises:
-        UsageError: the cell in which this happens has a header itself, which came too late for it.
-    """
+    """Activate the cell headers and the magics (``%load_ext taas``)."""
     if getattr(shell, "is_rank", False):  # the notebook has read the header of its cell
         return
     _magics().activate(shell)
     _magics().start_ahead(shell)
-    if (late := _magics().late_for_header(shell)) is not None:
-        raise _magics().UsageError(late)
 
 
 def unload_ipython_extension(shell: Any) -> None:
@@ -66,11 +58,7 @@ def unload_ipython_extension(shell: Any) -> None:
 def _activate_in_notebook() -> None:
     interactive = sys.modules.get("IPython.core.interactiveshell")
     if interactive is not None and interactive.InteractiveShell.initialized():
-        shell = interactive.InteractiveShell.instance()
-        _magics().activate(shell)
-        late = _magics().late_for_header(shell)
-        if late is not None and "load_ext" not in late:  # an import that fails would leave half a package
-            sys.stderr.write(f"taas: {late}\n")
+        _magics().activate(interactive.InteractiveShell.instance())
 
 
 _activate_in_notebook()

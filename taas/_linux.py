@@ -12,7 +12,6 @@ import ctypes
 import errno
 import fcntl
 import os
-import re
 import signal
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,7 +21,7 @@ from typing import NamedTuple
 CLONE_NEWNS = 0x00020000
 CLONE_NEWUSER = 0x10000000
 
-MS_RDONLY, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 0x1, 0x20, 0x1000, 0x4000, 0x40000
+MS_BIND, MS_REC, MS_PRIVATE = 0x1000, 0x4000, 0x40000
 
 _NR_MOUNT_SETATTR = 442
 _AT_FDCWD, _AT_RECURSIVE = -100, 0x8000
@@ -42,15 +41,10 @@ libc = ctypes.CDLL(None, use_errno=True)
 _ADVICE = {
     ("unshare", errno.EPERM): "this user may not make namespaces: a container's seccomp profile, AppArmor "
     "(kernel.apparmor_restrict_unprivileged_userns), kernel.unprivileged_userns_clone=0 or a chroot refuses them",
-    ("unshare", errno.EINVAL): "the process has more than one thread, or the kernel has no such namespace",
-    ("unshare", errno.ENOSPC): "user.max_user_namespaces is used up, or 0",
     ("mount", errno.EPERM): "mounting is refused here: no CAP_SYS_ADMIN (a container), AppArmor or seccomp",
-    ("mount", errno.EINVAL): "the path is no mount point (as / in a chroot), or a locked mount is beneath it",
     ("mount_setattr", errno.ENOSYS): "the kernel is older than 5.12",
-    ("mount_setattr", errno.EPERM): "mounts cannot be changed here: seccomp or a security module refuses it",
     ("landlock", errno.ENOSYS): "the kernel is older than 5.13 or built without Landlock",
     ("landlock", errno.EOPNOTSUPP): "Landlock is built in but switched off at boot (lsm= lacks 'landlock')",
-    ("landlock", errno.EPERM): "no_new_privs is not set and the process lacks CAP_SYS_ADMIN",
 }
 
 
@@ -131,25 +125,6 @@ def mount_readonly(target: str) -> None:
     check(result, "mount_setattr", target)
 
 
-class Mount(NamedTuple):
-    """Where something is mounted, and how."""
-
-    point: str
-    options: frozenset[str]
-
-
-def mounts() -> list[Mount]:
-    """The mounts this process sees, in the kernel's order (proc_pid_mountinfo(5): field 5, with octal escapes, and 6)."""
-    lines = (line.split(b" ") for line in Path("/proc/self/mountinfo").read_bytes().splitlines())
-    return [
-        Mount(
-            os.fsdecode(re.sub(rb"\\([0-7]{3})", lambda found: bytes([int(found[1], 8)]), fields[4])),
-            frozenset(fields[5].decode().split(",")),
-        )
-        for fields in lines
-    ]
-
-
 @contextlib.contextmanager
 def still_seen(places: Iterable[str]) -> Iterator[None]:
     """Mount these directories again where they are, after the body has mounted something over them."""
@@ -161,17 +136,6 @@ def still_seen(places: Iterable[str]) -> Iterator[None]:
         yield
         for place, descriptor in before.items():
             mount(f"/proc/self/fd/{descriptor}", place, MS_BIND | MS_REC)
-
-
-_REMOUNT_FLAGS = {
-    "nosuid": 0x2, "nodev": 0x4, "noexec": 0x8, "noatime": 0x400, "nodiratime": 0x800, "relatime": 0x200000,
-}  # fmt: skip
-
-
-def remount_readonly(entry: Mount) -> None:
-    """Make one mount read-only and keep its other flags: what kernels before 5.12 can do."""
-    kept = sum(flag for name, flag in _REMOUNT_FLAGS.items() if name in entry.options)
-    mount(None, entry.point, MS_REMOUNT | MS_BIND | MS_RDONLY | kept)
 
 
 # files ---------------------------------------------------------------------------------------------
@@ -232,14 +196,12 @@ def has_capability(number: int) -> bool:
 
 def drop_capabilities(numbers: Iterable[int] | None) -> None:
     """Give up capabilities, or all, for good, in this process and whatever it executes."""
-    last = _last_capability()
-    numbers = range(last + 1) if numbers is None else [number for number in numbers if number <= last]
     header, data = _CapHeader(_CAPABILITY_VERSION_3, 0), (_CapData * 2)()
     check(libc.capget(ctypes.byref(header), data), "capget", "self")
     prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL)
-    for number in numbers:
-        # A process without CAP_SETPCAP cannot shrink its bounding set; its permitted set is what counts then.
-        with contextlib.suppress(PermissionError):
+    for number in range(64) if numbers is None else numbers:
+        # Without CAP_SETPCAP a process cannot shrink its bounding set, and its permitted set counts; or there is none such.
+        with contextlib.suppress(OSError):
             prctl(_PR_CAPBSET_DROP, number)
         mask = 0xFFFFFFFF ^ (1 << number % 32)
         word = data[number // 32]
@@ -247,13 +209,6 @@ def drop_capabilities(numbers: Iterable[int] | None) -> None:
         word.permitted &= mask
         word.inheritable &= mask
     check(libc.capset(ctypes.byref(header), data), "capset", "self")
-
-
-def _last_capability() -> int:
-    try:
-        return int(Path("/proc/sys/kernel/cap_last_cap").read_text())
-    except OSError:
-        return CAP_CHECKPOINT_RESTORE
 
 
 def prctl(option: int, argument: int = 0) -> int:

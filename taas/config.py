@@ -13,13 +13,13 @@ remembers would change runs. Unknown keys are errors (`ConfigError`) that name f
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from taas.errors import ConfigError, HeaderError
-from taas.header.arguments import TYPE_NAME, Option, Wrong, choice, seconds, seconds_or_none, size, text_of
+from taas.header.arguments import TYPE_NAME, Kind, Option, choice, seconds, seconds_or_none, size, text_of
 from taas.header.options import DEFAULTS, SETTINGS
 from taas.wording import nearest, shown
 
@@ -38,10 +38,8 @@ class InstanceType:
     def __post_init__(self) -> None:
         if not TYPE_NAME.fullmatch(self.name):
             raise ValueError("an instance type is called like g2.8: a letter, digits, a dot, digits")
-        if self.vcpus < 1 or self.gpus < 0:
-            raise ValueError("vcpus is at least 1, gpus at least 0")
-        if not self.vms or min(self.vms) < 1:
-            raise ValueError("vms lists numbers of VMs of at least 1, such as [1, 2, 4]")
+        if self.vcpus < 1 or self.gpus < 0 or not self.vms or min(self.vms) < 1:
+            raise ValueError("vcpus is at least 1, gpus at least 0, and vms lists numbers such as [1, 2, 4]")
 
 
 _GPU_FAMILIES = (("g1", "V100", 8, (1, 2, 4)), ("g2", "A100", 28, (1, 2, 4, 8)))
@@ -76,14 +74,14 @@ SLURM_OPTIONS = (
 )
 """What ``%taas engine slurm`` takes, and ``[engine.slurm]``."""
 
-_KEYS: Mapping[str, tuple[Callable[[str], Any], Any]] = {
+_KEYS: Mapping[str, tuple[Kind, Any]] = {
     **{option.setting: (option.convert, "") for option in SLURM_OPTIONS if option.convert},
     "engine.default": (choice("local", "ray", "slurm"), "local"),
     "engine.address": (text_of("where the cluster's head is", "ray-head:6379"), None),
     "engine.wait": (seconds_or_none, 600.0),
     "engine.idle": (seconds_or_none, 60.0),
     "keep.idle": (seconds, 1800.0),
-    "delivery.encrypt": (lambda text: choice("true", "false")(text.lower()) == "true", True),
+    "delivery.encrypt": (Kind("True|False", "true or false", "true", lambda text: text == "True"), True),
     "delivery.buffer": (size, None),
 }
 """The keys that no option of a header has: what each takes, and what holds without it."""
@@ -121,15 +119,9 @@ class Catalog:
         misspelt = not TYPE_NAME.fullmatch(name)  # else one of a size or kind that is not there
         near = nearest(name, self.instances, 0.7) if misspelt else None
         step = f"type {before}{near}" if near else "type one of them, or #pragma taas --gpus auto without one"
-        raise HeaderError(f"{before}{shown(name)} is no instance type: allowed is {self.in_words()}; {step}")
-
-    def in_words(self) -> str:
-        """The types with what they have: ``c1.4, c1.8 (no GPU), g2.4, g2.8 (A100)``."""
-        by_model: dict[str, list[str]] = {}
-        for kind in self.instances.values():
-            model = kind.gpu_model or ("GPU" if kind.gpus else "no GPU")
-            by_model.setdefault(model, []).append(kind.name)
-        return ", ".join(f"{', '.join(names)} ({model})" for model, names in by_model.items())
+        raise HeaderError(
+            f"{before}{shown(name)} is no instance type: allowed is {', '.join(self.instances)}; {step}"
+        )
 
 
 def project_folder() -> Path:
@@ -154,7 +146,14 @@ def load_catalog(project: Path | None = None) -> Catalog:
     for folder in (Path(home).expanduser() / "taas", project or project_folder()):
         path = folder / "taas.toml"
         if path.is_file():
-            catalog = _overlay(catalog, _read(path), path)
+            said = _read(path)
+            types = _instances(said.pop("instances", {}), path)
+            settings = {key: _setting(key, value, path) for key, value in _flat(said)}
+            catalog = Catalog(
+                instances={**catalog.instances, **types},
+                settings={**catalog.settings, **settings},
+                said_in={**catalog.said_in, **dict.fromkeys(settings, path)},
+            )
     return catalog
 
 
@@ -166,17 +165,6 @@ def _read(path: Path) -> dict[str, Any]:
             return tomllib.load(file)
     except (OSError, ValueError) as exc:
         raise ConfigError(f"{path}: {' '.join(str(exc).split())}; correct the file or remove it") from exc
-
-
-def _overlay(catalog: Catalog, said: dict[str, Any], path: Path) -> Catalog:
-    """``catalog`` with what one file says, key by key; instance types are replaced whole."""
-    types = _instances(said.pop("instances", {}), path)
-    settings = {key: _setting(key, value, path) for key, value in _flat(said)}
-    return Catalog(
-        instances={**catalog.instances, **types},
-        settings={**catalog.settings, **settings},
-        said_in={**catalog.said_in, **dict.fromkeys(settings, path)},
-    )
 
 
 def _flat(tables: dict[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
@@ -197,9 +185,9 @@ def _setting(key: str, value: Any, path: Path) -> Any:
         if key in SETTINGS and SETTINGS[key].repeats:
             return tuple(convert(str(item)) for item in (value if isinstance(value, list) else [value]))
         return convert(str(value))
-    except Wrong as wrong:
+    except ValueError:
         wrote = f"{path}: {key} = {shown(str(value))}"
-        raise ConfigError(f"{wrote}: allowed is {wrong.allowed}; write {wrong.instead}") from None
+        raise ConfigError(f"{wrote}: allowed is {convert.allowed}; write {convert.instead}") from None
 
 
 def _instances(tables: Any, path: Path) -> dict[str, InstanceType]:

@@ -45,7 +45,6 @@ class KeptRun:
     """The ranks of a run that is over, with what they have of the notebook's names."""
 
     record: RunRecord
-    spec: RunSpec
     names: Kept
 
 
@@ -77,7 +76,7 @@ def launch(spec: RunSpec, cell: str, shell: Any) -> RunHandle | None:
 
 def _launch(spec: RunSpec, cell: str, shell: Any, left: KeptRun | None) -> RunHandle | None:
     global _kept
-    project = project_of(left)
+    project = project_folder() if left is None else Path(left.record.project)
     missing_shared(project, spec.shared)
     engine = chosen(project)
     local = engine.kind == "local"
@@ -99,7 +98,7 @@ def _launch(spec: RunSpec, cell: str, shell: Any, left: KeptRun | None) -> RunHa
             whole = captures.enter_context(names()) if left else captured
             delivery = delivered(whole, spec, local=local)
         say(*captured.notices)
-        submit = ordered(spec, cell, shell, engine, captured, delivery, left)
+        submit = ordered(spec, cell, shell, engine, captured, delivery, left, project)
         say(*make_shared(project, spec.shared))
         with Interrupts() as interrupts:
             supervisor = supervised(warm=local)
@@ -109,15 +108,10 @@ def _launch(spec: RunSpec, cell: str, shell: Any, left: KeptRun | None) -> RunHa
                 return RunHandle(record)
             ended = run_in_foreground(supervisor, submit, interrupts, captured, shell)
         if spec.keep:
-            _kept = KeptRun(ended.record, spec, captured.kept()) if ended.record.kept_ranks else None
+            _kept = KeptRun(ended.record, captured.kept()) if ended.record.kept_ranks else None
         apply_final(ended.loaders, loaders)
     finish(ended.record)
     return None
-
-
-def project_of(left: KeptRun | None) -> Path:
-    """Return the project of a cell: that of the kept ranks in which it is to run, else the notebook's folder."""
-    return project_folder() if left is None else Path(left.record.project)
 
 
 def delivered(captured: Capture, spec: RunSpec, *, local: bool) -> DeliveryOrder:
@@ -126,19 +120,11 @@ def delivered(captured: Capture, spec: RunSpec, *, local: bool) -> DeliveryOrder
     vcpus = catalog.find(DATA_VM).vcpus
     return DeliveryOrder(
         Memory(os.getpid(), captured.fd, captured.nbytes),
-        data_workers(vcpus, spec.data_vms) if local else vcpus,
+        # reads that wait need more data workers than processors, which the data VMs of one machine share
+        min(vcpus, max(2, 2 * len(os.sched_getaffinity(0)) // spec.data_vms)) if local else vcpus,
         catalog["delivery.encrypt"],
         catalog["delivery.buffer"] or min(spec.world_size * _RANK_BUFFER, free_memory() // 8),
     )
-
-
-def data_workers(vcpus: int, data_vms: int) -> int:
-    """Return the data workers on each data VM of this machine, which share its processors.
-
-    One for each processor that such a VM has, but over all VMs no more than two a processor of this machine
-    (reads that wait need more than one), and at least two each.
-    """
-    return min(vcpus, max(2, 2 * len(os.sched_getaffinity(0)) // data_vms))
 
 
 def ordered(
@@ -149,6 +135,7 @@ def ordered(
     captured: Capture,
     delivery: DeliveryOrder | None,
     left: KeptRun | None,
+    project: Path,
 ) -> Submit:
     """Return the order for a run of a cell, as this notebook is now; say what of its environment cannot be sent."""
     local = engine.kind == "local"
@@ -166,7 +153,7 @@ def ordered(
             directory=str(project_folder()),
         ),
         workspace=Workspace(
-            project=str(project_of(left)),
+            project=str(project),
             environ=environ,
             changed=tuple(filter(is_utf8, changed_variables())),
         ),
@@ -177,7 +164,7 @@ def ordered(
         engine=engine,
         notebook=notebook_path(shell),
         left_to=left.record.id if left else "",
-        keep_idle=load_catalog(project_of(left))["keep.idle"],
+        keep_idle=load_catalog(project)["keep.idle"],
     )
 
 
@@ -208,7 +195,7 @@ def debug_rank(shell: Any) -> bool:
             "the debugger opens at once; with --keep the ranks stay, and %debug opens it there"
         )
         return True
-    spec = replace(_kept.spec, name=None, units=None, data_vms=0, prebuffer=None)
+    spec = replace(_kept.record.cell.spec, name=None, units=None, data_vms=0, prebuffer=None)
     in_that_rank = f"__import__('os').environ['RANK'] == '{first.rank}'"
     launch(spec, f"if {in_that_rank}:\n    get_ipython().run_line_magic('debug', '')", shell)
     return True

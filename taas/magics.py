@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import sys
 from dataclasses import replace
@@ -16,7 +17,7 @@ from taas.errors import HeaderError
 from taas.header.grammar import find_header, parse_magic_line
 from taas.header.options import options_table
 from taas.import_hooks import note_files
-from taas.notebook.verbs import VERBS, help_text
+from taas.notebook.verbs import help_text
 
 if TYPE_CHECKING:
     from taas.notebook.live_view import RunHandle
@@ -33,16 +34,7 @@ else:
 
 def _frontend() -> ModuleType:
     """What runs and steers, loaded when it is first used: ``import taas`` is to cost less than 50 ms."""
-    from taas.notebook import frontend
-
-    return frontend
-
-
-def _supervised() -> ModuleType:
-    """What starts processes, loaded when the first are started, for the same reason."""
-    from taas.notebook import supervised
-
-    return supervised
+    return importlib.import_module("taas.notebook.frontend")
 
 
 def headed_cell(lines: list[str]) -> list[str]:
@@ -80,10 +72,6 @@ class TaasMagics(Magics):
     @cell_magic("taas")
     def run_cell(self, line: str, cell: str) -> RunHandle | None:
         """Run the cell in ranks: ``%%taas --on g2.8 --gpus 16``, the same thing as the two header lines."""
-        if (verb := line.split()[:1]) and verb[0] in VERBS:
-            raise UsageError(
-                f"%%taas {verb[0]}: allowed are options, and a cell below; type %taas {line.strip()}"
-            )
         header = find_header(cell)
         if line.strip():
             twice = "%%taas with options above #!TYPE or #pragma taas: allowed is one; leave one out"
@@ -122,6 +110,7 @@ def activate(shell: Any) -> None:
         shell.input_transformers_cleanup.append(headed_cell)
         shell.Completer.custom_matchers += _MATCHERS
         shell.events.register("post_run_cell", note_files)
+        _tell_late_header(shell)
         if hasattr(shell, "kernel"):
             from taas.notebook.comms import let_comms_travel  # not every IPython has the package comm
 
@@ -131,7 +120,7 @@ def activate(shell: Any) -> None:
 def start_ahead(shell: Any) -> None:
     """Start what the first cell will need, if a cell loads taas: the profile's startup folder does it in every kernel."""
     if sys.displayhook is shell.displayhook:
-        _supervised().start_ahead()
+        _frontend().start_ahead()
 
 
 def _release_what_is_left(_result: object) -> None:
@@ -139,19 +128,18 @@ def _release_what_is_left(_result: object) -> None:
     shell = get_ipython()
     shell.events.unregister("post_run_cell", _release_what_is_left)
     if headed_cell not in shell.input_transformers_cleanup and "taas.notebook.supervised" in sys.modules:
-        _supervised().release_ahead()
+        _frontend().release_ahead()
 
 
-def late_for_header(shell: Any) -> str | None:
-    """Say that the running cell has a header and loads taas itself, by which the header came too early; else None."""
+def _tell_late_header(shell: Any) -> None:
+    """Say that the running cell has a header and loads taas itself, by which the header came too early."""
     cell = shell.history_manager.input_hist_raw[-1]
-    if sys.displayhook is not shell.displayhook or find_header(cell) is None:
-        return None
-    line = "%load_ext taas" if "load_ext" in cell else "import taas"
-    return (
-        f"{line} came too late for the header of its own cell, which is a comment for now: allowed is a cell of its "
-        "own above; taas is loaded now, so run this cell again"
-    )
+    if sys.displayhook is shell.displayhook and find_header(cell) is not None:
+        line = "%load_ext taas" if "load_ext" in cell else "import taas"
+        sys.stderr.write(
+            f"taas: {line} came too late for the header of its own cell, which is a comment for now: allowed is a cell of its "
+            "own above; taas is loaded now, so run this cell again\n"
+        )
 
 
 def deactivate(shell: Any) -> None:

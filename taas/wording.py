@@ -39,18 +39,6 @@ def nearest(text: str, allowed: Iterable[str], cutoff: float = 0.0) -> str | Non
     return found[0] if found else None
 
 
-def misspelt(typed: str, meant: str, most: int) -> bool:
-    """Whether a word is typed with so many slips at most: a letter wrong, missing, too many, or swapped with the next one."""
-    if abs(len(typed) - len(meant)) > most:
-        return False
-    if typed[:1] == meant[:1]:
-        return not typed or misspelt(typed[1:], meant[1:], most)
-    rests = [(typed[1:], meant[1:]), (typed, meant[1:]), (typed[1:], meant)]
-    if typed[:2] == meant[1::-1]:
-        rests.append((typed[2:], meant[2:]))
-    return most > 0 and any(misspelt(*rest, most - 1) for rest in rests)
-
-
 def counted(count: int, thing: str) -> str:
     """A number of things: ``1 GPU``, ``8 GPUs``."""
     return f"{count} {thing}" if count == 1 else f"{count} {thing}s"

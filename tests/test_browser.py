@@ -444,7 +444,7 @@ def test_stop_in_another_notebook(room: Room) -> None:
     one.enter(TRAINING.format(name="halted", options="", epochs=4000))
     one.sees("epoch 1")
     two.enter("%load_ext taas\n%taas stop")
-    two.sees("no run of this notebook goes on, but of others")
+    two.sees("0 are meant; type %taas stop and a name")
     two.photograph("refused")
     one.sees("halted running")
     two.enter("%taas stop halted")
@@ -471,7 +471,7 @@ def test_a_debugger_in_a_rank(room: Room) -> None:
     sync_api.expect(person.page.locator(".jp-Stdin-prompt")).to_have_text(
         "[rank 3] (Pdb) ", timeout=_PATIENCE
     )
-    person.sees("rank 3 asks and waits for an answer in its cell")
+    person.sees("rank 3 asked for an answer in the cell")
     person.photograph("asked")
     for typed, seen in (("p 'x is', x", "('x is', tensor([1.]))"), ("n", "--Return--")):
         person.answers(typed)

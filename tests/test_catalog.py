@@ -116,7 +116,7 @@ def test_unreadable_file_is_refused(tmp_path: Path) -> None:
 
 def test_unknown_type_names_the_nearest() -> None:
     """The types there are, and what to type."""
-    with pytest.raises(HeaderError, match=r"c1\.4, .*g2\.8 \(A100\); type #!g2\.4"):
+    with pytest.raises(HeaderError, match=r"c1\.4, .*g2\.8; type #!g2\.4"):
         Catalog().find("g2,4")
 
 

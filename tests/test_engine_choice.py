@@ -43,7 +43,7 @@ def test_typed_wins_over_variable_over_file(own_project: Path, monkeypatch: pyte
     ("words", "says"),
     [
         (["kubernetes"], "allowed is local, ray and its address, or slurm"),
-        (["slurm", "gpu"], "it has --partition"),
+        (["slurm", "gpu"], "allowed is --partition"),
         (["slurm", "--partition"], "--partition has no value"),
         (["ray", "head"], "type ray head:6379"),
         (["ray", "ray://head:10001"], "make it a node"),

@@ -19,7 +19,6 @@ HEADERS = {
     "#! g2.8\n#pragma taas": ("g2.8", ""),
     "#!g2.8\n# pragma taas --gpus 8\nprint()": ("g2.8", "--gpus 8"),
     "#!{kind}\n#pragma taas --gpus {n}": ("{kind}", "--gpus {n}"),
-    "# g2.8\n#pragma taas --gpus 8": ("g2.8", "--gpus 8"),
     "#!G2.8\nprint()": ("G2.8", None),
     "#!g2.8\n# more of it: --gpus 16\n#pragma taas --gpus 8\n# was --gpus 4\nprint()": ("g2.8", "--gpus 8"),
     "#!g2-4\nprint()": ("g2-4", None),
@@ -48,14 +47,12 @@ ORDINARY = [
     "#pragma omp parallel\nprint()",
     "# see taas --gpus 8 in the docs\nprint()",
     "x = 1\n# torchrun --gpus 8\n",
-    "#pragma task --parallel\nprint()",
     "print()  #!g2.8",
 ]
 
 PROBLEMS = {
     "x = 1\n#pragma taas --gpus 8": "line 2",
     "x = 1\n#!g2.8\ny = 2": "line 2",
-    "x = 1  #pragma taas --gpus 8": "line 1",
     "'''doc'''\n#!g2.8\n#pragma taas --gpus 8": "line 2",
     "!echo don't\n%time f()\n#pragma taas --gpus 8": "line 3",
     "def f(:\n#pragma taas --gpus 8": "line 2",

@@ -37,7 +37,7 @@ TORCHRUN = (
         ("#pragma taas --gpus 2 --shared .", "allowed is a directory"),
         ("#pragma taas --gpus 2 --shared checkpoints/../..", "allowed is a directory"),
         ("#pragma taas --gpus 2 --shared ../elsewhere/x", "allowed is a directory"),
-        ("%%taas status", "type %taas status"),
+        ("%%taas status", "status is no option: allowed is --on"),
         ("#pragma taas --gpus 2 --return nosuch", "neither the notebook has nor the cell makes"),
     ],
 )

@@ -22,7 +22,7 @@ from taas.delivery.config import Delivered
 from taas.errors import HeaderError
 from taas.header.options import RunSpec
 from taas.notebook import tables
-from taas.notebook.watched_run import WatchedRun
+from taas.notebook.watched_run import in_full, watched
 from taas.runs.places import ProcessMark
 from taas.runs.records import (
     RunRecord,
@@ -73,7 +73,9 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
 def test_the_line_of_a_run_that_is_well(make: Make) -> None:
     """State, ranks, elapsed time and device; whole seconds while it goes on."""
     record = make(state="running")
-    assert tables.line(record, 1075.4).text == "▸ r1 running · 8 ranks on g2.8 · 1 min 15 s · 8 GPUs"
+    assert tables.line(record, 1075.4).text.startswith(
+        "▸ r1 running · 8 ranks on g2.8 · 1 min 15 s · 8 GPUs · at "
+    )
     assert "<b>▸ r1 running</b>" in tables.line(record, 1075.4).html
 
 
@@ -94,7 +96,7 @@ def test_the_time_that_is_left(make: Make, who: str) -> None:
     record = make(state="running", **facts)
     if printed:
         prints(record, printed)
-    text = WatchedRun().of(record, 1010.0).text
+    text = watched(record, 1010.0).text
     assert text.startswith(
         f"▸ r1 running · 8 ranks on g2.8 · 10 s{', about ' * bool(left)}{left} · 8 GPUs"
     ), text
@@ -106,17 +108,16 @@ def test_a_row_for_each_rank(make: Make) -> None:
     cell = Cell("", 7, RunSpec(ranks_per_vm=2), "nocolor")
     record = make(state="running", cell=cell, use=use)
     prints(record, "<first>\n\x1b[31mlast\x1b[0m\n", 1)
-    view = WatchedRun()
-    text, html = view.in_full(record).text, view.of(record).html
+    text, html = in_full(record).text, watched(record).html
     assert [line.split() for line in text.splitlines()[-3:]] == [
         ["rank", "state", "CPU", "memory", "GPU", "GPU", "memory", "last", "line"],
         ["0", "running", "95", "%", "2.1", "GB", "60", "%", "8.6", "GB"],
         ["1", "stopped", "0", "%", "1.1", "GB", "0", "%", "8.6", "GB", "last"],
     ]
-    assert "<summary>GPU 30 % · each rank&#x27;s state and output</summary>" in html
+    assert "<summary>30 % busy · each rank&#x27;s state, use and output</summary>" in html
     assert "<summary>last</summary><pre>&lt;first&gt;\nlast</pre>" in html
     prints(record, "more\n", 1)
-    assert "<pre>&lt;first&gt;\nlast\nmore</pre>" in view.of(record).html
+    assert "<pre>&lt;first&gt;\nlast\nmore</pre>" in watched(record).html
 
 
 def test_the_table_shows_live_runs_and_the_last_that_ended(make: Make) -> None:
@@ -126,7 +127,7 @@ def test_the_table_shows_live_runs_and_the_last_that_ended(make: Make) -> None:
     make("now", state="running", submitted=1100.0)
     view = tables.status(read_records(), 1110.0)
     lines = view.text.splitlines()
-    assert [line.split()[0] for line in lines] == ["run", "now", "r3"]
+    assert [line.split()[0] for line in lines] == ["run", "now", "r3", "at"]
     assert "In[7] model = train()" in lines[1]
     assert view.html.count("<tr") == 3
     assert "delivered" not in lines[0]  # a column that nobody needs
@@ -347,5 +348,5 @@ def test_a_terminal_hears_of_the_end(tmp_path: Path) -> None:
         "taas: ✓ plain done",
         "taas: ✓ plain done",  # of `attach`: once
         "trained",
-        "taas: the names of plain are in this notebook since it ended",
+        "taas: plain gave its names to the notebook that started it; only background runs keep them",
     ]

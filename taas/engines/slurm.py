@@ -21,7 +21,7 @@ import msgspec
 from taas.config import BUILT_IN_TYPES, SLURM_OPTIONS, Catalog
 from taas.engines import AgentConfig, Demand
 from taas.engines.driven import DrivenEngine
-from taas.errors import EngineError
+from taas.errors import EngineError, HeaderError
 from taas.header.arguments import read_line
 from taas.wording import shown
 
@@ -42,10 +42,10 @@ class SlurmEngine(DrivenEngine):
     @staticmethod
     def read_address(words: list[str], where: str, configured: Catalog) -> str:
         """Read what is asked of Slurm: as it was typed, else as ``taas.toml`` says; a line for :func:`settings_of`."""
-        known = ", ".join(f"--{name}" for name in _TABLE)
-        line = read_line(
-            words, _TABLE, lambda word: f"{where} slurm {shown(word)}: it has {known}; type one of them"
-        )
+        try:
+            line = read_line(words, _TABLE)
+        except HeaderError as error:
+            raise HeaderError(f"{where} slurm {error}") from None
         said = {name: line.options.get(name, configured[option.setting]) for name, option in _TABLE.items()}
         types = [f"--{kind.name}={kind.slurm}" for kind in configured.instances.values() if kind.slurm]
         return shlex.join([*(f"--{name}={value}" for name, value in said.items() if value), *types])

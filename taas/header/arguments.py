@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import keyword
+import itertools
 import re
+import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,10 +12,7 @@ from typing import Any
 from taas.errors import HeaderError
 from taas.wording import counted, nearest, shown
 
-_WORD = re.compile(r"""(?:"[^"]*"|'[^']*'|[^\s"'])+""")
-_QUOTED = re.compile(r""""([^"]*)"|'([^']*)'""")
 TYPE_NAME = re.compile(r"[a-z]\d+\.\d+", re.ASCII)
-DASHES = re.compile(r"[-\u2010-\u2015\u2212]+")
 
 
 @dataclass(frozen=True)
@@ -23,14 +21,14 @@ class Option:
 
     Attributes:
         metavar: how its value is written in help; empty for an option that takes none, as ``convert`` is None then.
-        convert: text to value, or `Wrong`.
+        convert: what its value may be.
         setting: section and key of ``taas.toml`` that say what holds without it.
         delivers: concerns registered loaders only, so that it needs ``--cpus``.
     """
 
     name: str
     metavar: str = ""
-    convert: Callable[[str], Any] | None = None
+    convert: Kind | None = None
     help: str = ""
     setting: str = ""
     repeats: bool = False
@@ -57,25 +55,18 @@ class Line:
 
 def split_words(text: str) -> list[str]:
     """Split at blanks outside quotes, as a shell does, up to a ``#`` that starts a word."""
-    words, at = [], 0
-    while rest := text[at:].lstrip():
-        at = len(text) - len(rest)
-        if rest[0] == "#":
-            break
-        match = _WORD.match(text, at)
-        if match is None or (match.end() < len(text) and not text[match.end()].isspace()):
-            raise HeaderError(
-                f"{shown(rest)}: a quote is opened and not closed; allowed is 'a b' or \"a b\"; close it"
-            )
-        at = match.end()
-        words.append(_QUOTED.sub(lambda m: m[1] if m[1] is not None else m[2], match[0]))
-    return words
+    reader = shlex.shlex(text, posix=True)
+    reader.whitespace_split, reader.commenters, reader.escape = True, "", ""
+    reader.whitespace += "\u00a0"
+    try:
+        return [*itertools.takewhile(lambda word: not word.startswith("#"), reader)]
+    except ValueError:
+        fact = f"{shown(text.strip())}: a quote is opened and not closed"
+        raise HeaderError(f"{fact}; allowed is 'a b' or \"a b\"; close it") from None
 
 
-def read_line(
-    words: list[str], table: Mapping[str, Option], unknown: Callable[[str], str], most_words: int = 0
-) -> Line:
-    """Read a line by a table of options, among which so many words may stand; ``unknown`` says why another one may not.
+def read_line(words: list[str], table: Mapping[str, Option], most_words: int = 0, above: str = "") -> Line:
+    """Read a line by a table of options, among which so many words may stand; ``above``: what else it may be, elsewhere.
 
     Raises:
         HeaderError: one line: what is wrong, what is allowed, what to type instead.
@@ -86,17 +77,25 @@ def read_line(
     while waiting:
         word = waiting.pop(0)
         name, equals, value = word[2:].partition("=")
-        if not DASHES.match(word) and len(alone) < most_words:
+        if not word.startswith("-") and len(alone) < most_words:
             alone.append(word)
             continue
         if not word.startswith("--") or name not in table:
-            raise HeaderError(unknown(word))
+            raise HeaderError(_unknown(word, table, above))
         option = table[name]
         if name in given and not option.repeats:
             raise HeaderError(f"--{name} is given twice: allowed is once; leave one of them out")
         result = _read_value(option, value if equals else None, waiting)
         given[name] = (*given.get(name, ()), result) if option.repeats else result
     return Line(tuple(alone), given)
+
+
+def _unknown(word: str, table: Mapping[str, Option], above: str) -> str:
+    name = word.lstrip("-").partition("=")[0].replace("_", "-")
+    near = nearest(name, table, 0.6 if word.startswith("-") else 0.8)
+    step = f"type --{near}" if near else "leave it out (a value is one word: a,b or 'a b')"
+    allowed = ", ".join([above] * bool(above) + [f"--{name}" for name in table])
+    return f"{shown(word)} is no option: allowed is {allowed or 'none'}; {step}"
 
 
 def _read_value(option: Option, joined: str | None, waiting: list[str]) -> Any:
@@ -110,179 +109,179 @@ def _read_value(option: Option, joined: str | None, waiting: list[str]) -> Any:
     value = joined if joined is not None else "" if missing else waiting.pop(0)
     try:
         return option.convert(value)
-    except Wrong as wrong:
+    except ValueError:
         what = f"--{name} has no value" if missing else f"--{name} {shown(value)}"
-        line = f"{what}: allowed is {wrong.allowed}; type --{name} {wrong.instead}"
-        if "{" in what or "$" in what:
-            line += " (a name in {} or after $ is expanded only where the notebook has it)"
-        raise HeaderError(line) from None
+        allowed = f"allowed is {option.convert.allowed}; type --{name} {option.convert.instead}"
+        more = (
+            " (a name in {} or after $ is expanded only where the notebook has it)"
+            if {*"{$"} & {*value}
+            else ""
+        )
+        raise HeaderError(f"{what}: {allowed}{more}") from None
 
 
-# ---------------------------------------------------------------- converters
-
-
-NUMBER = re.compile(r"\d{1,15}", re.ASCII)
-_RANGE = re.compile(r"(\d{1,15})(?:-(\d{1,15}))?", re.ASCII)
-_ELEMENTS = re.compile(r"(?:([^\W\d]\w*)=)?0*([1-9][0-9]{0,14})")
-
-
-class Wrong(Exception):
-    """A value is not allowed: what is, and what to type instead."""
-
-    def __init__(self, allowed: str, instead: str) -> None:
-        super().__init__(allowed, instead)
-        self.allowed = allowed
-        self.instead = instead
-
-
-def whole(low: int, high: int | None = None) -> Callable[[str], int]:
-    """A converter to a whole number from ``low`` to ``high``."""
-    allowed = (
-        f"a whole number from {low} to {high}" if high is not None else f"a whole number of at least {low}"
-    )
-
-    def convert(text: str) -> int:
-        begins = NUMBER.match(text)  # "2," and "8x"
-        number = int(begins[0]) if begins else max(low, 1)
-        near = max(low, min(number, number if high is None else high))
-        if near != number or not NUMBER.fullmatch(text):
-            raise Wrong(allowed, str(near))
-        return number
-
-    return convert
-
-
-def choice(*allowed: str) -> Callable[[str], str]:
-    """A converter that takes one of a few words."""
-
-    def convert(text: str) -> str:
-        if text not in allowed:
-            raise Wrong(" or ".join(allowed), nearest(text, allowed, 0.3) or allowed[0])
-        return text
-
-    return convert
-
-
-MAX_GPUS = 8192
-
-
-def gpus(text: str) -> int | None:
-    """How many ranks; None for ``auto``."""
-    try:
-        return None if text == "auto" else whole(1, MAX_GPUS)(text)
-    except Wrong as wrong:
-        raise Wrong(f"{wrong.allowed}, or auto", wrong.instead if NUMBER.match(text) else "auto") from None
-
-
-def units(text: str) -> int | dict[str, int]:
-    """Elements of each loader, or of each loader by its name."""
-    parts = [_ELEMENTS.fullmatch(part) for part in text.split(",")]
-    counts = {part[1] or "": int(part[2]) for part in parts if part}
-    if len(counts) < len(parts) or ("" in counts and len(parts) > 1):
-        allowed = "a whole number of at least 1, or NAME=K,… with each loader once"
-        raise Wrong(allowed, "train=20480,valid=400" if "=" in text else "20480")
-    return counts.get("", counts)
+# ---------------------------------------------------------------- kinds of values
 
 
 @dataclass(frozen=True)
-class RankRanges:
-    """Inclusive ranges of ranks as typed (``0,3-5``): not spread out, since nobody has compared them with the run yet."""
+class Kind:
+    """What may be typed for a value, and what it comes to.
 
-    ranges: tuple[tuple[int, int], ...]
+    Attributes:
+        pattern: how its whole text looks.
+        allowed, instead: that in words, and an example.
+        make: text to value; a ValueError: it looks right and is not.
+    """
 
-    def within(self, world_size: int, option: str) -> tuple[int, ...]:
-        """Return the ranks, in order; a HeaderError: the run has fewer."""
-        highest = max(last for _, last in self.ranges)
-        if highest >= world_size:
-            raise HeaderError(
-                f"--{option} with rank {highest}: allowed is up to {world_size - 1} in a run of "
-                f"{counted(world_size, 'rank')}; type --{option} all"
-            )
-        return tuple(sorted({rank for first, last in self.ranges for rank in range(first, last + 1)}))
+    pattern: str
+    allowed: str
+    instead: str
+    make: Callable[[str], Any] = str
+
+    def __call__(self, text: str) -> Any:
+        """Return the value of a text; a ValueError: it is not allowed."""
+        if not re.fullmatch(self.pattern, text, re.DOTALL):
+            raise ValueError(text)
+        return self.make(text)
 
 
-def ranks(*words: str) -> Callable[[str], str | RankRanges]:
-    """A converter to one of a few words, or ranges of ranks."""
+_NUMBER, _NAME = "[0-9]{1,15}", r"[^\W\d]\w*"
 
-    def convert(text: str) -> str | RankRanges:
+
+def _listed(one: str) -> str:
+    """The pattern of several with commas between them."""
+    return f"{one}(?:,{one})*"
+
+
+def _between(low: int, high: int) -> Callable[[str], int]:
+    def make(text: str) -> int:
+        if not low <= int(text) <= high:
+            raise ValueError(text)
+        return int(text)
+
+    return make
+
+
+_MOST = 10**15 - 1
+
+
+def whole(low: int, high: int = _MOST) -> Kind:
+    """A whole number from ``low`` to ``high``."""
+    bounds = f"of at least {low}" if high == _MOST else f"from {low} to {high}"
+    return Kind(_NUMBER, f"a whole number {bounds}", "1", _between(low, high))
+
+
+def choice(*words: str) -> Kind:
+    """One of a few words."""
+    return Kind("|".join(words), " or ".join(words), words[0])
+
+
+def text_of(allowed: str, instead: str) -> Kind:
+    """Any text but none; what it names is looked for when the run starts."""
+    return Kind("[^\0]+", allowed, instead)
+
+
+MAX_GPUS = 8192
+gpus = Kind(
+    f"auto|{_NUMBER}",
+    f"a whole number from 1 to {MAX_GPUS}, or auto",
+    "auto",
+    lambda text: None if text == "auto" else _between(1, MAX_GPUS)(text),
+)
+"""How many ranks; None for ``auto``."""
+
+
+def _counts(text: str) -> int | dict[str, int]:
+    pairs = [part.rpartition("=") for part in text.split(",")]
+    counts = {name: _between(1, _MOST)(count) for name, _, count in pairs}
+    if len(counts) < len(pairs):
+        raise ValueError(text)
+    return counts.get("", counts)
+
+
+units = Kind(
+    f"{_NUMBER}|{_listed(f'{_NAME}={_NUMBER}')}",
+    "a whole number of at least 1, or NAME=K,… with each loader once",
+    "20480",
+    _counts,
+)
+"""Elements of each loader, or of each loader by its name."""
+
+
+def ranks(*words: str) -> Kind:
+    """One of a few words, or ranges of ranks."""
+
+    def make(text: str) -> str | tuple[int, ...]:
         if text in words:
             return text
-        parts = [_RANGE.fullmatch(part) for part in text.split(",")]
-        ranges = tuple((int(part[1]), int(part[2] or part[1])) for part in parts if part)
-        if len(ranges) < len(parts) or any(first > last for first, last in ranges):
-            raise Wrong(f"{', '.join(words)}, or ranks such as 0,3-5", nearest(text, words, 0.5) or "all")
-        return RankRanges(ranges)
+        ends = [[_between(0, MAX_GPUS)(end) for end in part.split("-")] for part in text.split(",")]
+        if any(end[0] > end[-1] for end in ends):
+            raise ValueError(text)
+        return tuple(sorted({rank for end in ends for rank in range(end[0], end[-1] + 1)}))
 
-    return convert
+    pattern = "|".join((*words, _listed(f"{_NUMBER}(?:-{_NUMBER})?")))
+    return Kind(pattern, f"{', '.join(words)}, or ranks such as 0,3-5", "all", make)
 
 
-def names(text: str) -> tuple[str, ...]:
-    """Names of the notebook, or none."""
-    if text == "none":
-        return ()
-    found = tuple(text.split(","))
-    if not all(name.isidentifier() and not keyword.iskeyword(name) for name in found):
-        raise Wrong(
-            "names of the notebook with commas and without spaces between them, or none", "model,losses"
+def check_ranks(ranks: tuple[int, ...], world_size: int, option: str) -> None:
+    """Refuse ranks, by a HeaderError, that a run does not have."""
+    if ranks[-1] >= world_size:
+        raise HeaderError(
+            f"--{option} with rank {ranks[-1]}: allowed is up to {world_size - 1} in a run of "
+            f"{counted(world_size, 'rank')}; type --{option} all"
         )
-    return tuple(dict.fromkeys(found))
 
 
-_TIME = re.compile(r"(\d{1,9}(?:\.\d{1,6})?)(s|sec|m|min|h)?", re.ASCII)
-_SECONDS = {"m": 60, "min": 60, "h": 3600}
+names = Kind(
+    _listed(_NAME),
+    "names of the notebook with commas and without spaces between them, or none",
+    "model,losses",
+    lambda text: () if text == "none" else tuple(dict.fromkeys(text.split(","))),
+)
+"""Names of the notebook, or none."""
+
+_UNITS = {"": 1, "s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600}
+_UNITS |= {
+    "K": 10**3,
+    "M": 10**6,
+    "G": 10**9,
+    "T": 10**12,
+    "Ki": 2**10,
+    "Mi": 2**20,
+    "Gi": 2**30,
+    "Ti": 2**40,
+}
 
 
-def seconds(text: str) -> float:
-    """A length of time above 0, in seconds where no unit is given."""
-    match = _TIME.fullmatch(text)
-    if match is None or float(match[1]) <= 0:
-        raise Wrong("a number of seconds above 0, or a time such as 5min", "300")
-    return float(match[1]) * _SECONDS.get(match[2] or "s", 1)
+def _measured(text: str) -> float:
+    """Return a decimal number times what the unit behind it stands for."""
+    number = re.match("[0-9.]+", text)
+    assert number is not None
+    return float(number[0]) * _UNITS[text[number.end() :].strip().removesuffix("B")]
 
 
-def seconds_or_none(text: str) -> float:
-    """A length of time that may be 0."""
-    return 0.0 if re.fullmatch(r"0+(\.0+)?", text) else seconds(text)
-
-
-_SIZE = re.compile(r"(\d{1,12}(?:\.\d{1,6})?)\s*([KMGT]i?)?B?", re.ASCII)
-_UNITS = {"K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
-
-
-def size(text: str) -> int:
-    """A number of bytes: ``2 GiB``, ``500 MB``, or a whole number."""
-    match = _SIZE.fullmatch(text.strip())
-    if match is None or (match[2] is None and not NUMBER.fullmatch(text)):
-        raise Wrong('a size: bytes, or "2 GiB", or "500 MB"', '"2 GiB"')
-    return int(float(match[1]) * _UNITS.get(match[2] or "", 1))
-
-
-def run_name(text: str) -> str:
-    """A name that can be typed after ``%taas logs``."""
-    if not re.fullmatch(r"\w[\w.-]{0,59}", text):
-        near = re.sub(r"[^\w.-]+", "-", text).strip("-.")[:40]
-        raise Wrong("up to 60 letters, digits, dots, dashes and underscores", near or "train")
-    return text
-
+_TIME = r"[0-9]{1,9}(?:\.[0-9]{1,6})?(?:s|sec|m|min|h)?"
+seconds = Kind(
+    rf"(?=[^a-z]*[1-9]){_TIME}", "a number of seconds above 0, or a time such as 5min", "300", _measured
+)
+"""A length of time above 0, in seconds where no unit is given."""
+seconds_or_none = Kind(_TIME, "a number of seconds, or a time such as 5min", "300", _measured)
+"""A length of time that may be 0."""
+size = Kind(
+    r"[0-9]{1,15}|[0-9]{1,12}(?:\.[0-9]{1,6})?\s*[KMGT]i?B?",
+    'a size: bytes, or "2 GiB", or "500 MB"',
+    '"2 GiB"',
+    lambda text: int(_measured(text)),
+)
+"""A number of bytes."""
+run_name = Kind(r"\w[\w.-]{0,59}", "up to 60 letters, digits, dots, dashes and underscores", "train")
+"""A name that can be typed after ``%taas logs``."""
 
 BACKENDS = ("gloo", "nccl", "mpi", "ucc")
-_BACKEND = re.compile("{0}|{1}(,{1})*".format(one := f"(?:{'|'.join(BACKENDS)})", f"(cpu|cuda):{one}"))
-
-
-def backend(text: str) -> str:
-    """A torch.distributed backend, or one per device type."""
-    if not _BACKEND.fullmatch(text):
-        allowed = f"{', '.join(BACKENDS)}, or one per device such as cpu:gloo,cuda:nccl"
-        raise Wrong(allowed, nearest(text, BACKENDS, 0.3) or BACKENDS[0])
-    return text
-
-
-def text_of(allowed: str, instead: str) -> Callable[[str], str]:
-    """A converter that takes any text but none; what it names is looked for when the run starts."""
-
-    def convert(text: str) -> str:
-        if not text or "\0" in text:
-            raise Wrong(allowed, instead)
-        return text
-
-    return convert
+_BACKEND = f"(?:{'|'.join(BACKENDS)})"
+backend = Kind(
+    f"{_BACKEND}|{_listed(f'(?:cpu|cuda):{_BACKEND}')}",
+    f"{', '.join(BACKENDS)}, or one per device such as cpu:gloo,cuda:nccl",
+    "gloo",
+)
+"""A torch.distributed backend, or one per device type."""

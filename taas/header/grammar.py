@@ -22,11 +22,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from taas.config import BUILT_IN_TYPES, Catalog, InstanceType
+from taas.config import Catalog, InstanceType
 from taas.errors import HeaderError
 from taas.header.arguments import TYPE_NAME
 from taas.header.options import OPTIONS, RunSpec, read_options, spec_values
-from taas.wording import counted, misspelt, nearest, shown
+from taas.wording import counted, nearest, shown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,24 +42,13 @@ class HeaderText:
     magic: bool = False
 
 
-_MARK = re.compile(r"^#?[!\s]*")
-_SHEBANG = re.compile(r"#!\s*((?:\{[^{}]*\}|[^\s{}/])(?:\{[^{}]*\}|[^\s{}])*)\s*(.*)")
 _PRAGMA = re.compile(r"#\s*pragma\s+taas(?:\s+(.*))?")
-_SPACED_TYPE = re.compile(r"#\s*([cg]\d+\.\d+)", re.ASCII | re.IGNORECASE)
-_TYPE = re.compile(rf"{TYPE_NAME.pattern}|.*[{{$].*", re.ASCII | re.IGNORECASE)
-_TYPE_LIKE = re.compile(r"(\d+x)?[a-z]{1,2}\d\w*([.,-]\w+)?", re.ASCII | re.IGNORECASE)
-_WORD = re.compile(r"([^\W\d_]*)[\s:,;]*")
-_SLIPS = {"pragma": 2, "taas": 1, "pragmataas": 2}
-"""With how many slips a word of the header is still known."""
-_OPTION = re.compile(r"(?:(?<!\w)[-\u2010-\u2015\u2212]+|--)(\w[\w-]*)")
-# Comments outside strings. Not `tokenize`: a cell is IPython's language, whose magics tokenize stumbles over.
-_LEXEME = re.compile(
-    r'''"""(?:\\.|[^\\])*?(?:"""|\Z)|\'\'\'(?:\\.|[^\\])*?(?:\'\'\'|\Z)'''
-    r"""|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*'|(?P<comment>\#[^\n]*)""",
-    re.DOTALL,
-)
-_WORTH_READING = ("#!", "--", "taas", "pragma")
-"""What stands in code that may have a header among it; most cells have nothing of it, and many comments."""
+_TYPE = re.compile(r"#!\s*((?:\{[^{}]*\}|[^\s{}/])+)\s*((?:--|#).*)?")
+"""A type after ``#!``, and what stands on its line besides; what has words behind it is an ordinary comment."""
+_TYPE_LIKE = re.compile(r"(\d+x)?[a-z]{1,2}\d\w*([.,-]\w+)?|.*[{$].*", re.ASCII | re.IGNORECASE)
+"""What is meant as a type also without a pragma: written like one, or like a GPU: ``g2-8``, ``8xA100``."""
+_WORDS = re.compile(r"#?[!\s]*([^\W\d_]*)[\s:,;]*([^\W\d_]*)\s*(.*)")
+"""The first two words of a comment, and the rest."""
 _PYTHON_MAGICS = ("%%time", "%%timeit", "%%capture", "%%prun")
 
 
@@ -101,54 +90,31 @@ def _read_top(cell: str) -> tuple[HeaderText, int]:
         head.append(line.strip())
         at += len(line) + 1
     pragmas = [*filter(None, map(_PRAGMA.fullmatch, head))]
-    types = [line for line in filter(None, map(_type_line, head)) if _like_a_type(line[1])]
+    above = head[: head.index(pragmas[0][0])] if pragmas else []
+    types = [
+        line
+        for line in filter(None, map(_TYPE.fullmatch, head))
+        if _TYPE_LIKE.fullmatch(line[1]) or line[0] in above
+    ]
     known = {line[0] for line in (*pragmas, *types)}
     near = (_nearly(text, headed=bool(types) and not pragmas) for text in head if text not in known)
     problem = next(filter(None, near), None) or _out_of_order(head, types, pragmas)
-    instance = types[0][1] if types else None
-    if pragmas and instance is None:
-        instance = _doubtful_type(head[: head.index(pragmas[0][0])])
     options = (pragmas[0][1] or "") if pragmas else None
-    return HeaderText(instance=instance, options=options, problem=problem), at
-
-
-def _type_line(comment: str) -> re.Match[str] | None:
-    """What may be a type after ``#!``; where words go on from it, as in ``#! v2 of the model``, only what surely is one."""
-    line = _SHEBANG.fullmatch(comment)
-    words = line is not None and line[2][:1].isalpha() and _meant(line[2], headed=True) is None
-    return line if line is None or not words or _TYPE.fullmatch(line[1]) else None
-
-
-def _doubtful_type(comments: list[str]) -> str | None:
-    """What can only have been meant as a type, above a pragma; the catalog says which type is near."""
-    found = (_type_line(text) or _SPACED_TYPE.fullmatch(text) for text in comments)
-    return next((line[1] for line in found if line), None)
-
-
-def _like_a_type(name: str) -> bool:
-    """Whether it is meant as a type: written like one or like a GPU, or nearly one: ``g2-8``, ``8xA100``, ``gs.8``."""
-    return bool(_TYPE.fullmatch(name) or _TYPE_LIKE.fullmatch(name)) or any(
-        misspelt(name.lower(), word, 1) for kind in BUILT_IN_TYPES for word in (kind, kind.partition(".")[0])
-    )
+    return HeaderText(instance=types[0][1] if types else None, options=options, problem=problem), at
 
 
 def _out_of_order(head: list[str], types: list[re.Match[str]], pragmas: list[re.Match[str]]) -> str | None:
     """What is wrong with the lines of a header if not one type alone on its line, and below it one pragma."""
-    options = [line[1] for line in pragmas]
-    for line in types:
-        meant = _meant(line[2] if line[2].startswith("#") else f"#pragma taas {line[2]}", headed=True)
-        options += [meant] if line[2] and meant is not None else []
+    beside = [meant for line in types if line[2] and (meant := _meant(line[2], headed=True)) is not None]
     said = [line[0] for line in (*types, *pragmas)]
     lines = sorted(said, key=head.index)
-    if max(len(types), len(pragmas)) < 2 and len(options) == len(pragmas) and lines == said:
+    if max(len(types), len(pragmas)) < 2 and not beside and lines == said:
         return None
-    right = [f"#!{line[1]}" for line in types[:1]]
-    if options:
-        once = dict.fromkeys(f" {option or ''}".partition(" #")[0].strip() for option in options)
-        right.append(" ".join(("#pragma taas", *filter(None, once))))
+    options = " ".join(["#pragma taas", *(line[1] for line in pragmas if line[1]), *beside])
+    right = f"#!{types[0][1]} and below it {options}" if types else options
     return (
         f"{shown(' / '.join(lines))}: allowed is one #!TYPE alone on its line, and one #pragma taas below it; "
-        f"type {shown(' and below it '.join(right), 120)}"
+        f"type {shown(right, 120)}"
     )
 
 
@@ -164,34 +130,32 @@ def _nearly(comment: str, *, headed: bool) -> str | None:
 def _meant(comment: str, *, headed: bool = False) -> str | None:
     """The options of what was surely meant as a pragma; None for an ordinary comment.
 
-    Of ``pragma``, ``taas`` and an option, nearly as they are spelt, it has two; or one, where it is ``headed`` by an
-    instance type alone: there the cell would train in one rank.
+    It begins with ``pragma taas``, nearly as that is spelt, or with one of these words and an option. Where it is ``headed``
+    by an instance type alone, and the cell would train in one rank, a word or an option is enough.
     """
-    said, rest, option = 0, _MARK.sub("", comment), ""
-    while (word := _WORD.match(rest)) and any(misspelt(word[1].lower(), *slips) for slips in _SLIPS.items()):
-        said, rest = said + 1, rest[word.end() :]
-    for match in _OPTION.finditer(rest):
-        if near := nearest(match[1], OPTIONS, 0.7):
-            option = f"--{near}{rest[match.end() :]}"
-            break
-    sure = said > 1 or (option and (said or headed)) or (headed and said and not rest)
-    return (option or rest) if sure else None
+    words = _WORDS.match(comment)
+    assert words is not None
+    first, second, rest = words.groups()
+    option = rest.startswith("--")
+    if nearest(first + second, ["pragmataas"], 0.8) or (headed and option and not first):
+        return rest
+    one = not second and nearest(first, ["pragma", "taas"], 0.8)
+    return rest if one and (option or (headed and not rest)) else None
 
 
 def _misplaced(cell: str, body_at: int, *, headed: bool) -> str | None:
-    """The problem of a header that stands below code; what is in strings is none."""
-    body = cell[body_at:].lower()
-    if not any(word in body for word in _WORTH_READING):
-        return None
-    for lexeme in _LEXEME.finditer(cell, body_at):
-        at, comment = lexeme.start(), (lexeme["comment"] or "").strip()
-        alone = not cell[cell.rfind("\n", 0, at) + 1 : at].strip()
-        shebang = _SHEBANG.fullmatch(comment) if alone else None
-        is_type = shebang is not None and TYPE_NAME.fullmatch(shebang[1].lower()) is not None
-        if is_type or _meant(comment) is not None:
-            where = f"line {cell.count(chr(10), 0, at) + 1}, {shown(comment)}, stands below code"
-            cure = "leave it out: the cell has a header" if headed else "move it to the top of the cell"
-            return f"{where}: allowed is only blank lines and comments above a header; {cure}"
+    """The problem of a header that stands below code; what is in a text of several lines is none."""
+    at, quotes = 0, 0
+    for number, line in enumerate(cell.split("\n"), 1):
+        comment = line.strip()
+        if at >= body_at and comment.startswith("#") and quotes % 2 == 0:
+            kind = _TYPE.fullmatch(comment)
+            if (kind and TYPE_NAME.fullmatch(kind[1].lower())) or _meant(comment) is not None:
+                where = f"line {number}, {shown(comment)}, stands below code"
+                cure = "leave it out: the cell has a header" if headed else "move it to the top of the cell"
+                return f"{where}: allowed is only blank lines and comments above a header; {cure}"
+        at += len(line) + 1
+        quotes += line.count('"""') + line.count("'''")
     return None
 
 
@@ -220,7 +184,7 @@ def parse_header(
     kind = catalog.find(name, before) if name is not None else None
     _check_delivery(given, registered)
     _check_keep(given)
-    shape = _shape(kind, given, visible_gpus, before, catalog)
+    shape = _shape(kind, given, visible_gpus, before)
     return RunSpec(
         instance=kind.name if kind else None,
         **shape,
@@ -228,9 +192,7 @@ def parse_header(
     )
 
 
-def _shape(
-    kind: InstanceType | None, given: dict[str, Any], visible: int, before: str, catalog: Catalog
-) -> dict[str, Any]:
+def _shape(kind: InstanceType | None, given: dict[str, Any], visible: int, before: str) -> dict[str, Any]:
     """How many VMs, ranks on each, and GPUs for each rank; an instance type is typed after ``before``."""
     if kind is None:
         if "gpus" not in given:
@@ -250,22 +212,9 @@ def _shape(
         counts, vms = (", ".join(map(str, numbers)) for numbers in (possible, possible.values()))
         raise HeaderError(
             f"--gpus {ranks} on {kind.name}: allowed is {counts} ({vms} times the {counted(kind.gpus, 'GPU')} of a VM); "
-            f"type {_for_ranks(ranks, kind, before, catalog)}"
+            f"type --gpus {min((count for count in possible if count >= ranks), default=max(possible))}"
         )
     return {"vms": possible[ranks], "ranks_per_vm": kind.gpus, "gpus_per_rank": 1}
-
-
-def _for_ranks(ranks: int, kind: InstanceType, before: str, catalog: Catalog) -> str:
-    """What to type for as many ranks, or the next larger number, on the same GPUs: on this type, else one of few VMs."""
-    enough = (
-        (other.gpus * vms, other is not kind, vms, other.name)
-        for other in catalog.instances.values()
-        if other.gpus and other.gpu_model == kind.gpu_model
-        for vms in other.vms
-        if other.gpus * vms >= ranks
-    )
-    count, another, _, name = min(enough, default=(kind.gpus * max(kind.vms), False, 0, kind.name))
-    return " and ".join([f"{before}{name}"] * another + [f"--gpus {count}"] * (count != ranks))
 
 
 def _check_keep(given: dict[str, Any]) -> None:

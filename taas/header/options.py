@@ -7,18 +7,16 @@ Tab, a key of ``taas.toml`` (``setting``) and the way to supervisor and ranks fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from functools import partial
 from typing import Any, Literal
 
 from taas.header.arguments import (
     BACKENDS,
-    DASHES,
-    TYPE_NAME,
+    Kind,
     Option,
-    RankRanges,
     backend,
+    check_ranks,
     choice,
     gpus,
     names,
@@ -31,12 +29,11 @@ from taas.header.arguments import (
     units,
     whole,
 )
-from taas.wording import nearest, shown
 
 
 def _row(
     metavar: str,
-    convert: Callable[[str], Any] | None,
+    convert: Kind | None,
     about: str,
     default: Any,
     option: str = "",
@@ -149,8 +146,8 @@ def read_options(text: str, *, magic: bool) -> dict[str, Any]:
     Raises:
         HeaderError: one line: what is wrong, what is allowed, what to type instead.
     """
-    table, type_mark = ({"on": ON, **OPTIONS}, "--on ") if magic else (OPTIONS, "#!")
-    return dict(read_line(split_words(text), table, partial(_unknown, table, type_mark)).options)
+    table, above = ({"on": ON, **OPTIONS}, "") if magic else (OPTIONS, "#!TYPE on the line above")
+    return dict(read_line(split_words(text), table, above=above).options)
 
 
 def spec_values(given: Mapping[str, Any], settings: Mapping[str, Any], world_size: int) -> dict[str, Any]:
@@ -163,17 +160,7 @@ def spec_values(given: Mapping[str, Any], settings: Mapping[str, Any], world_siz
         if option.repeats:  # those of taas.toml first
             values[name] = tuple(dict.fromkeys(item for items in reversed(said) for item in items))
         elif said:
-            value = said[0]
-            values[name] = value.within(world_size, option.name) if isinstance(value, RankRanges) else value
+            values[name] = said[0]
+    if isinstance(ranks_shown := values.get("output"), tuple):
+        check_ranks(ranks_shown, world_size, "output")
     return values
-
-
-def _unknown(table: Mapping[str, Option], type_mark: str, word: str) -> str:
-    dashed = DASHES.match(word) is not None
-    bare = DASHES.sub("", word, count=1).partition("=")[0]
-    near = nearest(bare.replace("_", "-"), table, 0.6 if dashed else 0.8)
-    above = "" if "on" in table else "#!TYPE on the line above, "
-    step = f"type --{near}" if near else "leave it out, or see %%taas? (a value is one word: a,b or 'a b')"
-    if near is None and TYPE_NAME.fullmatch(word):
-        step = f"type {type_mark}{word}"
-    return f"{shown(word)} is no option: allowed is {above}{', '.join(f'--{name}' for name in table)}; {step}"

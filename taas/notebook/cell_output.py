@@ -1,7 +1,7 @@
 """What ranks wrote, shown where a person looks: in a notebook's cell or in a terminal.
 
-A front end pays for messages, not for text: 900 of them keep JupyterLab busy for a minute and a half. So text waits for
-more of it, as long as ipykernel lets a plain cell's wait.
+A front end pays for messages, not for text: 900 of them keep JupyterLab busy for a minute and a half. So text that comes soon
+after other text waits for more of it in ipykernel's streams, as a plain cell's does.
 """
 
 from __future__ import annotations
@@ -17,12 +17,9 @@ from taas.runs.reader import LOOK_SECONDS, RunReader
 from taas.runs.records import RunRecord
 
 _TOGETHER_SECONDS = 0.005
-"""What ranks print within so short a time after something little was shown leaves as one message."""
-_LITTLE = 1 << 15
+"""What ranks print within so short a time after something was shown is shown at once."""
 _MESSAGE_SECONDS = 0.2
-"""As ipykernel does it: a message of each stream in so long a time, the first one at once."""
-_LARGEST_MESSAGE = 1_000_000
-"""So many characters wait for no more."""
+"""So long ipykernel lets text of a stream wait for more; here the first text does not wait."""
 
 
 def follow(
@@ -52,23 +49,13 @@ def follow(
             look(reader.look())
             if items := reader.read():
                 screen.show(items)
-                if sum(len(item.text) + len(item.body) for item in items) < _LITTLE:
-                    time.sleep(_TOGETHER_SECONDS)
+                time.sleep(_TOGETHER_SECONDS)
             elif reader.over:  # it was before the files were read: that was all
                 return reader.record
             elif not ask(reader.record):
-                (wait or reader.wait)(min(LOOK_SECONDS, screen.send_due()))
+                (wait or reader.wait)(LOOK_SECONDS)
     finally:
         screen.send()
-
-
-def show_written(record: RunRecord, ranks: Iterable[int], screen: Screen) -> None:
-    """Show what ranks have written until now, a rank after the other."""
-    for rank in ranks:
-        reader = RunReader(record, (rank,))
-        while items := reader.read():
-            screen.show(items)
-    screen.send()
 
 
 def say(*lines: str) -> None:
@@ -83,49 +70,33 @@ class Screen:
 
     Args:
         plain: the rank whose lines carry no number; None: all carry one.
-        pause: seconds between two messages of a stream.
+        pause: seconds after a message in which text waits for more.
     """
 
     def __init__(self, plain: int | None = 0, pause: float = 0.0) -> None:
         self._plain, self._pause = plain, pause
         self._line_open: dict[int, bool] = {}
-        self._waiting: dict[str, list[str]] = {}  # by stream, in the order in which they began to wait
-        self._size, self._next = 0, 0.0
+        self._next = 0.0
 
     def show(self, items: Iterable[Output]) -> None:
-        """Show consecutive output of ranks: text when it is due, at :meth:`send`, or before what is no text."""
+        """Show consecutive output of ranks: text now, or with what comes soon after it."""
         for item in items:
-            if item.kind in ("stdout", "stderr"):
-                self._write(item.kind, item.rank, item.text)
-                continue
-            self.send()
             if item.kind not in ("clear", "update", "comm"):
                 self.settle()
-            if item.kind == "note":
+            if item.kind in ("stdout", "stderr"):
+                self._write(item.kind, self._tagged(item.rank, item.text))
+            elif item.kind == "note":
                 say(item.text)
             else:
                 self._display(item.rank, item.kind, read_arguments(item.body))
-
-    def _write(self, stream: str, rank: int, text: str) -> None:
-        self._waiting.setdefault(stream, []).append(self._tagged(rank, text))
-        self._size += len(text)
-        self.send_due()
-
-    def send_due(self) -> float:
-        """Send the text that waits, if it is time; returns the seconds until it is, infinite where none waits."""
-        left = self._next - time.monotonic()
-        if left <= 0 or self._size >= _LARGEST_MESSAGE:
+        if time.monotonic() >= self._next:
             self.send()
-        return left if self._waiting else float("inf")
+
+    def _write(self, stream: str, text: str) -> None:
+        (sys.stdout if stream == "stdout" else sys.stderr).write(text)
 
     def send(self) -> None:
         """Send the text that waits."""
-        if not self._waiting:
-            return
-        self.settle()
-        waiting, self._waiting, self._size = self._waiting, {}, 0
-        for stream, texts in waiting.items():
-            (sys.stdout if stream == "stdout" else sys.stderr).write("".join(texts))
         sys.stdout.flush()
         sys.stderr.flush()
         self._next = time.monotonic() + self._pause
@@ -162,7 +133,7 @@ class CellOutput(Screen):
         super().__init__(plain, _MESSAGE_SECONDS if hasattr(shell, "kernel") else 0.0)
         self._shell = shell
         self._clears_with_next = False
-        self._ends = KernelEnds(live=live, say=say) if hasattr(shell, "kernel") else None
+        self._ends = KernelEnds(live=live) if hasattr(shell, "kernel") else None
         self.above: Callable[[], None] = lambda: None
 
     def _display(self, rank: int, kind: str, arguments: dict[str, Any]) -> None:
@@ -207,4 +178,4 @@ class TerminalOutput(Screen):
 
     def _display(self, rank: int, kind: str, arguments: dict[str, Any]) -> None:
         if text := plain_form(kind, arguments):
-            self._write("stderr" if kind == "error" else "stdout", rank, text)
+            self._write("stderr" if kind == "error" else "stdout", self._tagged(rank, text))

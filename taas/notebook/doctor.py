@@ -19,7 +19,7 @@ import psutil
 from jupyter_core.paths import jupyter_runtime_dir
 
 from taas.engines.local import present_gpus, unseen_gpu, visible_gpus
-from taas.engines.slurm import COMMANDS, Settings, own_address, slurm
+from taas.engines.slurm import Settings, own_address, slurm
 from taas.engines.versions import differing_versions, versions
 from taas.errors import EngineError
 from taas.notebook.tables import Shown, plain, table
@@ -33,7 +33,6 @@ import json, torch, torch.distributed as dist
 cuda = torch.version.cuda
 print(json.dumps({
     "torch": torch.__version__, "cuda": cuda, "gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available(),
-    "nccl version": ".".join(map(str, torch.cuda.nccl.version())) if cuda and dist.is_nccl_available() else "",
     "gpus": [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())] if cuda else [],
 }))
 """
@@ -60,7 +59,7 @@ class Finding(NamedTuple):
 
 def examine() -> list[Finding]:
     """Look at everything a run needs on this machine. Takes some seconds: torch is asked in a process of its own."""
-    looks = (_packages, _torch, _memory, _write_rule, _host_name, _runtime_folder)
+    looks = (_packages, _torch, _machine, _write_rule)
     return [finding for look in looks for finding in look()]
 
 
@@ -74,15 +73,8 @@ def report(findings: Sequence[Finding]) -> Shown:
     return table(("", "looked at", "found"), rows, remarks) + plain(verdict)
 
 
-def _limited(what: str, fact: str, limited: bool, advice: str) -> Finding:
-    return Finding("note", what, fact, advice) if limited else Finding("ok", what, fact)
-
-
 def _packages() -> Iterable[Finding]:
-    yield Finding(
-        "ok", "Python", f"{platform.python_version()} on Linux {platform.release()}, {sys.executable}"
-    )
-    found = []
+    found = [f"Python {platform.python_version()} on Linux {platform.release()}, {sys.executable}"]
     for name in ("jupyter-taas", "ipython", "ipykernel", "pyzmq", "msgspec", "cloudpickle", "psutil", "ray"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # Ray is for many machines alone
             found.append(f"{name} {importlib.metadata.version(name)}")
@@ -92,54 +84,51 @@ def _packages() -> Iterable[Finding]:
 def _torch() -> Iterable[Finding]:
     command = [sys.executable, "-c", _TORCH]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_TORCH_SECONDS, check=False)
-    except subprocess.TimeoutExpired:
-        fact = f"its import took more than {_TORCH_SECONDS} s"
-        yield Finding("bad", "torch", fact, "look at the disk it is on")
-        return
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["it ended without a word"])[-1]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TORCH_SECONDS, check=True)
+    except subprocess.SubprocessError as error:
+        said = error.stderr if isinstance(error, subprocess.CalledProcessError) else str(error)
+        last = (said.strip().splitlines() or ["it ended without a word"])[-1]
         yield Finding("bad", "torch", last, "pip install --upgrade torch torchvision")
         return
     said = json.loads(done.stdout.splitlines()[-1])
+    wanted = ("gloo", "nccl") if visible_gpus() else ("gloo",)
+    lacks = [backend for backend in wanted if not said[backend]]
     build = f"CUDA {said['cuda']}" if said["cuda"] else "CPU build"
-    yield Finding("ok", "torch", f"{said['torch']} ({build})")
-    present = visible_gpus()
-    if present and not said["gpus"]:
+    fact = f"{said['torch']} ({build}, {'without' if lacks else 'with'} {' and '.join(lacks or wanted)})"
+    yield Finding("bad" if lacks else "ok", "torch", fact, "install torch from PyPI" if lacks else "")
+    yield _gpus(said["gpus"])
+
+
+def _gpus(of_torch: Sequence[str]) -> Finding:
+    present, unseen = visible_gpus(), None if present_gpus() else unseen_gpu()
+    if present and not of_torch:
         fact = f"the driver shows {len(present)}, torch sees none"
-        advice = "compare `nvidia-smi` with torch's CUDA version; install a torch build for this driver"
-        yield Finding("bad", "GPUs", fact, advice)
-    elif present:
-        names = ", ".join(f"{said['gpus'].count(name)} × {name}" for name in dict.fromkeys(said["gpus"]))
-        yield Finding("ok", "GPUs", names)
-    elif (unseen := unseen_gpu()) is not None and not present_gpus():
-        fact = f"{unseen[0]} is here, but no GPU to use: cells are rehearsed on CPU ranks"
-        yield Finding("note", "GPUs", fact, unseen[1])
-    else:
-        fact = "none here: cells are rehearsed on CPU ranks"
-        yield Finding("note", "GPUs", fact, "nothing, or run where there are GPUs")
-    if not said["gloo"]:
-        yield Finding("bad", "gloo", "torch was built without it", "install torch from PyPI")
-    elif said["nccl"]:
-        yield Finding("ok", "NCCL", f"{said['nccl version']}; gloo is there too")
-    elif present:
-        yield Finding("bad", "NCCL", "torch was built without it", "install torch's CUDA build")
-    else:
-        yield Finding("ok", "gloo", "there; NCCL is not, and not needed without GPUs")
+        return Finding("bad", "GPUs", fact, "install a torch build for the driver that `nvidia-smi` shows")
+    if present:
+        return Finding("ok", "GPUs", ", ".join(of_torch))
+    where, advice = unseen or ("", "nothing, or run where there are GPUs")
+    fact = f"{where} is here, but no GPU to use" if where else "none here"
+    return Finding("note", "GPUs", f"{fact}: cells are rehearsed on CPU ranks", advice)
 
 
-def _memory() -> Iterable[Finding]:
-    memory, shared = psutil.virtual_memory(), shutil.disk_usage("/dev/shm")  # noqa: S108  it is what is asked about
-    fact = f"{len(os.sched_getaffinity(0))} cores, {_free(memory.available, memory.total)} memory free"
+def _limited(what: str, fact: str, limited: bool, advice: str) -> Finding:
+    return Finding("note", what, fact, advice) if limited else Finding("ok", what, fact)
+
+
+def _machine() -> Iterable[Finding]:
+    free, cores = psutil.virtual_memory().available, len(os.sched_getaffinity(0))
     advice = "a rank needs about 0.2 GB, and its model: close something"
-    yield _limited("machine", fact, memory.available < _GIB, advice)
+    yield _limited("machine", f"{cores} cores, {size_in_words(free)} memory free", free < _GIB, advice)
     advice = "DataLoader workers and delivery need more: start the container with --shm-size=8g"
-    fact = f"{_free(shared.free, shared.total)} free in /dev/shm"
-    yield _limited("shared memory", fact, shared.free < 256 << 20, advice)
+    yield _room("shared memory", Path("/dev/shm"), advice)  # noqa: S108  it is what is asked about
+    folder = Path(jupyter_runtime_dir())
+    folder.mkdir(parents=True, exist_ok=True)
+    yield _room("run folders", folder, "output of runs is kept there: make room, or set JUPYTER_RUNTIME_DIR")
 
 
-def _free(free: int, total: int) -> str:
-    return f"{size_in_words(free)} of {size_in_words(total)}"
+def _room(what: str, folder: Path, advice: str) -> Finding:
+    free = shutil.disk_usage(folder).free if os.access(folder, os.W_OK) else 0
+    return _limited(what, f"{size_in_words(free)} to be written in {folder}", free < _GIB // 4, advice)
 
 
 def _write_rule() -> Iterable[Finding]:
@@ -148,67 +137,30 @@ def _write_rule() -> Iterable[Finding]:
     yield _limited("write rule", fact, not fact.startswith("mount"), advice)
 
 
-def _host_name() -> Iterable[Finding]:
-    name = socket.gethostname()
-    try:
-        yield Finding("ok", "host name", f"{name} is {socket.gethostbyname(name)}")
-    except OSError:
-        advice = f"add `127.0.1.1 {name}` to /etc/hosts if gloo cannot connect"
-        yield Finding("note", "host name", f"{name} has no address", advice)
-
-
-def _runtime_folder() -> Iterable[Finding]:
-    folder = Path(jupyter_runtime_dir())
-    folder.mkdir(parents=True, exist_ok=True)
-    if not os.access(folder, os.W_OK):
-        yield Finding("bad", "run folders", f"{folder} cannot be written", "set JUPYTER_RUNTIME_DIR")
-        return
-    free = shutil.disk_usage(folder).free
-    fact = f"{size_in_words(free)} free in {folder}"
-    yield _limited("run folders", fact, free < _GIB, "output of runs is kept there: make room")
-
-
 # ---------------------------------------------------------------- taas engine slurm --check
 
 
 def examine_slurm(settings: Settings) -> Iterable[Finding]:
     """Look at commands, partitions, and what is on a node, by a job that waits a minute at most."""
-    missing = [command for command in (*COMMANDS, "srun") if shutil.which(command) is None]
-    if missing:
-        advice = "run this on a login node, perhaps after `module load slurm`"
-        yield Finding("bad", "commands", f"{', '.join(missing)} cannot be found in PATH", advice)
-        return
     try:
         yield Finding("ok", "Slurm", slurm("sbatch", "--version").strip())
-        yield from _partitions(settings)
+        for line in slurm("sinfo", "--noheader", "--format=%R %D %G %l %a").splitlines():
+            name, nodes, gres, limit, state = line.split()
+            fact = f"{nodes} nodes, GRES {gres}, time limit {limit}, {state}"
+            yield _limited(f"partition {name}", fact, state != "up", "choose another one")
         yield from _node(settings, own_address(settings))
     except EngineError as error:
-        yield Finding("bad", "Slurm", str(error), "`scontrol ping` tells whether its controller is there")
-
-
-def _partitions(settings: Settings) -> Iterable[Finding]:
-    rows = [line.split() for line in slurm("sinfo", "--noheader", "--format=%R %D %G %l %a").splitlines()]
-    for name, nodes, gres, limit, state in rows:
-        fact = f"{nodes} nodes, GRES {gres}, time limit {limit}, {state}"
-        yield Finding("ok" if state == "up" else "note", f"partition {name}", fact)
-    for option in ("partition", "cpu-partition"):
-        wanted = settings.get(option)
-        if wanted and wanted not in {name for name, *_ in rows}:
-            yield Finding("bad", f"--{option}", f"there is no partition {wanted}", "choose one of the above")
+        advice = (
+            "on a login node, perhaps after `module load slurm`, `scontrol ping` tells whether it is there"
+        )
+        yield Finding("bad", "Slurm", str(error), advice)
 
 
 def _node(settings: Settings, host: str) -> Iterable[Finding]:
     asked = [f"--{name}={value}" for name in ("partition", "account") if (value := settings.get(name))]
+    command = ("srun", "--quiet", "--nodes=1", "--ntasks=1", "--time=1", f"--immediate={_SLURM_SECONDS // 2}")
     with contextlib.closing(socket.create_server((host, 0))) as server:
         look = (settings.python, "-P", "-c", _ON_A_NODE, host, str(server.getsockname()[1]))
-        command = (
-            "srun",
-            "--quiet",
-            "--nodes=1",
-            "--ntasks=1",
-            "--time=1",
-            f"--immediate={_SLURM_SECONDS // 2}",
-        )
         try:
             name, there, why = json.loads(slurm(*command, *asked, *look, seconds=_SLURM_SECONDS))
         except EngineError as error:
@@ -218,8 +170,6 @@ def _node(settings: Settings, host: str) -> Iterable[Finding]:
     yield Finding("ok", "a node", f"{name}, Python {there['python']}, torch {there['torch'] or 'missing'}")
     if differing := differing_versions(there, versions()):
         yield Finding("bad", "versions", differing, "most simply both use one environment: --python")
-    if why:
-        advice = "a firewall between them? Or give --host another address of this machine"
-        yield Finding("bad", "way back", f"{name} does not reach this machine at {host}: {why}", advice)
-    else:
-        yield Finding("ok", "way back", f"{name} reaches this machine at {host}")
+    way = f"{name} {'does not reach' if why else 'reaches'} this machine at {host}"
+    advice = "a firewall between them? Or give --host another address of this machine"
+    yield Finding("bad", "way back", f"{way}: {why}", advice) if why else Finding("ok", "way back", way)

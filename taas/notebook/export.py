@@ -8,7 +8,7 @@ have them. All other names, and the states of the random generators, are pickled
 from __future__ import annotations
 
 import ast
-import io
+import math
 import operator
 import os
 import pickle
@@ -22,20 +22,20 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from taas.capture.cells import is_of_ipython, python_of
-from taas.capture.names import magic_of
 from taas.errors import EngineError
 from taas.runs.records import PAYLOAD, RunRecord, read_record
 from taas.wording import counted, shown
 
 PROGRAM, DATA = "train.py", "train.pickle"
-_PLAIN = (bool, int, float, str, type(None))
-_NO_LITERALS = (float("inf"), float("-inf"))
+_PLAIN = (bool, int, str, type(None))
 _LONGEST = 200
 """Characters of a plain value that stands in the program."""
 _COMPOUND = (ast.If, ast.Try, ast.ExceptHandler, ast.With, ast.For, ast.While)
-_FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
-_DEFINITION = (*_FUNCTION, ast.ClassDef)
+_DEFINITION = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _IMPORT = (ast.Import, ast.ImportFrom)
+
+_HEADER = re.compile(r"\A(?:\s*(?:#|%%taas).*\n)+")
+_MAGIC = re.compile(r"^([ \t]*)([%!].*)$", re.MULTILINE)
 
 _TOP = '''\
 """{title}
@@ -47,6 +47,7 @@ Written by `taas export {run}`; taas is not needed. Start it in the project's fo
 
 '''
 _BEGIN = """
+sys.path.insert(0, os.getcwd())  # the project's modules
 _rank, _world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 if torch.cuda.is_available():
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -91,8 +92,9 @@ _GENERATORS = {
 """Of each library, what returns and what sets the state of its generator."""
 
 
-def export(record: RunRecord, to: Path) -> list[str]:
-    """Write a run's program into a folder; returns lines for the user."""
+def export(record: RunRecord, folder: str) -> list[str]:
+    """Write a run's program into a folder, by default one of its name; returns lines for the user."""
+    to = Path(folder or record.name)
     if not (record.folder / PAYLOAD).exists():
         raise EngineError(
             f"the names that {record.name} was given are not there any more: they are kept up to 64 MB (of background "
@@ -127,8 +129,6 @@ def main(folder: str, to: str) -> None:
     written = _Program(record, names, _bindings(typed), os.path.relpath(to, record.project))
     written.notes += [f"{name}: not exported, {why}" for name, why in payload.contents["left behind"].items()]
     text = written.text()
-    if "get_ipython(" in text:
-        written.notes.append("get_ipython() is IPython's: the program fails there; look for it")
     try:
         compile(text, PROGRAM, "exec")
     except SyntaxError as error:  # such as an await of the cell's
@@ -196,38 +196,7 @@ def _binds(node: ast.stmt) -> Iterator[tuple[str, ast.stmt]]:
         yield from ((part.id, node) for part in parts if isinstance(part.ctx, ast.Store))
 
 
-def _read_by(node: ast.AST, *, now: bool) -> set[str]:
-    """Return the names that code reads, all of them or those that are needed at its definition."""
-    found, waiting = set[str](), [node]
-    while waiting:
-        part = waiting.pop()
-        if isinstance(part, ast.Name):
-            found.add(part.id)
-        if now and isinstance(part, _FUNCTION):
-            waiting += [*part.decorator_list, *part.args.defaults, *filter(None, part.args.kw_defaults)]
-            arguments = (*part.args.posonlyargs, *part.args.args, *part.args.kwonlyargs)
-            waiting += filter(None, [part.returns, *(argument.annotation for argument in arguments)])
-        elif not (now and isinstance(part, ast.Lambda)):
-            waiting += ast.iter_child_nodes(part)
-    return found
-
-
 # ---------------------------------------------------------------- the program
-
-
-class _ProgramPickler(pickle.Pickler):
-    """Refuses what would need taas."""
-
-    def reducer_override(self, value: Any) -> Any:
-        if (getattr(value, "__module__", None) or type(value).__module__).partition(".")[0] == "taas":
-            raise pickle.PicklingError("it is taas' own")
-        return NotImplemented
-
-
-def _pickled(value: Any) -> bytes:
-    file = io.BytesIO()
-    _ProgramPickler(file, protocol=5).dump(value)
-    return file.getvalue()
 
 
 def _generators() -> dict[str, Any]:
@@ -238,15 +207,9 @@ def _generators() -> dict[str, Any]:
     }
 
 
-def _below_header(cell: str) -> str:
-    """Return a cell without its header."""
-    lines = cell.splitlines(keepends=True)
-    comments = ("#", "%%taas")
-    code = next(
-        (n for n, line in enumerate(lines) if line.strip() and not line.lstrip().startswith(comments)), 0
-    )
-    head = [line for line in lines[:code] if not line.lstrip().startswith("#!") and "taas" not in line]
-    return "".join([*head, *lines[code:]])
+def _is_plain(value: Any) -> bool:
+    known = type(value) in _PLAIN or (type(value) is float and math.isfinite(value))
+    return known and len(repr(value)) <= _LONGEST
 
 
 class _Program:
@@ -269,11 +232,17 @@ class _Program:
         self.pickled: dict[str, Any] = {}
         self.loaders = set[str]()
         self.notes: list[str] = []
-        self._body = self._without_magics(_below_header(record.cell.text))
+        self._body = _MAGIC.sub(self._without_magic, _HEADER.sub("", record.cell.text)).strip()
+        if "display(" in self._body:
+            self._plain["display"] = "print"
         self._waiting = [*names]
         for name in self._waiting:  # it grows
             if name in names or (name in bound and isinstance(bound[name].node, (*_DEFINITION, *_IMPORT))):
                 self._place(name, bound.get(name), names.get(name))  # else a builtin, or a name of its own
+
+    def _without_magic(self, found: re.Match[str]) -> str:
+        self.notes.append(f"{shown(found[2])}: not exported, it is IPython's")
+        return f"{found[1]}pass  # {found[2]}"
 
     def _place(self, name: str, bound: _Bound | None, value: Any) -> None:
         """Find the part of the program for a name."""
@@ -287,7 +256,7 @@ class _Program:
             self._imports.append(ast.unparse(ast.Import([alias])))
         elif bound and isinstance(here, _DEFINITION):
             self._define(name, bound)
-        elif type(value) in _PLAIN and value not in _NO_LITERALS and len(repr(value)) <= _LONGEST:
+        elif _is_plain(value):
             self._plain[name] = repr(value)
         elif (why := self._keep(name, value)) and bound and callable(value):
             self._define(name, bound)  # a closure or lambda, by the line that made it
@@ -296,12 +265,13 @@ class _Program:
 
     def _define(self, name: str, bound: _Bound) -> None:
         self._defined[name] = bound
-        self._waiting += _read_by(bound.node, now=False) - {*self._waiting}
+        read = {part.id for part in ast.walk(bound.node) if isinstance(part, ast.Name)}
+        self._waiting += read - {*self._waiting}
 
     def _keep(self, name: str, value: Any) -> str:
         """Take a value into the data file; returns why that is not possible."""
         try:
-            _pickled(value)
+            pickle.dumps(value)
         except Exception as error:  # whatever its own methods raise
             return f"{name}: not exported, {shown(f'{type(error).__name__}: {error}', 120)}"
         self.pickled[name] = value
@@ -319,39 +289,25 @@ class _Program:
             given["batch_sampler"] = parts.index_sampler
         else:
             given |= {"sampler": parts.index_sampler, "batch_size": None}
+        units = self._record.cell.spec.units
+        given["units"] = units.get(name) if isinstance(units, dict) else units
         if why := self._keep(name, given):
             self.notes.append(why)
             return
         self.loaders.add(name)
-        if hasattr(getattr(parts.index_sampler, "sampler", parts.index_sampler), "num_replicas"):
-            self.notes.append(f"{name}: its DistributedSampler is one rank's; make it in the program")
         if parts.generator is None and not parts.plain:
             self.notes.append(f"{name}: it has no generator of its own, so the program draws another order")
 
-    def _without_magics(self, body: str) -> str:
-        """Turn a cell's body into Python, with a comment in the place of each magic."""
-        if body.lstrip().startswith("%%"):
-            magic, _, body = body.lstrip().partition("\n")
-            self.notes.append(f"{shown(magic)}: not exported, it is IPython's")
-        text = python_of(body)
-        lines, tree = text.splitlines(), ast.parse(text)
-        if "display" in _read_by(tree, now=False) - {*self._names}:
-            self._plain["display"] = "print"
-        magics = [node for node in ast.walk(tree) if isinstance(node, ast.Expr) and magic_of(node.value)]
-        for node in sorted(magics, key=lambda node: node.lineno, reverse=True):  # one may have several lines
-            indent = lines[node.lineno - 1][: node.col_offset]
-            said = body.splitlines()[node.lineno - 1].strip()
-            lines[node.lineno - 1 : node.end_lineno] = [f"{indent}pass  # {said}" if indent else f"# {said}"]
-            self.notes.append(f"{shown(said)}: not exported, it is IPython's")
-        return "\n".join(lines).strip()
-
     def data(self) -> bytes:
         """The data file: the names by value, and the states of the random generators."""
-        return _pickled((self.pickled, self._generators))
+        return pickle.dumps((self.pickled, self._generators))
 
     def text(self) -> str:
         """The program."""
-        early, late = self._in_order()
+        defined = sorted(self._defined.values(), key=lambda bound: bound.place)
+        early = [bound for bound in defined if isinstance(bound.node, _DEFINITION)]
+        # lines that made closures may need data
+        late = [bound for bound in defined if bound not in early]
         parts = [_SHARE] if self.loaders else []
         parts += ["\n".join(f"{name} = {value}" for name, value in self._plain.items())]
         parts += [f"\n\n{bound.source}\n" for bound in early]
@@ -376,36 +332,15 @@ class _Program:
 
     def _begin(self) -> str:
         """What is imported, and which rank this is."""
-        needed = {"import pickle", "from pathlib import Path", "import torch", *self._imports}
-        needed |= {f"import {library}" for library in self._generators}
+        needed = {f"import {name}" for name in ("os", "pickle", "sys", "torch", *self._generators)}
+        needed |= {"from pathlib import Path", *self._imports}
         needed |= {"from torch.utils.data import DataLoader"} if self.loaders else set()
-        future = [line for line in dict.fromkeys(self._imports) if line.startswith("from __future__")]
-        head = [
-            *future,
-            "import os",
-            "import sys",
-            "",
-            "sys.path.insert(0, os.getcwd())  # the project's modules",
-            "",
-        ]
-        ordered = sorted(needed - {*head}, key=lambda line: (line.startswith("from "), line))
-        return "\n".join([*head, *ordered, _BEGIN])
+        ordered = sorted(needed, key=lambda line: ("__future__" not in line, line.startswith("from "), line))
+        return "\n".join([*ordered, _BEGIN])
 
     def _loaded(self, name: str) -> str:
-        if name not in self.loaders:
-            return f'{name} = _names["{name}"]'
-        units = self._record.cell.spec.units
-        units = units.get(name) if isinstance(units, dict) else units
-        return f'{name} = _shared_loader({units}, **_names["{name}"])'
-
-    def _in_order(self) -> tuple[list[_Bound], list[_Bound]]:
-        """Return the definitions as the notebook had them: those that need no data, and those that do."""
-        early, late = list[_Bound](), list[_Bound]()
-        waits = {*self.pickled}
-        for name, bound in sorted(self._defined.items(), key=lambda item: item[1].place):
-            if waits.isdisjoint(_read_by(bound.node, now=True) - {name}):
-                early.append(bound)
-            else:
-                waits.add(name)
-                late.append(bound)
-        return early, late
+        return (
+            f'{name} = _shared_loader(**_names["{name}"])'
+            if name in self.loaders
+            else f'{name} = _names["{name}"]'
+        )

@@ -38,10 +38,8 @@ class Interrupts:
     """
 
     def __init__(self) -> None:
-        self.count = 0
-        self._asked = 0
-        self._silent_since: float | None = None
-        self._last, self._fact = sys.maxsize, ""
+        self.count, self._last = 0, sys.maxsize
+        self._asked, self._asked_at = 0, 0.0
 
     def __enter__(self) -> Interrupts:
         if threading.current_thread() is threading.main_thread():
@@ -55,28 +53,26 @@ class Interrupts:
     def _press(self, number: int, frame: object) -> None:
         self.count += 1
         if self.count >= self._last:
-            raise interrupted(self._fact)
+            raise interrupted("interrupted while the run's names were unpacked: some of them may have come")
 
     @contextlib.contextmanager
-    def raised(self, presses: int = 1, fact: str = "") -> Iterator[None]:
-        """Let one more interrupt, or so many more, raise in the body, besides being counted."""
-        self._last, self._fact = self.count + presses, fact
+    def raised(self, presses: int) -> Iterator[None]:
+        """Let so many more interrupts raise in the body, besides being counted."""
+        self._last = self.count + presses
         try:
             yield
         finally:
             self._last = sys.maxsize
 
-    def heard(self) -> None:
-        """Note that the supervisor said something."""
-        self._silent_since = None
-
     def check(self, supervisor: Supervised) -> None:
         """Ask a supervisor whether it is there, from the second interrupt on; kill a silent one, and raise KeyboardInterrupt."""
         now = time.monotonic()
         if self.count >= _FINAL and self.count > self._asked:
-            self._asked, self._silent_since = self.count, self._silent_since or now
+            if supervisor.heard_at >= self._asked_at:
+                self._asked_at = now
+            self._asked = self.count
             supervisor.say(RunRequest(what="stacks"))
-        if self._silent_since is not None and now > self._silent_since + _SILENCE_SECONDS:
+        if self._asked and supervisor.heard_at < self._asked_at < now - _SILENCE_SECONDS:
             supervisor.kill()
             raise interrupted("the supervisor did not answer, and was killed with all its runs")
 
@@ -86,7 +82,6 @@ def _begin(supervisor: Supervised, submit: Submit, interrupts: Interrupts) -> Ru
     supervisor.say(submit)
     while True:
         for message in supervisor.hear(_LOOK_ROUND_MS):
-            interrupts.heard()
             if isinstance(message, Refused):
                 raise getattr(errors, message.error, TaasError)(message.message)
             if isinstance(message, RunState) and message.record.live:
@@ -133,15 +128,9 @@ class _Foreground(RunView):
             os.close(self._answer)
 
     def run(self, captured: Capture) -> RunState:
-        try:
-            self.follow()
-            while self._ended is None:  # its record says it already
-                self._hear(_LOOK_ROUND_MS)
-        except RunLost:
-            while self._interrupts.count == self._relayed and (items := self.reader.read()):
-                self.output.show(items)  # what its ranks had written until then
-            self.output.send()
-            raise
+        self.follow()
+        while self._ended is None:  # its record says it already
+            self._hear(_LOOK_ROUND_MS)
         try:
             if self._ended.answer is not None:
                 self._apply_answer(self._ended.record, captured)
@@ -164,16 +153,13 @@ class _Foreground(RunView):
         """One who interrupts in place of an answer means the run."""
         if self._interrupts.count:
             return False
-        with self._interrupts.raised():
-            try:
-                return super().ask(record)
-            except KeyboardInterrupt:
-                return True
+        with self._interrupts.raised(1), contextlib.suppress(KeyboardInterrupt):
+            return super().ask(record)
+        return True
 
     def _hear(self, timeout_ms: int) -> None:
         """Take in what the supervisor says, and what the person at the keyboard wants."""
         for message in self._supervisor.hear(timeout_ms):
-            self._interrupts.heard()
             if isinstance(message, RunState) and message.record.id == self.reader.record.id:
                 self._end(message)  # that of another run was abandoned
         if self._ended is not None:
@@ -208,10 +194,6 @@ class _Foreground(RunView):
             record.names = f"no names came back: {lost}"  # beside what it failed of
             return
         # Unpacking runs code of the notebook's classes, and may not end; the first press may have been meant for the run.
-        unpacking, presses = "interrupted while the run's names were unpacked", self._interrupts.count
-        with self._interrupts.raised(2, f"{unpacking}: some of them may have come"):
+        with self._interrupts.raised(2):
             applied = captured.apply(self._answer)
         self.take(applied)
-        # it may have cost what was unpacked just then, and that alone; a person who presses wants no further cell to run
-        if self._interrupts.count >= presses + 2:
-            raise interrupted(f"{unpacking}: what did not come is named above")

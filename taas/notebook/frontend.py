@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from IPython.core.interactiveshell import InteractiveShell
+from IPython.display import display
 from traitlets.config import Config
 
 from taas.capture import check_syntax
@@ -19,14 +20,23 @@ from taas.errors import HeaderError
 from taas.header.grammar import HeaderText, find_header, has_code, parse_header, parse_magic_line
 from taas.launcher import debug_rank, launch, notebook_path
 from taas.notebook.cell_output import CellOutput, Screen
-from taas.notebook.live_view import LiveDisplay, RunHandle, attach, show_live_table
+from taas.notebook.live_view import RunHandle, attach, show_live_table
 from taas.notebook.steering import Frontend, do
+from taas.notebook.supervised import release_ahead, start_ahead
 from taas.notebook.tables import Shown
-from taas.notebook.watched_run import WatchedRun
-from taas.runs.records import RunRecord, in_words, read_record
+from taas.runs.records import RunRecord, in_words
 from taas.wording import shown, visible
 
-__all__ = ["NotebookFrontend", "check_syntax", "debug_rank", "do", "run_cell", "run_script"]
+__all__ = [
+    "NotebookFrontend",
+    "check_syntax",
+    "debug_rank",
+    "do",
+    "release_ahead",
+    "run_cell",
+    "run_script",
+    "start_ahead",
+]
 
 _NO_FRAME = 1 << 30
 """Where no frame is: names in a header are the notebook's, not those of a function of IPython."""
@@ -53,13 +63,12 @@ def run_script(path: str, options: str) -> bool:
     try:
         text = Path(path).read_text()
     except (OSError, ValueError) as error:
-        raise HeaderError(f"taas run {shown(path)}: {getattr(error, 'strerror', None) or error}") from None
+        raise HeaderError(f"taas run: {error}") from None
     header = find_header(text)
     if (header is None) == (not options):
-        has = "no header" if header is None else "a header of its own"
         raise HeaderError(
-            f"taas run {shown(path)}: the script has {has}: allowed is one, in its first lines or as options "
-            "(taas run SCRIPT --gpus 8 --on g2.8)"
+            f"taas run {shown(path)}: the script has {'no header' if header is None else 'a header of its own'}: allowed "
+            "is one, in its first lines or as options (taas run SCRIPT --gpus 8 --on g2.8)"
         )
     shell = InteractiveShell.instance(config=Config(HistoryManager={"enabled": False}))
     sys.argv = [path]
@@ -93,22 +102,16 @@ class NotebookFrontend(Frontend):
     def show_status(self) -> None:
         """Show a table that is updated, where there is a front end to do so."""
         if hasattr(self._shell, "kernel"):
-            show_live_table(self._shell.display_pub, self.own)
+            show_live_table(self._shell.display_pub)
         else:
             super().show_status()
 
     def show_ranks(self, record: RunRecord) -> None:
-        """Show a run with its ranks, updated in place where there is a front end to do so."""
+        """Show a run with its ranks folded below it, updated in place where there is a front end to do so."""
         if not hasattr(self._shell, "kernel"):
             super().show_ranks(record)
-            return
-        view = WatchedRun()
-
-        def look() -> tuple[Shown, bool]:
-            now = read_record(record.folder) or record
-            return view.in_full(now), now.live
-
-        LiveDisplay(self._shell.display_pub, look)
+        else:
+            display(RunHandle(record))
 
     def screen(self, plain: int | None) -> Screen:
         """Return this cell."""

@@ -6,12 +6,10 @@ And runs that go on by themselves: what their cells give back at once, and comin
 from __future__ import annotations
 
 import getpass
-import html
 import os
 import sys
 import threading
 import time
-import types
 from collections.abc import Callable
 from typing import Any, Self
 
@@ -24,9 +22,8 @@ from taas.capture.collected import collect
 from taas.delivery.registered import Registration, apply_final
 from taas.notebook.cell_output import CellOutput, follow, say
 from taas.notebook.tables import Shown, line, notification, plain, status
-from taas.notebook.watched_run import WatchedRun
+from taas.notebook.watched_run import watched
 from taas.runs.events import COLLECTED
-from taas.runs.places import ProcessMark
 from taas.runs.reader import RunReader, finish
 from taas.runs.records import ANSWER, LOADERS, PAYLOAD, RunRecord, open_kept, read_record, read_records
 from taas.supervisor import connections
@@ -55,69 +52,52 @@ class _Updated:
             )
 
 
-class _LiveLine:
-    """One run's line, with its ranks folded below it, updated once a second, and when its state changes.
-
-    Without a kernel (IPython in a terminal) an update would be one more line: there the run's beginning, what is
-    wrong, and its end are printed.
-    """
-
-    def __init__(self, record: RunRecord, shell: Any) -> None:
-        self.record = record
-        self._display = _Updated(shell.display_pub) if hasattr(shell, "kernel") else None
-        self._run, self._printed = WatchedRun(), ""
-        self._at = 0.0
-        if record.cell.spec.notify and self._display is not None:
-            shell.display_pub.publish(notification(record))
-        self.refresh(final=True)
-
-    def show(self, record: RunRecord) -> None:
-        before, self.record = self.record, record
-        news = (
-            (record.trouble is not None and record.trouble != before.trouble)
-            or (record.waiting and record.waiting != before.waiting)
-            or (record.state == "finishing" != before.state)
-        )
-        if self._display is None and news:
-            say(*line(record).text.splitlines())
-        elif self._display is not None:
-            self.refresh(final=bool(news or record.state != before.state))
-
-    def refresh(self, *, final: bool = False, below: bool = False) -> None:
-        """Show it as it is now: once a second but for what is ``final``; ``below`` what the cell shows, which was cleared."""
-        if not (final or below) and time.monotonic() < self._at + _DISPLAY_SECONDS:
-            return
-        self._at = time.monotonic()
-        if self._display is not None:
-            self._display.show(self._run.of(self.record, kept=True), below=below)
-        elif not below and (text := line(self.record).text) != self._printed:
-            self._printed = text
-            say(*text.splitlines())
+def _to_be_told(record: RunRecord) -> tuple[Any, ...]:
+    return record.trouble, record.waiting, record.state == "finishing"
 
 
 class RunView:
     """A run as its cell shows it: the cell that launched it (``live``), or one that came back to it. A context manager.
 
+    Its line, with its ranks folded below it, is updated once a second, and when a person has to know something. Without
+    a kernel (IPython in a terminal) an update would be one more line: there the run's beginning, what is wrong, and its
+    end are printed.
+
     Attributes:
         reader: reads it.
-        line: says how it is going.
         output: what its ranks show.
     """
 
     def __init__(self, record: RunRecord, shell: Any, *, live: bool = False) -> None:
         self._shell, self.reader = shell, RunReader(record)
-        self.line, self.output = _LiveLine(record, shell), CellOutput(shell, live=live)
-        self.output.above = lambda: self.line.refresh(below=True)
+        self.output = CellOutput(shell, live=live)
+        self.output.above = lambda: self.show_line(self.reader.record, below=True)
+        self._display = _Updated(shell.display_pub) if hasattr(shell, "kernel") else None
+        self._printed, self._told, self._line_at = "", _to_be_told(record), 0.0
         self._answered: set[tuple[int, int, int]] = set()
         """By start of the run, rank and number: the questions that were answered here."""
         self._turn, self._turn_until = -1, 0.0
+        if record.cell.spec.notify and self._display is not None:
+            shell.display_pub.publish(notification(record))
+        self.show_line(record, at_once=True)
+
+    def show_line(self, record: RunRecord, *, at_once: bool = False, below: bool = False) -> None:
+        """Show how it is going; ``below`` what the cell shows, which was cleared."""
+        told, self._told = self._told, _to_be_told(record)
+        at_once |= told != self._told
+        if self._display is not None and (at_once or below or time.monotonic() >= self._line_at):
+            self._line_at = time.monotonic() + _DISPLAY_SECONDS
+            self._display.show(watched(record), below=below)
+        elif self._display is None and at_once and (text := line(record).text) != self._printed:
+            self._printed = text
+            say(*text.splitlines())
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.line.show(self.reader.look(at_once=True))  # if the cell leaves it early, it may have been lost
-        self.line.refresh(final=True)
+        # if the cell leaves it early, it may be lost
+        self.show_line(self.reader.look(at_once=True), at_once=True)
 
     def follow(self) -> RunRecord:
         """Show what there is and what comes, until the run is over; returns its last record."""
@@ -126,7 +106,7 @@ class RunView:
     def look(self, record: RunRecord) -> None:
         """Show how it is going, and whoever asks something."""
         if record.live:  # its end is shown below all that it has printed
-            self.line.show(record)
+            self.show_line(record)
             for question in record.questions:
                 self.output.show(self.reader.include(question.rank))
 
@@ -152,7 +132,7 @@ class RunView:
         if asked is None:
             return False
         self.output.send()
-        self.line.refresh(final=True)  # it stands still until there is an answer
+        self.show_line(record, at_once=True)  # it stands still until there is an answer
         text, refused = self._read(asked, record)
         self._answered.add((start, asked.rank, asked.number))
         self._turn, self._turn_until = asked.rank, time.monotonic() + _TURN_SECONDS
@@ -162,10 +142,9 @@ class RunView:
     def _read(self, asked: Asking, record: RunRecord) -> tuple[str, str]:
         prompt = asked.prompt if record.cell.spec.world_size == 1 else f"[rank {asked.rank}] {asked.prompt}"
         kernel = getattr(self._shell, "kernel", None)
+        secretly, openly = (kernel.getpass, kernel.raw_input) if kernel else (getpass.getpass, input)
         try:
-            if kernel is None:
-                return (getpass.getpass(prompt) if asked.hidden else input(prompt)), ""
-            return (kernel.getpass(prompt) if asked.hidden else kernel.raw_input(prompt)), ""
+            return (secretly if asked.hidden else openly)(prompt), ""
         except EOFError:
             return "", "the person at the keyboard closed the input"
         except StdinNotImplementedError as error:
@@ -201,8 +180,7 @@ class RunView:
             sys.stdout.write("\a")
         if record.notices or record.outcome != "done":
             self.output.settle()  # there is more to be shown
-        self.line.record = record
-        self.line.refresh(final=True)
+        self.show_line(record, at_once=True)
         say(*record.notices)
 
 
@@ -231,13 +209,13 @@ class LiveDisplay:
 _newest_table: LiveDisplay | None = None
 
 
-def show_live_table(publisher: Any, own: Callable[[list[RunRecord]], list[RunRecord]]) -> None:
+def show_live_table(publisher: Any) -> None:
     """Show the table of runs; a newer one takes its place, and the older one stays as it was last."""
     global _newest_table
 
     def look() -> tuple[Shown, bool]:
         records = read_records()
-        return status(records, own=own(records), kept=True), any(record.live for record in records)
+        return status(records), any(record.live for record in records)
 
     if _newest_table is not None:
         _newest_table.superseded.set()
@@ -246,7 +224,6 @@ def show_live_table(publisher: Any, own: Callable[[list[RunRecord]], list[RunRec
 
 # ---------------------------------------------------------------- runs that go on by themselves, and coming back to any run
 
-_BY_REFERENCE = (types.ModuleType, types.FunctionType, type)  # imported and defined, not worth a mention
 _kept: dict[str, tuple[Capture, list[Registration]]] = {}
 """What background runs of this kernel were given, by run id, for their answers change these objects in place; and the
 registered loaders that they iterate."""
@@ -258,41 +235,22 @@ class RunHandle:
 
     Attributes:
         name: what ``%taas attach``, ``logs``, ``stop`` take.
-        id: what makes it unique among all that have its name.
         folder: where its record, its output and its names are kept.
     """
 
     def __init__(self, record: RunRecord) -> None:
-        self.name, self.id, self.folder = record.name, record.id, record.folder
-        self._view = WatchedRun()
-
-    @property
-    def record(self) -> RunRecord | None:
-        """What is known of the run now; None once it was removed."""
-        return read_record(self.folder)
-
-    @property
-    def state(self) -> str:
-        """``acquiring``, ``starting``, ``running``, ``finishing``, ``ending``; then ``done``, ``failed``, ``interrupted``, ``lost``."""
-        record = self.record
-        return "removed" if record is None else record.state if record.live else record.outcome
+        self.name, self.folder = record.name, record.folder
 
     def _look(self) -> tuple[Shown, bool]:
         """Return what there is to be shown now, and whether the run goes on."""
-        record, name = self.record, self.name
+        record, name = read_record(self.folder), self.name
         if record is None:
             return plain(f"{name} was removed"), False
-        hints = f"%taas attach {name} brings its output and its names"
-        if record.live:
-            hints += f"; %taas logs {name} its output alone; %taas stop {name} ends it"
-        below = Shown(hints, f'<div style="opacity:.75">{html.escape(hints)}</div>')
-        return self._view.of(record, kept=True) + below, record.live
+        hints = f"%taas attach {name} brings its output and its names; %taas stop {name} ends it"
+        return watched(record) + plain(hints), record.live
 
     def __repr__(self) -> str:
         return self._look()[0].text
-
-    def _repr_html_(self) -> str:
-        return self._look()[0].html
 
     def _ipython_display_(self) -> None:
         shell = get_ipython()
@@ -339,14 +297,11 @@ def attach(record: RunRecord, shell: Any) -> None:
 
 def _no_names_because(record: RunRecord) -> str:
     """Say why a run has no names for this notebook; nothing where it has."""
-    names, answer = f"the names of {record.name} are", record.folder / ANSWER
-    if not record.background and record.kernel == ProcessMark.of(os.getpid()):
-        return f"{names} in this notebook since it ended"
     if not record.background:
         return f"{record.name} gave its names to the notebook that started it; only background runs keep them"
     if record.id in _brought:
-        return f"{names} in this notebook since it was attached before"
-    return "" if answer.exists() else f"{names} not there any more: {answer} was removed"
+        return f"the names of {record.name} are in this notebook since it was attached before"
+    return "" if (record.folder / ANSWER).exists() else f"the names of {record.name} were removed"
 
 
 def _bring_names(record: RunRecord, shell: Any, captured: Capture | None, view: RunView) -> None:
@@ -357,11 +312,7 @@ def _bring_names(record: RunRecord, shell: Any, captured: Capture | None, view: 
         applied = _applied(record, answer.fileno(), captured, shell.user_ns)
     _brought.add(record.id)
     view.take(applied, numbered=captured is not None)
-    made = [name for name in applied.rebound if not isinstance(shell.user_ns.get(name), _BY_REFERENCE)]
-    said = [f"names here now: {', '.join(made[:12])}{' …' if len(made) > 12 else ''}"] if made else []
-    if captured is not None and applied.changed:
-        said.append(f"{applied.changed} objects changed in place")
-    say("; ".join(said) or "no name was new or changed")
+    say(f"names here now: {', '.join(applied.rebound)}" if applied.rebound else "no name is new")
 
 
 def _applied(record: RunRecord, fd: int, captured: Capture | None, namespace: dict[str, Any]) -> Applied:

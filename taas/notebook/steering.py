@@ -9,7 +9,6 @@ import re
 import signal
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -20,15 +19,14 @@ from taas.config import Catalog, load_catalog, project_folder
 from taas.engines import chosen
 from taas.engines.slurm import settings_of
 from taas.errors import EngineError, HeaderError
-from taas.header.arguments import Line, split_words
+from taas.header.arguments import Line, check_ranks, split_words
 from taas.notebook import doctor, tables
-from taas.notebook.cell_output import Screen, TerminalOutput, follow, say, show_written
+from taas.notebook.cell_output import Screen, TerminalOutput, follow, say
 from taas.notebook.export import export
 from taas.notebook.supervised import supervised
 from taas.notebook.tables import Shown
 from taas.notebook.verbs import VERBS, help_text
-from taas.notebook.watched_run import WatchedRun
-from taas.runs.places import ProcessMark
+from taas.notebook.watched_run import in_full
 from taas.runs.reader import LOOK_SECONDS, RunReader
 from taas.runs.records import RunRecord, find_run, of_notebook, read_records, told_apart
 from taas.storage.kept import kept_versions, recover, sort
@@ -38,6 +36,7 @@ from taas.wording import counted, nearest, shown, shown_path
 
 _STOP_SECONDS = 12.0
 _TOP_SECONDS = 1.0
+_CLEAR = "\x1b[H\x1b[J"
 
 
 class Frontend:
@@ -66,19 +65,16 @@ class Frontend:
         self.show(tables.status(read_records()))
 
     def show_ranks(self, record: RunRecord) -> None:
-        """Show a run's ranks, a row each, anew each second, until the run is over or somebody has seen enough."""
-        view, terminal = WatchedRun(), sys.__stdout__
-        redrawn = terminal is not None and terminal.isatty()
+        """Show a run's ranks, a row each, in a terminal anew each second, until the run is over or somebody has seen enough."""
+        terminal = sys.__stdout__ if sys.__stdout__ and sys.__stdout__.isatty() else None
         reader = RunReader(record, ())
         with contextlib.suppress(KeyboardInterrupt):
             while True:
-                shown = view.in_full(reader.look(at_once=True))
-                if terminal is not None and redrawn:
-                    terminal.write(
-                        "\x1b[H\x1b[J"
-                    )  # not by `show`: what ranks say gives a terminal no commands
+                shown = in_full(reader.look(at_once=True))
+                if terminal is not None:
+                    terminal.write(_CLEAR)  # not by `show`: what ranks say gives a terminal no commands
                 self.show(shown)
-                if reader.over or not redrawn:
+                if reader.over or terminal is None:
                     return
                 time.sleep(_TOP_SECONDS)
 
@@ -88,13 +84,9 @@ class Frontend:
 
     def attach(self, record: RunRecord) -> None:
         """Follow a run, and take its names if there is a notebook to take them."""
-        try:
-            record = follow(RunReader(record), TerminalOutput())
-        except KeyboardInterrupt:
-            say(f"detached; {record.name} goes on. `taas stop {record.name}` ends it")
-            return
+        record = _until_seen(record, record.cell.spec.shown_ranks(), TerminalOutput())
         say(tables.line(record).text)
-        if record.background and record.outcome == "done":
+        if record.background:
             say(f"%taas attach {record.name} in a notebook brings its names")
 
 
@@ -107,18 +99,29 @@ def _named(frontend: Frontend, line: Line, *, live: bool) -> RunRecord:
     return find_run(line.words[0] if line.words else None, read_records(), frontend.own, live=live)
 
 
+def _until_seen(record: RunRecord, ranks: Iterable[int], screen: Screen) -> RunRecord:
+    """Show what ranks write until the run is over, or somebody has seen enough; returns the run as it is then."""
+    reader = RunReader(record, ranks)
+    try:
+        return follow(reader, screen)
+    except KeyboardInterrupt:
+        return reader.record
+
+
 def _logs(frontend: Frontend, line: Line) -> None:
     record = _named(frontend, line, live=False)
     asked, size = line.options.get("rank", "all"), record.cell.spec.world_size
-    ranks = range(size) if asked == "all" else asked.within(size, "rank")
+    ranks = tuple(range(size)) if asked == "all" else asked
+    check_ranks(ranks, size, "rank")
     screen = frontend.screen(ranks[0] if len(ranks) == 1 else None)
     if "follow" in line.options:
-        try:
-            follow(RunReader(record, ranks), screen)
-        except KeyboardInterrupt:
-            say(f"no longer followed; {record.name} goes on")
+        _until_seen(record, ranks, screen)
     else:
-        show_written(record, ranks, screen)
+        for rank in ranks:
+            reader = RunReader(record, (rank,))
+            while items := reader.read():
+                screen.show(items)
+        screen.send()
 
 
 def _only_run(frontend: Frontend) -> RunRecord:
@@ -129,11 +132,12 @@ def _only_run(frontend: Frontend) -> RunRecord:
     """
     live = [record for record in read_records() if record.live]
     mine = frontend.own(live) if frontend.kernel else live
-    if not live or len(mine) == 1:
-        return mine[0] if mine else _named(frontend, Line(), live=True)
-    names = ", ".join(f"{record.name} of {record.owner}" for record in mine or live)
-    fact = f"{len(mine)} runs go on" if mine else "no run of this notebook goes on, but of others"
-    raise HeaderError(f"%taas stop: {fact} ({names}); type %taas stop {(mine or live)[-1].name}")
+    if len(mine) != 1:
+        names = ", ".join(f"{record.name} of {record.owner}" for record in live) or "none"
+        raise HeaderError(
+            f"%taas stop: of the runs that go on ({names}), {len(mine)} are meant; type %taas stop and a name"
+        )
+    return mine[0]
 
 
 def _stop(frontend: Frontend, line: Line) -> None:
@@ -177,25 +181,19 @@ def _recover(frontend: Frontend, line: Line) -> None:
             continue
         paths = recover(name, versions, run.project, overwrite="overwrite" in line.options)
         if paths or line.words:
-            said = (f"  {shown_path(path)}" for path in paths[:20])
-            say(f"{counted(len(paths), 'file')} of {name} recovered", *said)
+            say(f"{counted(len(paths), 'file')} of {name} recovered", *map(shown_path, paths[:20]))
             return
-    which = f"{asked[0].name} has no" if line.words else "no run has"
-    raise HeaderError(f"%taas recover: {which} kept writes of ranks other than 0 that its project lacks")
-
-
-def _export(frontend: Frontend, line: Line) -> None:
-    record = _named(frontend, line, live=False)
-    say(*export(record, Path(line.options.get("to", record.name))))
+    raise HeaderError(
+        "%taas recover: no run that was meant has writes of ranks other than 0 that its project lacks"
+    )
 
 
 def _engine(frontend: Frontend, line: Line) -> None:
-    words = [*line.words, *(f"--{name}={value}" for name, value in line.options.items() if name != "check")]
+    options = [f"--{name}={value}" for name, value in line.options.items() if name != "check"]
+    words = [*line.words, *options]
     if "check" in line.options:
-        if line.words != ("slurm",):
-            raise HeaderError("%taas engine --check tries Slurm: type %taas engine slurm --check")
-        address = chosen.read_choice(words, "%taas engine", load_catalog(project_folder())).address
-        frontend.show(doctor.report([*doctor.examine_slurm(settings_of(address))]))
+        slurm = chosen.read_choice(["slurm", *options], "%taas engine", load_catalog(project_folder()))
+        frontend.show(doctor.report([*doctor.examine_slurm(settings_of(slurm.address))]))
         return
     if not words:
         choice = chosen.chosen(project_folder())
@@ -228,119 +226,79 @@ except Exception as error:
 
 def _install(frontend: Frontend, line: Line) -> None:
     """Have IPython load taas at every start, or no longer: without it a header in a notebook that forgot it is a comment."""
-    from IPython.paths import get_ipython_dir
-
-    undo = "undo" in line.options
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # it would go on with a temporary folder
-        try:
-            path = Path(get_ipython_dir(), *_STARTUP_FILE)
-            there = path.exists() and (undo or path.read_text() == _LINES)
-            if undo:
-                path.unlink(missing_ok=True)
-            elif not there:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_text(_LINES)
-        except (UserWarning, OSError) as error:
-            raise EngineError(f"{error}. Make it writable, or set IPYTHONDIR to a folder of yours.") from None
-    if undo:
-        say(f"{path} is removed: notebooks load taas by %load_ext taas" if there else f"there is no {path}")
-        return
+    path = Path(os.environ.get("IPYTHONDIR") or "~/.ipython", *_STARTUP_FILE).expanduser()
+    try:
+        if "undo" in line.options:
+            path.unlink(missing_ok=True)
+            say(f"{path} is removed: notebooks load taas by %load_ext taas")
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(_LINES)
+    except OSError as error:
+        raise EngineError(f"{error}. Make it writable, or set IPYTHONDIR to a folder of yours.") from None
     say(
-        f"{path} is {'there already' if there else 'written'}: notebooks that are started from now on know "
-        "#pragma taas without %load_ext taas. `taas install --undo` removes it."
+        f"{path} is written: notebooks that are started from now on know #pragma taas without %load_ext taas. "
+        "`taas install --undo` removes it."
     )
 
 
 def _release(frontend: Frontend, line: Line) -> None:
     mine = [c for c in connections.all_connections() if frontend.kernel in (0, c.kernel.pid)]
-    released = [_released(frontend, connection) for connection in mine]
+    released = [_released(connection) for connection in mine]
     count, ranks = sum(one.count for one in released), sum(one.ranks for one in released)
-    ended = f"{counted(ranks, 'kept rank')} ended" if ranks else ""
-    given = f"{counted(count, 'idle VM')} given back" if count or not ranks else ""
-    say(f"{', '.join(filter(None, (ended, given)))}; the next run starts new ones")
+    given = f"{counted(ranks, 'kept rank')} ended, {counted(count, 'idle VM')} given back"
+    say(f"{given}; the next run starts new ones")
 
 
-def _released(frontend: Frontend, connection: connections.Connection) -> Released:
-    """Have a supervisor give back what it has; one that is stuck is killed.
-
-    In a terminal only one that is stopped is taken for stuck: to taas of another release a supervisor says nothing, either.
-    """
-    supervisor, silent = connection.supervisor, False
+def _released(connection: connections.Connection) -> Released:
+    """Have a supervisor give back what it has; one that is stopped is killed."""
+    pid = connection.supervisor.pid
     try:
         with connections.Visit(connection) as visit:
-            silent = True
-            visit.ask(RunRequest(what="stacks"), Stacks)
-            silent = False
             released: Released = visit.ask(RunRequest(what="release"), Released)
             return released
     except EngineError as error:
-        found = process(supervisor.pid) if supervisor.lives else None
-        if found is not None and silent and (frontend.kernel or found.state == "T"):
-            _kill(supervisor)
+        found = process(pid) if connection.supervisor.lives else None
+        if found is not None and found.state == "T":
+            os.kill(pid, signal.SIGKILL)
+            say(f"the supervisor (process {pid}) was stopped, and was killed with all its runs")
         elif found is not None:
-            say(f"nothing of process {supervisor.pid} was given back: {error}")
+            say(f"nothing of process {pid} was given back: {error}")
     return Released(count=0)
 
 
-def _kill(supervisor: ProcessMark) -> None:
-    runs = [record.name for record in read_records() if record.live and record.supervisor == supervisor]
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(supervisor.pid, signal.SIGKILL)
-    lost = f", and with it {', '.join(runs)}" if runs else ""
-    say(f"the supervisor (process {supervisor.pid}) did not answer, and was killed{lost}")
-
-
-# ---------------------------------------------------------------- tables, also for programs
-
-
-def _said_as_json(line: Line, facts: object) -> bool:
-    if "json" in line.options:
-        sys.stdout.write(msgspec.json.encode(facts).decode() + "\n")
-    return "json" in line.options
-
-
-def _status(frontend: Frontend, line: Line) -> None:
-    if not _said_as_json(line, [tables.facts(record) for record in read_records() if record.live]):
-        frontend.show_status()
-
-
-def _history(frontend: Frontend, line: Line) -> None:
-    records = read_records()
-    if not _said_as_json(line, [tables.facts(record) for record in records]):
-        frontend.show(tables.history(records))
-
-
-def _config(frontend: Frontend, line: Line) -> None:
-    catalog = load_catalog(project_folder())
-    said = {key: str(path) for key, path in catalog.said_in.items()}
-    facts = {key: {"value": value, "set_in": said.get(key)} for key, value in catalog.in_force().items()}
-    if not _said_as_json(line, facts):
-        frontend.show(tables.config(catalog))
-
-
-def _types(frontend: Frontend, line: Line) -> None:
-    catalog = load_catalog(project_folder())
-    if not _said_as_json(line, [*catalog.instances.values()]):
-        frontend.show(tables.types(catalog))
+def _run(frontend: Frontend, line: Line) -> None:
+    raise HeaderError(
+        "%taas run is for a terminal: type taas run SCRIPT --gpus 8 there, or %load SCRIPT here"
+    )
 
 
 # ---------------------------------------------------------------- a line
 
 
+_FACTS: dict[str, Callable[[], object]] = {
+    "status": lambda: [tables.facts(record) for record in read_records() if record.live],
+    "history": lambda: [tables.facts(record) for record in read_records()],
+    "config": lambda: tables.settings(load_catalog(project_folder())),
+    "types": lambda: [*load_catalog(project_folder()).instances.values()],
+}
+"""Of each verb with ``--json``, what that prints."""
 _HANDLERS: dict[str, Callable[[Frontend, Line], None]] = {
-    "status": _status,
+    "status": lambda frontend, _: frontend.show_status(),
     "logs": _logs,
     "stop": _stop,
     "stacks": _stacks,
     "attach": lambda frontend, line: frontend.attach(_named(frontend, line, live=False)),
     "top": lambda frontend, line: frontend.show_ranks(_named(frontend, line, live=False)),
-    "history": _history,
+    "history": lambda frontend, _: frontend.show(tables.history(read_records())),
     "recover": _recover,
-    "export": _export,
+    "export": lambda frontend, line: say(
+        *export(_named(frontend, line, live=False), line.options.get("to", ""))
+    ),
     "engine": _engine,
-    "config": _config,
-    "types": _types,
+    "config": lambda frontend, _: frontend.show(tables.config(load_catalog(project_folder()))),
+    "types": lambda frontend, _: frontend.show(tables.types(load_catalog(project_folder()))),
+    "run": _run,
     "install": _install,
     "release": _release,
     "doctor": lambda frontend, _: frontend.show(doctor.report(doctor.examine())),
@@ -350,19 +308,17 @@ _HANDLERS: dict[str, Callable[[Frontend, Line], None]] = {
 def do(text: str, frontend: Frontend) -> None:
     """Do what a line says; an empty one is ``status``. A `HeaderError` says in one line what to type instead."""
     name, *rest = split_words(text) or ["status"]
-    if name in ("help", "--help", "-h") or (name in VERBS and {"--help", "-h"} & set(rest)):
-        about = help_text(name if name in VERBS else rest[0] if rest and rest[0] in VERBS else None)
-        frontend.show(Shown(about, f"<pre>{html.escape(about)}</pre>"))
+    if {"help", "--help", "-h"} & {name, *rest}:
+        frontend.show(Shown(help_text(), f"<pre>{html.escape(help_text())}</pre>"))
         return
-    if name == "run" and rest:
-        raise HeaderError(
-            "%taas run is for a terminal (taas run SCRIPT --gpus 8); in a notebook type %load SCRIPT, with a header above the code"
-        )
     if name not in VERBS:
-        if name.startswith("-") and name.lstrip("-") not in VERBS:
-            said = shown(text.strip())
-            raise HeaderError(f"%taas {said}: options belong to a cell; type %%taas {said} above its code")
-        near = nearest(name.lstrip("-"), VERBS, 0.5)
+        near = nearest(name, VERBS, 0.5)
         hint = f"did you mean %taas {near}?" if near else f"allowed is {', '.join(VERBS)}"
+        if name.startswith("-"):
+            hint = f"options belong to a cell; type %%taas {shown(text.strip())} above its code"
         raise HeaderError(f"%taas {shown(name)}: there is no such verb; {hint}")
-    _HANDLERS[name](frontend, VERBS[name].read(rest))
+    line = VERBS[name].read(rest)
+    if "json" in line.options:
+        sys.stdout.write(msgspec.json.encode(_FACTS[name]()).decode() + "\n")
+    else:
+        _HANDLERS[name](frontend, line)

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -26,7 +27,11 @@ _START_SECONDS = 60.0
 
 
 class Supervised(Wire):
-    """The wire to one supervisor, and the end of the life pipe that only this process has."""
+    """The wire to one supervisor, and the end of the life pipe that only this process has.
+
+    Attributes:
+        heard_at: when it said something last, by the monotonic clock.
+    """
 
     def __init__(self, *, warm: bool, idle: bool = False) -> None:
         public, secret = zmq.curve_keypair()
@@ -40,7 +45,7 @@ class Supervised(Wire):
         finally:
             os.close(life)
         super().__init__(up, public, secret)
-        self.pid = up.supervisor.pid
+        self.pid, self.heard_at = up.supervisor.pid, time.monotonic()
         self._folder = Path(up.endpoint.removeprefix("ipc://")).parent
         self._pidfd = os.pidfd_open(self.pid)
         self._poller = zmq.Poller()
@@ -54,16 +59,17 @@ class Supervised(Wire):
             RunLost: the supervisor is gone.
         """
         ready = dict(self._poller.poll(timeout_ms))
-        silent = True
+        before = self.heard_at
         with contextlib.suppress(zmq.Again):
             while self._socket in ready:
-                yield self._read(self._socket.recv(zmq.NOBLOCK))
-                silent = False
-        if self._pidfd in ready and silent:
+                message = self._read(self._socket.recv(zmq.NOBLOCK))
+                self.heard_at = time.monotonic()
+                yield message
+        if self._pidfd in ready and self.heard_at == before:
             self.close()
             raise RunLost(
-                f"the supervisor {self._how_it_ended()}, and all ranks with it. Nothing came back; the next cell "
-                "starts a new one."
+                "the supervisor was killed (by somebody, or the out-of-memory killer: see dmesg) or broke down (see "
+                f"{crash_report(self.pid)}), and all ranks with it. Nothing came back; the next cell starts a new one."
             )
 
     @property
@@ -75,12 +81,6 @@ class Supervised(Wire):
     def usable(self) -> bool:
         """Whether it is there for runs to come: a cleaner may have removed what it keeps in folders for temporary files."""
         return self.alive and (self._folder / SOCKET).exists() and (self._folder / CONNECTION).exists()
-
-    def _how_it_ended(self) -> str:
-        report = crash_report(self.pid)
-        if report.exists():
-            return f"broke down ({report.read_text().strip().splitlines()[-1]}; please report {report})"
-        return "was killed (by somebody, or the out-of-memory killer: see dmesg)"
 
     def kill(self) -> None:
         """SIGKILL a supervisor that does not answer; all that hangs on it goes with it."""
@@ -154,14 +154,10 @@ def supervised(*, warm: bool) -> Supervised:
 def start_ahead() -> None:
     """Start what the first cell will need, if that is of this machine; who needs it before it is there joins this."""
     global _ahead
-    try:
-        if chosen(Path.cwd()).kind != "local":
-            return
-    except HeaderError:  # the first cell says what is wrong
-        return
-    if _current is None and _ahead is None:
-        _ahead = threading.Thread(target=_start_idle, name="taas-ahead", daemon=True)
-        _ahead.start()
+    with contextlib.suppress(HeaderError):  # the first cell says what is wrong
+        if chosen(Path.cwd()).kind == "local" and _current is None and _ahead is None:
+            _ahead = threading.Thread(target=_start_idle, name="taas-ahead", daemon=True)
+            _ahead.start()
 
 
 def _start_idle() -> None:

@@ -144,12 +144,10 @@ def facts(record: RunRecord) -> dict[str, Any]:
 # ---------------------------------------------------------------- one run, in its cell
 
 
-def line(
-    record: RunRecord, now: float | None = None, *, kept: bool = False, left: float | None = None
-) -> Shown:
-    """Show one run: a compact line, with what is wrong below it.
+def line(record: RunRecord, now: float | None = None, left: float | None = None) -> Shown:
+    """Show one run: a compact line, which says of when it is, with what is wrong below it.
 
-    ``kept``: the notebook keeps it, so while the run goes on it says of when it is; ``left``: seconds until it will be over.
+    ``left``: seconds until it will be over.
     """
     now = time.time() if now is None else now
     elapsed = _elapsed(record, now)
@@ -158,7 +156,7 @@ def line(
     parts = [_ranks(record), elapsed, record.device]
     if record.restarts:
         parts.append(f"started again {'once' if record.restarts == 1 else f'{record.restarts} times'}")
-    parts += [_delivery(record), _written(now) if kept and record.live else ""]
+    parts += [_delivery(record), _written(now) if record.live else ""]
     head = f"{_MARKS[record.outcome or 'live']} {record.name} {_state(record)}"
     quiet = " · ".join(["", *filter(None, parts)])
     dim = f'<span style="opacity:.75">{html.escape(quiet)}</span>'
@@ -184,10 +182,8 @@ def _note(record: RunRecord) -> str:
     if not record.questions:
         return ""
     ranks = [one.rank for one in record.questions]
-    verb = "asks and waits" if len(ranks) == 1 else "ask and wait"
-    where = f": %taas attach {record.name} answers" if record.background else " for an answer in its cell"
-    others = ", and the other ranks with them" if record.cell.spec.world_size > len(ranks) else ""
-    return f"{ranks_in_words(ranks)} {verb}{where}{others}"
+    where = f": %taas attach {record.name} answers" if record.background else " in the cell"
+    return f"{ranks_in_words(ranks)} asked for an answer{where}"
 
 
 def stacks(places: Iterable[StackGroup]) -> Shown:
@@ -204,37 +200,27 @@ def stacks(places: Iterable[StackGroup]) -> Shown:
 # ---------------------------------------------------------------- many runs
 
 
-def status(
-    records: Sequence[RunRecord],
-    now: float | None = None,
-    own: Sequence[RunRecord] = (),
-    *,
-    kept: bool = False,
-) -> Shown:
-    """Show the runs that go on, those whose ranks are kept, and the last one that ended, of this notebook's ``own``, too.
-
-    ``kept``: the notebook keeps it, so it says of when it is.
-    """
+def status(records: Sequence[RunRecord], now: float | None = None) -> Shown:
+    """Show the runs that go on, those whose ranks are kept, and the last one that ended."""
     now = time.time() if now is None else now
     live = [record for record in records if record.live]
-    last = [record for some in (records, own) for record in [r for r in some if not r.live][-1:]]
-    shown = live + [record for record in records if not record.live and (record.kept_ranks or record in last)]
+    ended = [record for record in records if not record.live]
+    shown = live + [record for record in ended if record.kept_ranks or record is ended[-1]]
     if not shown:
         return plain(
             "no run yet: start one by a cell with `#pragma taas --gpus 8` on top (%%taas? has the options)"
         )
-    rows = [(told_apart(record, shown), *_standing(record, now, own)) for record in shown]
+    rows = [(told_apart(record, shown), *_standing(record, now)) for record in shown]
     heads = ("run", "state", "ranks", "time", "device", "memory", "delivered", "cell", "notebook")
     view = sum((line(record, now) for record in live if record.trouble is not None), table(heads, rows))
-    return view + plain(_written(now)) if kept and live else view
+    return view + plain(_written(now)) if live else view
 
 
-def _standing(record: RunRecord, now: float, own: Sequence[RunRecord]) -> tuple[str, ...]:
+def _standing(record: RunRecord, now: float) -> tuple[str, ...]:
     state, elapsed = _state(record), _elapsed(record, now)
     if record.kept_ranks:
         state, elapsed = f"{state}, ranks kept", f"idle {span(now - record.ended, whole=True)}"
-    mine = record.kernel.pid == os.getpid() or record in own
-    notebook = f"{record.owner} (this one)" if mine else record.owner
+    notebook = f"{record.owner} (this one)" if record.kernel.pid == os.getpid() else record.owner
     held = (record.device, _memory(record), _delivery(record))
     return (state, _ranks(record), elapsed, *held, _cell(record), notebook)
 
@@ -259,6 +245,12 @@ def history(records: Sequence[RunRecord], now: float | None = None) -> Shown:
     ]
     heads = ("run", "started", "outcome", "ranks", "time", "busy", "cell", "notebook")
     return table(heads, rows, [why(record) for record in records])
+
+
+def settings(catalog: Catalog) -> dict[str, Any]:
+    """Return what holds, and the file that says it, for programs (``--json``)."""
+    said = {key: str(path) for key, path in catalog.said_in.items()}
+    return {key: {"value": value, "set_in": said.get(key)} for key, value in catalog.in_force().items()}
 
 
 def config(catalog: Catalog) -> Shown:

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from taas.config import SLURM_OPTIONS
 from taas.errors import HeaderError
 from taas.header.arguments import Line, Option, ranks, read_line, text_of
-from taas.wording import nearest, shown
 
 
 @dataclass(frozen=True)
@@ -19,14 +18,12 @@ class Verb:
 
     Attributes:
         words: which words may follow, as help shows them.
-        runs: which runs complete its first word: ``live``, ``all`` or none.
     """
 
     name: str
     words: str
     help: str
     options: tuple[Option, ...] = ()
-    runs: str = ""
 
     @property
     def usage(self) -> str:
@@ -36,24 +33,13 @@ class Verb:
     def read(self, words: list[str]) -> Line:
         """Read what follows it; a `HeaderError` says what to type instead."""
         try:
-            return read_line(words, {o.name: o for o in self.options}, self._unknown, len(self.words.split()))
+            return read_line(words, {o.name: o for o in self.options}, len(self.words.split()))
         except HeaderError as error:
             raise HeaderError(f"%taas {self.name} {error}") from None
 
-    def _unknown(self, word: str) -> str:
-        if not word.startswith("-"):
-            return f"{shown(word)}: {shown(word)} is one word too many; type %taas {self.usage}"
-        names = [option.name for option in self.options]
-        near = nearest(word.lstrip("-").partition("=")[0], names, 0.4)
-        known = ", ".join(f"--{name}" for name in names)
-        hint = f"type --{near}" if near else f"it has {known or 'no options'}"
-        return f"{shown(word)}: there is no such option; {hint}"
 
-
-def help_text(name: str | None = None) -> str:
-    """Return what ``%taas?``, ``--help`` and ``%taas help VERB`` show."""
-    if name is not None:
-        return f"%taas {VERBS[name].usage}\n    {VERBS[name].help}"
+def help_text() -> str:
+    """Return what ``%taas?`` and ``--help`` show."""
     width = max(len(verb.usage) for verb in VERBS.values())
     table = "\n".join(f"  {verb.usage:<{width}}  {verb.help}" for verb in VERBS.values())
     return (
@@ -65,22 +51,11 @@ def help_text(name: str | None = None) -> str:
 
 def complete(line: str) -> list[str]:
     """Return what may stand where the last word of a line is; the line begins after ``%taas``."""
-    words = line.split() if not line.endswith(" ") else [*line.split(), ""]
-    if len(words) < 2:
+    name, *rest = line.split(" ")
+    verb = VERBS.get(name)
+    if not rest:
         return list(VERBS)
-    verb = VERBS.get(words[0])
-    if verb is None:
-        return []
-    if words[-1].startswith("-"):
-        return [f"--{option.name}" for option in verb.options]
-    if verb.name == "engine":
-        return ["local", "ray", "slurm"]
-    if not verb.runs:
-        return []
-    from taas.runs.records import read_records  # only here: Tab belongs to `import taas`, which stays cheap
-
-    records = reversed(read_records())
-    return list(dict.fromkeys(record.name for record in records if record.live or verb.runs == "all"))
+    return [f"--{option.name}" for option in verb.options] if verb else []
 
 
 # ---------------------------------------------------------------- the table
@@ -96,28 +71,23 @@ _ROWS = (
         "[RUN]",
         "what all ranks have written, or some (--rank 0,3-5)",
         (Option("rank", "R", ranks("all")), Option("follow")),
-        "all",
     ),
-    Verb("stop", "[RUN]", _STOP, (Option("now"),), "live"),
-    Verb("stacks", "[RUN]", "where each rank stands now, ranks at one place together", runs="live"),
-    Verb("attach", "[RUN]", "a run's output from its beginning, then live, then its names", runs="all"),
-    Verb(
-        "top", "[RUN]", "a run's ranks, a row each: state, use, last line; redrawn each second", runs="live"
-    ),
+    Verb("stop", "[RUN]", _STOP, (Option("now"),)),
+    Verb("stacks", "[RUN]", "where each rank stands now, ranks at one place together"),
+    Verb("attach", "[RUN]", "a run's output from its beginning, then live, then its names"),
+    Verb("top", "[RUN]", "a run's ranks, a row each: state, use, last line; redrawn each second"),
     Verb("history", "", "all runs that are kept, how they ended, and why", _JSON),
     Verb(
         "recover",
         "[RUN]",
         "bring what only ranks other than 0 wrote into the project",
         (Option("overwrite"),),
-        "all",
     ),
     Verb(
         "export",
         "[RUN]",
         "a run's cell, and what it needs of the notebook, as a program for torchrun",
         (_TO,),
-        "all",
     ),
     Verb(
         "engine",

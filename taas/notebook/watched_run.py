@@ -5,11 +5,10 @@ from __future__ import annotations
 import html
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from taas.notebook.tables import STAYS_OPEN, Shown, folded, line, table
-from taas.runs.events import FILES, last_written, size_of
+from taas.runs.events import last_written
 from taas.runs.records import RunRecord
 from taas.wire.ranks import RankUse
 from taas.wording import shown as on_one_line
@@ -41,38 +40,29 @@ class _Written(NamedTuple):
         return f"<pre>{lines}</pre>{shown}" if shown or len(self.lines) > 1 else ""
 
 
-class WatchedRun:
-    """What a person sees of one run, again and again; what ranks wrote last is read anew where their files have grown."""
+def watched(record: RunRecord, now: float | None = None) -> Shown:
+    """Show the run's line, with the time that is left if something tells it, and the folded rows; as :func:`line`."""
+    ranks = _written_by(record)
+    above = line(record, now, _seconds_left(record, ranks[0].lines))
+    if not record.use and not any(written.lines for written in ranks):
+        return above
+    busy = f"{record.busy:.0f} % busy · " if record.live and record.busy is not None else ""
+    below = folded(record.id, f"{busy}each rank's state, use and output", _rows(record, ranks).html)
+    return Shown(above.text, f"{above.html}{below}{STAYS_OPEN}")
 
-    def __init__(self) -> None:
-        self._last: dict[Path, tuple[list[int], _Written]] = {}
 
-    def of(self, record: RunRecord, now: float | None = None, *, kept: bool = False) -> Shown:
-        """Show the run's line, with the time that is left if something tells it, and the folded rows; as :func:`line`."""
-        ranks = self._written_by(record)
-        above = line(record, now, kept=kept, left=_seconds_left(record, ranks[0].lines))
-        if not record.use and not any(written.lines for written in ranks):
-            return above
-        below = folded(record.id, f"{_use(record)}each rank's state and output", _rows(record, ranks).html)
-        return Shown(above.text, f"{above.html}{below}{STAYS_OPEN}")
+def in_full(record: RunRecord) -> Shown:
+    """Show the line and the rows, unfolded."""
+    ranks = _written_by(record)
+    return line(record, left=_seconds_left(record, ranks[0].lines)) + _rows(record, ranks)
 
-    def in_full(self, record: RunRecord) -> Shown:
-        """Show the line and the rows, unfolded."""
-        ranks = self._written_by(record)
-        shown = line(record, left=_seconds_left(record, ranks[0].lines)) + _rows(record, ranks)
-        return Shown(shown.text, shown.html + STAYS_OPEN)
 
-    def _written_by(self, record: RunRecord) -> list[_Written]:
-        return [self._written(folder) for folder in record.rank_folders()]
-
-    def _written(self, folder: Path) -> _Written:
-        sizes = [size_of(folder / name) for name in FILES]
-        known, written = self._last.get(folder, ([0] * len(sizes), _Written()))
-        if sizes != known and (found := last_written(folder, _LINES)) is not None:
-            lines = [on_one_line(visible(_COLOURS.sub("", text)), _WIDTH) for text in found[0]]
-            written = _Written(lines, found[1])
-            self._last[folder] = sizes, written
-        return written
+def _written_by(record: RunRecord) -> list[_Written]:
+    found = [last_written(folder, _LINES) or ([], {}) for folder in record.rank_folders()]
+    return [
+        _Written([on_one_line(visible(_COLOURS.sub("", text)), _WIDTH) for text in lines], display)
+        for lines, display in found
+    ]
 
 
 def _seconds_left(record: RunRecord, lines: Sequence[str]) -> float | None:
@@ -84,13 +74,6 @@ def _seconds_left(record: RunRecord, lines: Sequence[str]) -> float | None:
         for _, hours, minutes, seconds in _BAR.findall(text)[-1:]:
             return 3600 * int(hours or 0) + 60 * int(minutes) + int(seconds)
     return None
-
-
-def _use(record: RunRecord) -> str:
-    """Return what the ranks use in the mean, for the line that opens the rows."""
-    share = record.busy
-    kind = "GPU" if any(rank.gpu is not None for rank in record.use) else "CPU"
-    return "" if share is None or not record.live else f"{kind} {share:.0f} % · "
 
 
 def _rows(record: RunRecord, ranks: Sequence[_Written]) -> Shown:
