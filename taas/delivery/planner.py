@@ -12,6 +12,7 @@ loader is planned ahead never shows in the order of another.
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 import time
 import traceback
@@ -86,11 +87,11 @@ class LoaderPlans:
         epochs = [getattr(sampler, "epoch", None) for sampler in _with_epochs(self.parts.index_sampler)]
         epoch = epochs[0] if epochs and isinstance(epochs[0], int) else None
         per_rank = self._distributed is not None
-        return LoaderFacts(self.name, self._length(), self.parts.streams, epoch, per_rank, self.note)
+        return LoaderFacts(self.name, self._length(), self.parts.iterable, epoch, per_rank, self.note)
 
     def _length(self) -> int | None:
         try:
-            if self.parts.streams:
+            if self.parts.iterable:
                 return self.parts.iterable_length()
             return len(self._index_samplers[0]) * (self.ranks if self._distributed is not None else 1)
         except (TypeError, NotImplementedError, AttributeError):
@@ -162,7 +163,9 @@ class LoaderPlans:
                 streams.append(iterator)
         finally:
             self._rngs = rngs_now()
-        opened.streams = [] if self.parts.streams else streams
+        if self.parts.iterable:
+            streams = [((position, number, self._base_seed) for position in itertools.count())]
+        opened.streams = streams
 
     def draw(
         self, opened: Iteration, count: int, until: float, pack: Callable[[Any], Any] = lambda index: index
@@ -214,7 +217,7 @@ class LoaderPlans:
 
     def _run_out(self, opened: Iteration, most: int = 1_000_000) -> None:
         """Draw the rest of an iteration that the ranks left early, if it is no more than ``most`` indices."""
-        left = most if self._length() is not None and opened.streams else 0
+        left = most if self._length() is not None and not self.parts.iterable else 0
         while left > 0 and not opened.ended and opened.error is None:
             left -= len(self.draw(opened, min(left, 1000), float("inf")))
         if opened.error is not None:
