@@ -125,9 +125,8 @@ class Plans:
         self.by_number: dict[int, Plan] = {}
         self.outbox: list[tuple[Peer, Message | list[Ticket]]] = []
         self.dropped: list[Work] = []  # leased for ranks that will never look at it
-        self.owners: dict[
-            int, Peer
-        ] = {}  # of loaders of iterable datasets: the worker that makes their elements
+        self.owners: dict[int, Peer] = {}
+        """Of loaders of iterable datasets: the worker that makes their elements."""
 
     def tell(self, rank: int, message: Message) -> None:
         """Leave a message for a rank."""
