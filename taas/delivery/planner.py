@@ -74,8 +74,7 @@ class LoaderPlans:
         self.note = ""
         self._rngs = rngs
         self._generators = _generators_of(parts)
-        self._starts: dict[int, _Snapshot] = {}
-        self._ends: dict[int, _Snapshot] = {}
+        self._starts: dict[int, _Snapshot] = {}  # of iterations; the end of one is the start of the next
         self._base_seed = 0
         self._distributed = _find_distributed(parts)
         self._index_samplers = [parts.index_sampler]
@@ -128,7 +127,6 @@ class LoaderPlans:
             for earlier in range(number) if repeats else ():
                 past = self.open(earlier, None if epoch is None else epoch - number + earlier)
                 self._run_out(past, most=(self._length() or 0) + 1)
-                self.drop(past)
             self._begin(opened, epoch)
         except BaseException as error:
             opened.error = error
@@ -145,8 +143,6 @@ class LoaderPlans:
         apply_rngs(self._rngs)
         self._starts[number] = self._snapshot()
         self._starts.pop(number - 8, None)
-        self._ends.pop(number - 8, None)
-        self._ends.pop(number, None)  # of one that was planned for another epoch
         if epoch is not None:
             for index_sampler in self._index_samplers:
                 for sampler in _with_epochs(index_sampler):
@@ -189,14 +185,7 @@ class LoaderPlans:
             opened.error = error
         finally:
             self._rngs = rngs_now()
-        if opened.ended:
-            self._ends[opened.number] = self._snapshot()
         return indices
-
-    def drop(self, opened: Iteration) -> None:
-        """Nobody will draw from it again."""
-        if not opened.ended:
-            self._ends.setdefault(opened.number, self._snapshot())
 
     def final_states(
         self, number: int, epoch: int | None, opened: Iteration | None
@@ -205,9 +194,9 @@ class LoaderPlans:
 
         ``opened`` is that iteration, if it was not dropped. Raises what the sampler raises.
         """
-        if opened is not None and number not in self._ends:
+        if opened is not None and number + 1 not in self._starts:
             self._run_out(opened)
-        _, generators = self._ends.get(number) or self._snapshot()
+        _, generators = self._starts.get(number + 1) or self._snapshot()
         states: dict[str, bytes | int] = {
             f"{path}!state": state.numpy().tobytes() for path, state in generators.items()
         }
@@ -286,9 +275,8 @@ class Planner:
                 return self._draw(message)
             case FinishPlans():
                 return self._finish(message)
-            case Cancel() if message.plan in self._open:
-                plans, opened = self._open.pop(message.plan)
-                plans.drop(opened)
+            case Cancel():
+                self._open.pop(message.plan, None)
         return None
 
     def _draw(self, message: Draw) -> Planned:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import io
+import json
 import numbers
 import os
 import sys
@@ -164,7 +165,9 @@ def pack_display(arguments: dict[str, Any]) -> bytes:
     try:
         return _encode(arguments)
     except (UnicodeEncodeError, OverflowError):
-        return _encode(_encodable(arguments))
+        # lone surrogates, of file names that are not UTF-8, and huge integers
+        text = json.dumps(arguments, ensure_ascii=False, default=repr).encode("utf-8", "replace")
+        return _encode(json.loads(text, parse_int=lambda digits: int(digits) if len(digits) < 19 else digits))
 
 
 def _nearest(value: Any) -> Any:
@@ -182,17 +185,3 @@ def _nearest(value: Any) -> Any:
 
 
 _encode = msgspec.msgpack.Encoder(enc_hook=_nearest).encode
-
-
-def _encodable(value: Any) -> Any:
-    """Return a display message with lone surrogates, of file names that are not UTF-8, and huge integers written out."""
-    match value:
-        case str():
-            return value.encode("utf-8", "backslashreplace").decode()
-        case dict():
-            return {_encodable(key): _encodable(item) for key, item in value.items()}
-        case list() | tuple():
-            return [_encodable(item) for item in value]
-        case int() if not -(2**63) <= value < 2**64:
-            return str(value)
-    return value
