@@ -233,8 +233,9 @@ class Ledger:
         work.leases.append(Lease(worker.name, offset, capacity, pace.seconds))
         worker.backlog += 1
         worker.backlog_seconds += pace.seconds
+        floor = plan.lowest * self.plans.n if plan.streamed else 0
         of = work.number, plan.ident, plan.loader, work.seq, work.rank, work.seed, work.index
-        return Ticket(*of, offset, capacity, plan.lowest * self.plans.n, self._poison_of(work))
+        return Ticket(*of, offset, capacity, floor, self._poison_of(work))
 
     @staticmethod
     def _poison_of(work: Work) -> str:
