@@ -490,7 +490,7 @@ def planner(_rounds: int) -> list[Row]:
     while made < 400_000:
         before = time.process_time()
         now += 0.001
-        ledger.pump(now)
+        ledger.pump()
         outbox = list(ledger.outbox)
         ledger.outbox.clear()
         for peer, message in outbox:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import psutil
 import pytest
 from notebook_harness import Notebook, gone
 
@@ -46,6 +47,25 @@ def test_each_rank_gets_its_share_in_the_notebooks_order(registered: Notebook) -
     same = "torch.equal(loader.generator.get_state(), reference.generator.get_state())"
     assert registered.value(same) == "True"
     assert registered.value("type(loader).__name__, len(loader)") == "DataLoader 20"
+
+
+def test_an_iterable_dataset_with_workers_of_its_own(registered: Notebook) -> None:
+    """One data worker iterates it, with as many processes as it has in the notebook, and leaves none."""
+    registered.good(
+        "import os\nfrom torch.utils.data import IterableDataset, get_worker_info\n"
+        "class Shards(IterableDataset):\n"
+        "    def __iter__(self):\n"
+        "        info = get_worker_info()\n"
+        "        for number in range(info.id, 24, info.num_workers): yield torch.tensor([number, os.getpid()])\n"
+        "shards = DataLoader(Shards(), batch_size=2, num_workers=2); taas.register(shards);"
+    )
+    registered.good(HEAD + "\nseen = [batch.tolist() for _ in range(2) for batch in shards]")
+    registered.good(
+        "expected = [batch.tolist() for batch in shards][::2]; firsts = lambda pairs: [x for x, _ in pairs]"
+    )
+    assert registered.value("list(map(firsts, seen)) == 2 * list(map(firsts, expected))") == "True"
+    makers = eval(registered.value("{pid for batch in seen for _, pid in batch}"))
+    assert gone([psutil.Process(pid) for pid in makers if psutil.pid_exists(pid)])
 
 
 def test_a_loader_in_other_objects(notebook: Notebook) -> None:

@@ -10,17 +10,13 @@ import contextlib
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import msgspec
 import numpy as np
-import torch
 import zmq
-from torch.utils.data import _utils
 
 from taas.delivery.config import DeliveryConfig, ResumePoint
 from taas.delivery.encoding import decode
@@ -55,7 +51,6 @@ class Element:
     arrival: ElementArrival
     stream: Any
     frame: Any
-    pinned: Future[Any] | None = None  # its object, once that is asked for
 
 
 class Holdings:
@@ -106,11 +101,6 @@ class Holdings:
         return released
 
 
-def _begin_pinning(device: int) -> None:
-    torch.set_num_threads(1)  # this thread's: a copy is not to take all processors
-    torch.cuda.set_device(device)
-
-
 @dataclass(slots=True)
 class _Iteration:
     """What is here of a plan."""
@@ -126,47 +116,13 @@ class _Iteration:
         return self.ready.pop(seq, None)
 
 
-class Turn:
-    """``with`` it, a thread has the sockets to itself; what others, or a collection of garbage, leave to it is done then."""
-
-    def __init__(self) -> None:
-        self._lock = threading.RLock()  # an interrupt on the way in does not keep this thread out
-        self._left = deque[Callable[[], None]]()
-        self._inside, self._thread = False, threading.get_ident()
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-        self._inside, self._thread = True, threading.get_ident()
-        try:
-            while self._left:
-                self._left.popleft()()
-        except BaseException:
-            self.__exit__()
-            raise
-
-    def __exit__(self, *_: object) -> None:
-        self._inside = False
-        self._lock.release()
-
-    def leave(self, what: Callable[[], None]) -> None:
-        """Have something done by the thread that has, or last had, its turn: at once if it is this one, and free."""
-        self._left.append(what)
-        free = self._thread == threading.get_ident() and not self._inside
-        if free and self._lock.acquire(blocking=False):
-            try:
-                with self:
-                    pass
-            finally:
-                self._lock.release()
-
-
 class DeliveryConnection:
     """All delivery of one rank, which data VMs elsewhere reach at ``host``. One thread at a time touches the sockets."""
 
     def __init__(self, config: DeliveryConfig, rank: int, host: str) -> None:
         self.config, self._rank = config, rank
-        self._turn = Turn()
-        self._pinning: ThreadPoolExecutor | None = None
+        self._lock = threading.Lock()  # who has it may use the sockets
+        self._left = deque[PlanProgress]()  # of loops that were left
         self.places: dict[str, ResumePoint] = {}  # where loaders begin that do not begin at their start
         self.begun = False  # whether any loader has
         self.waited = 0.0  # seconds spent waiting in all
@@ -198,7 +154,8 @@ class DeliveryConnection:
 
     def welcome(self) -> dict[str, tuple[int, LoaderFacts]]:
         """Return the loaders' facts; waits until the planner has them."""
-        with self._turn:
+        with self._lock:
+            self._close_left()
             while not self.facts:
                 self._wait()
             return self.facts
@@ -206,7 +163,8 @@ class DeliveryConnection:
     def begin(self, loader: int, iteration: int, epoch: int | None, place: ResumePoint) -> int:
         """Say that ``iter()`` was called, for an iteration that begins where ``place`` says; return its plan."""
         plan = plan_number(loader, iteration, epoch)
-        with self._turn:
+        with self._lock:
+            self._close_left()
             self._control.send(Begin(loader, iteration, epoch, place.step, place.taken))
             self._closed.discard(plan)
             begun = self._iterations[plan]
@@ -217,7 +175,8 @@ class DeliveryConnection:
 
     def take(self, plan: int, step: int) -> Element | Ended:
         """Return this rank's element of a plan, or how the plan ended. The step before counts as consumed."""
-        with self._turn:
+        with self._lock:
+            self._close_left()
             self._progress[plan] = PlanProgress(plan, step, step)
             iteration = self._iterations[plan]
             iteration.next = step
@@ -237,54 +196,31 @@ class DeliveryConnection:
                 iteration.next = step + 1
             return element
 
-    def ended(self, plan: int) -> Ended:
-        """Return how a plan ends of which this rank takes nothing; waits until that is known."""
-        with self._turn:
-            while (ended := self._iterations[plan].ended) is None:
-                self._wait()
-            return ended
-
-    def upcoming(self, plan: int, step: int) -> Element | None:
-        """Return this rank's element of a plan if it is here already; it is not asked for by that."""
-        return self._iterations[plan].ready.get(self._seq(step))
-
     def _seq(self, step: int) -> int:
         return step * self.config.ranks + self._rank
 
-    def pin(self, element: Element) -> Future[Any]:
-        """Have another thread copy the element's object to page-locked memory while the rank computes, as torch does.
-
-        Slabs are not page-locked: a copy from them to a GPU is over when the call returns, when the slot may be given back.
-        """
-        if element.pinned is None:
-            if self._pinning is None:
-                device = torch.cuda.current_device()
-                self._pinning = ThreadPoolExecutor(1, "taas-pin", _begin_pinning, (device,))
-            try:
-                data = self.holdings.build(element)
-                element.pinned = self._pinning.submit(_utils.pin_memory.pin_memory, data)
-            except Exception as error:  # it is raised at the element's own step
-                element.pinned = Future()
-                element.pinned.set_exception(error)
-        return element.pinned
-
     def close(self, plan: int, consumed: int, asked: int) -> None:
         """Drop what is here of a plan, whichever thread says so, in the middle of whatever; it asked beyond some steps."""
+        self._left.append(PlanProgress(plan, consumed, asked, closed=True))
+        if self._lock.acquire(blocking=False):  # else whoever has it does it, or the next one to have it
+            try:
+                self._close_left()
+                self._flush()
+            finally:
+                self._lock.release()
 
-        def close() -> None:
-            self._closed.add(plan)
-            self._iterations.pop(plan, None)
-            self._progress[plan] = PlanProgress(plan, consumed, asked, closed=True)
-            self._flush()
-
-        self._turn.leave(close)
+    def _close_left(self) -> None:
+        while self._left:
+            progress = self._left.popleft()
+            self._closed.add(progress.plan)
+            self._iterations.pop(progress.plan, None)
+            self._progress[progress.plan] = progress
 
     def shut(self) -> None:
         """End the connection; delivered elements stay valid."""
-        with self._turn:
+        with self._lock:
+            self._close_left()
             self._flush()
-        if self._pinning is not None:
-            self._pinning.shutdown(wait=False)
         self._context.destroy()
 
     # ── sockets ───────────────────────────────────────────────────────────────────────────────────

@@ -22,7 +22,6 @@ from taas.delivery.config import Delivered, DeliveryConfig, read_line
 from taas.delivery.ledger import Ledger
 from taas.delivery.messages import (
     PLANNER,
-    Announced,
     Begin,
     Command,
     Failed,
@@ -71,7 +70,6 @@ class ProgressMeter:
         self._since: tuple[float, int] | None = None
         self._last: ProgressReport | None = None
         self._prebuffered = False
-        self._held_up: set[int] = set()
 
     def tell(self, now: float, report: Callable[[Report], None]) -> None:
         """Report what is new at ``now`` (monotonic seconds)."""
@@ -79,21 +77,6 @@ class ProgressMeter:
         books = ledger.plans.loaders
         if not self._prebuffered and books and all(map(self._is_prebuffered, books)):
             self._prebuffered = True
-            for book in books:
-                if (lack := self._lacks(book)) > 0 and ledger.is_full(book):
-                    text = (
-                        f"'{book.facts.name}': the ranks began with {book.ready} elements made, not with "
-                        f"{book.ready + lack}: the buffer holds no more ([delivery] buffer in taas.toml)"
-                    )
-                    report(Note(text))
-        for loader in ledger.streams.held_up - self._held_up:
-            self._held_up.add(loader)
-            text = (
-                f"'{books[loader].facts.name}' is one stream for all ranks: some ranks wait for one that does not "
-                "take its elements, as many as a rank's buffer holds. Let every rank iterate it, or make the buffer "
-                "larger ([delivery] buffer in taas.toml)"
-            )
-            report(Note(text))
         if (progress := self.progress(now)) != self._last:
             self._last = progress
             report(progress)
@@ -164,7 +147,6 @@ class Coordinator:
             list: ledger.made,
             Progress: lambda rank, progress: ledger.progressed(rank.number, progress),
             Planned: lambda _, planned: ledger.plans.planned(planned),
-            Announced: ledger.announced,
             Begin: lambda rank, begin: ledger.plans.begin(rank.number, begin),
             Hello: self._on_hello,
             Final: lambda _, final: self._end(final),
@@ -192,7 +174,7 @@ class Coordinator:
                 now = time.monotonic()
                 if now >= self._next_tick:
                     self._tick(now)
-                self._flush(now)
+                self._flush()
         finally:
             _linux.kill_in(_END_SECONDS)
             try:
@@ -208,8 +190,8 @@ class Coordinator:
                 message = _decode[peer.role](data)
                 self._handlers[type(message)](peer, message)
 
-    def _flush(self, now: float) -> None:
-        self.ledger.pump(now)
+    def _flush(self) -> None:
+        self.ledger.pump()
         for peer, message in self.ledger.outbox:
             self._server.send(peer, message)
         self.ledger.outbox.clear()
@@ -265,7 +247,7 @@ class Coordinator:
     def _on_worker_lost(self, pool: Peer, lost: WorkerLost) -> None:
         worker = Peer("worker", pool.number, lost.serial)
         self._lost.add(worker)
-        self.ledger.worker_lost(worker, lost.number, lost.cause, lost.ahead)
+        self.ledger.worker_lost(worker, lost.number, lost.cause)
 
     def _hear(self, pool: Peer) -> bool:
         """Somebody of a data VM said something; False: it is struck."""
@@ -325,7 +307,6 @@ class Coordinator:
                 self._host_lost(pool, f"silent for {self.config.silence:.0f} s", ended=False)
         if self._final_by is not None and now > self._final_by:
             self._finish_without(f"has not answered for {self.config.patience:g} s")
-        self.ledger.overdue(now)
         if self.ledger.workers or self._has_all:
             self._since_worker = now
         elif now - self._since_worker > self.config.alone and self.ledger.joined:

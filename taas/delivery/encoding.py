@@ -16,13 +16,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from math import prod
 from multiprocessing.pool import RemoteTraceback  # type: ignore[attr-defined]
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import cloudpickle
 import numpy as np
 import torch
 from torch.utils.data._utils import collate as torch_collate
 
+from taas.delivery.slab import slot_size
 from taas.errors import DeliveryError
 
 _ALIGN = 64
@@ -215,6 +216,20 @@ def encode(element: Any, region: RawRegion) -> bytes | None:
         by_value: bytes = cloudpickle.dumps(element)
         return by_value
     return file.getvalue() if encoder.fits else None
+
+
+class PackedElement(NamedTuple):
+    """An element as it travels: its pickle, and its memory."""
+
+    stream: bytes
+    memory: np.ndarray[Any, Any]
+
+
+def pack_element(element: Any, region: RawRegion) -> tuple[RawRegion, bytes]:
+    """Return the pickle, and the region that has its memory: this one, or a larger one of its own."""
+    while (stream := encode(element, region)) is None:
+        region = RawRegion.of_size(slot_size(max(region.needed, 2 * region.capacity)))
+    return region, stream
 
 
 # ── decode ────────────────────────────────────────────────────────────────────────────────────────────

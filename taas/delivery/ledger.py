@@ -1,7 +1,8 @@
 """Who makes element i: leases, deaths, retries. Pure; no I/O.
 
-Whatever a lost or late worker had that its rank has not consumed is leased again, to others: an element's number is the same
-in every lease of it, and its rank drops what it has already.
+Whatever a lost worker had that its rank has not consumed is leased again, to others: an element's number is the same in
+every lease of it, and its rank drops what it has already. A loader of an iterable dataset has one owner among the workers,
+who makes its elements in their order.
 
 Where rank and worker share memory, a lease has a slot of the rank's slab. It is given back when the rank uses none of the
 element's memory any more, or will never ask for it, and the worker is through with it.
@@ -11,24 +12,14 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from taas.delivery.config import DeliveryConfig
-from taas.delivery.headroom import Headroom, Reserve, StreamFeeder
-from taas.delivery.messages import (
-    NOWHERE,
-    Announced,
-    Failed,
-    Hello,
-    Peer,
-    Progress,
-    Result,
-    StreamPlace,
-    Ticket,
-)
-from taas.delivery.plan import Lease, Work, poisonous, unpack_place
+from taas.delivery.headroom import Headroom, Reserve
+from taas.delivery.messages import Failed, Hello, Peer, Progress, Result, Ticket
+from taas.delivery.plan import Lease, Plan, Work
 from taas.delivery.planbook import LoaderBook, Plans
 
 _WINDOW = 0.03
@@ -37,8 +28,6 @@ _LEASES = 128
 """Most elements leased to one worker."""
 _DEATHS = 3
 """An element that killed so many workers is given up."""
-_PATIENCE = 60.0
-"""Seconds after which a lease twenty times as old as usual is given out again."""
 
 
 @dataclass(slots=True)
@@ -49,7 +38,6 @@ class WorkerState:
     shared: bool
     backlog: int = 0
     backlog_seconds: float = 0.0
-    late: bool = False  # something was given up that it has, and nothing was heard since
 
 
 class Ledger:
@@ -64,7 +52,6 @@ class Ledger:
         self._numbers = itertools.count(1)
         self.joined: dict[int, Hello] = {}  # the ranks that take elements
         self._retries: list[tuple[int, int, int, Work]] = []
-        self.streams = StreamFeeder(self.plans, self.workers, self.room.of_stream)
         self._planner: Hello | None = None
         self._turn = 0
         self.failure = ""  # why no element will come any more
@@ -101,7 +88,6 @@ class Ledger:
         """Their ranks use none of these elements' memory, and look at none that is still to come."""
         for work in works:
             work.over = work.released = True
-            work.count_prepared()
             self._free(work)
 
     def _free(self, work: Work) -> None:
@@ -135,108 +121,97 @@ class Ledger:
             lease = None if work is None else work.lease_of(name)
             if worker is None or work is None or lease is None:
                 continue  # the worker is dead: others make it
-            self.room.paces[work.plan.loader].see(result.nbytes, result.seconds)
-            worker.late = False
+            plan = work.plan
             worker.backlog -= 1
             worker.backlog_seconds = worker.backlog_seconds - lease.expected if worker.backlog else 0.0
-            lease.done, lease.given_up = True, False
+            lease.done = True
             if result.leaked:
                 lease.capacity = 0
-            elif not (lease.capacity or work.over):
-                work.plan.weigh(work, result.nbytes)
-            work.count_prepared()
+            if result.end >= 0:
+                lease.lost = True
+                if not plan.ended:
+                    plan.end_stream(result.end)
+                    self.plans.tell_end(plan)
+                self._retry(work)  # it may fill up the last row
+            else:
+                self.room.paces[plan.loader].see(result.nbytes, result.seconds)
+                if not plan.poison:
+                    plan.furthest = max(plan.furthest, work.seq + 1)
+                if not (lease.capacity or work.over):
+                    plan.weigh(work, result.nbytes)
             if work.released:
                 self._free(work)
 
-    def worker_lost(self, name: Peer, current: int, cause: str, ahead: StreamPlace = NOWHERE) -> None:
-        """A worker is dead, for certain. ``current`` and ``ahead``: what was in its status slot."""
+    def worker_lost(self, name: Peer, current: int, cause: str) -> None:
+        """A worker is dead, for certain; ``current`` is the element that it was on, if any."""
         if self.workers.pop(name, None) is None:
             return
-        self._blame(name, current, cause, ahead)
-        self.streams.disown(name)
+        self._blame(current, cause)
         for work in list(self.works.values()):
             for lease in work.leases:
                 if lease.worker == name:
-                    lease.done = lease.given_up = True
+                    lease.done = lease.lost = True
             if work.released:
                 self._free(work)
             else:
                 self._retry(work)
 
-    def _blame(self, name: Peer, current: int, cause: str, ahead: StreamPlace) -> None:
+    def _blame(self, current: int, cause: str) -> None:
+        """Give up what has killed several in turn: an element, or a stream at the first that nobody has made."""
         work = self.works.get(current)
-        if work is None or work.stream >= 0:
-            place = ahead if work is None else StreamPlace(work.plan.ident, *unpack_place(work.index))
-            if self.streams.died(place) >= _DEATHS:
-                self.plans.break_off(place, cause)
-        elif not work.over:
+        if work is None:
+            return
+        plan = work.plan
+        if plan.streamed:
+            furthest, deaths = plan.deaths
+            plan.deaths = plan.furthest, deaths + 1 if furthest == plan.furthest else 1
+            plan.poison = cause if plan.deaths[1] >= _DEATHS else ""
+        else:
             work.deaths += 1
-            if work.deaths >= _DEATHS:
-                self.plans.cut(work.plan, work.step, poisonous(cause), work.index)
-
-    def overdue(self, now: float) -> None:
-        """Lease again what has been out for far longer than usual."""
-        for work in self.works.values():
-            if work.stream >= 0 or work.over:
-                continue
-            since = now - max(_PATIENCE, 20 * self.room.paces[work.plan.loader].seconds)
-            for lease in work.leases:
-                if not (lease.done or lease.given_up) and lease.since < since:
-                    lease.given_up = True
-                    self._retry(work)
-                    if lease.worker in self.workers:
-                        self.workers[lease.worker].late = True
+            work.poison = cause if work.deaths >= _DEATHS else ""
 
     def _retry(self, work: Work) -> None:
         if not (work.queued or work.over or work.is_coming):
             work.queued = True
             heapq.heappush(self._retries, (work.step, work.seq, work.plan.ident, work))
 
-    def announced(self, name: Peer, message: Announced) -> None:
-        """A stream's owner holds more elements; one that owns it no longer is not believed."""
-        plan = self.plans.by_number.get(message.plan)
-        if plan is not None and self.streams.owners.get((plan.loader, message.stream)) == name:
-            plan.order.announce(message.stream, message.made, message.ended)
-            self.plans.settle(plan)
-
     # ── leasing ───────────────────────────────────────────────────────────────────────────────────
 
-    def pump(self, now: float) -> None:
-        """Do all that has become possible: draw, feed streams, lease."""
+    def pump(self) -> None:
+        """Do all that has become possible: draw, lease."""
         self.released(self.plans.dropped)
         self.plans.dropped.clear()
         self.plans.refill()
-        self.streams.feed()
         leases: dict[Peer, list[Ticket]] = defaultdict(list)
-        self._lease_retries(leases, now)
-        self._lease_planned(leases, now)
+        self._lease_retries(leases)
+        self._lease_planned(leases)
         self.outbox += leases.items()
 
-    def _lease_retries(self, leases: dict[Peer, list[Ticket]], now: float) -> None:
+    def _lease_retries(self, leases: dict[Peer, list[Ticket]]) -> None:
         blocked = []
         while self._retries:
             entry = heapq.heappop(self._retries)
             work = entry[3]
             worker = None if work.over or work.is_coming else self._worker_for(work)
             if worker is not None:
-                leases[worker.name].append(self._lease(work, worker, now))
+                leases[worker.name].append(self._lease(work, worker))
             elif not (work.over or work.is_coming):
                 blocked.append(entry)
-                if work.stream < 0:
+                if not work.plan.streamed:
                     break
                 continue
             work.queued = False
         for entry in blocked:
             heapq.heappush(self._retries, entry)
 
-    def _lease_planned(self, leases: dict[Peer, list[Ticket]], now: float) -> None:
+    def _lease_planned(self, leases: dict[Peer, list[Ticket]]) -> None:
         books = [book for book in self.plans.loaders if book.plans]
         idle = 0
         while books and idle < len(books):
             self._turn += 1
-            idle = 0 if self._lease_one(books[self._turn % len(books)], leases, now) else idle + 1
+            idle = 0 if self._lease_one(books[self._turn % len(books)], leases) else idle + 1
 
-    def _lease_one(self, book: LoaderBook, leases: dict[Peer, list[Ticket]], now: float) -> bool:
+    def _lease_one(self, book: LoaderBook, leases: dict[Peer, list[Ticket]]) -> bool:
         for plan, rank in self.plans.heads(book):
             if not self.room.is_left(rank, plan, len(self.workers)):
                 continue
@@ -246,35 +221,46 @@ class Ledger:
             work = plan.take(rank, self.room.paces[book.index].size)
             work.number = next(self._numbers)
             self.works[work.number] = work
-            leases[worker.name].append(self._lease(work, worker, now))
+            leases[worker.name].append(self._lease(work, worker))
             return True
         return False
 
-    def _lease(self, work: Work, worker: WorkerState, now: float) -> Ticket:
+    def _lease(self, work: Work, worker: WorkerState) -> Ticket:
         """Give work out: with a slot, where the size of such elements is known and there is room."""
         plan, pace = work.plan, self.room.paces[work.plan.loader]
         slot = self.room.ranks[work.rank].slots.take(pace.size) if pace.size and worker.shared else None
         offset, capacity = (0, 0) if slot is None else (slot, pace.size)
-        work.leases.append(Lease(worker.name, offset, capacity, now, pace.seconds))
+        work.leases.append(Lease(worker.name, offset, capacity, pace.seconds))
         worker.backlog += 1
         worker.backlog_seconds += pace.seconds
+        floor = plan.lowest * self.plans.n if plan.streamed else 0
         of = work.number, plan.ident, plan.loader, work.seq, work.rank, work.seed, work.index
-        return Ticket(*of, offset, capacity)
+        return Ticket(*of, offset, capacity, floor, self._poison_of(work))
+
+    @staticmethod
+    def _poison_of(work: Work) -> str:
+        """How those died who made it, where nobody is to make it again."""
+        return work.plan.poison if work.seq >= work.plan.furthest else work.poison
 
     def _worker_for(self, work: Work) -> WorkerState | None:
         """A stream's own worker, else the one that would begin soonest, if it may take more now."""
-        if work.stream < 0:
+        if not work.plan.streamed or self._poison_of(work):
             return self._least_busy(work)
-        owner = self.streams.owners.get((work.plan.loader, work.stream))
-        worker = owner and self.workers.get(owner)
-        return worker if worker and worker.backlog < _LEASES else None
+        owner = self._owner(work.plan)
+        return owner if owner and owner.backlog < _LEASES else None
+
+    def _owner(self, plan: Plan) -> WorkerState | None:
+        """Who makes a stream: the one that has made it so far, else the worker that has the fewest."""
+        owners = self.plans.owners
+        if owners.get(plan.loader) not in self.workers and self.workers:
+            load = Counter(owners.values())
+            owners[plan.loader] = min(self.workers, key=lambda name: load[name])
+        return self.workers.get(owners[plan.loader]) if self.workers else None
 
     def _least_busy(self, work: Work) -> WorkerState | None:
         sized = self.room.paces[work.plan.loader].size
         best, least = None, (_WINDOW, 0)
         for worker in self.workers.values():
-            if worker.late:
-                continue
             if not worker.backlog:
                 return worker
             busy = worker.backlog_seconds, worker.backlog

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, _utils
 from torch.utils.data.distributed import DistributedSampler
 
 from taas.delivery.config import DeliveryConfig, ResumePoint
@@ -207,18 +207,21 @@ class DeliveredLoader(DataLoader[Any]):
         epoch = None if facts.epoch is None else self._epoch
         plan = connection.begin(index, self._iterations, epoch, place)
         self._iterations += 1
-        return DeliveredIterator(self, connection, plan, place.step, empty=used_up)
+        iterator = DeliveredIterator(self, connection, plan, place.step)
+        if used_up:
+            iterator.finish(place.step)
+        return iterator
 
 
 class DeliveredIterator:
-    """One iteration in one rank. An ``empty`` one was at its end before the run was started again."""
+    """One iteration in one rank, from its step ``first`` on."""
 
     def __init__(
-        self, loader: DeliveredLoader, connection: DeliveryConnection, plan: int, first: int, *, empty: bool
+        self, loader: DeliveredLoader, connection: DeliveryConnection, plan: int, first: int
     ) -> None:
         self._loader, self._connection, self._plan = loader, connection, plan
         self._step = self._first = first
-        self._over, self._empty = False, empty
+        self._over = False
 
     def __iter__(self) -> DeliveredIterator:
         return self
@@ -231,10 +234,8 @@ class DeliveredIterator:
             raise StopIteration
         loader, connection = self._loader, self._connection
         allowed = loader._allowed()
-        if self._empty:
-            self._end(connection.ended(self._plan))
         if allowed is not None and loader._yielded >= allowed:
-            self._finish(asked=self._left_at)
+            self.finish(asked=self._left_at)
             raise StopIteration
         element = connection.take(self._plan, self._step)
         if isinstance(element, Ended):
@@ -244,12 +245,9 @@ class DeliveredIterator:
         return self._unpack(element)
 
     def _end(self, ended: Ended) -> NoReturn:
-        self._finish(asked=self._step)
+        self.finish(asked=self._step)
         if ended.failure:
             raise_remote(ended.failure)
-        if ended.index:
-            element = f"index {pickle.loads(ended.index)!r}"
-            raise DeliveryError(f"'{self._loader.taas_name}': {element} {ended.refusal}")
         if ended.refusal:
             raise (RanksDisagree if ended.disagree else DeliveryError)(ended.refusal)
         raise StopIteration
@@ -258,15 +256,13 @@ class DeliveredIterator:
         if element.arrival.failed:
             self._connection.holdings.release(element)
             raise_remote(element.stream)
-        if not (self._loader.pin_memory and torch.cuda.is_available()):
-            return self._connection.holdings.build(element)
-        pinned = self._connection.pin(element)
-        ahead = self._connection.upcoming(self._plan, self._step)
-        if ahead is not None and not ahead.arrival.failed:
-            self._connection.pin(ahead)
-        return pinned.result()
+        data = self._connection.holdings.build(element)
+        if self._loader.pin_memory and torch.cuda.is_available():
+            return _utils.pin_memory.pin_memory(data)
+        return data
 
-    def _finish(self, asked: int) -> None:
+    def finish(self, asked: int) -> None:
+        """Come to the end; so many steps were asked beyond."""
         self._over = True
         self._connection.close(self._plan, self._step, asked)
 

@@ -55,17 +55,6 @@ def holders(ranks: int, pools: int) -> list[str]:
     return [PLANNER.holder, *(Peer(*peer).holder for peer in peers)]
 
 
-class StreamPlace(NamedTuple):
-    """An element of a stream; no such place is ``NOWHERE``."""
-
-    plan: int
-    stream: int
-    position: int
-
-
-NOWHERE = StreamPlace(-1, -1, -1)
-
-
 class Hello(Message, frozen=True):
     """A peer is there: its name says what it is. The planner's is passed on to the ranks, a rank's to the workers.
 
@@ -84,6 +73,7 @@ class Cancel(Message, frozen=True):
     """Nobody will ask for this plan again. ``undone``: no rank had begun it; what comes next begins afresh."""
 
     plan: int
+    loader: int
     undone: bool = False
 
 
@@ -107,7 +97,7 @@ class LoaderFacts(NamedTuple):
 
     name: str  # as it was registered
     length: int | None = None  # elements of one iteration, over all ranks; None if the loader has no length
-    streams: int = 0  # 0 for a map-style dataset; else how many workers an IterableDataset is spread over
+    streamed: bool = False  # its dataset is iterable: one worker makes its elements, in their order
     epoch: int | None = None  # the sampler's at launch; None if it has no set_epoch
     per_rank: bool = False  # the sampler is distributed: each rank has a stream of its own
     note: str = ""  # one line for the user
@@ -152,12 +142,11 @@ class Final(Message, frozen=True):
 
 
 class WorkerLost(Message, frozen=True):
-    """A worker of this pool ended. ``number`` is the element it worked on, ``ahead`` what of a stream it made ahead."""
+    """A worker of this pool ended. ``number`` is the element it worked on."""
 
     serial: int
     number: int
     cause: str
-    ahead: StreamPlace = NOWHERE
 
 
 class Ticket(NamedTuple):
@@ -169,30 +158,11 @@ class Ticket(NamedTuple):
     seq: int
     rank: int  # for whom
     seed: int  # what all RNGs are set to before it is made
-    which: bytes  # element: a pickled index of the dataset; (stream, position), packed, of an iterable one
+    which: bytes  # element: a pickled index of the dataset, or the pickled fields of a StreamPlace
     offset: int = 0  # of the slot in the slabs
     capacity: int = 0  # its bytes; 0 asks for frames on the socket
-
-
-class Feed(Message, frozen=True):
-    """Own one stream of an iterable dataset, hold its positions from ``floor`` on, announce up to ``upto``."""
-
-    plan: int
-    loader: int
-    iteration: int
-    stream: int
-    base_seed: int
-    floor: int
-    upto: int
-
-
-class Announced(Message, frozen=True):
-    """A stream's owner holds all positions below ``made``; ``ended``: there are no more."""
-
-    plan: int
-    stream: int
-    made: int
-    ended: bool
+    floor: int = 0  # of an iterable dataset: no element before this one will be asked for again, unless it fills up the last row
+    poison: str = ""  # how its makers have died: send an error in its place
 
 
 class Result(NamedTuple):
@@ -202,6 +172,7 @@ class Result(NamedTuple):
     nbytes: int
     seconds: float
     leaked: bool = False  # user code still holds memory of the slot: it is never given out again
+    end: int = -1  # its dataset is iterable, and has no more than so many elements: this is none of them
 
 
 # ── ranks ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -224,7 +195,6 @@ class Ended(Message, frozen=True):
     steps: int
     failure: bytes = b""  # packed exception of the user's sampler
     refusal: str = ""  # why there is no more, though there should be
-    index: bytes = b""  # of the element that it is about, if any; only ranks unpickle it
     disagree: bool = False  # it was refused because another rank asked for something else
 
 
@@ -286,9 +256,9 @@ class HostLost(Message, frozen=True):
 
 FromPlanner = Hello | Planned | Final
 ToPlanner = Draw | Cancel | FinishPlans | Leave
-FromWorker = Hello | list[Result] | Announced
+FromWorker = Hello | list[Result]
 FromPool = Hello | Alive | WorkerLost
-ToWorker = list[Ticket] | Hello | Cancel | Feed | Leave
+ToWorker = list[Ticket] | Hello | Cancel | Leave
 """Tickets are to be made in their order."""
 FromRank = Hello | Begin | Progress
 ToRank = Hello | Ended | Cancel | Failed

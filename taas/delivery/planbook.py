@@ -18,18 +18,9 @@ from taas.delivery.messages import (
     LoaderFacts,
     Peer,
     Planned,
-    StreamPlace,
     Ticket,
 )
-from taas.delivery.plan import (
-    Plan,
-    Work,
-    pack_place,
-    plan_number,
-    poisonous,
-    unpack_place,
-    unshared,
-)
+from taas.delivery.plan import Plan, Work, plan_number, unshared
 from taas.wire.framing import Message
 
 _BACKLOG = 100_000
@@ -73,10 +64,15 @@ class LoaderBook:
         return bool(self.facts.error) or (self.units is not None and self.delivered >= self.units)
 
     def planned(self, *, begun: bool = False) -> int:
-        """Return how many elements are planned or delivered; ``begun``: without iterations that are only prepared for."""
-        plans = (plan for plan in self.plans.values() if plan.begun or not begun)
+        """Return how many elements are planned or delivered.
+
+        ``begun``: without iterations that are only prepared for, and without what a stream may not have.
+        """
         return self.delivered + sum(
-            len(view.queue) + len(view.unconsumed) for plan in plans for view in plan.ranks
+            len(view.unconsumed) + (0 if begun and plan.streamed and not plan.ended else len(view.queue))
+            for plan in self.plans.values()
+            for view in plan.ranks
+            if plan.begun or not begun
         )
 
     def rows_left(self, plan: Plan | None = None) -> int | None:
@@ -129,6 +125,8 @@ class Plans:
         self.by_number: dict[int, Plan] = {}
         self.outbox: list[tuple[Peer, Message | list[Ticket]]] = []
         self.dropped: list[Work] = []  # leased for ranks that will never look at it
+        self.owners: dict[int, Peer] = {}
+        """Of loaders of iterable datasets: the worker that makes their elements."""
 
     def tell(self, rank: int, message: Message) -> None:
         """Leave a message for a rank."""
@@ -159,43 +157,7 @@ class Plans:
         plan.extend(message.indices, message.base_seed)
         if message.ended:
             plan.end(message.failure)
-        self._cut_used_up(self.loaders[plan.loader], plan)
-
-    def cut(self, plan: Plan, step: int, refusal: str, index: bytes = b"") -> None:
-        """A plan ends before this step, with an error."""
-        plan.cut(step, refusal, index)
-        self._tell_end(plan)
-
-    def break_off(self, place: StreamPlace, cause: str) -> None:
-        """Whoever makes this element of a stream dies: the plan ends before it, and before what else is not made yet."""
-        plan = self.by_number.get(place.plan)
-        if plan is None:
-            return
-        why = f"element {place.position} of stream {place.stream} {poisonous(cause)}"
-        plan.order.broken, plan.order.streams[place.stream].broken_at = why, place.position
-        self.settle(plan)
-        unmade = [
-            work.step
-            for view in plan.ranks
-            for work in (*view.unconsumed, *view.queue)
-            if work.stream == place.stream
-            and not (work.is_made or work.over)
-            and unpack_place(work.index)[1] >= place.position
-        ]
-        if unmade:
-            self.cut(plan, min(unmade), why)
-
-    def settle(self, plan: Plan) -> None:
-        """Streams have more elements, or end: those whose place is settled become work."""
-        if plan.ended:
-            return
-        assert plan.base_seed is not None
-        settled, over = plan.order.advance()
-        indices = [pack_place(*place) for place in settled]
-        plan.extend(indices, plan.base_seed, [stream for stream, _ in settled])
-        if over:
-            plan.end(refusal=plan.order.broken)
-        self._tell_end(plan)
+        self.tell_end(plan)
 
     def refill(self) -> None:
         """Ask the planner for what will be needed soon: more indices, or the next iteration."""
@@ -216,7 +178,7 @@ class Plans:
 
     def _draw(self, book: LoaderBook, plan: Plan) -> None:
         """Ask for indices that will be needed soon; the first time in any case, for the plan's seed."""
-        count = 0 if book.facts.streams else self._indices_wanted(book, plan)
+        count = self._indices_wanted(book, plan)
         if not (plan.ended or plan.asked) and (count > 0 or plan.base_seed is None):
             plan.asked = True
             goes_on = book.begun_at is not None and plan.iteration == book.begun_at[0] > 0
@@ -233,7 +195,7 @@ class Plans:
 
     def _open(self, book: LoaderBook, iteration: int, epoch: int | None) -> Plan:
         number = plan_number(book.index, iteration, epoch)
-        plan = Plan(number, book.index, iteration, epoch, self.n, self.uneven, book.facts.streams)
+        plan = Plan(number, book.index, iteration, epoch, self.n, self.uneven, book.facts.streamed)
         self.by_number[plan.ident] = book.plans[iteration] = plan
         return plan
 
@@ -258,7 +220,7 @@ class Plans:
         if book.last_begun is None or message.iteration > book.last_begun[0]:
             book.last_begun = message.iteration, plan.epoch
         self._draw(book, plan)
-        self._tell_end(plan, rank)
+        self.tell_end(plan, rank)
 
     def _go_on(self, book: LoaderBook, plan: Plan, message: Begin) -> None:
         """A loader is begun for the first time: after a restart, not always at its start."""
@@ -268,15 +230,6 @@ class Plans:
         book.rows_closed = message.taken
         book.delivered += (message.taken + message.start) * self.n
         self.dropped += plan.skip(message.start)
-        if book.used_up(message.taken + message.start):
-            plan.last = book.rows_left(plan)
-            self._cut_used_up(book, plan)
-
-    def _cut_used_up(self, book: LoaderBook, plan: Plan) -> None:
-        """A plan that is empty, its units having been taken by an earlier start, ends where its sampler was then."""
-        if plan.last is not None and (book.facts.streams or plan.rows >= plan.last):
-            plan.cut(plan.last)
-        self._tell_end(plan)
 
     def _disagreement(self, rank: int, book: LoaderBook, message: Begin) -> str:
         here = (message.iteration, message.start)
@@ -321,13 +274,13 @@ class Plans:
             view.asked = max(view.asked, asked)
             self.loaders[plan.loader].delivered += len(plan.consume(rank, consumed))
 
-    def _tell_end(self, plan: Plan, only: int | None = None) -> None:
+    def tell_end(self, plan: Plan, only: int | None = None) -> None:
         """Tell all ranks that are in a plan, or only one, how it ends, once that is known."""
         if not plan.ended:
             return
         name = self.loaders[plan.loader].facts.name
-        refusal = plan.refusal if plan.index or not plan.refusal else f"'{name}': {plan.refusal}"
-        ended = Ended(plan.ident, plan.rows, plan.failure, refusal, plan.index)
+        refusal = plan.refusal and f"'{name}': {plan.refusal}"
+        ended = Ended(plan.ident, plan.rows, plan.failure, refusal)
         for rank, view in enumerate(plan.ranks):
             if view.begun and not view.closed and only in (None, rank):
                 self.tell(rank, ended)
@@ -335,13 +288,13 @@ class Plans:
     def _drop(self, plan: Plan) -> None:
         for rank in range(self.n):
             self.dropped += plan.close(rank)
-            self.tell(rank, Cancel(plan.ident, undone=True))
+            self.tell(rank, Cancel(plan.ident, plan.loader, undone=True))
         self._forget(plan, undone=True)
 
     def _forget(self, plan: Plan, *, undone: bool = False) -> None:
         del self.by_number[plan.ident], self.loaders[plan.loader].plans[plan.iteration]
-        makers = {stream.told[0] for stream in plan.order.streams if stream.told is not None}
-        self.outbox += [(peer, Cancel(plan.ident, undone)) for peer in (PLANNER, *makers)]
+        peers = [PLANNER, *([self.owners[plan.loader]] if plan.loader in self.owners else [])]
+        self.outbox += [(peer, Cancel(plan.ident, plan.loader, undone)) for peer in peers]
 
     # ── leasing ───────────────────────────────────────────────────────────────────────────────────
 

@@ -12,6 +12,7 @@ loader is planned ahead never shows in the order of another.
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 import time
 import traceback
@@ -73,8 +74,7 @@ class LoaderPlans:
         self.note = ""
         self._rngs = rngs
         self._generators = _generators_of(parts)
-        self._starts: dict[int, _Snapshot] = {}
-        self._ends: dict[int, _Snapshot] = {}
+        self._starts: dict[int, _Snapshot] = {}  # of iterations; the end of one is the start of the next
         self._base_seed = 0
         self._distributed = _find_distributed(parts)
         self._index_samplers = [parts.index_sampler]
@@ -86,11 +86,11 @@ class LoaderPlans:
         epochs = [getattr(sampler, "epoch", None) for sampler in _with_epochs(self.parts.index_sampler)]
         epoch = epochs[0] if epochs and isinstance(epochs[0], int) else None
         per_rank = self._distributed is not None
-        return LoaderFacts(self.name, self._length(), self.parts.streams, epoch, per_rank, self.note)
+        return LoaderFacts(self.name, self._length(), self.parts.iterable, epoch, per_rank, self.note)
 
     def _length(self) -> int | None:
         try:
-            if self.parts.streams:
+            if self.parts.iterable:
                 return self.parts.iterable_length()
             return len(self._index_samplers[0]) * (self.ranks if self._distributed is not None else 1)
         except (TypeError, NotImplementedError, AttributeError):
@@ -127,7 +127,6 @@ class LoaderPlans:
             for earlier in range(number) if repeats else ():
                 past = self.open(earlier, None if epoch is None else epoch - number + earlier)
                 self._run_out(past, most=(self._length() or 0) + 1)
-                self.drop(past)
             self._begin(opened, epoch)
         except BaseException as error:
             opened.error = error
@@ -144,8 +143,6 @@ class LoaderPlans:
         apply_rngs(self._rngs)
         self._starts[number] = self._snapshot()
         self._starts.pop(number - 8, None)
-        self._ends.pop(number - 8, None)
-        self._ends.pop(number, None)  # of one that was planned for another epoch
         if epoch is not None:
             for index_sampler in self._index_samplers:
                 for sampler in _with_epochs(index_sampler):
@@ -162,7 +159,9 @@ class LoaderPlans:
                 streams.append(iterator)
         finally:
             self._rngs = rngs_now()
-        opened.streams = [] if self.parts.streams else streams
+        if self.parts.iterable:
+            streams = [((position, number, self._base_seed) for position in itertools.count())]
+        opened.streams = streams
 
     def draw(
         self, opened: Iteration, count: int, until: float, pack: Callable[[Any], Any] = lambda index: index
@@ -186,14 +185,7 @@ class LoaderPlans:
             opened.error = error
         finally:
             self._rngs = rngs_now()
-        if opened.ended:
-            self._ends[opened.number] = self._snapshot()
         return indices
-
-    def drop(self, opened: Iteration) -> None:
-        """Nobody will draw from it again."""
-        if not opened.ended:
-            self._ends.setdefault(opened.number, self._snapshot())
 
     def final_states(
         self, number: int, epoch: int | None, opened: Iteration | None
@@ -202,9 +194,9 @@ class LoaderPlans:
 
         ``opened`` is that iteration, if it was not dropped. Raises what the sampler raises.
         """
-        if opened is not None and number not in self._ends:
+        if opened is not None and number + 1 not in self._starts:
             self._run_out(opened)
-        _, generators = self._ends.get(number) or self._snapshot()
+        _, generators = self._starts.get(number + 1) or self._snapshot()
         states: dict[str, bytes | int] = {
             f"{path}!state": state.numpy().tobytes() for path, state in generators.items()
         }
@@ -214,7 +206,7 @@ class LoaderPlans:
 
     def _run_out(self, opened: Iteration, most: int = 1_000_000) -> None:
         """Draw the rest of an iteration that the ranks left early, if it is no more than ``most`` indices."""
-        left = most if self._length() is not None and opened.streams else 0
+        left = most if self._length() is not None and not self.parts.iterable else 0
         while left > 0 and not opened.ended and opened.error is None:
             left -= len(self.draw(opened, min(left, 1000), float("inf")))
         if opened.error is not None:
@@ -283,9 +275,8 @@ class Planner:
                 return self._draw(message)
             case FinishPlans():
                 return self._finish(message)
-            case Cancel() if message.plan in self._open:
-                plans, opened = self._open.pop(message.plan)
-                plans.drop(opened)
+            case Cancel():
+                self._open.pop(message.plan, None)
         return None
 
     def _draw(self, message: Draw) -> Planned:

@@ -38,7 +38,7 @@ class LoaderParts:
     num_workers: int = 0
     persistent_workers: bool = False
     generator: Any = None
-    streams: int = 0  # 0 for a map-style dataset; else over how many workers an iterable one is spread
+    iterable: bool = False  # whether the dataset is not map-style
     plain: bool = False  # it is no DataLoader: its elements are delivered as they are
 
     def iterable_length(self) -> int:
@@ -60,13 +60,13 @@ _TAKEN = (
 def take_apart(loader: Any) -> LoaderParts:
     """Return a loader's parts."""
     if not hasattr(loader, "dataset") or not hasattr(loader, "_index_sampler"):
-        return LoaderParts(dataset=loader, index_sampler=(), streams=1, plain=True)
+        return LoaderParts(dataset=loader, index_sampler=(), iterable=True, plain=True)
     iterable = loader._dataset_kind != 0
     return LoaderParts(
         dataset=loader.dataset,
         index_sampler=() if iterable else loader._index_sampler,
         auto_collation=loader._auto_collation,
-        streams=max(1, loader.num_workers) if iterable else 0,
+        iterable=iterable,
         **{name: getattr(loader, name) for name in _TAKEN},
     )
 

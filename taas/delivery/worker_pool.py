@@ -7,7 +7,6 @@ elements, and writes them where the rank will read them.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import mmap
 import os
@@ -24,25 +23,14 @@ import zmq
 
 from taas import _linux
 from taas.delivery.config import DataOrder
-from taas.delivery.encoding import RawRegion, encode, install_collate, stacking_into
-from taas.delivery.making import Failure, MapFetcher, OwnedStreams, Rngs, WorkerStatus, load_loaders, place_of
-from taas.delivery.messages import (
-    NOWHERE,
-    Cancel,
-    ElementArrival,
-    Feed,
-    Hello,
-    Peer,
-    Result,
-    StreamPlace,
-    Ticket,
-    ToWorker,
-    WorkerLost,
-)
+from taas.delivery.encoding import PackedElement, RawRegion, install_collate, pack_element, stacking_into
+from taas.delivery.making import Failure, MapFetcher, OwnedStreams, load_loaders, place_of
+from taas.delivery.messages import Cancel, ElementArrival, Hello, Peer, Result, Ticket, ToWorker, WorkerLost
 from taas.delivery.registered import Loaders
 from taas.delivery.slab import slot_size
 from taas.delivery.transport import ControlClient, connect_data, connected, map_slabs, new_context
-from taas.wire.framing import Alive, Leave, Message, pack, seal
+from taas.errors import DeliveryError
+from taas.wire.framing import Alive, Leave, pack, seal
 from taas.wording import killed_by
 
 _FLUSH = 0.002
@@ -53,14 +41,13 @@ class Worker:
     """One process. ``status`` tells its worker pool what it is on; ``number`` is what ``get_worker_info().id`` says."""
 
     def __init__(
-        self, config: DataOrder, name: Peer, number: int, loaders: Loaders, status: WorkerStatus
+        self, config: DataOrder, name: Peer, number: int, loaders: Loaders, status: memoryview
     ) -> None:
         common = config.common
         self._keys, self._loaders, self._status = common.keys, loaders, status
         count = max(common.hosts, config.vm + 1) * config.processes
         self._fetchers = [MapFetcher(title, parts, number, count) for title, parts in loaders]
-        self._rngs = Rngs()
-        self._streams = OwnedStreams(loaders, self._rngs, status, self._send_at_once)
+        self._streams = OwnedStreams(loaders, common)
         self._todo: deque[Ticket] = deque()
         self._results: list[Result] = []
         self._flushed = 0.0
@@ -84,12 +71,10 @@ class Worker:
             self._listen()
             if self._todo:
                 self._serve(self._todo.popleft())
-            else:
-                self._streams.make_ahead()
 
     def _listen(self) -> None:
         """Take what has come; wait for it if there is nothing to do."""
-        idle = not (self._todo or self._streams.have_demand)
+        idle = not self._todo
         if idle or time.perf_counter() - self._flushed > _FLUSH:
             self._flush()
         if idle:
@@ -101,8 +86,6 @@ class Worker:
                     self._todo.extend(message)
                 elif isinstance(message, Hello):
                     self._connect(message)
-                elif isinstance(message, Feed):
-                    self._streams.feed(message)
                 elif isinstance(message, Cancel):
                     self._streams.cancel(message)
 
@@ -115,10 +98,6 @@ class Worker:
             self._control.send(self._results)
             self._results = []
 
-    def _send_at_once(self, message: Message) -> None:
-        self._flush()
-        self._control.send(message)
-
     def _connect(self, rank: Hello) -> None:
         if old := self._data.get(rank.rank):
             old.close(0)
@@ -129,26 +108,24 @@ class Worker:
     # ── elements ──────────────────────────────────────────────────────────────────────────────────
 
     def _serve(self, ticket: Ticket) -> None:
-        self._status.number = ticket.number
+        self._status[0] = ticket.number
         began = time.perf_counter()
-        region = slot = self._region(ticket)
-        with stacking_into(None if ticket.loader in self._plain_stack else region):
-            element = self._make(ticket)
-        if not isinstance(element, Failure):
-            try:
-                region, stream = self._encode(element, region)
-            except BaseException as error:
-                element = Failure(error, self._unpackable(ticket))
-        if failed := isinstance(element, Failure):
-            region.used, stream = 0, element.packed
-        del element
-        nbytes = region.used + len(stream)
-        self._send(ticket, region, stream, failed)
-        leaked = slot.slot and slot.is_held()  # also where the element did not fit, and lies elsewhere
-        if leaked:
-            self._plain_stack.add(ticket.loader)
-        self._results.append(Result(ticket.number, nbytes, time.perf_counter() - began, leaked))
-        self._status.number = -1
+        slot = self._region(ticket)
+        made = self._make(ticket, slot)
+        if isinstance(made, int):
+            self._results.append(Result(ticket.number, 0, 0.0, end=made))
+        else:
+            if failed := isinstance(made, Failure):
+                slot.used = 0
+                made = slot, made.packed
+            region, stream = made
+            self._send(ticket, region, stream, failed)
+            leaked = slot.slot and slot.is_held()  # also where the element did not fit, and lies elsewhere
+            if leaked:
+                self._plain_stack.add(ticket.loader)
+            nbytes, seconds = region.used + len(stream), time.perf_counter() - began
+            self._results.append(Result(ticket.number, nbytes, seconds, leaked))
+        self._status[0] = -1
 
     def _region(self, ticket: Ticket) -> RawRegion:
         slabs = self._slabs
@@ -158,23 +135,35 @@ class Worker:
             return RawRegion(view, slot=True, address=slabs.address + ticket.offset)
         return RawRegion.of_size(self._sizes.get(ticket.loader, 0))
 
-    def _encode(self, element: Any, region: RawRegion) -> tuple[RawRegion, bytes]:
-        while (stream := encode(element, region)) is None:
-            region = RawRegion.of_size(slot_size(max(region.needed, 2 * region.capacity)))
-        return region, stream
-
     def _unpackable(self, ticket: Ticket) -> str:
-        title, parts = self._loaders[ticket.loader]
-        place = place_of(ticket.which, streams=bool(parts.streams))
+        title, place = self._loaders[ticket.loader][0], place_of(ticket.which, streamed=False)
         return (
             f"raised while '{title}' at {place} was packed for its rank. An element travels as a pickle: make what "
             "cannot be pickled (a generator, a lock, an open file) in the loop, out of what the dataset returns"
         )
 
-    def _make(self, ticket: Ticket) -> Any:
-        if self._loaders[ticket.loader][1].streams:
-            return self._streams.make(ticket.plan, ticket.which)
-        return self._fetchers[ticket.loader].make(ticket.which, ticket.seed, self._rngs)
+    def _make(self, ticket: Ticket, region: RawRegion) -> tuple[RawRegion, bytes] | Failure | int:
+        """Return an element, packed into this region, or another one; of a stream that has no more, how many it has."""
+        title, parts = self._loaders[ticket.loader]
+        if ticket.poison:
+            place = place_of(ticket.which, streamed=parts.iterable)
+            return Failure(
+                DeliveryError(
+                    f"'{title}': {place} killed the data worker that made it, again and again ({ticket.poison}). Look at "
+                    "what the dataset does there, or leave it out"
+                ),
+                "given up",
+            )
+        if parts.iterable:
+            self._flush()  # the next one may take long
+            found = self._streams.make(ticket)
+            return _placed(found, region) if isinstance(found, PackedElement) else found
+        with stacking_into(None if ticket.loader in self._plain_stack else region):
+            element = self._fetchers[ticket.loader].make(ticket.which, ticket.seed)
+        try:
+            return element if isinstance(element, Failure) else pack_element(element, region)
+        except BaseException as error:
+            return Failure(error, self._unpackable(ticket))
 
     def _send(self, ticket: Ticket, region: RawRegion, stream: bytes, failed: bool) -> None:
         if not region.slot:
@@ -199,6 +188,17 @@ class Worker:
             self._unsent.setdefault(rank, []).append(frames)
 
 
+def _placed(found: PackedElement, region: RawRegion) -> tuple[RawRegion, bytes]:
+    """Return an element that was packed elsewhere, with its memory in this region, if it has room."""
+    nbytes = found.memory.nbytes
+    if region.take(nbytes) is None:
+        region = RawRegion(found.memory.data)
+        region.used = nbytes
+    else:
+        region.buffer[:nbytes] = found.memory.data
+    return region, found.stream
+
+
 # ── the pool ──────────────────────────────────────────────────────────────────────────────────────────
 
 _BEAT = 0.5
@@ -210,8 +210,7 @@ class WorkerPool:
     def __init__(self, config: DataOrder, loaders: Loaders) -> None:
         self._config, self._loaders = config, loaders
         self._serial = 0
-        slots = WorkerStatus * config.processes
-        self._slots = slots.from_buffer(mmap.mmap(-1, ctypes.sizeof(slots)))
+        self._slots = memoryview(mmap.mmap(-1, 8 * config.processes)).cast("q")
         self._children: dict[int, tuple[int, int, int]] = {}  # by pidfd: serial, number, pid
 
     def run(self) -> None:
@@ -253,8 +252,8 @@ class WorkerPool:
     def _fork(self, number: int) -> int:
         serial = self._serial
         self._serial += 1
-        status = self._slots[number]
-        status.number, status.ahead[:] = -1, NOWHERE  # nobody works here yet
+        status = self._slots[number : number + 1]
+        status[0] = -1  # nobody works here yet
         parent = os.getpid()
         with warnings.catch_warnings():
             # The only other thread is zmq's, whose locks a child never takes: it makes a context of its own.
@@ -266,7 +265,7 @@ class WorkerPool:
         self._children[pidfd] = serial, number, pid
         return pidfd
 
-    def _become_worker(self, name: Peer, number: int, parent: int, status: WorkerStatus) -> None:
+    def _become_worker(self, name: Peer, number: int, parent: int, status: memoryview) -> None:
         try:
             _linux.set_parent_death_signal(signal.SIGKILL)
             if os.getppid() != parent:
@@ -294,8 +293,7 @@ class WorkerPool:
         os.close(pidfd)
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         cause = killed_by(code) if code < 0 else f"exit code {code}"
-        status = self._slots[number]
-        return number, WorkerLost(serial, status.number, cause, StreamPlace(*status.ahead))
+        return number, WorkerLost(serial, self._slots[number], cause)
 
 
 def main(config: DataOrder) -> None:

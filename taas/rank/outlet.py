@@ -1,20 +1,14 @@
-"""What a rank prints and displays, written in one sequence to one file (runs/events.py describes it).
-
-Updates of displays are bounded: a bar that is drawn anew at each step reaches the cell ten times a second. An update
-replaces what its display shows, so of several within a moment only the last one matters.
-"""
+"""What a rank prints and displays, written in one sequence to one file (runs/events.py describes it)."""
 
 from __future__ import annotations
 
 import ctypes
-import functools
 import io
+import json
 import numbers
 import os
 import sys
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,37 +17,6 @@ import msgspec
 from taas.runs.events import EVENTS, KINDS, LARGEST_TEXT, RECORD, STDERR, STDOUT
 
 _PARTIAL_LINE_SECONDS = 0.02
-_UPDATE_SECONDS = 0.1
-
-
-class _Soon:
-    """Calls a function so many seconds after it was asked to, once for all that asked meanwhile, in a thread of its own.
-
-    Whoever asks holds the lock under which that function works.
-    """
-
-    def __init__(self, seconds: float, function: Callable[[], None]) -> None:
-        self._seconds, self._function = seconds, function
-        self._forget_thread()
-        os.register_at_fork(after_in_child=self._forget_thread)
-
-    def _forget_thread(self) -> None:
-        self._asked = threading.Event()
-        self._thread: threading.Thread | None = None
-
-    def ask(self) -> None:
-        self._asked.set()
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._serve, name="taas-output", daemon=True)
-            self._thread.start()
-
-    def _serve(self) -> None:
-        pause = threading.Event()
-        while True:
-            self._asked.wait()
-            pause.wait(self._seconds)
-            self._asked.clear()
-            self._function()
 
 
 class _EventFile:
@@ -107,17 +70,27 @@ class _RankStream(io.RawIOBase):
     def __init__(self, events: _EventFile, kind: int) -> None:
         self._events, self._kind = events, kind
         self._pending = bytearray()
-        self._lock = threading.RLock()
-        self._soon = _Soon(_PARTIAL_LINE_SECONDS, self.flush)
+        self._forget_thread()
         self.name = f"<{KINDS[kind]}>"  # as CPython names its own streams
-        os.register_at_fork(before=self.flush, after_in_child=self._forget_lock)
+        os.register_at_fork(before=self.flush, after_in_child=self._forget_thread)
 
     def as_text(self) -> io.TextIOWrapper:
         # the encoding as a kernel's own spells it
         return _Text(self, "UTF-8", "backslashreplace", line_buffering=True, write_through=True)
 
-    def _forget_lock(self) -> None:
+    def _forget_thread(self) -> None:
         self._lock = threading.RLock()
+        self._unfinished = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def _flush_soon(self) -> None:
+        """Send an unfinished line a moment after it was begun."""
+        pause = threading.Event()
+        while True:
+            self._unfinished.wait()
+            pause.wait(_PARTIAL_LINE_SECONDS)
+            self._unfinished.clear()
+            self.flush()
 
     def writable(self) -> bool:
         return True
@@ -135,7 +108,10 @@ class _RankStream(io.RawIOBase):
             if b"\n" in data or b"\r" in data or len(self._pending) >= LARGEST_TEXT:
                 self.flush()
             else:
-                self._soon.ask()
+                self._unfinished.set()
+                if self._thread is None:
+                    self._thread = threading.Thread(target=self._flush_soon, name="taas-output", daemon=True)
+                    self._thread.start()
         return len(data)
 
     def flush(self) -> None:
@@ -147,44 +123,6 @@ class _RankStream(io.RawIOBase):
             self._pending = bytearray()
 
 
-class Updates:
-    """Publishes the updates of each display: at once after a pause, else the latest of each tenth of a second."""
-
-    def __init__(self, publish: Callable[..., None]) -> None:
-        self._publish = publish
-        self._forget()
-        self._soon = _Soon(_UPDATE_SECONDS, self.flush)
-        os.register_at_fork(after_in_child=self._forget)
-
-    def _forget(self) -> None:
-        self._waiting: dict[Any, dict[str, Any]] = {}
-        self._sent: dict[Any, float] = {}
-        self._lock = threading.RLock()
-
-    def update(self, display: Any, arguments: dict[str, Any]) -> None:
-        """Publish an update, given as its arguments, now or a moment later."""
-        with self._lock:
-            if time.monotonic() - self._sent.get(display, -_UPDATE_SECONDS) >= _UPDATE_SECONDS:
-                self._waiting.pop(display, None)
-                self._send(display, arguments)
-            else:
-                self._waiting[display] = arguments
-                self._soon.ask()
-
-    def flush(self) -> None:
-        """Send what waits."""
-        with self._lock:
-            waiting, self._waiting = self._waiting, {}
-            for display, arguments in waiting.items():
-                self._send(display, arguments)
-
-    def _send(self, display: Any, arguments: dict[str, Any]) -> None:
-        now = time.monotonic()
-        self._sent = {known: at for known, at in self._sent.items() if now - at < _UPDATE_SECONDS}
-        self._sent[display] = now
-        self._publish(**arguments)
-
-
 class Outlet:
     """All ways out of a rank: the two streams, and IPython's display messages; open once the rank has its folder."""
 
@@ -192,7 +130,6 @@ class Outlet:
         self.events = _EventFile()
         self.streams: tuple[io.TextIOWrapper, ...] = ()
         self._libc = ctypes.CDLL(None)
-        self._updates = Updates(functools.partial(self.publish, "update"))
 
     def open(self, folder: Path) -> None:
         """Write to a folder from now on, what C code and child processes write to descriptors 1 and 2 included."""
@@ -216,13 +153,8 @@ class Outlet:
         self.flush()
         self.events.append(KINDS.index(kind), pack_display(arguments))
 
-    def update(self, arguments: dict[str, Any]) -> None:
-        """Send a display message that replaces an earlier one, or let a later one replace it first."""
-        self._updates.update(arguments["transient"].get("display_id"), arguments)
-
     def flush(self) -> None:
         """Send what Python and C hold back."""
-        self._updates.flush()
         for stream in self.streams:
             stream.flush()
         self._libc.fflush(None)
@@ -233,7 +165,9 @@ def pack_display(arguments: dict[str, Any]) -> bytes:
     try:
         return _encode(arguments)
     except (UnicodeEncodeError, OverflowError):
-        return _encode(_encodable(arguments))
+        # lone surrogates, of file names that are not UTF-8, and huge integers
+        text = json.dumps(arguments, ensure_ascii=False, default=repr).encode("utf-8", "replace")
+        return _encode(json.loads(text, parse_int=lambda digits: int(digits) if len(digits) < 19 else digits))
 
 
 def _nearest(value: Any) -> Any:
@@ -251,17 +185,3 @@ def _nearest(value: Any) -> Any:
 
 
 _encode = msgspec.msgpack.Encoder(enc_hook=_nearest).encode
-
-
-def _encodable(value: Any) -> Any:
-    """Return a display message with lone surrogates, of file names that are not UTF-8, and huge integers written out."""
-    match value:
-        case str():
-            return value.encode("utf-8", "backslashreplace").decode()
-        case dict():
-            return {_encodable(key): _encodable(item) for key, item in value.items()}
-        case list() | tuple():
-            return [_encodable(item) for item in value]
-        case int() if not -(2**63) <= value < 2**64:
-            return str(value)
-    return value

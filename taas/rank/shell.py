@@ -46,10 +46,7 @@ class _Publisher(DisplayPublisher):
         **_: Any,
     ) -> None:
         arguments = {"data": data, "metadata": metadata or {}, "transient": transient or {}}
-        if update:
-            self.outlet.update(arguments)
-        else:
-            self.outlet.publish("display", **arguments)
+        self.outlet.publish("update" if update else "display", **arguments)
 
     def clear_output(self, wait: bool = False) -> None:
         self.outlet.publish("clear", wait=wait)
