@@ -42,7 +42,7 @@ def needs(cell: str, **defined: Any) -> Needs:
         ("x += 1\ny: int = k\n(z := 3)\nz", "x k", ""),
         ("class A(Net):\n    lr = lr\n    k = 1\n    j = k\n    def g(self): return cfg", "Net lr", "k"),
         ("try:\n    x\nexcept Exception as n:\n    n\nn", "", "x n"),
-        ("f = lambda: x + y\nx = 1\nf()", "", "y"),
+        ("f = lambda: x + y\nx = 1\nf()", "", "x y"),
         ("match x:\n    case [y, *z] if a: b\n    case cfg.K: y\n    case Net(k=k): k", "x", "a b cfg y Net"),
         ("del x\nx = 1", "x", ""),
         ("x = 1\ndel x\nx", "", "x"),
@@ -99,42 +99,49 @@ def test_a_cell_that_names_what_it_looks_up_needs_no_more(line: str) -> None:
     assert not needs(line).built
 
 
+def _travels(cell: str, earlier: str, file: str = "<earlier>") -> set[str]:
+    """Return the names that a cell takes of what an earlier one made."""
+    namespace: dict[str, Any] = types.ModuleType("__main__").__dict__
+    exec(compile(earlier, file, "exec"), namespace)
+    with capture(cell, namespace, None, project=Path("/no project")) as captured:
+        return {*captured.names}
+
+
 def test_a_function_of_an_earlier_cell_may_make_names(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its text is looked up where IPython keeps it; without one, it may mean anything."""
-    text = "def known(): return eval('x')\ndef built(n): return globals()[n]\n"
+    text = "x = 1; y = 2; z = 3\ndef known(): return eval('x')\ndef built(n): return globals()[n]\n"
     monkeypatch.setitem(linecache.cache, "<earlier>", (len(text), None, text.splitlines(True), "<earlier>"))
-    namespace: dict[str, Any] = {"x": 1, "y": 2}
-    exec(compile(text, "<earlier>", "exec"), namespace)
-    exec("def textless(n): return eval(n)", namespace)
-    found = needs_of("known()", namespace)
-    assert ({"x"}, set(), "") == (found.maybe, found.others, found.built)
-    assert {"x", "y"} <= needs_of("built('y')", namespace).others
-    assert {"x", "y"} <= needs_of("textless('y')", namespace).others
+    assert _travels("known()", text) == {"known", "x"}
+    assert _travels("z = 5\nbuilt('y')", text) == {"built", "known", "x", "y"}
+    textless = "x = 1; y = 2\ndef textless(n): return eval(n)"
+    assert _travels("textless('y')", textless, "<textless>") == {"textless", "x", "y"}
 
 
 def test_functions_of_earlier_cells_are_looked_through() -> None:
-    """What they use is needed, but not where the cell binds it before it uses them."""
-    namespace: dict[str, Any] = {"model": 1, "opt": 2, "lr": 3, "deep": 4}
-    exec("def inner(): return deep\ndef train(): return model, opt, inner()", namespace)
-    found = needs_of("model = 5\ntrain()", namespace)
-    assert {"train"} == found.sure
-    assert {"opt", "inner", "deep"} == found.maybe
-    assert {"model"} == found.settled
-    assert {"model", "opt", "inner", "deep"} == needs_of("train()\nmodel = 5", namespace).maybe
+    """What they use is needed, but not where the cell binds it before it uses them: in any way, and whatever they are called."""
+    earlier = (
+        "model = 1; opt = 2; lr = 3; deep = 4\n"
+        "def inner(): return deep\ndef train(): return model, opt, inner()\nother = [train]"
+    )
+    assert _travels("model = 5\ntrain()", earlier) == {"train", "opt", "inner", "deep"}
+    assert _travels("train()\nmodel = 5", earlier) == {"train", "opt", "inner", "deep", "model"}
+    assert "model" in _travels("other\nmodel = 5\ntrain()", earlier)
+    assert "model" in _travels("if lr:\n    model = 5\n    train()\ntrain()", earlier)
+    assert "opt" not in _travels("opt = 5\ninner()\nmodel = 5\ntrain()\nother", earlier)
 
 
 def test_methods_of_earlier_classes_are_looked_through() -> None:
     """An instance brings its class and bases, by whose names pickle finds them, and what their methods and properties use."""
-    namespace: dict[str, Any] = {"__name__": "__main__", "k": 1, "m": 2, "p": 3}
-    exec(
+    earlier = (
+        "k = 1; m = 2; p = 3\n"
         "class A:\n    def f(self): return k\n"
         "class B(A):\n    @property\n    def g(self): return m\n    @classmethod\n    def h(cls): return p\n"
-        "b = B()\ninside = {'x': [b]}",
-        namespace,
+        "b = B()\ninside = {'x': [b]}\nfar = [[b] for _ in range(2000)]"
     )
-    assert {"k", "m", "p", "A", "B"} == needs_of("b", namespace).maybe
-    assert {"k", "m", "p", "A", "B"} == needs_of("inside", namespace).maybe
-    assert {"k"} == needs_of("A()", namespace).maybe
+    assert _travels("b", earlier) == {"k", "m", "p", "A", "B", "b"}
+    assert _travels("inside", earlier) == {"k", "m", "p", "A", "B", "inside"}
+    assert _travels("far", earlier) == {"k", "m", "p", "A", "B", "far"}
+    assert _travels("A()", earlier) == {"k", "A"}
 
 
 # ---------------------------------------------------------------- never too few

@@ -6,7 +6,7 @@ import importlib
 import re
 import sys
 import types
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,7 @@ from taas.capture.holders import apart, loaded_as
 from taas.capture.libraries import join_devices
 from taas.capture.memory import MemoryTable, Stretch
 from taas.capture.payload import Payload
-from taas.capture.reader import Reader, ways_through
+from taas.capture.reader import Reader
 from taas.capture.reading import MissingModule, keeps_all_attributes
 from taas.capture.tensors import ONLY_A_SHARD
 from taas.import_hooks import is_edited, note_files
@@ -26,6 +26,7 @@ from taas.wording import first_line
 
 NOTHING: Any = object()
 """There was no value, or it could not travel."""
+_FEW = 20
 AS_BEFORE = ", so all of it is as it was before the cell"
 
 
@@ -176,8 +177,7 @@ class _Incoming:
         held_back = self._heap.held_back({*refused}, roots)
         as_before = "" if held_back == refused.keys() else AS_BEFORE
         for n, part in refused.items():
-            path = next(self._paths_to([n]), f"a {type(self._made[n]).__qualname__}")
-            self._lose(f"new contents of {path}", self._reason(part, n) + as_before)
+            self._lose(f"new contents of {self._path_to(n)}", self._reason(part, n) + as_before)
         return held_back
 
     def _change_in_place(self, held_back: set[int]) -> list[int]:
@@ -197,10 +197,11 @@ class _Incoming:
                 done.append(n)
         return done
 
-    def _paths_to(self, numbers: Iterable[int]) -> Iterator[str]:
-        wanted = {id(self._made[n]) for n in numbers}
-        walked = ways_through(Reader(self._namespace), users_names(self._namespace)) if wanted else ()
-        return (path for path, value in walked if id(value) in wanted)
+    def _path_to(self, n: int) -> str:
+        number, names = self._heap.number, users_names(self._namespace)
+        roots = {name: number[id(value)] for name, value in names.items() if id(value) in number}
+        found = self._heap.way_to((n,), roots)
+        return found[0] if found else f"a {type(self._made[n]).__qualname__}"
 
     def _join_devices(self, known: list[Any]) -> None:
         try:
@@ -223,16 +224,21 @@ class _Incoming:
         new = [n for n in contents["states"] if n in whole and self._is_comparable(n)]
         again = [n for n in changed if contents["changed"][n][0][0] != "reading"]
         heap.describe_after((*new, *again), Reader(self._namespace, project=contents["project"]))
+        others = [n for n in (*new, *again) if not self._is_as_there(n)]
         self._applied.lost += [
-            f"{path}: it is not what rank 0 had, for the way its class is pickled does not bring all of it (give what you "
+            f"{self._path_to(n)}: it is not what rank 0 had, for the way its class is pickled does not bring all of it (give what you "
             "need of it a name of its own)"
-            for path in self._paths_to(n for n in (*new, *again) if not self._is_as_there(n))
+            for n in others[:_FEW]
         ]
+        if others[_FEW:]:
+            self._lose(f"{len(others) - _FEW} objects more", "they are not what rank 0 had, either")
         heap.take_back(contents["next"])
 
     def _is_comparable(self, n: int) -> bool:
         kind, value = self._contents["states"][n][0], self._made[n]
-        if kind in CONSTANT or isinstance(value, type):  # Python orders a class's attributes as they are set
+        if kind in CONSTANT or n in self._contents["fresh"]:  # what a protocol made is left where it was used
+            return False
+        if isinstance(value, type):  # Python orders a class's attributes as they are set
             return False
         if self._heap.number.get(id(value)) != n:  # it stands for another one: what was wrapped
             return False

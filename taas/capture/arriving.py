@@ -6,18 +6,17 @@ import math
 import os
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from taas.capture.applying import AS_BEFORE, NOTHING, Applied, apply_answer
 from taas.capture.building import Builder
 from taas.capture.cells import MAGIC, cell_numbers, dress, users_names
+from taas.capture.flat import LeftOut
 from taas.capture.heap import NAMESPACE, NO_STATE, Heap, culprit_of, no_collection
 from taas.capture.holders import (
-    Left,
     all_holders,
-    data_of,
     go_to_ends,
     holders,
     left_out,
@@ -41,7 +40,7 @@ _UNCHANGEABLE = (*ATOMS, range, types.ModuleType, types.FunctionType, types.Buil
 class Arrival:
     """The captured names in a rank, and what has to be known to send back what changes."""
 
-    own_before: OwnData  # this, and what else has this name, is of right before the cell
+    left_before: dict[str, LeftOut]  # this, and what else has this name, is of right before the cell
 
     def __init__(
         self, fd: int, namespace: dict[str, Any], *, device: str | None, before: Arrival | None = None
@@ -116,10 +115,11 @@ class Arrival:
     def mark(self) -> None:
         """Take what changes are found against, right before the cell runs."""
         with no_collection():
+            self.heap.left = {}
             self.heap.mark()
+            self.left_before, self.known_before = self.heap.left, len(self.heap.objects)
             self.names_before = {**self._namespace}
             self.places_before, self.specs_before = holders(self.project), loaded_as(self.project)
-            self.own_before = OwnData(self.heap, Reader(self._namespace, project=self.project))
         self.state.mark()
         self._snapshot = MemorySnapshot(self.memory.stretches, self._snapshot)
 
@@ -161,6 +161,8 @@ class CellChanges:
     def __init__(self, arrival: Arrival, namespace: dict[str, Any], value: Any) -> None:
         self._arrival, self._namespace, self._value = arrival, namespace, value
         self._visible = users_names(namespace)
+        before = arrival.names_before
+        self._rebound = {name for name, item in self._visible.items() if before.get(name, self) is not item}
         self._heap: Heap = arrival.heap
         self._known = arrival.known
         self._lost: list[str] = []
@@ -171,8 +173,7 @@ class CellChanges:
         known = [n for n, value in enumerate(self._heap.objects) if n != NAMESPACE and not stays(type(value))]
         reader = Reader(namespace, project=arrival.project, unwrap=True)
         self._heap.describe_after(known, reader, self._known)
-        self._roots = self._numbered_names(value)
-        self._places = self._numbered_places()
+        self._number_roots()
         self._leave_out()
         self._compare()
         self._number_anew()
@@ -183,11 +184,13 @@ class CellChanges:
         arrival, heap = self._arrival, self._heap
         wanted = self._wanted()
         changed = [n for n in self._changed if n not in self._held_back and (wanted is None or n in wanted)]
-        bound = {name: n for name, n in self._roots.items() if self._is_bound(name, n)}
+        made = {*self._anew.values()}
+        bound = {name: n for name, n in self._roots.items() if name in self._rebound or n in made or not name}
+        bound = {name: n for name, n in bound.items() if not name or self._is_returned(name)}
         reached = heap.reached([*bound.values(), *self._places.values(), *changed], self._held_back)
         sent = {n for n in reached if n >= self._known}
         memory = SentMemory(heap.memory_ranges(sent), arrival.memory.places(), arrival.next_region)
-        sources, process_state = heap.reader.sources(), self._process_state()
+        sources, process_state = heap.sources(), self._process_state()
         contents = {
             "cells": {file: n for file, n in arrival.cell_numbers.items() if file in sources},
             "sources": sources,
@@ -202,7 +205,7 @@ class CellChanges:
             "process state": process_state,
             "imports": [n for n in arrival.contents["imports of the cell"] if n in sys.modules],
             "there": [*self._visible],
-            "own": [name for name in self._visible if name not in bound and self._is_own(name)],
+            "own": [name for name in (*self._rebound, *self._of(self._held_back)) if name not in bound],
             **self._told_of_names(),
         }
         as_before = heap.only_among(self._held_back, heap.before)
@@ -214,7 +217,7 @@ class CellChanges:
             arrival.next_region += len(memory.stretches)
             heap.end_after(self._known, sent, self._anew, self._held_back)
         else:
-            heap.take_back(arrival.own_before.known, self._anew)
+            heap.take_back(arrival.known_before, self._anew)
         return fd
 
     def _wanted(self) -> set[int] | None:
@@ -225,12 +228,6 @@ class CellChanges:
 
     def _is_returned(self, name: str) -> bool:
         return self._arrival.returned is None or name in self._arrival.returned
-
-    def _is_bound(self, name: str, n: int) -> bool:
-        if not name:
-            return True
-        other = self._arrival.names_before.get(name, self) is not self._visible[name]
-        return (other or n in self._anew.values()) and self._is_returned(name)
 
     def _asked_in_vain(self) -> list[str]:
         return [
@@ -249,11 +246,6 @@ class CellChanges:
             "sharded": [name for name, item in visible if holds_shards(item)],
         }
 
-    def _is_own(self, name: str) -> bool:
-        value = self._visible[name]
-        other = self._arrival.names_before.get(name, self) is not value
-        return other or self._heap.number.get(id(value)) in self._held_back
-
     def _process_state(self) -> dict[str, Any] | None:
         if self._arrival.returned is not None:
             return None
@@ -264,23 +256,20 @@ class CellChanges:
             return None
 
     def _leave_out(self) -> None:
-        """Leave out what cannot travel of modules, loggers and formatters, and say so where the notebook has another one."""
-        heap = self._heap
-        while left := heap.leave_out(self._known):
-            for one in left:
-                if isinstance(one.holder, types.ModuleType):
-                    n = heap.number[id(one.holder)]
-                    if n >= self._known or self._arrival.own_before.is_as_it_was(one.path, one.part):
-                        continue
-                why = self._why_not(one.path, one.part) or f"{one.path}: {one.error}"
-                self._lost.append(why + AS_BEFORE)
-            for n in {heap.number[id(one.holder)] for one in left}:
-                heap.describe_again(n)
-            heap.walk()
+        """Say what cannot travel of modules, loggers and formatters, where the notebook has another one."""
+        heap, before = self._heap, self._arrival.left_before
+        for path, one in heap.left.items():
+            was = before.get(path)
+            as_it_was = was is not None and was.part is one.part and was.heap.is_as_it_was()
+            if isinstance(one.holder, types.ModuleType) and (
+                as_it_was or heap.number[id(one.holder)] >= self._known
+            ):
+                continue
+            self._lost.append((self._why_not(path, one.part) or f"{path}: {one.error}") + AS_BEFORE)
 
     def _compare(self) -> None:
         heap = self._heap
-        for n in range(NAMESPACE + 1, self._arrival.own_before.known):
+        for n in range(NAMESPACE + 1, self._arrival.known_before):
             before, now = heap.before[n], heap.states[n]
             if now is before or before is None or n in heap.failed:
                 continue
@@ -294,25 +283,24 @@ class CellChanges:
             else:
                 self._changed[n] = differ
 
-    def _numbered_names(self, value: Any) -> dict[str, int]:
-        """Return the numbers of what names are bound to, of the last value under an empty name."""
+    def _number_roots(self) -> None:
+        """Number what names are bound to, the last value under an empty name, and what else holds something of the notebook."""
         arrival, heap = self._arrival, self._heap
         found = {}
         for name, item in self._visible.items():
-            is_other = arrival.names_before.get(name, self) is not item and self._is_returned(name)
-            if is_other or id(item) in heap.number:
+            if (name in self._rebound and self._is_returned(name)) or id(item) in heap.number:
                 found[name] = heap.enter(item)
-        if value is not NOTHING and arrival.returned is None:
-            found[""] = heap.enter(value)
+        self._places: dict[str, int] = {}
+        if arrival.returned is None:
+            found |= {"": heap.enter(self._value)} if self._value is not NOTHING else {}
+            new = self._places_now.keys() - arrival.places_before.keys()
+            self._places = {name: heap.enter(self._places_now[name]) for name in sorted(new)}
         heap.walk()
-        return dict(sorted(found.items(), key=lambda entry: heap.early(entry[1])))
+        self._roots = dict(sorted(found.items(), key=lambda entry: heap.early(entry[1])))
 
-    def _numbered_places(self) -> dict[str, int]:
-        arrival, heap = self._arrival, self._heap
-        now = self._places_now.items() if arrival.returned is None else ()
-        found = {name: heap.enter(item) for name, item in now if name not in arrival.places_before}
-        heap.walk()
-        return found
+    def _of(self, numbers: Container[int]) -> list[str]:
+        """Return the names and places of some objects."""
+        return [name for name, n in (self._roots | self._places).items() if n in numbers]
 
     def _number_anew(self) -> None:
         """Give what cannot change in place a new number, and what holds it new contents, or a new number as well."""
@@ -326,7 +314,7 @@ class CellChanges:
                     continue
                 children = tuple(self._anew.get(child, child) for child in state[2])
                 before, heap.states[n] = state, (*state[:2], children)
-                if n >= self._arrival.own_before.known:
+                if n >= self._arrival.known_before:
                     continue
                 is_whole = state[0] in _WHOLE or n >= self._known
                 differ = None if is_whole else heap.change(before, heap.states[n])
@@ -345,10 +333,10 @@ class CellChanges:
         new = heap.holding(heap.failed, range(known, len(heap.objects))) if heap.failed else set()
         refused = {n for n in self._changed if not new.isdisjoint((heap.states[n] or NO_STATE)[2])} | new
         held_back = heap.held_back(refused, roots.values())
-        told = [name for name, n in roots.items() if n in held_back]
+        told = self._of(held_back)
         if refused and not told:
             around = heap.holding(refused, range(len(heap.objects)))
-            told = [name for name, n in roots.items() if n in around][:1]
+            told = self._of(around)[:1]
         for name in told:
             is_new = roots[name] in new
             self._lost.append(self._why(name or "the cell's last value") + ("" if is_new else AS_BEFORE))
@@ -364,45 +352,6 @@ class CellChanges:
         reader = Reader(self._namespace, project=self._arrival.project, unwrap=True)
         found = culprit_of(name, value, reader)
         return found and f"{name}: {found.path} is a {found.kind}, which cannot be pickled ({found.reason})"
-
-
-class OwnData:
-    """What the project's modules hold of this process' own, since it could not travel, as it is before a cell."""
-
-    def __init__(self, heap: Heap, reader: Reader) -> None:
-        self._parts: dict[str, Any] = {}
-        left = heap.number.get(id(Left))
-        modules = [v for v in heap.objects if isinstance(v, types.ModuleType)] if left is not None else []
-        for module in modules:
-            if left in (heap.states[heap.number[id(module)]] or NO_STATE)[2]:
-                for way, part in data_of(module).items():
-                    if type(part) not in ATOMS and id(part) not in heap.number:
-                        self._parts[f"{module.__name__}.{way}"] = part
-        self._heap = Heap(reader, heap.objects if self._parts else ())
-        self.known = len(heap.objects)
-        for part in self._parts.values():
-            self._heap.enter(part)
-        self._heap.walk()
-        memory = SentMemory(self._heap.memory_ranges(range(self.known, len(self._heap.objects))))
-        memory.lay_out(0)
-        self._stretches = memory.stretches
-        self._snapshot = MemorySnapshot(self._stretches)
-        self._dirty: set[int] | None = None
-
-    def is_as_it_was(self, path: str, part: Any) -> bool:
-        """Tell whether a part is the same object as before, with the same in it."""
-        if self._parts.get(path) is not part:
-            return False
-        heap = self._heap
-        if self._dirty is None:
-            new = range(self.known, len(heap.objects))
-            heap.describe_after(new, heap.reader)
-            regions = self._snapshot.changed(self._stretches)
-            table, memories = MemoryTable(self._stretches, ()), heap.memories_among(new).items()
-            self._dirty = {n for n in new if not heap.same(heap.before[n], heap.states[n])}
-            where = {n: table.regions_of([memory]) for n, memory in memories}
-            self._dirty |= {n for n, own in where.items() if any(regions.get(r, True) for r in own)}
-        return heap.reached([heap.number[id(part)]]).isdisjoint(self._dirty)
 
 
 def arrive(

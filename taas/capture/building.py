@@ -58,7 +58,6 @@ class Builder:
         self.lost: dict[int, Loss] = {}
         self._begun: set[int] = set()
         self._late: list[int] = []
-        self._decoded: dict[int, Any] = {}
 
     def build(self, root: int) -> Any:
         """Make and fill an object with all that is in it; unless tolerant, raises whatever its own protocol raises."""
@@ -72,8 +71,7 @@ class Builder:
                     continue
                 begun.add(n)
                 children = states[n][2]
-                waited_for = [c for c in children if c not in made and not self._is_childless(c)]
-                if not waited_for:
+                if all(map(made.__contains__, children)):
                     self._attempt(complete, n, children)
                     continue
                 stack.append((n, make))
@@ -91,28 +89,13 @@ class Builder:
         self._late.clear()
         return made[root]
 
-    def _is_childless(self, n: int) -> bool:
-        """Make an object at once that has nothing in it but its blob; tell whether it is one."""
-        if n in self._begun or n not in self.states or self.states[n][2]:
-            return False
-        self._begun.add(n)
-        self._attempt(self._complete, n, ())
-        return True
-
     def _before(self, n: int) -> tuple[int, ...]:
-        kind, _, children = self.states[n]
+        kind, blob, children = self.states[n]
         if kind in _WHOLE:
             return children
         if kind == "object":
             return children[:1]
-        return children[: self._said(n)[0][0]] if kind == "reading" else ()
-
-    def _said(self, n: int) -> Any:
-        """Return what a state says, decoded once until it is filled."""
-        said = self._decoded.get(n)
-        if said is None:
-            said = self._decoded[n] = _loads(self.states[n][1])
-        return said
+        return children[: _loads(blob)[0][0]] if kind == "reading" else ()
 
     def _attempt(self, step: Callable[[int], None], n: int, needed: tuple[int, ...]) -> None:
         if not self._tolerant:
@@ -138,13 +121,12 @@ class Builder:
         self._fill_new(value, kind, said, parts)
 
     def _make(self, n: int) -> None:
-        kind = self.states[n][0]
-        self.made[n] = self._new(kind, self._said(n), [self.made[c] for c in self._before(n)])
+        kind, blob, _ = self.states[n]
+        self.made[n] = self._new(kind, _loads(blob), [self.made[c] for c in self._before(n)])
 
     def _fill(self, n: int) -> None:
-        kind, _, children = self.states[n]
-        said = self._decoded.pop(n, None) or _loads(self.states[n][1])
-        self._fill_new(self.made[n], kind, said, [self.made[c] for c in children])
+        kind, blob, children = self.states[n]
+        self._fill_new(self.made[n], kind, _loads(blob), [self.made[c] for c in children])
 
     @staticmethod
     def _fill_new(value: Any, kind: str, said: Any, children: list[Any]) -> None:

@@ -42,12 +42,12 @@ from taas.capture.holders import (
 )
 from taas.capture.libraries import wait_for_devices
 from taas.capture.memory import MemorySnapshot, MemoryTable, SentMemory, Stretch, overlapping
-from taas.capture.names import Needs, needs_of
+from taas.capture.names import ANY, Needs, names_used_by, needs_of
 from taas.capture.payload import check_room, write_file
 from taas.capture.reader import Reader
 from taas.capture.reading import ATOMS
 from taas.errors import CaptureError, HeaderError
-from taas.wording import first_line, nearest, shown, size_in_words
+from taas.wording import first_line, shown, size_in_words
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -55,8 +55,7 @@ if TYPE_CHECKING:
 LARGE = 256 << 20
 """A name with more bytes than this is announced; all names that are only perhaps meant have no more together."""
 
-_CODE = (types.ModuleType, types.FunctionType, type)
-"""It travels first: what it uses does, too."""
+_NO_NAMES = frozenset[str]()
 _FUTURE = sum({getattr(__future__, name).compiler_flag for name in __future__.all_feature_names})
 """What ``from __future__ import …`` of an earlier cell means for all later ones."""
 
@@ -89,8 +88,7 @@ class Capture:
         self.heap.named = held.named
         self._roots: dict[str, int] = {}
         self._places: dict[str, int] = {}
-        self.sizes: dict[str, int] = {}
-        self._large_places: dict[str, int] = {}
+        self._sizes: dict[str, int] = {}
         self.left_behind: dict[str, str] = {}
         self._detached: list[str] = []
         self._without: list[str] = []
@@ -113,7 +111,7 @@ class Capture:
     @property
     def names(self) -> tuple[str, ...]:
         """The names in it."""
-        return tuple(self.sizes)
+        return tuple(self._roots)
 
     def apply(self, answer_fd: int) -> Applied:
         """Do to the notebook what the cell did to rank 0: objects in place, names rebound. The descriptor stays open."""
@@ -137,29 +135,38 @@ class Capture:
     def _pack(self, places: dict[str, Any]) -> None:
         """Describe the names, with those that their functions turn out to use, and those of their classes."""
         left_out.clear()
-        needs, namespace, reader = self._needs, self._namespace, self.heap.reader
-        waiting = sorted((needs.sure | needs.maybe) - self._held.names)
-        met = {*waiting, *self._held.names}
+        needs, namespace = self._needs, self._namespace
+        bound = {**dict.fromkeys(sorted(needs.maybe), _NO_NAMES), **needs.bound}
+        waiting = [*bound]
         while waiting:
-            waiting.sort(key=lambda name: not isinstance(namespace[name], _CODE))
             name = waiting.pop(0)
-            met_before = len(reader.names)
-            error = self._add(name, namespace[name], self._roots)
-            if error is not None:
-                why = self.left_behind[name] = self._why(name, namespace[name], error)
-                if name in needs.sure:
-                    raise CaptureError(f"the cell needs {name!r}: {why} Nothing was started.") from error
-                continue
-            used = set().union(*reader.names[met_before:]) - met - needs.settled
-            new = [n for n in sorted(used) if n in namespace and not is_of_ipython(n, namespace[n])]
-            waiting += new
-            met.update(new)
+            if not ({name} & (self._roots.keys() | self._held.names | self.left_behind.keys())):
+                error = self._add(name, namespace[name], self._roots)
+                if error is not None:
+                    why = self.left_behind[name] = self._why(name, namespace[name], error)
+                    if name in needs.sure:
+                        raise CaptureError(f"the cell needs {name!r}: {why} Nothing was started.") from error
+            for used in sorted(self._used_by(name) - bound[name]):
+                if used.startswith(ANY):
+                    needs.built = needs.built or used.removeprefix(ANY)
+                    needs.others |= users_names(namespace).keys() - bound[name]
+                elif used in namespace and not is_of_ipython(used, namespace[used]):
+                    before, bound[used] = bound.get(used), bound[name] & bound.get(used, bound[name])
+                    waiting += [used] if bound[used] != before else []
         self._add_places(places)
         room = LARGE
-        for name in sorted(needs.others - met):
+        for name in sorted(needs.others - bound.keys()):
             if self._add(name, namespace[name], self._roots, room) is not None:
                 self._too_large.append(name)
-            room -= self.sizes.get(name, 0)
+            room -= self._sizes.get(name, 0)
+
+    def _used_by(self, name: str) -> set[str]:
+        """Return the names that functions and classes in a name's value use."""
+        if name in self._roots:
+            heap, inside = self.heap, self.heap.reached([self._roots[name]])
+        else:
+            heap, inside = self._held.kept.heap, self._held.inside.get(name, set())
+        return names_used_by([heap.objects[n] for n in inside], self._namespace)
 
     def _add_places(self, places: dict[str, Any]) -> None:
         """Describe what holds something of the notebook: of the project's modules, those that something is found in."""
@@ -177,7 +184,7 @@ class Capture:
 
     def _reached(self) -> set[str]:
         reader = self.heap.reader
-        words = self._needs.words.union(*map(words_in, reader.functions))
+        words = self._needs.words.union(*map(words_in, self.heap.codes()))
         return modules_reached(words, {*reader.modules, *self._imports}, self._project)
 
     def _add(self, name: str, value: Any, roots: dict[str, int], limit: float = math.inf) -> Exception | None:
@@ -185,37 +192,26 @@ class Capture:
         length = len(heap.objects)
         n = heap.enter(value)
         heap.walk()
-        left = heap.leave_out(length)
         error = next(iter(heap.failed.values()), None)
         nbytes = heap.size(range(length, len(heap.objects)))
         if error is None and nbytes > limit:
             error = CaptureError(f"it has more than {limit:,} bytes")
-        if left or error is not None:
+        if error is not None:
             heap.back_to(length)
-        if left:
-            # of a module's data, each process has its own
-            told = (one for one in left if not isinstance(one.holder, types.ModuleType))
-            self._without += [self._why(one.path, one.part, one.error) for one in told]
-            return self._add(name, value, roots, limit)
-        if error is None:
+        else:
             roots[name] = n
-            if roots is self._places:
-                self._large_places |= {name: nbytes} if nbytes > LARGE else {}
-            else:
-                self.sizes[name] = nbytes
+            self._sizes[name] = nbytes
+            if roots is self._roots:
                 new = heap.memory_ranges(range(length, len(heap.objects)))
                 self._detached += [name] * any(not t.is_leaf for memory in new for t in memory.tensors)
         return error
 
     def write(self, shell: InteractiveShell | None, **contents: Any) -> None:
         """Write them into a file, with what the ranks have to know beside them; raises :class:`CaptureError` without memory for it."""
-        check_room(self.sizes | self._large_places)
+        check_room(self._sizes)
         heap, reader = self.heap, self.heap.reader
         files = cell_numbers(shell)
-        sources = reader.sources()
-        words = {*self._needs.words}.union(*map(words_in, reader.functions))
-        values = (self._namespace.get(name) for name in self.sizes)
-        modules = [value.__name__ for value in values if isinstance(value, types.ModuleType)]
+        sources = heap.sources()
         packages = {module.partition(".")[0] for module in reader.modules}
         first = len(self._held.objects)
         contents |= {
@@ -225,7 +221,7 @@ class Capture:
             "cells": {file: files[file] for file in sources if file in files},
             "sources": sources,
             "history": history_of(shell),
-            "imports": modules_used(modules, words, packages, self._namespace),
+            "imports": modules_used(packages, self._namespace),
             "imports of the cell": self._imports,
             "left behind": self.left_behind,
             "roots": dict(sorted(self._roots.items(), key=lambda root: heap.early(root[1]))),
@@ -233,11 +229,11 @@ class Capture:
             "first": first,
             "states": heap.states[first:],
             "fresh": heap.fresh,
-            "held": self._held.told(self.sizes),
+            "held": self._held.told(self._roots),
         }
         new = heap.memory_ranges(range(first, len(heap.objects)))
         memory = SentMemory(new, first=self._held.kept.next_region)
-        self.fd, self.nbytes = write_file(memory, self.sizes, contents)
+        self.fd, self.nbytes = write_file(memory, self._roots, contents)
         heap.named, heap.objects[:first] = {}, self._held.objects
         heap.know(contents["held"]["numbers"])
         self._memory = {**self._held.memory(), **memory.stretches}
@@ -256,11 +252,15 @@ class Capture:
         """Lines for the user."""
         found = [
             f"{name} is {size_in_words(size)}; it is written to shared memory once for all ranks of a machine."
-            for name, size in (self.sizes | self._large_places).items()
+            for name, size in self._sizes.items()
             if size > LARGE
         ]
-        found += [f"{why} The ranks do without it." for why in self._without]
-        if unwrapped := sorted(self._held.kept.wrapped & self.sizes.keys()):
+        left = {
+            path: one for path, one in self.heap.left.items() if not isinstance(one.holder, types.ModuleType)
+        }
+        without = [*self._without, *(self._why(path, one.part, one.error) for path, one in left.items())]
+        found += [f"{why} The ranks do without it." for why in without]
+        if unwrapped := sorted(self._held.kept.wrapped & self._roots.keys()):
             found.append(
                 f"{', '.join(unwrapped)}: changed in the notebook since the last cell, or shares objects with what did. So it "
                 "travels anew, without the parallel wrapper or the sharding that it had in the ranks; wrap it again before "
@@ -330,11 +330,8 @@ def _check_returned(needs: Needs, namespace: dict[str, Any], returned: Iterable[
     made = needs.binds.union(*(global_names(function.__code__) for function in functions))  # ``global name``
     for name in unknown:
         if name not in made:
-            near = nearest(name, (*needs.binds, *users_names(namespace)), 0.6)
-            step = f"type --return {near}" if near else "correct it, or leave it out"
             raise HeaderError(
-                f"--return {shown(name)}, which neither the notebook has nor the cell makes: allowed are names that "
-                f"one of them does; {step}"
+                f"--return {shown(name)}, which neither the notebook has nor the cell makes: correct it, or leave it out"
             )
 
 
@@ -381,6 +378,7 @@ class Kept:
         applied = applied or Applied()
         self.names, self.cells, self.project = names or {}, len(namespace.get("In", ())), project
         self.own, self.wrapped, self.places = frozenset(own), frozenset(applied.wrapped), places or {}
+        self.all = {**self.places, **self.names}
         self.heap = heap or Heap(Reader(namespace), [namespace])
         self.heap.reader, self.heap.named = Reader(namespace, project=project), {}
         self.heap.mark()
@@ -394,12 +392,12 @@ class Kept:
 
     def roots(self) -> list[tuple[str, int]]:
         """Return the names, and places, of what travelled to the ranks or came from there, with its numbers."""
-        number, both = self.heap.number, self.places | self.names
-        return [(name, number[id(value)]) for name, value in both.items() if id(value) in number]
+        number = self.heap.number
+        return [(name, number[id(value)]) for name, value in self.all.items() if id(value) in number]
 
 
 class Held:
-    """Which names of the ranks hold still, for one cell: the notebook has neither rebound them nor changed what is in them.
+    """Which names of the ranks hold still, and places, for one cell: the notebook has neither rebound them nor changed what is in them.
 
     A name that does not hold travels, if the cell needs it; else it is deleted in the ranks. Nor does what is to travel ``anew``.
     """
@@ -407,21 +405,39 @@ class Held:
     def __init__(self, kept: Kept, namespace: dict[str, Any], anew: Iterable[Any] = ()) -> None:
         self.kept = kept
         never = {id(value) for value in anew}
-        here = {name for name, value in kept.names.items() if namespace.get(name, _NONE) is value}
-        bound = {name for name in _bound_since(kept, namespace) & here if type(kept.names[name]) in ATOMS}
-        self.names = {name for name in here - bound if id(kept.names[name]) not in never}
-        now = holders(kept.project) if kept.places else {}
-        self.places = {name for name, value in kept.places.items() if now.get(name, _NONE) is value}
-        here = self.names | self.places
-        self._inside = {name: kept.heap.reached([n]) for name, n in kept.roots() if name in here}
+        here = {**namespace, **(holders(kept.project) if kept.places else {})}
+        bound = {name for name in _bound_since(kept, namespace) if type(kept.names.get(name)) in ATOMS}
+        self._holds = {
+            name
+            for name, value in kept.all.items()
+            if here.get(name, _NONE) is value and name not in bound and id(value) not in never
+        }
+        self.inside = {name: kept.heap.reached([n]) for name, n in kept.roots() if name in self._holds}
         self._where = MemoryTable(kept.stretches, ()).places()
         memories = kept.heap.memories_among(self._numbers).items()
         self._regions = {n: {*overlapping(self._where, *memory)} for n, memory in memories}
         self._let_go(self._changed() | {n for v in never if (n := kept.heap.number.get(v)) is not None})
 
     @property
+    def names(self) -> set[str]:
+        """The names that hold."""
+        return self._holds & self.kept.names.keys()
+
+    @property
+    def places(self) -> set[str]:
+        """The modules, loggers and formatters that do."""
+        return self._holds & self.kept.places.keys()
+
+    @property
+    def named(self) -> dict[int, str]:
+        """What goes by a name of the ranks, by its id."""
+        kept, names = self.kept, self.names - self.kept.own
+        by_wrapped = sorted(names, key=lambda name: name not in kept.wrapped)
+        return {id(kept.names[name]): name for name in by_wrapped if type(kept.names[name]) not in ATOMS}
+
+    @property
     def _numbers(self) -> set[int]:
-        return set().union(*self._inside.values())
+        return set().union(*self.inside.values())
 
     def _changed(self) -> set[int]:
         """Return the numbers of what is another now than after the last cell."""
@@ -431,28 +447,20 @@ class Held:
         found = {n for n in numbers if n in heap.failed or not heap.same(heap.before[n], heap.states[n])}
         heap.take_back(length)
         changed = kept.snapshot.changed(kept.stretches)
-        regions = {n for n in kept.stretches if changed.get(n, True)}
-        return found | self._looking_into(regions)
+        return found | self._looking_into({n for n in kept.stretches if changed.get(n, True)})
 
     def _looking_into(self, regions: set[int]) -> set[int]:
         return {n for n, own in self._regions.items() if not own.isdisjoint(regions)}
 
-    def _let_go(self, dirty: set[int]) -> None:
-        gone = {name for name, inside in self._inside.items() if not inside.isdisjoint(dirty)}
-        self.names -= gone
-        self.places -= gone
-        self._inside = {name: inside for name, inside in self._inside.items() if name not in gone}
-        kept = self.kept
-        by_wrapped = sorted(kept.names.items(), key=lambda entry: entry[0] not in kept.wrapped)
-        self.named = {
-            id(value): name
-            for name, value in by_wrapped
-            if name in self.names and name not in kept.own and type(value) not in ATOMS
-        }
+    def _let_go(self, dirty: set[int]) -> bool:
+        gone = {name for name, inside in self.inside.items() if not inside.isdisjoint(dirty)}
+        self._holds -= gone
+        self.inside = {name: inside for name, inside in self.inside.items() if name not in gone}
+        return bool(gone)
 
     def let_go(self, heap: Heap) -> bool:
         """Let names go that have parts in what travels; tell whether there are any."""
-        kept, before, numbers = self.kept.heap, len(self.names) + len(self.places), self._numbers
+        kept, numbers = self.kept.heap, self._numbers
         ids = {id(kept.objects[n]): n for n in numbers if (kept.states[n] or ("atom",))[0] not in CONSTANT}
         shared, regions = set[int](), set[int]()
         for n in range(len(kept.objects), len(heap.objects)):
@@ -461,10 +469,7 @@ class Held:
                 regions |= {*overlapping(self._where, value.address, value.nbytes)}
             elif kind not in ("", "name") and id(value) in ids:
                 shared.add(ids[id(value)])
-        shared |= self._looking_into(regions) & numbers
-        if shared:
-            self._let_go(shared)
-        return len(self.names) + len(self.places) < before
+        return self._let_go(shared | (self._looking_into(regions) & numbers))
 
     @property
     def objects(self) -> list[Any]:

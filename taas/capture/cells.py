@@ -116,16 +116,14 @@ def magics_used(words: Iterable[str], shell: InteractiveShell | None) -> tuple[d
 
 
 def history_of(shell: InteractiveShell | None) -> dict[str, Any]:
-    """Return what was typed in earlier cells, ``In`` where that is something else, and which of ``_``, ``__`` and ``___`` are the shell's own."""
+    """Return what was typed in earlier cells, ``In``, and which of ``_``, ``__`` and ``___`` are the shell's own."""
     if shell is None:
         return {}
     history, hook = shell.history_manager, shell.displayhook
     earlier = max(1, len(history.input_hist_parsed) - 1)
-    typed = list(history.input_hist_raw[:earlier])
-    both = enumerate(zip(history.input_hist_parsed[:earlier], typed, strict=True))
     return {
-        "In": {number: python for number, (python, text) in both if python != text},
-        "typed": typed,
+        "In": list(history.input_hist_parsed[:earlier]),
+        "typed": list(history.input_hist_raw[:earlier]),
         "own": [name for name in ("_", "__", "___") if shell.user_ns.get(name) is getattr(hook, name, None)],
     }
 
@@ -152,7 +150,7 @@ def dress(
         shell.register_magic_function(function, kind, magic)
     if history:
         manager, typed = shell.history_manager, history["typed"]
-        manager.input_hist_parsed[:] = [history["In"].get(number, text) for number, text in enumerate(typed)]
+        manager.input_hist_parsed[:] = history["In"]
         manager.input_hist_raw[:] = typed
         manager._iii, manager._ii, manager._i, manager._i00 = ["", "", "", *typed][-4:]
         namespace.update({f"_i{number}": text for number, text in enumerate(typed) if number})
@@ -166,27 +164,14 @@ def dress(
 # ---------------------------------------------------------------- what earlier cells imported
 
 
-def modules_used(
-    modules: Iterable[str], words: Iterable[str], found_in: Container[str], namespace: dict[str, Any]
-) -> list[str]:
-    """Return modules to import before names are rebuilt.
+def modules_used(packages: Container[str], namespace: dict[str, Any]) -> list[str]:
+    """Return the modules of some packages that earlier cells imported, to be imported before names are rebuilt.
 
-    They are those that are used as attributes of captured ones (``concurrent.futures`` of ``concurrent``), and those that
-    earlier cells imported of packages that something that travels is ``found_in``: importing one may have changed the package's
-    classes (``import fastai.distributed`` gives learners methods), and the cell may rely on it without a name of it.
+    ``concurrent.futures`` is an attribute of ``concurrent`` then, and importing one may have changed its package's classes
+    (``import fastai.distributed`` gives learners methods).
     """
-    waiting, found = [*modules], dict[str, None]()
-    words = {*words}
-    while waiting:
-        parent = waiting.pop()
-        if hasattr(sys.modules.get(parent), "__path__"):
-            below = [f"{parent}.{word}" for word in words if f"{parent}.{word}" in sys.modules]
-            found |= dict.fromkeys(below)
-            waiting += below
-    for module in (module for cell in namespace.get("In", ()) for module in _IMPORT.findall(cell)):
-        if "." in module and module in sys.modules and module.partition(".")[0] in found_in:
-            found[module] = None
-    return list(found)
+    found = dict.fromkeys(module for cell in namespace.get("In", ()) for module in _IMPORT.findall(cell))
+    return [n for n in found if "." in n and n in sys.modules and n.partition(".")[0] in packages]
 
 
 def imported_by(cell: str) -> Iterator[str]:

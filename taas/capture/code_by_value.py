@@ -5,7 +5,7 @@ Other than with cloudpickle
 * a function of the notebook is rebuilt on the namespace of the place it arrives at, so that it sees what
   the cell rebinds and ``global`` works; one that a module has made, on that module's;
 * closures that share a variable go on sharing it: cells travel as objects;
-* a class is its attributes: one that is known gets those that are others, in place; none is made by its bases' hooks.
+* a class is its attributes: one that is known gets those that are others, in place.
 
 ``tests/test_capture_code.py`` fails on a release of cloudpickle whose private parts have other shapes.
 """
@@ -26,7 +26,6 @@ from typing import Any
 from cloudpickle import cloudpickle as _cloudpickle
 
 from taas.capture.reading import Reading, import_or_stand_in, read_insides, set_insides
-from taas.import_hooks import may_be_of_project
 
 TESTED_CLOUDPICKLE = "3.1"
 """The series whose private parts this module was written against."""
@@ -103,7 +102,7 @@ def read_cell(cell: types.CellType) -> Reading:
         contents: tuple[Any, ...] = (cell.cell_contents,)
     except ValueError:
         contents = ()
-    return Reading(_new_cell, (), _fill_cell, contents, ("",))
+    return Reading(_new_cell, (), _fill_cell, contents)
 
 
 # ---------------------------------------------------------------- functions
@@ -124,7 +123,7 @@ def read_function(function: types.FunctionType, namespace: dict[str, Any]) -> Re
     """Read a function whose globals are ``namespace``, which the receiver knows as its own."""
     arguments = (function.__code__, namespace, function.__closure__)
     insides = read_insides(function, *_OF_FUNCTIONS)
-    return Reading(_make_function, arguments, set_insides, insides, (".", "."), _change_code)
+    return Reading(_make_function, arguments, set_insides, insides, _change_code)
 
 
 def goes_by_name(function: types.FunctionType) -> bool:
@@ -180,14 +179,11 @@ def read_class(cls: type) -> Reading | None:
     reduced = _cloudpickle._class_reduce(cls)
     if not isinstance(reduced, tuple):
         return None
-    make = reduced[0]
+    make, arguments = reduced[:2]
     if len(reduced) < 6 or reduced[5] is not _cloudpickle._class_setstate:
-        return Reading(*reduced[:2])
-    told = reduced[2][0]
-    attributes = told
-    arguments = reduced[1]
+        return Reading(make, arguments)
+    attributes = told = reduced[2][0]
     if make is _cloudpickle._make_skeleton_class:
-        make = _make_class
         attributes = {n: told.get(n, v) for n, v in vars(cls).items() if not _is_made_by_python(cls, n)}
         attributes |= {n: v for n, v in told.items() if n == "_abc_impl"}
         meta, name, bases, keywords, *rest = arguments
@@ -195,32 +191,7 @@ def read_class(cls: type) -> Reading | None:
         if typing.NamedTuple not in vars(cls).get("__orig_bases__", ()) and "__slots__" in vars(cls):
             keywords["__slots__"] = vars(cls)["__slots__"]
         arguments = meta, name, bases, keywords, *rest
-    return Reading(make, arguments, _set_class, (attributes,), (".",), _keep_class)
-
-
-def _make_class(meta: type, name: str, bases: Any, attributes: dict[str, Any], tracked: Any, _: Any) -> type:
-    """Make a class that is filled later, without hooks of the notebook's or the project's bases: what they did is in their state."""
-    own_bases = types.resolve_bases(bases)
-    if own_bases is not bases:
-        attributes = {**attributes, "__orig_bases__": bases}
-    above = {part for base in own_bases for part in base.__mro__}
-    hooked = [base for base in above if "__init_subclass__" in vars(base) and _has_state(base)]
-    hooks = {base: vars(base)["__init_subclass__"] for base in hooked}
-    by: Any = next(part for part in meta.__mro__ if not _has_state(part))
-    try:
-        for base in hooks:
-            type.__delattr__(base, "__init_subclass__")
-        cls = by.__new__(meta, name, own_bases, dict(attributes))
-        by.__init__(cls, name, own_bases, dict(attributes))
-        return _cloudpickle._lookup_class_or_track(tracked, cls)  # type: ignore[no-any-return]
-    finally:
-        for base, hook in hooks.items():
-            type.__setattr__(base, "__init_subclass__", hook)
-
-
-def _has_state(cls: type) -> bool:
-    """Tell whether what a class holds travels, as it is of the notebook, or of a module of the project."""
-    return may_be_of_project(cls.__module__) or not _cloudpickle._should_pickle_by_reference(cls)
+    return Reading(make, arguments, _set_class, (attributes,), _keep_class)
 
 
 def _keep_class(*_: Any) -> None:
@@ -230,7 +201,7 @@ def _keep_class(*_: Any) -> None:
 def _read_cached_property(cached: functools.cached_property[Any]) -> Reading:
     """Read a ``functools.cached_property``, whose lock (before Python 3.12) cannot travel."""
     state = {name: value for name, value in vars(cached).items() if name not in ("func", "lock")}
-    return Reading(functools.cached_property, (cached.func,), _update, (state,), (".",))
+    return Reading(functools.cached_property, (cached.func,), _update, (state,))
 
 
 def read_cached(cached: Any) -> Reading | None:
@@ -240,7 +211,7 @@ def read_cached(cached: Any) -> Reading | None:
     set_by_it = {*functools.WRAPPER_ASSIGNMENTS, "__wrapped__", "cache_parameters"}
     attributes = {key: value for key, value in cached.__dict__.items() if key not in set_by_it}
     arguments = (cached.__wrapped__, *cached.cache_parameters().values())  # maxsize, typed
-    return Reading(_make_cached, arguments, _update, (attributes,), (".",))
+    return Reading(_make_cached, arguments, _update, (attributes,))
 
 
 def _make_cached(function: Any, maxsize: int | None, typed: bool) -> Any:

@@ -15,8 +15,9 @@ import sys
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
+from taas.capture.holders import SETTERS, left_out, parts_of_holder
 from taas.capture.memory import MemoryRange
 from taas.capture.reader import Reader
 from taas.capture.reading import (
@@ -39,8 +40,10 @@ _LARGE = 8
 """Items from which on it pays to look whether a container is a plain subtree."""
 _DEEPEST = 64
 _HELD = (
-    ("argparse", "SUPPRESS"), ("builtins", "__dict__"), ("builtins", "Ellipsis"),
-    ("builtins", "NotImplemented"), ("dataclasses", "_EMPTY_METADATA"), ("sys", "stdout"), ("sys", "stderr"), ("traitlets", "All"),
+    ("argparse", "SUPPRESS"), ("builtins", "__dict__"), ("builtins", "Ellipsis"), ("builtins", "NotImplemented"),
+    ("dataclasses", "MISSING"), ("dataclasses", "_EMPTY_METADATA"), ("dataclasses", "_FIELD"), ("dataclasses", "_FIELD_CLASSVAR"),
+    ("dataclasses", "_FIELD_INITVAR"), ("dataclasses", "_HAS_DEFAULT_FACTORY"), ("sys", "stdout"), ("sys", "stderr"),
+    ("torch.optim.optimizer", "required"), ("traitlets", "All"), ("traitlets", "Undefined"),
 )  # fmt: skip
 """What is told by which object it is (``default is SUPPRESS``; what ``exec`` puts into a namespace), by its name in a module."""
 
@@ -57,7 +60,7 @@ def _with_counts(values: list[Any]) -> Iterable[tuple[Any, int]]:
 
 
 def _counted_as_part(state: tuple[Any, ...]) -> int:
-    for _, part in zip((".",), state, strict=True):
+    for part in state:
         return _count(part)
     return 0
 
@@ -91,12 +94,21 @@ def _is_leaf(box: Any) -> bool:
 # ---------------------------------------------------------------- objects and their states
 
 
+class LeftOut(NamedTuple):
+    """A part of a module's data, of a logger or of a formatter that stays behind, and what was in it."""
+
+    holder: Any
+    part: Any
+    error: Exception
+    heap: Any
+
+
 class FlatStates:
     """Objects by number, and their flat states. The first are those that both sides know; the namespace is number 0.
 
     ``fresh`` are numbers of what a protocol made only to be pickled, and so is another one each time, with what only that holds.
     ``named`` is what objects are called that go by a name of the ranks, by their ids. Of memory from number ``collected`` on it is
-    noted how all that look into it use it.
+    noted how all that look into it use it. ``left`` is what stays behind of modules, loggers and formatters, by how it is written.
     """
 
     def __init__(self, reader: Reader, objects: Iterable[Any], collected: float = 0) -> None:
@@ -109,10 +121,13 @@ class FlatStates:
         self.memories: dict[tuple[int, int], int] = {}
         self.failed: dict[int, Exception] = {}
         self.fresh: set[int] = set()
+        self.left: dict[str, LeftOut] = {}
+        self._looked_into: set[int] = set()
         self._in_fresh = False
         self.named: dict[int, str] = {}
         self._todo: list[int] = []
-        self._held = {id(getattr(sys.modules[m], n)): (m, n) for m, n in _HELD if m in sys.modules}
+        held = ((m, n) for m, n in _HELD if hasattr(sys.modules.get(m), n))
+        self._held = {id(getattr(sys.modules[m], n)): (m, n) for m, n in held}
 
     def enter(self, value: Any) -> int:
         """Return the number of an object; a new one is described by :meth:`walk`."""
@@ -173,9 +188,40 @@ class FlatStates:
             reading = reader(value)
         if reading is None:
             return self._by_name(value)
+        if reading.setter in SETTERS and reader is not None and self._leave_out(value):
+            reading = reader(value)
+            assert reading is not None
         if reading.constructor is itself:
             return ("same", marshal.dumps(None, 2), tuple(map(self.enter, reading.arguments)))
         return self._reading(value, reading)
+
+    def _leave_out(self, holder: Any) -> bool:
+        """Leave out which parts of a module, a logger or a formatter cannot travel: each process has its own. Tell whether any.
+
+        Nor does what of a module's data holds code of a module that is not found by its name.
+        """
+        if id(holder) in self._looked_into:  # it is in itself
+            return False
+        self._looked_into.add(id(holder))
+        found = False
+        for path, part in parts_of_holder(holder):
+            trial = type(self)(self.reader.another(), self.objects[:1])
+            trial._looked_into = self._looked_into
+            trial.enter(part)
+            trial.walk()
+            error = next(iter(trial.failed.values()), None)
+            if (
+                error is None
+                and isinstance(holder, types.ModuleType)
+                and any(map(_is_foreign, trial.objects, trial.states))
+            ):
+                error = pickle.PicklingError("it is code without a name")
+            if error is not None:
+                found = True
+                left_out[id(part)] = part
+                self.left[path] = LeftOut(holder, part, error, trial)
+        self._looked_into.discard(id(holder))
+        return found
 
     def _list(self, value: Any) -> State:
         kind = type(value).__name__
@@ -241,10 +287,10 @@ class FlatStates:
         """Return the shape of a state, and its parts, each with whether a protocol may have made what is in it."""
         shape: list[Any] = []
         parts: list[tuple[list[Any], bool]] = []
-        for label, part in zip(reading.labels, reading.state or (), strict=False):
+        for part in reading.state or ():
             kind, holders = type(part), _count(part) - _FRESH_PART
             fresh = holders <= 0
-            own = label == "." and part is getattr(value, "__dict__", None)
+            own = part is getattr(value, "__dict__", None)
             if kind is dict and holders <= own:
                 told = reading.setter is set_by_protocol and _are_attributes(value, part)
                 shape.append(("a" if told else "d", len(part)))
@@ -322,6 +368,12 @@ class FlatStates:
             met.spans += memory.spans
             met.tensors += memory.tensors
         return n
+
+
+def _is_foreign(value: Any, state: State | None) -> bool:
+    """Tell whether an object is code that is neither found by its name nor the notebook's."""
+    by_value = state is not None and state[0] == "reading" and isinstance(value, (type, types.FunctionType))
+    return by_value and value.__module__ not in ("__main__", "builtins")
 
 
 def _are_attributes(value: Any, part: dict[Any, Any]) -> bool:

@@ -9,19 +9,19 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import linecache
 import marshal
 import math
-import pickle
 import types
-from collections.abc import Collection, Container, Iterable, Iterator
-from itertools import islice
+from collections import deque
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from taas.capture.flat import FlatStates, State
-from taas.capture.holders import left_out, parts_of_holder
+from taas.capture.holders import Left
 from taas.capture.memory import MemoryRange, Span
-from taas.capture.reader import Reader, is_as_sent, stays, ways_through
-from taas.capture.reading import ATOMS
+from taas.capture.reader import Reader, is_as_sent, stays
+from taas.capture.reading import ATOMS, read_insides
 from taas.capture.tensors import is_tensor
 
 NAMESPACE = 0
@@ -50,15 +50,6 @@ NO_STATE: State = "", b"", ()
 """Stands for None."""
 
 
-class LeftOut(NamedTuple):
-    """A part of a module's data, of a logger or of a formatter that stays behind: in what, and how it is written."""
-
-    holder: Any
-    path: str
-    part: Any
-    error: Exception = pickle.PicklingError("a part of it cannot be pickled, or is code without a name")
-
-
 class Heap(FlatStates):
     """The objects of a notebook, or of a rank, by number, and what they were ``before``, while a table is compared with itself."""
 
@@ -74,37 +65,24 @@ class Heap(FlatStates):
                 found += sum(high - low for low, high in self.objects[n].spans[:1])
         return found
 
-    def leave_out(self, since: int) -> list[LeftOut]:
-        """Leave out, until :data:`left_out` is emptied, what cannot travel of the loggers, formatters and modules met ``since`` a number.
+    def codes(self) -> list[types.CodeType]:
+        """Return the code of the notebook's functions."""
+        functions = [value for value in self.objects if isinstance(value, types.FunctionType)]
+        return [one.__code__ for one in functions if one.__globals__ is self.reader.namespace]
 
-        Nor does what of a module's data holds code of a module that is not found by its name. They have to be described again
-        without it.
-        """
-        holders, self.reader.holders = self.reader.holders, []
-        if not holders:
-            return []
-        new = range(since, len(self.objects))
-        foreign = {n for n in new if _is_foreign_code(self.objects[n], self.states[n])}
-        if not (self.failed or foreign):
-            return []
-        among = range(NAMESPACE + 1, len(self.objects))
-        failing = self.holding(self.failed, among)
-        of_modules = self.holding({*self.failed, *foreign}, among)
-        found = []
-        for holder in holders:
-            stays_behind = of_modules if isinstance(holder, types.ModuleType) else failing
-            for path, part in parts_of_holder(holder):
-                if self.number.get(id(part), NAMESPACE) in stays_behind and id(part) not in left_out:
-                    found.append(LeftOut(holder, path, part))
-        left_out.update({id(one.part): one.part for one in found})
-        return found
+    def sources(self) -> dict[str, tuple[int, list[str]]]:
+        """Return the text of the cells that the functions were defined in."""
+        entries = {code.co_filename: linecache.cache.get(code.co_filename, ()) for code in self.codes()}
+        # IPython's; files have a time
+        return {
+            n: (entry[0], entry[2]) for n, entry in entries.items() if len(entry) == 4 and entry[1] is None
+        }
 
     def early(self, n: int) -> int:
-        """Tell when a name is bound: modules and plain values, then code, then what has methods that may use them."""
+        """Tell when a name is bound: modules and plain values, then functions, classes, and what has methods that may use them."""
         value = self.objects[n]
-        if isinstance(value, (types.ModuleType, *ATOMS)):
-            return 0
-        return 1 if isinstance(value, types.FunctionType) else 2
+        kinds: tuple[Any, ...] = (types.ModuleType, *ATOMS), types.FunctionType, type
+        return next((at for at, kind in enumerate(kinds) if isinstance(value, kind)), len(kinds))
 
     # ------------------------------------------------------------ on the other side
 
@@ -130,18 +108,20 @@ class Heap(FlatStates):
         """Describe again what is read in another way here than there: tensors of other devices, functions on this namespace.
 
         An object with a protocol of its own is asked again where it may keep a copy of what it was made with: this is nobody
-        else's, and gets a number that only this side knows.
+        else's, and gets a number that only this side knows. So is a module of which something stays behind.
         """
         for n, value in enumerate(self.objects):
-            if n == NAMESPACE or value is None or stays(type(value)) or isinstance(value, types.ModuleType):
-                continue
-            state = self.states[n]
-            is_read = state is not None and state[0] == "reading" and not is_as_sent(value)
-            if state is None or (is_read and self._is_other_here(value, state)):
+            if n != NAMESPACE and value is not None and self._is_other_here(value, self.states[n]):
                 self.describe_again(n)
         self.walk()
 
-    def _is_other_here(self, value: Any, state: State) -> bool:
+    def _is_other_here(self, value: Any, state: State | None) -> bool:
+        if stays(type(value)):
+            return False
+        if isinstance(value, types.ModuleType):
+            return self.number.get(id(Left)) in (state or NO_STATE)[2]
+        if state is None or state[0] != "reading" or is_as_sent(value):
+            return state is None
         asks = self.reader.asks(type(value))
         return not asks or (not is_tensor(value) and any(map(self._may_change, state[2])))
 
@@ -152,7 +132,7 @@ class Heap(FlatStates):
     def describe_after(self, numbers: Iterable[int], reader: Reader, collected: float = math.inf) -> None:
         """Describe some objects anew: what they are now, beside what they were."""
         self.reader, self.collected = reader, collected
-        self.before = self.states.copy()
+        self.before, self.left = self.states.copy(), {}
         self.failed = {n: error for n, error in self.failed.items() if self.states[n] is None}
         for n in numbers:
             before = self.before[n]
@@ -213,6 +193,11 @@ class Heap(FlatStates):
         self.before, self.failed = [], {}
 
     # ------------------------------------------------------------ comparing
+
+    def is_as_it_was(self) -> bool:
+        """Tell whether all that was described is the same now."""
+        self.describe_after(range(NAMESPACE + 1, len(self.objects)), self.reader)
+        return all(map(self.same, self.before, self.states))
 
     def same(self, before: State | None, now: State | None, *, by_value: bool = False) -> bool:
         """Tell whether states are equal. What protocols make afresh counts by what is in it; ``by_value``, also what has only arguments."""
@@ -297,6 +282,28 @@ class Heap(FlatStates):
             waiting += new
         return found
 
+    def way_to(self, wanted: Container[int], roots: Mapping[str, int]) -> tuple[str, int] | None:
+        """Return the shortest way to some object: how it is written, as ``trainer.callbacks[2].conn``, and its number."""
+        above: dict[int, int | str] = {n: name for name, n in roots.items()}
+        waiting = deque(dict.fromkeys(roots.values()))
+        while waiting and waiting[0] not in wanted:
+            n = waiting.popleft()
+            new = [child for child in (self.states[n] or NO_STATE)[2] if child not in above]
+            above |= dict.fromkeys(new, n)
+            waiting += dict.fromkeys(new)
+        if not waiting:
+            return None
+        way = [n := waiting[0]]
+        while isinstance(holder := above[n], int):
+            way.append(n := holder)
+        path, holder = holder, self.objects[way.pop()]
+        while way:
+            part = self.objects[way.pop()]
+            label = _label(holder, part)
+            if label or not isinstance(part, (tuple, types.CellType)):  # these are a protocol's own
+                path, holder = path + label, part
+        return path, waiting[0]
+
     def held_back(self, refused: set[int], roots: Iterable[int]) -> set[int]:
         """Return what stays as it was, where some objects are refused: these, and whatever instances they are parts of.
 
@@ -322,20 +329,13 @@ def _has_identity(kind: str, value: Any) -> bool:
     return kind not in ("memory", "same")  # the latter is another one here, which has a number of its own
 
 
-def _is_foreign_code(value: Any, state: State | None) -> bool:
-    """Tell whether an object is code that is neither found by its name nor the notebook's."""
-    by_value = state is not None and state[0] == "reading" and isinstance(value, (type, types.FunctionType))
-    return by_value and value.__module__ not in ("__main__", "builtins")
-
-
 def _is_value(state: State) -> bool:
     return state[0] in CONSTANT or (state[0] == "reading" and marshal.loads(state[1])[0][1] is None)  # noqa: S302
 
 
 # ---------------------------------------------------------------- what cannot travel
 
-_PARTS = 1_000_000
-
+_MEMBERS = ("__defaults__", "__kwdefaults__", "__self__")
 _ADVICE = {
     "generator": "make it inside the cell, or a list of it before",
     "coroutine": "await it before the cell, or inside it",
@@ -358,19 +358,34 @@ class Culprit(NamedTuple):
 def culprit_of(name: str, value: Any, reader: Reader, *, without_gpu: bool = False) -> Culprit | None:
     """Return what in an object, called ``name``, cannot travel, or not to where no GPU is, by the shortest way to it."""
     heap = Heap(reader, [reader.namespace])
-    heap.enter(value)
+    root = heap.enter(value)
     heap.walk()
     for memory in heap.memory_ranges(range(len(heap.objects))) if without_gpu else ():
         for tensor in memory.tensors if memory.device != "cpu" else ():
             heap.failed[heap.enter(tensor)] = ValueError(f"on {tensor.device}, and data workers have no GPU")
-    failed = {id(heap.objects[n]): error for n, error in heap.failed.items()}
-    if not failed:
+    if not heap.failed:
         return None
-    walked = islice(ways_through(reader, {name: value}), _PARTS)
-    first = name, heap.objects[min(heap.failed)]
-    path, part = next((found for found in walked if id(found[1]) in failed), first)
-    error, cls = failed[id(part)], type(part)
+    path, n = heap.way_to(heap.failed, {name: root}) or (name, min(heap.failed))
+    error, cls = heap.failed[n], type(heap.objects[n])
     own = cls.__module__ in ("builtins", "__main__")
     kind = cls.__qualname__ if own else f"{cls.__module__}.{cls.__qualname__}"
     reason = f"{type(error).__name__}: {error}".partition("\n")[0]
     return Culprit(path, kind, reason, _ADVICE.get(cls.__name__, _OTHER_ADVICE))
+
+
+def _label(holder: Any, part: Any) -> str:
+    """Return how a part is written behind what holds it; nothing where only a protocol knows."""
+    if isinstance(holder, types.FunctionType):
+        closure = zip(holder.__code__.co_freevars, holder.__closure__ or (), strict=True)
+        named = {f" closure variable {name}": cell for name, cell in closure}
+    elif isinstance(holder, dict):
+        named = {}
+        for key, item in dict.items(holder):
+            written = repr(key)[:40] if type(key) in ATOMS else f"a {type(key).__qualname__}"
+            named |= {f" key {written}": key, f"[{written}]": item}
+    else:
+        items = holder if isinstance(holder, (list, tuple, set, frozenset, deque)) else ()
+        named = {f"[{n}]": item for n, item in enumerate(items)}
+    attributes, slots = read_insides(holder, *_MEMBERS)
+    named |= {f".{name}": item for name, item in {**(attributes or {}), **slots}.items()}
+    return next((label for label, item in named.items() if item is part), "")

@@ -47,8 +47,6 @@ _known: set[str] = set()
 _maybe_of_projects: list[str] = []
 _put: set[str] = set()
 """What was put into modules: what takes its place is data, too."""
-_lacks: set[str] = set()
-"""What the other side's modules have and could not send, and the ones here have not."""
 left_out: dict[int, Any] = {}
 """Parts of what holds something of the notebook that cannot travel, by their ids: each process has its own."""
 apart: set[str] = set()
@@ -93,10 +91,9 @@ def reader_of_module(module: types.ModuleType, project: str) -> Reading:
     has_data = name in _HOLDS or (bool(project) and name in dict(_of_project(project)))
     if not has_data or name_of_holder(module) in apart:
         return Reading(import_or_stand_in, (name,))
-    lacking = {key.removeprefix(f"{name}:"): Left for key in _lacks if key.startswith(f"{name}:")}
     here = {way: Left if id(value) in left_out else value for way, value in data_of(module).items()}
-    told = dict(sorted((lacking | here).items()))
-    return Reading(import_or_stand_in, (name,), _set_data, (told,), (".",))
+    told = dict(sorted(here.items()))
+    return Reading(import_or_stand_in, (name,), _set_data, (told,))
 
 
 def data_of(module: types.ModuleType) -> dict[str, Any]:
@@ -116,9 +113,8 @@ def _set_data(module: types.ModuleType, state: tuple[dict[str, Any]]) -> None:
     here, told = data_of(module), state[0]
     for way in here.keys() - told.keys():
         holder, attribute = _held(module, way)
-        if attribute in vars(holder):
+        if attribute in vars(holder) and id(here[way]) not in left_out:  # that the ranks never had
             delattr(holder, attribute)
-    _lacks.update(f"{name}:{way}" for way, value in told.items() if value is Left and way not in here)
     for way, value in told.items():
         if value is not Left and here.get(way, Left) is not value:
             _put.add(f"{name}:{way}")
@@ -268,7 +264,7 @@ def _read_logger(log: Any) -> Reading | None:
     registered: Any = logging.root.manager.loggerDict.get(log.name)
     if log is not logging.root and registered is not log:
         return None
-    return Reading(logging.getLogger, (log.name,), _set_logger, (_own_parts(log),), (".",))
+    return Reading(logging.getLogger, (log.name,), _set_logger, (_own_parts(log),))
 
 
 def _set_logger(log: Any, state: tuple[dict[str, list[Any]]]) -> None:
@@ -282,7 +278,7 @@ def _read_handler(handler: Any) -> Reading:
     state = {**vars(handler), "lock": None}
     if isinstance(handler, logging.FileHandler):
         state |= {"stream": None, "mode": handler.mode.replace("w", "a")}
-    return Reading(make_plain, (type(handler),), _set_handler, (state,), (".",), turn_into)
+    return Reading(make_plain, (type(handler),), _set_handler, (state,), turn_into)
 
 
 def _set_handler(handler: Any, told: tuple[dict[str, Any]]) -> None:
@@ -321,7 +317,7 @@ def _read_formatter(formatter: Any) -> Reading | None:
     kind = formatter.format_type
     if _formatters().get(kind) is not formatter:
         return None
-    return Reading(_formatter, (kind,), _set_printers, (_own_parts(formatter),), (".",))
+    return Reading(_formatter, (kind,), _set_printers, (_own_parts(formatter),))
 
 
 def _own_printers(formatter: Any) -> dict[Any, Any]:
@@ -346,3 +342,7 @@ def _set_printers(formatter: Any, state: tuple[dict[str, dict[Any, Any]]]) -> No
     for key, printer in told.items():
         if here.get(key) is not printer:
             formatter.for_type(key, printer)
+
+
+SETTERS = frozenset({_set_data, _set_logger, _set_printers})
+"""What gives a module, a logger or a formatter its state."""

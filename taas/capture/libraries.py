@@ -4,13 +4,12 @@
 * pandas copies a block before it writes to it while another frame or series looks into the same memory, which it counts in
   an object that such blocks have in common. Pickle leaves that out: a column taken from a frame would change with it.
   A series' pickle leaves out the block itself; an index made of a column looks into it, too.
-* DataLoaders with persistent workers hold these, and meshes of devices their process groups; tqdm counts its bars.
+* DataLoaders with persistent workers hold these; tqdm counts its bars.
 * Objects with traits (widgets) tell somebody when they change, which their pickles leave out.
 """
 
 from __future__ import annotations
 
-import logging
 import sys
 import weakref
 from collections.abc import Callable
@@ -40,18 +39,15 @@ def library_reader(cls: Any, *, answers: bool = False) -> _ReaderOf | None:
     data = getattr(sys.modules.get("torch.utils.data"), "DataLoader", None)
     if data is not None and issubclass(cls, data) and keeps_pickling_of_object(cls):
         return lambda value: _read(value, _set_loader, "_iterator")
-    mesh = getattr(sys.modules.get("torch.distributed.device_mesh"), "DeviceMesh", None)
-    if mesh is not None and issubclass(cls, mesh) and hasattr(cls, "__setstate__"):
-        return lambda value: _read(value, _set_mesh, "_pg_registry")
     bar = getattr(sys.modules.get("tqdm.std"), "tqdm", None)
     if bar is not None and issubclass(cls, bar):
-        return lambda value: Reading(make_plain, (type(value),), _set_bar, read_insides(value), (".", "."))
+        return lambda value: Reading(make_plain, (type(value),), _set_bar, read_insides(value))
     return _reader_of_optimizers(cls) or _reader_of_blocks(cls, answers=answers)
 
 
 def _read(value: Any, setter: Callable[[Any, Any], None], without: str) -> Reading:
     attributes = {key: item for key, item in value.__dict__.items() if key != without}
-    return Reading(make_plain, (type(value),), setter, (attributes,), (".",), turn_into)
+    return Reading(make_plain, (type(value),), setter, (attributes,), turn_into)
 
 
 def _set_loader(loader: Any, state: tuple[dict[str, Any]]) -> None:
@@ -59,16 +55,6 @@ def _set_loader(loader: Any, state: tuple[dict[str, Any]]) -> None:
     iterator = vars(loader).get("_iterator")
     vars(loader).clear()
     vars(loader).update(*state, _iterator=iterator)
-
-
-def _set_mesh(mesh: Any, state: tuple[dict[str, Any]]) -> None:
-    """Set a mesh without its warning of groups that this process does not have: nobody asked for it to be pickled."""
-    log = logging.getLogger("torch.distributed.device_mesh")
-    was, log.disabled = log.disabled, True
-    try:
-        mesh.__setstate__(*state)
-    finally:
-        log.disabled = was
 
 
 def _set_bar(bar: Any, insides: tuple[Any, dict[str, Any]]) -> None:
@@ -145,7 +131,7 @@ def _read_index(index: Any) -> Reading:
     constructor, arguments = index.__reduce__()[:2]
     references = vars(index).get("_references")  # a range's are made when they are asked for
     shared = references if references is not None and references.has_reference() else None
-    return Reading(constructor, arguments, _set_index, (shared,), ("._references",))
+    return Reading(constructor, arguments, _set_index, (shared,))
 
 
 def _set_index(index: Any, state: tuple[Any] | None) -> None:
@@ -157,7 +143,7 @@ def _set_index(index: Any, state: tuple[Any] | None) -> None:
 
 def _read_block(block: Any) -> Reading:
     constructor, arguments = block.__reduce__()[:2]
-    return Reading(constructor, arguments, _set_references, (block.refs,), (".refs",))
+    return Reading(constructor, arguments, _set_references, (block.refs,))
 
 
 def _set_references(block: Any, state: tuple[Any]) -> None:
@@ -167,7 +153,7 @@ def _set_references(block: Any, state: tuple[Any]) -> None:
 
 
 def _read_references(references: Any) -> Reading:
-    return Reading(type(references), (), _set_shared, (references.has_reference(),), ("",))
+    return Reading(type(references), (), _set_shared, (references.has_reference(),))
 
 
 def _set_shared(references: Any, state: tuple[bool]) -> None:

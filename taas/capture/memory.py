@@ -24,7 +24,6 @@ import os
 import sys
 from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, field
-from multiprocessing.pool import ThreadPool
 from typing import Any, NamedTuple
 
 from taas.page_watch import Watch
@@ -351,8 +350,6 @@ _ON_DEVICE = 16 << 20
 """Bytes that a device adds up at once; it needs room for three times as many."""
 _KEPT_BELOW = 1 << 10
 """Bytes that are kept themselves, as that is quicker."""
-_SHARED_FROM = 32
-"""How many parts are worth a second thread."""
 _WATCHED_FROM = 1 << 20
 """Bytes that are watched rather than read."""
 
@@ -415,22 +412,13 @@ def _without(span: Span, taken: list[Span]) -> list[Span]:
 
 def _checksums_of(stretches: dict[int, Stretch], spans: dict[int, list[Span]]) -> dict[int, dict[Span, Any]]:
     """Return the checksums of some spans of memory, by their parts."""
-    found: dict[int, dict[Span, Any]] = {n: {} for n in stretches}
-    jobs: list[tuple[int, Span, int]] = []
+    found = {}
     for number, stretch in stretches.items():
-        if not stretch.is_in_host_memory():
+        if stretch.is_in_host_memory():
+            parts = (part for span in spans[number] for part in _parts(*span))
+            found[number] = {part: _sum(stretch.address, *part) for part in parts}
+        else:
             found[number] = dict(_sums_on_device(stretch))
-            continue
-        jobs += ((number, part, stretch.address) for span in spans[number] for part in _parts(*span))
-    _weights()
-    threads = min(len(os.sched_getaffinity(0)), 8, len(jobs) // _SHARED_FROM)
-    if threads > 1:
-        with ThreadPool(threads) as pool:  # that of concurrent.futures ends when the cell's threads do
-            done = pool.map(_sum, jobs, _SHARED_FROM)
-    else:
-        done = [*map(_sum, jobs)]
-    for (number, part, _), checksum in zip(jobs, done, strict=True):
-        found[number][part] = checksum
     return found
 
 
@@ -474,8 +462,7 @@ def _parts(start: int, end: int) -> Iterator[Span]:
     return ((low, min(low + _PART, end)) for low in range(start, end, _PART))
 
 
-def _sum(job: tuple[int, Span, int]) -> Any:
-    _, (start, end), address = job
+def _sum(address: int, start: int, end: int) -> Any:
     memory = view_of(address + start, end - start)
     if memory.nbytes < _KEPT_BELOW:
         return bytes(memory)
@@ -493,7 +480,7 @@ def _sum(job: tuple[int, Span, int]) -> Any:
 
 @functools.cache
 def _weights() -> Any:
-    """Return the random numbers. Asked for before there are threads: two of them cannot import some releases of NumPy at once."""
+    """Return the random numbers."""
     import numpy as np
 
     return np.frombuffer(os.urandom(2 * _PART), np.int64).reshape(2, -1)

@@ -4,7 +4,8 @@ One pass over the cell's syntax tree, in the order in which it runs. A name that
 needed: else the second run of a cell would ship the first run's model. What is read in a straight line at the top of the cell
 is *surely* needed. A block (a branch, a loop, ``try``) perhaps runs: what it reads is *maybe* needed, what it binds is bound in it
 alone. The body of a function counts where its name is read, as it can run from there on; the same holds for functions and
-classes of earlier cells. Scopes of functions and comprehensions are the compiler's.
+classes of earlier cells, which are found as the values of names are described: what they use is needed unless it is surely bound when
+the name is read. Scopes of functions and comprehensions are the compiler's.
 
 Taken for granted: nothing raises but ``raise``, and ``__name__`` is ``"__main__"``.
 """
@@ -12,10 +13,8 @@ Taken for granted: nothing raises but ``raise``, and ``__name__`` is ``"__main__
 from __future__ import annotations
 
 import ast
-import collections
 import contextlib
 import functools
-import gc
 import inspect
 import linecache
 import re
@@ -23,11 +22,11 @@ import types
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any
 
 from taas.capture.cells import is_of_ipython, python_of, users_names
 from taas.capture.code_by_value import codes_in, global_names, names_of, words_in
+from taas.capture.reading import keeps_pickling_of_object, keeps_state_of_object
 
 _BINDS_ANY = {"eval", "exec", "globals", "locals", "vars", "setattr", "__main__"}
 """What a cell may bind names with that its code does not say."""
@@ -45,7 +44,7 @@ class Needs:
 
     sure: set[str] = field(default_factory=set)  # read before they are bound, in a straight line at the top
     maybe: set[str] = field(default_factory=set)  # possibly read before they are bound
-    settled: set[str] = field(default_factory=set)  # used by functions, and surely bound by the cell before
+    bound: dict[str, frozenset[str]] = field(default_factory=dict)  # by name: surely bound when it is read
     others: set[str] = field(default_factory=set)  # meant perhaps: the cell makes texts and looks them up
     built: str = ""  # where it does so
     words: set[str] = field(default_factory=set)  # names, attributes and magics that occur in the cell at all
@@ -55,14 +54,13 @@ class Needs:
 
 
 def needs_of(cell: str, namespace: Mapping[str, Any]) -> Needs:
-    """Find the names of ``namespace`` that a cell, as typed, needs; only functions and classes in it are looked into."""
+    """Find the names of ``namespace`` that a cell, as typed, needs; what its values use of it is found where they are described."""
     reader = _Reader(namespace)
     reader.read(python_of(cell))
     needs = reader.needs
-    tells = needs.words.isdisjoint({*_BINDS_ANY, _ANY}) and not reader.shells
+    tells = needs.words.isdisjoint({*_BINDS_ANY, ANY}) and not reader.shells
     needs.binds = reader.touched if tells else None
     needs.maybe -= needs.sure
-    needs.settled -= needs.sure | needs.maybe
     needs.others -= needs.sure | needs.maybe
     return needs
 
@@ -78,7 +76,6 @@ class _Reader:
         self._unsure = 0  # blocks around, and places above that may have raised
         self._bound = _NONE  # surely, by now
         self._later: dict[str, _Names] = {}  # what functions and classes of the cell read when they run
-        self._of_earlier: dict[str, _Names] = {}
         self._texts = _Texts()
 
     def read(self, code: str) -> None:
@@ -96,8 +93,6 @@ class _Reader:
                     self.touched.update(names)
                 case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
                     later.append((name, self._texts.inside(node)))
-                case ast.Assign(targets=[ast.Name(id=name)], value=ast.Lambda() as function):
-                    later.append((name, self._inside(function)))
         for name, used in later:
             self._later[name] = self._later.get(name, _NONE).union(used)
         for statement in tree.body:
@@ -109,27 +104,20 @@ class _Reader:
         waiting = [*names]
         own = len(waiting)
         for number, name in enumerate(waiting):  # grows
-            sure = here and number < own and not self._unsure and name not in self.touched
-            used = self._need(name, sure=sure, by_function=number >= own) | self._later.get(name, _NONE)
-            waiting += used.difference(waiting)
+            self._need(name, sure=here and number < own and not self._unsure and name not in self.touched)
+            waiting += self._later.get(name, _NONE).difference(waiting)
 
-    def _need(self, name: str, *, sure: bool, by_function: bool) -> _Names:
-        """Note that a name is read, and return the names that functions in its value use."""
+    def _need(self, name: str, *, sure: bool) -> None:
+        """Note that a name is read."""
         needs, namespace = self.needs, self._namespace
-        if name.startswith(_ANY):
-            needs.built = needs.built or name.removeprefix(_ANY)
+        if getattr(namespace.get(name), "__dict__", None) is namespace:  # import __main__ as m
+            self._need(ANY + name, sure=False)
+        if name.startswith(ANY):
+            needs.built = needs.built or name.removeprefix(ANY)
             needs.others |= users_names(namespace).keys() - self._bound
-        if name not in namespace or is_of_ipython(name, namespace[name]):
-            return _NONE
-        if name in self._bound:
-            needs.settled |= {name} if by_function else _NONE
-            return _NONE
-        (needs.sure if sure else needs.maybe).add(name)
-        if name not in self._of_earlier:
-            is_main = getattr(namespace[name], "__dict__", None) is namespace  # import __main__ as m
-            used = frozenset({_ANY + name}) if is_main else _names_used_by(namespace[name], namespace)
-            self._of_earlier[name] = used
-        return self._of_earlier[name]
+        if name in namespace and name not in self._bound and not is_of_ipython(name, namespace[name]):
+            (needs.sure if sure else needs.maybe).add(name)
+            needs.bound[name] = self._bound & needs.bound.get(name, self._bound)
 
     def _run(self, node: ast.AST) -> None:
         self._use(self._texts.of(node))
@@ -209,58 +197,48 @@ class _Reader:
             self._bind_any()
 
     def _bind_any(self) -> None:
-        self.needs.words.add(_ANY)
+        self.needs.words.add(ANY)
         self.touched.update(self._namespace)
+
+
+_ORDER = {
+    ast.ClassDef: "decorator_list bases keywords", ast.FunctionDef: "decorator_list args", ast.AsyncFunctionDef: "decorator_list args",
+    ast.Lambda: "args", ast.arg: "", ast.Assign: "value targets", ast.AugAssign: "value target", ast.NamedExpr: "value target",
+    ast.If: "test|body|orelse", ast.While: "test|body|orelse", ast.IfExp: "test|body|orelse", ast.BoolOp: "|values",
+    ast.For: "iter|target body|orelse", ast.AsyncFor: "iter|target body|orelse", ast.Assert: "test|msg",
+    ast.Match: "subject|*cases", ast.Try: "|body orelse|*handlers|finalbody", ast.TryStar: "|body orelse|*handlers|finalbody",
+}  # fmt: skip
+"""Where parts of a node run in another order than they stand in, or perhaps: its fields, and behind each ``|`` those of a block, which
+perhaps runs (``*``: each of which does). Annotations are texts."""
 
 
 def _parts_of(node: ast.AST) -> tuple[list[ast.AST], list[Sequence[ast.AST]]]:
     """Return the parts of a node that run, in their order, and then its blocks, each of which perhaps runs."""
     match node:
-        case ast.ClassDef():
-            return [*node.decorator_list, *node.bases, *node.keywords], []
-        case ast.If() | ast.While():
-            return [node.test], [node.body, node.orelse]
-        case ast.IfExp():
-            return [node.test], [[node.body], [node.orelse]]
-        case ast.For() | ast.AsyncFor():
-            return [node.iter], [[node.target, *node.body], node.orelse]
-        case ast.BoolOp(values=[first, *others]):
-            return [first], [others]
-        case ast.Compare(comparators=[first, *others]):
-            return [node.left, first], [others]
-        case ast.Assert(test=test, msg=message):
-            return [test], [[message]] if message is not None else []
-        case ast.Match():
-            return [node.subject], [[case] for case in node.cases]
-        case ast.Try() | ast.TryStar():
-            ways = [[handler] for handler in node.handlers]
-            return [], [[*node.body, *node.orelse], *ways, node.finalbody]
+        case ast.AugAssign(target=ast.Name(id=name) as target, value=value):
+            return [ast.Name(name, ast.Load()), value, target], []
+        case ast.AnnAssign(value=value, target=target):
+            return ([value, target] if value is not None else []), []
+        case ast.ListComp() | ast.SetComp() | ast.DictComp() | ast.GeneratorExp():
+            return [node.generators[0].iter], []
+        case ast.ExceptHandler(type=kind, name=str(name), body=body):
+            return [*filter(None, [kind]), ast.Name(name, ast.Store()), *body, ast.Name(name, ast.Del())], []
         case ast.With() | ast.AsyncWith() if _SWALLOWS.search(" ".join(map(ast.unparse, node.items))):
             return [*node.items], [node.body]
-    return _simple_parts_of(node), []
+    order = _ORDER.get(type(node))
+    if order is None:
+        return [*ast.iter_child_nodes(node)], []
+    first, *others = order.split("|")
+    blocks: list[Sequence[ast.AST]] = []
+    for fields in others:
+        some = _in_fields(node, fields.removeprefix("*"))
+        blocks += [[part] for part in some] if fields[:1] == "*" else [some]
+    return _in_fields(node, first), blocks
 
 
-def _simple_parts_of(node: ast.AST) -> list[ast.AST]:
-    match node:
-        case ast.Assign(targets=[ast.Name() as target], value=ast.Lambda(args=arguments)):
-            return [arguments, target]  # a function with a name
-        case ast.Assign(targets=targets, value=value):
-            return [value, *targets]
-        case ast.AugAssign(target=ast.Name(id=name) as target, value=value):
-            return [ast.Name(name, ast.Load()), value, target]
-        case ast.AnnAssign(value=None, simple=1) | ast.arg():  # annotations are texts
-            return []
-        case ast.AugAssign() | ast.NamedExpr() | ast.AnnAssign():
-            return [*filter(None, [node.value]), node.target]
-        case ast.FunctionDef() | ast.AsyncFunctionDef():
-            return [*node.decorator_list, node.args]
-        case ast.Lambda(args=arguments):
-            return [arguments]
-        case ast.ListComp() | ast.SetComp() | ast.DictComp() | ast.GeneratorExp():
-            return [node.generators[0].iter]
-        case ast.ExceptHandler(type=kind, name=str(name), body=body):
-            return [*filter(None, [kind]), ast.Name(name, ast.Store()), *body, ast.Name(name, ast.Del())]
-    return [*ast.iter_child_nodes(node)]
+def _in_fields(node: ast.AST, fields: str) -> list[ast.AST]:
+    values = (getattr(node, field) for field in fields.split())
+    return [part for value in values if value for part in (value if isinstance(value, list) else [value])]
 
 
 def _stored(node: ast.AST) -> set[str]:
@@ -299,33 +277,35 @@ def _later_in(code: types.CodeType) -> dict[str, _Names]:
 
 # ---------------------------------------------------------------- functions and classes of earlier cells
 
-_PARTS = 1_000
-"""How many objects are looked at for one name; what lies deeper is found as it is described."""
-_ITEMS = 100
-_NO_CODE = (types.ModuleType, types.CodeType, str, bytes, int, float, complex, type(None))
 
-
-def _names_used_by(value: Any, namespace: Mapping[str, Any]) -> _Names:
-    """Return the names that functions and classes of the notebook in a value use, and that pickle finds them by."""
-    names: set[str] = set()
-    seen = {id(namespace)}
-    waiting = collections.deque([value])
-    for _ in range(_PARTS):
-        if not waiting:
-            break
-        part = waiting.popleft()
-        if isinstance(part, _NO_CODE) or id(part) in seen:
+def names_used_by(values: Iterable[Any], namespace: Mapping[str, Any]) -> set[str]:
+    """Return the names that functions and classes of the notebook use, and that pickle finds them by."""
+    values, found = [*values], set[str]()
+    kinds = {*filter(_uses_names, {*map(type, values)})}
+    for value in values if kinds else ():
+        if type(value) not in kinds:
             continue
-        seen.add(id(part))
-        if isinstance(part, type) and part.__module__ == "__main__":
-            names |= names_of(part) | _words_in_annotations(part)
-        if isinstance(part, types.FunctionType):
-            if part.__globals__ is namespace:
-                names |= names_of(part) | _looked_up_by(part.__code__) | _words_in_annotations(part)
-            waiting += (part.__closure__, part.__dict__, part.__defaults__, part.__kwdefaults__)
+        if isinstance(value, types.FunctionType):
+            own = value.__globals__ is namespace
+            found |= (
+                names_of(value) | _looked_up_by(value.__code__) | _words_in_annotations(value)
+                if own
+                else set()
+            )
+        elif isinstance(value, type):
+            found |= (
+                names_of(value) | _words_in_annotations(value) if value.__module__ == "__main__" else set()
+            )
         else:
-            waiting += _parts(part)
-    return frozenset(names)
+            classes = (type(part) for part in getattr(value, "__dict__", {}).values())
+            found = found.union(*(names_of(cls) for cls in classes if cls.__module__ == "__main__"))
+    return found
+
+
+def _uses_names(cls: type) -> bool:
+    """Tell whether objects of a class are code, or may pickle others by themselves (``torch.save`` in ``__getstate__``)."""
+    own = cls.__module__ == "__main__" and not (keeps_pickling_of_object(cls) and keeps_state_of_object(cls))
+    return own or issubclass(cls, (type, types.FunctionType))
 
 
 def _words_in_annotations(code: types.FunctionType | type) -> set[str]:
@@ -334,17 +314,6 @@ def _words_in_annotations(code: types.FunctionType | type) -> set[str]:
         return set()
     annotations = vars(code).get("__annotations__") if isinstance(code, type) else code.__annotations__
     return _words_of(*(text for text in (annotations or {}).values() if isinstance(text, str)))
-
-
-def _parts(value: Any) -> Iterable[Any]:
-    if isinstance(value, type) and value.__module__ != "__main__":
-        return ()
-    own = (type(value),) if type(value).__module__ == "__main__" else ()
-    if isinstance(value, dict):
-        return (*own, *islice(value.values(), _ITEMS))
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return (*own, *islice(value, _ITEMS))
-    return gc.get_referents(value)
 
 
 # ---------------------------------------------------------------- names in texts
@@ -362,7 +331,7 @@ _LOOKS_UP = {
 """Functions without any of these names and attributes look nothing up."""
 _LIST_NAMES = {"who", "whos", "who_ls"}
 _FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
-_ANY = "*"
+ANY = "*"
 """Begins a name that stands for all of the notebook's; the code that may mean any of them follows."""
 _SHOWN = 60
 
@@ -465,7 +434,7 @@ def _words_in(node: ast.AST) -> set[str]:
 
 def _any_name(node: ast.AST) -> str:
     """Return the name that stands for all names, with the code that may mean them, cut to a line."""
-    return _ANY + ast.unparse(node).partition("\n")[0][:_SHOWN]
+    return ANY + ast.unparse(node).partition("\n")[0][:_SHOWN]
 
 
 def _looked_up_by(code: types.CodeType) -> frozenset[str]:
@@ -473,7 +442,7 @@ def _looked_up_by(code: types.CodeType) -> frozenset[str]:
     if words_in(code).isdisjoint(_LOOKS_UP):
         return frozenset()
     text = "".join(linecache.cache.get(code.co_filename, (0, 0, [], ""))[2])  # type: ignore[misc]
-    return _names_in_text(text, code.co_firstlineno, f"{_ANY}{code.co_name}()")
+    return _names_in_text(text, code.co_firstlineno, f"{ANY}{code.co_name}()")
 
 
 @functools.lru_cache(maxsize=1024)

@@ -114,7 +114,8 @@ def check_room(sizes: dict[str, int]) -> None:
     need = sum(sizes.values())
     if need < _CHECKED_FROM or need < (free := free_memory()):
         return
-    largest = sorted(sizes, key=lambda name: -sizes[name])[:3]
+    large = (name for name in sizes if sizes[name] > need / 100)
+    largest = sorted(large, key=lambda name: -sizes[name])[:3]
     parts = ", ".join(f"{name} {size_in_words(sizes[name])}" for name in largest)
     raise CaptureError(
         f"the names of this cell need {size_in_words(need)} of shared memory and {size_in_words(free)} is free "

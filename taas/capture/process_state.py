@@ -25,14 +25,14 @@ import random
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
 from taas.capture.holders import all_loggers
 from taas.capture.memory import view_of
-from taas.import_hooks import after_import, around_import
+from taas.import_hooks import after_import
 
 _A_RANKS_OWN = {
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE",
@@ -193,24 +193,6 @@ def set_generators(states: dict[str, Any], *, cuda: bool) -> None:
             _set_cuda_state(torch, states["cuda"])
         elif cuda and "torch seed" in states:
             torch.cuda.manual_seed_all(states["torch seed"])
-
-
-_undrawing: list[bool] = []
-
-
-@contextlib.contextmanager
-def undrawn() -> Iterator[None]:
-    """Let nothing be drawn from the generators in host memory: what is, is put back."""
-    if _undrawing:
-        yield
-        return
-    before = states_of_generators(cuda=False)
-    _undrawing.append(True)
-    try:
-        yield
-    finally:
-        _undrawing.clear()
-        set_generators(before, cuda=False)
 
 
 def _set_cuda_state(torch: Any, data: bytes) -> None:
@@ -514,8 +496,6 @@ def of_notebook() -> dict[str, Any]:
     state["environment"] = _told(None, first, state["environment"])
     if "numpy" not in state["random numbers"]:  # forks of one process must not all draw the same
         state["random numbers"]["numpy seed"] = int.from_bytes(os.urandom(4), "little")
-    own = sys.stdlib_module_names
-    state["imported"] = [name for name in sys.modules if name.partition(".")[0] not in own]
     return state
 
 
@@ -533,10 +513,8 @@ class ProcessState:
         _put_rows([row for row in self._table if row.early], self._sent)
 
     def put(self) -> None:
-        """After the names are built: everything else. Libraries that draw when they are imported have drawn in the notebook."""
+        """After the names are built: everything else."""
         _put_rows([row for row in self._table if not row.early], self._sent)
-        imported_there = self._sent.get("imported", ())
-        around_import([name for name in imported_there if name not in sys.modules], undrawn)
 
     def mark(self) -> None:
         """Take the state that changes are found against."""

@@ -10,7 +10,6 @@ not there yet.
 
 from __future__ import annotations
 
-import array
 import collections
 import contextlib
 import copyreg
@@ -42,16 +41,14 @@ class Reading(NamedTuple):
     """How an object is made, and what is put into it.
 
     ``setter(object, state)`` gives it its state, whatever it had before; a state of None is that of a new object, and no setter
-    means that its class knows no other. ``labels`` are how each part of the state is written behind the object: ``.`` for names
-    and their values, ``[]`` for items, ``{}`` for keys, then items, or as it is. ``changer(object, constructor, *arguments)``
-    makes an object that is there what these make; None where that needs a new object.
+    means that its class knows no other. ``changer(object, constructor, *arguments)`` makes an object that is there what these make;
+    None where that needs a new object.
     """
 
     constructor: Callable[..., Any]
     arguments: tuple[Any, ...]
     setter: Callable[[Any, Any], Any] | None = None
     state: tuple[Any, ...] | None = None
-    labels: tuple[str, ...] = ()
     changer: Callable[..., None] | None = None
 
 
@@ -124,7 +121,7 @@ def itself(value: Any) -> Any:
 
 def read_plain(value: Any) -> Reading:
     """Read an object that is its ``__dict__`` and slots."""
-    return Reading(make_plain, (type(value),), set_insides, read_insides(value), (".", "."), turn_into)
+    return Reading(make_plain, (type(value),), set_insides, read_insides(value), turn_into)
 
 
 def turn_into(value: Any, _: Any, cls: type, *__: Any) -> None:
@@ -151,7 +148,7 @@ def read_reduced(value: Any, reduced: Any) -> Reading | None:
     new = constructor is copyreg.__newobj__ and len(arguments) == 1  # type: ignore[attr-defined]
     changer = (turn_into if new else become) if is_only_python(type(value)) else None
     if changer is turn_into and items is None and pairs is None and keeps_state_of_object(type(value)):
-        return Reading(constructor, arguments, set_insides, read_insides(value), (".", "."), changer)
+        return Reading(constructor, arguments, set_insides, read_insides(value), changer)
     if state is None and items is None and pairs is None:
         return Reading(constructor, arguments, changer=changer)
     own: dict[str, Any] | None = getattr(value, "__dict__", None)
@@ -160,7 +157,7 @@ def read_reduced(value: Any, reduced: Any) -> Reading | None:
     items = None if items is None else tuple(items)
     entries = None if pairs is None else sum(zip(*pairs, strict=True), ())  # keys, then items
     told = (state, items, entries, setter)
-    return Reading(constructor, arguments, set_by_protocol, told, (".", "[]", "{}", ""), changer)
+    return Reading(constructor, arguments, set_by_protocol, told, changer)
 
 
 def set_by_protocol(value: Any, state: tuple[Any, Any, Any, Any]) -> None:
@@ -243,10 +240,9 @@ def find(module: str, name: str) -> Any:
 
 
 class _Family(NamedTuple):
-    """A built-in container: its items as a tuple, how that is written, and how they are put into one that has others."""
+    """A built-in container: its items as a tuple, and how they are put into one that has others."""
 
     base: Any
-    label: str
     items: Callable[[Any], tuple[Any, ...]]
     put: Callable[[Any, tuple[Any, ...]], None]
 
@@ -256,7 +252,7 @@ def _of_items(base: Any, extend: Callable[[Any, tuple[Any, ...]], None]) -> _Fam
         base.clear(value)
         extend(value, items)
 
-    return _Family(base, "[]", lambda value: tuple(base.__iter__(value)), put)
+    return _Family(base, lambda value: tuple(base.__iter__(value)), put)
 
 
 def _of_pairs(base: Any, methods: Any) -> _Family:
@@ -268,7 +264,7 @@ def _of_pairs(base: Any, methods: Any) -> _Family:
         for key, item in zip(items[:half], items[half:], strict=True):
             methods.__setitem__(value, key, item)
 
-    return _Family(base, "{}", lambda value: (*methods.keys(value), *methods.values(value)), put)
+    return _Family(base, lambda value: (*methods.keys(value), *methods.values(value)), put)
 
 
 _FAMILIES = (
@@ -280,18 +276,11 @@ _FAMILIES = (
     _of_items(set, set.update),
     _of_items(collections.deque, collections.deque.extend),
     _Family(
-        bytearray, "", lambda value: (bytes(value),),
-        lambda value, items: bytearray.__setitem__(value, slice(None), items[0]),
+        bytearray,
+        lambda value: (bytes(value),),
+        lambda value, items: value.__setitem__(slice(None), items[0]),
     ),
-    _Family(
-        array.array, "", lambda value: (value.tobytes(),),
-        lambda value, items: value.__setitem__(slice(None), array.array(value.typecode, items[0])),
-    ),
-)  # fmt: skip
-
-
-_GIVEN = {collections.deque: "maxlen", array.array: "typecode"}
-"""What containers are made with."""
+)
 
 
 @functools.cache
@@ -310,18 +299,17 @@ def container_reader(cls: Any) -> Callable[[Any], Reading] | None:
     members = ("default_factory",) if family.base is collections.defaultdict else ()
 
     def read(value: Any) -> Reading:
-        given = getattr(value, _GIVEN.get(family.base, ""), None)
         state = (*read_insides(value, *members), family.items(value))
-        return Reading(_make, (cls, given), _fill, state, (".", ".", family.label), turn_into)
+        return Reading(_make, (cls, getattr(value, "maxlen", None)), _fill, state, turn_into)
 
     return read
 
 
-def _make(cls: Any, given: Any) -> Any:
+def _make(cls: Any, maxlen: Any) -> Any:
     base = _family(cls).base
-    made = cls.__new__(cls, given) if base is array.array else base.__new__(cls)
+    made = base.__new__(cls)
     if base is collections.deque:
-        collections.deque.__init__(made, (), given)
+        collections.deque.__init__(made, (), maxlen)
     return made
 
 
@@ -358,7 +346,7 @@ def read_exception(error: BaseException) -> Reading:
     if isinstance(error, BaseExceptionGroup):  # it may have been given a list that has changed
         arguments = error.message, error.exceptions
     insides = read_insides(error, *_OF_EXCEPTIONS)
-    return Reading(_make_exception, (type(error), arguments), set_insides, insides, (".", "."))
+    return Reading(_make_exception, (type(error), arguments), set_insides, insides)
 
 
 def _make_exception(cls: Any, arguments: tuple[Any, ...]) -> Any:

@@ -128,7 +128,7 @@ def _read_other_tensor(tensor: torch.Tensor) -> Reading | None:
         return Reading(_make_other, (type(tensor), made[0], made[1]), *_state(tensor), _change_other)
 
 
-def _state(tensor: torch.Tensor) -> tuple[Callable[..., None], Any, tuple[str, ...]]:
+def _state(tensor: torch.Tensor) -> tuple[Callable[..., None], Any]:
     leaf = tensor.is_leaf
     state = (
         leaf and tensor.requires_grad,
@@ -137,8 +137,7 @@ def _state(tensor: torch.Tensor) -> tuple[Callable[..., None], Any, tuple[str, .
         tensor._backward_hooks if leaf else None,
         getattr(tensor, "_post_accumulate_grad_hooks", None) if leaf else None,
     )
-    labels = (".requires_grad", ".grad", ".", "._backward_hooks", "._post_accumulate_grad_hooks")
-    return _set_tensor, None if state == (False, None, {}, None, None) else state, labels
+    return _set_tensor, None if state == (False, None, {}, None, None) else state
 
 
 def _make_tensor(cls: Any, memory: MemoryRange, dtype: torch.dtype, *view: Any) -> torch.Tensor:
@@ -334,13 +333,13 @@ def _read_dtype(dtype: Any) -> Reading | None:
     return Reading(np.dtype, (dtype.str,)) if by_name else None
 
 
-def _insides(array: Any) -> tuple[Callable[[Any, Any], None] | None, Any, tuple[str, ...]]:
+def _insides(array: Any) -> tuple[Callable[[Any, Any], None] | None, Any]:
     if not type(array).__dictoffset__ and array.flags.writeable:
-        return _set_array, None, ()
+        return _set_array, None
     attributes, slots = read_insides(array)
     if attributes and "_mmap" in attributes:  # a memmap's, which is its process' own
         attributes = {name: item for name, item in attributes.items() if name != "_mmap"}
-    return _set_array, (attributes, slots, array.flags.writeable), (".", ".", ".flags.writeable")
+    return _set_array, (attributes, slots, array.flags.writeable)
 
 
 def _make_array(cls: Any, memory: Any, dtype: Any, shape: Any, strides: Any, offset: int) -> Any:
