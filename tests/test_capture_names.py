@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import builtins
 import contextlib
-import linecache
-import sys
-import types
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from taas.capture import capture
 from taas.capture.names import Needs, needs_of
 
 NOTEBOOK = "model opt loader batch x y z cfg old res path n Net a b data f unused lr k self i words"
@@ -87,31 +82,6 @@ def test_a_cell_that_makes_names_may_need_all(line: str) -> None:
     assert "model" not in found.others | found.maybe | found.sure
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "getattr(x, k)", "model.eval()", "globals()['x']", "eval('x')", "vars(cfg)[k]",
-        "def g(**kw): return f(**locals())", "if __name__ == '__main__': pass",
-    ],
-)  # fmt: skip
-def test_a_cell_that_names_what_it_looks_up_needs_no_more(line: str) -> None:
-    """Texts that the code has are read; attributes of objects are no names."""
-    assert not needs(line).built
-
-
-def test_a_function_of_an_earlier_cell_may_make_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its text is looked up where IPython keeps it; without one, it may mean anything."""
-    text = "def known(): return eval('x')\ndef built(n): return globals()[n]\n"
-    monkeypatch.setitem(linecache.cache, "<earlier>", (len(text), None, text.splitlines(True), "<earlier>"))
-    namespace: dict[str, Any] = {"x": 1, "y": 2}
-    exec(compile(text, "<earlier>", "exec"), namespace)
-    exec("def textless(n): return eval(n)", namespace)
-    found = needs_of("known()", namespace)
-    assert ({"x"}, set(), "") == (found.maybe, found.others, found.built)
-    assert {"x", "y"} <= needs_of("built('y')", namespace).others
-    assert {"x", "y"} <= needs_of("textless('y')", namespace).others
-
-
 def test_functions_of_earlier_cells_are_looked_through() -> None:
     """What they use is needed, but not where the cell binds it before it uses them."""
     namespace: dict[str, Any] = {"model": 1, "opt": 2, "lr": 3, "deep": 4}
@@ -121,20 +91,6 @@ def test_functions_of_earlier_cells_are_looked_through() -> None:
     assert {"opt", "inner", "deep"} == found.maybe
     assert {"model"} == found.settled
     assert {"model", "opt", "inner", "deep"} == needs_of("train()\nmodel = 5", namespace).maybe
-
-
-def test_methods_of_earlier_classes_are_looked_through() -> None:
-    """An instance brings its class and bases, by whose names pickle finds them, and what their methods and properties use."""
-    namespace: dict[str, Any] = {"__name__": "__main__", "k": 1, "m": 2, "p": 3}
-    exec(
-        "class A:\n    def f(self): return k\n"
-        "class B(A):\n    @property\n    def g(self): return m\n    @classmethod\n    def h(cls): return p\n"
-        "b = B()\ninside = {'x': [b]}",
-        namespace,
-    )
-    assert {"k", "m", "p", "A", "B"} == needs_of("b", namespace).maybe
-    assert {"k", "m", "p", "A", "B"} == needs_of("inside", namespace).maybe
-    assert {"k"} == needs_of("A()", namespace).maybe
 
 
 # ---------------------------------------------------------------- never too few
@@ -228,35 +184,3 @@ def test_a_cell_runs_the_same_with_the_names_it_needs(lines: list[str]) -> None:
 
 HELPER = "rows = list(range(200_000))\ncounter = 0\nclass A:\n    def count(self): return counter\n"
 USER = "def lazily():\n    import helper\n    return helper.counter\n"
-
-
-@pytest.mark.parametrize(
-    ("earlier", "cell"),
-    [
-        ("", "helper.counter"),
-        ("", "from helper import counter"),
-        ("", "import importlib\nimportlib.import_module('helper').counter"),
-        ("a = helper.A()", "a.count()"),
-        ("f = helper.A().count", "f()"),
-        ("import user", "user.lazily()"),
-        ("def f():\n    import helper\n    return helper.counter", "f()"),
-    ],
-)
-def test_data_of_a_module_travel_where_the_cell_reaches_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, earlier: str, cell: str
-) -> None:
-    """By its name, by an object, by a function or by another module; another cell takes nothing of it."""
-    (tmp_path / "helper.py").write_text(HELPER)
-    (tmp_path / "user.py").write_text(USER)
-    monkeypatch.syspath_prepend(tmp_path)
-    namespace: dict[str, Any] = types.ModuleType("__main__").__dict__
-    try:
-        exec("import helper\n" + earlier, namespace)
-        with (
-            capture("x = 1", namespace, None, project=tmp_path) as other,
-            capture(cell, namespace, None, project=tmp_path) as reaching,
-        ):
-            assert other.nbytes + 500_000 < reaching.nbytes
-    finally:
-        for name in ("helper", "user"):
-            sys.modules.pop(name, None)
