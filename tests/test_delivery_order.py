@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import random
-import signal
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 import torch
@@ -29,7 +25,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 import taas
 from taas.delivery.config import ResumePoint
-from taas.delivery.messages import Final, FinishPlans, Note, ProgressReport
+from taas.delivery.messages import Note, ProgressReport
 from taas.delivery.registered import apply_final
 from taas.errors import DeliveryError, RanksDisagree, UnitsExhausted
 
@@ -85,34 +81,6 @@ class Changing(IterableDataset):
             self.at += 1
             yield torch.tensor([self.at]), torch.tensor([self.epochs])
         self.at = 0
-
-
-class Shuffled(IterableDataset):
-    """Draws from all generators, tells in which epoch it is, and how often ``worker_init_fn`` was called."""
-
-    inits = epochs = 0
-
-    def __iter__(self) -> Any:
-        info = get_worker_info()
-        assert info is not None
-        self.epochs += 1
-        order = torch.randperm(11).tolist()
-        random.shuffle(order)
-        for number in order:
-            yield (
-                number * info.num_workers + info.id,
-                np.random.rand(),
-                torch.rand(1),
-                self.inits,
-                self.epochs,
-            )
-
-
-def count_init(_worker: int) -> None:
-    info = get_worker_info()
-    assert info is not None
-    info.dataset.inits += 1
-    torch.rand(3)
 
 
 class Eager(Sampler):
@@ -215,25 +183,6 @@ def test_every_kind_of_loader_keeps_its_order(vms: int, ranks: int) -> None:
         for epoch, elements in enumerate(expected(name)):
             got = merged([result[name][epoch] for result in results])
             assert elements[: len(elements) // ranks * ranks] == got, f"{name}, epoch {epoch}"
-
-
-@pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
-def test_workers_that_persist_are_seeded_and_initialised_once() -> None:
-    """A stream that shuffles and draws goes on from epoch to epoch as in the notebook's own workers."""
-
-    def loader() -> DataLoader:
-        return DataLoader(
-            Shuffled(), batch_size=2, num_workers=2, persistent_workers=True, worker_init_fn=count_init
-        )
-
-    torch.manual_seed(11)
-    theirs = loader()
-    wanted = [[plain(e) for e in theirs] for _ in range(EPOCHS)]
-    torch.manual_seed(11)
-    with DeliveryRun({"d": loader()}, ranks=2, processes=2) as run:
-        results = run.ranks(iterate)
-    assert wanted == [merged([result["d"][epoch] for result in results]) for epoch in range(EPOCHS)]
-    assert len({str(epoch) for epoch in wanted}) == EPOCHS
 
 
 @pytest.mark.parametrize(("vms", "ranks"), SHAPES)
@@ -383,25 +332,6 @@ def test_a_stream_goes_on_without_ranks_that_leave_it(steps: int) -> None:
     assert got == [list(range(0, 200, 2)), list(range(1, 2 * steps, 2))]
 
 
-def test_a_rank_that_keeps_a_stream_from_the_others_is_named() -> None:
-    """More than a buffer full would have to be held for it: said, and nothing is lost when it begins."""
-
-    def body(rank: int, loaders: dict[str, Any]) -> list[int]:
-        if rank == 1:
-            loaders["barrier"].wait()
-        return firsts(loaders["d"])
-
-    barrier = torch.multiprocessing.get_context("fork").Event()
-    loader = DataLoader(Stream(400, 1 << 18), batch_size=1)
-    with DeliveryRun({"d": loader}, ranks=2, processes=2, slab=8 << 20) as run:
-        ranks = run.start_ranks(lambda rank, loaders: body(rank, loaders | {"barrier": barrier}))
-        note = run.wait_for(Note)
-        assert isinstance(note, Note)
-        assert "'d' is one stream" in note.text
-        barrier.set()
-        assert run.results(ranks) == [list(range(0, 400, 2)), list(range(1, 400, 2))]
-
-
 @pytest.mark.parametrize(("prebuffer", "nbytes"), [(64, 1 << 20), (3000, 1 << 10)])
 def test_prebuffering_more_than_there_is_room_for(prebuffer: int, nbytes: int) -> None:
     """The ranks start with what the buffer holds, or with as many small elements as they asked for."""
@@ -469,65 +399,6 @@ def test_a_second_start_goes_on_at_the_lowest_step_not_done_by_all(name: str) ->
         assert wanted[: len(wanted) // 2 * 2] == got, f"iteration {at + 1}"
 
 
-def test_a_loss_between_two_iterations_goes_on_with_the_next() -> None:
-    """A rank that has begun the next iteration waits for one that has not ended this one."""
-
-    def body(rank: int, loaders: dict[str, Any]) -> Any:
-        iterator = iter(loaders["d"])
-        for _ in range(5 + rank):
-            next(iterator)
-        if rank == 1:
-            assert next(iterator, None) is None
-            iterator = iter(loaders["d"])
-            next(iterator)
-        _left_behind.append(iterator)
-
-    with DeliveryRun({"d": MAKERS["plain"]()}, ranks=2, slab=4 << 20) as run:
-        run.ranks(body)
-        wait_for_delivery(run, 10)
-    assert run.places == {"d": ResumePoint(0, 4, 0)}
-    with DeliveryRun({"d": MAKERS["plain"]()}, slab=4 << 20) as run:
-        run.ranks(lambda _, loaders: [list(loaders["d"]) for _ in range(2)])
-        wait_for_delivery(run, 26)
-    assert run.places == {"d": ResumePoint(2, 0, 26)}
-
-
-def test_a_resumed_start_that_is_lost_again_forgets_nothing() -> None:
-    """The second loss comes before every rank has begun: the place of the first one stands."""
-
-    def body(rank: int, loaders: dict[str, Any]) -> Any:
-        taas.resume()
-        if rank == 0:
-            iterator = iter(loaders["d"])
-            next(iterator), next(iterator)
-            _left_behind.append(iterator)
-
-    with DeliveryRun({"d": MAKERS["shuffled"]()}, ranks=2, places={"d": ResumePoint(1, 2, 6)}) as run:
-        run.ranks(body)
-        wait_for_delivery(run, 17)
-    assert run.places == {"d": ResumePoint(1, 2, 6)}
-
-
-def test_a_distributed_sampler_goes_on_in_the_epoch_that_is_set() -> None:
-    """Each rank gets the rest of its own stream."""
-
-    def loader(ranks: int, rank: int) -> DataLoader:
-        sampler = DistributedSampler(Squares(), num_replicas=ranks, rank=rank, seed=5)
-        return DataLoader(Squares(), batch_size=4, sampler=sampler)
-
-    def body(_rank: int, loaders: dict[str, Any]) -> Any:
-        place = taas.resume()[loaders["d"]]
-        loaders["d"].sampler.set_epoch(place.iteration)
-        return [plain(e) for e in loaders["d"]]
-
-    with DeliveryRun({"d": loader(2, 0)}, ranks=2, places={"d": ResumePoint(3, 2, 21)}) as run:
-        results = run.ranks(body)
-    for rank, got in enumerate(results):
-        own = loader(2, rank)
-        own.sampler.set_epoch(3)
-        assert [plain(e) for e in own][2:] == got
-
-
 def test_units_of_both_starts_are_added_up() -> None:
     """Of 30 units in two ranks, 10 steps were taken: 5 are left."""
 
@@ -541,40 +412,6 @@ def test_units_of_both_starts_are_added_up() -> None:
     places = {"d": ResumePoint(1, 4, 6)}
     with DeliveryRun({"d": MAKERS["plain"]()}, ranks=2, places=places, units={"*": 30}, slab=4 << 20) as run:
         assert run.ranks(body) == [[2, 3], [2, 3]]
-
-
-@pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
-@pytest.mark.parametrize(("name", "units"), [("shuffled", 12), ("streams", 8)], ids=str)
-def test_used_up_units_leave_an_empty_loop_before_the_save(name: str, units: int) -> None:
-    """The loss comes after the loop that the units ended, in the middle of its epoch or at its very end.
-
-    The cell finds that loop at its end, then no other one; its generators end where they would have.
-    """
-
-    def training(_rank: int, loaders: dict[str, Any]) -> Any:
-        place = taas.resume()[loaders["d"]]
-        taken = len(list(loaders["d"]))
-        with pytest.raises(UnitsExhausted):
-            iter(loaders["d"])
-        return tuple(place), taken
-
-    where: dict[str, ResumePoint] = {}
-    ends = []
-    for _ in range(3):
-        torch.manual_seed(11)
-        with DeliveryRun(
-            {"d": MAKERS[name]()}, ranks=2, places=where, units={"d": units}, slab=4 << 20
-        ) as run:
-            taken = 0 if where else units // 2
-            assert run.ranks(training) == 2 * [((0, units // 2 - taken), taken)]
-            ends.append(states(run.finish().states))
-        where = run.places
-        assert where == {"d": ResumePoint(0, units // 2, 0)}
-    assert ends == 3 * [ends[0]]
-
-
-def states(final: bytes) -> dict[str, bytes | int]:
-    return msgspec.msgpack.decode(final)["d"]
 
 
 def test_a_checkpoint_may_say_where_to_go_on() -> None:
@@ -626,77 +463,31 @@ def test_mistakes_are_told() -> None:
 
 # ── the end of a run whose ranks are done ────────────────────────────────────────────────────────────
 
-FAR = 5000
-"""An index that is drawn only to find out where an iteration that was left early would have ended."""
-
 
 class Late(Sampler[int]):
-    """Indices in order; what happens far in them is told by its subclass."""
-
-    def __init__(self, happens: Callable[[], None]) -> None:
-        self.happens = happens
+    """Indices in order; long after those that a cell takes it raises."""
 
     def __len__(self) -> int:
-        return 2 * FAR
+        return 10_000
 
     def __iter__(self) -> Iterator[int]:
-        for index in range(len(self)):
-            if index == FAR:
-                self.happens()
-            yield index
-
-
-def raising() -> None:
-    raise ValueError("no such index file")
-
-
-def late_loader(happens: Callable[[], None]) -> DataLoader:
-    return DataLoader(range(2 * FAR), sampler=Late(happens), batch_size=None)
+        yield from range(5000)
+        raise ValueError("no such index file")
 
 
 def left_open(_rank: int, loaders: dict[str, Any]) -> None:
     """The cell ends while an iterator of its loader is still there."""
     iterator = iter(loaders["late"])
     next(iterator)
-    _left_open.append(iterator)
-
-
-_left_open: list[Any] = []
-
-
-def notes(run: DeliveryRun) -> list[str]:
-    return [report.text for report in run.reports if isinstance(report, Note)]
+    _left_behind.append(iterator)
 
 
 def test_a_cell_ends_whose_sampler_raises_after_it() -> None:
     """The cell had what it asked for: its end is no failure, and says what is not known."""
-    with DeliveryRun({"late": late_loader(raising)}) as run:
+    with DeliveryRun({"late": DataLoader(range(10_000), sampler=Late(), batch_size=None)}) as run:
         run.ranks(left_open)
         final = run.finish()
     apply_final(final.states, run.registrations)
-    [said] = notes(run)
+    [said] = [report.text for report in run.reports if isinstance(report, Note)]
     assert "'late'" in said
     assert "its sampler raised ValueError: no such index file" in said
-
-
-@pytest.mark.parametrize("how", ["killed", "stuck"])
-def test_a_cell_ends_whose_planner_does_not(how: str, tmp_path: Path) -> None:
-    """It is killed in the user's sampler, where it looks for an iteration's end; or it never comes back from there."""
-    control = tmp_path / "door"
-    os.mkfifo(control)
-
-    def never_back() -> None:
-        control.open("w").close()
-        signal.pause()
-
-    with DeliveryRun({"late": late_loader(never_back)}, patience=1e6 if how == "killed" else 0.1) as run:
-        run.ranks(left_open)
-        run.coordinator.send(FinishPlans())
-        control.open().close()  # it is there now
-        if how == "killed":
-            os.kill(run.children[0].pid, signal.SIGKILL)
-        final = run.wait_for(Final)
-    assert final.states == b""
-    [said] = notes(run)
-    assert "'late'" in said
-    assert {"killed": "has died", "stuck": "has not answered for 0.1 s"}[how] in said
