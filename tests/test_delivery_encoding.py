@@ -6,7 +6,6 @@ import collections
 import dataclasses
 import gc
 import os
-import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 
-from taas.delivery import encoding
 from taas.delivery.encoding import RawRegion, decode, encode, install_collate, stacking_into
 from taas.delivery.slab import SlabFile, Slabs, lease_slot
 
@@ -105,24 +103,6 @@ def test_every_kind_of_element_comes_out_as_it_went_in(slab: Slabs, name: str) -
     same(element, decode(encoded, small.buffer))
 
 
-def test_a_sparse_tensor_is_held_by_nobody_else(slab: Slabs) -> None:
-    """A loop over sparse batches needs the memory of one."""
-    stream = encode(torch.eye(3).to_sparse(), region_of(slab))
-    seen = weakref.ref(decode(stream, lease_slot(slab, 0, 1 << 16, lambda: None)))
-    assert seen() is None
-
-
-def test_what_pickle_cannot_do_is_left_to_cloudpickle_in_a_region_that_is_too_small() -> None:
-    """A tensor that does not fit, then a function of the notebook's: both arrive."""
-    element = {"t": torch.arange(4000.0), "f": lambda x: x + 1}
-    region = RawRegion.of_size(64)
-    while (encoded := encode(element, region)) is None:
-        region = RawRegion.of_size(max(region.needed, 2 * region.capacity))
-    out = decode(encoded, region.buffer)
-    same(out["t"], element["t"])
-    assert out["f"](1) == 2
-
-
 @pytest.mark.parametrize("name", ["tensor", "array", "nested", "fortran", "channels_last"])
 def test_a_lease_ends_with_the_last_use_not_with_a_collection(slab: Slabs, name: str) -> None:
     """No cycle of ours holds an element: what is dropped is given back at once."""
@@ -154,33 +134,3 @@ def test_default_collate_stacks_in_place_and_lets_go(slab: Slabs) -> None:
         assert not region.is_held()
     finally:
         gc.enable()
-
-
-@pytest.mark.parametrize(
-    "samples",
-    [
-        [torch.ones(2), torch.ones(2, requires_grad=True)],
-        [torch.ones(2), torch.ones(2, dtype=torch.float64)],
-        [torch.eye(2).to_sparse(), torch.eye(2)],
-        [torch.nn.Parameter(torch.ones(2)), torch.ones(2)],
-    ],
-    ids=["grad", "dtypes", "sparse", "subclass"],
-)
-def test_what_cannot_be_stacked_in_place_is_left_to_torch(slab: Slabs, samples: list[torch.Tensor]) -> None:
-    """Same result, or same error, as without us."""
-
-    def outcome() -> Any:
-        try:
-            return torch.utils.data.default_collate(samples)
-        except Exception as error:
-            return type(error)
-
-    install_collate()
-    with stacking_into(region_of(slab)):
-        mine = outcome()
-    encoding.torch_collate.default_collate_fn_map[torch.Tensor] = encoding.torch_collate.collate_tensor_fn
-    theirs = outcome()
-    if isinstance(theirs, type):
-        assert mine is theirs
-    else:
-        same(theirs, mine)
