@@ -59,4 +59,3 @@ def small_disk(folder: Path, options: str) -> Iterator[None]:
 
 
 needs_user_namespaces = _unless(no_user_namespaces(), "makes a user namespace")
-needs_other_users = _unless(no_other_users(), "becomes another user")

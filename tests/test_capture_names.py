@@ -180,7 +180,3 @@ def test_a_cell_runs_the_same_with_the_names_it_needs(lines: list[str]) -> None:
     behind = {key: value for key, value in full.items() if key not in keep}
     expected, actual = _outcome(code, full, {}), _outcome(code, restricted, behind)
     assert expected == actual, cell
-
-
-HELPER = "rows = list(range(200_000))\ncounter = 0\nclass A:\n    def count(self): return counter\n"
-USER = "def lazily():\n    import helper\n    return helper.counter\n"

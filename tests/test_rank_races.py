@@ -10,8 +10,6 @@ import pytest
 from notebook_harness import Notebook
 from storage_ranks import Run, fork, join
 
-HOUR = 3600 * 10**9
-
 SAME: dict[str, tuple[str, str, str]] = {
     "mkdir": ("", "os.mkdir('d')", "os.listdir() == ['d']"),
     "open x": ("", "open('f', 'x').write('text')", "open('f').read() == 'text'"),
