@@ -42,7 +42,7 @@ from taas.delivery.registered import Registration, apply_final
 from taas.delivery.transport import SlabServer, connect_data, map_slabs, new_context
 from taas.errors import EngineError
 from taas.header.options import RunSpec
-from taas.supervisor.connections import Visit, all_connections
+from taas.supervisor.connections import Visit, all_connections, remove_folders_left
 from taas.wire.clients import RunRequest, Submit
 from taas.wire.curve import make_dealer
 from taas.wire.framing import Memory, Message, pack
@@ -230,6 +230,26 @@ def test_cleaners_leave_the_folder_of_sockets_alone(running: psutil.Process, pub
     with pytest.raises(BlockingIOError):
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     os.close(fd)
+
+
+def test_a_folder_of_sockets_goes_when_nobody_holds_it(tmp_path: Path) -> None:
+    """That of a supervisor that lives stays, and what is no supervisor's, also where somebody's link leads to it."""
+    for name in ("taas-mine", "taas-lives", "taas-left", "taas-of-a-node", "other"):
+        (tmp_path / name).mkdir()
+    for name in ("taas-mine", "taas-lives", "taas-left", "other"):
+        (tmp_path / name / "supervisor").touch()
+    (tmp_path / "taas-theirs").symlink_to(tmp_path / "other")
+    held = [os.open(tmp_path / name, os.O_RDONLY) for name in ("taas-mine", "taas-lives")]
+    try:
+        for fd in held:
+            fcntl.flock(fd, fcntl.LOCK_SH)
+        remove_folders_left(tmp_path / "taas-mine")
+    finally:
+        for fd in held:
+            os.close(fd)
+    assert not (tmp_path / "taas-left").exists()
+    for name in ("taas-mine", "taas-lives", "taas-of-a-node", "other", "other/supervisor"):
+        assert (tmp_path / name).exists()
 
 
 def test_files_with_keys_are_private(running: psutil.Process, public: Path) -> None:
