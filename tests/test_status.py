@@ -12,17 +12,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
-import psutil
 import pytest
 from notebook_harness import Notebook
-from test_run_reader import prints
 
 from taas.delivery.config import Delivered
 from taas.errors import HeaderError
 from taas.header.options import RunSpec
 from taas.notebook import tables
 from taas.notebook.watched_run import WatchedRun
+from taas.runs.events import EVENTS, RECORD
 from taas.runs.places import ProcessMark
 from taas.runs.records import (
     RunRecord,
@@ -30,13 +28,22 @@ from taas.runs.records import (
     make_room,
     new_folder,
     of_notebook,
+    output_folder,
     read_records,
     write_record,
 )
-from taas.supervisor.connections import Connection, all_connections, write_connection
 from taas.wire.ranks import Cell, RankUse
 
 Make = Callable[..., RunRecord]
+
+
+def prints(record: RunRecord, text: str, rank: int = 0) -> None:
+    """Let a rank of the run's newest start print something."""
+    folder = output_folder(record.folder, record.restarts) / str(rank)
+    folder.mkdir(parents=True, exist_ok=True)
+    body = text.encode()
+    with (folder / EVENTS).open("ab") as file:
+        file.write(RECORD.pack(0, len(body), 0, 0) + body)
 
 
 @pytest.fixture
@@ -176,45 +183,6 @@ def test_a_notebooks_own_run_is_found_before_others_of_its_name(make: Make) -> N
     assert [row.split()[0] for row in tables.history(records, 10.0).text.splitlines()[1:]] == [
         f"a-{mine.id}", f"a-{theirs.id}",
     ]  # fmt: skip
-
-
-def test_a_run_whose_supervisor_is_gone_was_lost(make: Make) -> None:
-    """Nobody could write that down; it is found by who is missing."""
-    make(state="running", supervisor=ProcessMark(os.getpid(), 1.0))
-    [record] = read_records()
-    assert (record.state, record.outcome) == ("over", "lost")
-    assert "supervisor was killed" in record.message
-
-
-def test_a_run_goes_on_when_the_clock_is_set(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a sleep, or by NTP: the system then says that it was booted at another time."""
-    make(state="running")
-    booted = psutil.boot_time()
-    monkeypatch.setattr("psutil._pslinux.boot_time", lambda: booted + 60)
-    [record] = read_records()
-    assert record.live
-
-
-def test_a_run_of_another_machine_is_left_alone(make: Make) -> None:
-    """Where several share a home: nobody here can tell that it is over, so nothing of it is removed or sorted."""
-    there = msgspec.structs.replace(ProcessMark.of(os.getpid()), host="another")
-    run = make(state="running", supervisor=there)
-    for number in range(2):
-        make(state="over", outcome="done", submitted=float(number) + 1e12)
-    for now in (5000.0, 5000.0 + 24 * 3600):
-        make_room(runs=0, now=now)
-    [record, *_] = read_records()
-    assert (record.id, record.announced) == (run.id, 0.0)
-    assert "on another, and cannot be seen from this machine" in record.message
-    path = write_connection(
-        Connection(endpoint="", server_key="", public_key="", secret_key="", supervisor=there, kernel=there)
-    )
-    assert all_connections() == []
-    assert path.exists()
-    month = 31 * 24 * 3600
-    os.utime(path, (path.stat().st_mtime - month,) * 2)
-    assert all_connections() == []
-    assert not path.exists()
 
 
 def test_old_runs_are_announced_before_they_are_removed(make: Make) -> None:
