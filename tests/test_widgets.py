@@ -130,16 +130,6 @@ def test_selections_of_the_cell_and_of_the_notebook(notebook: Notebook) -> None:
     assert notebook.value("first.value, first.index, made.value, tie.target[0] is made") == "3 1 4 True"
 
 
-def test_tqdm_auto_draws_where_the_cell_shows_it(notebook: Notebook) -> None:
-    """It is a widget in ranks whose output the cell shows, and text in the others."""
-    notebook.good(
-        "#pragma taas --gpus 2 --output 1\nimport torch.distributed as dist\nfrom tqdm import auto, notebook\n"
-        "dist.init_process_group('gloo')\ndrawn = [None, None]\n"
-        "dist.all_gather_object(drawn, int(issubclass(auto.tqdm, notebook.tqdm)))"
-    )
-    assert notebook.value("drawn") == "[0, 1]"
-
-
 def test_attach_shows_widgets_in_another_kernel(notebook: Notebook, tmp_path: Path) -> None:
     """There their models are made anew; where they are already, nothing is set back."""
     notebook.good(
@@ -181,18 +171,3 @@ def test_a_rich_bar_is_one_display(notebook: Notebook) -> None:
     assert "100%" in bars[-1]["data"]["text/plain"]
     assert "<pre" in bars[-1]["data"]["text/html"]
     assert len(bars) < 1500
-
-
-def test_libraries_find_the_notebook_they_are_shown_in(notebook: Notebook) -> None:
-    """What libraries ask for gives the same in the kernel and in a rank; Lightning's own question does not."""
-    asked = """
-import sys
-from rich.console import Console
-from fastprogress.core import IN_NOTEBOOK
-from transformers.utils.import_utils import is_in_notebook
-found = Console().is_jupyter, IN_NOTEBOOK, is_in_notebook(), type(get_ipython()).__name__
-print(*found, hasattr(sys, "ps1"))
-"""
-    here = notebook.good(asked).own.split()
-    assert here[:4] == ["True", "True", "True", "ZMQInteractiveShell"]
-    assert notebook.good("#pragma taas --gpus 1" + asked).own.split() == [*here[:4], "False"]
