@@ -10,27 +10,6 @@ import pytest
 from notebook_harness import Notebook
 from storage_ranks import Run, fork, join
 
-SAME: dict[str, tuple[str, str, str]] = {
-    "mkdir": ("", "os.mkdir('d')", "os.listdir() == ['d']"),
-    "open x": ("", "open('f', 'x').write('text')", "open('f').read() == 'text'"),
-    "touch": ("", "Path('f').touch(exist_ok=False)", "Path('f').exists()"),
-    "remove": ("open('f', 'w').close()", "os.remove('f')", "os.listdir() == []"),
-    "rename": ("open('f', 'w').write('text')", "os.rename('f', 'g')", "os.listdir() == ['g']"),
-    "move": ("open('f', 'w').write('text')", "shutil.move('f', 'g')", "open('g').read() == 'text'"),
-    "folder by rename": (
-        "",
-        "os.mkdir('t'); open('t/f', 'w').write('text'); os.rename('t', 'd')",
-        "os.listdir() == ['d'] and open('d/f').read() == 'text'",
-    ),
-    "rmtree": ("os.makedirs('d/e'); open('d/e/f', 'w').close()", "shutil.rmtree('d')", "os.listdir() == []"),
-    "anew": (
-        "os.makedirs('d/e'); open('d/old', 'w').close()",
-        "shutil.rmtree('d'); os.makedirs('d'); open('d/new', 'x').close()",
-        "os.listdir('d') == ['new']",
-    ),
-}  # fmt: skip
-"""What was there before the run, what every rank does, and what holds afterwards."""
-
 OTHER: dict[str, tuple[str, str, type[OSError]]] = {
     "mkdir": ("os.mkdir('d')", "os.mkdir('d')", FileExistsError),
     "open x": ("open('f', 'w').close()", "open('f', 'x')", FileExistsError),
@@ -57,16 +36,6 @@ def perform(code: str, folder: Path) -> None:
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
     return Run(tmp_path)
-
-
-@pytest.mark.parametrize("what", SAME)
-def test_what_rank_0_has_done_before_fails_nobody(run: Run, what: str) -> None:
-    """Made, or taken away, since the run began: the rank's own call succeeds, and its view is as if it had been first."""
-    before, code, holds = SAME[what]
-    do(run, before)
-    since = run.now()
-    do(run, code)
-    run.rank(lambda guard: perform(f"{code}\nassert {holds}, os.listdir()", run.project), since_ns=since)
 
 
 @pytest.mark.parametrize("what", OTHER)
@@ -106,27 +75,3 @@ def test_ranks_of_a_cell_race_for_folders_and_files(notebook: Notebook) -> None:
         "old", *(f"d{i}{name}" for i in range(20) for name in ("", "/e", *(() if i % 2 else ("/g",))))
     }  # fmt: skip
     assert {(notebook.folder / f"d{i}" / "g").read_text() for i in range(0, 20, 2)} == {"0"}
-
-
-def test_kept_ranks_know_when_their_cell_began(notebook: Notebook) -> None:
-    """What an earlier cell has made was there before this one, in every rank; what rank 0 makes in this one was not."""
-    cell = (
-        "#pragma taas --gpus 2 --keep\nimport os, torch, torch.distributed as dist\n"
-        "if not dist.is_initialized(): dist.init_process_group('gloo')\n"
-        "if dist.get_rank(): dist.barrier()  # rank 0 is first\n"
-        "made = 0\n"
-        "for name in ('first', 'second'):\n"
-        "    try: os.mkdir(name)\n"
-        "    except FileExistsError: continue\n"
-        "    made += 1\n"
-        "    if made == {count}: break\n"
-        "if dist.get_rank() == 0: dist.barrier()\n"
-        "count = torch.tensor(made); dist.all_reduce(count); print(name, int(count))\n"
-        "del dist, count"
-    )
-    try:
-        assert notebook.good(cell.format(count=1)).own == "first 2\n"
-        assert notebook.good(cell.format(count=1)).own == "second 2\n"
-        assert notebook.good(cell.format(count=1)).own == "second 0\n"
-    finally:
-        notebook.good("%taas release")
