@@ -20,7 +20,6 @@ from taas.supervisor.data_side import Phase
 from taas.supervisor.recorder import Recorder
 from taas.supervisor.runs import Run
 from taas.supervisor.vms import DataVms, Vm
-from taas.wire import deadlines
 from taas.wire.agents import JobOver, JobSays, StartJob
 from taas.wire.clients import DeliveryOrder, Submit
 from taas.wire.framing import Memory, Message, StoreAddress
@@ -134,22 +133,6 @@ def begin(tmp_path: Path) -> Iterator[Callable[..., Beginning]]:
         beginning.close()
 
 
-def test_an_agent_that_is_heard_before_its_place_is_known(begin: Callable[..., Beginning]) -> None:
-    """Agents and the cluster speak by different ways: ranks start when it is known where they are, with their GPUs."""
-    begun = begin()
-    for vm in begun.vms:
-        vm.answered = True
-        begun.run.look_at_machines()
-    assert (begun.run.state, begun.started()) == ("acquiring", [])
-    assert (begun.record.state, begun.record.waiting) == ("acquiring", "the Ray cluster")
-    for number, machine in enumerate(begun.machines, 1):
-        machine.take(VmReport(machine.number, "there", host=f"10.0.0.{number}", gpus=("0", "1")))
-        begun.run.look_at_machines()
-    [start] = begun.started()
-    assert (start.work.gpus, start.work.rehearsed, start.work.store.host) == (("0", "1"), 0, "10.0.0.1")
-    assert (begun.record.state, begun.record.waiting, begun.record.device) == ("starting", "", "4 GPUs")
-
-
 def _all_come(begun: Beginning, *gpus: tuple[str, ...]) -> None:
     for number, (vm, machine, given) in enumerate(zip(begun.vms, begun.machines[:2], gpus, strict=True), 1):
         machine.take(VmReport(machine.number, "there", host=f"10.0.0.{number}", gpus=given))
@@ -182,39 +165,6 @@ def test_vms_without_any_gpu_are_a_rehearsal(
     [start] = begun.started()
     assert (start.work.gpus, start.work.rehearsed) == ((), 2)
     assert (begun.record.state, begun.record.device) == ("starting", f"rehearsed on CPU ({why})")
-
-
-def test_an_agent_that_dies_takes_the_names_that_it_held(begin: Callable[..., Beginning]) -> None:
-    """Its ranks have ended well, and nobody has opened their names: the record does not say that they came back."""
-    begun = begin(remote=False)
-    _all_come(begun, (), ())
-    begun.machines[0].pid = 4242
-    for rank in range(4):
-        begun.hear(rank // 2, RankStage(stage="begun", rank=rank))
-        answer = None if rank else Memory(4242, 9, 100)
-        begun.hear(rank // 2, RankEnded(rank=rank, outcome="done", at=0.0, answer=answer))
-    begun.hear(0, JobOver())
-    begun.run.vm_lost(begun.vms[0], "killed by SIGKILL")
-    begun.hear(1, JobOver())
-    begun.work()
-    assert begun.run.finished
-    ended = begun.ended()
-    assert (ended.outcome, ended.names) == ("lost", "no names came back")
-    assert "was killed by SIGKILL; it took rank 0's names with it" in ended.message
-
-
-@pytest.mark.parametrize(("remote", "overdue"), [(False, 2), (True, 0)])
-def test_an_abandoned_run_has_a_deadline_here(
-    begin: Callable[..., Beginning], monkeypatch: pytest.MonkeyPatch, remote: bool, overdue: int
-) -> None:
-    """An agent that is stuck is given up; one elsewhere may have files of the project to bring."""
-    monkeypatch.setattr(deadlines, "END_RANKS", -1.0)
-    begun = begin(remote=remote)
-    _all_come(begun, (), ())
-    begun.hear(0, begun.started()[0].work.store)
-    assert begun.run.overdue == []
-    begun.run.abandon()
-    assert len(begun.run.overdue) == overdue
 
 
 @pytest.mark.parametrize("ahead", [-60.0, 60.0])
