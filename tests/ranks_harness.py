@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import importlib
 import multiprocessing
 import multiprocessing.forkserver
 import os
@@ -90,14 +89,12 @@ def launch(
     vms: int = 1,
     rehearsed: bool = True,
     grace: float = GRACE,
-    imports: tuple[str, ...] = (),
     host: str = LOOPBACK,
     environ: Mapping[str, str] | None = None,
 ) -> list[Outcome]:
     """Run ranks on ``vms`` pretended VMs; returns how each ended. With another ``host`` they meet through a TCPStore.
 
-    Where every rank fails by itself, ``grace=DEADLINE`` waits for them all, however late one begins. ``imports`` are modules
-    that a rank has imported when taas is installed in it, as the forkserver's preload may do; ``environ`` are variables
+    Where every rank fails by itself, ``grace=DEADLINE`` waits for them all, however late one begins. ``environ`` are variables
     beside torchrun's.
     """
     scratch = tempfile.mkdtemp(prefix="ranks-")
@@ -107,7 +104,7 @@ def launch(
     for rank in range(world):
         mine, its = context.Pipe(duplex=False)
         environment = {**_torchrun(rank, world, world // vms, store.address), **(environ or {})}
-        told = its, environment, store.address, rehearsed, imports, str(Path.cwd()), function, args
+        told = its, environment, store.address, rehearsed, str(Path.cwd()), function, args
         process = context.Process(target=_rank, args=told)
         with _without_main():
             process.start()
@@ -172,7 +169,6 @@ def _rank(
     environment: dict[str, str],
     store: StoreAddress,
     rehearsed: bool,
-    imports: tuple[str, ...],
     cwd: str,
     function: Callable[..., Any],
     args: Any,
@@ -181,8 +177,6 @@ def _rank(
     os.environ.update(environment)
     os.chdir(cwd)
     torch.set_num_threads(1)
-    for name in imports:
-        importlib.import_module(name)
     local = int(environment["LOCAL_WORLD_SIZE"])
     outcome = Outcome()
     if rehearsed:
