@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from notebook_harness import Notebook
@@ -271,17 +272,6 @@ def test_a_question_where_nobody_can_answer(notebook: Notebook, ask: str) -> Non
     assert "StdinNotImplementedError" in ran.evalue
 
 
-def test_a_group_that_a_rank_never_comes_to_says_which(notebook: Notebook) -> None:
-    """The store's own words for that are two: what is missing stands beside them."""
-    ran = notebook.run(
-        "#pragma taas --gpus 2\nimport os, threading, torch.distributed as dist\nfrom datetime import timedelta\n"
-        "if os.environ['RANK'] == '1': threading.Event().wait()\n"
-        "dist.init_process_group('gloo', timeout=timedelta(seconds=2))"
-    )
-    assert ran.ename == "CellFailed"
-    assert "rank(s) 1 had not come to this process group of 2" in ran.evalue + ran.traceback
-
-
 def test_a_module_that_was_edited_after_its_import_is_named(notebook: Notebook) -> None:
     """Ranks run the file, the notebook what it imported: one line says so, in cells that use it, until it is reloaded."""
     file, said = notebook.folder / "recipe.py", "recipe: edited since this notebook imported it"
@@ -298,6 +288,19 @@ def test_a_module_that_was_edited_after_its_import_is_named(notebook: Notebook) 
     assert said not in notebook.good("#pragma taas --gpus 2\nr = recipe.rate()").stdout
 
 
+def test_modules_of_the_project_called_like_pythons(tmp_path: Path) -> None:
+    """taas' own processes do not take them for those; as in the notebook, what is there already is used."""
+    book = Notebook(tmp_path)
+    try:
+        book.good("%load_ext taas")
+        for name in ("queue", "random", "secrets", "select", "socket", "tempfile", "torch"):
+            (tmp_path / f"{name}.py").write_text("raise RuntimeError('of the project')\n")
+        ran = book.good("#pragma taas --gpus 2\nimport random, torch\nprint(torch.ones(1).item())")
+        assert ran.own == "1.0\n"
+    finally:
+        book.close()
+
+
 def test_importing_activates_and_unloading_undoes_it(notebook: Notebook) -> None:
     """A plain import activates the header, twice is harmless, and ``%unload_ext`` leaves an ordinary comment."""
     notebook.good("import taas\n%reload_ext taas")
@@ -307,6 +310,36 @@ def test_importing_activates_and_unloading_undoes_it(notebook: Notebook) -> None
     )
     notebook.good("%load_ext taas")
     assert notebook.good("#pragma taas --gpus 2\nimport os\nprint(os.environ.get('WORLD_SIZE'))").own == "2\n"
+
+
+BACKEND = """
+import torch, torch.distributed as dist
+dist.init_process_group({asked})
+backend = dist.get_backend()
+group = dist.new_group(backend="gloo")
+total = torch.ones(1); dist.all_reduce(total, group=group)
+dist.destroy_process_group()
+"""
+
+
+def test_the_headers_backend_is_used(notebook: Notebook) -> None:
+    """A cell that asks for a backend this torch lacks runs with the one the header names."""
+    asked = '"mpi", device_id=torch.device("cuda", 0)'
+    notebook.good("#pragma taas --gpus 2 --backend gloo" + BACKEND.format(asked=asked))
+    assert notebook.value("backend, total.item()") == "gloo 2.0"
+
+
+def test_nccl_is_rehearsed(notebook: Notebook) -> None:
+    """Without a GPU the backend chosen by the header is rehearsed as one chosen by the cell is."""
+    notebook.good("#pragma taas --gpus 2 --rehearse --backend nccl" + BACKEND.format(asked='"gloo"'))
+    assert notebook.value("backend, total.item()") == "gloo 2.0"
+
+
+def test_a_backend_that_is_not_there_is_refused(notebook: Notebook) -> None:
+    """It is said before the cell's first line runs."""
+    ran = notebook.run("#pragma taas --gpus 2 --backend mpi\nprint('the body ran')")
+    assert "--backend mpi: this torch has no mpi; it was built with gloo" in ran.evalue
+    assert "the body ran" not in ran.stdout
 
 
 def test_a_cpu_type_has_no_gpu(notebook: Notebook) -> None:
