@@ -132,23 +132,6 @@ def test_other_ranks_keep_their_own_values(tmp_path: Path) -> None:
         ),
         "(('here', 6), True)", id="a row of plain dicts is given a set by the ranks, a text by the notebook",
     ),
-    pytest.param(
-        (
-            "import torch\nts = [torch.ones(1) for _ in range(50)]", "#r\nn = len(ts)",
-            "from taas.capture.memory import MemoryTable\nasked, places = [], MemoryTable.places\n"
-            "MemoryTable.places = lambda table: asked.append(table) or places(table)",
-            "#r\nn = ts[0].item()", "0 < len(asked) < 25",
-        ),
-        "True", id="where held memory lies is found once, not for each of many tensors",
-    ),
-    pytest.param(
-        (
-            "import torch\ng = torch.Generator().manual_seed(5); held = [g]; same = []", "#r\nn = g.initial_seed()",
-            "same.append(held[0] is g)", "#r\nx = 1", "same.append(held[0] is g)", "#r\ny = g",
-            "same.append(held[0] is g)\nsame",
-        ),
-        "[True, True, True]", id="a generator's device is another object each time: that is no change",
-    ),
 ])  # fmt: skip
 def test_names_that_stay(tmp_path: Path, cells: tuple[str, ...], value: str) -> None:
     """The last cell sees what is so in the notebook."""
