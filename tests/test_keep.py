@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 import psutil
 import pytest
@@ -113,34 +112,6 @@ def test_an_interrupt_leaves_ranks_names_and_a_group(notebook: Notebook) -> None
     assert "was interrupted: all its ranks stay; rank 0's names came back as they stood" in ran.evalue
     assert notebook.value("x") == "1"
     assert [str(pid) for pid in pids_of(notebook)] == first.split()
-
-
-_STUCK = """
-import collections, itertools, time
-if dist.get_rank():
-    open(sign, "w").close()
-    while True:
-        try: collections.deque(itertools.repeat(0), maxlen=0)
-        except KeyboardInterrupt: pass  # it came before
-while not os.path.exists(sign): time.sleep(0.01)
-print("on")
-dist.barrier()
-"""
-
-
-def test_a_rank_that_is_stuck_ends_them(notebook: Notebook, tmp_path: Path) -> None:
-    """C code that holds the GIL notices nothing; rank 0's names came back before, and the next cell has new ranks."""
-    notebook.good(KEEP + GROUP + PIDS + "x = 1")
-    before = [psutil.Process(int(pid)) for pid in notebook.value("*pids").split()]
-    notebook.good(f"import os; sign = {str(tmp_path / 'sign')!r}")
-    notebook.start(KEEP + _STUCK)
-    notebook.wait_for("on")
-    notebook.interrupt()
-    ran = notebook.end()
-    assert (ran.ename, "its ranks are gone" in ran.stdout) == ("KeyboardInterrupt", True)
-    assert "was interrupted: all its ranks have ended" in ran.evalue
-    assert gone(before)
-    assert notebook.good(KEEP + "print(x)").own == "1\n"
 
 
 def test_a_rank_that_dies_in_a_cell_takes_the_others_along(notebook: Notebook) -> None:
