@@ -8,10 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from taas.agent.forkserver import read_at_import
-from taas.agent.staging import environment
 from taas.config import load_catalog
-from taas.engines import AgentConfig, Demand, EngineChoice, chosen
+from taas.engines import Demand, EngineChoice, chosen
 from taas.engines.ray import bundle, what_is_missing
 from taas.engines.slurm import settings_of
 from taas.engines.versions import differing_versions
@@ -120,15 +118,3 @@ def test_versions_that_differ() -> None:
     assert 'pip install "torch==2.9.1"' in differing_versions({**here, "torch": "2.9.0"}, here)
     assert differing_versions({**here, "python": "3.12.1"}, here).endswith("has python 3.11.7, the VM 3.12.1")
     assert "the VM not" in differing_versions({**here, "jupyter-taas": ""}, here)
-
-
-def test_the_environment_on_a_vm() -> None:
-    """What the notebook set holds, what it inherited yields to the VM's own; libraries are imported with the same."""
-    notebook = {"PATH": "/here", "OMP_NUM_THREADS": "3", "LANG": "C", "MKL_X": "set"}
-    changed = ("LD_PRELOAD", "MKL_X")  # the first was removed
-    own = {"PATH": "/there", "LD_PRELOAD": "own.so", "MKL_X": "own", "LANG": "C.UTF-8"}
-    config = AgentConfig("", "", "", "", "", remote=True, environ=own)
-    there = environment(notebook, changed, config)
-    assert there == {"PATH": "/there", "OMP_NUM_THREADS": "3", "LANG": "C.UTF-8", "MKL_X": "set"}
-    ahead = environment(read_at_import(notebook), changed, config)
-    assert read_at_import(ahead) == read_at_import(there)

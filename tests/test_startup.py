@@ -73,16 +73,6 @@ def test_ipython_goes_on_where_taas_is_not(ipython_dir: Path, tmp_path: Path) ->
     assert broken[1:] == ["42"]
 
 
-def test_a_startup_folder_that_is_a_file_is_named(ipython_dir: Path) -> None:
-    """The error says which, and what to do."""
-    (ipython_dir / "profile_default").mkdir(parents=True)
-    (ipython_dir / "profile_default" / "startup").write_text("")
-    refused = terminal("install")
-    assert refused.returncode == 1
-    assert str(ipython_dir / "profile_default" / "startup") in refused.stderr
-    assert "IPYTHONDIR" in refused.stderr
-
-
 @pytest.mark.parametrize("load", ["%load_ext taas", "import taas"])
 def test_a_cell_that_loads_taas_itself_is_told(tmp_path: Path, load: str) -> None:
     """Its header is a comment the first time: ``%load_ext`` stops it before it trains, an import says so; then it runs."""

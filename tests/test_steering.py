@@ -176,48 +176,6 @@ def test_release_gives_warm_machines_back(notebook: Notebook) -> None:
     assert notebook.good("#pragma taas --gpus 1\nprint('again')").own == "again\n"
 
 
-CLIPBOARD = "\x1b]52;c;Z290Y2hh\x07"
-COMMANDS = {
-    "title": "\x1b]0;mine\x07",
-    "clipboard": CLIPBOARD,
-    "clear": "\x1b[2J\x1b[H",
-    "cursor": "\x1b[3A",
-    "device control": "\x1bP+q544e\x1b\\",
-    "reset": "\x1bc",
-    "eight-bit": "\x9b2J\x9d0;mine\x9c",
-    "modes": "\x1b[?1049h\x1b[>4;2m",
-    "backspace, bell, shift out": "\b\a\x0e",
-}
-
-
-def test_ranks_give_a_terminal_no_commands(notebook: Notebook) -> None:
-    """Colours are kept; all else that ranks, cells, displays and errors hold for a terminal can be read in it."""
-    notebook.good("spell = " + repr("".join(COMMANDS.values())))
-    notebook.run(
-        f"#pragma taas --gpus 2 --name spelled\n'{CLIPBOARD}'; import os, sys\n"
-        "print('\\x1b[1;31mred\\x1b[0m\\ttab\\rline', spell); print(spell, file=sys.stderr)\n"
-        "os.write(1, spell.encode() + b'\\n'); display({'text/plain': spell}, raw=True)\n"
-        "raise ValueError('spoken ' + spell)"
-    )
-    said = {
-        words: terminal(*words)
-        for words in (
-            ("logs", "spelled"),
-            ("status",),
-            ("history",),
-            ("attach", "spelled"),
-            ("top", "spelled"),
-        )
-    }
-    for words, done in said.items():
-        shown = done.stdout + done.stderr
-        left = re.sub(r"\x1b\[[0-9;]*m", "", shown)
-        assert not re.search(r"[\x00-\x08\x0b-\x0c\x0e-\x1f\x7f-\x9f]", left), words
-        assert "\\x1b]52;c;Z290Y2hh" in left, words
-    assert "\x1b[1;31mred\x1b[0m\ttab" in said["logs", "spelled"].stdout
-    assert "spoken" in said["history",].stdout
-
-
 def test_types_are_the_catalog(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """``types`` names each instance type with its GPUs, those of ``taas.toml``, too."""
     monkeypatch.chdir(tmp_path)
