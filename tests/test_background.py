@@ -226,19 +226,3 @@ def test_a_restarted_kernel_attaches_to_its_own_notebooks_run(tmp_path: Path) ->
     finally:
         for book in books.values():
             book.close()
-
-
-@pytest.mark.parametrize("end", ["shut down", "killed"])
-def test_no_key_is_left_when_a_kernel_ends(end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However it ends: its supervisor's connection file goes, without a verb that looks for it."""
-    monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path))
-    book = open_notebook(tmp_path)
-    try:
-        book.good("#pragma taas --gpus 1\npass")
-        files = tmp_path / "taas" / "supervisors"
-        assert len(list(files.iterdir())) == 1
-        if end == "killed":
-            book.kill()
-    finally:
-        book.close()
-    until(lambda: not list(files.iterdir()), 30)

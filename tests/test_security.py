@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import os
 import pickle
-import resource
 import select
 import shutil
 import socket
@@ -165,17 +164,6 @@ def test_another_user_comes_in_nowhere(
     assert max(grown.values()) < LIMIT, grown
     if cell is DELIVERED:
         notebook.good("taas.unregister(loader)")
-
-
-def test_descriptors_are_many_where_peers_come_in_and_as_usual_in_ranks(notebook: Notebook) -> None:
-    """Supervisor and agent may open all that the system allows; a rank has the limit of the notebook."""
-    limit = "import resource\nlimit = resource.getrlimit(resource.RLIMIT_NOFILE)"
-    ran = notebook.good(f"#pragma taas --gpus 2\n{limit}\nprint(limit)")
-    assert ran.own.strip() == notebook.value("__import__('resource').getrlimit(7)")
-    found = notebook.processes()
-    for process in [*found.supervisor, *found.agents]:
-        soft, hard = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
-        assert soft == hard
 
 
 @pytest.mark.parametrize("kind", ["no key", "another key"])
