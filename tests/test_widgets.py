@@ -117,19 +117,6 @@ def test_widgets_of_the_cell_are_the_notebooks_afterwards(notebook: Notebook) ->
     assert notebook.value("made.value, both.children[0] is made") == "9 True"
 
 
-def test_selections_of_the_cell_and_of_the_notebook(notebook: Notebook) -> None:
-    """They are the notebook's afterwards, with options and values that no model has; nothing is said of them."""
-    notebook.good("first = widgets.Dropdown(options=[('one', 1)])")
-    ran = notebook.good(
-        HEAD + "first.options = {'two': 2, 'three': 3}\nfirst.value = 3\n"
-        "made = widgets.Dropdown(options={'four': 4, 'five': 5})\nmade.value = 5\n"
-        "tie = widgets.jslink((first, 'index'), (made, 'index'))"
-    )
-    assert (ran.stdout, ran.stderr, ran.traceback) == ("", "", "")
-    notebook.good("made.comm.handle_msg({'content': {'data': {'method': 'update', 'state': {'index': 0}}}})")
-    assert notebook.value("first.value, first.index, made.value, tie.target[0] is made") == "3 1 4 True"
-
-
 def test_attach_shows_widgets_in_another_kernel(notebook: Notebook, tmp_path: Path) -> None:
     """There their models are made anew; where they are already, nothing is set back."""
     notebook.good(
@@ -149,25 +136,3 @@ def test_attach_shows_widgets_in_another_kernel(notebook: Notebook, tmp_path: Pa
 
 
 # ---------------------------------------------------------------- bars and tables that a library draws live
-
-BAR = """#pragma taas --gpus 2
-import sys
-from rich.progress import Progress
-with Progress(auto_refresh=False) as progress:
-    task = progress.add_task("steps", total=3000)
-    for step in range(3000):
-        progress.update(task, advance=1, refresh=True)
-print("done")
-"""
-
-
-def test_a_rich_bar_is_one_display(notebook: Notebook) -> None:
-    """No cursor movements in the text; the bar is HTML, changes in place, and ends where the loop ended."""
-    ran = notebook.good(BAR)
-    assert ran.own == "done\n"
-    assert "\x1b" not in ran.stdout
-    bars = [update for update in ran.updates if "steps" in update["data"]["text/plain"]]
-    assert len({update["transient"]["display_id"] for update in bars}) == 1
-    assert "100%" in bars[-1]["data"]["text/plain"]
-    assert "<pre" in bars[-1]["data"]["text/html"]
-    assert len(bars) < 1500
