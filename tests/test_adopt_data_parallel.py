@@ -226,25 +226,6 @@ def test_what_ranks_cannot_divide_is_refused_by_name(case, words):
         assert words in outcome.text
 
 
-def _function():
-    torch.manual_seed(2)
-    module = mlp()
-    out = nn.parallel.data_parallel(module, batch(7)[0], device_ids=[0, 1])
-    out.sum().backward()
-    return out.detach().numpy(), module[0].weight.grad.numpy()
-
-
-def test_functional_form_is_adopted():
-    """``nn.parallel.data_parallel`` divides as the class does."""
-    torch.manual_seed(2)
-    module = mlp()
-    out = module(batch(7)[0])
-    out.sum().backward()
-    for mine, grad in run_ranks(_function, 2):
-        torch.testing.assert_close(torch.from_numpy(mine), out.detach(), **CLOSE)
-        torch.testing.assert_close(torch.from_numpy(grad), module[0].weight.grad, **CLOSE)
-
-
 # ---------------------------------------------------------------- the group of the replicas
 
 
