@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import types
-import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ from taas.capture import (
     peek,
     rebind_answer,
 )
-from taas.capture.heap import no_collection
 from taas.errors import CaptureError, VersionMismatch
 
 pytestmark = pytest.mark.usefixtures("oracle")
@@ -218,28 +216,6 @@ def test_return_narrows_what_comes_back(
     one.run("a.append(2); b.append(2); t += 1; c = 3")
     found = one.notebook["a"], one.notebook["b"], one.notebook["t"][0].item(), "c" in one.notebook
     assert found == (a, b, t, new)
-
-
-def test_a_small_view_of_a_giant_storage_is_cheap(rounds: Any) -> None:
-    """Only what is used is written, and offsets stay."""
-    one = rounds("import torch\nv = torch.arange(64 << 20, dtype=torch.uint8)[1000:1004]", "v")
-    status = os.fstat(one.captured.fd)
-    assert status.st_blocks * 512 < 1 << 20 < one.captured.nbytes
-    assert one.rank["v"].storage_offset() == 1000
-    one.run("v += 1")
-    assert one.notebook["v"].tolist() == [233, 234, 235, 236]
-
-
-def test_what_a_cell_took_is_freed_when_the_notebook_deletes_it() -> None:
-    """Right then, as memory of a GPU should be, and not when the garbage collector comes by."""
-    with no_collection():
-        one = Round("import torch\nnet = torch.nn.Linear(2, 2)\nrows = [{'a': net.bias}]", "net, rows")
-        one.run("net.new = rows")
-        held = weakref.ref(one.notebook["net"]), weakref.ref(one.notebook["rows"][0]["a"])
-        one.close()
-        del one.captured
-        one.notebook.clear()
-        assert [reference() for reference in held] == [None, None]
 
 
 def test_a_large_name_is_announced(rounds: Any, monkeypatch: pytest.MonkeyPatch) -> None:
