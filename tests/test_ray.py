@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import shutil
 import signal
 import tempfile
@@ -195,22 +194,6 @@ def test_vms_are_given_back_after_a_time_and_when_the_kernel_dies(
 
 
 # ---------------------------------------------------------------- seen and steered from here
-
-
-def test_status_logs_stacks_and_stop(cluster: RayCluster, book: Notebook) -> None:
-    """The verbs know a background run on the cluster: its ranks, where they stand, what they print, how to end it."""
-    book.good(f"#!g2.2\n#pragma taas --gpus 4 --background --name watched{_SLEEP}")
-    book.start("%taas logs watched --rank 3 --follow")
-    assert "rank 3 is there" in book.wait_for("all there", 240).stdout
-    book.interrupt()
-    book.end()
-    assert re.search("watched.*running", _status(book))
-    stacks = book.good("%taas stacks watched")
-    said = stacks.stdout + "".join(shown["data"]["text/plain"] for shown in stacks.displays)
-    assert all(f"rank {rank}" in said for rank in (0, 3)) or "ranks 0–3" in said, said
-    assert "watched" in book.good("%taas stop watched").stdout
-    assert cluster.rid_of_taas(30)
-    assert "interrupted" in book.good("%taas history").displays[-1]["data"]["text/plain"]
 
 
 def test_a_background_run_outlives_its_kernel_and_a_disk_that_all_see_is_found_out(
