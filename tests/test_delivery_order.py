@@ -29,7 +29,7 @@ import taas
 from taas.delivery.config import ResumePoint
 from taas.delivery.messages import Note, ProgressReport
 from taas.delivery.registered import apply_final
-from taas.errors import DeliveryError, RanksDisagree, UnitsExhausted
+from taas.errors import RanksDisagree, UnitsExhausted
 
 pytestmark = pytest.mark.slow
 
@@ -348,16 +348,6 @@ class Numbers(Dataset):
         return torch.full((self.nbytes // 8,), index)
 
 
-class Stream(IterableDataset):
-    """The same as a stream."""
-
-    def __init__(self, length: int, nbytes: int) -> None:
-        self.numbers = Numbers(length, nbytes)
-
-    def __iter__(self) -> Any:
-        return (self.numbers[index] for index in range(len(self.numbers)))
-
-
 def firsts(batches: Any) -> list[int]:
     return [int(batch[0, 0]) for batch in batches]
 
@@ -385,26 +375,6 @@ def test_iterations_that_are_open_together_hold_up_none(body: Callable[[Any], An
 
     with DeliveryRun({"d": loader()}, processes=2, slab=4 << 20) as run:
         assert run.ranks(lambda _, loaders: body(loaders["d"])) == [body(loader())]
-
-
-def until(steps: int) -> Callable[[int, dict[str, Any]], list[int]]:
-    """Rank 0 takes all, the others so many steps; none at all of 0."""
-
-    def body(rank: int, loaders: dict[str, Any]) -> list[int]:
-        if rank == 0:
-            return firsts(loaders["d"])
-        return firsts(first_of(loaders["d"], steps)) if steps else []
-
-    return body
-
-
-@pytest.mark.parametrize("steps", [0, 3])
-def test_a_stream_goes_on_without_ranks_that_leave_it(steps: int) -> None:
-    """One rank leaves its loop early, or never begins it: the other one gets all that is its own."""
-    loader = DataLoader(Stream(200, 1 << 18), batch_size=1)
-    with DeliveryRun({"d": loader}, ranks=2, processes=2, slab=64 << 20) as run:
-        got = run.ranks(until(steps))
-    assert got == [list(range(0, 200, 2)), list(range(1, 2 * steps, 2))]
 
 
 @pytest.mark.parametrize(("prebuffer", "nbytes"), [(64, 1 << 20), (3000, 1 << 10)])
@@ -510,30 +480,6 @@ def test_a_checkpoint_may_say_where_to_go_on() -> None:
         results = run.ranks(differing)
     [told] = [result for result in results if isinstance(result, str)]
     assert "Call taas.resume() in every rank, with the same places" in told
-
-
-def test_mistakes_are_told() -> None:
-    """Too late, no such loader, no such place, nothing to resume with."""
-
-    def body(_rank: int, loaders: dict[str, Any]) -> Any:
-        told = []
-        for places in ({"e": (0, 1)}, {"d": (0, -1)}):
-            with pytest.raises(DeliveryError) as caught:
-                taas.resume(**places)
-            told.append(str(caught.value))
-        next(iter(loaders["d"]))
-        with pytest.raises(DeliveryError) as caught:
-            taas.resume()
-        return [*told, str(caught.value)]
-
-    with DeliveryRun({"d": MAKERS["plain"]()}, slab=4 << 20) as run:
-        [[unknown, negative, late]] = run.ranks(body)
-    assert "'e' is not a loader of this run. Its loaders are d" in unknown
-    assert "an iteration and a step from 0 on" in negative
-    assert "Call it before the first one" in late
-    assert taas.resume()["d"] == (0, 0)
-    with pytest.raises(DeliveryError, match="has no data workers"):
-        taas.resume(d=(0, 1))
 
 
 # ── the end of a run whose ranks are done ────────────────────────────────────────────────────────────
