@@ -212,13 +212,3 @@ def test_the_terminal_teaches_and_fails_with_a_status(tmp_path: Path) -> None:
     assert wrong.stderr == "taas: taas stauts: there is no such verb; did you mean taas status?\n"
     assert "type %%taas --gpus 2 above its code" in terminal("--gpus", "2").stderr
     assert "allowed is %taas engine in a notebook" in terminal("engine", "local").stderr
-
-
-def test_other_lines_complete_as_ever(notebook: Notebook) -> None:
-    """Names, and a line for a system's shell, are IPython's; after ``%unload_ext taas`` all is."""
-    assert "print" in completions(notebook, "pri")
-    assert "#pragma taas --output" not in completions(notebook, "x = 1  #pragma taas --ou")
-    notebook.good("%unload_ext taas")
-    assert "#pragma taas --output" not in completions(notebook, "#pragma taas --ou")
-    notebook.good("%load_ext taas\n%load_ext taas")
-    assert completions(notebook, "#pragma taas --ou") == ["#pragma taas --output"]
