@@ -246,24 +246,6 @@ def test_what_a_cell_began_is_ended_as_at_the_end_of_a_program(notebook: Noteboo
     )
 
 
-@pytest.mark.parametrize("wrapper", ["DistributedDataParallel", "DataParallel"])
-def test_what_holds_a_wrapped_model_holds_the_model(notebook: Notebook, wrapper: str) -> None:
-    """It comes back without the wrapper, the one object under all its names and in all that holds it."""
-    notebook.good(
-        "import torch\nfrom torch import nn\nnet = nn.Linear(2, 1)\n"
-        "class Trainer:\n    def __init__(self, model): self.model = model"
-    )
-    notebook.good(
-        "#pragma taas --gpus 2\ntorch.distributed.init_process_group()\n"
-        f"model = nn.parallel.{wrapper}(net)\ntrainer = Trainer(model)\nheld = [model, trainer]\n"
-        f"own = nn.parallel.{wrapper}(nn.Linear(1, 1))\nowner = Trainer(own)"
-    )
-    assert notebook.value("model is net, trainer.model is net, held[0] is net, held[1] is trainer") == (
-        "True True True True"
-    )
-    assert notebook.value("type(own).__name__, owner.model is own") == "Linear True"
-
-
 @pytest.mark.parametrize("ask", ["input('how many? ')", "breakpoint()", "import pdb; pdb.set_trace()"])
 def test_a_question_where_nobody_can_answer(notebook: Notebook, ask: str) -> None:
     """Nobody waits for ever for an answer that cannot come."""

@@ -214,22 +214,3 @@ def test_memory_that_others_may_change_is_read(made: Callable[[Path], int], file
     else:
         (ctypes.c_ubyte * SIZE).from_address(start)[5 * PAGE] = 9
     assert snapshot.changed([0])[0]
-
-
-ON_A_DEVICE = (3 << 18) + 13
-
-
-@pytest.mark.parametrize("at", [0, (1 << 18) - 1, 1 << 18, ON_A_DEVICE - 2])
-def test_memory_of_a_device_is_added_up_there(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some of it at a time, each bit counts, whatever the memory's length and beginning; it is not copied to the host."""
-    monkeypatch.setattr("taas.capture.memory._ON_DEVICE", 2 << 18)
-    monkeypatch.delattr(Stretch, "in_host_memory")
-    memory = torch.randint(256, (ON_A_DEVICE,), dtype=torch.uint8)
-    storages, spans = {(0, memory.nbytes): memory.untyped_storage()}, ((1, ON_A_DEVICE),)
-    stretch = Stretch(memory.data_ptr(), memory.nbytes, memory, "cuda:0", storages, spans=spans)
-    snapshot = MemorySnapshot({3: stretch})
-    assert snapshot.changed({3}) == {3: []}
-    memory[1 + at] ^= 0x80
-    ((part,),) = snapshot.changed({3}).values()
-    assert part[0] <= 1 + at < part[1]
-    assert part[1] - part[0] <= 1 << 18

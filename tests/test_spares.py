@@ -83,14 +83,3 @@ def test_the_next_run_uses_them_and_finds_what_fresh_ranks_find(notebook: Notebo
     assert gone(there(unfit))
     assert of_spares == of_fresh
     notebook.good("del os.environ['EXTRA']")
-
-
-def test_they_see_todays_modules(notebook: Notebook, folder: Path) -> None:
-    """A module that was edited while they waited is imported as it is now."""
-    module = notebook.folder / "settings.py"
-    module.write_text("value = 1\n")
-    use = "import settings, os\nopen(f\"{folder}/{os.environ['RANK']}\", 'w').write(f'[{os.getpid()}, {settings.value}]')"
-    spares = run_and_wait(notebook, use)
-    module.write_text("value = 22222\n")
-    notebook.good("#pragma taas --gpus 2 --return none\n" + use)
-    assert states(folder) == (spares, [22222, 22222])
