@@ -89,30 +89,6 @@ def wrong_ordinals_raise_what_cuda_raises():
     assert torch.cuda.current_device() == 0
 
 
-def modules_move():
-    """A module goes to CUDA and back, its parameters stay the same objects."""
-    net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    weight = net[0].weight
-    for move in (
-        lambda: net.cuda(),
-        lambda: net.to("cuda"),
-        lambda: net.to(0),
-        lambda: net.to(torch.device("cuda", 0), torch.float32),
-        lambda: net.to(device="cuda", non_blocking=True),
-        lambda: net.cpu(),
-    ):
-        assert move() is net
-        assert net[0].weight is weight
-        assert weight.device == CPU
-    assert nn.Linear(2, 2, device="cuda").weight.device == CPU
-    with torch.device("meta"):
-        empty = nn.Linear(2, 2)
-    assert empty.to_empty(device="cuda").weight.device == CPU
-    packed = nn.utils.rnn.pack_sequence([torch.ones(3, 1), torch.ones(2, 1)])
-    assert packed.cuda().data.device == CPU
-    assert packed.to("cuda:0").data.device == CPU
-
-
 def what_comes_from_the_gpu_is_a_copy():
     """x.cpu() copies as it does from a GPU: the best model kept that way is not the last one."""
     net = nn.Linear(2, 2).cuda()
