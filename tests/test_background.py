@@ -5,12 +5,10 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from notebook_harness import Notebook, gone, until
+from notebook_harness import Notebook, gone, terminal, until
 
 from taas.runs.records import read_records
 
@@ -36,13 +34,6 @@ def open_notebook(project: Path) -> Notebook:
     notebook = Notebook(project)
     notebook.good("%load_ext taas")
     return notebook
-
-
-def terminal(*words: str) -> subprocess.CompletedProcess[str]:
-    """Run ``taas`` in a terminal."""
-    return subprocess.run(
-        [sys.executable, "-m", "taas.cli", *words], capture_output=True, text=True, timeout=120, check=False
-    )
 
 
 def test_sigkill_of_the_kernel_leaves_the_run_and_another_kernel_takes_its_names(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from urllib.request import Request, urlopen
 
 import conftest
 import pytest
+from notebook_harness import terminal
 
 from taas.runs.records import read_records
 
@@ -126,8 +127,7 @@ def where_ranks_stand() -> str:
     for record in read_records():
         if record.live:
             for verb in ("stacks", "logs"):
-                line = [sys.executable, "-m", "taas.cli", verb, record.name]
-                asked = subprocess.run(line, check=False, capture_output=True, text=True, timeout=60)
+                asked = terminal(verb, record.name)
                 said += [f"taas {verb} {record.name}:", asked.stdout[-4000:], asked.stderr]
     return "\n".join(said)
 

@@ -8,8 +8,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from notebook_harness import Notebook, Ran, gone, until
-from test_background import terminal
+from notebook_harness import Notebook, Ran, gone, terminal, until
 
 pytestmark = pytest.mark.slow
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from notebook_harness import Notebook, Ran
+from notebook_harness import Notebook, Ran, terminal
 
 pytestmark = pytest.mark.slow
 
@@ -139,7 +139,6 @@ def test_a_rank_that_computes_or_prints_is_not_hung(notebook: Notebook) -> None:
 
 def test_stacks_are_shown_also_while_c_code_holds_the_gil(notebook: Notebook, tmp_path: Path) -> None:
     """``taas stacks`` from a terminal shows the lines of the cell."""
-    from test_background import terminal
 
     notebook.good(f"came = {str(tmp_path)!r} + '/'")
     line = "open(came + rank, 'w').close(); sum(range(10**13))"

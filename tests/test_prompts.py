@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from notebook_harness import Notebook
-from test_background import terminal
+from notebook_harness import Notebook, terminal
 
 pytestmark = pytest.mark.slow
 

@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from notebook_harness import Notebook
-from test_background import terminal
+from notebook_harness import Notebook, terminal
 
 pytestmark = pytest.mark.slow
 

@@ -11,8 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from notebook_harness import Notebook, gone
-from test_background import terminal
+from notebook_harness import Notebook, gone, terminal
 
 from taas.errors import HeaderError
 from taas.notebook.steering import do
