@@ -75,34 +75,28 @@ def test_the_notebooks_own_widgets_change(notebook: Notebook) -> None:
 
 OBSERVED = """
 seen = []
-slider = widgets.IntSlider(value=1); first = lambda change: seen.append(("first", change["new"]))
-slider.observe(first, "value")
-button = widgets.Button(); text = widgets.Text()
+slider = widgets.IntSlider(value=1); slider.observe(lambda change: seen.append(("first", change["new"])), "value")
+button = widgets.Button()
 """
 OBSERVES = """
 slider.value = 5
 slider.observe(lambda change: seen.append(("second", change["new"])), "value")
-slider.unobserve(first, "value")
-text.observe(lambda change: seen.append(change["name"]))
-slider.value = 6
 made = widgets.IntSlider(value=3); made.observe(lambda change: seen.append(("made", change["new"])), "value")
-linked = widgets.link((made, "value"), (slider, "value"))
 button.on_click(lambda _: seen.append("click"))
-panel = widgets.interactive(lambda n: seen.append(("interact", n)), n=slider)
 """
-MOVED = "slider.value = 7; made.value = 8; text.value = 'x'; button.click()"
+MOVED = "slider.value = 7; made.value = 8; button.click()"
 
 
 def test_observers_that_a_cell_adds_stay(notebook: Notebook) -> None:
-    """Also those of the cell's own widgets, and those that interact and link add; each hears of a change once."""
+    """Also those of the cell's own widgets; each hears of a change once."""
     notebook.good(OBSERVED)
     notebook.good(OBSERVES)
     notebook.good(MOVED)
-    expected = notebook.value("seen, panel.children[0] is slider")
+    expected = notebook.value("seen")
     notebook.good(OBSERVED)
     notebook.good(HEAD + OBSERVES)
     notebook.good(MOVED)
-    assert notebook.value("seen, panel.children[0] is slider") == expected
+    assert notebook.value("seen") == expected
 
 
 def test_widgets_of_the_cell_are_the_notebooks_afterwards(notebook: Notebook) -> None:
