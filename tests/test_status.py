@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import psutil
 import pytest
 from notebook_harness import Notebook
 
@@ -27,6 +29,7 @@ from taas.runs.records import (
     read_records,
     write_record,
 )
+from taas.supervisor.connections import Connection, all_connections, write_connection
 from taas.wire.ranks import Cell, RankUse
 
 Make = Callable[..., RunRecord]
@@ -151,6 +154,37 @@ def test_runs_are_found_by_name_the_live_one_first(make: Make) -> None:
         find_run("bb", records, _of_nobody, live=False)
     with pytest.raises(Exception, match="run b is over"):
         find_run("b", records, _of_nobody, live=True)
+
+
+def test_a_run_goes_on_when_the_clock_is_set(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a sleep, or by NTP: the system then says that it was booted at another time."""
+    make(state="running")
+    booted = psutil.boot_time()
+    monkeypatch.setattr("psutil._pslinux.boot_time", lambda: booted + 60)
+    [record] = read_records()
+    assert record.live
+
+
+def test_a_run_of_another_machine_is_left_alone(make: Make) -> None:
+    """Where several share a home: nobody here can tell that it is over, so nothing of it is removed or sorted."""
+    there = msgspec.structs.replace(ProcessMark.of(os.getpid()), host="another")
+    run = make(state="running", supervisor=there)
+    for number in range(2):
+        make(state="over", outcome="done", submitted=float(number) + 1e12)
+    for now in (5000.0, 5000.0 + 24 * 3600):
+        make_room(runs=0, now=now)
+    [record, *_] = read_records()
+    assert (record.id, record.announced) == (run.id, 0.0)
+    assert "on another, and cannot be seen from this machine" in record.message
+    path = write_connection(
+        Connection(endpoint="", server_key="", public_key="", secret_key="", supervisor=there, kernel=there)
+    )
+    assert all_connections() == []
+    assert path.exists()
+    month = 31 * 24 * 3600
+    os.utime(path, (path.stat().st_mtime - month,) * 2)
+    assert all_connections() == []
+    assert not path.exists()
 
 
 def test_old_runs_are_announced_before_they_are_removed(make: Make) -> None:
