@@ -138,6 +138,24 @@ def test_the_newer_of_two_versions_is_seen(run: Run):
     turns.close()
 
 
+def test_a_save_by_rename_is_not_disturbed_by_that_of_rank_0(run: Run):
+    """Both write ``new`` and move it to ``done``, thousands of times: what rank 0 moved away is not missed."""
+    rounds = 3000
+
+    def body(guard):
+        for number in range(rounds):
+            Path("new").write_text(str(number))
+            Path("new").read_text()
+            Path("new").replace("done")
+        return rounds
+
+    rank = run.start(body)
+    while not os.waitid(os.P_PID, rank[0], os.WEXITED | os.WNOHANG | os.WNOWAIT):
+        (run.project / "new").write_text("rank 0's")
+        (run.project / "new").replace(run.project / "done")
+    assert join(rank) == rounds
+
+
 def test_c_code_at_the_wall_is_explained(run: Run):
     """The rank's error report can say why a library written in C could not write."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,31 @@ def test_a_file_from_before_the_run_is_not_rank_0s(tmp_path: Path):
         recovered(run)
     assert recovered(run, overwrite=True) == ["results.csv"]
     assert contents(run.project) == {"results.csv": "rank 1's"}
+
+
+@pytest.mark.parametrize("ahead", [-3600 * 10**9, 0, 3600 * 10**9])
+def test_a_file_system_with_another_clock_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead: int
+):
+    """The project may be on another machine: what was changed since the run began is told by its clock alone."""
+    project, writes = tmp_path / "project", tmp_path / "writes"
+    project.mkdir()
+    before, during = project / "before", project / "during"
+    before.write_text("as it was")
+    here = time.time_ns
+    monkeypatch.setattr(
+        time, "time_ns", lambda: here() - ahead
+    )  # this machine's clock; the other one's is right
+    since = make_writes(writes, str(project))
+    tree = rank_storage.scratch_of(writes, 1) / "tree"
+    tree.mkdir(parents=True)
+    for name in ("before", "during"):
+        (tree / name).write_text("rank 1's")
+    while not during.exists() or during.lstat().st_ctime_ns <= since:  # it ticks some hundred times a second
+        during.write_text("rank 0's")
+    [said] = sort([writes], str(project), "fox")
+    assert said.startswith("kept: before (1 file")
+    assert kept_versions([writes], str(project)) == {"before": {1: tree / "before"}}
 
 
 def test_different_versions_all_reach_the_project(run: Run):
