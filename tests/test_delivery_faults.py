@@ -18,7 +18,7 @@ from notebook_harness import until
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from taas import rehearsal
-from taas.delivery.messages import HostLost, Note, ProgressReport
+from taas.delivery.messages import Failed, HostLost, Note, ProgressReport
 from taas.errors import DeliveryError, RanksDisagree, UnitsExhausted
 
 pytestmark = pytest.mark.slow
@@ -133,6 +133,33 @@ def test_a_lost_data_vm_loses_and_doubles_nothing(how: str) -> None:
     for fd in (quarter, reached, lost, know):
         os.close(fd)
     assert disturbed == undisturbed(slow_loader(), 2)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
+def test_data_vms_are_needed_no_more_when_all_units_were_consumed(number: signal.Signals) -> None:
+    """Their end is no loss then, and nobody waits for one that does not answer: the cell goes on to its own end."""
+    reader, writer = os.pipe()
+
+    def body(rank: int, loaders: dict[str, Any]) -> Any:
+        got = everything(rank, loaders)
+        os.read(reader, 1)  # the cell goes on without elements
+        return got
+
+    units, loader = {"*": 40}, slow_loader()
+    with DeliveryRun({"d": loader}, ranks=2, vms=2, processes=2, units=units, alone=0.0) as run:
+        ranks = run.start_ranks(body)
+        wait_for_delivery(run, 40)
+        for process in [*workers_of(run), *(psutil.Process(pool.pid) for pool in run.children[1:])]:
+            process.send_signal(number)
+        while number == signal.SIGKILL and run.wait_for(ProgressReport).workers:
+            pass
+        os.write(writer, b"..")
+        got = run.results(ranks)
+        states = run.finish().states
+    os.close(reader), os.close(writer)
+    assert [len(mine) for mine in got] == [20, 20]
+    assert states
+    assert not [report for report in run.reports if isinstance(report, HostLost | Failed)]
 
 
 def test_a_frozen_worker_holds_nobody_up() -> None:
