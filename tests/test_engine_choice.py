@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from taas.agent.forkserver import read_at_import
+from taas.agent.staging import environment
 from taas.config import load_catalog
-from taas.engines import Demand, EngineChoice, chosen
-from taas.engines.ray import bundle, what_is_missing
+from taas.engines import AgentConfig, Demand, EngineChoice, chosen
 from taas.engines.slurm import settings_of
 from taas.engines.versions import differing_versions
 from taas.errors import EngineError, HeaderError
@@ -66,18 +67,6 @@ def test_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-def test_bundles() -> None:
-    """A VM asks for its type and its GPUs; for no GPUs where it is rehearsed."""
-    kind = Demand("g2.8", 8)
-    assert bundle(kind, [{"CPU": 4}]) == {"GPU": 8, "g2.8": 1}, "an autoscaler may bring it"
-    assert bundle(kind, [{"CPU": 4}, {"GPU": 8, "g2.8": 1}]) == {"GPU": 8, "g2.8": 1}
-    assert bundle(kind, [{"GPU": 8}, {"g2.8": 1}]) == {"g2.8": 1}, "no node of the type has a GPU"
-    assert bundle(Demand("g2.8", 8, rehearse=True), [{"GPU": 8, "g2.8": 1}]) == {"g2.8": 1}
-    assert bundle(Demand("c1.4", 0), [{"c1.4": 1}]) == {"c1.4": 1}
-    assert bundle(Demand(None, 4), [{"GPU": 8}]) == {"GPU": 4}
-    assert bundle(Demand(None, 4), [{"CPU": 8}]) == {"CPU": 1}
-
-
 def test_what_is_asked_of_slurm(own_project: Path) -> None:
     """What is typed wins over `[engine.slurm]`; a VM with GPUs is a whole node unless its type says how it is asked for."""
     (own_project / "taas.toml").write_text(
@@ -96,21 +85,6 @@ def test_what_is_asked_of_slurm(own_project: Path) -> None:
     assert settings_of(typed.address).asked_for(Demand(None, 2))[:2] == ["--partition=x", "--time=9"]
 
 
-def test_what_is_missing() -> None:
-    """What is asked for, what there is, and whether somebody else has it or nobody."""
-    node = {"CPU": 4.0, "GPU": 8.0, "g2.8": 1.0, "memory": 1e9, "node:10.0.0.1": 1.0}
-    wanted = {"GPU": 8.0, "g2.8": 1.0}
-    busy = what_is_missing(wanted, 1, [node], {"GPU": 0.0, "g2.8": 1.0})
-    assert busy == (
-        "1 node with GPU 8, g2.8 1; the cluster has 1 node with CPU 4, GPU 8, g2.8 1 in all, of GPU 0 free: "
-        "other runs or jobs have the rest"
-    )
-    short = what_is_missing(wanted, 2, [node], {"GPU": 8.0, "g2.8": 1.0})
-    assert short.startswith("2 nodes with GPU 8, g2.8 1; the cluster has 1 node with")
-    assert "1 like that: an autoscaler has to make it" in short
-    assert """--resources='{"g2.8": 1}'""" in short
-
-
 def test_versions_that_differ() -> None:
     """Versions that matter are compared, and the difference is named with what to install."""
     here = {"python": "3.11.7", "torch": "2.9.1+cu126", "jupyter-taas": "0.1.0", "numpy": "2.4"}
@@ -118,3 +92,15 @@ def test_versions_that_differ() -> None:
     assert 'pip install "torch==2.9.1"' in differing_versions({**here, "torch": "2.9.0"}, here)
     assert differing_versions({**here, "python": "3.12.1"}, here).endswith("has python 3.11.7, the VM 3.12.1")
     assert "the VM not" in differing_versions({**here, "jupyter-taas": ""}, here)
+
+
+def test_the_environment_on_a_vm() -> None:
+    """What the notebook set holds, what it inherited yields to the VM's own; libraries are imported with the same."""
+    notebook = {"PATH": "/here", "OMP_NUM_THREADS": "3", "LANG": "C", "MKL_X": "set"}
+    changed = ("LD_PRELOAD", "MKL_X")  # the first was removed
+    own = {"PATH": "/there", "LD_PRELOAD": "own.so", "MKL_X": "own", "LANG": "C.UTF-8"}
+    config = AgentConfig("", "", "", "", "", remote=True, environ=own)
+    there = environment(notebook, changed, config)
+    assert there == {"PATH": "/there", "OMP_NUM_THREADS": "3", "LANG": "C.UTF-8", "MKL_X": "set"}
+    ahead = environment(read_at_import(notebook), changed, config)
+    assert read_at_import(ahead) == read_at_import(there)

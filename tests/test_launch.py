@@ -246,6 +246,13 @@ def test_what_a_cell_began_is_ended_as_at_the_end_of_a_program(notebook: Noteboo
     )
 
 
+def test_a_model_that_an_earlier_cell_has_compiled(notebook: Notebook) -> None:
+    """A rehearsal runs it eagerly, as one that the cell compiles."""
+    notebook.good("import torch\nmodel = torch.compile(torch.nn.Linear(4, 1))")
+    notebook.good("#pragma taas --gpus 2\nmodel(torch.ones(1, 4)).sum().backward()")
+    assert notebook.value("model.weight.grad.tolist()") == "[[1.0, 1.0, 1.0, 1.0]]"
+
+
 @pytest.mark.parametrize("ask", ["input('how many? ')", "breakpoint()", "import pdb; pdb.set_trace()"])
 def test_a_question_where_nobody_can_answer(notebook: Notebook, ask: str) -> None:
     """Nobody waits for ever for an answer that cannot come."""
