@@ -116,11 +116,11 @@ def _only_the_last(url, folder):
     return None
 
 
-@pytest.mark.parametrize("where", ["data", "../elsewhere"])
-def test_torchvision_dataset_is_downloaded_once(site, where):
+@pytest.mark.parametrize(("where", "vms"), [("data", 1), ("../elsewhere", 2)])
+def test_torchvision_dataset_is_downloaded_once(site, where, vms):
     """Four ranks, MNIST's file format, inside the project and outside: each file is fetched once, all read it."""
     url, asked, md5 = site
-    results = run_ranks(_mnist, 4, url, md5, where)
+    results = run_ranks(_mnist, 4, url, md5, where, vms=vms)
     assert results == [results[0]] * 4
     assert results[0][0] == SAMPLES
     assert set(asked.values()) == {TORCHVISION_ASKS}

@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks_harness import launch, run_ranks
-from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DistributedSampler
 
 from taas.wire.framing import LOOPBACK
@@ -48,23 +47,6 @@ def _three_times():
     return [_by_environment(), _by_url("tcp://127.0.0.1:12355"), _by_environment()]
 
 
-def _by_old_name(init):
-    init("gloo", timeout=timedelta(seconds=60))
-    return _sum_of_ranks()
-
-
-def _mesh():
-    return init_device_mesh("cpu", (2,)).size(), dist.get_rank()
-
-
-def _first_two_then_all():
-    rank, results = int(os.environ["RANK"]), []
-    if rank < 2:
-        results.append(_init_and_sum(rank=rank, world_size=2))
-    results.append(_init_and_sum())
-    return results
-
-
 def _alone():
     return _init_and_sum(init_method="tcp://127.0.0.1:29500", rank=0, world_size=1)
 
@@ -96,12 +78,6 @@ def test_group_is_made_again_after_destroy(host):
     assert run_ranks(_three_times, 2, host=host) == [[(0, 2, 3.0)] * 3, [(1, 2, 3.0)] * 3]
 
 
-def test_other_ways_to_make_a_group():
-    """``from torch.distributed import init_process_group``, whenever that was; a mesh makes its group by itself."""
-    assert run_ranks(_by_old_name, 2, dist.init_process_group) == [(0, 2, 3.0), (1, 2, 3.0)]
-    assert run_ranks(_mesh, 2, rehearsed=False) == [(2, 0), (2, 1)]
-
-
 def test_two_runs_at_once_do_not_meet():
     """Two runs of the same program with the same port, side by side."""
     results: dict[int, list] = {}
@@ -114,12 +90,6 @@ def test_two_runs_at_once_do_not_meet():
         thread.join()
     assert {(2, 3.0)} == {one[1:] for rank in results[2] for one in rank}
     assert {(3, 6.0)} == {one[1:] for rank in results[3] for one in rank}
-
-
-def test_group_of_fewer_ranks_does_not_disturb_the_next():
-    """The first two of three ranks form a group of two; then all three meet."""
-    two, three = [(r, 2, 3.0) for r in range(2)], [(r, 3, 6.0) for r in range(3)]
-    assert [[two[0], three[0]], [two[1], three[1]], [three[2]]] == run_ranks(_first_two_then_all, 3)
 
 
 def test_world_of_one_trains_alone_and_says_so():
