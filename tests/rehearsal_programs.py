@@ -64,31 +64,6 @@ def every_factory_takes_a_device():
         assert {x.device for x in made} == {CPU}
 
 
-def wrong_ordinals_raise_what_cuda_raises():
-    """A device that is not there is an error in rehearsal as on the machine, and says which are there."""
-    calls = [
-        lambda: torch.ones(1).cuda(1),
-        lambda: torch.ones(1).to("cuda:7"),
-        lambda: torch.ones(1).to(3),
-        lambda: torch.zeros(1, device="cuda:1"),
-        lambda: nn.Linear(1, 1).to("cuda:5"),
-        lambda: nn.Linear(1, 1).cuda(5),
-        lambda: torch.cuda.set_device(4),
-        lambda: torch.cuda.synchronize(4),
-        lambda: torch.Generator(device="cuda:2"),
-        lambda: torch.cuda.device(2).__enter__(),
-    ]
-    for call in calls:
-        with pytest.raises(RuntimeError, match="invalid device ordinal"):
-            call()
-    with pytest.raises(AssertionError, match="Invalid device id"):
-        torch.cuda.get_device_properties(1)
-    with pytest.raises(ValueError, match="Expected a cuda device"):
-        torch.cuda.set_device("cpu")
-    torch.cuda.set_device(-1)
-    assert torch.cuda.current_device() == 0
-
-
 def what_comes_from_the_gpu_is_a_copy():
     """x.cpu() copies as it does from a GPU: the best model kept that way is not the last one."""
     net = nn.Linear(2, 2).cuda()
@@ -244,26 +219,6 @@ def _as_if_saved_on_cuda(data: bytes) -> bytes:
                 content = content.replace(b"X\x03\x00\x00\x00cpu", b"X\x06\x00\x00\x00cuda:0")
             new.writestr(name, content)
     return out.getvalue()
-
-
-def pinned_loaders_work():
-    """pin_memory=True runs its thread; a batch's own pin_memory method is called, as on a GPU."""
-    data = torch.utils.data.TensorDataset(torch.arange(8.0))
-    for workers in (0, 1):
-        loader = torch.utils.data.DataLoader(data, batch_size=4, pin_memory=True, num_workers=workers)
-        assert [batch.cuda(non_blocking=True).tolist() for (batch,) in loader] == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    loader = torch.utils.data.DataLoader([1, 2], collate_fn=_Pinnable, pin_memory=True)
-    assert all(batch.pinned for batch in loader)
-    assert torch.ones(2).pin_memory().is_pinned() is False
-
-
-class _Pinnable:
-    def __init__(self, items):
-        self.items, self.pinned = items, False
-
-    def pin_memory(self):
-        self.pinned = True
-        return self
 
 
 class _SeesCuda(torch.utils.data.Dataset):

@@ -106,12 +106,6 @@ def open_for_writing(s):
 
 
 @attack()
-def open_without_a_name(s):
-    with tempfile.TemporaryFile(dir=s.project) as file:
-        file.write(b"x")
-
-
-@attack()
 def link_route(s):
     os.symlink(s.project, s.outside / "way")
     open(s.outside / "way" / "file", "w").close()
@@ -142,11 +136,6 @@ def rename_within(s):
 def rename_out(s):
     os.rename(s.project / "file", s.outside / "taken")
     assert (s.outside / "taken").read_text() == "content"
-
-
-@attack(discard="denied")
-def rename_the_project(s):
-    os.rename(s.project, s.outside / "taken")
 
 
 @attack(discard="denied", passes={"diversion"})
@@ -274,12 +263,6 @@ def uring_open(path, flags):
 def remount_writable(s):
     check(libc.mount(None, os.fsencode(s.project), None, ctypes.c_ulong(0x20 | 0x1000), None))
     check(libc.creat(os.fsencode(s.project / "file"), 0o600))
-
-
-@attack(discard="denied", kernel=True)
-def bind_elsewhere(s):
-    check(libc.mount(os.fsencode(s.project), os.fsencode(s.outside), None, ctypes.c_ulong(0x1000), None))
-    check(libc.creat(os.fsencode(s.outside / "file"), 0o600))
 
 
 @attack(discard="denied", kernel=True)

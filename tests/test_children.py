@@ -104,20 +104,6 @@ def test_processes_of_multiprocessing_train_together(book: Notebook) -> None:
     assert same_model(book, "forked.pt")
 
 
-def test_notebook_launcher_in_a_process_that_sees_all_gpus(book: Notebook) -> None:
-    """accelerate's ``notebook_launcher(num_processes=2)`` forks two processes, as in a plain notebook."""
-    ran = book.good("""#!g2.2
-from accelerate import notebook_launcher
-def loop(text):
-    from accelerate import Accelerator
-    accelerator = Accelerator()
-    found = accelerator.gather(torch.tensor([accelerator.process_index], device=accelerator.device))
-    accelerator.print(text, accelerator.num_processes, found.tolist())
-notebook_launcher(loop, args=("gathered",), num_processes=2, use_port=free_port())
-""")
-    assert "gathered 2 [0, 1]\n" in ran.own
-
-
 def test_children_end_with_the_rank(book: Notebook) -> None:
     """An interrupt ends the cell and what it spawned."""
     book.start("#!g2.2\ndef wait(rank):\n    print('here', rank)\n    threading.Event().wait()\n"

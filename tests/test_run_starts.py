@@ -155,18 +155,6 @@ def test_a_vm_without_the_gpus_it_was_said_to_have(
     assert f"g2.2-1 (node 10.0.0.2) has {count} of the 2 GPUs that its ranks need" in ended.message
 
 
-@pytest.mark.parametrize(("rehearse", "why"), [(False, "no GPU there"), (True, "as --rehearse asks")])
-def test_vms_without_any_gpu_are_a_rehearsal(
-    begin: Callable[..., Beginning], rehearse: bool, why: str
-) -> None:
-    """All of them are alike: the run goes on, and its line says on what."""
-    begun = begin(rehearse=rehearse)
-    _all_come(begun, (), ())
-    [start] = begun.started()
-    assert (start.work.gpus, start.work.rehearsed) == ((), 2)
-    assert (begun.record.state, begun.record.device) == ("starting", f"rehearsed on CPU ({why})")
-
-
 @pytest.mark.parametrize("ahead", [-60.0, 60.0])
 @pytest.mark.parametrize("first", [0, 2])
 @pytest.mark.parametrize("outcome", ["raised", "died"])
