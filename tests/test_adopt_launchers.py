@@ -56,15 +56,6 @@ def _queue():
     mp.spawn(_note, args=(mp.get_context("spawn").SimpleQueue(),), nprocs=2)
 
 
-def _shared_tensor():
-    mp.spawn(_note, args=(torch.zeros(3).share_memory_(),), nprocs=2)
-
-
-def _managed():
-    with mp.Manager() as manager:
-        mp.spawn(_note, args=(manager.dict(),), nprocs=2)
-
-
 def _elastic():
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -118,9 +109,7 @@ def _spawn_nested():
     ("program", "words"),
     [
         (_spawn_nested, "inside mp.spawn"),
-        (_managed, "all_gather_object"),
         (_queue, "a SimpleQueue that processes share (args[0]), of which each rank would have its own"),
-        (_shared_tensor, "a Tensor that processes share (args[0])"),
         (_elastic, "torchrun"),
     ],
 )
