@@ -311,16 +311,13 @@ dist.destroy_process_group()
 """
 
 
-def test_the_headers_backend_is_used(notebook: Notebook) -> None:
-    """A cell that asks for a backend this torch lacks runs with the one the header names."""
-    asked = '"mpi", device_id=torch.device("cuda", 0)'
-    notebook.good("#pragma taas --gpus 2 --backend gloo" + BACKEND.format(asked=asked))
-    assert notebook.value("backend, total.item()") == "gloo 2.0"
-
-
-def test_nccl_is_rehearsed(notebook: Notebook) -> None:
-    """Without a GPU the backend chosen by the header is rehearsed as one chosen by the cell is."""
-    notebook.good("#pragma taas --gpus 2 --rehearse --backend nccl" + BACKEND.format(asked='"gloo"'))
+@pytest.mark.parametrize(
+    ("options", "asked"),
+    [("--backend gloo", '"mpi", device_id=torch.device("cuda", 0)'), ("--rehearse --backend nccl", '"gloo"')],
+)
+def test_the_headers_backend_is_used(notebook: Notebook, options: str, asked: str) -> None:
+    """Whatever the cell asks for; without a GPU, NCCL is rehearsed as one that the cell chooses is."""
+    notebook.good(f"#pragma taas --gpus 2 {options}{BACKEND.format(asked=asked)}")
     assert notebook.value("backend, total.item()") == "gloo 2.0"
 
 
