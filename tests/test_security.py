@@ -39,9 +39,8 @@ from taas.delivery.messages import (
 )
 from taas.delivery.registered import Registration, apply_final
 from taas.delivery.transport import SlabServer, connect_data, map_slabs, new_context
-from taas.errors import EngineError
 from taas.header.options import RunSpec
-from taas.supervisor.connections import Visit, all_connections, remove_folders_left
+from taas.supervisor.connections import remove_folders_left
 from taas.wire.clients import RunRequest, Submit
 from taas.wire.curve import make_dealer
 from taas.wire.framing import Memory, Message, pack
@@ -202,13 +201,6 @@ def test_memory_of_another_size_or_owner_is_refused(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="not the memory that was announced"):
         Memory(os.getpid(), fd, 10).open()
     os.close(fd)
-
-
-def test_a_terminal_that_sees_another_tmp_is_told_so(running: psutil.Process, tmp_path: Path) -> None:
-    """The connection file is in Jupyter's folder, the socket is not: who does not see it hears why, and at once."""
-    [there] = [c for c in all_connections() if c.supervisor.pid == running.pid]
-    with pytest.raises(EngineError, match="PrivateTmp"):
-        Visit(msgspec.structs.replace(there, endpoint=f"ipc://{tmp_path}/supervisor"))
 
 
 def test_cleaners_leave_the_folder_of_sockets_alone(running: psutil.Process, public: Path) -> None:
