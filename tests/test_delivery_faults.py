@@ -465,3 +465,21 @@ def test_memory_stays_within_the_slab() -> None:
                     held.append(fd.stat().st_blocks * 512)
     assert len(held) == 1
     assert held[0] <= slab
+
+
+def test_memory_of_frames_is_bounded() -> None:
+    """Between hosts a rank holds as much as a slab would, not what has passed: a hundred times that passes here."""
+    slab = 4 << 20
+    loader = DataLoader(Slow(400, 0.0, (1 << 18,)), batch_size=1)  # 1 MiB each
+
+    def body(_rank: int, loaders: dict[str, Any]) -> Any:
+        iterator = iter(loaders["d"])
+        got = [float(next(iterator)[0][0, -1]) for _ in range(20)]
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        got += [float(x[0, -1]) for x, _ in iterator]
+        return got, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10
+
+    with DeliveryRun({"d": loader}, slab=slab, shared=False, processes=2) as run:
+        [(got, more)] = run.ranks(body)
+    assert got == [float(i) for i in range(400)]
+    assert more < 16 * slab, more
