@@ -253,6 +253,22 @@ def test_a_model_that_an_earlier_cell_has_compiled(notebook: Notebook) -> None:
     assert notebook.value("model.weight.grad.tolist()") == "[[1.0, 1.0, 1.0, 1.0]]"
 
 
+def test_loaders_whose_workers_persist(notebook: Notebook) -> None:
+    """They are each process' own; also where a cell has asked the loader before."""
+    notebook.good(
+        "import torch\nfrom torch.utils.data import DataLoader\nworkers = dict(num_workers=1, persistent_workers=True)\n"
+        "here = same = DataLoader(torch.arange(3), **workers)\nfirst = next(iter(here))"
+    )
+    ran = notebook.good(
+        "#pragma taas --gpus 2\nseen = [*map(int, here)]; here.note = 1\n"
+        "there = DataLoader(torch.arange(2), **workers); seen += map(int, there)"
+    )
+    assert "did not come back" not in ran.stdout
+    assert notebook.value("seen, [*map(int, here)], [*map(int, there)], here is same, same.note") == (
+        "[0, 1, 2, 0, 1] [0, 1, 2] [0, 1] True 1"
+    )
+
+
 @pytest.mark.parametrize("ask", ["input('how many? ')", "breakpoint()", "import pdb; pdb.set_trace()"])
 def test_a_question_where_nobody_can_answer(notebook: Notebook, ask: str) -> None:
     """Nobody waits for ever for an answer that cannot come."""
