@@ -22,12 +22,7 @@ from privileges import no_mounts
 from ray_cluster import RayCluster, why_not
 
 from taas import _linux
-from taas.agent.forkserver import Forkserver
-from taas.header.options import RunSpec
 from taas.rank import lifeline
-from taas.runs.places import ProcessMark
-from taas.runs.records import RunRecord, write_record
-from taas.wire.ranks import Cell
 
 # a loaded machine is slow, not wrong; what is new is found by --hypothesis-profile=explore, not by whoever runs the suite
 settings.register_profile("explore", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -39,21 +34,20 @@ _MINUTES = (
     "test_browser",
     "test_fault_table",
     "test_gallery",
-    "test_endings",
+    "test_disk_full",
     "test_delivery_faults",
     "test_keep",
     "test_rank_storage_attacks",
-    "test_faults",
-    "test_delivery_order",
     "test_launch",
-    "test_rehearsal",
-    "test_status",
+    "test_same_notebook",
+    "test_children",
+    "test_endings",
     "test_background",
+    "test_delivery_order",
     "test_examples",
     "test_random_notebooks",
-    "test_widgets",
-    "test_same_notebook",
-    "test_kept",
+    "test_status",
+    "test_delivery_runs",
 )
 """Files that take a minute, the longest first."""
 
@@ -244,29 +238,6 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     if nextitem is None or nextitem.path != item.path:
         for fixture in _held.keys() - {*getattr(nextitem, "fixturenames", ())}:
             _held.pop(fixture).close()
-
-
-@pytest.fixture
-def forkserver() -> Iterator[Forkserver]:
-    """A forkserver of this process; it may take the place of another one, whose descriptors are closed."""
-    made = Forkserver()
-    made.start()
-    yield made
-    made._end()
-
-
-@pytest.fixture
-def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunRecord:
-    """The record of a run of three ranks that shows rank 0, in its folder, as its supervisor would write it."""
-    monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path))
-    me = ProcessMark.of(os.getpid())
-    record = RunRecord(
-        name="mine", id="0a1b2c", cell=Cell("", 1, RunSpec(ranks_per_vm=3), "nocolor"), project=str(tmp_path),
-        supervisor=me, kernel=me, device="CPU",
-    )  # fmt: skip
-    record.folder.mkdir()
-    write_record(record)
-    return record
 
 
 @contextlib.contextmanager

@@ -258,10 +258,16 @@ class Notebook:
         return Processes(**found)
 
 
+def terminal(*words: str) -> subprocess.CompletedProcess[str]:
+    """Run ``taas`` in a terminal."""
+    return subprocess.run(
+        [sys.executable, "-m", "taas.cli", *words], capture_output=True, text=True, timeout=120, check=False
+    )
+
+
 def _stacks() -> str:
     """Where the ranks of the run stand, if there is one."""
-    command = [sys.executable, "-m", "taas.cli", "stacks"]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+    done = terminal("stacks")
     return done.stdout + done.stderr
 
 

@@ -33,6 +33,16 @@ def no_other_users() -> str:
     return _refused("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "true")
 
 
+@functools.cache
+def no_network() -> str:
+    """Why there can be no network between namespaces; empty where there can."""
+    return (
+        _refused("unshare", "--net", "--mount", "--pid", "--fork", "true")
+        or _refused("ip", "-V")
+        or _refused("nsenter", "-V")
+    )
+
+
 def _refused(*command: str) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -59,4 +69,3 @@ def small_disk(folder: Path, options: str) -> Iterator[None]:
 
 
 needs_user_namespaces = _unless(no_user_namespaces(), "makes a user namespace")
-needs_other_users = _unless(no_other_users(), "becomes another user")

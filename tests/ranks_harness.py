@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import importlib
 import multiprocessing
 import multiprocessing.forkserver
 import os
@@ -90,15 +89,14 @@ def launch(
     vms: int = 1,
     rehearsed: bool = True,
     grace: float = GRACE,
-    imports: tuple[str, ...] = (),
     host: str = LOOPBACK,
     environ: Mapping[str, str] | None = None,
+    devices: int | None = None,
 ) -> list[Outcome]:
     """Run ranks on ``vms`` pretended VMs; returns how each ended. With another ``host`` they meet through a TCPStore.
 
-    Where every rank fails by itself, ``grace=DEADLINE`` waits for them all, however late one begins. ``imports`` are modules
-    that a rank has imported when taas is installed in it, as the forkserver's preload may do; ``environ`` are variables
-    beside torchrun's.
+    Where every rank fails by itself, ``grace=DEADLINE`` waits for them all, however late one begins. ``environ`` are variables
+    beside torchrun's; a rank sees a rehearsed device for each rank of its VM, or so many ``devices``.
     """
     scratch = tempfile.mkdtemp(prefix="ranks-")
     store = RunStore(StoreAddress(host, secrets.token_bytes(32)), world, Path(scratch))
@@ -107,7 +105,15 @@ def launch(
     for rank in range(world):
         mine, its = context.Pipe(duplex=False)
         environment = {**_torchrun(rank, world, world // vms, store.address), **(environ or {})}
-        told = its, environment, store.address, rehearsed, imports, str(Path.cwd()), function, args
+        told = (
+            its,
+            environment,
+            store.address,
+            (devices or world // vms) if rehearsed else 0,
+            str(Path.cwd()),
+            function,
+            args,
+        )
         process = context.Process(target=_rank, args=told)
         with _without_main():
             process.start()
@@ -171,8 +177,7 @@ def _rank(
     pipe: Connection,
     environment: dict[str, str],
     store: StoreAddress,
-    rehearsed: bool,
-    imports: tuple[str, ...],
+    devices: int,
     cwd: str,
     function: Callable[..., Any],
     args: Any,
@@ -181,14 +186,13 @@ def _rank(
     os.environ.update(environment)
     os.chdir(cwd)
     torch.set_num_threads(1)
-    for name in imports:
-        importlib.import_module(name)
+    multiprocessing.set_start_method("fork", force=True)  # as a rank has it, which is forked as these are
     local = int(environment["LOCAL_WORLD_SIZE"])
     outcome = Outcome()
-    if rehearsed:
+    if devices:
         from taas import rehearsal
 
-        rehearsal.install(device_count=local, local_rank=int(environment["LOCAL_RANK"]))
+        rehearsal.install(device_count=devices, local_rank=int(environment["LOCAL_RANK"]))
     from taas import adopt
 
     adopt.install(
@@ -198,7 +202,7 @@ def _rank(
             local_rank=int(environment["LOCAL_RANK"]),
             local_world_size=local,
             address=store,
-            rehearsed=rehearsed,
+            rehearsed=bool(devices),
             notice=outcome.notices.append,
             project=Path.cwd(),
         )

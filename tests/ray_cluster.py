@@ -28,6 +28,7 @@ from pathlib import Path
 import psutil
 from jupyter_client.manager import KernelManager
 from notebook_harness import Notebook
+from privileges import no_network
 
 _SUBNET = "10.83.17"
 _PORT = 6379
@@ -43,15 +44,9 @@ _HOLD = (
 
 def why_not() -> str:
     """Why such a cluster cannot be had here; empty where it can."""
-    if os.geteuid() != 0:
-        return "network namespaces need root"
-    for program in ("ip", "unshare", "nsenter"):
-        if shutil.which(program) is None:
-            return f"{program} is not installed (Debian: iproute2, util-linux)"
     if find_spec("ray") is None:
         return "Ray is not installed: pip install 'jupyter-taas[ray]'"
-    refused = subprocess.run(["unshare", "--net", "--mount", "--pid", "--fork", "true"], capture_output=True)
-    return "" if refused.returncode == 0 else refused.stderr.decode().strip()
+    return no_network()
 
 
 class Node:

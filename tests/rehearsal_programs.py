@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import copy
 import io
-import multiprocessing
 import os
-import pickle
 import sys
 import tempfile
 import warnings
@@ -64,76 +62,6 @@ def every_factory_takes_a_device():
             torch.normal(0.0, 1.0, (2,), device=device),
         ]
         assert {x.device for x in made} == {CPU}
-
-
-def wrong_ordinals_raise_what_cuda_raises():
-    """A device that is not there is an error in rehearsal as on the machine, and says which are there."""
-    calls = [
-        lambda: torch.ones(1).cuda(1),
-        lambda: torch.ones(1).to("cuda:7"),
-        lambda: torch.ones(1).to(3),
-        lambda: torch.zeros(1, device="cuda:1"),
-        lambda: nn.Linear(1, 1).to("cuda:5"),
-        lambda: nn.Linear(1, 1).cuda(5),
-        lambda: torch.cuda.set_device(4),
-        lambda: torch.cuda.synchronize(4),
-        lambda: torch.Generator(device="cuda:2"),
-        lambda: torch.cuda.device(2).__enter__(),
-    ]
-    for call in calls:
-        with pytest.raises(RuntimeError, match="invalid device ordinal"):
-            call()
-    with pytest.raises(AssertionError, match="Invalid device id"):
-        torch.cuda.get_device_properties(1)
-    with pytest.raises(ValueError, match="Expected a cuda device"):
-        torch.cuda.set_device("cpu")
-    torch.cuda.set_device(-1)
-    assert torch.cuda.current_device() == 0
-
-
-def legacy_tensor_types_make_cpu_tensors():
-    """torch.cuda.FloatTensor makes tensors, recognises none as its own, and can be the default type."""
-    x = torch.cuda.FloatTensor([1, 2])
-    assert (x.device, x.dtype) == (CPU, torch.float32)
-    assert not isinstance(x, torch.cuda.FloatTensor)
-    assert torch.ones(2).type(torch.cuda.LongTensor).dtype is torch.int64
-    assert torch.ones(2).type("torch.cuda.HalfTensor").dtype is torch.float16
-    assert torch.ones(2).type() == "torch.FloatTensor"
-    assert torch.cuda.ByteTensor(3).shape == (3,)
-    assert len(torch.cuda.FloatStorage(3)) == 3
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for name, dtype in (
-            ("torch.cuda.DoubleTensor", torch.float64),
-            (torch.cuda.HalfTensor, torch.float16),
-        ):
-            torch.set_default_tensor_type(name)
-            assert torch.zeros(2).dtype is dtype
-        torch.set_default_tensor_type(torch.FloatTensor)
-
-
-def modules_move():
-    """A module goes to CUDA and back, its parameters stay the same objects."""
-    net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    weight = net[0].weight
-    for move in (
-        lambda: net.cuda(),
-        lambda: net.to("cuda"),
-        lambda: net.to(0),
-        lambda: net.to(torch.device("cuda", 0), torch.float32),
-        lambda: net.to(device="cuda", non_blocking=True),
-        lambda: net.cpu(),
-    ):
-        assert move() is net
-        assert net[0].weight is weight
-        assert weight.device == CPU
-    assert nn.Linear(2, 2, device="cuda").weight.device == CPU
-    with torch.device("meta"):
-        empty = nn.Linear(2, 2)
-    assert empty.to_empty(device="cuda").weight.device == CPU
-    packed = nn.utils.rnn.pack_sequence([torch.ones(3, 1), torch.ones(2, 1)])
-    assert packed.cuda().data.device == CPU
-    assert packed.to("cuda:0").data.device == CPU
 
 
 def what_comes_from_the_gpu_is_a_copy():
@@ -206,36 +134,6 @@ def seeds_of_cuda_are_its_own():
         assert torch.equal(a, torch.rand(2))
 
 
-def random_states_go_round():
-    """CUDA's random states are saved and restored; one that a GPU saved sets the seed."""
-    state, states = torch.cuda.get_rng_state(), torch.cuda.get_rng_state_all()
-    first = torch.rand(3, device="cuda")
-    torch.cuda.set_rng_state(state)
-    assert torch.equal(first, torch.rand(3, device="cuda"))
-    torch.cuda.set_rng_state_all(states)
-    assert torch.equal(first, torch.rand(3, device="cuda"))
-    torch.cuda.set_rng_state(torch.tensor([5, 0]).view(torch.uint8))
-    assert torch.cuda.initial_seed() == 5
-    with torch.random.fork_rng(devices=[0]):
-        inside = torch.rand(3, device="cuda")
-    assert torch.equal(inside, torch.rand(3, device="cuda"))
-
-
-def torch_cuda_takes_the_device_of_a_tensor():
-    """What a tensor says of its device, which is honest, is good enough to ask torch.cuda about it."""
-    where = torch.ones(1, device="cuda").device
-    torch.cuda.synchronize(where)
-    torch.cuda.set_device(where)
-    with torch.cuda.device_of(where), torch.accelerator.device_index(0):
-        pass
-    with torch.cuda.device(where), torch.cuda.device("cuda:0"), torch.cuda.device(None):
-        assert torch.cuda.current_device() == 0
-    assert torch.cuda.current_stream(where) == torch.cuda.current_stream(0)
-    assert torch.cuda.get_device_name(where) == torch.cuda.get_device_name(0)
-    torch.cuda.set_rng_state(torch.cuda.get_rng_state(where), where)
-    torch.cuda.Stream(device=where).synchronize()
-
-
 def autocast_computes_in_its_dtype():
     """autocast("cuda") casts what it casts on a GPU, its flags say so, and it nests."""
     net, x = nn.Linear(4, 4).cuda(), torch.ones(2, 4, device="cuda")
@@ -265,24 +163,6 @@ def autocast_computes_in_its_dtype():
         warnings.simplefilter("ignore", FutureWarning)
         with torch.cuda.amp.autocast():
             assert net(x).dtype is torch.float16
-
-
-def recurrent_networks_under_autocast():
-    """LSTM, GRU and RNN train under fp16 autocast; the LSTM answers in fp16 as on a GPU."""
-    x = torch.randn(3, 2, 4, device="cuda")
-    for kind in (nn.LSTM, nn.GRU, nn.RNN):
-        net = kind(4, 5, num_layers=2, bidirectional=True).cuda()
-        with torch.autocast("cuda", dtype=torch.float16):
-            out, _ = net(x)
-        out.float().sum().backward()
-        assert all(p.grad is not None and p.grad.isfinite().all() for p in net.parameters())
-    with torch.autocast("cuda", dtype=torch.float16):
-        net = nn.LSTM(4, 5)
-        assert net(x)[0].dtype is torch.float16
-        packed = nn.utils.rnn.pack_sequence([torch.randn(3, 4), torch.randn(2, 4)])
-        assert net(packed)[0].data.dtype is torch.float16
-    reference = net(x)[0]
-    assert torch.allclose(reference, net(x)[0])
 
 
 def checkpoints_load_onto_any_device():
@@ -319,26 +199,6 @@ def _as_if_saved_on_cuda(data: bytes) -> bytes:
                 content = content.replace(b"X\x03\x00\x00\x00cpu", b"X\x06\x00\x00\x00cuda:0")
             new.writestr(name, content)
     return out.getvalue()
-
-
-def pinned_loaders_work():
-    """pin_memory=True runs its thread; a batch's own pin_memory method is called, as on a GPU."""
-    data = torch.utils.data.TensorDataset(torch.arange(8.0))
-    for workers in (0, 1):
-        loader = torch.utils.data.DataLoader(data, batch_size=4, pin_memory=True, num_workers=workers)
-        assert [batch.cuda(non_blocking=True).tolist() for (batch,) in loader] == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    loader = torch.utils.data.DataLoader([1, 2], collate_fn=_Pinnable, pin_memory=True)
-    assert all(batch.pinned for batch in loader)
-    assert torch.ones(2).pin_memory().is_pinned() is False
-
-
-class _Pinnable:
-    def __init__(self, items):
-        self.items, self.pinned = items, False
-
-    def pin_memory(self):
-        self.pinned = True
-        return self
 
 
 class _SeesCuda(torch.utils.data.Dataset):
@@ -383,22 +243,6 @@ def forked_children_have_no_cuda():
         assert "Cannot re-initialize CUDA" in _raised_in_fork(use)
     assert _raised_in_fork(lambda: torch.manual_seed(1)) == ""
     assert _raised_in_fork(lambda: print(torch.cuda.is_initialized() and 1 / 0)) == ""
-
-
-def forks_of_who_has_not_used_cuda_may():
-    """A program that only asked how many devices there are may use them in forks of its own."""
-    child = multiprocessing.get_context("spawn").Process(target=_asks_and_forks)
-    child.start()
-    child.join()
-    assert child.exitcode == 0
-
-
-def _asks_and_forks():
-    assert torch.cuda.device_count() == 1
-    assert torch.cuda.is_available()
-    torch.cuda.manual_seed_all(1)
-    torch.device("cuda")
-    assert _raised_in_fork(lambda: torch.ones(1).cuda()) == ""
 
 
 def _raised_in_fork(function):
@@ -446,80 +290,3 @@ def libraries_without_a_gpu_are_refused_by_name():
         with pytest.raises(error, match="pynvml cannot be rehearsed: it reads the sensors"):
             pynvml.nvmlInit()
     sys.path.remove(str(installed))
-
-
-def compiled_models_run_eagerly():
-    """torch.compile gives objects of the shape that programs expect, without capturing a graph."""
-    net = nn.Linear(2, 2).cuda()
-    compiled = torch.compile(net, mode="max-autotune", fullgraph=True)
-    x = torch.ones(1, 2, device="cuda")
-    assert torch.equal(net(x), compiled(x))
-    assert list(compiled.state_dict()) == ["_orig_mod.weight", "_orig_mod.bias"]
-    assert compiled._orig_mod is net
-    compiled(x).sum().backward()
-    assert net.weight.grad is not None
-
-    @torch.compile(dynamic=True)
-    def twice(v):
-        return 2 * v
-
-    assert twice(x).tolist() == [[2.0, 2.0]]
-    assert twice.__name__ == "twice"
-    net.compile()
-    assert net(x).shape == (1, 2)
-
-
-def torchscript_compiles():
-    """Scripted functions that make tensors where others are run."""
-
-    @torch.jit.script
-    def make(x: torch.Tensor) -> torch.Tensor:
-        return torch.zeros(3, device=x.device) + torch.ones(3) + x.to(x.device)
-
-    assert make(torch.ones(3)).tolist() == [2.0] * 3
-    assert make(torch.ones(3)).device == CPU
-
-    class Net(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x + torch.arange(3, dtype=x.dtype, device=x.device)
-
-    assert torch.jit.script(Net()).cuda()(torch.zeros(3)).tolist() == [0.0, 1.0, 2.0]
-
-
-def patched_functions_pickle_by_name():
-    """A function of torch that the rank saw patched is torch's own where the pickle is read."""
-    import cloudpickle
-
-    for thing in (
-        torch.zeros,
-        torch.randn,
-        torch.Tensor.cuda,
-        torch.load,
-        torch.cuda.set_device,
-        torch.compile,
-    ):
-        assert cloudpickle.loads(cloudpickle.dumps(thing)) is thing
-        assert len(cloudpickle.dumps(thing)) < 120, thing
-    assert pickle.loads(pickle.dumps(torch.device("cuda:0"))) == torch.device("cuda:0")
-
-
-def custom_autograd_functions_cast():
-    """custom_fwd casts the tensors of its device."""
-
-    class Square(torch.autograd.Function):
-        @staticmethod
-        @torch.amp.custom_fwd(device_type="cuda", cast_inputs=torch.float32)
-        def forward(ctx, x):
-            ctx.save_for_backward(x)
-            return x * x
-
-        @staticmethod
-        @torch.amp.custom_bwd(device_type="cuda")
-        def backward(ctx, grad):
-            return 2 * grad * ctx.saved_tensors[0]
-
-    x = torch.ones(3, dtype=torch.float16, requires_grad=True)
-    with torch.autocast("cuda"):
-        y = Square.apply(x)
-    assert y.dtype is torch.float32
-    y.sum().backward()

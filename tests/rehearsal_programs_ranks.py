@@ -15,8 +15,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from taas.errors import CannotRehearse
-
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 CPU = torch.device("cpu")
 
@@ -47,17 +45,6 @@ def the_current_device_is_the_local_rank():
         torch.ones(1).cuda(2)
     with pytest.raises(RuntimeError, match="invalid device ordinal"):
         dist.barrier(device_ids=[2])
-
-
-def groups_of_every_form():
-    """New groups take NCCL in every form."""
-    options = dist.ProcessGroupNCCL.Options()
-    for backend in ("nccl", "cpu:gloo,cuda:nccl", "cuda:nccl", None, dist.Backend.NCCL):
-        group = dist.new_group([0, 1], backend=backend, pg_options=options)
-        x = torch.ones(1, device="cuda")
-        dist.all_reduce(x, group=group)
-        assert x.item() == WORLD
-        dist.destroy_process_group(group)
 
 
 def collectives_of_nccl_programs_work():
@@ -177,18 +164,6 @@ def _normalised(norm, whole, sizes):
     return F.batch_norm(whole, None, None, norm.weight, norm.bias, True).split(sizes)[RANK].detach()
 
 
-def sync_batch_norm_trains_in_ddp():
-    """A converted model trains in DDP, also under autocast; without a group's help in eval."""
-    net = nn.SyncBatchNorm.convert_sync_batchnorm(_net()).cuda()
-    ddp = DDP(net, device_ids=[RANK])
-    for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        with torch.autocast("cuda", dtype=dtype, enabled=dtype is not torch.float32):
-            loss = ddp(torch.randn(2, 3, 8, 8, device="cuda")).float().sum()
-        loss.backward()
-    ddp.eval()
-    ddp(torch.randn(1, 3, 8, 8))
-
-
 def fsdp1_shards():
     """FSDP1 trains with device_id in every form, mixed precision and a full state dict at the end."""
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
@@ -210,28 +185,6 @@ def fsdp1_shards():
         optimizer.step()
         with FSDP.state_dict_type(net, StateDictType.FULL_STATE_DICT):
             assert net.state_dict()["0.weight"].shape == (8, 8)
-
-
-def fsdp1_takes_rank_0s_module():
-    """sync_module_states wants the module on its GPU, where it is as far as a rehearsal goes."""
-    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-
-    module = nn.Linear(4, 1)
-    with torch.no_grad():
-        module.weight.fill_(RANK + 1)
-    net = FSDP(module, device_id=torch.cuda.current_device(), sync_module_states=True)
-    with FSDP.summon_full_params(net):
-        assert net.module.weight.tolist() == [[1.0] * 4]
-
-
-def fsdp1_offloads():
-    """Parameters that wait in host memory train: FSDP waits for the copies of a stream that has none."""
-    from torch.distributed.fsdp import CPUOffload
-    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-
-    net = FSDP(nn.Linear(4, 1), cpu_offload=CPUOffload(offload_params=True))
-    net(torch.ones(2, 4, device="cuda")).sum().backward()
-    assert all(p.grad is not None for p in net.parameters())
 
 
 def fsdp2_shards_and_saves():
@@ -288,29 +241,3 @@ def meshes_and_dtensors():
     parallelize_module(net, mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
     assert torch.allclose(net(x), expected, atol=1e-6)
     assert init_device_mesh("cuda", (2, 1), mesh_dim_names=("a", "b"))["a"].size() == 2
-
-
-def data_parallel_in_one_process():
-    """nn.DataParallel over both devices computes what it does on GPUs, at once; its parts are refused."""
-    net = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 1)).cuda()
-    alone = copy.deepcopy(net)
-    parallel = nn.DataParallel(net)
-    assert parallel.device_ids == [0, 1]
-    x = torch.randn(5, 3, device="cuda")
-    y = parallel(x)
-    assert torch.allclose(y, alone(x))
-    y.sum().backward()
-    alone(x).sum().backward()
-    assert torch.allclose(net[0].weight.grad, alone[0].weight.grad, atol=1e-6)
-    with pytest.raises(CannotRehearse):
-        nn.parallel.scatter(x, [0, 1])
-    with pytest.raises(AssertionError, match="not implemented for CPU tensors"):
-        nn.parallel.replicate(net, [0, 1])
-
-
-def devices_have_memory_of_their_own():
-    """What is sent from one device to the other is a copy."""
-    first = torch.zeros(2, device="cuda:0")
-    second = first.to("cuda:1")
-    second.add_(1)
-    assert first.tolist() == [0, 0]

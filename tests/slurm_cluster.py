@@ -21,12 +21,13 @@ from types import MappingProxyType
 
 import psutil
 from notebook_harness import Notebook
+from privileges import no_network
 from ray_cluster import KernelThere, Switch, end, hold
 
 _SUBNET = "10.84.19"
 _ROOT = Path(__file__).resolve().parent.parent
 _PATH = f"{os.environ['PATH']}:/usr/sbin"
-_PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged", "ip", "unshare", "nsenter")
+_PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged")
 DEBIAN = "slurmctld slurmd slurm-client munge iproute2"
 # Process 1 of a node reaps what is orphaned; it ends, and with it all others, at the end of its standard input.
 _INIT = """exec 3<&0; set -e; hostname "$1"; mount --bind "$2/hosts" /etc/hosts; mount -t tmpfs none /dev/shm
@@ -75,13 +76,8 @@ exit 0
 
 def why_not() -> str:
     """Why such a cluster cannot be had here; empty where it can."""
-    if os.geteuid() != 0:
-        return "network namespaces need root"
     missing = [name for name in _PROGRAMS if shutil.which(name, path=_PATH) is None]
-    if missing:
-        return f"{', '.join(missing)} cannot be found: apt-get install {DEBIAN}"
-    refused = subprocess.run(["unshare", "--net", "--mount", "--pid", "--fork", "true"], capture_output=True)
-    return "" if refused.returncode == 0 else refused.stderr.decode().strip()
+    return f"{', '.join(missing)} cannot be found: apt-get install {DEBIAN}" if missing else no_network()
 
 
 class Machine:

@@ -5,7 +5,7 @@ own, raises the wall in it, attacks, and prints one JSON object: attack -> [outc
 """
 
 # The point is to make each of these calls.
-# ruff: noqa: PTH101, PTH103, PTH104, PTH108, PTH123, PTH208, PTH211, SIM115
+# ruff: noqa: PTH104, PTH108, PTH123, PTH208, PTH211, SIM115
 
 from __future__ import annotations
 
@@ -105,26 +105,9 @@ def open_for_writing(s):
 
 
 @attack()
-def open_without_a_name(s):
-    with tempfile.TemporaryFile(dir=s.project) as file:
-        file.write(b"x")
-
-
-@attack()
-def dotdot_route(s):
-    open(f"{s.outside}/../project/directory/../file", "w").close()
-
-
-@attack()
 def link_route(s):
     os.symlink(s.project, s.outside / "way")
     open(s.outside / "way" / "file", "w").close()
-
-
-@attack()
-def proc_cwd_route(s):
-    os.chdir(s.project)
-    open("/proc/self/cwd/file", "w").close()
 
 
 @attack()
@@ -132,18 +115,7 @@ def proc_fd_route(s):
     open(f"/proc/self/fd/{s.read_fd}", "w").close()
 
 
-@attack()
-def proc_dirfd_route(s):
-    open(f"/proc/self/fd/{s.dir_fd}/file", "w").close()
-
-
 # names ----------------------------------------------------------------------------------------------
-
-
-@attack()
-def make_directory(s):
-    os.makedirs(s.project / "a" / "b")
-    assert (s.project / "a" / "b").is_dir()
 
 
 @attack()
@@ -165,32 +137,9 @@ def rename_out(s):
     assert (s.outside / "taken").read_text() == "content"
 
 
-@attack()
-def rename_a_directory(s):
-    os.rename(s.project / "directory", s.project / "moved")
-    assert (s.project / "moved" / "inner").read_text() == "inner"
-
-
-@attack(discard="denied")
-def rename_the_project(s):
-    os.rename(s.project, s.outside / "taken")
-
-
-@attack(discard="denied", passes={"diversion"})
-def hard_link(s):
-    os.link(s.project / "file", s.project / "second")
-    (s.project / "second").write_text("new")
-    assert (s.project / "file").read_text() == "content"
-
-
 @attack(discard="denied", passes={"diversion"})
 def soft_link(s):
     os.symlink("file", s.project / "latest")
-
-
-@attack(discard="denied", passes={"diversion"})
-def make_node(s):
-    os.mknod(s.project / "node", stat.S_IFREG | 0o600)
 
 
 # content and metadata -------------------------------------------------------------------------------
@@ -201,24 +150,9 @@ def truncate(s):
     os.truncate(s.project / "file", 3)
 
 
-@attack()
-def change_mode(s):
-    os.chmod(s.project / "file", 0o600)
-
-
 @attack(discard="denied", passes={"diversion", "landlock"})
 def change_mode_by_descriptor(s):
     os.fchmod(s.read_fd, 0o600)
-
-
-@attack()
-def change_times(s):
-    os.utime(s.project / "file", (1, 1))
-
-
-@attack()
-def set_attribute(s):
-    os.setxattr(s.project / "file", "user.taas", b"x")
 
 
 @attack(discard="denied", passes={"diversion"})
@@ -226,20 +160,7 @@ def create_at_dirfd(s):
     os.close(os.open("made", os.O_WRONLY | os.O_CREAT, 0o600, dir_fd=s.dir_fd))
 
 
-@attack(discard="denied", passes={"diversion"})
-def create_at_dirfd_in_c(s):
-    check(libc.openat(s.dir_fd, b"made", os.O_WRONLY | os.O_CREAT, 0o600))
-
-
 # libraries ------------------------------------------------------------------------------------------
-
-
-@attack()
-def numpy_memmap_existing(s):
-    mapped = np.memmap(s.project / "file", mode="r+", dtype=np.uint8)
-    mapped[0] = 0
-    mapped.flush()
-    assert np.fromfile(s.project / "file", dtype=np.uint8)[0] == 0
 
 
 @attack()
@@ -255,16 +176,6 @@ def torch_save(s):
 @attack(discard="denied", passes={"diversion"})
 def shell_redirect(s):
     shell(s, "echo x >file")
-
-
-@attack(discard="denied", passes={"diversion"})
-def shell_remove(s):
-    shell(s, "rm -rf file directory")
-
-
-@attack(discard="denied", passes={"diversion"})
-def shell_hard_link_out(s):
-    shell(s, f"ln file {s.outside}/second && echo x >{s.outside}/second")
 
 
 class Writer(torch.utils.data.Dataset):
@@ -340,18 +251,6 @@ def remount_writable(s):
 
 
 @attack(discard="denied", kernel=True)
-def unmount(s):
-    check(libc.umount2(os.fsencode(s.project), 2))
-    check(libc.creat(os.fsencode(s.project / "file"), 0o600))
-
-
-@attack(discard="denied", kernel=True)
-def bind_elsewhere(s):
-    check(libc.mount(os.fsencode(s.project), os.fsencode(s.outside), None, ctypes.c_ulong(0x1000), None))
-    check(libc.creat(os.fsencode(s.outside / "file"), 0o600))
-
-
-@attack(discard="denied", kernel=True)
 def new_user_namespace_and_remount(s):
     libc.unshare(0x10000000 | 0x20000)
     libc.mount(None, os.fsencode(s.project), None, ctypes.c_ulong(0x20 | 0x1000), None)
@@ -364,11 +263,6 @@ def enter_parent_namespace(s):
     fd = check(libc.open(f"/proc/{os.getppid()}/ns/mnt".encode(), os.O_RDONLY))
     check(libc.setns(fd, 0))
     check(libc.creat(os.fsencode(s.project / "file"), 0o600))
-
-
-@attack(discard="denied", kernel=True)
-def parent_root_route_in_c(s):
-    check(libc.creat(os.fsencode(f"/proc/{os.getppid()}/root{s.project}/file"), 0o600))
 
 
 @attack(discard="denied", kernel=True)

@@ -12,7 +12,6 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from adopt_programs import PROGRAMS, Inner, Reference, batch, mlp, two_layers
 from ranks_harness import DEADLINE, run_ranks
 from torch import Tensor, nn
@@ -227,87 +226,7 @@ def test_what_ranks_cannot_divide_is_refused_by_name(case, words):
         assert words in outcome.text
 
 
-def _whole_on_one_device():
-    rows: list[int] = []
-    model = nn.DataParallel(
-        Inner(lambda m, x: rows.append(len(x)) or m.a(x), a=nn.Linear(6, 1)), device_ids=[0]
-    )
-    model(batch(int(os.environ["RANK"]) + 3)[0])
-    return rows
-
-
-def test_one_device_is_no_parallelism():
-    """``device_ids=[0]`` means the module itself, as natively; each rank has its own batch."""
-    assert run_ranks(_whole_on_one_device, 2) == [[3], [4]]
-
-
-def _function():
-    torch.manual_seed(2)
-    module = mlp()
-    out = nn.parallel.data_parallel(module, batch(7)[0], device_ids=[0, 1])
-    out.sum().backward()
-    return out.detach().numpy(), module[0].weight.grad.numpy()
-
-
-def test_functional_form_is_adopted():
-    """``nn.parallel.data_parallel`` divides as the class does."""
-    torch.manual_seed(2)
-    module = mlp()
-    out = module(batch(7)[0])
-    out.sum().backward()
-    for mine, grad in run_ranks(_function, 2):
-        torch.testing.assert_close(torch.from_numpy(mine), out.detach(), **CLOSE)
-        torch.testing.assert_close(torch.from_numpy(grad), module[0].weight.grad, **CLOSE)
-
-
-def _curve(parallel):
-    torch.manual_seed(0)
-    model = parallel(nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 10)))
-    source = torch.Generator().manual_seed(1)
-    images, labels = torch.rand(256, 1, 8, 8, generator=source), torch.randint(10, (256,), generator=source)
-    loader = DataLoader(TensorDataset(images, labels), batch_size=32, shuffle=True)
-    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), []
-    for _ in range(6):
-        for x, y in loader:
-            optimizer.zero_grad()
-            loss = F.cross_entropy(model(x), y)
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-    return losses
-
-
-def _ranks_curve():
-    return _curve(nn.DataParallel)
-
-
-@pytest.mark.slow
-def test_loss_curve_of_eight_ranks_is_that_of_one_process():
-    """48 steps of a small CNN without batch norm and dropout: the plain program's losses."""
-    plain = _curve(lambda module: module)
-    for losses in run_ranks(_ranks_curve, 8):
-        assert losses == pytest.approx(plain, rel=1e-4)
-
-
 # ---------------------------------------------------------------- the group of the replicas
-
-
-def _outlives_the_programs_groups():
-    model = nn.DataParallel(mlp())
-    before = model(batch(6)[0])
-    known = [backend for backend, _ in dist.distributed_c10d._world.pg_map.values()]
-    initialized = dist.is_initialized()
-    for _ in range(2):
-        dist.init_process_group("nccl")
-        dist.new_group([0])
-        dist.destroy_process_group()
-        assert model(batch(6)[0]).equal(before)
-    return known, initialized
-
-
-def test_the_group_is_known_to_torch_and_made_again_with_the_programs_own():
-    """It is no default group; a program that destroys all groups ends it, and the next pass has another one."""
-    assert run_ranks(_outlives_the_programs_groups, 2) == [(["gloo"], False)] * 2
 
 
 def _replicas_of_two_runs():

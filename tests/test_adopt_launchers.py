@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import os
-import time
 from datetime import timedelta
-from pathlib import Path
 
-import cloudpickle
 import pytest
 import torch
 import torch.distributed as dist
@@ -28,17 +25,6 @@ def _spawn_noting(processes, function=_note):
     SEEN.clear()
     result = mp.spawn(function, args=("a", 2), nprocs=processes, join=True)
     return result, SEEN, os.getpid()
-
-
-def _rank_1_last(index):
-    if index == 1:
-        time.sleep(0.3)  # the other rank must wait for this one, however long it takes
-        Path("written").write_text("done")
-
-
-def _wait_for_the_slowest():
-    mp.spawn(_rank_1_last, nprocs=2)
-    return Path("written").read_text()
 
 
 def _train_in_group(index, world):
@@ -62,25 +48,12 @@ def _fail_on_1(index, *args):
         raise ValueError("rank 1 is ill")
 
 
-def _leave(index, *args):
-    raise SystemExit(0)
-
-
 def _nested(index):
     mp.spawn(_note, nprocs=1)
 
 
 def _queue():
     mp.spawn(_note, args=(mp.get_context("spawn").SimpleQueue(),), nprocs=2)
-
-
-def _shared_tensor():
-    mp.spawn(_note, args=(torch.zeros(3).share_memory_(),), nprocs=2)
-
-
-def _managed():
-    with mp.Manager() as manager:
-        mp.spawn(_note, args=(manager.dict(),), nprocs=2)
 
 
 def _elastic():
@@ -112,12 +85,6 @@ def test_more_processes_are_refused():
     assert "--gpus 8" in outcome.text
 
 
-def test_returns_when_all_have_ended(tmp_path, monkeypatch):
-    """The code after ``mp.spawn`` finds what the slowest rank wrote."""
-    monkeypatch.chdir(tmp_path)
-    assert run_ranks(_wait_for_the_slowest, 2) == ["done", "done"]
-
-
 def test_group_is_gone_when_the_function_returns():
     """A function that never destroys its group can be spawned again, by fewer ranks than there are; and on two VMs."""
     seen = [[(rank, 2, 2.0)] * 2 for rank in range(2)] + [[]]
@@ -133,11 +100,6 @@ def test_failing_rank_speaks_first():
     assert first.error == "killed"
 
 
-def test_exit_in_the_function_ends_the_function():
-    """``sys.exit(0)`` in a spawned process doesn't end the program."""
-    assert [result for result, _, _ in run_ranks(_spawn_noting, 2, 2, _leave)] == [None, None]
-
-
 def _spawn_nested():
     mp.spawn(_nested, nprocs=2)
 
@@ -146,9 +108,7 @@ def _spawn_nested():
     ("program", "words"),
     [
         (_spawn_nested, "inside mp.spawn"),
-        (_managed, "all_gather_object"),
         (_queue, "a SimpleQueue that processes share (args[0]), of which each rank would have its own"),
-        (_shared_tensor, "a Tensor that processes share (args[0])"),
         (_elastic, "torchrun"),
     ],
 )
@@ -200,69 +160,9 @@ def _lightning():
     )
 
 
-def _accelerate_train(scale, log):
-    from accelerate import Accelerator
-
-    accelerator = Accelerator()
-    torch.manual_seed(0)
-    model, loader = nn.Linear(4, 1), DataLoader(_data(), batch_size=4)
-    model, optimizer, loader = accelerator.prepare(
-        model, torch.optim.SGD(model.parameters(), lr=scale), loader
-    )
-    for x, y in loader:
-        optimizer.zero_grad()
-        loss = nn.functional.mse_loss(model(x), y)
-        accelerator.backward(loss)
-        optimizer.step()
-        log.append(loss.item())
-    log.append((accelerator.num_processes, accelerator.mixed_precision, len(loader)))
-
-
-def _accelerate(processes, **how):
-    from accelerate import notebook_launcher
-
-    log: list = []
-    notebook_launcher(_accelerate_train, args=(0.1, log), num_processes=processes, **how)
-    return log
-
-
-def _names():
-    from accelerate import notebook_launcher
-    from torch.multiprocessing.spawn import start_processes
-
-    adopted = [notebook_launcher, mp.spawn, start_processes, nn.parallel.data_parallel]
-    return [cloudpickle.loads(cloudpickle.dumps(each)) is each for each in adopted]
-
-
 def test_lightning_trains_in_the_ranks():
     """A strategy that forks uses the ranks that are there, on two VMs: ``num_nodes`` is supplied, and all end with one model."""
     first, second = run_ranks(_lightning, 2, vms=2, rehearsed=False)
     assert first[:3] == second[:3] == (2, 2, 16)
     assert first[3] == second[3]
     assert first[4]
-
-
-def test_accelerate_notebook_launcher_runs_in_the_ranks():
-    """Each rank is one process of it, without a number, too; the loader is divided."""
-    for log in run_ranks(_accelerate, 2, None):
-        assert log[-1] == (2, "no", 8)
-        assert log[-2] < log[0]
-
-
-def test_adopted_functions_go_by_name():
-    """A cell that imports one has its name in the notebook afterwards: it is the library's own there."""
-    assert run_ranks(_names, 2) == [[True] * 4] * 2
-
-
-def _join_false():
-    context = mp.start_processes(_note, args=(1,), nprocs=2, join=False, start_method="fork")
-    return (
-        context.join(),
-        context.join(timeout=1.0),
-        isinstance(context, mp.ProcessContext),
-    )
-
-
-def test_context_without_join():
-    """``join=False`` returns a ProcessContext whose ``join`` is true at once."""
-    assert run_ranks(_join_false, 2) == [(True, True, True)] * 2

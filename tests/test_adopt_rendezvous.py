@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import threading
-import time
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from ranks_harness import launch, run_ranks
-from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DistributedSampler
 
-from taas.adopt import rendezvous
 from taas.wire.framing import LOOPBACK
 
 SEVERAL_MACHINES = "127.0.0.2"  # any address but loopback's first: their store is a TCPStore
@@ -53,23 +47,6 @@ def _three_times():
     return [_by_environment(), _by_url("tcp://127.0.0.1:12355"), _by_environment()]
 
 
-def _by_old_name(init):
-    init("gloo", timeout=timedelta(seconds=60))
-    return _sum_of_ranks()
-
-
-def _mesh():
-    return init_device_mesh("cpu", (2,)).size(), dist.get_rank()
-
-
-def _first_two_then_all():
-    rank, results = int(os.environ["RANK"]), []
-    if rank < 2:
-        results.append(_init_and_sum(rank=rank, world_size=2))
-    results.append(_init_and_sum())
-    return results
-
-
 def _alone():
     return _init_and_sum(init_method="tcp://127.0.0.1:29500", rank=0, world_size=1)
 
@@ -80,70 +57,6 @@ def _too_many():
 
 def _same_rank_twice():
     _init_and_sum(rank=0, world_size=2)
-
-
-def _destroy_at_once():
-    """The first program of many: make a group, say hello, destroy it. Rank 0 is still busy meanwhile."""
-    rendezvous.PART_SECONDS = 40.0
-    dist.init_process_group("gloo")
-    if dist.get_rank() == 0:
-        time.sleep(0.5)
-        Path("came").write_text("0")
-    dist.destroy_process_group()
-    return Path("came").exists()
-
-
-def _uses_of_a_store():
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
-    if rank == 0:
-        store.set("key", "here")
-    groups = [dist.new_group([0]), dist.new_group([1, 2])]
-    mine, every = torch.tensor([float(rank + 1)]), torch.tensor([float(rank + 1)])
-    dist.all_reduce(mine, group=groups[min(rank, 1)])
-    dist.all_reduce(every)
-    store.wait(["key"], timedelta(seconds=60))
-    late, missing = store.get("key"), ""
-    dist.monitored_barrier(timeout=timedelta(seconds=60))
-    if rank < 2:
-        try:
-            dist.monitored_barrier(timeout=timedelta(seconds=2), wait_all_ranks=True)
-        except RuntimeError as error:
-            missing = str(error)
-    return [mine.item(), every.item()], late, missing
-
-
-def _own_tcp_store():
-    address, port, rank = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), int(os.environ["RANK"])
-    store = dist.TCPStore(address, port, 2, rank == 0, timedelta(seconds=60))
-    store.set(f"said {rank}", f"from {rank}")
-    said = store.get("said 0")
-    if rank == 0:  # it serves until the other has what it wants
-        store.get("heard")
-    else:
-        store.set("heard", "")
-    return said
-
-
-COMMAND = """
-import torch, torch.distributed as dist
-dist.init_process_group("gloo")
-x = torch.tensor([dist.get_rank() + 1.0])
-dist.all_reduce(x)
-print(f"{dist.get_rank()} of {dist.get_world_size()}: {x.item()}")
-dist.destroy_process_group()
-"""
-
-
-def _train_in_command():
-    done = subprocess.run([sys.executable, "-c", COMMAND], capture_output=True, text=True)
-    return done.stdout.strip() or done.stderr
-
-
-def _own_store():
-    rank = int(os.environ["RANK"])
-    store = dist.FileStore(str(Path("store").absolute()), 2)
-    return _init_and_sum(store=store, rank=rank, world_size=2)
 
 
 def _one_machine_program():
@@ -165,28 +78,6 @@ def test_group_is_made_again_after_destroy(host):
     assert run_ranks(_three_times, 2, host=host) == [[(0, 2, 3.0)] * 3, [(1, 2, 3.0)] * 3]
 
 
-def test_one_machine_has_what_a_store_is_used_for():
-    """Groups in the group, a barrier that names who is missing, a key that was set long ago: all through the folder."""
-    sums, late, missing = zip(*run_ranks(_uses_of_a_store, 3), strict=True)
-    assert sums == ([1.0, 6.0], [5.0, 6.0], [5.0, 6.0])
-    assert late == (b"here",) * 3
-    assert "Ranks 2 failed" in missing[0]
-
-
-def test_libraries_and_commands_have_their_own_stores(tmp_path, monkeypatch):
-    """A store that is passed in is left alone; ``MASTER_PORT`` is free for a TCPStore, and for commands of every rank."""
-    monkeypatch.chdir(tmp_path)
-    assert run_ranks(_own_tcp_store, 2) == [b"from 0"] * 2
-    assert run_ranks(_own_store, 2) == [(0, 2, 3.0), (1, 2, 3.0)]
-    assert run_ranks(_train_in_command, 2) == ["0 of 2: 3.0", "1 of 2: 3.0"]
-
-
-def test_other_ways_to_make_a_group():
-    """``from torch.distributed import init_process_group``, whenever that was; a mesh makes its group by itself."""
-    assert run_ranks(_by_old_name, 2, dist.init_process_group) == [(0, 2, 3.0), (1, 2, 3.0)]
-    assert run_ranks(_mesh, 2, rehearsed=False) == [(2, 0), (2, 1)]
-
-
 def test_two_runs_at_once_do_not_meet():
     """Two runs of the same program with the same port, side by side."""
     results: dict[int, list] = {}
@@ -199,12 +90,6 @@ def test_two_runs_at_once_do_not_meet():
         thread.join()
     assert {(2, 3.0)} == {one[1:] for rank in results[2] for one in rank}
     assert {(3, 6.0)} == {one[1:] for rank in results[3] for one in rank}
-
-
-def test_group_of_fewer_ranks_does_not_disturb_the_next():
-    """The first two of three ranks form a group of two; then all three meet."""
-    two, three = [(r, 2, 3.0) for r in range(2)], [(r, 3, 6.0) for r in range(3)]
-    assert [[two[0], three[0]], [two[1], three[1]], [three[2]]] == run_ranks(_first_two_then_all, 3)
 
 
 def test_world_of_one_trains_alone_and_says_so():
@@ -223,34 +108,8 @@ def test_groups_that_nobody_could_complete_are_refused(program, words):
     assert all(words in outcome.text for outcome in errors)
 
 
-def test_group_destroyed_at_once_cuts_nobody_off(tmp_path, monkeypatch):
-    """gloo fails in a rank that connects to one that has left: a group just made is left together."""
-    monkeypatch.chdir(tmp_path)
-    assert run_ranks(_destroy_at_once, 2) == [True, True]
-
-
 def test_program_for_one_machine_trains_on_two():
     """Local ranks given as ranks are numbered through, group and sampler alike."""
     outcomes = launch(_one_machine_program, 4, vms=2)
     assert [(r, 4, 10.0, [r, r + 4]) for r in range(4)] == [o.value for o in outcomes]
     assert "numbers the ranks of one machine" in outcomes[0].notices[0]
-
-
-def _maker_of_nccl():
-    register = getattr(dist.Backend, "_ensure_backend_registered", None)
-    if register is not None:  # before torch 2.15, "nccl" is never another one
-        register("nccl")
-    known = dist.Backend._plugins.get("NCCL")
-    return "" if known is None else known.creator_fn.__name__
-
-
-@pytest.mark.parametrize(
-    ("asked", "maker"), [(None, "_create_nccl_process_group"), ("1", "_create_nccl2_process_group")]
-)
-def test_nccl_is_the_backend_that_can_be_aborted(asked, maker, monkeypatch):
-    """Where the notebook's environment does not ask for the other one, whose aborts end the process."""
-    if not hasattr(dist, "ProcessGroupNCCL2"):
-        pytest.skip("this torch has one NCCL backend")
-    monkeypatch.delenv("TORCH_DIST_USE_NCCL2", raising=False)
-    told = {} if asked is None else {"TORCH_DIST_USE_NCCL2": asked}
-    assert run_ranks(_maker_of_nccl, 1, rehearsed=False, environ=told) == [maker]

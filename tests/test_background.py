@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import shutil
-import stat
-import subprocess
-import sys
 from pathlib import Path
 
-import psutil
 import pytest
-from notebook_harness import Notebook, gone, until
+from notebook_harness import Notebook, gone, terminal, until
 
-from taas.runs.records import find_run, read_record, read_records, runs_root
+from taas.runs.records import read_records
 
 pytestmark = pytest.mark.slow
 
@@ -39,13 +34,6 @@ def open_notebook(project: Path) -> Notebook:
     notebook = Notebook(project)
     notebook.good("%load_ext taas")
     return notebook
-
-
-def terminal(*words: str) -> subprocess.CompletedProcess[str]:
-    """Run ``taas`` in a terminal."""
-    return subprocess.run(
-        [sys.executable, "-m", "taas.cli", *words], capture_output=True, text=True, timeout=120, check=False
-    )
 
 
 def test_sigkill_of_the_kernel_leaves_the_run_and_another_kernel_takes_its_names(tmp_path: Path) -> None:
@@ -170,31 +158,6 @@ def test_two_background_runs_never_mix(notebook: Notebook) -> None:
         assert notebook.value(f"{name}_done") == "200"
 
 
-def test_a_disk_that_takes_its_time_holds_up_no_other_run(notebook: Notebook) -> None:
-    """While the names of one are written down, others begin, are interrupted and end."""
-    notebook.good(f"#pragma taas --gpus 1 --background --name owl{GATED.format(gate='written')}made = 7")
-    [owl] = [record for record in read_records() if record.name == "owl"]
-    disk = owl.folder / "answer.new"
-
-    def state() -> str:
-        record = read_record(owl.folder)
-        assert record is not None
-        return record.state
-
-    os.mkfifo(disk)  # it takes nothing until somebody reads
-    (notebook.folder / "written").touch()
-    until(lambda: not notebook.processes().ranks)
-    assert notebook.good("#pragma taas --gpus 1\nprint('beside')").own == "beside\n"
-    notebook.start(f"#pragma taas --gpus 1{GATED.format(gate='never')}")
-    notebook.wait_for("ready")
-    notebook.interrupt()
-    assert notebook.end().ename == "KeyboardInterrupt"
-    assert state() == "running"
-    disk.read_bytes()
-    until(lambda: state() == "over")
-    (owl.folder / "answer").unlink()
-
-
 def test_stop_without_a_name_is_for_this_notebooks_run(notebook: Notebook, tmp_path: Path) -> None:
     """Another notebook's is stopped by name only; its cell and the history then say by whom."""
     (tmp_path / "other").mkdir()
@@ -250,72 +213,3 @@ def test_a_restarted_kernel_attaches_to_its_own_notebooks_run(tmp_path: Path) ->
     finally:
         for book in books.values():
             book.close()
-
-
-def test_history_says_that_the_supervisor_was_killed(notebook: Notebook) -> None:
-    """``release`` kills one that is stopped; that ends everything cleanly, and the history says why."""
-    notebook.good("#pragma taas --gpus 2 --background --name doomed" + GATED.format(gate="never"))
-    notebook.start("%taas attach doomed")
-    notebook.wait_for("ready")
-    notebook.interrupt()
-    notebook.end()
-    record = find_run("doomed", read_records(), list, live=True)
-    found = notebook.processes()
-    psutil.Process(record.supervisor.pid).suspend()
-    assert "was killed with all its runs" in terminal("release").stdout
-    assert gone(found.ranks + found.agents + found.forkservers)
-    ended = read_record(record.folder)
-    assert ended is not None
-    assert (ended.outcome, ended.live) == ("lost", False)
-    assert "the supervisor was killed" in terminal("history").stdout
-    assert notebook.run("%taas attach doomed").ename == "RunLost"
-    assert notebook.good("#pragma taas --gpus 1\nprint('next')").own == "next\n"
-
-
-def test_run_folders_and_connection_files_are_private(notebook: Notebook) -> None:
-    """Nobody else reads what a run printed, its names, or the keys of its supervisor."""
-    notebook.good("#pragma taas --gpus 2 --background --name secret\npassword = 'x'\nprint(password)")
-    notebook.good("%taas attach secret")
-    record = find_run("secret", read_records(), list, live=False)
-    modes = {}
-    for path in runs_root().parent.rglob("*"):
-        with contextlib.suppress(FileNotFoundError):  # the supervisor may be replacing one
-            modes[path] = stat.S_IMODE(path.stat().st_mode)
-    assert stat.S_IMODE(runs_root().stat().st_mode) == 0o700
-    assert stat.S_IMODE(record.folder.stat().st_mode) == 0o700
-    for name in ("record.json", "answer", "payload", "0/events"):
-        assert modes[record.folder / name] == 0o600, name
-    connections = [path for path in modes if path.parent.name == "supervisors"]
-    assert connections
-    assert {modes[connection] for connection in connections} == {0o600}
-
-
-@pytest.mark.parametrize("end", ["shut down", "killed"])
-def test_no_key_is_left_when_a_kernel_ends(end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However it ends: its supervisor's connection file goes, without a verb that looks for it."""
-    monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path))
-    book = open_notebook(tmp_path)
-    try:
-        book.good("#pragma taas --gpus 1\npass")
-        files = tmp_path / "taas" / "supervisors"
-        assert len(list(files.iterdir())) == 1
-        if end == "killed":
-            book.kill()
-    finally:
-        book.close()
-    until(lambda: not list(files.iterdir()), 30)
-
-
-def test_an_answer_that_was_cut_off_is_said_to_be(notebook: Notebook) -> None:
-    """No riddle of pickle's: the file is named, and what to do."""
-    notebook.good("import torch\nweights = torch.zeros(1000)")
-    notebook.good("#pragma taas --gpus 1 --background --name hurt\nweights += 1\nmore = 7")
-    record = find_run("hurt", read_records(), list, live=False)
-    assert terminal("logs", "hurt", "--follow").returncode == 0
-    answer = record.folder / "answer"
-    os.truncate(answer, answer.stat().st_size // 2)
-    ran = notebook.run("%taas attach hurt")
-    assert ran.ename == "DamagedAnswer"
-    assert str(answer) in ran.evalue
-    assert notebook.value("weights.sum().item()") == "0.0"
-    assert "more" not in notebook.value("sorted(globals())")

@@ -18,6 +18,7 @@ from urllib.request import Request, urlopen
 
 import conftest
 import pytest
+from notebook_harness import terminal
 
 from taas.runs.records import read_records
 
@@ -126,8 +127,7 @@ def where_ranks_stand() -> str:
     for record in read_records():
         if record.live:
             for verb in ("stacks", "logs"):
-                line = [sys.executable, "-m", "taas.cli", verb, record.name]
-                asked = subprocess.run(line, check=False, capture_output=True, text=True, timeout=60)
+                asked = terminal(verb, record.name)
                 said += [f"taas {verb} {record.name}:", asked.stdout[-4000:], asked.stderr]
     return "\n".join(said)
 
@@ -335,30 +335,6 @@ def test_a_hundred_thousand_lines(room: Room) -> None:
     person.photograph("lines")
 
 
-def test_tab_in_a_header(room: Room) -> None:
-    """Types, options and values, and none of Python's names."""
-    person = room.opens("completion")
-    page = person.page
-    person.enter("%load_ext taas")
-    page.locator(".jp-Notebook .jp-Cell .cm-content").last.click()
-    page.keyboard.insert_text("#!g2")
-    page.keyboard.press("Tab")
-    offered = page.locator(".jp-Completer-item .jp-Completer-match")
-    sync_api.expect(offered).to_have_text(["g2.1", "g2.2", "g2.4", "g2.8"], timeout=_PATIENCE)
-    person.photograph("types")
-    page.keyboard.press("Escape")
-    page.keyboard.insert_text(".8\n#pragma taas --ou")
-    page.keyboard.press("Tab")
-    sync_api.expect(offered).to_have_text(["--output"], timeout=_PATIENCE)
-    page.keyboard.press("Enter")
-    cell = page.locator(".jp-Notebook .jp-Cell .cm-content").last
-    sync_api.expect(cell).to_contain_text("#pragma taas --output", timeout=_PATIENCE)
-    page.keyboard.insert_text(" all --rank-writes d")
-    page.keyboard.press("Tab")
-    sync_api.expect(offered).to_have_text(["deny", "discard"], timeout=_PATIENCE)
-    person.photograph("values")
-
-
 def test_a_curve_and_a_bar(room: Room) -> None:
     """The live line comes back after each clear_output; tqdm.notebook draws its bar, also in a page loaded again."""
     person = room.opens("curve")
@@ -435,28 +411,6 @@ def test_a_notification_of_the_end(room: Room) -> None:
     person.page.wait_for_function("window.told.length == 2", timeout=_PATIENCE)
     told = person.page.evaluate("window.told")
     assert told == ["asked", ["told failed", {"body": "rank 0: ValueError: </script>"}]]
-
-
-def test_stop_in_another_notebook(room: Room) -> None:
-    """Without a name it ends nothing there; by name it does, and both notebooks say from where."""
-    one, two = room.opens("one"), room.opens("two")
-    one.enter("%load_ext taas")
-    one.enter(TRAINING.format(name="halted", options="", epochs=4000))
-    one.sees("epoch 1")
-    two.enter("%load_ext taas\n%taas stop")
-    two.sees("0 are meant; type %taas stop and a name")
-    two.photograph("refused")
-    one.sees("halted running")
-    two.enter("%taas stop halted")
-    two.sees("halted stopped after")
-    one.sees("halted was stopped from")
-    one.photograph("stopped")
-    two.enter("%taas history")
-    history = two.cell("started").locator("table")
-    row = history.locator("tr", has_text="halted").first
-    sync_api.expect(row).to_contain_text("one.ipynb")
-    sync_api.expect(row.locator("xpath=following-sibling::tr[1]")).to_contain_text("two.ipynb")
-    two.photograph("history")
 
 
 def test_a_debugger_in_a_rank(room: Room) -> None:

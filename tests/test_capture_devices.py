@@ -57,14 +57,6 @@ def apply(**generators): put({"random numbers": generators})
 torch.manual_seed(3)
 """
 
-THREE_DEVICES = """
-asked = []
-torch.cuda.is_initialized, torch.cuda.device_count = lambda: True, lambda: 3
-torch._C._cuda_hasPrimaryContext = lambda number: number != 1
-torch.cuda.get_rng_state = torch.get_rng_state
-notebook["n"] = 1
-"""
-
 ROWS = {
     "new tensors of a gpu come to host memory": (  # The notebook's GPU is where the next rank computes: only what the notebook has there takes room there.
         MEMORY
@@ -104,33 +96,6 @@ for device in ("cuda", "cuda:1"):
 """,
         ["['cuda:0', 'cuda:1', 'cuda:0']", "['cuda:1', 'cuda:1', 'cuda:1']"],
     ),
-    "memory is read when the gpus have written it": (  # A kernel that uses CUDA waits for the devices that it uses, before its names travel.
-        MEMORY + THREE_DEVICES + """torch.cuda.synchronize = asked.append
-capture("n", notebook, None, project=Path.cwd())
-print(asked)
-""",
-        ['[0, 2]'],
-    ),
-    "work on the gpu that failed stops the run before it starts": (  # A failure that CUDA tells late is told then: what it left in memory would travel silently.
-        MEMORY + THREE_DEVICES + """from taas.errors import CaptureError
-torch.cuda.synchronize = refuse
-try:
-    capture("n", notebook, None, project=Path.cwd())
-except CaptureError as error:
-    print(error)
-""",
-        ["an earlier cell's work on the GPU has failed (CUDA out of memory.), and its tensors cannot be trusted. Nothing was started; restart the kernel."],
-    ),
-    "tensors that cannot be changed on the gpu are said": (  # The other names of the run come; the tensor has its old values, and a line says so.
-        MEMORY
-        + """captured, answer = cell("import torch; old = torch.zeros(4)", "old += 1; count = 3", gpu_here=True)
-memory.Stretch._write_to_device = refuse
-applied = captured.apply(answer)
-print(notebook["old"].tolist(), notebook["count"])
-print(*applied.lost, sep="\\n")
-""",
-        ['[0.0, 0.0, 0.0, 0.0] 3', 'new values of tensors that the notebook has on cuda:0 (CUDA out of memory.)'],
-    ),
     "a rank with several gpus has them all seeded": (  # The notebook seeded CUDA and has not used it: each of the rank's devices draws as it would there.
         GENERATORS
         + """state = of_notebook()
@@ -152,27 +117,6 @@ initialise()
 print(draw(0) == torch.rand(1, generator=torch.Generator().manual_seed(8)).item())
 """,
         ['False', 'True', 'True'],
-    ),
-    "a seed of the notebook replaces the state that came": (  # Seeded after the run, the notebook's next run begins with that seed.
-        GENERATORS
-        + """apply(cuda=bytes(torch.Generator().manual_seed(8).get_state().numpy()))
-torch.manual_seed(5)
-print("cuda" in states(), states()["torch seed"])
-""",
-        ['False 5'],
-    ),
-    "a seed of a cell that used no gpu holds for the notebooks": (  # ``torch.manual_seed`` seeds CUDA too: after the run the notebook's GPUs draw as if it had run there.
-        GENERATORS
-        + """rank = ProcessState({}, None)
-rank.mark()
-torch.manual_seed(11)
-changes = rank.changes()
-torch.manual_seed(3)
-put(changes)
-initialise()
-print(draw(1) == torch.rand(1, generator=torch.Generator().manual_seed(11)).item())
-""",
-        ['True'],
     ),
     "state made on the cpu follows parameters on the gpu": (  # A rehearsed run of a network that the notebook has on a GPU: the optimizer's new state is beside it there.
         """import types

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import sys
 import types
-import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,9 +20,7 @@ from taas.capture import (
     capture,
     check_versions,
     peek,
-    rebind_answer,
 )
-from taas.capture.heap import no_collection
 from taas.errors import CaptureError, VersionMismatch
 
 pytestmark = pytest.mark.usefixtures("oracle")
@@ -113,18 +109,6 @@ def test_a_maybe_needed_name_stays_behind_with_its_reason(rounds: Any) -> None:
     assert one.captured.names == ("n",)
 
 
-def test_other_names_travel_whole_after_a_failure(rounds: Any) -> None:
-    """What a failed name had already written is taken back."""
-    one = rounds(
-        "import threading\nshared = [1]\nbad = [shared, {'x': 2}, threading.Lock()]\ngood = [shared, {'y': 3}]",
-        "shared, good\nif shared: bad",
-    )
-    assert one.rank["good"] == [[1], {"y": 3}]
-    assert one.rank["good"][0] is one.rank["shared"]
-    one.run("good[1]['y'] = 4; shared.append(2)")
-    assert one.notebook["good"] == [[1, 2], {"y": 4}]
-
-
 OWNER = """
 import threading, torch
 class T: pass
@@ -149,54 +133,6 @@ def test_an_object_of_which_a_part_is_refused_stays_whole_as_it_was(rounds: Any)
     assert one.notebook["both"][0] is t and one.notebook["both"][1] is one.notebook["others"]
     assert any("t.inner.lock is a _thread.lock" in line for line in applied.lost)
     assert any("t:" in line and "as it was before the cell" in line for line in applied.lost)
-
-
-REBUILT = """
-class Handle:
-    def __getstate__(self): return {'n': 1}
-    def __setstate__(self, state):
-        if 'RANK' not in globals(): raise ValueError('only in ranks')
-        self.__dict__.update(state)
-class T: pass
-t = T(); t.items = [1]; t.inner = T(); others = [1]
-"""
-
-
-def test_what_cannot_be_rebuilt_holds_back_the_whole_object(rounds: Any) -> None:
-    """In the notebook, as in the rank: all of it is as it was."""
-    one = rounds(REBUILT, "t, others, Handle")
-    one.rank["RANK"] = 1
-    applied = one.run("t.inner.handle = Handle(); t.items.append(2); others.append(2); del RANK")
-    assert (one.notebook["t"].items, vars(one.notebook["t"].inner)) == ([1], {})
-    assert one.notebook["others"] == [1, 2]
-    assert any("only in ranks" in line for line in applied.lost)
-
-
-NEEDS_NAMES = """
-class Packed:
-    def __init__(self): self.items = [1]
-    def __getstate__(self): return json.dumps(self.items)
-    def __setstate__(self, state): self.items = unpack(state) * TIMES
-def unpack(text, *, loads="loads"):
-    return getattr(json, loads)(text)
-TIMES = 2
-"""
-
-
-@pytest.mark.parametrize(
-    ("earlier", "cell"),
-    [
-        (NEEDS_NAMES + "import json\na = Packed()", "a.items.append(3)"),
-        ("", NEEDS_NAMES + "a = Packed(); import json"),
-    ],
-    ids=["to the ranks", "back"],
-)
-def test_an_object_is_rebuilt_with_names_that_come_with_it(earlier: str, cell: str, tmp_path: Path) -> None:
-    """Its class' methods find a module, a function and a number, whatever the order of the names."""
-    program = row("with names", (earlier,), cell, "a.items[:2], type(a) is Packed, json.__name__")
-    there = play(program, tmp_path, plain=False)
-    assert not any("rebuilt" in line for line in there.lost)
-    assert there.value == "([1, 1], True, 'json')"
 
 
 FAILS_AT_HOME = """
@@ -279,38 +215,6 @@ def test_return_narrows_what_comes_back(
     one.run("a.append(2); b.append(2); t += 1; c = 3")
     found = one.notebook["a"], one.notebook["b"], one.notebook["t"][0].item(), "c" in one.notebook
     assert found == (a, b, t, new)
-
-
-def test_a_small_view_of_a_giant_storage_is_cheap(rounds: Any) -> None:
-    """Only what is used is written, and offsets stay."""
-    one = rounds("import torch\nv = torch.arange(64 << 20, dtype=torch.uint8)[1000:1004]", "v")
-    status = os.fstat(one.captured.fd)
-    assert status.st_blocks * 512 < 1 << 20 < one.captured.nbytes
-    assert one.rank["v"].storage_offset() == 1000
-    one.run("v += 1")
-    assert one.notebook["v"].tolist() == [233, 234, 235, 236]
-
-
-def test_what_a_cell_took_is_freed_when_the_notebook_deletes_it() -> None:
-    """Right then, as memory of a GPU should be, and not when the garbage collector comes by."""
-    with no_collection():
-        one = Round("import torch\nnet = torch.nn.Linear(2, 2)\nrows = [{'a': net.bias}]", "net, rows")
-        one.run("net.new = rows")
-        held = weakref.ref(one.notebook["net"]), weakref.ref(one.notebook["rows"][0]["a"])
-        one.close()
-        del one.captured
-        one.notebook.clear()
-        assert [reference() for reference in held] == [None, None]
-
-
-def test_memory_of_a_file_stays_in_it(rounds: Any, tmp_path: Path) -> None:
-    """40 MB of which a cell reads ten bytes: nothing of them travels, there or back, nor of a slice."""
-    mapped = f"np.memmap({str(tmp_path / 'large')!r}, 'u1', 'w+', shape=40_000_000)"
-    one = rounds(f"import numpy as np\nm = {mapped}; v = m[:20_000_000]", "v[:10].sum(); m")
-    assert one.captured.nbytes < 1_000_000  # of 40 MB; the rest is the process of the suite
-    assert not one.run("m[:10] = 7; v[3] += 1").lost
-    assert one.notebook["v"][:5].tolist() == [7, 7, 7, 8, 7]
-    assert one.notebook["m"].filename == one.rank["m"].filename
 
 
 def test_a_large_name_is_announced(rounds: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -400,86 +304,3 @@ def test_a_module_that_changed_on_disk(tmp_path: Path) -> None:
     failed = play(row("", earlier, "o", files=files), tmp_path, plain=False).cells[-1]
     assert failed.ename == "CellFailed"
     assert "CaptureError: 'o' cannot be rebuilt in the ranks" in failed.evalue
-
-
-def test_another_notebook_gets_names_that_changed(rounds: Any) -> None:
-    """There is nothing to change in place there: what the cell changed, and what holds it, is bound anew."""
-    one = rounds(
-        "import torch\nclass Net: pass\nnet = Net(); net.w = torch.ones(2); log = []; lr = 1",
-        "net, log, lr, Net",
-    )
-    exec("net.w += lr; log.append(net); fresh = Net()", one.rank)
-    answer = one.arrival.pack_answer(one.rank)
-    other: dict[str, Any] = {"lr": 5}
-    applied = rebind_answer(one.captured.fd, answer, other)
-    os.close(answer)
-    assert other["net"].w.tolist() == [2.0, 2.0]
-    assert other["log"][0] is other["net"]
-    assert type(other["fresh"]) is type(other["net"])
-    assert other["lr"] == 5
-    assert {"net", "log", "fresh"} <= set(applied.rebound)
-
-
-def test_another_notebook_that_cannot_take_a_run_stays_as_it_was(
-    rounds: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Names that it has not are not left half there."""
-    home = "import os\nclass Home:\n    def __setstate__(self, state): assert 'TAAS_TEST_X' not in os.environ"
-    one = rounds(home + "\nhome = Home(); home.x = 1; lr = 1\ndef f(): return lr", "home, lr, f")
-    answer = one.arrival.pack_answer(one.rank)
-    monkeypatch.setenv("TAAS_TEST_X", "another machine")
-    other: dict[str, Any] = {"lr": 5}
-    with pytest.raises(CaptureError, match="'home' cannot be rebuilt"):
-        rebind_answer(one.captured.fd, answer, other)
-    os.close(answer)
-    assert other == {"lr": 5}
-
-
-REFUSES = """
-class Stubborn:
-    level = 1
-    def __getstate__(self): return {"value": self.level}
-    def __setstate__(self, state):
-        self.level = state["value"]
-        if self.level == 3: raise ERROR
-first, stubborn, last = [1], Stubborn(), [1]
-stubborn.level = 2
-"""
-
-
-@pytest.mark.parametrize("error", ["ValueError", "SystemExit"])
-def test_an_object_that_cannot_be_set_costs_itself_whatever_it_raises(error: str) -> None:
-    """All else of the answer comes, and what does not is named: also where a class of the user's asks Python to end."""
-    cell = (
-        "first.append(2); stubborn.level = 3; last.append(2); made = Stubborn(); made.level = 3; number = 1"
-    )
-    round_ = Round(REFUSES.replace("ERROR", error), cell)
-    applied = round_.run(cell)
-    there = round_.notebook
-    assert (there["first"], there["last"], there["number"]) == ([1, 2], [1, 2], 1)
-    assert "made" not in there
-    made, stubborn = applied.lost
-    assert made.startswith(f"made: it cannot be rebuilt here ({error}")
-    assert stubborn.startswith(f"a Stubborn of the notebook refused its new contents: {error}")
-
-
-COUNTED = """
-import counting
-class C:
-    def __init__(self, name): self.name = name
-    def __getstate__(self): counting.calls.append(self.name); return {**self.__dict__}
-    def __setstate__(self, state): self.__dict__.update(state)
-untouched, changed = C("untouched"), C("changed"); t = 1, [untouched]; l = [t]
-"""
-
-
-def test_objects_are_seldom_asked_for_their_state(rounds: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once in the notebook and once in rank 0, also where a tuple is replaced, and whether they changed or not."""
-    counting: Any = types.ModuleType("counting")
-    counting.calls = []
-    monkeypatch.setitem(sys.modules, "counting", counting)
-    one = rounds(COUNTED, "untouched, changed, t, l, counting")
-    one.run("changed.n = 1; t = (2, t[1]); l[0] = t")
-    assert (counting.calls.count("untouched"), counting.calls.count("changed")) == (2, 2)
-    assert one.notebook["changed"].n == 1
-    assert one.notebook["l"][0] is one.notebook["t"]

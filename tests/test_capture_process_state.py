@@ -11,48 +11,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-import torch
 from oracle import Program, compare, play, row, together
 
 pytestmark = pytest.mark.usefixtures("oracle")
-
-PRECISIONS = """[
-    torch.backends.fp32_precision, torch.backends.cuda.matmul.fp32_precision,
-    torch.backends.cudnn.conv.fp32_precision, torch.backends.cudnn.rnn.fp32_precision,
-    torch.backends.mkldnn.matmul.fp32_precision,
-]"""
-OLD_WORDS = """
-def old():
-    try:
-        return torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    except RuntimeError:
-        return "mixed"
-"""
-
-PROGRAMS = [
-    row(
-        f"TF32 by {setting.partition('=')[0].strip()} {where}",
-        ("import torch" + OLD_WORDS + (setting if where == "before" else ""),),
-        ("" if where == "before" else setting) + f"\nseen = {PRECISIONS}, old()",
-        f"{PRECISIONS}, old()",
-    )
-    for where, setting in (
-        ("before", "torch.backends.cuda.matmul.fp32_precision = 'tf32'"),
-        ("in the cell", "torch.backends.fp32_precision = 'tf32'"),
-        ("in the cell", "torch.backends.cudnn.conv.fp32_precision = 'ieee'"),
-        ("before", "torch.set_float32_matmul_precision('high')"),
-    )
-]
-
-
-@pytest.mark.skipif(
-    not hasattr(torch.backends, "fp32_precision"), reason="torch has one setting for all backends"
-)
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)
-def test_precisions_of_float32_travel(program: Program, tmp_path: Path) -> None:
-    """Settings for one backend, for which torch's older functions raise, are in the rank, and come back."""
-    different = compare(program, tmp_path)
-    assert not different, "\n".join(different)
 
 
 class Change(NamedTuple):
@@ -70,6 +31,7 @@ CHANGES = [
     Change("print options of NumPy", "import numpy as np; np.set_printoptions(precision=3)", "np.set_printoptions(suppress=True)", "np.get_printoptions()"),
     Change("print options of torch", "import torch; torch.set_printoptions(precision=3)", "torch.set_printoptions(linewidth=50)", "vars(torch._tensor_str.PRINT_OPTS)"),
     Change("default dtype", "import torch; torch.set_default_dtype(torch.float64)", "torch.set_default_dtype(torch.float16)", "torch.ones(1).dtype"),
+    Change("precision", "torch.set_float32_matmul_precision('high')", "torch.set_float32_matmul_precision('medium')", "torch.get_float32_matmul_precision()"),
     Change("gradient mode", "import torch; torch.set_grad_enabled(False)", "torch.set_grad_enabled(True)", "torch.is_grad_enabled()"),
     Change("pandas", "import pandas as pd; pd.set_option('display.max_rows', 7)", "pd.options.display.precision = 2", "pd.get_option('display.max_rows'), str(pd.Series([1 / 3]))"),
     Change("matplotlib", "import matplotlib as m; m.rcParams['lines.linewidth'] = 3; m.rcParams['axes.prop_cycle'] = m.cycler(color='rb', lw=[1, 2])", "m.rcParams['font.size'] = 5; m.rcParams['lines.linewidth'] = m.rcParamsDefault['lines.linewidth']", "m.rcParams['font.size'], m.rcParams['lines.linewidth'], list(m.rcParams['axes.prop_cycle'])"),
@@ -88,6 +50,7 @@ CHANGES = [
 OF_IPYTHON = [
     Change("%precision", "%precision 3", "%precision 5", "get_ipython().display_formatter.formatters['text/plain'].float_precision"),
     Change("values of a cell", "get_ipython().ast_node_interactivity = 'all'", "get_ipython().ast_node_interactivity = 'last_expr'", "get_ipython().ast_node_interactivity"),
+    Change("working directory", "import os; os.mkdir('a'); os.mkdir('b')\n%cd -q a", "%cd -q ../b", "os.path.basename(os.getcwd())"),
     Change("aliases", "%alias greet echo hello", "%alias wave echo bye", "[a for a in get_ipython().alias_manager.aliases if a[0] in ('greet', 'wave')]"),
 ]  # fmt: skip
 
@@ -114,21 +77,6 @@ def test_a_library_takes_its_state_when_it_is_imported(tmp_path: Path) -> None:
     earlier = "import pandas as pd\npd.set_option('display.max_rows', 7)\ndel pd"
     program = row("imported in the cell", (earlier,), cell, "rows")
     assert play(program, tmp_path, plain=False).value == "7"
-
-
-BROKEN = [
-    row("in the rank", ("import random\nn = 0; seen = []",), "random.getstate = None\nn = 5; seen.append(n)", "n, seen"),
-    row("in the notebook", ("import random\nn = 0; seen = []\nrandom.setstate = None",), "x = random.random(); del x\nn = 5; seen.append(n)", "n, seen"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("program", BROKEN, ids=lambda program: program.name)
-def test_names_come_back_where_the_state_of_the_process_cannot(program: Program, tmp_path: Path) -> None:
-    """What cannot be found out of the process, or be done to it, is said; what was trained is not lost."""
-    back = play(program, tmp_path, plain=False)
-    assert back.value == "(5, [5])"
-    (line,) = back.lost
-    assert line.startswith("the state of the process") and "TypeError" in line
 
 
 DEFAULTS = """

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -118,12 +116,3 @@ def test_unknown_type_names_the_nearest() -> None:
     """The types there are, and what to type."""
     with pytest.raises(HeaderError, match=r"c1\.4, .*g2\.8; type #!g2\.4"):
         Catalog().find("g2,4")
-
-
-def test_importing_the_header_is_cheap() -> None:
-    """The header's modules bring neither torch nor zmq nor ray, nor what reads taas.toml before there is a file to read."""
-    heavy = {"torch", "zmq", "ray", "msgspec", "numpy", "IPython", "tomllib"}
-    code = f"import sys, taas.header.grammar; print(sorted({heavy!r} & set(sys.modules)))"
-    root = Path(__file__).parents[1]
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=root)
-    assert done.stdout.strip() == "[]"

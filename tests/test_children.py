@@ -104,45 +104,6 @@ def test_processes_of_multiprocessing_train_together(book: Notebook) -> None:
     assert same_model(book, "forked.pt")
 
 
-def test_notebook_launcher_in_a_process_that_sees_all_gpus(book: Notebook) -> None:
-    """accelerate's ``notebook_launcher(num_processes=2)`` forks two processes, as in a plain notebook."""
-    ran = book.good("""#!g2.2
-from accelerate import notebook_launcher
-def loop(text):
-    from accelerate import Accelerator
-    accelerator = Accelerator()
-    found = accelerator.gather(torch.tensor([accelerator.process_index], device=accelerator.device))
-    accelerator.print(text, accelerator.num_processes, found.tolist())
-notebook_launcher(loop, args=("gathered",), num_processes=2, use_port=free_port())
-""")
-    assert "gathered 2 [0, 1]\n" in ran.own
-
-
-def test_lightning_starts_its_processes_in_a_process_that_sees_all_gpus(book: Notebook) -> None:
-    """``ddp_notebook`` over two devices forks them, and the trained module is the notebook's afterwards."""
-    ran = book.good("""#!g2.2
-import lightning.pytorch as pl
-class Module(pl.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(4, 1)
-    def on_train_start(self):
-        print(f"rank {self.global_rank} of {self.trainer.world_size}")
-    def training_step(self, batch, index):
-        return self.layer(batch[0]).square().mean()
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-module = Module()
-first = module.layer.weight.detach().clone()
-trainer = pl.Trainer(max_epochs=1, accelerator="gpu", devices=2, strategy="ddp_notebook", logger=False,
-                     enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
-trainer.fit(module, DataLoader(TensorDataset(torch.ones(16, 4)), batch_size=2))
-del trainer
-""")
-    assert sorted(ran.own.splitlines()) == ["rank 0 of 2", "rank 1 of 2"]
-    assert book.value("torch.equal(first, module.layer.weight)") == "False"
-
-
 def test_children_end_with_the_rank(book: Notebook) -> None:
     """An interrupt ends the cell and what it spawned."""
     book.start("#!g2.2\ndef wait(rank):\n    print('here', rank)\n    threading.Event().wait()\n"
@@ -151,31 +112,3 @@ def test_children_end_with_the_rank(book: Notebook) -> None:
     book.wait_for("here 1")
     book.interrupt()
     assert book.end().ename == "KeyboardInterrupt"
-
-
-def test_objects_of_the_notebook_go_to_children_and_back(book: Notebook) -> None:
-    """Instances of a cell's class, a queue, a lock and shared memory reach a spawned child; what it puts comes back.
-
-    That it makes a group is refused by name in several ranks: each starts such a child, and they would wait for each other's.
-    """
-    ran = book.good("""#pragma taas --gpus 2
-class Box:
-    def __init__(self, value): self.value = value
-    def more(self): return Box(self.value + SCALE)
-def work(queue, lock, shared, box):
-    with lock: shared += 1
-    queue.put(box.more())
-    try: setup(0, 2, free_port())
-    except taas.errors.CannotAdopt as error: queue.put(str(error))
-context = mp.get_context("spawn")
-queue, lock, shared = context.Queue(), context.Lock(), torch.zeros(2).share_memory_()
-process = context.Process(target=work, args=(queue, lock, shared, Box(4)))
-process.start()
-came, refused = queue.get(), queue.get(); process.join()
-print(type(came) is Box, came.value, shared.tolist())
-print(refused.partition("(")[0])
-del process, context, queue, lock
-""")
-    assert ran.own == (
-        "True 7.0 [1.0, 1.0]\ninit_process_group was called in a process that rank 0 started itself \n"
-    )

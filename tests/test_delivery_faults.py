@@ -4,26 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import resource
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
-import msgspec
-import numpy as np
 import psutil
 import pytest
 import torch
-import zmq
-from delivery_run import PATIENCE, DeliveryRun, wait_for_delivery
+from delivery_run import DeliveryRun, wait_for_delivery
 from notebook_harness import until
-from privileges import needs_mounts
-from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from taas import rehearsal
 from taas.delivery.messages import Failed, HostLost, Note, ProgressReport
 from taas.errors import DeliveryError, RanksDisagree, UnitsExhausted
 
@@ -207,32 +201,6 @@ def test_a_poisonous_index_ends_with_its_name() -> None:
     assert "SIGKILL" in message
 
 
-@pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
-@pytest.mark.parametrize(("streams", "position", "uneven"), [(1, 0, "drop"), (2, 3, "pad")])
-def test_an_element_of_a_stream_that_kills_its_owner_ends_with_its_name(
-    streams: int, position: int, uneven: str
-) -> None:
-    """A stream that dies at an element, in every worker: what is before it arrives, then each rank is told."""
-    deadly = position * streams + streams - 1
-
-    class Poisonous(IterableDataset):
-        def __iter__(self) -> Any:
-            info = get_worker_info()
-            for number in range(info.id if info else 0, 30, streams):
-                if number == deadly:
-                    os._exit(3)
-                yield torch.full((4,), float(number)), torch.rand(1)
-
-    loader = DataLoader(Poisonous(), batch_size=1, num_workers=streams if streams > 1 else 0)
-    with DeliveryRun({"d": loader}, ranks=2, processes=2, uneven=uneven) as run:
-        results = run.ranks(until_it_fails)
-    for rank, (got, message) in enumerate(results):
-        before = list(range(rank, deadly // 2 * 2, 2))
-        assert got in (before, before[:-1])  # the last of them was not asked for when the first owner died
-        assert re.search(r"'d': its stream from element \d+ on killed the data worker", message)
-        assert "exit code 3" in message
-
-
 def test_a_slab_that_cannot_be_reserved_falls_back_to_frames() -> None:
     """Where memory for a slab cannot be reserved, elements travel as frames; nothing dies of SIGBUS."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -298,48 +266,6 @@ def test_hoarded_and_changed_batches_are_never_overwritten() -> None:
     assert got == [(1000 + i, 1000 + i) for i in range(64)]
 
 
-@needs_mounts
-def test_a_small_dev_shm_does_not_matter() -> None:
-    """With 4 MB of /dev/shm, a rank that holds 32 MB of batches gets them all."""
-    program = (
-        "import torch; from delivery_run import DeliveryRun; from torch.utils.data import DataLoader\n"
-        "loader = DataLoader(torch.arange(32).view(32, 1).expand(32, 1 << 17), batch_size=1)\n"
-        "with DeliveryRun({'d': loader}, slab=128 << 20, processes=2) as run:\n"
-        "    print(run.ranks(lambda rank, loaders: [int(x[0, 0]) for x in list(loaders['d'])]))"
-    )
-    mount = 'mount -t tmpfs -o size=4m tmpfs /dev/shm && exec "$0" -c "$1"'
-    done = subprocess.run(
-        ["unshare", "-m", "sh", "-c", mount, sys.executable, program],
-        capture_output=True, text=True, check=False, timeout=PATIENCE,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-    )  # fmt: skip
-    assert done.stdout.strip() == str([list(range(32))]), done.stderr
-
-
-def test_a_registered_loader_in_a_forked_process_is_an_error() -> None:
-    """It yields in the rank alone, also in a child that runs on with the cell; neither hangs."""
-
-    def body(_rank: int, loaders: dict[str, Any]) -> Any:
-        batches = iter(loaders["d"])
-        next(batches)
-        reader, writer = os.pipe()
-        child = os.fork()
-        if child == 0:
-            try:
-                next(batches)
-            except DeliveryError as error:
-                os.write(writer, str(error).encode())
-            os._exit(0)
-        os.waitpid(child, 0)
-        os.close(writer)
-        return len(list(batches)), os.read(reader, 1 << 12).decode()
-
-    with DeliveryRun({"d": DataLoader(Slow(30), batch_size=1)}) as run:
-        [(left, said)] = run.ranks(body)
-    assert left == 29
-    assert "a registered loader yields in the rank alone" in said
-
-
 def test_a_view_keeps_its_batch() -> None:
     """Views, NumPy arrays and what autograd saved keep the memory of a batch, whatever else was dropped."""
 
@@ -362,23 +288,35 @@ def test_a_view_keeps_its_batch() -> None:
     assert got == [float(i) for i in range(60)]
 
 
-@pytest.mark.parametrize("growth", [1.0, 1.5], ids=["of one size", "larger than any before"])
-def test_a_collate_function_that_keeps_its_batch_is_safe(growth: float) -> None:
-    """A collate function that caches what default_collate made does not find it overwritten later."""
+class Pinnable:
+    """What a ``collate_fn`` may return: it knows how it is pinned."""
 
-    class Keeping:
-        def __init__(self) -> None:
-            self.kept: list[Any] = []
+    def __init__(self, items: list[Any]) -> None:
+        self.value, self.pinned = int(items[0]), False
 
-        def __call__(self, samples: list[Any]) -> Any:
-            self.kept.append(torch.utils.data.default_collate([x for x, _ in samples]))
-            ballast = np.zeros(int(4096 * growth ** len(self.kept)), np.uint8)
-            return self.kept[-1], [int(batch[0, 0]) for batch in self.kept], ballast
+    def pin_memory(self) -> Pinnable:
+        if self.value == 13:
+            raise ValueError("not this one")
+        self.pinned = True
+        return self
 
-    loader = DataLoader(Slow(16), batch_size=1, collate_fn=Keeping())
-    with DeliveryRun({"d": loader}) as run:
-        [got] = run.ranks(lambda r, loaders: [(int(x[0, 0]), kept) for x, kept, _ in loaders["d"]])
-    assert got == [(i, list(range(i + 1))) for i in range(16)]
+
+def test_memory_is_pinned_as_torchs_loader_does() -> None:
+    """In order; what pinning raises is raised at its own step."""
+
+    def body(_rank: int, loaders: dict[str, Any]) -> Any:
+        rehearsal.install(0, 1)
+        got: list[Any] = []
+        try:
+            for batch in loaders["d"]:
+                got.append((batch.value, batch.pinned))
+        except ValueError as error:
+            got.append(str(error))
+        return got
+
+    with DeliveryRun({"d": DataLoader(torch.arange(30), collate_fn=Pinnable, pin_memory=True)}) as run:
+        [got] = run.ranks(body)
+    assert got == [*((number, True) for number in range(13)), "not this one"]
 
 
 @pytest.mark.parametrize(
@@ -434,46 +372,6 @@ def test_what_user_code_raises_is_raised_at_its_place(place: str, error: BaseExc
     assert kind is (KeyError if isinstance(error, KeyError) else DeliveryError)
     assert type(error).__name__ in said
     assert "test_delivery_faults.py" in said
-
-
-@pytest.mark.parametrize("streams", [False, True], ids=["map-style", "stream"])
-def test_an_element_that_cannot_be_pickled_is_an_error_at_its_place(streams: bool) -> None:
-    """A generator in an element: its TypeError comes out there, no worker dies, what follows it is delivered."""
-
-    def element(index: int) -> Any:
-        return torch.full((64,), float(index)), (i for i in range(3)) if index == 9 else index
-
-    class Numbers(Dataset):
-        def __len__(self) -> int:
-            return 20
-
-        def __getitem__(self, index: int) -> Any:
-            return element(index)
-
-    class Stream(IterableDataset):
-        def __iter__(self) -> Any:
-            return map(element, range(20))
-
-    def body(_rank: int, loaders: dict[str, Any]) -> Any:
-        got: list[Any] = []
-        elements = iter(loaders["d"])
-        while True:
-            try:
-                got.append(int(next(elements)[0][0]))
-            except StopIteration:
-                return got
-            except TypeError as error:
-                got.append(str(error.__cause__))
-
-    loader = DataLoader(Stream() if streams else Numbers(), batch_size=None)
-    with DeliveryRun({"d": loader}, processes=2) as run:
-        before = {worker.pid for worker in all_workers_of(run, 2)}
-        [got] = run.ranks(body)
-        assert before == {worker.pid for worker in workers_of(run)}
-    message = got.pop(9)
-    assert got == [i for i in range(20) if i != 9]
-    assert ("element 9 of 'd'" if streams else "index 9") in message
-    assert "cannot pickle 'generator' object" in message
 
 
 def test_units_end_the_iteration_then_the_next_one() -> None:
@@ -550,34 +448,6 @@ def test_a_stream_survives_its_owner() -> None:
     assert disturbed == undisturbed(DataLoader(Numbers(), batch_size=2), 2, uneven="pad")
 
 
-@pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
-def test_streams_of_workers_that_persist_survive_their_owners_in_a_later_epoch() -> None:
-    """Others begin them again with generators of their own: nothing lost or doubled, then and in the epoch after."""
-
-    class Numbers(IterableDataset):
-        def __iter__(self) -> Any:
-            info = get_worker_info()
-            assert info is not None
-            for number in range(info.id, 80, info.num_workers):
-                time.sleep(0.01)
-                yield torch.full((4,), float(number)), torch.rand(1)
-
-    def loader() -> DataLoader:
-        return DataLoader(Numbers(), batch_size=2, num_workers=2, persistent_workers=True)
-
-    def epochs(_rank: int, loaders: dict[str, Any]) -> Any:
-        return [[x[:, 0].tolist() for x, _ in loaders["d"]] for _ in range(3)]
-
-    [wanted, *_] = epochs(0, {"d": loader()})
-    with DeliveryRun({"d": loader()}, processes=2) as run:
-        ranks = run.start_ranks(epochs)
-        for count in (50, 65):
-            wait_for_delivery(run, count)
-            kill_workers(run, 2)
-        [disturbed] = run.results(ranks)
-    assert disturbed == 3 * [wanted]
-
-
 def test_memory_stays_within_the_slab() -> None:
     """A hundred times the buffer goes through it: shared memory never grows beyond the stated bound."""
     slab = 2 << 20
@@ -613,57 +483,3 @@ def test_memory_of_frames_is_bounded() -> None:
         [(got, more)] = run.ranks(body)
     assert got == [float(i) for i in range(400)]
     assert more < 16 * slab, more
-
-
-def written_by(pid: int, address: int) -> int:
-    """Bytes in the mapping at an address that are this process's alone, because it has written to them."""
-    found = False
-    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
-        if mapping := re.match("([0-9a-f]+)-([0-9a-f]+) ", line):
-            found = int(mapping[1], 16) <= address < int(mapping[2], 16)
-        elif found and line.startswith("Private_Dirty:"):
-            return int(line.split()[1]) << 10
-    raise AssertionError(f"nothing at {address:x} in {pid}")
-
-
-def test_workers_share_the_dataset_of_their_vm() -> None:
-    """A dataset of 128 MiB, read whole by each of four workers of a VM: none of them has a copy of its own."""
-
-    class Big(Dataset):
-        def __init__(self) -> None:
-            self.data = torch.ones(128 << 18)
-
-        def __len__(self) -> int:
-            return 64
-
-        def __getitem__(self, index: int) -> Any:
-            return self.data.view(64, -1).sum(1).mean(), self.data.data_ptr()  # every page, in every element
-
-    with DeliveryRun({"d": DataLoader(Big(), batch_size=1)}, processes=4) as run:
-        [got] = run.ranks(lambda r, loaders: [(float(x), int(address)) for x, address in loaders["d"]])
-        [address] = {address for _, address in got}
-        own = [written_by(worker.pid, address) for worker in all_workers_of(run, 4)]
-    assert [x for x, _ in got] == [float(1 << 19)] * 64
-    assert max(own) < 8 << 20, own
-
-
-def test_strangers_get_nothing() -> None:
-    """Who has not the run's keys gets no answer, and nothing of theirs is unpickled."""
-    from taas.delivery.config import new_keys
-    from taas.delivery.messages import PLANNER, Hello, Peer, ToWorker
-    from taas.delivery.transport import ControlClient, new_context
-
-    with DeliveryRun({"d": DataLoader(Slow(10, 0.0))}) as run:
-        context = new_context()
-        worker = Peer("worker", 9, 9)
-        strange = new_keys([worker.holder])
-        keys = msgspec.structs.replace(strange, server_public=run.config.keys.server_public)
-        config = msgspec.structs.replace(run.told(PLANNER), keys=keys)
-        half_right = ControlClient(context, config, worker, ToWorker)
-        half_right.socket.sndtimeo = 500
-        with contextlib.suppress(zmq.Again):  # refused already: nobody takes it
-            half_right.send(Hello())
-        assert not half_right.socket.poll(500, zmq.POLLIN)
-        half_right.socket.close(0)
-        context.term()
-        assert run.ranks(lambda r, loaders: len(list(loaders["d"]))) == [10]

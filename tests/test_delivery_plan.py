@@ -4,27 +4,20 @@ from __future__ import annotations
 
 import pickle
 import random
-import threading
 from collections import deque
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
-import msgspec
-import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, Sampler
 
 from taas.delivery.config import DeliveryConfig, new_keys
 from taas.delivery.ledger import Ledger
-from taas.delivery.making import rngs_now
 from taas.delivery.messages import (
     Begin,
     Cancel,
     Draw,
     Ended,
-    FinishPlans,
     Hello,
     LoaderFacts,
     Peer,
@@ -33,10 +26,7 @@ from taas.delivery.messages import (
     Progress,
     Result,
 )
-from taas.delivery.plan import Plan, element_seed, plan_number
-from taas.delivery.planner import LoaderPlans, Planner
-from taas.delivery.registered import take_apart
-from taas.delivery.slab import SlotTable
+from taas.delivery.plan import Plan, plan_number
 
 
 @given(length=st.integers(0, 40), ranks=st.integers(1, 9), uneven=st.sampled_from(["drop", "pad", "raise"]))
@@ -56,37 +46,6 @@ def test_rows_are_whole_and_in_order(length: int, ranks: int, uneven: Any) -> No
         assert merged == list(range(whole))
     assert plan.rows == len(queues[0])
     assert bool(plan.refusal) == (uneven == "raise" and rest > 0)
-
-
-def test_element_seeds_differ_and_depend_on_the_plan_alone() -> None:
-    """A hundred thousand neighbours have as many seeds; the same element always has the same."""
-    seeds = {element_seed(b, i, s) for b in range(10) for i in range(10) for s in range(1000)}
-    assert len(seeds) == 100_000
-    assert element_seed(3, 1, 4) == element_seed(3, 1, 4)
-    assert all(0 <= seed < 1 << 63 for seed in seeds)
-
-
-@given(
-    steps=st.lists(st.one_of(st.integers(1, 30_000), st.just(-1)), max_size=60),
-    reserved=st.one_of(st.none(), st.integers(0, 60_000)),
-)
-def test_slots_never_overlap_and_merge_again(steps: list[int], reserved: int | None) -> None:
-    """Taken extents are disjoint and reserved; when all are given back, the table is one piece again."""
-    table = SlotTable(1 << 16, lambda upto: upto if reserved is None else min(upto, reserved))
-    taken: list[tuple[int, int]] = []
-    for step in steps:
-        if step < 0 and taken:
-            table.give(*taken.pop(len(taken) // 2))
-        elif step > 0:
-            offset = table.take(step)
-            if offset is not None:
-                assert all(offset + step <= o or o + n <= offset for o, n in taken)
-                assert reserved is None or offset + step <= reserved
-                taken.append((offset, step))
-    for place in taken:
-        table.give(*place)
-    assert sum(length for _, length in table._extents) == table.size
-    assert table.size == 0 or table.take(table.size) == 0 or reserved is not None
 
 
 def config_of(ranks: int, slab: int, **config: Any) -> DeliveryConfig:
@@ -303,116 +262,3 @@ def test_exactly_once_in_order_under_any_interleaving(
     for at in range(2 * len(lengths)):
         merged = [i for row in zip(*(mine[at] for mine in got), strict=True) for i in row]
         assert merged == list(range(lengths[at % len(lengths)] // ranks * ranks))
-
-
-@settings(max_examples=20, deadline=None)
-@given(seed=st.integers(0, 1000))
-def test_all_slots_come_back(seed: int) -> None:
-    """When every element was released and every plan closed or dropped, all is free, and each was counted once."""
-    world = World(random.Random(seed), [40, 23], 3, 3)
-    iterate(world, 2, 4)
-    for _ in range(1000):
-        world.work()
-    for name in list(world.results):
-        world.report(name)
-    for rank in range(3):
-        world.arrive(rank)
-        world.let_go(rank)
-        for plan in {plan for plan, _ in world.here[rank]}:
-            world.close(rank, plan, 0)
-    world.pump()
-    assert not world.ledger.works
-    assert [book.delivered for book in world.ledger.plans.loaders] == [2 * 39, 2 * 21]
-    assert not any(book.ready for book in world.ledger.plans.loaders)
-    for state in world.ledger.room.ranks:
-        assert sum(length for _, length in state.slots._extents) == state.slots.size
-
-
-@pytest.mark.parametrize("prebuffer", [2, 4, 8])
-def test_a_loader_nobody_iterates_takes_only_its_first_elements(prebuffer: int) -> None:
-    """Before a rank begins, no more than ``prebuffer`` elements are leased of a loader."""
-    world = World(random.Random(1), [1000], 2, 2, prebuffer=prebuffer)
-    for _ in range(200):
-        world.work()
-        for name in list(world.results):
-            world.report(name)
-    assert world.ledger.plans.loaders[0].ready == prebuffer
-    [book] = world.ledger.plans.loaders
-    [worker, *_] = (work.leases[0].worker for work in world.ledger.works.values())
-    lost = sum(work.leases[0].worker == worker for work in world.ledger.works.values())
-    world.ledger.worker_lost(worker, -1, "SIGKILL")
-    assert book.ready == prebuffer - lost
-
-
-# ── samplers in the planner ──────────────────────────────────────────────────────────────────────────
-
-
-class Raising(Sampler[int]):
-    """Three indices, then an error."""
-
-    def __len__(self) -> int:
-        return 9
-
-    def __iter__(self) -> Iterator[int]:
-        yield from range(3)
-        raise ValueError("no such index file")
-
-
-def test_a_sampler_that_raises_after_the_cell_leaves_the_other_loaders_their_states() -> None:
-    """It is named with what it raised; the planner goes on."""
-    parts = {"late": DataLoader(range(9), sampler=Raising(), batch_size=None), "well": DataLoader(range(9))}
-    plans = [LoaderPlans(name, take_apart(it), rngs_now(), 1) for name, it in parts.items()]
-    planner = Planner(dict(enumerate(plans)))
-    for index in range(2):
-        planner.answer(Draw(index, index, 0, None, 0))
-    final = planner.answer(FinishPlans([(0, 0, None), (1, 0, None)]))
-    assert list(msgspec.msgpack.decode(final.states)) == ["well"]
-    assert final.unknown == {"late": "its sampler raised ValueError: no such index file"}
-
-
-class Epochs(Sampler[int]):
-    """As many indices as its epoch says, a draw each."""
-
-    def __init__(self) -> None:
-        self.epoch, self.generator = 3, torch.Generator()
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def __iter__(self) -> Iterator[int]:
-        return (int(torch.randint(9, (), generator=self.generator)) for _ in range(self.epoch))
-
-    def __len__(self) -> int:
-        return self.epoch
-
-
-def test_an_epoch_that_was_planned_in_vain_leaves_no_trace_in_the_generators() -> None:
-    """They end where the one that the ranks chose leaves them, also if these leave it early."""
-    sampler = Epochs()
-    loader = DataLoader(range(9), sampler=sampler, batch_size=None)
-    planner = Planner({0: LoaderPlans("d", take_apart(loader), rngs_now(), 1)})
-    start = sampler.generator.get_state()
-    for message in (Draw(0, 0, 0, 3, 4), Cancel(0, 0), Draw(1, 0, 0, 5, 2)):
-        planner.answer(message)
-    [states] = msgspec.msgpack.decode(planner.answer(FinishPlans([(0, 0, 5)])).states).values()
-    sampler.generator.set_state(start)
-    sampler.set_epoch(5)
-    list(loader)
-    assert sampler.generator.get_state().numpy().tobytes() in states.values()
-
-
-def test_an_index_that_cannot_be_pickled_fails_at_its_place() -> None:
-    """Those before it are planned; one that cloudpickle can take is none of them."""
-
-    class Key(NamedTuple):
-        number: int
-
-    keys = [Key(0), Key(1), threading.Lock(), Key(3)]
-    keyed = DataLoader(range(4), sampler=keys, batch_size=None)
-    planner = Planner({0: LoaderPlans("d", take_apart(keyed), rngs_now(), 1)})
-    first, second = (planner.answer(Draw(0, 0, 0, None, 100)) for _ in range(2))
-    assert ([pickle.loads(index) for index in first.indices], first.ended) == ([(0,), (1,)], False)
-    assert (second.indices, second.ended) == ([], True)
-    error, text = pickle.loads(second.failure)
-    assert "cannot pickle '_thread.lock' object" in str(error)
-    assert "cannot pickle '_thread.lock' object" in text

@@ -92,16 +92,6 @@ def test_units_past_a_finite_loader(registered: Notebook) -> None:
     assert "--units loader=NUMBER" in ran.traceback
 
 
-def test_the_buffer_of_the_catalog_is_what_ranks_get(registered: Notebook) -> None:
-    """``[delivery] buffer`` is divided among the ranks."""
-    catalog = registered.folder.joinpath("taas.toml")
-    catalog.write_text('[delivery]\nbuffer = "12 MiB"\n')
-    read = "\nimport taas.delivery.loader as side\nnext(iter(loader)); size = side._connection.holdings._slabs.size // 2"
-    registered.good(HEAD + read)
-    catalog.unlink()
-    assert registered.value("size") == str(6 << 20)
-
-
 def test_a_loader_that_the_cell_does_not_use_is_not_run(registered: Notebook) -> None:
     """It is said; where the cell uses none, the run is refused."""
     registered.good("other = make(); taas.register(other);")
@@ -110,17 +100,6 @@ def test_a_loader_that_the_cell_does_not_use_is_not_run(registered: Notebook) ->
     ran = registered.run(HEAD + "\nprint('the body ran')")
     assert "UsageError" in ran.stderr
     assert "the body ran" not in ran.stdout
-
-
-def test_a_background_run_moves_the_generators_when_it_is_attached(registered: Notebook) -> None:
-    """As after a foreground run, the loader goes on where the ranks left it."""
-    registered.good("%load_ext taas")
-    registered.good(HEAD + " --name behind --background" + EPOCHS)
-    registered.good("%taas attach behind")
-    registered.good(ONE_BY_ONE)
-    assert registered.value("seen == [epoch[0::2] for epoch in expected]") == "True"
-    same = "torch.equal(loader.generator.get_state(), reference.generator.get_state())"
-    assert registered.value(same) == "True"
 
 
 def test_the_live_line_and_the_environment(registered: Notebook) -> None:
@@ -210,29 +189,6 @@ def test_a_run_that_resumes_goes_on_in_the_middle_of_an_epoch(registered: Notebo
     same = "torch.equal(loader.generator.get_state(), reference.generator.get_state())"
     assert registered.value(same) == "True"
     assert registered.value("taas.resume(), taas.resume()[loader]").startswith("Resumed(restart=0) Position(")
-
-
-def test_an_interrupt_ends_the_data_workers(registered: Notebook) -> None:
-    """No data worker, planner or coordinator outlives the run."""
-    registered.start(
-        HEAD + "\nimport time\nfor batch in loader:\n    print('ready', flush=True)\n    time.sleep(600)"
-    )
-    registered.wait_for("ready")
-    before = registered.processes()
-    assert {data_process.name() for data_process in before.data_processes} == {
-        "taas-planner",
-        "taas-pool",
-    }
-    assert before.others
-    registered.interrupt()
-    assert registered.end().ename == "KeyboardInterrupt"
-    assert gone(before.others + before.data_processes)
-    after = registered.processes()
-    assert not after.data_processes
-    assert gone(after.others)
-
-
-# ── the supervisor's end of a delivery ───────────────────────────────────────────────────────────────
 
 
 def test_an_exception_of_the_dataset_is_raised_in_the_rank(registered: Notebook) -> None:

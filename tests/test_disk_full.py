@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from fault_table import CELLS, Stage
-from notebook_harness import Notebook, Ran, gone, until
+from notebook_harness import Notebook
 from privileges import needs_mounts, small_disk
 
 from taas.runs.records import read_records
@@ -72,38 +72,6 @@ def test_a_background_run_ends_and_says_what_was_lost(book: Notebook) -> None:
     assert (record.state, record.outcome) == ("over", "done")
 
 
-def _told(ran: Ran) -> list[str]:
-    return [line for line in ran.stdout.splitlines() if line.startswith("taas: ")]
-
-
-def test_a_background_run_whose_names_do_not_fit(book: Notebook) -> None:
-    """Why there are none is said, and nothing else."""
-    book.good("import os")
-    book.good("#pragma taas --gpus 1 --background --name fox\nmade = os.urandom(3_000_000)")
-    for _ in range(2):
-        [told] = _told(book.good("%taas attach fox"))
-        assert told.startswith("taas: the names that the run made could not be kept: No space left on device")
-    assert book.value("'made' in globals()") == "False"
-
-
-def test_a_background_run_whose_payload_does_not_fit(book: Notebook, tmp_path: Path) -> None:
-    """Its own kernel takes the names, for it has what they refer to; another one is told why it cannot."""
-    book.good("import os\ngiven = os.urandom(3_000_000)")
-    book.good("#pragma taas --gpus 1 --background --name fox\nmade = len(given)")
-    why = "taas: only the kernel that started the run can take its names, as what it gave could not be kept: No sp"
-    until(lambda: not read_records()[0].live)
-    other = Notebook(tmp_path)
-    try:
-        other.good("%load_ext taas")
-        [told] = _told(other.good("%taas attach fox"))
-        assert told.startswith(why)
-    finally:
-        other.close()
-    first, second = _told(book.good("%taas attach fox"))
-    assert first.startswith(why) and second == "taas: names here now: made"
-    assert book.value("made") == "3000000"
-
-
 def _fill(small: Path) -> Path:
     """Leave no byte on the disk; returns the file that takes it."""
     filler = small / "filler"
@@ -142,13 +110,3 @@ def test_it_is_full_before_a_cell(stage: Stage, small: Path) -> None:
     filler.unlink()
     assert stage.follow("goes on").status == "ok"
     stage.check()
-
-
-@pytest.mark.slow
-def test_the_kernel_dies_while_it_is_full(stage: Stage, small: Path) -> None:
-    """No process outlives it."""
-    stage.reach("training")
-    _fill(small)
-    everybody = stage.everybody()
-    stage.notebook.kill()
-    assert gone(everybody)

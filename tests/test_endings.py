@@ -8,8 +8,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from notebook_harness import Notebook, Ran, gone, until
-from test_background import terminal
+from notebook_harness import Notebook, Ran, gone, terminal, until
 
 pytestmark = pytest.mark.slow
 
@@ -82,22 +81,6 @@ def test_a_handled_interrupt_ends_well_however_long_it_takes(notebook: Notebook)
     assert notebook.value("saved, steps > 0") == "True True"
     lines = [update["data"]["text/plain"] for update in ran.updates]
     assert any("interrupted: the cell is finishing; press again to end it" in line for line in lines)
-
-
-def test_an_interrupt_that_comes_when_the_cell_has_just_ended(notebook: Notebook) -> None:
-    """It changes nothing any more, and what libraries registered for the rank's exit is done."""
-    notebook.good(
-        "#pragma taas --gpus 2\nimport atexit, os, pathlib, signal, sys\n"
-        "if os.environ['RANK'] == '0': atexit.register(pathlib.Path('flushed').touch)\n"
-        "def press(frame, event, argument):\n"
-        "    if event == 'call' and frame.f_code.co_name == 'end_cell':\n"
-        "        sys.setprofile(None)\n"
-        "        signal.raise_signal(signal.SIGINT)\n"
-        "sys.setprofile(press)\n"
-        "trained = 1\n"
-    )
-    assert notebook.value("trained") == "1"
-    assert (notebook.folder / "flushed").exists()
 
 
 @pytest.mark.parametrize("library", ["CDLL", "PyDLL"])
@@ -229,21 +212,6 @@ def test_an_interrupt_breaks_off_what_rank_0_waits_in(notebook: Notebook, what: 
     assert notebook.value("done") == "[1, 2]"
 
 
-def test_names_are_given_before_an_abort_that_may_end_the_process(notebook: Notebook) -> None:
-    """As NCCL's may: a group that stands for one of its groups does so."""
-    ran = interrupted(
-        notebook,
-        f"{GROUP}import os, threading, taas.adopt.waits as waits\nstep = 7\n"
-        "class ProcessGroupNCCL:\n    def abort(self): os.abort()\n"
-        "if rank:\n    ready()\n    time.sleep(600)\n"
-        "waits.nccl_backends = lambda: [ProcessGroupNCCL()]\n"
-        "threading.Timer(0.5, ready).start()\ndist.recv(torch.ones(4), 1)\ntime.sleep(600)",
-    )
-    assert ran.ename == "KeyboardInterrupt"
-    assert STOOD in ran.evalue
-    assert notebook.value("step") == "7"
-
-
 OTHERS: dict[str, tuple[str, str, str, str, str]] = {
     "recv": (
         f"{GROUP}done = [1]",
@@ -310,24 +278,6 @@ def test_rank_0_fails(notebook: Notebook) -> None:
     )
 
 
-def test_rank_1_is_at_its_end_before_rank_0_has_begun(notebook: Notebook) -> None:
-    """Rank 0 comes to the same end, and its names come back."""
-    notebook.good(
-        "import os, pathlib, psutil\nclass Late:\n    def __setstate__(self, state):\n"
-        "        if os.environ.get('RANK') == '0':\n"
-        "            while not (one := pathlib.Path(ready_at, '1')).exists() or not one.read_text(): pass\n"
-        "            while psutil.pid_exists(int(one.read_text())): pass\n"
-        "late, x = Late(), 0\nlate.is_one = True"
-    )
-    ran = notebook.run(
-        "#pragma taas --gpus 2\nlate\npathlib.Path(ready_at, os.environ['RANK']).write_text(str(os.getpid()))\n"
-        "x = 1\nraise SystemExit(2)"
-    )
-    assert ran.ename == "CellFailed"
-    assert STOOD in ran.evalue
-    assert notebook.value("x") == "1"
-
-
 @pytest.mark.parametrize(
     ("body", "said", "holds"),
     [
@@ -387,24 +337,6 @@ def test_a_second_press_ends_everything(notebook: Notebook) -> None:
     assert notebook.value("stage") == "noticed"
 
 
-def test_many_presses_end_no_other_run(notebook: Notebook) -> None:
-    """The supervisor, which has the background runs of the same kernel, too, is at ending this one."""
-    notebook.good(
-        "#pragma taas --gpus 1 --background --name owl\nimport pathlib, time\n"
-        "while not pathlib.Path('go').exists(): time.sleep(0.02)\nsaved = 42"
-    )
-    notebook.start(f"#pragma taas --gpus 2\n{DEAF}")
-    notebook.wait_for("ready")
-    notebook.interrupt()
-    notebook.wait_for("noticed")
-    for _ in range(7):
-        notebook.interrupt()
-    assert notebook.end().ename == "KeyboardInterrupt"
-    (notebook.folder / "go").touch()
-    notebook.good("%taas attach owl")
-    assert notebook.value("saved") == "42"
-
-
 def test_a_second_press_while_rank_0_holds_the_gil(notebook: Notebook) -> None:
     """Nobody answers: nothing comes, and the error says it."""
     notebook.start("#pragma taas --gpus 2\nimport itertools\nready()\nsum(itertools.repeat(0.5))")
@@ -460,15 +392,3 @@ def test_a_background_run_that_fails_leaves_its_names(notebook: Notebook) -> Non
     assert ran.ename == "CellFailed"
     assert STOOD in ran.evalue
     assert notebook.value("rows, same is rows, made") == "[1, 2] True 3"
-
-
-def test_a_background_run_that_is_stopped_leaves_its_names(notebook: Notebook) -> None:
-    """So does one that was stopped."""
-    notebook.good(
-        "#pragma taas --gpus 2 --background --name stopped\nimport os, pathlib, time\nmade = 3\n"
-        "if os.environ['RANK'] == '0': pathlib.Path('up').touch()\ntime.sleep(600)"
-    )
-    notebook.good("import pathlib, time\nwhile not pathlib.Path('up').exists(): time.sleep(0.05)")
-    notebook.good("%taas stop stopped")
-    assert STOOD in notebook.good("%taas attach stopped").stdout
-    assert notebook.value("made") == "3"

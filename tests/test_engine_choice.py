@@ -12,7 +12,6 @@ from taas.agent.forkserver import read_at_import
 from taas.agent.staging import environment
 from taas.config import load_catalog
 from taas.engines import AgentConfig, Demand, EngineChoice, chosen
-from taas.engines.ray import bundle, what_is_missing
 from taas.engines.slurm import settings_of
 from taas.engines.versions import differing_versions
 from taas.errors import EngineError, HeaderError
@@ -68,18 +67,6 @@ def test_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-def test_bundles() -> None:
-    """A VM asks for its type and its GPUs; for no GPUs where it is rehearsed."""
-    kind = Demand("g2.8", 8)
-    assert bundle(kind, [{"CPU": 4}]) == {"GPU": 8, "g2.8": 1}, "an autoscaler may bring it"
-    assert bundle(kind, [{"CPU": 4}, {"GPU": 8, "g2.8": 1}]) == {"GPU": 8, "g2.8": 1}
-    assert bundle(kind, [{"GPU": 8}, {"g2.8": 1}]) == {"g2.8": 1}, "no node of the type has a GPU"
-    assert bundle(Demand("g2.8", 8, rehearse=True), [{"GPU": 8, "g2.8": 1}]) == {"g2.8": 1}
-    assert bundle(Demand("c1.4", 0), [{"c1.4": 1}]) == {"c1.4": 1}
-    assert bundle(Demand(None, 4), [{"GPU": 8}]) == {"GPU": 4}
-    assert bundle(Demand(None, 4), [{"CPU": 8}]) == {"CPU": 1}
-
-
 def test_what_is_asked_of_slurm(own_project: Path) -> None:
     """What is typed wins over `[engine.slurm]`; a VM with GPUs is a whole node unless its type says how it is asked for."""
     (own_project / "taas.toml").write_text(
@@ -96,21 +83,6 @@ def test_what_is_asked_of_slurm(own_project: Path) -> None:
     assert settings.asked_for(Demand("g2.4", 4, rehearse=True)) == ["--partition=cpu", "--exclusive", *rest]
     typed = chosen.read_choice(["slurm", "--partition=x", "--time=9"], "", load_catalog(own_project))
     assert settings_of(typed.address).asked_for(Demand(None, 2))[:2] == ["--partition=x", "--time=9"]
-
-
-def test_what_is_missing() -> None:
-    """What is asked for, what there is, and whether somebody else has it or nobody."""
-    node = {"CPU": 4.0, "GPU": 8.0, "g2.8": 1.0, "memory": 1e9, "node:10.0.0.1": 1.0}
-    wanted = {"GPU": 8.0, "g2.8": 1.0}
-    busy = what_is_missing(wanted, 1, [node], {"GPU": 0.0, "g2.8": 1.0})
-    assert busy == (
-        "1 node with GPU 8, g2.8 1; the cluster has 1 node with CPU 4, GPU 8, g2.8 1 in all, of GPU 0 free: "
-        "other runs or jobs have the rest"
-    )
-    short = what_is_missing(wanted, 2, [node], {"GPU": 8.0, "g2.8": 1.0})
-    assert short.startswith("2 nodes with GPU 8, g2.8 1; the cluster has 1 node with")
-    assert "1 like that: an autoscaler has to make it" in short
-    assert """--resources='{"g2.8": 1}'""" in short
 
 
 def test_versions_that_differ() -> None:

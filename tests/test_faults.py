@@ -8,9 +8,6 @@ import psutil
 import pytest
 from notebook_harness import Notebook, gone
 
-from taas.supervisor.connections import Visit, all_connections
-from taas.wire.clients import RunRequest, Stacks
-
 pytestmark = pytest.mark.slow
 
 
@@ -43,13 +40,6 @@ FAILS = {
         "raise ExceptionGroup('both', [ValueError('a'), TypeError('b')])",
         "",
         ("raise ExceptionGroup('both', ", "ValueError: a", "TypeError: b", "line 2"),
-    ),
-    "an interrupt that nobody pressed": ("raise KeyboardInterrupt('mine')", "KeyboardInterrupt", ()),
-    "one that is not UTF-8": ("raise ValueError('caf\\udce9')", "raised ValueError: caf\\udce9", ("raise ",)),
-    "one larger than a message": (
-        "raise ValueError('x' * 70_000_000)",
-        "raised ValueError: xxx",
-        ("raise ",),
     ),
     "a status": ("import sys\nsys.exit(3)", "called sys.exit(3)", ()),
     "a rank that leaves without a word": (
@@ -96,51 +86,6 @@ def test_leaving_without_a_status_succeeds(notebook: Notebook, leave: str) -> No
     assert notebook.value("left_at") == "7"
 
 
-STREAMS = [
-    "sys.stdout.close(); sys.stderr.close()",
-    "sys.stdout = open('printed', 'w'); sys.stdout.close()",
-    "os.close(1); os.close(2)",
-    "del sys.stdout, sys.stderr; 1 / 0",  # without the error IPython misses them, in a plain cell, too
-]
-
-
-@pytest.mark.parametrize("error", ["", "\n1 / 0"])
-@pytest.mark.parametrize("act", STREAMS)
-def test_what_a_cell_does_to_its_streams_ends_nothing(notebook: Notebook, act: str, error: str) -> None:
-    """Its names come, what it printed before is shown, and an error is its own."""
-    ran = notebook.run(
-        "#pragma taas --gpus 2\nimport os, sys\nbefore, made = sys.stdout, 1\nprint('shown')\n" + act + error
-    )
-    assert ("raised ZeroDivisionError" in ran.evalue) == ("1 / 0" in act + error), ran.evalue
-    assert ran.own == "shown\n"
-    assert notebook.value("made, before is __import__('sys').stdout") == "1 True"
-
-
-def test_orphans_that_have_ended_are_buried_while_the_run_goes_on(notebook: Notebook) -> None:
-    """A long run may start many: each would keep its process id until the end."""
-    ran = notebook.good(
-        "#pragma taas --gpus 1 --hang-timeout 2 --return none\n"
-        "import os, psutil, time\n"
-        "agent = psutil.Process(psutil.Process(os.getppid()).ppid())\n"
-        "before = set(agent.children())\n"
-        "for _ in range(20): os.system('true &')\n"
-        "while set(agent.children()) - before: time.sleep(0.05)\n"
-        "print('buried')"
-    )
-    assert ran.own == "buried\n"
-
-
-def test_a_message_of_another_release(notebook: Notebook) -> None:
-    """A terminal may have another taas than the kernel: what is not understood ends no run."""
-    notebook.good("#pragma taas --gpus 1\npass")
-    before = notebook.processes().supervisor
-    [connection] = [there for there in all_connections() if there.kernel.pid == notebook.pid]
-    with Visit(connection) as visit:
-        visit._socket.send(b"\x81\xa4type\xa6Future")
-        visit.ask(RunRequest(run="", what="stacks"), Stacks)
-    assert notebook.processes().supervisor == before
-
-
 BUSY = {
     "python loop": "print('ready', flush=True)\nwhile True: pass",
     "C loop": "print('ready', flush=True)\nsum(range(10**13))",
@@ -168,43 +113,6 @@ def test_interrupt(notebook: Notebook, what: str) -> None:
     assert ran.ename == "KeyboardInterrupt"
     assert ran.traceback == f"KeyboardInterrupt: {ran.evalue}"
     assert gone(ranks, 0)
-
-
-def test_an_interrupt_that_comes_after_the_end(notebook: Notebook) -> None:
-    """The run is over, and the kernel takes its names in: they are kept, and so is all else that the supervisor has."""
-    notebook.good(
-        "import os\n"
-        "def press(run):\n"
-        "    from taas.supervisor.connections import Visit, all_connections\n"
-        "    from taas.wire.clients import RunRequest, Stacks\n"
-        "    [supervisor] = [there for there in all_connections() if there.kernel.pid == os.getpid()]\n"
-        "    with Visit(supervisor) as visit:\n"
-        "        visit.say(RunRequest(run=run, what='interrupt'))\n"
-        "        visit.ask(RunRequest(run='', what='stacks'), Stacks)  # it has read both\n"
-        "    return supervisor.supervisor.pid"
-    )
-    notebook.good(
-        "#pragma taas --gpus 2 --name late\n"
-        "class Late:\n"
-        "    def __reduce__(self): return press, ('late',)  # when the kernel unpacks it\n"
-        "late = Late()"
-    )
-    notebook.good("#pragma taas --gpus 2\npass")
-    [supervisor] = notebook.processes().supervisor
-    assert notebook.value("late") == str(supervisor.pid)
-
-
-def test_an_interrupt_while_the_kernel_unpacks(notebook: Notebook) -> None:
-    """It costs what is unpacked just then; all else comes, the run is over, and another one may have its name."""
-    notebook.good(
-        "import os, signal\ndef press():\n    for _ in range(2): os.kill(os.getpid(), signal.SIGINT)"
-    )
-    body = "class Late:\n    def __reduce__(self): return press, ()\nunpacked = Late(); came = 1"
-    ran = notebook.run(f"#pragma taas --gpus 2 --name odd\n{body}")
-    assert ran.ename == "KeyboardInterrupt"
-    assert "did not come back: unpacked" in ran.stdout
-    assert notebook.value("'unpacked' in globals(), came") == "False 1"
-    notebook.good("#pragma taas --gpus 2 --name odd\npass")
 
 
 def test_a_forgotten_process_group_is_closed(notebook: Notebook) -> None:

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
 from collections.abc import Iterator
-from pathlib import Path
 
 import psutil
 import pytest
 from notebook_harness import Notebook, gone, there, until
-
-from taas.runs.records import PAYLOAD, read_records
 
 
 @pytest.fixture(autouse=True)
@@ -119,45 +114,6 @@ def test_an_interrupt_leaves_ranks_names_and_a_group(notebook: Notebook) -> None
     assert [str(pid) for pid in pids_of(notebook)] == first.split()
 
 
-_STUCK = """
-import collections, itertools, time
-if dist.get_rank():
-    open(sign, "w").close()
-    while True:
-        try: collections.deque(itertools.repeat(0), maxlen=0)
-        except KeyboardInterrupt: pass  # it came before
-while not os.path.exists(sign): time.sleep(0.01)
-print("on")
-dist.barrier()
-"""
-
-
-def test_a_rank_that_is_stuck_ends_them(notebook: Notebook, tmp_path: Path) -> None:
-    """C code that holds the GIL notices nothing; rank 0's names came back before, and the next cell has new ranks."""
-    notebook.good(KEEP + GROUP + PIDS + "x = 1")
-    before = [psutil.Process(int(pid)) for pid in notebook.value("*pids").split()]
-    notebook.good(f"import os; sign = {str(tmp_path / 'sign')!r}")
-    notebook.start(KEEP + _STUCK)
-    notebook.wait_for("on")
-    notebook.interrupt()
-    ran = notebook.end()
-    assert (ran.ename, "its ranks are gone" in ran.stdout) == ("KeyboardInterrupt", True)
-    assert "was interrupted: all its ranks have ended" in ran.evalue
-    assert gone(before)
-    assert notebook.good(KEEP + "print(x)").own == "1\n"
-
-
-def test_names_that_came_back_are_held_nowhere_else(notebook: Notebook) -> None:
-    """The memory that brought them is given back by rank 0, which stays."""
-    notebook.good(KEEP + "import os, torch")
-    count = "len(os.listdir('/proc/self/fd'))"
-    counts = []
-    for _ in range(3):
-        notebook.good(KEEP + f"big = torch.ones(1 << 20)\ncount = {count}")
-        counts.append(notebook.value("count"))
-    assert len(set(counts[1:])) == 1, counts
-
-
 def test_a_rank_that_dies_in_a_cell_takes_the_others_along(notebook: Notebook) -> None:
     """The cell says that they are gone; the next one has new ranks, and the notebook's names."""
     notebook.good(KEEP + GROUP + PIDS + "kept = 5")
@@ -170,18 +126,6 @@ def test_a_rank_that_dies_in_a_cell_takes_the_others_along(notebook: Notebook) -
     ran = notebook.good(KEEP + "print(kept, dist.is_initialized())")
     assert ran.own == "5 False\n"
     assert not there(before)
-
-
-def test_a_rank_that_dies_while_it_waits(notebook: Notebook) -> None:
-    """The next cell says so and starts new ones, to which all names travel."""
-    notebook.good(KEEP + GROUP + PIDS + "kept = 5")
-    before = [psutil.Process(int(pid)) for pid in notebook.value("*pids").split()]
-    os.kill(before[1].pid, signal.SIGKILL)
-    assert gone(before)
-    until(lambda: "ranks kept" not in str(notebook.good("%taas status")))
-    ran = notebook.good(KEEP + "print(kept)")
-    assert ran.own == "5\n"
-    assert "rank 1 was killed by SIGKILL); all names that the cell needs travel" in ran.stdout
 
 
 def test_release_ends_them_and_reload_ext_does_not(notebook: Notebook) -> None:
@@ -204,25 +148,6 @@ def test_they_end_when_no_cell_comes(notebook: Notebook) -> None:
     pids = notebook.value("*pids").split()
     until(lambda: not any(psutil.pid_exists(int(pid)) for pid in pids))
     assert "[keep] idle" in notebook.good(KEEP + "print(1)").stdout
-
-
-def test_a_cell_that_does_not_start_leaves_them(notebook: Notebook) -> None:
-    """They keep what only they have, and the notebook knows what they hold."""
-    notebook.good("import threading\nlock = threading.Lock()\nbig = list(range(100_000))")
-    notebook.good(KEEP + "own = iter(range(9)); n = len(big)")
-    assert notebook.run(KEEP + "lock.acquire()").ename == "CaptureError"
-    assert notebook.run("#pragma taas --gpus 2\nlock.acquire()").ename == "CaptureError"
-    ran = notebook.good(KEEP + "n += len(big)\nprint(next(own))")
-    assert (ran.own, notebook.value("n")) == ("0\n", "200000")
-
-
-def test_a_constant_that_is_bound_anew_is_that_in_all_of_them(notebook: Notebook) -> None:
-    """Though it is the very object that it was: other ranks may have another; what is not bound stays each rank's own."""
-    notebook.good(KEEP + "import os\nr = own = int(os.environ['RANK']); flag = r == 1; best = r or None")
-    notebook.good("%%time\nr = 0; flag = False")
-    notebook.good("best = None")
-    ran = notebook.good(KEEP.rstrip() + " --output all\nprint(r, flag, best, own)")
-    assert sorted(ran.own.splitlines()) == ["0 False None 0", "[rank 1] 0 False None 1"]
 
 
 def test_registered_loaders_deliver_to_them(notebook: Notebook) -> None:
@@ -250,53 +175,6 @@ def test_another_shape_is_refused(notebook: Notebook) -> None:
     assert [str(pid) for pid in pids_of(notebook)] == first.split()
 
 
-def test_what_other_ranks_write_is_settled_after_each_cell(notebook: Notebook) -> None:
-    """In the same walls, for the run that wrote it."""
-    notebook.good(KEEP + GROUP)
-    for name in ("one", "two"):
-        ran = notebook.good(KEEP + f"if dist.get_rank():\n    open('{name}.txt', 'w').write('mine')")
-        assert f"kept: {name}.txt" in ran.stdout
-    assert not (notebook.folder / "one.txt").exists()
-    ran = notebook.good(
-        KEEP + "import os\nprint(os.path.exists('one.txt'))\n" + "found = [None, None]\n"
-        "dist.all_gather_object(found, os.path.exists('one.txt'))"
-    )
-    assert notebook.value("found") == "[False, False]"
-
-
-def test_the_working_directory_goes_on(notebook: Notebook) -> None:
-    """That of the notebook, or as rank 0 left it; the project stays the one that the ranks were made in."""
-    (notebook.folder / "sub").mkdir()
-    where = "import os\nplaces = [None, None]\ndist.all_gather_object(places, os.getcwd())\n"
-    notebook.good(KEEP + GROUP + PIDS)
-    first, sub = notebook.value("*pids"), str(notebook.folder / "sub")
-    try:
-        notebook.good("%cd sub")
-        ran = notebook.good(
-            KEEP + PIDS + where + "if dist.get_rank():\n    open('../one.txt', 'w').write('mine')"
-        )
-        assert "kept: one.txt" in ran.stdout
-        assert (notebook.value("*pids"), notebook.value("*places")) == (first, f"{sub} {sub}")
-        notebook.good(KEEP + "os.chdir('..')")
-        assert notebook.value("os.getcwd()") == str(notebook.folder)
-        notebook.good(KEEP + "if dist.get_rank() == 0:\n    os.chdir('sub')")
-        assert notebook.value("os.getcwd()") == sub
-        notebook.good(KEEP + PIDS + where)
-        assert (notebook.value("*pids"), notebook.value("*places")) == (first, f"{sub} {sub}")
-    finally:
-        notebook.good(f"%cd {notebook.folder}")
-
-
-def test_the_environment_goes_on(notebook: Notebook) -> None:
-    """What the notebook sets, changes and removes."""
-    notebook.good("import os\nos.environ['MINE'] = '1'")
-    notebook.good(KEEP + "print(os.environ['MINE'])")
-    notebook.good("os.environ['MINE'] = '2'\nos.environ['OTHER'] = '3'")
-    assert notebook.good(KEEP + "print(os.environ['MINE'], os.environ['OTHER'])").own == "2 3\n"
-    notebook.good("del os.environ['MINE']")
-    assert notebook.good(KEEP + "print('MINE' in os.environ)").own == "False\n"
-
-
 def test_arguments_of_a_rank_are_the_notebooks(notebook: Notebook) -> None:
     """The kernel's own are none in ranks; what a cell makes of them comes back, without what launchers give a rank."""
     notebook.good("import sys; own = sys.argv[0]")
@@ -309,13 +187,3 @@ def test_arguments_of_a_rank_are_the_notebooks(notebook: Notebook) -> None:
     assert notebook.value("sys.argv == [own, '--lr', '2', '--fast']") == "True"
     notebook.good(KEEP + "sys.argv = ['train.py', *sys.argv[1:2]]")
     assert notebook.value("sys.argv") == "['train.py', '--lr']"
-
-
-def test_a_model_that_stays_does_not_travel_again(notebook: Notebook) -> None:
-    """The runs' records say what did: 40 MB once, then the state of the process."""
-    notebook.good("import torch\nmodel = torch.nn.Linear(1000, 10_000)")
-    for _ in range(3):
-        notebook.good(KEEP + "total = model.weight.sum().item()")
-    sizes = [(record.folder / PAYLOAD).stat().st_size for record in read_records()[-3:]]
-    assert sizes[0] > 40_000_000
-    assert max(sizes[1:]) < 1_000_000

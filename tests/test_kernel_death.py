@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
-from notebook_harness import Notebook, gone, until
-
-from taas.runs.records import read_records
+from notebook_harness import Notebook, gone
 
 pytestmark = pytest.mark.slow
 
@@ -56,33 +53,3 @@ def test_sigkill_of_the_kernel(book: Notebook) -> None:
         assert gone(everything, 5)
     finally:
         child.kill()
-
-
-KILLERS = {
-    "with a run's names in its hands": "class Last:\n"
-    "    def __reduce__(self): return os.kill, (kernel, 9)  # when the kernel unpacks it\n"
-    "last = Last()",
-    "while a cell is deaf to interrupts": "import signal, time\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n"
-    "if os.environ['RANK'] == '0': os.kill(kernel, 9)\ntime.sleep(600)",
-}
-
-
-@pytest.mark.parametrize("when", KILLERS)
-def test_a_kernel_that_dies_beside_a_background_run(book: Notebook, tmp_path: Path, when: str) -> None:
-    """A foreground run is over, whatever it is at; its background run goes on to its end."""
-    book.good("import os\nkernel = os.getpid()")
-    book.good(
-        "#pragma taas --gpus 1 --background --name outlives\n"
-        "import time\nfrom pathlib import Path\n"
-        "Path('there').touch()\n"
-        "while not Path('go').exists(): time.sleep(0.02)\n"
-    )
-    until(tmp_path.joinpath("there").exists)
-    book.start(f"#pragma taas --gpus 2\nimport os\n{KILLERS[when]}")
-    [supervisor] = book.processes().supervisor
-    os.waitpid(book.pid, 0)
-    until(lambda: len(book.processes().ranks) == 1)
-    tmp_path.joinpath("go").touch()
-    assert gone([supervisor])
-    outlives = [record for record in read_records() if record.name == "outlives"][-1]
-    assert (outlives.outcome, outlives.message) == ("done", "")

@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from notebook_harness import Notebook
@@ -97,26 +98,6 @@ def test_syntax_errors_belong_to_the_notebook(notebook: Notebook) -> None:
         assert "taas/" not in ran.traceback
 
 
-def test_the_working_directory_is_gone(notebook: Notebook) -> None:
-    """Nothing starts, and the line says what to type; from there runs work again."""
-    notebook.good(
-        "import os\nbefore = os.getcwd(); os.mkdir('gone'); os.chdir('gone'); os.rmdir(os.getcwd())"
-    )
-    for header in ("#pragma taas --gpus 2", "%%taas --gpus 2"):
-        ran = notebook.run(f"{header}\nprint('the body ran')")
-        assert "type %cd and a folder that is there" in ran.stderr
-        assert "the body ran" not in ran.stdout
-    notebook.good("%cd -q {before}")
-    assert notebook.good("#pragma taas --gpus 1\nprint(os.getcwd() == before)").own == "True\n"
-
-
-def test_a_cell_that_is_being_typed_is_complete_when_python_says_so(notebook: Notebook) -> None:
-    """In a terminal a header does not end a cell, nor a loop without a body."""
-    check = "print(get_ipython().input_transformer_manager.check_complete({!r}))"
-    for cell in ("#pragma taas --gpus 2\nfor i in range(3):\n", "#pragma taas --gpus 2\nif 1:\n    x = ("):
-        assert notebook.good(check.format(cell)).own.startswith("('incomplete'")
-
-
 def test_a_function_of_a_taas_cell_knows_its_cell(notebook: Notebook) -> None:
     """An error in it, raised here later, names the cell and line where it was written."""
     count = notebook.good("#pragma taas --gpus 1\n\ndef halve(n):\n    return 1 / n\n").count
@@ -171,14 +152,6 @@ def test_variables_in_the_header(notebook: Notebook) -> None:
     assert ran.own == "{count} 2\n"
 
 
-def test_variables_in_the_header_are_the_notebooks(notebook: Notebook) -> None:
-    """Whatever IPython calls its own, on its way to the cell."""
-    notebook.good("from types import SimpleNamespace\nargs = cell = line = fn = SimpleNamespace(gpus=9000)")
-    for name in ("args", "cell", "line", "fn"):
-        ran = notebook.run(f"#pragma taas --gpus {{{name}.gpus}}\nprint('the body ran')")
-        assert ran.stderr.startswith("UsageError: --gpus 9000: "), ran
-
-
 def test_the_cell_magic_is_the_same_thing(notebook: Notebook) -> None:
     """``%%taas --on g2.2 --gpus 2``."""
     ran = notebook.good("%%taas --on g2.2 --gpus 2\nimport os\nprint(os.environ['WORLD_SIZE'])")
@@ -221,9 +194,17 @@ def test_a_value_of_each_rank_is_collected(notebook: Notebook) -> None:
     assert notebook.value("taas.collected['loss'][1]") == "1"  # as it stood
 
 
-def test_importing_is_light() -> None:
-    """``import taas`` brings neither torch nor zmq nor ray."""
-    code = "import sys, taas; print([m for m in ('torch', 'zmq', 'ray', 'numpy') if m in sys.modules])"
+@pytest.mark.parametrize(
+    ("module", "heavy"),
+    [
+        ("taas", ("torch", "zmq", "ray", "numpy", "IPython", "msgspec")),
+        ("taas.agent.loop", ("torch", "numpy", "IPython", "ray", "cloudpickle")),
+        ("taas.delivery.coordinator", ("torch",)),
+    ],
+)
+def test_importing_is_light(module: str, heavy: tuple[str, ...]) -> None:
+    """``import taas`` costs nothing; an agent that waits, and the coordinator, have none of the ranks' libraries."""
+    code = f"import sys, {module}; print([name for name in {heavy!r} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
 
@@ -237,22 +218,6 @@ def test_a_name_to_return_that_is_not_there_is_said(notebook: Notebook) -> None:
         ran.stdout == "taas: did not come back: best: --return asks for it, and the cell made no such name\n"
     )
     assert notebook.value("made") == "1"
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        "keep()",
-        "exec('kept = 1')",
-        "from math import *; kept = 1",
-        "import __main__; __main__.kept = 1",
-    ],
-)
-def test_a_name_that_the_cell_may_make_can_be_returned(notebook: Notebook, body: str) -> None:
-    """Whichever way it is bound: by a function of the notebook, a magic, in code that is a text."""
-    notebook.good("def keep():\n    global kept\n    kept = 1\nglobals().pop('kept', None)")
-    assert "UsageError" not in notebook.good(f"#pragma taas --gpus 1 --return kept\n{body}").stderr
-    assert notebook.value("'kept' in globals()") == "True"
 
 
 def test_what_cannot_come_back_is_one_line(notebook: Notebook) -> None:
@@ -279,45 +244,6 @@ def test_what_a_cell_began_is_ended_as_at_the_end_of_a_program(notebook: Noteboo
     assert notebook.value("saved, [open(name).read() for name in ('a.txt', 'b.txt', 'log.csv')]") == (
         "[5, 5] ['saved', 'saved', 'one\\n']"
     )
-
-
-def test_a_thread_that_does_not_end(notebook: Notebook) -> None:
-    """The cell says what it waits for, until it is interrupted; its names are there."""
-    notebook.start(
-        "#pragma taas --gpus 2\nimport threading\nthreading.Thread(target=threading.Event().wait, name='mine').start()\na = 5"
-    )
-    notebook.wait_for("taas: rank 0 has run the cell's last line, and waits for 1 thread(s): mine")
-    notebook.interrupt()
-    assert notebook.end().ename == "KeyboardInterrupt"
-    assert notebook.value("a") == "5"
-
-
-@pytest.mark.parametrize("wrapper", ["DistributedDataParallel", "DataParallel"])
-def test_what_holds_a_wrapped_model_holds_the_model(notebook: Notebook, wrapper: str) -> None:
-    """It comes back without the wrapper, the one object under all its names and in all that holds it."""
-    notebook.good(
-        "import torch\nfrom torch import nn\nnet = nn.Linear(2, 1)\n"
-        "class Trainer:\n    def __init__(self, model): self.model = model"
-    )
-    notebook.good(
-        "#pragma taas --gpus 2\ntorch.distributed.init_process_group()\n"
-        f"model = nn.parallel.{wrapper}(net)\ntrainer = Trainer(model)\nheld = [model, trainer]\n"
-        f"own = nn.parallel.{wrapper}(nn.Linear(1, 1))\nowner = Trainer(own)"
-    )
-    assert notebook.value("model is net, trainer.model is net, held[0] is net, held[1] is trainer") == (
-        "True True True True"
-    )
-    assert notebook.value("type(own).__name__, owner.model is own") == "Linear True"
-
-
-def test_a_mesh_travels_without_a_warning(notebook: Notebook) -> None:
-    """That a process has not its groups is no news: neither in the notebook, nor in the next ranks."""
-    made = "import torch.distributed as dist\nmesh = dist.init_device_mesh('cpu', (2, 1), mesh_dim_names=('a', 'b'))\n"
-    ran = notebook.good(f"#pragma taas --gpus 2\n{made}parts = [mesh['a'], mesh['b']]")
-    assert (ran.own, ran.stderr) == ("", "")
-    assert notebook.value("parts[0].mesh.tolist(), mesh.mesh_dim_names") == "[0, 1] ('a', 'b')"
-    ran = notebook.good("#pragma taas --gpus 2\nprint(mesh.size(), parts[0].size())")
-    assert (ran.own, ran.stderr) == ("2 2\n", "")
 
 
 def test_a_model_that_an_earlier_cell_has_compiled(notebook: Notebook) -> None:
@@ -351,44 +277,6 @@ def test_a_question_where_nobody_can_answer(notebook: Notebook, ask: str) -> Non
     assert "StdinNotImplementedError" in ran.evalue
 
 
-def test_ranks_that_have_ended_before_the_last_ones_start(notebook: Notebook) -> None:
-    """Many ranks with little to do: what the first ones said is heard, though they are gone."""
-    assert notebook.good("#pragma taas --gpus 24\nprint('done')").own == "done\n"
-
-
-def test_what_an_earlier_cell_imported_in_ranks_holds_in_later_ones(notebook: Notebook) -> None:
-    """A module that gives the classes of its package methods (fastai.distributed) is imported there again."""
-    package = notebook.folder / "shapes_of_test"
-    package.mkdir()
-    (package / "__init__.py").write_text("class Square:\n    side = 3\n")
-    (package / "areas.py").write_text(
-        "import shapes_of_test as s\ns.Square.area = lambda self: self.side**2\n"
-    )
-    notebook.good("from shapes_of_test import Square\nsquare = Square()")
-    assert (
-        notebook.good("#pragma taas --gpus 1\nimport shapes_of_test.areas\nprint(square.area())").own == "9\n"
-    )
-    assert notebook.good("%%taas --gpus 1\nprint(square.area())").own == "9\n"
-
-
-def test_a_magic_called_by_hand_is_no_obstacle_to_later_cells(notebook: Notebook) -> None:
-    """History has its call with a variable where a cell's text stands."""
-    notebook.good("body = 'x_of_body = 1'")
-    notebook.good("get_ipython().run_cell_magic('taas', '--gpus 1', body)")
-    assert notebook.good("#pragma taas --gpus 1\nprint(x_of_body)").own == "1\n"
-
-
-def test_a_group_that_a_rank_never_comes_to_says_which(notebook: Notebook) -> None:
-    """The store's own words for that are two: what is missing stands beside them."""
-    ran = notebook.run(
-        "#pragma taas --gpus 2\nimport os, threading, torch.distributed as dist\nfrom datetime import timedelta\n"
-        "if os.environ['RANK'] == '1': threading.Event().wait()\n"
-        "dist.init_process_group('gloo', timeout=timedelta(seconds=2))"
-    )
-    assert ran.ename == "CellFailed"
-    assert "rank(s) 1 had not come to this process group of 2" in ran.evalue + ran.traceback
-
-
 def test_a_module_that_was_edited_after_its_import_is_named(notebook: Notebook) -> None:
     """Ranks run the file, the notebook what it imported: one line says so, in cells that use it, until it is reloaded."""
     file, said = notebook.folder / "recipe.py", "recipe: edited since this notebook imported it"
@@ -405,6 +293,19 @@ def test_a_module_that_was_edited_after_its_import_is_named(notebook: Notebook) 
     assert said not in notebook.good("#pragma taas --gpus 2\nr = recipe.rate()").stdout
 
 
+def test_modules_of_the_project_called_like_pythons(tmp_path: Path) -> None:
+    """taas' own processes do not take them for those; as in the notebook, what is there already is used."""
+    book = Notebook(tmp_path)
+    try:
+        book.good("%load_ext taas")
+        for name in ("queue", "random", "secrets", "select", "socket", "tempfile", "torch"):
+            (tmp_path / f"{name}.py").write_text("raise RuntimeError('of the project')\n")
+        ran = book.good("#pragma taas --gpus 2\nimport random, torch\nprint(torch.ones(1).item())")
+        assert ran.own == "1.0\n"
+    finally:
+        book.close()
+
+
 def test_importing_activates_and_unloading_undoes_it(notebook: Notebook) -> None:
     """A plain import activates the header, twice is harmless, and ``%unload_ext`` leaves an ordinary comment."""
     notebook.good("import taas\n%reload_ext taas")
@@ -414,6 +315,33 @@ def test_importing_activates_and_unloading_undoes_it(notebook: Notebook) -> None
     )
     notebook.good("%load_ext taas")
     assert notebook.good("#pragma taas --gpus 2\nimport os\nprint(os.environ.get('WORLD_SIZE'))").own == "2\n"
+
+
+BACKEND = """
+import torch, torch.distributed as dist
+dist.init_process_group({asked})
+backend = dist.get_backend()
+group = dist.new_group(backend="gloo")
+total = torch.ones(1); dist.all_reduce(total, group=group)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "asked"),
+    [("--backend gloo", '"mpi", device_id=torch.device("cuda", 0)'), ("--rehearse --backend nccl", '"gloo"')],
+)
+def test_the_headers_backend_is_used(notebook: Notebook, options: str, asked: str) -> None:
+    """Whatever the cell asks for; without a GPU, NCCL is rehearsed as one that the cell chooses is."""
+    notebook.good(f"#pragma taas --gpus 2 {options}{BACKEND.format(asked=asked)}")
+    assert notebook.value("backend, total.item()") == "gloo 2.0"
+
+
+def test_a_backend_that_is_not_there_is_refused(notebook: Notebook) -> None:
+    """It is said before the cell's first line runs."""
+    ran = notebook.run("#pragma taas --gpus 2 --backend mpi\nprint('the body ran')")
+    assert "--backend mpi: this torch has no mpi; it was built with gloo" in ran.evalue
+    assert "the body ran" not in ran.stdout
 
 
 def test_a_cpu_type_has_no_gpu(notebook: Notebook) -> None:

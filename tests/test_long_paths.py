@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from notebook_harness import Notebook, gone
-
-from taas.wire.curve import LONGEST_BASE, make_short_folder
 
 TRAIN = """#pragma taas --gpus 2 --cpus 1
 import torch.distributed as dist, torch.multiprocessing as mp
@@ -49,24 +45,3 @@ def test_runs_where_folders_have_long_names(long_named: Notebook) -> None:
         "loader = DataLoader(torch.arange(12.0), batch_size=2)\ntaas.register(loader)"
     )
     assert long_named.good(TRAIN).own == "66.0 [0.0, 1.0, 2.0, 3.0] 2\n"
-
-
-def test_the_folder_for_sockets_is_private_and_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It lies in TMPDIR where that is short enough; the error names every place that was tried."""
-    monkeypatch.setattr(tempfile, "tempdir", "/tmp")
-    inside = Path(make_short_folder())
-    inside.rmdir()
-    assert inside.parent == Path("/tmp")
-    long = tmp_path / ("x" * LONGEST_BASE)
-    long.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(long))
-    instead = Path(make_short_folder())
-    mode = instead.stat().st_mode & 0o777
-    instead.rmdir()
-    assert instead.parent == Path("/tmp")
-    assert mode == 0o700
-    monkeypatch.setattr("taas.wire.curve._INSTEAD", (os.devnull,))
-    with pytest.raises(
-        OSError, match=r"too long for the path of a socket; /dev/null: Not a directory.*Set TMPDIR"
-    ):
-        make_short_folder()

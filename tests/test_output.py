@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 from notebook_harness import Notebook, Ran
 
@@ -91,18 +89,6 @@ def _of_taas(content: object) -> bool:
     return isinstance(content, dict) and str(content.get("transient", {}).get("display_id")).startswith(
         "taas-"
     )
-
-
-def test_messages_are_no_more_than_a_plain_cells(notebook: Notebook) -> None:
-    """A stream sends one in 0.2 s, as ipykernel does; all text is there, and the last of it when the cell has ended."""
-    began = time.monotonic()
-    ran = notebook.good(
-        HEAD + "import sys\nfor i in range(20_000): print('line', i); print('error', i, file=sys.stderr)"
-    )
-    seconds = time.monotonic() - began
-    assert ran.own == "".join(f"line {i}\n" for i in range(20_000))
-    assert ran.stderr == "".join(f"error {i}\n" for i in range(20_000))
-    assert sum(kind == "stdout" for kind, _ in ran.shown) < 5 * seconds + 5
 
 
 def test_the_first_text_comes_at_once_and_the_rest_before_the_cell_goes_on_to_something_else(
@@ -194,34 +180,3 @@ def test_other_ranks_are_tagged(notebook: Notebook) -> None:
 def test_a_body_may_be_all_that_a_cell_may_be(notebook: Notebook, body: str, expected: str) -> None:
     """Magics, shell commands, top-level await and the main guard work in a rank."""
     assert expected in printed(notebook, body)
-
-
-def test_a_value_with_a_semicolon_is_quiet(notebook: Notebook) -> None:
-    """Nothing is shown, and ``Out`` stays as it is."""
-    before = notebook.value("sorted(Out)")
-    ran = notebook.good(HEAD + "4;")
-    assert ran.result is None
-    assert notebook.value("sorted(Out)") == before
-
-
-def test_an_error_that_ipython_shows_is_shown(notebook: Notebook) -> None:
-    """``%run`` of a program that fails shows its traceback, and the cell goes on."""
-    (notebook.folder / "bad.py").write_text("print('begun')\n1 / 0\n")
-    ran = notebook.run(HEAD + "%run bad.py\nn = 2")
-    assert ran.status == "ok"
-    assert ran.own == "begun\n"
-    assert "bad.py" in ran.traceback and "ZeroDivisionError" in ran.traceback
-    assert notebook.value("n") == "2"
-
-
-def test_the_shell_in_a_rank_is_the_notebooks(notebook: Notebook) -> None:
-    """Values of earlier cells, their text, and magics of the notebook are there."""
-    notebook.good("k = 2\n5")
-    notebook.good(
-        "from IPython.core.magic import register_line_magic\n"
-        "@register_line_magic\ndef double(line): return int(line) * k\ndel double"
-    )
-    ran = notebook.good(
-        HEAD + "a = %double 4\nn = max(Out)\nprint(a, Out[n], eval(f'_{n}'), repr(In[n]), repr(_ii))"
-    )
-    assert ran.own == "8 5 5 'k = 2\\n5' 'k = 2\\n5'\n"

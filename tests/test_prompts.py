@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
-from notebook_harness import Notebook
+from notebook_harness import Notebook, terminal
 
 pytestmark = pytest.mark.slow
 
@@ -32,7 +30,7 @@ def test_input_and_getpass_as_in_a_plain_cell(notebook: Notebook) -> None:
 def test_a_breakpoint_in_one_rank(notebook: Notebook) -> None:
     """What it prints is shown though the rank's output is not; the others wait in a collective, and all go on."""
     notebook.start(
-        "#pragma taas --gpus 2 --hang-timeout 2\nimport torch, torch.distributed as dist\n"
+        "#pragma taas --gpus 2 --hang-timeout 0.5 --name pondered\nimport torch, torch.distributed as dist\n"
         "dist.init_process_group('nccl')\nrank = dist.get_rank()\nx = torch.ones(1) * rank\n"
         "if rank == 1:\n    breakpoint()\n    x += 1\ndist.all_reduce(x)\ntotal = x.item()\n",
         keyboard=True,
@@ -42,7 +40,8 @@ def test_a_breakpoint_in_one_rank(notebook: Notebook) -> None:
     notebook.answer("p rank * 100")
     assert notebook.asked() == "[rank 1] (Pdb) "
     assert "[rank 1] 100" in notebook.wait_for("100").stdout
-    time.sleep(3)  # a person thinks for longer than a run may hang
+    for _ in range(3):  # a person looks around for longer than a run may hang
+        assert terminal("stacks", "pondered").returncode == 0
     notebook.answer("x += 10")
     assert notebook.asked() == "[rank 1] (Pdb) "
     notebook.answer("n")

@@ -2,93 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import runpy
-from pathlib import Path
-
-import pytest
 from notebook_harness import Notebook
-from storage_ranks import Run, fork, join
-
-HOUR = 3600 * 10**9
-
-SAME: dict[str, tuple[str, str, str]] = {
-    "mkdir": ("", "os.mkdir('d')", "os.listdir() == ['d']"),
-    "open x": ("", "open('f', 'x').write('text')", "open('f').read() == 'text'"),
-    "touch": ("", "Path('f').touch(exist_ok=False)", "Path('f').exists()"),
-    "remove": ("open('f', 'w').close()", "os.remove('f')", "os.listdir() == []"),
-    "rename": ("open('f', 'w').write('text')", "os.rename('f', 'g')", "os.listdir() == ['g']"),
-    "move": ("open('f', 'w').write('text')", "shutil.move('f', 'g')", "open('g').read() == 'text'"),
-    "folder by rename": (
-        "",
-        "os.mkdir('t'); open('t/f', 'w').write('text'); os.rename('t', 'd')",
-        "os.listdir() == ['d'] and open('d/f').read() == 'text'",
-    ),
-    "rmtree": ("os.makedirs('d/e'); open('d/e/f', 'w').close()", "shutil.rmtree('d')", "os.listdir() == []"),
-    "anew": (
-        "os.makedirs('d/e'); open('d/old', 'w').close()",
-        "shutil.rmtree('d'); os.makedirs('d'); open('d/new', 'x').close()",
-        "os.listdir('d') == ['new']",
-    ),
-}  # fmt: skip
-"""What was there before the run, what every rank does, and what holds afterwards."""
-
-OTHER: dict[str, tuple[str, str, type[OSError]]] = {
-    "mkdir": ("os.mkdir('d')", "os.mkdir('d')", FileExistsError),
-    "open x": ("open('f', 'w').close()", "open('f', 'x')", FileExistsError),
-    "its own folder": ("", "os.mkdir('d'); os.mkdir('d')", FileExistsError),
-    "remove": ("os.mkdir('d')", "os.remove('d/f')", FileNotFoundError),
-    "rename": ("", "os.rename('f', 'g')", FileNotFoundError),
-}
-"""What fails in every rank, as nobody did anything to it in this run."""
-
-
-def do(run: Run, code: str) -> None:
-    """Do something in the project, as rank 0 or before the run, with nothing in its way."""
-    join(fork(lambda: perform(code, run.project)))
-
-
-def perform(code: str, folder: Path) -> None:
-    """Run code in a folder, whose imports are its own."""
-    os.chdir(folder)
-    source = folder.parent / "code.py"
-    source.write_text(f"import os, shutil\nfrom pathlib import Path\n{code}\n")
-    runpy.run_path(str(source))
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Run:
-    return Run(tmp_path)
-
-
-@pytest.mark.parametrize("what", SAME)
-def test_what_rank_0_has_done_before_fails_nobody(run: Run, what: str) -> None:
-    """Made, or taken away, since the run began: the rank's own call succeeds, and its view is as if it had been first."""
-    before, code, holds = SAME[what]
-    do(run, before)
-    since = run.now()
-    do(run, code)
-    run.rank(lambda guard: perform(f"{code}\nassert {holds}, os.listdir()", run.project), since_ns=since)
-
-
-@pytest.mark.parametrize("what", OTHER)
-def test_what_was_so_before_the_run_is_an_error_in_every_rank(run: Run, what: str) -> None:
-    """Programs look for a free name by these errors: no rank is told another thing than rank 0."""
-    before, code, error = OTHER[what]
-    do(run, before)
-    failing = f"try: {code}\nexcept {error.__name__}: pass\nelse: raise AssertionError('no error')"
-    if ";" in code:
-        first, last = code.split("; ")
-        failing = (
-            f"{first}\ntry: {last}\nexcept {error.__name__}: pass\nelse: raise AssertionError('no error')"
-        )
-    run.rank(lambda guard: perform(failing, run.project), since_ns=run.now())
 
 
 def test_ranks_of_a_cell_race_for_folders_and_files(notebook: Notebook) -> None:
-    """Three ranks do what only one can do first: the cell ends well, and rank 0's work stands."""
+    """Three ranks do what only one can do first: the cell ends well, and rank 0's work stands.
+
+    What was so before the run is an error in every rank: programs look for a free name by it.
+    """
     (notebook.folder / "old").mkdir()
     (notebook.folder / "old" / "log").write_text("")
+    (notebook.folder / "before").mkdir()
     notebook.good(
         "#pragma taas --gpus 3\nimport os, shutil\nimport torch.distributed as dist\n"
         "dist.init_process_group('gloo')\n"
@@ -100,35 +24,15 @@ def test_ranks_of_a_cell_race_for_folders_and_files(notebook: Notebook) -> None:
         "    os.remove(f'd{i}/g') if i % 2 else None\n"
         "if os.path.exists('old'): shutil.rmtree('old')\n"
         "os.mkdir('old')\n"
+        "for call in (lambda: os.mkdir('before'), lambda: os.remove('before/never')):\n"
+        "    try: call()\n"
+        "    except OSError: continue\n"
+        "    raise AssertionError('no rank is told another thing than rank 0')\n"
         "if dist.get_rank() == 0: dist.barrier()\n"
-        "del dist, i"
+        "del dist, i, call"
     )
     left = {str(path.relative_to(notebook.folder)) for path in notebook.folder.rglob("[a-z]*")}
     assert left == {
-        "old", *(f"d{i}{name}" for i in range(20) for name in ("", "/e", *(() if i % 2 else ("/g",))))
+        "old", "before", *(f"d{i}{name}" for i in range(20) for name in ("", "/e", *(() if i % 2 else ("/g",))))
     }  # fmt: skip
     assert {(notebook.folder / f"d{i}" / "g").read_text() for i in range(0, 20, 2)} == {"0"}
-
-
-def test_kept_ranks_know_when_their_cell_began(notebook: Notebook) -> None:
-    """What an earlier cell has made was there before this one, in every rank; what rank 0 makes in this one was not."""
-    cell = (
-        "#pragma taas --gpus 2 --keep\nimport os, torch, torch.distributed as dist\n"
-        "if not dist.is_initialized(): dist.init_process_group('gloo')\n"
-        "if dist.get_rank(): dist.barrier()  # rank 0 is first\n"
-        "made = 0\n"
-        "for name in ('first', 'second'):\n"
-        "    try: os.mkdir(name)\n"
-        "    except FileExistsError: continue\n"
-        "    made += 1\n"
-        "    if made == {count}: break\n"
-        "if dist.get_rank() == 0: dist.barrier()\n"
-        "count = torch.tensor(made); dist.all_reduce(count); print(name, int(count))\n"
-        "del dist, count"
-    )
-    try:
-        assert notebook.good(cell.format(count=1)).own == "first 2\n"
-        assert notebook.good(cell.format(count=1)).own == "second 2\n"
-        assert notebook.good(cell.format(count=1)).own == "second 0\n"
-    finally:
-        notebook.good("%taas release")

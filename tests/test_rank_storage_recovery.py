@@ -19,13 +19,10 @@ from privileges import needs_mounts, small_disk
 from storage_ranks import Run, fork, join
 from torch.distributed.checkpoint.api import CheckpointException
 
-from taas import _linux, rank_storage
+from taas import rank_storage
 from taas.errors import HeaderError
 from taas.runs.records import read_records, runs_root
-from taas.storage.boundary import NEVER
 from taas.storage.kept import kept_versions, make_writes, recover, sort
-
-HOUR = 3600 * 10**9
 
 
 @pytest.fixture
@@ -78,7 +75,7 @@ def test_a_file_from_before_the_run_is_not_rank_0s(tmp_path: Path):
     assert contents(run.project) == {"results.csv": "rank 1's"}
 
 
-@pytest.mark.parametrize("ahead", [-HOUR, 0, HOUR])
+@pytest.mark.parametrize("ahead", [-3600 * 10**9, 0, 3600 * 10**9])
 def test_a_file_system_with_another_clock_loses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead: int
 ):
@@ -103,51 +100,6 @@ def test_a_file_system_with_another_clock_loses_nothing(
     assert kept_versions([writes], str(project)) == {"before": {1: tree / "before"}}
 
 
-def test_where_nobody_can_know_what_rank_0_wrote_all_is_kept(run: Run):
-    """A project in which nothing can be made has no clock to ask: in doubt, a write is kept."""
-    for rank in (0, 1):
-        run.rank(write("file", f"rank {rank}'s"), rank=rank)
-    (run.scratch / "since").write_text(str(NEVER))
-    [said] = settled(run)
-    assert said.startswith("kept: file (1 file")
-
-
-def test_what_rank_0_wrote_after_a_restart_is_rank_0s(run: Run, tmp_path: Path):
-    """What an earlier start left is sorted again with what the last one did; nothing of it is lost before."""
-    first, second = run.scratch, tmp_path / "second"
-    for path in ("model.pt", "shard"):
-        run.rank(write(path, "rank 1's"))
-    [said] = sort([first], str(run.project), "fox", over=False)
-    assert said.startswith("kept: model.pt, shard (2 files")
-    make_writes(second, str(run.project))
-    run.now()
-    run.scratch = second
-    for rank in (0, 1):
-        run.rank(write("model.pt", f"rank {rank}'s"), rank=rank)
-    [said] = sort([first, second], str(run.project), "fox")
-    assert said.startswith("kept: shard (1 file")
-    (run.project / "shard").write_text("written after the run")
-    shard = rank_storage.scratch_of(first, 1) / "tree" / "shard"
-    assert kept_versions([first, second], str(run.project)) == {"shard": {1: shard}}
-
-
-def test_links_and_names_that_are_no_text_are_kept_and_recovered(run: Run):
-    """A link that leads nowhere, as rank 0 on a VM elsewhere may leave one; messages have names escaped."""
-    name = os.fsdecode(b"n\xff\n")
-    run.rank(write(name, "rank 1's"))
-    aside = rank_storage.scratch_of(run.scratch, 0) / "tree"
-    aside.mkdir(parents=True)
-    (aside / "latest").symlink_to("nowhere")
-    said = settled(run)
-    assert [line.split(" (1 file")[0] for line in said] == ["kept: latest", "kept: n\\udcff\\n"]
-    assert sorted(recovered(run)) == ["latest", name]
-    assert (run.project / "latest").readlink() == Path("nowhere")
-    assert recovered(run) == []
-    (run.project / name).write_text("edited")
-    with pytest.raises(HeaderError, match=r"n\\udcff\\n exists in the project"):
-        recovered(run)
-
-
 def test_different_versions_all_reach_the_project(run: Run):
     """Where several ranks wrote a path, equal versions become one file, others stand beside it."""
     for rank, text in ((1, "same"), (2, "same"), (3, "other")):
@@ -155,35 +107,6 @@ def test_different_versions_all_reach_the_project(run: Run):
     settled(run)
     recovered(run)
     assert contents(run.project) == {"log": "same", "log.rank3": "other"}
-
-
-def test_a_project_that_is_gone_stops_a_recovery(run: Run):
-    """Where it lies is said."""
-    run.rank(write("a", "x"))
-    settled(run)
-    run.project.rename(run.base / "away")
-    with pytest.raises(
-        HeaderError, match=f"is not there any more; what was kept lies in {run.scratch}/rank1/tree"
-    ):
-        recovered(run)
-
-
-def test_what_cannot_be_sorted_is_named(run: Run) -> None:
-    """The run ends all the same, and what was written stays."""
-
-    def as_an_ordinary_user() -> object:
-        _linux.drop_capabilities(None)
-        tree = rank_storage.scratch_of(run.scratch, 1) / "tree"
-        tree.mkdir(parents=True)
-        (tree / "file").write_text("rank 1's")
-        (run.project / "file").write_text("rank 0's")
-        tree.chmod(0o500)
-        return settled(run)
-
-    [said] = join(fork(as_an_ordinary_user))
-    assert "could not be sorted" in said
-    assert str(run.scratch) in said
-    assert contents(run.scratch / "rank1")["tree/file"] == "rank 1's"
 
 
 @pytest.mark.slow

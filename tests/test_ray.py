@@ -1,13 +1,14 @@
-"""The same cell on nodes of a Ray cluster: VMs that share no memory, no process ids and no folder with the notebook."""
+"""Nodes of a Ray cluster that stay, are seen, and are lost: VMs that share nothing with the notebook.
+
+That cells train there as here is in test_ray_autoscaler.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import re
 import shutil
 import signal
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,11 +17,6 @@ import psutil
 import pytest
 from notebook_harness import Notebook, gone, until
 from ray_cluster import Node, RayCluster
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
-import offline_mnist
-
-sys.path.pop(0)
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 _NAMED_SECONDS = 60.0  # 15 where the machine is not busy with other things
@@ -34,58 +30,6 @@ until = time.monotonic() + 60
 while (free := ray.available_resources().get("g2.2", 0)) != float(sys.argv[2]):
     assert time.monotonic() < until, free
     time.sleep(0.1)
-"""
-_MODEL = """
-import torch
-from torch import nn
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.Sequential(
-            nn.Conv2d(1, 8, 5, stride=2), nn.ReLU(), nn.Conv2d(8, 16, 5, stride=2), nn.ReLU(),
-            nn.Flatten(), nn.Linear(256, 10))
-    def forward(self, images):
-        return self.layers(images)
-"""
-_SETUP = """
-import os, torch
-from torch import nn
-os.environ["TOLD"] = "by the notebook"
-large = torch.arange(12_000_000)
-PROJECT = os.getcwd()
-"""
-_TRAIN = """#!g2.2
-#pragma taas --gpus 4
-import model, torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler
-from torchvision import datasets, transforms
-dist.init_process_group("nccl")
-rank, local_rank = dist.get_rank(), int(os.environ["LOCAL_RANK"])
-torch.manual_seed(1)
-net = DistributedDataParallel(model.Net().to(local_rank), device_ids=[local_rank])
-digits = datasets.MNIST(f"{PROJECT}/data", train=True, download=True, transform=transforms.ToTensor())
-loader = DataLoader(digits, batch_size=60, sampler=DistributedSampler(digits, seed=3))
-optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-for epoch in range(2):
-    loader.sampler.set_epoch(epoch)
-    for images, labels in loader:
-        optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(net(images.to(local_rank)), labels.to(local_rank))
-        loss.backward()
-        optimizer.step()
-    print(f"epoch {epoch}: {loss.item():.4f}")
-    if rank == 0:
-        os.makedirs("checkpoints", exist_ok=True)
-        torch.save(net.module.state_dict(), f"checkpoints/{epoch}.pt")
-        os.replace(f"checkpoints/{epoch}.pt", "checkpoints/last.pt")
-        os.path.exists("old.txt") and os.remove("old.txt")
-    open(f"rank-{rank}.txt", "w").write(f"rank {rank} was here")
-larger = large + 1
-told = {name: os.environ.get(name) for name in ("TOLD", "GLOO_SOCKET_IFNAME", "MASTER_ADDR")}
-print(os.getcwd() == PROJECT, model.__file__ == f"{PROJECT}/model.py")
-print("rank", rank, "says farewell") if rank else None
 """
 _SLEEP = """
 import os, time, torch.distributed as dist
@@ -101,19 +45,6 @@ print("all there", flush=True)
 time.sleep(600)
 """
 _SLEEPING = f"#!g2.2\n#pragma taas --gpus 4{_SLEEP}"
-_FINISHING = """#!g2.2
-#pragma taas --gpus 4
-import os, time, torch.distributed as dist
-dist.init_process_group("nccl")
-dist.barrier()
-trained = "much"
-print("all there", flush=True)
-try:
-    time.sleep(600) if dist.get_rank() == 0 else dist.barrier()
-finally:
-    print("saving", flush=True)
-    time.sleep(600) if dist.get_rank() == 0 else None
-"""
 _TWO_LIVES = """#!g2.2
 #pragma taas --gpus 4 --max-restarts 1
 import os, time, torch, torch.distributed as dist
@@ -137,39 +68,6 @@ dist.barrier()
 print("all there", flush=True)
 while not os.path.exists("/tmp/go"):
     time.sleep(0.05)
-"""
-_KEEP = """#!g2.2
-#pragma taas --gpus 4 --keep
-import os, torch.distributed as dist
-if not dist.is_initialized():
-    dist.init_process_group("nccl")
-pids = [None] * 4
-dist.all_gather_object(pids, os.getpid())
-"""
-_MADE = """
-import importlib, edited, torch
-big, own = torch.ones(4 << 20), iter(range(9))
-if dist.get_rank() == 0:
-    [open(name, "w").write("by rank 0") for name in ("stays.txt", "goes.txt")]
-    open("checkpoint.pt", "wb").write(bytes(9 << 20))
-else:
-    open(f"of-{dist.get_rank()}.txt", "w").write("mine")
-"""
-_FOUND = """
-importlib.reload(edited)
-names = sorted(os.listdir())
-found = edited.VALUE, next(own), big.sum().item(), names
-if dist.get_rank() == 0:
-    open("checkpoint.pt", "ab").write(b"more")
-"""
-_NOTE_SIZES = """
-import taas.launcher
-sizes, ordered = [], taas.launcher.ordered
-def noting(*arguments):
-    submit = ordered(*arguments)
-    sizes.append(submit.payload.nbytes)
-    return submit
-taas.launcher.ordered = noting
 """
 _FINE = "#!g2.2\n#pragma taas --gpus 4\nimport os\nprint('world', os.environ['WORLD_SIZE'])"
 _KEPT = _FINE.replace("4", "4 --keep", 1)
@@ -239,66 +137,6 @@ def _status(book: Notebook) -> str:
     return str(book.good("%taas status").displays[-1]["data"]["text/plain"])
 
 
-def _weights(book: Notebook) -> str:
-    return book.value("{name: value.tolist() for name, value in net.state_dict().items()}")
-
-
-# ---------------------------------------------------------------- a cell there and here
-
-
-def test_two_vms_train_as_this_machine_does(cluster: RayCluster, book: Notebook) -> None:
-    """The same output, the same model; names, variables, modules, data and saved files where the notebook has them."""
-    (book.folder / "model.py").write_text(_MODEL)
-    offline_mnist.write(book.folder / "data")
-    (book.folder / "old.txt").write_text("for rank 0 to remove")
-    (book.folder / "large.bin").write_bytes(bytes(9 << 20))
-    book.good(_SETUP)
-    there = book.good(_TRAIN, 400)
-    assert "epoch 1" in there.own
-    assert there.own.endswith("True True\n")
-    assert "%taas recover" in there.stdout, "what only other ranks wrote is kept"
-    assert "rank 3 says farewell" in book.good("%taas logs --rank 3").stdout
-    _release(cluster, book)
-    assert book.value("torch.equal(larger, large + 1)") == "True"
-    told = [
-        {"TOLD": "by the notebook", "GLOO_SOCKET_IFNAME": "eth0", "MASTER_ADDR": node.address}
-        for node in cluster.nodes[1:]
-    ]
-    assert book.value("told") in map(str, told)
-    weights = _weights(book)
-    names = {path.name for path in book.folder.iterdir()} - {"__pycache__"}
-    assert names == {"checkpoints", "data", "large.bin", "model.py", "rank-0.txt"}
-    assert [path.name for path in (book.folder / "checkpoints").iterdir()] == ["last.pt"]
-    book.good("saved = torch.load('checkpoints/last.pt')")
-    same = "all(torch.equal(saved[name], value) for name, value in net.state_dict().items())"
-    assert book.value(same) == "True"
-    book.good("%taas engine local")
-    assert book.good(_TRAIN, 400).own == there.own
-    assert _weights(book) == weights
-
-
-def test_todays_module_travels_and_a_missing_file_is_explained(book: Notebook) -> None:
-    """An edit of a module holds in the next run. What did not travel, and nobody opened, is named when the run fails.
-
-    It is also named, and kept, when the cell adds to it and so makes a new one.
-    """
-    for name in ("large.bin", "log.csv"):
-        (book.folder / name).write_bytes(bytes(9 << 20))
-    cell = "#!g2.2\n#pragma taas --gpus 2\nimport edited\nprint(edited.VALUE)\n"
-    (book.folder / "edited.py").write_text("VALUE = 'first'\n")
-    first = book.good(cell + "with open('log.csv', 'a') as log: log.write('a line')", 300)
-    assert first.own == "first\n"
-    assert "log.csv (9.4 MB) had not travelled" in first.stdout
-    assert (book.folder / "log.csv").read_text() == "a line"
-    [kept] = book.folder.glob("log.before-*.csv")
-    assert kept.stat().st_size == 9 << 20
-    (book.folder / "edited.py").write_text("VALUE = 'second'\n")
-    failed = book.run(cell + "raise ValueError", 300)
-    assert failed.own == "second\n"
-    assert failed.ename == "CellFailed"
-    assert "large.bin (9.4 MB)" in failed.stdout + failed.stderr
-
-
 def test_what_the_cluster_lacks_is_said(cluster: RayCluster, book: Notebook) -> None:
     """A run that asks for more than there is says for what it waits, and is given up by an interrupt; or does not wait."""
     never = "#!g2.4\n#pragma taas --gpus 4\nprint('never')"
@@ -355,70 +193,7 @@ def test_vms_are_given_back_after_a_time_and_when_the_kernel_dies(
         book.close()
 
 
-def test_kept_ranks(cluster: RayCluster, book: Notebook) -> None:
-    """The next cell runs in them: no name that they hold travels again, and the project is there as it is now."""
-    for name in ("edited.py", "removed.txt"):
-        (book.folder / name).write_text("VALUE = 1\n")
-    book.good(_NOTE_SIZES)
-    ran = book.good(_KEEP + _MADE, 240)
-    assert "kept: of-1.txt, of-2.txt, of-3.txt" in ran.stdout
-    pids = book.value("pids")
-    assert "ranks kept" in _status(book)
-    (book.folder / "edited.py").write_text("VALUE = 2\n")
-    (book.folder / "added.txt").touch()
-    for name in ("removed.txt", "goes.txt"):
-        (book.folder / name).unlink()
-    ran = book.good(_KEEP + _FOUND, 60)
-    assert "kept: " not in ran.stdout
-    assert book.value("pids") == pids
-    names = ["added.txt", "checkpoint.pt", "edited.py", "stays.txt"]
-    assert book.value("found[:3], [name for name in found[3] if name != '__pycache__']") == (
-        f"(2, 0, {4 << 20}.0) {names}"
-    )
-    assert book.value("sizes[-1] < 1_000_000") == "True"  # that is the state of the process; big has 17 MB
-    assert (book.folder / "checkpoint.pt").stat().st_size == (9 << 20) + 4
-    assert sorted(path.name for path in book.folder.iterdir() if path.name != "__pycache__") == names
-    [agent] = _find(cluster.nodes[2], "taas.agent")
-    agent.kill()
-    until(lambda: "ranks kept" not in _status(book))  # Ray says so some moments later
-    ran = book.good(_KEEP + "print(len(big))", 240)
-    assert ran.own == f"{4 << 20}\n"
-    assert "all names that the cell needs travel" in ran.stdout
-    assert book.value("pids") != pids
-    assert "4 kept ranks ended" in book.good("%taas release").stdout
-    assert cluster.rid_of_taas(30)
-
-
 # ---------------------------------------------------------------- seen and steered from here
-
-
-def test_interrupts(cluster: RayCluster, book: Notebook) -> None:
-    """The first lets the cell finish on all VMs, the second ends it; its names come back as they stood."""
-    book.start(_FINISHING)
-    book.wait_for("all there", 240)
-    book.interrupt()
-    book.wait_for("saving", 30)
-    book.interrupt()
-    assert book.end(30).ename == "KeyboardInterrupt"
-    assert book.value("trained") == "much"
-    _release(cluster, book)
-    assert book.good(_FINE, 240).own == "world 4\n"
-
-
-def test_status_logs_stacks_and_stop(cluster: RayCluster, book: Notebook) -> None:
-    """The verbs know a background run on the cluster: its ranks, where they stand, what they print, how to end it."""
-    book.good(f"#!g2.2\n#pragma taas --gpus 4 --background --name watched{_SLEEP}")
-    book.start("%taas logs watched --rank 3 --follow")
-    assert "rank 3 is there" in book.wait_for("all there", 240).stdout
-    book.interrupt()
-    book.end()
-    assert re.search("watched.*running", _status(book))
-    stacks = book.good("%taas stacks watched")
-    said = stacks.stdout + "".join(shown["data"]["text/plain"] for shown in stacks.displays)
-    assert all(f"rank {rank}" in said for rank in (0, 3)) or "ranks 0–3" in said, said
-    assert "watched" in book.good("%taas stop watched").stdout
-    assert cluster.rid_of_taas(30)
-    assert "interrupted" in book.good("%taas history").displays[-1]["data"]["text/plain"]
 
 
 def test_a_background_run_outlives_its_kernel_and_a_disk_that_all_see_is_found_out(

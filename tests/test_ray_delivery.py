@@ -76,23 +76,6 @@ for indices, rows in loader:
 seen = [None] * dist.get_world_size()
 dist.all_gather_object(seen, mine)
 """
-_RESUMED = """#!g2.2
-#pragma taas --gpus 2 --cpus 2 --max-restarts 1 --name resumed
-import time, torch.distributed as dist
-dist.init_process_group("gloo")
-start = taas.resume()
-first = start[loader].step
-mine = []
-for indices, rows in loader:
-    mine += indices.tolist()
-    dist.barrier()
-    time.sleep(0.1)
-    print("life", 1 + start.restart, "got", len(mine), flush=True)
-    if (start.restart, len(mine)) == (0, 80):
-        time.sleep(600)  # until it is killed
-seen = [None] * dist.get_world_size()
-dist.all_gather_object(seen, mine)
-"""
 _SLOW_ROWS = 800
 """Two ranks take two rows each a step, and 0.1 s: 20 s."""
 _EXPECTED = """
@@ -192,32 +175,3 @@ def test_another_data_node_joins_in_place_of_one_that_is_cut_off(cluster: RayClu
         assert cluster.rid_of_taas(60, actors=False)
     finally:
         node.reconnect()
-
-
-def test_ranks_lost_in_a_delivery_go_on_where_they_were(cluster: RayCluster, book: Notebook) -> None:
-    """The node of all ranks dies: with another one the run starts again, and its loader in the middle of the epoch."""
-    book.good(f"loader = fresh({_SLOW_ROWS})")
-    book.start(_RESUMED)
-    book.wait_for("life 1 got 80\n", 240)
-    node = cluster.nodes[1]
-    node.kill()
-    assert f"(node {node.address})" in book.wait_for("started again", 60).stdout
-    node.restart()
-    ran = book.end(400)
-    assert ran.status == "ok", ran.traceback
-    book.good(_EXPECTED.format(count=_SLOW_ROWS))
-    assert book.value("0 < first <= 41") == "True"
-    shares = "[[row for batch in reference[rank::2][first:] for row in batch] for rank in range(2)]"
-    assert book.value(f"seen == {shares}") == "True"
-    assert cluster.rid_of_taas(60, actors=False)
-
-
-def test_a_killed_kernel_leaves_no_data_worker(cluster: RayCluster, book: Notebook) -> None:
-    """SIGKILL of the kernel ends worker pools, also stopped ones, and data workers on all nodes."""
-    book.good(f"loader = fresh({_SLOW_ROWS})")
-    book.start(_SLOW.format(vms=2, name="orphan"))
-    book.wait_for("got 8\n", 240)
-    pool = next(one for one in _data_node(cluster).of_taas() if one.name() == "taas-pool")
-    pool.suspend()
-    book.kill()
-    assert cluster.rid_of_taas(60, actors=False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -82,16 +81,6 @@ def test_a_name_that_cannot_be_used_is_refused(monkeypatch: pytest.MonkeyPatch, 
     with pytest.raises(RegistrationError, match=said):
         registry.register(valid, name)
     assert [entry.loader for entry in registry.registered()] == [train]
-
-
-def test_no_two_loaders_go_by_one_name() -> None:
-    """Variables change after loaders were registered; a name that was given stays."""
-    first, second, third = (DataLoader(Plain()) for _ in range(3))
-    registry.register(first, name="train")
-    registry.register(second, name="loader_2")
-    registry.register(third)
-    names = [entry.name for entry in registry.registered({"train": third})]
-    assert names == ["train", "loader_2", "loader_3"]
 
 
 def test_what_is_not_registered_cannot_be_unregistered() -> None:
@@ -178,16 +167,3 @@ def test_wrappers_that_would_shard_again_find_it_done() -> None:
     assert isinstance(delivered.sampler, torch.utils.data.DistributedSampler)
     with pytest.raises(DeliveryError, match="drawn where its data workers are"):
         next(iter(delivered.sampler))
-
-
-@pytest.mark.parametrize(
-    ("program", "unwanted"),
-    [
-        ("taas.dataloader_registry; taas.dataloader_registry.registered()", {"torch", "zmq"}),
-        ("taas.delivery.coordinator", {"torch"}),
-    ],
-)
-def test_what_has_to_be_there_at_once_imports_no_torch(program: str, unwanted: set[str]) -> None:
-    """The registry, which is part of ``import taas``, and the coordinator, which holds nothing of the user's."""
-    program = f"import sys, {program}; sys.exit(bool({unwanted} & sys.modules.keys()))"
-    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

@@ -6,7 +6,7 @@ import os
 import signal
 
 import pytest
-from notebook_harness import Notebook, gone
+from notebook_harness import Notebook
 
 pytestmark = pytest.mark.slow
 
@@ -71,23 +71,6 @@ def test_used_up_restarts_are_the_end(notebook: Notebook) -> None:
     assert ran.ename == "CellFailed"
     assert "rank 1 was killed by SIGKILL" in ran.evalue
     assert notebook.good("#pragma taas --gpus 2\nprint('fine')").own == "fine\n"
-
-
-def test_an_exception_is_no_loss(notebook: Notebook) -> None:
-    """A mistake in the cell would come again: it is shown at once."""
-    ran = notebook.run(HEAD + "\n1 / 0")
-    assert ran.ename == "CellFailed"
-    assert "started again" not in ran.stdout
-
-
-def test_an_interrupt_is_no_loss(notebook: Notebook) -> None:
-    """Whoever stops a run wants it to end."""
-    notebook.start(HEAD + "\nimport time\nprint('ready', flush=True)\ntime.sleep(600)")
-    notebook.wait_for("ready")
-    notebook.interrupt()
-    ran = notebook.end()
-    assert ran.ename == "KeyboardInterrupt"
-    assert gone(notebook.processes().ranks)
 
 
 def test_attach_and_logs_show_all_starts(notebook: Notebook) -> None:

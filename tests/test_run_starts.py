@@ -20,7 +20,6 @@ from taas.supervisor.data_side import Phase
 from taas.supervisor.recorder import Recorder
 from taas.supervisor.runs import Run
 from taas.supervisor.vms import DataVms, Vm
-from taas.wire import deadlines
 from taas.wire.agents import AgentUp, JobOver, JobSays, StartJob
 from taas.wire.clients import DeliveryOrder, Submit
 from taas.wire.framing import Memory, Message, StoreAddress
@@ -134,20 +133,6 @@ def begin(tmp_path: Path) -> Iterator[Callable[..., Beginning]]:
         beginning.close()
 
 
-def test_ranks_start_when_all_agents_are_there(begin: Callable[..., Beginning]) -> None:
-    """They say where they are, and with which GPUs."""
-    begun = begin()
-    begun.run.look_at_machines()
-    assert (begun.run.state, begun.started()) == ("acquiring", [])
-    assert (begun.record.state, begun.record.waiting) == ("acquiring", "the Ray cluster")
-    for number, vm in enumerate(begun.vms, 1):
-        vm.take(AgentUp(host=f"10.0.0.{number}", node=f"10.0.0.{number}", gpus=("0", "1")))
-        begun.run.look_at_machines()
-    [start] = begun.started()
-    assert (start.work.gpus, start.work.rehearsed, start.work.store.host) == (("0", "1"), 0, "10.0.0.1")
-    assert (begun.record.state, begun.record.waiting, begun.record.device) == ("starting", "", "4 GPUs")
-
-
 def _all_come(begun: Beginning, *gpus: tuple[str, ...]) -> None:
     for number, (vm, given) in enumerate(zip(begun.vms, gpus, strict=True), 1):
         vm.take(AgentUp(host=f"10.0.0.{number}", node=f"10.0.0.{number}", gpus=given))
@@ -167,51 +152,6 @@ def test_a_vm_without_the_gpus_it_was_said_to_have(
     ended = begun.ended()
     assert (ended.outcome, ended.error) == ("lost", "NotEnoughDevices")
     assert f"g2.2-1 (node 10.0.0.2) has {count} of the 2 GPUs that its ranks need" in ended.message
-
-
-@pytest.mark.parametrize(("rehearse", "why"), [(False, "no GPU there"), (True, "as --rehearse asks")])
-def test_vms_without_any_gpu_are_a_rehearsal(
-    begin: Callable[..., Beginning], rehearse: bool, why: str
-) -> None:
-    """All of them are alike: the run goes on, and its line says on what."""
-    begun = begin(rehearse=rehearse)
-    _all_come(begun, (), ())
-    [start] = begun.started()
-    assert (start.work.gpus, start.work.rehearsed) == ((), 2)
-    assert (begun.record.state, begun.record.device) == ("starting", f"rehearsed on CPU ({why})")
-
-
-def test_an_agent_that_dies_takes_the_names_that_it_held(begin: Callable[..., Beginning]) -> None:
-    """Its ranks have ended well, and nobody has opened their names: the record does not say that they came back."""
-    begun = begin(remote=False)
-    _all_come(begun, (), ())
-    begun.machines[0].pid = 4242
-    for rank in range(4):
-        begun.hear(rank // 2, RankStage(stage="begun", rank=rank))
-        answer = None if rank else Memory(4242, 9, 100)
-        begun.hear(rank // 2, RankEnded(rank=rank, outcome="done", at=0.0, answer=answer))
-    begun.hear(0, JobOver())
-    begun.run.vm_lost(begun.vms[0], "killed by SIGKILL")
-    begun.hear(1, JobOver())
-    begun.work()
-    assert begun.run.finished
-    ended = begun.ended()
-    assert (ended.outcome, ended.names) == ("lost", "no names came back")
-    assert "was killed by SIGKILL; it took rank 0's names with it" in ended.message
-
-
-@pytest.mark.parametrize(("remote", "overdue"), [(False, 2), (True, 0)])
-def test_an_abandoned_run_has_a_deadline_here(
-    begin: Callable[..., Beginning], monkeypatch: pytest.MonkeyPatch, remote: bool, overdue: int
-) -> None:
-    """An agent that is stuck is given up; one elsewhere may have files of the project to bring."""
-    monkeypatch.setattr(deadlines, "END_RANKS", -1.0)
-    begun = begin(remote=remote)
-    _all_come(begun, (), ())
-    begun.hear(0, begun.started()[0].work.store)
-    assert begun.run.overdue == []
-    begun.run.abandon()
-    assert len(begun.run.overdue) == overdue
 
 
 @pytest.mark.parametrize("ahead", [-60.0, 60.0])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import os
 import pickle
-import resource
 import select
 import shutil
 import socket
@@ -40,9 +39,8 @@ from taas.delivery.messages import (
 )
 from taas.delivery.registered import Registration, apply_final
 from taas.delivery.transport import SlabServer, connect_data, map_slabs, new_context
-from taas.errors import EngineError
 from taas.header.options import RunSpec
-from taas.supervisor.connections import Visit, all_connections
+from taas.supervisor.connections import remove_folders_left
 from taas.wire.clients import RunRequest, Submit
 from taas.wire.curve import make_dealer
 from taas.wire.framing import Memory, Message, pack
@@ -167,17 +165,6 @@ def test_another_user_comes_in_nowhere(
         notebook.good("taas.unregister(loader)")
 
 
-def test_descriptors_are_many_where_peers_come_in_and_as_usual_in_ranks(notebook: Notebook) -> None:
-    """Supervisor and agent may open all that the system allows; a rank has the limit of the notebook."""
-    limit = "import resource\nlimit = resource.getrlimit(resource.RLIMIT_NOFILE)"
-    ran = notebook.good(f"#pragma taas --gpus 2\n{limit}\nprint(limit)")
-    assert ran.own.strip() == notebook.value("__import__('resource').getrlimit(7)")
-    found = notebook.processes()
-    for process in [*found.supervisor, *found.agents]:
-        soft, hard = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
-        assert soft == hard
-
-
 @pytest.mark.parametrize("kind", ["no key", "another key"])
 def test_a_stray_client_gets_nothing(running: psutil.Process, tmp_path: Path, kind: str) -> None:
     """Neither commands nor pickles of a client without the key are read, and nothing is answered."""
@@ -216,13 +203,6 @@ def test_memory_of_another_size_or_owner_is_refused(tmp_path: Path) -> None:
     os.close(fd)
 
 
-def test_a_terminal_that_sees_another_tmp_is_told_so(running: psutil.Process, tmp_path: Path) -> None:
-    """The connection file is in Jupyter's folder, the socket is not: who does not see it hears why, and at once."""
-    [there] = [c for c in all_connections() if c.supervisor.pid == running.pid]
-    with pytest.raises(EngineError, match="PrivateTmp"):
-        Visit(msgspec.structs.replace(there, endpoint=f"ipc://{tmp_path}/supervisor"))
-
-
 def test_cleaners_leave_the_folder_of_sockets_alone(running: psutil.Process, public: Path) -> None:
     """systemd-tmpfiles removes what is old in /tmp, but for folders that somebody has locked (tmpfiles.d(5))."""
     [folder] = public.glob("taas-*")
@@ -230,6 +210,26 @@ def test_cleaners_leave_the_folder_of_sockets_alone(running: psutil.Process, pub
     with pytest.raises(BlockingIOError):
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     os.close(fd)
+
+
+def test_a_folder_of_sockets_goes_when_nobody_holds_it(tmp_path: Path) -> None:
+    """That of a supervisor that lives stays, and what is no supervisor's, also where somebody's link leads to it."""
+    for name in ("taas-mine", "taas-lives", "taas-left", "taas-of-a-node", "other"):
+        (tmp_path / name).mkdir()
+    for name in ("taas-mine", "taas-lives", "taas-left", "other"):
+        (tmp_path / name / "supervisor").touch()
+    (tmp_path / "taas-theirs").symlink_to(tmp_path / "other")
+    held = [os.open(tmp_path / name, os.O_RDONLY) for name in ("taas-mine", "taas-lives")]
+    try:
+        for fd in held:
+            fcntl.flock(fd, fcntl.LOCK_SH)
+        remove_folders_left(tmp_path / "taas-mine")
+    finally:
+        for fd in held:
+            os.close(fd)
+    assert not (tmp_path / "taas-left").exists()
+    for name in ("taas-mine", "taas-lives", "taas-of-a-node", "other", "other/supervisor"):
+        assert (tmp_path / name).exists()
 
 
 def test_files_with_keys_are_private(running: psutil.Process, public: Path) -> None:

@@ -83,33 +83,3 @@ def test_the_next_run_uses_them_and_finds_what_fresh_ranks_find(notebook: Notebo
     assert gone(there(unfit))
     assert of_spares == of_fresh
     notebook.good("del os.environ['EXTRA']")
-
-
-def test_another_kind_of_ranks_ends_them(notebook: Notebook) -> None:
-    """They wait when a cell comes whose ranks need another forkserver: it starts, and none of them is left."""
-    spares = run_and_wait(notebook)
-    notebook.good("#!c1.4\nkind = 'CPU'")
-    assert notebook.value("kind") == "CPU"
-    assert gone(there(spares))
-
-
-def test_they_see_todays_modules(notebook: Notebook, folder: Path) -> None:
-    """A module that was edited while they waited is imported as it is now."""
-    module = notebook.folder / "settings.py"
-    module.write_text("value = 1\n")
-    use = "import settings, os\nopen(f\"{folder}/{os.environ['RANK']}\", 'w').write(f'[{os.getpid()}, {settings.value}]')"
-    spares = run_and_wait(notebook, use)
-    module.write_text("value = 22222\n")
-    notebook.good("#pragma taas --gpus 2 --return none\n" + use)
-    assert states(folder) == (spares, [22222, 22222])
-
-
-def test_a_run_with_more_ranks_forks_the_rest(notebook: Notebook, folder: Path) -> None:
-    """Spares are used as far as they go."""
-    spares = run_and_wait(notebook)
-    notebook.good(
-        "#pragma taas --gpus 3 --return none\nimport os\n"
-        "open(f\"{folder}/{os.environ['RANK']}\", 'w').write(str(os.getpid()))"
-    )
-    pids = {int((folder / str(rank)).read_text()) for rank in range(3)}
-    assert spares < pids

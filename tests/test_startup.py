@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from notebook_harness import Notebook
-from test_background import terminal
+from notebook_harness import Notebook, terminal
 
 pytestmark = pytest.mark.slow
 
@@ -71,16 +70,6 @@ def test_ipython_goes_on_where_taas_is_not(ipython_dir: Path, tmp_path: Path) ->
     broken = ipython(tmp_path / "project", "print(mine + 1)", blocked="taas.magics").splitlines()
     assert broken[0].startswith("taas was not loaded, so that #pragma taas is a comment here: ")
     assert broken[1:] == ["42"]
-
-
-def test_a_startup_folder_that_is_a_file_is_named(ipython_dir: Path) -> None:
-    """The error says which, and what to do."""
-    (ipython_dir / "profile_default").mkdir(parents=True)
-    (ipython_dir / "profile_default" / "startup").write_text("")
-    refused = terminal("install")
-    assert refused.returncode == 1
-    assert str(ipython_dir / "profile_default" / "startup") in refused.stderr
-    assert "IPYTHONDIR" in refused.stderr
 
 
 @pytest.mark.parametrize("load", ["%load_ext taas", "import taas"])

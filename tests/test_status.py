@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +13,19 @@ import msgspec
 import psutil
 import pytest
 from notebook_harness import Notebook
-from test_run_reader import prints
 
 from taas.delivery.config import Delivered
-from taas.errors import HeaderError
 from taas.header.options import RunSpec
 from taas.notebook import tables
 from taas.notebook.watched_run import in_full, watched
+from taas.runs.events import EVENTS, RECORD
 from taas.runs.places import ProcessMark
 from taas.runs.records import (
     RunRecord,
     find_run,
     make_room,
     new_folder,
-    of_notebook,
+    output_folder,
     read_records,
     write_record,
 )
@@ -37,6 +33,15 @@ from taas.supervisor.connections import Connection, all_connections, write_conne
 from taas.wire.ranks import Cell, RankUse
 
 Make = Callable[..., RunRecord]
+
+
+def prints(record: RunRecord, text: str, rank: int = 0) -> None:
+    """Let a rank of the run's newest start print something."""
+    folder = output_folder(record.folder, record.restarts) / str(rank)
+    folder.mkdir(parents=True, exist_ok=True)
+    body = text.encode()
+    with (folder / EVENTS).open("ab") as file:
+        file.write(RECORD.pack(0, len(body), 0, 0) + body)
 
 
 @pytest.fixture
@@ -133,12 +138,6 @@ def test_the_table_shows_live_runs_and_the_last_that_ended(make: Make) -> None:
     assert "delivered" not in lines[0]  # a column that nobody needs
 
 
-def test_the_history_has_a_curve(make: Make) -> None:
-    """Of how busy the ranks were, the last look at them holding until the next one."""
-    make(state="over", outcome="done", ended=1060.0, curve=(0, 5, 50, 100, 180))
-    assert "  1 min 00 s  ▁▁▄██  " in tables.history(read_records(), 1070.0).text
-
-
 def _of_nobody(_: list[RunRecord]) -> list[RunRecord]:
     return []
 
@@ -156,35 +155,6 @@ def test_runs_are_found_by_name_the_live_one_first(make: Make) -> None:
         find_run("bb", records, _of_nobody, live=False)
     with pytest.raises(Exception, match="run b is over"):
         find_run("b", records, _of_nobody, live=True)
-
-
-def test_a_notebooks_own_run_is_found_before_others_of_its_name(make: Make) -> None:
-    """Its kernel may be another one by now. Of others' the newest is meant, and one that goes on before one that is over."""
-    gone, other = ProcessMark(1, 1.0), ProcessMark.of(os.getppid())
-    mine = make("a", state="over", outcome="done", kernel=gone, notebook="/x/mine.ipynb", submitted=1.0)
-    theirs = make("a", state="running", kernel=other, notebook="/x/theirs.ipynb", submitted=2.0)
-    records = read_records()
-
-    def found(records: list[RunRecord], *, live: bool, notebook: str) -> RunRecord:
-        own = partial(of_notebook, kernel=os.getpid(), notebook=notebook, project="/project")
-        return find_run("a", records, own, live=live)
-
-    assert found(records, live=False, notebook="/x/mine.ipynb").id == mine.id
-    assert found(records, live=False, notebook="/x/theirs.ipynb").id == theirs.id
-    with pytest.raises(HeaderError, match="run a is over"):
-        found(records, live=True, notebook="/x/mine.ipynb")
-    assert found(records, live=False, notebook="/x/new.ipynb").id == theirs.id
-    assert [row.split()[0] for row in tables.history(records, 10.0).text.splitlines()[1:]] == [
-        f"a-{mine.id}", f"a-{theirs.id}",
-    ]  # fmt: skip
-
-
-def test_a_run_whose_supervisor_is_gone_was_lost(make: Make) -> None:
-    """Nobody could write that down; it is found by who is missing."""
-    make(state="running", supervisor=ProcessMark(os.getpid(), 1.0))
-    [record] = read_records()
-    assert (record.state, record.outcome) == ("over", "lost")
-    assert "supervisor was killed" in record.message
 
 
 def test_a_run_goes_on_when_the_clock_is_set(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -325,28 +295,3 @@ def test_what_other_ranks_draw_opens_in_their_row(notebook: Notebook) -> None:
     [row_0, row_1] = re.findall(r"<tr.*?</tr>", ran.updates[-1]["data"]["text/html"])[1:]
     assert "data:image/png" not in row_0
     assert row_1.count("data:image/png") == 1
-
-
-def test_a_terminal_hears_of_the_end(tmp_path: Path) -> None:
-    """Where nothing can be updated, the run's beginning and its end are a line each."""
-    cell = "#pragma taas --gpus 1 --name plain\nprint('trained')"
-    code = (
-        f"import taas; get_ipython().run_cell({cell!r}); get_ipython().run_line_magic('taas', 'attach plain')"
-    )
-    ran = subprocess.run(
-        [sys.executable, "-m", "IPython", "--no-banner", "--colors=NoColor", "-c", code],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
-    shown = [line for line in ran.stdout.splitlines() if "plain" in line or line == "trained"]
-    assert [line.partition(" ·")[0] for line in shown] == [
-        "taas: ▸ plain acquiring",
-        "trained",
-        "taas: ✓ plain done",
-        "taas: ✓ plain done",  # of `attach`: once
-        "trained",
-        "taas: plain gave its names to the notebook that started it; only background runs keep them",
-    ]

@@ -11,8 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from notebook_harness import Notebook, gone
-from test_background import terminal
+from notebook_harness import Notebook, gone, terminal
 
 from taas.errors import HeaderError
 from taas.notebook.steering import do
@@ -171,48 +170,6 @@ def test_release_gives_warm_machines_back(notebook: Notebook) -> None:
     assert notebook.good("#pragma taas --gpus 1\nprint('again')").own == "again\n"
 
 
-CLIPBOARD = "\x1b]52;c;Z290Y2hh\x07"
-COMMANDS = {
-    "title": "\x1b]0;mine\x07",
-    "clipboard": CLIPBOARD,
-    "clear": "\x1b[2J\x1b[H",
-    "cursor": "\x1b[3A",
-    "device control": "\x1bP+q544e\x1b\\",
-    "reset": "\x1bc",
-    "eight-bit": "\x9b2J\x9d0;mine\x9c",
-    "modes": "\x1b[?1049h\x1b[>4;2m",
-    "backspace, bell, shift out": "\b\a\x0e",
-}
-
-
-def test_ranks_give_a_terminal_no_commands(notebook: Notebook) -> None:
-    """Colours are kept; all else that ranks, cells, displays and errors hold for a terminal can be read in it."""
-    notebook.good("spell = " + repr("".join(COMMANDS.values())))
-    notebook.run(
-        f"#pragma taas --gpus 2 --name spelled\n'{CLIPBOARD}'; import os, sys\n"
-        "print('\\x1b[1;31mred\\x1b[0m\\ttab\\rline', spell); print(spell, file=sys.stderr)\n"
-        "os.write(1, spell.encode() + b'\\n'); display({'text/plain': spell}, raw=True)\n"
-        "raise ValueError('spoken ' + spell)"
-    )
-    said = {
-        words: terminal(*words)
-        for words in (
-            ("logs", "spelled"),
-            ("status",),
-            ("history",),
-            ("attach", "spelled"),
-            ("top", "spelled"),
-        )
-    }
-    for words, done in said.items():
-        shown = done.stdout + done.stderr
-        left = re.sub(r"\x1b\[[0-9;]*m", "", shown)
-        assert not re.search(r"[\x00-\x08\x0b-\x0c\x0e-\x1f\x7f-\x9f]", left), words
-        assert "\\x1b]52;c;Z290Y2hh" in left, words
-    assert "\x1b[1;31mred\x1b[0m\ttab" in said["logs", "spelled"].stdout
-    assert "spoken" in said["history",].stdout
-
-
 def test_types_are_the_catalog(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """``types`` names each instance type with its GPUs, those of ``taas.toml``, too."""
     monkeypatch.chdir(tmp_path)
@@ -248,13 +205,3 @@ def test_the_terminal_teaches_and_fails_with_a_status(tmp_path: Path) -> None:
     assert wrong.returncode == 2
     assert wrong.stderr == "taas: taas stauts: there is no such verb; did you mean taas status?\n"
     assert "allowed is %taas engine in a notebook" in terminal("engine", "local").stderr
-
-
-def test_other_lines_complete_as_ever(notebook: Notebook) -> None:
-    """Names, and a line for a system's shell, are IPython's; after ``%unload_ext taas`` all is."""
-    assert "print" in completions(notebook, "pri")
-    assert "#pragma taas --output" not in completions(notebook, "x = 1  #pragma taas --ou")
-    notebook.good("%unload_ext taas")
-    assert "#pragma taas --output" not in completions(notebook, "#pragma taas --ou")
-    notebook.good("%load_ext taas\n%load_ext taas")
-    assert completions(notebook, "#pragma taas --ou") == ["#pragma taas --output"]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,26 +9,6 @@ import pytest
 from notebook_harness import Notebook, Processes, gone, until
 
 pytestmark = pytest.mark.slow
-
-IDLE = """
-import os
-from multiprocessing import get_context
-from taas.agent.forkserver import Forkserver
-
-def look(answer):
-    import sys
-    answer.send((os.getpriority(os.PRIO_PROCESS, 0), "taas.rank.entry" in sys.modules, "TAAS_IMPORT_IDLY" in os.environ))
-
-if __name__ == "__main__":
-    server = Forkserver(idle=True)
-    server.start()
-    ours, its = get_context("forkserver").Pipe()
-    process = get_context("forkserver").Process(target=look, args=(its,))
-    process.start()
-    print(ours.recv() == (os.getpriority(os.PRIO_PROCESS, 0), True, False))
-    process.join()
-    server._end()
-"""
 
 
 @pytest.fixture
@@ -72,11 +50,3 @@ def test_nothing_is_started_for_another_engine(book: Notebook) -> None:
     book.good("import os; os.environ['TAAS_ENGINE'] = 'ray 10.0.0.1:6379'\n%load_ext taas")
     book.good("import taas\nfrom taas.notebook import supervised")
     assert book.value("supervised._ahead, supervised._current") == "None None"
-
-
-def test_what_is_imported_idly_is_inherited_at_the_ordinary_priority(tmp_path: Path) -> None:
-    """The modules are there in what is forked, whose niceness is the test's own; the variable that named them is gone."""
-    program = tmp_path / "idle.py"
-    program.write_text(IDLE)
-    done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=300)
-    assert (done.stdout, done.returncode) == ("True\n", 0), done.stderr
