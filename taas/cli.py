@@ -14,7 +14,7 @@ from taas.notebook.steering import Frontend, as_in_terminal, do
 from taas.wording import visible
 
 
-class _Stream:
+class _TerminalStream:
     """A stream to the terminal: what ranks, cells and errors say gives it no commands but colours."""
 
     def __init__(self, stream: TextIO) -> None:
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.write(f"taas {__version__}\n")
         return 0
     try:
-        with redirect_stdout(_Stream(sys.stdout)), redirect_stderr(_Stream(sys.stderr)):
+        with redirect_stdout(_TerminalStream(sys.stdout)), redirect_stderr(_TerminalStream(sys.stderr)):
             if words[:1] == ["run"] and words[1:] and not {"--help", "-h"} & set(words):
                 from taas.notebook.frontend import run_script  # it brings IPython, which no other verb needs
 

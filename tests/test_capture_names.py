@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import types
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from taas.capture import capture
 from taas.capture.names import Needs, needs_of
 
 NOTEBOOK = "model opt loader batch x y z cfg old res path n Net a b data f unused lr k self i words"
@@ -37,7 +40,7 @@ def needs(cell: str, **defined: Any) -> Needs:
         ("x += 1\ny: int = k\n(z := 3)\nz", "x k", ""),
         ("class A(Net):\n    lr = lr\n    k = 1\n    j = k\n    def g(self): return cfg", "Net lr", "k"),
         ("try:\n    x\nexcept Exception as n:\n    n\nn", "", "x n"),
-        ("f = lambda: x + y\nx = 1\nf()", "", "y"),
+        ("f = lambda: x + y\nx = 1\nf()", "", "x y"),
         ("match x:\n    case [y, *z] if a: b\n    case cfg.K: y\n    case Net(k=k): k", "x", "a b cfg y Net"),
         ("del x\nx = 1", "x", ""),
         ("with torch.no_grad(): x = 1\nx", "", ""),
@@ -72,15 +75,25 @@ def test_a_cell_that_makes_names_may_need_all(line: str) -> None:
     assert "model" not in found.others | found.maybe | found.sure
 
 
+def _travels(cell: str, earlier: str, file: str = "<earlier>") -> set[str]:
+    """Return the names that a cell takes of what an earlier one made."""
+    namespace: dict[str, Any] = types.ModuleType("__main__").__dict__
+    exec(compile(earlier, file, "exec"), namespace)
+    with capture(cell, namespace, None, project=Path("/no project")) as captured:
+        return {*captured.names}
+
+
 def test_functions_of_earlier_cells_are_looked_through() -> None:
-    """What they use is needed, but not where the cell binds it before it uses them."""
-    namespace: dict[str, Any] = {"model": 1, "opt": 2, "lr": 3, "deep": 4}
-    exec("def inner(): return deep\ndef train(): return model, opt, inner()", namespace)
-    found = needs_of("model = 5\ntrain()", namespace)
-    assert {"train"} == found.sure
-    assert {"opt", "inner", "deep"} == found.maybe
-    assert {"model"} == found.settled
-    assert {"model", "opt", "inner", "deep"} == needs_of("train()\nmodel = 5", namespace).maybe
+    """What they use is needed, but not where the cell binds it before it uses them: in any way, and whatever they are called."""
+    earlier = (
+        "model = 1; opt = 2; lr = 3; deep = 4\n"
+        "def inner(): return deep\ndef train(): return model, opt, inner()\nother = [train]"
+    )
+    assert _travels("model = 5\ntrain()", earlier) == {"train", "opt", "inner", "deep"}
+    assert _travels("train()\nmodel = 5", earlier) == {"train", "opt", "inner", "deep", "model"}
+    assert "model" in _travels("other\nmodel = 5\ntrain()", earlier)
+    assert "model" in _travels("if lr:\n    model = 5\n    train()\ntrain()", earlier)
+    assert "opt" not in _travels("opt = 5\ninner()\nmodel = 5\ntrain()\nother", earlier)
 
 
 # ---------------------------------------------------------------- never too few

@@ -64,7 +64,6 @@ class Arrival:
         self.memory: MemoryTable = self.payload.mapped(device, known)
         self.next_region = self.payload.next_region
         self.held: list[str] = held["names"]
-        self.left_behind: dict[str, str] = contents["left behind"]
         self.project: str = contents["project"]
         self.returned: set[str] | None = None if contents["returned"] is None else set(contents["returned"])
         self.state = ProcessState(contents["process state"], device)
@@ -75,6 +74,11 @@ class Arrival:
     def names(self) -> tuple[str, ...]:
         """The names that arrived."""
         return self.payload.header.names
+
+    @property
+    def left_behind(self) -> dict[str, str]:
+        """Why names of the notebook did not come, by name."""
+        return self.contents["left behind"]  # type: ignore[no-any-return]
 
     def load(self, *, tolerant: bool = False) -> Builder:
         """Bind the names; raises :class:`CaptureError` where an object cannot be rebuilt here; ``tolerant``: it is left out."""
@@ -184,9 +188,7 @@ class CellChanges:
         arrival, heap = self._arrival, self._heap
         wanted = self._wanted()
         changed = [n for n in self._changed if n not in self._held_back and (wanted is None or n in wanted)]
-        made = {*self._anew.values()}
-        bound = {name: n for name, n in self._roots.items() if name in self._rebound or n in made or not name}
-        bound = {name: n for name, n in bound.items() if not name or self._is_returned(name)}
+        bound = self._bound()
         reached = heap.reached([*bound.values(), *self._places.values(), *changed], self._held_back)
         sent = {n for n in reached if n >= self._known}
         memory = SentMemory(heap.memory_ranges(sent), arrival.memory.places(), arrival.next_region)
@@ -219,6 +221,12 @@ class CellChanges:
         else:
             heap.take_back(arrival.known_before, self._anew)
         return fd
+
+    def _bound(self) -> dict[str, int]:
+        """The names that the notebook binds anew: what was rebound or made anew, of what is returned."""
+        made = {*self._anew.values()}
+        bound = {name: n for name, n in self._roots.items() if name in self._rebound or n in made or not name}
+        return {name: n for name, n in bound.items() if not name or self._is_returned(name)}
 
     def _wanted(self) -> set[int] | None:
         if self._arrival.returned is None:
