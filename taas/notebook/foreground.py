@@ -194,6 +194,12 @@ class _Foreground(RunView):
             record.names = f"no names came back: {lost}"  # beside what it failed of
             return
         # Unpacking runs code of the notebook's classes, and may not end; the first press may have been meant for the run.
+        presses = self._interrupts.count
         with self._interrupts.raised(2):
             applied = captured.apply(self._answer)
         self.take(applied)
+        # it may have cost what was unpacked just then, and that alone; a person who presses wants no further cell to run
+        if self._interrupts.count >= presses + 2:
+            raise interrupted(
+                "interrupted while the run's names were unpacked: what did not come is named above"
+            )
