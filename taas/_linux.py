@@ -12,6 +12,7 @@ import ctypes
 import errno
 import fcntl
 import os
+import re
 import signal
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,7 +22,7 @@ from typing import NamedTuple
 CLONE_NEWNS = 0x00020000
 CLONE_NEWUSER = 0x10000000
 
-MS_BIND, MS_REC, MS_PRIVATE = 0x1000, 0x4000, 0x40000
+MS_RDONLY, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 0x1, 0x20, 0x1000, 0x4000, 0x40000
 
 _NR_MOUNT_SETATTR = 442
 _AT_FDCWD, _AT_RECURSIVE = -100, 0x8000
@@ -125,6 +126,25 @@ def mount_readonly(target: str) -> None:
     check(result, "mount_setattr", target)
 
 
+class Mount(NamedTuple):
+    """Where something is mounted, and how."""
+
+    point: str
+    options: frozenset[str]
+
+
+def mounts() -> list[Mount]:
+    """The mounts this process sees, in the kernel's order (proc_pid_mountinfo(5): field 5, with octal escapes, and 6)."""
+    lines = (line.split(b" ") for line in Path("/proc/self/mountinfo").read_bytes().splitlines())
+    return [
+        Mount(
+            os.fsdecode(re.sub(rb"\\([0-7]{3})", lambda found: bytes([int(found[1], 8)]), fields[4])),
+            frozenset(fields[5].decode().split(",")),
+        )
+        for fields in lines
+    ]
+
+
 @contextlib.contextmanager
 def still_seen(places: Iterable[str]) -> Iterator[None]:
     """Mount these directories again where they are, after the body has mounted something over them."""
@@ -136,6 +156,17 @@ def still_seen(places: Iterable[str]) -> Iterator[None]:
         yield
         for place, descriptor in before.items():
             mount(f"/proc/self/fd/{descriptor}", place, MS_BIND | MS_REC)
+
+
+_REMOUNT_FLAGS = {
+    "nosuid": 0x2, "nodev": 0x4, "noexec": 0x8, "noatime": 0x400, "nodiratime": 0x800, "relatime": 0x200000,
+}  # fmt: skip
+
+
+def remount_readonly(entry: Mount) -> None:
+    """Make one mount read-only and keep its other flags: what kernels before 5.12 can do."""
+    kept = sum(flag for name, flag in _REMOUNT_FLAGS.items() if name in entry.options)
+    mount(None, entry.point, MS_REMOUNT | MS_BIND | MS_RDONLY | kept)
 
 
 # files ---------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import errno
 import glob
 import os
 import sqlite3
@@ -238,6 +239,31 @@ def test_names_with_quotes_blanks_and_newlines(tmp_path: Path, wall: str):
     held, text = run.rank(body, mechanism=wall)
     assert text == "x"
     assert held or wall == "diversion"
+
+
+@needs_mounts
+def test_kernels_before_5_12_remount_one_by_one(run: Run, monkeypatch: pytest.MonkeyPatch):
+    """Without mount_setattr(2) each mount is made read-only by itself and keeps its flags."""
+
+    def refuse(target: str) -> None:
+        raise OSError(errno.ENOSYS, "mount_setattr: the kernel is older than 5.12")
+
+    monkeypatch.setattr(_linux, "mount_readonly", refuse)
+    (run.project / "disk").mkdir()
+    policy = run.policy(1)
+
+    def body():
+        _linux.unshare(_linux.CLONE_NEWNS)
+        _linux.mount(None, "/", _linux.MS_REC | _linux.MS_PRIVATE)
+        assert os.system(f"mount -t tmpfs -o nosuid,nodev none {run.project}/disk") == 0
+        rank_storage.guard(**policy, mechanisms=("mount",))
+        held = [
+            os.system(f"touch {place}/x 2>/dev/null") != 0 for place in (run.project, run.project / "disk")
+        ]
+        *_, disk = (entry for entry in _linux.mounts() if entry.point == str(run.project / "disk"))
+        return [*held, sorted(disk.options & {"ro", "nosuid", "nodev"})]
+
+    assert join(fork(body)) == [True, True, ["nodev", "nosuid", "ro"]]
 
 
 @needs_user_namespaces

@@ -28,7 +28,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path, PurePath
 
 from taas import _linux
-from taas.storage.boundary import Boundary, draw
+from taas.storage.boundary import Boundary, draw, resolve_beneath
 
 NO_WALL = "diversion"
 """What stands in the place of a mechanism where there is none."""
@@ -69,7 +69,14 @@ def _raise_mount(boundary: Boundary) -> str:
             # Absolute paths begin at this process's root, below what was mounted on it; ".." of the root lies above.
             os.chdir("/..")
             os.chroot(".")
-        _linux.mount_readonly(project)
+        try:
+            _linux.mount_readonly(project)
+        except OSError as error:
+            if error.errno != errno.ENOSYS:
+                raise
+            for entry in _linux.mounts():
+                if resolve_beneath(entry.point, project) is not None:
+                    _linux.remount_readonly(entry)
     if not os.statvfs(project).f_flag & os.ST_RDONLY:
         raise OSError(errno.EPERM, f"{project} is still writable after it was mounted read-only")
     return "as root" if as_root else "through a user namespace"
