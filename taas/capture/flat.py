@@ -40,10 +40,8 @@ _LARGE = 8
 """Items from which on it pays to look whether a container is a plain subtree."""
 _DEEPEST = 64
 _HELD = (
-    ("argparse", "SUPPRESS"), ("builtins", "__dict__"), ("builtins", "Ellipsis"), ("builtins", "NotImplemented"),
-    ("dataclasses", "MISSING"), ("dataclasses", "_EMPTY_METADATA"), ("dataclasses", "_FIELD"), ("dataclasses", "_FIELD_CLASSVAR"),
-    ("dataclasses", "_FIELD_INITVAR"), ("dataclasses", "_HAS_DEFAULT_FACTORY"), ("sys", "stdout"), ("sys", "stderr"),
-    ("torch.optim.optimizer", "required"), ("traitlets", "All"), ("traitlets", "Undefined"),
+    ("argparse", "SUPPRESS"), ("builtins", "__dict__"), ("builtins", "Ellipsis"),
+    ("builtins", "NotImplemented"), ("dataclasses", "_EMPTY_METADATA"), ("sys", "stdout"), ("sys", "stderr"), ("traitlets", "All"),
 )  # fmt: skip
 """What is told by which object it is (``default is SUPPRESS``; what ``exec`` puts into a namespace), by its name in a module."""
 
@@ -372,8 +370,10 @@ class FlatStates:
 
 def _is_foreign(value: Any, state: State | None) -> bool:
     """Tell whether an object is code that is neither found by its name nor the notebook's."""
-    by_value = state is not None and state[0] == "reading" and isinstance(value, (type, types.FunctionType))
-    return by_value and value.__module__ not in ("__main__", "builtins")
+    if state is None or state[0] != "reading" or not isinstance(value, (type, types.FunctionType)):
+        return False
+    has_state = marshal.loads(state[1])[0][1] is not None  # noqa: S302  else a function returns it (``SimpleNamespace``)
+    return has_state and value.__module__ not in ("__main__", "builtins")
 
 
 def _are_attributes(value: Any, part: dict[Any, Any]) -> bool:

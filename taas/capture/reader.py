@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copyreg
+import enum
 import sys
 import types
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from taas.capture.code_by_value import (
@@ -24,6 +26,7 @@ from taas.capture.reading import (
     FILES,
     Reading,
     container_reader,
+    find,
     is_only_python,
     itself,
     keeps_pickling_of_object,
@@ -59,6 +62,7 @@ class Reader:
         self.modules: set[str] = set()
         self._table = {**copyreg.dispatch_table, **dispatch_table()}
         self._asked: set[type] = set()
+        self._held: dict[str, dict[int, str]] = {}
         self._readers: dict[type, _ReaderOf | None] = {
             types.FunctionType: self._function,
             **dict.fromkeys(FILES, read_file),
@@ -99,10 +103,32 @@ class Reader:
         with_memory = tensor_reader(cls) or array_reader(cls)
         if with_memory is not None:
             return lambda value: with_memory(value) or self._by_protocol(value)
+        return self._reader_by_rule(cls)
+
+    def _reader_by_rule(self, cls: Any) -> _ReaderOf:
         reader = self._reader_of_object(cls)
         if reader == self._by_protocol:
             self._asked.add(cls)
-        return reader
+        module = cls.__module__
+        if module not in sys.modules or module in ("__main__", "builtins") or issubclass(cls, enum.Enum):
+            return reader
+
+        def read(value: Any) -> Reading | None:
+            """Read what its class' own module holds (``torch.default_generator``) by its name there: there is only one."""
+            if module not in self._held:
+                self._held[module] = self._held_by(module)
+            name = self._held[module].get(id(value))
+            return reader(value) if name is None else Reading(find, (module, name))
+
+        return read
+
+    def _held_by(self, module: str) -> dict[int, str]:
+        loaded = sys.modules[module]
+        file = getattr(loaded, "__file__", None) or ""
+        if self._project and file.startswith(self._project + "/") and "site-packages" not in Path(file).parts:
+            return {}  # its data are the notebook's
+        held = [*vars(loaded).items()]
+        return {id(value): name for name, value in held if getattr(type(value), "__module__", "") == module}
 
     def _reader_of_object(self, cls: Any) -> _ReaderOf:
         if cls in self._table:

@@ -24,6 +24,7 @@ from taas.notebook.cell_output import CellOutput, follow, say
 from taas.notebook.tables import Shown, line, notification, plain, status
 from taas.notebook.watched_run import watched
 from taas.runs.events import COLLECTED
+from taas.runs.places import ProcessMark
 from taas.runs.reader import RunReader, finish
 from taas.runs.records import ANSWER, LOADERS, PAYLOAD, RunRecord, open_kept, read_record, read_records
 from taas.supervisor import connections
@@ -297,6 +298,8 @@ def attach(record: RunRecord, shell: Any) -> None:
 
 def _no_names_because(record: RunRecord) -> str:
     """Say why a run has no names for this notebook; nothing where it has."""
+    if not record.background and record.kernel == ProcessMark.of(os.getpid()):
+        return f"the names of {record.name} are in this notebook since it ended"
     if not record.background:
         return f"{record.name} gave its names to the notebook that started it; only background runs keep them"
     if record.id in _brought:
@@ -312,7 +315,8 @@ def _bring_names(record: RunRecord, shell: Any, captured: Capture | None, view: 
         applied = _applied(record, answer.fileno(), captured, shell.user_ns)
     _brought.add(record.id)
     view.take(applied, numbered=captured is not None)
-    say(f"names here now: {', '.join(applied.rebound)}" if applied.rebound else "no name is new")
+    new = ", ".join(applied.rebound[:12]) + (" …" if len(applied.rebound) > 12 else "")
+    say(f"names here now: {new}" if new else "no name is new")
 
 
 def _applied(record: RunRecord, fd: int, captured: Capture | None, namespace: dict[str, Any]) -> Applied:
