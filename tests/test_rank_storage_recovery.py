@@ -118,7 +118,7 @@ def test_recover_is_typed_after_a_run(notebook: Notebook) -> None:
     for record in read_records():
         shutil.rmtree(record.folder)  # of other tests
     ran = notebook.run("%taas recover")
-    assert "no run has kept writes of ranks other than 0" in ran.stderr
+    assert "no run has writes of ranks other than 0" in ran.stderr
     for name in ("fox", "owl"):
         ran = notebook.good(
             f"#pragma taas --gpus 2 --name {name}\nimport os\nfrom pathlib import Path\n"
@@ -128,7 +128,7 @@ def test_recover_is_typed_after_a_run(notebook: Notebook) -> None:
         assert f"%taas recover {name} brings them into the project" in ran.stdout
         assert notebook.value("found") == "False"
     notebook.good("#pragma taas --gpus 2 --name cat\nimport os")
-    assert "cat has no kept writes" in notebook.run("%taas recover cat").stderr
+    assert "cat has no writes" in notebook.run("%taas recover cat").stderr
     assert "no run is called" in notebook.run("%taas recover dog").stderr
     assert "1 file of owl recovered" in notebook.good("%taas recover").stdout
     notebook.good("import os; os.mkdir('sub'); os.chdir('sub')")

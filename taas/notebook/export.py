@@ -283,7 +283,7 @@ class _Program:
         given: dict[str, Any] = {key: getattr(parts, key) for key in names}
         if parts.plain:
             given = {"elements": parts.dataset}
-        elif parts.streams:
+        elif parts.iterable:
             given |= {"batch_size": parts.batch_size, "drop_last": parts.drop_last}
         elif parts.auto_collation:
             given["batch_sampler"] = parts.index_sampler

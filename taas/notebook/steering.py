@@ -183,9 +183,8 @@ def _recover(frontend: Frontend, line: Line) -> None:
         if paths or line.words:
             say(f"{counted(len(paths), 'file')} of {name} recovered", *map(shown_path, paths[:20]))
             return
-    raise HeaderError(
-        "%taas recover: no run that was meant has writes of ranks other than 0 that its project lacks"
-    )
+    none = f"{line.words[0]} has no" if line.words else "no run has"
+    raise HeaderError(f"%taas recover: {none} writes of ranks other than 0 that its project lacks")
 
 
 def _engine(frontend: Frontend, line: Line) -> None:
