@@ -22,7 +22,6 @@ from privileges import no_mounts
 from ray_cluster import RayCluster, why_not
 
 from taas import _linux
-from taas.rank import lifeline
 
 # a loaded machine is slow, not wrong; what is new is found by --hypothesis-profile=explore, not by whoever runs the suite
 settings.register_profile("explore", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -151,17 +150,19 @@ def alive_below() -> set[int]:
     return found
 
 
-def _spare_of(process: psutil.Process, before: set[int]) -> bool:
-    """Whether it is a spare that the agent of a notebook shared by several tests has made meanwhile."""
+def _of_shared(process: psutil.Process, before: set[int]) -> bool:
+    """Whether a supervisor that was there before has it: a notebook shared by several tests warms up meanwhile."""
     try:
-        return process.name() in (lifeline.SPARE_NAME, lifeline.FORKSERVER_NAME) and process.ppid() in before
+        return any(
+            parent.pid in before and "taas.supervisor" in parent.cmdline() for parent in process.parents()
+        )
     except psutil.NoSuchProcess:
         return False
 
 
 def _left(before: set[int]) -> list[str]:
     """Commands of the processes that stay; they are killed, so that the tests to come do not find them."""
-    processes = [process for process in there(alive_below() - before) if not _spare_of(process, before)]
+    processes = [process for process in there(alive_below() - before) if not _of_shared(process, before)]
     commands = []
     for process in psutil.wait_procs(processes, 90)[1]:
         with contextlib.suppress(psutil.NoSuchProcess):

@@ -133,7 +133,7 @@ class CellOutput(Screen):
         super().__init__(plain, _MESSAGE_SECONDS if hasattr(shell, "kernel") else 0.0)
         self._shell = shell
         self._clears_with_next = False
-        self._ends = KernelEnds(live=live) if hasattr(shell, "kernel") else None
+        self._ends = KernelEnds(live=live, say=say) if hasattr(shell, "kernel") else None
         self.above: Callable[[], None] = lambda: None
 
     def _display(self, rank: int, kind: str, arguments: dict[str, Any]) -> None:

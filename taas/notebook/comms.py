@@ -14,19 +14,18 @@ import contextlib
 import copyreg
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import comm
 from comm.base_comm import BaseComm
 
+from taas.wording import shown, text_of
+
 _WIDGETS = "jupyter.widget"
 """The comms of ipywidgets."""
 _CLASS = tuple(f"_{of}_{what}" for of in ("model", "view") for what in ("module", "module_version", "name"))
 """What a model's state says of its class, in the order in which ipywidgets asks for it."""
-
-_OF_ITS_LIBRARY = contextlib.suppress(Exception)
-"""What a widget's library raises here costs a page that is loaded again that widget; the run goes on."""
 
 Publish = Callable[..., None]
 
@@ -103,11 +102,13 @@ class KernelEnds:
 
     Args:
         live: it is said now, and not read later: widgets of the notebook that the run changes are changed here, too.
+        say: tells the user a line.
     """
 
-    def __init__(self, *, live: bool) -> None:
-        self._live = live
+    def __init__(self, *, live: bool, say: Callable[[str], None]) -> None:
+        self._live, self._say = live, say
         self._opened: set[str] = set()
+        self._failed: set[str] = set()
 
     def take(self, said: dict[str, Any]) -> None:
         """Pass a message on to the front end, and to the widget's twin.
@@ -123,15 +124,28 @@ class KernelEnds:
             return  # shown before, and it may stand elsewhere now; or closed
         end = _end_of(comm_id, said["keys"].get("target_name", ""))
         if said["msg_type"] == "comm_close":
-            with _OF_ITS_LIBRARY:
+            with self._explained(said):
                 (_widget_of(end) or end).close()
             return
         end.publish_msg(said["msg_type"], said["data"], said["metadata"], said["buffers"], **said["keys"])
-        with _OF_ITS_LIBRARY:
+        with self._explained(said):
             if opens and end.target_name == _WIDGETS:
                 _make_twin(end, said)
             elif said["data"].get("method") == "update" and (twin := _widget_of(end)) is not None:
                 _set_state(twin, said)
+
+    @contextlib.contextmanager
+    def _explained(self, said: dict[str, Any]) -> Iterator[None]:
+        """Tell the user what a widget's library raises here, once for all widgets of a kind; the run goes on."""
+        try:
+            yield
+        except Exception as error:
+            known, told = _all_widgets().get(said["comm_id"]), said["data"].get("state", {})
+            kind = getattr(known, "_model_name", told.get("_model_name", "widget")).removesuffix("Model")
+            if kind not in self._failed:
+                self._failed.add(kind)
+                why = f"{type(error).__name__}: {shown(text_of(error), 200)}"
+                self._say(f"a page that is loaded again may not draw this {kind} as it is now: {why}")
 
     def settle(self) -> None:
         """Let widgets that came back with the run's names take their twins' places."""
