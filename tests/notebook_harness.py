@@ -124,6 +124,7 @@ class Notebook:
         self.hidden = False
         self._pending = ""
         self._ran = Ran()
+        self._ended = False
         self._as_started = ""
 
     def renew(self, folder: Path) -> None:
@@ -143,7 +144,7 @@ class Notebook:
 
         A kernel drops cells that reach it right after one with an error, which no person's second cell does.
         """
-        self._ran = Ran()
+        self._ran, self._ended = Ran(), False
         self._pending = self._client.execute(
             code, store_history=store_history, allow_stdin=keyboard, stop_on_error=False
         )
@@ -190,11 +191,15 @@ class Notebook:
             assert not ended, f"the cell ended without a line that says {text!r}: {self._ran}"
 
     def _next(self, deadline: float) -> bool:
-        message = self._client.get_iopub_msg(timeout=max(0.1, deadline - time.monotonic()))
-        if message["parent_header"].get("msg_id") != self._pending:
-            return False
-        self._ran.take(message)
-        return message["msg_type"] == "status" and message["content"]["execution_state"] == "idle"
+        if not self._ended:
+            self.hear(self._client.get_iopub_msg(timeout=max(0.1, deadline - time.monotonic())))
+        return self._ended
+
+    def hear(self, message: dict[str, Any]) -> None:
+        """Take in what the kernel says, if it is of the cell that was started."""
+        if message["parent_header"].get("msg_id") == self._pending:
+            self._ran.take(message)
+            self._ended = message["msg_type"] == "status" and message["content"]["execution_state"] == "idle"
 
     def good(self, code: str, seconds: float = 120) -> Ran:
         """Execute a cell that has to succeed."""

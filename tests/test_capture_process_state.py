@@ -50,7 +50,7 @@ CHANGES = [
 OF_IPYTHON = [
     Change("%precision", "%precision 3", "%precision 5", "get_ipython().display_formatter.formatters['text/plain'].float_precision"),
     Change("values of a cell", "get_ipython().ast_node_interactivity = 'all'", "get_ipython().ast_node_interactivity = 'last_expr'", "get_ipython().ast_node_interactivity"),
-    Change("working directory", "import os; os.mkdir('a'); os.mkdir('b')\n%cd -q a", "%cd -q ../b", "os.path.basename(os.getcwd())"),
+    Change("working directory", "import os; os.mkdir('a'); os.mkdir('b'); os.chdir('a')", "os.chdir('../b')", "os.path.basename(os.getcwd())"),
     Change("aliases", "%alias greet echo hello", "%alias wave echo bye", "[a for a in get_ipython().alias_manager.aliases if a[0] in ('greet', 'wave')]"),
 ]  # fmt: skip
 

@@ -28,7 +28,7 @@ class Subshell:
     """A thread of a notebook's kernel that runs cells of its own."""
 
     def __init__(self, book: Notebook) -> None:
-        self._client = book._client
+        self._book, self._client = book, book._client
         message = self._client.session.msg("create_subshell_request", {})
         self._client.control_channel.send(message)
         while (reply := self._client.get_control_msg(timeout=60))["parent_header"].get("msg_id") != message[
@@ -52,6 +52,7 @@ class Subshell:
             heard = self._client.get_iopub_msg(timeout=60)
             content = heard["content"]
             if heard["parent_header"].get("msg_id") != sent:
+                self._book.hear(heard)
                 continue
             if heard["msg_type"] == "status" and content["execution_state"] == "idle":
                 return said
