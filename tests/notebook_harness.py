@@ -193,13 +193,14 @@ class Notebook:
     def _next(self, deadline: float) -> bool:
         if not self._ended:
             self.hear(self._client.get_iopub_msg(timeout=max(0.1, deadline - time.monotonic())))
-        return self._ended
+        ended, self._ended = self._ended, False  # said once: its display may change after its end
+        return ended
 
     def hear(self, message: dict[str, Any]) -> None:
         """Take in what the kernel says, if it is of the cell that was started."""
         if message["parent_header"].get("msg_id") == self._pending:
             self._ran.take(message)
-            self._ended = message["msg_type"] == "status" and message["content"]["execution_state"] == "idle"
+            self._ended |= message["msg_type"] == "status" and message["content"]["execution_state"] == "idle"
 
     def good(self, code: str, seconds: float = 120) -> Ran:
         """Execute a cell that has to succeed."""
