@@ -106,9 +106,8 @@ class Look:
     def _ask(self, rank: int, process: RankProcess) -> None:
         if process.gone or _status(process) in (psutil.STATUS_STOPPED, "gone"):
             return
-        with contextlib.suppress(
-            OSError, msgspec.MsgspecError
-        ):  # its file says that it has a handler for the signal
+        # its file says that it has a handler for the signal
+        with contextlib.suppress(OSError, msgspec.MsgspecError):
             asked = _StackQuery(self._folder / str(rank) / STACKS)
             (self._folder / str(rank) / COLLECTIVE).unlink(missing_ok=True)
             process.tell(pack(RankRequest(what="collective")))

@@ -27,7 +27,10 @@ _SLURMS_OWN = ("SLURM_", "SLURMD_", "SRUN_", "PMI_", "PMIX_")
 
 
 def _serve(config: AgentConfig, node: str) -> str:
-    """Run the agent to its end; returns how that was, if it was none that it was told to have."""
+    """Run the agent to its end; returns why it could not go on: the job's other nodes end with that, then.
+
+    Of one that was killed its supervisor tells, and the other nodes stay.
+    """
     demand, scratch = config.demand, make_short_folder()
     given = () if demand.rehearse else visible_gpus()[: demand.gpus]
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(given)
@@ -38,7 +41,7 @@ def _serve(config: AgentConfig, node: str) -> str:
     how = agent.how_it_ended()
     agent.reap()
     shutil.rmtree(scratch, ignore_errors=True)  # of one that was killed
-    return "" if how == "ended with status 0" else f"{node}: its agent {how}"
+    return "" if how == "ended with status 0" or how.startswith("killed") else f"{node}: its agent {how}"
 
 
 def main() -> None:
