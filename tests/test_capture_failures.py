@@ -178,7 +178,7 @@ def test_what_cannot_be_rebuilt_in_the_notebook_is_lost_alone(tmp_path: Path) ->
     assert sorted(there.lost) == sorted(
         [
             f"a: it {disk}", f"b: an object of Only in it {disk}", f"c: it {place}", f"d: a part of it {place}",
-            *(f"{name}: an object of Only in it {disk}" for name in ("e", "f", "g", "h", "i", "j", "k", "Table")),
+            *(f"{name}: an object of Only in it {disk}" for name in ("e", "f", "g", "h", "i", "k", "Table")), f"j: it {disk}",
             f"the cell's last value: an object of Only in it {disk}", f"new contents of known: an object of Only in it {disk}",
         ]
     )  # fmt: skip

@@ -218,13 +218,13 @@ class _Incoming:
         heap, contents = self._heap, self._contents
         lost = self._builder.lost
         whole = {n: value for n, value in self._made.items() if n not in lost}
-        heap.learn(whole, contents["states"], contents["next"], contents["fresh"])
+        heap.learn(whole, contents["states"], contents["next"])
         for n in changed:
             heap.states[n] = contents["changed"][n][0]
         new = [n for n in contents["states"] if n in whole and self._is_comparable(n)]
         again = [n for n in changed if contents["changed"][n][0][0] != "reading"]
         heap.describe_after((*new, *again), Reader(self._namespace, project=contents["project"]))
-        others = [n for n in (*new, *again) if not self._is_as_there(n)]
+        others = [n for n in (*new, *again) if n not in heap.failed and not heap.is_same(n)]
         self._applied.lost += [
             f"{self._path_to(n)}: it is not what rank 0 had, for the way its class is pickled does not bring all of it (give what you "
             "need of it a name of its own)"
@@ -236,7 +236,7 @@ class _Incoming:
 
     def _is_comparable(self, n: int) -> bool:
         kind, value = self._contents["states"][n][0], self._made[n]
-        if kind in CONSTANT or n in self._contents["fresh"]:  # what a protocol made is left where it was used
+        if kind in CONSTANT:
             return False
         if isinstance(value, type):  # Python orders a class's attributes as they are set
             return False
@@ -244,11 +244,6 @@ class _Incoming:
             return False
         own = type(value).__module__ == "__main__" and keeps_all_attributes(type(value))
         return kind != "reading" or own
-
-    def _is_as_there(self, n: int) -> bool:
-        heap = self._heap
-        before, now = heap.before[n], heap.states[n]
-        return now is before or n in heap.failed or heap.same(before, now, by_value=True)
 
 
 def _in_few_lines(lost: Iterable[str], sharded: Collection[str]) -> list[str]:

@@ -59,7 +59,7 @@ class Arrival:
             known = {number: there[number] for number in held["regions"] if number in there}
             self.heap.go_on(before.heap, held["numbers"], contents["first"])
             before.close()
-        self.heap.learn({}, {}, contents["first"], ())
+        self.heap.learn({}, {}, contents["first"])
         self.known = contents["first"] + len(contents["states"])
         self.memory: MemoryTable = self.payload.mapped(device, known)
         self.next_region = self.payload.next_region
@@ -95,7 +95,7 @@ class Arrival:
         beside = {name: self._built(builder, name, n) for name, n in contents["places"].items()}
         self._magics = {name: value for name, value in beside.items() if name.startswith(MAGIC)}
         whole = {n: value for n, value in made.items() if n not in builder.lost} if builder.lost else made
-        self.heap.learn(whole, states, self.known, contents["fresh"])
+        self.heap.learn(whole, states, self.known)
         return builder
 
     def _built(self, builder: Builder, name: str, n: int) -> Any:
@@ -119,7 +119,7 @@ class Arrival:
     def mark(self) -> None:
         """Take what changes are found against, right before the cell runs."""
         with no_collection():
-            self.heap.left = {}
+            left_out.clear()
             self.heap.mark()
             self.left_before, self.known_before = self.heap.left, len(self.heap.objects)
             self.names_before = {**self._namespace}
@@ -176,10 +176,12 @@ class CellChanges:
         left_out.clear()
         known = [n for n, value in enumerate(self._heap.objects) if n != NAMESPACE and not stays(type(value))]
         reader = Reader(namespace, project=arrival.project, unwrap=True)
+        self._heap.left = {}
         self._heap.describe_after(known, reader, self._known)
         self._number_roots()
-        self._leave_out()
+        self._heap.leave_out()
         self._compare()
+        self._tell_left_out()
         self._number_anew()
         self._held_back = self._without_refused()
 
@@ -202,7 +204,6 @@ class CellChanges:
             "places": self._places,
             "states": {n: heap.states[n] for n in sorted(sent)},
             "changed": {n: (heap.states[n], self._changed[n]) for n in changed},
-            "fresh": heap.fresh & sent,
             "next": len(heap.objects),
             "process state": process_state,
             "imports": [n for n in arrival.contents["imports of the cell"] if n in sys.modules],
@@ -263,12 +264,13 @@ class CellChanges:
             self._lost.append(not_brought(error))
             return None
 
-    def _leave_out(self) -> None:
+    def _tell_left_out(self) -> None:
         """Say what cannot travel of modules, loggers and formatters, where the notebook has another one."""
         heap, before = self._heap, self._arrival.left_before
         for path, one in heap.left.items():
-            was = before.get(path)
-            as_it_was = was is not None and was.part is one.part and was.heap.is_as_it_was()
+            was, inside = before.get(path), heap.reached([heap.number[id(one.part)]])
+            known = (n for n in inside if n < len(heap.before))
+            as_it_was = was is not None and was.part is one.part and all(map(heap.is_same, known))
             if isinstance(one.holder, types.ModuleType) and (
                 as_it_was or heap.number[id(one.holder)] >= self._known
             ):
@@ -282,8 +284,8 @@ class CellChanges:
             if now is before or before is None or n in heap.failed:
                 continue
             by_name = now is not None and now[0] == "global"  # a module holds it now
-            if by_name or heap.same(before, now):
-                heap.states[n] = before  # what a protocol made afresh was made for this comparison only
+            if by_name or heap.is_same(n):
+                heap.states[n] = before  # by the numbers that both sides know
                 continue
             differ = heap.change(before, now) if n < self._known else None
             if differ is None:

@@ -9,12 +9,11 @@ from __future__ import annotations
 import marshal
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
 from taas.capture.flat import State
-from taas.capture.heap import CONSTANT
 from taas.capture.memory import MemoryTable
 from taas.capture.reading import find, make_plain, set_insides, turn_into
 
@@ -29,13 +28,6 @@ class Loss(NamedTuple):
     number: int
     what: str
     reason: str
-
-
-def _filled_with(values: list[Any], children: list[Any]) -> list[Any]:
-    if not children:
-        return values
-    rest = iter(children)
-    return [next(rest) if value is ... else value for value in values]
 
 
 class Builder:
@@ -57,6 +49,7 @@ class Builder:
         self._tolerant = tolerant
         self.lost: dict[int, Loss] = {}
         self._begun: set[int] = set()
+        self._open: dict[int, Any] = {}  # what blobs say of what is not filled yet
         self._late: list[int] = []
 
     def build(self, root: int) -> Any:
@@ -90,12 +83,17 @@ class Builder:
         return made[root]
 
     def _before(self, n: int) -> tuple[int, ...]:
-        kind, blob, children = self.states[n]
+        kind, _, children = self.states[n]
         if kind in _WHOLE:
             return children
         if kind == "object":
             return children[:1]
-        return children[: _loads(blob)[0][0]] if kind == "reading" else ()
+        return children[: self._told(n)[0]] if kind == "reading" else ()
+
+    def _told(self, n: int) -> Any:
+        if n not in self._open:
+            self._open[n] = _loads(self.states[n][1])
+        return self._open[n]
 
     def _attempt(self, step: Callable[[int], None], n: int, needed: tuple[int, ...]) -> None:
         if not self._tolerant:
@@ -116,42 +114,25 @@ class Builder:
 
     def _complete(self, n: int) -> None:
         kind, blob, children = self.states[n]
-        said, parts = _loads(blob), [self.made[c] for c in children]
-        value = self.made[n] = self._new(kind, said, parts)
-        self._fill_new(value, kind, said, parts)
+        said, rest = _loads(blob), map(self.made.__getitem__, children)
+        self.made[n], setter = self._new(kind, said, rest)
+        _fill(self.made[n], kind, said, rest, setter)
 
     def _make(self, n: int) -> None:
-        kind, blob, _ = self.states[n]
-        self.made[n] = self._new(kind, _loads(blob), [self.made[c] for c in self._before(n)])
+        rest = map(self.made.__getitem__, self._before(n))
+        self.made[n], _ = self._new(self.states[n][0], self._told(n), rest)
 
     def _fill(self, n: int) -> None:
-        kind, blob, children = self.states[n]
-        self._fill_new(self.made[n], kind, _loads(blob), [self.made[c] for c in children])
+        kind, _, children = self.states[n]
+        said = self._told(n)
+        del self._open[n]
+        if kind != "reading" or said[1] is not None:
+            _fill_again(self.made[n], kind, said, [self.made[c] for c in children])
 
-    @staticmethod
-    def _fill_new(value: Any, kind: str, said: Any, children: list[Any]) -> None:
-        if kind not in CONSTANT and not (kind == "reading" and said[0][1] is None):
-            _fill(value, kind, said, children)
-
-    def _new(self, kind: str, said: Any, children: list[Any]) -> Any:
-        if kind == "reading":
-            (first, _), making, _ = said
-            return children[0](*_filled_with(making, children[3:first]))
-        if kind in _BOXES:
-            return _BOXES[kind]()
-        if kind == "object":
-            return make_plain(children[0])
+    def _new(self, kind: str, said: Any, rest: Iterator[Any]) -> tuple[Any, Any]:
         if kind == "memory":
-            return self._memory.open(*said)
-        if kind == "atom":
-            return said
-        if kind == "global":
-            return find(*said)
-        if kind == "name":
-            return self._namespace[said]
-        if kind == "same":
-            return children[0]
-        return tuple(_filled_with(said, children)) if kind == "tuple" else frozenset(_items(said, children))
+            return self._memory.open(*said), None
+        return (self._namespace[said], None) if kind == "name" else _new(kind, said, rest)
 
 
 def change(value: Any, before: State, state: State, children: list[Any], *, arguments_differ: bool) -> None:
@@ -159,69 +140,100 @@ def change(value: Any, before: State, state: State, children: list[Any], *, argu
 
     One of which all that is told are attributes of it keeps those that are not told: a lock that its protocol leaves out.
     """
-    attributes, known = _attributes_told(state, children), _attributes_told(before, ())
-    if attributes is not None:
-        for name in (known or {}).keys() - attributes.keys():
-            vars(value).pop(name, None)
-    if attributes is None or known is None or arguments_differ:
-        _fill(value, state[0], _loads(state[1]), children, arguments_differ=arguments_differ)
+    kind, said = state[0], _loads(state[1])
+    known, names = _attributes_told(before[0], _loads(before[1])), _attributes_told(kind, said)
+    for name in () if known is None or names is None else {*known} - {*names}:
+        vars(value).pop(name, None)
+    if known is None or names is None or arguments_differ:
+        _fill_again(value, kind, said, children, arguments_differ=arguments_differ)
     else:
-        vars(value).update(attributes)
+        told = _filled(said[4], iter(children[said[0] :]))
+        vars(value).update(zip(names, told[len(names) :], strict=False))
 
 
-def _attributes_told(state: State, children: Sequence[Any]) -> dict[Any, Any] | None:
-    """Return what an own protocol said, if that is attributes alone."""
-    if state[0] != "reading":
+def _attributes_told(kind: str, said: Any) -> Sequence[str] | None:
+    """Return the names of what an own protocol said, if that is attributes alone."""
+    if kind != "reading" or said[1] is None:
         return None
-    (first, shape), _, flat = _loads(state[1])
-    if shape is None or shape[0][0] != "a" or any(part is not None for part in flat[2 * shape[0][1] :]):
-        return None
-    half, told = shape[0][1], _filled_with(flat, list(children[first:]) or [None] * len(state[2]))
-    return dict(zip(told[:half], told[half : 2 * half], strict=True))
+    (part, count), *_ = said[1]
+    names: Sequence[str] = said[4][:count]
+    return None if part != "a" or any(one is not None for one in said[4][2 * count :]) else names
 
 
-def _fill(value: Any, kind: str, said: Any, children: list[Any], *, arguments_differ: bool = False) -> None:
+# ---------------------------------------------------------------- what blobs say; ``rest`` are an object's children
+
+
+def _filled(values: Any, rest: Iterator[Any]) -> Any:
+    """Return items with the next of the children for each ``...``, and with what has no number made."""
+    if type(values) is list:
+        return values
+    return [next(rest) if v is ... else _inner(v, rest) if type(v) is tuple else v for v in values]
+
+
+def _inner(said: tuple[Any, ...], rest: Iterator[Any]) -> Any:
+    if said[:1] != (...,):
+        return said
+    _, kind, inner = said
+    value, setter = _new(kind, inner, rest)
+    _fill(value, kind, inner, rest, setter)
+    return value
+
+
+def _new(kind: str, said: Any, rest: Iterator[Any]) -> tuple[Any, Any]:
+    """Make an object; return it, and what gives it its state, if that is not what a new one has."""
+    if kind == "reading":
+        constructor, setter, _ = _filled(said[2], rest)
+        return constructor(*_filled(said[3], rest)), None if said[1] is None else setter
+    if kind in _BOXES:
+        return _BOXES[kind](), None
     if kind == "object":
-        _fill_object(value, said, children)
+        return make_plain(next(rest)), None
+    if kind == "global":
+        return find(*said), None
+    if kind == "same":
+        return next(rest), None
+    if kind == "atom":
+        return said, None
+    return tuple(_filled(said, rest)) if kind == "tuple" else frozenset(_items(said, rest)), None
+
+
+def _fill_again(
+    value: Any, kind: str, said: Any, children: list[Any], *, arguments_differ: bool = False
+) -> None:
+    """Fill an object that has been made; ``arguments_differ``: after it was made what others make."""
+    setter, made_of = None, int(kind == "object")
+    if made_of and type(value) is not children[0]:
+        turn_into(value, make_plain, children[0])
+    if kind == "reading":
+        made_of, rest = said[0], iter(children)
+        constructor, setter, changer = _filled(said[2], rest)
+        if arguments_differ:
+            changer(value, constructor, *_filled(said[3], rest))
+    _fill(value, kind, said, iter(children[made_of:]), setter)
+
+
+def _fill(value: Any, kind: str, said: Any, rest: Iterator[Any], setter: Any) -> None:
+    if kind == "object":
+        names, held, slots, inside = said
+        attributes = None if names is None else dict(zip(_interned(names), _filled(held, rest), strict=True))
+        set_insides(value, (attributes, dict(zip(slots, _filled(inside, rest), strict=True))))
     elif kind == "reading":
-        _fill_reading(value, said, children, arguments_differ=arguments_differ)
+        if setter is not None:
+            setter(value, _state_said(said, rest))
     elif kind == "list":
-        value[:] = _filled_with(said, children)
+        value[:] = _filled(said, rest)
     elif kind in ("dict", "OrderedDict"):
         if type(said) is tuple:  # else a plain subtree, whole
-            count = said[0].count(...)
-            keys, items = _filled_with(said[0], children[:count]), _filled_with(said[1], children[count:])
-            said = zip(_interned(keys), items, strict=True)
+            said = [*zip(_interned(_filled(said[0], rest)), _filled(said[1], rest), strict=True)]
         value.clear()
         value.update(said)
-    else:
+    elif kind == "set":
         value.clear()
-        value.update(_items(said, children))
+        value.update(_items(said, rest))
 
 
-def _interned(keys: Iterable[Any]) -> list[Any]:
-    return [sys.intern(key) if type(key) is str else key for key in keys]
-
-
-def _fill_object(value: Any, said: Any, children: list[Any]) -> None:
-    names, held, slots, inside = said
-    cls, *parts = children
-    if type(value) is not cls:
-        turn_into(value, make_plain, cls)
-    count = held.count(...)
-    values = _filled_with(held, parts[:count])
-    attributes = None if names is None else dict(zip(_interned(names), values, strict=True))
-    set_insides(value, (attributes, dict(zip(slots, _filled_with(inside, parts[count:]), strict=True))))
-
-
-def _fill_reading(value: Any, said: Any, children: list[Any], *, arguments_differ: bool) -> None:
-    (first, shape), making, flat = said
-    constructor, setter, changer = children[:3]
-    if arguments_differ:
-        changer(value, constructor, *_filled_with(making, children[3:first]))
-    if setter is None:
-        return
-    told = iter(_filled_with(flat, children[first:]))
+def _state_said(said: Any, rest: Iterator[Any]) -> tuple[Any, ...] | None:
+    shape, told = said[1], iter(_filled(said[4], rest))
     parts: list[Any] = []
     for kind, count in shape or ():
         some = [*islice(told, count)]
@@ -231,9 +243,13 @@ def _fill_reading(value: Any, said: Any, children: list[Any], *, arguments_diffe
             parts.append(tuple(some))
         else:
             parts.append(dict(zip(_interned(some), islice(told, count), strict=True)))
-    setter(value, None if shape is None else tuple(parts))
+    return None if shape is None else tuple(parts)
 
 
-def _items(said: Any, children: list[Any]) -> list[Any]:
+def _interned(keys: Iterable[Any]) -> list[Any]:
+    return [sys.intern(key) if type(key) is str else key for key in keys]
+
+
+def _items(said: Any, rest: Iterator[Any]) -> list[Any]:
     plain, others = said
-    return [*plain, *_filled_with(others, children)]
+    return [*plain, *_filled(others, rest)]

@@ -192,6 +192,10 @@ class Capture:
         length = len(heap.objects)
         n = heap.enter(value)
         heap.walk()
+        while heap.leave_out(length):
+            heap.back_to(length)
+            n = heap.enter(value)
+            heap.walk()
         error = next(iter(heap.failed.values()), None)
         nbytes = heap.size(range(length, len(heap.objects)))
         if error is None and nbytes > limit:
@@ -228,7 +232,6 @@ class Capture:
             "places": self._places,
             "first": first,
             "states": heap.states[first:],
-            "fresh": heap.fresh,
             "held": self._held.told(self._roots),
         }
         new = heap.memory_ranges(range(first, len(heap.objects)))
@@ -444,7 +447,7 @@ class Held:
         kept, heap, numbers = self.kept, self.kept.heap, self._numbers
         length = len(heap.objects)
         heap.describe_after(numbers, heap.reader)
-        found = {n for n in numbers if n in heap.failed or not heap.same(heap.before[n], heap.states[n])}
+        found = {n for n in numbers if n in heap.failed or not heap.is_same(n)}
         heap.take_back(length)
         changed = kept.snapshot.changed(kept.stretches)
         return found | self._looking_into({n for n in kept.stretches if changed.get(n, True)})

@@ -4,6 +4,8 @@ A **flat state** is ``(kind, blob, children)``. ``blob`` is a marshal text (vers
 values have equal bytes, and ``1``, ``1.0`` and ``True`` differ) of all that needs no identity; ``...`` in it stands for the next
 of ``children``, which are numbers. What needs no identity: numbers and texts, tuples of such, and a plain list or dict that
 only its one parent holds; its reference count says so. A large plain subtree is looked at level by level, in a few calls of C.
+Nor does what a protocol makes afresh to be pickled, and nobody else holds: ``(..., kind, what its own blob would say)``.
+Items among which ``...`` is are a tuple in the blob, others a list.
 """
 
 from __future__ import annotations
@@ -15,9 +17,9 @@ import sys
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable
+from itertools import chain
 from typing import Any, NamedTuple
 
-from taas.capture.holders import SETTERS, left_out, parts_of_holder
 from taas.capture.memory import MemoryRange
 from taas.capture.reader import Reader
 from taas.capture.reading import (
@@ -33,9 +35,12 @@ from taas.capture.reading import (
 from taas.capture.tensors import content_of, is_array, is_tensor
 
 State = tuple[str, bytes, tuple[int, ...]]
+_Said = tuple[str, Any]
 
 _BOXES = frozenset({list, dict, tuple})
 _PLAIN = ATOMS | _BOXES
+_NUMBERED = (MemoryRange, types.FunctionType, type)
+"""What has a number, even if it was made afresh: memory, and code, which uses names."""
 _LARGE = 8
 """Items from which on it pays to look whether a container is a plain subtree."""
 _DEEPEST = 64
@@ -93,18 +98,16 @@ def _is_leaf(box: Any) -> bool:
 
 
 class LeftOut(NamedTuple):
-    """A part of a module's data, of a logger or of a formatter that stays behind, and what was in it."""
+    """A part of a module's data, of a logger or of a formatter that stays behind."""
 
     holder: Any
     part: Any
     error: Exception
-    heap: Any
 
 
 class FlatStates:
     """Objects by number, and their flat states. The first are those that both sides know; the namespace is number 0.
 
-    ``fresh`` are numbers of what a protocol made only to be pickled, and so is another one each time, with what only that holds.
     ``named`` is what objects are called that go by a name of the ranks, by their ids. Of memory from number ``collected`` on it is
     noted how all that look into it use it. ``left`` is what stays behind of modules, loggers and formatters, by how it is written.
     """
@@ -118,11 +121,8 @@ class FlatStates:
         self.collected = collected
         self.memories: dict[tuple[int, int], int] = {}
         self.failed: dict[int, Exception] = {}
-        self.fresh: set[int] = set()
-        self.left: dict[str, LeftOut] = {}
-        self._looked_into: set[int] = set()
-        self._in_fresh = False
         self.named: dict[int, str] = {}
+        self.left: dict[str, LeftOut] = {}
         self._todo: list[int] = []
         held = ((m, n) for m, n in _HELD if hasattr(sys.modules.get(m), n))
         self._held = {id(getattr(sys.modules[m], n)): (m, n) for m, n in held}
@@ -146,12 +146,13 @@ class FlatStates:
 
     def describe_again(self, n: int) -> None:
         """Describe an object as it is now; what its own protocol raises is noted, and its attributes are compared all the same."""
+        value = self.objects[n]
         try:
-            self.states[n] = self.describe(n)
+            self.states[n] = _state(self._said, value)
         except Exception as error:  # whatever a user's own protocol raises
             self.failed[n] = error
-            if is_only_python(type(self.objects[n])):
-                self.states[n] = self._plain(self.objects[n])
+            if is_only_python(type(value)):
+                self.states[n] = _state(self._plain, value)
 
     def back_to(self, length: int) -> None:
         """Forget what was entered since there were ``length`` objects."""
@@ -166,120 +167,81 @@ class FlatStates:
             self.objects[n] = self.states[n] = None
         self.memories = {key: n for key, n in self.memories.items() if n not in numbers}
         self.failed = {n: error for n, error in self.failed.items() if n not in numbers}
-        self.fresh = {n for n in self.fresh if n not in numbers}
 
-    def describe(self, n: int) -> State:
-        """Return the flat state of an object as it is now; raises whatever its own protocol raises."""
-        value, self._in_fresh = self.objects[n], n in self.fresh
+    # What follows returns the kind of a value and what its blob says; ``children`` get those that it has beside. ``fresh``: a
+    # protocol has made it, and may have made what is in it.
+
+    def _said(self, value: Any, children: list[int], *, fresh: bool = False) -> _Said:
         if (name := self.named.get(id(value))) is not None:
-            return ("name", marshal.dumps(name, 2), ())
+            return "name", name
         if (held := self._held.get(id(value))) is not None:
-            return ("global", marshal.dumps(held, 2), ())
+            return "global", held
         known = _KNOWN.get(type(value))
         if known is not None:
-            return known(self, value)
+            return known(self, value, children, fresh)
         reader = self.reader.reader_of(type(value))
         if reader is read_plain:
-            return self._plain(value)
-        reading = content_of(value) if self._in_fresh else None
+            return self._plain(value, children)
+        reading = content_of(value) if fresh else None
         if reading is None and reader is not None:
             reading = reader(value)
         if reading is None:
             return self._by_name(value)
-        if reading.setter in SETTERS and reader is not None and self._leave_out(value):
-            reading = reader(value)
-            assert reading is not None
         if reading.constructor is itself:
-            return ("same", marshal.dumps(None, 2), tuple(map(self.enter, reading.arguments)))
-        return self._reading(value, reading)
+            children += map(self.enter, reading.arguments)
+            return "same", None
+        return self._reading(value, reading, children)
 
-    def _leave_out(self, holder: Any) -> bool:
-        """Leave out which parts of a module, a logger or a formatter cannot travel: each process has its own. Tell whether any.
-
-        Nor does what of a module's data holds code of a module that is not found by its name.
-        """
-        if id(holder) in self._looked_into:  # it is in itself
-            return False
-        self._looked_into.add(id(holder))
-        found = False
-        for path, part in parts_of_holder(holder):
-            trial = type(self)(self.reader.another(), self.objects[:1])
-            trial._looked_into = self._looked_into
-            trial.enter(part)
-            trial.walk()
-            error = next(iter(trial.failed.values()), None)
-            if (
-                error is None
-                and isinstance(holder, types.ModuleType)
-                and any(map(_is_foreign, trial.objects, trial.states))
-            ):
-                error = pickle.PicklingError("it is code without a name")
-            if error is not None:
-                found = True
-                left_out[id(part)] = part
-                self.left[path] = LeftOut(holder, part, error, trial)
-        self._looked_into.discard(id(holder))
-        return found
-
-    def _list(self, value: Any) -> State:
+    def _list(self, value: Any, children: list[int], fresh: bool) -> _Said:
         kind = type(value).__name__
         if len(value) > _LARGE and (_is_leaf(value) if kind == "list" else _atomic(map(type, value))):
-            return (kind, marshal.dumps(value, 2), ())
-        children: list[int] = []
-        items = self._split(list(value), children, fresh=self._holds_fresh(value), inline=kind == "list")
-        return (kind, marshal.dumps(items, 2), tuple(children))
+            return kind, value if kind == "list" else [*value]
+        fresh = fresh and _has_no_memory(value)
+        return kind, self._split([*value], children, fresh=fresh, inline=kind == "list")
 
-    def _dict(self, value: Any) -> State:
+    def _dict(self, value: Any, children: list[int], fresh: bool) -> _Said:
         """Describe a dict, or an OrderedDict, of which a module has ten."""
         kind = type(value).__name__
         if kind != "dict" and vars(value):
-            return self._reading(value, self.reader.reader_of(OrderedDict)(value))  # type: ignore[misc, arg-type]
+            return self._reading(value, self.reader.reader_of(OrderedDict)(value), children)  # type: ignore[misc, arg-type]
         if kind == "dict" and len(value) > _LARGE and _is_leaf(value):
-            return (kind, marshal.dumps(value, 2), ())
-        children: list[int] = []
-        keys = self._split(list(value), children)
-        items = self._split(list(value.values()), children, fresh=self._holds_fresh(value.values()))
-        return (kind, marshal.dumps((keys, items), 2), tuple(children))
+            return kind, value
+        keys = self._split([*value], children)
+        fresh = fresh and _has_no_memory(value.values())
+        return kind, (keys, self._split([*value.values()], children, fresh=fresh))
 
-    def _holds_fresh(self, items: Iterable[Any]) -> bool:
-        """Tell whether a container that is described was made afresh with what is in it, but for memory of others."""
-        return self._in_fresh and not any(is_tensor(item) or is_array(item) for item in items)
-
-    def _set(self, value: Any) -> State:
+    def _set(self, value: Any, children: list[int], _: bool) -> _Said:
+        kind = type(value).__name__
         if _atomic(map(type, value)):
-            return (type(value).__name__, marshal.dumps((value, ()), 2), ())
+            return kind, (value, [])
         plain = {item for item in value if self._is_inline_item(item)}
-        children: list[int] = []
-        others = self._split([item for item in value if item not in plain], children, inline=False)
-        children.sort()  # they are in no order
-        return (type(value).__name__, marshal.dumps((plain, others), 2), tuple(children))
+        own: list[int] = []
+        others = self._split([item for item in value if item not in plain], own, inline=False)
+        children += sorted(own)  # they are in no order
+        return kind, (plain, others)
 
     def _is_inline_item(self, item: Any) -> bool:
         is_atom = type(item) in ATOMS and id(item) not in self._held
         return is_atom or (type(item) is tuple and _atomic(map(type, item)))
 
-    def _plain(self, value: Any) -> State:
-        children = [self.enter(type(value))]
+    def _plain(self, value: Any, children: list[int]) -> _Said:
+        children.append(self.enter(type(value)))
         attributes, slots = read_insides(value)
         names = None if attributes is None else [*attributes]
-        held = self._split(list((attributes or {}).values()), children)
-        inside = self._split(list(slots.values()), children)
-        return ("object", marshal.dumps((names, held, list(slots), inside), 2), tuple(children))
+        held = self._split([*(attributes or {}).values()], children)
+        return "object", (names, held, [*slots], self._split([*slots.values()], children))
 
-    def _reading(self, value: Any, reading: Reading) -> State:
-        number, children = self.number, list[int]()
-        for by, count in _with_counts([reading.constructor, reading.setter, reading.changer]):
-            n = number.get(id(by))
-            children.append(self._child(by, fresh=count <= _ALONE) if n is None else n)
+    def _reading(self, value: Any, reading: Reading, children: list[int]) -> _Said:
+        before = len(children)
+        by = self._split([reading.constructor, reading.setter, reading.changer], children, fresh=True)
         made = self._split([*reading.arguments], children, fresh=True, inline=False)
-        first = len(children)
+        first = len(children) - before
         if reading.state is None:
-            return ("reading", marshal.dumps(((first, None), made, ()), 2), tuple(children))
+            return "reading", (first, None, by, made, [])
         shape, parts = self._parts_of_state(value, reading)
-        told: list[Any] = []
-        for part, fresh in parts:
-            told += self._split(part, children, fresh=fresh)
-        return ("reading", marshal.dumps(((first, shape), made, told), 2), tuple(children))
+        told = [self._split(part, children, fresh=fresh) for part, fresh in parts]
+        flat = [*chain(*told)]
+        return "reading", (first, shape, by, made, flat if all(type(t) is list for t in told) else (*flat,))
 
     def _parts_of_state(self, value: Any, reading: Reading) -> tuple[list[Any], list[tuple[list[Any], bool]]]:
         """Return the shape of a state, and its parts, each with whether a protocol may have made what is in it."""
@@ -301,31 +263,31 @@ class FlatStates:
                 parts.append(([part], True))
         return shape, parts
 
-    def _builtin(self, function: Any) -> State:
+    def _builtin(self, function: Any, children: list[int], _: bool) -> _Said:
         owner, name = function.__self__, function.__name__
         module = pickle.whichmodule(function, name)  # type: ignore[attr-defined]
         if getattr(module_named(module), name, None) is function:  # torch.cat
-            return ("global", marshal.dumps((module, name), 2), ())
+            return "global", (module, name)
         if owner is None or isinstance(owner, types.ModuleType):
             return self._by_name(function)
-        return self._reading(function, Reading(getattr, (owner, name)))
+        return self._reading(function, Reading(getattr, (owner, name)), children)
 
-    def _by_name(self, value: Any) -> State:
+    def _by_name(self, value: Any) -> _Said:
         module, name = name_of(value)
         self.reader.modules.add(module)
-        return ("global", marshal.dumps((module, name), 2), ())
+        return "global", (module, name)
 
     def _split(
         self, values: list[Any], children: list[int], *, fresh: bool = False, inline: bool = True
-    ) -> list[Any]:
-        """Return values with ``...`` for each that has a number; ``children`` gets these.
+    ) -> list[Any] | tuple[Any, ...]:
+        """Return values with ``...`` for each that has a number, as a tuple if there is any; ``children`` gets these.
 
         ``fresh``: a protocol has made what nobody else holds. ``inline``: what can change may stand in the blob; not in a constant's.
         """
         few = len(values) <= _LARGE
         if _atomic(map(type, values)) and not (few and any(id(value) in self._held for value in values)):
             return values
-        number, out = self.number, list[Any]()
+        number, out, marked = self.number, list[Any](), False
         for value, count in _with_counts(values):
             kind, alone = type(value), count <= _ALONE
             if (kind in ATOMS and id(value) not in self._held) or (
@@ -333,10 +295,14 @@ class FlatStates:
             ):
                 out.append(value)
                 continue
-            out.append(...)
+            marked = True
             n = number.get(id(value))
-            children.append(self._child(value, fresh=fresh and alone) if n is None else n)
-        return out
+            if n is None and fresh and alone and not isinstance(value, _NUMBERED):
+                out.append((..., *self._said(value, children, fresh=True)))
+            else:
+                out.append(...)
+                children.append(self._child(value) if n is None else n)
+        return (*out,) if marked else out
 
     def _is_inline(self, box: Any, alone: bool) -> bool:
         """Tell whether a small plain container may stand in a blob: one in which nothing can change, or that has one holder."""
@@ -344,36 +310,33 @@ class FlatStates:
             return False
         return _atomic(map(type, box)) and (type(box) is not dict or _atomic(map(type, box.values())))
 
-    def _child(self, value: Any, *, fresh: bool) -> int:
-        if type(value) is MemoryRange:
-            return self._memory(value)
-        n = self._new(value)
-        if fresh:
-            self.fresh.add(n)
-        return n
-
-    def _memory(self, memory: MemoryRange) -> int:
-        key = memory.address, memory.nbytes
+    def _child(self, value: Any) -> int:
+        if type(value) is not MemoryRange:
+            return self._new(value)
+        key = value.address, value.nbytes
         n = self.memories.get(key)
         if n is None:
             n = self.memories[key] = len(self.objects)
-            self.objects.append(memory)
+            self.objects.append(value)
             self.states.append(("memory", marshal.dumps(key, 2), ()))
             return n
         met = self.objects[n]
-        met.storage = memory.storage if met.storage is None else met.storage
+        met.storage = value.storage if met.storage is None else met.storage
         if n >= self.collected:
-            met.spans += memory.spans
-            met.tensors += memory.tensors
+            met.spans += value.spans
+            met.tensors += value.tensors
         return n
 
 
-def _is_foreign(value: Any, state: State | None) -> bool:
-    """Tell whether an object is code that is neither found by its name nor the notebook's."""
-    if state is None or state[0] != "reading" or not isinstance(value, (type, types.FunctionType)):
-        return False
-    has_state = marshal.loads(state[1])[0][1] is not None  # noqa: S302  else a function returns it (``SimpleNamespace``)
-    return has_state and value.__module__ not in ("__main__", "builtins")
+def _state(say: Callable[[Any, list[int]], _Said], value: Any) -> State:
+    children: list[int] = []
+    kind, said = say(value, children)
+    return kind, marshal.dumps(said, 2), tuple(children)
+
+
+def _has_no_memory(items: Iterable[Any]) -> bool:
+    """Tell whether a container that was made afresh was made with what is in it: but for memory of others."""
+    return not any(is_tensor(item) or is_array(item) for item in items)
 
 
 def _are_attributes(value: Any, part: dict[Any, Any]) -> bool:
@@ -382,11 +345,11 @@ def _are_attributes(value: Any, part: dict[Any, Any]) -> bool:
     return all(own.get(name, part) is item for name, item in part.items())
 
 
-def _atom(_: FlatStates, value: Any) -> State:
-    return ("atom", marshal.dumps(value, 2), ())
+def _atom(_: FlatStates, value: Any, *__: Any) -> _Said:
+    return "atom", value
 
 
-_KNOWN: dict[type, Callable[[FlatStates, Any], State]] = {
+_KNOWN: dict[type, Callable[[FlatStates, Any, list[int], bool], _Said]] = {
     list: FlatStates._list, tuple: FlatStates._list, dict: FlatStates._dict, set: FlatStates._set, frozenset: FlatStates._set,
     OrderedDict: FlatStates._dict, types.BuiltinFunctionType: FlatStates._builtin, types.CodeType: _atom, **dict.fromkeys(ATOMS, _atom),
 }  # fmt: skip

@@ -12,13 +12,14 @@ import gc
 import linecache
 import marshal
 import math
+import pickle
 import types
 from collections import deque
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from taas.capture.flat import FlatStates, State
-from taas.capture.holders import Left
+from taas.capture.flat import FlatStates, LeftOut, State
+from taas.capture.holders import Left, holder_kinds, left_out, parts_of_holder
 from taas.capture.memory import MemoryRange, Span
 from taas.capture.reader import Reader, is_as_sent, stays
 from taas.capture.reading import ATOMS, read_insides
@@ -30,6 +31,7 @@ NAMESPACE = 0
 CONSTANT = frozenset({"atom", "global", "memory", "name", "same", "tuple", "frozenset"})
 """Kinds of objects in which nothing can change."""
 
+_HOME = ("__main__", "builtins")
 _CODE = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)
 
 
@@ -86,9 +88,7 @@ class Heap(FlatStates):
 
     # ------------------------------------------------------------ on the other side
 
-    def learn(
-        self, made: dict[int, Any], states: dict[int, State], length: int, fresh: Container[int]
-    ) -> None:
+    def learn(self, made: dict[int, Any], states: dict[int, State], length: int) -> None:
         """Know what was built from states, and that ``length`` numbers are taken."""
         for n in range(len(self.objects), length):
             known = n in states and n in made
@@ -101,8 +101,6 @@ class Heap(FlatStates):
                 self.memories[made[n].address, made[n].nbytes] = n
             elif _has_identity(kind, made[n]) and (m := self.number.setdefault(id(made[n]), n)) != n:
                 self.states[n] = ("same", _NO_BLOB, (m,))  # known here: a class, a dtype
-            if n in fresh:
-                self.fresh.add(n)
 
     def mark(self) -> None:
         """Describe again what is read in another way here than there: tensors of other devices, functions on this namespace.
@@ -114,6 +112,7 @@ class Heap(FlatStates):
             if n != NAMESPACE and value is not None and self._is_other_here(value, self.states[n]):
                 self.describe_again(n)
         self.walk()
+        self.leave_out()
 
     def _is_other_here(self, value: Any, state: State | None) -> bool:
         if stays(type(value)):
@@ -132,7 +131,7 @@ class Heap(FlatStates):
     def describe_after(self, numbers: Iterable[int], reader: Reader, collected: float = math.inf) -> None:
         """Describe some objects anew: what they are now, beside what they were."""
         self.reader, self.collected = reader, collected
-        self.before, self.left = self.states.copy(), {}
+        self.before = self.states.copy()
         self.failed = {n: error for n, error in self.failed.items() if self.states[n] is None}
         for n in numbers:
             before = self.before[n]
@@ -173,7 +172,6 @@ class Heap(FlatStates):
         taken = range(len(self.objects), min(length, len(before.objects)))
         self.objects += [before.objects[n] if n in held else None for n in taken]
         self.states += [before.states[n] for n in taken]
-        self.fresh = {n for n in before.fresh if n < length}
         self.know(held)
 
     def know(self, numbers: Iterable[int]) -> None:
@@ -194,39 +192,15 @@ class Heap(FlatStates):
 
     # ------------------------------------------------------------ comparing
 
-    def is_as_it_was(self) -> bool:
-        """Tell whether all that was described is the same now."""
-        self.describe_after(range(NAMESPACE + 1, len(self.objects)), self.reader)
-        return all(map(self.same, self.before, self.states))
-
-    def same(self, before: State | None, now: State | None, *, by_value: bool = False) -> bool:
-        """Tell whether states are equal. What protocols make afresh counts by what is in it; ``by_value``, also what has only arguments."""
-        if before == now:
-            return True
+    def is_same(self, n: int) -> bool:
+        """Tell whether an object is as it was before."""
+        before, now = self.before[n], self.states[n]
         if before is None or now is None or before[:2] != now[:2]:
-            return False
-        return self._same_children(before[2], now[2], by_value=by_value)
+            return before is now
+        return before[2] == now[2] or self._are_same(before[2], now[2])
 
-    def _same_children(
-        self, before: tuple[int, ...], now: tuple[int, ...], *, by_value: bool = False
-    ) -> bool:
-        waiting, seen = [(before, now)], set()
-        while waiting:
-            ones, others = waiting.pop()
-            if len(ones) != len(others):
-                return False
-            for pair in zip(map(self._meant, ones), map(self._meant, others), strict=True):
-                a, b = pair
-                if a == b or pair in seen:
-                    continue
-                one, other = self._state_before(a), self.states[b]
-                if one is None or other is None or one[:2] != other[:2]:
-                    return False
-                if not (a in self.fresh and b in self.fresh) and not (by_value and _is_value(one)):
-                    return False
-                seen.add(pair)
-                waiting.append((one[2], other[2]))
-        return True
+    def _are_same(self, before: Iterable[int], now: Iterable[int]) -> bool:
+        return [*map(self._meant, before)] == [*map(self._meant, now)]
 
     def _state_before(self, n: int) -> State | None:
         return self.before[n] if n < len(self.before) else self.states[n]
@@ -245,13 +219,12 @@ class Heap(FlatStates):
             return False  # it has turned into an object of another class
         if now[0] != "reading":
             return None
-        (first, _), making, _ = marshal.loads(now[1])  # noqa: S302  our own
+        first, _, by, made, _ = marshal.loads(now[1])  # noqa: S302  our own
         if before[0] == "reading":
-            (first_before, _), making_before, _ = marshal.loads(before[1])  # noqa: S302
-            ones, others = before[2][:first_before], now[2][:first]
-            if making == making_before and self._same_children(ones, others):
+            first_before, _, *making, _ = marshal.loads(before[1])  # noqa: S302
+            if making == [by, made] and self._are_same(before[2][:first_before], now[2][:first]):
                 return False
-        return None if self.objects[now[2][2]] is None else True  # it has a changer
+        return None if by[2] is None else True  # it has a changer
 
     def reached(
         self, roots: Iterable[int], but: Container[int] = (), states: list[State | None] | None = None
@@ -269,8 +242,8 @@ class Heap(FlatStates):
             waiting += [child for child in children if child not in found and child not in but]
         return found
 
-    def holding(self, numbers: Iterable[int], among: Iterable[int]) -> set[int]:
-        """Return what holds any of some objects, directly or not, and these."""
+    def holding(self, numbers: Iterable[int], among: Iterable[int], last: Container[int] = ()) -> set[int]:
+        """Return what holds any of some objects, directly or not, and these; not what holds the ``last``."""
         holders: dict[int, list[int]] = {}
         for n in among:
             for child in (self.states[n] or NO_STATE)[2]:
@@ -279,7 +252,7 @@ class Heap(FlatStates):
         while waiting:
             new = [n for n in holders.get(waiting.pop(), ()) if n not in found]
             found.update(new)
-            waiting += new
+            waiting += [n for n in new if n not in last]
         return found
 
     def way_to(self, wanted: Container[int], roots: Mapping[str, int]) -> tuple[str, int] | None:
@@ -303,6 +276,36 @@ class Heap(FlatStates):
             if label or not isinstance(part, (tuple, types.CellType)):  # these are a protocol's own
                 path, holder = path + label, part
         return path, waiting[0]
+
+    def leave_out(self, first: int = 0) -> bool:
+        """Leave out, of objects from ``first`` on, which parts of modules, loggers and formatters cannot travel. Tell whether any.
+
+        Nor does what of a module's data holds code of a module that is not found by its name.
+        """
+        new = range(first, len(self.objects))
+        kinds = {cls for cls in {*map(type, self.objects[first:])} if issubclass(cls, holder_kinds())}
+        holders = {n for n in new if type(self.objects[n]) in kinds and _has_told_state(self.states[n])}
+        if not holders:
+            return False
+        bad = {n for n in new if n in self.failed or _is_foreign(self.objects[n], self.states[n])}
+        if not bad:
+            return False
+        found = False
+        for n in holders & self.holding(bad, new, holders):
+            holder = self.objects[n]
+            is_module = isinstance(holder, types.ModuleType)
+            for path, part in parts_of_holder(holder):
+                inside = self.reached([self.number.get(id(part), n)], holders)
+                error = next((self.failed[m] for m in inside if m in self.failed), None)
+                if error is None and is_module and not inside.isdisjoint(bad):
+                    error = pickle.PicklingError("it is code without a name")
+                if error is not None:
+                    found = True
+                    left_out[id(part)] = part
+                    self.left[path] = LeftOut(holder, part, error)
+            self.describe_again(n)
+        self.walk()
+        return found
 
     def held_back(self, refused: set[int], roots: Iterable[int]) -> set[int]:
         """Return what stays as it was, where some objects are refused: these, and whatever instances they are parts of.
@@ -329,11 +332,18 @@ def _has_identity(kind: str, value: Any) -> bool:
     return kind not in ("memory", "same")  # the latter is another one here, which has a number of its own
 
 
-def _is_value(state: State) -> bool:
-    return state[0] in CONSTANT or (state[0] == "reading" and marshal.loads(state[1])[0][1] is None)  # noqa: S302
+def _has_told_state(state: State | None) -> bool:
+    return state is not None and state[0] == "reading" and marshal.loads(state[1])[1] is not None  # noqa: S302
+
+
+def _is_foreign(value: Any, state: State | None) -> bool:
+    """Tell whether an object is code that is neither found by its name nor the notebook's."""
+    is_code = isinstance(value, (type, types.FunctionType)) and value.__module__ not in _HOME
+    return is_code and _has_told_state(state)  # else a function returns it (``SimpleNamespace``)
 
 
 # ---------------------------------------------------------------- what cannot travel
+
 
 _MEMBERS = ("__defaults__", "__kwdefaults__", "__self__")
 _ADVICE = {

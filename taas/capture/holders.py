@@ -184,8 +184,7 @@ def reader_of_holders(cls: type) -> Callable[[Any], Reading | None] | None:
         return _read_logger
     if issubclass(cls, logging.Handler) and keeps_pickling_of_object(cls):
         return _read_handler
-    formatter = getattr(sys.modules.get("IPython.core.formatters"), "BaseFormatter", None)
-    return _read_formatter if formatter is not None and issubclass(cls, formatter) else None
+    return _read_formatter if issubclass(cls, holder_kinds()) else None
 
 
 def holders(project: str, modules: Container[str] | None = None) -> dict[str, Any]:
@@ -218,6 +217,12 @@ def name_of_holder(holder: Any) -> str:
     if isinstance(holder, logging.Logger):
         return f"logging.getLogger({holder.name!r})"
     return f"get_ipython().display_formatter.formatters[{holder.format_type!r}]"
+
+
+def holder_kinds() -> tuple[type, ...]:
+    """Return the classes of modules, loggers and display formatters."""
+    formatter = getattr(sys.modules.get("IPython.core.formatters"), "BaseFormatter", logging.Logger)
+    return types.ModuleType, logging.Logger, formatter
 
 
 def parts_of_holder(holder: Any) -> Iterator[tuple[str, Any]]:
@@ -342,7 +347,3 @@ def _set_printers(formatter: Any, state: tuple[dict[str, dict[Any, Any]]]) -> No
     for key, printer in told.items():
         if here.get(key) is not printer:
             formatter.for_type(key, printer)
-
-
-SETTERS = frozenset({_set_data, _set_logger, _set_printers})
-"""What gives a module, a logger or a formatter its state."""

@@ -72,10 +72,6 @@ class Reader:
             **dict.fromkeys((*ATOMS, types.BuiltinFunctionType, types.CodeType)),
         }
 
-    def another(self) -> Reader:
-        """Return one that reads as this does, and has met nothing yet."""
-        return Reader(self.namespace, project=self._project, unwrap=self._unwrap)
-
     def reader_of(self, cls: type) -> _ReaderOf | None:
         """Return what reads objects of a class; None where they go by their names."""
         if cls not in self._readers:
