@@ -13,7 +13,7 @@ from taas.agent.staging import environment
 from taas.config import load_catalog
 from taas.engines import AgentConfig, Demand, EngineChoice, chosen
 from taas.engines.slurm import settings_of
-from taas.engines.versions import differing_versions
+from taas.versions import differing_versions
 from taas.errors import EngineError, HeaderError
 
 

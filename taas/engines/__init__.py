@@ -5,7 +5,7 @@ the table in ``engines/chosen.py``, and in its error's text, in ``config.py`` (`
 instance type asks of it), ``notebook/verbs.py`` (usage and Tab), ``notebook/steering.py`` and ``notebook/doctor.py``
 (``--check``), and as an extra of ``pyproject.toml`` if it imports something. Any kind but ``local`` has its machines elsewhere.
 
-Before an agent is started elsewhere, the versions there are compared with those here (``engines/versions.py``), for
+Before an agent is started elsewhere, the versions there are compared with those here (``taas/versions.py``), for
 what is pickled on one is unpickled on the other. What a VM has its agent says itself (``wire/agents.AgentUp``). An engine ends an agent by the end of its standard input, and by nothing
 else: agents have much to end before they do. Where whoever starts it is killed with all its children, the engine
 has to start it as nobody's child.

@@ -25,7 +25,8 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from taas.engines import AgentConfig, Demand, ray_vm, versions
+from taas import versions
+from taas.engines import AgentConfig, Demand, ray_vm
 from taas.engines.driven import Acquire, Asks, ClusterReport, Reporter, VmReport
 from taas.engines.ray import bundle, count_fitting, what_is_missing
 from taas.errors import EngineError

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 
-from taas.engines.versions import differing_versions, versions
+from taas.versions import differing_versions, versions
 from taas.wire.curve import make_short_folder
 
 _TAIL_BYTES = 2000

@@ -31,7 +31,7 @@ from taas.engines.slurm import (
     settings_of,
     slurm,
 )
-from taas.engines.versions import versions
+from taas.versions import versions
 from taas.errors import EngineError
 from taas.wording import counted
 

@@ -19,7 +19,7 @@ from taas.delivery.config import read_line
 from taas.engines import AgentConfig
 from taas.engines.local import LocalMachine, visible_gpus
 from taas.engines.slurm import JobAgents, address_towards
-from taas.engines.versions import differing_versions, versions
+from taas.versions import differing_versions, versions
 from taas.wire.curve import make_short_folder
 
 _SLURMS_OWN = ("SLURM_", "SLURMD_", "SRUN_", "PMI_", "PMIX_")

@@ -20,7 +20,7 @@ from jupyter_core.paths import jupyter_runtime_dir
 
 from taas.engines.local import present_gpus, unseen_gpu, visible_gpus
 from taas.engines.slurm import Settings, own_address, slurm
-from taas.engines.versions import differing_versions, versions
+from taas.versions import differing_versions, versions
 from taas.errors import EngineError
 from taas.notebook.tables import Shown, plain, table
 from taas.storage import walls
@@ -38,7 +38,7 @@ print(json.dumps({
 """
 _ON_A_NODE = """
 import json, os, socket, sys
-from taas.engines.versions import versions
+from taas.versions import versions
 try:
     socket.create_connection((sys.argv[1], int(sys.argv[2])), 5).close()
     why = ""
