@@ -1,4 +1,4 @@
-"""Versions on a VM, which an engine compares with those here before it starts an agent there.
+"""Versions of Python and libraries, compared before an agent starts on a VM, and before a rank unpickles names.
 
 It needs nothing but the standard library, so that it can be sent to a machine without taas, which then can say so.
 """
@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
+import sys
+from collections.abc import Iterable
 
-_COMPARED = ("jupyter-taas", "torch", "cloudpickle", "numpy", "msgspec", "pyzmq")
+COMPARED = ("jupyter-taas", "torch", "cloudpickle", "numpy", "msgspec", "pyzmq")
 _PARTS = {"python": 2, "torch": 3, "cloudpickle": 2, "jupyter-taas": 9}
 
 
-def versions() -> dict[str, str]:
-    """Return the versions here: of Python, and of what is compared; empty for what is not installed."""
+def versions(names: Iterable[str] = COMPARED) -> dict[str, str]:
+    """Return the versions here, of Python and of some libraries: as imported, else as installed; empty where they are not."""
     found = {"python": platform.python_version()}
-    for name in _COMPARED:
+    for name in names:
         try:
-            found[name] = importlib.metadata.version(name)
+            known = found.get(name) or getattr(sys.modules.get(name), "__version__", None)
+            found[name] = str(known or importlib.metadata.version(name))
         except importlib.metadata.PackageNotFoundError:
             found[name] = ""
     return found
@@ -27,6 +30,7 @@ def differing_versions(there: dict[str, str], here: dict[str, str]) -> str:
     """Say what differs between a VM and the notebook's machine in a way that matters; empty if nothing does.
 
     Python has to agree in its minor version, taas, torch and cloudpickle as they are, the others in their major one.
+    Builds of one release agree (``2.9.1+cu126`` and ``2.9.1``).
     """
     for name, ours in here.items():
         theirs, count = there.get(name, ""), _PARTS.get(name, 1)

@@ -280,7 +280,7 @@ def test_one_changed_page_is_sent_alone(rounds: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "part"),
     [
-        ({"python": "2.7.1"}, "the notebook runs Python 2.7.1"),
+        ({"versions": {"python": "2.7.1"}}, "the notebook has python 2.7.1"),
         ({"versions": {"cloudpickle": "0.1.0"}}, "the notebook has cloudpickle 0.1.0"),
         ({"versions": {"torch": "1.0.0"}}, 'pip install "torch==1.0.0"'),
     ],

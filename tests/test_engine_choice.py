@@ -13,8 +13,8 @@ from taas.agent.staging import environment
 from taas.config import load_catalog
 from taas.engines import AgentConfig, Demand, EngineChoice, chosen
 from taas.engines.slurm import settings_of
-from taas.versions import differing_versions
 from taas.errors import EngineError, HeaderError
+from taas.versions import differing_versions
 
 
 @pytest.fixture(autouse=True)

@@ -14,9 +14,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
-import functools
 import importlib
-import importlib.metadata
 import linecache
 import mmap
 import os
@@ -44,6 +42,7 @@ from taas.capture.memory import (
     write_at,
 )
 from taas.errors import CaptureError, VersionMismatch
+from taas.versions import COMPARED, differing_versions, versions
 from taas.wording import size_in_words
 
 _MAGIC = b"taas\x00names"
@@ -57,53 +56,13 @@ _SEALED_SECONDS = 10.0
 class PayloadHeader(msgspec.Struct, frozen=True, kw_only=True):
     """What can be known of a file before anything in it is unpickled."""
 
-    python: str  # 3.12.4
-    versions: dict[str, str]  # of cloudpickle, and of torch and numpy where the sender has them loaded
+    versions: dict[str, str]  # of Python, and of libraries that the sender has imported
     names: tuple[str, ...]
     contents: int  # their length in bytes
     first_region: int
     regions: tuple[Region, ...]
     places: tuple[Place, ...]  # where the sender has the regions, those of the payload included
     patches: tuple[Patch, ...] = ()  # in an answer, changes of the payload's memory
-
-
-# ---------------------------------------------------------------- versions
-
-_COMPARED = {"cloudpickle": 2, "torch": 3, "numpy": 1}
-"""How many parts of a version have to agree."""
-
-
-@functools.cache
-def _version(name: str) -> str | None:
-    found = getattr(sys.modules.get(name), "__version__", None)
-    try:
-        return str(found or importlib.metadata.version(name))
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _series(version: str, parts: int) -> str:
-    return ".".join(version.split("+")[0].split(".")[:parts])
-
-
-def check_versions(header: PayloadHeader) -> None:
-    """Compare the notebook's versions with this process's; call it before anything is unpickled.
-
-    Builds of one release agree (``2.9.1+cu126`` and ``2.9.1``). Raises :class:`VersionMismatch`: what to install where.
-    """
-    theirs, here = (_series(version, 2) for version in (header.python, sys.version.split()[0]))
-    if theirs != here:
-        raise VersionMismatch(
-            f"the notebook runs Python {header.python}, this machine {sys.version.split()[0]}: functions cannot travel between "
-            f"them. Install Python {theirs} on this machine, or run the notebook's kernel on {here}."
-        )
-    for name, version in header.versions.items():
-        ours = _version(name) or ""
-        if _series(version, _COMPARED[name]) != _series(ours, _COMPARED[name]):
-            raise VersionMismatch(
-                f"the notebook has {name} {version}, this machine {ours or 'none'}: objects written by one may not "
-                f'load in the other. Run `pip install "{name}=={version.split("+")[0]}"` on this machine.'
-            )
 
 
 # ---------------------------------------------------------------- writing
@@ -157,8 +116,7 @@ def write_file(
             placed.append(Patch(region, start, data.nbytes, end))
             end += data.nbytes
         header = PayloadHeader(
-            python=sys.version.split()[0],
-            versions={name: found for name in _COMPARED if name in sys.modules and (found := _version(name))},
+            versions=versions(name for name in COMPARED if name in sys.modules),
             names=tuple(names),
             contents=len(plain),
             first_region=sent.first,
@@ -205,6 +163,15 @@ def peek(fd: int) -> PayloadHeader:
     if start + length != os.fstat(fd).st_size:
         raise VersionMismatch("the file of the captured names is damaged; run the cell again.")
     return msgspec.msgpack.decode(os.pread(fd, length, start), type=PayloadHeader)
+
+
+def check_versions(header: PayloadHeader) -> None:
+    """Compare the notebook's versions with this process's; call it before anything is unpickled.
+
+    Raises :class:`VersionMismatch`: what to install where.
+    """
+    if differing := differing_versions(versions(header.versions), header.versions):
+        raise VersionMismatch(differing)
 
 
 class Payload:

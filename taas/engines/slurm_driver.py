@@ -31,8 +31,8 @@ from taas.engines.slurm import (
     settings_of,
     slurm,
 )
-from taas.versions import versions
 from taas.errors import EngineError
+from taas.versions import versions
 from taas.wording import counted
 
 _SBATCH = "sbatch --parsable --no-kill --no-requeue --job-name=taas --output=/dev/null --chdir=/ --ntasks-per-node=1"

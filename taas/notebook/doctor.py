@@ -20,10 +20,10 @@ from jupyter_core.paths import jupyter_runtime_dir
 
 from taas.engines.local import present_gpus, unseen_gpu, visible_gpus
 from taas.engines.slurm import Settings, own_address, slurm
-from taas.versions import differing_versions, versions
 from taas.errors import EngineError
 from taas.notebook.tables import Shown, plain, table
 from taas.storage import walls
+from taas.versions import differing_versions, versions
 from taas.wording import counted, size_in_words
 
 _TORCH_SECONDS, _SLURM_SECONDS = 120, 60
