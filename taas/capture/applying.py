@@ -36,7 +36,6 @@ class Applied:
 
     rebound: list[str] = field(default_factory=list)  # names that are new or have a new object
     deleted: list[str] = field(default_factory=list)
-    changed: int = 0  # objects, and regions of memory, that were changed in place
     lost: list[str] = field(default_factory=list)  # what could not be brought back, a line each
     value: Any = NOTHING  # of the last expression
     cells: dict[str, int] = field(default_factory=dict)  # whose functions came: ``In[n]`` by file
@@ -154,7 +153,6 @@ class _Incoming:
                 process_state.put(contents["process state"])
             except Exception as error:  # an earlier cell may have replaced whatever is set
                 applied.lost.append(process_state.not_brought(error))
-        applied.changed = len(changed) + len({patch.region for patch in header.patches})
         known = [*self._heap.objects]
         self._learn(changed)
         if any(stretch.device != "cpu" for stretch in self._known.values()):

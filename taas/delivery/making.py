@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -125,14 +125,6 @@ def _short(index: Any) -> str:
 
 
 # ── iterable datasets ─────────────────────────────────────────────────────────────────────────────────
-
-
-class StreamPlace(NamedTuple):
-    """The index of an element of an iterable dataset."""
-
-    position: int
-    iteration: int
-    base_seed: int
 
 
 class _Elements(IterableDataset[Any]):

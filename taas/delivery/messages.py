@@ -158,7 +158,7 @@ class Ticket(NamedTuple):
     seq: int
     rank: int  # for whom
     seed: int  # what all RNGs are set to before it is made
-    which: bytes  # element: a pickled index of the dataset, or the pickled fields of a StreamPlace
+    which: bytes  # element: a pickled index of the dataset, or, of an iterable one, position, iteration and base seed
     offset: int = 0  # of the slot in the slabs
     capacity: int = 0  # its bytes; 0 asks for frames on the socket
     floor: int = 0  # of an iterable dataset: no element before this one will be asked for again, unless it fills up the last row
