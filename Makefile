@@ -13,7 +13,7 @@ QUICK := not slow and not browser and not ray and not slurm
 
 help:
 	@echo "make demo      train MNIST in eight ranks: runs examples/mnist_ddp.ipynb and shows what its cells print"
-	@echo "make test      the tests, in four processes; of long tables some rows, of slow files a third, others each day"
+	@echo "make test      the tests, in four processes; of long tables some rows, of slow files a quarter, others each day"
 	@echo "make test-all  every row of every table, but for clusters"
 	@echo "make test-oldest  the quick tests with the oldest versions that pyproject.toml allows, in .venv-oldest"
 	@echo "make test-ray  installs Ray, and runs the tests on a cluster of network namespaces (root; 20 minutes)"
