@@ -30,7 +30,7 @@ demo: .venv/demo
 	$(BIN)/python examples/run_notebook.py examples/mnist_ddp.ipynb --out $(ARTEFACTS)
 
 test: .venv/test
-	$(PYTEST) $(FOUR) --rows 3 -m "not slurm and not ray" $(TESTS)
+	$(PYTEST) $(FOUR) --rows 2 -m "not slurm and not ray" $(TESTS)
 
 test-all: .venv/test
 	$(PYTEST) $(FOUR) -m "not slurm and not ray" $(TESTS)

@@ -65,7 +65,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--rows",
         type=int,
         default=0,
-        help="so many rows of each table of slow tests, or as many as its mark says, twice as many of tables "
+        help="so many rows of each table of slow tests, or as many as its mark says, three times as many of tables "
         "whose rows run in a notebook or its ranks, and a quarter of a slow file's other tests; others each day",
     )
     parser.addoption("--day", default=DAY, help="the day whose rows run (2026-11-25)")
@@ -103,7 +103,7 @@ def _not_drawn(items: list[pytest.Item], rows: int, day: str) -> set[pytest.Item
     dropped: set[pytest.Item] = set()
     for name, table in tables.items():
         slow = table[0].get_closest_marker("slow")
-        drawn = slow.kwargs.get("rows", rows) if slow else 2 * rows
+        drawn = slow.kwargs.get("rows", rows) if slow else 3 * rows
         if name == str(table[0].path):
             drawn = max(rows, (len(table) + 3) // 4)
         dropped.update(dice.sample(table, max(len(table) - drawn, 0)))
