@@ -10,7 +10,6 @@ import marshal
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice
 from typing import Any, NamedTuple
 
 from taas.capture.flat import State
@@ -147,17 +146,17 @@ def change(value: Any, before: State, state: State, children: list[Any], *, argu
     if known is None or names is None or arguments_differ:
         _fill_again(value, kind, said, children, arguments_differ=arguments_differ)
     else:
-        told = _filled(said[4], iter(children[said[0] :]))
-        vars(value).update(zip(names, told[len(names) :], strict=False))
+        vars(value).update(_filled(said[4], iter(children[said[0] :]))[0])
 
 
 def _attributes_told(kind: str, said: Any) -> Sequence[str] | None:
     """Return the names of what an own protocol said, if that is attributes alone."""
-    if kind != "reading" or said[1] is None:
+    if kind != "reading" or not said[1]:
         return None
-    (part, count), *_ = said[1]
-    names: Sequence[str] = said[4][:count]
-    return None if part != "a" or any(one is not None for one in said[4][2 * count :]) else names
+    told = said[4][0]
+    if type(told) is tuple:  # a dict with parts that have numbers, or a large one
+        told = told[2][0] if type(told[2]) is tuple else told[2]
+    return [*told]
 
 
 # ---------------------------------------------------------------- what blobs say; ``rest`` are an object's children
@@ -219,7 +218,7 @@ def _fill(value: Any, kind: str, said: Any, rest: Iterator[Any], setter: Any) ->
         set_insides(value, (attributes, dict(zip(slots, _filled(inside, rest), strict=True))))
     elif kind == "reading":
         if setter is not None:
-            setter(value, _state_said(said, rest))
+            setter(value, None if said[1] is None else tuple(_filled(said[4], rest)))
     elif kind == "list":
         value[:] = _filled(said, rest)
     elif kind in ("dict", "OrderedDict"):
@@ -230,20 +229,6 @@ def _fill(value: Any, kind: str, said: Any, rest: Iterator[Any], setter: Any) ->
     elif kind == "set":
         value.clear()
         value.update(_items(said, rest))
-
-
-def _state_said(said: Any, rest: Iterator[Any]) -> tuple[Any, ...] | None:
-    shape, told = said[1], iter(_filled(said[4], rest))
-    parts: list[Any] = []
-    for kind, count in shape or ():
-        some = [*islice(told, count)]
-        if kind == "o":
-            parts += some
-        elif kind == "t":
-            parts.append(tuple(some))
-        else:
-            parts.append(dict(zip(_interned(some), islice(told, count), strict=True)))
-    return None if shape is None else tuple(parts)
 
 
 def _interned(keys: Iterable[Any]) -> list[Any]:

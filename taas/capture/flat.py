@@ -17,7 +17,6 @@ import sys
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable
-from itertools import chain
 from typing import Any, NamedTuple
 
 from taas.capture.memory import MemoryRange
@@ -39,6 +38,8 @@ _Said = tuple[str, Any]
 
 _BOXES = frozenset({list, dict, tuple})
 _PLAIN = ATOMS | _BOXES
+_OF_STATE = 2
+"""What is right in a state: made afresh as it is, with its memory."""
 _NUMBERED = (MemoryRange, types.FunctionType, type)
 """What has a number, even if it was made afresh: memory, and code, which uses names."""
 _LARGE = 8
@@ -62,16 +63,9 @@ def _with_counts(values: list[Any]) -> Iterable[tuple[Any, int]]:
     return zip(values, map(_count, values), strict=True)
 
 
-def _counted_as_part(state: tuple[Any, ...]) -> int:
-    for part in state:
-        return _count(part)
-    return 0
-
-
 _held_once = [[]]  # type: ignore[var-annotated]
 _ALONE = next(iter(_with_counts(list(_held_once))))[1]
 _IN_MAP = max(map(_count, [[]]))
-_FRESH_PART = _counted_as_part(({},))
 
 
 def _is_leaf(box: Any) -> bool:
@@ -171,7 +165,7 @@ class FlatStates:
     # What follows returns the kind of a value and what its blob says; ``children`` get those that it has beside. ``fresh``: a
     # protocol has made it, and may have made what is in it.
 
-    def _said(self, value: Any, children: list[int], *, fresh: bool = False) -> _Said:
+    def _said(self, value: Any, children: list[int], *, fresh: int = 0) -> _Said:
         if (name := self.named.get(id(value))) is not None:
             return "name", name
         if (held := self._held.get(id(value))) is not None:
@@ -192,14 +186,14 @@ class FlatStates:
             return "same", None
         return self._reading(value, reading, children)
 
-    def _list(self, value: Any, children: list[int], fresh: bool) -> _Said:
+    def _list(self, value: Any, children: list[int], fresh: int) -> _Said:
         kind = type(value).__name__
         if len(value) > _LARGE and (_is_leaf(value) if kind == "list" else _atomic(map(type, value))):
             return kind, value if kind == "list" else [*value]
-        fresh = fresh and _has_no_memory(value)
+        fresh = fresh == _OF_STATE or (fresh and _has_no_memory(value))
         return kind, self._split([*value], children, fresh=fresh, inline=kind == "list")
 
-    def _dict(self, value: Any, children: list[int], fresh: bool) -> _Said:
+    def _dict(self, value: Any, children: list[int], fresh: int) -> _Said:
         """Describe a dict, or an OrderedDict, of which a module has ten."""
         kind = type(value).__name__
         if kind != "dict" and vars(value):
@@ -207,10 +201,10 @@ class FlatStates:
         if kind == "dict" and len(value) > _LARGE and _is_leaf(value):
             return kind, value
         keys = self._split([*value], children)
-        fresh = fresh and _has_no_memory(value.values())
+        fresh = fresh == _OF_STATE or (fresh and _has_no_memory(value.values()))
         return kind, (keys, self._split([*value.values()], children, fresh=fresh))
 
-    def _set(self, value: Any, children: list[int], _: bool) -> _Said:
+    def _set(self, value: Any, children: list[int], _: int) -> _Said:
         kind = type(value).__name__
         if _atomic(map(type, value)):
             return kind, (value, [])
@@ -238,32 +232,12 @@ class FlatStates:
         first = len(children) - before
         if reading.state is None:
             return "reading", (first, None, by, made, [])
-        shape, parts = self._parts_of_state(value, reading)
-        told = [self._split(part, children, fresh=fresh) for part, fresh in parts]
-        flat = [*chain(*told)]
-        return "reading", (first, shape, by, made, flat if all(type(t) is list for t in told) else (*flat,))
+        own: Any = getattr(value, "__dict__", self)
+        parts = [{**own} if part is own is not value else part for part in reading.state]
+        told = self._split(parts, children, fresh=_OF_STATE)
+        return "reading", (first, _are_attributes(value, reading), by, made, told)
 
-    def _parts_of_state(self, value: Any, reading: Reading) -> tuple[list[Any], list[tuple[list[Any], bool]]]:
-        """Return the shape of a state, and its parts, each with whether a protocol may have made what is in it."""
-        shape: list[Any] = []
-        parts: list[tuple[list[Any], bool]] = []
-        for part in reading.state or ():
-            kind, holders = type(part), _count(part) - _FRESH_PART
-            fresh = holders <= 0
-            own = part is getattr(value, "__dict__", None)
-            if kind is dict and holders <= own:
-                told = reading.setter is set_by_protocol and _are_attributes(value, part)
-                shape.append(("a" if told else "d", len(part)))
-                parts += ([*part], False), ([*part.values()], fresh)
-            elif kind is tuple:
-                shape.append(("t", len(part)))
-                parts.append(([*part], fresh))
-            else:
-                shape.append(("o", 1))
-                parts.append(([part], True))
-        return shape, parts
-
-    def _builtin(self, function: Any, children: list[int], _: bool) -> _Said:
+    def _builtin(self, function: Any, children: list[int], _: int) -> _Said:
         owner, name = function.__self__, function.__name__
         module = pickle.whichmodule(function, name)  # type: ignore[attr-defined]
         if getattr(module_named(module), name, None) is function:  # torch.cat
@@ -278,7 +252,7 @@ class FlatStates:
         return "global", (module, name)
 
     def _split(
-        self, values: list[Any], children: list[int], *, fresh: bool = False, inline: bool = True
+        self, values: list[Any], children: list[int], *, fresh: int = 0, inline: bool = True
     ) -> list[Any] | tuple[Any, ...]:
         """Return values with ``...`` for each that has a number, as a tuple if there is any; ``children`` gets these.
 
@@ -298,7 +272,7 @@ class FlatStates:
             marked = True
             n = number.get(id(value))
             if n is None and fresh and alone and not isinstance(value, _NUMBERED):
-                out.append((..., *self._said(value, children, fresh=True)))
+                out.append((..., *self._said(value, children, fresh=fresh)))
             else:
                 out.append(...)
                 children.append(self._child(value) if n is None else n)
@@ -339,17 +313,20 @@ def _has_no_memory(items: Iterable[Any]) -> bool:
     return not any(is_tensor(item) or is_array(item) for item in items)
 
 
-def _are_attributes(value: Any, part: dict[Any, Any]) -> bool:
+def _are_attributes(value: Any, reading: Reading) -> bool:
     """Tell whether what a protocol says is simply attributes of the object, if maybe not all."""
+    told, *rest = reading.state or (None,)
+    if reading.setter is not set_by_protocol or type(told) is not dict or rest != [None] * len(rest):
+        return False
     own = getattr(value, "__dict__", {})
-    return all(own.get(name, part) is item for name, item in part.items())
+    return all(own.get(name, told) is item for name, item in told.items())
 
 
 def _atom(_: FlatStates, value: Any, *__: Any) -> _Said:
     return "atom", value
 
 
-_KNOWN: dict[type, Callable[[FlatStates, Any, list[int], bool], _Said]] = {
+_KNOWN: dict[type, Callable[[FlatStates, Any, list[int], int], _Said]] = {
     list: FlatStates._list, tuple: FlatStates._list, dict: FlatStates._dict, set: FlatStates._set, frozenset: FlatStates._set,
     OrderedDict: FlatStates._dict, types.BuiltinFunctionType: FlatStates._builtin, types.CodeType: _atom, **dict.fromkeys(ATOMS, _atom),
 }  # fmt: skip
