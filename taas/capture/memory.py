@@ -337,19 +337,16 @@ def new_memory(region: Region, fd: int) -> Stretch:
 # ---------------------------------------------------------------- whether it is what it was
 #
 # The system tells of most memory which pages were written to (taas.page_watch); such a page counts as changed, whatever is in
-# it now. Of the rest there are checksums, numbers that stand for its parts; memory of a device is added up there.
+# it now. Of the rest there are checksums of its parts: Python's hash of bytes in host memory; memory of a device is added up there.
 #
-# A part's words of 64 bits are multiplied by random numbers and added, modulo 2⁶⁴; so are their upper halves, since of a
+# There a part's words of 64 bits are multiplied by random numbers and added, modulo 2⁶⁴; so are their upper halves, since of a
 # word that differs in its highest bits only (all numbers negated) the first sum knows little. Whatever differs, both sums stay
-# the same with a probability below 2⁻³². The random numbers are this process's, so that nobody can make memory to match.
-# torch's own counter of changes is no proof: ``x.data.add_(1)`` leaves it as it is.
+# the same with a probability below 2⁻³². torch's own counter of changes is no proof: ``x.data.add_(1)`` leaves it as it is.
 
 _PART = 1 << 18
 """Bytes: it stays in a processor's cache while it is looked at twice."""
 _ON_DEVICE = 16 << 20
 """Bytes that a device adds up at once; it needs room for three times as many."""
-_KEPT_BELOW = 1 << 10
-"""Bytes that are kept themselves, as that is quicker."""
 _WATCHED_FROM = 1 << 20
 """Bytes that are watched rather than read."""
 
@@ -416,7 +413,10 @@ def _checksums_of(stretches: dict[int, Stretch], spans: dict[int, list[Span]]) -
     for number, stretch in stretches.items():
         if stretch.is_in_host_memory():
             parts = (part for span in spans[number] for part in _parts(*span))
-            found[number] = {part: _sum(stretch.address, *part) for part in parts}
+            found[number] = {
+                (start, end): hash(bytes(view_of(stretch.address + start, end - start)))
+                for start, end in parts
+            }
         else:
             found[number] = dict(_sums_on_device(stretch))
     return found
@@ -460,27 +460,3 @@ def _weights_on(device: Any) -> Any:
 
 def _parts(start: int, end: int) -> Iterator[Span]:
     return ((low, min(low + _PART, end)) for low in range(start, end, _PART))
-
-
-def _sum(address: int, start: int, end: int) -> Any:
-    memory = view_of(address + start, end - start)
-    if memory.nbytes < _KEPT_BELOW:
-        return bytes(memory)
-    import numpy as np
-
-    whole = memory.nbytes // 8 * 8
-    words = np.frombuffer(memory[:whole], np.int64)
-    first, second = _weights()
-    return (
-        int(np.einsum("i,i", words, first[: len(words)])),
-        int(np.einsum("i,i", words >> 32, second[: len(words)])),
-        bytes(memory[whole:]),
-    )
-
-
-@functools.cache
-def _weights() -> Any:
-    """Return the random numbers."""
-    import numpy as np
-
-    return np.frombuffer(os.urandom(2 * _PART), np.int64).reshape(2, -1)
