@@ -31,6 +31,7 @@ CHANGES = [
     Change("print options of NumPy", "import numpy as np; np.set_printoptions(precision=3)", "np.set_printoptions(suppress=True)", "np.get_printoptions()"),
     Change("print options of torch", "import torch; torch.set_printoptions(precision=3)", "torch.set_printoptions(linewidth=50)", "vars(torch._tensor_str.PRINT_OPTS)"),
     Change("default dtype", "import torch; torch.set_default_dtype(torch.float64)", "torch.set_default_dtype(torch.float16)", "torch.ones(1).dtype"),
+    Change("threads of torch", "import torch", "torch.set_num_threads(3)", "torch.get_num_threads()"),
     Change("precision", "torch.set_float32_matmul_precision('high')", "torch.set_float32_matmul_precision('medium')", "torch.get_float32_matmul_precision()"),
     Change("gradient mode", "import torch; torch.set_grad_enabled(False)", "torch.set_grad_enabled(True)", "torch.is_grad_enabled()"),
     Change("pandas", "import pandas as pd; pd.set_option('display.max_rows', 7)", "pd.options.display.precision = 2", "pd.get_option('display.max_rows'), str(pd.Series([1 / 3]))"),

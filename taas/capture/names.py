@@ -383,21 +383,11 @@ def _text_of(node: ast.AST) -> str | None:
 def _looked_up(node: ast.AST) -> tuple[ast.AST | None, str | None]:
     """Return what code looks something up in, if it looks up one thing, and by which text: None for one that it makes."""
     match node:
-        case ast.Subscript(value=where, ctx=ast.Store()):
-            return where, ""
-        case ast.Call(func=ast.Attribute(value=where, attr="update" | "__setitem__")):
-            return where, ""
         case ast.Attribute(value=ast.Name() | ast.Subscript() as where, attr=name) if name != "__dict__":
             return where, name  # __main__.x
         case ast.Subscript(value=where, slice=text) | ast.Compare(left=text, comparators=[where]):
             return where, _text_of(text)
-        case ast.Call(func=ast.Name(id="getattr" | "hasattr"), args=[where, text, *_]):
-            return where, _text_of(text)
         case ast.Call(func=ast.Attribute(value=where, attr="get"), args=[text, *_]):
-            return where, _text_of(text)
-        case ast.Call(func=ast.Attribute(value=text, attr="format"), keywords=[ast.keyword(value=where)]):
-            return where, _text_of(text)  # "{x}".format(**globals())
-        case ast.BinOp(left=text, right=where):
             return where, _text_of(text)
     return None, None
 

@@ -439,6 +439,7 @@ def _of_libraries(device: str | None, *, rank: bool) -> tuple[Row, ...]:
         _setting("default dtype", "torch", "get_default_dtype", "set_default_dtype"),
         _setting("gradient mode", "torch", "is_grad_enabled", "set_grad_enabled"),
         _setting("anomaly detection", "torch", "is_anomaly_enabled", "autograd.set_detect_anomaly"),
+        _setting("threads of torch", "torch", "get_num_threads", "set_num_threads")._replace(only_back=True),
         Row("deterministic algorithms", "torch",
             lambda t: (t.are_deterministic_algorithms_enabled(), t.is_deterministic_algorithms_warn_only_enabled()),
             lambda t, v: t.use_deterministic_algorithms(v[0], warn_only=v[1])),
