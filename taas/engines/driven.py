@@ -156,7 +156,6 @@ class DrivenEngine:
         self._endpoint = self.here = self._why = ""
         self._asks: list[Acquire] = []  # that the cluster does not know yet
         self._wanted: set[int] = set()
-        self._reached = False
         self._driver: Child | None = None
         self._leaving: list[Child] = []
         self._start_driver(0.0)
@@ -186,8 +185,8 @@ class DrivenEngine:
     ) -> Sequence[DrivenMachine]:
         """Ask the cluster for VMs; a driver that went is replaced, a cluster that was there is waited for."""
         if self._driver is None:
-            self._start_driver(demand.wait if self._reached else 0.0)
-        waiting = f"{self.cluster} to be back" if self._reached and not self._endpoint else self.cluster
+            self._start_driver(demand.wait if self.here else 0.0)
+        waiting = f"{self.cluster} to be back" if self.here and not self._endpoint else self.cluster
         waiting = "the first elements of its loaders" if demand.later else waiting
         numbers = range(self._count, self._count + len(configs))
         machines = {number: DrivenMachine(number, self, waiting) for number in numbers}
@@ -244,7 +243,7 @@ class DrivenEngine:
 
     def _take(self, report: ClusterReport) -> None:
         if report.host:
-            self._endpoint, self.here, self._reached = self._listen(report.host), report.host, True
+            self._endpoint, self.here = self._listen(report.host), report.host
             self._ask()
         elif self._endpoint:
             self._why = f"lost: {report.why_not}"

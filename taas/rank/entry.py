@@ -32,7 +32,7 @@ from taas.rank.outlet import Outlet
 from taas.rank.shell import RankShell, make_ready
 from taas.rank_storage import Guard, guard, scratch_of
 from taas.runs.stacks import answer_requests
-from taas.wire.ranks import Preparation, RankEnded, RankKept, RankOrder, RankStage, RankStart, preparation_of
+from taas.wire.ranks import Preparation, RankEnded, RankKept, RankOrder, RankStart, preparation_of
 
 
 def main(agent: socket.socket, preparation: Preparation) -> NoReturn:
@@ -45,7 +45,6 @@ def main(agent: socket.socket, preparation: Preparation) -> NoReturn:
         with contextlib.suppress(Exception):  # it is tried again, and said, when there is an order
             shell = make_ready(preparation, outlet)
         link = AgentLink(agent)
-        link.send(RankStage(stage="ready"))
         status = _Orders(shell, link, outlet).carry_out()
         outlet.flush()
     finally:

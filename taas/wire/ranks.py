@@ -26,13 +26,12 @@ class RankStage(Message, frozen=True):
     """How far a rank is.
 
     Attributes:
-        stage: ``ready``: a process has done all that a rank does before its order, and waits for one. ``begun``: the
-            cell begins to run. ``at work``: the main thread of a rank that is interrupted runs Python code: what the
-            cell makes of it takes its time. ``packing``: it packs its names, and its :class:`RankEnded` follows.
-        rank: -1 before its order.
+        stage: ``begun``: the cell begins to run. ``at work``: the main thread of a rank that is interrupted runs Python code:
+            what the cell makes of it takes its time. ``packing``: it packs its names, and its :class:`RankEnded` follows.
+        rank: where the supervisor hears it.
     """
 
-    stage: Literal["ready", "begun", "at work", "packing"]
+    stage: Literal["begun", "at work", "packing"]
     rank: int = -1
 
 
