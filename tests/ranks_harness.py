@@ -194,19 +194,20 @@ def _rank(
 
         rehearsal.install(device_count=devices, local_rank=int(environment["LOCAL_RANK"]))
     from taas import adopt
+    from taas.rank import children
 
-    adopt.install(
-        adopt.Membership(
-            rank=int(environment["RANK"]),
-            world_size=int(environment["WORLD_SIZE"]),
-            local_rank=int(environment["LOCAL_RANK"]),
-            local_world_size=local,
-            address=store,
-            rehearsed=bool(devices),
-            notice=outcome.notices.append,
-            project=Path.cwd(),
-        )
+    membership = adopt.Membership(
+        rank=int(environment["RANK"]),
+        world_size=int(environment["WORLD_SIZE"]),
+        local_rank=int(environment["LOCAL_RANK"]),
+        local_world_size=local,
+        address=store,
+        rehearsed=devices,
+        notice=outcome.notices.append,
+        project=Path.cwd(),
     )
+    adopt.install(membership)
+    children.install(membership)
     try:
         outcome.value = function(*args)
     except BaseException as error:

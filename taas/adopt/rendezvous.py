@@ -63,7 +63,7 @@ class Membership:
     local_rank: int  # on this VM
     local_world_size: int  # ranks on this VM; the same on every VM
     address: StoreAddress  # where the run's store is
-    rehearsed: bool  # whether this is a run without GPUs
+    rehearsed: int  # how many GPUs its VM has in a run without any; 0 with GPUs
     notice: Callable[[str], None]  # shows one line to the user; called on rank 0 only
     project: Path  # the notebook's directory tree; only rank 0 writes it
     pid: int = field(default_factory=os.getpid)

@@ -200,7 +200,7 @@ def become_rank(start: RankStart, shell: RankShell, payload: int) -> Prepared:
         local_rank=local_rank,
         local_world_size=order.local_world_size,
         address=order.store,
-        rehearsed=bool(order.rehearsed),
+        rehearsed=order.rehearsed,
         notice=lambda text: print(f"taas: {text}"),  # noqa: T201  the cell shows it
         project=Path(project),
     )
