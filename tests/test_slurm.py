@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
+import psutil
 import pytest
 from cluster_cells import NEXT, SETUP, TRAIN, WEIGHTS
 from conftest import leaves_nothing
@@ -201,6 +202,23 @@ def test_another_node_is_asked_for(cluster: SlurmCluster, book: Notebook) -> Non
     ended = book.end(240)
     assert "life 2" in ended.own
     assert "(node node2) was lost" in ended.stdout
+
+
+def _agents(cluster: SlurmCluster, number: int) -> list[psutil.Process]:
+    below = psutil.Process(cluster.nodes[number].pid).children(recursive=True)
+    return [process for process in below if "taas.agent" in process.cmdline()]
+
+
+def test_an_agent_that_is_killed(cluster: SlurmCluster, book: Notebook) -> None:
+    """Its VM is replaced; the agent on the job's other node goes on."""
+    book.start(_LIVES)
+    book.wait_for("life 1", 240)
+    [killed], [other] = _agents(cluster, 2), _agents(cluster, 1)
+    killed.kill()
+    ended = book.end(240)
+    assert "life 2" in ended.own
+    assert "(node node2) was lost" in ended.stdout
+    assert other in _agents(cluster, 1)
 
 
 @pytest.mark.parametrize(
