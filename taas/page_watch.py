@@ -49,24 +49,27 @@ class Watch:
     """Pages that are watched from now on; ``inner`` says which of each span (address, end), in whole pages.
 
     What cannot be watched is left out, as are the pages at a span's edges, which it may share with something else. Private mappings of
-    ``sealed`` files, by memfd_create(2)'s name for them, are watched. ``before`` is closed.
+    ``sealed`` files, by memfd_create(2)'s name for them, are watched. ``before`` is closed: what both have costs little.
     """
 
     def __init__(self, spans: Iterable[Span], sealed: str = "", before: Watch | None = None) -> None:
         self._pid, self._fd = os.getpid(), -1
         self._pieces: list[Span] = []
-        if before is not None:
-            before.close()
+        if before is not None and before._pid == self._pid:
+            self._fd, before._fd = before._fd, -1
+            self._pieces, before._pieces = before._pieces, []
         wanted = {span: inner for span in spans if (inner := _whole_pages(*span))}
         try:
-            if wanted:
-                self._begin(_pieces(wanted.values(), sealed))
+            self._begin(_pieces(wanted.values(), sealed) if wanted else [])
         except OSError:  # another kernel, or a container that refuses it
             self.close()
         self.inner = {span: inner for span, inner in wanted.items() if _is_within(self._pieces, inner)}
 
     def _begin(self, pieces: list[Span]) -> None:
-        self._fd = _userfaultfd()
+        self._end({*self._pieces}.difference(pieces))
+        self._pieces = []
+        if pieces and self._fd < 0:
+            self._fd = _userfaultfd()
         with Path("/proc/self/pagemap").open("rb", buffering=0) as pagemap:
             for start, end in sorted(pieces):
                 with suppress(OSError):  # another one watches it, or there are too many mappings
@@ -75,6 +78,11 @@ class Watch:
                     self._pieces.append((start, end))
         if _has_pinned_pages():  # what is pinned from now on is written to, as far as the system knows
             self.close()
+
+    def _end(self, pieces: Iterable[Span]) -> None:
+        for start, end in pieces:
+            with suppress(OSError):  # it is no longer mapped
+                fcntl.ioctl(self._fd, _UNREGISTER, struct.pack("=2Q", start, end - start))
 
     def unwritten(self) -> list[Span]:
         """Return the pages that nobody has written to since, neighbours joined, in order; none once it is closed."""
@@ -86,9 +94,8 @@ class Watch:
 
     def close(self) -> None:
         """Watch no longer. A forked child has the descriptor, too: without this the system would go on, and in vain."""
-        for start, end in self._pieces if os.getpid() == self._pid else ():
-            with suppress(OSError):  # it is no longer mapped
-                fcntl.ioctl(self._fd, _UNREGISTER, struct.pack("=2Q", start, end - start))
+        if os.getpid() == self._pid:
+            self._end(self._pieces)
         fd, self._fd, self._pieces = self._fd, -1, []
         if fd >= 0:
             os.close(fd)
