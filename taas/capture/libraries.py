@@ -92,8 +92,8 @@ def _set_optimizer(optimizer: Any, state: tuple[dict[str, Any]]) -> None:
 def _set_scheduler(scheduler: Any, state: tuple[dict[str, Any]]) -> None:
     scheduler.__dict__.clear()
     scheduler.__dict__.update(*state)
-    if (optimizer := state[0].get("optimizer")) is not None:
-        _mark_step(optimizer)
+    if "_step_count" in state[0]:  # ``ReduceLROnPlateau`` lets it be
+        _mark_step(state[0]["optimizer"])
 
 
 def _mark_step(optimizer: Any) -> None:
