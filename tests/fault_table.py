@@ -265,17 +265,13 @@ class Stage:
             return ran
         if then == "interrupt":
             self.notebook.interrupt()
-            if not self._ends(5):
+            if not self.notebook.ends_within(5):
                 self.notebook.interrupt()
         else:
             (self._place / "go").touch()
         ran = self.notebook.end() if self._cell_runs else Ran()
         self._cell_runs = False
         return ran
-
-    def _ends(self, seconds: float) -> bool:
-        """Whether no rank is left after a while at the most."""
-        return not psutil.wait_procs(self.notebook.processes().ranks, seconds)[1]
 
     def check(self) -> None:
         """Nothing of the run is left, and the next one runs: that of the next row, where this one had one here."""

@@ -175,6 +175,14 @@ class Notebook:
         self._ran.status = reply["content"]["status"]
         return self._ran
 
+    def ends_within(self, seconds: float) -> bool:
+        """Tell whether the cell that was started ends so soon; :meth:`end` returns it all the same."""
+        deadline = time.monotonic() + seconds
+        with contextlib.suppress(queue.Empty):
+            while not self._ended:
+                self.hear(self._client.get_iopub_msg(timeout=max(0.1, deadline - time.monotonic())))
+        return self._ended
+
     def wait_for(self, text: str, seconds: float = 120) -> Ran:
         """Wait until the running cell has printed a text."""
         deadline = time.monotonic() + seconds

@@ -1,4 +1,4 @@
-"""Tensors and arrays: views of memory that travels beside the states.
+"""Tensors, storages and arrays: views of memory that travels beside the states.
 
 torch's own reduction copies a storage into bytes several times, and pickle's protocol 5 sends each array's memory separately, so
 that views no longer share it. This module imports torch and NumPy only to rebuild: where they are not loaded there is nothing of
@@ -87,13 +87,15 @@ def _make_copy(dtype: torch.dtype, shape: tuple[int, ...], data: bytes) -> torch
 
 
 def tensor_reader(cls: Any) -> Callable[[Any], Reading | None] | None:
-    """Return what reads tensors of a class, or None: it is none, or has a protocol of its own.
+    """Return what reads tensors and storages of a class, or None: it is none, or has a protocol of its own.
 
     A class with a ``__torch_dispatch__`` of its own has its values elsewhere than in a storage.
     """
     torch = sys.modules.get("torch")
     if torch is None or not hasattr(torch, "UntypedStorage"):
         return None
+    if cls is torch.UntypedStorage:
+        return _read_storage
     if is_sharded(cls):
         return lambda tensor: Reading(_make_whole, _parts_of_whole(tensor))
     if not issubclass(cls, torch.Tensor) or cls.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
@@ -202,6 +204,14 @@ def _change_other(
     if type(tensor) is not cls:
         raise TypeError(f"a {type(tensor).__name__} cannot become a {cls.__name__}")
     tensor.data = _made_by(constructor, arguments).to(tensor.device)
+
+
+def _read_storage(storage: Any) -> Reading | None:
+    if storage.device.type not in ("cpu", "cuda"):
+        return None
+    memory = memory_of_storage(storage)
+    memory.spans.append((0, memory.nbytes))
+    return Reading(MemoryRange.as_storage, (memory,))
 
 
 # ---------------------------------------------------------------- sharded over ranks

@@ -39,7 +39,6 @@ def _serve(config: AgentConfig, node: str) -> str:
     agent = LocalMachine(msgspec.structs.replace(config, **there))
     wait([agent.fileno()])
     how = agent.how_it_ended()
-    agent.reap()
     shutil.rmtree(scratch, ignore_errors=True)  # of one that was killed
     return "" if how == "ended with status 0" or how.startswith("killed") else f"{node}: its agent {how}"
 
