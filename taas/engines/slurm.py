@@ -112,6 +112,10 @@ class JobAgents(msgspec.Struct):
     agents: tuple[AgentConfig, ...]
 
 
+_BUT_ENDS = "grep -Eiv 'task.*: (exited|terminated|killed)|cancelled at|step aborted'"
+"""Leaves out what srun says of tasks that end because one did."""
+
+
 def script(python: str, job: JobAgents) -> str:
     """Return a job's script, in which ``slurm_vm`` reads of the job's agents.
 
@@ -120,7 +124,7 @@ def script(python: str, job: JobAgents) -> str:
     """
     return f"""#!/bin/sh
 said=$(srun --no-kill --kill-on-bad-exit=1 --wait=0 --mpi=none --cpu-bind=none --input=all \\
-  {shlex.quote(python)} -P -m taas.engines.slurm_vm 2>&1 <<'END' | tail -n 3 | tr '\\n' ' '
+  {shlex.quote(python)} -P -m taas.engines.slurm_vm 2>&1 <<'END' | {_BUT_ENDS} | tail -n 3 | tr '\\n' ' '
 {msgspec.json.encode(job).decode()}
 END
 )

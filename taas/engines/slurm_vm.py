@@ -27,9 +27,9 @@ _SLURMS_OWN = ("SLURM_", "SLURMD_", "SRUN_", "PMI_", "PMIX_")
 
 
 def _serve(config: AgentConfig, node: str) -> str:
-    """Run the agent to its end; returns why it could not go on: the job's other nodes end with that, then.
+    """Run the agent to its end; returns how that was, if neither taas nor Slurm ended it: the job ends with that, then.
 
-    Of one that was killed its supervisor tells, and the other nodes stay.
+    For its node would stay the job's, with nothing on it, while a cell that starts again waits for another one.
     """
     demand, scratch = config.demand, make_short_folder()
     given = () if demand.rehearse else visible_gpus()[: demand.gpus]
@@ -40,7 +40,7 @@ def _serve(config: AgentConfig, node: str) -> str:
     wait([agent.fileno()])
     how = agent.how_it_ended()
     shutil.rmtree(scratch, ignore_errors=True)  # of one that was killed
-    return "" if how == "ended with status 0" or how.startswith("killed") else f"{node}: its agent {how}"
+    return "" if how in ("ended with status 0", "killed by SIGTERM") else f"{node}: its agent {how}"
 
 
 def main() -> None:
