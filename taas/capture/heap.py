@@ -287,7 +287,11 @@ class Heap(FlatStates):
         holders = {n for n in new if type(self.objects[n]) in kinds and _has_told_state(self.states[n])}
         if not holders:
             return False
-        bad = {n for n in new if n in self.failed or _is_foreign(self.objects[n], self.states[n])}
+        code = {n for n in new if isinstance(self.objects[n], (types.FunctionType, type))}
+        own = {n for n in code if self.objects[n].__module__ in _HOME}
+        bad = {n for n in code - own if _has_told_state(self.states[n])} | {
+            n for n in new if n in self.failed
+        }
         if not bad:
             return False
         found = False
@@ -295,9 +299,10 @@ class Heap(FlatStates):
             holder = self.objects[n]
             is_module = isinstance(holder, types.ModuleType)
             for path, part in parts_of_holder(holder):
-                inside = self.reached([self.number.get(id(part), n)], holders)
-                error = next((self.failed[m] for m in inside if m in self.failed), None)
-                if error is None and is_module and not inside.isdisjoint(bad):
+                root = [self.number.get(id(part), n)]
+                error = next((self.failed[m] for m in self.reached(root, holders) if m in self.failed), None)
+                # a class of the notebook's brings all that it has: a named tuple methods of ``collections``
+                if error is None and is_module and not bad.isdisjoint(self.reached(root, holders | own)):
                     error = pickle.PicklingError("it is code without a name")
                 if error is not None:
                     found = True
@@ -334,12 +339,6 @@ def _has_identity(kind: str, value: Any) -> bool:
 
 def _has_told_state(state: State | None) -> bool:
     return state is not None and state[0] == "reading" and marshal.loads(state[1])[1] is not None  # noqa: S302
-
-
-def _is_foreign(value: Any, state: State | None) -> bool:
-    """Tell whether an object is code that is neither found by its name nor the notebook's."""
-    is_code = isinstance(value, (type, types.FunctionType)) and value.__module__ not in _HOME
-    return is_code and _has_told_state(state)  # else a function returns it (``SimpleNamespace``)
 
 
 # ---------------------------------------------------------------- what cannot travel
