@@ -297,13 +297,9 @@ class Heap(FlatStates):
         found = False
         for n in holders & self.holding(bad, new, holders):
             holder = self.objects[n]
-            is_module = isinstance(holder, types.ModuleType)
+            by_name = bad if isinstance(holder, types.ModuleType) else set[int]()
             for path, part in parts_of_holder(holder):
-                root = [self.number.get(id(part), n)]
-                error = next((self.failed[m] for m in self.reached(root, holders) if m in self.failed), None)
-                # a class of the notebook's brings all that it has: a named tuple methods of ``collections``
-                if error is None and is_module and not bad.isdisjoint(self.reached(root, holders | own)):
-                    error = pickle.PicklingError("it is code without a name")
+                error = self._error_in([self.number.get(id(part), n)], holders, own, by_name)
                 if error is not None:
                     found = True
                     left_out[id(part)] = part
@@ -311,6 +307,18 @@ class Heap(FlatStates):
             self.describe_again(n)
         self.walk()
         return found
+
+    def _error_in(
+        self, root: list[int], holders: set[int], own: set[int], by_name: set[int]
+    ) -> Exception | None:
+        """Return why a part of a module, a logger or a formatter cannot travel.
+
+        A class of the notebook brings all that it has: a named tuple methods of ``collections``.
+        """
+        error = next((self.failed[m] for m in self.reached(root, holders) if m in self.failed), None)
+        if error is not None or by_name.isdisjoint(self.reached(root, holders | own)):
+            return error
+        return pickle.PicklingError("it is code without a name")
 
     def held_back(self, refused: set[int], roots: Iterable[int]) -> set[int]:
         """Return what stays as it was, where some objects are refused: these, and whatever instances they are parts of.
