@@ -316,10 +316,10 @@ def _has_no_memory(items: Iterable[Any]) -> bool:
 def _are_attributes(value: Any, reading: Reading) -> bool:
     """Tell whether what a protocol says is simply attributes of the object, if maybe not all."""
     told, *rest = reading.state or (None,)
-    if reading.setter is not set_by_protocol or type(told) is not dict or rest != [None] * len(rest):
+    if reading.setter is not set_by_protocol or type(told) is not dict:
         return False
     own = getattr(value, "__dict__", {})
-    return all(own.get(name, told) is item for name, item in told.items())
+    return all(one is None for one in rest) and all(own.get(name, told) is told[name] for name in told)
 
 
 def _atom(_: FlatStates, value: Any, *__: Any) -> _Said:

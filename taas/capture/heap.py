@@ -289,9 +289,8 @@ class Heap(FlatStates):
             return False
         code = {n for n in new if isinstance(self.objects[n], (types.FunctionType, type))}
         own = {n for n in code if self.objects[n].__module__ in _HOME}
-        bad = {n for n in code - own if _has_told_state(self.states[n])} | {
-            n for n in new if n in self.failed
-        }
+        bad = {n for n in code - own if _has_told_state(self.states[n])}
+        bad.update(n for n in self.failed if n >= first)
         if not bad:
             return False
         found = False

@@ -133,9 +133,8 @@ def _held(module: types.ModuleType, way: str) -> tuple[Any, str]:
 def _attributes(holder: Any, module: str, begins: str) -> Iterator[tuple[str, Any]]:
     """Yield the attributes of a module, and of the classes that it defines; those of an enumeration never change."""
     for name, value in list(vars(holder).items()):
-        is_method = begins and isinstance(
-            value, types.FunctionType
-        )  # ``__str__`` can be put into a class, too
+        # ``__str__`` can be put into a class, too
+        is_method = begins and isinstance(value, types.FunctionType)
         if (name.startswith("__") and not is_method) or not name.isidentifier():
             continue
         yield f"{begins}{name}", value

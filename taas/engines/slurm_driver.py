@@ -131,10 +131,8 @@ class SlurmDriver:
                 job.begun = min(job.begun, time.monotonic())
             if now.over:
                 self._jobs.remove(job)
-                if now.comment or now.state == "FAILED":
-                    self._say(job.left, "gone", now.why_over(job.id), "EngineError")
-                else:
-                    self._say(job.left, "gone", f"lost: {now.why_over(job.id)}")
+                error = "EngineError" if now.comment or now.state == "FAILED" else "RunLost"
+                self._say(job.left, "gone", f"lost: {now.why_over(job.id)}", error)
             elif job.left:
                 self._give_notice(job, now)
                 self._tell_waiting(job, now)

@@ -278,7 +278,7 @@ class DataSide:
                 if replace:
                     self._replace(how)
             elif misses:
-                self._do_without(number, how, vm.machine.error)
+                self._do_without(number, how.removeprefix("lost: "), vm.machine.error)
 
     def _do_without(self, number: int, why: str, error: str) -> None:
         """A data VM cannot be had: a run that has not begun fails, another goes on with those that it has."""
