@@ -65,7 +65,7 @@ def needs_of(cell: str, namespace: Mapping[str, Any]) -> Needs:
     return needs
 
 
-class _Reader:
+class _Reader(ast.NodeVisitor):
     """Reads code in the order in which it runs; knows which names it may have bound by now (``touched``)."""
 
     def __init__(self, namespace: Mapping[str, Any]) -> None:
@@ -96,7 +96,7 @@ class _Reader:
         for name, used in later:
             self._later[name] = self._later.get(name, _NONE).union(used)
         for statement in tree.body:
-            self._run(statement)
+            self.visit(statement)
 
     def _use(self, names: Iterable[str], *, here: bool = False) -> None:
         """Note names that are read, and what their functions read: right ``here``, or when what is made here runs."""
@@ -119,60 +119,220 @@ class _Reader:
             (needs.sure if sure else needs.maybe).add(name)
             needs.bound[name] = self._bound & needs.bound.get(name, self._bound)
 
-    def _run(self, node: ast.AST) -> None:
+    # ---- what runs, in its order. A visitor reads the parts of its node, then does what the node itself does.
+
+    def visit(self, node: ast.AST) -> None:
+        """Read a node: the names in its texts first, then its parts, then what it binds."""
         self._use(self._texts.of(node))
-        if isinstance(node, ast.Expr) and (magic := magic_of(node.value)) is not None:
-            self._magic(node, *magic)
-            return
-        parts, blocks = _parts_of(node)
-        for part in parts:
-            self._run(part)
-        self._perhaps(blocks)
-        match node:
-            case ast.ImportFrom(names=[ast.alias(name="*")]):
-                self._bind_any()
-            case ast.Name(id=name, ctx=ast.Load()):
-                self._use([name], here=True)
-            case ast.Name(id=name, ctx=ast.Del()):
-                self._use([name], here=True)
-                self._bound -= {name}
-                self._use([name])  # so that its absence can come back
-            case ast.Lambda() | ast.ListComp() | ast.SetComp() | ast.DictComp() | ast.GeneratorExp():
-                self.touched.update(n.target.id for n in ast.walk(node) if isinstance(n, ast.NamedExpr))
-                self._use(self._inside(node))
-            case ast.AnnAssign(target=ast.Name()):
-                self._use(["__annotations__"])  # each of them changes this dict
-            case ast.FunctionDef(decorator_list=[_, *_]) | ast.AsyncFunctionDef(decorator_list=[_, *_]):
-                self._use(self._later[node.name])  # who is given it may call it at once
-            case ast.ClassDef():
-                self._class(node)
-            case ast.Raise():
-                self._unsure += 1
-        stored = _stored(node)
-        self.touched.update(stored)
-        self._bound |= stored
+        super().visit(node)
 
-    def _class(self, node: ast.ClassDef) -> None:
-        """Read the body of a class, which runs here and binds nothing here: a name of its own, read again, is perhaps not it."""
-        before, touched = self._bound, {*self.touched}
-        for statement in node.body:
-            self._run(statement)
-            self._bound &= before
-        self._bound, self.touched = before, touched
-        if node.decorator_list or node.keywords:
-            self._use(self._later[node.name])
+    def _visit_all(self, nodes: Iterable[ast.AST]) -> None:
+        for node in nodes:
+            self.visit(node)
 
-    def _perhaps(self, blocks: Sequence[Sequence[ast.AST]]) -> None:
-        """Read blocks, each of which perhaps runs: what it binds is bound in it alone."""
+    def _perhaps(self, *blocks: Sequence[ast.AST]) -> None:
+        """Read blocks of which each perhaps runs. A name is bound afterwards if all of them bind it."""
         before = after = self._bound
         self._unsure += 1
         for block in blocks:
             self._bound = before
-            for node in block:
-                self._run(node)
+            self._visit_all(block)
             after &= self._bound
         self._unsure -= 1
         self._bound = after
+
+    def _bind(self, name: str) -> None:
+        self.touched.add(name)
+        self._bound |= {name}
+
+    def _bind_any(self) -> None:
+        self.needs.words.add(ANY)
+        self.touched.update(self._namespace)
+
+    def visit_Expr(self, node: ast.Expr) -> None:
+        """Read an expression in a line of its own: maybe a magic, which IPython has made a call."""
+        magic = magic_of(node.value)
+        if magic is None:
+            self.generic_visit(node)
+        else:
+            self._magic(node, *magic)
+
+    # ---- names
+
+    def visit_Name(self, node: ast.Name) -> None:
+        """Read, bind or delete a name."""
+        if isinstance(node.ctx, ast.Store):
+            self._bind(node.id)
+            return
+        self._use([node.id], here=True)
+        if isinstance(node.ctx, ast.Del):
+            self._bound -= {node.id}
+            self._use([node.id])  # it travels, so that its absence can come back
+
+    def visit_Assign(self, node: ast.Assign) -> None:
+        """Read ``target = value``: the value first."""
+        self.visit(node.value)
+        self._visit_all(node.targets)
+
+    def visit_NamedExpr(self, node: ast.NamedExpr) -> None:
+        """Read ``(target := value)``: the value first."""
+        self.visit(node.value)
+        self.visit(node.target)
+
+    def visit_AugAssign(self, node: ast.AugAssign) -> None:
+        """Read ``target += value``, which reads the target before it binds it."""
+        if isinstance(node.target, ast.Name):
+            self.visit(ast.Name(node.target.id, ast.Load()))
+        self.visit(node.value)
+        self.visit(node.target)
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
+        """Read ``target: annotation = value``; without a value it binds nothing."""
+        if node.value is not None:
+            self.visit(node.value)
+            self.visit(node.target)
+        if isinstance(node.target, ast.Name):
+            self._use(["__annotations__"])  # the statement changes this dict
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        """Read ``from module import names``; a star may bind any name."""
+        if any(alias.name == "*" for alias in node.names):
+            self._bind_any()
+        else:
+            self.generic_visit(node)
+
+    def visit_alias(self, node: ast.alias) -> None:
+        """Read what an import binds: ``import a.b`` binds ``a``."""
+        self._bind((node.asname or node.name).partition(".")[0])
+
+    def visit_arg(self, node: ast.arg) -> None:
+        """Read an argument of a function: its annotation is a text, its name is the function's."""
+
+    # ---- blocks that perhaps run
+
+    def visit_If(self, node: ast.If | ast.While) -> None:
+        """Read a test, and what perhaps runs after it."""
+        self.visit(node.test)
+        self._perhaps(node.body, node.orelse)
+
+    visit_While = visit_If
+
+    def visit_IfExp(self, node: ast.IfExp) -> None:
+        """Read ``body if test else orelse``."""
+        self.visit(node.test)
+        self._perhaps([node.body], [node.orelse])
+
+    def visit_BoolOp(self, node: ast.BoolOp) -> None:
+        """Read operands of ``and`` and ``or``, at which it may end."""
+        self._perhaps(node.values)
+
+    def visit_Assert(self, node: ast.Assert) -> None:
+        """Read a test, and the message that it perhaps has."""
+        self.visit(node.test)
+        self._perhaps([] if node.msg is None else [node.msg])
+
+    def visit_For(self, node: ast.For | ast.AsyncFor) -> None:
+        """Read a loop: over nothing, not even the target is bound."""
+        self.visit(node.iter)
+        self._perhaps([node.target, *node.body], node.orelse)
+
+    visit_AsyncFor = visit_For
+
+    def visit_Match(self, node: ast.Match) -> None:
+        """Read a subject, and cases of which one perhaps runs."""
+        self.visit(node.subject)
+        self._perhaps(*([case] for case in node.cases))
+
+    def visit_Try(self, node: ast.Try | ast.TryStar) -> None:
+        """Read a ``try``, any line of which may be the last that runs."""
+        handlers = [[handler] for handler in node.handlers]
+        self._perhaps([*node.body, *node.orelse], *handlers, node.finalbody)
+
+    visit_TryStar = visit_Try
+
+    def visit_ExceptHandler(self, node: ast.ExceptHandler) -> None:
+        """Read ``except kind as name``, which deletes the name at its end."""
+        if node.type is not None:
+            self.visit(node.type)
+        if node.name is not None:
+            self.visit(ast.Name(node.name, ast.Store()))
+        self._visit_all(node.body)
+        if node.name is not None:
+            self.visit(ast.Name(node.name, ast.Del()))
+
+    def visit_With(self, node: ast.With | ast.AsyncWith) -> None:
+        """Read a ``with``; after one that swallows exceptions, any of its lines may have been the last."""
+        if _SWALLOWS.search(" ".join(map(ast.unparse, node.items))):
+            self._visit_all(node.items)
+            self._perhaps(node.body)
+        else:
+            self.generic_visit(node)
+
+    visit_AsyncWith = visit_With
+
+    def visit_Raise(self, node: ast.Raise) -> None:
+        """Read a ``raise``: what stands below it perhaps runs."""
+        self.generic_visit(node)
+        self._unsure += 1
+
+    def visit_MatchMapping(self, node: ast.MatchMapping) -> None:
+        """Read a pattern that binds what is left of a mapping."""
+        self.generic_visit(node)
+        if node.rest is not None:
+            self._bind(node.rest)
+
+    def visit_MatchAs(self, node: ast.MatchAs | ast.MatchStar) -> None:
+        """Read a pattern that binds what it matches."""
+        self.generic_visit(node)
+        if node.name is not None:
+            self._bind(node.name)
+
+    visit_MatchStar = visit_MatchAs
+
+    # ---- code with a scope of its own
+
+    def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
+        """Read a function's decorators and defaults; its body counts where its name is read."""
+        self._visit_all(node.decorator_list)
+        self.visit(node.args)
+        if node.decorator_list:
+            self._use(self._later[node.name])  # a decorator may call the function at once
+        self._bind(node.name)
+
+    visit_AsyncFunctionDef = visit_FunctionDef
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> None:
+        """Read a class with its body, which runs here and binds no name of the cell.
+
+        A name that the body binds and then reads counts as *maybe* needed: methods that run in between would read the notebook's.
+        """
+        self._visit_all([*node.decorator_list, *node.bases, *node.keywords])
+        before, touched = self._bound, {*self.touched}
+        for statement in node.body:
+            self.visit(statement)
+            self._bound &= before
+        self._bound, self.touched = before, touched
+        if node.decorator_list or node.keywords:
+            self._use(self._later[node.name])  # a decorator or a metaclass may call its methods at once
+        self._bind(node.name)
+
+    def visit_Lambda(self, node: ast.Lambda) -> None:
+        """Read a lambda's defaults, and its body, since it may be called from here on."""
+        self.visit(node.args)
+        self._expression_with_scope(node)
+
+    def visit_ListComp(self, node: ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp) -> None:
+        """Read a comprehension: only its first iterable is read in the scope around it."""
+        self.visit(node.generators[0].iter)
+        self._expression_with_scope(node)
+
+    visit_SetComp = visit_DictComp = visit_GeneratorExp = visit_ListComp
+
+    def _expression_with_scope(self, node: ast.expr) -> None:
+        for part in ast.walk(node):
+            if isinstance(part, ast.NamedExpr):
+                self.touched.add(part.target.id)  # ``:=`` in a comprehension binds outside of it
+        self._use(self._inside(node))
 
     def _inside(self, node: ast.expr) -> _Names:
         """Return what an expression uses; names of its own are none for the compiler."""
@@ -195,63 +355,6 @@ class _Reader:
             self.needs.words.add("%run")
             self._use([_any_name(node)] if "-i" in python.split() else [])
             self._bind_any()
-
-    def _bind_any(self) -> None:
-        self.needs.words.add(ANY)
-        self.touched.update(self._namespace)
-
-
-_ORDER = {
-    ast.ClassDef: "decorator_list bases keywords", ast.FunctionDef: "decorator_list args", ast.AsyncFunctionDef: "decorator_list args",
-    ast.Lambda: "args", ast.arg: "", ast.Assign: "value targets", ast.AugAssign: "value target", ast.NamedExpr: "value target",
-    ast.If: "test|body|orelse", ast.While: "test|body|orelse", ast.IfExp: "test|body|orelse", ast.BoolOp: "|values",
-    ast.For: "iter|target body|orelse", ast.AsyncFor: "iter|target body|orelse", ast.Assert: "test|msg",
-    ast.Match: "subject|*cases", ast.Try: "|body orelse|*handlers|finalbody", ast.TryStar: "|body orelse|*handlers|finalbody",
-}  # fmt: skip
-"""Where parts of a node run in another order than they stand in, or perhaps: its fields, and behind each ``|`` those of a block, which
-perhaps runs (``*``: each of which does). Annotations are texts."""
-
-
-def _parts_of(node: ast.AST) -> tuple[list[ast.AST], list[Sequence[ast.AST]]]:
-    """Return the parts of a node that run, in their order, and then its blocks, each of which perhaps runs."""
-    match node:
-        case ast.AugAssign(target=ast.Name(id=name) as target, value=value):
-            return [ast.Name(name, ast.Load()), value, target], []
-        case ast.AnnAssign(value=value, target=target):
-            return ([value, target] if value is not None else []), []
-        case ast.ListComp() | ast.SetComp() | ast.DictComp() | ast.GeneratorExp():
-            return [node.generators[0].iter], []
-        case ast.ExceptHandler(type=kind, name=str(name), body=body):
-            return [*filter(None, [kind]), ast.Name(name, ast.Store()), *body, ast.Name(name, ast.Del())], []
-        case ast.With() | ast.AsyncWith() if _SWALLOWS.search(" ".join(map(ast.unparse, node.items))):
-            return [*node.items], [node.body]
-    order = _ORDER.get(type(node))
-    if order is None:
-        return [*ast.iter_child_nodes(node)], []
-    first, *others = order.split("|")
-    blocks: list[Sequence[ast.AST]] = []
-    for fields in others:
-        some = _in_fields(node, fields.removeprefix("*"))
-        blocks += [[part] for part in some] if fields[:1] == "*" else [some]
-    return _in_fields(node, first), blocks
-
-
-def _in_fields(node: ast.AST, fields: str) -> list[ast.AST]:
-    values = (getattr(node, field) for field in fields.split())
-    return [part for value in values if value for part in (value if isinstance(value, list) else [value])]
-
-
-def _stored(node: ast.AST) -> set[str]:
-    match node:
-        case ast.Name(id=name, ctx=ast.Store()) | ast.MatchMapping(rest=str(name)):
-            return {name}
-        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
-            return {name}
-        case ast.MatchAs(name=str(name)) | ast.MatchStar(name=str(name)):
-            return {name}
-        case ast.alias(name=name, asname=new):
-            return {(new or name).partition(".")[0]}
-    return set()
 
 
 def _compiled(code: ast.Module | ast.Expression) -> types.CodeType:
