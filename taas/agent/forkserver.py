@@ -7,6 +7,7 @@ poisons it. So the forkserver imports and waits.
 from __future__ import annotations
 
 import contextlib
+import logging
 import multiprocessing
 import os
 import signal
@@ -18,6 +19,8 @@ from typing import Any, NamedTuple
 
 from taas.wire import deadlines
 from taas.wire.poll_loop import as_found
+
+logger = logging.getLogger(__name__)
 
 PRELOAD = (
     "torch",
@@ -121,8 +124,11 @@ class Forkserver:
         preload = [*PRELOAD, *ahead, _LAST]
         os.environ[_IDLY] = ",".join(preload) if self._idle else ""
         self._server.set_forkserver_preload([_FIRST, *preload])
+        before = self.pid
         with as_found():
             self._server.ensure_running()
+        if self.pid != before:
+            logger.info("forkserver %s starts", self.pid)
         del os.environ[_IDLY]
 
     def _hurry(self) -> None:
@@ -158,6 +164,7 @@ class Forkserver:
     def _end(self) -> None:
         """SIGKILL it, and with it what was forked from it: each holds the pipe whose end would end it gently."""
         if self.pid is not None:
+            logger.info("forkserver %d is ended: another environment is asked for", self.pid)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
         self._server._stop()  # type: ignore[attr-defined]

@@ -11,6 +11,7 @@ workers share.
 from __future__ import annotations
 
 import io
+import logging
 import os
 import sys
 from functools import partial
@@ -30,6 +31,8 @@ from taas.wire.transfer import Chunk, Sender, Taken
 
 if TYPE_CHECKING:
     from taas.agent.loop import Agent
+
+logger = logging.getLogger(__name__)
 
 _AS_A_C1_4 = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
@@ -124,7 +127,10 @@ class Job:
             ):
                 agent.spares.forget()
             self._fork(staged)
+            pids = [process.pid for process in self.processes]
+            logger.info("job %d of %s has the processes %s", order.job, order.run, pids)
         except Exception as error:  # whatever it was, the supervisor says so in the cell
+            logger.exception("job %d could not begin", self._order.job)
             self.fail(f"{type(error).__name__}: {error}")
         for process in self.processes:
             self._agent.on(process.sentinel, partial(self._gone, process))
@@ -145,6 +151,7 @@ class Job:
     def _gone(self, process: ForkedProcess) -> None:
         self._agent.off(process.sentinel)
         process.gone = True
+        logger.info("process %d of job %d is gone: %s", process.pid, self._order.job, process.exitcode)
         self._process_gone(process)
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import multiprocessing.util
 import os
 import shutil
@@ -16,7 +17,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from taas import _linux
+from taas import _linux, process_log
 from taas.agent.forkserver import Forkserver
 from taas.agent.job import DataJob, Job
 from taas.agent.processes import become_subreaper, sweep_orphans
@@ -26,12 +27,15 @@ from taas.agent.staging import environment
 from taas.delivery.config import read_line
 from taas.engines import AgentConfig
 from taas.engines.local import visible_gpus
+from taas.process_log import log_message
 from taas.wire import deadlines
 from taas.wire.agents import AgentHears, AgentUp, JobRequest, StartJob
 from taas.wire.curve import SupervisorLink, make_dealer, set_heartbeat
 from taas.wire.framing import Alive, Leave, Message, MessageReader, pack
 from taas.wire.poll_loop import PollLoop, raise_limit
 from taas.wire.ranks import RankOrder
+
+logger = logging.getLogger(__name__)
 
 
 class Agent:
@@ -104,6 +108,7 @@ class Agent:
 
     def say(self, message: Message) -> None:
         """Send a message to the supervisor."""
+        log_message(logger, "to the supervisor:", message)
         self._socket.send(pack(message))
 
     def _hear_supervisor(self) -> None:
@@ -112,6 +117,7 @@ class Agent:
                 message = self._read(self._socket.recv(zmq.NOBLOCK))
             except zmq.Again:
                 return
+            log_message(logger, "heard from the supervisor:", message)
             if isinstance(message, Leave):
                 self._supervisor_gone = True
             elif isinstance(message, StartJob):
@@ -148,6 +154,7 @@ class Agent:
 
     def _end_all(self) -> None:
         """Leave nothing, whatever goes wrong with one thing; the system ends what is not ended here."""
+        logger.info("ends all that it has started")
         self._ending.set()
         _linux.kill_in(deadlines.END_AGENT)
         with contextlib.ExitStack() as last_first:
@@ -181,6 +188,7 @@ def main() -> None:
     if not line:  # the engine changed its mind
         return
     config = msgspec.json.decode(line, type=AgentConfig)
+    process_log.begin(config.supervisor, config.name)
     become_subreaper()
     raise_limit()
     if not config.remote:
@@ -188,6 +196,7 @@ def main() -> None:
     try:
         why = Agent(config).run()
     except BaseException:
+        logger.exception("the agent broke down")
         traceback.print_exc()  # its last line says in the cell what was wrong
         os._exit(1)
     finalizers: Any = multiprocessing.util

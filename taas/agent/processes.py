@@ -8,6 +8,7 @@ forkserver nor below it is an orphan of a rank, and nothing else is ever signall
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import socket
@@ -22,6 +23,8 @@ from taas import _linux
 from taas.agent.forkserver import fork
 from taas.wire import deadlines
 from taas.wire.ranks import Preparation, RankSays, hear, socket_pair, tell
+
+logger = logging.getLogger(__name__)
 
 _PR_SET_CHILD_SUBREAPER = 36
 SWEEPS = 10
@@ -59,6 +62,7 @@ class ForkedProcess:
     def send(self, number: int) -> None:
         """Signal it, if it is the process that was started here; SIGKILL goes to its session."""
         if self.recorded is not None and not self.gone:
+            logger.info("signal %d to process %d", number, self.pid)
             with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
                 if number == signal.SIGKILL and self.recorded.is_running():
                     os.killpg(self.pid, number)

@@ -79,6 +79,7 @@ class AgentConfig(msgspec.Struct, frozen=True, tag=True):
         host: the address under which other VMs reach it.
         node: its name, for messages.
         demand: what the VM was asked for: of a remote one, libraries are imported before the first run is known.
+        supervisor: process id of the supervisor, and ``name``, of the agent among its agents: for the log file.
     """
 
     endpoint: str
@@ -92,6 +93,8 @@ class AgentConfig(msgspec.Struct, frozen=True, tag=True):
     host: str = "127.0.0.1"
     node: str = ""
     demand: Demand = Demand()
+    supervisor: int = 0
+    name: str = "agent"
 
 
 class Machine(Protocol):

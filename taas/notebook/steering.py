@@ -21,6 +21,7 @@ from taas.engines.slurm import settings_of
 from taas.errors import EngineError, HeaderError
 from taas.header.arguments import Line, check_ranks, split_words
 from taas.notebook import doctor, tables
+from taas.notebook.bug_report import write_report
 from taas.notebook.cell_output import Screen, TerminalOutput, follow, say
 from taas.notebook.export import export
 from taas.notebook.supervised import supervised
@@ -272,6 +273,15 @@ def _run(frontend: Frontend, line: Line) -> None:
     )
 
 
+def _doctor(frontend: Frontend, line: Line) -> None:
+    findings = doctor.examine()
+    if "report" not in line.options:
+        frontend.show(doctor.report(findings))
+        return
+    record = find_run(line.options["report"], read_records(), frontend.own, live=False)
+    say(*write_report(record, findings, Path.cwd()))
+
+
 # ---------------------------------------------------------------- a line
 
 
@@ -300,7 +310,7 @@ _HANDLERS: dict[str, Callable[[Frontend, Line], None]] = {
     "run": _run,
     "install": _install,
     "release": _release,
-    "doctor": lambda frontend, _: frontend.show(doctor.report(doctor.examine())),
+    "doctor": _doctor,
 }
 
 

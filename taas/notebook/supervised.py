@@ -19,7 +19,7 @@ import zmq
 
 from taas.engines.chosen import chosen
 from taas.errors import EngineError, HeaderError, RunLost
-from taas.runs.places import crash_report
+from taas.process_log import log_file
 from taas.supervisor.connections import CONNECTION, SOCKET, Connection, Wire
 from taas.wire.clients import RunRequest, SupervisorConfig
 
@@ -69,7 +69,7 @@ class Supervised(Wire):
             self.close()
             raise RunLost(
                 "the supervisor was killed (by somebody, or the out-of-memory killer: see dmesg) or broke down (see "
-                f"{crash_report(self.pid)}), and all ranks with it. Nothing came back; the next cell starts a new one."
+                f"{log_file(self.pid)}), and all ranks with it. Nothing came back; the next cell starts a new one."
             )
 
     @property

@@ -111,6 +111,11 @@ _ROWS = (
         "install", "", "have every notebook load taas: a file in IPython's startup folder", (Option("undo"),)
     ),
     Verb("release", "", "give back warm ranks and machines that no run uses"),
-    Verb("doctor", "", "what this machine has, what it lacks, and what to do about it"),
+    Verb(
+        "doctor",
+        "",
+        "what this machine has, what it lacks, and what to do; --report: a file about a run, for a bug report",
+        (Option("report", "RUN", text_of("a run's name", "r5")),),
+    ),
 )
 VERBS = {verb.name: verb for verb in _ROWS}

@@ -33,11 +33,6 @@ def runtime_folder(name: str) -> Path:
     return folder
 
 
-def crash_report(pid: int) -> Path:
-    """Return where the supervisor with this process id writes why it broke, should it break."""
-    return runtime_folder("crashes") / f"supervisor-{pid}.log"
-
-
 def write_private(path: Path, data: bytes | mmap.mmap) -> None:
     """Put a file in place in one step, for this user alone, or leave what was there: an OSError names the file."""
     partial = path.with_suffix(".new")

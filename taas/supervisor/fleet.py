@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -102,15 +103,18 @@ class Fleet:
         configs = []
         for number in numbers:
             public, secret = zmq.curve_keypair()
+            name = f"{'data' if data else 'agent'}-{number}"
             config = AgentConfig(
                 endpoint="" if engine.remote else up.endpoint,
                 server_key=up.server_key,
                 public_key=public.decode(),
                 secret_key=secret.decode(),
-                scratch=str(self._scratch / f"{'data' if data else 'agent'}-{number}"),
+                scratch=str(self._scratch / name),
                 idle=idle,
                 remote=engine.remote,
                 demand=demand,
+                supervisor=os.getpid(),
+                name=name,
             )
             configs.append(config)
         machines = engine.start(demand, configs, [vm.machine for vm in lost])

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import shutil
 import signal
 import sys
 import threading
-import traceback
 from functools import partial
 from pathlib import Path
 
 import msgspec
 
-from taas import _linux
+from taas import _linux, process_log
 from taas.agent.processes import SWEEPS, become_subreaper, kill_tree, orphans, sweep_orphans
 from taas.engines import Engine
 from taas.errors import EngineError
+from taas.process_log import log_message
 from taas.rank.lifeline import KernelTie
-from taas.runs.places import ProcessMark, crash_report
+from taas.runs.places import ProcessMark
 from taas.runs.records import make_room, read_records
 from taas.supervisor.connections import ControlSocket, hold_folder, remove_folders_left
 from taas.supervisor.fleet import Fleet, KeptRanks
@@ -43,6 +44,8 @@ from taas.wire.curve import make_short_folder
 from taas.wire.framing import Message, MessageReader
 from taas.wire.poll_loop import PollLoop, WorkThread, raise_limit
 from taas.wire.ranks import Answer
+
+logger = logging.getLogger(__name__)
 
 
 class Supervisor:
@@ -74,6 +77,7 @@ class Supervisor:
             self._sources.on(source, self._lose_kernel)
         self._worker.do(partial(remove_folders_left, self._scratch))
         threading.Thread(target=make_room, name="taas-retention", daemon=True).start()
+        self._worker.do(process_log.remove_old_files)
         if self._config.warm:
             self._fleet.warm_up(idle=self._config.idle)
         try:
@@ -117,6 +121,7 @@ class Supervisor:
 
     def _lose_kernel(self) -> None:
         """Its kernel is gone, or has let go of this process: foreground runs end, with all else where there is no other."""
+        logger.info("the kernel is gone")
         self._kernel_gone = True
         self._tie_to_kernel()
         self._submits.clear()
@@ -142,6 +147,7 @@ class Supervisor:
     def _hear_client(self, key: str, route: bytes, message: Message) -> None:
         """Do what the kernel, or a visitor who could read the connection file, asks for."""
         run = self._runs.get(getattr(message, "run", ""))
+        log_message(logger, "heard from the kernel or a visitor:", message)
         match message:
             case Submit():
                 self._submits.append((key, message))
@@ -200,6 +206,7 @@ class Supervisor:
             kind, why = (
                 (type(error), str(error)) if ours else (EngineError, f"the run could not begin: {error}")
             )
+            logger.warning("a run is refused: %s", kind.__name__)
             self._control.send(key, Refused(error=kind.__name__, message=why))
             return
         if kept is not None:
@@ -208,6 +215,7 @@ class Supervisor:
         self._begin(run)
 
     def _begin(self, run: Run) -> None:
+        logger.info("%s begins, with %s", run.name, ", ".join(vm.label for vm in run.vms))
         self._runs[run.name] = run
         self._tie_to_kernel()
         if run.data is not None:
@@ -298,6 +306,7 @@ class Supervisor:
 
     def _hear_agent(self, vm: Vm, message: AgentSays) -> None:
         run = self._runs.get(vm.run or "")
+        log_message(logger, f"heard from {vm.label}:", message)
         if isinstance(message, AgentUp):
             vm.take(message)
             if run is not None:
@@ -309,6 +318,7 @@ class Supervisor:
 
     def _lose_vm(self, vm: Vm, how: str = "") -> None:
         how = self._fleet.lose(vm, how)
+        logger.warning("%s is lost", vm.label)
         run = self._runs.get(vm.run or "")
         if run is not None:
             run.vm_lost(vm, how)
@@ -340,6 +350,7 @@ def main() -> None:
     """Read the configuration from standard input, and serve."""
     become_subreaper()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    process_log.begin(os.getpid())
     config = msgspec.json.decode(sys.stdin.readline(), type=SupervisorConfig)
     tie = KernelTie(config.kernel, config.life)
     raise_limit()
@@ -354,7 +365,6 @@ def main() -> None:
             os.dup2(1, 2)
         supervisor.run()
     except Exception:  # its agents end with it; the notebook says where to look
-        sys.stdin.close()  # it may be that there was no descriptor left
-        crash_report(os.getpid()).write_text(traceback.format_exc())
+        logger.exception("the supervisor broke down")
     finally:
         shutil.rmtree(scratch, ignore_errors=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import shutil
 import time
@@ -17,6 +18,8 @@ from taas.wire.agents import RanksUse
 from taas.wire.clients import Submit
 from taas.wire.framing import Memory
 from taas.wire.ranks import Asking, RankKept, RankUse
+
+logger = logging.getLogger(__name__)
 
 _RESERVE_BYTES = 64 << 10
 _EXPORTED_BYTES = 64 << 20  # names of a run in the foreground are kept up to this size
@@ -80,6 +83,8 @@ class Recorder:
     def note(self, **changes: Any) -> None:
         """Write down what has changed in the record, if anything has."""
         if any(getattr(self.record, name) != value for name, value in changes.items()):
+            if "state" in changes and changes["state"] != self.record.state:
+                logger.info("%s: %s -> %s", self.record.name, self.record.state, changes["state"])
             for name, value in changes.items():
                 setattr(self.record, name, value)
             self._write()

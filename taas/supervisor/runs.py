@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,8 @@ from taas.wire.framing import StoreAddress
 from taas.wire.poll_loop import WorkThread
 from taas.wire.ranks import Asking, RankEnded, RankStage
 from taas.wire.transfer import Chunk, Taken
+
+logger = logging.getLogger(__name__)
 
 _NOT_KEPT = (
     "its ranks are gone, and with them what only they had; the next --keep cell starts new ones, to which the notebook's "
@@ -174,6 +177,7 @@ class Run:
 
     def _trouble(self, what: str, error: str = RunLost.__name__) -> None:
         """Something keeps the run from going on."""
+        logger.warning("%s cannot go on: %s", self.name, error)
         self.found.trouble, self.found.error = what, error
         self.end()
 
@@ -228,6 +232,7 @@ class Run:
         A run that is over stays as it ended: its client has been told, and may be taking its names.
         """
         self.found.presses += 1
+        logger.info("%s is interrupted, press %d", self.name, self.found.presses)
         if self.state == "over":
             return
         if self.found.presses > 1:
@@ -310,6 +315,7 @@ class Run:
 
     def conclude(self) -> RunState:
         """Write down how it ended, settled as it is; returns what its client is told, with the answer, which its agent holds."""
+        logger.info("%s is over: %s", self.name, self.found.verdict.outcome)
         gone = [_NOT_KEPT] if self._spec.keep and not self.ranks.stay else []
         if not self.found.all_done:
             self.ranks.store = None  # it may have been broken off

@@ -7,6 +7,7 @@ lost one has the next number.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +18,7 @@ from taas.agent.forkserver import read_at_import
 from taas.engines import Demand, Machine
 from taas.engines.local import LocalMachine
 from taas.errors import EngineError, NotEnoughDevices
+from taas.process_log import log_message
 from taas.runs.places import runtime_folder
 from taas.runs.records import RunRecord, read_records
 from taas.wire import deadlines
@@ -24,6 +26,8 @@ from taas.wire.agents import AgentUp
 from taas.wire.clients import Submit
 from taas.wire.framing import Leave, Message
 from taas.wire.poll_loop import WorkThread
+
+logger = logging.getLogger(__name__)
 
 KEPT = "%kept"  # what a VM with kept ranks has in the place of a run's name
 PLANNER = -1  # the planner's number
@@ -69,6 +73,11 @@ class Vm:
         """Its run's GPUs there, as CUDA_VISIBLE_DEVICES names them; none: ranks that need some are rehearsed."""
         return self._own_gpus if self.remote else self.gpus
 
+    @property
+    def label(self) -> str:
+        """What the log calls it."""
+        return f"agent {self.machine.pid}" if self.machine.pid else self.place or "an agent elsewhere"
+
     def take(self, said: AgentUp) -> None:
         """Take in what its agent says of it."""
         self.up, self.host, self._own_gpus = True, said.host, said.gpus
@@ -77,15 +86,18 @@ class Vm:
     def send(self, message: Message) -> None:
         """Tell its agent, if it is there."""
         if not self.gone:
+            log_message(logger, f"to {self.label}:", message)
             self._send(self.key, message)
 
     def kill(self) -> None:
         """SIGKILL its agent, where that is a process of this machine, and so a child of this one."""
         if self.machine.pid and not self.gone:
+            logger.warning("SIGKILL to %s", self.label)
             os.kill(self.machine.pid, signal.SIGKILL)
 
     def end(self, worker: WorkThread) -> None:
         """Give it back; its agent is told by both ways there are. One of this machine is waited for by a worker."""
+        logger.info("%s is given back", self.label)
         self._send(self.key, Leave())
         self.machine.end()
         if isinstance(self.machine, LocalMachine):

@@ -1,0 +1,81 @@
+"""What taas's own processes do, step by step: a log file for each supervisor and each agent.
+
+The files lie in ``<jupyter runtime dir>/taas/logs``. ``%taas doctor --report RUN`` puts those of a run into a
+report that a user attaches to a bug report. So a line holds names of messages, states of runs, process ids,
+signals and exit statuses, and never values of the notebook, the text of a cell, or variables of the environment.
+
+Ranks and the kernel have no log file: their loggers belong to the user. What a rank says and how it ends is in
+the log of its agent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import socket
+from logging.handlers import RotatingFileHandler
+from pathlib import Path
+
+from taas.runs.places import runtime_folder
+
+_LARGEST = 1 << 19  # bytes of a file; the one before it stays beside it
+_MOST_FILES = 100
+_FREQUENT = frozenset({"Alive", "Chunk", "Taken", "RanksUse", "RanksSeen", "LookAtRanks"})
+"""Messages that come again and again while nothing else happens. They are logged at DEBUG."""
+_TOLD = ("what", "stage", "how", "outcome", "rank")
+_WORD = re.compile(r"[a-z]+( [a-z]+)?")
+
+
+def log_file(supervisor: int, agent: str = "") -> Path:
+    """Return the log file of the supervisor with this process id, or of one of its agents (``agent-0``)."""
+    name = f"supervisor-{supervisor}"
+    return runtime_folder("logs") / f"{name}{agent and f'-{agent}'}.log"
+
+
+def log_files(supervisor: int) -> list[Path]:
+    """Return the log files that there are of a supervisor and of its agents, older parts first."""
+    files = runtime_folder("logs").glob(f"supervisor-{supervisor}[.-]*")
+    return sorted(files, key=lambda path: (path.name.partition(".log")[0], -len(path.name)))
+
+
+def begin(supervisor: int, agent: str = "") -> None:
+    """Let the loggers of this process write to its file; without room for it they write nothing."""
+    logging.raiseExceptions = False  # a full disk must not cost a run
+    logger = logging.getLogger("taas")
+    logger.propagate = False
+    logger.setLevel(logging.INFO)
+    try:
+        path = log_file(supervisor, agent)
+        handler: logging.Handler = RotatingFileHandler(path, maxBytes=_LARGEST, backupCount=1)
+        path.chmod(0o600)
+    except OSError:
+        handler = logging.NullHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logger.addHandler(handler)
+    logger.info("process %d on %s", os.getpid(), socket.gethostname())
+
+
+def remove_old_files() -> None:
+    """Keep the newest files."""
+    with contextlib.suppress(OSError):  # another supervisor removes the same ones
+        files = sorted(runtime_folder("logs").iterdir(), key=lambda path: path.stat().st_mtime)
+        for path in files[:-_MOST_FILES]:
+            path.unlink(missing_ok=True)
+
+
+def log_message(logger: logging.Logger, what: str, message: object) -> None:
+    """Log that a message was heard or is said, as ``what`` puts it; the name of its kind, and of what it carries."""
+    carried = getattr(message, "said", None) or message  # an OfJob carries another message
+    kind = type(carried).__name__
+    words = [what, kind]
+    job = getattr(message, "job", None)
+    if job is not None:
+        words.append(f"of job {job}")
+    for field in _TOLD:
+        value = getattr(carried, field, None)
+        # a reason in words may quote the user's: only a single word is one of the protocol's
+        if isinstance(value, int) or (isinstance(value, str) and _WORD.fullmatch(value)):
+            words.append(f"{field}={value}")
+    logger.log(logging.DEBUG if kind in _FREQUENT else logging.INFO, "%s", " ".join(words))
