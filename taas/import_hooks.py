@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.abc
 import importlib.machinery
+import importlib.util
 import itertools
 import sys
 import threading
@@ -11,6 +12,39 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import ModuleType
+from typing import Any
+
+# ---------------------------------------------------------------- what sys.modules has
+#
+# A lazy module imports itself when it is asked for an attribute, or raises there: one of ``importlib.util.LazyLoader`` for any,
+# one with a ``__getattr__`` (speechbrain's) for any that it does not have, ``__file__`` among them. Whoever only looks around
+# must not set that off. So modules that are found in ``sys.modules`` are asked by these functions, not by ``getattr``.
+
+_Unexecuted: type = importlib.util._LazyModule  # type: ignore[attr-defined]
+"""The class of a module of ``LazyLoader`` until its first use."""
+
+
+def loaded(name: str) -> Any:
+    """Return a module that was imported and executed; None where there is none, or one that waits for its first use."""
+    module = sys.modules.get(name)
+    return None if type(module) is _Unexecuted else module
+
+
+def attributes_of(module: Any) -> dict[str, Any]:
+    """Return what a module holds, as it is, past whatever its class does with attributes; empty for an object without any."""
+    try:
+        found: dict[str, Any] = object.__getattribute__(module, "__dict__")
+    except AttributeError:  # None, or what a program has put into sys.modules
+        return {}
+    return found
+
+
+def attribute_of(name: str, attribute: str, default: Any = None) -> Any:
+    """Return what the module of a name holds under an attribute; the default where it is not imported, or holds no such."""
+    return attributes_of(sys.modules.get(name)).get(attribute, default)
+
+
+# ---------------------------------------------------------------- changes at an import
 
 Change = Callable[[ModuleType], None]
 Around = Callable[[], AbstractContextManager[None]]
@@ -70,7 +104,7 @@ _finder = _Finder()
 def after_import(name: str, change: Change) -> None:
     """Call ``change(module)`` right after a module is executed, before anyone takes names from it; or now if it has been."""
     module = sys.modules.get(name)
-    if module is not None:
+    if module is not None:  # a lazy one is executed by that: there is something to change
         change(module)
         return
     _finder.changes.setdefault(name, []).append(change)
@@ -106,7 +140,7 @@ _NOT_OF_PROJECTS = {"taas", "__main__", "__mp_main__", *sys.stdlib_module_names}
 
 def may_be_of_project(name: str) -> bool:
     """Tell whether an imported module may be one of a project: neither Python's nor an installed one."""
-    file = getattr(sys.modules.get(name), "__file__", None) or ""
+    file = attribute_of(name, "__file__") or ""
     return file != "" and "site-packages" not in file and name.partition(".")[0] not in _NOT_OF_PROJECTS
 
 
@@ -117,9 +151,9 @@ _noted: dict[str, tuple[object, int]] = {}
 def note_files(_result: object = None) -> None:
     """Note as what the files of modules that were imported or reloaded since stand on disk: after each cell, and before."""
     for name, module in list(sys.modules.items()):
-        spec = vars(module).get("__spec__") if isinstance(module, ModuleType) else None
+        spec = attributes_of(module).get("__spec__")
         if spec is not None and _noted.get(name, (None,))[0] is not spec:
-            _noted[name] = spec, _changed_at(spec.origin)
+            _noted[name] = spec, _changed_at(getattr(spec, "origin", None))
 
 
 def is_edited(name: str) -> bool:

@@ -27,6 +27,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from taas import _linux
+from taas.import_hooks import loaded
 
 Span = tuple[int, int]
 
@@ -187,7 +188,7 @@ def _has_pinned_pages() -> bool:
 
 def _is_pinned(start: int, end: int) -> bool:
     """Tell whether memory may be pinned for a device: CUDA does not tell the system, and torch knows if it is in use."""
-    cuda = sys.modules.get("torch.cuda")
+    cuda = loaded("torch.cuda")
     if cuda is None or not cuda.is_initialized():
         return True
     torch = sys.modules["torch"]

@@ -19,11 +19,19 @@ def versions(names: Iterable[str] = COMPARED) -> dict[str, str]:
     found = {"python": platform.python_version()}
     for name in names:
         try:
-            known = found.get(name) or getattr(sys.modules.get(name), "__version__", None)
+            known = found.get(name) or _imported_version(name)
             found[name] = str(known or importlib.metadata.version(name))
         except importlib.metadata.PackageNotFoundError:
             found[name] = ""
     return found
+
+
+def _imported_version(name: str) -> object:
+    """Return the version that an imported library holds. It is not asked for it: a lazy module would import itself."""
+    try:
+        return object.__getattribute__(sys.modules.get(name), "__dict__").get("__version__")
+    except AttributeError:  # it is not imported, or an object without attributes stands for it
+        return None
 
 
 def differing_versions(there: dict[str, str], here: dict[str, str]) -> str:

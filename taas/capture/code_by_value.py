@@ -26,6 +26,7 @@ from typing import Any
 from cloudpickle import cloudpickle as _cloudpickle
 
 from taas.capture.reading import Reading, import_or_stand_in, read_insides, set_insides
+from taas.import_hooks import attributes_of
 
 TESTED_CLOUDPICKLE = "3.1"
 """The series whose private parts this module was written against."""
@@ -134,8 +135,9 @@ def goes_by_name(function: types.FunctionType) -> bool:
 def read_of_module(function: types.FunctionType) -> Reading | None:
     """Read a function that a module's code has made, as a wrapper; None if it goes by name, or its module cannot be imported there."""
     name = function.__globals__["__name__"]
-    is_importable = getattr(sys.modules.get(name), "__spec__", None) is not None
-    if not is_importable or vars(sys.modules[name]) is not function.__globals__ or goes_by_name(function):
+    there = attributes_of(sys.modules.get(name))
+    is_importable = there.get("__spec__") is not None
+    if not is_importable or there is not function.__globals__ or goes_by_name(function):
         return None
     arguments = (function.__code__, name, function.__closure__)
     return read_function(function, {})._replace(constructor=_make_of_module, arguments=arguments)

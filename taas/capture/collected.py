@@ -9,7 +9,6 @@ from __future__ import annotations
 import io
 import pickle
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -19,6 +18,7 @@ import msgspec
 
 from taas.capture.payload import check_room
 from taas.errors import CaptureError
+from taas.import_hooks import loaded
 from taas.runs.events import COLLECTED
 from taas.wording import fitting, ranks_in_words, text_of
 
@@ -32,7 +32,7 @@ _Value = tuple[bytes, str]
 
 class _CopyPickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
-        torch = sys.modules.get("torch")
+        torch = loaded("torch")
         if torch is None or type(value) is not torch.Tensor:
             return NotImplemented
         return value.detach().cpu().clone().__reduce_ex__(pickle.HIGHEST_PROTOCOL)

@@ -26,12 +26,14 @@ from taas.capture.reading import (
     Reading,
     is_only_python,
     itself,
+    module_holding,
     module_named,
     read_insides,
     read_plain,
     set_by_protocol,
 )
 from taas.capture.tensors import content_of, is_array, is_tensor
+from taas.import_hooks import attribute_of, attributes_of
 
 State = tuple[str, bytes, tuple[int, ...]]
 _Said = tuple[str, Any]
@@ -118,8 +120,8 @@ class FlatStates:
         self.named: dict[int, str] = {}
         self.left: dict[str, LeftOut] = {}
         self._todo: list[int] = []
-        held = ((m, n) for m, n in _HELD if hasattr(sys.modules.get(m), n))
-        self._held = {id(getattr(sys.modules[m], n)): (m, n) for m, n in held}
+        held = {(m, n): attributes_of(sys.modules.get(m)) for m, n in _HELD}
+        self._held = {id(there[n]): (m, n) for (m, n), there in held.items() if n in there}
 
     def enter(self, value: Any) -> int:
         """Return the number of an object; a new one is described by :meth:`walk`."""
@@ -239,7 +241,7 @@ class FlatStates:
 
     def _builtin(self, function: Any, children: list[int], _: int) -> _Said:
         owner, name = function.__self__, function.__name__
-        module = pickle.whichmodule(function, name)  # type: ignore[attr-defined]
+        module = module_holding(function, name)
         if getattr(module_named(module), name, None) is function:  # torch.cat
             return "global", (module, name)
         if owner is None or isinstance(owner, types.ModuleType):
@@ -342,9 +344,9 @@ def name_of(value: Any) -> tuple[str, str]:
         if not isinstance(reduced, str):
             raise pickle.PicklingError(f"cannot pickle a {type(value).__qualname__}")
         name = reduced
-    module: str = getattr(value, "__module__", None) or pickle.whichmodule(value, name)  # type: ignore[attr-defined]
+    module: str = getattr(value, "__module__", None) or module_holding(value, name)
     package = module.partition(".")[0]
-    if getattr(sys.modules.get(package), name, None) is value:
+    if attribute_of(package, name) is value:
         module = package  # its public name, under which another one may stand in for it there
     found = module_named(module)
     for part in name.split("."):

@@ -31,7 +31,14 @@ from taas.capture.reading import (
     make_plain,
     turn_into,
 )
-from taas.import_hooks import imported_since, is_edited, may_be_of_project
+from taas.import_hooks import (
+    attribute_of,
+    attributes_of,
+    imported_since,
+    is_edited,
+    loaded,
+    may_be_of_project,
+)
 
 _ANY_MODULE = ({"import_module"}, {"__import__"}, {"sys", "modules"}, {"runpy"}, {"%run"})
 """Code with such words may reach modules that it does not name."""
@@ -71,8 +78,9 @@ def survey() -> None:
 def _of_project(project: str) -> list[tuple[str, types.ModuleType]]:
     survey()
     below = project.rstrip(os.sep) + os.sep
-    modules = [(name, sys.modules[name]) for name in _maybe_of_projects if name in sys.modules]
-    return [(n, m) for n, m in modules if (getattr(m, "__file__", None) or "").startswith(below)]
+    # one that waits for its first use has no data yet
+    modules = [(name, module) for name in _maybe_of_projects if (module := loaded(name)) is not None]
+    return [(n, m) for n, m in modules if (attributes_of(m).get("__file__") or "").startswith(below)]
 
 
 def loaded_as(project: str) -> dict[str, Any]:
@@ -195,7 +203,7 @@ def holders(project: str, modules: Container[str] | None = None) -> dict[str, An
     _listed.update(name for name, holder in found.items() if any(_own_parts(holder).values()))
     listed = {name: holder for name, holder in found.items() if name in _listed}
     with_data = [module for name, module in _of_project(project) if modules is None or name in modules]
-    for name in _HOLDS.keys() & sys.modules.keys():
+    for name in filter(loaded, _HOLDS):
         if name in _put or any(value is not None for value in data_of(sys.modules[name]).values()):
             with_data.append(sys.modules[name])
             _put.add(name)
@@ -223,7 +231,7 @@ def name_of_holder(holder: Any) -> str:
 
 def holder_kinds() -> tuple[type, ...]:
     """Return the classes of modules, loggers and display formatters."""
-    formatter = getattr(sys.modules.get("IPython.core.formatters"), "BaseFormatter", logging.Logger)
+    formatter = attribute_of("IPython.core.formatters", "BaseFormatter", logging.Logger)
     return types.ModuleType, logging.Logger, formatter
 
 

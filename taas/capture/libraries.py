@@ -24,6 +24,7 @@ from taas.capture.reading import (
     set_insides,
     turn_into,
 )
+from taas.import_hooks import attribute_of, loaded
 
 _rebuilt: weakref.WeakSet[Any] = weakref.WeakSet()
 """Optimizers that were built in this process and not stepped since."""
@@ -33,13 +34,13 @@ _ReaderOf = Callable[[Any], Reading | None]
 
 def library_reader(cls: Any, *, answers: bool = False) -> _ReaderOf | None:
     """Return what reads objects of such a class, or None; ``answers`` go to the notebook, where all users of a block are."""
-    traits = getattr(sys.modules.get("traitlets"), "HasTraits", None)
+    traits = attribute_of("traitlets", "HasTraits")
     if traits is not None and issubclass(cls, traits) and cls.__setstate__ is traits.__setstate__:
         return _read_traits
-    data = getattr(sys.modules.get("torch.utils.data"), "DataLoader", None)
+    data = attribute_of("torch.utils.data", "DataLoader")
     if data is not None and issubclass(cls, data) and keeps_pickling_of_object(cls):
         return lambda value: _read(value, _set_loader, "_iterator")
-    bar = getattr(sys.modules.get("tqdm.std"), "tqdm", None)
+    bar = attribute_of("tqdm.std", "tqdm")
     if bar is not None and issubclass(cls, bar):
         return lambda value: Reading(make_plain, (type(value),), _set_bar, read_insides(value))
     return _reader_of_optimizers(cls) or _reader_of_blocks(cls, answers=answers)
@@ -68,7 +69,7 @@ def _set_bar(bar: Any, insides: tuple[Any, dict[str, Any]]) -> None:
 
 
 def _reader_of_optimizers(cls: Any) -> _ReaderOf | None:
-    optim, schedulers = sys.modules.get("torch.optim"), sys.modules.get("torch.optim.lr_scheduler")
+    optim, schedulers = loaded("torch.optim"), loaded("torch.optim.lr_scheduler")
     if optim is None or schedulers is None or not keeps_pickling_of_object(cls):
         return None
     if issubclass(cls, optim.Optimizer) and cls.__getstate__ is optim.Optimizer.__getstate__:
@@ -114,7 +115,7 @@ def _mark_step(optimizer: Any) -> None:
 
 
 def _reader_of_blocks(cls: Any, *, answers: bool) -> _ReaderOf | None:
-    internals = sys.modules.get("pandas._libs.internals")
+    internals = loaded("pandas._libs.internals")
     references = getattr(internals, "BlockValuesRefs", None)
     if references is None:  # pandas is not there, or copies nothing by itself
         return None
@@ -124,7 +125,7 @@ def _reader_of_blocks(cls: Any, *, answers: bool) -> _ReaderOf | None:
         return lambda manager: Reading(cls, (manager.blocks[0], manager.axes[0]))
     if issubclass(cls, sys.modules["pandas.core.indexes.base"].Index):
         return _read_index
-    return _read_block if issubclass(cls, internals.Block) else None  # type: ignore[union-attr]
+    return _read_block if issubclass(cls, internals.Block) else None
 
 
 def _read_index(index: Any) -> Reading:
@@ -194,7 +195,7 @@ def _set_traits(value: Any, state: dict[str, Any]) -> None:
 
 def wait_for_devices() -> None:
     """Wait until CUDA devices have done all that was asked of them; raises :class:`RuntimeError` for what failed late."""
-    torch = sys.modules.get("torch")
+    torch = loaded("torch")
     if torch is None or not hasattr(torch, "cuda") or not torch.cuda.is_initialized():
         return
     has_context = getattr(torch._C, "_cuda_hasPrimaryContext", None)
@@ -226,7 +227,7 @@ def join_devices(objects: list[Any]) -> None:
     Parameters that a cell moved to a GPU come back to the device they had; what the cell made beside them there has to follow, or
     the next step in the notebook fails. Tensors among the ``objects`` stay where they are.
     """
-    if "torch.optim" not in sys.modules:
+    if loaded("torch.optim") is None:
         return
     import torch
 

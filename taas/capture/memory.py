@@ -26,6 +26,7 @@ from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from taas.import_hooks import loaded
 from taas.page_watch import Watch
 from taas.wording import first_line
 
@@ -320,7 +321,7 @@ class MemoryTable:
 
 def new_memory(region: Region, fd: int) -> Stretch:
     """Return a region as ordinary memory: a mapping would stay as long as anything in it, and twice where somebody writes to it."""
-    torch = sys.modules.get("torch")
+    torch = loaded("torch")
     storages = {}
     if torch is not None and hasattr(torch, "UntypedStorage"):
         owner = torch.empty(region.nbytes, dtype=torch.uint8, device="cpu")

@@ -27,6 +27,7 @@ from typing import Any
 from taas.capture.cells import is_of_ipython, python_of, users_names
 from taas.capture.code_by_value import codes_in, global_names, names_of, words_in
 from taas.capture.reading import keeps_pickling_of_object, keeps_state_of_object
+from taas.import_hooks import attributes_of
 
 _BINDS_ANY = {"eval", "exec", "globals", "locals", "vars", "setattr", "__main__"}
 """What a cell may bind names with that its code does not say."""
@@ -110,7 +111,7 @@ class _Reader(ast.NodeVisitor):
     def _need(self, name: str, *, sure: bool) -> None:
         """Note that a name is read."""
         needs, namespace = self.needs, self._namespace
-        if getattr(namespace.get(name), "__dict__", None) is namespace:  # import __main__ as m
+        if attributes_of(namespace.get(name)) is namespace:  # import __main__ as m
             self._need(ANY + name, sure=False)
         if name.startswith(ANY):
             needs.built = needs.built or name.removeprefix(ANY)

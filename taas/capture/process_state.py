@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 
 from taas.capture.holders import all_loggers
 from taas.capture.memory import view_of
-from taas.import_hooks import after_import
+from taas.import_hooks import after_import, attribute_of, attributes_of, loaded
 
 _A_RANKS_OWN = {
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE",
@@ -147,7 +147,7 @@ _waiting: list[tuple[Callable[[], None], bytes]] = []
 
 
 def _having(name: str, attribute: str) -> Any:
-    module = sys.modules.get(name)
+    module = loaded(name)
     return module if module is not None and hasattr(module, attribute) else None
 
 
@@ -307,7 +307,7 @@ def _inline_settings(config: Any) -> dict[str, Any] | None:
 
 def _show_figures(*_: Any) -> None:
     """Let the shell show figures, as from a kernel's first one on; pyplot does it by itself where it is being imported."""
-    pyplot = sys.modules.get("matplotlib.pyplot")
+    pyplot = loaded("matplotlib.pyplot")
     if pyplot is None or hasattr(pyplot, "switch_backend"):
         importlib.import_module(_INLINE)
 
@@ -361,9 +361,7 @@ def _warning_filters(_: Any) -> list[Any]:
 def _put_warning_filters(told: list[Any], *, rank: bool) -> None:
     """Set the filters; in a rank, before those it has. Nothing warns with a category that no module here has."""
     filters: list[Any] = warnings.filters  # type: ignore[assignment]
-    known = [
-        (action, text, getattr(sys.modules.get(m), n, None), *place) for action, text, (m, n), *place in told
-    ]
+    known = [(action, text, attribute_of(m, n), *place) for action, text, (m, n), *place in told]
     new = [entry for entry in known if entry[2] is not None]
     filters[:] = [*new, *(entry for entry in filters if rank and entry not in new)]
     warnings._filters_mutated()  # type: ignore[attr-defined]
@@ -481,8 +479,9 @@ def table(device: str | None = None, *, rank: bool = False) -> tuple[Row, ...]:
 
 
 def _loaded(library: str) -> ModuleType | None:
-    module = sys.modules.get(library)
-    return None if getattr(getattr(module, "__spec__", None), "_initializing", False) else module
+    module = loaded(library)
+    spec = attributes_of(module).get("__spec__")
+    return None if getattr(spec, "_initializing", False) else module
 
 
 def _take(table: Iterable[Row]) -> dict[str, Any]:

@@ -24,9 +24,11 @@ from taas.capture.libraries import library_reader
 from taas.capture.reading import (
     ATOMS,
     FILES,
+    MissingModule,
     Reading,
     container_reader,
     find,
+    import_or_stand_in,
     is_only_python,
     itself,
     keeps_pickling_of_object,
@@ -47,6 +49,7 @@ from taas.capture.tensors import (
     tensor_reader,
 )
 from taas.delivery.registered import delivers, reduce_registered
+from taas.import_hooks import attributes_of, loaded
 
 _ReaderOf = Callable[[Any], Reading | None]
 
@@ -119,12 +122,15 @@ class Reader:
         return read
 
     def _held_by(self, module: str) -> dict[int, str]:
-        loaded = sys.modules[module]
-        file = getattr(loaded, "__file__", None) or ""
+        there = attributes_of(sys.modules[module])
+        file = there.get("__file__") or ""
         if self._project and file.startswith(self._project + "/") and "site-packages" not in Path(file).parts:
             return {}  # its data are the notebook's
-        held = [*vars(loaded).items()]
-        return {id(value): name for name, value in held if getattr(type(value), "__module__", "") == module}
+        return {
+            id(value): name
+            for name, value in [*there.items()]
+            if getattr(type(value), "__module__", "") == module
+        }
 
     def _reader_of_object(self, cls: Any) -> _ReaderOf:
         if cls in self._table:
@@ -153,6 +159,8 @@ class Reader:
 
     def _module(self, module: types.ModuleType) -> Reading | None:
         self.modules.add(module.__name__)
+        if isinstance(module, MissingModule):  # the notebook has the module that it stands for
+            return Reading(import_or_stand_in, (module.__name__,))
         if module_named(module.__name__) is not module:
             return self._by_protocol(module)
         return reader_of_module(module, self._project)
@@ -188,13 +196,13 @@ def is_wrapper(cls: type) -> bool:
     """Tell whether objects of a class are wrappers around the module that comes back in their place."""
     if getattr(cls, "__taas_unwrap__", False):
         return True
-    parallel = sys.modules.get("torch.nn.parallel")
+    parallel = loaded("torch.nn.parallel")
     return parallel is not None and issubclass(cls, (parallel.DistributedDataParallel, parallel.DataParallel))
 
 
 def holds_shards(value: Any) -> bool:
     """Tell whether this is a model whose parameters are sharded over the ranks."""
-    torch = sys.modules.get("torch")
+    torch = loaded("torch")
     is_model = torch is not None and isinstance(value, torch.nn.Module)
     return is_model and any(is_sharded(type(part)) for part in value.parameters())
 

@@ -26,7 +26,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from taas.import_hooks import may_be_of_project
+from taas.import_hooks import attributes_of, may_be_of_project
 
 ATOMS: frozenset[type] = frozenset({str, bytes, int, float, complex, bool, type(None)})
 """Types whose objects are their values: nobody can tell which of two equal ones it is."""
@@ -224,7 +224,29 @@ def module_named(name: str) -> Any:
     """Return the module of a name, also one that is an attribute of another only (``torch.ops.aten``); else None."""
     found = sys.modules.get(name)
     parent, _, last = name.rpartition(".")
-    return getattr(module_named(parent), last, None) if found is None and parent else found
+    if found is not None or not parent:
+        return found
+    try:
+        return getattr(module_named(parent), last, None)
+    except ImportError:  # of a lazy module that lacks what it needs
+        return None
+
+
+def module_holding(value: Any, name: str) -> str:
+    """Return the module that an object says it is of, or else one that holds it under a name: as pickle finds it, but asking none."""
+    said = getattr(value, "__module__", None)
+    if said is not None:
+        return str(said)
+    first, *rest = name.split(".")
+    for module, loaded in [*sys.modules.items()]:
+        if module in ("__main__", "__mp_main__"):
+            continue
+        found = attributes_of(loaded).get(first)
+        for part in rest if isinstance(found, type) else ():
+            found = getattr(found, part, None)
+        if found is value:
+            return module
+    return "__main__"
 
 
 def find(module: str, name: str) -> Any:

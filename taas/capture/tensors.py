@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from taas.capture.memory import MemoryRange, memory_of_storage
 from taas.capture.reading import Reading, read_insides, read_reduced, set_insides
+from taas.import_hooks import attribute_of, loaded
 from taas.rank_storage import is_closed
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ _SHARDED = {"torch.distributed.tensor.DTensor", "torch.distributed._shard.sharde
 
 def is_tensor(value: Any) -> bool:
     """Tell whether a value is a tensor, without importing torch."""
-    torch = sys.modules.get("torch")
+    torch = loaded("torch")
     return torch is not None and hasattr(torch, "Tensor") and isinstance(value, torch.Tensor)
 
 
@@ -91,7 +92,7 @@ def tensor_reader(cls: Any) -> Callable[[Any], Reading | None] | None:
 
     A class with a ``__torch_dispatch__`` of its own has its values elsewhere than in a storage.
     """
-    torch = sys.modules.get("torch")
+    torch = loaded("torch")
     if torch is None or not hasattr(torch, "UntypedStorage"):
         return None
     if cls is torch.UntypedStorage:
@@ -251,20 +252,20 @@ def _make_whole(whole: Any, parameter: bool, requires_grad: bool, grad: Any) -> 
 
 def is_array(value: Any) -> bool:
     """Tell whether a value is an array, without importing NumPy."""
-    numpy = sys.modules.get("numpy")
+    numpy = loaded("numpy")
     return numpy is not None and hasattr(numpy, "ndarray") and isinstance(value, numpy.ndarray)
 
 
 def array_reader(cls: Any) -> Callable[[Any], Reading | None] | None:
     """Return what reads arrays of a class, or None: it is none, or has a protocol of its own."""
-    numpy = sys.modules.get("numpy")
+    numpy = loaded("numpy")
     if numpy is None or not hasattr(numpy, "ndarray"):
         return None
     if issubclass(cls, numpy.dtype):
         return _read_dtype
     if not issubclass(cls, numpy.ndarray):
         return None
-    masked = getattr(sys.modules.get("numpy.ma"), "MaskedArray", numpy.ndarray)
+    masked = attribute_of("numpy.ma", "MaskedArray", numpy.ndarray)
     known = (numpy.ndarray, masked)
     keeps = any(cls.__reduce__ is k.__reduce__ and cls.__setstate__ is k.__setstate__ for k in known)
     return _read_array if keeps else None

@@ -20,6 +20,7 @@ from typing import Any
 import comm
 from comm.base_comm import BaseComm
 
+from taas.import_hooks import loaded
 from taas.wording import shown, text_of
 
 _WIDGETS = "jupyter.widget"
@@ -191,5 +192,5 @@ def _widget_of(end: Any) -> Any:
 
 
 def _all_widgets() -> dict[str, Any]:
-    module = sys.modules.get("ipywidgets.widgets.widget")
+    module = loaded("ipywidgets.widgets.widget")
     return module._instances if module is not None else {}

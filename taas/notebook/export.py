@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 from taas.capture.cells import is_of_ipython, python_of
 from taas.errors import EngineError
+from taas.import_hooks import loaded
 from taas.runs.records import PAYLOAD, RunRecord, read_record
 from taas.wording import counted, shown
 
@@ -201,7 +202,7 @@ def _binds(node: ast.stmt) -> Iterator[tuple[str, ast.stmt]]:
 
 def _generators() -> dict[str, Any]:
     """Return the states of the random generators, by library."""
-    there = [library for library in _GENERATORS if library in sys.modules]
+    there = [library for library in _GENERATORS if loaded(library) is not None]
     return {
         library: operator.attrgetter(_GENERATORS[library][0])(sys.modules[library])() for library in there
     }

@@ -29,7 +29,7 @@ from contextlib import AbstractContextManager
 from types import FunctionType, ModuleType
 from typing import Any
 
-from taas.import_hooks import imported_since
+from taas.import_hooks import attributes_of, imported_since
 from taas.storage.boundary import Denial
 from taas.storage.table import Seen, Table
 
@@ -330,7 +330,7 @@ def survey() -> None:
         module = sys.modules[name]
         if not isinstance(module, ModuleType) or name in _REAL or name == __name__:
             continue
-        for key, value in [*vars(module).items()]:
+        for key, value in [*attributes_of(module).items()]:
             if id(value) in originals:
                 _bound.append((functools.partial(setattr, module, key), originals[id(value)]))
             elif name in _BOUND_EARLY and getattr(value, "__module__", "") == name:
