@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from taas.capture import Capture, Kept, capture, check_syntax
+from taas.capture.environment import changed_variables, is_utf8, sendable_variables
 from taas.capture.payload import free_memory
-from taas.capture.process_state import changed_variables, is_utf8, sendable_variables
 from taas.config import DATA_VM, load_catalog, project_folder
 from taas.dataloader_registry import registered
 from taas.delivery.registered import apply_final, delivering, loaders_in_use

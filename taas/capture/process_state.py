@@ -30,17 +30,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from taas.capture.environment import inherited_variables, is_a_ranks_own, put_variables
 from taas.capture.holders import all_loggers
 from taas.capture.memory import view_of
 from taas.import_hooks import after_import, attribute_of, attributes_of, loaded
 
-_A_RANKS_OWN = {
-    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE",
-    "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "MPLBACKEND",
-    "NODE_RANK", "PWD", "OLDPWD", "SHLVL", "_",
-}  # fmt: skip
 _OF_LAUNCHERS = ("--local_rank=", "--local-rank=")
-_A_RANKS_OWN_PREFIXES = ("ROLE_", "TORCHELASTIC_", "TAAS_", "JPY_", "TORCH_NCCL_", "TORCHDYNAMO_")
 
 
 def _told(sent: Any, before: Any, now: Any) -> Any:
@@ -52,43 +47,6 @@ def _told(sent: Any, before: Any, now: Any) -> Any:
         return now
     beside = [item for item in before if item not in (sent or ())]
     return [item for item in now if item not in beside]
-
-
-def _inherited_variables() -> dict[str, str]:
-    entries = os.fsdecode(Path("/proc/self/environ").read_bytes()).split("\0")
-    return dict(entry.split("=", 1) for entry in entries if "=" in entry)
-
-
-def changed_variables() -> tuple[str, ...]:
-    """Return the names of environment variables that this process has set, changed or removed since it began."""
-    inherited = _inherited_variables()
-    names = inherited.keys() | os.environ.keys()
-    return tuple(sorted(name for name in names if inherited.get(name) != os.environ.get(name)))
-
-
-def sendable_variables() -> tuple[dict[str, str], list[str]]:
-    """Return the environment that a message can carry, and the names of what is left out for good.
-
-    What the notebook itself set travels with its names, in whatever bytes.
-    """
-    environ = {name: value for name, value in os.environ.items() if is_utf8(name + value)}
-    changed = changed_variables()
-    return environ, [ascii(name)[1:-1] for name in os.environ if name not in environ and name not in changed]
-
-
-def is_utf8(text: str) -> bool:
-    """Whether a text of the system's is what it should be; bytes that are not come as lone surrogates."""
-    return text.encode(errors="ignore").decode() == text
-
-
-def _own(name: str) -> bool:
-    return name in _A_RANKS_OWN or name.startswith(_A_RANKS_OWN_PREFIXES)
-
-
-def _put_environment(_: ModuleType, told: dict[str, str | None]) -> None:
-    os.environ.update({name: value for name, value in told.items() if value is not None})
-    for name in [name for name, value in told.items() if value is None]:
-        os.environ.pop(name, None)
 
 
 # ---------------------------------------------------------------- paths and arguments
@@ -466,7 +424,7 @@ def table(device: str | None = None, *, rank: bool = False) -> tuple[Row, ...]:
         Row("sys.argv", "sys", _arguments, _put_arguments, early=True),
     )  # fmt: skip
     return (
-        Row("environment", "os", lambda o: {n: v for n, v in o.environ.items() if not _own(n)}, _put_environment, early=True),
+        Row("environment", "os", lambda o: {n: v for n, v in o.environ.items() if not is_a_ranks_own(n)}, put_variables, early=True),
         *of_process,
         Row("time zone", "time", lambda t: (t.tzname, t.timezone), lambda _, told: time.tzset(), early=True),
         Row("working directory", "os", _working_directory,
@@ -492,7 +450,7 @@ def _take(table: Iterable[Row]) -> dict[str, Any]:
 def of_notebook() -> dict[str, Any]:
     """Return the notebook's state, for :class:`ProcessState`."""
     state = _take(row for row in table() if not row.only_back)
-    first = {name: value for name, value in _inherited_variables().items() if not _own(name)}
+    first = {name: value for name, value in inherited_variables().items() if not is_a_ranks_own(name)}
     state["environment"] = _told(None, first, state["environment"])
     if "numpy" not in state["random numbers"]:  # forks of one process must not all draw the same
         state["random numbers"]["numpy seed"] = int.from_bytes(os.urandom(4), "little")
