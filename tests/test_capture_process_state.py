@@ -102,3 +102,63 @@ def test_a_default_device_is_each_ranks_own(tmp_path: Path) -> None:
         [sys.executable, "-c", DEFAULTS], capture_output=True, text=True, check=True, cwd=tmp_path
     )
     assert ran.stdout.splitlines() == ["cuda cuda:1", "cpu cpu cpu", "cuda:1 cuda", "meta"]
+
+
+# ---------------------------------------------------------------- variables in which a process speaks of itself
+
+SERVED = """
+import os, socket, tempfile
+folder = tempfile.mkdtemp()
+os.environ.pop('TORCHINDUCTOR_CACHE_DIR', None)  # importing torch's compiler has set it
+def serve(name):
+    served = socket.socket(socket.AF_UNIX)
+    served.bind(f'{folder}/{name}')
+    served.listen()
+    return served
+with serve('left'):
+    pass
+here = os.dup(serve('here').detach())
+"""
+OF_A_RANK = {
+    "A_PID": "f'pid:{os.getpid()}'",
+    "A_CHILD": "str(child.pid)",
+    "A_SOCKET": "f'unix://{folder}/there'",
+    "A_SOCKET_THAT_WAS_LEFT": "f'{folder}/left:0'",
+    "WANDB_SERVICE": "f'3-{os.getpid()}-unix-{folder}/there'",
+    "TORCHINDUCTOR_CACHE_DIR": "'/tmp/torchinductor_somebody'",
+    "TRITON_CACHE_DIR": "'/tmp/torchinductor_somebody/triton/1'",
+    "CUDA_MODULE_LOADING": "'LAZY'",
+}
+OF_THE_USER = {
+    "B_SOCKET": "f'{folder}/here'",
+    "B_FILE": "folder",
+    "B_NUMBER": "'1.' + str(os.getpid())",
+    "TORCHINDUCTOR_FORCE": "'/tmp/torchinductor_somebody'",
+    "TRITON_HOME": "folder",
+}
+SILENT = ("WANDB", "TORCHINDUCTOR", "TRITON", "CUDA")
+
+
+def test_what_names_a_rank_stays_with_it(tmp_path: Path) -> None:
+    """Variables that name a process or a socket of the run do not come back, with a line; what a compiler leaves, silently."""
+    sets = "\n".join(
+        f"os.environ[{name!r}] = {value}" for name, value in {**OF_A_RANK, **OF_THE_USER}.items()
+    )
+    cell = f"import subprocess\nchild = subprocess.Popen(['sleep', '60'])\nthere = serve('there').detach()\n{sets}\ndel child"
+    names = [*OF_A_RANK, *OF_THE_USER]
+    program = row("of a rank", (SERVED,), cell, f"[name for name in {names} if name in os.environ]")
+    played = play(program, tmp_path, plain=False)
+    assert played.value == repr([*OF_THE_USER])
+    named = {what.partition(":")[0].removeprefix("the variable ") for what in played.lost}
+    assert named == {name for name in OF_A_RANK if not name.startswith(SILENT)}
+
+
+def test_what_compilers_left_in_the_notebook_is_not_the_ranks(tmp_path: Path) -> None:
+    """Ranks choose their own caches, unless the user has set one."""
+    left = {name: OF_A_RANK[name] for name in OF_A_RANK if name.startswith(SILENT[1:])}
+    sets = "\n".join(f"os.environ[{name!r}] = {value}" for name, value in left.items())
+    earlier = f"import os\n{sets}\nos.environ['TRITON_HOME'] = 'mine'"
+    program = row(
+        "left here", (earlier,), f"seen = [n for n in {[*left, 'TRITON_HOME']} if n in os.environ]", "seen"
+    )
+    assert play(program, tmp_path, plain=False).value == "['TRITON_HOME']"

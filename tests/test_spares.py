@@ -83,3 +83,40 @@ def test_the_next_run_uses_them_and_finds_what_fresh_ranks_find(notebook: Notebo
     assert gone(there(unfit))
     assert of_spares == of_fresh
     notebook.good("del os.environ['EXTRA']")
+
+
+LEFT = """
+import os
+os.environ["TORCHINDUCTOR_CACHE_DIR"] = "/tmp/torchinductor_somebody"
+os.environ["TRITON_CACHE_DIR"] = "/tmp/torchinductor_somebody/triton/0"
+os.environ["CUDA_MODULE_LOADING"] = "LAZY"
+os.environ["WANDB_SERVICE"] = f"3-{os.getpid()}-unix-/tmp/wandb"
+"""
+
+
+def test_a_compiler_in_a_rank_throws_no_spares_away(notebook: Notebook) -> None:
+    """What libraries leave in the environment of ranks makes the next cell no cold one."""
+    run_and_wait(notebook)
+    notebook.good(f"#pragma taas --gpus 2\n{LEFT}")
+    spares = run_and_wait(notebook)
+    assert int(notebook.good("#pragma taas --gpus 2\nprint(os.getpid())").own) in spares
+
+
+READ_AT_IMPORT = {
+    "TORCHINDUCTOR_MAX_AUTOTUNE": "torch._inductor.config.max_autotune",
+    "TORCHINDUCTOR_COORDINATE_DESCENT_TUNING": "torch._inductor.config.coordinate_descent_tuning",
+    "TORCHDYNAMO_VERBOSE": "torch._dynamo.config.verbose",
+    "TORCHDYNAMO_PREPARE_FREEZING": "torch._dynamo.config.prepare_freezing",
+}
+
+
+def test_settings_of_compilers_hold_in_ranks(notebook: Notebook) -> None:
+    """Variables that torch's compiler reads at import have effect in ranks, and none when they are gone."""
+    sets = "\n".join(f"os.environ[{name!r}] = '1'" for name in READ_AT_IMPORT)
+    seen = (
+        f"#pragma taas --gpus 2\nimport torch._inductor.config\nprint(({', '.join(READ_AT_IMPORT.values())}))"
+    )
+    notebook.good(f"import os\n{sets}")
+    assert notebook.good(seen).own == "(True, True, True, True)\n"
+    notebook.good(f"for name in {[*READ_AT_IMPORT]}: del os.environ[name]")
+    assert notebook.good(seen).own == "(False, False, False, False)\n"

@@ -259,10 +259,12 @@ class CellChanges:
         if self._arrival.returned is not None:
             return None
         try:
-            return self._arrival.state.changes()
+            changes = self._arrival.state.changes()
         except Exception as error:  # a cell may have replaced whatever is asked
             self._lost.append(not_brought(error))
             return None
+        self._lost += self._arrival.state.stayed
+        return changes
 
     def _tell_left_out(self) -> None:
         """Say what cannot travel of modules, loggers and formatters, where the notebook has another one."""

@@ -1,17 +1,39 @@
-"""Environment variables: those that cells change travel, those that describe a rank do not."""
+"""Environment variables: those that cells change travel; what a process says of itself in them stays with it.
+
+Three kinds stay. What describes a rank, as torchrun's variables do. What a library writes into the environment of the
+process it is used in, with no wish of the user's behind it (a compiler's default cache). And what names a process or a
+socket of the rank: it is of no use to anybody once that has ended, as wandb's ``WANDB_SERVICE``.
+"""
 
 from __future__ import annotations
 
 import os
+import re
+import socket
+import stat
+import time
 from pathlib import Path
 from types import ModuleType
+
+import psutil
 
 _A_RANKS_OWN = {
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE",
     "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "MPLBACKEND",
     "NODE_RANK", "PWD", "OLDPWD", "SHLVL", "_",
 }  # fmt: skip
-_A_RANKS_OWN_PREFIXES = ("ROLE_", "TORCHELASTIC_", "TAAS_", "JPY_", "TORCH_NCCL_", "TORCHDYNAMO_")
+_A_RANKS_OWN_PREFIXES = ("ROLE_", "TORCHELASTIC_", "TAAS_", "JPY_", "TORCH_NCCL_")
+_LEFT_BY_LIBRARIES = {
+    "CUDA_MODULE_LOADING": re.compile("LAZY"),  # torch up to 2.8, when CUDA is initialised
+    "TORCHINDUCTOR_CACHE_DIR": re.compile(r".*/torchinductor_[^/]*"),  # torch.compile
+    "TRITON_CACHE_DIR": re.compile(r".*/triton/\d+"),  # torch.compile; the number is the rank's device
+    "WANDB_SERVICE": re.compile(
+        r"\d+-\d+-(unix|tcp)-.*"
+    ),  # wandb's service, which a process starts for itself
+}
+"""What libraries write themselves: each process writes it anew, and what a user has set looks otherwise."""
+_COARSE_CLOCK = 5
+"""CLOCK_REALTIME_COARSE (clock_gettime(2)), from which files have their times; Python has no name for it."""
 
 
 def inherited_variables() -> dict[str, str]:
@@ -30,11 +52,14 @@ def changed_variables() -> tuple[str, ...]:
 def sendable_variables() -> tuple[dict[str, str], list[str]]:
     """Return the environment that a message can carry, and the names of what is left out for good.
 
-    What the notebook itself set travels with its names, in whatever bytes.
+    What the notebook itself set travels with its names, in whatever bytes; what a library wrote for this process does
+    not travel, and neither is it mentioned.
     """
-    environ = {name: value for name, value in os.environ.items() if is_utf8(name + value)}
     changed = changed_variables()
-    return environ, [ascii(name)[1:-1] for name in os.environ if name not in environ and name not in changed]
+    of_here = {name for name in changed if _is_of_library(name, os.environ.get(name, ""))}
+    environ = {n: value for n, value in os.environ.items() if is_utf8(n + value) and n not in of_here}
+    left_out = os.environ.keys() - environ.keys() - {*changed}
+    return environ, [ascii(name)[1:-1] for name in os.environ if name in left_out]
 
 
 def is_utf8(text: str) -> bool:
@@ -42,9 +67,70 @@ def is_utf8(text: str) -> bool:
     return text.encode(errors="ignore").decode() == text
 
 
-def is_a_ranks_own(name: str) -> bool:
-    """Tell whether a variable describes a rank, and so never travels."""
-    return name in _A_RANKS_OWN or name.startswith(_A_RANKS_OWN_PREFIXES)
+def is_a_ranks_own(name: str, value: str) -> bool:
+    """Tell whether a variable describes a rank, or is a library's note to its own process, and so never travels."""
+    describes = name in _A_RANKS_OWN or name.startswith(_A_RANKS_OWN_PREFIXES)
+    return describes or _is_of_library(name, value)
+
+
+def _is_of_library(name: str, value: str) -> bool:
+    """Tell whether a library has written a variable for the process that it is used in."""
+    left = _LEFT_BY_LIBRARIES.get(name)
+    return left is not None and left.fullmatch(value) is not None
+
+
+# ---------------------------------------------------------------- what names a process
+
+
+def file_time() -> int:
+    """Return the time in nanoseconds as files that are made now have it."""
+    return time.clock_gettime_ns(_COARSE_CLOCK)
+
+
+def take_out_of_processes(told: dict[str, str | None], since: int) -> list[str]:
+    """Take out of changed variables those that name this process, a child, or a socket; return why, for the user.
+
+    A socket counts that was made ``since`` then (:func:`file_time`), by this process or for it, or that nobody serves.
+    """
+    reasons = {name: why for name, value in told.items() if value and (why := _process_in(value, since))}
+    for name in reasons:
+        del told[name]
+    return [f"the variable {name}: it names {why}" for name, why in reasons.items()]
+
+
+def _process_in(value: str, since: int) -> str:
+    """Return in words which process or socket a value names; empty where it names none."""
+    for path in re.findall(r"/[^\s:;,'\"]+", value):
+        if _is_of_rank(path, since):
+            return f"the socket {path}, which nobody serves when the ranks have ended"
+    numbers = {int(digits) for digits in re.findall(r"(?<![\d.])\d{2,8}(?![\d.])", value)}
+    if not numbers:
+        return ""
+    own = {os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))}
+    found = numbers & own
+    return f"process {min(found)}, which is rank 0's own" if found else ""
+
+
+def _is_of_rank(path: str, since: int) -> bool:
+    try:
+        there = Path(path).stat()
+    except (OSError, ValueError):
+        return False
+    if not stat.S_ISSOCK(there.st_mode):
+        return False
+    if there.st_ctime_ns >= since:
+        return True
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as visit:
+        try:
+            visit.connect(path)
+        except ConnectionRefusedError:  # its process is gone
+            return True
+        except OSError:  # served, by somebody who speaks otherwise, is busy, or lets this user not in
+            return False
+    return False
+
+
+# ---------------------------------------------------------------- setting them
 
 
 def put_variables(_: ModuleType, told: dict[str, str | None]) -> None:

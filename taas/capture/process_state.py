@@ -30,7 +30,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from taas.capture.environment import inherited_variables, is_a_ranks_own, put_variables
+from taas.capture.environment import (
+    file_time,
+    inherited_variables,
+    is_a_ranks_own,
+    put_variables,
+    take_out_of_processes,
+)
 from taas.capture.holders import all_loggers
 from taas.capture.memory import view_of
 from taas.import_hooks import after_import, attribute_of, attributes_of, loaded
@@ -424,7 +430,7 @@ def table(device: str | None = None, *, rank: bool = False) -> tuple[Row, ...]:
         Row("sys.argv", "sys", _arguments, _put_arguments, early=True),
     )  # fmt: skip
     return (
-        Row("environment", "os", lambda o: {n: v for n, v in o.environ.items() if not is_a_ranks_own(n)}, put_variables, early=True),
+        Row("environment", "os", lambda o: {n: v for n, v in o.environ.items() if not is_a_ranks_own(n, v)}, put_variables, early=True),
         *of_process,
         Row("time zone", "time", lambda t: (t.tzname, t.timezone), lambda _, told: time.tzset(), early=True),
         Row("working directory", "os", _working_directory,
@@ -450,7 +456,7 @@ def _take(table: Iterable[Row]) -> dict[str, Any]:
 def of_notebook() -> dict[str, Any]:
     """Return the notebook's state, for :class:`ProcessState`."""
     state = _take(row for row in table() if not row.only_back)
-    first = {name: value for name, value in inherited_variables().items() if not is_a_ranks_own(name)}
+    first = {name: value for name, value in inherited_variables().items() if not is_a_ranks_own(name, value)}
     state["environment"] = _told(None, first, state["environment"])
     if "numpy" not in state["random numbers"]:  # forks of one process must not all draw the same
         state["random numbers"]["numpy seed"] = int.from_bytes(os.urandom(4), "little")
@@ -464,6 +470,8 @@ class ProcessState:
         self._sent = sent
         self._table = table(device, rank=True)
         self._before: dict[str, Any] = {}
+        self._marked = file_time()
+        self.stayed: list[str] = []  # of what changed, what stays here, and why, for the user
 
     def put_early(self, project: str) -> None:
         """Before the names are built: environment, ``sys.path``, arguments."""
@@ -477,12 +485,15 @@ class ProcessState:
     def mark(self) -> None:
         """Take the state that changes are found against."""
         self._before = {**self._sent, **_take(self._table)}
+        self._marked = file_time()
 
     def changes(self) -> dict[str, Any]:
         """Return what is different now, for :func:`put`."""
         before = self._before
         new = {name: now for name, now in _take(self._table).items() if now != before.get(name)}
-        return {n: _told(self._sent.get(n), before[n], now) if n in before else now for n, now in new.items()}
+        told = {n: _told(self._sent.get(n), before[n], now) if n in before else now for n, now in new.items()}
+        self.stayed = take_out_of_processes(told.get("environment", {}), self._marked)
+        return told
 
 
 def _put_rows(table: Iterable[Row], state: dict[str, Any]) -> None:
