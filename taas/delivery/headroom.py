@@ -14,6 +14,10 @@ from taas.delivery.slab import SlotTable, slot_size
 
 _AHEAD = 1024
 """Most elements under way or ready for one rank and loader."""
+_ALWAYS = 2
+"""So many elements of a plan may be under way or ready for a rank whatever else there is."""
+_LEAST = 1 << 10
+"""Bytes that an element of a stream counts for at the least."""
 _BEGIN = 4 << 20
 """Bytes to begin working ahead with, before it shows that more is of use."""
 
@@ -81,19 +85,29 @@ class Headroom:
         """
         view = plan.ranks[rank]
         ahead, size = len(view.unconsumed), self.paces[plan.loader].size
-        if plan.streamed and view.queue[0].step - plan.lowest > self._slab // max(size, 1 << 10):
-            return False
-        if ahead < 2 or not size:
-            return ahead < max(2, -(-workers // len(self.ranks)))
+        if plan.streamed:
+            kept = view.queue[0].step - plan.lowest
+            if kept > self._slab // max(size, _LEAST):
+                return False
+        if ahead < _ALWAYS:
+            return True
+        if size == 0:  # nobody knows yet how large they are: one for each worker of this rank
+            workers_of_rank = -(-workers // len(self.ranks))
+            return ahead < workers_of_rank
         if ahead >= self._target(rank, plan.loader, size, workers):
             self.ranks[rank].blocked.add(plan.ident)
             return False
+        return self._fits(rank, plan, size)
+
+    def _fits(self, rank: int, plan: Plan, size: int) -> bool:
+        """Whether an element of this size fits into the rank's slab, and into the plan's share of it."""
         nbytes = sharers = 0
         for other in self._plans.by_number.values():
-            there = other.ranks[rank]
-            nbytes += there.nbytes
-            sharers += other is plan or (there.begun and not there.closed)
-        return nbytes + size <= self._slab and view.nbytes + size <= self._slab // sharers
+            view = other.ranks[rank]
+            nbytes += view.nbytes
+            sharers += other is plan or (view.begun and not view.closed)
+        own = plan.ranks[rank].nbytes
+        return nbytes + size <= self._slab and own + size <= self._slab // sharers
 
     def _target(self, rank: int, loader: int, size: int, workers: int) -> int:
         """How many elements ahead: few, which stay in the caches, until ``progressed`` finds them too few."""

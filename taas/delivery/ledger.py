@@ -15,6 +15,7 @@ import itertools
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from taas.delivery.config import DeliveryConfig
 from taas.delivery.headroom import Headroom, Reserve
@@ -39,6 +40,27 @@ class WorkerState:
     backlog: int = 0
     backlog_seconds: float = 0.0
 
+    def takes_on(self, lease: Lease) -> None:
+        """It is to make one element more."""
+        self.backlog += 1
+        self.backlog_seconds += lease.expected
+
+    def is_through_with(self, lease: Lease) -> None:
+        """It has made an element."""
+        self.backlog -= 1
+        self.backlog_seconds -= lease.expected
+        if self.backlog == 0:
+            self.backlog_seconds = 0.0  # sums of floats drift
+
+
+class Retry(NamedTuple):
+    """An element that waits to be leased again; they sort by their steps, and no two of them are equal."""
+
+    step: int
+    seq: int
+    plan: int
+    work: Work
+
 
 class Ledger:
     """Leases and recovery for all loaders of a run."""
@@ -51,7 +73,7 @@ class Ledger:
         self.works: dict[int, Work] = {}  # that were leased, by number, until their slots are free
         self._numbers = itertools.count(1)
         self.joined: dict[int, Hello] = {}  # the ranks that take elements
-        self._retries: list[tuple[int, int, int, Work]] = []
+        self._retries: list[Retry] = []  # a heap
         self._planner: Hello | None = None
         self._turn = 0
         self.failure = ""  # why no element will come any more
@@ -116,31 +138,40 @@ class Ledger:
     def made(self, name: Peer, results: Iterable[Result]) -> None:
         """A worker is through with these elements."""
         worker = self.workers.get(name)
+        if worker is None:
+            return  # it was lost, and others make what it had
         for result in results:
             work = self.works.get(result.number)
             lease = None if work is None else work.lease_of(name)
-            if worker is None or work is None or lease is None:
-                continue  # the worker is dead: others make it
-            plan = work.plan
-            worker.backlog -= 1
-            worker.backlog_seconds = worker.backlog_seconds - lease.expected if worker.backlog else 0.0
+            if work is None or lease is None:
+                continue  # a lease that was taken from it
+            worker.is_through_with(lease)
             lease.done = True
             if result.leaked:
-                lease.capacity = 0
+                lease.capacity = 0  # user code holds memory of the slot: it is never given out again
             if result.end >= 0:
-                lease.lost = True
-                if not plan.ended:
-                    plan.end_stream(result.end)
-                    self.plans.tell_end(plan)
-                self._retry(work)  # it may fill up the last row
+                self._stream_ends(work, lease, result.end)
             else:
-                self.room.paces[plan.loader].see(result.nbytes, result.seconds)
-                if not plan.poison:
-                    plan.furthest = max(plan.furthest, work.seq + 1)
-                if not (lease.capacity or work.over):
-                    plan.weigh(work, result.nbytes)
+                self._was_made(work, lease, result)
             if work.released:
                 self._free(work)
+
+    def _was_made(self, work: Work, lease: Lease, result: Result) -> None:
+        plan = work.plan
+        self.room.paces[plan.loader].see(result.nbytes, result.seconds)
+        if not plan.poison:
+            plan.furthest = max(plan.furthest, work.seq + 1)
+        in_slot = lease.capacity > 0
+        if not (in_slot or work.over):  # what has no slot counts with its size
+            plan.weigh(work, result.nbytes)
+
+    def _stream_ends(self, work: Work, lease: Lease, end: int) -> None:
+        """A stream has no such element, since it ended with ``end`` elements."""
+        lease.lost = True
+        if not work.plan.ended:
+            work.plan.end_stream(end)
+            self.plans.tell_end(work.plan)
+        self._retry(work)  # with --uneven pad it repeats an element, in the last row
 
     def worker_lost(self, name: Peer, current: int, cause: str) -> None:
         """A worker is dead, for certain; ``current`` is the element that it was on, if any."""
@@ -173,7 +204,7 @@ class Ledger:
     def _retry(self, work: Work) -> None:
         if not (work.queued or work.over or work.is_coming):
             work.queued = True
-            heapq.heappush(self._retries, (work.step, work.seq, work.plan.ident, work))
+            heapq.heappush(self._retries, Retry(work.step, work.seq, work.plan.ident, work))
 
     # ── leasing ───────────────────────────────────────────────────────────────────────────────────
 
@@ -188,36 +219,46 @@ class Ledger:
         self.outbox += leases.items()
 
     def _lease_retries(self, leases: dict[Peer, list[Ticket]]) -> None:
-        blocked = []
+        """Lease again what lost workers had, the earliest step first.
+
+        Where no worker may take an element now, none may take a later one of its kind either, and the search
+        ends. Only the elements of a stream wait for that stream's own worker: behind them it goes on.
+        """
+        waiting: list[Retry] = []
         while self._retries:
-            entry = heapq.heappop(self._retries)
-            work = entry[3]
-            worker = None if work.over or work.is_coming else self._worker_for(work)
-            if worker is not None:
-                leases[worker.name].append(self._lease(work, worker))
-            elif not (work.over or work.is_coming):
-                blocked.append(entry)
-                if not work.plan.streamed:
-                    break
+            retry = heapq.heappop(self._retries)
+            work = retry.work
+            if work.over or work.is_coming:
+                work.queued = False
                 continue
-            work.queued = False
-        for entry in blocked:
-            heapq.heappush(self._retries, entry)
+            worker = self._worker_for(work)
+            if worker is not None:
+                work.queued = False
+                leases[worker.name].append(self._lease(work, worker))
+                continue
+            waiting.append(retry)
+            if not work.plan.streamed:
+                break
+        for retry in waiting:
+            heapq.heappush(self._retries, retry)
 
     def _lease_planned(self, leases: dict[Peer, list[Ticket]]) -> None:
+        """Lease what is planned, an element of each loader in turn, until none of them has one to lease."""
         books = [book for book in self.plans.loaders if book.plans]
-        idle = 0
-        while books and idle < len(books):
+        without = 0  # so many loaders in a row had none
+        while without < len(books):
             self._turn += 1
-            idle = 0 if self._lease_one(books[self._turn % len(books)], leases) else idle + 1
+            book = books[self._turn % len(books)]
+            without = 0 if self._lease_one(book, leases) else without + 1
 
     def _lease_one(self, book: LoaderBook, leases: dict[Peer, list[Ticket]]) -> bool:
+        """Lease the most urgent element of a loader for which there is room; returns whether there was one."""
         for plan, rank in self.plans.heads(book):
             if not self.room.is_left(rank, plan, len(self.workers)):
                 continue
             worker = self._worker_for(plan.ranks[rank].queue[0])
             if worker is None:
-                return False
+                return False  # all are busy enough, for any element of this loader
             work = plan.take(rank, self.room.paces[book.index].size)
             work.number = next(self._numbers)
             self.works[work.number] = work
@@ -228,11 +269,13 @@ class Ledger:
     def _lease(self, work: Work, worker: WorkerState) -> Ticket:
         """Give work out: with a slot, where the size of such elements is known and there is room."""
         plan, pace = work.plan, self.room.paces[work.plan.loader]
-        slot = self.room.ranks[work.rank].slots.take(pace.size) if pace.size and worker.shared else None
+        slot = None
+        if pace.size and worker.shared:
+            slot = self.room.ranks[work.rank].slots.take(pace.size)
         offset, capacity = (0, 0) if slot is None else (slot, pace.size)
-        work.leases.append(Lease(worker.name, offset, capacity, pace.seconds))
-        worker.backlog += 1
-        worker.backlog_seconds += pace.seconds
+        lease = Lease(worker.name, offset, capacity, pace.seconds)
+        work.leases.append(lease)
+        worker.takes_on(lease)
         floor = plan.lowest * self.plans.n if plan.streamed else 0
         of = work.number, plan.ident, plan.loader, work.seq, work.rank, work.seed, work.index
         return Ticket(*of, offset, capacity, floor, self._poison_of(work))
@@ -258,13 +301,17 @@ class Ledger:
         return self.workers.get(owners[plan.loader]) if self.workers else None
 
     def _least_busy(self, work: Work) -> WorkerState | None:
-        sized = self.room.paces[work.plan.loader].size
+        """Return an idle worker; else, of those with less than ``_WINDOW`` seconds of work, the one with the least.
+
+        Before the first element was made nobody knows how long one takes: then only an idle worker takes one.
+        """
+        is_measured = self.room.paces[work.plan.loader].size > 0
         best, least = None, (_WINDOW, 0)
         for worker in self.workers.values():
-            if not worker.backlog:
+            if worker.backlog == 0:
                 return worker
             busy = worker.backlog_seconds, worker.backlog
-            if sized and worker.backlog < _LEASES and busy < least:
+            if is_measured and worker.backlog < _LEASES and busy < least:
                 best, least = worker, busy
         return best
 
@@ -273,11 +320,9 @@ class Ledger:
     def is_full(self, book: LoaderBook) -> bool:
         """Whether elements of a loader are planned, and no more may be made before some are consumed."""
         heads = list(self.plans.heads(book))
-        leases = (
-            lease for work in self.works.values() if work.plan.loader == book.index for lease in work.leases
-        )
-        return (
-            bool(heads)
-            and all(lease.done for lease in leases)
-            and not any(self.room.is_left(rank, plan, len(self.workers)) for plan, rank in heads)
-        )
+        if not heads:
+            return False
+        for work in self.works.values():
+            if work.plan.loader == book.index and not all(lease.done for lease in work.leases):
+                return False
+        return not any(self.room.is_left(rank, plan, len(self.workers)) for plan, rank in heads)
