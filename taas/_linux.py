@@ -13,6 +13,7 @@ import errno
 import fcntl
 import os
 import re
+import shutil
 import signal
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,11 +23,11 @@ from typing import NamedTuple
 CLONE_NEWNS = 0x00020000
 CLONE_NEWUSER = 0x10000000
 
-MS_RDONLY, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 0x1, 0x20, 0x1000, 0x4000, 0x40000
+MS_RDONLY, MS_NODEV, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 0x1, 0x4, 0x20, 0x1000, 0x4000, 0x40000
 
 _NR_MOUNT_SETATTR = 442
 _AT_FDCWD, _AT_RECURSIVE = -100, 0x8000
-_MOUNT_ATTR_RDONLY = 0x1
+_MOUNT_ATTR_RDONLY, _MOUNT_ATTR_NODEV = 0x1, 0x4
 
 _PR_SET_PDEATHSIG, _PR_GET_PDEATHSIG, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS = 1, 2, 24, 38
 _PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL = 47, 4
@@ -120,9 +121,27 @@ class _MountAttr(ctypes.Structure):
 
 def mount_readonly(target: str) -> None:
     """Make the mount at ``target`` and every mount beneath it read-only, in one step (Linux >= 5.12)."""
-    attr = _MountAttr(attr_set=_MOUNT_ATTR_RDONLY)
-    place, size = os.fsencode(target), ctypes.sizeof(attr)
-    result = libc.syscall(_NR_MOUNT_SETATTR, _AT_FDCWD, place, _AT_RECURSIVE, ctypes.byref(attr), size)
+    _set_mount_attribute(target, _MOUNT_ATTR_RDONLY, _AT_RECURSIVE)
+
+
+def close_device(path: str) -> None:
+    """Let nobody in this mount namespace open the device at a path: from now on that is EACCES.
+
+    The node is mounted on itself without the right to devices; who may not mount cannot take that away.
+    """
+    mount(path, path, MS_BIND)
+    try:
+        _set_mount_attribute(path, _MOUNT_ATTR_NODEV)
+    except OSError as error:
+        if error.errno != errno.ENOSYS:
+            raise
+        mount(None, path, MS_REMOUNT | MS_BIND | MS_NODEV)
+
+
+def _set_mount_attribute(target: str, attribute: int, flags: int = 0) -> None:
+    attr = _MountAttr(attr_set=attribute)
+    path, size = os.fsencode(target), ctypes.sizeof(attr)
+    result = libc.syscall(_NR_MOUNT_SETATTR, _AT_FDCWD, path, flags, ctypes.byref(attr), size)
     check(result, "mount_setattr", target)
 
 
@@ -170,6 +189,15 @@ def remount_readonly(entry: Mount) -> None:
 
 
 # files ---------------------------------------------------------------------------------------------
+
+
+def remove_tree(folder: str | os.PathLike[str]) -> None:
+    """Remove a folder of taas' own with all that is in it, as far as that can be done: tidying up ends nothing.
+
+    Before Python 3.13 ``rmtree`` calls itself for each level, and what a cell has written may have thousands.
+    """
+    with contextlib.suppress(RecursionError):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def is_being_written(fd: int) -> bool | None:

@@ -79,12 +79,17 @@ def as_stranger(deed: Callable[[], Any]) -> Any:
     """Do something in a process of another user; returns what it returned, as JSON knows it."""
 
     def other() -> Any:
-        os.setgroups([])
-        os.setresgid(NOBODY, NOBODY, NOBODY)
-        os.setresuid(NOBODY, NOBODY, NOBODY)
+        become_stranger()
         return deed()
 
     return join(fork(other))
+
+
+def become_stranger() -> None:
+    """Let this process be another user's, for good."""
+    os.setgroups([])
+    os.setresgid(NOBODY, NOBODY, NOBODY)
+    os.setresuid(NOBODY, NOBODY, NOBODY)
 
 
 def try_all(found: Doors, trace: Path) -> dict[str, list[str]]:
@@ -132,3 +137,65 @@ def _plant(host: str, port: int, bomb: bytes) -> list[str]:
     except RuntimeError:  # it is no store
         return []
     return [f"{host}:{port}"]
+
+
+# ---------------------------------------------------------------- traps in TMPDIR, for who tidies up there
+
+
+_DEPTH = 3000
+
+
+def _nest(folder: Path) -> None:
+    """Make as many folders below one another as no path can name, and ``supervisor`` as the topmost."""
+    folder.mkdir(mode=0o777)
+    os.chdir(folder)
+    for name in ("supervisor", *["d"] * (_DEPTH - 1)):
+        os.mkdir(name)  # noqa: PTH102  relative to where this process stands
+        os.chdir(name)
+
+
+def _look_like_one(folder: Path) -> None:
+    folder.mkdir(mode=0o777)
+    (folder / "supervisor").touch()
+
+
+def _listen_there(folder: Path) -> None:
+    socket.socket(socket.AF_UNIX).bind(str(folder))
+
+
+def _lock_up(folder: Path) -> None:
+    _look_like_one(folder)
+    folder.chmod(0)
+
+
+def _lead_away(folder: Path) -> None:
+    folder.symlink_to(folder.parent / "of-the-user")
+
+
+TRAPS: dict[str, Callable[[Path], object]] = {
+    "3,000 nested folders": _nest,
+    "a FIFO": os.mkfifo,
+    "a folder that looks like one": _look_like_one,
+    "a folder that nobody may enter": _lock_up,
+    "a socket": _listen_there,
+    "a link to a folder of the user": _lead_away,
+}
+"""What another user may put at a path in TMPDIR that looks like a supervisor's folder."""
+
+
+def swap(folder: Path, until_closed: int) -> None:
+    """Put a FIFO in place of a folder that looks like a supervisor's, and back, until a pipe is closed."""
+    _look_like_one(folder)
+    fifo, aside = folder.with_name("fifo"), folder.with_name("aside")
+    os.mkfifo(fifo)
+    os.set_blocking(until_closed, False)
+    while True:
+        folder.rename(aside)
+        fifo.rename(folder)
+        folder.rename(fifo)
+        aside.rename(folder)
+        try:
+            if not os.read(until_closed, 1):
+                return
+        except BlockingIOError:
+            continue

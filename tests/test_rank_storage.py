@@ -266,6 +266,55 @@ def test_kernels_before_5_12_remount_one_by_one(run: Run, monkeypatch: pytest.Mo
     assert join(fork(body)) == [True, True, ["nodev", "nosuid", "ro"]]
 
 
+def _disk() -> str:
+    """A block device that this process may write; empty where there is none."""
+    for device in sorted(path for path in Path("/dev").iterdir() if path.is_block_device()):
+        try:
+            os.close(os.open(device, os.O_WRONLY))
+        except OSError:
+            continue
+        return str(device)
+    return ""
+
+
+def _by_program(disk: str) -> None:
+    if subprocess.run(["dd", f"of={disk}", "count=0"], stderr=subprocess.DEVNULL, check=False).returncode:
+        raise PermissionError(errno.EACCES, disk)
+
+
+OPENS_DISK = {
+    "to write": lambda disk: os.open(disk, os.O_WRONLY),
+    "to read and write": lambda disk: os.open(disk, os.O_RDWR | os.O_EXCL),
+    "by a program": _by_program,
+    "by a descriptor of its path": lambda disk: os.open(
+        f"/proc/self/fd/{os.open(disk, os.O_PATH)}", os.O_WRONLY
+    ),
+    "by a second name": lambda disk: (
+        os.link(disk, "/dev/taas-second") or os.open("/dev/taas-second", os.O_WRONLY)
+    ),
+    "by another one of its number": lambda disk: os.mknod("node", 0o60600, os.stat(disk).st_rdev),
+}
+
+
+@needs_mounts
+@pytest.mark.parametrize("how", OPENS_DISK)
+def test_root_does_not_write_past_the_wall_by_the_disk_itself(run: Run, how: str):
+    """Behind the mount, the devices in /dev that root could write are closed to the rank and to what it starts."""
+    if not (disk := _disk()):
+        pytest.skip("there is no block device that this process may write")
+    opening = OPENS_DISK[how]
+
+    def body(guard):
+        assert guard.mechanism.startswith("mount")
+        try:
+            opening(disk)
+        except OSError as error:
+            return error.errno
+        return "it was opened"
+
+    assert run.rank(body, mechanism="mount") in (errno.EACCES, errno.EXDEV, errno.EPERM, errno.EROFS)
+
+
 @needs_user_namespaces
 def test_a_refused_mechanism_gives_way_to_the_next(run: Run):
     """Where namespaces are refused, Landlock stands."""

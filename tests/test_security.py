@@ -9,19 +9,20 @@ import select
 import shutil
 import socket
 import stat
+import subprocess
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import msgspec
 import psutil
 import pytest
 import torch
 import zmq
 from delivery_run import DeliveryRun
 from notebook_harness import Notebook, Processes, gone
-from stranger import Bomb, as_stranger, doors, only_as_root, private, try_all
+from storage_ranks import fork, join
+from stranger import TRAPS, Bomb, as_stranger, become_stranger, doors, only_as_root, private, swap, try_all
 from torch.utils.data import DataLoader
 from zmq.utils.monitor import recv_monitor_message
 
@@ -43,7 +44,7 @@ from taas.header.options import RunSpec
 from taas.supervisor.connections import remove_folders_left
 from taas.wire.clients import RunRequest, Submit
 from taas.wire.curve import make_dealer
-from taas.wire.framing import Memory, Message, pack
+from taas.wire.framing import Memory, Message, Unreadable, pack
 from taas.wire.ranks import Cell, Workspace
 
 pytestmark = pytest.mark.slow
@@ -232,6 +233,60 @@ def test_a_folder_of_sockets_goes_when_nobody_holds_it(tmp_path: Path) -> None:
         assert (tmp_path / name).exists()
 
 
+@pytest.fixture
+def open_to_all() -> Iterator[Path]:
+    """A folder as /tmp is, in which another user sets traps."""
+    folder = Path(tempfile.mkdtemp(prefix="traps-", dir="/tmp"))
+    folder.chmod(0o1777)
+    (folder / "of-the-user").mkdir()
+    (folder / "of-the-user" / "supervisor").touch()
+    yield folder
+    subprocess.run(["rm", "-rf", str(folder)], check=True)  # rmtree may not go so deep
+
+
+@only_as_root
+@pytest.mark.parametrize("trap", TRAPS)
+def test_who_tidies_up_falls_into_no_trap(open_to_all: Path, trap: str) -> None:
+    """What another user has put where supervisors' folders are is neither opened nor waited for, and stays."""
+    set_one = TRAPS[trap]
+    as_stranger(lambda: set_one(open_to_all / "taas-trap"))
+    (open_to_all / "taas-left").mkdir()
+    (open_to_all / "taas-left" / "supervisor").touch()
+    remove_folders_left(open_to_all / "taas-mine")
+    assert sorted(path.name for path in open_to_all.iterdir()) == ["of-the-user", "taas-trap"]
+    assert (open_to_all / "of-the-user" / "supervisor").exists()
+
+
+@only_as_root
+def test_no_trap_ends_or_stops_a_supervisor(open_to_all: Path, tmp_path: Path) -> None:
+    """All of them at once, and a FIFO that is swapped for a folder all the time: the first cell runs, in one supervisor."""
+    for number, set_one in enumerate(TRAPS.values()):
+        as_stranger(lambda number=number, set_one=set_one: set_one(open_to_all / f"taas-{number}"))
+    read, write = os.pipe()
+
+    def swapping() -> None:
+        os.close(write)
+        become_stranger()
+        swap(open_to_all / "taas-swapped", read)
+
+    stranger = fork(swapping)
+    os.close(read)
+    book = Notebook(tmp_path, environ={"TMPDIR": str(open_to_all)})
+    try:
+        book.good("%load_ext taas")
+        pids = set()
+        for _ in range(2):
+            assert book.good("#pragma taas --gpus 2\nprint('through')").own == "through\n"
+            pids.add(book.processes().supervisor[0].pid)
+        everything = everybody(book.processes())
+    finally:
+        book.close()
+        os.close(write)
+    join(stranger)
+    assert len(pids) == 1
+    assert gone(everything)
+
+
 def test_files_with_keys_are_private(running: psutil.Process, public: Path) -> None:
     """Of the folders that a run uses, none can be entered by another user, and no connection file read."""
     folders = list(public.glob("taas-*"))
@@ -340,6 +395,6 @@ def test_where_generators_stand_is_plain_data(tmp_path: Path) -> None:
     """The notebook unpickles rank 0's answer and nothing else, not even what its own planner says."""
     trace = tmp_path / "trace"
     loader = DataLoader(torch.arange(4), generator=torch.Generator())
-    with pytest.raises(msgspec.DecodeError):
+    with pytest.raises(Unreadable):
         apply_final(pickle.dumps({"d": Bomb(trace)}), [Registration("d", loader)])
     assert not trace.exists()

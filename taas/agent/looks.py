@@ -23,13 +23,14 @@ from taas.runs.events import FILES, STDERR, size_of
 from taas.runs.stacks import COLLECTIVE, SIGNAL, STACKS, Frame, Preface, RankSeen, fold
 from taas.wire import deadlines
 from taas.wire.agents import LookAtRanks
-from taas.wire.framing import pack
+from taas.wire.framing import MessageReader, Unreadable, pack
 from taas.wire.ranks import RankRequest, RankUse
 
 _STEP_PERCENT = 5
 """What changes by less is no news."""
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+)", re.MULTILINE)
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
+_read_preface = MessageReader(Preface, msgspec.json)
 _RUNNING_CELL = re.compile(r"<ipython-input-(\d+)-")
 
 
@@ -40,7 +41,7 @@ class _StackQuery:
         self._path, self._size = path, -1
         self._start = path.stat().st_size
         with path.open("rb") as file:
-            self._preface = msgspec.json.decode(file.readline(), type=Preface)
+            self._preface = _read_preface(file.readline())
 
     def answered(self) -> bool:
         """Whether the main thread's frames are there and nothing has come since the last call."""
@@ -74,9 +75,9 @@ def _cell(file: str, preface: Preface) -> int | None:
 def last_words(folder: Path, cell: str, execution_count: int) -> str:
     """Return where a rank stood when a fatal signal such as SIGABRT ended it, and what C++ said of it; from its output."""
     words = ""
-    with contextlib.suppress(OSError, msgspec.MsgspecError):  # it died before it had got that far
+    with contextlib.suppress(OSError, Unreadable):  # it died before it had got that far
         with (folder / STACKS).open("rb") as file:
-            preface = msgspec.json.decode(file.readline(), type=Preface)
+            preface = _read_preface(file.readline())
             _, fatal, dump = file.read().decode(errors="replace").rpartition("Fatal Python error")
         frames = main_frames(dump, preface) if fatal else None
         if frames:
@@ -107,7 +108,7 @@ class Look:
         if process.gone or _status(process) in (psutil.STATUS_STOPPED, "gone"):
             return
         # its file says that it has a handler for the signal
-        with contextlib.suppress(OSError, msgspec.MsgspecError):
+        with contextlib.suppress(OSError, Unreadable):
             asked = _StackQuery(self._folder / str(rank) / STACKS)
             (self._folder / str(rank) / COLLECTIVE).unlink(missing_ok=True)
             process.tell(pack(RankRequest(what="collective")))

@@ -6,7 +6,6 @@ import contextlib
 import logging
 import multiprocessing.util
 import os
-import shutil
 import signal
 import sys
 import threading
@@ -18,6 +17,7 @@ import msgspec
 import zmq
 
 from taas import _linux, process_log
+from taas._linux import remove_tree
 from taas.agent.forkserver import Forkserver
 from taas.agent.job import DataJob, Job
 from taas.agent.processes import become_subreaper, sweep_orphans
@@ -158,7 +158,7 @@ class Agent:
         self._ending.set()
         _linux.kill_in(deadlines.END_AGENT)
         with contextlib.ExitStack() as last_first:
-            last_first.callback(shutil.rmtree, self.config.scratch, ignore_errors=True)
+            last_first.callback(remove_tree, self.config.scratch)
             last_first.callback(self._context.term)
             last_first.callback(self._socket.close, linger=0)
             if self._link is not None:

@@ -11,16 +11,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from time import monotonic
 from typing import Literal
 
-import msgspec
-
 from taas import project_sync
+from taas._linux import remove_tree
 from taas.engines import AgentConfig
 from taas.project_sync.applier import unpack
 from taas.project_sync.archive import Changes, entries, only, shared_places
@@ -29,7 +27,7 @@ from taas.rank_storage import scratch_of
 from taas.runs.events import COLLECTED, EVENTS, STDERR, STDOUT, size_of
 from taas.storage.boundary import clock_of
 from taas.wire.agents import JobRequest, StartJob
-from taas.wire.framing import Memory
+from taas.wire.framing import Memory, Unreadable
 from taas.wire.ranks import RankOrder, Staged
 from taas.wire.transfer import CHUNK, Chunk, Incoming, chunks_of
 
@@ -115,7 +113,7 @@ class Staging:
         what = names if chunk.of == "payload" else "the project"
         try:
             (self._payload if chunk.of == "payload" else self.project).take(chunk)
-        except (OSError, msgspec.DecodeError) as error:
+        except (OSError, Unreadable) as error:
             raise OSError(f"{what} could not be taken: {error}") from error
 
     def leave_to_ranks(self) -> ProjectArrival:
@@ -123,18 +121,18 @@ class Staging:
         self._stays = True
         if self._root is not None:
             for diverted in Path(self._scratch).glob("rank*/tree"):
-                shutil.rmtree(diverted, ignore_errors=True)
+                remove_tree(diverted)
         return self.project
 
     def close(self) -> None:
         """Give back the memory, and remove what was made on this VM, but for what stays."""
         with contextlib.ExitStack() as last_first:
             if self._root is not None and self._stays:
-                last_first.callback(shutil.rmtree, self._output, ignore_errors=True)
+                last_first.callback(remove_tree, self._output)
             elif self._root is not None:
                 if self.project.copy is not None:
                     last_first.callback(self.project.copy.mkdir, parents=True, exist_ok=True)
-                last_first.callback(shutil.rmtree, self._root, ignore_errors=True)
+                last_first.callback(remove_tree, self._root)
             last_first.callback(self.project.close)
             last_first.callback(self._payload.close)
 
@@ -181,7 +179,7 @@ class ProjectArrival:
 
         Raises:
             OSError: there is no room for it.
-            msgspec.DecodeError: it is no project.
+            Unreadable: it is no project.
         """
         if chunk.of == "file":
             if self.late is not None:

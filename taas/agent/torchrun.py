@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import re
-import shutil
 import signal
 import socket
 import tempfile
@@ -21,6 +20,7 @@ from typing import Any
 import msgspec
 import psutil
 
+from taas._linux import remove_tree
 from taas.agent.forkserver import fork
 from taas.engines.local import present_gpus
 from taas.wire import deadlines
@@ -120,7 +120,7 @@ class RunStore:
             self._server = None
         if self._reserved is not None:
             self._reserved.close()
-            shutil.rmtree(self._folder, ignore_errors=True)
+            remove_tree(self._folder)
 
 
 def _start_server(host: str, world_size: int) -> tuple[Any, int]:

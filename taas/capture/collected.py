@@ -20,6 +20,7 @@ from taas.capture.payload import check_room
 from taas.errors import CaptureError
 from taas.import_hooks import loaded
 from taas.runs.events import COLLECTED
+from taas.wire.framing import MessageReader, Unreadable
 from taas.wording import fitting, ranks_in_words, text_of
 
 collected: dict[str, list[Any]] = {}
@@ -28,6 +29,7 @@ collected: dict[str, list[Any]] = {}
 
 _Value = tuple[bytes, str]
 """A name of one rank: its value as it is pickled, or why it is not."""
+_read_values = MessageReader(dict[str, _Value])
 
 
 class _CopyPickler(pickle.Pickler):
@@ -80,7 +82,8 @@ def collect(names: Sequence[str], folders: Sequence[Path]) -> list[str]:
 
 def _read(path: Path) -> dict[str, _Value] | None:
     """Read what a rank has written; None where that is not there, or not whole."""
-    with suppress(OSError, msgspec.MsgspecError, CaptureError):
+    with suppress(OSError, Unreadable, CaptureError):
         check_room({path.parent.name: path.stat().st_size})
-        return msgspec.msgpack.decode(path.read_bytes(), type=dict[str, _Value])
+        values: dict[str, _Value] = _read_values(path.read_bytes())
+        return values
     return None

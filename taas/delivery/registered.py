@@ -10,9 +10,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
 from taas.errors import HeaderError
+from taas.wire.framing import MessageReader
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +149,7 @@ def _sampler_facts(loader: Any) -> dict[str, Any]:
 
 # ── back to the notebook ──────────────────────────────────────────────────────────────────────────────
 
-_read_states = msgspec.msgpack.Decoder(dict[str, dict[str, bytes | int]]).decode
+_read_states = MessageReader(dict[str, dict[str, bytes | int]])
 
 
 def apply_final(states: bytes, loaders: Iterable[Registration]) -> None:

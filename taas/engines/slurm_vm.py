@@ -7,7 +7,6 @@ ends with that, and with it the job.
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import sys
 from multiprocessing.connection import wait
@@ -15,6 +14,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from taas._linux import remove_tree
 from taas.delivery.config import read_line
 from taas.engines import AgentConfig
 from taas.engines.local import LocalMachine, visible_gpus
@@ -39,7 +39,7 @@ def _serve(config: AgentConfig, node: str) -> str:
     agent = LocalMachine(msgspec.structs.replace(config, **there))
     wait([agent.fileno()])
     how = agent.how_it_ended()
-    shutil.rmtree(scratch, ignore_errors=True)  # of one that was killed
+    remove_tree(scratch)  # of one that was killed
     return "" if how in ("ended with status 0", "killed by SIGTERM") else f"{node}: its agent {how}"
 
 

@@ -69,7 +69,7 @@ class Applier:
         """Make the changes of an archive that are ``allowed``; what could not be made is said in :attr:`notices`.
 
         Raises:
-            msgspec.DecodeError: it is no archive.
+            Unreadable: it is no archive.
             OSError: the folder is gone.
         """
         with _directory(self._root) as root:

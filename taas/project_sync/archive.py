@@ -25,6 +25,7 @@ from typing import NamedTuple
 import msgspec
 
 from taas._linux import is_being_written
+from taas.wire.framing import MessageReader, Unreadable
 from taas.wording import shown_path
 
 LARGE = 8 << 20  # bytes up to which a file that is no module travels
@@ -116,11 +117,15 @@ class ArchiveEntry(msgspec.Struct, frozen=True):
 
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(ArchiveEntry)
+_read_entry = MessageReader(ArchiveEntry)
 
 
 def entries(fd: int) -> Iterator[tuple[ArchiveEntry, memoryview]]:
-    """Read an archive: entries, each with its bytes, which hold until the next one; a msgspec.DecodeError: it is none, or cut off."""
+    """Read an archive: entries, each with its bytes, which hold until the next one.
+
+    Raises:
+        Unreadable: it is no archive, or is cut off.
+    """
     size, offset = os.fstat(fd).st_size, 0
     if not size:
         return
@@ -129,10 +134,10 @@ def entries(fd: int) -> Iterator[tuple[ArchiveEntry, memoryview]]:
             begins = offset + _LENGTH
             ends = begins + int.from_bytes(whole[offset:begins], "big")
             with whole[begins:ends] as head:
-                entry = _decoder.decode(head)
+                entry = _read_entry(head)
             offset = ends + (0 if entry.state is None or entry.bare else entry.state.size)
             if not ends <= offset <= size:
-                raise msgspec.DecodeError(f"an archive of {size:,} bytes ends within {entry.path!r}")
+                raise Unreadable(f"an archive of {size:,} bytes ends within {entry.path!r}")
             with whole[ends:offset] as data:
                 yield entry, data
 

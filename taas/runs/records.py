@@ -23,7 +23,6 @@ import contextlib
 import mmap
 import os
 import re
-import shutil
 import time
 from collections.abc import Callable, Iterable
 from copy import copy
@@ -32,10 +31,12 @@ from pathlib import Path
 
 import msgspec
 
+from taas._linux import remove_tree
 from taas.delivery.config import Delivered
 from taas.errors import DamagedAnswer, HeaderError
 from taas.runs.places import ProcessMark, runtime_folder, write_private
 from taas.runs.stacks import Trouble
+from taas.wire.framing import MessageReader, Unreadable
 from taas.wire.ranks import Asking, Cell, RankEnded, RankKept, RankUse
 from taas.wording import nearest, shown
 
@@ -192,6 +193,9 @@ def new_folder(name: str | None) -> tuple[str, str]:
             return name, mark
 
 
+_read = MessageReader(RunRecord, msgspec.json)
+
+
 def write_record(record: RunRecord) -> None:
     """Replace a run's record; an OSError says that the disk is full, for one."""
     write_private(record.folder / _RECORD, msgspec.json.encode(record))
@@ -206,12 +210,12 @@ def read_record(folder: Path) -> RunRecord | None:
     try:
         file = path.stat()
         record = copy(_decoded(path, file.st_ino, file.st_mtime_ns, file.st_size))
-    except (OSError, msgspec.MsgspecError):  # removed meanwhile, or of another version of taas
+    except (OSError, Unreadable):  # removed meanwhile, or of another version of taas
         return None
     if record.kept_ranks is not None and not record.supervisor.lives:
         record.kept_ranks = None
     if record.live and not record.supervisor.lives:
-        again = msgspec.json.decode(path.read_bytes(), type=RunRecord)
+        again: RunRecord = _read(path.read_bytes())
         if not again.live:
             return again  # it ended in the very moment
         record.state, record.outcome, record.ended = "over", "lost", file.st_mtime
@@ -229,7 +233,8 @@ def read_record(folder: Path) -> RunRecord | None:
 @lru_cache(maxsize=1024)
 def _decoded(path: Path, *_: int) -> RunRecord:
     """Decode a record, once for each file that there was: it is replaced as a whole."""
-    return msgspec.json.decode(path.read_bytes(), type=RunRecord)
+    record: RunRecord = _read(path.read_bytes())
+    return record
 
 
 def read_records() -> list[RunRecord]:
@@ -313,7 +318,7 @@ def make_room(runs: int = 200, nbytes: int = 4 << 30, *, now: float | None = Non
         excess_runs -= 1
         excess_bytes -= sizes[record.id]
         if now - record.ended >= _STAY_SECONDS:
-            shutil.rmtree(record.folder, ignore_errors=True)
+            remove_tree(record.folder)
             removed.append(record)
     return removed
 

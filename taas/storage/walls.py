@@ -2,8 +2,9 @@
 
 * A private mount namespace in which the project is mounted read-only. Holds for every call of every program the rank starts
   (EROFS), with live reads, and is undone by nothing the rank can do: what would undo it (mounting, entering another
-  process's namespace through /proc, opening by file handle, raw devices) needs capabilities that are given up. As an ordinary
-  user a user namespace supplies the right to mount, and all its capabilities are given up afterwards.
+  process's namespace through /proc, opening by file handle, making a device) needs capabilities that are given up, and the
+  block devices that are there are closed. As an ordinary user a user namespace supplies the right to mount, and all its
+  capabilities are given up afterwards.
 * Landlock, where namespaces are refused.
 * None, where the kernel offers nothing: what is diverted of Python's own calls guards against accidents, and the cell says so.
 
@@ -36,6 +37,7 @@ LIMITS = {
     "landlock": (
         "mode, owner, times and extended attributes of project files can be changed by programs other than Python",
         "nothing can be made, renamed or removed directly in the project's parent directories",
+        "as root: the disk itself can be written, by its block device in /dev",
         "as an ordinary user: sudo and other set-user-ID programs do not work in ranks other than 0",
     ),
     NO_WALL: (
@@ -77,9 +79,28 @@ def _raise_mount(boundary: Boundary) -> str:
             for entry in _linux.mounts():
                 if resolve_beneath(entry.point, project) is not None:
                     _linux.remount_readonly(entry)
+        for device in _writable_disks():
+            _linux.close_device(device)
     if not os.statvfs(project).f_flag & os.ST_RDONLY:
         raise OSError(errno.EPERM, f"{project} is still writable after it was mounted read-only")
     return "as root" if as_root else "through a user namespace"
+
+
+def _writable_disks() -> list[str]:
+    """Return the block devices in /dev that this user may write: root, or a member of the group ``disk``.
+
+    A write to the device of the project's disk passes a mount, and a file system, unseen.
+    """
+    found, folders = [], ["/dev"]
+    while folders:
+        with contextlib.suppress(OSError), os.scandir(folders.pop()) as entries:
+            for entry in entries:
+                mode = entry.stat(follow_symlinks=False).st_mode
+                if stat.S_ISDIR(mode):
+                    folders.append(entry.path)
+                elif stat.S_ISBLK(mode) and os.access(entry.path, os.W_OK):
+                    found.append(entry.path)
+    return found
 
 
 # ---------------------------------------------------------------- Landlock

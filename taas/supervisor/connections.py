@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import shutil
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -20,13 +19,14 @@ from typing import Any
 import msgspec
 import zmq
 
+from taas._linux import remove_tree
 from taas.errors import EngineError
 from taas.runs.places import ProcessMark, runtime_folder, write_private
 from taas.runs.records import RunRecord
 from taas.wire import deadlines
 from taas.wire.clients import ClientHears
 from taas.wire.curve import PREFIX, Gate, make_dealer, make_router, set_heartbeat
-from taas.wire.framing import Message, MessageReader, pack
+from taas.wire.framing import Message, MessageReader, Unreadable, pack
 
 SOCKET, CONNECTION = "supervisor", "connection"
 """In the folder, where the supervisor listens, and a link to the file by which clients find it."""
@@ -44,6 +44,9 @@ class Connection(msgspec.Struct, frozen=True, kw_only=True):
     kernel: ProcessMark
 
 
+_read_connection = MessageReader(Connection, msgspec.json)
+
+
 def write_connection(connection: Connection) -> Path:
     """Write a supervisor's connection file, in place of those of dead ones."""
     all_connections()
@@ -57,8 +60,8 @@ def all_connections() -> list[Connection]:
     """Return the supervisors that are there; files of those that were killed are removed."""
     found = []
     for path in runtime_folder("supervisors").glob("*.json"):
-        with contextlib.suppress(OSError, msgspec.MsgspecError):  # it ends just now
-            connection = msgspec.json.decode(path.read_bytes(), type=Connection)
+        with contextlib.suppress(OSError, Unreadable):  # it ends just now
+            connection: Connection = _read_connection(path.read_bytes())
             if connection.supervisor.lives:
                 found.append(connection)
             elif connection.supervisor.has_left(path):
@@ -73,14 +76,31 @@ def hold_folder(folder: Path) -> None:
 
 def remove_folders_left(beside: Path) -> None:
     """Remove the folders of supervisors that were killed; one that lives holds its own before it listens there."""
-    for socket in beside.parent.glob(f"{PREFIX}*/{SOCKET}"):
-        with contextlib.suppress(OSError):  # another user's, or somebody was faster
-            fd = os.open(socket.parent, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(socket.parent, ignore_errors=True)
-            finally:
-                os.close(fd)
+    for folder in beside.parent.glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError):  # another user's, no folder, or somebody was faster
+            _remove_if_left(folder)
+
+
+def _remove_if_left(folder: Path) -> None:
+    """Remove a folder if it is this user's, a supervisor's, and nobody holds it.
+
+    TMPDIR is open to everybody: what stands at this path may be, or be swapped for, a link, a FIFO, or another user's
+    folder with anything in it. Hence it is opened as a directory, without following and without waiting, and what is
+    asked is the open folder and not the path.
+
+    Raises:
+        OSError: it is none of these.
+    """
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        if os.fstat(fd).st_uid != os.geteuid():
+            return
+        # a node's agent has no such socket, and nobody locks its folder
+        os.stat(SOCKET, dir_fd=fd, follow_symlinks=False)
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        remove_tree(folder)
+    finally:
+        os.close(fd)
 
 
 def connection_of(record: RunRecord) -> Connection:

@@ -6,7 +6,6 @@ of the data VMs. One that is lost is replaced; until another one is there, the r
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 import time
 from concurrent.futures import Future
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 
+from taas._linux import remove_tree
 from taas.delivery.config import ALONE_SECONDS, DataOrder, Delivered, DeliveryConfig, ResumePoint, new_keys
 from taas.delivery.messages import (
     Command,
@@ -310,7 +310,7 @@ class DataSide:
             self._take(report)
         self.places = self.places | self._reached
         if self._config.folder:
-            shutil.rmtree(self._config.folder, ignore_errors=True)
+            remove_tree(self._config.folder)
         self.postpone_end()
         for number in self.vms.started:
             self._end_job(number)

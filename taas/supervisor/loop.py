@@ -5,16 +5,17 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import shutil
 import signal
 import sys
 import threading
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 
 import msgspec
 
 from taas import _linux, process_log
+from taas._linux import remove_tree
 from taas.agent.processes import SWEEPS, become_subreaper, kill_tree, orphans, sweep_orphans
 from taas.engines import Engine
 from taas.errors import EngineError
@@ -41,7 +42,7 @@ from taas.wire.clients import (
     SupervisorConfig,
 )
 from taas.wire.curve import make_short_folder
-from taas.wire.framing import Message, MessageReader
+from taas.wire.framing import Message, MessageReader, Unreadable
 from taas.wire.poll_loop import PollLoop, WorkThread, raise_limit
 from taas.wire.ranks import Answer
 
@@ -75,9 +76,9 @@ class Supervisor:
         self._sources.on(self._control.socket, self._hear)
         for source in self._tie.sources:
             self._sources.on(source, self._lose_kernel)
-        self._worker.do(partial(remove_folders_left, self._scratch))
+        self._worker.do(partial(remove_folders_left, self._scratch), _note_failure)
         threading.Thread(target=make_room, name="taas-retention", daemon=True).start()
-        self._worker.do(process_log.remove_old_files)
+        self._worker.do(process_log.remove_old_files, _note_failure)
         if self._config.warm:
             self._fleet.warm_up(idle=self._config.idle)
         try:
@@ -101,12 +102,15 @@ class Supervisor:
     def _hear(self) -> None:
         for key, route, data in self._control.receive():
             if key in self._control.clients:
-                with contextlib.suppress(msgspec.DecodeError):  # a terminal's taas of another release
-                    self._hear_client(key, route, self._read_client(data))
+                try:
+                    message = self._read_client(data)
+                except Unreadable:  # a terminal's taas of another release
+                    continue
+                self._hear_client(key, route, message)
             elif (vm := self._fleet.find(key)) is not None:  # else struck already: its last words came late
                 try:
                     said = self._read_agent(data)
-                except msgspec.DecodeError as error:
+                except Unreadable as error:
                     vm.kill()
                     self._lose_vm(vm, f"given up, since it said what nobody understands ({error})")
                 else:
@@ -333,6 +337,12 @@ class Supervisor:
             self._worker.do(partial(kill_tree, left), lambda _: self._sweep(times - 1))
 
 
+def _note_failure(done: Future[None]) -> None:
+    """Log that tidying up went wrong: that is no reason to end the runs."""
+    if (error := done.exception()) is not None:
+        logger.warning("tidying up went wrong", exc_info=error)
+
+
 def _end(control: ControlSocket, fleet: Fleet) -> None:
     """End all that there is, whatever goes wrong with one thing: at once what is here, then what engines have elsewhere."""
     _linux.kill_in(deadlines.END_SUPERVISOR)
@@ -367,4 +377,4 @@ def main() -> None:
     except Exception:  # its agents end with it; the notebook says where to look
         logger.exception("the supervisor broke down")
     finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        remove_tree(scratch)

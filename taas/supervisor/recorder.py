@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import shutil
 import time
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from taas._linux import remove_tree
 from taas.runs.places import ProcessMark
 from taas.runs.records import ANSWER, LOADERS, PAYLOAD, RunRecord, Verdict, keep, new_folder, write_record
 from taas.wire.agents import RanksUse
@@ -176,4 +176,4 @@ class Recorder:
     def discard(self) -> None:
         """Forget a run that was refused."""
         self.close()
-        shutil.rmtree(self.record.folder, ignore_errors=True)
+        remove_tree(self.record.folder)

@@ -26,7 +26,7 @@ from taas.runs.events import COLLECTED, FILES
 from taas.storage.table import TREE
 from taas.supervisor.vms import Vm
 from taas.wire.agents import JobRequest, OfJob, StartJob
-from taas.wire.framing import Memory
+from taas.wire.framing import Memory, Unreadable
 from taas.wire.poll_loop import WorkThread
 from taas.wire.transfer import Chunk, Incoming, Sender, Taken, chunks_of, chunks_of_file
 from taas.wording import shown_path, size_in_words
@@ -117,7 +117,7 @@ class Transfer:
         """Something was written down, or packed, or could not be: let the agent send more, or send it more."""
         try:
             result = done.result()
-        except (OSError, msgspec.DecodeError) as error:
+        except (OSError, Unreadable) as error:
             of_answer = isinstance(said, Chunk) and said.of == "answer"
             what = "names that the run made could not be taken" if of_answer else "project could not travel"
             self._failed(job, f"the {what}: {error}")
@@ -266,7 +266,7 @@ class ProjectSync:
         all VMs write; ``writes`` what its ranks have in their scratch. What there is no room for is said in :attr:`notices`.
 
         Raises:
-            msgspec.DecodeError: it is no archive.
+            Unreadable: it is no archive.
         """
         key, place = (vm, chunk.of), str(self._scratch)
         try:

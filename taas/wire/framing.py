@@ -90,15 +90,31 @@ class StoreAddress(msgspec.Struct, frozen=True, tag=True):
 pack = msgspec.msgpack.Encoder().encode
 
 
-class MessageReader:
-    """Decodes the messages one side expects; anything else is a :class:`msgspec.ValidationError`."""
+class Unreadable(ValueError):
+    """What a peer sent, or what stands in a file, is not what its reader expects."""
 
-    def __init__(self, kinds: Any) -> None:
-        self._decoder = msgspec.msgpack.Decoder(kinds)
+
+class MessageReader:
+    """Decodes what one side expects; whatever else comes, and however it is broken, is :class:`Unreadable`.
+
+    Args:
+        kinds: the type, or the union of types, that is expected.
+        form: ``msgspec.msgpack`` for messages, ``msgspec.json`` for files that people may read.
+    """
+
+    def __init__(self, kinds: Any, form: Any = msgspec.msgpack) -> None:
+        self._decode = form.Decoder(kinds).decode
 
     def __call__(self, data: bytes | memoryview) -> Any:
-        """Decode one message."""
-        return self._decoder.decode(data)
+        """Decode one message.
+
+        msgspec's own errors are ValueErrors, as is the UnicodeDecodeError that invalid UTF-8 raises. A field that is
+        nested too deeply, an unknown one too, raises a RecursionError, which is neither.
+        """
+        try:
+            return self._decode(data)
+        except (ValueError, RecursionError) as error:
+            raise Unreadable(f"{type(error).__name__}: {error}") from None
 
 
 def seal(key: bytes, header: bytes, body: Any) -> bytes:

@@ -19,7 +19,7 @@ import msgspec
 
 from taas.delivery.config import DeliveryConfig
 from taas.header.options import RunSpec
-from taas.wire.framing import WIRE_LIMIT, Memory, Message, MessageReader, StoreAddress
+from taas.wire.framing import WIRE_LIMIT, Memory, Message, MessageReader, StoreAddress, Unreadable
 
 
 class RankStage(Message, frozen=True):
@@ -332,6 +332,6 @@ def hear(rank: socket.socket) -> tuple[list[RankSays], bool]:
             said.append(_read_rank(message))
     except BlockingIOError:
         return said, False
-    except (EOFError, OSError, msgspec.DecodeError):
+    except (EOFError, OSError, Unreadable):
         return said, True
     return said, False
