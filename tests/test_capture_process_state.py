@@ -44,6 +44,17 @@ CHANGES = [
     Change("warnings", "import warnings; warnings.simplefilter('error', UserWarning)", "warnings.filterwarnings('ignore', 'noise')", "[(a, m and m.pattern, c) for a, m, c, *_ in warnings.filters[:2]]"),
     Change("path", "import sys; sys.path.append('/there/a'); sys.path.insert(0, '/there/b')", "sys.path.remove('/there/a'); sys.path.insert(0, '/there/c')", "[p for p in sys.path if p.startswith('/there')]"),
     Change("environment", "import os; os.environ['PROGRAM_A'] = '1'; os.environ.pop('HOME', None)", "os.environ['HOME'] = '/there'; del os.environ['PROGRAM_A']", "os.environ.get('HOME'), os.environ.get('PROGRAM_A')"),
+    Change("scikit-learn", "import sklearn; sklearn.set_config(transform_output='pandas', assume_finite=True)", "sklearn.set_config(transform_output='default', display='text')", "sorted(sklearn.get_config().items())"),
+    Change("names of log levels", "import logging; logging.addLevelName(25, 'NOTICE'); logging.addLevelName(20, 'Info')", "logging.addLevelName(25, 'NOTE'); logging.addLevelName(5, 'TRACE')", "[logging.getLevelName(x) for x in (5, 20, 25, 'NOTICE', 'INFO', 'TRACE')]"),
+    Change("sharing strategy", "import torch.multiprocessing as tm; tm.set_sharing_strategy('file_system')", "tm.set_sharing_strategy('file_descriptor')", "tm.get_sharing_strategy()"),
+    Change("open files", "import resource; limit = resource.getrlimit(resource.RLIMIT_NOFILE); resource.setrlimit(resource.RLIMIT_NOFILE, (limit[0] - 10, limit[1]))", "resource.setrlimit(resource.RLIMIT_NOFILE, (limit[0] - 5, limit[1]))", "resource.getrlimit(resource.RLIMIT_NOFILE)[0] - limit[0]"),
+    Change("garbage collection", "import gc; gc.set_threshold(900, 11, 12)", "gc.disable(); gc.set_threshold(800, 11, 12)", "gc.isenabled(), gc.get_threshold()[:2]"),
+    Change("digits of integers", "import sys; sys.set_int_max_str_digits(5000)", "sys.set_int_max_str_digits(6000)", "sys.get_int_max_str_digits()"),
+    Change("fields of CSV", "import csv; csv.field_size_limit(1 << 30)", "csv.field_size_limit(1 << 31)", "csv.field_size_limit()"),
+    Change("patience of sockets", "import socket; socket.setdefaulttimeout(30)", "socket.setdefaulttimeout(None)", "socket.getdefaulttimeout()"),
+    Change("images", "from PIL import Image, ImageFile; ImageFile.LOAD_TRUNCATED_IMAGES = True", "Image.MAX_IMAGE_PIXELS = None", "ImageFile.LOAD_TRUNCATED_IMAGES, Image.MAX_IMAGE_PIXELS"),
+    Change("kernels of attention", "import torch; torch.backends.cuda.enable_flash_sdp(False)", "torch.backends.cuda.enable_mem_efficient_sdp(False); torch.backends.cuda.enable_flash_sdp(True)", "torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.mem_efficient_sdp_enabled()"),
+    Change("torch's compiler", "import torch._dynamo; torch._dynamo.config.suppress_errors = True; torch._dynamo.config.recompile_limit = 11", "torch._dynamo.config.suppress_errors = False; torch._dynamo.config.verbose = True", "torch._dynamo.config.suppress_errors, torch._dynamo.config.recompile_limit, torch._dynamo.config.verbose"),
     Change("random numbers", "import random, numpy as np, torch; random.seed(3); np.random.seed(3); torch.manual_seed(3)", "random.random(); np.random.rand(); torch.rand(1)", "random.getstate()[1][-1], np.random.get_state()[2], torch.get_rng_state().sum()"),
 ]  # fmt: skip
 

@@ -38,13 +38,32 @@ _CODE = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)
 @contextlib.contextmanager
 def no_collection() -> Iterator[None]:
     """Pause the garbage collector: for 100,000 objects that are made at once it costs half a second."""
-    was = gc.isenabled()
+    _before_pauses.append(gc.isenabled())
     gc.disable()
     try:
         yield
     finally:
-        if was:
+        if _before_pauses.pop():
             gc.enable()
+
+
+_before_pauses: list[bool] = []
+"""Of each pause that goes on, the outermost first, whether the collector ran before it."""
+
+
+def is_collecting() -> bool:
+    """Tell whether the garbage collector runs, or will when a pause of taas is over."""
+    return _before_pauses[0] if _before_pauses else gc.isenabled()
+
+
+def set_collecting(wanted: bool) -> None:
+    """Let the garbage collector run or not, in a pause of taas from its end on."""
+    if _before_pauses:
+        _before_pauses[0] = wanted
+    elif wanted:
+        gc.enable()
+    else:
+        gc.disable()
 
 
 _NO_BLOB = marshal.dumps(None, 2)

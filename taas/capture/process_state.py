@@ -19,9 +19,11 @@ import contextlib
 import functools
 import importlib
 import logging
+import math
 import operator
 import os
 import random
+import resource
 import sys
 import time
 import warnings
@@ -37,6 +39,7 @@ from taas.capture.environment import (
     put_variables,
     take_out_of_processes,
 )
+from taas.capture.heap import is_collecting, set_collecting
 from taas.capture.holders import all_loggers
 from taas.capture.memory import view_of
 from taas.import_hooks import after_import, attribute_of, attributes_of, loaded
@@ -300,7 +303,52 @@ def _put_format(ipython: Any, name: str, value: Any) -> None:
         setattr(shell if name == "ast_node_interactivity" else text, name, value)
 
 
+# ---------------------------------------------------------------- limits of the process
+
+
+@functools.cache
+def _machine() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text()
+
+
+def _limit_of_files(_: ModuleType) -> tuple[int, str]:
+    """Return how many files may be open, and on which machine that holds."""
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0], _machine()
+
+
+def _put_limit_of_files(_: ModuleType, told: tuple[int, str]) -> None:
+    """Set how many files may be open, as far as this process may; another machine's own limit is not lowered by it."""
+    here, hard = (
+        math.inf if n == resource.RLIM_INFINITY else n for n in resource.getrlimit(resource.RLIMIT_NOFILE)
+    )
+    wanted, machine = math.inf if told[0] == resource.RLIM_INFINITY else told[0], told[1]
+    if machine != _machine():
+        wanted = max(wanted, here)
+    soft, hard = (int(n) if n < math.inf else resource.RLIM_INFINITY for n in (min(wanted, hard), hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def _put_collection(collector: Any, told: tuple[bool, tuple[int, ...]]) -> None:
+    set_collecting(told[0])
+    collector.set_threshold(*told[1])
+
+
 # ---------------------------------------------------------------- what is reported
+
+
+def _level_names(log: Any) -> tuple[dict[str, int], dict[int, str]]:
+    """Return the numbers of all names of levels, and the name that each number is shown by."""
+    numbers = log.getLevelNamesMapping()
+    return numbers, {number: log.getLevelName(number) for number in numbers.values()}
+
+
+def _put_level_names(log: Any, told: tuple[dict[str, int], dict[int, str]]) -> None:
+    """Add the names; the one that a number is shown by comes last."""
+    numbers, shown = told
+    for name, number in numbers.items():
+        log.addLevelName(number, name)
+    for number, name in shown.items():
+        log.addLevelName(number, name)
 
 
 def _log_levels(_: Any) -> dict[str, Any]:
@@ -332,6 +380,30 @@ def _put_warning_filters(told: list[Any], *, rank: bool) -> None:
 
 
 # ---------------------------------------------------------------- torch
+
+_KERNELS_OF_ATTENTION = ("flash", "mem_efficient", "math", "cudnn")
+
+
+def _kernels_of_attention(cuda: Any) -> tuple[bool, ...]:
+    return tuple(getattr(cuda, f"{name}_sdp_enabled")() for name in _KERNELS_OF_ATTENTION)
+
+
+def _put_kernels_of_attention(cuda: Any, told: tuple[bool, ...]) -> None:
+    for name, enabled in zip(_KERNELS_OF_ATTENTION, told, strict=True):
+        getattr(cuda, f"enable_{name}_sdp")(enabled)
+
+
+def _settings_of_compiler(config: Any) -> dict[str, Any]:
+    """Return what was set of a module of settings of torch's compiler, each in a tuple, as None means that it was set back.
+
+    ``disable`` is what a rehearsal says itself.
+    """
+    changed = {name: getattr(config, name) for name in config._config if not config._is_default(name)}
+    return {name: (value,) for name, value in changed.items() if name != "disable" and _is_plain(value)}
+
+
+def _put_setting_of_compiler(config: Any, name: str, told: tuple[Any] | None) -> None:
+    setattr(config, name, config._config[name].default if told is None else told[0])
 
 
 _PRECISIONS = (
@@ -387,7 +459,17 @@ def _of_libraries(device: str | None, *, rank: bool) -> tuple[Row, ...]:
             lambda d, told: d.setcontext(d.Context(*told))),
         Row("warning filters", "warnings", _warning_filters, lambda _, told: _put_warning_filters(told, rank=rank)),
         Row("log levels", "logging", _log_levels, _put_log_levels),
+        Row("names of log levels", "logging", _level_names, _put_level_names),
         Row("levels of all logs", "logging", lambda m: m.root.manager.disable, lambda m, told: m.disable(told)),
+        Row("open files", "resource", _limit_of_files, _put_limit_of_files),
+        Row("garbage collection", "gc", lambda g: (is_collecting(), g.get_threshold()), _put_collection),
+        _setting("digits of integers", "sys", "get_int_max_str_digits", "set_int_max_str_digits"),
+        Row("length of fields in CSV", "csv", lambda c: c.field_size_limit(), lambda c, told: c.field_size_limit(told)),
+        Row("patience of sockets", "socket", lambda s: (s.getdefaulttimeout(),), lambda s, told: s.setdefaulttimeout(*told)),
+        Row("truncated images", "PIL.ImageFile", operator.attrgetter("LOAD_TRUNCATED_IMAGES"),
+            lambda m, told: setattr(m, "LOAD_TRUNCATED_IMAGES", told)),
+        Row("largest image", "PIL.Image", lambda m: (m.MAX_IMAGE_PIXELS,), lambda m, told: setattr(m, "MAX_IMAGE_PIXELS", *told)),
+        Row("settings of scikit-learn", "sklearn", lambda s: s.get_config(), lambda s, told: s.set_config(**told)),
         _options("formats and aliases of IPython", "IPython", _formats, _put_format),
         Row("errors of NumPy", "numpy", lambda n: n.geterr(), lambda n, told: n.seterr(**told)),
         Row("print options of NumPy", "numpy",
@@ -415,6 +497,10 @@ def _of_libraries(device: str | None, *, rank: bool) -> tuple[Row, ...]:
         Row("default device of torch", "torch", _default_device, lambda t, v: _put_default_device(t, v, device)),
         Row("print options of torch", "torch._tensor_str", lambda m: tuple(vars(m.PRINT_OPTS).items()),
             lambda m, told: m.set_printoptions(**dict(told))),
+        _setting("how processes share tensors", "torch.multiprocessing", "get_sharing_strategy", "set_sharing_strategy"),
+        Row("kernels of attention", "torch.backends.cuda", _kernels_of_attention, _put_kernels_of_attention),
+        *(_options(f"settings of torch.{name}", f"torch.{name}.config", _settings_of_compiler, _put_setting_of_compiler)
+          for name in ("_dynamo", "_inductor")),
         Row("numbers of hooks", "torch.utils.hooks", lambda m: m.RemovableHandle.next_id, _put_next_hook),
     )  # fmt: skip
 
