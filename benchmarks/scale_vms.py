@@ -19,7 +19,7 @@ import msgspec
 import zmq
 
 from taas.engines import AgentConfig, Demand, EngineChoice
-from taas.runs.events import EVENTS, RECORD
+from taas.runs.events import EVENTS, pack_record
 from taas.wire.agents import AgentHears, AgentUp, EndJob, JobOver, OfJob, StartJob
 from taas.wire.curve import make_dealer, set_heartbeat
 from taas.wire.framing import Message, MessageReader, pack
@@ -127,7 +127,7 @@ class Agent:
         self._ranks = range(work.first_rank, work.first_rank + work.local_world_size)
         for rank in self._ranks:
             text = f"rank {rank} is here\n".encode()
-            record = RECORD.pack(0, len(text), 0, 0) + text
+            record = pack_record(0, text, 0, 0)
             self._say(RankStage(stage="begun", rank=rank, at=time.time()))
             self._say(Chunk(of="output", rank=rank, file=EVENTS, data=record))
         if "print" in work.cell.text:

@@ -18,7 +18,7 @@ from taas.delivery.config import Delivered
 from taas.header.options import RunSpec
 from taas.notebook import tables
 from taas.notebook.watched_run import in_full, watched
-from taas.runs.events import EVENTS, RECORD
+from taas.runs.events import EVENTS, pack_record
 from taas.runs.places import ProcessMark
 from taas.runs.records import (
     RunRecord,
@@ -41,7 +41,7 @@ def prints(record: RunRecord, text: str, rank: int = 0) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     body = text.encode()
     with (folder / EVENTS).open("ab") as file:
-        file.write(RECORD.pack(0, len(body), 0, 0) + body)
+        file.write(pack_record(0, body, 0, 0))
 
 
 @pytest.fixture

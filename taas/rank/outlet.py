@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from taas.runs.events import EVENTS, KINDS, LARGEST_TEXT, RECORD, STDERR, STDOUT
+from taas.runs.events import EVENTS, KINDS, LARGEST_TEXT, STDERR, STDOUT, pack_record
 
 _PARTIAL_LINE_SECONDS = 0.02
 
@@ -43,7 +43,7 @@ class _EventFile:
 
     def append(self, kind: int, body: bytes | bytearray) -> None:
         stdout, stderr = (os.fstat(fd).st_size for fd in self._raw)
-        record = RECORD.pack(kind, len(body), stdout, stderr) + body
+        record = pack_record(kind, body, stdout, stderr)
         try:
             written = os.write(self._fd, record)
         except OSError:

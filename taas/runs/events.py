@@ -5,17 +5,16 @@ that the rank's C-level stdout and stderr files had when it was written, so that
 into one order. A record is written with one write(2) to a file opened for appending: records of forked children
 do not mix, and a rank that is killed leaves whole ones.
 
-Record: ``<BIQQ`` (kind, bytes of the body, size of stdout file, size of stderr file), then the body: UTF-8 text
-for streams (kinds 0 and 1), of bounded size, else MessagePack.
+A record is a header, ``<BIQQ`` (kind, bytes of the body, size of stdout file, size of stderr file); the body, UTF-8
+text for streams (kinds 0 and 1), of bounded size, else MessagePack; and ``<I``, the bytes of all three, by which
+whoever wants the last lines goes back from the end of the file, record by record.
 """
 
 from __future__ import annotations
 
 import codecs
 import os
-import re
 import struct
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +22,9 @@ import msgspec
 
 from taas.wording import size_in_words
 
-RECORD = struct.Struct("<BIQQ")
+_HEADER = struct.Struct("<BIQQ")
+_LENGTH = struct.Struct("<I")
+_AROUND = _HEADER.size + _LENGTH.size  # bytes of a record beside its body
 KINDS = ("stdout", "stderr", "display", "update", "clear", "result", "comm", "error")
 EVENTS, STDOUT, STDERR = "events", "stdout", "stderr"
 FILES = (EVENTS, STDOUT, STDERR)
@@ -33,7 +34,12 @@ LARGEST_TEXT = 1 << 16  # bytes of a stream in one record
 _BLOCK = 1 << 18
 _LAST_BYTES = 1 << 13, 1 << 20
 """Where the last lines of a rank are looked for: so far from the end of its files, or, before a large display, so far."""
-_MAY_BEGIN = re.compile(rb"(?=[\0-\7].{3}[\0-\2])", re.DOTALL)
+
+
+def pack_record(kind: int, body: bytes | bytearray, stdout: int, stderr: int) -> bytes:
+    """Return a record; ``stdout`` and ``stderr`` are the sizes of the files that C code writes to."""
+    header = _HEADER.pack(kind, len(body), stdout, stderr)
+    return header + body + _LENGTH.pack(_AROUND + len(body))
 
 
 class Output(NamedTuple):
@@ -124,20 +130,20 @@ class RankEvents:
         sizes = self._raw[0].size(), self._raw[1].size()
         block, at, left = self._events.peek(_BLOCK), 0, _BLOCK
         while left > 0:
-            if len(block) - at < RECORD.size:
+            if len(block) - at < _HEADER.size:
                 if len(block) < _BLOCK:  # all records are read
                     self._take_raw(sizes, left)
                 break
-            kind, length, stdout, stderr = RECORD.unpack_from(block, at)
+            kind, length, stdout, stderr = _HEADER.unpack_from(block, at)
             left -= self._take_raw((stdout, stderr), left)
             if left <= 0:
                 break  # the record comes after what is left of these
-            end = at + RECORD.size + length
+            end = at + _AROUND + length
             if end > len(block):  # it is large, or being written just now
                 if not at:
                     self._take_large(kind, length)
                 break
-            self._take(kind, block[at + RECORD.size : end])
+            self._take(kind, block[at + _HEADER.size : end - _LENGTH.size])
             left -= end - at
             at = end
         self._events.offset += at
@@ -151,17 +157,17 @@ class RankEvents:
 
     def _take_large(self, kind: int, length: int) -> None:
         """Take the record that the file is read up to, once it is whole."""
-        if self._events.size() < self._events.offset + RECORD.size + length:
+        if self._events.size() < self._events.offset + _AROUND + length:
             return
         if length <= LARGEST_DISPLAY:
-            self._take(kind, self._events.peek(length, RECORD.size))
+            self._take(kind, self._events.peek(length, _HEADER.size))
         else:
             left_out = (
                 f"taas: a display of {size_in_words(length)} is left out, a notebook takes up to "
                 f"{size_in_words(LARGEST_DISPLAY)}: let the cell save it to a file\n"
             )
             self._take_text(1, left_out.encode())
-        self._events.offset += RECORD.size + length
+        self._events.offset += _AROUND + length
 
     def _take_raw(self, sizes: tuple[int, int], limit: int) -> int:
         taken = 0
@@ -197,36 +203,41 @@ class RankEvents:
             self._found.append(Output(self._rank, self._kind, text))
 
     def skip(self) -> bool:
-        """Leave all but the last that was written; returns whether its beginning was found.
+        """Leave all but the last that was written; returns whether that was found.
 
-        A record begins where a chain of records begins that ends with the file.
+        It is not found where the file does not end with a whole record: a part of one is being written, or sent
+        from another host, or the rank was killed while it wrote.
         """
         whole = self._events.size()
-        sizes = [file.size() for file in self._raw]
+        raw_sizes = [file.size() for file in self._raw]
         for near in _LAST_BYTES:
             begin = max(0, whole - near)
             block = self._events.peek(whole - begin, begin - self._events.offset)
-            starts = (0,) if begin == 0 else (found.start() for found in _MAY_BEGIN.finditer(block))
-            begins = next((at for at in starts if _is_chain(block, at, sizes)), None)
-            if begins is not None:
+            first = _first_record(block)
+            if first is not None:
                 break
         else:
             return False
-        self._events.offset = begin + begins
-        seen = RECORD.unpack_from(block, begins)[2:] if block else (0, 0)
-        for file, size, known in zip(self._raw, sizes, seen, strict=True):
+        self._events.offset = begin + first
+        seen = _HEADER.unpack_from(block, first)[2:] if block else (0, 0)
+        for file, size, known in zip(self._raw, raw_sizes, seen, strict=True):
             file.offset = max(known, size - _LAST_BYTES[0])
         return True
 
 
-def _is_chain(block: bytes, at: int, sizes: Sequence[int]) -> bool:
-    """Whether records begin there and follow each other to the end; the raw files have these sizes."""
-    while at + RECORD.size <= len(block):
-        kind, length, stdout, stderr = RECORD.unpack_from(block, at)
-        if kind >= len(KINDS) or stdout > sizes[0] or stderr > sizes[1]:
-            return False
-        at += RECORD.size + length
-    return at == len(block)
+def _first_record(block: bytes) -> int | None:
+    """Return where the first whole record of a file's last block begins, 0 in an empty one; None: there is none."""
+    at = len(block)
+    while at >= _AROUND:
+        (length,) = _LENGTH.unpack_from(block, at - _LENGTH.size)
+        begin = at - length
+        if length < _AROUND or begin < 0:
+            break  # it begins before the block, or these bytes are no length
+        kind, nbytes, _, _ = _HEADER.unpack_from(block, begin)
+        if kind >= len(KINDS) or nbytes != length - _AROUND:
+            break
+        at = begin
+    return at if at < len(block) or not block else None
 
 
 def last_written(folder: Path, count: int) -> tuple[list[str], dict[str, Any]] | None:
