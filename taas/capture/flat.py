@@ -68,26 +68,62 @@ def _with_counts(values: list[Any]) -> Iterable[tuple[Any, int]]:
 _held_once = [[]]  # type: ignore[var-annotated]
 _ALONE = next(iter(_with_counts(list(_held_once))))[1]
 _IN_MAP = max(map(_count, [[]]))
+"""What an object counts in ``map`` that only the container holds through which it is mapped."""
 
 
 def _is_leaf(box: Any) -> bool:
     """Tell whether all in a container is plain, and held by nobody but its parent in there."""
-    inner = box if type(box) is list else gc.get_referents(box)
+    inner, others = (box, 0) if type(box) is list else (gc.get_referents(box), 1)
     for _ in range(_DEEPEST):
         kinds = set(map(type, inner))
         if not kinds <= _PLAIN:
             return False
         if kinds <= ATOMS:
             return True
-        boxes, holders = inner, 1
+        # ``others`` are the lists made here that hold the boxes beside their parent.
+        boxes = inner
         if not kinds.isdisjoint(ATOMS):
-            boxes, holders = [value for value in inner if type(value) in _BOXES], 2
-        if max(map(_count, boxes)) > _IN_MAP + holders:
-            shared = [one for one in boxes if _count(one) > _IN_MAP + holders + 1]
+            boxes, others = [value for value in inner if type(value) in _BOXES], others + 1
+        if max(map(_count, boxes)) > _IN_MAP + others:
+            of_parent = _ALONE - 1 + others
+            shared = [one for one, count in _with_counts(boxes) if count > of_parent]
             if not all(type(one) is tuple and _atomic(map(type, one)) for one in shared):
                 return False
-        inner = gc.get_referents(*boxes)
+        inner, others = gc.get_referents(*boxes), 1
     return False
+
+
+def _is_alone_inside(box: Any) -> bool:
+    """Tell whether a container is a leaf: nothing in it needs a number."""
+    return _is_leaf(box) if COUNTS_TELL else _atomic(map(type, gc.get_referents(box)))
+
+
+def _counts_tell() -> bool:
+    """Check, on containers whose holders are known, that reference counts tell what only its parent holds."""
+    makers: list[Callable[[], Any]] = [
+        lambda: [[n] for n in range(2)],
+        lambda: [0, [1], {2: 2}],
+        lambda: {n: [n] for n in range(2)},
+        lambda: {"a": 0, "b": [1], "c": {2: 2}},
+        lambda: [(0, [n]) for n in range(2)],
+        lambda: [[[[n], 0]] for n in range(2)],
+    ]
+    for make in makers:
+        box = make()
+        level = [box]
+        while level := [one for one in gc.get_referents(*level) if type(one) in _BOXES]:
+            if _is_leaf(box):  # the level is held here, too
+                return False
+        if not _is_leaf(box):
+            return False
+    parent: list[Any] = [[], []]
+    also_here = parent[0]
+    alone = [count <= _ALONE for _, count in _with_counts([*parent])]
+    return alone == [False, True] and also_here is parent[0]
+
+
+COUNTS_TELL = _counts_tell()
+"""Whether this Python counts references as this module takes them to be counted; where not, every container has a number."""
 
 
 # ---------------------------------------------------------------- objects and their states
@@ -190,17 +226,18 @@ class FlatStates:
 
     def _list(self, value: Any, children: list[int], fresh: int) -> _Said:
         kind = type(value).__name__
-        if len(value) > _LARGE and (_is_leaf(value) if kind == "list" else _atomic(map(type, value))):
-            return kind, value if kind == "list" else [*value]
+        is_list = kind == "list"
+        if len(value) > _LARGE and (_is_alone_inside(value) if is_list else _atomic(map(type, value))):
+            return kind, value if is_list else [*value]
         fresh = fresh == _OF_STATE or (fresh and _has_no_memory(value))
-        return kind, self._split([*value], children, fresh=fresh, inline=kind == "list")
+        return kind, self._split([*value], children, fresh=fresh, inline=is_list)
 
     def _dict(self, value: Any, children: list[int], fresh: int) -> _Said:
         """Describe a dict, or an OrderedDict, of which a module has ten."""
         kind = type(value).__name__
         if kind != "dict" and vars(value):
             return self._reading(value, self.reader.reader_of(OrderedDict)(value), children)  # type: ignore[misc, arg-type]
-        if kind == "dict" and len(value) > _LARGE and _is_leaf(value):
+        if kind == "dict" and len(value) > _LARGE and _is_alone_inside(value):
             return kind, value
         keys = self._split([*value], children)
         fresh = fresh == _OF_STATE or (fresh and _has_no_memory(value.values()))
@@ -240,11 +277,19 @@ class FlatStates:
         return "reading", (first, _are_attributes(value, reading), by, made, told)
 
     def _builtin(self, function: Any, children: list[int], _: int) -> _Said:
-        owner, name = function.__self__, function.__name__
-        module = module_holding(function, name)
-        if getattr(module_named(module), name, None) is function:  # torch.cat
+        """Describe a built-in: by its name in the module that has it, else as a method of its owner.
+
+        Most methods say no module, and all that are loaded would be looked through for each. So the owner is asked:
+        ``random.random`` is found in the module of its class.
+        """
+        owner, name, module = function.__self__, function.__name__, function.__module__
+        is_method = owner is not None and not isinstance(owner, types.ModuleType)
+        if module is None and is_method:
+            module = (owner if isinstance(owner, type) else type(owner)).__module__
+        home = None if module is None else module_named(module)
+        if attributes_of(home).get(name) is function:
             return "global", (module, name)
-        if owner is None or isinstance(owner, types.ModuleType):
+        if not is_method:
             return self._by_name(function)
         return self._reading(function, Reading(getattr, (owner, name)), children)
 
@@ -265,7 +310,7 @@ class FlatStates:
             return values
         number, out, marked = self.number, list[Any](), False
         for value, count in _with_counts(values):
-            kind, alone = type(value), count <= _ALONE
+            kind, alone = type(value), COUNTS_TELL and count <= _ALONE
             if (kind in ATOMS and id(value) not in self._held) or (
                 kind in _BOXES and self._is_inline(value, alone and inline)
             ):

@@ -1,0 +1,103 @@
+"""Flat states: what is counted and asked for to find out what an object consists of."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import types
+from typing import Any
+
+import pytest
+
+from taas.capture import flat
+from taas.capture.heap import Heap
+from taas.capture.reader import Reader
+
+
+class _Asked:
+    """Stands for a module in ``sys.modules``, and counts how often it is asked what it holds."""
+
+    times = 0
+
+    @property
+    def __dict__(self) -> dict[str, Any]:  # type: ignore[override]
+        type(self).times += 1
+        return {}
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        "box = C(); box.inner = []; box.add = box.inner.append",
+        "box = C(); box.inner = {}; box.add = box.inner.update; box.get = box.inner.get",
+        "box = C(); box.new = type(f'T{n}', (dict,), {}).fromkeys",
+        "box = C(); box.lock = threading.Lock(); box.add = box.lock.acquire",
+    ],
+)
+def test_other_modules_are_not_asked_for_a_method_that_is_built_in(
+    made: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its owner knows it: looking through all of ``sys.modules`` for each took 42 s for 300 objects beside torch."""
+    monkeypatch.setitem(sys.modules, "asked_for_names", _Asked())
+    monkeypatch.setattr(_Asked, "times", 0)
+    namespace: dict[str, Any] = types.ModuleType("__main__").__dict__
+    setup = f"import threading\nobjects = []\nclass C: pass\nfor n in range(300):\n    {made}; objects.append(box)"
+    exec(setup, namespace)
+    heap = Heap(Reader(namespace), [namespace])
+    heap.enter(namespace["objects"])
+    heap.walk()
+    assert sum(type(value) is types.BuiltinFunctionType for value in heap.objects) >= 300
+    assert _Asked.times == 0
+
+
+_OTHER_COUNTS = """
+import sys
+real = sys.getrefcount
+def counted(value): return {count}
+sys.getrefcount = counted
+from taas.capture import arrive, capture, flat
+import os, pathlib, types
+here, there = (types.ModuleType("__main__").__dict__ for _ in range(2))
+exec('''
+rows = [[n] for n in range(20)]; row = rows[3]
+table = {{n: [n] for n in range(20)}}; entry = table[4]
+pair = ([1], [2]); first = pair[0]
+class Net: pass
+net = Net(); net.seen = [[], []]; seen = net.seen[1]
+''', here)
+cell = "rows, row, table, entry, pair, first, net, seen"
+captured = capture(cell, here, None, project=pathlib.Path("/no project"))
+arrival = arrive(captured.fd, there, device=None)
+arrival.mark()
+exec('''
+row.append("row"); table[4].append("entry"); first.append("first"); seen.append("seen")
+new = [[n] for n in range(20)]; also = new[5]; also.append("new")
+''', there)
+answer = arrival.pack_answer(there)
+assert not captured.apply(answer).lost
+left = eval("rows[3], row, table[4], entry, pair[0], first, net.seen[1], seen, new[5], also", here)
+assert all(one is other for one, other in zip(left[::2], left[1::2])), left
+assert [one[-1] for one in left[::2]] == ["row", "entry", "first", "seen", "new"], left
+os.close(answer); arrival.close(); captured.close()
+print(flat.COUNTS_TELL)
+"""
+
+
+@pytest.mark.parametrize(
+    ("count", "tells"),
+    [("real(value)", True), ("1", False), ("1000", False), ("real(value) + id(value) // 16 % 3", False)],
+    ids=["another calibration", "all alone", "all shared", "no rule"],
+)
+def test_where_references_are_counted_otherwise_every_container_has_a_number(count: str, tells: bool) -> None:
+    """A Python that counts in another way is found out at import; names travel, and aliases hold, all the same."""
+    program = _OTHER_COUNTS.format(count=count)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False, env={**os.environ}
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == str(tells)
+
+
+def test_this_python_counts_references_as_states_need_it() -> None:
+    assert flat.COUNTS_TELL
