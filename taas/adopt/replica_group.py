@@ -4,11 +4,26 @@ The process group is not torch's default one, which belongs to the program and m
 torch's own are: its backends are those that torch chooses, and what ends or breaks off all groups finds it. Messages and
 CPU tensors go through gloo, CUDA tensors through NCCL, or through gloo where ranks share a GPU, which NCCL refuses.
 
-Outside the wrapped module every rank computes the same: parameters, batch, outputs, loss. Inside, each has its own
-slice. A tensor crosses inward as a copy for each replica (a parameter) or as the replica's slice (an input); outward as
-the replicas' sum or as their slices joined (an output). Copy and sum are each other's derivative, and so are slice and
-join: two functions, each the other's backward, differentiable as often as one likes. Gradients come out as those of the
-whole batch, once: every rank computes the loss outside, so a join passes back the rank's own slice without a sum.
+Outside the wrapped module every rank computes the same: parameters, batch, outputs, loss. Inside, each rank has its
+own slice of the batch. The graph that autograd sees in one rank::
+
+                    ┌────────┐  copies  ┌────────┐  rows of this rank  ┌─────────┐
+    parameters ────►│        ├─────────►│ module ├────────────────────►│         │  rows of all ranks
+    inputs ────────►│ Inward │  slices  └────────┘                     │ Outward ├──────────────────► loss
+                    │        ├────────────── token ───────────────────►│         │
+                    └────────┘                                         └─────────┘
+
+Forward, ``Inward`` copies a parameter, or takes this rank's slice of an input; ``Outward`` joins the ranks' slices of an
+output. Backward, ``Outward`` takes this rank's slice of the output's gradient, and ``Inward`` sums the ranks' gradients
+of a parameter, or joins their slices of an input's gradient. Copy and sum are each other's derivative, and so are
+slice and join: each of the two functions is the other's backward, and both can be differentiated again. A join passes
+the rank's own slice back, without a sum over ranks, because every rank computes the loss: gradients come out as those
+of the whole batch, once.
+
+**The token** is a scalar 0 without a meaning of its own. Both functions have collectives in their backward, in which
+all ranks must meet. In a rank that has no samples (fewer samples than ranks) the module does not run, so no other edge
+leads from ``Outward`` to ``Inward``: autograd would not call Inward's backward there, and the other ranks would wait
+in its collective for ever. The edge of the token is there in every rank.
 """
 
 from __future__ import annotations
@@ -226,7 +241,7 @@ class Crossing(NamedTuple):
 
 
 class Inward(torch.autograd.Function):
-    """Replicate or slice. Outputs a token first: see ``Outward``."""
+    """Replicate or slice. Its first output is the token."""
 
     @staticmethod
     def forward(ctx: Any, crossing: Crossing, *outer: Tensor) -> tuple[Tensor, ...]:
@@ -245,17 +260,13 @@ class Inward(torch.autograd.Function):
     def backward(ctx: Any, token_grad: Tensor, *inner_grads: Tensor) -> tuple[Tensor | None, ...]:
         """Sum or join the ranks' gradients; tensors that a replica did not use arrive as zeros."""
         (token,) = ctx.saved_tensors
-        # Both tokens: second derivatives on a rank without samples have no other way back to this node.
+        # Token and gradient: for second derivatives, too, a rank without samples has no other edge to this node.
         outer_grads = Outward.apply(ctx.crossing, token + token_grad, *inner_grads)
         return None, *(grad.to(device) for grad, device in zip(outer_grads, ctx.outer_devices, strict=True))
 
 
 class Outward(torch.autograd.Function):
-    """Sum or join.
-
-    Takes the token of the inward crossing, so that every rank's graph leads back there: a rank without
-    samples has no other link, and the ranks' collectives would not match.
-    """
+    """Sum or join. Takes the token of the inward crossing, so that every rank's graph leads back there."""
 
     @staticmethod
     def forward(ctx: Any, crossing: Crossing, token: Tensor, *inner: Tensor) -> tuple[Tensor, ...]:
