@@ -10,6 +10,7 @@ import sys
 import tempfile
 import warnings
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -110,6 +111,72 @@ def a_leaf_stays_the_leaf_that_an_optimizer_has():
     weight = torch.ones(2, requires_grad=True)
     assert weight.to("cuda") is weight.cuda() is weight
     assert nn.BatchNorm1d(2).cuda().to("cuda").weight.is_leaf
+
+
+def a_frozen_parameter_stays_itself():
+    """What a GPU has already is sent there as it is: a buffer that a library keeps as a frozen Parameter stays one."""
+
+    class Scale(nn.Parameter):
+        pass
+
+    counter = nn.Parameter(torch.zeros(2, dtype=torch.int64), requires_grad=False)
+    frozen = nn.Linear(2, 2).cuda().requires_grad_(False)
+    for parameter in (counter, Scale(torch.ones(2), requires_grad=False), frozen.weight):
+        assert parameter.to("cuda") is parameter
+        assert parameter.to(device="cuda:0", non_blocking=True) is parameter.cuda() is parameter
+        assert torch.as_tensor(parameter, device="cuda") is parameter
+        assert type(parameter.to("cpu")) is torch.Tensor
+    made = nn.LazyLinear(2, device="cuda").weight
+    assert made.to("cuda") is made
+    assert [name for name, _ in frozen.to("cuda").named_parameters()] == ["weight", "bias"]
+
+
+class _Table:
+    """A container of tensors that says by a table what functions of torch mean for it, as tensordict does."""
+
+    meanings: ClassVar[dict] = {}
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        return cls.meanings[func](*args, **kwargs or {})
+
+
+class _Named(torch.Tensor):
+    """A tensor of a class of its own."""
+
+
+class _Watch(torch.overrides.TorchFunctionMode):
+    """Notes which functions of torch are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.seen.append(func)
+        return func(*args, **kwargs or {})
+
+
+def who_overrides_functions_of_torch_is_told_what_was_called():
+    """A class's table and a mode get the function that stands in torch, and with it the arguments as they were given."""
+    like = [getattr(torch, f"{name}_like") for name in ("zeros", "ones", "empty", "full", "rand", "randn")]
+    moves = [torch.Tensor.to, torch.Tensor.cuda, torch.Tensor.cpu, torch.Tensor.pin_memory, torch.Tensor.type]
+    news = [torch.Tensor.new_zeros, torch.Tensor.new_tensor, torch.as_tensor]
+    for function in (*like, *moves, *news):
+        _Table.meanings = {function: lambda *given, **named: (given[1:], named)}
+        assert function(_Table(), 3, device="cuda") == ((3,), {"device": "cuda"}), function
+    x = torch.ones(2)
+    with _Watch() as watch:
+        torch.zeros_like(x, device="cuda")
+        torch.zeros(2, device="cuda")
+        x.to("cuda")
+        x.new_ones(2)
+    assert watch.seen == [torch.zeros_like, torch.zeros, torch.Tensor.to, torch.Tensor.new_ones]
+    named = x.as_subclass(_Named)
+    assert {type(named.to("cuda")), type(named.cuda()), type(torch.zeros_like(named, device="cuda"))} == {
+        _Named
+    }
+    assert named.to("cuda") is not named
 
 
 def seeds_of_cuda_are_its_own():

@@ -20,16 +20,35 @@ CPU = torch.device("cpu")
 
 
 def nccl_groups_are_made_of_gloo():
-    """init_process_group("nccl", device_id=…) makes a group that works, and says honestly which."""
+    """init_process_group("nccl", device_id=…) makes a group that works."""
     torch.cuda.set_device(RANK)
     dist.init_process_group("nccl", device_id=torch.device("cuda", RANK))
     assert dist.is_nccl_available()
-    assert dist.get_backend() == "gloo"
     x = torch.full((2,), float(RANK), device="cuda")
     dist.all_reduce(x)
     assert x.tolist() == [1.0, 1.0]
     dist.barrier(device_ids=[RANK])
     assert torch.cuda.current_device() == RANK
+
+
+def a_group_has_the_backend_that_the_program_asked_for():
+    """A library that compares it goes on; torch, which chooses by it how to do something, is told the real one."""
+    assert dist.get_backend() == dist.get_backend(dist.group.WORLD) == "nccl"
+    assert dist.get_backend_config() == "cuda:nccl"
+    assert dist.distributed_c10d.get_backend() == "nccl"
+    assert dist.get_backend(dist.new_group()) == "nccl"
+    assert dist.get_backend(dist.new_group(backend="gloo")) == "gloo"
+    assert dist.get_backend(dist.new_subgroups(1)[0]) == "nccl"
+    both = dist.new_group(backend="cpu:gloo,cuda:nccl")
+    assert dist.get_backend(both) == "cpu:gloo,cuda:nccl"
+    mesh = dist.init_device_mesh("cuda", (2,))
+    assert dist.get_backend(mesh.get_group()) == "nccl"
+    # torch's own: its function for gloo, which has no reduce_scatter of autograd
+    x = torch.ones(2, requires_grad=True)
+    torch.distributed.nn.functional.all_gather(x)[RANK].sum().backward()
+    assert x.grad.tolist() == [1.0, 1.0]
+    for group in (dist.new_group([0]), dist.new_group([1])):
+        assert group is dist.GroupMember.NON_GROUP_MEMBER or dist.get_backend(group) == "nccl"
 
 
 def the_current_device_is_the_local_rank():

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from types import FrameType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.cpu
@@ -19,6 +22,7 @@ from torch.distributed import device_mesh
 from torch.distributed.nn.functional import _AllReduce
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 
 from taas.import_hooks import after_import
 from taas.rehearsal.devices import CPU, as_cpu, existing
@@ -46,6 +50,56 @@ def _rewrite_group(arguments: Arguments) -> None:
 def _rewrite_init(arguments: Arguments) -> None:
     _rewrite_group(arguments)
     arguments["backend"] = arguments.get("backend") or "gloo"  # torch would ask its default for CUDA
+
+
+# ---------------------------------------------------------------- which backend a group has
+#
+# A program is told the one that it asked for: libraries compare that with what they would have asked for. torch's own code,
+# which chooses by it how to do something, is told what the group really has.
+
+_asked: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+"""By process group, the backend that the program asked for, as torch spells it."""
+_real_backend, _real_config = dist.get_backend, dist.distributed_c10d.get_backend_config
+
+
+def _make_of_gloo(name: str, rewrite: Callable[[Arguments], None]) -> None:
+    """Let a function make its groups of gloo, and note what the program asked for; others inherit the default group's."""
+    original = getattr(dist, name)
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def make(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        backend = bound.arguments.get("backend")
+        rewrite(bound.arguments)
+        made = original(*bound.args, **bound.kwargs)
+        asked = str(dist.Backend(backend)) if backend else _asked.get(dist.group.WORLD)
+        groups = tree_leaves(made if made is not None else dist.group.WORLD)
+        if asked is not None:
+            # a rank outside a group gets a number in its place
+            _asked.update({group: asked for group in groups if isinstance(group, dist.ProcessGroup)})
+        return made
+
+    replace_everywhere(dist, name, make)
+
+
+def _asks_itself(caller: FrameType | None) -> bool:
+    """Tell whether code of torch asks."""
+    return caller is not None and str(caller.f_globals.get("__name__")).startswith("torch.")
+
+
+def _get_backend(group: Any = None) -> str:
+    real = _real_backend(group)
+    return real if _asks_itself(sys._getframe().f_back) else _asked.get(group or dist.group.WORLD, real)
+
+
+def _get_backend_config(group: Any = None) -> str:
+    real = _real_config(group)
+    asked = None if _asks_itself(sys._getframe().f_back) else _asked.get(group or dist.group.WORLD)
+    return real if asked is None else str(dist.distributed_c10d.BackendConfig(dist.Backend(asked)))
+
+
+# ---------------------------------------------------------------- devices, meshes, wrappers
 
 
 def _without_devices(arguments: Arguments) -> None:
@@ -178,9 +232,11 @@ def _install_collectives() -> None:
 
 def install() -> None:
     """Rewrite the calls that name NCCL or a CUDA device, and do what only NCCL or CUDA does."""
-    rewrite_calls(dist, "init_process_group", _rewrite_init)
+    _make_of_gloo("init_process_group", _rewrite_init)
     for name in ("new_group", "new_subgroups", "new_subgroups_by_enumeration"):
-        rewrite_calls(dist, name, _rewrite_group)
+        _make_of_gloo(name, _rewrite_group)
+    replace_everywhere(dist, "get_backend", _get_backend)
+    replace_everywhere(dist.distributed_c10d, "get_backend_config", _get_backend_config)
     rewrite_calls(dist, "barrier", _without_devices)
     replace_everywhere(dist, "is_nccl_available", always(True))
     rewrite_calls(DistributedDataParallel, "__init__", _rewrite_ddp)

@@ -22,7 +22,8 @@ from torch.utils._pytree import tree_map
 from taas.import_hooks import after_import
 from taas.rehearsal.cuda_module import gpu_generator
 from taas.rehearsal.devices import CPU, cuda_index, machine
-from taas.rehearsal.patches import Arguments, always, replace, replace_all, rewrite_calls
+from taas.rehearsal.patches import Arguments, always, overridable, replace, replace_all, rewrite_calls
+from taas.rehearsal.tensors import stays_itself
 
 # ---------------------------------------------------------------- making tensors
 #
@@ -41,9 +42,11 @@ DRAWS = frozenset({"rand", "randn", "randint", "randperm"})
 SHARES = frozenset({"as_tensor", "asarray"})  # on the CPU they take what they are given
 
 _standing_in: dict[Any, Factory] = {}  # torch's own factory -> ours
+_originals: dict[Any, Factory] = {}  # the other way
 
 
 def _on_the_cpu(original: Factory, draws: bool = False, shares: bool = False) -> Factory:
+    @overridable
     @functools.wraps(original)
     def factory(*args: Any, **kwargs: Any) -> torch.Tensor:
         if not kwargs:
@@ -56,7 +59,7 @@ def _on_the_cpu(original: Factory, draws: bool = False, shares: bool = False) ->
         if draws and kwargs.get("generator") is None:
             kwargs["generator"] = gpu_generator()
         made = original(*args, **kwargs)
-        return made.clone() if shares and not made.requires_grad else made
+        return made.clone() if shares and not stays_itself(made) else made
 
     return factory
 
@@ -76,7 +79,7 @@ def _install_factories() -> None:
     table = torch.jit._builtins._builtin_table
     for module, name, original in _FACTORIES:
         factory = _on_the_cpu(original, name in DRAWS, name in SHARES)
-        _standing_in[original] = factory
+        _standing_in[original], _originals[factory] = factory, original
         replace(module, name, factory)
         # torch.jit.script finds operators by the identity of the function; a table that is not there yet will be built of ours
         if table is not None and id(original) in table:
@@ -98,7 +101,8 @@ def _device_context_init(self: Any, device: Any) -> None:
 
 def _device_context_function(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
     kwargs = kwargs or {}
-    if func in torch.utils._device._device_constructors() and kwargs.get("device") is None:
+    obeys = _originals.get(func, func) in torch.utils._device._device_constructors()
+    if obeys and kwargs.get("device") is None:
         kwargs["device"] = self.device
         func = _standing_in.get(func, func)
     return func(*args, **kwargs)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch.distributed  # noqa: F401 - _DISTRIBUTED lists its modules
+from torch.overrides import handle_torch_function, has_torch_function
 
 Arguments = dict[str, Any]
 
@@ -54,6 +55,23 @@ def replace_everywhere(owner: Any, name: str, new: Any) -> None:
         for module in _DISTRIBUTED:
             if vars(module).get(name) is old:
                 setattr(module, name, new)
+
+
+def overridable(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Let arguments, and modes, with a ``__torch_function__`` of their own have a call first, as functions of torch do.
+
+    They are told what the program has called, which is what stands in torch's place: libraries keep tables by it
+    (``{torch.zeros_like: …}``), and torch's own function would tell them of itself.
+    """
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = (*args, *kwargs.values())
+        if has_torch_function(given):
+            return handle_torch_function(call, given, *args, **kwargs)
+        return function(*args, **kwargs)
+
+    return call
 
 
 def stand_in(name: str, real: type, make: Callable[..., Any], module: str = "torch") -> type:

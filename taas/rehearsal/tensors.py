@@ -1,7 +1,8 @@
 """Tensors, storages and modules stay where they are, on the CPU, when they are sent to a CUDA device.
 
 A tensor tells the truth (``x.device`` is ``cpu``, ``x.is_cuda`` is False), so branches to custom kernels are not
-taken. What is sent to a device becomes a copy, but for what requires a gradient: a leaf must stay the leaf that an optimizer has.
+taken. What is sent to a device becomes a copy, but for what requires a gradient, and for parameters: a leaf must stay the leaf
+that an optimizer has, and what a GPU has already stays the same object there, frozen or not.
 ``x.cpu()`` and ``x.to("cpu")`` copy, as they do from a GPU: a program that keeps ``{name: p.cpu() for …}`` as its best model
 must not find the last one there.
 """
@@ -21,7 +22,7 @@ from taas.rehearsal.devices import (
     is_device_like,
     machine,
 )
-from taas.rehearsal.patches import always, replace, replace_all, stand_in
+from taas.rehearsal.patches import always, overridable, replace, replace_all, stand_in
 
 _to = torch.Tensor.to
 _type = torch.Tensor.type
@@ -44,7 +45,7 @@ def _tensor_to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
             args = (CPU, *args[1:])
         else:
             kwargs["device"] = CPU
-    if len(args) < _TO_COPY and (device == "cpu" if index is None else not self.requires_grad):
+    if len(args) < _TO_COPY and (device == "cpu" if index is None else not stays_itself(self)):
         kwargs["copy"] = True
     return _to(self, *args, **kwargs)
 
@@ -53,7 +54,12 @@ def _tensor_cuda(
     self: torch.Tensor, device: Any = None, non_blocking: bool = False, **kwargs: Any
 ) -> torch.Tensor:
     existing(device)
-    return _to(self, CPU, copy=not self.requires_grad, **kwargs)
+    return _to(self, CPU, copy=not stays_itself(self), **kwargs)
+
+
+def stays_itself(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor that is sent to a device is that very tensor afterwards."""
+    return tensor.requires_grad or isinstance(tensor, nn.Parameter)
 
 
 def _tensor_cpu(self: torch.Tensor, **kwargs: Any) -> torch.Tensor:
@@ -149,7 +155,10 @@ def _whole_forward(self: nn.DataParallel[Any], *inputs: Any, **kwargs: Any) -> A
 def install() -> None:
     """Replace what moves tensors, storages and modules, and what loads them."""
     torch.serialization.register_package(_BEFORE_TORCHS_OWN, lambda storage: None, _deserialize)
-    replace_all(torch.Tensor, TENSOR)
+    replace_all(torch.Tensor, {name: overridable(new) for name, new in TENSOR.items()})
+    # torch's one table of these methods that is made before: what a parameter without a shape may be asked
+    tables: Any = nn.UninitializedParameter
+    tables._allowed_methods += [torch.Tensor.to, torch.Tensor.cuda, torch.Tensor.cpu]
     replace(torch._C._nn, "_parse_to", _parse_to_on_the_cpu)
     replace_all(nn.Module, {"cuda": _module_cuda, "to_empty": _module_to_empty})
     for storage in (torch.UntypedStorage, torch.TypedStorage):
